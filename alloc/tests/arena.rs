@@ -313,6 +313,23 @@ fn an_overflow_names_all_that_helps() {
     );
 }
 
+/// However much is idle: nobody has said that what is there is as large.
+#[test]
+fn no_request_is_served_beyond_its_bound() {
+    let problem = Problem::new(vec![Buffer::new(0..1, 1 << 20)]).unwrap();
+    let request = Request::new(1..3, 64, 128);
+    let plan = |reserve| ArenaPlan::new(&problem, &[0], vec![request.clone()], &ArenaOptions::with_reserve(reserve));
+    for reserve in [Reserve::Worst, Reserve::Balanced { factor: 1.0 }, Reserve::Bytes(1 << 20)] {
+        let mut arena = Arena::new(plan(reserve).unwrap());
+        for bytes in [129, 1 << 19, u64::MAX] {
+            let overflow = arena.request(RequestId(0), bytes).unwrap_err();
+            assert!(overflow.to_string().ends_with("the bound given for this request is wrong"), "{overflow}");
+            assert_eq!(arena.offer(RequestId(0), bytes), None);
+        }
+        assert!(arena.request(RequestId(0), 128).is_ok());
+    }
+}
+
 #[test]
 fn unsound_requests_are_errors() {
     let problem = Problem::new(vec![Buffer::new(0..4, 1024)]).unwrap();

@@ -82,7 +82,7 @@ fn measure(row: &Row) -> Result<Vec<Outcome>> {
     let mut outcomes = vec![Outcome {
         name: "gapless's step",
         reserved: Some(plan.arena_bytes()),
-        allocated: plan.solution.lower_bound,
+        allocated: plan.solution().lower_bound,
     }];
     let problem = step.eager(&graph, rank)?;
     let comparison = Comparison { kinds: PEERS.to_vec(), iterations: 3, ..Comparison::default() };

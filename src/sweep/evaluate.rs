@@ -235,7 +235,7 @@ fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut 
             }
         }
         figures.arena_bytes.push(executable.arena_bytes());
-        figures.plans.push(executable.plan_hash.to_string());
+        figures.plans.push(executable.plan_hash().to_string());
         if figures.live_bytes[rank] == most {
             figures.roles = roles_at_peak(&executable);
         }
@@ -300,10 +300,10 @@ fn row(of: &Configuration, status: Status, why: Option<String>, figures: Option<
 /// What is alive at the peak, by role.
 fn roles_at_peak(executable: &Executable) -> BTreeMap<String, u64> {
     let mut roles = BTreeMap::new();
-    if let Some(tick) = peak_tick(&executable.problem) {
-        for id in live_at(&executable.problem, tick) {
-            let role = executable.labels[id.index()].role.name().to_owned();
-            *roles.entry(role).or_default() += executable.problem.buffer(id).bytes;
+    if let Some(tick) = peak_tick(executable.problem()) {
+        for id in live_at(executable.problem(), tick) {
+            let role = executable.labels()[id.index()].role.name().to_owned();
+            *roles.entry(role).or_default() += executable.problem().buffer(id).bytes;
         }
     }
     roles

@@ -46,9 +46,9 @@ fn rows_are_what_planning_one_by_one_says() {
             continue;
         };
         let plans: Vec<Executable> = (0..2).map(|rank| plan(rank).unwrap()).collect();
-        let live: Vec<u64> = plans.iter().map(|plan| plan.solution.lower_bound).collect();
+        let live: Vec<u64> = plans.iter().map(|plan| plan.solution().lower_bound).collect();
         let arenas: Vec<u64> = plans.iter().map(Executable::arena_bytes).collect();
-        let hashes: Vec<String> = plans.iter().map(|plan| plan.plan_hash.to_string()).collect();
+        let hashes: Vec<String> = plans.iter().map(|plan| plan.plan_hash().to_string()).collect();
         assert_eq!(
             (&figures.live_bytes, &figures.arena_bytes, &figures.plans),
             (&live, &arenas, &hashes),

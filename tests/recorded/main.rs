@@ -46,7 +46,7 @@ fn expect(kind: &str, rows: &str) {
 }
 
 fn planned(rows: &mut String, name: &str, executable: &Executable) {
-    writeln!(rows, "{name} {} {}", executable.arena_bytes(), executable.plan_hash).unwrap();
+    writeln!(rows, "{name} {} {}", executable.arena_bytes(), executable.plan_hash()).unwrap();
 }
 
 /// The arena of a run and what its first steps give.

@@ -80,7 +80,7 @@ fn a_plan_in_bf16_has_half_the_bytes_of_all_that_is_not_f32_in_any_case() {
 
 /// Bytes of a role in all persistent tensors and at most at a time in others, of a plan.
 fn bytes(plan: &Executable, role: Role) -> u64 {
-    let all = plan.labels.iter().zip(plan.problem.buffers());
+    let all = plan.labels().iter().zip(plan.problem().buffers());
     all.filter(|(label, _)| label.role == role).map(|(_, buffer)| buffer.bytes).sum()
 }
 
@@ -106,7 +106,7 @@ fn masters_take_what_they_are_said_to() {
         }
         assert!(mixed.specs(Role::OptimizerState).all(|(_, spec)| spec.dtype == DType::F32));
         assert!(bytes(&mixed, Role::Gradient) > bytes(&pure, Role::Gradient));
-        assert_eq!(mixed.solution.height, mixed.solution.lower_bound);
+        assert_eq!(mixed.solution().height, mixed.solution().lower_bound);
     }
 }
 

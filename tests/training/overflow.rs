@@ -239,7 +239,7 @@ fn letting_go_needs_less_than_the_worst_case() {
     config.llama.layers = 12;
     let arena = |routing, overflow| {
         let options = TrainOptions { micro_batches: 1, ..on(experts(4), routing, overflow) };
-        Trainer::plan_rank(|vb| Moe::new(&config, vb), &options, 0).unwrap().routing.unwrap().height()
+        Trainer::plan_rank(|vb| Moe::new(&config, vb), &options, 0).unwrap().routing().unwrap().height()
     };
     let [worst, again] =
         [arena(Reserve::Worst, Overflow::Error), arena(Reserve::Balanced { factor: 1.25 }, Overflow::Recompute)];

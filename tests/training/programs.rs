@@ -49,8 +49,8 @@ fn programs() -> Vec<(String, Executable)> {
 #[test]
 fn every_program_is_planned_at_the_bound_and_nobody_reserves_less() {
     for (name, program) in programs() {
-        assert_eq!(program.solution.height, program.solution.lower_bound, "{name}");
-        let compared = compare(&program.problem, &Requests::new(&program.problem), &Comparison::default());
+        assert_eq!(program.solution().height, program.solution().lower_bound, "{name}");
+        let compared = compare(program.problem(), &Requests::new(program.problem()), &Comparison::default());
         let reserved = |kind: Kind| {
             let entry = compared.allocators.iter().find(|entry| entry.kind == kind).expect("all kinds were asked for");
             entry.outcome.as_ref().expect("80 GiB hold it").peak_reserved()

@@ -58,8 +58,8 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaRepor
 
 /// What a rank's step asks its arena for: bytes of a row, by request.
 fn requests(case: &Case, options: &TrainOptions, rank: usize) -> Vec<u64> {
-    let plan = Trainer::plan_rank(|vb| Moe::new(&case.config, vb), options, rank).unwrap().routing;
-    plan.iter().flat_map(|plan| plan.requests()).map(|request| request.bytes_per_row).collect()
+    let plan = Trainer::plan_rank(|vb| Moe::new(&case.config, vb), options, rank).unwrap();
+    plan.routing().iter().flat_map(|plan| plan.requests()).map(|request| request.bytes_per_row).collect()
 }
 
 /// With room for the worst case: what one rank computes, to rounding. f32 rounds at 6e-8, and ranks sum losses and gradients

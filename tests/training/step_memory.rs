@@ -46,14 +46,14 @@ fn plan(options: &TrainOptions, model: &Model) -> Step {
     let executable =
         compile(&[program], &CompileOptions::within(options.recompute.capacity(), options.planning, options.routing))
             .unwrap();
-    let tick = gapless::alloc::peak_tick(&executable.problem).unwrap();
-    let alive: Vec<_> = gapless::alloc::live_at(&executable.problem, tick).collect();
+    let tick = gapless::alloc::peak_tick(executable.problem()).unwrap();
+    let alive: Vec<_> = gapless::alloc::live_at(executable.problem(), tick).collect();
     let of = |role: Role| {
-        let bytes = alive.iter().filter(|id| executable.labels[id.index()].role == role);
-        (role, bytes.map(|&id| executable.problem.buffer(id).bytes).sum())
+        let bytes = alive.iter().filter(|id| executable.labels()[id.index()].role == role);
+        (role, bytes.map(|&id| executable.problem().buffer(id).bytes).sum())
     };
     Step {
-        arena: executable.solution.height,
+        arena: executable.solution().height,
         roles: Role::ALL.into_iter().map(of).collect(),
         extra_flops: rematerialized_flops as f64 / (flops - rematerialized_flops) as f64,
         overhead: again as f64 / (all - again) as f64,

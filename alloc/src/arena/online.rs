@@ -109,14 +109,15 @@ impl Arena {
     /// An offset for `bytes`, from the request's first tick until it is released. Zero bytes take no space.
     ///
     /// # Errors
-    /// [`Overflow`] when no range that is free for the whole lifetime is long enough. Nothing has changed then.
+    /// [`Overflow`] when no range that is free for the whole lifetime is long enough, and when it is more than the request's bound.
+    /// Nothing has changed then.
     ///
     /// # Panics
     /// When the request is in use already, which is an error of the caller's own code.
     pub fn request(&mut self, id: RequestId, bytes: u64) -> Result<u64, Overflow> {
         assert!(self.live[id.index()].is_none(), "request {} is released before it is made again", id.0);
         self.report.requests += 1;
-        self.report.asked_bytes += bytes;
+        self.report.asked_bytes = self.report.asked_bytes.saturating_add(bytes);
         self.is_within_promises &= self.plan.promised(id).is_some_and(|promised| bytes <= promised);
         let balanced = self.plan.request(id).balanced.max(1);
         // Rounded up: the factor has to do.
@@ -124,7 +125,7 @@ impl Arena {
         self.factor_hundredths = self.factor_hundredths.max(u64::try_from(hundredths).unwrap_or(u64::MAX));
         let Some(offset) = self.place(id, bytes, self.is_within_promises) else {
             self.report.overflows += 1;
-            self.report.refused_bytes += bytes;
+            self.report.refused_bytes = self.report.refused_bytes.saturating_add(bytes);
             return Err(self.overflow(id, bytes));
         };
         self.take(id, offset, bytes);
@@ -189,6 +190,10 @@ impl Arena {
     fn place(&self, id: RequestId, bytes: u64, spares_homes: bool) -> Option<u64> {
         if bytes == 0 {
             return Some(self.plan.reserve().start);
+        }
+        // Beyond its bound nobody has said that the caller's tensors reach.
+        if bytes > self.plan.request(id).most {
+            return None;
         }
         let bytes = self.rounded(bytes)?;
         let ranges = match spares_homes {

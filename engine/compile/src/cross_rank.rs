@@ -58,8 +58,8 @@ impl CrossRankValues {
                     None => readers.entry(root).or_default().extend(ranks),
                 }
             }
-            for &(input, _) in node.op.mutates() {
-                let root = graph.value(node.inputs[input]).root;
+            for input in node.changed() {
+                let root = graph.value(input).root;
                 let persistent = matches!(graph.value(root).source, Source::Persistent { .. });
                 if let (true, Place::Stage(stage)) = (persistent, node.place) {
                     writers.insert(root, crossings.rank_of[&stage]);

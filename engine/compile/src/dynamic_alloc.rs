@@ -10,18 +10,32 @@ use gapless_alloc::arena::{ArenaOptions, ArenaPlan, Need, Request, RequestId, Re
 use gapless_alloc::{Problem, Solution};
 use gapless_kernels::cpu::args::CountedAddress;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::executable::Executable;
 use crate::instruction::{DynamicAlloc, DynamicFree, When};
 use crate::lifetimes::{ALIGNMENT, tick_of};
 use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
 
 impl Executable {
-    /// The arena of counted buffers with another reserve; none if nothing is counted.
-    pub fn routing_with(&self, reserve: Reserve) -> Result<Option<ArenaPlan>> {
-        let Some(plan) = &self.routing else { return Ok(None) };
+    /// Plans the arena of counted buffers with another reserve, and goes on with it if `accept` says so. Nothing happens if nothing is
+    /// counted.
+    ///
+    /// # Errors
+    /// When the reserve leaves the address space, or is no number; what `accept` returns.
+    pub fn reserve_anew<E: From<Error>>(
+        &mut self,
+        reserve: Reserve,
+        accept: impl FnOnce(&ArenaPlan) -> Result<bool, E>,
+    ) -> Result<bool, E> {
+        let Some(plan) = &self.routing else { return Ok(false) };
         let requests = plan.requests().to_vec();
-        Ok(Some(ArenaPlan::new(&self.problem, &self.solution.offsets, requests, &options(reserve))?))
+        let anew = ArenaPlan::new(&self.problem, &self.solution.offsets, requests, &options(reserve));
+        let anew = anew.map_err(Error::from)?;
+        let is_accepted = accept(&anew)?;
+        if is_accepted {
+            self.routing = Some(anew);
+        }
+        Ok(is_accepted)
     }
 }
 
@@ -115,8 +129,8 @@ impl Requests {
     pub fn address(&self, number: usize, program: &Program, operand: &Operand) -> Option<CountedAddress> {
         let counted = program.buffers[operand.buffer.index()].counted?;
         let request = self.of[&(number, operand.buffer)].0;
-        let row = (counted.row_bytes / operand.dtype.size_in_bytes() as u64) as u32;
-        Some(CountedAddress { request, count: counted.count, row })
+        let row = (counted.row_bytes / operand.dtype.size_in_bytes() as u64) as usize;
+        Some(CountedAddress { request, row })
     }
 
     /// What every step of a program is the first to write, and what the last to use.

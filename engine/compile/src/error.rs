@@ -22,6 +22,15 @@ pub enum Error {
         "{program:?} would have {instructions} instructions, more than the {most} that are planned; fewer micro-batches, or more pipeline ranks"
     )]
     TooManyInstructions { program: String, instructions: usize, most: usize },
+    #[error(
+        "{program:?} cannot be compiled: {what}; leave a program as `lower` made it, or correct the operation (Op) or the change that \
+         this came of"
+    )]
+    Unsound { program: String, what: String },
+    #[error(
+        "{what} of {program:?} would bring its tensors to more than 2^60 bytes; smaller shapes, or correct `Op::workspace` of {op:?}"
+    )]
+    TooLarge { program: String, what: String, op: String },
     #[error("internal error: the plan violates its own constraints: {what}")]
     BadPlan { what: String },
     #[error("{what}: {why}; {remedy}")]

@@ -43,34 +43,87 @@ impl CompileOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProgramId(#[doc(hidden)] pub usize);
 
-/// Programs over one arena: what is left to do at run time is to run them.
+/// Programs over one arena: what is left to do at run time is to run them. Only [`compile`](crate::compile) makes one, of programs that it
+/// has checked, and nobody changes its addresses: kernels follow them.
+///
+/// ```compile_fail,E0616
+/// fn shrink(executable: &mut gapless_compile::Executable) {
+///     executable.solution.height = 0;
+/// }
+/// ```
 #[derive(Debug)]
 pub struct Executable {
-    #[doc(hidden)]
-    pub programs: Vec<CompiledProgram>,
-    #[doc(hidden)]
-    pub persistent: Vec<Persistent>,
-    /// The problem that was planned.
-    pub problem: Problem,
-    /// Its plan; it has passed the checker.
-    pub solution: Solution,
-    /// The arena of what is counted while a program runs, above and between what the plan has placed; none if nothing is.
-    pub routing: Option<ArenaPlan>,
-    /// Names and roles of the problem's buffers.
-    pub labels: Vec<Label>,
-    /// Ranges of ticks with a name, e.g. `train 0F3`, in order.
-    pub parts: Vec<Mark>,
-    /// The identity of the plan.
-    pub plan_hash: PlanHash,
-    /// Time spent planning.
-    pub plan_ms: f64,
-    /// The file that offloaded activations wait in.
-    pub host: HostPlan,
-    /// Arithmetic of one run of each program.
-    pub flops: Vec<u64>,
+    pub(crate) programs: Vec<CompiledProgram>,
+    pub(crate) persistent: Vec<Persistent>,
+    pub(crate) problem: Problem,
+    pub(crate) solution: Solution,
+    pub(crate) routing: Option<ArenaPlan>,
+    pub(crate) labels: Vec<Label>,
+    pub(crate) parts: Vec<Mark>,
+    pub(crate) plan_hash: PlanHash,
+    pub(crate) plan_ms: f64,
+    pub(crate) host: HostPlan,
+    pub(crate) flops: Vec<u64>,
 }
 
 impl Executable {
+    /// The programs, by [`ProgramId`].
+    #[doc(hidden)]
+    pub fn programs(&self) -> &[CompiledProgram] {
+        &self.programs
+    }
+
+    /// The tensors that outlive the step, in the order of their declaration.
+    #[doc(hidden)]
+    pub fn persistent(&self) -> &[Persistent] {
+        &self.persistent
+    }
+
+    /// The problem that was planned.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// Its plan; it has passed the checker.
+    pub fn solution(&self) -> &Solution {
+        &self.solution
+    }
+
+    /// The arena of what is counted while a program runs, above and between what the plan has placed; none if nothing is.
+    pub fn routing(&self) -> Option<&ArenaPlan> {
+        self.routing.as_ref()
+    }
+
+    /// Names and roles of the problem's buffers.
+    pub fn labels(&self) -> &[Label] {
+        &self.labels
+    }
+
+    /// Ranges of ticks with a name, e.g. `train 0F3`, in order.
+    pub fn parts(&self) -> &[Mark] {
+        &self.parts
+    }
+
+    /// The identity of the plan.
+    pub fn plan_hash(&self) -> PlanHash {
+        self.plan_hash
+    }
+
+    /// Time spent planning.
+    pub fn plan_ms(&self) -> f64 {
+        self.plan_ms
+    }
+
+    /// The file that offloaded activations wait in.
+    pub fn host(&self) -> &HostPlan {
+        &self.host
+    }
+
+    /// Arithmetic of one run of each program.
+    pub fn flops(&self) -> &[u64] {
+        &self.flops
+    }
+
     /// Size of the arena.
     pub fn arena_bytes(&self) -> u64 {
         self.routing.as_ref().map_or(self.solution.height, ArenaPlan::height)

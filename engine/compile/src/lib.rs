@@ -28,6 +28,7 @@ pub mod step;
 #[cfg(test)]
 mod test_support;
 mod text;
+mod verify;
 
 pub use error::{Error, Result};
 pub use executable::{CompileOptions, Executable, ProgramId};

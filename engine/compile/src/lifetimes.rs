@@ -12,6 +12,7 @@ use gapless_alloc::{Buffer, Label, Problem};
 
 use crate::error::{Error, Result};
 use crate::program::{BufferKind, Program};
+use crate::verify::check_sizes;
 
 /// All arena addresses are multiples of this: a cache line, and an AVX-512 vector.
 pub const ALIGNMENT: u64 = 64;
@@ -50,7 +51,8 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
     }
     let whole = 0..start;
     let (mut buffers, mut labels): (Vec<Buffer>, Vec<&Label>) = (Vec::new(), Vec::new());
-    let mut shared: HashMap<&str, usize> = HashMap::new();
+    programs.iter().try_for_each(|program| check_sizes(program))?;
+    let mut shared: HashMap<&str, (usize, &BufferKind)> = HashMap::new();
     let caches = cache_lifetimes(programs, &spans);
     let mut of = Vec::new();
     for (program, span) in programs.iter().zip(&spans) {
@@ -65,18 +67,23 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
                 BufferKind::No => used,
             };
             let is_shared = matches!(buffer.kind, BufferKind::Always { .. } | BufferKind::Cache);
-            if is_shared && let Some(&index) = shared.get(buffer.label.tensor.as_str()) {
+            if is_shared && let Some(&(index, kind)) = shared.get(buffer.label.tensor.as_str()) {
                 let known: &Buffer = &buffers[index];
-                if known.bytes != buffer.bytes.next_multiple_of(ALIGNMENT) {
-                    let what = format!("{:?} has another size in {:?}", buffer.label.tensor, program.name);
-                    return Err(Error::BadPlan { what });
+                let is_one = match (kind, &buffer.kind) {
+                    (BufferKind::Always { spec, .. }, BufferKind::Always { spec: other, .. }) => spec == other,
+                    (BufferKind::Cache, BufferKind::Cache) => true,
+                    _ => false,
+                };
+                if !is_one || known.bytes != buffer.bytes.next_multiple_of(ALIGNMENT) {
+                    let what = format!("{:?} is another tensor in a program before it", buffer.label.tensor);
+                    return Err(Error::Unsound { program: program.name.clone(), what });
                 }
                 indices.push(index);
                 continue;
             }
             let index = buffers.len();
             if is_shared {
-                shared.insert(&buffer.label.tensor, index);
+                shared.insert(&buffer.label.tensor, (index, &buffer.kind));
             }
             // Whole cache lines, so that neighbours never share one between threads.
             // What is counted while the step runs takes nothing of the plan; its lifetime is known all the same.

@@ -23,14 +23,15 @@ use crate::lifetimes::{Lifetimes, lifetimes, tick_of};
 use crate::offload_plan::plan_host;
 use crate::plan::{lowest_within, planned};
 use crate::program::{BufferId, BufferKind, InstrKind, IoTensor, Operand, Part, Program};
+use crate::verify::verify;
 
 /// Plans all `programs` into one arena and resolves their addresses.
 ///
 /// # Errors
-/// When the live bytes exceed `u64`; [`Error::OverBudget`] when no plan was found within the planner's capacity;
-/// [`Error::BadPlan`] if the planner is broken.
+/// [`Error::Unsound`] for a program that could not run, and [`Error::TooLarge`] for one of more bytes than any machine has;
+/// [`Error::OverBudget`] when no plan was found within the planner's capacity; [`Error::BadPlan`] if the planner is broken.
 pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executable> {
-    programs.iter().try_for_each(check_operands)?;
+    programs.iter().try_for_each(verify)?;
     // Lifetimes, and the plan of what is known beforehand.
     let Lifetimes { problem, labels, of, spans } = lifetimes(&programs.iter().collect::<Vec<_>>())?;
     let started = Instant::now();
@@ -218,34 +219,4 @@ fn persistent(programs: &[Program], of: &[Vec<usize>], solution: &Solution) -> V
         }
     }
     persistent.into_values().collect()
-}
-
-/// Everything that kernels rely on and the planner knows nothing of: operands lie in their buffers, an overwritten input is
-/// all of its buffer and no other operand's, what the host reads has no gaps.
-fn check_operands(program: &Program) -> Result<()> {
-    let fail = |what: String| Err(Error::BadPlan { what });
-    let bytes = |operand: &Operand| program.buffers[operand.buffer.index()].bytes;
-    let inside = |operand: &Operand| {
-        let elements = (operand.layout.start_offset() + span(&operand.layout)) as u64;
-        elements * operand.dtype.size_in_bytes() as u64 <= bytes(operand)
-    };
-    for instr in &program.instrs {
-        let name = instr.kind.name();
-        if !instr.inputs.iter().chain(&instr.outputs).all(inside) {
-            return fail(format!("an operand of {name} in {:?} reaches beyond its buffer", &*instr.layer));
-        }
-        for input in &instr.inputs {
-            let Some(output) = input.overwritten_by.and_then(|output| instr.outputs.get(output)) else { continue };
-            let whole = |o: &Operand| o.layout.is_contiguous() && o.layout.start_offset() == 0;
-            let same = input.buffer == output.buffer && whole(input) && whole(output) && input.dtype == output.dtype;
-            let alone = instr.inputs.iter().filter(|other| other.buffer == input.buffer).count() == 1;
-            if !same || !alone || span(&input.layout) != span(&output.layout) {
-                return fail(format!("{name} in {:?} overwrites an input of another shape or use", &*instr.layer));
-            }
-        }
-    }
-    match program.inputs.iter().chain(&program.outputs).find(|i| !i.operand.layout.is_contiguous()) {
-        Some(instance) => fail(format!("{:?} has gaps, so the host cannot read or write it", instance.name)),
-        None => Ok(()),
-    }
 }

@@ -124,12 +124,15 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
     let mut flops = vec![0];
     for &index in &work {
         let node = &graph.nodes()[index];
-        flops.push(flops[flops.len() - 1] + node.op.flops(&graph.specs(&node.inputs), &graph.specs(&node.outputs)));
+        let of_node: u64 = node.op.flops(&graph.specs(&node.inputs), &graph.specs(&node.outputs));
+        flops.push(of_node.saturating_add(flops[flops.len() - 1]));
     }
     let bytes_at = |k: usize| if k == 0 || k == work.len() { 0 } else { crossing[work[k]] };
     // Forward and both gradients; activations one way, their gradients the other.
-    let cost =
-        |from: usize, to: usize| 3 * (flops[to] - flops[from]) + 2 * FLOPS_PER_BYTE * (bytes_at(from) + bytes_at(to));
+    let arithmetic = |from: usize, to: usize| (flops[to] - flops[from]).saturating_mul(3);
+    let cost = |from: usize, to: usize| {
+        arithmetic(from, to).saturating_add((2 * FLOPS_PER_BYTE).saturating_mul(bytes_at(from) + bytes_at(to)))
+    };
     // best[k]: (slowest stage, bytes handed over) of the first k operations; with where the last stage begins.
     let mut best: Vec<Option<(u64, u64)>> = vec![None; work.len() + 1];
     best[0] = Some((0, 0));
@@ -140,7 +143,7 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
         for to in stage + 1..=work.len() {
             let starts = if stage == 0 { 0..1 } else { stage..to };
             for start in starts.rev() {
-                if next[to].is_some_and(|(slowest, _)| 3 * (flops[to] - flops[start]) > slowest) {
+                if next[to].is_some_and(|(slowest, _)| arithmetic(start, to) > slowest) {
                     break;
                 }
                 let Some((slowest, bytes)) = best[start] else { continue };

@@ -362,7 +362,7 @@ impl Program {
 
     /// Arithmetic of what a run computes again.
     pub fn rematerialized_flops(&self) -> u64 {
-        self.instrs.iter().filter(|instr| instr.rematerialized).map(Instr::flops).sum()
+        sum(self.instrs.iter().filter(|instr| instr.rematerialized))
     }
 
     /// Modelled time of one run on a device, and how much of it goes into what is computed again.
@@ -381,7 +381,7 @@ impl Program {
             let more = self.flops_of(part.instrs.clone());
             // What moved into an action has cut it in two.
             match flops.iter_mut().rev().find(|(known, _)| *known == action) {
-                Some((_, flops)) => *flops += more,
+                Some((_, flops)) => *flops = flops.saturating_add(more),
                 None => flops.push((action, more)),
             }
         }
@@ -389,7 +389,7 @@ impl Program {
     }
 
     pub(crate) fn flops_of(&self, instrs: std::ops::Range<usize>) -> u64 {
-        self.instrs[instrs].iter().map(Instr::flops).sum()
+        sum(self.instrs[instrs].iter())
     }
 
     /// Puts the steps in another order. What has moved is still of the part that it was of, and cuts in two the part that it has
@@ -435,6 +435,7 @@ impl Program {
         self.buffers.retain(|_| *used.next().expect("one for each buffer"));
         self.each_use(|buffer| *buffer = ids[buffer.index()]);
     }
+
     /// Calls `f` with every use of a buffer, in order: an instruction's inputs, outputs and scratch.
     pub(crate) fn each_use(&mut self, mut f: impl FnMut(&mut BufferId)) {
         for instr in &mut self.instrs {
@@ -457,6 +458,11 @@ impl Program {
         self.buffers.push(Buffer { bytes, label, kind, counted: None });
         id
     }
+}
+
+/// Arithmetic of instructions. What an operation says of its own may be anything.
+fn sum<'i>(instrs: impl Iterator<Item = &'i Instr>) -> u64 {
+    instrs.map(Instr::flops).fold(0, u64::saturating_add)
 }
 
 /// The role of a buffer that holds a value made in a given phase.

@@ -32,11 +32,21 @@ impl Spec {
         self.shape.elem_count()
     }
 
-    /// Size in bytes when stored without gaps.
+    /// Size in bytes when stored without gaps, of a tensor that has a [`checked_bytes`](Self::checked_bytes), as all of a graph have.
     pub fn bytes(&self) -> u64 {
         (self.elements() * self.dtype.size_in_bytes()) as u64
     }
+
+    /// The same; none if there cannot be so many bytes, or an element is no whole ones.
+    pub fn checked_bytes(&self) -> Option<u64> {
+        let size = self.dtype.size_in_bytes();
+        let bytes = self.dims().iter().try_fold(size, |bytes, &dim| bytes.checked_mul(dim))?;
+        u64::try_from(bytes).ok().filter(|&bytes| size > 0 && bytes <= MAX_BYTES)
+    }
 }
+
+/// Bytes that a tensor may have: what the language allows an object to take.
+pub(crate) const MAX_BYTES: u64 = isize::MAX as u64;
 
 /// Extent of the last dimension; 1 for scalars.
 pub fn width(dims: &[usize]) -> usize {

@@ -16,6 +16,10 @@ pub enum Error {
     NotFloat { name: String, dtype: DType },
     #[error("the CPU has no kernels for {dtype:?}; run the step in f32 or bf16")]
     NoKernels { dtype: DType },
+    #[error(
+        "{instruction} writes into a tensor with gaps, as only kernels of a GPU do; lower its program for Target::Cpu"
+    )]
+    OtherTarget { instruction: String },
     #[cfg(feature = "cuda")]
     #[error(
         "{instruction} cannot run on a GPU, with inputs of {dtypes:?}; docs/gpu.md says what can; choose another optimizer or element \

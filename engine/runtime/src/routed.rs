@@ -17,8 +17,11 @@ use crate::error::{Error, Result};
 #[derive(Debug, Default)]
 pub(crate) struct Routed {
     arena: Option<Arena>,
+    /// By request: where it is, and for how many rows, as long as nobody has counted them anew.
     offsets: Vec<u64>,
     rows: Vec<usize>,
+    /// By count: the rows that were counted last.
+    counted: Vec<u32>,
     /// What the last run was served, in order.
     served: Vec<Served>,
     outside: OverflowHeap,
@@ -51,14 +54,15 @@ impl Refusal {
 impl Routed {
     /// For the programs of an executable, run one at a time.
     pub fn new(executable: &Executable, outside: OverflowHeap) -> Self {
-        let plan = executable.routing.as_ref();
+        let plan = executable.routing();
         let requests = plan.map_or(0, |plan| plan.requests().len());
-        let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);
+        let counts = executable.programs().iter().map(|program| program.counts).max().unwrap_or(0);
         Self {
             arena: plan.cloned().map(Arena::new),
             outside,
             offsets: vec![0; requests],
-            rows: vec![0; counts],
+            rows: vec![0; requests],
+            counted: vec![0; counts],
             evicted: vec![false; counts],
             served: Vec::with_capacity(requests),
             ..Self::default()
@@ -74,13 +78,25 @@ impl Routed {
     pub fn begin(&mut self, arena_bytes: u64) {
         self.arena.iter_mut().for_each(Arena::reset);
         self.served.clear();
+        self.rows.fill(0);
         self.evicted.fill(false);
         self.outside.begin(arena_bytes);
     }
 
     /// Notes a count.
     pub fn count(&mut self, count: u32, rows: u32) {
-        self.rows[count as usize] = rows as usize;
+        self.counted[count as usize] = rows;
+    }
+
+    /// Bytes of as many rows as were counted; more than any request's bound, if there cannot be so many.
+    fn bytes(&self, asked: &DynamicAlloc) -> u64 {
+        u64::from(self.counted[asked.count as usize]).saturating_mul(asked.row_bytes)
+    }
+
+    /// Notes where the rows are that were counted last.
+    fn found(&mut self, asked: &DynamicAlloc, offset: u64) {
+        let place = asked.place.index();
+        (self.offsets[place], self.rows[place]) = (offset, self.counted[asked.count as usize] as usize);
     }
 
     /// Whether an instruction is left out.
@@ -90,15 +106,15 @@ impl Routed {
 
     /// Looks for room for all rows that an instruction offers to keep. What it tells the other ranks: 1 if there is none.
     pub fn offer(&mut self, instruction: &Instruction) -> f32 {
-        let arena = self.arena.as_mut().expect("an executable with requests has an arena");
         for (index, asked) in instruction.requests.iter().enumerate() {
-            let bytes = self.rows[asked.count as usize] as u64 * asked.row_bytes;
+            let bytes = self.bytes(asked);
+            let arena = self.arena.as_mut().expect("an executable with requests has an arena");
             let Some(offset) = arena.offer(asked.request, bytes) else {
                 instruction.requests[..index].iter().for_each(|asked| arena.release(asked.request));
                 self.had_room = false;
                 return 1.0;
             };
-            self.offsets[asked.place.index()] = offset;
+            self.found(asked, offset);
         }
         self.had_room = true;
         0.0
@@ -106,7 +122,8 @@ impl Routed {
 
     /// Keeps the rows that were offered room, or lets them go if ranks are without: the sum of what each has told.
     pub fn settle(&mut self, instruction: &Instruction, without: f32) {
-        let (evicts, had_room) = (without != 0.0, self.had_room);
+        // Without room here nothing is kept, whatever the sum says.
+        let (evicts, had_room) = (without != 0.0 || !self.had_room, self.had_room);
         let arena = self.arena.as_mut().expect("an executable with requests has an arena");
         for &DynamicAlloc { request, place, count, row_bytes, .. } in &*instruction.requests {
             self.evicted[count as usize] = evicts;
@@ -114,8 +131,8 @@ impl Routed {
                 true if had_room => arena.release(request),
                 true => {}
                 false => {
-                    let (offset, bytes) = (self.offsets[place.index()], self.rows[count as usize] as u64 * row_bytes);
-                    self.served.push(Served { request, offset, bytes });
+                    let (offset, rows) = (self.offsets[place.index()], self.rows[place.index()]);
+                    self.served.push(Served { request, offset, bytes: rows as u64 * row_bytes });
                 }
             }
         }
@@ -134,18 +151,19 @@ impl Routed {
 
     /// Finds room for what an instruction is the first to write.
     pub fn place(&mut self, instruction: &Instruction) -> Result<(), Refusal> {
-        for &DynamicAlloc { request, place, count, row_bytes, when } in &*instruction.requests {
+        for asked in &*instruction.requests {
+            let &DynamicAlloc { request, count, when, .. } = asked;
             // What is kept was placed when it was offered.
             if when == When::Kept || !self.is_made(when, count) {
                 continue;
             }
+            let bytes = self.bytes(asked);
             let arena = self.arena.as_mut().expect("an executable with requests has an arena");
-            let bytes = self.rows[count as usize] as u64 * row_bytes;
             let offset = match arena.request(request, bytes) {
                 Ok(offset) => offset,
                 Err(overflow) => self.place_outside(request, bytes, overflow)?,
             };
-            self.offsets[place.index()] = offset;
+            self.found(asked, offset);
             self.served.push(Served { request, offset, bytes });
         }
         Ok(())
@@ -154,8 +172,11 @@ impl Routed {
     fn place_outside(&mut self, request: RequestId, bytes: u64, overflow: Overflow) -> Result<u64, Refusal> {
         let arena = self.arena.as_mut().expect("it has refused");
         let needed = arena.plan().height().saturating_add(self.outside.live()).saturating_add(bytes);
+        let is_beyond_bound = bytes > overflow.most;
         let refusal = |needed| Refusal { overflow: Box::new(overflow), needed };
         match self.limit {
+            // More than its tensors have, wherever they are.
+            _ if is_beyond_bound => Err(refusal(None)),
             None => Err(refusal(None)),
             Some(limit) if needed > limit => Err(refusal(Some(needed))),
             Some(_) => match self.outside.serve(request.0, bytes) {
@@ -209,15 +230,19 @@ impl Routed {
         mut enlarge: impl FnMut(u64) -> Result<bool>,
     ) -> Result<()> {
         for factor in [1.25 * factor, factor] {
-            let Some(plan) = executable.routing_with(Reserve::Balanced { factor })? else { continue };
-            let bytes = plan.height();
-            if bytes > limit || bytes <= executable.arena_bytes() || !enlarge(bytes)? {
-                continue;
+            let before = executable.arena_bytes();
+            let has_grown = executable.reserve_anew(Reserve::Balanced { factor }, |plan| {
+                let bytes = plan.height();
+                if bytes > limit || bytes <= before || !enlarge(bytes)? {
+                    return Ok::<_, Error>(false);
+                }
+                tracing::info!(factor, bytes, "the arena has grown");
+                self.arena.iter_mut().for_each(|arena| arena.grow(plan.clone()));
+                Ok(true)
+            })?;
+            if has_grown {
+                break;
             }
-            tracing::info!(factor, bytes, "the arena has grown");
-            self.arena.iter_mut().for_each(|arena| arena.grow(plan.clone()));
-            executable.routing = Some(plan);
-            break;
         }
         Ok(())
     }
@@ -232,8 +257,8 @@ impl Routed {
 
     /// Judges what the last run was served, together with the static plan.
     pub fn check(&self, executable: &Executable) -> Result<usize> {
-        let Some(plan) = &executable.routing else { return Ok(0) };
-        let (problem, offsets) = (&executable.problem, &executable.solution.offsets);
+        let Some(plan) = executable.routing() else { return Ok(0) };
+        let (problem, offsets) = (executable.problem(), &executable.solution().offsets);
         let limit = plan.height().max(self.outside.range().end);
         check_run(problem, offsets, plan.requests(), &self.served, limit).map_err(|violations| Error::BadRun {
             what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),

@@ -10,12 +10,16 @@ use std::time::Duration;
 use candle_core::{DType, Tensor};
 use gapless_alloc::Label;
 use gapless_alloc::arena::ArenaReport;
+#[cfg(feature = "cuda")]
+use gapless_communicator::Communicator;
 use gapless_compile::internal::{Activity, Persistent};
 use gapless_compile::{Executable, ProgramId};
 use gapless_kernels::cpu::args::Address;
 use gapless_kernels::{Element, Spec};
 use half::bf16;
 
+#[cfg(feature = "cuda")]
+use crate::cuda::{CudaBackend, DeviceMemory, Timed};
 use crate::error::{Error, Result};
 use crate::transfers::{Communicators, Transfers};
 
@@ -47,6 +51,14 @@ pub struct Times {
     pub update: Duration,
     /// Messages and collectives: beginning them, and waiting.
     pub communication: Duration,
+}
+
+impl RunOptions {
+    /// The part of the whole batch that a micro-batch is.
+    pub(crate) fn part_of(&self, micro_batch: u32) -> u64 {
+        // A key of random numbers: any number is one.
+        self.first_part.wrapping_add(self.part_stride.wrapping_mul(micro_batch.into()))
+    }
 }
 
 impl Times {
@@ -130,7 +142,7 @@ pub struct Session<B: Backend + ?Sized = dyn Backend> {
 impl<B: Backend> Session<B> {
     /// Fills the persistent tensors of an arena that has just been reserved.
     pub(crate) fn with_initial_values(executable: Executable, mut backend: B, seed: u64) -> Result<Self> {
-        for persistent in &executable.persistent {
+        for persistent in executable.persistent() {
             let mut outcome = Ok(());
             backend.modify(&persistent.address, &mut |bytes| outcome = write_initial_value(persistent, seed, bytes))?;
             outcome?;
@@ -183,7 +195,7 @@ impl<B: Backend + ?Sized> Session<B> {
 
     /// Whether a program has such an output on this rank.
     pub fn has_output(&self, id: ProgramId, name: &str) -> bool {
-        self.executable.programs[id.0].outputs.iter().any(|output| output.name == name)
+        self.executable.programs()[id.0].outputs.iter().any(|output| output.name == name)
     }
 
     /// Writes an input of a program.
@@ -191,7 +203,7 @@ impl<B: Backend + ?Sized> Session<B> {
     /// # Errors
     /// When there is no such input, or it holds another number of elements or another type; `Error::Device`.
     pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
-        let address = self.executable.programs[id.0].input_for(name, micro_batch, data)?;
+        let address = self.executable.programs()[id.0].input_for(name, micro_batch, data)?;
         self.backend.write(address, T::bytes(data))
     }
 
@@ -201,7 +213,7 @@ impl<B: Backend + ?Sized> Session<B> {
     /// # Errors
     /// When there is no such output; `Error::Device`.
     pub fn output(&self, id: ProgramId, name: &str) -> Result<Tensor> {
-        self.backend.tensor(&self.executable.programs[id.0].output(name)?.address)
+        self.backend.tensor(&self.executable.programs()[id.0].output(name)?.address)
     }
 
     /// Shows an output of a program that has run, as [`Element`]s of its type without gaps. On the CPU, this neither copies nor
@@ -210,7 +222,7 @@ impl<B: Backend + ?Sized> Session<B> {
     /// # Errors
     /// When there is no such output, or it is of another type; `Error::Device`.
     pub fn with_output<T: Element, R>(&self, id: ProgramId, name: &str, f: impl FnOnce(&[T]) -> R) -> Result<R> {
-        let address = &self.executable.programs[id.0].output(name)?.address;
+        let address = &self.executable.programs()[id.0].output(name)?.address;
         let (mut f, mut result) = (Some(f), None);
         self.backend.read(&[address], &mut |bytes| {
             let elements = (address.dtype == T::DTYPE).then(|| T::elements(bytes[0])).flatten();
@@ -224,7 +236,7 @@ impl<B: Backend + ?Sized> Session<B> {
     /// # Errors
     /// When there is no such output, or it is no float; `Error::Device`.
     pub fn scalar(&self, id: ProgramId, name: &str) -> Result<f32> {
-        let address = &self.executable.programs[id.0].output(name)?.address;
+        let address = &self.executable.programs()[id.0].output(name)?.address;
         let mut scalar = None;
         self.backend.read(&[address], &mut |bytes| {
             scalar = match (address.dtype, bytes[0]) {
@@ -250,7 +262,7 @@ impl<B: Backend + ?Sized> Session<B> {
     /// # Errors
     /// `Error::Device`.
     pub fn with_persistent<R>(&self, f: impl FnOnce(&[PersistentBytes<'_>]) -> R) -> Result<R> {
-        let all = &self.executable.persistent;
+        let all = self.executable.persistent();
         let addresses: Vec<&Address> = all.iter().map(|p| &p.address).collect();
         let (mut f, mut result) = (Some(f), None);
         self.backend.read(&addresses, &mut |bytes| {
@@ -324,16 +336,42 @@ impl<B: Backend + ?Sized> Session<B> {
     }
 }
 
+/// What only a GPU can do; nothing of a session on the CPU.
+#[cfg(feature = "cuda")]
 impl Session {
-    /// Itself, if it is on that backend.
-    pub fn on<B: Backend>(&mut self) -> Option<(&Executable, &mut B)> {
+    fn on_gpu(&self) -> Option<&CudaBackend> {
+        (&self.backend as &dyn Any).downcast_ref()
+    }
+
+    fn on_gpu_mut(&mut self) -> Option<(&Executable, &mut CudaBackend)> {
         let backend = (&mut self.backend as &mut dyn Any).downcast_mut()?;
         Some((&self.executable, backend))
     }
 
-    /// The backend, if it is that one.
-    pub fn backend<B: Backend>(&self) -> Option<&B> {
-        (&self.backend as &dyn Any).downcast_ref()
+    /// What of the device's memory is in use, and for what.
+    ///
+    /// # Errors
+    /// `Error::Device`.
+    pub fn device_memory(&self) -> Result<Option<DeviceMemory>> {
+        self.on_gpu().map(CudaBackend::memory).transpose()
+    }
+
+    /// A communicator of device memory of the ranks of `world`, if all have devices that exchange tensors, each its own. A
+    /// collective operation.
+    ///
+    /// # Errors
+    /// [`Error::Communicator`] when another rank fails, or NCCL does.
+    pub fn connect_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
+        self.on_gpu_mut().map_or(Ok(None), |(_, gpu)| gpu.connect_devices(world))
+    }
+
+    /// Runs a program as [`Self::run`] does, and says how long each instruction took: on a stream instead of as a graph. Updates that
+    /// are launched together are one.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn profile(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<Vec<Timed>>> {
+        self.on_gpu_mut().map(|(executable, gpu)| gpu.profile(executable, id, options)).transpose()
     }
 }
 

@@ -75,7 +75,7 @@ impl Transfers {
             Some(pipeline) => pipeline.agree(&program.messages),
             None => Ok(None),
         };
-        let orders = executable.programs.iter().map(&mut order).collect::<communicator::Result<_>>()?;
+        let orders = executable.programs().iter().map(&mut order).collect::<communicator::Result<_>>()?;
         Ok(Self { communicators, requests: (0..requests).map(|_| None).collect(), lens, orders })
     }
 
@@ -215,14 +215,10 @@ impl Transfers {
         let lens = self.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
         match collective {
             Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
-            Collective::AllToAllRows { ranks, .. } => {
-                for (lens, starts) in lens.iter_mut().zip(starts) {
-                    let runs = (starts.len() - 1) / ranks;
-                    for (rank, len) in lens.iter_mut().enumerate() {
-                        *len = (starts[(rank + 1) * runs] - starts[rank * runs]) as usize * row_bytes;
-                    }
-                }
-                let [sent, received] = lens.each_ref().map(|lens| lens.iter().sum::<usize>());
+            Collective::AllToAllRows { .. } => {
+                let [sends, receives] = lens;
+                let sent = row_lens(starts[0], row_bytes, sends).ok_or(OTHER_ROWS)?;
+                let received = row_lens(starts[1], row_bytes, receives).ok_or(OTHER_ROWS)?;
                 if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
                     return Err(OTHER_ROWS);
                 }
@@ -255,6 +251,18 @@ impl Transfers {
         };
         self.communicators.of(group)?.wait_on_device(under_way)
     }
+}
+
+/// Bytes of each rank's rows, of which all have as many runs, and of all together. None if starts descend, or there cannot be so many.
+fn row_lens(starts: &[u32], row_bytes: usize, lens: &mut [usize]) -> Option<usize> {
+    let runs = starts.len().checked_sub(1)?.checked_div(lens.len())?;
+    let mut all: usize = 0;
+    for (rank, len) in lens.iter_mut().enumerate() {
+        let rows = starts[(rank + 1) * runs].checked_sub(starts[rank * runs])?;
+        *len = (rows as usize).checked_mul(row_bytes)?;
+        all = all.checked_add(*len)?;
+    }
+    Some(all)
 }
 
 /// Starts or ends an instruction's message.
@@ -318,4 +326,27 @@ pub(crate) unsafe fn range(base: Base, address: &Address, places: Places<'_>) ->
     // SAFETY: by this function's contract.
     let (start, span) = unsafe { places.locate(base.0, address) };
     (start, span * address.dtype.size_in_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_all_ranks_are_a_number_of_bytes() {
+        for (starts, row_bytes, expected) in [
+            (&[0, 2, 3][..], 8, Some(24)),
+            (&[0, 1, 2, 3, 5], 8, Some(40)),
+            (&[4, 4, 4], 8, Some(0)),
+            (&[0, 5, 3], 8, None),
+            (&[3, 0, 1], 8, None),
+            (&[0, 2, 3], usize::MAX, None),
+            (&[0, 1 << 31, u32::MAX], 1 << 33, None),
+            (&[0, 4, 8], 1 << 61, None),
+            (&[], 8, None),
+        ] {
+            assert_eq!(row_lens(starts, row_bytes, &mut [0; 2]), expected, "{starts:?} of {row_bytes} bytes");
+        }
+        assert_eq!(row_lens(&[0], 8, &mut []), None, "of no rank");
+    }
 }

@@ -119,10 +119,7 @@ impl Trainer {
     /// The same ranks over device memory, where they can.
     #[cfg(feature = "cuda")]
     fn between_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
-        match self.session.on::<cuda::CudaBackend>() {
-            Some((_, gpu)) => Ok(gpu.connect_devices(world)?),
-            None => Ok(None),
-        }
+        Ok(self.session.connect_devices(world)?)
     }
 
     #[cfg(not(feature = "cuda"))]

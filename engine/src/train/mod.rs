@@ -149,8 +149,7 @@ impl Trainer {
     /// `RuntimeError::Device`.
     #[cfg(feature = "cuda")]
     pub fn device_memory(&self) -> Result<Option<cuda::DeviceMemory>> {
-        let backend = self.session.backend::<cuda::CudaBackend>();
-        backend.map(|backend| Ok(backend.memory()?)).transpose()
+        Ok(self.session.device_memory()?)
     }
 
     /// Number of worker threads.
@@ -244,11 +243,10 @@ impl Trainer {
     pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
         self.write_step(&Batch { tokens, targets, starts: &[] }, self.schedule.at(self.step))?;
         let (program, options) = (self.training()?, self.run_options());
-        let Some((executable, backend)) = self.session.on::<cuda::CudaBackend>() else {
+        let Some(timed) = self.session.profile(program, options)? else {
             let why = "the CPU's steps are not timed so".to_owned();
             return Err(TrainError::Config { what: "profile", why, remedy: "subscribe to the engine's tracing spans" });
         };
-        let timed = backend.profile(executable, program, options)?;
         self.step += 1;
         Ok(timed)
     }

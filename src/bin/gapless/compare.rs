@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
-use gapless::engine::compile::Executable;
 use gapless::step::Lowering;
 use gapless_alloc::draw::Bytes;
 use gapless_alloc::{Options, Problem, Solution, csv};
@@ -244,8 +243,8 @@ fn of_ranks(step: &StepArguments) -> anyhow::Result<Vec<Program>> {
     let planned = |&rank: &usize| {
         let (problem, plan) = match step.lowering {
             Lowering::Gapless => {
-                let Executable { problem, solution, .. } = step.plan(&step.program(&graph, rank)?)?;
-                (problem, Some(solution))
+                let executable = step.plan(&step.program(&graph, rank)?)?;
+                (executable.problem().clone(), Some(executable.solution().clone()))
             }
             Lowering::Eager | Lowering::EagerAmp => (step.eager(&graph, rank)?, None),
         };

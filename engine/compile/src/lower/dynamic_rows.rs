@@ -94,7 +94,7 @@ impl Lowerer<'_> {
         let spec = &self.of.graph.value(id).spec;
         let row_bytes = spec.bytes() / spec.dims()[0] as u64;
         let count = self.number(self.of.graph.value(rows.starts).root, micro_batch);
-        Some(DynamicRows { count, row_bytes, balanced: rows.balanced as u64 * row_bytes })
+        Some(DynamicRows { count, row_bytes, balanced: (rows.balanced as u64).saturating_mul(row_bytes) })
     }
 
     /// The count that a value makes, if any is made of it.

@@ -31,6 +31,7 @@ use crate::error::{Error, Result};
 use crate::lowering::{Lowering, Output, Target};
 use crate::passes::{self, Context, FINISH, UPDATE, dump};
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, IoTensor, Operand, Origin, Part, Program, role_of_node};
+use crate::verify::check_sizes;
 
 /// Instructions of a program at most: each takes some 5 KB until it has an address.
 const MOST_INSTRUCTIONS: usize = 1 << 20;
@@ -63,6 +64,7 @@ pub(crate) fn lower_observed(
     lowerer.update();
     lowerer.outputs();
     let Lowerer { mut program, made, .. } = lowerer;
+    check_sizes(&program)?;
     observe("lower", &program);
     passes::run(&mut program, &Context { lowering, alive: &alive, crossings: &crossings, made: &made }, observe)?;
     Ok(program)
@@ -260,10 +262,10 @@ impl<'a> Lowerer<'a> {
             return (sum, true);
         }
         let mutated = node.op.mutates().iter().find(|pair| pair.1 == index);
-        let buffer = match mutated {
-            Some(&(input, _)) => {
-                inputs[input].overwritten_by = Some(index);
-                inputs[input].buffer
+        let buffer = match mutated.and_then(|&(input, _)| inputs.get_mut(input)) {
+            Some(input) => {
+                input.overwritten_by = Some(index);
+                input.buffer
             }
             None => self.fresh(node, id, index, micro_batch),
         };

@@ -23,7 +23,9 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
             }
             let mut candidates = op.inplace().iter().filter(|pair| pair.1 == output).map(|pair| pair.0);
             let is_free = |&input: &usize| {
-                last_use[instr.inputs[input].buffer.index()] == index && can_take(program, instr, input, made)
+                let operand = instr.inputs.get(input);
+                operand.is_some_and(|operand| last_use[operand.buffer.index()] == index)
+                    && can_take(program, instr, input, output)
             };
             if let Some(input) = candidates.find(is_free) {
                 let bytes = instr.inputs[input].buffer;
@@ -43,12 +45,12 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
 }
 
 /// Whether an output's buffer may be the whole of an input's.
-fn can_take(program: &Program, instr: &Instr, input: usize, made: BufferId) -> bool {
-    let operand = &instr.inputs[input];
-    let (from, to) = (&program.buffers[operand.buffer.index()], &program.buffers[made.index()]);
+fn can_take(program: &Program, instr: &Instr, input: usize, output: usize) -> bool {
+    let (operand, made) = (&instr.inputs[input], &instr.outputs[output]);
+    let (from, to) = (&program.buffers[operand.buffer.index()], &program.buffers[made.buffer.index()]);
     let is_whole = operand.layout.is_contiguous() && operand.layout.start_offset() == 0;
     let is_alone = instr.inputs.iter().filter(|other| other.buffer == operand.buffer).count() == 1;
-    let is_equal = from.bytes == to.bytes && from.counted == to.counted;
+    let is_equal = from.bytes == to.bytes && from.counted == to.counted && operand.dtype == made.dtype;
     is_whole && is_alone && is_equal && matches!(from.kind, BufferKind::No) && operand.overwritten_by.is_none()
 }
 

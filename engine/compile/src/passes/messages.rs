@@ -128,9 +128,7 @@ impl Messages<'_> {
                 }
                 node.outputs.iter().for_each(|&output| self.send_per_step(output));
             }
-            for &(input, _) in node.op.mutates() {
-                self.refresh(graph.value(node.inputs[input]).root, node.place, is_here);
-            }
+            node.changed().for_each(|input| self.refresh(graph.value(input).root, node.place, is_here));
         }
     }
 

@@ -26,7 +26,7 @@ impl Program {
                 InstrKind::Compute(_) => {
                     let flops = self.flops_of(index..index + 1);
                     if let Some(Call::Compute(before)) = calls.last_mut() {
-                        *before += flops;
+                        *before = before.saturating_add(flops);
                     } else {
                         calls.push(Call::Compute(flops));
                     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::DType;
 use gapless_kernels::Spec;
 
-use super::{Graph, Node, NodeId, Phase, RowCount, Source, ValueId};
+use super::{Graph, Node, NodeId, Phase, RowCount, Source, ValueId, check};
 use crate::error::{Error, Result};
 use crate::op::{Op, Rows};
 use crate::ops::Contiguous;
@@ -20,9 +20,11 @@ impl Graph {
     /// [`Error::Shape`] with the operation's own words, the layer and the shapes.
     pub fn apply(&mut self, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
         let out_specs = self.infer(&*op, inputs)?;
-        if let Some(layout) = op.view(&self.value(inputs[0]).layout) {
-            let [spec] = <[Spec; 1]>::try_from(out_specs).expect("a view has one output");
-            let root = self.value(inputs[0]).root;
+        let viewed = inputs.first().map(|&input| self.value(input));
+        if let Some((input, layout)) = viewed.and_then(|input| Some((input, op.view(&input.layout)?))) {
+            let root = input.root;
+            let shown = check::view(&layout, &out_specs, &self.value(root).spec);
+            let spec = shown.map_err(|what| self.refused(&*op, inputs, what))?.clone();
             let id = self.push_view(root, spec, layout);
             self.push_node(op, inputs.to_vec(), vec![id]);
             return Ok(vec![id]);
@@ -53,7 +55,10 @@ impl Graph {
     fn rows_of(&self, op: &dyn Op, inputs: &[ValueId], output: ValueId) -> Option<RowCount> {
         let dims = self.value(output).spec.dims();
         match op.rows() {
-            Rows::Counted { starts, balanced } => Some(RowCount { starts: inputs[starts], balanced }),
+            Rows::Counted { starts, balanced } => {
+                inputs.get(starts).map(|&starts| RowCount { starts, balanced }).filter(|_| !dims.is_empty())
+            }
+            Rows::Inherited if dims.is_empty() => None,
             Rows::Inherited => inputs.iter().find_map(|&input| {
                 let input = self.value(input);
                 (input.spec.dims() == dims).then_some(self.value(input.root).rows).flatten()
@@ -62,11 +67,16 @@ impl Graph {
         }
     }
 
-    /// The shape rule of `op`.
+    /// The shape rule of `op`, of which the rest that it says of its operands holds too.
     fn infer(&self, op: &dyn Op, inputs: &[ValueId]) -> Result<Vec<Spec>> {
         let specs = self.specs(inputs);
+        // Numbers that a shape repeats take no bytes, however large it is.
+        if specs.iter().any(|spec| spec.checked_bytes().is_none()) {
+            return Err(self.refused(op, inputs, "an input of more than 2^63 bytes"));
+        }
         let out_specs = op.infer(&specs).map_err(|what| self.refused(op, inputs, what))?;
         self.check_sizes(op.name(), &out_specs)?;
+        check::operands(op, &specs, &out_specs).map_err(|what| self.refused(op, inputs, what))?;
         Ok(out_specs)
     }
 

@@ -88,7 +88,16 @@ impl Graph {
     }
 
     /// A tensor of one number, stored as one element that every shape repeats.
-    pub fn add_constant(&mut self, number: f64, spec: Spec) -> ValueId {
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when an extent is 0, or it would have more bytes than there can be.
+    pub fn add_constant(&mut self, number: f64, spec: Spec) -> Result<ValueId> {
+        self.check_sizes("a constant", std::slice::from_ref(&spec))?;
+        Ok(self.constant_like(number, spec))
+    }
+
+    /// The same of a shape and type that a tensor has.
+    pub(crate) fn constant_like(&mut self, number: f64, spec: Spec) -> ValueId {
         let key = (number.to_bits(), spec.dtype);
         let stored = match self.constants.get(&key) {
             Some(&id) => id,

@@ -8,6 +8,7 @@
 //! front of it, so that everything after the graph can rely on what an operation declared.
 
 mod apply;
+mod check;
 mod declare;
 mod node;
 mod value;
@@ -323,11 +324,11 @@ impl Graph {
             return Err(Error::Config { what: "model", why, remedy: "fewer layers" });
         }
         for spec in specs {
-            let bytes = spec.dims().iter().try_fold(spec.dtype.size_in_bytes(), |bytes, &dim| bytes.checked_mul(dim));
-            let what = match bytes {
-                Some(1..=0x7fff_ffff_ffff_ffff) => continue,
+            let what = match spec.checked_bytes() {
+                Some(1..) => continue,
                 Some(0) => "an extent is 0".to_owned(),
-                _ => "more than 2^63 bytes".to_owned(),
+                None if spec.dtype.size_in_bytes() == 0 => format!("elements of {:?} are no whole bytes", spec.dtype),
+                None => "more than 2^63 bytes".to_owned(),
             };
             let (layer, shapes) = (self.layer().to_string(), vec![spec.shape.clone()]);
             return Err(Error::Shape { op: op.into(), layer, what, shapes });

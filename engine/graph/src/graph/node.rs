@@ -62,3 +62,10 @@ pub struct Node {
     /// Who runs it.
     pub place: Place,
 }
+
+impl Node {
+    /// The inputs that it changes. An operation that names others than when it was recorded changes none by them.
+    pub fn changed(&self) -> impl Iterator<Item = ValueId> {
+        self.op.mutates().iter().filter_map(|&(input, _)| self.inputs.get(input).copied())
+    }
+}

@@ -29,9 +29,15 @@ impl Device {
         Self(graph.clone())
     }
 
+    /// A constant of a shape and type that a tensor has.
     pub(super) fn constant(&self, number: f64, spec: Spec) -> Tensor {
-        let id = lock(self).add_constant(number, spec);
+        let id = lock(self).constant_like(number, spec);
         Tensor::of(self, id)
+    }
+
+    fn new_constant<S: Into<Shape>>(&self, number: f64, shape: S, dtype: DType) -> Result<Tensor> {
+        let id = lock(self).add_constant(number, Spec { shape: shape.into(), dtype: type_here(dtype) })?;
+        Ok(Tensor::of(self, id))
     }
 }
 
@@ -127,25 +133,25 @@ impl Tensor {
     /// The same number everywhere, stored as one element.
     ///
     /// # Errors
-    /// None today; candle's has them.
+    /// When an extent is 0, or the shape has more bytes than there can be.
     pub fn full<D: WithDType, S: Into<Shape>>(number: D, shape: S, device: &Device) -> Result<Self> {
-        Ok(device.constant(number.to_f64(), Spec { shape: shape.into(), dtype: type_here(D::DTYPE) }))
+        device.new_constant(number.to_f64(), shape, D::DTYPE)
     }
 
     /// Zeros, stored as one element.
     ///
     /// # Errors
-    /// None today; candle's has them.
+    /// When an extent is 0, or the shape has more bytes than there can be.
     pub fn zeros<S: Into<Shape>>(shape: S, dtype: DType, device: &Device) -> Result<Self> {
-        Ok(device.constant(0.0, Spec { shape: shape.into(), dtype: type_here(dtype) }))
+        device.new_constant(0.0, shape, dtype)
     }
 
     /// Ones, stored as one element.
     ///
     /// # Errors
-    /// None today; candle's has them.
+    /// When an extent is 0, or the shape has more bytes than there can be.
     pub fn ones<S: Into<Shape>>(shape: S, dtype: DType, device: &Device) -> Result<Self> {
-        Ok(device.constant(1.0, Spec { shape: shape.into(), dtype: type_here(dtype) }))
+        device.new_constant(1.0, shape, dtype)
     }
 
     /// Zeros of this shape and type.
@@ -169,7 +175,7 @@ impl Tensor {
         let mut graph = lock(&self.graph);
         let spec = Spec { shape: self.shape().clone(), dtype };
         let id = match graph.number(self.id) {
-            Some(number) => graph.add_constant(number, spec),
+            Some(number) => graph.add_constant(number, spec).ok()?,
             None if !graph.value(self.id).layout.is_contiguous() => return None,
             None => graph.data(self.id).map(|elements| graph.add_data(elements, spec))?,
         };

@@ -185,14 +185,21 @@ impl Tensor {
     /// Applies an operation, a user's own included, and returns its outputs.
     ///
     /// # Errors
-    /// When the operation's shape rule refuses the inputs.
+    /// When the operation's shape rule refuses the inputs, it has another number of outputs, or there are no inputs.
     pub fn apply_op<const OUTPUTS: usize>(op: impl Op, inputs: &[&Self]) -> Result<[Self; OUTPUTS]> {
-        let outputs = Self::apply_shared(Arc::new(op), inputs)?;
-        Ok(outputs.try_into().expect("the caller asks for as many outputs as the operation has"))
+        let name = op.name();
+        <[Self; OUTPUTS]>::try_from(Self::apply_shared(Arc::new(op), inputs)?).map_err(|outputs| {
+            Error::msg(format!(
+                "{name} has {} outputs, not {OUTPUTS}; ask for as many as its `infer` says",
+                outputs.len()
+            ))
+        })
     }
 
     fn apply_shared(op: Arc<dyn Op>, inputs: &[&Self]) -> Result<Vec<Self>> {
-        let graph = &inputs.first().expect("an operation has inputs").graph;
+        let Some(Self { graph, .. }) = inputs.first() else {
+            return Err(Error::msg(format!("{} has no inputs; give it one tensor at least", op.name())));
+        };
         if inputs.iter().any(|t| !Arc::ptr_eq(&t.graph, graph)) {
             return Err(Error::TwoGraphs { op: op.name().into() });
         }

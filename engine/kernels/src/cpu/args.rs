@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use candle_core::{DType, Layout};
 use half::bf16;
@@ -10,6 +11,7 @@ use super::bf16::{round, widen, widen_strided};
 use super::overflow_heap::OverflowHeap;
 use super::scratch::{Piece, Scratch};
 use crate::random::Stream;
+use crate::spec::{MAX_BYTES, Spec};
 
 /// One tensor of an instruction, at its planned address.
 #[derive(Debug, Clone)]
@@ -41,7 +43,25 @@ pub struct Widened {
     pub distinct: Layout,
 }
 
-/// Elements from the first that a layout shows to the last.
+/// The bytes of its storage that a layout shows, from the first element to the last. None if a tensor cannot lie so: a type whose
+/// elements are no whole bytes, another number of strides than of dimensions, more elements or a longer reach than there are addresses.
+/// All that is given an address has passed this; whether the range lies in the tensor's buffer is then one comparison.
+pub fn byte_range(layout: &Layout, dtype: DType) -> Option<Range<u64>> {
+    let (dims, strides) = (layout.dims(), layout.stride());
+    Spec { shape: layout.shape().clone(), dtype }.checked_bytes().filter(|_| dims.len() == strides.len())?;
+    let in_bytes = |elements: usize| elements.checked_mul(dtype.size_in_bytes()).map(|bytes| bytes as u64);
+    let first = layout.start_offset();
+    let end = match dims.contains(&0) {
+        true => first,
+        false => dims
+            .iter()
+            .zip(strides)
+            .try_fold(first.checked_add(1)?, |end, (&dim, &stride)| end.checked_add((dim - 1).checked_mul(stride)?))?,
+    };
+    Some(in_bytes(first)?..in_bytes(end).filter(|&end| end <= MAX_BYTES)?)
+}
+
+/// Elements from the first that a layout shows to the last, of a layout that has a [`byte_range`].
 pub fn span(layout: &Layout) -> usize {
     let reach = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| dim.saturating_sub(1) * stride);
     if layout.dims().contains(&0) { 0 } else { 1 + reach.sum::<usize>() }
@@ -52,10 +72,8 @@ pub fn span(layout: &Layout) -> usize {
 pub struct CountedAddress {
     /// Index of the request for its place.
     pub request: u32,
-    /// Index of the count of its rows.
-    pub count: u32,
     /// Elements of a row.
-    pub row: u32,
+    pub row: usize,
 }
 
 /// What has been counted and placed so far.
@@ -63,7 +81,7 @@ pub struct CountedAddress {
 pub struct Places<'a> {
     /// Byte offset of every request.
     pub offsets: &'a [u64],
-    /// Every count.
+    /// Rows that every request was served for; 0 of those that were not served in this run.
     pub rows: &'a [usize],
     /// What lies behind the arena.
     pub outside: Option<&'a OverflowHeap>,
@@ -76,8 +94,8 @@ impl Places<'_> {
     /// The byte offset and the number of elements of a tensor.
     pub fn find(&self, address: &Address) -> (u64, usize) {
         match address.counted {
-            Some(CountedAddress { request, count, row }) => {
-                (self.offsets[request as usize], self.rows[count as usize] * row as usize)
+            Some(CountedAddress { request, row }) => {
+                (self.offsets[request as usize], self.rows[request as usize] * row)
             }
             None => (address.offset, address.span),
         }
@@ -90,8 +108,8 @@ impl Places<'_> {
     pub unsafe fn locate(&self, base: *mut u8, address: &Address) -> (*mut u8, usize) {
         let (offset, span) = self.find(address);
         let outside = self.outside.filter(|_| address.counted.is_some()).and_then(|outside| outside.find(offset));
-        // SAFETY: by this function's contract.
-        (outside.unwrap_or_else(|| unsafe { base.add(offset as usize) }), span)
+        // In bounds by this function's contract, unless the tensor has no rows.
+        (outside.unwrap_or_else(|| base.wrapping_add(offset as usize)), span)
     }
 }
 
@@ -113,6 +131,9 @@ pub struct Args<'a> {
 
 /// Bit of [`Args::taken`] that stands for the workspace.
 const WORKSPACE: usize = 63;
+
+/// Outputs that an operation may have: each has a bit in [`Args`], beside that of the workspace.
+pub const MAX_OUTPUTS: usize = WORKSPACE;
 
 /// Types that lie in an arena as they are.
 pub trait Element: Copy + Send + Sync + private::Sealed + 'static {
@@ -166,7 +187,8 @@ impl<'a> Args<'a> {
     /// # Safety
     /// `base` points to an arena that outlives `'a` and is not touched by anyone else during it; every operand and
     /// every piece of the workspace lies inside it, aligned for its type and to 64 bytes; outputs and pieces are disjoint
-    /// from each other and from all inputs but those that they overwrite, which have the same offset. A checked plan guarantees all of it.
+    /// from each other and from all inputs but those that they overwrite, which have the same offset; outputs have no gaps. The last
+    /// pieces are those of [`Address::widened`], one for each. A compiled program whose plan was checked guarantees all of it.
     pub unsafe fn new(
         base: *mut u8,
         inputs: &'a [Address],
@@ -176,6 +198,9 @@ impl<'a> Args<'a> {
         accumulate: u64,
         stream: Stream,
     ) -> Self {
+        // Copies that the kernel reads are no scratch of its own.
+        let copies = inputs.iter().chain(outputs).filter(|operand| operand.widened.is_some()).count();
+        let workspace = &workspace[..workspace.len() - copies];
         Self {
             base,
             inputs,
@@ -236,14 +261,17 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// Makes the copies in f32 of what the kernel shall read, or add to. Before it runs, and once.
-    pub fn widen(&mut self) {
+    /// Makes the copies in f32 of what the kernel shall read, or add to.
+    ///
+    /// # Safety
+    /// No operand has been handed out yet.
+    pub unsafe fn widen(&mut self) {
         let read = self.inputs.iter().filter(|input| input.overwritten_by.is_none());
         let changed = self.outputs.iter().enumerate().filter(|&(index, _)| {
             self.accumulate(index) || self.inputs.iter().any(|input| input.overwritten_by == Some(index))
         });
         for operand in read.chain(changed.map(|(_, output)| output)).filter(|operand| operand.widened.is_some()) {
-            // SAFETY: by `new`'s contract both lie in the arena, apart; nothing has been handed out yet.
+            // SAFETY: by `new`'s contract both lie in the arena, apart; by this function's, nothing has been handed out yet.
             let (x, out) = unsafe {
                 let (from, len) = self.places.locate(self.base, operand);
                 let (to, wide) = self.locate(operand);
@@ -257,12 +285,15 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// Rounds the results that the kernel has made in f32 and not rounded itself. After it has run.
-    pub fn round(self) {
+    /// Rounds the results that the kernel has made in f32 and not rounded itself.
+    ///
+    /// # Safety
+    /// What was handed out is not used any more.
+    pub unsafe fn round(self) {
         let is_left =
             |(index, operand): &(usize, &Address)| operand.widened.is_some() && self.rounded >> index & 1 == 0;
         for (_, operand) in self.outputs.iter().enumerate().filter(is_left) {
-            // SAFETY: by `new`'s contract both lie in the arena, apart; the kernel is over, and with it what it was handed.
+            // SAFETY: by `new`'s contract both lie in the arena, apart; by this function's, nobody reads or writes them.
             unsafe {
                 let (to, len) = self.places.locate(self.base, operand);
                 let (from, wide) = self.locate(operand);
@@ -369,5 +400,36 @@ fn seen(operand: &Address) -> (DType, &Layout) {
     match &operand.widened {
         Some(widened) => (DType::F32, &widened.layout),
         None => (operand.dtype, &operand.layout),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts_show_bytes_that_have_addresses() {
+        let max = usize::MAX;
+        for (dims, strides, start, dtype, expected) in [
+            (&[][..], &[][..], 0, DType::F32, Some(0..4)),
+            (&[2, 3], &[3, 1], 5, DType::BF16, Some(10..22)),
+            (&[2, 3], &[0, 0], 1, DType::F64, Some(8..16)),
+            (&[4, 0], &[max, max], 3, DType::U32, Some(12..12)),
+            (&[1, 1], &[max, max], 0, DType::U8, Some(0..1)),
+            (&[2], &[1 << 62], 0, DType::F32, None),
+            (&[2], &[max], 0, DType::U8, None),
+            (&[3], &[max / 2 + 1], 0, DType::U8, None),
+            (&[1], &[1], max, DType::U8, None),
+            (&[1], &[1], 1 << 61, DType::F32, None),
+            (&[0], &[1], 1 << 62, DType::F32, None),
+            (&[1 << 32, 1 << 32], &[0, 0], 0, DType::U8, None),
+            (&[1 << 31, 1 << 31], &[0, 0], 0, DType::BF16, None),
+            (&[2], &[], 0, DType::F32, None),
+            (&[], &[1], 0, DType::F32, None),
+            (&[2], &[1], 0, DType::F4, None),
+        ] {
+            let layout = Layout::new(dims.into(), strides.to_vec(), start);
+            assert_eq!(byte_range(&layout, dtype), expected, "{dims:?} {strides:?} {start} {dtype:?}");
+        }
     }
 }

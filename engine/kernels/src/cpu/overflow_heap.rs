@@ -60,14 +60,16 @@ impl OverflowHeap {
             lines.resize_with(count, || UnsafeCell::new(Line([0; LINE as usize])));
         }
         let bytes = count.checked_mul(LINE)?;
-        let is_free =
-            |at: &u64| self.blocks.iter().all(|block| block.range.end <= *at || at + bytes <= block.range.start);
+        let is_free = |range: &Range<u64>| {
+            self.blocks.iter().all(|block| block.range.end <= range.start || range.end <= block.range.start)
+        };
         let candidates = std::iter::once(self.start).chain(self.blocks.iter().map(|block| block.range.end));
-        let start = candidates.filter(is_free).min()?;
-        self.end = self.end.max(start + bytes);
+        let ranges = candidates.filter_map(|start| Some(start..start.checked_add(bytes)?));
+        let range = ranges.filter(is_free).min_by_key(|range| range.start)?;
+        self.end = self.end.max(range.end);
         self.live += bytes;
-        self.blocks.push(Block { request, range: start..start + bytes, lines: lines.into() });
-        Some(start)
+        self.blocks.push(Block { request, range: range.clone(), lines: lines.into() });
+        Some(range.start)
     }
 
     /// Takes a request's block back. Whether there was one.
@@ -115,6 +117,11 @@ mod tests {
             assert!(heap.release(1) && heap.release(0) && !heap.release(0));
             assert_eq!([heap.serve(4, 100), heap.serve(5, 100)], [Some(start), Some(start + 320)]);
             assert_eq!((heap.live(), heap.range()), (64 * 6, start..start + 448));
+            assert_eq!(
+                [u64::MAX, u64::MAX - 64].map(|bytes| heap.serve(6, bytes)),
+                [None; 2],
+                "beyond the address space"
+            );
             // Nobody is given an address that is none.
             assert!(heap.find(start).is_some() && heap.find(start + 64).is_none() && heap.find(0).is_none());
             if has_memory {

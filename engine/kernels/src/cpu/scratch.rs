@@ -96,12 +96,17 @@ const LINE_LEN: usize = 16;
 impl ScratchMemory {
     /// Pieces of so many bytes, full of NaN. They lie apart and in reverse order, so that a kernel that goes beyond one of
     /// them shows: see [`Self::is_intact`].
+    ///
+    /// # Panics
+    /// As `Vec` does, when they take more bytes than there can be.
     pub fn new(bytes: &[u64]) -> Self {
         let mut pieces = Vec::new();
         let mut lines = 1;
         for &bytes in bytes.iter().rev() {
             pieces.push(Piece { offset: lines * size_of::<Line>() as u64, bytes });
-            lines += bytes.div_ceil(size_of::<Line>() as u64) + 1;
+            // Of all pieces together it neither wraps nor is an offset that does.
+            lines = lines.saturating_add(bytes.div_ceil(size_of::<Line>() as u64) + 1);
+            assert!(lines <= isize::MAX as u64 / size_of::<Line>() as u64, "capacity overflow");
         }
         pieces.reverse();
         Self { lines: vec![Line([f32::NAN; LINE_LEN]); lines as usize], pieces }
@@ -215,6 +220,13 @@ mod tests {
         assert_eq!(scratch.take::<f32>().len(), 0);
         scratch.take::<f64>()[0] = 1.0;
         assert!(memory.is_intact());
+    }
+
+    #[test]
+    #[should_panic(expected = "capacity overflow")]
+    fn pieces_beyond_the_address_space_are_refused() {
+        // In lines, these are 2^64 together.
+        ScratchMemory::new(&[u64::MAX; 64]);
     }
 
     #[test]

@@ -42,11 +42,19 @@ impl Session<CpuBackend> {
     /// [connected](Self::connect).
     ///
     /// # Errors
-    /// [`Error::NoKernels`] for an executable that has tensors of another type than f32 and bf16, or f16. [`Error::DoesNotFit`], before any byte
+    /// [`Error::NoKernels`] for an executable that has tensors of another type than f32 and bf16, or f16, [`Error::OtherTarget`] for one
+    /// that was lowered for a GPU and writes as only its kernels do. [`Error::DoesNotFit`], before any byte
     /// is touched, when the machine has less memory available.
     pub fn on_cpu(executable: Executable, workers: Workers, seed: u64) -> Result<Self> {
         if let Some(dtype) = executable.dtypes().find(|dtype| !KERNELS.contains(dtype)) {
             return Err(Error::NoKernels { dtype });
+        }
+        // Kernels of the CPU are given outputs without gaps, which would else be each other's.
+        let mut instructions = executable.programs().iter().flat_map(|program| &program.instructions);
+        if let Some(other) =
+            instructions.find(|other| other.outputs.iter().any(|output| !output.layout.is_contiguous()))
+        {
+            return Err(Error::OtherTarget { instruction: other.describe() });
         }
         if executable.dtypes().any(|dtype| dtype == DType::BF16) && !multiplies_bf16() {
             static ONCE: Once = Once::new();
@@ -79,7 +87,7 @@ impl Session<CpuBackend> {
 
 impl Backend for CpuBackend {
     fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
-        let program = &executable.programs[id.0];
+        let program = &executable.programs()[id.0];
         let span = tracing::info_span!("run", program = program.name, step = options.step);
         let _entered = span.enter();
         let bytes = self.arena.bytes();
@@ -187,7 +195,7 @@ impl Backend for CpuBackend {
         let routed = self.routed.get_mut().unwrap_or_else(PoisonError::into_inner);
         let Some(factor) = routed.factor_needed() else { return Ok(()) };
         let limit = limit.min(crate::process_memory::available_memory_bytes().unwrap_or(u64::MAX));
-        let planned = executable.solution.height as usize;
+        let planned = executable.solution().height as usize;
         routed.grow(executable, factor, limit, |bytes| {
             let arena = arena_of(bytes)?;
             self.arena.exclusive(|from| {

@@ -83,7 +83,7 @@ impl Run<'_> {
         let &mut Self { program, base, options, .. } = self;
         let RunContext { transfers, routed, file, .. } = &mut self.context;
         let places = routed.places();
-        let part = options.first_part + options.part_stride * u64::from(instruction.micro_batch);
+        let part = options.part_of(instruction.micro_batch);
         match &instruction.kind {
             InstrKind::Compute(op) => {
                 let stream = Stream::new(options.seed, options.step, part);
@@ -100,9 +100,11 @@ impl Run<'_> {
                         stream,
                     )
                 };
-                args.widen();
+                // SAFETY: before and after the kernel, which keeps nothing: what it is handed lives as long as its arguments.
+                unsafe { args.widen() };
                 op.run(&mut args);
-                args.round();
+                // SAFETY: as above.
+                unsafe { args.round() };
             }
             InstrKind::Send(message) | InstrKind::Receive(message) | InstrKind::Wait(message) => {
                 // SAFETY: as above; a program's last instructions wait for all that is under way.

@@ -63,7 +63,7 @@ impl Session<CudaBackend> {
         let slots = key + KEY_BYTES + tickets;
         let place = Place { base: slots + table, key, tickets: key + KEY_BYTES, slots, first_part, part_stride };
         let mut recordings = Vec::new();
-        for program in &executable.programs {
+        for program in executable.programs() {
             let record = |part: Part<Launches>| {
                 part.try_map(|launches| {
                     let (of, launches): (Vec<usize>, Vec<Launch>) = launches.into_iter().unzip();
@@ -91,7 +91,7 @@ impl Session<CudaBackend> {
     /// [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), as [`Self::on_cuda`].
     pub fn launches(executable: &Executable) -> Result<Vec<Launch>> {
         let parts =
-            executable.programs.iter().map(|program| Place::NOWHERE.parts(program)).collect::<Result<Vec<_>>>()?;
+            executable.programs().iter().map(|program| Place::NOWHERE.parts(program)).collect::<Result<Vec<_>>>()?;
         let launches = parts.into_iter().flatten().filter_map(|part| part.launches);
         Ok(launches.flatten().map(|(_, launch)| launch).collect())
     }
@@ -99,10 +99,7 @@ impl Session<CudaBackend> {
 
 impl CudaBackend {
     /// What of the device's memory is in use, and for what.
-    ///
-    /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
-    pub fn memory(&self) -> Result<DeviceMemory> {
+    pub(crate) fn memory(&self) -> Result<DeviceMemory> {
         Ok(self.runner.device.memory()?)
     }
 
@@ -117,7 +114,7 @@ impl CudaBackend {
 impl Backend for CudaBackend {
     // Where micro-batches lie in the batch was said when it was recorded.
     fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
-        let program = &executable.programs[id.0];
+        let program = &executable.programs()[id.0];
         if !options.watch {
             self.runner.go_through(executable, id, options, &self.recordings[id.0], |run, part| {
                 let Some(recording) = part.launches else { return Ok(()) };

@@ -25,7 +25,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`Error::Communicator`] when another rank fails, or NCCL does.
-    pub fn connect_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
+    pub(crate) fn connect_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
         if world.size() == 1 {
             return Ok(None);
         }

@@ -141,7 +141,9 @@ impl Place {
             tickets: self.tickets,
             random: Random {
                 key: self.key,
-                micro_batch: self.first_part + self.part_stride * u64::from(instruction.micro_batch),
+                micro_batch: self
+                    .first_part
+                    .wrapping_add(self.part_stride.wrapping_mul(instruction.micro_batch.into())),
             },
         };
         let launches = launches::launches(&**op, &operands)?;

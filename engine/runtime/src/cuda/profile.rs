@@ -112,16 +112,17 @@ impl CudaBackend {
                 parts.filter_map(|part| part.launches).flat_map(|(spans, launches)| spans.into_iter().zip(launches));
             Ok(groups.filter_map(|(span, launches)| Work::of(&program.instructions[span], &launches)).collect())
         };
-        executable.programs.iter().map(of_program).collect()
+        executable.programs().iter().map(of_program).collect()
     }
 
-    /// Runs a program as [`Session::run`](crate::Session::run) does, and says how long each instruction took: on a stream instead of as a graph. Updates that
-    /// are launched together are one.
-    ///
-    /// # Errors
-    /// [`Error::Device`](crate::Error::Device); [`Error::Communicator`](crate::Error::Communicator) when another rank fails.
-    pub fn profile(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Vec<Timed>> {
-        let program = &executable.programs[id.0];
+    /// See [`Session::profile`](crate::Session::profile).
+    pub(crate) fn profile(
+        &mut self,
+        executable: &Executable,
+        id: ProgramId,
+        options: RunOptions,
+    ) -> Result<Vec<Timed>> {
+        let program = &executable.programs()[id.0];
         let parts = grouped(&self.runner.place, program)?;
         let mut timed: Vec<Timed> = Vec::new();
         self.runner.go_through(executable, id, options, &parts, |run, part| {

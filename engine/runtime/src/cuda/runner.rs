@@ -41,7 +41,7 @@ impl Runner {
         mut launch: impl FnMut(&mut Run<'_>, &Part<L>) -> Result<()>,
     ) -> Result<()> {
         let Self { staging, device, place, slots } = self;
-        let (device, program) = (&mut **device, &executable.programs[id.0]);
+        let (device, program) = (&mut **device, &executable.programs()[id.0]);
         device.write(place.key, &Stream::new(options.seed, options.step, 0).key().to_ne_bytes())?;
         slots.routed.begin(executable.arena_bytes().next_multiple_of(ALIGNMENT));
         let exchanging = staging.run(id.0)?;

@@ -49,7 +49,7 @@ pub(super) fn table_bytes(executable: &Executable) -> u64 {
 }
 
 fn requests(executable: &Executable) -> usize {
-    executable.routing.as_ref().map_or(0, |plan| plan.requests().len())
+    executable.routing().map_or(0, |plan| plan.requests().len())
 }
 
 /// The address of an operand's slot in a table, as kernels are given it.
@@ -75,7 +75,7 @@ impl Slots {
         let Places { offsets, rows, .. } = self.routed.places();
         for asked in &*instruction.requests {
             let index = asked.place.index();
-            let slot = [self.place.base + offsets[index], rows[asked.count as usize] as u64 * asked.row_bytes];
+            let slot = [self.place.base + offsets[index], rows[index] as u64 * asked.row_bytes];
             if self.slots[index] != slot {
                 self.slots[index] = slot;
                 let Range { start, end } = self.changed;

@@ -123,7 +123,7 @@ impl Staging {
         let mut all: Vec<Vec<Lent>> = Vec::new();
         let mut buffers: Vec<Buffer> = Vec::new();
         let mut tick = 0;
-        for program in &executable.programs {
+        for program in executable.programs() {
             let mut lent: Vec<Lent> = (0..program.requests).map(|_| Lent::default()).collect();
             let ends = ends(program);
             for (index, instruction) in program.instructions.iter().enumerate() {

@@ -88,7 +88,7 @@ impl Function {
 
     /// The parameters that a session has.
     fn parameters(&self, session: &Session<CudaBackend>) -> HashMap<String, Array> {
-        let is_there = |name: &str| session.executable().persistent.iter().any(|p| p.label.tensor == name);
+        let is_there = |name: &str| session.executable().persistent().iter().any(|p| p.label.tensor == name);
         let graph = lock(&self.graph);
         let parameter = |(id, name): (ValueId, &str)| {
             let dims = graph.value(id).spec.dims();
@@ -166,7 +166,7 @@ pub(super) fn random_function(chosen: &[Chosen], parameter: &dyn Fn(&str, &[usiz
 fn check(chosen: &[Chosen], dtype: DType) {
     let function = Function::new(dtype, |parameter| random_function(chosen, parameter)).unwrap();
     let [mut fused, mut apart] = [Target::Cuda, Target::CudaUnfused].map(|target| function.on_device(target, device()));
-    let [most, most_apart] = [&fused, &apart].map(|session| lower_bound(&session.executable().problem));
+    let [most, most_apart] = [&fused, &apart].map(|session| lower_bound(session.executable().problem()));
     assert!(most <= most_apart, "{most} bytes are alive, and {most_apart} unfused");
     let judged = function.judged(&function.parameters(&apart));
     let [of_fused, of_apart] = [&mut fused, &mut apart].map(|session| function.results(session));
@@ -394,7 +394,7 @@ fn steps_launch_less_and_move_less() {
         let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, ..TrainOptions::default() };
         let [apart, fused] =
             [Target::CudaUnfused, Target::Cuda].map(|target| executable(&options, target, |vb| Small::new(style, vb)));
-        let [most_apart, most] = [&apart, &fused].map(|executable| lower_bound(&executable.problem));
+        let [most_apart, most] = [&apart, &fused].map(|executable| lower_bound(executable.problem()));
         let [moved_apart, moved] = [&apart, &fused].map(moved);
         let [of_apart, of_fused] = [&apart, &fused].map(launched);
         println!("{style:?}: {} launches, fused {}", of_apart.len(), of_fused.len());
@@ -408,7 +408,7 @@ fn steps_launch_less_and_move_less() {
 
 /// Bytes that the operations of a step read and write, each operand once.
 fn moved(executable: &Executable) -> usize {
-    let instructions = executable.programs.iter().flat_map(|program| &program.instructions);
+    let instructions = executable.programs().iter().flat_map(|program| &program.instructions);
     let operands = instructions.flat_map(|instruction| instruction.inputs.iter().chain(&*instruction.outputs));
     operands.map(|operand| operand.span * operand.dtype.size_in_bytes()).sum()
 }
@@ -421,7 +421,7 @@ fn what_stays_in_registers_has_no_buffer() {
         x.tanh()?.mul(&x.sigmoid()?)?.add(&x.gelu()?)
     });
     let function = function.unwrap();
-    let bytes = |target| lower_bound(&function.executable(target).problem);
+    let bytes = |target| lower_bound(function.executable(target).problem());
     let tensor = 448; // 105 numbers in whole cache lines.
     assert_eq!([bytes(Target::CudaUnfused), bytes(Target::Cuda)], [3 * tensor, 2 * tensor]);
 }

@@ -159,7 +159,7 @@ fn a_profile_of_a_rank_is_its_step() {
     for (rank, profile) in profiles.unwrap().iter().enumerate() {
         let plan = Trainer::plan_rank(model, &TrainOptions { device: DeviceChoice::Cuda(0), ..options.clone() }, rank)
             .unwrap();
-        assert_eq!(profile.iter().map(|timed| timed.flops).sum::<u64>(), plan.flops[0], "rank {rank}");
+        assert_eq!(profile.iter().map(|timed| timed.flops).sum::<u64>(), plan.flops()[0], "rank {rank}");
     }
 }
 

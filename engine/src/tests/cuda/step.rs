@@ -97,7 +97,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
                 assert!((cpu - device).abs() <= part * cpu.abs(), "{what}, step {step}: {name} {device}, not {cpu}");
             }
         }
-        let persistent = &on_device.executable().persistent;
+        let persistent = &on_device.executable().persistent();
         let floats = persistent.iter().filter(|tensor| tensor.spec.dtype == DType::F32);
         let names: Vec<String> = floats.map(|tensor| tensor.label.tensor.clone()).collect();
         for name in &names {

@@ -167,7 +167,7 @@ fn sums_over_micro_batches_are_f32() {
             specs.map(|(_, spec)| spec.elements() as u64).sum()
         };
         let gradients =
-            plan.labels.iter().zip(plan.problem.buffers()).filter(|(label, _)| label.role == Role::Gradient);
+            plan.labels().iter().zip(plan.problem().buffers()).filter(|(label, _)| label.role == Role::Gradient);
         let largest = gradients.map(|(_, buffer)| buffer.bytes).max().unwrap();
         // The embedding of GPT, its largest gradient: one sum for its lookups, one for the head.
         let expected = (expected * (VOCABULARY * 8) as u64).next_multiple_of(64);
@@ -183,7 +183,7 @@ fn sums_are_not_rounded_first() {
     for style in [Style::Gpt, Style::Llama] {
         let options = TrainOptions { micro_batches: 2, dtype: DType::BF16, ..options() };
         let plan = Trainer::plan(|vb| Small::new(style, vb), &options).unwrap();
-        let casts = plan.programs[0].instructions.iter().filter(|instruction| instruction.kind.name() == "to_dtype");
+        let casts = plan.programs()[0].instructions.iter().filter(|instruction| instruction.kind.name() == "to_dtype");
         let of = casts.map(|cast| (cast.inputs[0].dtype, cast.inputs[0].span)).collect::<Vec<_>>();
         assert_eq!(of, [(DType::BF16, SEQUENCE * WIDTH); 2], "{style:?}");
     }
@@ -203,9 +203,10 @@ fn a_profile_is_a_step() {
     // Updates that are launched together are one, with the arithmetic of all.
     let on_gpu = TrainOptions { device: DeviceChoice::Cuda(0), ..options() };
     let plan = Trainer::plan(|vb| Small::new(Style::Gpt, vb), &on_gpu).unwrap();
-    let updates = plan.programs[0].instructions.iter().filter(|instruction| instruction.kind.name() == "adamw").count();
+    let updates =
+        plan.programs()[0].instructions.iter().filter(|instruction| instruction.kind.name() == "adamw").count();
     assert!(times.iter().filter(|t| t.operation == "adamw").count() < updates);
-    assert_eq!(times.iter().map(|t| t.flops).sum::<u64>(), plan.flops[0]);
+    assert_eq!(times.iter().map(|t| t.flops).sum::<u64>(), plan.flops()[0]);
     assert_eq!(step(&mut stepped).unwrap(), step(&mut timed).unwrap());
     let error = on_cpu(Style::Gpt, &options()).profile(&tokens, &targets).unwrap_err();
     assert!(error.to_string().starts_with("profile: "), "{error}");

@@ -89,12 +89,12 @@ pub fn plan_rank(step: &Step, graph: &StepGraph, rank: usize) -> Result<(Planned
     let model = step.title().to_owned();
     let planned = Planned {
         rank,
-        buffers: executable.problem.len(),
+        buffers: executable.problem().len(),
         arena_bytes: executable.arena_bytes(),
-        lower_bound_bytes: executable.solution.lower_bound,
-        gap: executable.solution.gap(),
-        plan_hash: executable.plan_hash.to_string(),
-        reserve_bytes: executable.arena_bytes() - executable.solution.height,
+        lower_bound_bytes: executable.solution().lower_bound,
+        gap: executable.solution().gap(),
+        plan_hash: executable.plan_hash().to_string(),
+        reserve_bytes: executable.arena_bytes() - executable.solution().height,
         plan_ms: start.elapsed().as_secs_f64() * 1e3,
         step_ms: all as f64 / 1e6,
         overhead: again as f64 / (all - again).max(1) as f64,
@@ -113,8 +113,8 @@ pub fn plan_rank(step: &Step, graph: &StepGraph, rank: usize) -> Result<(Planned
 }
 
 fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, TrainError> {
-    let Executable { problem, solution, labels, parts, .. } = executable;
-    Ok(MemoryMap::new(title, problem, &solution.offsets, labels)?.with_marks(parts)?)
+    let map = MemoryMap::new(title, executable.problem(), &executable.solution().offsets, executable.labels())?;
+    Ok(map.with_marks(executable.parts())?)
 }
 
 /// Does what the arguments ask.
@@ -189,7 +189,6 @@ fn tell_why(step: &Step, graph: &StepGraph, rank: usize, budget: u64, smallest: 
     let rates = step.device.rates(step.precision);
     let step = step.recomputing(Recompute::Budget { bytes: smallest, rates });
     let (planned, executable) = plan_rank(&step, graph, rank)?;
-    let Executable { problem, solution, labels, parts, .. } = &executable;
     if planned.reserve_bytes > 0 {
         tell(format_args!(
             "{} of it are for rows that this rank receives, above the plan",
@@ -197,8 +196,9 @@ fn tell_why(step: &Step, graph: &StepGraph, rank: usize, budget: u64, smallest: 
         ));
     }
     let capacity = Some(budget.saturating_sub(planned.reserve_bytes));
-    if let Some(why) = explain(problem, labels, solution, &Options { capacity, ..Options::default() }) {
-        tell(why.during(parts).to_string().trim_end());
+    let options = Options { capacity, ..Options::default() };
+    if let Some(why) = explain(executable.problem(), executable.labels(), executable.solution(), &options) {
+        tell(why.during(executable.parts()).to_string().trim_end());
     }
     Ok(Fit::Unknown)
 }

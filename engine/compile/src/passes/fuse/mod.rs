@@ -368,7 +368,7 @@ impl<'a> Fusion<'a> {
             return None;
         }
         let specs = outputs.iter().map(spec).collect();
-        let flops = order.iter().map(|&at| self.program.instrs[at].flops()).sum();
+        let flops = order.iter().map(|&at| self.program.instrs[at].flops()).fold(0, u64::saturating_add);
         let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.instrs[at].workspace).copied().collect();
         let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
         let work = InstrKind::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));

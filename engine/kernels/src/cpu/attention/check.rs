@@ -67,8 +67,13 @@ impl Attention {
     /// The address of the queries' first keys, if there are enough of them.
     pub(super) fn check_starts(&self, starts: Option<&[u32]>) -> Result<*const u32, AttentionError> {
         let Some(starts) = starts else { return Ok(std::ptr::null()) };
-        at_least("starts", self.batch * self.queries, starts.len())?;
+        at_least("starts", self.numbers_of(1), starts.len())?;
         Ok(starts.as_ptr())
+    }
+
+    /// Elements of a tensor with one for each query of each of so many heads; the most that there are if there would be more.
+    pub(super) fn numbers_of(&self, heads: usize) -> usize {
+        self.batch.saturating_mul(heads).saturating_mul(self.queries)
     }
 
     /// Whether shape, operands and scratch of a forward fit together.

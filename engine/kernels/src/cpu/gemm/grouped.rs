@@ -74,14 +74,14 @@ impl Gemm {
         (c, rounded): (&mut [f32], Option<&mut [bf16]>),
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
+        let all = Gemm { m: groups.end(), ..*self };
+        all.check_grouped(self, (1, matrices.min(groups.count)), a, b, (c, rounded.as_deref()), scratch)?;
         let size = self.k * self.n;
         let group = |index: usize| {
             let rows = groups.rows(index);
             let (a, c) = (rows.start * self.a.row, rows.start * self.c_row);
             Group { m: rows.len(), k: self.k, a, b: index % matrices * size, c, cuts: None }
         };
-        let all = Gemm { m: groups.end(), ..*self };
-        all.check_grouped(self, (1, matrices.min(groups.count)), a, b, (c, rounded.as_deref()), scratch)?;
         let epilogue = RawEpilogue::of(Epilogue { rounded, ..Epilogue::default() });
         // SAFETY: every extent has been compared with its slice; rows of groups do not overlap, C and the scratch are borrowed
         // exclusively.
@@ -103,14 +103,14 @@ impl Gemm {
         mode: Mode,
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
+        let all = Gemm { k: groups.end(), ..*self };
+        all.check_grouped(self, (groups.count, 1), a, b, (c, None), scratch)?;
         let group = |index: usize| {
             let rows = groups.rows(index);
             let (a, b) = (rows.start * self.a.column, rows.start * self.b.row);
             let c = index * self.m * self.c_row;
             Group { m: self.m, k: rows.len(), a, b, c, cuts: Some(groups.cuts(index)) }
         };
-        let all = Gemm { k: groups.end(), ..*self };
-        all.check_grouped(self, (groups.count, 1), a, b, (c, None), scratch)?;
         // SAFETY: as above; matrices of C do not overlap.
         unsafe { self.drive_groups(groups.count, &group, a, b, (c, RawEpilogue::NONE), mode, scratch) };
         Ok(())
@@ -132,12 +132,13 @@ impl Gemm {
             return too_short("the whole", m.max(k), if m > most.m { most.m } else { most.k });
         }
         if c_row < n {
-            return Err(GemmError::Overlap { n, c_row, count: of_c, batch_c: m * c_row });
+            return Err(GemmError::Overlap { n, c_row, count: of_c, batch_c: m.saturating_mul(c_row) });
         }
-        let c_needed = extent("C", m, n, Strides::row_major(c_row), of_c, m * c_row)?;
+        let size = |operand, rows: usize, row: usize| rows.checked_mul(row).ok_or(GemmError::TooLarge { operand });
+        let c_needed = extent("C", m, n, Strides::row_major(c_row), of_c, size("C", m, c_row)?)?;
         let operands = [
             ("A", extent("A", m, k, self.a, 1, 0)?, a.len()),
-            ("B", extent("B", k, n, self.b, of_b, most.k * n)?, b.len()),
+            ("B", extent("B", k, n, self.b, of_b, size("B", most.k, n)?)?, b.len()),
             ("C", c_needed, c.len()),
             ("rounded C", c_needed, rounded.map_or(c_needed, <[bf16]>::len)),
         ];

@@ -1,0 +1,347 @@
+//! Whether a program is one that can run: all that kernels, messages and the runtime rely on, and that the planner knows nothing of.
+//!
+//! In: programs, which anybody may have changed, and which hold what operations ([`Op`](gapless_graph::Op)) say of themselves. Out: what
+//! is wrong with one. Never: a look at an address; a program that passes has sound ones, by the plan of its buffers.
+
+use std::collections::HashSet;
+
+use candle_core::DType;
+use gapless_graph::ops::Collective;
+use gapless_kernels::cpu::args::{MAX_OUTPUTS, byte_range, span};
+use gapless_kernels::cpu::bf16::widened_layout;
+
+use crate::error::{Error, Result};
+use crate::program::{Buffer, BufferId, BufferKind, DynamicRows, Instr, InstrKind, IoTensor, Operand, Program};
+
+/// Bytes of a program's tensors at most, all together: an exbibyte. No sum of some of them, nor of them rounded up, overflows.
+const MOST_BYTES: u64 = 1 << 60;
+
+/// Why a program cannot run, in words.
+type Verdict<T = ()> = Result<T, String>;
+
+/// Refuses a program of more bytes than any machine has.
+pub(crate) fn check_sizes(program: &Program) -> Result<()> {
+    let mut all: u64 = 0;
+    for buffer in &program.buffers {
+        all = all.saturating_add(buffer.bytes);
+        if all > MOST_BYTES {
+            let (program, what, op) = (program.name.clone(), buffer.label.tensor.clone(), buffer.label.op.clone());
+            return Err(Error::TooLarge { program, what, op });
+        }
+    }
+    let on_host = program.host.iter().fold(0, |all: u64, buffer| all.saturating_add(buffer.bytes));
+    if on_host > MOST_BYTES {
+        let (program, what, op) = (program.name.clone(), "what is offloaded".into(), "offload".into());
+        return Err(Error::TooLarge { program, what, op });
+    }
+    Ok(())
+}
+
+/// Refuses a program that could not run.
+pub(crate) fn verify(program: &Program) -> Result<()> {
+    check_sizes(program)?;
+    check(program).map_err(|what| Error::Unsound { program: program.name.clone(), what })
+}
+
+fn check(program: &Program) -> Verdict {
+    program.buffers.iter().try_for_each(|buffer| buffer_is_sound(program, buffer))?;
+    names_are_apart(program)?;
+    let mut votes = Vec::new();
+    for instr in &program.instrs {
+        let layer = if instr.layer.is_empty() { "the model" } else { &instr.layer };
+        let named = |what: String| format!("{} in {layer}: {what}", instr.kind.name());
+        let mut of_instr = || {
+            operands_are_inside(program, instr)?;
+            operands_are_apart(program, instr)?;
+            counts_exist(program, instr)?;
+            kind_fits(program, instr, &mut votes)
+        };
+        of_instr().map_err(named)?;
+    }
+    lent_is_left_alone(program)?;
+    program.inputs.iter().chain(&program.outputs).try_for_each(|tensor| host_can_reach(program, tensor))?;
+    match program
+        .parts
+        .iter()
+        .find(|part| part.instrs.end > program.instrs.len() || part.instrs.start > part.instrs.end)
+    {
+        Some(part) => {
+            Err(format!("part {:?} has instructions {:?} of {}", part.name, part.instrs, program.instrs.len()))
+        }
+        None => Ok(()),
+    }
+}
+
+/// What is counted is whole rows, and nothing that somebody looks for at a planned address.
+fn buffer_is_sound(program: &Program, buffer: &Buffer) -> Verdict {
+    let Buffer { bytes, label, kind, counted } = buffer;
+    if let BufferKind::Always { spec, .. } = kind
+        && spec.checked_bytes().is_none_or(|declared| declared > *bytes)
+    {
+        return Err(format!("{:?} has {bytes} bytes, too few for {spec:?}", label.tensor));
+    }
+    match *counted {
+        None => Ok(()),
+        Some(DynamicRows { count, row_bytes, .. })
+            if matches!(kind, BufferKind::No)
+                && (count as usize) < program.counts
+                && bytes.checked_rem(row_bytes) == Some(0) =>
+        {
+            Ok(())
+        }
+        Some(rows) => Err(format!("{:?} of {bytes} bytes cannot have {rows:?}", label.tensor)),
+    }
+}
+
+/// Tensors that are shared by name are one where they have one name.
+fn names_are_apart(program: &Program) -> Verdict {
+    let shared = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Always { .. } | BufferKind::Cache));
+    let mut names = HashSet::new();
+    match shared.map(|buffer| &buffer.label.tensor).find(|name| !names.insert(*name)) {
+        Some(name) => Err(format!("two tensors that outlive the step are named {name:?}; rename one")),
+        None => Ok(()),
+    }
+}
+
+fn buffer(program: &Program, id: BufferId) -> Verdict<&Buffer> {
+    program
+        .buffers
+        .get(id.index())
+        .ok_or_else(|| format!("it has a buffer {} of {}", id.index(), program.buffers.len()))
+}
+
+/// Every operand lies in its buffer, and its copy in f32 in a piece of scratch.
+fn operands_are_inside(program: &Program, instr: &Instr) -> Verdict {
+    let mut copies = Vec::new();
+    for operand in instr.inputs.iter().chain(&instr.outputs) {
+        operand_is_inside(program, operand)?;
+        let Some(piece) = operand.widened else { continue };
+        let needed = byte_range(&widened_layout(&operand.layout), DType::F32).map_or(u64::MAX, |copy| copy.end);
+        if operand.dtype != DType::BF16 || needed > buffer(program, piece)?.bytes {
+            return Err(format!("there is no room for {:?} of {:?} in f32", operand.layout.dims(), operand.dtype));
+        }
+        copies.push(piece);
+    }
+    // The last pieces are the copies, in any order; the others are the operation's own.
+    let own = instr.workspace.len().checked_sub(copies.len());
+    let mut last: Vec<BufferId> = own.map_or_else(Vec::new, |own| instr.workspace[own..].to_vec());
+    last.sort_unstable();
+    copies.sort_unstable();
+    if last != copies {
+        return Err("the copies of its operands in f32 are not the last pieces of its scratch".into());
+    }
+    Ok(())
+}
+
+fn operand_is_inside(program: &Program, operand: &Operand) -> Verdict {
+    let Operand { layout, dtype, .. } = operand;
+    let of = buffer(program, operand.buffer)?;
+    let (dims, strides, start) = (layout.dims(), layout.stride(), layout.start_offset());
+    let Some(range) = byte_range(layout, *dtype).filter(|range| range.end <= of.bytes) else {
+        return Err(format!(
+            "an operand of {dtype:?} {dims:?} by strides {strides:?} from element {start} on reaches beyond its buffer of {} bytes",
+            of.bytes
+        ));
+    };
+    let Some(DynamicRows { row_bytes, .. }) = of.counted else { return Ok(()) };
+    let is_whole = layout.is_contiguous() && range == (0..of.bytes);
+    match is_whole && row_bytes.is_multiple_of(dtype.size_in_bytes() as u64) {
+        true => Ok(()),
+        false => Err(format!("an operand of {dtype:?} {dims:?} is a part of a tensor whose rows are counted")),
+    }
+}
+
+/// No byte that it writes is another operand's, but of an input that an output overwrites as a whole.
+fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
+    let Instr { inputs, outputs, workspace, .. } = instr;
+    if outputs.len() > MAX_OUTPUTS {
+        return Err(format!("it has {} outputs, more than {MAX_OUTPUTS}", outputs.len()));
+    }
+    for input in inputs {
+        match input.overwritten_by {
+            None if outputs.iter().any(|output| output.buffer == input.buffer) => {
+                return Err("it writes to the buffer of an input that it does not overwrite".into());
+            }
+            None => {}
+            Some(index) => {
+                let whole = |o: &Operand| o.layout.is_contiguous() && o.layout.start_offset() == 0;
+                let is_of = |output: &Operand| {
+                    input.buffer == output.buffer
+                        && input.dtype == output.dtype
+                        && whole(input)
+                        && whole(output)
+                        && span(&input.layout) == span(&output.layout)
+                };
+                let alone = inputs.iter().filter(|other| other.buffer == input.buffer).count() == 1;
+                if !alone || input.widened.is_some() || !outputs.get(index).is_some_and(is_of) {
+                    return Err("it overwrites an input of another shape or use".into());
+                }
+            }
+        }
+    }
+    for (index, output) in outputs.iter().enumerate() {
+        for other in outputs[..index].iter().filter(|other| other.buffer == output.buffer) {
+            // Parts of a whole that kernels of a GPU write may be interleaved (`passes::join`).
+            let is_static = buffer(program, output.buffer)?.counted.is_none();
+            let are_strided = !output.layout.is_contiguous() && !other.layout.is_contiguous();
+            let [a, b] = [output, other].map(|of| byte_range(&of.layout, of.dtype).unwrap_or(0..u64::MAX));
+            if !is_static || !(are_strided || a.end <= b.start || b.end <= a.start) {
+                return Err("two of its outputs are the same bytes".into());
+            }
+        }
+    }
+    for (index, &piece) in workspace.iter().enumerate() {
+        let is_shared = workspace[..index].contains(&piece);
+        let is_operand = inputs.iter().chain(outputs).any(|operand| operand.buffer == piece);
+        if is_shared || is_operand || buffer(program, piece)?.counted.is_some() {
+            return Err(format!("piece {index} of its scratch is not its own"));
+        }
+    }
+    Ok(())
+}
+
+/// What it counts is a number of rows, and counts that it goes by are the program's.
+fn counts_exist(program: &Program, instr: &Instr) -> Verdict {
+    let known = |count: u32| (count as usize) < program.counts;
+    if !instr.predicate.is_none_or(known) {
+        return Err(format!("it depends on a count {:?} of {}", instr.predicate, program.counts));
+    }
+    match instr.counts {
+        Some(count) if !known(count) || !instr.outputs.first().is_some_and(|o| is_planned(program, o, DType::U32)) => {
+            Err(format!("its first output is no count {count} of {}", program.counts))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether a tensor is of such elements, one at least, without gaps at a planned address.
+fn is_planned(program: &Program, operand: &Operand, dtype: DType) -> bool {
+    let is_dense = operand.layout.is_contiguous() && span(&operand.layout) > 0;
+    operand.dtype == dtype && is_dense && buffer(program, operand.buffer).is_ok_and(|b| b.counted.is_none())
+}
+
+/// An instruction that is no kernel has the operands that its kind needs. `votes` are the counts that were voted on so far; what was voted
+/// on last is what is applied.
+fn kind_fits(program: &Program, instr: &Instr, votes: &mut Vec<u32>) -> Verdict {
+    let Instr { kind, inputs, outputs, .. } = instr;
+    let dense = |operand: &Operand| is_planned(program, operand, operand.dtype);
+    let bytes = |operand: &Operand| (span(&operand.layout) * operand.dtype.size_in_bytes()) as u64;
+    let fits = match *kind {
+        InstrKind::Compute(_) => true,
+        InstrKind::Send(_) => matches!((&inputs[..], &outputs[..]), ([sent], []) if dense(sent)),
+        InstrKind::Receive(_) => matches!((&inputs[..], &outputs[..]), ([], [received]) if dense(received)),
+        InstrKind::Wait(_) | InstrKind::Finish(_) => !inputs.is_empty() && outputs.is_empty(),
+        InstrKind::Collective(collective, _) => collective_fits(program, collective, inputs, outputs),
+        InstrKind::Offload(id) | InstrKind::Fetch(id) => match (kind, &inputs[..], &outputs[..]) {
+            (InstrKind::Offload(_), [operand], []) | (InstrKind::Fetch(_), [], [operand]) => {
+                dense(operand) && program.host.get(id.index()).is_some_and(|host| bytes(operand) <= host.bytes)
+            }
+            _ => false,
+        },
+        InstrKind::Vote(count) => {
+            let is_first = (count as usize) < program.counts && !votes.contains(&count);
+            votes.push(count);
+            is_first && matches!(&outputs[..], [number] if is_planned(program, number, DType::F32))
+        }
+        InstrKind::ApplyVote(count) => {
+            votes.last() == Some(&count) && matches!(&inputs[..], [number] if is_planned(program, number, DType::F32))
+        }
+    };
+    if fits { Ok(()) } else { Err("its operands are not those of such an instruction".into()) }
+}
+
+/// Whether a collective reads and writes no more than its operands are.
+fn collective_fits(program: &Program, collective: Collective, inputs: &[Operand], outputs: &[Operand]) -> bool {
+    let [output] = outputs else { return false };
+    let len = |operand: &Operand| span(&operand.layout);
+    let times = |operand: &Operand, ranks: usize| len(operand).checked_mul(ranks);
+    let floats = |operand: &Operand| is_planned(program, operand, DType::F32);
+    let dense = |operand: &Operand| is_planned(program, operand, output.dtype);
+    match (collective, inputs) {
+        (Collective::AllReduce { .. }, [input]) => input.overwritten_by.is_some() && floats(input) && floats(output),
+        (Collective::ReduceScatter { ranks }, [input]) => {
+            floats(input) && floats(output) && times(output, ranks) == Some(len(input))
+        }
+        (Collective::AllGather { ranks, .. }, [input]) => {
+            dense(input) && dense(output) && times(input, ranks) == Some(len(output))
+        }
+        (Collective::Refill { ranks }, [whole, part]) => {
+            let are_dense = [whole, part, output].into_iter().all(dense);
+            whole.overwritten_by.is_some() && are_dense && times(part, ranks) == Some(len(output))
+        }
+        (Collective::AllToAll { ranks }, [input]) => {
+            let is_cut = len(input).checked_rem(ranks) == Some(0);
+            dense(input) && dense(output) && is_cut && len(input) == len(output)
+        }
+        (Collective::AllToAllRows { ranks, rows, .. }, [input, starts @ ..]) => {
+            let are_starts = |starts: &Operand| {
+                is_planned(program, starts, DType::U32) && (len(starts) - 1).checked_rem(ranks) == Some(0)
+            };
+            let are_dense = input.layout.is_contiguous() && output.layout.is_contiguous();
+            let is_cut = len(output).checked_rem(rows) == Some(0) && input.dtype == output.dtype;
+            starts.len() == 2 && starts.iter().all(are_starts) && are_dense && is_cut
+        }
+        _ => false,
+    }
+}
+
+/// What a message or a collective is lent stays alive and as it is until the instruction that waits for it.
+fn lent_is_left_alone(program: &Program) -> Verdict {
+    // By buffer: who reads it meanwhile, and whether somebody writes it.
+    let mut lent: Vec<(usize, bool)> = vec![(0, false); program.buffers.len()];
+    let mut under_way: Vec<Option<&Instr>> = vec![None; program.requests];
+    let mut was_begun = vec![false; program.requests];
+    for instr in &program.instrs {
+        let named = |what: &str| format!("{} in {:?}: {what}", instr.kind.name(), &*instr.layer);
+        let begins = match instr.kind {
+            InstrKind::Send(message) | InstrKind::Receive(message) => Some(message.request),
+            InstrKind::Collective(_, request) => Some(request),
+            _ => None,
+        };
+        let ends = match instr.kind {
+            InstrKind::Wait(message) => Some(message.request),
+            InstrKind::Finish(request) => Some(request),
+            _ => None,
+        };
+        if let Some(request) = ends {
+            let begun =
+                under_way.get_mut(request).and_then(Option::take).ok_or_else(|| named("it waits for nothing"))?;
+            let is_collective = |instr: &Instr| matches!(instr.kind, InstrKind::Collective(..) | InstrKind::Finish(_));
+            let holds = |operand: &Operand| instr.inputs.iter().any(|held| held.buffer == operand.buffer);
+            let is_one = is_collective(begun) == is_collective(instr) && begun.predicate == instr.predicate;
+            if !is_one || !begun.inputs.iter().chain(&begun.outputs).all(holds) {
+                return Err(named("it waits for another one than began, or without its operands"));
+            }
+            begun.inputs.iter().for_each(|operand| lent[operand.buffer.index()].0 -= 1);
+            begun.outputs.iter().for_each(|operand| lent[operand.buffer.index()].1 = false);
+            continue;
+        }
+        let is_written = |operand: &Operand| lent[operand.buffer.index()].1;
+        let is_lent = |operand: &Operand| lent[operand.buffer.index()] != (0, false);
+        if instr.inputs.iter().any(is_written) || instr.outputs.iter().any(is_lent) {
+            return Err(named("it touches what is on its way to or from another rank"));
+        }
+        if let Some(request) = begins {
+            if was_begun.get(request) != Some(&false) {
+                return Err(named("its request is another's too, or none of the program's"));
+            }
+            (was_begun[request], under_way[request]) = (true, Some(instr));
+            instr.inputs.iter().for_each(|operand| lent[operand.buffer.index()].0 += 1);
+            instr.outputs.iter().for_each(|operand| lent[operand.buffer.index()].1 = true);
+        }
+    }
+    match under_way.into_iter().flatten().next() {
+        Some(instr) => Err(format!("{} in {:?} is not waited for", instr.kind.name(), &*instr.layer)),
+        None => Ok(()),
+    }
+}
+
+/// A tensor of the host has no gaps, and is what it is called.
+fn host_can_reach(program: &Program, IoTensor { name, operand, spec, .. }: &IoTensor) -> Verdict {
+    operand_is_inside(program, operand).map_err(|what| format!("{name:?}: {what}"))?;
+    let is_called = operand.dtype == spec.dtype && operand.layout.dims() == spec.dims();
+    match is_called && is_planned(program, operand, operand.dtype) {
+        true => Ok(()),
+        false => Err(format!("{name:?} has gaps or is not {spec:?}, so the host cannot read or write it")),
+    }
+}

@@ -1,0 +1,72 @@
+//! What an operation says of its operands, against what they are.
+//!
+//! In: the answers of an [`Op`], which anybody may implement. Out: why a graph cannot have such a node, in words. Never: a change to a
+//! node; what passes here is recorded as the operation says it.
+
+use candle_core::{DType, Layout};
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::args::{MAX_OUTPUTS, byte_range};
+
+use crate::op::{Op, Rows};
+
+/// Whether the operands that an operation names by their index exist, and are what it takes them for.
+pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result<(), String> {
+    if !(1..=MAX_OUTPUTS).contains(&outputs.len()) {
+        return Err(format!("it has {} outputs; an operation has 1 to {MAX_OUTPUTS}", outputs.len()));
+    }
+    for &(input, output) in op.inplace().iter().chain(op.mutates()) {
+        if input >= inputs.len() || output >= outputs.len() {
+            let (given, made) = (inputs.len(), outputs.len());
+            return Err(format!(
+                "output {output} takes the bytes of input {input}, but it has {given} inputs and {made} outputs"
+            ));
+        }
+    }
+    let mutates = op.mutates();
+    for (index, &(input, output)) in mutates.iter().enumerate() {
+        if mutates[..index].iter().any(|other| other.0 == input || other.1 == output) {
+            return Err(format!(
+                "input {input} and output {output} are changed together with others; each can be one tensor"
+            ));
+        }
+        if inputs[input] != outputs[output] {
+            let (from, to) = (&inputs[input], &outputs[output]);
+            return Err(format!("output {output} is input {input} changed, so that {to:?} must be {from:?}"));
+        }
+    }
+    if let Rows::Counted { starts, .. } = op.rows() {
+        match inputs.get(starts) {
+            Some(spec) if spec.dtype == DType::U32 => {}
+            Some(spec) => {
+                return Err(format!("its rows are counted by input {starts}, which is {:?}, not u32", spec.dtype));
+            }
+            None => return Err(format!("its rows are counted by input {starts} of {}", inputs.len())),
+        }
+        if outputs.iter().any(|output| output.dims().is_empty()) {
+            return Err("its rows are counted, but it has an output without dimensions".into());
+        }
+    }
+    Ok(())
+}
+
+/// The one output of an operation that moves no data, if the layout shows it within the storage of its root.
+pub(super) fn view<'s>(layout: &Layout, outputs: &'s [Spec], root: &Spec) -> Result<&'s Spec, String> {
+    let [output] = outputs else {
+        return Err(format!("it is a view and has {} outputs; a view has one", outputs.len()));
+    };
+    if layout.dims() != output.dims() || root.dtype != output.dtype {
+        let (dims, dtype) = (layout.dims(), root.dtype);
+        return Err(format!("it shows {dtype:?} of shape {dims:?} as {:?} of shape {:?}", output.dtype, output.dims()));
+    }
+    match byte_range(layout, output.dtype).is_some_and(|range| range.end <= root.bytes()) {
+        true => Ok(output),
+        false => {
+            let (strides, start) = (layout.stride(), layout.start_offset());
+            let dims = (output.dims(), root.dims());
+            Err(format!(
+                "it shows {:?} by strides {strides:?} from element {start} on, beyond a tensor of {:?}",
+                dims.0, dims.1
+            ))
+        }
+    }
+}
