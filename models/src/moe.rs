@@ -148,7 +148,7 @@ impl MoeConfig {
     pub fn check(&self) -> Result<()> {
         self.llama.check()?;
         let checked = Checked::default()
-            .extent("router.experts", self.router.experts, MOST_WIDTH)
+            .extent("router.experts", self.router.experts.max(1), MOST_WIDTH)
             .extent("expert_hidden", self.expert_hidden, MOST_HIDDEN)
             .extent("experts × expert_hidden", self.router.experts.saturating_mul(self.expert_hidden), MOST_TOKENS)
             .extent("shared_hidden", self.shared_hidden.max(1), MOST_HIDDEN);

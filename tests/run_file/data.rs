@@ -151,3 +151,35 @@ fn the_ids_in_the_docs_are_those_of_the_options() {
         assert_eq!(ids.join(" "), cells[2], "{row}");
     }
 }
+
+/// `eval` reads what `train` reads: the documents of lines and folders, not their braces, and ids of their own width.
+#[test]
+fn data_is_measured_as_it_is_trained_on() {
+    let place = Place::new();
+    let config = RunConfig::read(&place.file(TINY), &[]).unwrap();
+    train(&config, &place.path().join("run"), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+    let text = "to be or not to be, that is the question\n".repeat(4);
+    let line = format!("{}\n", serde_json::json!({ "text": text }));
+    let folder = place.path().join("texts");
+    std::fs::create_dir(&folder).unwrap();
+    for (name, content) in [("a.txt", text.clone()), ("b.txt", format!("\u{feff}{text}")), ("c.NDJSON", line.clone())] {
+        std::fs::write(place.path().join(name), &content).unwrap();
+        std::fs::write(folder.join(name), content).unwrap();
+    }
+    let ids: Vec<u8> = (0..400u32).flat_map(|i| (i % 200).to_le_bytes()).collect();
+    std::fs::write(place.path().join("wide.bin"), ids).unwrap();
+    let eval = |data: &str, more: &[&str]| {
+        let asked = ["eval", "run", data, "--sequence", "16", "--device", "cpu", "--json"];
+        let output = place.gapless(&[&asked[..], more].concat());
+        serde_json::from_slice::<serde_json::Value>(&output.stdout)
+            .map_err(|_| String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let expected = eval("a.txt", &[]).unwrap();
+    for same in ["b.txt", "c.NDJSON"] {
+        assert_eq!(eval(same, &[]).unwrap(), expected, "{same}");
+    }
+    // Three documents, each with its end.
+    assert_eq!(eval("texts", &[]).unwrap()["windows"], (3 * (text.len() + 1) - 1) / 16);
+    assert!(eval("wide.bin", &[]).unwrap_err().contains("--token-width"));
+    assert_eq!(eval("wide.bin", &["--token-width", "u32"]).unwrap()["windows"], 399 / 16);
+}

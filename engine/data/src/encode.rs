@@ -14,6 +14,9 @@ pub(super) const PIECE_BYTES: usize = 64 << 10;
 /// Bytes of text that a tokenizer gets at once, about: those of `tokenizers` take longer for each byte of a longer text (`benches/tokenize`).
 pub(super) const ENCODED_BYTES: usize = 2 << 10;
 
+/// Bytes of text without a place to cut at, at most: they are encoded at once, which takes many times as much memory.
+pub(super) const MOST_UNCUT: usize = 32 << 20;
+
 /// Writes a file of tokens and hashes it on the way.
 pub(super) struct TokenWriter {
     file: BufWriter<File>,

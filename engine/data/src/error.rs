@@ -22,9 +22,9 @@ pub enum DataError {
         source: io::Error,
     },
     /// Text that was not the same when it was read again.
-    #[error("{path} has changed while it was read; run again when nothing writes it any more")]
+    #[error("the text has changed while it was tokenized into {path}; run again when nothing writes it any more")]
     Changed {
-        /// The folder of tokens that it was to be kept in.
+        /// The tokens that were to be kept.
         path: PathBuf,
     },
     /// A text that goes on for too long without a place at which it may be cut.

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use walkdir::WalkDir;
 
 use crate::compressed::{MARK, inner_extension, open, open_text, read_error};
+use crate::encode::MOST_UNCUT;
 #[cfg(feature = "parquet")]
 use crate::parquet::each_row;
-use crate::texts::MOST_UNCUT;
 use crate::{Corpus, DataError};
 
 /// The extensions of text in a folder, in lower case. A .json file counts where it has lines of texts: of the others in a folder, most
@@ -129,7 +129,13 @@ fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<V
 /// The files of text below a folder.
 pub(super) fn text_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
     let mut files = text_files(folder, &TEXT_EXTENSIONS)?;
-    files.retain(|file| !is_json(file) || begins_with_a_text(file));
+    files.retain(|file| {
+        let is_text = !is_json(file) || begins_with_a_text(file);
+        if !is_text {
+            tracing::warn!("{} is passed over: its first line is not an object with a text", file.display());
+        }
+        is_text
+    });
     Ok(files)
 }
 

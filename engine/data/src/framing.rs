@@ -90,8 +90,10 @@ fn end_of(tokenizer: &Tokenizer, path: &Path) -> Result<Option<Found>, DataError
     let folder = path.parent().unwrap_or(Path::new("."));
     for file in ["tokenizer_config.json", "special_tokens_map.json"] {
         let token = special_token(&read_json(folder, file)?, "eos_token");
-        if let Some((token, id)) = token.and_then(|token| Some((token.clone(), tokenizer.token_to_id(&token)?))) {
-            return Ok(Some((file, token, id)));
+        let Some(token) = token else { continue };
+        match tokenizer.token_to_id(&token) {
+            Some(id) => return Ok(Some((file, token, id))),
+            None => tracing::warn!("{}: the tokenizer does not have the eos_token {token:?} of {file}", path.display()),
         }
     }
     for file in ["config.json", "generation_config.json"] {

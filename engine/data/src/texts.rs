@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::compressed::{open_text, read_error};
 use crate::corpus::TextHasher;
-use crate::encode::{PIECE_BYTES, border, pieces};
+use crate::encode::{MOST_UNCUT, PIECE_BYTES, border, pieces};
 use crate::files::{check_text, each_text, has_lines, no_text, text_below};
 use crate::{Corpus, CorpusReport, DataError};
 
@@ -136,9 +136,6 @@ fn each_part(path: &Path, mut visit: impl FnMut(&[u8])) -> Result<(), DataError>
         source.consume(length);
     }
 }
-
-/// Bytes without a place to cut at, at most: they are encoded at once, which takes many times as much memory.
-pub(super) const MOST_UNCUT: usize = 32 << 20;
 
 /// Visits the pieces of a file that is one document, of which a few are in memory.
 fn visit_file(path: &Path, visit: &mut Visit) -> Result<(), DataError> {

@@ -91,9 +91,12 @@ impl Tokens {
 
     /// The width that the ids of bare files seem to have, where it is another than theirs: of ids that are read in halves, every second
     /// number is that of the halves above, which is next to nothing.
-    pub(super) fn looks_like(&self) -> Result<Option<TokenWidth>, DataError> {
+    ///
+    /// # Errors
+    /// A read that fails.
+    pub fn looks_like(&self) -> Result<Option<TokenWidth>, DataError> {
         /// Numbers that are looked at in each file, at most and at least.
-        const LOOKED_AT: (usize, u64) = (1 << 16, 64);
+        const LOOKED_AT: (usize, u64) = (1 << 16, 16);
         /// Halves above are smaller: vocabularies have below 2²⁰ tokens.
         const HALF_ABOVE: u32 = 16;
         let Storage::Shards(shards) = &self.storage else { return Ok(None) };

@@ -67,6 +67,10 @@ fn tokens(folder: &Path, texts: &[&str], text: TextOptions) -> Result<Vec<u32>, 
     let (mut ids, mut targets) = (vec![0; count - 1], vec![0; count - 1]);
     dataset.training(count - 1, 1, 0)?.fill(0, 0, &mut ids, &mut targets)?;
     ids.extend(targets.last());
+    let framing = |dataset: &Dataset| dataset.vocabulary().framing();
+    let again = Dataset::prepare(&Source::Path(folder.join("data")), &options)?;
+    assert_eq!((framing(&again), again.hash()), (framing(&dataset), dataset.hash()));
+    assert_eq!(framing(&dataset), Vocabulary::open_with(&folder.join("tokenizer.json"), &options.text)?.framing());
     // Opened again, it is the same.
     assert_eq!(Dataset::open_prepared(dataset.folder().unwrap())?.hash(), dataset.hash());
     Ok(ids)

@@ -10,7 +10,7 @@ use super::fields::Fields;
 use super::generation;
 
 /// Names, types on disk, initial values, dropout (which is off), labels, lengths that limit nothing, and how others compute the same.
-const METADATA: [&str; 60] = [
+const METADATA: [&str; 63] = [
     "attn_implementation",
     "auto_map",
     "aux_loss_alpha",
@@ -30,11 +30,13 @@ const METADATA: [&str; 60] = [
     "is_llama_config",
     "keys_to_ignore_at_inference",
     "label2id",
+    "license",
     "max_model_len",
     "max_seq_len",
     "max_seq_length",
     "max_sequence_length",
     "model_max_length",
+    "model_name",
     "model_type",
     "n_ctx",
     "n_special",
@@ -53,6 +55,7 @@ const METADATA: [&str; 60] = [
     "router_z_loss_coef",
     "seq_aux",
     "seq_length",
+    "tags",
     "task_specific_params",
     "tf_legacy_loss",
     "tie_last_hidden_states",
@@ -156,13 +159,21 @@ pub(super) fn take(fields: &mut Fields) {
     });
 }
 
+/// Whether a name is that of a family's model without a head, as `LlamaModel`.
+fn is_base(name: &str) -> bool {
+    let family = name.strip_suffix("TextModel").or(name.strip_suffix("Model"));
+    family.is_some_and(|family| {
+        !["Reward", "Bi", "Dense", "DoubleHeads", "Embedding"].iter().any(|of| family.ends_with(of))
+    })
+}
+
 /// A model of another task has a head of its own in place of the one that predicts tokens. A base model has none, and may be tied.
 fn architectures(fields: &mut Fields) {
     let Some(found) = fields.take("architectures") else { return };
     let names: Vec<&str> = found.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let predicts_tokens = |name: &&str| match name.rsplit_once("For") {
         Some((_, task)) => task == "CausalLM",
-        None => !name.ends_with("DoubleHeadsModel"),
+        None => name.ends_with("LMHeadModel") || is_base(name),
     };
     if !names.is_empty() && !names.iter().any(predicts_tokens) {
         fields.unsupported(

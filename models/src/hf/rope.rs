@@ -60,7 +60,11 @@ fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) ->
             RopeScaling::Llama3 { factor, low, high, original }
         }
         "yarn" => yarn(fields, theta, head_size, positions),
-        _ => RopeScaling::None,
+        // What other kinds go by has no effect.
+        _ => {
+            fields.pass_over(&["factor", "original_max_position_embeddings"]);
+            RopeScaling::None
+        }
     }
 }
 

@@ -4,16 +4,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
-use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows, read_text};
+use gapless::engine::data::{Corpus, Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
 use gapless::run::{EvaluationBatch, Measured, TrainedRun};
 use gapless::{DeviceChoice, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::{print, tell};
 use crate::weights::{self, FolderArguments, Pretrained};
-
-/// Bytes of a text, at most: all of it is in memory.
-const MOST_BYTES: u64 = 1 << 30;
 
 /// Measure the perplexity of a run's or a Hugging Face folder's model over a text: e to the mean loss of a token.
 ///
@@ -23,12 +20,16 @@ pub struct Arguments {
     /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; a folder with config.json, safetensors files
     /// and tokenizer.json; or the folder of an adapter (adapter_config.json), which names its base.
     folder: PathBuf,
-    /// A text; token ids as .bin (of 16 bits, of a model with more than 65,536 tokens of 32, or as the header of llm.c says); or a
-    /// prepared dataset's folder, of which the validation part is taken.
+    /// A file or folder of text, read as train does; token ids as .bin (of 16 bits, of a model with more than 65,536 tokens of 32, or as
+    /// the header of llm.c says); or a prepared dataset's folder, of which the validation part is taken. Special tokens that a text spells
+    /// out are ids for a folder's model, as in transformers, and for a run what data.special_tokens says.
     data: PathBuf,
     /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
     #[arg(long)]
     average: bool,
+    /// The width of ids in a .bin without a header: u16, u32 or u64.
+    #[arg(long, value_parser = token_width)]
+    token_width: Option<TokenWidth>,
     /// Tokens per window.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     sequence: u32,
@@ -49,6 +50,10 @@ pub struct Arguments {
     json: bool,
     #[command(flatten)]
     of_folder: FolderArguments,
+}
+
+fn token_width(text: &str) -> Result<TokenWidth, String> {
+    serde_json::from_value(text.into()).map_err(|_| "a width is u16, u32 or u64".to_owned())
 }
 
 /// Does what the arguments ask and says how it went.
@@ -138,14 +143,26 @@ impl Source {
         }
     }
 
-    /// All of a text as one; of a folder with the special tokens that belong around it.
+    /// The tokens of a text. Several documents, as the lines of a .jsonl file or the files of a folder are, each end as the run or the
+    /// folder says, and begin with the special tokens that belong before a text.
     fn encode(&self, arguments: &Arguments) -> anyhow::Result<Vec<u32>> {
-        let path = &arguments.data;
-        let text = read_text(path, MOST_BYTES).with_context(|| format!("cannot read {}", path.display()))?;
-        Ok(match self {
-            Self::Run(run) => run.vocabulary.encode_beginning(&text)?,
-            Self::Folder(of) => Tokenizer::open(&of.tokenizer)?.encode(&text, true)?,
-        })
+        let corpus = Corpus::read(&arguments.data)?;
+        let texts = corpus.documents();
+        let tokenizer = match self {
+            Self::Run(_) => None,
+            Self::Folder(of) => Some(Tokenizer::open(&of.tokenizer)?),
+        };
+        let mut ids = Vec::new();
+        for text in texts {
+            let (encoded, end) = match (self, &tokenizer) {
+                (Self::Run(run), _) => (run.vocabulary.encode_beginning(&text.text)?, run.vocabulary.end_of_text()),
+                (_, Some(tokenizer)) => (tokenizer.encode(&text.text, true)?, tokenizer.eos()),
+                (Self::Folder(_), None) => unreachable!("a folder has a tokenizer"),
+            };
+            ids.extend(encoded);
+            ids.extend(end.filter(|_| texts.len() > 1));
+        }
+        Ok(ids)
     }
 
     fn model(&self, arguments: &Arguments, batch: usize, sequence: usize, documents: bool) -> anyhow::Result<Trainer> {
@@ -170,7 +187,7 @@ impl Windows {
     /// Opens a text, token ids or a dataset. A text that is shorter than a window makes the window shorter.
     fn open(source: &Source, arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
         let path = &arguments.data;
-        if path.is_dir() {
+        if path.join("dataset.json").exists() {
             let dataset = Dataset::open_prepared(path)?;
             if let Source::Run(run) = source {
                 let is_same = dataset.vocabulary().hash() == run.vocabulary.hash();
@@ -179,8 +196,19 @@ impl Windows {
             let windows = dataset.validation(*sequence, usize::MAX)?;
             return Ok(Self::Dataset(windows.with_context(|| format!("{} has no validation part", path.display()))?));
         }
-        let tokens = match path.extension().is_some_and(|extension| extension == "bin") {
-            true => Tokens::open(path, source.token_width())?,
+        let tokens = match path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("bin")) {
+            true => {
+                let width = arguments.token_width.unwrap_or_else(|| source.token_width());
+                let tokens = Tokens::open(path, width)?;
+                let seems = tokens.looks_like()?.filter(|_| arguments.token_width.is_none());
+                ensure!(
+                    seems.is_none(),
+                    "{} looks like ids of another width than {} bytes: every second number is next to nothing; give --token-width",
+                    path.display(),
+                    width.bytes()
+                );
+                tokens
+            }
             false => Tokens::from_ids(source.encode(arguments)?),
         };
         ensure!(tokens.count() > 1, "{} has {} tokens, and a loss takes two", path.display(), tokens.count());

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use gapless::engine::checkpoint::CheckpointError;
+use gapless::engine::data::DataError;
 use gapless::run::{Console, Ended, Progress, RunConfig, RunError, Start, train};
 use indicatif::{ProgressBar, ProgressStyle};
 use tracing::field::{Field, Visit};
@@ -123,7 +124,7 @@ fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -
 
 /// Whether nothing was written.
 fn is_refused(error: &RunError) -> bool {
-    use RunError::{Changed, Checkpoint, Config, NothingLeft, NothingToResume};
+    use RunError::{Changed, Checkpoint, Config, Data, NothingLeft, NothingToResume};
     matches!(
         error,
         Config(_)
@@ -131,7 +132,7 @@ fn is_refused(error: &RunError) -> bool {
             | NothingLeft { .. }
             | Changed { .. }
             | Checkpoint(CheckpointError::Foreign { .. } | CheckpointError::Locked { .. })
-    )
+    ) || matches!(error, Data(error) if !matches!(error, DataError::Read { .. }))
 }
 
 /// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until that is finished.

@@ -73,7 +73,9 @@ impl Dataset {
         };
         let prepared = |dataset: Self| {
             tracing::debug!(folder = %folder.display(), "dataset prepared before");
-            Ok(Self { corpus: Some(report.clone()), ..dataset })
+            // The vocabulary that was given says where its end of text comes from.
+            let vocabulary = known.clone().unwrap_or_else(|| dataset.vocabulary.clone());
+            Ok(Self { corpus: Some(report.clone()), vocabulary, ..dataset })
         };
         if let Ok(Some(dataset)) = kept(&folder) {
             return prepared(dataset);
@@ -85,16 +87,17 @@ impl Dataset {
             Err(error) => tracing::warn!(%error, "preparing the dataset again"),
             Ok(None) => tracing::info!(folder = %folder.display(), %report, "preparing the dataset"),
         }
-        let vocabulary = match (known, &options.vocabulary) {
+        let vocabulary = match (&known, &options.vocabulary) {
             (None, VocabularyChoice::Bpe { size }) => match begun_with(&folder.join(TOKENS), &report.hash) {
                 // That of a preparation that was ended is not trained again.
                 Some(hash) => Vocabulary::open(&folder.join(TOKENIZER)).ok().filter(|kept| kept.hash() == hash),
                 None => None,
             }
             .map_or_else(|| Vocabulary::train(sample(texts, &folder)?.iter().map(String::as_str), *size), Ok)?,
-            (known, _) => known.unwrap_or_else(Vocabulary::bytes),
+            (known, _) => known.clone().unwrap_or_else(Vocabulary::bytes),
         };
-        Self::build(texts, &vocabulary, options.validation_every, &folder)
+        let built = Self::build(texts, &vocabulary, options.validation_every, &folder)?;
+        Ok(Self { vocabulary, ..built })
     }
 
     /// Opens a folder that [`Dataset::prepare`] made, whatever has become of its source since: a run that resumes opens

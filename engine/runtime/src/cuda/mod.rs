@@ -28,6 +28,7 @@ mod place;
 mod profile;
 mod resources;
 mod runner;
+mod session;
 mod slots;
 mod staging;
 mod stream;
