@@ -177,3 +177,21 @@ fn prompts_longer_than_the_model_are_refused() {
     assert!(told.contains("positions for") && told.contains("--window"), "{told}");
     assert!(text(&["sample", folder, "--prompt", &prompt, "--window", "16", "--tokens", "2"]).starts_with(&prompt));
 }
+
+/// Rotary positions go on, which is told.
+#[test]
+fn sequences_longer_than_the_model_was_trained_on_are_told() {
+    let folders = Folders::new();
+    let base = folders.name("base");
+    let told = |arguments: &[&str]| String::from_utf8(gapless(arguments).stderr).unwrap();
+    let long = "Hello world. ".repeat(12);
+    for (arguments, is_told) in [
+        (&["sample", &base, "--prompt", &long, "--tokens", "2"][..], true),
+        (&["sample", &base, "--prompt", "Hello", "--tokens", "2"], false),
+        (&["eval", &base, TEXT, "--sequence", "256"], true),
+        (&["eval", &base, TEXT, "--sequence", "128"], false),
+    ] {
+        let told = told(arguments);
+        assert_eq!(told.contains("more than the 128 that the model was trained on"), is_told, "{told}");
+    }
+}

@@ -40,6 +40,7 @@ pub struct Config {
     parameters: Vec<(String, Vec<usize>)>,
     /// Layers that the files may have and the model does not.
     unread_layers: Range<usize>,
+    positions: Option<usize>,
 }
 
 /// A family of models, with extents.
@@ -88,6 +89,7 @@ impl Config {
         let mut fields = Fields::new(read_object(&path)?, "");
         let refused = |problems| HfError::Config { path: path.clone(), problems };
         let family = fields.text("model_type");
+        let positions = fields.peek("max_position_embeddings").and_then(|it| usize::try_from(it.as_u64()?).ok());
         let Some(architecture) = family.as_deref().and_then(|family| architecture(family, &mut fields)) else {
             let field = "model_type".to_owned();
             return Err(refused(vec![match family {
@@ -115,7 +117,7 @@ impl Config {
                 expected: format!("below {MOST_ELEMENTS}"),
             }]));
         }
-        Ok(Self { path, architecture, parameters, unread_layers })
+        Ok(Self { path, architecture, parameters, unread_layers, positions })
     }
 
     /// Declares the model: what a [`Trainer`](gapless_engine::Trainer) is made with.
@@ -147,6 +149,11 @@ impl Config {
             Architecture::Gpt(config) => config.vocabulary,
             Architecture::Llama(llama) | Architecture::Moe(MoeConfig { llama, .. }) => llama.vocabulary,
         }
+    }
+
+    /// Tokens of the longest sequences that it was trained on, if the file says so. A model of rotary positions goes beyond, at a loss.
+    pub fn trained_positions(&self) -> Option<usize> {
+        self.positions
     }
 
     /// Longest sequence, if there is a limit to it: position embeddings.

@@ -76,6 +76,9 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
         sequence = longest;
     }
     let windows = Windows::open(&source, arguments, &mut sequence)?;
+    if let Source::Folder(of) = &source {
+        weights::tell_of_positions(of.folder.config(), sequence);
+    }
     let count = windows.count(sequence).min(arguments.windows.unwrap_or(usize::MAX));
     ensure!(count > 0, "{} has no window of {sequence} tokens", arguments.data.display());
     let batch = (arguments.batch as usize).min(count);

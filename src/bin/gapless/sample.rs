@@ -105,6 +105,9 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let window = arguments.window.map_or_else(|| wanted.min(limit.unwrap_or(wanted)), |window| window as usize);
     let mut trainer = source.model(Generation { batch: 1, window: Some(window), chunk: CHUNK }, arguments.threads)?;
+    if let Source::Folder(of) = &source {
+        weights::tell_of_positions(of.0.folder.config(), wanted.min(window));
+    }
     if wanted > window {
         tell(format_args!("a window of {window} tokens: when it is full, its newer half is read again"));
     }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{anyhow, ensure};
-use gapless::models::hf::{Adapter, Folder, HfError};
+use gapless::models::hf::{Adapter, Config, Folder, HfError};
 use gapless::run::TrainedRun;
 use gapless::{DType, TrainOptions, Trainer};
 
@@ -98,4 +98,15 @@ pub fn with_base(path: &Path, base: Option<&Path>) -> anyhow::Result<Option<(Ada
     };
     let folder = Folder::open(base)?;
     Ok(Some((adapter, folder)))
+}
+
+/// Says that a sequence goes beyond those that a folder's model was trained on; a model with a limit does not.
+pub fn tell_of_positions(config: &Config, tokens: usize) {
+    if let Some(trained) =
+        config.trained_positions().filter(|&trained| trained < tokens && config.longest_sequence().is_none())
+    {
+        tell(format_args!(
+            "{tokens} tokens are more than the {trained} that the model was trained on (max_position_embeddings)"
+        ));
+    }
 }
