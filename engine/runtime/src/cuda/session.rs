@@ -23,7 +23,7 @@ impl Session {
     /// What of the device's memory is in use, and for what.
     ///
     /// # Errors
-    /// `Error::Device`.
+    /// [`Error::Device`](crate::Error::Device).
     pub fn device_memory(&self) -> Result<Option<DeviceMemory>> {
         self.on_gpu().map(CudaBackend::memory).transpose()
     }
@@ -32,7 +32,7 @@ impl Session {
     /// collective operation.
     ///
     /// # Errors
-    /// [`Error::Communicator`] when another rank fails, or NCCL does.
+    /// [`Error::Communicator`](crate::Error::Communicator) when another rank fails, or NCCL does.
     pub fn connect_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
         self.on_gpu_mut().map_or(Ok(None), |(_, gpu)| gpu.connect_devices(world))
     }
