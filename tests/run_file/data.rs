@@ -183,3 +183,34 @@ fn data_is_measured_as_it_is_trained_on() {
     assert!(eval("wide.bin", &[]).unwrap_err().contains("--token-width"));
     assert_eq!(eval("wide.bin", &["--token-width", "u32"]).unwrap()["windows"], 399 / 16);
 }
+
+/// The last answer of a conversation alone, and those of weight 0, as a run's file asks for them.
+#[test]
+fn conversations_count_the_answers_that_are_asked_for() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let tokenizer = root.join("tests/evidence/hf/tokenizers/bytelevel_chatml_tagged/tokenizer.json");
+    let place = Place::new();
+    let turn = |role: &str, content: &str| serde_json::json!({ "role": role, "content": content });
+    let mut messages =
+        vec![turn("user", "one"), turn("assistant", "first"), turn("user", "two"), turn("assistant", "second")];
+    let counted = |messages: &[serde_json::Value], answers: &str| {
+        let row = format!("{}\n", serde_json::json!({ "messages": messages }));
+        std::fs::write(place.path().join("chat.jsonl"), row).unwrap();
+        let data = format!("tokenizer = {tokenizer:?}\nformat = \"chat\"\nanswers = {answers:?}");
+        let text = TINY.replace("vocabulary = 256", &data).replace("validation_every = 8", "validation_every = 0");
+        let config = RunConfig::read(&place.file(&text.replace("text.txt", "chat.jsonl")), &[]).unwrap();
+        let dataset = config.dataset().unwrap();
+        let (mut tokens, mut targets, mut starts) = ([0; 128], [0; 128], [0; 128]);
+        dataset.training(128, 1, 0).unwrap().fill_documents(0, 0, &mut tokens, &mut targets, &mut starts).unwrap();
+        let targets: Vec<u32> =
+            targets.into_iter().filter(|&target| target != gapless::engine::data::IGNORED).collect();
+        dataset.vocabulary().decode(&targets).unwrap()
+    };
+    let all = counted(&messages, "all");
+    let last = counted(&messages, "last");
+    assert!(all.contains("first") && all.ends_with(&last), "{all:?} {last:?}");
+    assert!(last.contains("second") && !last.contains("first"), "{last:?}");
+    messages[3]["weight"] = 0.into();
+    let first = counted(&messages, "all");
+    assert!(first.contains("first") && !first.contains("second"), "{first:?}");
+}
