@@ -150,7 +150,11 @@ impl MoeConfig {
         let checked = Checked::default()
             .extent("router.experts", self.router.experts.max(1), MOST_WIDTH)
             .extent("expert_hidden", self.expert_hidden, MOST_HIDDEN)
-            .extent("experts × expert_hidden", self.router.experts.saturating_mul(self.expert_hidden), MOST_TOKENS)
+            .extent(
+                "experts × expert_hidden",
+                self.router.experts.max(1).saturating_mul(self.expert_hidden),
+                MOST_TOKENS,
+            )
             .extent("shared_hidden", self.shared_hidden.max(1), MOST_HIDDEN);
         let latent = self.latent.iter().flat_map(|latent| {
             let LatentConfig { query_rank, kv_rank, plain_size, rotated_size, value_size, .. } = *latent;
