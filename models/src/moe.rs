@@ -147,12 +147,13 @@ impl MoeConfig {
     /// The first of them.
     pub fn check(&self) -> Result<()> {
         self.llama.check()?;
+        // Layers and routers refuse extents of 0 by name.
         let checked = Checked::default()
             .extent("router.experts", self.router.experts.max(1), MOST_WIDTH)
-            .extent("expert_hidden", self.expert_hidden, MOST_HIDDEN)
+            .extent("expert_hidden", self.expert_hidden.max(1), MOST_HIDDEN)
             .extent(
                 "experts × expert_hidden",
-                self.router.experts.max(1).saturating_mul(self.expert_hidden),
+                self.router.experts.max(1).saturating_mul(self.expert_hidden.max(1)),
                 MOST_TOKENS,
             )
             .extent("shared_hidden", self.shared_hidden.max(1), MOST_HIDDEN);
