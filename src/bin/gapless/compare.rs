@@ -17,7 +17,7 @@ use gapless_allocators::{
 };
 use serde::Serialize;
 
-use crate::output::{picture, print, tell};
+use crate::output::{exit_code, picture, print, tell};
 use crate::plan::seconds;
 use crate::step::StepArguments;
 
@@ -64,13 +64,7 @@ pub struct Arguments {
 
 /// Does what the arguments ask and says how it went.
 pub fn run(arguments: &Arguments) -> ExitCode {
-    match compare_all(arguments) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            tell(format_args!("gapless compare: {error:#}"));
-            ExitCode::from(2)
-        }
-    }
+    exit_code("compare", compare_all(arguments))
 }
 
 fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {

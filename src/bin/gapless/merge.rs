@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 
-use crate::output::tell;
+use crate::output::{exit_code, tell};
 use crate::weights;
 
 /// Add an adapter (LoRA, in PEFT's format) to the weights of its base model, and write the model as a Hugging Face folder.
@@ -25,13 +25,7 @@ pub struct Arguments {
 
 /// Does what the arguments ask and says how it went.
 pub fn run(arguments: &Arguments) -> ExitCode {
-    match merge(arguments) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            tell(format_args!("gapless merge: {error:#}"));
-            ExitCode::from(2)
-        }
-    }
+    exit_code("merge", merge(arguments))
 }
 
 fn merge(arguments: &Arguments) -> anyhow::Result<()> {

@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 
@@ -13,6 +14,17 @@ pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Re
     match write(&mut out).and_then(|()| out.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => written.context("cannot write to the standard output"),
+    }
+}
+
+/// The end of a command that either does what is asked, or refuses it and says why.
+pub fn exit_code(command: &str, done: anyhow::Result<()>) -> ExitCode {
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tell(format_args!("gapless {command}: {error:#}"));
+            ExitCode::from(2)
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use gapless::models::hf::{GenerationConfig, StopStrings};
 use gapless::run::TrainedRun;
 use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, Sampling, TrainOptions, Trainer};
 
-use crate::output::tell;
+use crate::output::{exit_code, tell};
 use crate::weights::{self, FolderArguments, Pretrained};
 
 /// Tokens of a prompt that are read at a time.
@@ -78,13 +78,7 @@ pub struct Arguments {
 
 /// Does what the arguments ask and says how it went.
 pub fn run(arguments: &Arguments) -> ExitCode {
-    match sample(arguments) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            tell(format_args!("gapless sample: {error:#}"));
-            ExitCode::from(2)
-        }
-    }
+    exit_code("sample", sample(arguments))
 }
 
 fn sample(arguments: &Arguments) -> anyhow::Result<()> {
