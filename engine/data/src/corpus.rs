@@ -67,8 +67,7 @@ impl Corpus {
     pub fn report(&self) -> CorpusReport {
         let mut hasher = TextHasher::default();
         for document in &self.documents {
-            hasher.update(document.text.as_bytes());
-            hasher.end_document();
+            hasher.add_piece(&document.text, true);
         }
         CorpusReport {
             packages: self.packages,
@@ -124,6 +123,14 @@ impl TextHasher {
             self.hasher.update(&length.to_le_bytes());
         }
         length
+    }
+
+    /// Takes the next piece of a document, which may be its last.
+    pub fn add_piece(&mut self, piece: &str, is_last: bool) {
+        self.update(piece.as_bytes());
+        if is_last {
+            self.end_document();
+        }
     }
 
     /// blake3 of all so far, in hexadecimal.

@@ -180,8 +180,8 @@ pub enum DataError {
     },
     /// A .bin file whose ids seem to be wider than they are read.
     #[error(
-        "{path} looks like ids of {bytes} bytes: read as {read_as}, every second number is next to nothing; say in data.token_width how \
-         wide they are, \"u16\", \"u32\" or \"u64\""
+        "{path} looks like ids of {bytes} bytes: read as {read_as}, every second number is next to nothing; say in data.token_width, or \
+         --token-width, how wide they are, \"u16\", \"u32\" or \"u64\""
     )]
     Width {
         /// The file or folder.

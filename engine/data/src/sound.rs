@@ -7,6 +7,8 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 use serde_json::Value as Json;
 
@@ -91,21 +93,9 @@ fn growth_of(replace: &Json) -> Result<f64, String> {
 /// A charsmap begins with the bytes of its trie, which follow, four for each node (`spm_precompiled`).
 fn check_charsmap(precompiled: &Json) -> Result<(), String> {
     let text = precompiled["precompiled_charsmap"].as_str().unwrap_or_default();
-    // Four characters of base64 are three bytes.
-    let bytes = text.len() / 4 * 3;
-    let mut first = [0; 8];
-    for (byte, character) in first.iter_mut().zip(text.bytes()) {
-        *byte = match character {
-            b'A'..=b'Z' => character - b'A',
-            b'a'..=b'z' => character - b'a' + 26,
-            b'0'..=b'9' => character - b'0' + 52,
-            b'+' => 62,
-            b'/' => 63,
-            _ => 0,
-        };
-    }
-    let bits = first.iter().fold(0u64, |bits, &six| bits << 6 | u64::from(six));
-    let trie = u32::from_le_bytes([40, 32, 24, 16].map(|shift| (bits >> shift) as u8));
+    let charsmap =
+        STANDARD.decode(text).map_err(|error| format!("has a precompiled_charsmap that is no base64: {error}"))?;
+    let (bytes, trie) = (charsmap.len(), charsmap.first_chunk().map_or(0, |first| u32::from_le_bytes(*first)));
     if trie as usize > bytes || !trie.is_multiple_of(4) || trie == 0 {
         return Err(format!("has a precompiled_charsmap of {bytes} bytes, whose trie is to have {trie}"));
     }

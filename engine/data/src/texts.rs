@@ -36,10 +36,7 @@ impl Texts for Corpus {
 pub(super) fn visit_as_reported(texts: &dyn Texts, visit: &mut Visit) -> Result<bool, DataError> {
     let mut hasher = TextHasher::default();
     texts.visit(&mut |piece, last| {
-        hasher.update(piece.as_bytes());
-        if last {
-            hasher.end_document();
-        }
+        hasher.add_piece(piece, last);
         visit(piece, last)
     })?;
     Ok(hasher.hash() == texts.report().hash)

@@ -84,10 +84,7 @@ pub(super) fn tokenize(
     let (done, mut piece, mut document, mut begins) = (job.progress.pieces, 0, 0, true);
     let changed = || DataError::Changed { path: tokens.to_owned() };
     let visited = texts.visit(&mut |text, last| {
-        job.text.update(text.as_bytes());
-        if last {
-            job.text.end_document();
-        }
+        job.text.add_piece(text, last);
         job.seen += text.len() as u64;
         piece += 1;
         // What was encoded before may have been another text.
@@ -290,7 +287,7 @@ mod tests {
     use crate::{Corpus, CorpusReport};
 
     /// Texts whose disk fails behind so many pieces.
-    struct Failing<'a>(&'a Corpus, u64);
+    struct Failing<'a>(&'a dyn Texts, u64);
 
     impl Texts for Failing<'_> {
         fn report(&self) -> CorpusReport {
@@ -339,24 +336,7 @@ mod tests {
             assert!(!path.exists() && !beside(&path, "progress").exists());
         }
         // Ended behind a change, and begun again on the first text.
-        struct Ended<'a>(Changing<'a>);
-        impl Texts for Ended<'_> {
-            fn report(&self) -> CorpusReport {
-                self.0.report()
-            }
-
-            fn visit(&self, visit: &mut Visit) -> Result<(), DataError> {
-                let mut left = 500;
-                self.0.visit(&mut |text, last| {
-                    left -= 1;
-                    if left == 0 {
-                        return Err(DataError::read(Path::new("disk"), io::ErrorKind::Other.into()));
-                    }
-                    visit(text, last)
-                })
-            }
-        }
-        assert!(matches!(make(&Ended(Changing(&corpus, 10))), Err(DataError::Read { .. })));
+        assert!(matches!(make(&Failing(&Changing(&corpus, 10), 499)), Err(DataError::Read { .. })));
         assert!(beside(&path, "progress").exists());
         assert!(matches!(make(&corpus), Err(DataError::Changed { .. })));
         let parts = make(&corpus).unwrap();

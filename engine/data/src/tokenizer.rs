@@ -113,13 +113,21 @@ pub(crate) fn read(path: &Path) -> Result<tokenizers::Tokenizer, DataError> {
     // `parse` is compiled with the tokenizers, where `from_bytes` would compile all that there can be in a file here.
     let mut tokenizer: tokenizers::Tokenizer = guarded(path, || json.parse())?;
     tokenizer.with_padding(None).with_truncation(None).map_err(|error| wrong(path, error))?;
-    let mut model = tokenizer.get_model().clone();
-    let is_random = match &mut model {
-        ModelWrapper::BPE(bpe) => bpe.dropout.take().is_some(),
-        ModelWrapper::Unigram(unigram) => unigram.alpha.take().is_some() | unigram.nbest_size.take().is_some(),
-        _ => false,
+    // A vocabulary is large, and few are copied for this.
+    let settled = match tokenizer.get_model() {
+        ModelWrapper::BPE(bpe) if bpe.dropout.is_some() => {
+            let mut bpe = bpe.clone();
+            bpe.dropout = None;
+            Some(ModelWrapper::BPE(bpe))
+        }
+        ModelWrapper::Unigram(unigram) if unigram.alpha.is_some() || unigram.nbest_size.is_some() => {
+            let mut unigram = unigram.clone();
+            (unigram.alpha, unigram.nbest_size) = (None, None);
+            Some(ModelWrapper::Unigram(unigram))
+        }
+        _ => None,
     };
-    if is_random {
+    if let Some(model) = settled {
         tokenizer.with_model(model);
     }
     probe(&tokenizer, path)?;

@@ -78,6 +78,26 @@ impl Tokens {
         Self::open_all(&[path], width)
     }
 
+    /// Opens files of ids, one after another: of the width that is given, or else the narrowest for a vocabulary, if they look like it.
+    ///
+    /// # Errors
+    /// As [`Self::open`]; [`DataError::Width`] for files that seem to be of another width than the vocabulary's.
+    pub fn open_for(
+        paths: &[impl AsRef<Path>],
+        width: Option<TokenWidth>,
+        vocabulary: usize,
+    ) -> Result<Self, DataError> {
+        let read_as = width.unwrap_or(TokenWidth::of_vocabulary(vocabulary));
+        let tokens = Self::open_all(paths, read_as)?;
+        match tokens.looks_like()?.filter(|_| width.is_none()) {
+            Some(wider) => {
+                let path = paths.first().map_or(Path::new(MEMORY), AsRef::as_ref).to_owned();
+                Err(DataError::Width { path, read_as: read_as.bytes(), bytes: wider.bytes() })
+            }
+            None => Ok(tokens),
+        }
+    }
+
     /// [`Self::open`] of several files, one after another.
     pub(super) fn open_all(paths: &[impl AsRef<Path>], width: TokenWidth) -> Result<Self, DataError> {
         let (mut shards, mut count) = (Vec::new(), 0);
@@ -91,10 +111,7 @@ impl Tokens {
 
     /// The width that the ids of bare files seem to have, where it is another than theirs: of ids that are read in halves, every second
     /// number is that of the halves above, which is next to nothing.
-    ///
-    /// # Errors
-    /// A read that fails.
-    pub fn looks_like(&self) -> Result<Option<TokenWidth>, DataError> {
+    fn looks_like(&self) -> Result<Option<TokenWidth>, DataError> {
         /// Numbers that are looked at in each file, at most and at least.
         const LOOKED_AT: (usize, u64) = (1 << 16, 16);
         /// Halves above are smaller: vocabularies have below 2²⁰ tokens.

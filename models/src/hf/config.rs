@@ -12,10 +12,8 @@ use super::error::{ConfigProblem, HfError, Result};
 use super::fields::{Fields, read_object};
 use super::llama::Family;
 use super::{deepseek, gemma, gpt2, known, llama, moe};
+use crate::limits::MOST_ELEMENTS;
 use crate::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
-
-/// Elements of all parameters, at most: 2⁴⁸ take a petabyte.
-const MOST_ELEMENTS: u128 = 1 << 48;
 
 const FAMILIES: [&str; 12] = [
     "deepseek_v3",

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
-use gapless::engine::data::{Corpus, Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
+use gapless::engine::data::{Corpus, DataError, Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
 use gapless::run::{EvaluationBatch, Measured, TrainedRun};
 use gapless::{DeviceChoice, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::output::{print, tell};
+use crate::output::{exit_code, print, tell};
 use crate::weights::{self, FolderArguments, Pretrained};
 
 /// Measure the perplexity of a run's or a Hugging Face folder's model over a text: e to the mean loss of a token.
@@ -58,13 +58,7 @@ fn token_width(text: &str) -> Result<TokenWidth, String> {
 
 /// Does what the arguments ask and says how it went.
 pub fn run(arguments: &Arguments) -> ExitCode {
-    match evaluate(arguments) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            tell(format_args!("gapless eval: {error:#}"));
-            ExitCode::from(2)
-        }
-    }
+    exit_code("eval", evaluate(arguments))
 }
 
 fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
@@ -138,11 +132,11 @@ impl Source {
         })
     }
 
-    /// Of ids in a file that does not say.
-    fn token_width(&self) -> TokenWidth {
+    /// Tokens that the model knows.
+    fn vocabulary(&self) -> usize {
         match self {
-            Self::Run(run) => TokenWidth::of_vocabulary(run.vocabulary.size()),
-            Self::Folder(of) => TokenWidth::of_vocabulary(of.folder.config().vocabulary()),
+            Self::Run(run) => run.vocabulary.size(),
+            Self::Folder(of) => of.folder.config().vocabulary(),
         }
     }
 
@@ -151,21 +145,21 @@ impl Source {
     fn encode(&self, arguments: &Arguments) -> anyhow::Result<Vec<u32>> {
         let corpus = Corpus::read(&arguments.data)?;
         let texts = corpus.documents();
-        let tokenizer = match self {
-            Self::Run(_) => None,
-            Self::Folder(of) => Some(Tokenizer::open(&of.tokenizer)?),
+        let joined = |encode: &dyn Fn(&str) -> Result<Vec<u32>, DataError>, end: Option<u32>| {
+            let mut ids = Vec::new();
+            for document in texts {
+                ids.extend(encode(&document.text)?);
+                ids.extend(end.filter(|_| texts.len() > 1));
+            }
+            Ok(ids)
         };
-        let mut ids = Vec::new();
-        for text in texts {
-            let (encoded, end) = match (self, &tokenizer) {
-                (Self::Run(run), _) => (run.vocabulary.encode_beginning(&text.text)?, run.vocabulary.end_of_text()),
-                (_, Some(tokenizer)) => (tokenizer.encode(&text.text, true)?, tokenizer.eos()),
-                (Self::Folder(_), None) => unreachable!("a folder has a tokenizer"),
-            };
-            ids.extend(encoded);
-            ids.extend(end.filter(|_| texts.len() > 1));
+        match self {
+            Self::Run(run) => joined(&|text| run.vocabulary.encode_beginning(text), run.vocabulary.end_of_text()),
+            Self::Folder(of) => {
+                let tokenizer = Tokenizer::open(&of.tokenizer)?;
+                joined(&|text| tokenizer.encode(text, true), tokenizer.eos())
+            }
         }
-        Ok(ids)
     }
 
     fn model(&self, arguments: &Arguments, batch: usize, sequence: usize, documents: bool) -> anyhow::Result<Trainer> {
@@ -200,18 +194,7 @@ impl Windows {
             return Ok(Self::Dataset(windows.with_context(|| format!("{} has no validation part", path.display()))?));
         }
         let tokens = match path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("bin")) {
-            true => {
-                let width = arguments.token_width.unwrap_or_else(|| source.token_width());
-                let tokens = Tokens::open(path, width)?;
-                let seems = tokens.looks_like()?.filter(|_| arguments.token_width.is_none());
-                ensure!(
-                    seems.is_none(),
-                    "{} looks like ids of another width than {} bytes: every second number is next to nothing; give --token-width",
-                    path.display(),
-                    width.bytes()
-                );
-                tokens
-            }
+            true => Tokens::open_for(&[path], arguments.token_width, source.vocabulary())?,
             false => Tokens::from_ids(source.encode(arguments)?),
         };
         ensure!(tokens.count() > 1, "{} has {} tokens, and a loss takes two", path.display(), tokens.count());

@@ -15,8 +15,8 @@ use crate::files::token_files;
 use crate::tokens::Scan;
 use crate::windows::Cut;
 use crate::{
-    Corpus, CorpusReport, DataError, Format, TokenWidth, Tokenizer, Tokens, TrainingWindows, ValidationWindows,
-    Vocabulary, VocabularyChoice,
+    Corpus, CorpusReport, DataError, Format, Tokenizer, Tokens, TrainingWindows, ValidationWindows, Vocabulary,
+    VocabularyChoice,
 };
 
 pub use source::{DataOptions, Source};
@@ -190,17 +190,14 @@ impl Dataset {
             }
             VocabularyChoice::Bpe { size } | VocabularyChoice::Ids { size } => Vocabulary::ids(*size),
         };
-        let width = options.width.unwrap_or(TokenWidth::of_vocabulary(vocabulary.size()));
-        let tokens = Tokens::open_all(files, width)?;
-        if options.width.is_none()
-            && let Some(wider) = tokens.looks_like()?
-        {
-            return Err(DataError::Width { path: path.to_owned(), read_as: width.bytes(), bytes: wider.bytes() });
-        }
+        let tokens = Tokens::open_for(files, options.width, vocabulary.size())?;
         let validation = match validation {
             0 => last_part(tokens.count(), options.validation_every),
             _ if options.validation_every == 0 => 0,
-            files_of_it => Tokens::open_all(&files[files.len() - files_of_it..], width)?.count(),
+            files_of_it => {
+                let last = &files[files.len() - files_of_it..];
+                Tokens::open_for(last, options.width, vocabulary.size())?.count()
+            }
         };
         Self::from_stream(tokens, vocabulary, validation, path)
     }

@@ -4,6 +4,7 @@ use std::fs;
 
 use super::folder::{MANIFEST, TOKENS};
 use super::*;
+use crate::TokenWidth;
 
 /// Documents that tell themselves apart by their letter.
 fn lettered(count: usize) -> Corpus {
