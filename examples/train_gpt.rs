@@ -15,7 +15,7 @@ use serde_json::json;
 #[derive(Parser, Serialize, Deserialize)]
 struct Args {
     /// A file or folder of .txt, .rs, .md or .jsonl, a .bin of u16 ids, or a Cargo.lock for the Rust sources that it names
-    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"))]
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.lock"))]
     data: PathBuf,
     #[arg(long, default_value = "runs/train_gpt", help = "Where checkpoints and the memory map go")]
     out: PathBuf,

@@ -22,7 +22,7 @@ struct Args {
     #[arg(long, value_enum, default_value = "mixtral")]
     style: Style,
     /// A file or folder of .txt, .rs, .md or .jsonl, or a Cargo.lock for the Rust sources that it names
-    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"))]
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.lock"))]
     data: PathBuf,
     /// Where checkpoints and the memory map go
     #[arg(long, default_value = "runs/train_moe")]
