@@ -67,15 +67,22 @@ mod pages {
 }
 
 pub mod communicator;
+#[cfg(feature = "runs")]
 mod page;
+#[cfg(feature = "hugging-face")]
 pub mod plan;
 pub mod prelude;
+#[cfg(feature = "runs")]
 pub mod run;
+#[cfg(feature = "sweep")]
 pub mod step;
+#[cfg(feature = "sweep")]
 pub mod sweep;
+#[cfg(feature = "sweep")]
 pub mod timeline;
 
 pub use gapless_alloc as alloc;
+#[cfg(feature = "sweep")]
 pub use gapless_allocators as allocators;
 pub use gapless_engine as engine;
 pub use gapless_models as models;
@@ -84,7 +91,8 @@ pub use gapless_parallel as parallel;
 pub use candle_core::{self, D};
 pub use gapless_alloc::arena::Reserve;
 pub use gapless_engine::checkpoint::Checkpoint;
-pub use gapless_engine::data::{DataOptions, Dataset, IGNORED, Source, VocabularyChoice};
+#[cfg(feature = "data")]
+pub use gapless_engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
 pub use gapless_engine::graph::{Device, IndexOp};
 pub use gapless_engine::learning_rate::LearningRate;
 pub use gapless_engine::metrics::JsonLines;
@@ -92,8 +100,8 @@ pub use gapless_engine::nn::{Lora, Trainable};
 pub use gapless_engine::optim::{Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon};
 pub use gapless_engine::recompute::{Layers, Offload, Recompute, RecomputePolicy};
 pub use gapless_engine::{
-    Batch, DType, DeviceChoice, Error, GenerateOptions, Generation, Limits, LossParts, LossTerms, Model, NextToken, Op,
-    Overflow, ParameterGroup, Pipeline, Report, Result, RunsOn, Sampling, StepReport, Tensor, TrainError, TrainOptions,
-    Trainer, UpdateOptions, nn,
+    Batch, DType, DeviceChoice, Error, GenerateOptions, Generation, IGNORED, Limits, LossParts, LossTerms, Model,
+    NextToken, Op, Overflow, ParameterGroup, Pipeline, Report, Result, RunsOn, Sampling, StepReport, Tensor,
+    TrainError, TrainOptions, Trainer, UpdateOptions, nn,
 };
 pub use gapless_parallel::Mesh;

@@ -22,6 +22,8 @@ pub use crate::nn::{
     linear, linear_no_bias, rms_norm,
 };
 pub use crate::{
-    AdamW, Checkpoint, D, DType, DataOptions, Dataset, Device, DeviceChoice, IndexOp, LearningRate, Model, Recompute,
-    Sampling, Source, StepReport, Tensor, TrainError, TrainOptions, Trainer,
+    AdamW, Checkpoint, D, DType, Device, DeviceChoice, IndexOp, LearningRate, Model, Recompute, Sampling, StepReport,
+    Tensor, TrainError, TrainOptions, Trainer,
 };
+#[cfg(feature = "data")]
+pub use crate::{DataOptions, Dataset, Source};

@@ -50,6 +50,7 @@ mod train;
 pub use gapless_checkpoint as checkpoint;
 pub use gapless_compile as compile;
 pub use gapless_compile::recompute;
+#[cfg(feature = "data")]
 pub use gapless_data as data;
 pub use gapless_graph as graph;
 pub use gapless_graph::{autodiff, nn, ops, optim, reference};
@@ -69,6 +70,6 @@ pub use gapless_kernels::LossTerms;
 pub use gapless_runtime::Times;
 pub use gradient_check::{GradientError, gradient_check};
 pub use train::{
-    Batch, DeviceChoice, GenerateOptions, Generation, Limits, LossParts, NextToken, RunsOn, Sampling, StepReport,
-    TrainOptions, Trainer,
+    Batch, DeviceChoice, GenerateOptions, Generation, IGNORED, Limits, LossParts, NextToken, RunsOn, Sampling,
+    StepReport, TrainOptions, Trainer,
 };

@@ -21,6 +21,7 @@
 #![warn(missing_docs)]
 
 mod gpt;
+#[cfg(feature = "hugging-face")]
 pub mod hf;
 mod latent;
 pub mod limits;

@@ -1,7 +1,7 @@
 //! The loss of windows, whatever the batch of the trainer that measures it.
 
-use gapless_engine::data::{IGNORED, ValidationWindows};
 use gapless_engine::{Batch, TrainError, Trainer};
+use gapless_engine::{IGNORED, data::ValidationWindows};
 
 use super::RunError;
 

@@ -46,6 +46,7 @@ pub use config::{
     CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, Float, GroupConfig, LossConfig, MemoryConfig,
     ModelConfig, OptimizerConfig, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig, StepConfig,
 };
+#[cfg(feature = "sweep")]
 pub(crate) use config::{line_of, pipeline, size, text_of, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use error::RunError;

@@ -1,8 +1,11 @@
 //! Packed documents: what a step is told of them beside its tokens and targets.
 
-use gapless_data::IGNORED;
-
 use crate::error::{Result, TrainError};
+
+/// The target of a token whose loss does not count.
+pub const IGNORED: u32 = u32::MAX;
+#[cfg(feature = "data")]
+const _: () = assert!(IGNORED == gapless_data::IGNORED);
 
 /// What a step, or an evaluation, is given: as many sequences as the batch has, one after another.
 #[derive(Debug, Clone, Copy)]

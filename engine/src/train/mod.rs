@@ -22,7 +22,7 @@ use gapless_parallel::Coordinate;
 use gapless_runtime::{Session, Times};
 
 pub use device::{DeviceChoice, RunsOn};
-pub use documents::Batch;
+pub use documents::{Batch, IGNORED};
 pub use gapless_compile::step::Generation;
 pub use generate::{GenerateOptions, NextToken};
 pub use loss_parts::LossParts;
