@@ -1,28 +1,51 @@
 //! Judges a plan. Knows nothing of how it was made: a sweep over time with the live address ranges in an ordered map.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
+use crate::order::sort_by_key;
 use crate::{BufferId, Problem};
 
 /// One thing that is wrong with a plan.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum Violation {
-    #[error("{offsets} offsets for {buffers} buffers")]
     Count { offsets: usize, buffers: usize },
-    #[error("buffer {}: offset {offset} is not a multiple of {alignment}", buffer.0)]
     Misaligned { buffer: BufferId, offset: u64, alignment: u64 },
-    #[error("buffer {}: moved from its pinned offset {pinned} to {offset}", buffer.0)]
     Moved { buffer: BufferId, pinned: u64, offset: u64 },
-    #[error("buffer {}: ends at byte {end}, past {limit}", buffer.0)]
     OutOfRange { buffer: BufferId, end: u128, limit: u64 },
-    #[error("buffer {}: touches the forbidden range [{start}, {end})", buffer.0)]
     Forbidden { buffer: BufferId, start: u64, end: u64 },
-    #[error("group {group}: buffer {} does not start where buffer {} ends", buffer.0, below.0)]
     Apart { group: usize, below: BufferId, buffer: BufferId },
-    #[error("buffers {} and {} share bytes at tick {tick}", first.0, second.0)]
     Overlap { first: BufferId, second: BufferId, tick: u64 },
 }
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Count { offsets, buffers } => write!(f, "{offsets} offsets for {buffers} buffers"),
+            Self::Misaligned { buffer, offset, alignment } => {
+                write!(f, "buffer {}: offset {offset} is not a multiple of {alignment}", buffer.0)
+            }
+            Self::Moved { buffer, pinned, offset } => {
+                write!(f, "buffer {}: moved from its pinned offset {pinned} to {offset}", buffer.0)
+            }
+            Self::OutOfRange { buffer, end, limit } => {
+                write!(f, "buffer {}: ends at byte {end}, past {limit}", buffer.0)
+            }
+            Self::Forbidden { buffer, start, end } => {
+                write!(f, "buffer {}: touches the forbidden range [{start}, {end})", buffer.0)
+            }
+            Self::Apart { group, below, buffer } => {
+                write!(f, "group {group}: buffer {} does not start where buffer {} ends", buffer.0, below.0)
+            }
+            Self::Overlap { first, second, tick } => {
+                write!(f, "buffers {} and {} share bytes at tick {tick}", first.0, second.0)
+            }
+        }
+    }
+}
+
+impl std::error::Error for Violation {}
 
 /// Checks `offsets` against the problem, and against `capacity` bytes when given.
 ///
@@ -66,7 +89,7 @@ fn constraints(problem: &Problem, offsets: &[u64], violations: &mut Vec<Violatio
     for (group, g) in problem.groups().iter().enumerate() {
         let mut members = g.members.clone();
         if g.any_order {
-            members.sort_by_key(|&id| (offsets[id.index()], problem.buffer(id).bytes));
+            sort_by_key(&mut members, |&id| (offsets[id.index()], problem.buffer(id).bytes));
         }
         for pair in members.windows(2) {
             if end_of(pair[0]) != u128::from(offsets[pair[1].index()]) {

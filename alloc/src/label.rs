@@ -1,10 +1,9 @@
 //! What a buffer is to its owner: the names that reports and pictures show.
 
-use serde::{Deserialize, Serialize};
-
 /// What a tensor is for. Every byte of a plan is accounted to one role.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Role {
     /// Trained weights.
     Parameter,
@@ -57,7 +56,8 @@ impl Role {
 }
 
 /// The names of one buffer.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Label {
     /// The tensor, e.g. `h.3.attn.c_attn.weight` or `h.3.attn#17`.
     pub tensor: String,

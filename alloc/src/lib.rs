@@ -42,6 +42,7 @@ mod error;
 mod explain;
 mod hash;
 mod label;
+mod order;
 mod planner;
 mod problem;
 pub mod synthetic;

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
 use crate::Error;
+use crate::order::sort_by_key;
 
 /// Half-open range of ticks `[start, end)` during which a buffer's bytes must not be touched by another.
 pub type Lifetime = Range<u64>;
@@ -316,7 +317,7 @@ fn stack_in_any_order(buffers: &[Buffer], members: &[BufferId]) -> Result<Group,
         Err(misfit.unwrap_or((left[0], "found no place in the orders that were tried")))
     }
     let mut sorted = members.to_vec();
-    sorted.sort_by_key(|id| std::cmp::Reverse(buffers[id.index()].alignment));
+    sort_by_key(&mut sorted, |id| std::cmp::Reverse(buffers[id.index()].alignment));
     if let Ok(group) = Group::stack(buffers, sorted.clone()) {
         return Ok(group);
     }

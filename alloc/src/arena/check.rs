@@ -1,6 +1,7 @@
 //! Judges a run: static buffers and served requests together. Knows nothing of plans, ranges or homes: every pair is looked
 //! at.
 
+use std::fmt;
 use std::ops::Range;
 
 use super::{Request, RequestId};
@@ -18,22 +19,39 @@ pub struct Served {
 }
 
 /// One thing that is wrong with a run.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum RunViolation {
-    #[error("request {}: offset {offset} is not a multiple of {alignment}", request.0)]
     Misaligned { request: RequestId, offset: u64, alignment: u64 },
-    #[error("request {}: ends at byte {end}, past {limit}", request.0)]
     OutOfRange { request: RequestId, end: u128, limit: u64 },
-    #[error("request {}: served twice in one step", request.0)]
     Twice { request: RequestId },
-    #[error("request {} shares bytes with buffer {} of the static plan", request.0, buffer.0)]
     OnStatic { request: RequestId, buffer: BufferId },
-    #[error("request {} touches the forbidden range [{start}, {end})", request.0)]
     Forbidden { request: RequestId, start: u64, end: u64 },
-    #[error("requests {} and {} share bytes", first.0, second.0)]
     Overlap { first: RequestId, second: RequestId },
 }
+
+impl fmt::Display for RunViolation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Misaligned { request, offset, alignment } => {
+                write!(f, "request {}: offset {offset} is not a multiple of {alignment}", request.0)
+            }
+            Self::OutOfRange { request, end, limit } => {
+                write!(f, "request {}: ends at byte {end}, past {limit}", request.0)
+            }
+            Self::Twice { request } => write!(f, "request {}: served twice in one step", request.0),
+            Self::OnStatic { request, buffer } => {
+                write!(f, "request {} shares bytes with buffer {} of the static plan", request.0, buffer.0)
+            }
+            Self::Forbidden { request, start, end } => {
+                write!(f, "request {} touches the forbidden range [{start}, {end})", request.0)
+            }
+            Self::Overlap { first, second } => write!(f, "requests {} and {} share bytes", first.0, second.0),
+        }
+    }
+}
+
+impl std::error::Error for RunViolation {}
 
 /// Checks what one step was served against the static plan, its own lifetimes, and `limit` bytes.
 ///

@@ -7,7 +7,7 @@ use super::RequestId;
 use crate::Label;
 
 /// What was asked for, what was there, and what helps. Making one takes no heap memory.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overflow {
     /// The request.
     pub request: RequestId,
@@ -34,6 +34,8 @@ pub struct Overflow {
     /// Hundredths of the factor of balanced sizes that all requests of the step so far, this one too, would have kept within.
     pub factor_hundredths: u64,
 }
+
+impl std::error::Error for Overflow {}
 
 impl fmt::Display for Overflow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -15,6 +15,7 @@ use std::ops::Range;
 
 use super::idle::NextUse;
 use super::request::{ArenaOptions, Request, RequestId, checked};
+use crate::order::sort_by_key;
 use crate::{Buffer, Error, Options, Problem, lower_bound, plan};
 
 /// Ranges kept per request and sort, the longest: what bounds the work of a request at run time.
@@ -104,9 +105,9 @@ impl ArenaPlan {
                 let mut ranges = next.idle(&request.ticks, self.reserve.end, self.grain);
                 let is_home = |r: &Range<u64>| home.as_ref().is_some_and(|h| r.start <= h.start && h.end <= r.end);
                 let is_below = |r: &Range<u64>| r.end <= self.reserve.start;
-                ranges.sort_by_key(|r| (!is_home(r), is_below(r), std::cmp::Reverse(r.end - r.start)));
+                sort_by_key(&mut ranges, |r| (!is_home(r), is_below(r), std::cmp::Reverse(r.end - r.start)));
                 ranges.truncate(RANGES);
-                ranges.sort_by_key(|r| (!is_below(r), r.end - r.start, r.start));
+                sort_by_key(&mut ranges, |r| (!is_below(r), r.end - r.start, r.start));
                 let first = self.ranges.len() as u32;
                 self.ranges.extend(ranges);
                 first..self.ranges.len() as u32

@@ -8,12 +8,13 @@
 //! alive at every tick of the map, whatever its role, and is hatched (in text: a capital letter).
 
 mod curve;
+#[cfg(feature = "page")]
 mod html;
 mod palette;
 mod quantity;
 mod summary;
 mod svg;
-#[cfg(test)]
+#[cfg(all(test, feature = "page"))]
 mod tests;
 mod text;
 
@@ -60,6 +61,7 @@ impl Mark {
 /// let map = MemoryMap::new("one layer", &problem, &[0, 1024, 1024], &labels)?.with_marks(&marks)?;
 /// println!("{}", map.text(&TextOptions::default()));
 /// println!("{}", map.summary(10));
+/// # #[cfg(feature = "page")]
 /// std::fs::write(std::env::temp_dir().join("map.html"), map.html()).unwrap();
 /// # Ok::<(), gapless_alloc::Error>(())
 /// ```
@@ -129,6 +131,7 @@ impl<'a> MemoryMap<'a> {
     }
 
     /// The map as one HTML page that needs no network and no server; meant for up to some 100,000 buffers.
+    #[cfg(feature = "page")]
     pub fn html(&self) -> String {
         html::render(self)
     }

@@ -55,18 +55,27 @@ impl FromStr for Bytes {
 }
 
 /// Why a text is no number of bytes.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum NotBytes {
-    #[error("not a number of bytes: it is negative")]
     Negative,
-    #[error("{text:?} is not a number of bytes; write 4096, 600MiB, 40M or 1.5GB")]
     Number { text: String },
-    #[error("{unit:?} is no unit of bytes; use KiB, MiB, GiB, TiB, or KB, MB, GB, TB")]
     Unit { unit: String },
-    #[error("{text} is more bytes than there can be")]
     TooMany { text: String },
 }
+
+impl fmt::Display for NotBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Negative => write!(f, "not a number of bytes: it is negative"),
+            Self::Number { text } => write!(f, "{text:?} is not a number of bytes; write 4096, 600MiB, 40M or 1.5GB"),
+            Self::Unit { unit } => write!(f, "{unit:?} is no unit of bytes; use KiB, MiB, GiB, TiB, or KB, MB, GB, TB"),
+            Self::TooMany { text } => write!(f, "{text} is more bytes than there can be"),
+        }
+    }
+}
+
+impl std::error::Error for NotBytes {}
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

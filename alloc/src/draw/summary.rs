@@ -3,18 +3,18 @@
 use std::fmt;
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-
 use super::curve::split;
 use super::text::printable;
 use super::{Bytes, MemoryMap};
+use crate::order::sort_by_key;
 use crate::{Role, live_at};
 
 /// Equal spans of time in [`Summary::spans`].
 const SPANS: usize = 24;
 
 /// A plan in figures. Sizes are exact bytes; `Display` prints it as a report.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Summary {
     /// Title of the map.
     pub title: String,
@@ -41,7 +41,8 @@ pub struct Summary {
 }
 
 /// One role's share of the peak tick.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct RoleBytes {
     /// The role.
     pub role: Role,
@@ -54,7 +55,8 @@ pub struct RoleBytes {
 }
 
 /// A tensor alive at the peak tick.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TensorAtPeak {
     /// Name of the tensor.
     pub tensor: String,
@@ -73,7 +75,8 @@ pub struct TensorAtPeak {
 }
 
 /// Bytes below the height that no tensor holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Unused {
     /// At the peak tick: height − lower bound.
     pub least_bytes: u64,
@@ -84,7 +87,8 @@ pub struct Unused {
 }
 
 /// A stretch of time.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Span {
     /// Half-open ticks.
     pub ticks: Range<u64>,
@@ -144,7 +148,7 @@ fn roles_at_peak(map: &MemoryMap<'_>) -> Vec<RoleBytes> {
 
 fn largest_at_peak(map: &MemoryMap<'_>, largest: usize) -> Vec<TensorAtPeak> {
     let mut ids: Vec<_> = map.peak_tick().into_iter().flat_map(|tick| live_at(map.problem, tick)).collect();
-    ids.sort_by_key(|&id| (std::cmp::Reverse(map.problem.buffer(id).bytes), id));
+    sort_by_key(&mut ids, |&id| (std::cmp::Reverse(map.problem.buffer(id).bytes), id));
     let tensor = |id| {
         let rectangle = map.rectangle(id);
         let label = rectangle.label.clone();

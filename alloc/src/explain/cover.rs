@@ -9,6 +9,7 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 use crate::deadline::Deadline;
+use crate::order::sort_by_key;
 
 /// One that may be chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,7 +52,7 @@ pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64, deadli
         .map(|(k, c)| (k, Candidate { span: rank(c.span.start)..rank(c.span.end), bytes: c.bytes }))
         .filter(|(_, c)| c.span.start < c.span.end && c.bytes > 0)
         .collect();
-    spans.sort_by_key(|(k, c)| (c.span.start, *k));
+    sort_by_key(&mut spans, |(k, c)| (c.span.start, *k));
     let left: Vec<u64> = places.iter().map(|&p| demand[p]).collect();
     let candidates: Vec<Candidate> = spans.iter().map(|(_, c)| c.clone()).collect();
     let Some(after) = suffix_bounds(&left, &candidates, deadline) else {
@@ -110,7 +111,7 @@ fn greedily(mut left: Vec<u64>, candidates: &[Candidate], work: u64, deadline: D
 /// reaches further helps wherever the other does.
 pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<Vec<u64>> {
     let mut order: Vec<usize> = (0..candidates.len()).collect();
-    order.sort_by_key(|&c| candidates[c].span.start);
+    sort_by_key(&mut order, |&c| candidates[c].span.start);
     let mut order = order.into_iter().peekable();
     // By how far they reach; and bytes taken off by where they end to help.
     let mut open = std::collections::BinaryHeap::new();

@@ -13,6 +13,7 @@ use std::fmt;
 
 use crate::deadline::Deadline;
 use crate::draw::Mark;
+use crate::order::sort_by_key;
 use crate::{BufferId, Label, Options, Problem, Role, Solution, live_at, peak_tick};
 use remedy::Patient;
 pub use remedy::{Change, Remedy};
@@ -57,7 +58,7 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options
     let capacity = options.capacity.filter(|&capacity| solution.height > capacity)?;
     let peak_tick = peak_tick(problem)?;
     let mut alive: Vec<BufferId> = live_at(problem, peak_tick).collect();
-    alive.sort_by_key(|&id| (Reverse(problem.buffer(id).bytes), id));
+    sort_by_key(&mut alive, |&id| (Reverse(problem.buffer(id).bytes), id));
     let peak_bytes = alive.iter().map(|&id| problem.buffer(id).bytes).sum::<u64>();
     let mut by_role: BTreeMap<Role, (u64, usize)> = BTreeMap::new();
     for (label, &id) in alive.iter().filter_map(|id| Some((labels.get(id.index())?, id))) {
@@ -65,7 +66,7 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options
         *entry = (entry.0 + problem.buffer(id).bytes, entry.1 + 1);
     }
     let mut roles: Vec<_> = by_role.into_iter().map(|(role, (bytes, buffers))| (role, bytes, buffers)).collect();
-    roles.sort_by_key(|&(role, bytes, _)| (Reverse(bytes), role));
+    sort_by_key(&mut roles, |&(role, bytes, _)| (Reverse(bytes), role));
     let patient = Patient { problem, labels, solution, capacity, threads: options.threads, deadline };
     let (leave_out, shrink, free) = (patient.leave_out(), patient.shrink(), patient.free());
     let explanation = Explanation {

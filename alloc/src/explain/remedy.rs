@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use super::cover::{Candidate, fewest, fewest_bytes};
 use crate::deadline::Deadline;
+use crate::order::sort_by_key;
 use crate::{Buffer, BufferId, Label, Lifetime, Options, Problem, Proof, Role, Solution, plan};
 
 /// One change of a problem.
@@ -47,7 +48,7 @@ impl Remedy {
             Change::Shrink(_, bytes) => *bytes,
             Change::LeaveOut(id) | Change::Free(id, _) => problem.buffer(*id).bytes,
         };
-        changes.sort_by_key(|change| (Reverse(bytes(change)), change.buffer()));
+        sort_by_key(&mut changes, |change| (Reverse(bytes(change)), change.buffer()));
         let size = |change: &Change| if let Change::Shrink(_, bytes) = change { *bytes } else { 1 };
         let size = changes.iter().map(size).fold(0, u64::saturating_add);
         Self { changes, size, at_least }
@@ -114,7 +115,7 @@ impl Patient<'_> {
         if ids.is_empty() {
             // Where no tick holds too much, the gaps are to blame: any one that came to lie too high may be enough.
             let mut alone = best.clone();
-            alone.sort_by_key(|&id| Reverse(self.problem.buffer(id).bytes));
+            sort_by_key(&mut alone, |&id| Reverse(self.problem.buffer(id).bytes));
             let single = |id: &&BufferId| excess.bytes.is_empty() && self.solves(&out(&[**id])).is_ok();
             best = alone.iter().take(TRIES).find(single).map_or(best, |&id| vec![id]);
         } else if ids.len() < best.len() {

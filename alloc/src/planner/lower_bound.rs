@@ -1,6 +1,7 @@
 //! A lower bound that knows where the pins are.
 
 use super::decompose::parts::Part;
+use crate::order::sort_by_key;
 
 /// The least height at which the space between the pins of a clique suffices for what else is alive there, the most of
 /// all cliques. Items may be cut for it (water filling), so that no plan is lower. One pass over time: O((pins + cliques) log pins).
@@ -10,8 +11,8 @@ pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     let item = |rank: u32| part.items[pins[rank as usize].1 as usize];
     let mut births: Vec<u32> = (0..pins.len() as u32).collect();
     let mut deaths = births.clone();
-    births.sort_by_key(|&rank| item(rank).start);
-    deaths.sort_by_key(|&rank| item(rank).end);
+    sort_by_key(&mut births, |&rank| item(rank).start);
+    sort_by_key(&mut deaths, |&rank| item(rank).end);
     let (mut births, mut deaths) = (births.into_iter().peekable(), deaths.into_iter().peekable());
     let mut standing = Standing::new(pins.iter().map(|pin| pin.0).collect());
     // Bytes of the standing pins that count as live: not those of forbidden ranges.

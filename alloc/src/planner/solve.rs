@@ -7,6 +7,7 @@ use super::decompose::timeline::Timeline;
 use super::improve::ejection::Ejection;
 use super::place::strips::strips;
 use super::prove::exact::{Verdict, search};
+use crate::order::sort_by_key;
 
 /// What a part should reach.
 #[derive(Debug, Clone, Copy)]
@@ -292,7 +293,7 @@ impl<'p> Solver<'p> {
             let best = self.best.as_ref().and_then(|best| self.start_repair(&best.offsets, budget));
             self.repairs.extend(best);
         }
-        self.repairs.sort_by_key(|repair| repair.plan.height);
+        sort_by_key(&mut self.repairs, |repair| repair.plan.height);
         self.repairs.truncate(REPAIRS);
         let mut repairs = std::mem::take(&mut self.repairs);
         let count = repairs.len();

@@ -18,6 +18,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::timeline::Buckets;
+use crate::order::sort_by_key;
 use crate::planner::lower_bound::fractional_bound;
 use crate::{BufferId, Lifetime, Problem};
 
@@ -359,7 +360,7 @@ pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
 fn by_start(items: &[Item], cliques: u32) -> Vec<u32> {
     let mut order = Buckets::new(cliques + 1, items.iter().map(|item| item.start));
     for range in order.starts.windows(2) {
-        order.entries[range[0] as usize..range[1] as usize].sort_by_key(|&i| (Reverse(items[i as usize].end), i));
+        sort_by_key(&mut order.entries[range[0] as usize..range[1] as usize], |&i| (Reverse(items[i as usize].end), i));
     }
     order.entries
 }

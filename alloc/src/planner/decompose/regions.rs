@@ -12,6 +12,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::parts::{Item, Part, gcd};
+use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 
 /// Items that are planned alone, one region above the other.
@@ -56,7 +57,7 @@ pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Regi
     }
     budget.spend(classes.iter().map(|class| class.members.len() as u64 + u64::from(part.cliques) / 8).sum());
     let mut regions: Vec<Region> = classes.into_iter().map(|class| class.trimmed(part, &full)).collect();
-    regions.sort_by_key(|region| Reverse(region.fullness()));
+    sort_by_key(&mut regions, |region| Reverse(region.fullness()));
     regions
 }
 
@@ -119,7 +120,7 @@ impl Class {
     /// smallest items.
     fn partner(&self, part: &Part, whole: bool, sizes: &[Self], classes: &[Self]) -> Option<Partner> {
         let mut by_grid: Vec<usize> = (0..sizes.len()).collect();
-        by_grid.sort_by_key(|&index| Reverse((gcd(self.grid, sizes[index].grid), sizes[index].grid)));
+        sort_by_key(&mut by_grid, |&index| Reverse((gcd(self.grid, sizes[index].grid), sizes[index].grid)));
         let sizes = by_grid.into_iter().map(|index| (Partner::Size(index), &sizes[index]));
         let classes = classes.iter().enumerate().rev().map(|(index, class)| (Partner::Class(index), class));
         let mut first = None;

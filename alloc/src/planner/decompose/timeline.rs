@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::cmp::Reverse;
 
 use super::parts::{Item, Part};
+use crate::order::sort_by_key;
 
 /// Indices grouped by a small key.
 #[derive(Debug, Clone)]
@@ -70,7 +71,7 @@ impl<'p> Timeline<'p> {
         if let Cow::Owned(items) = &items {
             for range in births.starts.windows(2).filter(|range| range[1] - range[0] > 1) {
                 let born = &mut births.entries[range[0] as usize..range[1] as usize];
-                born.sort_by_key(|&i| Reverse(items[i as usize].end));
+                sort_by_key(born, |&i| Reverse(items[i as usize].end));
             }
         }
         Self { items, cliques, births, deaths }

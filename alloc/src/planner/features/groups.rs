@@ -12,6 +12,7 @@
 
 use std::cmp::Reverse;
 
+use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::{Item, gcd, in_cliques};
 use crate::planner::improve::squeaky_wheel::squeaky_wheel;
@@ -133,7 +134,7 @@ impl Grouped<'_> {
         let mut rank: Vec<(bool, u32)> = units.iter().map(|&u| (true, u)).collect();
         squeaky_wheel(ROUNDS, Vec::new(), |first| {
             rank.iter_mut().for_each(|unit| unit.0 = !first.contains(&unit.1));
-            rank.sort_by_key(|&(is_late, u)| (is_late, key(stairs.units[u as usize].whole), u));
+            sort_by_key(&mut rank, |&(is_late, u)| (is_late, key(stairs.units[u as usize].whole), u));
             let order: Vec<u32> = rank.iter().map(|unit| unit.1).collect();
             let placed = stairs.place(&order, aim, &mut self.run.budget)?;
             self.run.stats.placements += 1;
@@ -156,7 +157,7 @@ impl Grouped<'_> {
         for group in problem.groups().iter().filter(|group| group.is_ragged(problem.buffers())) {
             let mut members = group.members.clone();
             if group.any_order {
-                members.sort_by_key(|&id| (place(id), problem.buffer(id).bytes));
+                sort_by_key(&mut members, |&id| (place(id), problem.buffer(id).bytes));
             }
             let mut next = None;
             for id in members {
@@ -349,7 +350,7 @@ fn orders(problem: &Problem, group: &Group) -> Vec<Group> {
         [|b| b.lifetime.end - b.lifetime.start, |b| b.lifetime.start, |b| b.lifetime.end, |b| b.bytes];
     for key in keys {
         let mut members = group.members.clone();
-        members.sort_by_key(|&id| (Reverse(key(problem.buffer(id))), id));
+        sort_by_key(&mut members, |&id| (Reverse(key(problem.buffer(id))), id));
         orders.extend(stack(members.clone()));
         members.reverse();
         orders.extend(stack(members));

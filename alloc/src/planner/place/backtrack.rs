@@ -14,6 +14,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::sweep::{Rule, Start, Sweep};
+use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::Item;
 use crate::planner::decompose::timeline::Timeline;
@@ -172,7 +173,7 @@ impl<'s> Attempt<'s> {
         let sides = [(forward, self.peak), (backward, part.cliques - 1 - self.peak)];
         let [first, second] = if self.is_backward { [sides[1], sides[0]] } else { sides };
         let mut stack = forward.alive(self.peak);
-        stack.sort_by_key(|&i| {
+        sort_by_key(&mut stack, |&i| {
             let item = first.0.item(i);
             (item.bytes >= self.small_below, item.end, item.bytes, i)
         });
@@ -243,7 +244,7 @@ impl Rule for Scored<'_> {
     fn order(&mut self, born: &mut [u32]) {
         match if self.noise > 0 { self.chance.below(3) } else { 0 } {
             0 => {}
-            1 => born.sort_by_key(|&i| Reverse(self.timeline.item(i).bytes)),
+            1 => sort_by_key(born, |&i| Reverse(self.timeline.item(i).bytes)),
             _ => (1..born.len()).for_each(|k| born.swap(k, self.chance.below(k as u64 + 1) as usize)),
         }
     }

@@ -13,6 +13,7 @@ use std::ops::Range;
 use super::backtrack::sixteenths_of_doublings;
 use super::lots::{At, Lots, Place, UNDECIDED};
 use super::open_stack::Course;
+use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::mix::mix;
 
@@ -114,7 +115,7 @@ impl<'c> Leap<'c> {
         };
         let mut births: Vec<Birth> = born.map(birth).collect();
         let mut stay: Vec<usize> = (0..births.len()).filter(|&k| births[k].leaves > to).collect();
-        stay.sort_by_key(|&k| Reverse(births[k].bytes));
+        sort_by_key(&mut stay, |&k| Reverse(births[k].bytes));
         let waiting = stay.iter().map(|&k| (births[k].bytes, true)).collect();
         stay.iter().enumerate().for_each(|(rank, &k)| births[k].waits = Some(rank));
         let most = (

@@ -15,6 +15,7 @@ use std::collections::HashSet;
 
 use super::leap::{Arrival, BIRTHS, Leap, Slab};
 use super::lots::{At, Lots, UNDECIDED};
+use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::timeline::Timeline;
 use crate::planner::mix::mix;
@@ -93,10 +94,10 @@ fn attempt(
     }
     budget.spend(2 * solver.part.items.len() as u64);
     let mut stack = solver.forward.alive(peak);
-    stack.sort_by_key(|&i| (first.timeline.item(i).end, first.timeline.item(i).bytes, i));
+    sort_by_key(&mut stack, |&i| (first.timeline.item(i).end, first.timeline.item(i).bytes, i));
     let mut offsets = vec![0; solver.part.items.len()];
     first.run(first.open(&stack), &mut offsets, budget).then_some(())?;
-    stack.sort_by_key(|&i| offsets[i as usize]);
+    sort_by_key(&mut stack, |&i| offsets[i as usize]);
     let is_found = (0..SECOND_TRIES).any(|k| {
         second.number = number + k;
         second.run(second.stacked(&stack, &offsets), &mut offsets, budget)
@@ -175,7 +176,7 @@ impl<'s> Course<'s> {
     /// Who is born in a clique, the largest first.
     pub fn born(&self, clique: u32) -> Vec<u32> {
         let mut born = self.timeline.born(clique).to_vec();
-        born.sort_by_key(|&i| (Reverse(self.timeline.item(i).bytes), self.timeline.item(i).end, i));
+        sort_by_key(&mut born, |&i| (Reverse(self.timeline.item(i).bytes), self.timeline.item(i).end, i));
         born
     }
 
@@ -247,7 +248,7 @@ impl<'s> Course<'s> {
         for (parent, layout) in here.layouts.iter().take(width).enumerate() {
             arrivals.extend(leap.from(&layout.live, &layout.lots, budget).into_iter().map(|arrival| (parent, arrival)));
         }
-        arrivals.sort_by_key(|(_, arrival)| (arrival.disorder, mix(arrival.hash, self.number)));
+        sort_by_key(&mut arrivals, |(_, arrival)| (arrival.disorder, mix(arrival.hash, self.number)));
         let (mut hashes, mut outlines) = (HashSet::new(), HashSet::new());
         arrivals.retain(|(_, arrival)| hashes.insert(arrival.hash));
         let (mut kept, others): (Vec<_>, Vec<_>) =

@@ -11,6 +11,7 @@ use std::cmp::Reverse;
 use rayon::prelude::*;
 
 use super::sweep::{Rule, Start, Sweep};
+use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::{Item, Placement};
 use crate::planner::decompose::timeline::Timeline;
@@ -122,7 +123,7 @@ impl Solver<'_> {
                 return;
             }
             let mut stack = alive.clone();
-            stack.sort_by_key(|&i| (key(part.items[i as usize]), i));
+            sort_by_key(&mut stack, |&i| (key(part.items[i as usize]), i));
             // The halves do not know of each other.
             let share = budget.share(budget.left() / 2);
             let halves: Vec<_> = [(false, peak), (true, part.cliques - 1 - peak)]
@@ -214,7 +215,7 @@ impl Solver<'_> {
         let mut best = None::<Placement>;
         let first = (0..items.len() as u32).filter(|&i| items[i as usize].cliques() >= chain.placed_from).collect();
         let sweeps = squeaky_wheel(chain.rounds, first, |first| {
-            first.sort_by_key(|&i| (RANKS[chain.rank](items[i as usize]), i));
+            sort_by_key(first, |&i| (RANKS[chain.rank](items[i as usize]), i));
             let mut fixed = self.part.pins.clone();
             let mut height = 0;
             if let Start::Stack(_, stack) = chain.start {
@@ -295,10 +296,10 @@ struct Fitted<'s> {
 impl Rule for Fitted<'_> {
     fn order(&mut self, born: &mut [u32]) {
         if self.chain.policy.is_largest_first {
-            born.sort_by_key(|&i| Reverse(self.solver.part.items[i as usize].bytes));
+            sort_by_key(born, |&i| Reverse(self.solver.part.items[i as usize].bytes));
         }
         if !self.reserved.is_empty() {
-            born.sort_by_key(|&i| self.reserved.of(i).is_none());
+            sort_by_key(born, |&i| self.reserved.of(i).is_none());
         }
     }
 

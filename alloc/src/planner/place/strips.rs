@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::{Item, Part};
 
@@ -81,7 +82,7 @@ impl Strip {
 /// Items as chains in which each starts after the one before has ended: in order of their start, each joins the chain that
 /// ended last.
 fn chains(items: &[Item], mut numbers: Vec<u32>) -> Vec<Vec<u32>> {
-    numbers.sort_by_key(|&i| (items[i as usize].start, i));
+    sort_by_key(&mut numbers, |&i| (items[i as usize].start, i));
     let mut chains: Vec<Vec<u32>> = Vec::new();
     let mut ends: BTreeSet<(u32, usize)> = BTreeSet::new();
     for i in numbers {

@@ -13,6 +13,7 @@ use std::cmp::Reverse;
 use obstacles::Obstacles;
 
 use super::descent::{Descent, Reached};
+use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::{Item, Part, Placement};
 use crate::planner::mix::mix;
@@ -263,7 +264,7 @@ impl<'p> Ejection<'p> {
     fn fill_up(&mut self, budget: &mut Budget) {
         let mut missing = std::mem::take(&mut self.pool);
         let items = &self.part.items;
-        missing.sort_by_key(|&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
+        sort_by_key(&mut missing, |&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
         let mut taken = Vec::new();
         for i in missing {
             let item = items[i as usize];
@@ -298,7 +299,7 @@ mod tests {
             alignment: if even { 2 } else { 1 },
         };
         let mut items: Vec<Item> = rows.iter().map(item).collect();
-        items.sort_by_key(|item| (item.start, Reverse(item.end)));
+        sort_by_key(&mut items, |item| (item.start, Reverse(item.end)));
         Part::of_items(items, 12)
     }
 

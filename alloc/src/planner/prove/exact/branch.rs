@@ -7,6 +7,7 @@ use std::cmp::Reverse;
 use std::collections::HashSet;
 
 use super::state::State;
+use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::Part;
 use crate::planner::mix::mix128;
@@ -288,7 +289,7 @@ impl<'p> Search<'p> {
 
     /// Best first; equal items stay together.
     fn sort(&self, candidates: &mut [u32]) {
-        candidates.sort_by_key(|&i| {
+        sort_by_key(candidates, |&i| {
             let item = self.state.items[i as usize];
             let (bytes, cliques) = (u128::from(item.bytes), u128::from(item.cliques()));
             let key = match self.rank {

@@ -3,6 +3,7 @@
 //! In: items to put on the floor, floors to raise. Out: what is settled, what is still to come, and where that may go at lowest.
 //! Never: a choice between them.
 
+use crate::order::sort_by_key;
 use crate::planner::decompose::parts::{Item, Part};
 use crate::planner::decompose::timeline::Buckets;
 use crate::planner::mix::mix128;
@@ -86,7 +87,7 @@ impl<'p> State<'p> {
             }
         }
         if pieces.len() > 1 {
-            pieces.sort_by_key(|&(a, b)| (a..b).map(|k| self.slack(k)).min());
+            sort_by_key(&mut pieces, |&(a, b)| (a..b).map(|k| self.slack(k)).min());
         }
         pieces
     }
