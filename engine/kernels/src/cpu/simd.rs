@@ -3,6 +3,8 @@
 //! A kernel is an `#[inline(always)]` function over `Vector`, wrapped for each [`Level`] in a function that has the
 //! level's `#[target_feature]`s. The methods are unsafe because calling them without those features is undefined.
 
+#[cfg(target_arch = "aarch64")]
+use std::arch::aarch64::*;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
@@ -26,8 +28,10 @@ pub fn multiplies_bf16() -> bool {
 /// which [`Level::Avx512`] may take [in pairs](multiplies_bf16).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
-    /// Arrays of eight that the compiler vectorises as well as the target allows (NEON on 64-bit Arm).
+    /// Arrays of eight that the compiler vectorises as well as the target allows.
     Portable,
+    /// Four lanes, NEON, which every 64-bit Arm has.
+    Neon,
     /// Eight lanes, AVX2 with fused multiply-add.
     Avx2,
     /// Sixteen lanes, AVX-512F.
@@ -36,12 +40,13 @@ pub enum Level {
 
 impl Level {
     /// Every level, the best last.
-    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512];
 
     /// Whether this machine can run it.
     pub fn is_available(self) -> bool {
         match self {
             Self::Portable => true,
+            Self::Neon => cfg!(target_arch = "aarch64"),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             #[cfg(target_arch = "x86_64")]
@@ -115,7 +120,7 @@ pub(super) trait Vector: Copy {
 }
 
 /// Implements [`Vector`] by intrinsics that are called as they are.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! vector {
     (
         $register:ty, $lanes:literal, $splat:ident, $load:ident, $store:ident, $add:ident, $mul_add:ident,
@@ -162,6 +167,9 @@ macro_rules! vector {
 vector!(__m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps, transpose_16);
 #[cfg(target_arch = "x86_64")]
 vector!(__m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_fmadd_ps, transpose_8);
+
+#[cfg(target_arch = "aarch64")]
+vector!(float32x4_t, 4, vdupq_n_f32, vld1q_f32, vst1q_f32, vaddq_f32, mul_add_4, transpose_4);
 
 /// A register of f32 sums, or of pairs of bf16 factors.
 #[cfg(target_arch = "x86_64")]
@@ -242,6 +250,31 @@ impl Vector for Lanes {
             // SAFETY: the caller gives eight rows of eight floats.
             to(column, std::array::from_fn(|row| unsafe { *from.add(row * from_row + column) }));
         }
+    }
+}
+
+/// [`Vector::mul_add`] of four lanes, whose intrinsic takes the term first.
+#[cfg(target_arch = "aarch64")]
+#[inline(always)]
+unsafe fn mul_add_4(x: float32x4_t, factor: float32x4_t, term: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller has NEON.
+    unsafe { vfmaq_f32(term, x, factor) }
+}
+
+/// [`Vector::transpose`] of 4 × 4: the even and the odd columns of two rows each, then those of all four.
+#[cfg(target_arch = "aarch64")]
+#[inline(always)]
+unsafe fn transpose_4(from: *const f32, from_row: usize, mut to: impl FnMut(usize, float32x4_t)) {
+    // SAFETY: the caller has NEON and gives four rows of four floats.
+    unsafe {
+        let row = |i: usize| vld1q_f32(from.add(i * from_row));
+        let rows = [row(0), row(1), row(2), row(3)];
+        let even = [vtrn1q_f32(rows[0], rows[1]), vtrn1q_f32(rows[2], rows[3])].map(|x| vreinterpretq_f64_f32(x));
+        let odd = [vtrn2q_f32(rows[0], rows[1]), vtrn2q_f32(rows[2], rows[3])].map(|x| vreinterpretq_f64_f32(x));
+        to(0, vreinterpretq_f32_f64(vtrn1q_f64(even[0], even[1])));
+        to(1, vreinterpretq_f32_f64(vtrn1q_f64(odd[0], odd[1])));
+        to(2, vreinterpretq_f32_f64(vtrn2q_f64(even[0], even[1])));
+        to(3, vreinterpretq_f32_f64(vtrn2q_f64(odd[0], odd[1])));
     }
 }
 

@@ -3,6 +3,8 @@
 //! In: one k block of A (rows in one of two fixed layouts) and of B (a packed panel). Out: a tile of C. Never: a second
 //! accumulator per element, which would change the order of summation.
 
+#[cfg(target_arch = "aarch64")]
+use std::arch::aarch64::float32x4_t;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m256, __m512};
 
@@ -181,6 +183,8 @@ impl Kernels {
             Level::Avx512 => &avx512::KERNELS,
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => &avx2::KERNELS,
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => &neon::KERNELS,
             _ => &portable::KERNELS,
         }
     }
@@ -403,11 +407,13 @@ macro_rules! level {
     };
 }
 
-// 24, 12 and 12 accumulators of 32, 16 and (as pairs of NEON registers) 32 registers.
+// 24, 12, 24 and 12 accumulators of 32, 16, 32 and unknown registers.
 #[cfg(target_arch = "x86_64")]
 level!(avx512, __m512, [1 2 3 4 5 6 7 8 9 10 11 12], "avx512f,avx2,fma");
 #[cfg(target_arch = "x86_64")]
 level!(avx512_bf16, Pairs, [1 2 3 4 5 6 7 8 9 10 11 12], "avx512f,avx512bf16,avx2,fma");
 #[cfg(target_arch = "x86_64")]
 level!(avx2, __m256, [1 2 3 4 5 6], "avx2,fma");
+#[cfg(target_arch = "aarch64")]
+level!(neon, float32x4_t, [1 2 3 4 5 6 7 8 9 10 11 12], "neon");
 level!(portable, Lanes, [1 2 3 4 5 6]);
