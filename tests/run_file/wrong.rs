@@ -174,18 +174,26 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.code() == Some(2) && said.contains("257 are more than 256"), "{said}");
     let file = place.file(TINY).display().to_string();
-    for (assignment, part) in [
-        ("steps", "it has no ="),
-        ("=4", "names no key"),
-        ("step.batch=x", "invalid type: string"),
-        ("step.bach=4", "did you mean `batch`"),
-        ("steps.more=4", "steps is no table"),
-        ("step.batch=3", "step.micro_batches"),
+    for (assignments, part) in [
+        (&["steps"][..], "\"steps\" is no assignment: it has no ="),
+        (&["=4"], "names no key"),
+        (&["step.batch=x"], "--set step.batch=x: invalid type: string"),
+        (&["step.bach=4"], "did you mean `batch`"),
+        (&["steps.more=4"], "steps is no table"),
+        (&["step.batch=3"], "step.micro_batches"),
+        // The wrong one alone is blamed.
+        (&["step.batch=4", "step.dtype=f64"], "--set step.dtype=f64: unknown variant `f64`"),
+        (&["step.dtype=f64", "step.batch=4"], "--set step.dtype=f64: unknown variant `f64`"),
     ] {
-        let output = place.gapless(&["train", &file, "--set", assignment]);
+        let flags = assignments.iter().flat_map(|assignment| ["--set", assignment]);
+        let output = place.gapless(&["train", &file].into_iter().chain(flags).collect::<Vec<_>>());
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.code() == Some(2) && said.contains(part), "{assignment}: {said}");
+        assert!(output.status.code() == Some(2) && said.contains(part), "{assignments:?}: {said}");
     }
+    // Nothing is suggested where nothing is near.
+    let output = place.gapless(&["train", &file, "--set", "step.quux=4"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("unknown field `quux`") && !said.contains("did you mean"), "{said}");
     let output = place.gapless(&["train", "nowhere.toml"]);
     assert!(
         output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("cannot read nowhere.toml")

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::ValueEnum;
 use gapless::run::RunConfig;
 
-use crate::output::{print, tell};
+use crate::output::{print, tell_error};
 
 /// Prints a run's file to begin with: gapless init small-gpt > run.toml
 #[derive(clap::Args)]
@@ -52,7 +52,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     match print(|out| out.write_all(text.as_bytes())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tell(format_args!("error: {error:#}"));
+            tell_error("gapless init", &error);
             ExitCode::FAILURE
         }
     }

@@ -45,7 +45,7 @@ enum Command {
 fn main() -> ExitCode {
     let command = Cli::parse().command;
     if let Err(error) = limits::prepare() {
-        output::tell(format_args!("gapless: {error:#}"));
+        output::tell_error("gapless", &error);
         return ExitCode::FAILURE;
     }
     match command {

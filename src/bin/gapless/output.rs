@@ -22,7 +22,7 @@ pub fn exit_code(command: &str, done: anyhow::Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tell(format_args!("gapless {command}: {error:#}"));
+            tell_error(&format!("gapless {command}"), &error);
             ExitCode::from(2)
         }
     }
@@ -32,6 +32,17 @@ pub fn exit_code(command: &str, done: anyhow::Result<()>) -> ExitCode {
 pub fn tell(what: impl Display) {
     // Nobody is left to be told of an error here.
     let _ = writeln!(io::stderr(), "{what}");
+}
+
+/// Says why a command ended: the error and its causes, each once. Some errors say their cause themselves.
+pub fn tell_error(who: &str, error: &anyhow::Error) {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    tell(format_args!("{who}: {text}"));
 }
 
 /// A file that a picture is written to: its extension names the format, one of those.

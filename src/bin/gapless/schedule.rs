@@ -13,7 +13,7 @@ use gapless_parallel::{
     simulate, update_weights, write_table,
 };
 
-use crate::output::{picture, print, tell};
+use crate::output::{picture, print, tell, tell_error};
 use crate::step::StepArguments;
 
 /// The largest [`Shape::extent`] that is made, checked, simulated and drawn: within seconds.
@@ -123,7 +123,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
             ExitCode::from(3)
         }
         Err(error) => {
-            tell(format_args!("gapless schedule: {error:#}"));
+            tell_error("gapless schedule", &error);
             ExitCode::from(2)
         }
     }

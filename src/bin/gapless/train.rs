@@ -47,21 +47,21 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     let config = match RunConfig::read(&arguments.config, &arguments.assignments) {
         Ok(config) => config,
         Err(error) => {
-            tell(format_args!("error: {error}"));
+            tell(format_args!("gapless train: {error}"));
             return ExitCode::from(2);
         }
     };
     let trace = match start_tracing(&console, arguments.trace.as_deref()) {
         Ok(trace) => trace,
         Err(error) => {
-            tell(format_args!("error: {error}"));
+            tell(format_args!("gapless train: {error}"));
             return ExitCode::from(2);
         }
     };
     let code = run_traced(arguments, &config, console);
     match arguments.trace.as_deref().zip(trace.map(|trace| trace.finish())) {
         Some((path, Err(error))) => {
-            tell(format_args!("error: the trace {} is not whole: {error}", path.display()));
+            tell(format_args!("gapless train: the trace {} is not whole: {error}", path.display()));
             if code == ExitCode::SUCCESS { ExitCode::FAILURE } else { code }
         }
         Some((path, Ok(left_out @ 1..))) => {
@@ -99,7 +99,7 @@ fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -
         Ok(summary) => summary,
         Err(error) => {
             bar.finish_and_clear();
-            tell(format_args!("error: {error}"));
+            tell(format_args!("gapless train: {error}"));
             return ExitCode::from(if is_refused(&error) { 2 } else { 1 });
         }
     };

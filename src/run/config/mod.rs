@@ -27,7 +27,9 @@ pub use learning_rate::{RateConfig, RateShape};
 pub use memory::MemoryConfig;
 pub use optimizer::{GroupConfig, OptimizerConfig, Rule};
 pub use read::ConfigError;
-pub(crate) use read::{line_of, size, text_of, with_nearest};
+pub(crate) use read::text_of;
+#[cfg(feature = "sweep")]
+pub(crate) use read::{line_of, size, with_nearest};
 pub(crate) use step::pipeline;
 pub use step::{Float, StepConfig};
 

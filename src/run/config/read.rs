@@ -41,6 +41,14 @@ pub enum ConfigError {
         /// What is wrong.
         why: String,
     },
+    /// Assignments of the command line whose key or value is refused.
+    #[error("--set {assignment}: {why}")]
+    Refused {
+        /// As given; several where only all of them together are refused.
+        assignment: String,
+        /// What is wrong.
+        why: String,
+    },
     /// Values that cannot be, or not together.
     #[error("{key}{}: {why}; {remedy}", line.map_or(String::new(), |line| format!(" (line {line})")))]
     Value {
@@ -133,6 +141,21 @@ fn forms<'a>(root: &'a Json, schema: &'a Json) -> Vec<&'a Json> {
 
 /// The file's configuration with other values.
 fn assigned(text: &str, assignments: &[String]) -> Result<RunConfig, ConfigError> {
+    let refused = match with_assignments(text, assignments)? {
+        Ok(config) => return Ok(config),
+        Err(refused) => refused,
+    };
+    // Values may need each other, so one is blamed only where it is refused by itself.
+    for assignment in assignments {
+        if let Err(why) = with_assignments(text, std::slice::from_ref(assignment))? {
+            return Err(ConfigError::Refused { assignment: assignment.clone(), why });
+        }
+    }
+    Err(ConfigError::Refused { assignment: assignments.join(" --set "), why: refused })
+}
+
+/// The same, or why its keys and values are refused.
+fn with_assignments(text: &str, assignments: &[String]) -> Result<Result<RunConfig, String>, ConfigError> {
     let mut root: toml::Table = toml::from_str(text).expect("it was read just now");
     for assignment in assignments {
         let wrong = |why: &str| ConfigError::Assignment { assignment: assignment.clone(), why: why.to_owned() };
@@ -151,24 +174,30 @@ fn assigned(text: &str, assignments: &[String]) -> Result<RunConfig, ConfigError
         }
         table.insert(last.to_owned(), value);
     }
-    let text = assignments.join(" ");
     expect_tables(&root)?;
-    RunConfig::deserialize(root)
-        .map_err(|error| ConfigError::Assignment { assignment: text, why: with_nearest(error.to_string()) })
+    Ok(RunConfig::deserialize(root).map_err(|error| with_nearest(error.to_string())))
 }
 
-/// A message about a key that does not exist, with the nearest that does.
+/// A message about a key or value that does not exist, with the nearest that does, where one is near.
 pub(crate) fn with_nearest(message: String) -> String {
     let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     let Some((wrong, known)) = quoted.split_first().filter(|_| message.contains("unknown")) else { return message };
-    // What begins alike is nearer than what is as long.
-    let alike = |name: &str| wrong.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
-    let distance = |name: &str| strsim::damerau_levenshtein(wrong, name) as isize - alike(name) as isize;
-    let nearest = known.iter().min_by_key(|name| distance(name));
-    match nearest {
+    match nearest(wrong, known) {
         Some(name) => format!("{}\ndid you mean `{name}`?", message.trim_end()),
         None => message,
     }
+}
+
+/// The name that somebody is likely to have meant: a third of it may be wrong, or it may be cut short.
+fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
+    // What begins alike is nearer than what is as long.
+    let alike = |name: &str| wrong.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
+    let distance = |name: &str| strsim::damerau_levenshtein(wrong, name);
+    let is_near = |name: &str| {
+        let is_cut = alike(name) >= 3 && alike(name) == wrong.len().min(name.len());
+        is_cut || distance(name) <= (wrong.len().max(name.len()) / 3).max(1)
+    };
+    known.iter().copied().filter(|name| is_near(name)).min_by_key(|name| distance(name) as isize - alike(name) as isize)
 }
 
 /// Where the key of an error stands.

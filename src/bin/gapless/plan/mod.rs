@@ -14,7 +14,7 @@ use gapless_alloc::Fit;
 use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
 
-use crate::output::{picture, tell};
+use crate::output::{picture, tell, tell_error};
 use crate::step::StepArguments;
 
 /// Place a table of buffers as low as can be, or plan a model's training step without a device.
@@ -66,7 +66,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Ok(Fit::Fits) => ExitCode::SUCCESS,
         Ok(Fit::Impossible | Fit::Unknown) => ExitCode::from(3),
         Err(error) => {
-            tell(format_args!("gapless plan: {error:#}"));
+            tell_error("gapless plan", &error);
             ExitCode::from(2)
         }
     }
