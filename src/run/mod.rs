@@ -34,6 +34,7 @@ mod fit;
 mod folder;
 mod guard;
 mod measure;
+mod plan;
 mod report;
 mod routing;
 mod saved;

@@ -47,7 +47,7 @@ impl TrainedRun {
     /// A folder without a run or without a checkpoint; a tokenizer.json that is missing or none.
     pub fn open(path: &Path) -> Result<Self, RunError> {
         let folder = folder_of(path).unwrap_or(path);
-        let config = RunConfig::read(&folder.join(CONFIG), &[])?;
+        let config = RunConfig::read_without_data(&folder.join(CONFIG), &[])?;
         let checkpoint = checkpoint_of(path)?;
         let tokenizer = folder.join(TOKENIZER);
         let vocabulary = match (config.data.vocabulary, &config.model) {

@@ -6,6 +6,7 @@ mod evaluation;
 mod guard;
 #[cfg(target_os = "linux")]
 mod limits;
+mod plan;
 mod ranks;
 mod reference;
 mod weights;

@@ -168,3 +168,14 @@ fn runs_of_bare_ids_are_measured() {
         assert!((loss - expected).abs() < 0.2, "{loss} is not {expected}");
     }
 }
+
+/// What a run has trained is used without the text that it learned from.
+#[test]
+fn a_run_is_sampled_without_its_data() {
+    let place = Place::new();
+    let config = RunConfig::read(&place.file(TINY), &["steps=1".to_owned()]).unwrap();
+    train(&config, &place.path().join("run"), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+    std::fs::remove_file(place.path().join("text.txt")).unwrap();
+    let output = place.gapless(&["sample", "run", "--prompt", "to be", "--tokens", "2"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}

@@ -31,6 +31,15 @@ impl RunConfig {
     /// # Errors
     /// [`ConfigError::Value`].
     pub fn check(&self) -> Result<(), ConfigError> {
+        self.check_keys()?;
+        self.check_files()
+    }
+
+    /// The same without the files of the data, and of their tokenizer.
+    ///
+    /// # Errors
+    /// [`ConfigError::Value`].
+    pub fn check_keys(&self) -> Result<(), ConfigError> {
         if self.steps == 0 {
             return fail("steps", "is 0".into(), "train at least one step");
         }
@@ -181,20 +190,12 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Refuses what can be refused of the data before they are read.
+    /// Refuses what the keys of the data say, whatever the data are.
     fn check_data(&self) -> Result<(), ConfigError> {
-        let sources = self.data.mix.iter().map(|source| ("data.mix", &source.path));
-        let sources: Vec<_> = std::iter::once(("data.path", &self.data.path)).chain(sources).collect();
-        if let Some((key, path)) = sources.iter().find(|(_, path)| !path.exists()) {
-            return fail(key, format!("there is no {}", path.display()), "name a file or folder that is there");
-        }
         let weights: f64 = self.data.mix.iter().map(|source| source.weight).sum();
         if self.data.mix.iter().any(|source| source.weight.is_nan() || source.weight <= 0.0) || weights >= 1.0 {
             let why = format!("its weights are {weights} together");
             return fail("data.mix", why, "each is above 0, and together they leave something of 1 to data.path");
-        }
-        if let Some(file) = self.data.tokenizer.as_ref().filter(|file| !file.is_file()) {
-            return fail("data.tokenizer", format!("there is no {}", file.display()), "name a tokenizer.json");
         }
         if self.data.tokenizer.is_some() && self.data.vocabulary.is_some() {
             return fail(
@@ -206,6 +207,32 @@ impl RunConfig {
         if let (ModelConfig::Folder(_), Some(_)) = (&self.model, self.data.vocabulary) {
             let why = "a tokenizer of its own has other ids than the model of model.folder knows".to_owned();
             return fail("data.vocabulary", why, "leave it out: the folder's tokenizer.json is used");
+        }
+        let has_tokenizer = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));
+        if self.data.format == Format::Chat && !has_tokenizer {
+            let why = "a conversation is written by the template of a tokenizer, and there is none".to_owned();
+            return fail("data.format", why, "name a data.tokenizer, or a model.folder");
+        }
+        if self.data.answers != Answers::All && self.data.format != Format::Chat {
+            let why = "only conversations have answers before the last".to_owned();
+            return fail("data.answers", why, "leave it out, or set data.format to \"chat\"");
+        }
+        if self.data.has_documents() && self.step.device.starts_with("cuda") {
+            let why = "documents that do not see each other are trained on the CPU alone".to_owned();
+            return fail("step.device", why, "use \"cpu\", or leave data.format and data.isolate_documents out");
+        }
+        Ok(())
+    }
+
+    /// Refuses data and a tokenizer that are not there, or are not what the keys take them for.
+    fn check_files(&self) -> Result<(), ConfigError> {
+        let sources = self.data.mix.iter().map(|source| ("data.mix", &source.path));
+        let sources: Vec<_> = std::iter::once(("data.path", &self.data.path)).chain(sources).collect();
+        if let Some((key, path)) = sources.iter().find(|(_, path)| !path.exists()) {
+            return fail(key, format!("there is no {}", path.display()), "name a file or folder that is there");
+        }
+        if let Some(file) = self.data.tokenizer.as_ref().filter(|file| !file.is_file()) {
+            return fail("data.tokenizer", format!("there is no {}", file.display()), "name a tokenizer.json");
         }
         let are_ids = |path: &PathBuf| Source::Path(path.clone()).is_ids().unwrap_or(false);
         if let Some(size) = self.data.vocabulary.filter(|&size| size < 256)
@@ -221,19 +248,6 @@ impl RunConfig {
         if let Some(path) = other.filter(|_| self.data.format.has_answers()) {
             let why = format!("{} is no .jsonl or .parquet file, whose lines have answers", path.display());
             return fail("data.format", why, "name one in data.path, or leave data.format out");
-        }
-        let has_tokenizer = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));
-        if self.data.format == Format::Chat && !has_tokenizer {
-            let why = "a conversation is written by the template of a tokenizer, and there is none".to_owned();
-            return fail("data.format", why, "name a data.tokenizer, or a model.folder");
-        }
-        if self.data.answers != Answers::All && self.data.format != Format::Chat {
-            let why = "only conversations have answers before the last".to_owned();
-            return fail("data.answers", why, "leave it out, or set data.format to \"chat\"");
-        }
-        if self.data.has_documents() && self.step.device.starts_with("cuda") {
-            let why = "documents that do not see each other are trained on the CPU alone".to_owned();
-            return fail("step.device", why, "use \"cpu\", or leave data.format and data.isolate_documents out");
         }
         Ok(())
     }

@@ -84,7 +84,15 @@ fn default_cache() -> PathBuf {
     DataOptions::default().cache
 }
 
+/// Tokens of the byte-pair encoding that is trained where the file says nothing.
+const TRAINED_VOCABULARY: usize = 4096;
+
 impl DataConfig {
+    /// Tokens of the vocabulary that is trained where there is no tokenizer.
+    pub(in crate::run) fn vocabulary_size(&self) -> usize {
+        self.vocabulary.unwrap_or(TRAINED_VOCABULARY)
+    }
+
     /// Whether several documents, or examples, share a sequence without seeing each other.
     pub fn has_documents(&self) -> bool {
         self.isolate_documents || self.format.has_answers()
@@ -103,18 +111,17 @@ impl RunConfig {
     /// # Errors
     /// As [`Dataset::prepare`]; a model's folder that cannot be read.
     pub fn dataset(&self) -> Result<Dataset, RunError> {
-        let DataConfig { path, mix, vocabulary, tokenizer, format, answers, validation_every, cache, .. } =
-            self.data.clone();
+        let DataConfig { path, mix, tokenizer, format, answers, validation_every, cache, .. } = self.data.clone();
         let beside = match &self.model {
             ModelConfig::Folder(folder) => Some(folder.join("tokenizer.json")),
             _ => None,
         };
-        let vocabulary = match (tokenizer.or(beside), vocabulary, &self.model) {
+        let vocabulary = match (tokenizer.or(beside), &self.model) {
             (Some(file), ..) if file.exists() => VocabularyChoice::File(file),
             // Ids need no tokenizer.
-            (_, _, ModelConfig::Folder(folder)) => VocabularyChoice::Ids { size: Config::read(folder)?.vocabulary() },
+            (_, ModelConfig::Folder(folder)) => VocabularyChoice::Ids { size: Config::read(folder)?.vocabulary() },
             (Some(file), ..) => VocabularyChoice::File(file),
-            (None, size, _) => VocabularyChoice::of_size(size.unwrap_or(4096)),
+            (None, _) => VocabularyChoice::of_size(self.data.vocabulary_size()),
         };
         let (text, width) = (self.data.text_options(), self.data.token_width);
         let options = DataOptions { vocabulary, validation_every, text, width, answers, cache };

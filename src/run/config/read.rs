@@ -77,16 +77,32 @@ impl RunConfig {
     /// # Errors
     /// [`ConfigError`], with line, key and remedy.
     pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
-        let text = text_of(path)?;
-        let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
-        let table: toml::Table = toml::from_str(&text).map_err(|error| syntax(error.to_string()))?;
-        expect_tables(&table).map_err(|error| at_line(error, &text, &[]))?;
-        // The file by itself first, for the lines of its mistakes; then with what the command line says.
-        let config: Self = toml::from_str(&text).map_err(|error| syntax(with_nearest(error.to_string())))?;
-        let config = if assignments.is_empty() { config } else { assigned(&text, assignments)? };
-        config.check().map_err(|error| at_line(error, &text, assignments))?;
-        Ok(config)
+        read(path, assignments, Self::check)
     }
+
+    /// The same where the data need not be there: to plan a run, or to use what it has trained.
+    ///
+    /// # Errors
+    /// [`ConfigError`], with line, key and remedy.
+    pub fn read_without_data(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
+        read(path, assignments, Self::check_keys)
+    }
+}
+
+fn read(
+    path: &Path,
+    assignments: &[String],
+    check: fn(&RunConfig) -> Result<(), ConfigError>,
+) -> Result<RunConfig, ConfigError> {
+    let text = text_of(path)?;
+    let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
+    let table: toml::Table = toml::from_str(&text).map_err(|error| syntax(error.to_string()))?;
+    expect_tables(&table).map_err(|error| at_line(error, &text, &[]))?;
+    // The file by itself first, for the lines of its mistakes; then with what the command line says.
+    let config: RunConfig = toml::from_str(&text).map_err(|error| syntax(with_nearest(error.to_string())))?;
+    let config = if assignments.is_empty() { config } else { assigned(&text, assignments)? };
+    check(&config).map_err(|error| at_line(error, &text, assignments))?;
+    Ok(config)
 }
 
 /// Bytes of a file that somebody writes by hand, at most.

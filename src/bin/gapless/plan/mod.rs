@@ -1,6 +1,7 @@
-//! `gapless plan`: places a table of buffers, or says what a model's training step takes.
+//! `gapless plan`: places a table of buffers, or says what a run or a model's training step takes.
 
 mod curve;
+mod run_file;
 mod step;
 mod table;
 
@@ -17,16 +18,21 @@ use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
 use crate::output::{picture, tell, tell_error};
 use crate::step::StepArguments;
 
-/// Place a table of buffers as low as can be, or plan a model's training step without a device.
+/// Place a table of buffers as low as can be, or plan a run or a model's training step without a device.
+///
+/// A run's file (.toml) is planned as `gapless train` runs it, every rank to the byte, without its data or weights.
 ///
 /// A table has the columns id,lower,upper,size and, if need be, alignment and offset; lifetimes are half-open ticks [lower,
 /// upper). Other names that minimalloc reads are read, too. Exit code: 0 when the plan fits (or there is nothing to fit into),
 /// 2 for bad input, 3 when it does not fit.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Table of buffers.
+    /// Table of buffers (CSV), or the file of a run (.toml).
     #[arg(conflicts_with = "training_step")]
     file: Option<PathBuf>,
+    /// A value that goes before what the run's file says, e.g. step.batch=16. May be given several times.
+    #[arg(long = "set", value_name = "KEY=VALUE", requires = "file", conflicts_with = "training_step")]
+    assignments: Vec<String>,
     /// Bytes that the table's plan must fit into, e.g. 600MiB; without it the plan is made as low as possible.
     #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_negative_numbers = true, conflicts_with = "training_step")]
     capacity: Option<u64>,
@@ -59,6 +65,10 @@ pub struct Arguments {
 /// Does what the arguments ask and says how it went.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let fit = match &arguments.file {
+        Some(file) if run_file::is_one(file) => run_file::plan(arguments, file),
+        Some(_) if !arguments.assignments.is_empty() => {
+            Err(anyhow!("--set is for the file of a run, whose name ends in .toml"))
+        }
         Some(file) => table::place(arguments, file),
         None => step(arguments),
     };
@@ -74,7 +84,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
     if !arguments.step.names_a_model()? {
-        bail!("nothing to plan; give a table, or --model");
+        bail!("nothing to plan; give the file of a run, a table, or --model");
     }
     let step = arguments.step.step()?;
     step.notices().iter().for_each(tell);
