@@ -297,7 +297,7 @@ fn every_rank_of_a_step_writes_its_plan() {
         ("plan --model small --rank 1", "rank: \"1\" is no rank of a pipeline of 1; use numbers"),
         ("plan --model small --dtype f16", "dtype: unknown variant `f16`"),
         ("plan --model small --lora-targets q_proj", "lora_targets: stand without lora"),
-        ("plan", "give a table, or --model"),
+        ("plan", "give the file of a run, a table, or --model"),
         ("plan plan.0.csv --model small", "cannot be used with"),
         ("compare --trace plan.0.csv --model small", "cannot be used with"),
         ("schedule zbv --model small --ranks 2 --forward 2", "cannot be used with"),
