@@ -17,7 +17,7 @@ use gapless_allocators::{
 };
 use serde::Serialize;
 
-use crate::output::{exit_code, picture, print, tell};
+use crate::output::{exit_code, picture, print, tell, to_json};
 use crate::plan::seconds;
 use crate::step::StepArguments;
 
@@ -82,8 +82,7 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
         compared.push(Outcome { title, refused: refused.transpose()?, compared: compare_one(arguments, program)? });
     }
     let text = match (arguments.json, &compared[..]) {
-        (true, [one]) => serde_json::to_string_pretty(one)? + "\n",
-        (true, all) => serde_json::to_string_pretty(all)? + "\n",
+        (true, all) => to_json(all)? + "\n",
         (false, [one]) => one.to_string(),
         (false, all) => all.iter().map(|one| format!("{}\n{one}\n", one.title)).collect(),
     };

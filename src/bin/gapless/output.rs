@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
+use serde::Serialize;
 
 /// Writes a result to the standard output. That its reader has left is no error: the exit code says what it would have.
 pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Result<()> {
@@ -14,6 +15,14 @@ pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Re
     match write(&mut out).and_then(|()| out.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => written.context("cannot write to the standard output"),
+    }
+}
+
+/// What several may be asked of as JSON: one answer as itself, others as a list.
+pub fn to_json<T: Serialize>(answers: &[T]) -> serde_json::Result<String> {
+    match answers {
+        [one] => serde_json::to_string_pretty(one),
+        all => serde_json::to_string_pretty(all),
     }
 }
 

@@ -9,7 +9,7 @@ use gapless::run::{RunConfig, RunError};
 use gapless::{Report, TrainError};
 use gapless_alloc::Fit;
 
-use crate::output::{print, tell};
+use crate::output::{print, tell, to_json};
 
 /// Whether a file is a run's, by its name.
 pub fn is_one(file: &Path) -> bool {
@@ -33,11 +33,14 @@ pub fn plan(arguments: &super::Arguments, file: &Path) -> anyhow::Result<Fit> {
         }
         Err(error) => return Err(error.into()),
     };
-    match (&ranks[..], arguments.json) {
-        ([one], true) => print(|out| writeln!(out, "{}", serde_json::to_string_pretty(one)?)),
-        (all, true) => print(|out| writeln!(out, "{}", serde_json::to_string_pretty(all)?)),
-        ([one], false) => print(|out| write!(out, "{one}")),
-        (all, false) => print(|out| all.iter().enumerate().try_for_each(|(rank, report)| of_rank(out, rank, report))),
+    if arguments.json {
+        let json = to_json(&ranks)?;
+        print(|out| writeln!(out, "{json}"))?;
+        return Ok(Fit::Fits);
+    }
+    match &ranks[..] {
+        [one] => print(|out| write!(out, "{one}")),
+        all => print(|out| all.iter().enumerate().try_for_each(|(rank, report)| of_rank(out, rank, report))),
     }?;
     Ok(Fit::Fits)
 }

@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use super::curve::{Curve, curve};
 use super::{draw, of_rank};
-use crate::output::{picture, print, replace, tell};
+use crate::output::{picture, print, replace, tell, to_json};
 
 /// What fewer bytes would cost.
 #[derive(Debug, clap::Args)]
@@ -156,16 +156,11 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
         std::fs::write(path, curve.svg(step.title(), (first.arena_bytes, first.step_ms)))
             .with_context(|| format!("cannot draw {}", path.display()))?;
     }
-    match (arguments.json, &planned[..]) {
-        (true, [one]) => {
-            let json = serde_json::to_string_pretty(one)?;
-            print(|out| writeln!(out, "{json}"))?;
-        }
-        (true, all) => {
-            let json = serde_json::to_string_pretty(all)?;
-            print(|out| writeln!(out, "{json}"))?;
-        }
-        (false, all) => print(|out| all.iter().try_for_each(|planned| report(out, step, planned)))?,
+    if arguments.json {
+        let json = to_json(&planned)?;
+        print(|out| writeln!(out, "{json}"))?;
+    } else {
+        print(|out| planned.iter().try_for_each(|planned| report(out, step, planned)))?;
     }
     Ok(Fit::Fits)
 }
