@@ -1,9 +1,7 @@
 //! What a run's file takes, before the run.
 
 use gapless_engine::data::Vocabulary;
-use gapless_engine::{Report, TrainOptions, Trainer};
-use gapless_models::hf::Config;
-use gapless_models::{Gpt, Llama, Moe};
+use gapless_engine::{Report, TrainError, Trainer};
 
 use super::{ModelConfig, RunConfig, RunError};
 
@@ -17,29 +15,17 @@ impl RunConfig {
     pub fn plan(&self) -> Result<Vec<Report>, RunError> {
         self.check_keys()?;
         let options = self.options()?;
-        let model = self.model(self.planned_vocabulary()?);
-        let ranks = options.mesh.ranks().map_err(gapless_engine::TrainError::from)?;
-        (0..ranks).map(|rank| plan_rank(&model, &options, rank)).collect()
+        let architecture = self.model(self.planned_vocabulary()?).architecture()?;
+        let plan = |rank| Trainer::plan_run(|vb| architecture.model(vb), &options, rank);
+        let ranks = options.mesh.ranks().map_err(TrainError::from)?;
+        Ok((0..ranks).map(plan).collect::<Result<_, _>>()?)
     }
 
-    /// Tokens of the vocabulary, without the data. Of a model's folder the folder decides.
+    /// Tokens of the vocabulary, without the data. A model's folder has its own number, whatever this is.
     fn planned_vocabulary(&self) -> Result<usize, RunError> {
-        Ok(match (&self.data.tokenizer, &self.model) {
-            (_, ModelConfig::Folder(folder)) => Config::read(folder)?.vocabulary(),
-            (Some(file), _) => Vocabulary::open_with(file, &self.data.text_options())?.size(),
-            (None, _) => self.data.vocabulary_size(),
+        Ok(match (&self.model, &self.data.tokenizer) {
+            (ModelConfig::Folder(_), _) | (_, None) => self.data.vocabulary_size(),
+            (_, Some(file)) => Vocabulary::open_with(file, &self.data.text_options())?.size(),
         })
     }
-}
-
-fn plan_rank(model: &ModelConfig, options: &TrainOptions, rank: usize) -> Result<Report, RunError> {
-    Ok(match model {
-        ModelConfig::Gpt(gpt) => Trainer::plan_run(|vb| Gpt::new(gpt, vb), options, rank)?,
-        ModelConfig::Llama(llama) => Trainer::plan_run(|vb| Llama::new(llama, vb), options, rank)?,
-        ModelConfig::Moe(moe) => Trainer::plan_run(|vb| Moe::new(moe, vb), options, rank)?,
-        ModelConfig::Folder(folder) => {
-            let config = Config::read(folder)?;
-            Trainer::plan_run(|vb| config.model(vb), options, rank)?
-        }
-    })
 }

@@ -13,7 +13,6 @@ use gapless_engine::data::{Dataset, TrainingWindows, ValidationWindows, Vocabula
 use gapless_engine::nn::Trainable;
 use gapless_engine::{GenerateOptions, Sampling, StepReport, TrainError, Trainer};
 use gapless_models::hf::{self, Folder};
-use gapless_models::{Gpt, Llama, Moe};
 use gapless_parallel::Mesh;
 use serde_json::{Value, json};
 
@@ -441,17 +440,10 @@ fn trainer(
     is_new: bool,
 ) -> Result<Trainer, RunError> {
     let options = config.options()?;
-    Ok(match config.model(vocabulary) {
-        ModelConfig::Gpt(gpt) => Trainer::on(world, |vb| Gpt::new(&gpt, vb), options)?,
-        ModelConfig::Llama(llama) => Trainer::on(world, |vb| Llama::new(&llama, vb), options)?,
-        ModelConfig::Moe(moe) => Trainer::on(world, |vb| Moe::new(&moe, vb), options)?,
-        ModelConfig::Folder(path) => {
-            let folder = Folder::open(path)?;
-            let mut trainer = Trainer::on(world, |vb| folder.model(vb), options)?;
-            if is_new {
-                folder.load(&mut trainer)?;
-            }
-            trainer
-        }
-    })
+    let (architecture, folder) = config.model(vocabulary).open()?;
+    let mut trainer = Trainer::on(world, |vb| architecture.model(vb), options)?;
+    if let Some(folder) = folder.filter(|_| is_new) {
+        folder.load(&mut trainer)?;
+    }
+    Ok(trainer)
 }

@@ -6,7 +6,6 @@ use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::Vocabulary;
 use gapless_engine::{DeviceChoice, Generation, TrainOptions, Trainer};
 use gapless_models::hf::{Config, Folder};
-use gapless_models::{Gpt, Llama, Moe};
 
 use super::train::{CONFIG, TOKENIZER, checkpoint_of};
 use super::{ModelConfig, RunConfig, RunError};
@@ -79,15 +78,8 @@ impl TrainedRun {
     pub fn for_inference(&self, options: TrainOptions) -> Result<Trainer, RunError> {
         let (dtype, trainable) = (self.config.step.dtype.into(), self.config.trainable.clone());
         let options = TrainOptions { dtype, trainable, ..options };
-        let mut trainer = match self.config.model(self.vocabulary.size()) {
-            ModelConfig::Gpt(gpt) => Trainer::for_inference(|vb| Gpt::new(&gpt, vb), options)?,
-            ModelConfig::Llama(llama) => Trainer::for_inference(|vb| Llama::new(&llama, vb), options)?,
-            ModelConfig::Moe(moe) => Trainer::for_inference(|vb| Moe::new(&moe, vb), options)?,
-            ModelConfig::Folder(path) => {
-                let folder = Folder::open(path)?;
-                Trainer::for_inference(|vb| folder.model(vb), options)?
-            }
-        };
+        let (architecture, _) = self.config.model(self.vocabulary.size()).open()?;
+        let mut trainer = Trainer::for_inference(|vb| architecture.model(vb), options)?;
         match self.average {
             false => trainer.load(&self.checkpoint)?,
             true => trainer.load_average(&self.checkpoint)?,

@@ -3,8 +3,7 @@
 use std::path::Path;
 
 use gapless::communicator::on_threads;
-use gapless::models::{Gpt, Llama, Moe};
-use gapless::run::{Console, ModelConfig, RunConfig, Start, train};
+use gapless::run::{Console, RunConfig, Start, train};
 use gapless::{Report, TrainError, Trainer};
 
 use crate::{Place, TINY, tokenizer};
@@ -13,18 +12,9 @@ const GPT: &str = "[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16";
 
 /// The report of every rank's trainer.
 fn reserved(config: &RunConfig, vocabulary: usize) -> Vec<Report> {
-    let (model, options) = (config.model(vocabulary), config.options().unwrap());
+    let (architecture, options) = (config.model(vocabulary).architecture().unwrap(), config.options().unwrap());
     on_threads(options.mesh.ranks().unwrap(), |world| {
-        let options = options.clone();
-        let trainer = match &model {
-            ModelConfig::Gpt(gpt) => Trainer::on(world, |vb| Gpt::new(gpt, vb), options)?,
-            ModelConfig::Llama(llama) => Trainer::on(world, |vb| Llama::new(llama, vb), options)?,
-            ModelConfig::Moe(moe) => Trainer::on(world, |vb| Moe::new(moe, vb), options)?,
-            ModelConfig::Folder(folder) => {
-                let folder = gapless::models::hf::Folder::open(folder).unwrap();
-                Trainer::on(world, |vb| folder.model(vb), options)?
-            }
-        };
+        let trainer = Trainer::on(world, |vb| architecture.model(vb), options.clone())?;
         Ok::<_, TrainError>(trainer.report().clone())
     })
     .unwrap()

@@ -18,6 +18,7 @@ use gapless_engine::data::Vocabulary;
 use gapless_engine::nn::Trainable;
 use gapless_engine::optim::AdamW;
 use gapless_engine::{Generation, LossTerms, Sampling, TrainOptions};
+use gapless_models::hf::{self, Architecture, Config, Folder};
 use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -100,6 +101,28 @@ pub enum ModelConfig {
     Moe(MoeConfig),
     /// A Hugging Face folder: its weights, and its tokenizer unless `data` names another.
     Folder(PathBuf),
+}
+
+impl ModelConfig {
+    /// Its family and extents. Of a folder they are in its config.json, and its weights are not looked at.
+    ///
+    /// # Errors
+    /// As [`Config::read`].
+    pub fn architecture(&self) -> hf::Result<Architecture> {
+        Ok(match self {
+            Self::Gpt(gpt) => Architecture::Gpt(gpt.clone()),
+            Self::Llama(llama) => Architecture::Llama(llama.clone()),
+            Self::Moe(moe) => Architecture::Moe(moe.clone()),
+            Self::Folder(path) => Config::read(path)?.architecture().clone(),
+        })
+    }
+
+    /// The same with the folder, where there is one, whose weights are then there.
+    pub(in crate::run) fn open(&self) -> hf::Result<(Architecture, Option<Folder>)> {
+        let Self::Folder(path) = self else { return Ok((self.architecture()?, None)) };
+        let folder = Folder::open(path)?;
+        Ok((folder.config().architecture().clone(), Some(folder)))
+    }
 }
 
 /// `[loss]`: what it counts beside the likelihood of the next token, in training; docs/optimizers.md has the formula.
