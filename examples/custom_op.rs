@@ -6,7 +6,7 @@
 use gapless::engine::kernels::cuda::Fusible;
 use gapless::engine::{Args, Array, Gradient, Op, Reference, Spec, gradient_check};
 use gapless::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear};
-use gapless::{Model, Result, Tensor, TrainOptions, Trainer};
+use gapless::{Model, Result, StepOptions, Tensor, TrainOptions, Trainer};
 
 /// y = max(x, 0)².
 #[derive(Debug)]
@@ -85,7 +85,10 @@ fn main() -> anyhow::Result<()> {
     println!("kernel against the f64 reference:    {:.1e}", error.kernel);
     anyhow::ensure!(error.finite_difference < 1e-6 && error.kernel < 1e-5, "the operation is wrong: {error:?}");
 
-    let mut options = TrainOptions { batch: 4, sequence: 32, ..TrainOptions::default() };
+    let mut options = TrainOptions {
+        step: StepOptions { batch: 4, sequence: 32, ..StepOptions::default() },
+        ..TrainOptions::default()
+    };
     options.learning_rate.peak = 1e-2;
     let mut trainer = Trainer::new(Next::new, options)?;
     println!("{}", trainer.device());

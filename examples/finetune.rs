@@ -13,7 +13,7 @@ use gapless::alloc::draw::Bytes;
 use gapless::engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
 use gapless::models::hf::Folder;
 use gapless::run::Fit;
-use gapless::{DeviceChoice, LearningRate, Lora, Recompute, TrainOptions, Trainable, Trainer};
+use gapless::{DeviceChoice, LearningRate, Lora, MemoryOptions, StepOptions, TrainOptions, Trainable, Trainer};
 
 #[derive(Parser)]
 #[command(about = "Trains somebody's weights on a text: a Hugging Face folder in, a folder out")]
@@ -64,11 +64,14 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let folder = Folder::open(&args.model)?;
     let options = TrainOptions {
-        batch: args.batch,
-        sequence: args.sequence,
+        step: StepOptions {
+            batch: args.batch,
+            sequence: args.sequence,
+            trainable: trainable(&args, &folder),
+            memory: MemoryOptions { budget: args.budget, ..MemoryOptions::default() },
+            ..StepOptions::default()
+        },
         device: args.device,
-        trainable: trainable(&args, &folder),
-        recompute: args.budget.map_or(Recompute::None, Recompute::budget),
         learning_rate: LearningRate::constant(args.lr),
         ..TrainOptions::default()
     };

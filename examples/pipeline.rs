@@ -8,7 +8,7 @@ use clap::Parser;
 use gapless::communicator::on_threads;
 use gapless::models::{Gpt, GptConfig};
 use gapless::parallel::{self, Costs, Shape, simulate};
-use gapless::{DeviceChoice, Mesh, Pipeline, TrainOptions, Trainer};
+use gapless::{DeviceChoice, Mesh, Pipeline, StepOptions, TrainOptions, Trainer};
 
 #[derive(Parser)]
 #[command(about = "Trains a small GPT over four ranks with every schedule there is")]
@@ -41,9 +41,12 @@ fn model() -> GptConfig {
 fn main() -> Result<()> {
     let args = Args::parse();
     let plain = TrainOptions {
-        batch: args.micro_batches,
-        micro_batches: args.micro_batches,
-        sequence: model().sequence,
+        step: StepOptions {
+            batch: args.micro_batches,
+            micro_batches: args.micro_batches,
+            sequence: model().sequence,
+            ..StepOptions::default()
+        },
         threads: 1,
         device: DeviceChoice::Cpu,
         ..TrainOptions::default()
@@ -69,8 +72,11 @@ fn main() -> Result<()> {
         print!("{}", timeline.gantt_folded(args.width));
 
         let options = TrainOptions {
-            mesh: Mesh::pipeline(args.ranks),
-            pipeline: Pipeline { schedule: schedule.into(), chunks: chunks as usize, ..Pipeline::default() },
+            step: StepOptions {
+                mesh: Mesh::pipeline(args.ranks),
+                pipeline: Pipeline { schedule: schedule.into(), chunks: chunks as usize, ..Pipeline::default() },
+                ..plain.step.clone()
+            },
             ..plain.clone()
         };
         let ranks = train(&options, args.steps)?;
@@ -94,7 +100,7 @@ fn main() -> Result<()> {
 fn train(options: &TrainOptions, steps: usize) -> Result<Vec<RankReport>> {
     let text = include_bytes!("pipeline.rs");
     let tokens: Vec<u32> = text.iter().map(|&byte| byte.into()).collect();
-    let count = options.batch * options.sequence;
+    let count = options.step.batch * options.step.sequence;
     ensure!(tokens.len() > count + steps, "this file is too short for {count} tokens");
     let build = |vb| Gpt::new(&model(), vb);
     let run = |mut trainer: Trainer| {
@@ -103,10 +109,10 @@ fn train(options: &TrainOptions, steps: usize) -> Result<Vec<RankReport>> {
         let report = trainer.report();
         Ok(RankReport { losses, arena_bytes: report.arena_bytes, gap: report.gap })
     };
-    let ranks = options.mesh.ranks()?;
+    let ranks = options.step.mesh.ranks()?;
     let reports = match ranks {
         1 => Trainer::new(build, options.clone()).and_then(run).map(|report| vec![report]),
-        _ => on_threads(ranks, |world| run(Trainer::on(world, build, options.clone())?)),
+        _ => on_threads(ranks, |world| run(Trainer::builder(build, options.clone()).on(world).build()?)),
     };
     reports.context("training failed")
 }

@@ -84,15 +84,18 @@ fn main() -> Result<ExitCode> {
     let _ = (sample > 0).then(|| vocabulary.encode(&args.prompt)).transpose()?;
     let config = GptConfig { vocabulary: vocabulary.size(), sequence, layers, heads, width, ..GptConfig::default() };
     let options = TrainOptions {
-        batch,
-        micro_batches,
-        sequence,
+        step: StepOptions {
+            batch,
+            micro_batches,
+            sequence,
+            precision: args.dtype.parse()?,
+            generation: (sample > 0).then(Generation::default),
+            memory: MemoryOptions { budget: args.budget, ..MemoryOptions::default() },
+            ..StepOptions::default()
+        },
         seed,
         learning_rate: LearningRate::cosine(args.lr, steps),
         device: args.device.parse().map_err(Error::msg)?,
-        dtype: args.dtype.parse()?,
-        recompute: args.budget.map_or(Recompute::None, Recompute::budget),
-        generation: (sample > 0).then(Generation::default),
         ..TrainOptions::default()
     };
     let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options)?;

@@ -118,7 +118,7 @@ fn main() -> Result<ExitCode> {
     let run = json!({ "flags": args, "config": config, "data": dataset.folder(), "data_hash": dataset.hash() });
     let fit = Fit::new(&training, args.steps).save(&folder, args.save_every, run).stop(&stop);
     let trained = communicator::on_threads(args.expert_ranks, |world| {
-        let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options.clone())?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options.clone()).on(world).build()?;
         Ok(train(&mut trainer, &fit, &folder, checkpoint.as_ref(), &console))
     });
     trained?.into_iter().collect::<Result<(), _>>()?;
@@ -128,16 +128,22 @@ fn main() -> Result<ExitCode> {
 fn options(args: &Args) -> Result<TrainOptions> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     Ok(TrainOptions {
-        batch: args.batch,
-        micro_batches: args.micro_batches,
-        sequence: args.sequence,
+        step: StepOptions {
+            batch: args.batch,
+            micro_batches: args.micro_batches,
+            sequence: args.sequence,
+            mesh: Mesh { expert: args.expert_ranks, ..Mesh::default() },
+            memory: MemoryOptions {
+                routing: args.reserve.map_or(Reserve::Worst, |factor| Reserve::Balanced { factor }),
+                overflow: args.overflow.parse().map_err(Error::msg)?,
+                ..MemoryOptions::default()
+            },
+            ..StepOptions::default()
+        },
         learning_rate: LearningRate::cosine(args.lr, args.steps),
         seed: args.seed,
         threads: if args.threads == 0 { (cores / args.expert_ranks).max(1) } else { args.threads },
         device: args.device.parse().map_err(Error::msg)?,
-        mesh: Mesh { expert: args.expert_ranks, ..Mesh::default() },
-        routing: args.reserve.map_or(Reserve::Worst, |factor| Reserve::Balanced { factor }),
-        overflow: args.overflow.parse().map_err(Error::msg)?,
         ..TrainOptions::default()
     })
 }

@@ -6,10 +6,10 @@
 //!
 //! ```
 //! use gapless::models::{Gpt, GptConfig};
-//! use gapless::{TrainOptions, Trainer};
+//! use gapless::{StepOptions, Trainer};
 //!
 //! let config = GptConfig { vocabulary: 256, sequence: 32, layers: 2, heads: 2, width: 32, ..GptConfig::default() };
-//! let options = TrainOptions { batch: 4, sequence: 32, ..TrainOptions::default() };
+//! let options = StepOptions { batch: 4, sequence: 32, ..StepOptions::default() };
 //! let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options)?;
 //! println!("{}", trainer.report()); // parameters, arena, lower bound, gap, bytes by role: known before any step
 //!
@@ -69,7 +69,6 @@ mod pages {
 pub mod communicator;
 #[cfg(feature = "runs")]
 mod page;
-#[cfg(feature = "hugging-face")]
 pub mod plan;
 pub mod prelude;
 #[cfg(feature = "runs")]
@@ -98,10 +97,10 @@ pub use gapless_engine::learning_rate::LearningRate;
 pub use gapless_engine::metrics::JsonLines;
 pub use gapless_engine::nn::{Lora, Trainable};
 pub use gapless_engine::optim::{Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon};
-pub use gapless_engine::recompute::{Layers, Offload, Recompute, RecomputePolicy};
+pub use gapless_engine::recompute::{Layers, Recompute, RecomputePolicy};
 pub use gapless_engine::{
-    Batch, DType, DeviceChoice, Error, GenerateOptions, Generation, IGNORED, Limits, LossParts, LossTerms, Model,
-    NextToken, Op, Overflow, ParameterGroup, Pipeline, Report, Result, RunsOn, Sampling, StepReport, Tensor,
-    TrainError, TrainOptions, Trainer, UpdateOptions, nn,
+    Batch, DType, DeviceChoice, Error, GenerateOptions, Generation, IGNORED, Limits, LossParts, LossTerms,
+    MemoryOptions, Model, NextToken, Op, Overflow, ParameterGroup, Pipeline, Precision, Report, Result, RunsOn,
+    Sampling, StepOptions, StepReport, Tensor, TrainError, TrainOptions, Trainer, TrainerBuilder, UpdateOptions, nn,
 };
 pub use gapless_parallel::Mesh;

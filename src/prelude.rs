@@ -12,7 +12,7 @@
 //! }
 //!
 //! let build = |vb: VarBuilder| Ok(Bigram(embedding(16, 8, vb.pp("embed"))?, linear(8, 16, vb.pp("head"))?));
-//! let mut trainer = Trainer::new(build, TrainOptions { batch: 2, sequence: 4, ..TrainOptions::default() })?;
+//! let mut trainer = Trainer::new(build, StepOptions { batch: 2, sequence: 4, ..StepOptions::default() })?;
 //! trainer.step(&[0, 1, 2, 3, 4, 5, 6, 7], &[1, 2, 3, 4, 5, 6, 7, 8])?;
 //! # Ok::<(), gapless::TrainError>(())
 //! ```
@@ -22,8 +22,8 @@ pub use crate::nn::{
     linear, linear_no_bias, rms_norm,
 };
 pub use crate::{
-    AdamW, Checkpoint, D, DType, Device, DeviceChoice, IndexOp, LearningRate, Model, Recompute, Sampling, StepReport,
-    Tensor, TrainError, TrainOptions, Trainer,
+    AdamW, Checkpoint, D, DType, Device, DeviceChoice, IndexOp, LearningRate, MemoryOptions, Model, Precision,
+    Recompute, Sampling, StepOptions, StepReport, Tensor, TrainError, TrainOptions, Trainer,
 };
 #[cfg(feature = "data")]
 pub use crate::{DataOptions, Dataset, Source};

@@ -12,8 +12,7 @@ use gapless::alloc::arena::ArenaReport;
 use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
 use gapless::models::MoeStyle;
 use gapless::{
-    DType, GenerateOptions, Generation, Mesh, NextToken, Offload, Overflow, ParameterGroup, Reserve, Sampling,
-    UpdateOptions,
+    DType, GenerateOptions, Generation, Mesh, NextToken, Overflow, ParameterGroup, Reserve, Sampling, UpdateOptions,
 };
 use gapless_testing::{few, not_checked, only_test};
 
@@ -61,7 +60,7 @@ fn counted() -> usize {
 fn tokens() {
     for kind in [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral)] {
         let mut run = Run { kind, ..Run::default() };
-        run.options.generation = Some(Generation { batch: 3, window: Some(16), chunk: 4 });
+        run.options.step.generation = Some(Generation { batch: 3, window: Some(16), chunk: 4 });
         let mut trainer = run.trainer();
         let sampling = Sampling { top_p: 0.9, min_p: 0.01, repetition_penalty: 1.1, ..Sampling::default() };
         let options = GenerateOptions { tokens: 100, sampling, ..GenerateOptions::default() };
@@ -83,10 +82,10 @@ fn rows_without_room() {
     for (overflow, factor) in [(Overflow::Recompute, 1.0), (Overflow::Grow, 0.5)] {
         let mut run = Run { kind: Kind::Moe(MoeStyle::Mixtral), ..Run::default() };
         run.options.threads = 1;
-        run.options.micro_batches = 4;
-        run.options.mesh = mesh;
-        run.options.routing = Reserve::Balanced { factor };
-        run.options.overflow = overflow;
+        run.options.step.micro_batches = 4;
+        run.options.step.mesh = mesh;
+        run.options.step.memory.routing = Reserve::Balanced { factor };
+        run.options.step.memory.overflow = overflow;
         let (counts, reports) = allocations_on_ranks(&run);
         assert_eq!(counts, vec![0; 2], "{overflow:?}: heap allocations");
         let had_to = |report: &ArenaReport| match overflow {
@@ -100,7 +99,7 @@ fn rows_without_room() {
 /// Heap allocations, as each rank counts those of all, in steps behind the first ten; and what its arena did in all of them.
 fn allocations_on_ranks(run: &Run) -> (Vec<u64>, Vec<Option<ArenaReport>>) {
     let counted = counted();
-    let together = Barrier::new(run.options.mesh.ranks().unwrap());
+    let together = Barrier::new(run.options.step.mesh.ranks().unwrap());
     let ranks = run.on_ranks(|mut trainer| {
         let batches: Vec<_> = (0..4).map(|step| run.batch(step)).collect();
         let mut steps = |count: usize| {
@@ -134,8 +133,8 @@ fn several_ranks() {
     ] {
         let mut run = Run { kind, ..Run::default() };
         run.options.threads = 1;
-        run.options.micro_batches = 4;
-        run.options.mesh = mesh;
+        run.options.step.micro_batches = 4;
+        run.options.step.mesh = mesh;
         let (counts, reports) = allocations_on_ranks(&run);
         for report in reports {
             let served = report.map(|report| report.requests);
@@ -162,28 +161,28 @@ fn optimizers_of_fewer_bytes() {
     let rules: [Arc<dyn Optimizer>; 2] = [AdamW8bit::default().into(), galore.into()];
     for optimizer in rules {
         let mut run = Run::default();
-        run.options.optimizer = optimizer;
-        assert_eq!(allocations_of_steps(&run), 0, "{:?}: heap allocations", run.options.optimizer);
+        run.options.step.optimizer = optimizer;
+        assert_eq!(allocations_of_steps(&run), 0, "{:?}: heap allocations", run.options.step.optimizer);
     }
 }
 
 /// Groups, cut gradients, averages, and steps that might be left out.
 fn what_an_update_does_beside_its_rule() {
     let mut run = Run::default();
-    let (names, optimizer) = (vec!["h.0".to_owned()], run.options.optimizer.clone());
+    let (names, optimizer) = (vec!["h.0".to_owned()], run.options.step.optimizer.clone());
     let groups = vec![ParameterGroup { names, optimizer, learning_rate: 0.5 }];
-    run.options.update = UpdateOptions { groups, max_value: Some(1e-2), guarded: true, average: Some(0.9) };
-    assert_eq!(allocations_of_steps(&run), 0, "{:?}: heap allocations", run.options.update);
+    run.options.step.update = UpdateOptions { groups, max_value: Some(1e-2), guarded: true, average: Some(0.9) };
+    assert_eq!(allocations_of_steps(&run), 0, "{:?}: heap allocations", run.options.step.update);
 }
 
 /// Activations that are packed, and that are copied to a file and back.
 fn what_waits_otherwise_than_as_it_is() {
     for dtype in [DType::F32, DType::BF16] {
         let mut run = Run::default();
-        run.options.dtype = dtype;
-        run.options.micro_batches = 2;
-        run.options.compress = vec!["gelu".into(), "layer_norm".into()];
-        run.options.offload = Some(Offload { ops: vec!["linear".into(), "add".into()], folder: std::env::temp_dir() });
+        run.options.step.precision = dtype.try_into().unwrap();
+        run.options.step.micro_batches = 2;
+        run.options.step.memory.compress = vec!["gelu".into(), "layer_norm".into()];
+        run.options.step.memory.offload = vec!["linear".into(), "add".into()];
         assert_eq!(allocations_of_steps(&run), 0, "{dtype:?}: heap allocations");
     }
 }
@@ -192,7 +191,7 @@ fn one_rank_and_memory_stays_flat() {
     for (turn, kind) in Kind::all().enumerate() {
         let steps = if turn < 2 { 10 * counted() } else { counted() };
         let mut run = Run { kind, ..Run::default() };
-        run.options.micro_batches = 2;
+        run.options.step.micro_batches = 2;
         let mut trainer = run.trainer();
         let (tokens, targets) = run.batch(0);
         for _ in 0..10 {

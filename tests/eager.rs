@@ -9,12 +9,19 @@ use std::collections::HashMap;
 use gapless::alloc::csv;
 use gapless::allocators::{Kind, Requests, replay};
 use gapless::engine::compile::StagePartition;
-use gapless::step::{Lowering, Precision, StepSpec};
+use gapless::run::RunConfig;
+use gapless::step::{ConfigError, Step};
 use gapless_testing::evidence;
 use serde_json::Value;
 
+/// The step of some keys, a line each.
+fn step(keys: &str) -> Result<Step, ConfigError> {
+    let keys: Vec<String> = keys.lines().map(str::to_owned).collect();
+    Step::new(&RunConfig::parse("", &keys)?)
+}
+
 /// The step that a recording is of, and its rank; none if our models cannot say it.
-fn step_of(entry: &Value) -> Option<(StepSpec, Vec<String>, usize)> {
+fn step_of(entry: &Value) -> Option<(Step, Vec<String>, usize)> {
     let config = &entry["config"];
     let number = |key: &str| config[key].as_u64().unwrap_or(0) as usize;
     let (layers, heads, width, hidden) = (number("L"), number("H"), number("D"), number("FF"));
@@ -36,24 +43,19 @@ fn step_of(entry: &Value) -> Option<(StepSpec, Vec<String>, usize)> {
         _ => return None,
     };
     let micro_batches = number("accum").max(number("microbatches"));
-    let spec = StepSpec {
-        model: serde_json::from_value(Value::String(model)).ok(),
-        batch: number("mb") * micro_batches * expert_ranks,
-        micro_batches,
-        sequence: number("seq"),
-        dtype: Precision::Mixed,
-        lowering: if config["mode"] == "amp" { Lowering::EagerAmp } else { Lowering::Eager },
-        pipeline_ranks: ranks,
-        expert_ranks,
-        schedule: if chunks > 1 { "interleaved" } else { "1f1b" }.to_owned(),
-        chunks: Some(chunks),
-        recompute: if config["ckpt"] == true { "layers" } else { "none" }.to_owned(),
-        ..StepSpec::default()
-    };
+    let (batch, sequence) = (number("mb") * micro_batches * expert_ranks, number("seq"));
+    let lowering = if config["mode"] == "amp" { "eager-amp" } else { "eager" };
+    let schedule = if chunks > 1 { "interleaved" } else { "1f1b" };
+    let recompute = if config["ckpt"] == true { "layers" } else { "none" };
+    let step = step(&format!(
+        "model = '{model}'\nbatch = {batch}\nmicro_batches = {micro_batches}\nsequence = {sequence}\nprecision = 'bf16'\n\
+         lowering = '{lowering}'\npipeline_ranks = {ranks}\nexpert_ranks = {expert_ranks}\nschedule = '{schedule}'\nchunks = {chunks}\n\
+         recompute = '{recompute}'"
+    ));
     // Equal numbers of layers on all stages.
     let per_stage = layers / chunks;
     let cuts = (1..ranks * chunks).map(|stage| format!("model.layers.{}", stage * per_stage)).collect();
-    Some((spec, cuts, number("rank")))
+    Some((step.unwrap(), cuts, number("rank")))
 }
 
 /// The rows of each expert that some come to, layer by layer, in the order of forwards: as in `recorded_moe` of `gapless-allocators`, an
@@ -101,8 +103,7 @@ fn steps_allocate_what_the_library_does() {
     let (mut wrong, mut judged) = (String::new(), 0);
     for entry in &entries {
         let name = entry["name"].as_str().unwrap();
-        let Some((spec, cuts, rank)) = step_of(entry) else { continue };
-        let mut step = spec.check().unwrap();
+        let Some((mut step, cuts, rank)) = step_of(entry) else { continue };
         step.options.pipeline.cut = StagePartition::Before(cuts);
         let graph = step.record().unwrap();
         // In the order of forwards when first asked for, and the same when a layer is recomputed.
@@ -136,12 +137,11 @@ fn steps_allocate_what_the_library_does() {
 
 #[test]
 fn stages_may_begin_inside_a_layer() {
-    let spec: StepSpec = toml::from_str(
+    let mut step = step(
         "model = 'gpt:vocabulary=64,layers=3,heads=2,width=32'\nbatch = 4\nmicro_batches = 4\nsequence = 16\npipeline_ranks = 2\n\
          lowering = 'eager'",
     )
     .unwrap();
-    let mut step = spec.check().unwrap();
     step.options.pipeline.cut = StagePartition::Before(vec!["h.1.mlp".to_owned()]);
     let graph = step.record().unwrap();
     for rank in 0..2 {
@@ -158,7 +158,7 @@ fn mixtures_have_rules() {
                 router.renormalise=false,expert_hidden=16,shared_hidden=32,shared_gate=true";
     let check = |text: &str| {
         let text = format!("model = '{qwen}'\nbatch = 8\nmicro_batches = 2\nsequence = 16\npipeline_ranks = 2\n{text}");
-        let step = toml::from_str::<StepSpec>(&text).unwrap().check().unwrap();
+        let step = step(&text).unwrap();
         let graph = step.record().unwrap();
         let peak = |problem| Requests::new(&problem).peak_live();
         for rank in 0..2 {
@@ -170,16 +170,15 @@ fn mixtures_have_rules() {
     };
     check("lowering = 'eager'");
     check("lowering = 'eager'\nexpert_ranks = 2");
-    check("lowering = 'eager'\nexpert_ranks = 4\ndtype = 'mixed'\nrecompute = 'layers'");
-    check("lowering = 'eager-amp'\nexpert_ranks = 2\ndtype = 'mixed'");
-    check("lowering = 'eager-amp'\ndtype = 'mixed'\nrecompute = 'layers'");
+    check("lowering = 'eager'\nexpert_ranks = 4\nprecision = 'bf16'\nrecompute = 'layers'");
+    check("lowering = 'eager-amp'\nexpert_ranks = 2\nprecision = 'bf16'");
+    check("lowering = 'eager-amp'\nprecision = 'bf16'\nrecompute = 'layers'");
 }
 
 #[test]
 fn what_has_no_rule_is_named() {
     let check = |text: &str, expected: &str| {
-        let spec: StepSpec = toml::from_str(&format!("batch = 2\nsequence = 16\nlowering = 'eager'\n{text}")).unwrap();
-        let error = match spec.check() {
+        let error = match step(&format!("batch = 2\nsequence = 16\nlowering = 'eager'\n{text}")) {
             Ok(step) => step.eager(&step.record().unwrap(), 0).unwrap_err().to_string(),
             Err(error) => error.to_string(),
         };

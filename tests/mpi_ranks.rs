@@ -56,7 +56,7 @@ mod jobs {
         run.options.threads = 1;
         run.options.micro_batches = 8;
         run.options.mesh = Mesh::pipeline(ranks);
-        run.options.pipeline = Pipeline { schedule: schedule.into(), chunks, ..Pipeline::default() };
+        run.options.step.pipeline = Pipeline { schedule: schedule.into(), chunks, ..Pipeline::default() };
         run
     }
 
@@ -200,9 +200,9 @@ mod jobs {
         let path = |name: &str| dir.path().join(name);
         std::fs::write(path("text.txt"), "to be or not to be, that is the question\n".repeat(200)).unwrap();
         let text = format!(
-            "steps = 4\n[model.gpt]\nlayers = 4\nheads = 2\nwidth = 16\n[data]\npath = {:?}\nvocabulary = 256\ncache = {:?}\n\
-             [step]\nbatch = 8\nmicro_batches = 4\nsequence = 16\nthreads = 1\nschedule = \"zb-h1\"\npipeline_ranks = 2\n\
-             data_ranks = {}\n[sample]\nprompt = \"to be\"\ntokens = 4\n",
+            "steps = 4\nthreads = 1\n[model.gpt]\nlayers = 4\nheads = 2\nwidth = 16\n[data]\npath = {:?}\nvocabulary = 256\ncache = {:?}\n\
+             [step]\nbatch = 8\nmicro_batches = 4\nsequence = 16\n[pipeline]\nschedule = \"zb-h1\"\n\
+             [mesh]\npipeline = 2\ndata = {}\n[sample]\nprompt = \"to be\"\ntokens = 4\n",
             path("text.txt"),
             path("cache"),
             ranks / 2

@@ -7,7 +7,7 @@ use std::process::Command;
 use gapless::TrainError;
 use gapless::engine::compile::Error as CompileError;
 use gapless::models::{Gpt, GptConfig};
-use gapless::{DeviceChoice, Offload, Recompute, TrainOptions, Trainer};
+use gapless::{DeviceChoice, MemoryOptions, StepOptions, TrainOptions, Trainer};
 use gapless_testing::{few, not_checked, only_test};
 
 fn main() {
@@ -51,14 +51,18 @@ fn train(budget: Option<u64>, offload: &str) {
         ..GptConfig::default()
     };
     let options = TrainOptions {
-        batch: 8,
-        sequence: 256,
+        step: StepOptions {
+            batch: 8,
+            sequence: 256,
+            memory: MemoryOptions {
+                offload: offload.split_terminator(',').map(str::to_owned).collect(),
+                offload_to: env!("CARGO_TARGET_TMPDIR").into(),
+                budget,
+                ..MemoryOptions::default()
+            },
+            ..StepOptions::default()
+        },
         threads: 1,
-        offload: Some(Offload {
-            ops: offload.split_terminator(',').map(str::to_owned).collect(),
-            folder: env!("CARGO_TARGET_TMPDIR").into(),
-        }),
-        recompute: budget.map_or(Recompute::None, Recompute::budget),
         device: DeviceChoice::Cpu,
         ..TrainOptions::default()
     };

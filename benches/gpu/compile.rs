@@ -9,7 +9,7 @@ use gapless::engine::compile::{CompileOptions, Target, compile};
 use gapless::engine::cuda::{Architecture, Cache, CudaBackend, Family, Launch, Nvrtc, Resources};
 use gapless::engine::runtime::Session;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
-use gapless::{DType, Mesh, TrainError, TrainOptions, Trainer};
+use gapless::{DType, Mesh, StepOptions, TrainError, TrainOptions, Trainer};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -137,10 +137,19 @@ impl Launched {
     ) -> Result<(), TrainError> {
         for micro_batches in [1, 2] {
             let mesh = Mesh { expert, ..Mesh::default() };
-            let options =
-                TrainOptions { mesh, batch: 4, micro_batches, sequence: 64, dtype, ..TrainOptions::default() };
-            let program = Trainer::program_for(build, &options, 0, Target::Cuda)?;
-            let within = CompileOptions::within(None, options.planning, options.routing);
+            let options = TrainOptions {
+                step: StepOptions {
+                    mesh,
+                    batch: 4,
+                    micro_batches,
+                    sequence: 64,
+                    precision: dtype.try_into()?,
+                    ..StepOptions::default()
+                },
+                ..TrainOptions::default()
+            };
+            let program = gapless::engine::compile::step::program(build, &options.step, 0, Target::Cuda)?;
+            let within = CompileOptions::within(None, options.step.memory.planning, options.step.memory.routing);
             for launch in Session::<CudaBackend>::launches(&compile(&[program], &within)?)? {
                 let Launch::Kernel(kernel) = launch else { continue };
                 self.families.insert(kernel.family);

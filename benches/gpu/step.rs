@@ -5,7 +5,7 @@ use std::fmt;
 use clap::ValueEnum;
 use gapless::engine::compile::{CompileOptions, InstrKind, Program, Target, compile};
 use gapless::models::{Gpt, GptConfig};
-use gapless::{DType, DeviceChoice, TrainOptions, Trainer};
+use gapless::{DType, DeviceChoice, StepOptions, TrainOptions, Trainer};
 use serde::Serialize;
 
 use super::probe::Gpu;
@@ -80,7 +80,17 @@ impl Step {
             Float::Bf16 => DType::BF16,
         };
         let &Self { micro_batch, sequence, seed, .. } = self;
-        TrainOptions { batch: micro_batch, sequence, dtype, device, seed, ..TrainOptions::default() }
+        TrainOptions {
+            step: StepOptions {
+                batch: micro_batch,
+                sequence,
+                precision: dtype.try_into().expect("f32 or bf16"),
+                ..StepOptions::default()
+            },
+            device,
+            seed,
+            ..TrainOptions::default()
+        }
     }
 
     pub fn trainer(&self, device: DeviceChoice) -> Result<Trainer, gapless::TrainError> {
@@ -91,9 +101,10 @@ impl Step {
     /// Its plan for a GPU, to the byte.
     pub fn plan(&self) -> Result<Planned, gapless::TrainError> {
         let (config, options) = (self.config(), self.options(Gpu(0).choice()));
-        let program = Trainer::program_for(|vb| Gpt::new(&config, vb), &options, 0, Target::Cuda)?;
+        let program =
+            gapless::engine::compile::step::program(|vb| Gpt::new(&config, vb), &options.step, 0, Target::Cuda)?;
         let attention_flops = attention_flops(&program);
-        let within = CompileOptions::within(None, options.planning, options.routing);
+        let within = CompileOptions::within(None, options.step.memory.planning, options.step.memory.routing);
         Ok(Planned { arena_bytes: compile(&[program], &within)?.arena_bytes(), attention_flops })
     }
 

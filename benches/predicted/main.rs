@@ -12,8 +12,9 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use gapless::communicator::{on_threads, world};
-use gapless::step::{Step, StepSpec};
-use gapless::{TrainError, Trainer};
+use gapless::run::RunConfig;
+use gapless::step::Step;
+use gapless::{DeviceChoice, TrainError, TrainOptions, Trainer};
 use gapless_testing::mpirun;
 
 #[derive(Parser)]
@@ -46,7 +47,7 @@ const STEPS: [&str; 12] = [
     "batch = 4\nsequence = 128",
     "batch = 8\nsequence = 128\nmicro_batches = 4",
     "batch = 8\nsequence = 256\nmicro_batches = 2\nrecompute = \"layers\"",
-    "batch = 4\nsequence = 256\ndtype = \"mixed\"",
+    "batch = 4\nsequence = 256\nprecision = \"bf16\"",
     "batch = 4\nsequence = 128\noptimizer = \"adamw8bit\"",
     "batch = 8\nsequence = 128\nmicro_batches = 4\npipeline_ranks = 2",
     "batch = 8\nsequence = 128\nmicro_batches = 8\npipeline_ranks = 2\nschedule = \"gpipe\"",
@@ -106,15 +107,26 @@ fn main() -> Result<()> {
 
 /// A step and its ranks, with as many threads as there are cores for all of them together.
 fn step(keys: &str) -> Result<(Step, usize)> {
-    let mut step = toml::from_str::<StepSpec>(keys)?.check()?;
+    let keys: Vec<String> = keys.lines().map(str::to_owned).collect();
+    let mut step = Step::new(&RunConfig::parse("", &keys)?)?;
     let ranks = step.options.mesh.ranks()?;
-    step.options.threads = (std::thread::available_parallelism()?.get() / ranks).max(1);
+    step.threads = (std::thread::available_parallelism()?.get() / ranks).max(1);
     Ok((step, ranks))
+}
+
+/// What its trainers are made with.
+fn options(step: &Step) -> TrainOptions {
+    TrainOptions {
+        step: step.options.clone(),
+        threads: step.threads,
+        device: DeviceChoice::Cpu,
+        ..TrainOptions::default()
+    }
 }
 
 /// Bytes of each rank's arena, and milliseconds.
 fn predicted(step: &Step, ranks: usize) -> Result<(Vec<u64>, f64)> {
-    let runs = (0..ranks).map(|rank| Ok(Trainer::plan_run(|vb| step.build(vb), &step.options, rank)?.arena_bytes));
+    let runs = (0..ranks).map(|rank| Ok(Trainer::builder(|vb| step.build(vb), options(step)).plan(rank)?.arena_bytes));
     let bytes = runs.collect::<Result<Vec<u64>, TrainError>>()?;
     let programs = step.programs(&step.record()?)?;
     Ok((bytes, step.timing(&programs)?.nanoseconds() as f64 / 1e6))
@@ -125,8 +137,8 @@ fn measured(step: &Step, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
     let run = |trainer| timed(step, trainer, steps);
     let build = |vb| step.build(vb);
     let measured = match ranks {
-        1 => Trainer::new(build, step.options.clone()).and_then(run).map(|rank| vec![rank]),
-        _ => on_threads(ranks, |world| run(Trainer::on(world, build, step.options.clone())?)),
+        1 => Trainer::new(build, options(step)).and_then(run).map(|rank| vec![rank]),
+        _ => on_threads(ranks, |world| run(Trainer::builder(build, options(step)).on(world).build()?)),
     };
     Ok(measured?)
 }
@@ -172,7 +184,7 @@ fn on_processes(keys: &str, ranks: usize, steps: usize) -> Result<Vec<Measured>>
 fn one_process(step: &Step, steps: usize) -> Result<()> {
     let world = world()?;
     let rank = world.rank();
-    let trainer = Trainer::on(world, |vb| step.build(vb), step.options.clone())?;
+    let trainer = Trainer::builder(|vb| step.build(vb), options(step)).on(world).build()?;
     let Measured { arena_bytes, milliseconds } = timed(step, trainer, steps)?;
     println!("rank {rank} {arena_bytes} {milliseconds}");
     Ok(())

@@ -10,7 +10,7 @@ use std::time::Instant;
 use candle_core::{DType, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
 use cpu_time::ProcessTime;
-use gapless::{DeviceChoice, TrainOptions, Trainer};
+use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
 use serde::{Deserialize, Serialize};
 
 use crate::Options;
@@ -82,11 +82,14 @@ pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
 /// Our side.
 pub fn trainer(options: &Options, dtype: DType) -> anyhow::Result<Trainer> {
     let train = TrainOptions {
-        batch: options.batch(),
-        sequence: options.sequence(),
+        step: StepOptions {
+            batch: options.batch(),
+            sequence: options.sequence(),
+            precision: dtype.try_into()?,
+            ..StepOptions::default()
+        },
         threads: options.threads,
         device: DeviceChoice::Cpu,
-        dtype,
         ..TrainOptions::default()
     };
     Model::new(options).trainer(train)

@@ -52,6 +52,18 @@ pub enum TrainError {
     NotSaved { rank: usize, why: String },
 }
 
+impl TrainError {
+    /// What an option that is refused is called, why it is, and what would do.
+    pub fn config(&self) -> Option<(&'static str, &str, &'static str)> {
+        match self {
+            Self::Config { what, why, remedy }
+            | Self::Graph(gapless_graph::Error::Config { what, why, remedy })
+            | Self::Compile(gapless_compile::Error::Config { what, why, remedy }) => Some((what, why, remedy)),
+            _ => None,
+        }
+    }
+}
+
 impl From<gapless_graph::Error> for TrainError {
     fn from(error: gapless_graph::Error) -> Self {
         Self::Graph(error)

@@ -7,7 +7,7 @@
 //!
 //! ```
 //! use gapless_engine::nn::{Linear, Module, VarBuilder, embedding, linear};
-//! use gapless_engine::{Model, Result, Tensor, TrainOptions, Trainer};
+//! use gapless_engine::{Model, Result, Tensor, StepOptions, Trainer};
 //!
 //! struct Bigram { embed: gapless_engine::nn::Embedding, head: Linear }
 //!
@@ -20,7 +20,7 @@
 //! let build = |vb: VarBuilder| {
 //!     Ok(Bigram { embed: embedding(16, 8, vb.pp("embed"))?, head: linear(8, 16, vb.pp("head"))? })
 //! };
-//! let options = TrainOptions { batch: 2, sequence: 4, ..TrainOptions::default() };
+//! let options = StepOptions { batch: 2, sequence: 4, ..StepOptions::default() };
 //! let mut trainer = Trainer::new(build, options)?;
 //! let tokens: Vec<u32> = (0..8).collect();
 //! let targets: Vec<u32> = (1..9).collect();
@@ -62,7 +62,9 @@ pub use gapless_runtime::cuda;
 pub use error::TrainError;
 pub use gapless_alloc::Role;
 pub use gapless_compile::report::Report;
-pub use gapless_compile::step::{Overflow, ParameterGroup, Pipeline, UpdateOptions};
+pub use gapless_compile::step::{
+    MemoryOptions, Overflow, ParameterGroup, Pipeline, Precision, StepOptions, UpdateOptions,
+};
 pub use gapless_graph::{
     Args, Array, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, Rows, Spec, Stream, Tensor,
 };
@@ -71,5 +73,5 @@ pub use gapless_runtime::Times;
 pub use gradient_check::{GradientError, gradient_check};
 pub use train::{
     Batch, DeviceChoice, GenerateOptions, Generation, IGNORED, Limits, LossParts, NextToken, RunsOn, Sampling,
-    StepReport, TrainOptions, Trainer,
+    StepReport, TrainOptions, Trainer, TrainerBuilder,
 };

@@ -7,7 +7,7 @@ use gapless_engine::kernels::cpu::ScratchMemory;
 use gapless_engine::kernels::cpu::attention::{Attention, HeadStrides, Mask};
 use gapless_engine::kernels::cpu::gemm::{Batch, Epilogue, Gemm, Mode, Strides};
 use gapless_engine::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
-use gapless_engine::{Model, Result, Tensor, TrainOptions, Trainer};
+use gapless_engine::{Model, Result, StepOptions, Tensor, TrainOptions, Trainer};
 
 struct Counting;
 
@@ -97,8 +97,11 @@ fn kernels_do_not_allocate() {
         assert!(allocations(|| drop(vec![1u8])) > 0, "the counter counts");
     });
     for weighted in [false, true] {
-        let options =
-            TrainOptions { batch: 2, micro_batches: 2, sequence: 600, threads: THREADS, ..Default::default() };
+        let options = TrainOptions {
+            step: StepOptions { batch: 2, micro_batches: 2, sequence: 600, ..StepOptions::default() },
+            threads: THREADS,
+            ..Default::default()
+        };
         let mut trainer = Trainer::new(|vb| Bigram::new(weighted, vb), options).expect("the model fits");
         // The planner has woken rayon's global pool, whose threads allocate as they start: until all have.
         rayon::broadcast(|_| ());

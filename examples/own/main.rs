@@ -9,21 +9,20 @@ mod recompute;
 mod schedule;
 
 use anyhow::Result;
-use gapless::step::{Step, StepSpec};
+use gapless::run::RunConfig;
+use gapless::step::Step;
 
 /// A small GPT on two ranks of a pipeline.
 fn step() -> Result<Step> {
-    let spec: StepSpec = toml::from_str(
+    let run = RunConfig::parse(
         r#"
         model = "gpt:vocabulary=512,layers=6,heads=4,width=64"
-        batch = 8
-        micro_batches = 4
-        sequence = 128
-        dtype = "mixed"
-        pipeline_ranks = 2
+        step = { batch = 8, micro_batches = 4, sequence = 128, precision = "bf16" }
+        mesh.pipeline = 2
         "#,
+        &[],
     )?;
-    Ok(spec.check()?)
+    Ok(Step::new(&run)?)
 }
 
 fn main() -> Result<()> {

@@ -21,10 +21,10 @@ impl RecomputePolicy for LargeAndCheap {
 }
 
 /// Bytes and time, beside those of what there is.
-pub fn run(step: Step) -> Result<()> {
+pub fn run(mut step: Step) -> Result<()> {
     let mine = || Recompute::Custom(CustomPolicy(Arc::new(LargeAndCheap { bytes: 64 << 10 })));
     for (name, policy) in [("none", Recompute::None), ("layers", "layers".parse()?), ("large and cheap", mine())] {
-        let step = step.recomputing(policy);
+        step.options.memory.recompute = policy;
         let programs = step.programs(&step.record()?)?;
         let timing = step.timing(&programs)?;
         let most = programs.iter().map(|program| Ok(step.plan(program)?.arena_bytes()));

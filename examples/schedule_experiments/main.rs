@@ -9,7 +9,8 @@ use clap::Parser;
 use gapless::allocators::{Comparison, Entry, Kind, Requests, compare};
 use gapless::engine::compile::StagePartition;
 use gapless::models::hf::Architecture;
-use gapless::step::{Step, StepSpec};
+use gapless::run::RunConfig;
+use gapless::step::Step;
 use serde::Deserialize;
 
 #[derive(Parser)]
@@ -39,7 +40,7 @@ struct Row {
     comparable: String,
     #[serde(default)]
     quick: bool,
-    step: StepSpec,
+    run: RunConfig,
 }
 
 /// A figure of a paper, about an allocator.
@@ -74,7 +75,7 @@ fn main() -> Result<()> {
 
 /// gapless on its own lifetimes first, then all of them on an eager framework's.
 fn measure(row: &Row) -> Result<Vec<Outcome>> {
-    let mut step = row.step.check()?;
+    let mut step = Step::new(&row.run)?;
     step.options.pipeline.cut = equal_stages(&step);
     let graph = step.record()?;
     let rank = step.ranks[0];
@@ -93,7 +94,7 @@ fn measure(row: &Row) -> Result<Vec<Outcome>> {
 
 /// As many layers in each stage, as Megatron cuts a model.
 fn equal_stages(step: &Step) -> StagePartition {
-    let stages = step.options.mesh.pipeline * step.options.pipeline.chunks;
+    let stages = step.options.stages();
     let (prefix, layers) = match step.architecture() {
         Architecture::Gpt(gpt) => ("h", gpt.layers),
         Architecture::Llama(llama) => ("model.layers", llama.layers),

@@ -4,11 +4,11 @@
 //! are those of the Hugging Face checkpoints of the same architecture, which [`hf`] reads and writes.
 //!
 //! ```
-//! use gapless_engine::{TrainOptions, Trainer};
+//! use gapless_engine::{StepOptions, Trainer};
 //! use gapless_models::{Gpt, GptConfig};
 //!
 //! let config = GptConfig { vocabulary: 256, sequence: 16, layers: 2, heads: 2, width: 32, ..GptConfig::default() };
-//! let options = TrainOptions { batch: 2, sequence: 16, ..TrainOptions::default() };
+//! let options = StepOptions { batch: 2, sequence: 16, ..StepOptions::default() };
 //! let trainer = Trainer::new(|vb| Gpt::new(&config, vb), options)?;
 //! assert_eq!(trainer.report().parameters, config.parameters());
 //! # Ok::<(), gapless_engine::TrainError>(())

@@ -1,5 +1,8 @@
 //! How long things take, in ticks: the same for all stages, or stage by stage, or by a rule of one's own.
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
 use crate::{Action, Kind, StageId};
 
 /// What the simulator asks. A tick is whatever the answers are in: the caller's unit of time.
@@ -103,7 +106,8 @@ fn side_by_side(forward: &Costs, forward_kind: Kind, backward: &Costs, backward_
 }
 
 /// What a device does per second, for costs out of a graph's counts instead of measurements.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub struct Rates {
     /// Floating-point operations per second.
     pub flops: f64,

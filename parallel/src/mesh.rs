@@ -1,13 +1,17 @@
 //! Which rank is what.
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
 use crate::Error;
 
 /// How ranks share the work: copies of the model with a share of the batch each, stages of a model, shares of its experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
 pub struct Mesh {
-    /// Copies of the model, each with its share of the batch.
+    /// Copies of the model, each with its share of the batch, and of the optimizer's states (ZeRO stage 1).
     pub data: usize,
-    /// Ranks that hold the stages of one copy.
+    /// Ranks of a pipeline, each with a part of the layers of one copy.
     pub pipeline: usize,
     /// Ranks that share the experts of a stage.
     pub expert: usize,

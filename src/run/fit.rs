@@ -314,7 +314,7 @@ fn is_due(count: u64, every: u64) -> bool {
 
 /// Room for the tokens and targets of a batch, and for where documents begin if the trainer tells them apart.
 fn buffers(trainer: &Trainer, size: usize) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
-    (vec![0; size], vec![0; size], vec![0; if trainer.options().documents { size } else { 0 }])
+    (vec![0; size], vec![0; size], vec![0; if trainer.options().step.documents { size } else { 0 }])
 }
 
 /// How a prompt goes on: its text with what the model adds, drawn as the options say.
@@ -353,7 +353,7 @@ pub fn validation_windows(
 #[cfg(test)]
 mod tests {
     use gapless_engine::data::VocabularyChoice;
-    use gapless_engine::{TrainOptions, communicator};
+    use gapless_engine::{StepOptions, TrainOptions, communicator};
     use gapless_models::{Gpt, GptConfig};
     use gapless_parallel::Mesh;
 
@@ -383,16 +383,19 @@ mod tests {
         folder.claim().unwrap();
         let config = GptConfig { vocabulary: 256, sequence: 8, layers: 1, heads: 2, width: 16, ..GptConfig::default() };
         let options = TrainOptions {
-            batch: 4,
-            sequence: 8,
+            step: StepOptions {
+                batch: 4,
+                sequence: 8,
+                mesh: Mesh { data: 2, ..Mesh::default() },
+                ..StepOptions::default()
+            },
             threads: 1,
-            mesh: Mesh { data: 2, ..Mesh::default() },
             ..TrainOptions::default()
         };
 
         let run = |breaks_behind: u64, resumed: Option<&Checkpoint>| {
             let ranks = communicator::on_threads(2, |world| {
-                let mut trainer = Trainer::on(world, |vb| Gpt::new(&config, vb), options.clone())?;
+                let mut trainer = Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).on(world).build()?;
                 resumed.map(|checkpoint| trainer.resume(checkpoint)).transpose()?;
                 let mut saved = Vec::new();
                 let fit = Fit::new(&training, 5).save(&folder, 3, json!({ "flags": Flags { width: 16, lr: 0.1 } }));

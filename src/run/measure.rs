@@ -42,8 +42,8 @@ impl EvaluationBatch {
     /// For an evaluation of this trainer.
     pub fn new(trainer: &Trainer) -> Self {
         let options = trainer.options();
-        let size = options.evaluation_batch() * options.sequence;
-        let starts = if options.documents { size } else { 0 };
+        let size = options.step.evaluation_batch() * options.step.sequence;
+        let starts = if options.step.documents { size } else { 0 };
         Self { tokens: vec![0; size], targets: vec![0; size], starts: vec![0; starts] }
     }
 
@@ -60,13 +60,13 @@ impl EvaluationBatch {
     /// # Errors
     /// Those of [`Trainer::evaluate_batch`].
     pub fn measure(&mut self, trainer: &mut Trainer, windows: usize) -> Result<Measured, TrainError> {
-        let (batch, sequence) = (trainer.options().evaluation_batch(), trainer.options().sequence);
+        let (batch, sequence) = (trainer.options().step.evaluation_batch(), trainer.options().step.sequence);
         let size = windows * sequence;
         let counted = self.targets[..size].iter().filter(|&&target| target != IGNORED).count();
         if counted == 0 {
             return Ok(Measured::default());
         }
-        if trainer.options().documents {
+        if trainer.options().step.documents {
             self.tokens[size..].fill(0);
             self.targets[size..].fill(IGNORED);
             self.starts[size..].fill(0);
@@ -75,7 +75,7 @@ impl EvaluationBatch {
         }
         let mean = self.evaluate(trainer)?;
         let (times, rest) = (batch / windows, batch % windows);
-        if trainer.options().documents || rest == 0 {
+        if trainer.options().step.documents || rest == 0 {
             return Ok(Measured { sum: mean * counted as f64, counted });
         }
         self.repeat(1, sequence);
@@ -106,7 +106,7 @@ impl EvaluationBatch {
 /// # Errors
 /// A read that fails; those of [`Trainer::evaluate_batch`].
 pub fn validation_loss(trainer: &mut Trainer, windows: &ValidationWindows) -> Result<Option<f32>, RunError> {
-    let (batch, sequence) = (trainer.options().evaluation_batch(), trainer.options().sequence);
+    let (batch, sequence) = (trainer.options().step.evaluation_batch(), trainer.options().step.sequence);
     if windows.sequence() != sequence {
         let (name, given) = ("tokens of a window".to_owned(), windows.sequence());
         return Err(TrainError::ElementCount { name, expected: sequence, given }.into());

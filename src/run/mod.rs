@@ -44,11 +44,11 @@ mod train;
 mod trained;
 
 pub use config::{
-    CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, Float, GroupConfig, LossConfig, MemoryConfig,
-    ModelConfig, OptimizerConfig, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig, StepConfig,
+    CheckpointConfig, ConfigError, DataConfig, EstimateConfig, EvaluationConfig, GroupConfig, Lowering, ModelConfig,
+    NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig,
 };
 #[cfg(feature = "sweep")]
-pub(crate) use config::{line_of, pipeline, size, text_of, with_nearest};
+pub(crate) use config::{flat, insert, key_of, line_of, refused, text_of, value_at, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use error::RunError;
 pub use event::{Event, Seconds};

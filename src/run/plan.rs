@@ -11,21 +11,21 @@ impl RunConfig {
     /// taken to become as large as the file asks for.
     ///
     /// # Errors
-    /// As [`Trainer::plan_run`]; a configuration that [`Self::check_keys`] refuses, a tokenizer or a config.json that cannot be read.
+    /// As [`TrainerBuilder::plan`](crate::TrainerBuilder::plan); a tokenizer or a config.json that cannot be read.
     pub fn plan(&self) -> Result<Vec<Report>, RunError> {
-        self.check_keys()?;
-        let options = self.options()?;
-        let architecture = self.model(self.planned_vocabulary()?).architecture()?;
-        let plan = |rank| Trainer::plan_run(|vb| architecture.model(vb), &options, rank);
-        let ranks = options.mesh.ranks().map_err(TrainError::from)?;
-        Ok((0..ranks).map(plan).collect::<Result<_, _>>()?)
+        let architecture = self.planned_model()?.architecture()?;
+        let run = Trainer::builder(|vb| architecture.model(vb), self.options());
+        let ranks = self.mesh.ranks().map_err(TrainError::from)?;
+        Ok((0..ranks).map(|rank| run.plan(rank)).collect::<Result<_, _>>()?)
     }
 
-    /// Tokens of the vocabulary, without the data. A model's folder has its own number, whatever this is.
-    fn planned_vocabulary(&self) -> Result<usize, RunError> {
-        Ok(match (&self.model, &self.data.tokenizer) {
-            (ModelConfig::Folder(_), _) | (_, None) => self.data.vocabulary_size(),
-            (_, Some(file)) => Vocabulary::open_with(file, &self.data.text_options())?.size(),
-        })
+    /// The model with the vocabulary that data will give it, as far as that is known without them. A model's folder has its own number.
+    pub fn planned_model(&self) -> Result<ModelConfig, RunError> {
+        match (&self.model, &self.data.tokenizer) {
+            (ModelConfig::Folder(_), _) => Ok(self.model.clone()),
+            (_, Some(file)) => Ok(self.model(Vocabulary::open_with(file, &self.data.text_options())?.size())),
+            _ if self.data.decides_vocabulary() => Ok(self.model(self.data.vocabulary_size())),
+            _ => Ok(self.model.with_positions(self.step.sequence)),
+        }
     }
 }

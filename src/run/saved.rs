@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::{Console, RunError};
+use super::{Console, RunConfig, RunError};
 
 /// The settings of a run that goes on: those that are given now, and the checkpoint's for the rest; `part` is where the run's
 /// saved value ([`Fit::save`](super::Fit::save)) has them. Then as [`expect_same`].
@@ -47,10 +47,10 @@ pub fn expect_same(
     may_change: &[&str],
     console: &Console,
 ) -> Result<(), RunError> {
-    let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
+    let saved = saved_part(checkpoint, part);
     let is_below =
         |key: &str, name: &str| key.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
-    let all = differences(saved, now);
+    let all = differences(&saved, now);
     let (allowed, refused): (Vec<_>, Vec<_>) =
         all.iter().partition(|difference| may_change.iter().any(|name| is_below(&difference.key, name)));
     for difference in allowed {
@@ -65,10 +65,16 @@ pub fn expect_same(
 
 /// Says what has changed since a checkpoint.
 pub(super) fn say_changes(checkpoint: &Checkpoint, part: &str, now: &Value, console: &Console) {
-    let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
-    for difference in differences(saved, now) {
+    for difference in differences(&saved_part(checkpoint, part), now) {
         console.say(format_args!("changed since the checkpoint: {}", in_words(&difference, part)));
     }
+}
+
+/// What a checkpoint says of its run; a configuration as this version would have written it.
+fn saved_part(checkpoint: &Checkpoint, part: &str) -> Value {
+    let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
+    let config = || RunConfig::of_table(toml::Table::try_from(saved).ok()?).ok();
+    config().map_or_else(|| saved.clone(), |config| json!(config))
 }
 
 /// The data of a run: prepared anew, or, for one that goes on, what the checkpoint's run had prepared (`"data"` of the saved value).

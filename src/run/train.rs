@@ -20,8 +20,8 @@ use super::config::text_of;
 use super::folder::{free_name, write};
 use super::routing::StepRow;
 use super::{
-    ConfigError, Console, Ended, Event, Fit, Fitted, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig,
-    StepConfig, Stop, Summary, expect_same, sample, say_changes, validation_windows,
+    ConfigError, Console, Ended, Event, Fit, Fitted, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig, Stop,
+    Summary, expect_same, sample, say_changes, validation_windows,
 };
 
 /// How a run begins.
@@ -41,19 +41,17 @@ const MAY_CHANGE: &[&str] = &[
     "steps",
     "max_minutes",
     "learning_rate",
-    "step.device",
-    "step.threads",
-    "step.data_ranks",
-    "step.pipeline_ranks",
-    "step.expert_ranks",
-    "step.schedule",
-    "step.chunks",
+    "device",
+    "threads",
+    "mesh",
+    "pipeline",
     "memory",
     "guard",
     "evaluation",
     "checkpoints",
     "sample",
     "data.cache",
+    "estimate",
 ];
 
 /// The configuration in a run's folder.
@@ -100,7 +98,7 @@ pub struct Progress {
 /// parameters.
 /// `show` is called after each step. A signal ([`Stop`]) ends it with a checkpoint.
 ///
-/// The ranks of `step` are threads of this process, or, where a launcher has started as many processes (`mpirun`), one process each.
+/// The ranks of `mesh` are threads of this process, or, where a launcher has started as many processes (`mpirun`), one process each.
 ///
 /// # Errors
 /// [`RunError`]. Until there is a trainer nothing is written.
@@ -112,7 +110,7 @@ pub fn train(
     show: impl FnMut(Progress) + Send,
 ) -> Result<Summary, RunError> {
     config.check()?;
-    let ranks = config.step.mesh().ranks().map_err(TrainError::from)?;
+    let ranks = config.mesh.ranks().map_err(TrainError::from)?;
     let world = gapless_mpi::world()?;
     if world.size() == ranks {
         let mut others = Console::silent();
@@ -121,7 +119,7 @@ pub fn train(
     }
     if world.size() > 1 {
         let why = format!("the keys of its ranks make {ranks}, and {} processes were started", world.size());
-        return Err(ConfigError::value("step", why, "start one process, or one for each rank").into());
+        return Err(ConfigError::value("mesh", why, "start one process, or one for each rank").into());
     }
     // The first rank is who shows and says.
     let first = Mutex::new(Some((console, show)));
@@ -314,10 +312,9 @@ impl<'a> Run<'a> {
         let Self { config, out, console, dataset, mut trainer, .. } = self;
         let ModelConfig::Folder(path) = &config.model else { return Ok(None) };
         let (folder, is_lora) = (Folder::open(path)?, matches!(config.trainable, Trainable::Lora(_)));
-        if config.step.mesh() != (Mesh { data: config.step.data_ranks, ..Mesh::default() }) {
+        if config.mesh != (Mesh { data: config.mesh.data, ..Mesh::default() }) {
             drop(trainer);
-            let step = StepConfig { data_ranks: 1, pipeline_ranks: 1, expert_ranks: 1, ..config.step.clone() };
-            let whole = RunConfig { step, ..config.clone() };
+            let whole = RunConfig { mesh: Mesh::default(), ..config.clone() };
             trainer =
                 self::trainer(Box::new(InProcess::world(1).remove(0)), &whole, dataset.vocabulary().size(), false)?;
             trainer.resume(&saved.newest()?)?;
@@ -347,7 +344,7 @@ fn may_write_config(config: &RunConfig, out: &Path) -> Result<bool, RunError> {
         return Ok(true);
     }
     let text = text_of(&path).unwrap_or_default();
-    match toml::from_str::<RunConfig>(&text).ok() {
+    match RunConfig::parse(&text, &[]).ok() {
         Some(there) if there == *config => Ok(false),
         Some(there) if there.is_written_as(&text) => Ok(true),
         _ => Err(CheckpointError::Foreign { path: out.to_owned(), name: CONFIG }.into()),
@@ -439,9 +436,9 @@ fn trainer(
     vocabulary: usize,
     is_new: bool,
 ) -> Result<Trainer, RunError> {
-    let options = config.options()?;
+    let options = config.options();
     let (architecture, folder) = config.model(vocabulary).open()?;
-    let mut trainer = Trainer::on(world, |vb| architecture.model(vb), options)?;
+    let mut trainer = Trainer::builder(|vb| architecture.model(vb), options).on(world).build()?;
     if let Some(folder) = folder.filter(|_| is_new) {
         folder.load(&mut trainer)?;
     }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::Vocabulary;
-use gapless_engine::{DeviceChoice, Generation, TrainOptions, Trainer};
+use gapless_engine::{DeviceChoice, Generation, StepOptions, TrainOptions, Trainer};
 use gapless_models::hf::{Config, Folder};
 
 use super::train::{CONFIG, TOKENIZER, checkpoint_of};
@@ -46,7 +46,7 @@ impl TrainedRun {
     /// A folder without a run or without a checkpoint; a tokenizer.json that is missing or none.
     pub fn open(path: &Path) -> Result<Self, RunError> {
         let folder = folder_of(path).unwrap_or(path);
-        let config = RunConfig::read_without_data(&folder.join(CONFIG), &[])?;
+        let config = RunConfig::read_without_data(Some(&folder.join(CONFIG)), &[])?;
         let checkpoint = checkpoint_of(path)?;
         let tokenizer = folder.join(TOKENIZER);
         let vocabulary = match (config.data.vocabulary, &config.model) {
@@ -68,18 +68,23 @@ impl TrainedRun {
         let sequence = generation.window.unwrap_or(usize::MAX).min(generation.chunk);
         let device = DeviceChoice::Cpu;
         let generation = Some(generation);
-        self.for_inference(TrainOptions { batch: 1, sequence, device, threads, generation, ..TrainOptions::default() })
+        self.for_inference(TrainOptions {
+            step: StepOptions { batch: 1, sequence, generation, ..StepOptions::default() },
+            device,
+            threads,
+            ..TrainOptions::default()
+        })
     }
 
-    /// Its model with its weights. The options' types and adapters (`dtype`, `trainable`) are replaced by the run's.
+    /// Its model with its weights. The options' types and adapters (`precision`, `trainable`) are replaced by the run's.
     ///
     /// # Errors
-    /// As [`Trainer::for_inference`], [`Trainer::load`] and [`Trainer::load_average`].
+    /// As [`TrainerBuilder::build`](gapless_engine::TrainerBuilder::build), [`Trainer::load`] and [`Trainer::load_average`].
     pub fn for_inference(&self, options: TrainOptions) -> Result<Trainer, RunError> {
-        let (dtype, trainable) = (self.config.step.dtype.into(), self.config.trainable.clone());
-        let options = TrainOptions { dtype, trainable, ..options };
+        let (precision, trainable) = (self.config.step.precision, self.config.trainable.clone());
+        let options = TrainOptions { step: StepOptions { precision, trainable, ..options.step }, ..options };
         let (architecture, _) = self.config.model(self.vocabulary.size()).open()?;
-        let mut trainer = Trainer::for_inference(|vb| architecture.model(vb), options)?;
+        let mut trainer = Trainer::builder(|vb| architecture.model(vb), options).for_inference().build()?;
         match self.average {
             false => trainer.load(&self.checkpoint)?,
             true => trainer.load_average(&self.checkpoint)?,

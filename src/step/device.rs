@@ -9,7 +9,8 @@ use gapless_engine::compile::{Instr, InstrKind};
 use gapless_parallel::Rates;
 use serde::{Deserialize, Serialize};
 
-use super::{Precision, machine};
+use super::{ConfigError, Precision, machine};
+use crate::run::{EstimateConfig, RunConfig};
 
 /// A device, for estimates of time: a name of [`DeviceProfile::known`], `this-machine`, or a TOML file with these keys.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -148,6 +149,28 @@ impl DeviceProfile {
         self.name == machine::NAME
     }
 
+    /// The device of a run's estimates, with what its keys say of it.
+    ///
+    /// # Errors
+    /// [`ConfigError::Value`].
+    pub fn of(run: &RunConfig) -> Result<Self, ConfigError> {
+        let EstimateConfig { profile, tflops, terabytes, .. } = &run.estimate;
+        let mut device = Self::find(profile)
+            .map_err(|why| ConfigError::value("estimate.profile", why, "name a profile, or a TOML file of one"))?;
+        if let Some(tflops) = tflops {
+            device.set_flops(tflops * 1e12);
+        }
+        if let Some(terabytes) = terabytes {
+            device.bytes = terabytes * 1e12;
+        }
+        let rates = device.rates(run.step.precision);
+        if !rates.are_sound() {
+            let why = format!("{} TFLOP/s and {} TB/s are no device", rates.flops / 1e12, rates.bytes / 1e12);
+            return Err(ConfigError::value("estimate.tflops, estimate.terabytes", why, "both are above 0"));
+        }
+        Ok(device)
+    }
+
     /// The profile of a name or in a file.
     ///
     /// # Errors
@@ -186,7 +209,7 @@ impl DeviceProfile {
     fn peak(&self, precision: Precision) -> f64 {
         match precision {
             Precision::F32 => self.f32_flops,
-            Precision::Bf16 | Precision::Mixed => self.bf16_flops,
+            Precision::Bf16 | Precision::PureBf16 => self.bf16_flops,
         }
     }
 }

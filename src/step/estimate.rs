@@ -81,12 +81,12 @@ pub fn estimate(step: &Step, parameters: u64) -> Estimate {
     let options = &step.options;
     let [stages, data, micro_batches, chunks] =
         [options.mesh.pipeline, options.mesh.data, options.micro_batches, options.pipeline.chunks].map(|n| n as f64);
-    let per_parameter = match step.precision {
+    let per_parameter = match step.precision() {
         // Everything in one type: parameter, gradient, two moments.
         Precision::F32 => 16.0,
-        Precision::Bf16 => 8.0,
-        Precision::Mixed if data > 1.0 => 6.0 + 12.0 / data,
-        Precision::Mixed => 18.0,
+        Precision::PureBf16 => 8.0,
+        Precision::Bf16 if data > 1.0 => 6.0 + 12.0 / data,
+        Precision::Bf16 => 18.0,
     };
     // The most loaded rank has an equal share of the layers, and an embedding.
     let table = extents.width * extents.vocabulary;
@@ -111,18 +111,20 @@ pub fn estimate(step: &Step, parameters: u64) -> Estimate {
 
 #[cfg(test)]
 mod tests {
-    use crate::step::StepSpec;
-
     use super::*;
+    use crate::run::RunConfig;
 
     /// By hand, from the formulas.
     #[test]
     fn what_the_formulas_say_of_a_7b_model() {
-        let spec: StepSpec = toml::from_str(
-            "model = 'llama2-7b'\ndtype = 'mixed'\nbatch = 4\nmicro_batches = 4\nsequence = 4096\npipeline_ranks = 4",
+        let run = RunConfig::parse(
+            "model = 'llama2-7b'
+mesh.pipeline = 4
+step = { precision = 'bf16', batch = 4, micro_batches = 4, sequence = 4096 }",
+            &[],
         )
         .unwrap();
-        let found = estimate(&spec.check().unwrap(), 6_738_415_616);
+        let found = estimate(&Step::new(&run).unwrap(), 6_738_415_616);
         assert_eq!(found.bytes_per_parameter, 18.0 * 6_738_415_616.0 / 4.0);
         // Layers: 2 · 32 · 4096² · (2 + 1.5 · 11008/4096) and 65 norms.
         let layers = 64.0 * 4096f64.powi(2) * (2.0 + 1.5 * 11008.0 / 4096.0) + 65.0 * 8192.0;

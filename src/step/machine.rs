@@ -291,18 +291,20 @@ fn label(tensor: String, op: &str) -> Label {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::step::StepSpec;
+    use crate::run::RunConfig;
+    use crate::step::Step;
 
     /// In f32, in bf16 with its scratch, with operations that overwrite and that add to what is there.
     #[test]
     fn every_operation_of_a_step_can_be_run_alone() {
-        for keys in
-            ["micro_batches = 2\noptimizer = \"adamw8bit\"", "dtype = \"mixed\"\nmicro_batches = 2\npipeline_ranks = 2"]
-        {
+        for keys in [
+            "step.micro_batches = 2\noptimizer.name = \"adamw8bit\"",
+            "step.precision = \"bf16\"\nstep.micro_batches = 2\nmesh.pipeline = 2",
+        ] {
             let keys = format!(
-                "model = \"gpt:vocabulary=32,layers=2,heads=2,width=16\"\nbatch = 4\nsequence = 8\nprofile = \"{NAME}\"\n{keys}"
+                "model = \"gpt:vocabulary=32,layers=2,heads=2,width=16\"\nstep.batch = 4\nstep.sequence = 8\nestimate.profile = \"{NAME}\"\n{keys}"
             );
-            let step = toml::from_str::<StepSpec>(&keys).unwrap().check().unwrap();
+            let step = Step::new(&RunConfig::parse(&keys, &[]).unwrap()).unwrap();
             let programs = step.programs(&step.record().unwrap()).unwrap();
             let machine = ThisMachine::new(1, 1, 1 << 16);
             for instr in programs.iter().flat_map(|program| &program.instrs) {
@@ -316,8 +318,8 @@ mod tests {
 
     #[test]
     fn kernels_of_another_device_are_refused() {
-        let keys = format!("model = \"small\"\nkernels = \"cuda\"\nprofile = \"{NAME}\"");
-        let error = toml::from_str::<StepSpec>(&keys).unwrap().check().unwrap_err();
+        let keys = format!("model = \"small\"\ndevice = \"cuda\"\nestimate.profile = \"{NAME}\"");
+        let error = Step::new(&RunConfig::parse(&keys, &[]).unwrap()).unwrap_err();
         assert!(error.to_string().contains("this machine"), "{error}");
     }
 }

@@ -76,7 +76,7 @@ impl Step {
     pub fn roofline(&self, executable: &Executable) -> Result<Roofline, TrainError> {
         let mut rows: BTreeMap<(&str, Vec<String>, Bound), RooflineRow> = BTreeMap::new();
         for work in CudaBackend::work(executable)?.into_iter().flatten() {
-            let (seconds, bound) = seconds(&work, &self.device, self.precision);
+            let (seconds, bound) = seconds(&work, &self.device, self.precision());
             let Work { operation, kernels, flops, bytes, .. } = work;
             let row = rows.entry((operation, kernels.clone(), bound)).or_insert_with(|| {
                 let operation = operation.to_owned();
@@ -166,7 +166,8 @@ impl fmt::Display for Counted<'_> {
 
 #[cfg(test)]
 mod tests {
-    use crate::step::StepSpec;
+    use crate::run::RunConfig;
+    use crate::step::Step;
 
     /// GPT-2 124M, 16 sequences of 1024, when its launches were first listed: 507. What they moved besides products and attention is
     /// the 10.75 GB of 446 launches, and 36 copies of 16384 × 768 numbers of bf16, each read and written.
@@ -174,8 +175,9 @@ mod tests {
 
     #[test]
     fn a_step_of_gpt2_launches_little_and_moves_little() {
-        let text = "model = \"gpt2\"\nbatch = 16\ndtype = \"mixed\"\nkernels = \"cuda\"\nprofile = \"h200\"";
-        let step = toml::from_str::<StepSpec>(text).unwrap().check().unwrap();
+        let text = "model = \"gpt2\"\ndevice = \"cuda\"\nestimate.profile = \"h200\"\n\
+                    step = { batch = 16, sequence = 1024, precision = \"bf16\" }";
+        let step = Step::new(&RunConfig::parse(text, &[]).unwrap()).unwrap();
         let program = step.program(&step.record().unwrap(), 0).unwrap();
         let roofline = step.roofline(&step.plan(&program).unwrap()).unwrap();
         let (launches, bytes) = AT_FIRST;
@@ -190,14 +192,12 @@ mod tests {
 
     #[test]
     fn a_step_is_as_long_as_what_holds_it_up() {
-        let spec = |kernels: &str| -> StepSpec {
+        let planned = |device: &str| {
             let text = format!(
-                "model = \"gpt:vocabulary=64,layers=2,heads=2,width=64\"\nbatch = 2\nsequence = 64\ndtype = \"mixed\"\nkernels = \"{kernels}\""
+                "model = \"gpt:vocabulary=64,layers=2,heads=2,width=64\"\ndevice = \"{device}\"\n\
+                 step = {{ batch = 2, sequence = 64, precision = \"bf16\" }}"
             );
-            toml::from_str(&text).unwrap()
-        };
-        let planned = |kernels| {
-            let step = spec(kernels).check().unwrap();
+            let step = Step::new(&RunConfig::parse(&text, &[]).unwrap()).unwrap();
             let program = step.program(&step.record().unwrap(), 0).unwrap();
             let flops = program.flops();
             let executable = step.plan(&program).unwrap();

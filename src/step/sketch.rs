@@ -8,10 +8,10 @@ use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
 
 use gapless_alloc::Role;
+use gapless_engine::TrainError;
 use gapless_engine::compile::step::StepGraph;
 use gapless_engine::compile::{BufferKind, Instr, InstrKind, Program};
-use gapless_engine::recompute::{Recompute, stages_twice};
-use gapless_engine::{TrainError, Trainer};
+use gapless_engine::recompute::stages_twice;
 use gapless_parallel::{Action, Kind, MicroBatch, StageId};
 
 use super::timing::Measured;
@@ -61,7 +61,7 @@ impl Step {
     /// # Errors
     /// When the schedule does not exist for the step's shape.
     pub fn sketch_key(&self) -> Result<Option<SketchKey>, TimingError> {
-        if matches!(self.options.recompute, Recompute::Budget { .. }) {
+        if self.options.memory.budget.is_some() {
             return Ok(None);
         }
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
@@ -86,7 +86,7 @@ impl Step {
         for (split, _) in [true, false].into_iter().zip(key.kinds).filter(|(_, is_there)| *is_there) {
             let table: Vec<Vec<Action>> =
                 key.stages.iter().map(|stages| one_after_another(stages, last, split)).collect();
-            let of_rank = |rank| Trainer::sketch(graph, &self.options, rank, table.clone());
+            let of_rank = |rank| Ok(graph.sketch(&self.options, rank, table.clone(), self.target())?);
             let mut once: Vec<Vec<Program>> = (0..key.stages.len()).map(of_rank).collect::<Result<_, TrainError>>()?;
             let twice: Vec<Program> = once.iter_mut().flat_map(|ways| ways.drain(1..)).collect();
             let once: Vec<Program> = once.into_iter().flatten().collect();

@@ -67,11 +67,11 @@ impl Step {
     /// # Errors
     /// As [`Self::timing`].
     pub fn timing_with(&self, programs: &[Program], costs: &dyn CostModel) -> Result<Timing, TimingError> {
-        self.simulated(Measured::of(programs, costs, self.precision, self.options.mesh))
+        self.simulated(Measured::of(programs, costs, self.precision(), self.options.mesh))
     }
 
     pub(super) fn measured(&self, programs: &[Program]) -> Measured {
-        let of = |costs: &dyn CostModel| Measured::of(programs, costs, self.precision, self.options.mesh);
+        let of = |costs: &dyn CostModel| Measured::of(programs, costs, self.precision(), self.options.mesh);
         match self.machine(programs) {
             Some(machine) => of(&machine),
             None => of(&self.device),
@@ -84,7 +84,7 @@ impl Step {
             return None;
         }
         let ranks = self.options.mesh.ranks().unwrap_or(1);
-        let threads = match self.options.threads {
+        let threads = match self.threads {
             0 => (rayon::current_num_threads() / ranks).max(1),
             threads => threads,
         };

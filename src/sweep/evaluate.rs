@@ -16,6 +16,7 @@ use gapless_engine::compile::{Error as CompileError, Executable, Program, table}
 
 use super::row::Figures;
 use super::{Configuration, Planned, Row, Status, Sweep};
+use crate::run::key_of;
 use crate::step::{EagerError, Lowering, Sketch, SketchKey, Step, TimingError, estimate};
 
 /// What rows are made with.
@@ -224,10 +225,12 @@ impl Refused {
 /// Plans all ranks with little work. Where an arena ends above the bytes that the fullest rank has alive anyway, it decides what the
 /// step takes: if the step can be on a front, its rank is planned with all of the step's work.
 fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut Figures) -> Result<(), Refused> {
-    let (most, whole) = (figures.live(), step.options.planning);
+    let (most, whole) = (figures.live(), step.options.memory.planning);
     let quick = whole.min(Options::QUICK_WORK);
+    let mut quickly = step.clone();
+    quickly.options.memory.planning = quick;
     for (rank, program) in programs.iter().enumerate() {
-        let mut executable = step.plan_within(program, quick)?;
+        let mut executable = quickly.plan(program)?;
         if can_be_on_front && executable.arena_bytes() > most && quick < whole {
             let again = step.plan(program)?;
             if again.arena_bytes() < executable.arena_bytes() {
@@ -252,9 +255,10 @@ fn sketch(
 ) -> Result<Figures, Refused> {
     let (timing, at_least) = match step.sketch_key()? {
         Some(key) => {
-            let mut others = toml::Table::try_from(&of.spec).expect("keys and plain values are TOML");
-            others.remove("schedule");
-            let sketch = match known.entry((others.to_string(), key.clone())) {
+            let mut others = of.keys.clone();
+            others.retain(|(name, _)| key_of(name) != "pipeline.schedule");
+            let others = format!("{others:?}");
+            let sketch = match known.entry((others, key.clone())) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => new.insert(step.sketch(graph, &key)?),
             };

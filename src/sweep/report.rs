@@ -14,7 +14,9 @@ use super::row::{Figures, plain};
 use super::summary::{self, Fragmentation, Gain, Throughput};
 use super::{Configuration, Row, Sweep};
 use crate::page;
-use crate::step::{Step, StepSpec};
+use crate::run::{NAMES, key_of};
+use crate::step::Step;
+use crate::{Recompute, StepOptions};
 
 /// What the page reads from its data element.
 #[derive(Serialize)]
@@ -76,7 +78,7 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
         let (Ok(step), Some(figures)) = (&of.step, &row.figures) else { continue };
         let table = table_key(step);
         tables.entry(table.clone()).or_insert_with(|| cells(step));
-        shown.push(page_row(sweep, of, row, figures, table));
+        shown.push(page_row(sweep, (of, step), row, figures, table));
     }
     let first = sweep.configurations.iter().find_map(|of| of.step.as_ref().ok());
     let page = Page {
@@ -107,7 +109,7 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
 
 fn page_row<'a>(
     sweep: &Sweep,
-    of: &'a Configuration,
+    (of, step): (&'a Configuration, &'a Step),
     row: &'a Row,
     figures: &'a Figures,
     table: String,
@@ -117,8 +119,8 @@ fn page_row<'a>(
         key: &row.key,
         values: sweep.varied.iter().map(|key| row.configuration.get(key).map_or_else(String::new, plain)).collect(),
         menus: &of.menus,
-        class: class(&of.spec),
-        schedule: &of.spec.schedule,
+        class: class(step),
+        schedule: step.options.pipeline.schedule.name(),
         table,
         micro_batch: figures.micro_batch,
         fits: row.status == super::Status::Fits,
@@ -136,18 +138,19 @@ fn page_row<'a>(
         ranks: &figures.live_bytes,
         stages: &figures.stages,
         updates: &figures.updates,
-        command: command(&of.spec),
+        command: command(of),
     }
 }
 
 /// What is done to save bytes, in letters.
-fn class(spec: &StepSpec) -> String {
+fn class(step: &Step) -> String {
+    let StepOptions { memory, pipeline, mesh, .. } = &step.options;
     let letters = [
-        ("R", spec.recompute != "none" || spec.budget.is_some()),
-        ("V", spec.chunks.is_some_and(|chunks| chunks > 1)),
-        ("Z", spec.data_ranks > 1),
-        ("O", !spec.offload.is_empty()),
-        ("C", !spec.compress.is_empty()),
+        ("R", memory.recompute != Recompute::None || memory.budget.is_some()),
+        ("V", pipeline.chunks > 1),
+        ("Z", mesh.data > 1),
+        ("O", !memory.offload.is_empty()),
+        ("C", !memory.compress.is_empty()),
     ];
     let class: String = letters.into_iter().filter(|(_, is_so)| *is_so).map(|(letter, _)| letter).collect();
     if class.is_empty() { "plain".into() } else { class }
@@ -178,14 +181,14 @@ fn cells(step: &Step) -> Vec<String> {
 }
 
 /// The command that draws its memory map.
-fn command(spec: &StepSpec) -> String {
-    let keys = toml::Table::try_from(spec).expect("keys and plain values are TOML");
-    let defaults = toml::Table::try_from(StepSpec::default()).expect("keys and plain values are TOML");
+fn command(of: &Configuration) -> String {
     let mut command = "gapless plan".to_owned();
-    for (key, value) in keys.iter().filter(|(key, value)| defaults.get(*key) != Some(value)) {
-        let (flag, value) = (key.replace('_', "-"), plain(value));
+    for (name, value) in of.keys.iter().map(|(name, value)| (key_of(name), plain(value))) {
         let quote = if value.contains([' ', '*', '{', ';']) { "'" } else { "" };
-        command += &format!(" --{flag} {quote}{value}{quote}");
+        command += &match NAMES.iter().find(|(_, key)| *key == name) {
+            Some((flag, _)) => format!(" --{} {quote}{value}{quote}", flag.replace('_', "-")),
+            None => format!(" --set {name}={quote}{value}{quote}"),
+        };
     }
     command + " --rank all --draw map.html"
 }

@@ -7,8 +7,8 @@ use gapless_allocators::Kind;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::run::{ConfigError, line_of, size, text_of, with_nearest};
-use crate::step::{Step, StepSpec};
+use crate::run::{ConfigError, RunConfig, flat, insert, key_of, line_of, text_of, value_at, with_nearest};
+use crate::step::Step;
 
 /// Configurations of one sweep, at most: some hundred megabytes, and seconds before the first is timed.
 const MAX_CONFIGURATIONS: usize = 100_000;
@@ -19,14 +19,11 @@ const MAX_MENUS: usize = 100;
 /// Values of conditions × configurations, at most: each configuration is compared with all of them.
 const MAX_COMPARISONS: usize = 1 << 24;
 
-/// A sweep as a file says it.
+/// A sweep as a file says it, beside the keys of a run that all of its steps have.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    /// What all of them have, by the keys of [`StepSpec`].
-    #[serde(default)]
-    step: Table,
-    /// Lists of values of such keys: each configuration has one of each.
+    /// Lists of values of a run's keys: each configuration has one of each.
     vary: Table,
     /// Combinations that are left out: every key has that value, or one of those.
     #[serde(default)]
@@ -38,6 +35,9 @@ struct File {
     sweep: SweepOptions,
 }
 
+/// The tables of a [`File`].
+const TABLES: [&str; 4] = ["vary", "skip", "menu", "sweep"];
+
 /// How a sweep is done: its `[sweep]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -46,7 +46,7 @@ pub struct SweepOptions {
     /// regions double, most of what fits has to be replayed.
     pub allocators: Vec<String>,
     /// Bytes of each rank's device; the profile's where it is absent. What has more bytes alive is neither planned nor replayed.
-    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size")]
+    #[serde(skip_serializing_if = "Option::is_none", with = "gapless_engine::compile::step::text::size")]
     pub capacity: Option<u64>,
     /// Which configurations are planned and replayed, of those that can fit.
     pub plan: Planned,
@@ -98,8 +98,8 @@ pub struct Configuration {
     pub values: Table,
     /// The menus that have it, as indices of [`Sweep::menus`]: 0, and others.
     pub menus: Vec<usize>,
-    /// All of it.
-    pub spec: StepSpec,
+    /// What the file says of it, by its keys, as it is written there.
+    pub keys: Vec<(String, Value)>,
     /// The step, or why there is none.
     pub step: Result<Step, String>,
 }
@@ -123,7 +123,17 @@ impl Sweep {
     /// As [`Self::read`].
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let syntax = |message| ConfigError::Syntax { path: "sweep".into(), message };
-        let file: File = toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?;
+        let mut base: Table = toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?;
+        let tables =
+            TABLES.into_iter().filter_map(|name| Some((name.to_owned(), base.remove(name)?))).collect::<Table>();
+        if !tables.contains_key("vary") {
+            return Err(ConfigError::value("vary", "is missing", "name lists of values: [vary] batch = [4, 8]"));
+        }
+        // By its text, for the lines of its mistakes.
+        let file: File = match File::deserialize(tables) {
+            Ok(file) => file,
+            Err(error) => return Err(syntax(with_nearest(error.to_string()))),
+        };
         let here = |error: ConfigError, table: &str| in_table(error, text, table);
         // What is counted comes before what takes time for each of them.
         let lists = lists(&file.vary).map_err(|error| here(error, "vary"))?;
@@ -137,20 +147,22 @@ impl Sweep {
             check_condition("skip", skip).map_err(|error| here(error, "skip"))?;
         }
         // Every value by itself, beside the first of each other list.
-        let mut base = file.step.clone();
-        StepSpec::over(&Table::new(), &base).map_err(|error| here(error, "step"))?;
-        base.extend(lists.iter().map(|(key, values)| (key.clone(), values[0].clone())));
-        for (key, values) in &lists {
+        let mut first = base.clone();
+        for (name, values) in &lists {
+            put(&mut first, name, &values[0]).map_err(|error| here(error, "vary"))?;
+        }
+        for (name, values) in &lists {
             for value in values {
-                let one = Table::from_iter([(key.clone(), value.clone())]);
-                let checked = StepSpec::over(&base, &one).and_then(|spec| spec.check());
-                checked.map_err(|error| {
-                    let table = if names(&error, key) { "vary" } else { "step" };
-                    here(error, table)
+                let mut one = first.clone();
+                put(&mut one, name, value)?;
+                let checked = RunConfig::of_table(one).and_then(|run| Step::new(&run));
+                checked.map_err(|error| match lists.iter().find(|(name, _)| names(&error, key_of(name))) {
+                    Some((name, _)) => here(named(error, name), "vary"),
+                    None => here(error, ""),
                 })?;
             }
         }
-        let configurations = configurations(&file, &lists, &menus).map_err(|error| here(error, "vary"))?;
+        let configurations = configurations(&base, &file, &lists, &menus).map_err(|error| here(error, "vary"))?;
         if configurations.is_empty() {
             return Err(ConfigError::value("skip", "leaves no configuration", "skip less, or vary more"));
         }
@@ -165,7 +177,7 @@ impl Sweep {
 /// An error with the table of its key, and the line of that.
 fn in_table(error: ConfigError, text: &str, table: &str) -> ConfigError {
     let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
-    let key = if key == table { key } else { format!("{table}.{key}") };
+    let key = if key == table || table.is_empty() { key } else { format!("{table}.{key}") };
     ConfigError::Value { line: line_of(text, &key), key, why, remedy }
 }
 
@@ -173,9 +185,23 @@ fn names(error: &ConfigError, key: &str) -> bool {
     matches!(error, ConfigError::Value { key: of, .. } if of == key)
 }
 
+/// Gives a key of a run a value, by its name.
+fn put(root: &mut Table, name: &str, value: &Value) -> Result<(), ConfigError> {
+    insert(root, key_of(name), value.clone()).map_err(|why| ConfigError::value(name, why, "name a key of a run"))
+}
+
+/// The same error of a key by another name.
+fn named(error: ConfigError, name: &str) -> ConfigError {
+    match error {
+        ConfigError::Value { line, why, remedy, .. } => ConfigError::Value { key: name.to_owned(), line, why, remedy },
+        other => other,
+    }
+}
+
 /// The lists of what varies.
 fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
-    let list = |(key, value): (&String, &Value)| {
+    let list = |(key, value): (String, Value)| {
+        let key = &key;
         let Value::Array(values) = value else {
             return Err(ConfigError::value(key, "is no list", "write, for example, [1, 2, 4]"));
         };
@@ -184,7 +210,7 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
         }
         Ok((key.clone(), values.clone()))
     };
-    let lists = vary.iter().map(list).collect::<Result<Vec<_>, _>>()?;
+    let lists = flat(vary, "").into_iter().map(list).collect::<Result<Vec<_>, _>>()?;
     if count(&lists) > MAX_CONFIGURATIONS {
         let why = format!("makes more than {MAX_CONFIGURATIONS} configurations");
         return Err(ConfigError::value("vary", why, "vary less at a time"));
@@ -239,8 +265,12 @@ fn menus(tables: &[Table]) -> Result<Vec<(String, Table)>, ConfigError> {
 
 /// That a condition of such a table has keys of steps, with values of their types.
 fn check_condition(table: &str, condition: &Table) -> Result<(), ConfigError> {
-    for (key, value) in condition {
-        let one = |value: &Value| StepSpec::over(&Table::new(), &Table::from_iter([(key.clone(), value.clone())]));
+    for (key, value) in &flat(condition, "") {
+        let one = |value: &Value| {
+            let mut root = Table::from_iter([("model".to_owned(), Value::from("small"))]);
+            put(&mut root, key, value)?;
+            RunConfig::of_table(root).map_err(|error| named(error, key))
+        };
         match value {
             // A list of a key that is one by itself, or of values.
             Value::Array(values) if one(value).is_err() => values.iter().try_for_each(|value| one(value).map(drop)),
@@ -273,6 +303,7 @@ fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
 
 /// The product of the lists over what all have, without what is skipped; those of one graph one after another.
 fn configurations(
+    base: &Table,
     file: &File,
     lists: &[(String, Vec<Value>)],
     menus: &[(String, Table)],
@@ -285,15 +316,22 @@ fn configurations(
             values.insert(key.clone(), list[rest % list.len()].clone());
             rest /= list.len();
         }
-        let spec = StepSpec::over(&file.step, &values)?;
-        let table = Table::try_from(&spec).expect("keys and plain values are TOML");
-        let is_met = |condition: &Table| condition.iter().all(|(key, value)| has(&table, key, value));
+        let mut root = base.clone();
+        values.iter().try_for_each(|(name, value)| put(&mut root, name, value))?;
+        let keys = flat(&root, "");
+        let run = RunConfig::of_table(root.clone())?;
+        let resolved = Table::try_from(&run).expect("keys and plain values are TOML");
+        let has = |(name, value): &(String, Value)| {
+            let key = key_of(name);
+            [&root, &resolved].into_iter().any(|table| is_one_of(value_at(table, key), value))
+        };
+        let is_met = |condition: &Table| flat(condition, "").iter().all(has);
         if !file.skip.iter().any(is_met) {
-            let step = spec.check().map_err(|error| error.to_string());
-            let key = digest(&table, &step, file);
+            let step = Step::new(&run).map_err(|error| error.to_string());
+            let key = digest(&resolved, &step, file);
             let of = (1..).zip(menus).filter(|(_, (_, condition))| is_met(condition)).map(|(index, _)| index);
             let menus = std::iter::once(0).chain(of).collect();
-            all.push(Configuration { key, values, menus, step, spec });
+            all.push(Configuration { key, values, menus, keys, step });
         }
     }
     // Stable: what shares a graph keeps its order, and stands where the first of it does.
@@ -309,13 +347,9 @@ fn configurations(
     Ok(ordered.into_iter().map(|(_, configuration)| configuration).collect())
 }
 
-/// Whether a step has this value of a key, or one of these.
-fn has(table: &Table, key: &str, value: &Value) -> bool {
-    let here = table.get(key);
-    match value {
-        Value::Array(values) => here == Some(value) || here.is_some_and(|here| values.contains(here)),
-        value => here == Some(value),
-    }
+/// Whether a value is this one, or one of these.
+fn is_one_of(here: Option<&Value>, value: &Value) -> bool {
+    here == Some(value) || value.as_array().is_some_and(|values| here.is_some_and(|here| values.contains(here)))
 }
 
 /// Of all that decides a row, what files of models and devices say among it. What is measured here is another number each time.

@@ -3,13 +3,13 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 use gapless_alloc::lower_bound;
-use gapless_engine::Trainer;
 use gapless_engine::compile::{Executable, table};
 use gapless_models::{Gpt, GptConfig};
 
 use super::row::Figures;
 use super::{Status, Sweep, above_bound, fragmentation, gains, run, throughput};
-use crate::step::CostModel;
+use crate::run::RunConfig;
+use crate::step::{CostModel, Step};
 
 const TINY: &str = r#"
 [step]
@@ -38,7 +38,7 @@ fn rows_are_what_planning_one_by_one_says() {
     let gpt = GptConfig { vocabulary: 64, layers: 4, heads: 2, width: 32, ..GptConfig::default() };
     for (of, row) in sweep.configurations.iter().zip(&results.rows) {
         let options = &of.step.as_ref().unwrap().options;
-        let plan = |rank| Trainer::plan_rank(|vb| Gpt::new(&gpt, vb), options, rank);
+        let plan = |rank| crate::plan::step(|vb| Gpt::new(&gpt, vb), &options.clone().into(), rank);
         let Some(figures) = &row.figures else {
             // Eight sequences are not three micro-batches, and a V wants as many as it has ranks.
             assert_eq!(row.status, Status::Invalid);
@@ -197,26 +197,26 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
         assert!(words.iter().all(|word| error.contains(word)), "{text}\n{error}");
     };
     let step = |rest: &str| format!("[step]\nmodel = \"small\"\n{rest}");
-    check("", &["missing field `vary`"]);
-    check("[vary]\nmodel = [\"smal\"]", &["vary.model (line 2)", "names are small, gpt2", "name a model"]);
+    check("", &["vary: is missing", "name lists of values"]);
+    check("[vary]\nmodel = [\"smal\"]", &["vary.model (line 2)", "names are small, gpt2", "docs/run_file.md"]);
     check(&step("[vary]\nschedul = [\"gpipe\"]"), &["vary.schedul (line 4)", "did you mean `schedule`?"]);
-    check(
-        &step("[vary]\nschedule = [\"1f1b\", \"2f2b\"]"),
-        &["vary.schedule (line 4)", "2f2b", "gapless schedule --help"],
-    );
+    check(&step("[vary]\nschedule = [\"1f1b\", \"2f2b\"]"), &["vary.schedule (line 4)", "2f2b", "docs/run_file.md"]);
     check(&step("[vary]\nschedule = \"1f1b\""), &["vary.schedule (line 4): is no list", "write, for example, ["]);
     check(&step("[vary]\nbatch = []"), &["vary.batch (line 4)", "empty", "leave the key out"]);
     check(&step("[vary]\nbatch = [1, 2, 1]"), &["vary.batch (line 4): 1 stands twice", "once"]);
-    check(&step("[vary]\nbatch = [1, \"two\"]"), &["vary.batch (line 4)", "string \"two\"", "docs/sweep.md"]);
+    check(&step("[vary]\nbatch = [1, \"two\"]"), &["vary.batch (line 4)", "string \"two\"", "docs/run_file.md"]);
     check(&step("[vary]\nbatch = [0]"), &["vary.batch (line 4): is 0", "at least 1"]);
     check(
         &step("[vary]\nrecompute = [\"none\", \"some\"]"),
         &["vary.recompute (line 4)", "no policy", "use none, layers"],
     );
     check(&step("[vary]\nbudget = [\"1 parsec\"]"), &["vary.budget (line 4)", "is no unit of bytes"]);
-    check(&step("dtype = \"f16\"\n[vary]\nbatch = [1]"), &["step.dtype (line 3)", "unknown variant `f16`"]);
-    check(&step("kernels = \"tpu\"\n[vary]\nbatch = [1]"), &["step.kernels (line 3)", "there are auto, cpu, cuda"]);
-    check(&step("profile = \"mi300\"\n[vary]\nbatch = [1]"), &["step.profile (line 3)", "a100-80, h100, h200, b200"]);
+    check(&step("precision = \"f16\"\n[vary]\nbatch = [1]"), &["step.precision (line 3)", "unknown variant `f16`"]);
+    check(&step("device = \"tpu\"\n[vary]\nbatch = [1]"), &["device (line 3)", "there are auto, cpu, cuda"]);
+    check(
+        &step("profile = \"mi300\"\n[vary]\nbatch = [1]"),
+        &["estimate.profile (line 3)", "a100-80, h100, h200, b200"],
+    );
     check(&step("[vary]\nbatch = [1]\n[[skip]]\nbach = 1"), &["skip.bach", "did you mean `batch`?"]);
     check(&step("[vary]\nbatch = [1]\n[[skip]]\nbatch = 1"), &["skip: leaves no configuration", "skip less"]);
     check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"jemalloc\"]"), &["sweep.allocators", "there are ideal"]);
@@ -226,7 +226,7 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
     check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"all\"\nbatch = 1"), &["another menu's"]);
     check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"few\"\nbach = 1"), &["did you mean `batch`?"]);
     check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"few\""), &["has no key", "say of which"]);
-    check(&step("[vary]\nbatch = [1]\n[swep]"), &["unknown field `swep`", "did you mean `sweep`?"]);
+    check(&step("[vary]\nbatch = [1]\n[swep]"), &["swep (line 5): unknown field `swep`"]);
     check(&step("[vary]\nrouting = [1.0, nan]"), &["vary.routing (line 4): is NaN", "at least 0"]);
     check(&step("[vary]\nrouting = [nan, nan]"), &["vary.routing (line 4): nan stands twice"]);
     // What is counted is refused before any of it is looked at: none of these values means anything.
@@ -249,10 +249,11 @@ fn a_sketch_bounds_the_step() {
         for (chunks, recompute) in [(1, "none"), (2, "none"), (1, "layers"), (2, "layers")] {
             let text = format!(
                 "model = 'gpt:vocabulary=64,layers=4,heads=2,width=32'\nsequence = 16\nbatch = 16\nmicro_batches = 8\n\
-                 dtype = 'mixed'\npipeline_ranks = 2\nschedule = '{}'\nchunks = {chunks}\nrecompute = '{recompute}'",
+                 precision = 'bf16'\npipeline_ranks = 2\nschedule = '{}'\nchunks = {chunks}\nrecompute = '{recompute}'",
                 schedule.name()
             );
-            let step = toml::from_str::<crate::step::StepSpec>(&text).unwrap().check().unwrap();
+            let keys: Vec<String> = text.lines().map(str::to_owned).collect();
+            let step = Step::new(&RunConfig::parse("", &keys).unwrap()).unwrap();
             let Ok(Some(key)) = step.sketch_key() else { continue };
             let graph = step.record().unwrap();
             let (sketch, programs) = (step.sketch(&graph, &key).unwrap(), step.programs(&graph).unwrap());
@@ -272,11 +273,10 @@ fn a_sketch_bounds_the_step() {
 /// The time of one rank is that of its operations, one after another.
 #[test]
 fn one_rank_takes_what_its_operations_take() {
-    let spec: crate::step::StepSpec =
-        toml::from_str("model = 'gpt:vocabulary=64,layers=2,heads=2,width=32'\nsequence = 16").unwrap();
-    let step = spec.check().unwrap();
+    let text = "model = 'gpt:vocabulary=64,layers=2,heads=2,width=32'\nstep.sequence = 16";
+    let step = Step::new(&RunConfig::parse(text, &[]).unwrap()).unwrap();
     let program = step.program(&step.record().unwrap(), 0).unwrap();
-    let each = program.instrs.iter().map(|instr| step.device.nanoseconds(instr, step.precision));
+    let each = program.instrs.iter().map(|instr| step.device.nanoseconds(instr, step.precision()));
     let timing = step.timing(std::slice::from_ref(&program)).unwrap();
     assert_eq!((timing.nanoseconds(), timing.timeline.bubble_share()), (each.sum(), 0.0));
     assert!(program.instrs.len() as u64 * 2_000 <= timing.nanoseconds());

@@ -128,7 +128,7 @@ fn the_request_that_was_refused_is_named() {
         String::from_utf8(output.stdout).unwrap()
     };
     let text = told(&[]);
-    assert!(text.contains("out of memory at event 9, which asks for 1048576.0 MiB (1099511627776 bytes)"), "{text}");
+    assert!(text.contains("out of memory at event 9, which asks for 1024.00 GiB (1099511627776 bytes)"), "{text}");
     assert!(text.contains("on a device of 22.0 MiB (23068672 bytes), where no allocator can serve it"), "{text}");
     assert!(!told(&["--capacity", "4TiB"]).contains("no allocator"));
     let json: Value = serde_json::from_str(&told(&["--json", "--capacity", "4TiB"])).unwrap();

@@ -3,6 +3,7 @@
 use std::fs;
 use std::process::{Command, Output};
 
+use gapless::StepOptions;
 use gapless_alloc::{check, csv};
 
 fn gapless(folder: &tempfile::TempDir, table: &str, arguments: &[&str]) -> Output {
@@ -211,8 +212,7 @@ fn a_roofline_lists_what_a_step_launches() {
     let refused = plan_mixed(&[]);
     assert_eq!(refused.status.code(), Some(2));
     assert!(
-        String::from_utf8_lossy(&refused.stderr)
-            .contains("a roofline is that of kernels for GPUs: give --kernels cuda")
+        String::from_utf8_lossy(&refused.stderr).contains("a roofline is that of kernels for GPUs: give --device cuda")
     );
 }
 
@@ -265,7 +265,7 @@ fn every_rank_of_a_step_writes_its_plan() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(
         folder.path().join("step.toml"),
-        "[step]\nmodel = \"small\"\nbatch = 4\npipeline_ranks = 2\nschedule = \"zbv\"\n",
+        "model = \"small\"\nstep.batch = 4\nmesh.pipeline = 2\npipeline.schedule = \"zbv\"\n",
     )
     .unwrap();
     let run = |command: &str| {
@@ -277,7 +277,7 @@ fn every_rank_of_a_step_writes_its_plan() {
         )
     };
     // The file's batch, under the flags' extents.
-    let step = "--step step.toml --micro-batches 2 --sequence 64 --rank all --json";
+    let step = "step.toml --micro-batches 2 --sequence 64 --rank all --json";
     let (code, text) = run(&format!("plan {step} --out plan.csv"));
     assert_eq!(code, Some(0), "{text}");
     let planned: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -293,15 +293,14 @@ fn every_rank_of_a_step_writes_its_plan() {
     }
     fs::write(folder.path().join("sweep.toml"), "[vary]\nmodel = [\"small\"]\nschedule = [\"2f2b\"]\n").unwrap();
     for (command, words) in [
-        ("plan --step none.toml", "cannot read none.toml"),
-        ("plan --model small --rank 1", "rank: \"1\" is no rank of a pipeline of 1; use numbers"),
-        ("plan --model small --dtype f16", "dtype: unknown variant `f16`"),
-        ("plan --model small --lora-targets q_proj", "lora_targets: stand without lora"),
+        ("plan none.toml", "cannot read none.toml"),
+        ("plan --model small --rank 1", "estimate.rank: \"1\" is no rank of a pipeline of 1; use numbers"),
+        ("plan --model small --dtype f16", "step.precision=f16: unknown variant `f16`"),
         ("plan", "give the file of a run, a table, or --model"),
-        ("plan plan.0.csv --model small", "cannot be used with"),
+        ("plan plan.0.csv --model small", "a table has no keys of a run"),
         ("compare --trace plan.0.csv --model small", "cannot be used with"),
         ("schedule zbv --model small --ranks 2 --forward 2", "cannot be used with"),
-        ("sweep sweep.toml --out results", "schedule: no schedule is called \"2f2b\""),
+        ("sweep sweep.toml --out results", "vary.schedule (line 3): no schedule is called \"2f2b\""),
     ] {
         let (code, text) = run(command);
         assert!(code == Some(2) && text.contains(words), "{command}: {code:?} {text}");
@@ -313,7 +312,7 @@ fn every_rank_of_a_step_writes_its_plan() {
 fn an_expert_rank_is_planned_with_its_reserve() {
     let plan = |routing: &[&str]| -> serde_json::Value {
         let step = ["plan", "--model", "mixtral8x7b", "--batch", "2", "--sequence", "256"];
-        let arguments = [&step[..], &["--dtype", "bf16", "--expert-ranks", "2", "--json"], routing].concat();
+        let arguments = [&step[..], &["--precision", "pure_bf16", "--expert-ranks", "2", "--json"], routing].concat();
         let output = Command::new(env!("CARGO_BIN_EXE_gapless")).args(arguments).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
@@ -337,9 +336,12 @@ fn a_folder_of_weights_plans_as_a_trainer_of_it_does() {
         Command::new(env!("CARGO_BIN_EXE_gapless")).args(["plan", "--model", model]).args(step).output().unwrap()
     };
     let config = gapless::models::hf::Config::read(folder).unwrap();
-    let options =
-        gapless::TrainOptions { batch: 2, sequence: 16, device: gapless::DeviceChoice::Cpu, ..Default::default() };
-    let expected = gapless::Trainer::plan(|vb| config.model(vb), &options).unwrap().arena_bytes();
+    let options = gapless::TrainOptions {
+        step: StepOptions { batch: 2, sequence: 16, ..StepOptions::default() },
+        device: gapless::DeviceChoice::Cpu,
+        ..Default::default()
+    };
+    let expected = gapless::plan::step(|vb| config.model(vb), &options, 0).unwrap().arena_bytes();
     // The weights are not needed.
     let alone = tempfile::tempdir().unwrap();
     let alone = alone.path().join("mine.json");
@@ -366,16 +368,26 @@ fn what_is_planned_of_a_folder_is_what_a_run_takes() {
     use gapless::{DeviceChoice, Lora, Mesh, TrainOptions, Trainable, Trainer, communicator};
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/evidence/hf/models/mixtral_bf16/checkpoint");
     let config = gapless::models::hf::Config::read(folder).unwrap();
-    let plain = TrainOptions { batch: 4, sequence: 16, device: DeviceChoice::Cpu, ..Default::default() };
+    let plain = TrainOptions {
+        step: StepOptions { batch: 4, sequence: 16, ..StepOptions::default() },
+        device: DeviceChoice::Cpu,
+        ..Default::default()
+    };
     let lora = Trainable::Lora(Lora {
         rank: 4,
         alpha: 8.0,
         targets: vec!["q_proj".into(), "o_proj".into()],
         ..Lora::default()
     });
-    let adapted = TrainOptions { trainable: lora, ..plain.clone() };
-    let stages = TrainOptions { mesh: Mesh::pipeline(2), micro_batches: 2, ..adapted.clone() };
-    let only = TrainOptions { trainable: Trainable::Only(vec!["lm_head".into(), "*norm*".into()]), ..plain.clone() };
+    let adapted = TrainOptions { step: StepOptions { trainable: lora, ..plain.step.clone() }, ..plain.clone() };
+    let stages = TrainOptions {
+        step: StepOptions { mesh: Mesh::pipeline(2), micro_batches: 2, ..adapted.step.clone() },
+        ..adapted.clone()
+    };
+    let only = TrainOptions {
+        step: StepOptions { trainable: Trainable::Only(vec!["lm_head".into(), "*norm*".into()]), ..plain.step.clone() },
+        ..plain.clone()
+    };
     let targets = ["--lora", "4:8", "--lora-targets", "q_proj,o_proj"];
     let mut arenas = Vec::new();
     for (options, arguments) in [
@@ -384,10 +396,15 @@ fn what_is_planned_of_a_folder_is_what_a_run_takes() {
         (stages, [&targets[..], &["--pipeline-ranks", "2", "--micro-batches", "2"]].concat()),
         (only, vec!["--train", "lm_head,*norm*"]),
     ] {
-        let taken = match options.mesh.ranks().unwrap() {
+        let taken = match options.step.mesh.ranks().unwrap() {
             1 => vec![Trainer::new(|vb| config.model(vb), options.clone()).unwrap().report().arena_bytes],
             ranks => communicator::on_threads(ranks, |world| {
-                Ok(Trainer::on(world, |vb| config.model(vb), options.clone()).unwrap().report().arena_bytes)
+                Ok(Trainer::builder(|vb| config.model(vb), options.clone())
+                    .on(world)
+                    .build()
+                    .unwrap()
+                    .report()
+                    .arena_bytes)
             })
             .unwrap(),
         };

@@ -53,7 +53,7 @@ fn exit_codes_tell_what_happened() {
         ("v-min --ranks 8 --micro-batches 50000", 2, "is at most 131072; ask for fewer"),
         ("v-min --ranks 8 --micro-batches 8000 --csv", 0, "0F0,"),
         ("automatic --ranks 8 --micro-batches 2000", 2, "is at most 16384; use fewer of them"),
-        ("1f1b --ranks 8 --batch 100000 --micro-batches 100000 --model small", 2, "are too many to show"),
+        ("1f1b --ranks 8 --batch 100000 --micro-batches 100000 --model small", 2, "65536 are the most"),
         ("gpipe --ranks 2", 2, "--micro-batches"),
         ("", 2, "--table"),
         ("gpipe --table good.csv --ranks 1 --micro-batches 1", 2, "cannot be used with"),

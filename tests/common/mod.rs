@@ -10,7 +10,9 @@ use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::nn::RouterConfig;
 use gapless::models::{Gpt, GptConfig, LatentConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::VarBuilder;
-use gapless::{Batch, DType, DeviceChoice, IGNORED, Model, StepReport, TrainOptions, Trainer};
+use gapless::{
+    Batch, DType, DeviceChoice, IGNORED, MemoryOptions, Model, StepOptions, StepReport, TrainOptions, Trainer,
+};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
@@ -60,7 +62,17 @@ pub struct Run {
 impl Default for Run {
     fn default() -> Self {
         let (threads, planning) = (2, PLANNING);
-        let options = TrainOptions { batch: 8, sequence: 24, threads, seed: 7, planning, ..on_cpu() };
+        let options = TrainOptions {
+            step: StepOptions {
+                batch: 8,
+                sequence: 24,
+                memory: MemoryOptions { planning, ..on_cpu().step.memory },
+                ..on_cpu().step
+            },
+            threads,
+            seed: 7,
+            ..on_cpu()
+        };
         Self { kind: Kind::Gpt, options }
     }
 }
@@ -149,13 +161,13 @@ impl Run {
         let options = self.options.clone();
         match world {
             None => Trainer::new(build, options),
-            Some(world) => Trainer::on(world, build, options),
+            Some(world) => Trainer::builder(build, options).on(world).build(),
         }
     }
 
     /// Runs `f` on a trainer per rank of the mesh, as threads.
     pub fn on_ranks<T: Send>(&self, f: impl Fn(Trainer) -> T + Sync) -> Vec<T> {
-        let ranks = self.options.mesh.ranks().unwrap();
+        let ranks = self.options.step.mesh.ranks().unwrap();
         communicator::on_threads(ranks, |world| Ok(f(self.rank(Some(world))))).expect("no rank fails")
     }
 
@@ -183,15 +195,17 @@ impl Run {
     /// The batch of a step: pseudo-random ids and their successors.
     pub fn batch(&self, step: u64) -> (Vec<u32>, Vec<u32>) {
         let id = |i: u64| ((step * 7919 + i) * (step * 7919 + i) % 1009) as u32 % VOCABULARY;
-        let count = (self.options.batch * self.options.sequence) as u64;
+        let count = (self.options.step.batch * self.options.step.sequence) as u64;
         ((0..count).map(id).collect(), (1..=count).map(id).collect())
     }
 
     /// Where the document of each token begins, with [`TrainOptions::documents`]: some of 1 to 9 tokens, others in every sequence.
     fn starts(&self) -> Vec<u32> {
         let mut starts = Vec::new();
-        for index in 0..if self.options.documents { self.options.batch * self.options.sequence } else { 0 } {
-            let at = (index % self.options.sequence) as u32;
+        for index in
+            0..if self.options.step.documents { self.options.step.batch * self.options.step.sequence } else { 0 }
+        {
+            let at = (index % self.options.step.sequence) as u32;
             let begins = at == 0 || at - starts[index - 1] > (index * index % 11 % 9) as u32;
             starts.push(if begins { at } else { starts[index - 1] });
         }

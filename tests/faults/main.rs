@@ -26,7 +26,7 @@ use common::{Run, VOCABULARY, on_cpu, parameters};
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::models::{Gpt, GptConfig};
 use gapless::run::{Console, RunFolder, Stop};
-use gapless::{TrainOptions, Trainer};
+use gapless::{MemoryOptions, StepOptions, TrainOptions, Trainer};
 use gapless_testing::only_test;
 
 fn main() -> ExitCode {
@@ -93,7 +93,17 @@ fn victim_command(dir: &Path, steps: u64) -> Command {
 
 /// A model whose checkpoint is a few kilobytes, and the run that has its batches.
 fn tiny() -> (Run, Trainer) {
-    let options = TrainOptions { batch: 2, sequence: 8, threads: 1, seed: 7, planning: common::PLANNING, ..on_cpu() };
+    let options = TrainOptions {
+        step: StepOptions {
+            batch: 2,
+            sequence: 8,
+            memory: MemoryOptions { planning: common::PLANNING, ..on_cpu().step.memory },
+            ..on_cpu().step
+        },
+        threads: 1,
+        seed: 7,
+        ..on_cpu()
+    };
     let run = Run { options: options.clone(), ..Run::default() };
     let config = GptConfig {
         vocabulary: VOCABULARY as usize,

@@ -12,6 +12,8 @@ use crate::Draw;
 /// Saves after every step, evaluates now and then; two stages of two ranks that share the batch.
 const RUN: &str = r#"
 steps = 1000000000
+device = "cpu"
+threads = 1
 [model.gpt]
 layers = 2
 heads = 2
@@ -25,10 +27,10 @@ cache = "DIR/cache"
 batch = 8
 micro_batches = 2
 sequence = 16
-device = "cpu"
-threads = 1
-data_ranks = 2
-pipeline_ranks = 2
+[mesh]
+data = 2
+pipeline = 2
+[pipeline]
 schedule = "zb-h1"
 [learning_rate]
 shape = "constant"

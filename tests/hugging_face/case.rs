@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::optim::AdamW;
 use gapless::models::hf::{Folder, HfError};
-use gapless::{DeviceChoice, TrainError, TrainOptions, Trainer};
+use gapless::{DeviceChoice, StepOptions, TrainError, TrainOptions, Trainer};
 use serde_json::Value;
 
 pub struct Case {
@@ -60,13 +60,16 @@ pub fn options(sequence: usize) -> TrainOptions {
     let optimizer = AdamW { max_norm: f64::INFINITY, ..AdamW::default() };
     let learning_rate = LearningRate { peak: 1e-3, floor: 1e-3, warmup_steps: 0, steps: 0, shape: Shape::Constant };
     TrainOptions {
-        batch: 2,
-        sequence,
+        step: StepOptions {
+            batch: 2,
+            sequence,
+            optimizer: optimizer.into(),
+            keep_gradients: true,
+            ..StepOptions::default()
+        },
         device: DeviceChoice::Cpu,
         threads: 2,
-        optimizer: optimizer.into(),
         learning_rate,
-        keep_gradients: true,
         ..TrainOptions::default()
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use gapless::models::hf::{Folder, GenerationConfig};
-use gapless::{DeviceChoice, GenerateOptions, Generation, Sampling, TrainOptions, Trainer};
+use gapless::{DeviceChoice, GenerateOptions, Generation, Sampling, StepOptions, TrainOptions, Trainer};
 
 use crate::case::{Case, unsupported};
 
@@ -32,14 +32,12 @@ fn greedy_continuations_are_those_of_transformers() {
         for (batch, chunk) in [(1, 128), (2, 2)] {
             let generation = Some(Generation { batch, window: Some(WINDOW), chunk });
             let options = TrainOptions {
-                batch: 1,
-                sequence: WINDOW,
+                step: StepOptions { batch: 1, sequence: WINDOW, generation, ..StepOptions::default() },
                 device: DeviceChoice::Cpu,
                 threads: 2,
-                generation,
                 ..TrainOptions::default()
             };
-            let mut model = Trainer::for_inference(|vb| folder.model(vb), options).unwrap();
+            let mut model = Trainer::builder(|vb| folder.model(vb), options).for_inference().build().unwrap();
             folder.load(&mut model).unwrap();
             let mut generate = |stop: &[u32]| {
                 let options = GenerateOptions { stop: stop.to_vec(), ..GenerateOptions::greedy(expected.len()) };

@@ -5,13 +5,18 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use gapless::engine::data::{ChatTemplate, DataError, Message, Tokenizer};
 use gapless::models::hf::{Adapter, Folder, HfError, TensorFile};
-use gapless::{DeviceChoice, TrainOptions, Trainer};
+use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
 use serde_json::Value;
 
 /// What loading takes: from the folder to the weights in an arena.
 fn load(folder: &Path) -> Result<(), HfError> {
     let folder = Folder::open(folder)?;
-    let options = TrainOptions { batch: 1, sequence: 4, device: DeviceChoice::Cpu, threads: 1, ..Default::default() };
+    let options = TrainOptions {
+        step: StepOptions { batch: 1, sequence: 4, ..StepOptions::default() },
+        device: DeviceChoice::Cpu,
+        threads: 1,
+        ..Default::default()
+    };
     folder.load(&mut Trainer::new(|vb| folder.model(vb), options)?)
 }
 
@@ -25,8 +30,13 @@ fn render(folder: &Path) -> Result<(), DataError> {
 fn load_adapter(folder: &Path) -> Result<(), HfError> {
     let adapter = Adapter::open(folder)?;
     let base = Folder::open(adapter.base()?)?;
-    let options = TrainOptions { batch: 1, sequence: 4, device: DeviceChoice::Cpu, threads: 1, ..Default::default() };
-    let options = TrainOptions { trainable: adapter.trainable(), ..options };
+    let options = TrainOptions {
+        step: StepOptions { batch: 1, sequence: 4, ..StepOptions::default() },
+        device: DeviceChoice::Cpu,
+        threads: 1,
+        ..Default::default()
+    };
+    let options = TrainOptions { step: StepOptions { trainable: adapter.trainable(), ..options.step }, ..options };
     let mut trainer = Trainer::new(|vb| base.model(vb), options)?;
     base.load(&mut trainer)?;
     adapter.load(&base, &mut trainer)

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use gapless::models::hf::{Adapter, Folder, HfError};
-use gapless::{Lora, TrainOptions, Trainable, Trainer};
+use gapless::{Lora, StepOptions, TrainOptions, Trainable, Trainer};
 use serde_json::{Value, json};
 
 use crate::case::{options, read, unsupported};
@@ -35,7 +35,10 @@ impl Case {
         let adapter = Adapter::open(self.folder.join("adapter"))?;
         let base = Folder::open(adapter.base()?)?;
         let sequence = self.ids()[0].len() - 1;
-        let options = TrainOptions { trainable: adapter.trainable(), ..options(sequence) };
+        let options = TrainOptions {
+            step: StepOptions { trainable: adapter.trainable(), ..options(sequence).step },
+            ..options(sequence)
+        };
         let mut trainer = Trainer::new(|vb| base.model(vb), options)?;
         base.load(&mut trainer)?;
         adapter.load(&base, &mut trainer)?;
@@ -187,7 +190,10 @@ fn a_merged_folder_is_the_base_with_the_adapter_added() {
         }
         // The same model, without adapters.
         let folder = Folder::open(&out).unwrap();
-        let options = TrainOptions { trainable: Trainable::All, ..trainer.options().clone() };
+        let options = TrainOptions {
+            step: StepOptions { trainable: Trainable::All, ..trainer.options().step.clone() },
+            ..trainer.options().clone()
+        };
         let mut merged = Trainer::new(|vb| folder.model(vb), options).unwrap();
         folder.load(&mut merged).unwrap();
         let ids = case.ids();
@@ -208,7 +214,10 @@ fn adapters_of_every_family_are_saved_read_and_merged() {
         let targets: Vec<String> = all.iter().filter(has).map(|&target| target.to_owned()).collect();
         let lora = Lora { rank: 4, alpha: 6.0, targets, rank_stabilised: true, ..Lora::default() };
         let sequence = folder.config().longest_sequence().map_or(8, |longest| longest.min(8));
-        let options = TrainOptions { trainable: Trainable::Lora(lora), ..options(sequence) };
+        let options = TrainOptions {
+            step: StepOptions { trainable: Trainable::Lora(lora), ..options(sequence).step },
+            ..options(sequence)
+        };
         let new = || {
             let mut trainer = Trainer::new(|vb| folder.model(vb), options.clone())?;
             folder.load(&mut trainer)?;
@@ -230,7 +239,8 @@ fn adapters_of_every_family_are_saved_read_and_merged() {
             assert!(bits(&trainer.tensor(name).unwrap()) == bits(&read.tensor(name).unwrap()), "{}: {name}", case.name);
         }
         let of_merged = Folder::open(&merged).unwrap();
-        let whole = TrainOptions { trainable: Trainable::All, ..options.clone() };
+        let whole =
+            TrainOptions { step: StepOptions { trainable: Trainable::All, ..options.step.clone() }, ..options.clone() };
         let mut whole = Trainer::new(|vb| of_merged.model(vb), whole).unwrap();
         of_merged.load(&mut whole).unwrap();
         let [expected, found] =
@@ -288,7 +298,10 @@ fn options_that_are_not_supported_are_named() {
     let case = Case::all().swap_remove(0);
     let (base, _, mut trainer) = case.trainer().unwrap();
     assert!(adapter.load(&base, &mut trainer).unwrap_err().to_string().contains("scale"));
-    let options = TrainOptions { trainable: Trainable::All, ..trainer.options().clone() };
+    let options = TrainOptions {
+        step: StepOptions { trainable: Trainable::All, ..trainer.options().step.clone() },
+        ..trainer.options().clone()
+    };
     let whole = Trainer::new(|vb| base.model(vb), options).unwrap();
     assert!(base.save_adapter(&whole, folder.path().join("out")).unwrap_err().to_string().contains("no adapters"));
 }

@@ -14,7 +14,7 @@ use candle_core::DType;
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use gapless::engine::optim::AdamW as Rule;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
-use gapless::{DeviceChoice, StepReport, TrainOptions, Trainer};
+use gapless::{DeviceChoice, StepOptions, StepReport, TrainOptions, Trainer};
 use gapless_testing::few;
 use mixtures::{LOAD_BIAS, balance, decided_choices, expect_choices, gates};
 use verdict::{TOLERANCE, Verdict, norm, relative_error};
@@ -118,14 +118,12 @@ impl Config {
 fn options(sequence: usize, micro_batches: usize) -> TrainOptions {
     // Poisoned: a plan that hands out bytes too early would show as NaN.
     let mut options = TrainOptions {
-        batch: BATCH,
-        sequence,
-        micro_batches,
+        step: StepOptions { batch: BATCH, sequence, micro_batches, ..StepOptions::default() },
         poison: true,
         device: DeviceChoice::Cpu,
         ..TrainOptions::default()
     };
-    options.keep_gradients = true;
+    options.step.keep_gradients = true;
     options.learning_rate.peak = 1e-2;
     options
 }
@@ -200,7 +198,7 @@ fn training_steps_are_those_of_candle() -> Result {
             }
             let mut options = options(sequence, micro_batches);
             let rule = Rule { max_norm, weight_decay, eps, ..Rule::default() };
-            options.optimizer = rule.into();
+            options.step.optimizer = rule.into();
             let mut trainer = config.trainer(options)?;
             let twin = config.twin(&trainer)?;
             let start = config.twin(&trainer)?.variables();

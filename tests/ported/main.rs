@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Device, Var};
 use candle_nn::VarMap;
-use gapless::{DeviceChoice, Model, Result, Tensor, TrainOptions, Trainer};
+use gapless::{DeviceChoice, Model, Result, StepOptions, Tensor, TrainOptions, Trainer};
 
 mod on_candle {
     pub mod llama {
@@ -144,8 +144,12 @@ fn compare<M, F: Fn(&candle_core::Tensor) -> candle_core::Result<candle_core::Te
 where
     M: Fn(&Tensor) -> Result<Tensor>,
 {
-    let mut options = TrainOptions { batch: BATCH, sequence, poison: true, ..TrainOptions::default() };
-    (options.keep_gradients, options.device, options.learning_rate.peak) = (true, DeviceChoice::Cpu, 1e-2);
+    let mut options = TrainOptions {
+        step: StepOptions { batch: BATCH, sequence, ..StepOptions::default() },
+        poison: true,
+        ..TrainOptions::default()
+    };
+    (options.step.keep_gradients, options.device, options.learning_rate.peak) = (true, DeviceChoice::Cpu, 1e-2);
     let mut trainer = Trainer::new(build, options)?;
     let batch = |step: u32| (ids(BATCH * sequence, ids_below, step), ids(BATCH * sequence, ids_below, step + 99));
     for step in 0..2 {

@@ -14,11 +14,22 @@ use gapless::engine::compile::Executable;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::VarBuilder;
 use gapless::parallel::{self, Shape};
-use gapless::{DType, DeviceChoice, Mesh, Model, Pipeline, Recompute, Report, TrainOptions, Trainer};
+use gapless::{
+    DeviceChoice, MemoryOptions, Mesh, Model, Pipeline, Precision, Report, StepOptions, TrainOptions, Trainer,
+};
 
 /// As the other tests' run, with enough work for the planner that heights say how good it is.
 fn run() -> Run {
-    Run { kind: Kind::Gpt, options: TrainOptions { planning: 1 << 23, ..Run::default().options } }
+    Run {
+        kind: Kind::Gpt,
+        options: TrainOptions {
+            step: StepOptions {
+                memory: MemoryOptions { planning: 1 << 23, ..Run::default().options.step.memory },
+                ..Run::default().options.step
+            },
+            ..Run::default().options
+        },
+    }
 }
 
 fn options() -> TrainOptions {
@@ -62,19 +73,24 @@ fn plan<M: Model>(
     options: &TrainOptions,
     build: impl Fn(VarBuilder) -> gapless::Result<M>,
 ) {
-    planned(rows, name, &Trainer::plan(build, options).unwrap());
+    planned(rows, name, &gapless::plan::step(build, options, 0).unwrap());
 }
 
 #[test]
 fn presets() {
     let mut rows = String::new();
-    let options = TrainOptions { batch: 8, sequence: 1024, threads: 2, ..on_cpu() };
+    let options =
+        TrainOptions { step: StepOptions { batch: 8, sequence: 1024, ..on_cpu().step }, threads: 2, ..on_cpu() };
     for (name, layers, heads, width) in
         [("gpt2", 12, 12, 768), ("gpt2-medium", 24, 16, 1024), ("gpt2-large", 36, 20, 1280), ("gpt2-xl", 48, 25, 1600)]
     {
         let config = GptConfig { layers, heads, width, sequence: 1024, ..GptConfig::default() };
         plan(&mut rows, &format!("preset {name}"), &options, |vb| Gpt::new(&config, vb));
-        let cuda = TrainOptions { device: DeviceChoice::Cuda(0), dtype: DType::BF16, ..options.clone() };
+        let cuda = TrainOptions {
+            step: StepOptions { precision: Precision::Bf16, ..options.step.clone() },
+            device: DeviceChoice::Cuda(0),
+            ..options.clone()
+        };
         plan(&mut rows, &format!("preset {name} cuda bf16"), &cuda, |vb| Gpt::new(&config, vb));
     }
     plan(&mut rows, "preset llama3-8b", &options, |vb| Llama::new(&LlamaConfig::default(), vb));
@@ -88,7 +104,8 @@ fn presets() {
 fn default_run() {
     let mut rows = String::new();
     let config = GptConfig { vocabulary: 4096, sequence: 256, layers: 6, heads: 6, width: 384, ..GptConfig::default() };
-    let options = TrainOptions { batch: 8, sequence: 256, threads: 2, ..on_cpu() };
+    let options =
+        TrainOptions { step: StepOptions { batch: 8, sequence: 256, ..on_cpu().step }, threads: 2, ..on_cpu() };
     let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options.clone()).unwrap();
     let run = Run { kind: Kind::Gpt, options };
     let outcome = run.go_on(&mut trainer, 2);
@@ -119,7 +136,11 @@ fn schedules() {
         };
         let pipeline = Pipeline { schedule: schedule.into(), chunks: chunks as usize, ..Pipeline::default() };
         let options = options();
-        let options = TrainOptions { micro_batches: 8, threads: 1, mesh: Mesh::pipeline(4), pipeline, ..options };
+        let options = TrainOptions {
+            step: StepOptions { micro_batches: 8, mesh: Mesh::pipeline(4), pipeline, ..options.step },
+            threads: 1,
+            ..options
+        };
         on_ranks(&mut rows, &format!("schedule {name}"), &Run { kind: Kind::Gpt, options });
     }
     expect("schedule", &rows);
@@ -136,10 +157,14 @@ fn mixtures() {
     }
     for style in [MoeStyle::Mixtral, MoeStyle::DeepSeek] {
         let mesh = Mesh { expert: 2, ..Mesh::default() };
-        let options = TrainOptions { threads: 1, mesh, ..options() };
+        let options = TrainOptions { step: StepOptions { mesh, ..options().step }, threads: 1, ..options() };
         on_ranks(&mut rows, &format!("mixture expert-ranks {style:?}"), &Run { kind: Kind::Moe(style), options });
     }
-    let options = TrainOptions { threads: 1, mesh: Mesh { data: 2, ..Mesh::default() }, ..options() };
+    let options = TrainOptions {
+        step: StepOptions { mesh: Mesh { data: 2, ..Mesh::default() }, ..options().step },
+        threads: 1,
+        ..options()
+    };
     on_ranks(&mut rows, "mixture data-ranks Gpt", &Run { kind: Kind::Gpt, options });
     expect("mixture", &rows);
 }
@@ -147,11 +172,23 @@ fn mixtures() {
 #[test]
 fn budgets() {
     let mut rows = String::new();
-    let whole = Run { options: TrainOptions { micro_batches: 2, ..options() }, ..run() };
+    let whole = Run {
+        options: TrainOptions { step: StepOptions { micro_batches: 2, ..options().step }, ..options() },
+        ..run()
+    };
     let all = whole.trainer().report().arena_bytes;
     for percent in [95, 90, 85] {
-        let recompute = Recompute::budget(all * percent / 100);
-        let run = Run { options: TrainOptions { recompute, ..whole.options.clone() }, ..whole.clone() };
+        let budget = Some(all * percent / 100);
+        let run = Run {
+            options: TrainOptions {
+                step: StepOptions {
+                    memory: MemoryOptions { budget, ..whole.options.step.memory.clone() },
+                    ..whole.options.step.clone()
+                },
+                ..whole.options.clone()
+            },
+            ..whole.clone()
+        };
         let mut trainer = run.trainer();
         let outcome = run.go_on(&mut trainer, 2);
         stepped(&mut rows, &format!("budget {percent} %"), &trainer.report(), &outcome);

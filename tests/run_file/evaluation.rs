@@ -3,7 +3,9 @@
 use gapless::engine::data::{Format, IGNORED, VocabularyChoice};
 use gapless::models::{Llama, LlamaConfig};
 use gapless::run::{EvaluationBatch, validation_loss};
-use gapless::{Batch, DataOptions, Dataset, DeviceChoice, Mesh, TrainOptions, Trainer, communicator};
+use gapless::{
+    Batch, DataOptions, Dataset, DeviceChoice, MemoryOptions, Mesh, StepOptions, TrainOptions, Trainer, communicator,
+};
 
 const SEQUENCE: usize = 12;
 
@@ -32,11 +34,14 @@ fn dataset(folder: &std::path::Path, format: Format) -> Dataset {
 fn options(batch: usize, documents: bool) -> TrainOptions {
     let (device, planning) = (DeviceChoice::Cpu, 1 << 20);
     TrainOptions {
-        batch,
-        sequence: SEQUENCE,
-        documents,
+        step: StepOptions {
+            batch,
+            sequence: SEQUENCE,
+            documents,
+            memory: MemoryOptions { planning, ..MemoryOptions::default() },
+            ..StepOptions::default()
+        },
         device,
-        planning,
         threads: 1,
         seed: 5,
         ..TrainOptions::default()
@@ -77,15 +82,24 @@ fn the_validation_loss_does_not_depend_on_the_batch() {
             let mut trainer = Trainer::new(|vb| Llama::new(&llama(), vb), options(batch, documents)).unwrap();
             expect(&format!("batch {batch}"), validation_loss(&mut trainer, &windows).unwrap());
         }
-        let ranks =
-            TrainOptions { micro_batches: 3, mesh: Mesh { data: 2, ..Mesh::default() }, ..options(24, documents) };
+        let ranks = TrainOptions {
+            step: StepOptions {
+                micro_batches: 3,
+                mesh: Mesh { data: 2, ..Mesh::default() },
+                ..options(24, documents).step
+            },
+            ..options(24, documents)
+        };
         let on_ranks = |world| {
-            let mut trainer = Trainer::on(world, |vb| Llama::new(&llama(), vb), ranks.clone())?;
+            let mut trainer = Trainer::builder(|vb| Llama::new(&llama(), vb), ranks.clone()).on(world).build()?;
             Ok(validation_loss(&mut trainer, &windows).unwrap())
         };
         communicator::on_threads(2, on_ranks).unwrap().into_iter().for_each(|loss| expect("on ranks", loss));
-        let mut other =
-            Trainer::new(|vb| Llama::new(&llama(), vb), TrainOptions { sequence: 6, ..options(4, documents) }).unwrap();
+        let mut other = Trainer::new(
+            |vb| Llama::new(&llama(), vb),
+            TrainOptions { step: StepOptions { sequence: 6, ..options(4, documents).step }, ..options(4, documents) },
+        )
+        .unwrap();
         let error = validation_loss(&mut other, &windows).unwrap_err().to_string();
         assert!(error.contains("tokens of a window"), "{error}");
     }

@@ -33,7 +33,7 @@ fn threads_that_cannot_be_started_are_told() {
     };
     run(("", MIB << 30), "none", "threads = 1", 1, "the system starts no thread for this process; raise the limit");
     run(FEW_THREADS, "workers", "threads = 64", 1, "cannot start worker threads: ");
-    run(FEW_THREADS, "ranks", "threads = 1\ndata_ranks = 32", 1, "the system starts no thread for rank ");
+    run(FEW_THREADS, "ranks", "threads = 1\nmesh.data = 32", 1, "the system starts no thread for rank ");
     run(FEW_THREADS, "few", "threads = 1", 0, "");
 }
 

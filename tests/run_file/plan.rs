@@ -12,9 +12,9 @@ const GPT: &str = "[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16";
 
 /// The report of every rank's trainer.
 fn reserved(config: &RunConfig, vocabulary: usize) -> Vec<Report> {
-    let (architecture, options) = (config.model(vocabulary).architecture().unwrap(), config.options().unwrap());
-    on_threads(options.mesh.ranks().unwrap(), |world| {
-        let trainer = Trainer::on(world, |vb| architecture.model(vb), options.clone())?;
+    let (architecture, options) = (config.model(vocabulary).architecture().unwrap(), config.options());
+    on_threads(options.step.mesh.ranks().unwrap(), |world| {
+        let trainer = Trainer::builder(|vb| architecture.model(vb), options.clone()).on(world).build()?;
         Ok::<_, TrainError>(trainer.report().clone())
     })
     .unwrap()
@@ -34,22 +34,34 @@ fn a_plan_is_what_the_run_reserves() {
     let bytes = "vocabulary = 256";
     for (model, vocabulary, assignments) in [
         (GPT, bytes, &[][..]),
-        (GPT, bytes, &["step.dtype=bf16"]),
+        (GPT, bytes, &["step.precision=bf16"]),
         (GPT, bytes, &["sample.prompt="]),
         (GPT, bytes, &["memory.recompute=layers"]),
         (GPT, bytes, &["memory.budget=\"320KiB\""]),
         (GPT, bytes, &["optimizer.name=adamw8bit"]),
         (GPT, bytes, &["optimizer.name=lion", "step.micro_batches=1"]),
         (GPT, bytes, &["data.isolate_documents=true"]),
-        (GPT, bytes, &["step.data_ranks=2"]),
-        (GPT, bytes, &["model.gpt.layers=2", "step.pipeline_ranks=2", "step.schedule=zb-h1"]),
+        (GPT, bytes, &["mesh.data=2"]),
+        (GPT, bytes, &["model.gpt.layers=2", "mesh.pipeline=2", "pipeline.schedule=zb-h1"]),
         (GPT, &tokenizer, &[]),
-        (llama, bytes, &["step.dtype=bf16"]),
+        (llama, bytes, &["step.precision=bf16"]),
         (moe, bytes, &[]),
-        (moe, bytes, &["step.expert_ranks=2"]),
+        (moe, bytes, &["mesh.expert=2"]),
         (moe, bytes, &["data.isolate_documents=true", "model.moe.router.capacity={ factor = 1.5, drop = \"last\" }"]),
+        (GPT, bytes, &["step.precision=pure_bf16"]),
+        (GPT, bytes, &["memory.compress=[\"linear\"]", "memory.planning=1000"]),
+        (GPT, bytes, &["memory.offload=[\"linear\"]", "memory.recompute=ops:gelu"]),
+        (GPT, bytes, &["memory.release_gradients=true", "optimizer.max_norm=inf", "step.micro_batches=1"]),
+        (GPT, bytes, &["optimizer.average=0.999", "guard.norm=3.0"]),
+        (GPT, bytes, &["trainable.only=[\"*.bias\"]", "loss.z_loss=1e-4"]),
+        (GPT, bytes, &["model.gpt.layers=2", "mesh={ data = 2, pipeline = 2 }", "step.micro_batches=1"]),
+        (GPT, bytes, &["model.gpt.layers=4", "mesh.pipeline=2", "pipeline.schedule=zbv", "memory.recompute=layers"]),
+        ("model = \"llama:layers=1,heads=2,kv_heads=1,width=16,hidden=32\"", bytes, &["optimizer.name=muon"]),
+        (moe, bytes, &["mesh.expert=2", "memory.routing=1.0", "memory.overflow=recompute"]),
+        (moe, bytes, &["mesh.expert=2", "memory.routing=64KiB", "memory.overflow=grow"]),
         (&folder, &tokenizer, &[]),
-        (&lora, &tokenizer, &["step.dtype=bf16"]),
+        (&lora, &tokenizer, &["trainable.lora.rank=4", "mesh.data=2"]),
+        (&lora, &tokenizer, &["step.precision=bf16"]),
     ] {
         let text = TINY.replace(GPT, model).replace(bytes, vocabulary).replace("steps = 4", "steps = 1");
         let assignments: Vec<String> = assignments.iter().map(|&assignment| assignment.to_owned()).collect();
@@ -69,6 +81,51 @@ fn a_plan_is_what_the_run_reserves() {
     }
 }
 
+/// What `gapless init` prints, smaller.
+#[test]
+fn a_plan_of_an_example_is_what_it_reserves() {
+    let place = Place::new();
+    let data = place.path().join("text.txt");
+    for (name, smaller) in [
+        ("small-gpt", "model.gpt={ layers = 2, heads = 2, width = 32 }"),
+        ("llama", "model.llama={ layers = 2, heads = 2, kv_heads = 1, width = 32, hidden = 64 }"),
+        ("moe", "model.moe.llama={ layers = 2, heads = 2, kv_heads = 1, width = 32, hidden = 64 }"),
+        ("budget", "model.gpt={ layers = 2, heads = 2, width = 32 }"),
+        ("pipeline", "model.gpt={ layers = 4, heads = 2, width = 32 }"),
+    ] {
+        let printed = String::from_utf8(place.gapless(&["init", name]).stdout).unwrap();
+        let file = place.file(&printed);
+        let data = format!("data.path={data:?}");
+        let sets = [smaller, &data, "data.vocabulary=256", "step.sequence=32", "device=cpu", "threads=1"];
+        let sets: Vec<String> = sets.iter().map(|&set| set.to_owned()).collect();
+        let config = RunConfig::read(&file, &sets).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let figures = |report: &Report| (report.arena_bytes, report.host_bytes, report.plan_hash.clone());
+        assert_eq!(
+            config.plan().unwrap().iter().map(figures).collect::<Vec<_>>(),
+            reserved(&config, 256).iter().map(figures).collect::<Vec<_>>(),
+            "{name}"
+        );
+    }
+}
+
+/// Keys that have moved mean what they meant, and it is said.
+#[test]
+fn former_names_are_understood() {
+    let place = Place::new();
+    let old = TINY.replace("threads = 1\n", "").replace("device = \"cpu\"\n", "").replace(
+        "precision = \"f32\"",
+        "dtype = \"bf16\"\ndevice = \"cpu\"\nthreads = 1\ndata_ranks = 2\nschedule = \"gpipe\"",
+    );
+    let former = RunConfig::read(&place.file(&old), &[]).unwrap();
+    let sets = ["step.precision=bf16", "mesh.data=2", "pipeline.schedule=gpipe"].map(str::to_owned);
+    assert!(former == RunConfig::read(&place.file(TINY), &sets).unwrap());
+    assert_eq!(former.notices.len(), 5);
+    assert!(former.notices.iter().any(|notice| notice.contains("step.data_ranks is mesh.data now")));
+    let twice = old.replace("[sample]", "[mesh]\ndata = 2\n[sample]");
+    let error = RunConfig::read(&place.file(&twice), &[]).unwrap_err().to_string();
+    assert!(error.contains("step.data_ranks") && error.contains("stands beside mesh.data"), "{error}");
+}
+
 /// By the command, without the data; what cannot fit has its own exit code, and flags of tables are refused.
 #[test]
 fn the_command_plans_a_file() {
@@ -82,16 +139,16 @@ fn the_command_plans_a_file() {
     let (code, text) = planned(&["--json"]);
     let one: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(code, Some(0), "{text}");
-    assert!(one["arena_bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{text}");
-    let (code, text) = planned(&["--json", "--set", "step.data_ranks=2"]);
+    assert!(one["ranks"][0]["arena_bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{text}");
+    let (code, text) = planned(&["--json", "--set", "mesh.data=2"]);
     let two: serde_json::Value = serde_json::from_str(&text).unwrap();
-    assert!(code == Some(0) && two.as_array().is_some_and(|ranks| ranks.len() == 2), "{text}");
+    assert!(code == Some(0) && two["ranks"].as_array().is_some_and(|ranks| ranks.len() == 2), "{text}");
     for (arguments, code, part) in [
-        (&["--set", "step.data_ranks=2"][..], 0, "rank 1: "),
+        (&["--set", "mesh.data=2"][..], 0, "rank 1: "),
         (&["--set", "memory.budget=1000"], 3, "1000"),
         (&["--set", "step.batch=3"], 2, "step.micro_batches"),
-        (&["--draw", "map.html"], 2, "memory.html"),
-        (&["--capacity", "1MiB"], 2, "--set memory.budget"),
+        (&["--precision", "bf16", "--data-ranks", "2"], 0, "rank 1: "),
+        (&["--capacity", "1MiB"], 2, "--budget 600MiB"),
     ] {
         let (ended, text) = planned(arguments);
         assert!(ended == Some(code) && text.contains(part), "{arguments:?}: {ended:?} {text}");

@@ -24,7 +24,7 @@ fn ranks_of_a_file_train_as_one() {
     };
     let two_layers = "model.gpt.layers=2";
     let one = go("one", &[two_layers], &Start::Anew);
-    let stages = [two_layers, "step.pipeline_ranks=2", "step.schedule=zb-h1"];
+    let stages = [two_layers, "mesh.pipeline=2", "pipeline.schedule=zb-h1"];
     assert_eq!(go("stages", &stages, &Start::Anew), one);
     let samples = |out: &str| std::fs::read_to_string(place.path().join(out).join("samples.txt")).unwrap();
     assert_eq!(samples("stages"), samples("one"));
@@ -41,7 +41,7 @@ fn ranks_of_a_file_train_as_one() {
             assert_eq!(known(&"evaluation"), row.get("val_loss").is_some(), "{row}");
         }
     }
-    let copies = go("copies", &[two_layers, "step.data_ranks=2"], &Start::Anew);
+    let copies = go("copies", &[two_layers, "mesh.data=2"], &Start::Anew);
     for (&(step, copies), &(_, one)) in copies.iter().zip(&one) {
         let (copies, one) = (f32::from_bits(copies), f32::from_bits(one));
         assert!((copies - one).abs() < 1e-4 * one, "step {step}: {copies}, not {one}");
@@ -55,9 +55,8 @@ fn ranks_of_a_file_train_as_one() {
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
     let text = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &format!("[model]\nfolder = {base:?}"));
     let text = text.replace("vocabulary = 256", &format!("tokenizer = {:?}", tokenizer(&place)));
-    for (out, ranks) in [("one folder", "pipeline_ranks = 1"), ("two stages", "pipeline_ranks = 2")] {
-        let text = text.replace("micro_batches = 2", &format!("micro_batches = 2\n{ranks}"));
-        let config = RunConfig::read(&place.file(&text), &[]).unwrap();
+    for (out, ranks) in [("one folder", "mesh.pipeline=1"), ("two stages", "mesh.pipeline=2")] {
+        let config = RunConfig::read(&place.file(&text), &[ranks.to_owned()]).unwrap();
         train(&config, &place.path().join(out), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
     }
     let weights = |out: &str| std::fs::read(place.path().join(out).join("model/model.safetensors")).unwrap();

@@ -153,9 +153,12 @@ fn the_reference_is_that_of_the_types() {
 #[test]
 fn the_schema_names_the_keys_that_are_read() {
     let schema = RunConfig::schema();
-    for (name, of) in
-        [("", &schema), ("data.", &schema["$defs"]["DataConfig"]), ("step.", &schema["$defs"]["StepConfig"])]
-    {
+    for (name, of) in [
+        ("", &schema),
+        ("data.", &schema["$defs"]["DataConfig"]),
+        ("step.", &schema["$defs"]["StepOptions"]),
+        ("memory.", &schema["$defs"]["MemoryOptions"]),
+    ] {
         assert_eq!(of["additionalProperties"], false);
         let wrong = format!("{name}nonsense=1");
         let folder = tempfile::tempdir().unwrap();

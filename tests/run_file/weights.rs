@@ -4,7 +4,7 @@ use std::path::Path;
 
 use gapless::models::hf::{Adapter, Folder};
 use gapless::run::{Console, RunConfig, Start, TrainedRun, train, validation_loss};
-use gapless::{DeviceChoice, TrainOptions, Trainer};
+use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
 use serde_json::Value;
 
 use crate::{Place, TINY, tokenizer};
@@ -21,7 +21,7 @@ fn trained_weights_leave_in_the_form_that_they_came_in() {
         let out = place.path().join(out);
         let config = RunConfig::read(&place.file(text), &[]).unwrap();
         train(&config, &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
-        (Trainer::new(|vb| Folder::open(&base).unwrap().model(vb), config.options().unwrap()).unwrap(), out)
+        (Trainer::new(|vb| Folder::open(&base).unwrap().model(vb), config.options()).unwrap(), out)
     };
     let (mut trainer, out) = go(&text, "whole");
     let name = trainer.parameter_names().find(|name| name.contains("q_proj")).unwrap().to_owned();
@@ -95,8 +95,9 @@ fn what_was_trained_continues_texts_and_is_measured() {
     let tokenizer = format!("tokenizer = {other:?}");
     let model = format!("[model]\nfolder = {base:?}\n[trainable.lora]\nrank = 2\ntargets = [\"q_proj\"]");
     let adapter = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &model);
-    let ranks = "threads = 1\npipeline_ranks = 2\ndtype = \"bf16\"";
+    let ranks = "threads = 1\nmesh.pipeline = 2";
     let pipeline = TINY.replace("layers = 1", "layers = 2").replace("threads = 1", ranks);
+    let pipeline = pipeline.replace("\"f32\"", "\"bf16\"");
     for (name, text) in [
         ("bytes", TINY.to_owned()),
         ("pipeline", pipeline.replace("vocabulary = 256", "vocabulary = 280")),
@@ -118,7 +119,12 @@ fn what_was_trained_continues_texts_and_is_measured() {
         let dataset = config.dataset().unwrap();
         let windows = dataset.validation(16, usize::MAX).unwrap().unwrap();
         let (device, documents) = (DeviceChoice::Cpu, config.data.has_documents());
-        let options = TrainOptions { batch: 1, sequence: 16, threads: 1, device, documents, ..TrainOptions::default() };
+        let options = TrainOptions {
+            step: StepOptions { batch: 1, sequence: 16, documents, ..StepOptions::default() },
+            threads: 1,
+            device,
+            ..TrainOptions::default()
+        };
         let mut model = TrainedRun::open(&place.path().join(name)).unwrap().for_inference(options).unwrap();
         let expected = validation_loss(&mut model, &windows).unwrap().unwrap();
         let folder = dataset.folder().unwrap().to_str().unwrap();

@@ -2,7 +2,7 @@
 
 use gapless::Error as GraphError;
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
-use gapless::{Model, Result, Tensor, TrainError, TrainOptions, Trainer};
+use gapless::{Model, Result, StepOptions, Tensor, TrainError, TrainOptions, Trainer};
 
 use crate::common::on_cpu;
 
@@ -77,7 +77,11 @@ impl Model for Headed {
 
 /// The gradients of all parameters after one step.
 fn gradients<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, micro_batches: usize) -> Vec<(String, Vec<f32>)> {
-    let options = TrainOptions { batch: 4, sequence: 6, micro_batches, keep_gradients: true, poison: true, ..on_cpu() };
+    let options = TrainOptions {
+        step: StepOptions { batch: 4, sequence: 6, micro_batches, keep_gradients: true, ..on_cpu().step },
+        poison: true,
+        ..on_cpu()
+    };
     let mut trainer = Trainer::new(build, options).unwrap();
     let squares = |range: std::ops::Range<u32>| {
         let ids: Vec<u32> = range.map(|i| i * i % 11).collect();
@@ -134,7 +138,7 @@ fn a_loss_of_an_output_without_a_gradient_is_refused() {
         }
     }
 
-    let options = TrainOptions { batch: 4, sequence: 6, ..on_cpu() };
+    let options = TrainOptions { step: StepOptions { batch: 4, sequence: 6, ..on_cpu().step }, ..on_cpu() };
     let error = Trainer::new(|vb| Ok(OfLogSumExp(Unusual::new(vb)?)), options).unwrap_err();
     assert!(matches!(error, TrainError::Graph(GraphError::NoOutputGradient { output: 1, .. })), "{error}");
 }

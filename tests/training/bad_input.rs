@@ -2,7 +2,7 @@
 
 use gapless::engine::compile::Error as CompileError;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
-use gapless::{Mesh, TrainError, TrainOptions, Trainer, communicator};
+use gapless::{Mesh, StepOptions, TrainError, TrainOptions, Trainer, communicator};
 
 use crate::common::{Run, on_cpu, parameters};
 
@@ -11,7 +11,7 @@ fn small() -> GptConfig {
 }
 
 fn options() -> TrainOptions {
-    TrainOptions { batch: 2, sequence: 16, ..on_cpu() }
+    TrainOptions { step: StepOptions { batch: 2, sequence: 16, ..on_cpu().step }, ..on_cpu() }
 }
 
 fn refused(result: Result<Trainer, gapless::TrainError>, words: &[&str]) {
@@ -28,11 +28,17 @@ fn extents_that_do_not_fit_together() {
     refused(gpt(GptConfig { vocabulary: 0, ..small() }, options()), &["vocabulary"]);
     refused(gpt(GptConfig { dropout: 1.5, ..small() }, options()), &["dropout", "1.5"]);
     refused(
-        gpt(small(), TrainOptions { sequence: 17, ..options() }),
+        gpt(small(), TrainOptions { step: StepOptions { sequence: 17, ..options().step }, ..options() }),
         &["17 tokens", "positions for 16", "GptConfig::sequence"],
     );
-    refused(gpt(small(), TrainOptions { micro_batches: 3, ..options() }), &["micro_batches", "divisor"]);
-    refused(gpt(small(), TrainOptions { batch: 0, ..options() }), &["at least 1"]);
+    refused(
+        gpt(small(), TrainOptions { step: StepOptions { micro_batches: 3, ..options().step }, ..options() }),
+        &["micro_batches", "divisor"],
+    );
+    refused(
+        gpt(small(), TrainOptions { step: StepOptions { batch: 0, ..options().step }, ..options() }),
+        &["at least 1"],
+    );
     let llama =
         LlamaConfig { vocabulary: 50, layers: 1, heads: 4, kv_heads: 3, width: 16, hidden: 8, ..Default::default() };
     refused(Trainer::new(|vb| Llama::new(&llama, vb), options()), &["3 key-value heads", "4 heads"]);
@@ -42,16 +48,16 @@ fn extents_that_do_not_fit_together() {
 fn a_gradient_that_is_not_kept_names_what_keeps_it() {
     let trainer = Trainer::new(|vb| Gpt::new(&small(), vb), options()).unwrap();
     let message = trainer.gradient("wte.weight").unwrap_err().to_string();
-    assert!(message.contains("TrainOptions::keep_gradients"), "{message}");
+    assert!(message.contains("StepOptions::keep_gradients"), "{message}");
 }
 
 #[test]
 fn a_tensor_of_another_rank_says_which_has_it() {
     let mesh = Mesh { pipeline: 2, ..Mesh::default() };
-    let options = TrainOptions { mesh, micro_batches: 2, ..options() };
+    let options = TrainOptions { step: StepOptions { mesh, micro_batches: 2, ..options().step }, ..options() };
     let config = GptConfig { layers: 2, ..small() };
     let messages = communicator::on_threads(2, |world| {
-        let trainer = Trainer::on(world, |vb| Gpt::new(&config, vb), options.clone())?;
+        let trainer = Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).on(world).build()?;
         let told = ["h.0.ln_1.weight", "ln_f.weight", "none"]
             .map(|name| trainer.tensor(name).err().map(|error| error.to_string()));
         Ok(told)
@@ -78,7 +84,7 @@ fn an_arena_larger_than_the_machine_is_refused_before_it_is_touched() {
         dropout: 0.0,
         ..GptConfig::default()
     };
-    let options = TrainOptions { batch: 64, sequence: 2048, ..on_cpu() };
+    let options = TrainOptions { step: StepOptions { batch: 64, sequence: 2048, ..on_cpu().step }, ..on_cpu() };
     if gapless::engine::metrics::available_memory_bytes().is_none() {
         return gapless_testing::not_checked("available memory is not known on this system");
     }

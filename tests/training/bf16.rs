@@ -5,16 +5,18 @@ use std::collections::BTreeMap;
 use gapless::engine::Role;
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::compile::{Executable, Program};
-use gapless::engine::optim::AdamW;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, MoeStyle};
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
-use gapless::{DType, Layers, Mesh, Model, Recompute, Result, Tensor, TrainOptions, Trainer};
+use gapless::{DType, Layers, Mesh, Model, Precision, Recompute, Result, StepOptions, Tensor, TrainOptions};
 
 use crate::common::{Kind, Run, VOCABULARY, on_cpu};
 
-fn options(dtype: DType, mesh: Mesh) -> TrainOptions {
-    let optimizer = AdamW { masters: false, ..AdamW::default() }.into();
-    TrainOptions { batch: 8, micro_batches: 2, sequence: 16, mesh, dtype, optimizer, threads: 1, ..on_cpu() }
+fn options(precision: Precision, mesh: Mesh) -> TrainOptions {
+    TrainOptions {
+        step: StepOptions { batch: 8, micro_batches: 2, sequence: 16, mesh, precision, ..on_cpu().step },
+        threads: 1,
+        ..on_cpu()
+    }
 }
 
 fn gpt(vb: VarBuilder) -> Result<Gpt> {
@@ -71,10 +73,13 @@ fn check(name: &str, [f32, bf16]: [Program; 2]) {
 fn a_plan_in_bf16_has_half_the_bytes_of_all_that_is_not_f32_in_any_case() {
     let meshes = [Mesh::default(), Mesh::pipeline(2), Mesh { data: 2, ..Mesh::default() }];
     for (mesh, rank) in meshes.into_iter().flat_map(|mesh| (0..mesh.ranks().unwrap()).map(move |rank| (mesh, rank))) {
-        let dtypes = [DType::F32, DType::BF16].map(|dtype| options(dtype, mesh));
+        let dtypes = [Precision::F32, Precision::PureBf16].map(|precision| options(precision, mesh));
         let name = format!("rank {rank} of {mesh:?}");
-        check(&format!("gpt, {name}"), dtypes.clone().map(|options| Trainer::program(gpt, &options, rank).unwrap()));
-        check(&format!("llama, {name}"), dtypes.map(|options| Trainer::program(llama, &options, rank).unwrap()));
+        check(
+            &format!("gpt, {name}"),
+            dtypes.clone().map(|options| gapless::plan::program(gpt, &options, rank).unwrap()),
+        );
+        check(&format!("llama, {name}"), dtypes.map(|options| gapless::plan::program(llama, &options, rank).unwrap()));
     }
 }
 
@@ -89,9 +94,10 @@ fn bytes(plan: &Executable, role: Role) -> u64 {
 #[test]
 fn masters_take_what_they_are_said_to() {
     for (mesh, parts) in [(Mesh::default(), 1), (Mesh { data: 2, ..Mesh::default() }, 2)] {
-        let pure = options(DType::BF16, mesh);
-        let mixed = TrainOptions { optimizer: AdamW::default().into(), ..pure.clone() };
-        let [pure, mixed] = [pure, mixed].map(|options| Trainer::plan(gpt, &options).unwrap());
+        let pure = options(Precision::PureBf16, mesh);
+        let mixed =
+            TrainOptions { step: StepOptions { precision: Precision::Bf16, ..pure.step.clone() }, ..pure.clone() };
+        let [pure, mixed] = [pure, mixed].map(|options| gapless::plan::step(gpt, &options, 0).unwrap());
         assert_eq!(bytes(&pure, Role::Parameter), bytes(&mixed, Role::Parameter));
         let elements = |plan: &Executable, name: &str| -> u64 {
             let specs = plan.specs(Role::OptimizerState).filter(|(state, _)| state.starts_with(name));
@@ -113,7 +119,7 @@ fn masters_take_what_they_are_said_to() {
 /// A small run of a model in bf16.
 fn run(kind: Kind) -> Run {
     let mut run = Run { kind, ..Run::default() };
-    run.options.dtype = DType::BF16;
+    run.options.step.precision = Precision::Bf16;
     run
 }
 
@@ -129,7 +135,7 @@ fn what_changes_no_bit_in_f32_changes_none_in_bf16() {
         other.options.threads = 3;
         assert_eq!(plain, other.steps(3), "threads, {kind:?}");
         other.options.poison = true;
-        other.options.recompute = Recompute::Layers(Layers::All);
+        other.options.step.memory.recompute = Recompute::Layers(Layers::All);
         assert_eq!(plain, other.steps(3), "poison and everything computed again, {kind:?}");
     }
 }
@@ -139,19 +145,19 @@ fn what_changes_no_bit_in_f32_changes_none_in_bf16() {
 fn ranks_train_in_bf16() {
     for kind in KINDS {
         let mut one = run(kind);
-        (one.options.micro_batches, one.options.threads) = (4, 1);
+        (one.options.step.micro_batches, one.options.threads) = (4, 1);
         let plain = one.steps(2);
         let mut ranks = one.clone();
         ranks.options.poison = true;
-        ranks.options.mesh = Mesh::pipeline(2);
+        ranks.options.step.mesh = Mesh::pipeline(2);
         assert_eq!(plain, ranks.steps_on_ranks(2), "two stages, {kind:?}");
         let mut meshes = vec![(Mesh { data: 2, ..Mesh::default() }, 4), (Mesh { data: 2, ..Mesh::default() }, 1)];
         if KINDS[2] == kind {
             meshes.push((Mesh { expert: 2, ..Mesh::default() }, 2));
         }
         for (mesh, micro_batches) in meshes {
-            ranks.options.mesh = mesh;
-            ranks.options.micro_batches = micro_batches;
+            ranks.options.step.mesh = mesh;
+            ranks.options.step.micro_batches = micro_batches;
             // Expert ranks have parameters of their own, and the same losses.
             let outcome = &ranks.on_ranks(|mut trainer| ranks.go_on(&mut trainer, 2))[0];
             let pairs = outcome.losses.iter().zip(&plain.losses);
@@ -184,10 +190,12 @@ fn bf16_follows_f32() {
         KINDS.into_iter().flat_map(|kind| [(kind, 1, true), (kind, 4, true), (kind, 1, false)])
     {
         let mut in_bf16 = run(kind);
-        in_bf16.options.micro_batches = micro_batches;
-        in_bf16.options.optimizer = AdamW { masters, ..AdamW::default() }.into();
+        in_bf16.options.step.micro_batches = micro_batches;
+        if !masters {
+            in_bf16.options.step.precision = Precision::PureBf16;
+        }
         let mut in_f32 = in_bf16.clone();
-        in_f32.options.dtype = DType::F32;
+        in_f32.options.step.precision = Precision::F32;
         let (mut narrow, mut wide) = (in_bf16.trainer(), in_f32.trainer());
         for _ in 0..6 {
             let (found, expected) = (in_bf16.step(&mut narrow), in_f32.step(&mut wide));
@@ -212,9 +220,9 @@ fn bf16_follows_f32() {
 }
 
 #[test]
-fn training_in_f16_is_refused_with_the_reason() {
-    let error = Trainer::new(gpt, options(DType::F16, Mesh::default())).unwrap_err().to_string();
-    assert!(error.contains("F16") && error.contains("leave the range of f16"), "{error}");
+fn there_is_no_f16() {
+    let error = Precision::try_from(DType::F16).unwrap_err().to_string();
+    assert!(error.contains("F16") && error.contains("use f32 or bf16"), "{error}");
 }
 
 #[test]
@@ -233,7 +241,11 @@ fn two_types_do_not_meet() {
     }
 
     let build = |vb: VarBuilder| Ok(Mixed(embedding(8, 8, vb.pp("embed"))?, vb.get(1, "factor")?));
-    assert!(Trainer::plan(build, &options(DType::F32, Mesh::default())).is_ok());
-    let error = Trainer::plan(build, &options(DType::BF16, Mesh::default())).unwrap_err();
+    let plan = |precision| {
+        let options = options(precision, Mesh::default());
+        gapless::plan::step(build, &options, 0)
+    };
+    assert!(plan(Precision::F32).is_ok());
+    let error = plan(Precision::PureBf16).unwrap_err();
     assert!(error.to_string().contains("input 1 is BF16, input 0 F32"), "{error}");
 }

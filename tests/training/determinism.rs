@@ -23,7 +23,7 @@ fn any_number_of_threads_gives_the_same_bits() {
 #[test]
 fn any_cut_into_micro_batches_gives_the_same_bits() {
     for micro_batches in [2, 8] {
-        check("micro-batches", |run| run.options.micro_batches = micro_batches);
+        check("micro-batches", |run| run.options.step.micro_batches = micro_batches);
     }
 }
 
@@ -32,7 +32,7 @@ fn nan_in_every_dead_range_changes_nothing() {
     check("poison", |run| run.options.poison = true);
     check("poison in micro-batches", |run| {
         run.options.poison = true;
-        run.options.micro_batches = 4;
+        run.options.step.micro_batches = 4;
     });
 }
 

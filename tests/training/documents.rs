@@ -3,7 +3,9 @@
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::nn::{self, Embedding, Module, VarBuilder, embedding};
 use gapless::parallel::{self, Schedule};
-use gapless::{Batch, DType, IGNORED, Mesh, Model, Pipeline, Tensor, TrainOptions, Trainer};
+use gapless::{
+    Batch, DType, IGNORED, MemoryOptions, Mesh, Model, Pipeline, Precision, StepOptions, Tensor, TrainOptions, Trainer,
+};
 use std::collections::BTreeMap;
 
 use gapless::{Layers, Recompute};
@@ -54,7 +56,18 @@ impl Packed {
 }
 
 fn options(batch: usize, sequence: usize, documents: bool) -> TrainOptions {
-    TrainOptions { batch, sequence, documents, planning: PLANNING, keep_gradients: true, seed: 3, ..on_cpu() }
+    TrainOptions {
+        step: StepOptions {
+            batch,
+            sequence,
+            documents,
+            keep_gradients: true,
+            memory: MemoryOptions { planning: PLANNING, ..on_cpu().step.memory },
+            ..on_cpu().step
+        },
+        seed: 3,
+        ..on_cpu()
+    }
 }
 
 fn trainer(kind: Kind, options: TrainOptions) -> Trainer {
@@ -122,8 +135,13 @@ fn the_loss_and_its_gradients_are_the_mean_of_the_documents_alone() {
 
 #[test]
 fn a_document_changes_no_bit_of_others() {
-    for (kind, dtype) in [(Kind::Gpt, DType::F32), (Kind::Llama, DType::F32), (Kind::Llama, DType::BF16)] {
-        let options = TrainOptions { dtype, poison: true, ..options(2, SEQUENCE, true) };
+    let (f32, bf16) = (Precision::F32, Precision::Bf16);
+    for (kind, precision) in [(Kind::Gpt, f32), (Kind::Llama, f32), (Kind::Llama, bf16)] {
+        let options = TrainOptions {
+            step: StepOptions { precision, ..options(2, SEQUENCE, true).step },
+            poison: true,
+            ..options(2, SEQUENCE, true)
+        };
         let outcome = |change: u32| {
             let mut packed = Packed::new();
             // The last document of the first sequence, which counts nothing itself.
@@ -137,16 +155,16 @@ fn a_document_changes_no_bit_of_others() {
         };
         let (loss, gradients) = outcome(0);
         let (changed_loss, changed) = outcome(1);
-        assert_eq!(changed_loss, loss, "{kind:?} in {dtype:?}");
+        assert_eq!(changed_loss, loss, "{kind:?} in {precision:?}");
         for ((name, a), (_, b)) in gradients.iter().zip(&changed) {
-            assert!(a == b, "{kind:?} in {dtype:?}: the gradient of {name} has changed");
+            assert!(a == b, "{kind:?} in {precision:?}: the gradient of {name} has changed");
         }
     }
 }
 
 fn run(kind: Kind) -> Run {
     let mut run = Run { kind, ..Run::default() };
-    run.options.documents = true;
+    run.options.step.documents = true;
     run
 }
 
@@ -155,18 +173,18 @@ fn the_bits_do_not_depend_on_micro_batches_ranks_recomputation_or_idle_bytes() {
     for kind in [Kind::Gpt, Kind::Llama] {
         let plain = run(kind).steps(2);
         let mut other = run(kind);
-        (other.options.micro_batches, other.options.threads, other.options.poison) = (4, 1, true);
+        (other.options.step.micro_batches, other.options.threads, other.options.poison) = (4, 1, true);
         assert_eq!(other.steps(2), plain, "{kind:?} in micro-batches");
-        other.options.recompute = Recompute::Layers(Layers::All);
+        other.options.step.memory.recompute = Recompute::Layers(Layers::All);
         assert_eq!(other.steps(2), plain, "{kind:?}, computed again");
         let mut ranks = run(kind);
-        (ranks.options.micro_batches, ranks.options.threads, ranks.options.mesh) = (4, 1, Mesh::pipeline(2));
+        (ranks.options.step.micro_batches, ranks.options.threads, ranks.options.step.mesh) = (4, 1, Mesh::pipeline(2));
         let schedule: Box<dyn Schedule + Send + Sync> = parallel::by_name("zb-h1").unwrap();
-        ranks.options.pipeline = Pipeline { schedule: schedule.into(), ..Pipeline::default() };
+        ranks.options.step.pipeline = Pipeline { schedule: schedule.into(), ..Pipeline::default() };
         assert_eq!(ranks.steps_on_ranks(2), plain, "{kind:?} in a pipeline");
         // Of two data ranks each counts its own targets by their share of all; gradients are summed in another order.
-        (ranks.options.micro_batches, ranks.options.mesh) = (2, Mesh { data: 2, ..Mesh::default() });
-        ranks.options.pipeline = Pipeline::default();
+        (ranks.options.step.micro_batches, ranks.options.step.mesh) = (2, Mesh { data: 2, ..Mesh::default() });
+        ranks.options.step.pipeline = Pipeline::default();
         let found = ranks.steps_on_ranks(2);
         for (a, b) in
             (found.losses.iter().chain(&found.gradient_norms)).zip(plain.losses.iter().chain(&plain.gradient_norms))
@@ -181,7 +199,8 @@ fn the_bits_do_not_depend_on_micro_batches_ranks_recomputation_or_idle_bytes() {
 #[test]
 fn the_head_is_differentiated_in_the_forward() {
     let config = LlamaConfig { vocabulary: 4096, ..LlamaConfig::default() };
-    let program = Trainer::program(|vb| Llama::new(&config, vb), &options(2, SEQUENCE, true), 0).unwrap().to_string();
+    let program =
+        gapless::plan::program(|vb| Llama::new(&config, vb), &options(2, SEQUENCE, true), 0).unwrap().to_string();
     assert!(program.contains("linear_cross_entropy") && !program.contains("linear_cross_entropy_grad"), "{program}");
 }
 

@@ -9,7 +9,9 @@ use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::{LlamaConfig, Moe, MoeConfig};
 use gapless::nn::{Capacity, Choice, Embedding, Experts, Module, Router, RouterConfig, Score, VarBuilder, embedding};
 use gapless::parallel;
-use gapless::{Mesh, Model, Offload, Pipeline, Recompute, Tensor, TrainError, TrainOptions, Trainer};
+use gapless::{
+    MemoryOptions, Mesh, Model, Pipeline, Recompute, StepOptions, Tensor, TrainError, TrainOptions, Trainer,
+};
 
 use gapless_testing::in_turn;
 
@@ -64,13 +66,16 @@ fn styles() -> [(&'static str, MoeConfig); 4] {
 fn options(mesh: Mesh) -> TrainOptions {
     let micro_batches = 4 / (mesh.data * mesh.expert);
     TrainOptions {
-        batch: BATCH,
-        sequence: SEQUENCE,
+        step: StepOptions {
+            batch: BATCH,
+            sequence: SEQUENCE,
+            micro_batches,
+            mesh,
+            memory: MemoryOptions { planning: PLANNING, ..on_cpu().step.memory },
+            ..on_cpu().step
+        },
         threads: 1,
         seed: 5,
-        micro_batches,
-        mesh,
-        planning: PLANNING,
         ..on_cpu()
     }
 }
@@ -98,10 +103,10 @@ fn outcome(trainer: &mut Trainer, steps: u64) -> Outcome {
         // Static and executed addresses together.
         let served = trainer.check_run().unwrap();
         let has_experts = trainer.parameter_names().any(|name| name.contains(".experts."));
-        let TrainOptions { mesh, offload, compress, .. } = trainer.options();
+        let StepOptions { mesh, memory: MemoryOptions { offload, compress, .. }, .. } = &trainer.options().step;
         let receives = has_experts && mesh.expert > 1;
         // What waits elsewhere is planned at its largest.
-        let waits = offload.is_some() || !compress.is_empty();
+        let waits = !offload.is_empty() || !compress.is_empty();
         assert!(served > 0 || !receives || waits, "rows that are received are counted");
         assert!(served == 0 || receives, "nothing else is");
         losses.push(report.loss);
@@ -139,9 +144,9 @@ fn merge(outcomes: Vec<Outcome>, mesh: Mesh) -> Outcome {
 }
 
 fn run(config: &MoeConfig, options: TrainOptions, steps: u64) -> Outcome {
-    let mesh = options.mesh;
+    let mesh = options.step.mesh;
     let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
-        let mut trainer = Trainer::on(world, |vb| Moe::new(config, vb), options.clone())?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).on(world).build()?;
         Ok(outcome(&mut trainer, steps))
     });
     merge(ranks.unwrap(), mesh)
@@ -185,7 +190,14 @@ fn expert_ranks_train_as_one_rank_does() {
 #[test]
 fn pipelines_and_recomputation_change_no_bit() {
     let (_, config) = &styles()[0];
-    let reference = run(config, TrainOptions { micro_batches: 2, ..options(mesh(1, 1, 2)) }, 2);
+    let reference = run(
+        config,
+        TrainOptions {
+            step: StepOptions { micro_batches: 2, ..options(mesh(1, 1, 2)).step },
+            ..options(mesh(1, 1, 2))
+        },
+        2,
+    );
     let same = |options: TrainOptions, what: &str| {
         let outcome = run(config, TrainOptions { poison: true, ..options }, 2);
         assert_eq!(outcome.losses, reference.losses, "{what}");
@@ -194,14 +206,33 @@ fn pipelines_and_recomputation_change_no_bit() {
     };
     for policy in ["layers", "ops:routed_swiglu", "ops:grouped_linear,route"] {
         let recompute: Recompute = policy.parse().unwrap();
-        same(TrainOptions { micro_batches: 2, recompute, ..options(mesh(1, 1, 2)) }, policy);
+        same(
+            TrainOptions {
+                step: StepOptions {
+                    micro_batches: 2,
+                    memory: MemoryOptions { recompute, ..options(mesh(1, 1, 2)).step.memory },
+                    ..options(mesh(1, 1, 2)).step
+                },
+                ..options(mesh(1, 1, 2))
+            },
+            policy,
+        );
     }
     for (name, chunks) in [("1f1b", 1), ("zbv", 2)] {
         let pipeline = Pipeline { schedule: parallel::by_name(name).unwrap().into(), chunks, ..Pipeline::default() };
         for policy in ["none", "layers"] {
             let recompute: Recompute = policy.parse().unwrap();
-            let options = TrainOptions { micro_batches: 2, pipeline: pipeline.clone(), ..options(mesh(1, 2, 2)) };
-            same(TrainOptions { recompute, ..options }, &format!("{name}, {policy}"));
+            let options = TrainOptions {
+                step: StepOptions { micro_batches: 2, pipeline: pipeline.clone(), ..options(mesh(1, 2, 2)).step },
+                ..options(mesh(1, 2, 2))
+            };
+            same(
+                TrainOptions {
+                    step: StepOptions { memory: MemoryOptions { recompute, ..options.step.memory }, ..options.step },
+                    ..options
+                },
+                &format!("{name}, {policy}"),
+            );
         }
     }
 }
@@ -214,16 +245,43 @@ fn experts_read_what_waited_in_a_file_or_in_eight_bits() {
     let names = |names: &[&str]| -> Vec<String> { names.iter().map(|&name| name.to_owned()).collect() };
     let floats = names(&["linear", "rms_norm", "attention", "add", "grouped_linear", "routed_swiglu"]);
     for (turn, (style, config)) in styles().into_iter().enumerate() {
-        let offload = Offload { ops: [&floats[..], &names(&["route"])].concat(), folder: std::env::temp_dir() };
+        let offload = [&floats[..], &names(&["route"])].concat();
         for &mesh in in_turn(&[mesh(1, 1, 1), mesh(1, 1, 2), mesh(1, 2, 2)], turn) {
             for policy in in_turn(&["none", "layers", "ops:rms_norm"], turn / 2) {
-                let options = TrainOptions { recompute: policy.parse().unwrap(), poison: true, ..options(mesh) };
+                let options = TrainOptions {
+                    step: StepOptions {
+                        memory: MemoryOptions { recompute: policy.parse().unwrap(), ..options(mesh).step.memory },
+                        ..options(mesh).step
+                    },
+                    poison: true,
+                    ..options(mesh)
+                };
                 let what = format!("{style} on {mesh:?}, {policy}");
                 let plain = run(&config, options.clone(), 2);
-                let file = run(&config, TrainOptions { offload: Some(offload.clone()), ..options.clone() }, 2);
+                let file = run(
+                    &config,
+                    TrainOptions {
+                        step: StepOptions {
+                            memory: MemoryOptions { offload: offload.clone(), ..options.step.memory.clone() },
+                            ..options.step.clone()
+                        },
+                        ..options.clone()
+                    },
+                    2,
+                );
                 assert_eq!((&file.losses, &file.norms), (&plain.losses, &plain.norms), "{what}");
                 assert!(file.parameters == plain.parameters, "{what}");
-                let rounded = run(&config, TrainOptions { compress: floats.clone(), ..options }, 2);
+                let rounded = run(
+                    &config,
+                    TrainOptions {
+                        step: StepOptions {
+                            memory: MemoryOptions { compress: floats.clone(), ..options.step.memory },
+                            ..options.step
+                        },
+                        ..options
+                    },
+                    2,
+                );
                 assert_eq!(rounded.losses[0], plain.losses[0], "{what}");
                 let step = plain.losses[0] - plain.losses[1];
                 let apart = (rounded.losses[1] - plain.losses[1]).abs();
@@ -244,13 +302,13 @@ fn a_checkpoint_of_one_layout_of_experts_resumes_on_another() {
     ] {
         let dir = tempfile::tempdir().unwrap();
         let straight = communicator::on_threads(from.ranks().unwrap(), |world| {
-            let mut trainer = Trainer::on(world, |vb| Moe::new(config, vb), options(from))?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options(from)).on(world).build()?;
             outcome(&mut trainer, 2);
             trainer.save(dir.path(), serde_json::Value::Null).unwrap();
             Ok(outcome(&mut trainer, 2))
         });
         let resumed = communicator::on_threads(to.ranks().unwrap(), |world| {
-            let mut trainer = Trainer::on(world, |vb| Moe::new(config, vb), options(to))?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options(to)).on(world).build()?;
             trainer.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
             Ok(outcome(&mut trainer, 2))
         });
@@ -264,26 +322,42 @@ fn budgets_count_the_rows_that_ranks_receive() {
     let (_, config) = &styles()[0];
     let on = |options: TrainOptions| {
         let ranks = communicator::on_threads(2, |world| {
-            let mut trainer = Trainer::on(world, |vb| Moe::new(config, vb), options.clone())?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).on(world).build()?;
             let report = trainer.report();
             Ok((report.arena_bytes, report.reserve_bytes, outcome(&mut trainer, 2)))
         });
         let ranks = ranks.unwrap();
         let most = ranks.iter().map(|rank| rank.0).max().unwrap();
         assert!(ranks.iter().all(|rank| rank.1 > 0), "all have received rows");
-        (most, merge(ranks.into_iter().map(|rank| rank.2).collect(), options.mesh))
+        (most, merge(ranks.into_iter().map(|rank| rank.2).collect(), options.step.mesh))
     };
-    let plain = TrainOptions { micro_batches: 2, poison: true, ..options(mesh(1, 1, 2)) };
+    let plain = TrainOptions {
+        step: StepOptions { micro_batches: 2, ..options(mesh(1, 1, 2)).step },
+        poison: true,
+        ..options(mesh(1, 1, 2))
+    };
     let (all, expected) = on(plain.clone());
-    let of_one = TrainOptions { recompute: Recompute::budget(1), ..plain.clone() };
-    let smallest = |rank| match Trainer::plan_rank(|vb| Moe::new(config, vb), &of_one, rank) {
+    let of_one = TrainOptions {
+        step: StepOptions {
+            memory: MemoryOptions { budget: Some(1), ..plain.step.memory.clone() },
+            ..plain.step.clone()
+        },
+        ..plain.clone()
+    };
+    let smallest = |rank| match gapless::plan::step(|vb| Moe::new(config, vb), &of_one, rank) {
         Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest,
         other => panic!("a byte is too small a budget: {other:?}"),
     };
     let least = smallest(0).max(smallest(1));
     assert!(least < all, "{least} of {all}");
     for budget in [least + (all - least) / 4, least + (all - least) * 3 / 4] {
-        let (arena, outcome) = on(TrainOptions { recompute: Recompute::budget(budget), ..plain.clone() });
+        let (arena, outcome) = on(TrainOptions {
+            step: StepOptions {
+                memory: MemoryOptions { budget: Some(budget), ..plain.step.memory.clone() },
+                ..plain.step.clone()
+            },
+            ..plain.clone()
+        });
         assert!(arena <= budget, "{arena} of {budget}");
         assert_eq!((&outcome.losses, &outcome.norms), (&expected.losses, &expected.norms), "{budget} of {all}");
         assert!(outcome.parameters == expected.parameters, "{budget} of {all}");
@@ -322,7 +396,7 @@ fn layers_that_do_not_go_together_are_refused() {
         };
         let errors = communicator::on_threads(2, |world| {
             let (tokens, targets) = batch(0);
-            let trainer = Trainer::on(world, build, options(mesh(1, 1, 2)));
+            let trainer = Trainer::builder(build, options(mesh(1, 1, 2))).on(world).build();
             Ok(trainer.and_then(|mut trainer| trainer.step(&tokens, &targets)).err().map(|error| error.to_string()))
         });
         errors.unwrap().swap_remove(0)
@@ -338,8 +412,14 @@ fn layers_that_do_not_go_together_are_refused() {
 fn what_cannot_be_shared_is_refused() {
     let (_, config) = &styles()[0];
     let refused = communicator::on_threads(3, |world| {
-        let options = TrainOptions { batch: 12, ..options(mesh(1, 1, 3)) };
-        let trainer = Trainer::on(world, |vb| Moe::new(config, vb), TrainOptions { micro_batches: 1, ..options });
+        let options =
+            TrainOptions { step: StepOptions { batch: 12, ..options(mesh(1, 1, 3)).step }, ..options(mesh(1, 1, 3)) };
+        let trainer = Trainer::builder(
+            |vb| Moe::new(config, vb),
+            TrainOptions { step: StepOptions { micro_batches: 1, ..options.step }, ..options },
+        )
+        .on(world)
+        .build();
         Ok(trainer.err().map(|error| error.to_string()))
     });
     for error in refused.unwrap() {

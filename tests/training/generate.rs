@@ -19,7 +19,7 @@ const KINDS: [Kind; 6] = [
 
 fn run(kind: Kind, generation: Option<Generation>) -> Run {
     let mut run = Run { kind, ..Run::default() };
-    run.options.generation = generation;
+    run.options.step.generation = generation;
     run
 }
 
@@ -44,7 +44,7 @@ fn logits_have_the_bits_of_the_whole_window() {
     let in_bf16 = [Kind::Gpt, Kind::Llama].map(|kind| (kind, 2, 5, DType::BF16));
     for (kind, threads, chunk, dtype) in in_f32.chain(in_bf16) {
         let mut run = run(kind, Some(Generation { batch: 3, window: None, chunk }));
-        (run.options.threads, run.options.dtype) = (threads, dtype);
+        (run.options.threads, run.options.step.precision) = (threads, dtype.try_into().unwrap());
         run.options.poison = true;
         let mut trainer = run.trainer();
         // Away from the initial values, among which are zeros.
@@ -63,7 +63,7 @@ fn logits_have_the_bits_of_the_whole_window() {
         assert_eq!(found.len(), 33);
         for (context, bits) in found {
             let mut window = context.clone();
-            window.resize(run.options.sequence, 0);
+            window.resize(run.options.step.sequence, 0);
             let logits = trainer.logits(&window).unwrap().get(0).unwrap().get(context.len() - 1).unwrap();
             let expected: Vec<u32> = logits.to_vec1::<f32>().unwrap().iter().map(|x| x.to_bits()).collect();
             assert_eq!(bits, expected, "{kind:?}, {threads} threads, after {} tokens", context.len());
@@ -151,13 +151,14 @@ fn inference_needs_no_training() {
         LlamaConfig { vocabulary: 50, layers: 2, heads: 4, kv_heads: 2, width: 48, hidden: 80, ..Default::default() };
     let options = run(Kind::Llama, Some(Generation { batch: 2, window: None, chunk: 8 })).options;
     let mut trained = Trainer::new(|vb| Llama::new(&config, vb), options.clone()).unwrap();
-    let mut inference = Trainer::for_inference(|vb| Llama::new(&config, vb), options.clone()).unwrap();
+    let mut inference =
+        Trainer::builder(|vb| Llama::new(&config, vb), options.clone()).for_inference().build().unwrap();
     assert_eq!(texts(&mut inference, &GenerateOptions::greedy(30)), texts(&mut trained, &GenerateOptions::greedy(30)));
     assert_eq!(inference.report().parameters, config.parameters());
     assert!(inference.tensor("exp_avg/lm_head.weight").is_err() && trained.tensor("exp_avg/lm_head.weight").is_ok());
     assert!(inference.report().arena_bytes < trained.report().arena_bytes);
     let (tokens, targets) = run(Kind::Llama, None).batch(0);
-    let part = options.evaluation_batch() * options.sequence;
+    let part = options.step.evaluation_batch() * options.step.sequence;
     assert_eq!(
         inference.evaluate(&tokens[..part], &targets[..part]).unwrap(),
         trained.evaluate(&tokens[..part], &targets[..part]).unwrap()

@@ -8,7 +8,7 @@ use crate::common::{Run, VOCABULARY};
 /// A walk over the vocabulary that is left to chance one time in ten: learned, its loss is about 0.7.
 pub fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
     let numbers = Numbers::from_seed(step);
-    let count = run.options.batch * run.options.sequence;
+    let count = run.options.step.batch * run.options.step.sequence;
     let mut ids = vec![step as u32 % VOCABULARY];
     for i in 0..count {
         let anywhere = (numbers.bits(2 * i + 1) % u64::from(VOCABULARY)) as u32;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gapless::engine::compile::Program;
 use gapless::models::{Gpt, GptConfig};
 use gapless::parallel::{self, Action, Cell, Kind, Schedule, Sends, Shape, peak_bytes};
-use gapless::{Mesh, Pipeline, TrainOptions, Trainer};
+use gapless::{Mesh, Pipeline, StepOptions, TrainOptions};
 
 use crate::common::{VOCABULARY, on_cpu};
 
@@ -52,15 +52,18 @@ fn program(schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize
 fn program_of(config: &GptConfig, schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize) -> Program {
     let micro_batches = shape.micro_batches as usize;
     let options = TrainOptions {
-        batch: 2 * micro_batches,
-        micro_batches,
-        sequence: 16,
+        step: StepOptions {
+            batch: 2 * micro_batches,
+            micro_batches,
+            sequence: 16,
+            mesh: Mesh::pipeline(shape.ranks as usize),
+            pipeline: Pipeline { schedule, chunks: shape.chunks as usize, ..Pipeline::default() },
+            ..on_cpu().step
+        },
         threads: 1,
-        mesh: Mesh::pipeline(shape.ranks as usize),
-        pipeline: Pipeline { schedule, chunks: shape.chunks as usize, ..Pipeline::default() },
         ..on_cpu()
     };
-    Trainer::program(|vb| Gpt::new(config, vb), &options, rank).unwrap()
+    gapless::plan::program(|vb| Gpt::new(config, vb), &options, rank).unwrap()
 }
 
 /// By micro-batch, the stages whose backward a row does in two cells.

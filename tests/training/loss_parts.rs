@@ -2,7 +2,7 @@
 
 use gapless::models::{Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::{Embedding, Experts, Linear, Module, Router, RouterConfig, VarBuilder, embedding, linear_no_bias};
-use gapless::{LossParts, LossTerms, Mesh, Model, Tensor, TrainOptions, Trainer, communicator};
+use gapless::{LossParts, LossTerms, Mesh, Model, StepOptions, Tensor, TrainOptions, Trainer, communicator};
 
 use crate::common::{Kind, Run, VOCABULARY, moe};
 
@@ -18,7 +18,10 @@ fn mixture() -> MoeConfig {
 }
 
 fn options(loss: LossTerms) -> TrainOptions {
-    TrainOptions { loss, ..Run { kind: Kind::Llama, ..Run::default() }.options }
+    TrainOptions {
+        step: StepOptions { loss, ..Run { kind: Kind::Llama, ..Run::default() }.options.step },
+        ..Run { kind: Kind::Llama, ..Run::default() }.options
+    }
 }
 
 const SMOOTH: LossTerms = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
@@ -27,10 +30,10 @@ const SMOOTH: LossTerms = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
 fn parts(options: &TrainOptions, config: &MoeConfig) -> Vec<(f32, Option<LossParts>)> {
     let run = Run { options: options.clone(), ..Run::default() };
     let steps = |world| {
-        let mut trainer = Trainer::on(world, |vb| Moe::new(config, vb), options.clone())?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).on(world).build()?;
         Ok([0, 1].map(|_| run.step(&mut trainer)).map(|report| (report.loss, report.loss_parts)))
     };
-    let ranks = communicator::on_threads(options.mesh.ranks().unwrap(), steps).unwrap();
+    let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), steps).unwrap();
     assert!(ranks.iter().all(|rank| *rank == ranks[0]), "all ranks report the same");
     ranks[0].to_vec()
 }
@@ -57,7 +60,10 @@ fn the_parts_of_a_loss_add_up_on_any_ranks_and_micro_batches() {
         Mesh { expert: 2, ..Mesh::default() },
     ];
     for mesh in meshes {
-        let seen = parts(&TrainOptions { mesh, micro_batches: 2, ..plain.clone() }, &mixture());
+        let seen = parts(
+            &TrainOptions { step: StepOptions { mesh, micro_batches: 2, ..plain.step.clone() }, ..plain.clone() },
+            &mixture(),
+        );
         for ((_, seen), (_, expected)) in seen.iter().zip(&expected) {
             let all = |parts: LossParts| {
                 let LossParts { likelihood, balance, router_z, regularization } = parts;
@@ -112,7 +118,7 @@ fn heads_report_the_likelihood_that_an_evaluation_measures() {
     let whole =
         |vb: VarBuilder| Ok(Whole(embedding(size, 8, vb.pp("embed"))?, linear_no_bias(8, size, vb.pp("head"))?));
     for documents in [false, true] {
-        let options = TrainOptions { documents, ..options(SMOOTH) };
+        let options = TrainOptions { step: StepOptions { documents, ..options(SMOOTH).step }, ..options(SMOOTH) };
         let run = Run { options: options.clone(), ..Run::default() };
         let trainers =
             [Trainer::new(whole, options.clone()), Trainer::new(|vb| Llama::new(&llama, vb), options.clone())];

@@ -31,17 +31,17 @@ fn set(trainer: &mut Trainer, name: &str, change: impl Fn(usize, f32) -> f32) {
 fn the_bias_of_an_overloaded_expert_falls_by_the_rate_and_that_of_an_idle_one_rises() {
     let rate = moe(MoeStyle::DeepSeek).router.bias_rate as f32;
     let mut run = Run { kind: DEEP_SEEK, ..Run::default() };
-    run.options.micro_batches = 2;
+    run.options.step.micro_batches = 2;
     // Neither a learning rate nor decay is for it.
     run.options.learning_rate.peak = 0.1;
-    run.options.optimizer = AdamW { weight_decay: 0.9, ..AdamW::default() }.into();
+    run.options.step.optimizer = AdamW { weight_decay: 0.9, ..AdamW::default() }.into();
     let mut trainer = run.trainer();
     set(&mut trainer, BIAS, |expert, _| match expert {
         2 => 1.0,
         5 => -1.0,
         _ => 0.0,
     });
-    let tokens = (run.options.batch * run.options.sequence) as f32;
+    let tokens = (run.options.step.batch * run.options.step.sequence) as f32;
     for step in 0..3 {
         let before = values(trainer.tensor(BIAS));
         run.step(&mut trainer);
@@ -62,7 +62,7 @@ fn the_bias_of_an_overloaded_expert_falls_by_the_rate_and_that_of_an_idle_one_ri
 #[test]
 fn the_bias_has_no_part_in_the_norm_and_no_state() {
     let mut run = Run { kind: DEEP_SEEK, ..Run::default() };
-    run.options.keep_gradients = true;
+    run.options.step.keep_gradients = true;
     let mut trainer = run.trainer();
     let report = run.step(&mut trainer);
     assert_eq!(values(trainer.gradient(BIAS)), values(trainer.watched(&format!("{GATE}.load"))));
@@ -121,8 +121,8 @@ fn a_bias_goes_on_from_a_checkpoint_on_any_mesh() {
     let on = |mesh: Mesh| {
         let mut run = Run { kind: DEEP_SEEK, ..Run::default() };
         run.options.threads = 1;
-        run.options.micro_batches = 4 / mesh.data;
-        run.options.mesh = mesh;
+        run.options.step.micro_batches = 4 / mesh.data;
+        run.options.step.mesh = mesh;
         run
     };
     let biases = |outcome: crate::common::Outcome| -> Vec<(String, u64)> {
@@ -160,7 +160,7 @@ fn loads_and_drops_are_those_of_the_whole_batch_on_any_ranks_and_micro_batches()
             })
         };
         let whole = seen(&run).remove(0);
-        let slots = run.options.batch * run.options.sequence * config.top_k;
+        let slots = run.options.step.batch * run.options.step.sequence * config.top_k;
         let layers = 2 - moe(style).dense_layers.len();
         let of = |what: &str| whole.iter().filter(|(name, _)| name.ends_with(what)).collect::<Vec<_>>();
         let loads = of(".load");
@@ -172,10 +172,10 @@ fn loads_and_drops_are_those_of_the_whole_batch_on_any_ranks_and_micro_batches()
         assert_eq!(of(".dropped").len(), if config.capacity.is_some() { layers } else { 0 }, "{kind:?}");
         run.options.poison = true;
         for (data, pipeline, micro_batches) in [(1, 1, 4), (2, 1, 2), (2, 2, 2)] {
-            run.options.mesh = Mesh { data, pipeline, expert: 1 };
-            run.options.micro_batches = micro_batches;
+            run.options.step.mesh = Mesh { data, pipeline, expert: 1 };
+            run.options.step.micro_batches = micro_batches;
             for rank in seen(&run) {
-                assert_eq!(rank, whole, "{kind:?} on {:?} in {micro_batches} micro-batches", run.options.mesh);
+                assert_eq!(rank, whole, "{kind:?} on {:?} in {micro_batches} micro-batches", run.options.step.mesh);
             }
         }
     }
@@ -184,8 +184,8 @@ fn loads_and_drops_are_those_of_the_whole_batch_on_any_ranks_and_micro_batches()
 #[test]
 fn what_an_expert_has_no_room_for_is_dropped_and_counted() {
     let mut run = Run { kind: Kind::Moe(MoeStyle::Switch), ..Run::default() };
-    let (sequence, config) = (run.options.sequence, moe(MoeStyle::Switch).router);
-    run.options.batch = 1;
+    let (sequence, config) = (run.options.step.sequence, moe(MoeStyle::Switch).router);
+    run.options.step.batch = 1;
     let room = (config.capacity.unwrap().factor * (sequence * config.top_k) as f64 / config.experts as f64).ceil();
     let mut trainer = run.trainer();
     for step in 0..3 {

@@ -34,7 +34,7 @@ fn muon() -> Rule {
 
 fn run(kind: Kind, rule: Rule) -> Run {
     let mut run = Run { kind, ..Run::default() };
-    run.options.optimizer = rule;
+    run.options.step.optimizer = rule;
     run
 }
 
@@ -55,7 +55,7 @@ fn threads_micro_batches_and_poison_change_no_bit() {
         let changes: [fn(&mut Run); 4] = [
             |run| run.options.threads = 1,
             |run| run.options.threads = 3,
-            |run| run.options.micro_batches = 4,
+            |run| run.options.step.micro_batches = 4,
             |run| run.options.poison = true,
         ];
         for (index, change) in changes.into_iter().enumerate() {
@@ -78,7 +78,7 @@ fn a_resumed_run_goes_on_with_the_same_bits() {
         let expected = run.go_on(&mut straight, 3);
         let mut resumed = run.trainer();
         resumed.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
-        assert_eq!(run.go_on(&mut resumed, 3), expected, "{:?}", run.options.optimizer);
+        assert_eq!(run.go_on(&mut resumed, 3), expected, "{:?}", run.options.step.optimizer);
     }
 }
 
@@ -125,7 +125,7 @@ fn states_take_the_bytes_of_their_formulas() {
         }
         let roles = trainer.report().summary.roles;
         let states = roles.iter().find(|share| share.role == Role::OptimizerState).unwrap();
-        assert_eq!(states.bytes, expected as u64, "{:?}", trainer.options().optimizer);
+        assert_eq!(states.bytes, expected as u64, "{:?}", trainer.options().step.optimizer);
         assert!(reduced >= 4);
     }
 }
@@ -133,8 +133,8 @@ fn states_take_the_bytes_of_their_formulas() {
 fn on_data_ranks(rule: Rule, data: usize) -> Run {
     let mut run = run(Kind::Gpt, rule);
     run.options.threads = 1;
-    run.options.micro_batches = 8 / data;
-    run.options.mesh = Mesh { data, pipeline: 1, expert: 1 };
+    run.options.step.micro_batches = 8 / data;
+    run.options.step.mesh = Mesh { data, pipeline: 1, expert: 1 };
     run
 }
 
@@ -170,8 +170,8 @@ fn stages_of_a_pipeline_change_no_bit() {
     for rule in [eight_bit(), galore(), muon()] {
         let plain = run(Kind::Gpt, rule.clone()).steps(4);
         let mut run = on_data_ranks(rule, 1);
-        run.options.mesh = Mesh::pipeline(2);
-        assert_eq!(run.steps_on_ranks(4), plain, "{:?}", run.options.optimizer);
+        run.options.step.mesh = Mesh::pipeline(2);
+        assert_eq!(run.steps_on_ranks(4), plain, "{:?}", run.options.step.optimizer);
     }
 }
 
@@ -286,7 +286,7 @@ fn a_rule_from_outside_is_as_good() {
     assert!(losses[59] < losses[0] - 0.5, "{losses:?}");
     let alone = run.steps(3);
     run.options.threads = 1;
-    run.options.mesh = Mesh { data: 2, pipeline: 1, expert: 1 };
+    run.options.step.mesh = Mesh { data: 2, pipeline: 1, expert: 1 };
     close(&run.steps_on_ranks(3), &alone.losses, "two ranks");
 }
 

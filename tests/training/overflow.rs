@@ -6,7 +6,10 @@ use gapless::engine::compile::Error as CompileError;
 use gapless::engine::runtime::Error as RuntimeError;
 use gapless::models::Moe;
 use gapless::parallel::Coordinate;
-use gapless::{Mesh, Offload, Overflow, Pipeline, Recompute, Reserve, TrainError, TrainOptions, Trainer, parallel};
+use gapless::{
+    MemoryOptions, Mesh, Overflow, Pipeline, Recompute, Reserve, StepOptions, TrainError, TrainOptions, Trainer,
+    parallel,
+};
 
 use gapless_testing::{few, in_turn};
 
@@ -28,8 +31,8 @@ struct Seen {
 
 /// Every rank's run. Judged on the way: the addresses of each step.
 fn run(case: &Case, options: &TrainOptions) -> Vec<Seen> {
-    let ranks = communicator::on_threads(options.mesh.ranks().unwrap(), |world| {
-        let mut trainer = Trainer::on(world, |vb| Moe::new(&case.config, vb), options.clone())?;
+    let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
+        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
         let before = trainer.report().arena_bytes;
         let (mut steps, mut reports) = (Vec::new(), Vec::new());
         for step in 0..STEPS {
@@ -41,7 +44,7 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<Seen> {
             steps.push((report.loss, report.gradient_norm));
             reports.push(trainer.routing().unwrap_or_default());
         }
-        let some = trainer.options().evaluation_batch() * SEQUENCE;
+        let some = trainer.options().step.evaluation_batch() * SEQUENCE;
         let (tokens, targets) = batch(STEPS);
         let evaluated = trainer.evaluate(&tokens[..some], &targets[..some])?;
         trainer.check_run()?;
@@ -74,7 +77,14 @@ fn meshes() -> [Mesh; 4] {
 
 /// `micro_batches` as [`options`] has them for this mesh.
 fn on(mesh: Mesh, routing: Reserve, overflow: Overflow) -> TrainOptions {
-    TrainOptions { overflow, micro_batches: 4 / (mesh.expert * mesh.data), ..options(mesh, routing) }
+    TrainOptions {
+        step: StepOptions {
+            micro_batches: 4 / (mesh.expert * mesh.data),
+            memory: MemoryOptions { overflow, ..options(mesh, routing).step.memory },
+            ..options(mesh, routing).step
+        },
+        ..options(mesh, routing)
+    }
 }
 
 /// Cases that ask for more than even routing would.
@@ -151,7 +161,13 @@ fn what_is_let_go_comes_back_with_the_same_bits() {
         for &(mesh, factor, recompute) in in_turn(&all, turn) {
             let what = format!("{} on {mesh:?}, {factor}, {recompute}", case.name);
             let recompute: Recompute = recompute.parse().unwrap();
-            let with = |routing, overflow| TrainOptions { recompute: recompute.clone(), ..on(mesh, routing, overflow) };
+            let with = |routing, overflow| TrainOptions {
+                step: StepOptions {
+                    memory: MemoryOptions { recompute: recompute.clone(), ..on(mesh, routing, overflow).step.memory },
+                    ..on(mesh, routing, overflow).step
+                },
+                ..on(mesh, routing, overflow)
+            };
             let worst = run(case, &with(Reserve::Worst, Overflow::Error));
             let again = run(case, &with(Reserve::Balanced { factor }, Overflow::Recompute));
             same_bits(&again, &worst, &what);
@@ -179,7 +195,13 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
     let mut case = uneven_cases().find(|case| case.name == "oscillating").unwrap();
     case.config.llama.layers = 4;
     let judge = |options: TrainOptions, what: &str| {
-        let with = |routing, overflow| TrainOptions { routing, overflow, ..options.clone() };
+        let with = |routing, overflow| TrainOptions {
+            step: StepOptions {
+                memory: MemoryOptions { routing, overflow, ..options.step.memory.clone() },
+                ..options.step.clone()
+            },
+            ..options.clone()
+        };
         let worst = run(&case, &with(Reserve::Worst, Overflow::Error));
         let again = run(&case, &with(Reserve::Balanced { factor: 0.5 }, Overflow::Recompute));
         same_bits(&again, &worst, what);
@@ -192,31 +214,64 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
         for policy in in_turn(&["none", "layers"], turn) {
             let recompute = policy.parse().unwrap();
             let options = on(mesh, Reserve::Worst, Overflow::Error);
-            judge(TrainOptions { pipeline: pipeline.clone(), recompute, ..options }, &format!("{name}, {policy}"));
+            judge(
+                TrainOptions {
+                    step: StepOptions {
+                        pipeline: pipeline.clone(),
+                        memory: MemoryOptions { recompute, ..options.step.memory },
+                        ..options.step
+                    },
+                    ..options
+                },
+                &format!("{name}, {policy}"),
+            );
         }
     }
     let plain = on(experts(2), Reserve::Worst, Overflow::Error);
     let ops = ["linear", "rms_norm", "add", "route"].map(str::to_owned).to_vec();
-    let offload = Some(Offload { ops, folder: std::env::temp_dir() });
-    judge(TrainOptions { offload, ..plain.clone() }, "a file");
+    let offload = ops;
+    judge(
+        TrainOptions {
+            step: StepOptions { memory: MemoryOptions { offload, ..plain.step.memory.clone() }, ..plain.step.clone() },
+            ..plain.clone()
+        },
+        "a file",
+    );
 
     let of_one = TrainOptions {
-        routing: Reserve::Balanced { factor: 0.5 },
-        overflow: Overflow::Recompute,
-        recompute: Recompute::budget(1),
+        step: StepOptions {
+            memory: MemoryOptions {
+                routing: Reserve::Balanced { factor: 0.5 },
+                overflow: Overflow::Recompute,
+                budget: Some(1),
+                ..plain.step.memory.clone()
+            },
+            ..plain.step.clone()
+        },
         ..plain.clone()
     };
-    let smallest = |rank| match Trainer::plan_rank(|vb| Moe::new(&case.config, vb), &of_one, rank) {
+    let smallest = |rank| match gapless::plan::step(|vb| Moe::new(&case.config, vb), &of_one, rank) {
         Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest,
         other => panic!("a byte is too small a budget: {other:?}"),
     };
-    let budget = smallest(0).max(smallest(1));
-    let recompute = Recompute::budget(budget);
-    let options = TrainOptions { routing: of_one.routing, overflow: of_one.overflow, recompute, ..plain.clone() };
+    let least = smallest(0).max(smallest(1));
+    let budget = Some(least);
+    let options = TrainOptions {
+        step: StepOptions {
+            memory: MemoryOptions {
+                routing: of_one.step.memory.routing,
+                overflow: of_one.step.memory.overflow,
+                budget,
+                ..plain.step.memory.clone()
+            },
+            ..plain.step.clone()
+        },
+        ..plain.clone()
+    };
     let worst = run(&case, &plain);
     let again = run(&case, &options);
     same_bits(&again, &worst, "a budget");
-    assert!(again.iter().all(|seen| seen.arena_bytes[1] <= budget && seen.reports.last().unwrap().evicted > 0));
+    assert!(again.iter().all(|seen| seen.arena_bytes[1] <= least && seen.reports.last().unwrap().evicted > 0));
 }
 
 /// With room for all that a step asks for, nothing is let go; and there always is room for even routing.
@@ -238,8 +293,11 @@ fn letting_go_needs_less_than_the_worst_case() {
     let mut config = config(2);
     config.llama.layers = 12;
     let arena = |routing, overflow| {
-        let options = TrainOptions { micro_batches: 1, ..on(experts(4), routing, overflow) };
-        Trainer::plan_rank(|vb| Moe::new(&config, vb), &options, 0).unwrap().routing().unwrap().height()
+        let options = TrainOptions {
+            step: StepOptions { micro_batches: 1, ..on(experts(4), routing, overflow).step },
+            ..on(experts(4), routing, overflow)
+        };
+        gapless::plan::step(|vb| Moe::new(&config, vb), &options, 0).unwrap().routing().unwrap().height()
     };
     let [worst, again] =
         [arena(Reserve::Worst, Overflow::Error), arena(Reserve::Balanced { factor: 1.25 }, Overflow::Recompute)];
@@ -249,11 +307,22 @@ fn letting_go_needs_less_than_the_worst_case() {
 
 #[test]
 fn what_cannot_be_made_again_is_refused() {
-    let plan = |options: TrainOptions| Trainer::plan(|vb| Moe::new(&config(2), vb), &options).unwrap_err().to_string();
+    let plan = |options: TrainOptions| {
+        gapless::plan::step(|vb| Moe::new(&config(2), vb), &options, 0).unwrap_err().to_string()
+    };
     let bytes = on(experts(2), Reserve::Bytes(1 << 20), Overflow::Recompute);
     assert!(plan(bytes).contains("promises no room to what is computed again"));
     let compress = vec!["rms_norm".into()];
-    let rounded = TrainOptions { compress, ..on(experts(2), Reserve::Balanced { factor: 1.0 }, Overflow::Recompute) };
+    let rounded = TrainOptions {
+        step: StepOptions {
+            memory: MemoryOptions {
+                compress,
+                ..on(experts(2), Reserve::Balanced { factor: 1.0 }, Overflow::Recompute).step.memory
+            },
+            ..on(experts(2), Reserve::Balanced { factor: 1.0 }, Overflow::Recompute).step
+        },
+        ..on(experts(2), Reserve::Balanced { factor: 1.0 }, Overflow::Recompute)
+    };
     assert!(plan(rounded).contains("others than the forward's"));
 }
 
@@ -261,12 +330,15 @@ fn what_cannot_be_made_again_is_refused() {
 #[test]
 fn growing_keeps_to_the_budget() {
     let (mesh, config) = (experts(2), config(1));
-    let plain = |recompute| TrainOptions { recompute, ..on(mesh, Reserve::Balanced { factor: 1.0 }, Overflow::Grow) };
-    let arena =
-        |rank| Trainer::plan_rank(|vb| Moe::new(&config, vb), &plain(Recompute::None), rank).unwrap().arena_bytes();
+    let plain = |budget| {
+        let mut options = on(mesh, Reserve::Balanced { factor: 1.0 }, Overflow::Grow);
+        options.step.memory.budget = budget;
+        options
+    };
+    let arena = |rank| gapless::plan::step(|vb| Moe::new(&config, vb), &plain(None), rank).unwrap().arena_bytes();
     let bytes = arena(0).max(arena(1));
     let outcomes = communicator::on_threads(2, |world| {
-        let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), plain(Recompute::budget(bytes)))?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), plain(Some(bytes))).on(world).build()?;
         Pattern::One(0).steer(&mut trainer);
         let before = trainer.report().arena_bytes;
         let weights =
@@ -297,7 +369,7 @@ fn a_router_of_no_numbers_is_named_instead_of_what_it_leads_to() {
         let config = config(1);
         let outcomes = communicator::on_threads(2, |world| {
             let options = on(experts(2), Reserve::Balanced { factor: 1.0 }, overflow);
-            let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options)?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).on(world).build()?;
             let name = "model.layers.0.mlp.gate.weight";
             let weight = trainer.tensor(name)?.affine(f64::NAN, 0.0)?;
             trainer.set_tensor(name, &weight)?;

@@ -5,7 +5,8 @@ use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::{Moe, MoeConfig, MoeStyle};
 use gapless::parallel;
 use gapless::{
-    Batch, DType, IGNORED, Layers, Mesh, Pipeline, Recompute, StepReport, TrainOptions, Trainer, communicator,
+    Batch, DType, IGNORED, Layers, MemoryOptions, Mesh, Pipeline, Precision, Recompute, StepOptions, StepReport,
+    TrainOptions, Trainer, communicator,
 };
 
 use crate::common::{PLANNING, VOCABULARY, moe, on_cpu};
@@ -45,7 +46,19 @@ fn config(router: &RouterConfig) -> MoeConfig {
 }
 
 fn options(batch: usize, sequence: usize) -> TrainOptions {
-    TrainOptions { batch, sequence, documents: true, planning: PLANNING, threads: 1, poison: true, seed: 3, ..on_cpu() }
+    TrainOptions {
+        step: StepOptions {
+            batch,
+            sequence,
+            documents: true,
+            memory: MemoryOptions { planning: PLANNING, ..on_cpu().step.memory },
+            ..on_cpu().step
+        },
+        threads: 1,
+        poison: true,
+        seed: 3,
+        ..on_cpu()
+    }
 }
 
 /// Rows of examples of these lengths, with padding behind them.
@@ -144,8 +157,11 @@ fn a_sequence_without_padding_is_what_it_is_without_documents() {
     for (name, router) in routers() {
         let mut rows = Rows::new(&[&[33], &[33]], 33, 0);
         rows.targets = rows.targets.iter().map(|&target| if target == IGNORED { 1 } else { target }).collect();
-        let expected =
-            steps(&router, TrainOptions { documents: false, ..options(2, 33) }, &Batch { starts: &[], ..rows.batch() });
+        let expected = steps(
+            &router,
+            TrainOptions { step: StepOptions { documents: false, ..options(2, 33).step }, ..options(2, 33) },
+            &Batch { starts: &[], ..rows.batch() },
+        );
         expect_close(name, &steps(&router, options(2, 33), &rows.batch()), &expected);
     }
 }
@@ -169,31 +185,49 @@ fn padding_counts_nowhere_however_a_step_is_done() {
     let rows = Rows::new(&[&[33], &[20, 15], &[], &[9, 10, 11]], 40, 0);
     let on = |router: &RouterConfig, options: &TrainOptions| -> Vec<Seen> {
         let step = |world| {
-            Ok(run(&mut Trainer::on(world, |vb| Moe::new(&config(router), vb), options.clone())?, &rows.batch()))
+            Ok(run(
+                &mut Trainer::builder(|vb| Moe::new(&config(router), vb), options.clone()).on(world).build()?,
+                &rows.batch(),
+            ))
         };
-        communicator::on_threads(options.mesh.ranks().unwrap(), step).unwrap()
+        communicator::on_threads(options.step.mesh.ranks().unwrap(), step).unwrap()
     };
     for (name, router) in routers() {
         let expected = &on(&router, &options(4, 40))[0];
-        let parts = TrainOptions { micro_batches: 4, ..options(4, 40) };
-        let recomputed = TrainOptions { recompute: Recompute::Layers(Layers::All), ..parts.clone() };
+        let parts = TrainOptions { step: StepOptions { micro_batches: 4, ..options(4, 40).step }, ..options(4, 40) };
+        let recomputed = TrainOptions {
+            step: StepOptions {
+                memory: MemoryOptions { recompute: Recompute::Layers(Layers::All), ..parts.step.memory.clone() },
+                ..parts.step.clone()
+            },
+            ..parts.clone()
+        };
         let schedule = parallel::by_name("zb-h1").unwrap();
         let pipeline = Pipeline { schedule: schedule.into(), ..Pipeline::default() };
-        let piped = TrainOptions { mesh: Mesh::pipeline(2), pipeline, ..recomputed.clone() };
+        let piped = TrainOptions {
+            step: StepOptions { mesh: Mesh::pipeline(2), pipeline, ..recomputed.step.clone() },
+            ..recomputed.clone()
+        };
         for options in [parts, recomputed, piped] {
             for seen in on(&router, &options) {
                 assert_eq!(seen.reports.len(), expected.reports.len());
                 let bits = |seen: &Seen| seen.reports.iter().map(|r| (r.loss, r.gradient_norm)).collect::<Vec<_>>();
-                assert_eq!(bits(&seen), bits(expected), "{name}, {:?}", options.mesh);
+                assert_eq!(bits(&seen), bits(expected), "{name}, {:?}", options.step.mesh);
                 expect_close(name, &Seen { statistics: expected.statistics.clone(), ..seen }, expected);
             }
         }
         for mesh in [Mesh { data: 2, ..Mesh::default() }, Mesh { expert: 2, ..Mesh::default() }] {
-            for seen in on(&router, &TrainOptions { mesh, micro_batches: 2, ..options(4, 40) }) {
+            for seen in on(
+                &router,
+                &TrainOptions { step: StepOptions { mesh, micro_batches: 2, ..options(4, 40).step }, ..options(4, 40) },
+            ) {
                 expect_close(&format!("{name}, {mesh:?}"), &seen, expected);
             }
         }
-        let half = on(&router, &TrainOptions { dtype: DType::BF16, ..options(4, 40) });
+        let half = on(
+            &router,
+            &TrainOptions { step: StepOptions { precision: Precision::Bf16, ..options(4, 40).step }, ..options(4, 40) },
+        );
         let (a, b) = (half[0].reports[0].loss, expected.reports[0].loss);
         assert!((a - b).abs() <= 2e-2 * b, "{name} in bf16: {a} is not {b}");
     }

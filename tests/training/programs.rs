@@ -3,7 +3,7 @@
 use gapless::allocators::{Comparison, Kind, Requests, compare};
 use gapless::engine::compile::Executable;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
-use gapless::{TrainOptions, Trainer};
+use gapless::{StepOptions, TrainOptions};
 
 use crate::common::on_cpu;
 
@@ -11,7 +11,10 @@ fn programs() -> Vec<(String, Executable)> {
     let mut programs = Vec::new();
     for micro_batches in [1, 2, 8] {
         for keep_gradients in [false, true] {
-            let options = TrainOptions { batch: 8, sequence: 128, micro_batches, keep_gradients, ..on_cpu() };
+            let options = TrainOptions {
+                step: StepOptions { batch: 8, sequence: 128, micro_batches, keep_gradients, ..on_cpu().step },
+                ..on_cpu()
+            };
             for dropout in [0.0, 0.1] {
                 let gpt = GptConfig {
                     vocabulary: 5000,
@@ -23,7 +26,7 @@ fn programs() -> Vec<(String, Executable)> {
                     ..GptConfig::default()
                 };
                 let name = format!("gpt, {micro_batches} micro-batches, dropout {dropout}, keep {keep_gradients}");
-                programs.push((name, Trainer::plan(|vb| Gpt::new(&gpt, vb), &options).unwrap()));
+                programs.push((name, gapless::plan::step(|vb| Gpt::new(&gpt, vb), &options, 0).unwrap()));
             }
             let llama = LlamaConfig {
                 vocabulary: 5000,
@@ -35,11 +38,11 @@ fn programs() -> Vec<(String, Executable)> {
                 ..LlamaConfig::default()
             };
             let name = format!("llama, {micro_batches} micro-batches, keep {keep_gradients}");
-            programs.push((name, Trainer::plan(|vb| Llama::new(&llama, vb), &options).unwrap()));
+            programs.push((name, gapless::plan::step(|vb| Llama::new(&llama, vb), &options, 0).unwrap()));
             for style in [MoeStyle::Mixtral, MoeStyle::Switch, MoeStyle::DeepSeek, MoeStyle::ExpertChoice] {
                 let moe = MoeConfig::small(style, 5000);
                 let name = format!("{style:?}, {micro_batches} micro-batches, keep {keep_gradients}");
-                programs.push((name, Trainer::plan(|vb| Moe::new(&moe, vb), &options).unwrap()));
+                programs.push((name, gapless::plan::step(|vb| Moe::new(&moe, vb), &options, 0).unwrap()));
             }
         }
     }

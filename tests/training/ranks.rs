@@ -19,9 +19,9 @@ fn schedule(name: &str) -> Arc<dyn Schedule + Send + Sync> {
 fn run(kind: Kind, mesh: Mesh, chunks: usize, name: &str) -> Run {
     let mut run = Run { kind, ..Run::default() };
     run.options.threads = 1;
-    run.options.micro_batches = MICRO_BATCHES / mesh.data;
-    run.options.mesh = mesh;
-    run.options.pipeline = Pipeline { schedule: schedule(name), chunks, ..Pipeline::default() };
+    run.options.step.micro_batches = MICRO_BATCHES / mesh.data;
+    run.options.step.mesh = mesh;
+    run.options.step.pipeline = Pipeline { schedule: schedule(name), chunks, ..Pipeline::default() };
     run
 }
 
@@ -150,13 +150,15 @@ fn a_checkpoint_of_one_mesh_resumes_on_another() {
         (on(mesh(2, 2), 1), on(mesh(2, 2), 1)),
     ] {
         let dir = tempfile::tempdir().unwrap();
-        let what = format!("{:?} to {:?}", from.options.mesh, to.options.mesh);
+        let what = format!("{:?} to {:?}", from.options.step.mesh, to.options.step.mesh);
         from.save_on_ranks(2, dir.path());
         let resumed = to.resume_on_ranks(dir.path(), 2);
         // The same steps without a stop, on the mesh that went on: bits, where no data ranks sum in between.
         let straight = to.steps_on_ranks(4);
         assert_eq!(resumed.losses.len(), 2);
-        if from.options.mesh.data == 1 && to.options.mesh.data == 1 || from.options.mesh == to.options.mesh {
+        if from.options.step.mesh.data == 1 && to.options.step.mesh.data == 1
+            || from.options.step.mesh == to.options.step.mesh
+        {
             assert_eq!(resumed.losses, straight.losses[2..], "{what}");
             assert_eq!(resumed.parameters, straight.parameters, "{what}");
         } else {
@@ -214,8 +216,9 @@ fn odd_losses(mesh: Mesh, chunks: usize, name: &str) -> Vec<(f32, f32)> {
         Ok(reports.map(|report| (report.loss, report.gradient_norm)).collect())
     };
     let options = run.options.clone();
-    let ranks =
-        communicator::on_threads(mesh.ranks().unwrap(), |world| steps(Trainer::on(world, Odd::new, options.clone())?));
+    let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
+        steps(Trainer::builder(Odd::new, options.clone()).on(world).build()?)
+    });
     let ranks = ranks.unwrap();
     assert!(ranks.iter().all(|losses| *losses == ranks[0]), "all ranks see the same");
     ranks.into_iter().next().unwrap()
@@ -243,18 +246,27 @@ fn what_does_not_fit_together_is_said_by_every_rank() {
         let mut run = run(Kind::Gpt, mesh, 1, "1f1b");
         change(&mut run);
         let build = |vb| Odd::new(vb);
-        let made = communicator::on_threads(2, |world| Trainer::on(world, build, run.options.clone()).map(drop));
+        let made = communicator::on_threads(2, |world| {
+            Trainer::builder(build, run.options.clone()).on(world).build().map(drop)
+        });
         made.unwrap_err().to_string()
     };
     for (mesh, change, word) in [
         (Mesh::pipeline(4), (|_| {}) as fn(&mut Run), "4 ranks, but 2"),
-        (Mesh { expert: 2, ..Mesh::default() }, |_| {}, "expert"),
-        (Mesh::pipeline(2), |run| run.options.micro_batches = 3, "8 sequences"),
-        (Mesh::pipeline(2), |run| run.options.pipeline.chunks = 0, "chunks"),
-        (Mesh::pipeline(2), |run| run.options.pipeline.chunks = 3, "1f1b runs 1 chunk"),
-        (Mesh::pipeline(2), |run| run.options.pipeline.cut = StagePartition::Before(vec!["nowhere".into()]), "nowhere"),
-        (Mesh::pipeline(2), |run| run.options.pipeline.cut = StagePartition::Before(Vec::new()), "1 stages, not 2"),
-        (Mesh { data: 2, ..Mesh::default() }, |run| run.options.keep_gradients = true, "keep_gradients"),
+        (Mesh::pipeline(2), |run| run.options.step.micro_batches = 3, "8 sequences"),
+        (Mesh::pipeline(2), |run| run.options.step.pipeline.chunks = 0, "chunks"),
+        (Mesh::pipeline(2), |run| run.options.step.pipeline.chunks = 3, "1f1b runs 1 chunk"),
+        (
+            Mesh::pipeline(2),
+            |run| run.options.step.pipeline.cut = StagePartition::Before(vec!["nowhere".into()]),
+            "nowhere",
+        ),
+        (
+            Mesh::pipeline(2),
+            |run| run.options.step.pipeline.cut = StagePartition::Before(Vec::new()),
+            "1 stages, not 2",
+        ),
+        (Mesh { data: 2, ..Mesh::default() }, |run| run.options.step.keep_gradients = true, "keep_gradients"),
     ] {
         let error = error(mesh, change);
         assert!(error.contains(word), "{error:?} instead of something about {word:?}");
@@ -265,7 +277,7 @@ fn what_does_not_fit_together_is_said_by_every_rank() {
 #[test]
 fn gradients_are_summed_while_the_backward_goes_on() {
     let mesh = Mesh { data: 2, ..Mesh::default() };
-    let program = Trainer::program(Odd::new, &run(Kind::Gpt, mesh, 1, "1f1b").options, 0).unwrap();
+    let program = gapless::plan::program(Odd::new, &run(Kind::Gpt, mesh, 1, "1f1b").options, 0).unwrap();
     let backward = program.parts.iter().rfind(|part| part.action.is_some()).expect("there are actions");
     let positions = |which: fn(&InstrKind) -> bool| -> Vec<usize> {
         (0..program.instrs.len()).filter(|&index| which(&program.instrs[index].kind)).collect()

@@ -13,7 +13,7 @@ type Change = dyn Fn(&mut Run) + Sync;
 fn answers(change: &Change, batch_of: u64) -> Vec<String> {
     let answer = |rank: usize, world| {
         let mut run = Run::default();
-        (run.options.threads, run.options.mesh) = (1, Mesh { data: 2, ..Mesh::default() });
+        (run.options.threads, run.options.step.mesh) = (1, Mesh { data: 2, ..Mesh::default() });
         if rank == 1 {
             change(&mut run);
         }
@@ -30,12 +30,12 @@ fn answers(change: &Change, batch_of: u64) -> Vec<String> {
 fn ranks_that_differ_are_stopped_by_name() {
     let changes: [(&str, &Change); 8] = [
         ("seed", &|run| run.options.seed += 1),
-        ("batch size", &|run| run.options.batch *= 2),
-        ("number of micro-batches", &|run| run.options.micro_batches = 2),
-        ("mesh", &|run| run.options.mesh = Mesh { pipeline: 2, ..Mesh::default() }),
-        ("optimizer", &|run| run.options.optimizer = AdamW { beta2: 0.9, ..AdamW::default() }.into()),
+        ("batch size", &|run| run.options.step.batch *= 2),
+        ("number of micro-batches", &|run| run.options.step.micro_batches = 2),
+        ("mesh", &|run| run.options.step.mesh = Mesh { pipeline: 2, ..Mesh::default() }),
+        ("optimizer", &|run| run.options.step.optimizer = AdamW { beta2: 0.9, ..AdamW::default() }.into()),
         ("learning rate", &|run| run.options.learning_rate = LearningRate { peak: 1.0, ..run.options.learning_rate }),
-        ("recompute policy", &|run| run.options.recompute = Recompute::Ops(vec!["gelu".into()])),
+        ("recompute policy", &|run| run.options.step.memory.recompute = Recompute::Ops(vec!["gelu".into()])),
         ("model", &|run| run.kind = Kind::Llama),
     ];
     for (what, change) in changes {
@@ -54,7 +54,7 @@ fn ranks_that_differ_are_stopped_by_name() {
 fn copies_of_a_parameter_are_compared_when_they_are_saved() {
     let place = tempfile::tempdir().unwrap();
     let mut run = Run::default();
-    (run.options.threads, run.options.mesh) = (1, Mesh { data: 2, ..Mesh::default() });
+    (run.options.threads, run.options.step.mesh) = (1, Mesh { data: 2, ..Mesh::default() });
     let answers = communicator::on_threads(2, |world| {
         let rank = world.rank();
         let mut trainer = run.try_rank(Some(world))?;

@@ -66,11 +66,11 @@ fn every_policy_gives_the_bits_of_none() {
         let cuts: &[usize] = if Kind::MOE.contains(&kind) { &[4] } else { &[1, 4] };
         for &micro_batches in cuts {
             let mut run = Run { kind, ..Run::default() };
-            run.options.micro_batches = micro_batches;
+            run.options.step.micro_batches = micro_batches;
             let plain = run.steps(3);
             run.options.poison = true;
             for policy in few(&policies(kind), 5) {
-                run.options.recompute = policy.clone();
+                run.options.step.memory.recompute = policy.clone();
                 assert_eq!(plain, run.steps(3), "{kind:?}, {micro_batches} micro-batches, {policy:?}");
             }
         }
@@ -79,8 +79,8 @@ fn every_policy_gives_the_bits_of_none() {
 
 fn put_on_pipeline(run: &mut Run, schedule: &str, ranks: usize, chunks: usize) {
     let schedule: Arc<dyn Schedule + Send + Sync> = parallel::by_name(schedule).unwrap().into();
-    run.options.mesh = Mesh::pipeline(ranks);
-    run.options.pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
+    run.options.step.mesh = Mesh::pipeline(ranks);
+    run.options.step.pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
 }
 
 #[test]
@@ -96,14 +96,14 @@ fn every_policy_gives_the_bits_of_none_on_ranks() {
     ];
     for &(kind, schedule, ranks, chunks) in few(&all, 3) {
         let mut run = Run { kind, ..Run::default() };
-        run.options.micro_batches = 8;
+        run.options.step.micro_batches = 8;
         run.options.threads = 1;
         let plain = run.steps(2);
         put_on_pipeline(&mut run, schedule, ranks, chunks);
         run.options.poison = true;
         for policy in few(&policies(kind), 5) {
-            run.options.recompute = policy.clone();
-            assert_eq!(plain, run.steps_on_ranks(2), "{kind:?}, {:?} {policy:?}", run.options.pipeline);
+            run.options.step.memory.recompute = policy.clone();
+            assert_eq!(plain, run.steps_on_ranks(2), "{kind:?}, {:?} {policy:?}", run.options.step.pipeline);
         }
     }
 }
@@ -114,7 +114,7 @@ fn every_policy_gives_the_bits_of_none_on_ranks() {
 fn split_backwards_wait_with_no_more_than_they_must() {
     for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2)] {
         let mut run = Run { kind: Kind::Llama, ..Run::default() };
-        run.options.micro_batches = 8;
+        run.options.step.micro_batches = 8;
         run.options.threads = 1;
         put_on_pipeline(&mut run, schedule, 2, chunks);
         let plain = run.steps_on_ranks(2);
@@ -122,7 +122,7 @@ fn split_backwards_wait_with_no_more_than_they_must() {
         let kept = arenas(&run);
         run.options.poison = true;
         for (policy, at_most) in [(ops(&["rms_norm", "swiglu"]), 100), (Recompute::Layers(Layers::All), 95)] {
-            run.options.recompute = policy;
+            run.options.step.memory.recompute = policy;
             let again = arenas(&run);
             println!("{schedule}: {kept:?} kept, {again:?} computed again");
             let is_less = |(again, kept): (&u64, &u64)| again * 100 <= kept * at_most;
@@ -137,22 +137,23 @@ fn split_backwards_wait_with_no_more_than_they_must() {
 fn every_rank_keeps_to_its_budget() {
     for (schedule, ranks, chunks) in [("1f1b", 4, 1), ("zb-h2", 2, 1), ("zbv", 2, 2), ("interleaved", 2, 2)] {
         let mut run = Run::default();
-        run.options.micro_batches = 8;
+        run.options.step.micro_batches = 8;
         run.options.threads = 1;
         let plain = run.steps(2);
         put_on_pipeline(&mut run, schedule, ranks, chunks);
         let arenas = |run: &Run| run.on_ranks(|trainer| trainer.report().arena_bytes);
         let most = arenas(&run).into_iter().max().unwrap();
-        run.options.recompute = Recompute::Layers(Layers::All);
+        run.options.step.memory.recompute = Recompute::Layers(Layers::All);
         let least = arenas(&run).into_iter().max().unwrap();
         assert!(least < most);
+        run.options.step.memory.recompute = Recompute::None;
         for part in 1..4 {
             let budget = least + (most - least) * part / 4;
-            run.options.recompute = Recompute::budget(budget);
+            run.options.step.memory.budget = Some(budget);
             let fitted = arenas(&run);
-            println!("{:?}: {budget} between {least} and {most}, {fitted:?}", run.options.pipeline);
+            println!("{:?}: {budget} between {least} and {most}, {fitted:?}", run.options.step.pipeline);
             assert!(fitted.iter().all(|&arena| arena <= budget), "{budget}: {fitted:?}");
-            assert_eq!(plain, run.steps_on_ranks(2), "{:?}, {budget} bytes", run.options.pipeline);
+            assert_eq!(plain, run.steps_on_ranks(2), "{:?}, {budget} bytes", run.options.step.pipeline);
         }
     }
 }
@@ -166,7 +167,7 @@ fn names_that_do_not_exist_are_refused() {
         (Recompute::Cycle(vec![Recompute::Cycle(vec![Recompute::None])]), ["recompute", "turns"]),
     ] {
         let mut run = Run::default();
-        run.options.recompute = policy;
+        run.options.step.memory.recompute = policy;
         let error = run.try_trainer().expect_err("it names what is not there").to_string();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
     }
@@ -183,11 +184,11 @@ fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
         (Kind::Moe(MoeStyle::Switch), 1),
     ] {
         let mut run = Run { kind, ..Run::default() };
-        run.options.micro_batches = micro_batches;
+        run.options.step.micro_batches = micro_batches;
         run.options.threads = 1;
         let plain = run.steps(2);
         let (all, all_flops) = (run.trainer().report().arena_bytes, run.trainer().report().flops_per_step);
-        run.options.recompute = Recompute::budget(1);
+        run.options.step.memory.budget = Some(1);
         let smallest = match run.try_trainer() {
             Err(TrainError::Compile(CompileError::OverBudget { budget: 1, smallest })) => smallest,
             other => panic!("one byte is enough: {other:?}"),
@@ -199,7 +200,8 @@ fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
         for eighths in parts {
             let budget = smallest + (all - smallest) * eighths / 8;
             // A device on which arithmetic alone takes time.
-            run.options.recompute = Recompute::Budget { bytes: budget, rates: Rates { flops: 1e9, bytes: 1e30 } };
+            run.options.step.memory.budget = Some(budget);
+            run.options.step.memory.rates = Rates { flops: 1e9, bytes: 1e30 };
             run.options.poison = true;
             let trainer = run.trainer();
             let report = trainer.report();
@@ -228,16 +230,16 @@ fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
         (Kind::Moe(MoeStyle::DeepSeek), 4, 2),
     ] {
         let mut run = Run { kind, ..Run::default() };
-        run.options.micro_batches = micro_batches;
+        run.options.step.micro_batches = micro_batches;
         // Few tokens: gradients are most of what is not there throughout.
-        (run.options.batch, run.options.sequence) = (4, 4);
-        run.options.mesh = Mesh::pipeline(ranks);
-        run.options.optimizer = AdamW { max_norm: f64::INFINITY, ..AdamW::default() }.into();
-        run.options.recompute = Recompute::Layers(Layers::All);
+        (run.options.step.batch, run.options.step.sequence) = (4, 4);
+        run.options.step.mesh = Mesh::pipeline(ranks);
+        run.options.step.optimizer = AdamW { max_norm: f64::INFINITY, ..AdamW::default() }.into();
+        run.options.step.memory.recompute = Recompute::Layers(Layers::All);
         let plain = run.steps_on_ranks(3);
         let arenas = |run: &Run| run.on_ranks(|trainer| trainer.report().arena_bytes);
         let kept = arenas(&run);
-        run.options.release_gradients = true;
+        run.options.step.memory.release_gradients = true;
         run.options.poison = true;
         assert_eq!(plain, run.steps_on_ranks(3), "{kind:?}, {micro_batches} micro-batches, {ranks} ranks");
         let released = arenas(&run);
@@ -246,7 +248,7 @@ fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
         assert!(micro_batches > 1 || released[0] < kept[0] / 20 * 19);
     }
     let mut run = Run::default();
-    run.options.release_gradients = true;
+    run.options.step.memory.release_gradients = true;
     let error = run.try_trainer().expect_err("gradients are clipped").to_string();
     assert!(error.contains("max_norm"), "{error}");
 }

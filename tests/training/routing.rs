@@ -32,10 +32,10 @@ impl Seen {
 /// Every step as every rank sees it, and what its arena did. Judged on the way: the addresses of each step, and where its
 /// tokens went.
 fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaReport>)> {
-    let ranks = communicator::on_threads(options.mesh.ranks().unwrap(), |world| {
+    let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
         let rank = world.rank();
         let requests = requests(case, options, rank).len();
-        let mut trainer = Trainer::on(world, |vb| Moe::new(&case.config, vb), options.clone())?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
         let (mut seen, mut asked) = (Vec::new(), 0);
         for step in 0..STEPS {
             let what = format!("{}, rank {rank}, step {step}", case.name);
@@ -58,7 +58,7 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaRepor
 
 /// What a rank's step asks its arena for: bytes of a row, by request.
 fn requests(case: &Case, options: &TrainOptions, rank: usize) -> Vec<u64> {
-    let plan = Trainer::plan_rank(|vb| Moe::new(&case.config, vb), options, rank).unwrap();
+    let plan = gapless::plan::step(|vb| Moe::new(&case.config, vb), options, rank).unwrap();
     plan.routing().iter().flat_map(|plan| plan.requests()).map(|request| request.bytes_per_row).collect()
 }
 
@@ -75,7 +75,7 @@ fn no_row_is_lost() {
             let options = options(mesh, Reserve::Worst);
             let ranks = run(case, &options);
             let row_bytes: u64 = (0..ranks.len()).flat_map(|rank| requests(case, &options, rank)).sum();
-            let layers = (mesh.expert * options.micro_batches * LAYERS) as u64;
+            let layers = (mesh.expert * options.step.micro_batches * LAYERS) as u64;
             assert!(row_bytes > 0 && row_bytes.is_multiple_of(layers));
             for (step, alone) in alone.iter().enumerate() {
                 let what = format!("{} on {mesh:?}, step {step}", case.name);
@@ -153,7 +153,7 @@ fn an_overflow_ends_the_step_on_all_ranks() {
         let together = Barrier::new(ranks);
         let outcomes = communicator::on_threads(ranks, |world| {
             let options = options(mesh, Reserve::Balanced { factor: 1.0 });
-            let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options)?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).on(world).build()?;
             Pattern::One(expert).steer(&mut trainer);
             let before = parameters(&trainer);
             let (tokens, targets) = batch(0);
@@ -200,7 +200,8 @@ fn an_overflow_ends_the_step_on_all_ranks() {
 fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     let config = config(2);
     let outcomes = communicator::on_threads(4, |world| {
-        let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst))?;
+        let mut trainer =
+            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).on(world).build()?;
         let (tokens, targets) = batch(0);
         let name = "model.layers.1.mlp.gate.weight";
         let weight = trainer.tensor(name)?.copy()?;
@@ -212,7 +213,8 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
         Ok((error.to_string(), matches!(error, TrainError::NonFinite { .. }), after, fresh.loss))
     });
     let untouched = communicator::on_threads(4, |world| {
-        let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst))?;
+        let mut trainer =
+            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).on(world).build()?;
         let (before, (tokens, targets)) = (parameters(&trainer), batch(0));
         Ok((before, trainer.step(&tokens, &targets)?.loss))
     });
@@ -230,10 +232,11 @@ fn evaluation_and_logits_have_the_bits_of_one_rank() {
         let of = |mesh: Mesh| {
             let options = options(mesh, Reserve::Worst);
             let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
-                let mut trainer = Trainer::on(world, |vb| Moe::new(&case.config, vb), options.clone())?;
+                let mut trainer =
+                    Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
                 (case.pattern)(0).steer(&mut trainer);
                 let (tokens, targets) = batch(0);
-                let some = trainer.options().evaluation_batch() * SEQUENCE;
+                let some = trainer.options().step.evaluation_batch() * SEQUENCE;
                 let loss = trainer.evaluate(&tokens[..some], &targets[..some])?;
                 let served = trainer.check_run()?;
                 let logits = trainer.logits(&tokens[..SEQUENCE])?.flatten_all()?.to_vec1::<f32>()?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use gapless::TrainError;
 use gapless::engine::compile::Error as CompileError;
 use gapless::parallel::{self, Rates, Schedule};
-use gapless::{DType, Layers, Mesh, Offload, Pipeline, Recompute, TrainOptions};
+use gapless::{Layers, Mesh, Pipeline, Precision, Recompute, StepOptions, TrainOptions};
 use gapless_testing::in_turn;
 
 use crate::common::{Kind, Run, on_cpu};
@@ -28,14 +28,10 @@ fn most(kind: Kind) -> Vec<String> {
     }
 }
 
-fn offload(ops: Vec<String>) -> Option<Offload> {
-    Some(Offload { ops, folder: std::env::temp_dir() })
-}
-
 fn put_on_pipeline(options: &mut TrainOptions, schedule: &str, ranks: usize, chunks: usize) {
     let schedule: Arc<dyn Schedule + Send + Sync> = parallel::by_name(schedule).unwrap().into();
-    options.mesh = Mesh::pipeline(ranks);
-    options.pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
+    options.step.mesh = Mesh::pipeline(ranks);
+    options.step.pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
 }
 
 /// With dropout (GPT), NaN in every dead range, alone and with what is computed again.
@@ -44,12 +40,12 @@ fn a_file_gives_the_bits_of_none() {
     for kind in [Kind::Gpt, Kind::Llama, Kind::MOE[1]] {
         for micro_batches in [1, 4] {
             let mut run = Run { kind, ..Run::default() };
-            run.options.micro_batches = micro_batches;
+            run.options.step.micro_batches = micro_batches;
             let plain = run.steps(3);
             let all = run.trainer().report().arena_bytes;
             run.options.poison = true;
             for (turn, ops) in [names(&["add"]), names(&["linear", "attention"]), most(kind)].into_iter().enumerate() {
-                run.options.offload = offload(ops.clone());
+                run.options.step.memory.offload = ops.clone();
                 let report = run.trainer().report();
                 assert!(report.host_bytes > 0 && report.arena_bytes < all, "{ops:?}: {} of {all}", report.arena_bytes);
                 let policies = [
@@ -59,10 +55,10 @@ fn a_file_gives_the_bits_of_none() {
                     Recompute::Cycle(vec![Recompute::None, Recompute::Ops(names(&["attention"]))]),
                 ];
                 for recompute in in_turn(&policies, turn + micro_batches) {
-                    run.options.recompute = recompute.clone();
+                    run.options.step.memory.recompute = recompute.clone();
                     assert_eq!(plain, run.steps(3), "{kind:?}, {micro_batches} micro-batches, {ops:?}, {recompute:?}");
                 }
-                run.options.recompute = Recompute::None;
+                run.options.step.memory.recompute = Recompute::None;
             }
         }
     }
@@ -72,20 +68,20 @@ fn a_file_gives_the_bits_of_none() {
 fn a_file_per_rank_gives_the_bits_of_one_rank() {
     for (schedule, ranks, chunks) in [("1f1b", 2, 1), ("interleaved-zb", 2, 1), ("zbv", 2, 2), ("gpipe", 4, 1)] {
         let mut run = Run::default();
-        run.options.micro_batches = 8;
+        run.options.step.micro_batches = 8;
         run.options.threads = 1;
         let plain = run.steps(2);
-        run.options.offload = offload(most(Kind::Gpt));
+        run.options.step.memory.offload = most(Kind::Gpt);
         run.options.poison = true;
         put_on_pipeline(&mut run.options, schedule, ranks, chunks);
-        assert_eq!(plain, run.steps_on_ranks(2), "{:?}", run.options.pipeline);
+        assert_eq!(plain, run.steps_on_ranks(2), "{:?}", run.options.step.pipeline);
     }
 }
 
 /// The smallest budget that is enough.
 fn smallest(run: &Run) -> u64 {
     let mut run = run.clone();
-    run.options.recompute = Recompute::budget(1);
+    run.options.step.memory.budget = Some(1);
     match run.try_trainer() {
         Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest,
         other => panic!("one byte is enough: {other:?}"),
@@ -96,13 +92,14 @@ fn smallest(run: &Run) -> u64 {
 #[test]
 fn a_budget_counts_what_is_in_the_file() {
     let mut run = Run::default();
-    run.options.micro_batches = 2;
+    run.options.step.micro_batches = 2;
     let plain = run.steps(2);
     let least = smallest(&run);
     let rates = Rates { flops: 1e9, bytes: 1e30 };
-    run.options.recompute = Recompute::Budget { bytes: least, rates };
+    run.options.step.memory.budget = Some(least);
+    run.options.step.memory.rates = rates;
     let flops = run.trainer().report().flops_per_step;
-    run.options.offload = offload(names(&["add", "linear"]));
+    run.options.step.memory.offload = names(&["add", "linear"]);
     assert!(smallest(&run) < least);
     let report = run.trainer().report();
     assert!(report.arena_bytes <= least && report.flops_per_step < flops);
@@ -113,11 +110,11 @@ fn a_budget_counts_what_is_in_the_file() {
 #[test]
 fn the_file_is_planned() {
     let mut run = Run::default();
-    run.options.micro_batches = 4;
-    run.options.offload = offload(most(Kind::Gpt));
+    run.options.step.micro_batches = 4;
+    run.options.step.memory.offload = most(Kind::Gpt);
     let trainer = run.trainer();
     let one = trainer.report().host_bytes;
-    run.options.micro_batches = 1;
+    run.options.step.micro_batches = 1;
     // Micro-batches run one after another, so a quarter of the batch takes a quarter of the file, up to whole pages.
     let all = run.trainer().report().host_bytes;
     assert!(one < all / 4 + all / 8, "{one} of {all}");
@@ -130,24 +127,24 @@ fn eight_bits_are_the_same_bits_however_they_are_run() {
         let mut run = Run { kind, ..Run::default() };
         let exact = run.steps(3);
         let all = run.trainer().report().arena_bytes;
-        run.options.compress = most(kind);
+        run.options.step.memory.compress = most(kind);
         let plain = run.steps(3);
         let packed = run.trainer().report().arena_bytes;
         assert!(packed < all, "{packed} of {all}");
         assert_eq!(plain.losses[0], exact.losses[0]);
         assert_ne!(plain.losses[2], exact.losses[2], "nothing was rounded");
         let changes: [Change; 3] =
-            [|options| options.threads = 1, |options| options.micro_batches = 4, |options| options.poison = true];
+            [|options| options.threads = 1, |options| options.step.micro_batches = 4, |options| options.poison = true];
         for (index, change) in changes.into_iter().enumerate() {
             let mut run = run.clone();
             change(&mut run.options);
             assert_eq!(plain, run.steps(3), "{kind:?}, change {index}");
         }
         // What one stage hands to another is not rounded, so here it is not on one rank either.
-        run.options.compress.retain(|name| name != "add");
+        run.options.step.memory.compress.retain(|name| name != "add");
         let plain = run.steps(3);
         for (schedule, chunks) in [("1f1b", 1), ("interleaved-zb", 1), ("zbv", 2)] {
-            (run.options.micro_batches, run.options.threads, run.options.poison) = (4, 1, true);
+            (run.options.step.micro_batches, run.options.threads, run.options.poison) = (4, 1, true);
             put_on_pipeline(&mut run.options, schedule, 2, chunks);
             assert_eq!(plain, run.steps_on_ranks(3), "{kind:?}, {schedule}");
         }
@@ -158,12 +155,12 @@ fn eight_bits_are_the_same_bits_however_they_are_run() {
 #[test]
 fn eight_bits_and_a_budget_go_together() {
     let mut run = Run::default();
-    run.options.micro_batches = 2;
+    run.options.step.micro_batches = 2;
     let exact = run.steps(1);
-    run.options.compress = names(&["linear", "gelu"]);
+    run.options.step.memory.compress = names(&["linear", "gelu"]);
     let all = run.trainer().report().arena_bytes;
     let budget = (smallest(&run) + all) / 2;
-    run.options.recompute = Recompute::budget(budget);
+    run.options.step.memory.budget = Some(budget);
     run.options.poison = true;
     assert!(run.trainer().report().arena_bytes <= budget);
     assert_eq!(run.steps(1).losses, exact.losses);
@@ -177,7 +174,7 @@ fn gradients_stay_near_those_of_exact_activations() {
     const TOLERANCE: f64 = 0.03;
     for kind in [Kind::Gpt, Kind::Llama] {
         let mut run = Run { kind, ..Run::default() };
-        run.options.keep_gradients = true;
+        run.options.step.keep_gradients = true;
         let gradients = |run: &Run| -> Vec<(String, Vec<f32>)> {
             let mut trainer = run.trainer();
             run.step(&mut trainer);
@@ -185,7 +182,7 @@ fn gradients_stay_near_those_of_exact_activations() {
             trainer.parameter_names().map(|name| (name.to_owned(), of(name))).collect()
         };
         let exact = gradients(&run);
-        run.options.compress = most(kind);
+        run.options.step.memory.compress = most(kind);
         let mut worst: f64 = 0.0;
         for ((name, rounded), (_, exact)) in gradients(&run).into_iter().zip(exact) {
             let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
@@ -203,7 +200,7 @@ fn gradients_stay_near_those_of_exact_activations() {
 fn eight_bits_learn_as_much() {
     let learn = |compress: Vec<String>| {
         let mut run = Run::default();
-        run.options.compress = compress;
+        run.options.step.memory.compress = compress;
         learn(run)
     };
     let [start, exact] = learn(Vec::new());
@@ -217,16 +214,21 @@ fn eight_bits_learn_as_much() {
 #[test]
 fn what_cannot_be_is_refused() {
     let cases: [(Change, [&str; 2]); 5] = [
-        (|options| options.compress = names(&["gelo"]), ["gelo", "gelu"]),
-        (|options| options.offload = offload(names(&["gelo"])), ["gelo", "gelu"]),
+        (|options| options.step.memory.compress = names(&["gelo"]), ["gelo", "gelu"]),
+        (|options| options.step.memory.offload = names(&["gelo"]), ["gelo", "gelu"]),
         // The backward reads nothing of it.
-        (|options| options.compress = names(&["linear_cross_entropy"]), ["linear_cross_entropy", "gelu"]),
+        (|options| options.step.memory.compress = names(&["linear_cross_entropy"]), ["linear_cross_entropy", "gelu"]),
         (
-            |options| (options.compress, options.offload) = (names(&["gelu"]), offload(names(&["gelu"]))),
+            |options| {
+                (options.step.memory.compress, options.step.memory.offload) = (names(&["gelu"]), names(&["gelu"]))
+            },
             ["gelu", "choose one"],
         ),
         (
-            |options| options.offload = Some(Offload { ops: names(&["gelu"]), folder: "no/such/folder".into() }),
+            |options| {
+                (options.step.memory.offload, options.step.memory.offload_to) =
+                    (names(&["gelu"]), "no/such/folder".into())
+            },
             ["no/such/folder", "another folder"],
         ),
     ];
@@ -242,15 +244,18 @@ fn what_cannot_be_is_refused() {
 #[test]
 fn a_step_in_bf16_is_planned_with_fewer_bytes() {
     let config = gapless::models::GptConfig { layers: 4, ..Default::default() };
-    let mut options = TrainOptions { batch: 4, sequence: 1024, dtype: DType::BF16, ..on_cpu() };
+    let mut options = TrainOptions {
+        step: StepOptions { batch: 4, sequence: 1024, precision: Precision::Bf16, ..on_cpu().step },
+        ..on_cpu()
+    };
     let plan = |options: &TrainOptions| {
-        let plan = gapless::Trainer::plan(|vb| gapless::models::Gpt::new(&config, vb), options).unwrap();
+        let plan = gapless::plan::step(|vb| gapless::models::Gpt::new(&config, vb), options, 0).unwrap();
         (plan.arena_bytes(), plan.host_bytes())
     };
     let (all, _) = plan(&options);
-    options.compress = names(&["linear", "gelu", "layer_norm", "attention", "add"]);
+    options.step.memory.compress = names(&["linear", "gelu", "layer_norm", "attention", "add"]);
     let (packed, none) = plan(&options);
-    options.offload = offload(std::mem::take(&mut options.compress));
+    options.step.memory.offload = std::mem::take(&mut options.step.memory.compress);
     let (left, file) = plan(&options);
     println!("{all} bytes with everything as it is, {packed} in 8 bits, {left} with {file} in a file");
     assert_eq!(none, 0);

@@ -4,11 +4,10 @@
 
 use gapless::alloc::Role;
 use gapless::alloc::draw::Bytes;
-use gapless::engine::compile::{CompileOptions, compile};
-use gapless::engine::optim::AdamW;
+use gapless::engine::compile::compile;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::parallel::Rates;
-use gapless::{DType, DeviceChoice, Recompute, TrainOptions, Trainer};
+use gapless::{DeviceChoice, MemoryOptions, Precision, Recompute, StepOptions, TrainOptions};
 
 use crate::common::on_cpu;
 
@@ -37,15 +36,13 @@ const H100: Rates = Rates { flops: 770e12, bytes: 3e12 };
 
 fn plan(options: &TrainOptions, model: &Model) -> Step {
     let program = match model {
-        Model::Gpt(config) => Trainer::program(|vb| Gpt::new(config, vb), options, 0),
-        Model::Llama(config) => Trainer::program(|vb| Llama::new(config, vb), options, 0),
+        Model::Gpt(config) => gapless::plan::program(|vb| Gpt::new(config, vb), options, 0),
+        Model::Llama(config) => gapless::plan::program(|vb| Llama::new(config, vb), options, 0),
     };
     let program = program.unwrap();
     let [all, again] = program.nanoseconds(&H100);
     let (flops, rematerialized_flops) = (program.flops(), program.rematerialized_flops());
-    let executable =
-        compile(&[program], &CompileOptions::within(options.recompute.capacity(), options.planning, options.routing))
-            .unwrap();
+    let executable = compile(&[program], &options.step.planning()).unwrap();
     let tick = gapless::alloc::peak_tick(executable.problem()).unwrap();
     let alive: Vec<_> = gapless::alloc::live_at(executable.problem(), tick).collect();
     let of = |role: Role| {
@@ -145,13 +142,15 @@ fn activations_take_less_than_those_of_recorded_pytorch_runs() {
         }
         for (what, recompute, activations, reserved, most) in policies {
             let options = TrainOptions {
-                batch: 4 * sequences,
-                micro_batches: 4,
-                sequence: 1024,
-                dtype: DType::BF16,
+                step: StepOptions {
+                    batch: 4 * sequences,
+                    micro_batches: 4,
+                    sequence: 1024,
+                    precision: Precision::PureBf16,
+                    memory: MemoryOptions { recompute, ..on_cpu().step.memory },
+                    ..on_cpu().step
+                },
                 device: DeviceChoice::Cuda(0),
-                optimizer: AdamW { masters: false, ..AdamW::default() }.into(),
-                recompute,
                 ..on_cpu()
             };
             let step = plan(&options, &Model::Gpt(config.clone()));
@@ -181,13 +180,14 @@ fn llama_2_7b_under_budgets() {
     let llama =
         LlamaConfig { vocabulary: 32_000, kv_heads: 32, hidden: 11_008, rope_theta: 1e4, ..LlamaConfig::default() };
     let model = Model::Llama(llama);
-    let optimizer = AdamW { masters: false, ..AdamW::default() }.into();
     let mut options = TrainOptions {
-        batch: 2,
-        micro_batches: 2,
-        sequence: 4096,
-        dtype: DType::BF16,
-        optimizer,
+        step: StepOptions {
+            batch: 2,
+            micro_batches: 2,
+            sequence: 4096,
+            precision: Precision::PureBf16,
+            ..on_cpu().step
+        },
         device: DeviceChoice::Cuda(0),
         ..on_cpu()
     };
@@ -198,7 +198,7 @@ fn llama_2_7b_under_budgets() {
     // has room that the gradients do not take yet. The time is a part of a step's whose norms and residuals take fewer kernels.
     for (percent, most) in [(80, 0.55), (70, 1.15), (50, 4.75), (20, 10.5)] {
         let bytes = all.persistent() + activations / 100 * percent;
-        options.recompute = Recompute::Budget { bytes, rates: H100 };
+        (options.step.memory.budget, options.step.memory.rates) = (Some(bytes), H100);
         let step = plan(&options, &model);
         let overhead = 100.0 * step.overhead;
         println!("{percent} %: {} of {}, {overhead:.2} % more time", Bytes(step.arena), Bytes(bytes));

@@ -10,7 +10,9 @@ use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::graph::{Graph, Node, Spec, ValueId, lock};
 use gapless::models::{Llama, LlamaConfig, MoeStyle};
 use gapless::nn::VarBuilder;
-use gapless::{DType, Layers, Lora, Mesh, Model, Recompute, Tensor, TrainOptions, Trainable, Trainer};
+use gapless::{
+    DType, Layers, Lora, Mesh, Model, Precision, Recompute, StepOptions, Tensor, TrainOptions, Trainable, Trainer,
+};
 use serde_json::Value;
 
 use crate::common::{Kind, Run, on_cpu, parameters};
@@ -26,7 +28,7 @@ fn only(patterns: &[&str]) -> Trainable {
 
 fn run(kind: Kind, trainable: Trainable) -> Run {
     let mut run = Run { kind, ..Run::default() };
-    run.options.trainable = trainable;
+    run.options.step.trainable = trainable;
     run
 }
 
@@ -54,7 +56,7 @@ fn bits(tensor: &Data) -> Vec<u32> {
 /// Gradients by name, after one step.
 fn gradients(run: &Run) -> BTreeMap<String, Vec<u32>> {
     let mut run = run.clone();
-    run.options.keep_gradients = true;
+    run.options.step.keep_gradients = true;
     let mut trainer = run.trainer();
     run.step(&mut trainer);
     let names: Vec<String> = trainer.parameter_names().map(str::to_owned).collect();
@@ -63,15 +65,20 @@ fn gradients(run: &Run) -> BTreeMap<String, Vec<u32>> {
 
 #[test]
 fn the_trained_part_has_the_gradients_of_the_whole() {
-    for run in parts().into_iter().filter(|run| matches!(run.options.trainable, Trainable::Only(_))) {
-        let whole =
-            gradients(&Run { options: TrainOptions { trainable: Trainable::All, ..run.options.clone() }, ..run });
+    for run in parts().into_iter().filter(|run| matches!(run.options.step.trainable, Trainable::Only(_))) {
+        let whole = gradients(&Run {
+            options: TrainOptions {
+                step: StepOptions { trainable: Trainable::All, ..run.options.step.clone() },
+                ..run.options.clone()
+            },
+            ..run
+        });
         let part = gradients(&run);
-        let trained = |name: &&String| run.options.trainable.trains(name);
-        assert!(part.keys().eq(whole.keys().filter(trained)), "{:?}: {:?}", run.options.trainable, part.keys());
+        let trained = |name: &&String| run.options.step.trainable.trains(name);
+        assert!(part.keys().eq(whole.keys().filter(trained)), "{:?}: {:?}", run.options.step.trainable, part.keys());
         assert!(!part.is_empty());
         for (name, gradient) in &part {
-            assert!(*gradient == whole[name], "{:?}: {name}", run.options.trainable);
+            assert!(*gradient == whole[name], "{:?}: {name}", run.options.step.trainable);
         }
     }
 }
@@ -84,10 +91,16 @@ fn an_adapter_has_the_gradients_that_follow_from_the_merged_weight() {
         (Kind::Moe(MoeStyle::Qwen), &["k_proj", "shared_expert.gate_proj"]),
     ] {
         let mut run = run(kind, lora(targets));
-        run.options.keep_gradients = true;
+        run.options.step.keep_gradients = true;
         let mut adapted = run.trainer();
-        let mut whole =
-            Run { options: TrainOptions { trainable: Trainable::All, ..run.options.clone() }, ..run }.trainer();
+        let mut whole = Run {
+            options: TrainOptions {
+                step: StepOptions { trainable: Trainable::All, ..run.options.step.clone() },
+                ..run.options.clone()
+            },
+            ..run
+        }
+        .trainer();
         let names: Vec<String> = adapted.parameter_names().map(str::to_owned).collect();
         let layers: Vec<&str> = names.iter().filter_map(|name| name.strip_suffix(".lora_A.weight")).collect();
         assert!(layers.len() > targets.len());
@@ -128,7 +141,7 @@ fn an_adapter_has_the_gradients_that_follow_from_the_merged_weight() {
 #[test]
 fn what_is_frozen_keeps_its_bits_and_has_no_state() {
     for run in parts() {
-        let trainable = &run.options.trainable;
+        let trainable = &run.options.step.trainable;
         let mut trainer = run.trainer();
         let before = parameters(&trainer);
         run.go_on(&mut trainer, 2);
@@ -152,18 +165,18 @@ fn what_is_frozen_keeps_its_bits_and_has_no_state() {
 fn micro_batches_recomputation_and_pipelines_change_no_bit() {
     for plain in parts() {
         let expected = plain.steps(2);
-        let what = format!("{:?} {:?}", plain.kind, plain.options.trainable);
+        let what = format!("{:?} {:?}", plain.kind, plain.options.step.trainable);
         let mut other = plain.clone();
-        (other.options.micro_batches, other.options.poison) = (4, true);
+        (other.options.step.micro_batches, other.options.poison) = (4, true);
         // Statistics of routers are those of a micro-batch.
         if !matches!(plain.kind, Kind::Moe(_)) {
             assert_eq!(other.steps(2), expected, "{what} in micro-batches");
         }
         let mut other = plain.clone();
-        (other.options.recompute, other.options.poison) = (Recompute::Layers(Layers::All), true);
+        (other.options.step.memory.recompute, other.options.poison) = (Recompute::Layers(Layers::All), true);
         assert_eq!(other.steps(2), expected, "{what}, recomputed");
         let mut other = plain.clone();
-        other.options.mesh = Mesh::pipeline(2);
+        other.options.step.mesh = Mesh::pipeline(2);
         other.options.threads = 1;
         assert_eq!(other.steps_on_ranks(2), expected, "{what} on two stages");
     }
@@ -175,13 +188,13 @@ fn data_ranks_agree_with_one() {
     for plain in parts().into_iter().filter(|run| !matches!(run.kind, Kind::Moe(_))) {
         let expected = plain.steps(2);
         let mut other = plain.clone();
-        other.options.mesh = Mesh { data: 2, ..Mesh::default() };
+        other.options.step.mesh = Mesh { data: 2, ..Mesh::default() };
         other.options.threads = 1;
         let outcome = other.steps_on_ranks(2);
         for (a, b) in outcome.losses.iter().zip(&expected.losses) {
             let (a, b) = (f32::from_bits(*a), f32::from_bits(*b));
             // What docs/architecture.md calls rounding.
-            assert!((a - b).abs() <= 1e-5 * b, "{:?}: {a} {b}", plain.options.trainable);
+            assert!((a - b).abs() <= 1e-5 * b, "{:?}: {a} {b}", plain.options.step.trainable);
         }
     }
 }
@@ -189,7 +202,7 @@ fn data_ranks_agree_with_one() {
 #[test]
 fn a_resumed_run_goes_on_with_the_same_bits() {
     let mut runs = parts();
-    if let Trainable::Lora(lora) = &mut runs[2].options.trainable {
+    if let Trainable::Lora(lora) = &mut runs[2].options.step.trainable {
         lora.dropout = 0.25;
     }
     for run in runs {
@@ -202,7 +215,7 @@ fn a_resumed_run_goes_on_with_the_same_bits() {
         other.options.seed = 99; // frozen weights are the checkpoint's, too
         let mut resumed = other.trainer();
         resumed.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
-        assert_eq!(run.go_on(&mut resumed, 2), expected, "{:?}", run.options.trainable);
+        assert_eq!(run.go_on(&mut resumed, 2), expected, "{:?}", run.options.step.trainable);
     }
 }
 
@@ -210,7 +223,7 @@ fn a_resumed_run_goes_on_with_the_same_bits() {
 fn an_adapter_drops_its_input_while_it_is_trained_only() {
     let mut plain = run(Kind::Llama, lora(&["q_proj", "v_proj"]));
     let with = |dropout: f64, run: &mut Run| {
-        if let Trainable::Lora(lora) = &mut run.options.trainable {
+        if let Trainable::Lora(lora) = &mut run.options.step.trainable {
             lora.dropout = dropout;
         }
         let mut trainer = run.trainer();
@@ -256,11 +269,12 @@ fn small() -> LlamaConfig {
 
 /// The slow reference of what a backward needs of a forward: from the operations alone, by what each one's gradient is made of.
 fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
-    let trainable = &options.trainable;
+    let trainable = &options.step.trainable;
     let graph = Arc::new(Mutex::new(Graph::default()));
-    let model = Llama::new(config, VarBuilder::new(&graph, options.dtype).with_trainable(trainable)).unwrap();
+    let model =
+        Llama::new(config, VarBuilder::new(&graph, options.step.precision.dtype()).with_trainable(trainable)).unwrap();
     let ids = |name: &str| {
-        let spec = Spec { shape: (options.batch, options.sequence).into(), dtype: DType::U32 };
+        let spec = Spec { shape: (options.step.batch, options.step.sequence).into(), dtype: DType::U32 };
         let id = lock(&graph).add_input(name, spec).unwrap();
         Tensor::of(&graph, id)
     };
@@ -308,9 +322,9 @@ fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
 
 /// What a step keeps between forward and backward, which the slow reference judges.
 fn kept(config: &LlamaConfig, options: &TrainOptions) -> u64 {
-    let program = Trainer::program(|vb| Llama::new(config, vb), options, 0).unwrap();
+    let program = gapless::plan::program(|vb| Llama::new(config, vb), options, 0).unwrap();
     let kept = program.kept().iter().map(|kept| kept.bytes).sum();
-    assert_eq!(kept, needed(config, options), "{:?}", options.trainable);
+    assert_eq!(kept, needed(config, options), "{:?}", options.step.trainable);
     kept
 }
 
@@ -319,7 +333,12 @@ const LINEAR: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", 
 
 #[test]
 fn the_forward_keeps_what_the_trained_part_needs() {
-    let of = |trainable: Trainable| kept(&small(), &TrainOptions { batch: 2, sequence: 32, trainable, ..on_cpu() });
+    let of = |trainable: Trainable| {
+        kept(
+            &small(),
+            &TrainOptions { step: StepOptions { batch: 2, sequence: 32, trainable, ..on_cpu().step }, ..on_cpu() },
+        )
+    };
     let [few, many] = [of(lora(&["q_proj", "v_proj"])), of(lora(&LINEAR))];
     assert!(few < many);
     assert!(of(only(&["model.layers.2.mlp.down_proj"])) < few);
@@ -343,9 +362,13 @@ fn a_llama_of_1b_is_planned_in_part() {
         ("LoRA on all linear layers", part(&LINEAR)),
         ("the last block", only(&["model.layers.15", "model.norm"])),
     ] {
-        let options = TrainOptions { batch: 4, sequence: 1024, threads: 16, dtype: DType::BF16, trainable, ..on_cpu() };
-        let plan = Trainer::plan_run(|vb| Llama::new(&config, vb), &options, 0).unwrap();
-        let kept = if options.trainable == Trainable::All { 0 } else { kept(&config, &options) };
+        let options = TrainOptions {
+            step: StepOptions { batch: 4, sequence: 1024, precision: Precision::Bf16, trainable, ..on_cpu().step },
+            threads: 16,
+            ..on_cpu()
+        };
+        let plan = Trainer::builder(|vb| Llama::new(&config, vb), options.clone()).plan(0).unwrap();
+        let kept = if options.step.trainable == Trainable::All { 0 } else { kept(&config, &options) };
         let roles: Vec<String> =
             plan.summary.roles.iter().map(|of| format!("{} {}", of.role.name(), Bytes(of.bytes))).collect();
         println!("{name:<26} {} kept {} at the peak {}", Bytes(plan.arena_bytes), Bytes(kept), roles.join(", "));

@@ -1,7 +1,7 @@
 //! What an update does beside its rule, and what a loss counts beside the likelihood.
 
 use candle_core::DType;
-use gapless::{AdamW, Limits, Lion, LossTerms, Mesh, ParameterGroup, Pipeline, Trainer, UpdateOptions};
+use gapless::{AdamW, Limits, Lion, LossTerms, Mesh, ParameterGroup, Pipeline, StepOptions, Trainer, UpdateOptions};
 
 use crate::common::{Kind, Outcome, Run};
 
@@ -20,7 +20,7 @@ fn all(trainer: &Trainer) -> Vec<(String, Vec<f32>)> {
 
 fn with(update: UpdateOptions) -> Run {
     let mut run = Run::default();
-    run.options.update = update;
+    run.options.step.update = update;
     run.options.poison = true;
     run
 }
@@ -112,7 +112,8 @@ fn groups_have_rates_and_rules_of_their_own() {
         assert_eq!(numbers(&trainer, name) == before, is_still(name), "{name}");
     }
     let mut lion = with(UpdateOptions::default());
-    lion.options.update.groups = vec![ParameterGroup { optimizer: Lion::default().into(), ..group(&["h.0"], 1.0) }];
+    lion.options.step.update.groups =
+        vec![ParameterGroup { optimizer: Lion::default().into(), ..group(&["h.0"], 1.0) }];
     let trainer = lion.trainer();
     assert!(trainer.tensor("exp_avg_sq/h.0.ln_1.weight").is_err());
     assert!(trainer.tensor("exp_avg_sq/h.1.ln_1.weight").is_ok());
@@ -123,7 +124,7 @@ fn groups_have_rates_and_rules_of_their_own() {
             "257 are more than 256",
         ),
         (UpdateOptions { groups: vec![group(&[], 1.0)], ..UpdateOptions::default() }, "names nothing"),
-        (UpdateOptions { groups: vec![group(&["h.0"], -1.0)], ..UpdateOptions::default() }, "times -1"),
+        (UpdateOptions { groups: vec![group(&["h.0"], -1.0)], ..UpdateOptions::default() }, "learning_rate of -1"),
         (UpdateOptions { max_value: Some(0.0), ..UpdateOptions::default() }, "max_value"),
         (UpdateOptions { average: Some(1.0), ..UpdateOptions::default() }, "average"),
     ] {
@@ -153,26 +154,29 @@ fn ranks_and_resuming_change_no_bit() {
     let mut run = with(everything());
     run.kind = Kind::Gpt;
     run.options.threads = 1;
-    run.options.micro_batches = 4;
-    run.options.loss = LossTerms { label_smoothing: 0.1, z_loss: 1e-3 };
+    run.options.step.micro_batches = 4;
+    run.options.step.loss = LossTerms { label_smoothing: 0.1, z_loss: 1e-3 };
     let plain = run.steps(4);
     let pipeline = |ranks| {
         let mut run = run.clone();
-        run.options.mesh = Mesh::pipeline(ranks);
-        run.options.pipeline = Pipeline::default();
+        run.options.step.mesh = Mesh::pipeline(ranks);
+        run.options.step.pipeline = Pipeline::default();
         run
     };
     assert_eq!(pipeline(2).steps_on_ranks(4), plain);
     let place = tempfile::tempdir().unwrap();
     pipeline(2).save_on_ranks(2, place.path());
-    run.options.mesh = Mesh::default();
+    run.options.step.mesh = Mesh::default();
     let Outcome { losses, parameters, .. } = run.resume_on_ranks(place.path(), 2);
     assert_eq!((&losses[..], parameters), (&plain.losses[2..], plain.parameters));
     // Ranks that share the batch add gradients in another order.
     let shared = Run {
         options: gapless::TrainOptions {
-            mesh: Mesh { data: 2, ..Mesh::default() },
-            micro_batches: 2,
+            step: StepOptions {
+                mesh: Mesh { data: 2, ..Mesh::default() },
+                micro_batches: 2,
+                ..run.options.step.clone()
+            },
             ..run.options.clone()
         },
         ..run
@@ -187,10 +191,10 @@ fn ranks_and_resuming_change_no_bit() {
 fn terms_of_the_loss_are_of_training_alone() {
     let run = |loss| {
         let mut run = Run { kind: Kind::Llama, ..Run::default() };
-        run.options.loss = loss;
+        run.options.step.loss = loss;
         let mut trainer = run.trainer();
         let (tokens, targets) = run.batch(0);
-        let each = run.options.evaluation_batch() * run.options.sequence;
+        let each = run.options.step.evaluation_batch() * run.options.step.sequence;
         let evaluated = trainer.evaluate(&tokens[..each], &targets[..each]).unwrap();
         (evaluated, run.step(&mut trainer).loss)
     };
@@ -200,6 +204,6 @@ fn terms_of_the_loss_are_of_training_alone() {
     // The square of a log-sum-exp near ln 50.
     assert!((1.0..2.5).contains(&(with.1 - plain.1)), "{plain:?}, {with:?}");
     let mut refused = Run::default();
-    refused.options.loss = LossTerms { label_smoothing: 1.0, z_loss: 0.0 };
-    assert!(refused.try_trainer().unwrap_err().to_string().contains("label_smoothing 1"));
+    refused.options.step.loss = LossTerms { label_smoothing: 1.0, z_loss: 0.0 };
+    assert!(refused.try_trainer().unwrap_err().to_string().contains("label_smoothing: is 1"));
 }

@@ -1,7 +1,9 @@
 //! What a model shows of each step, whatever else becomes of it.
 
 use gapless::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
-use gapless::{Layers, Mesh, Model, Recompute, Result, Tensor, TrainOptions, Trainer, communicator};
+use gapless::{
+    Layers, MemoryOptions, Mesh, Model, Recompute, Result, StepOptions, Tensor, TrainOptions, Trainer, communicator,
+};
 
 use crate::common::on_cpu;
 
@@ -51,25 +53,41 @@ fn shown(options: &TrainOptions) -> Vec<Vec<(String, f32)>> {
         let sum = |name: &str| trainer.watched(name).unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
         let mut sums: Vec<_> = trainer.watched_names().map(|name| (name.to_owned(), sum(name))).collect();
         // Summed over micro-batches, where the report has their mean.
-        let parts = (options.micro_batches * options.mesh.data) as f32;
+        let parts = (options.step.micro_batches * options.step.mesh.data) as f32;
         sums.iter_mut().filter(|(name, _)| name == "loss").for_each(|(_, loss)| *loss /= parts);
         sums.push(("reported".into(), report.loss));
         sums
     };
-    let ranks = options.mesh.ranks().unwrap();
-    communicator::on_threads(ranks, |world| Ok(go(&mut Trainer::on(world, Shown::new, options.clone())?))).unwrap()
+    let ranks = options.step.mesh.ranks().unwrap();
+    communicator::on_threads(ranks, |world| {
+        Ok(go(&mut Trainer::builder(Shown::new, options.clone()).on(world).build()?))
+    })
+    .unwrap()
 }
 
 #[test]
 fn what_is_shown_is_summed_once_over_micro_batches_and_ranks() {
-    let plain = TrainOptions { batch: 4, sequence: 6, threads: 1, poison: true, ..on_cpu() };
+    let plain = TrainOptions {
+        step: StepOptions { batch: 4, sequence: 6, ..on_cpu().step },
+        threads: 1,
+        poison: true,
+        ..on_cpu()
+    };
     let expected = shown(&plain).remove(0);
     assert_eq!(expected.len(), 5);
     let value = |of: &[(String, f32)], name: &str| of.iter().find(|(other, _)| other == name).unwrap().1;
     for (data, pipeline, micro_batches) in [(1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 4), (2, 2, 2)] {
         for recompute in [Recompute::None, Recompute::Layers(Layers::All)] {
             let mesh = Mesh { data, pipeline, expert: 1 };
-            let options = TrainOptions { micro_batches, mesh, recompute: recompute.clone(), ..plain.clone() };
+            let options = TrainOptions {
+                step: StepOptions {
+                    micro_batches,
+                    mesh,
+                    memory: MemoryOptions { recompute: recompute.clone(), ..plain.step.memory.clone() },
+                    ..plain.step.clone()
+                },
+                ..plain.clone()
+            };
             for rank in shown(&options) {
                 for name in ["hidden", "first", "sum", "loss", "reported"] {
                     let (a, b) = (value(&rank, name), value(&expected, name));

@@ -15,7 +15,7 @@ use candle_nn::VarBuilder;
 use candle_transformers::models::llama::{Cache, Config, Llama as CandleLlama};
 use cpu_time::ProcessTime;
 use gapless::models::{Llama, LlamaConfig};
-use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, TrainOptions, Trainer};
+use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, StepOptions, TrainOptions, Trainer};
 use rayon::prelude::*;
 
 const PROMPT: usize = 128;
@@ -93,17 +93,15 @@ fn main() -> Result<()> {
 fn options(batch: usize) -> TrainOptions {
     let generation = Some(Generation { batch, window: Some(PROMPT + ADDED), ..Generation::default() });
     TrainOptions {
-        batch: 1,
-        sequence: SEQUENCE,
+        step: StepOptions { batch: 1, sequence: SEQUENCE, generation, ..StepOptions::default() },
         device: DeviceChoice::Cpu,
         threads: rayon::current_num_threads(),
-        generation,
         ..TrainOptions::default()
     }
 }
 
 fn ours(config: &LlamaConfig, batch: usize) -> Result<Trainer> {
-    Ok(Trainer::for_inference(|vb| Llama::new(config, vb), options(batch))?)
+    Ok(Trainer::builder(|vb| Llama::new(config, vb), options(batch)).for_inference().build()?)
 }
 
 /// Greedy tokens, and the time of all but the first, which come of the prompts.
@@ -182,7 +180,12 @@ fn bandwidth(bytes: usize) -> f64 {
 /// Reading a prompt of a window beside evaluating as many tokens.
 fn prefill(config: &LlamaConfig) -> Result<()> {
     let generation = Some(Generation { window: Some(SEQUENCE), ..Generation::default() });
-    let mut trainer = Trainer::for_inference(|vb| Llama::new(config, vb), TrainOptions { generation, ..options(1) })?;
+    let mut trainer = Trainer::builder(
+        |vb| Llama::new(config, vb),
+        TrainOptions { step: StepOptions { generation, ..options(1).step }, ..options(1) },
+    )
+    .for_inference()
+    .build()?;
     let ids: Vec<u32> = (0..=SEQUENCE as u32).map(|i| i * i % 31_999).collect();
     let mut ratios = Vec::new();
     let mut rates = [0.0f64; 2];

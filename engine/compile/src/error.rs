@@ -1,5 +1,7 @@
 //! What can go wrong between a graph and instructions with addresses.
 
+use gapless_alloc::draw::Bytes;
+
 /// `Result` with this crate's [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -15,7 +17,9 @@ pub enum Error {
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
-        "no recomputation fits {budget} bytes; the smallest step found takes {smallest}\nwhat helps: bf16, an optimizer with smaller states (adamw8bit, lion), more ranks or fewer trained parameters; and where activations are most of it, a smaller micro-batch or a shorter sequence"
+        "no recomputation fits {} ({budget} bytes); the smallest step found takes {} ({smallest} bytes)\nwhat helps: bf16, an optimizer with smaller states (adamw8bit, lion), more ranks or fewer trained parameters; and where activations are most of it, a smaller micro-batch or a shorter sequence",
+        Bytes(*budget),
+        Bytes(*smallest)
     )]
     OverBudget { budget: u64, smallest: u64 },
     #[error(

@@ -1,5 +1,8 @@
 //! What a loss over a vocabulary counts beside the likelihood of its targets.
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
 /// Of logits x over a vocabulary of V, with L = ln Σ eˣ and target t:
 ///
 /// ```text
@@ -7,7 +10,8 @@
 /// ```
 ///
 /// ε is the label smoothing (Szegedy et al., arXiv 1512.00567, section 7), z the z-loss (PaLM, arXiv 2204.02311, section 5).
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
 pub struct LossTerms {
     /// The part of a target's probability that is spread over the whole vocabulary.
     pub label_smoothing: f64,

@@ -49,7 +49,7 @@ impl Update {
         };
         lock(&graph).set_phase(Phase::Update);
         let weight = persistent("weight", Spec::f32(dims), Init::Randn { mean: 0.0, stdev: 1.0 });
-        let of = ParameterInfo { name: "weight", dims, dtype: DType::F32, looked_up: false };
+        let of = ParameterInfo { name: "weight", dims, dtype: DType::F32, looked_up: false, masters: true };
         let states: Vec<Tensor> = rule
             .states(&of)
             .into_iter()

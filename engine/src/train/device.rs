@@ -6,11 +6,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use gapless_compile::Target;
-use gapless_runtime::cpu::resolve_threads;
-
-use super::TrainOptions;
-use crate::error::{Result, TrainError};
+#[cfg(not(feature = "cuda"))]
+use crate::error::TrainError;
 
 /// Which device a trainer is to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -79,27 +76,6 @@ impl fmt::Display for RunsOn {
             Some(why) => write!(f, " ({why})"),
             None => Ok(()),
         }
-    }
-}
-
-impl TrainOptions {
-    /// Whose kernels a step is planned for before there is a device: the CPU's, unless a GPU is named.
-    pub(super) fn target(&self) -> Target {
-        #[cfg(feature = "cuda")]
-        if let DeviceChoice::Cuda(_) = self.device {
-            return Target::Cuda;
-        }
-        Target::Cpu { threads: resolve_threads(self.threads) }
-    }
-
-    /// What of the options a GPU cannot do, and the remedy.
-    #[cfg(feature = "cuda")]
-    pub(super) fn check_for_gpu(&self) -> Result<()> {
-        if self.poison {
-            let why = "dead ranges are filled with NaN on the CPU alone".into();
-            return Err(TrainError::Config { what: "device", why, remedy: "leave poison out, or use the CPU" });
-        }
-        Ok(())
     }
 }
 

@@ -248,11 +248,12 @@ struct Whole {
 
 impl Way {
     fn of(trainer: &Trainer) -> Self {
-        let (Some((prefill, decode)), Some(generation)) = (trainer.programs.generation, trainer.options.generation)
+        let (Some((prefill, decode)), Some(generation)) =
+            (trainer.programs.generation, trainer.options.step.generation)
         else {
-            return Self::Whole(Whole { ids: vec![0; trainer.options.sequence], logits: Vec::new() });
+            return Self::Whole(Whole { ids: vec![0; trainer.options.step.sequence], logits: Vec::new() });
         };
-        let (window, chunk) = generation.window(&trainer.options.step());
+        let (window, chunk) = generation.window(&trainer.options.step);
         let batch = generation.batch;
         let (ids, positions) = (vec![0; batch * chunk], vec![0; batch * chunk]);
         Self::Cached(Cached { prefill, decode, batch, window, chunk, ids, positions, rows: vec![0; batch] })

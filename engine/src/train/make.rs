@@ -5,6 +5,7 @@
 
 use gapless_compile::Executable;
 use gapless_compile::Target;
+use gapless_compile::report::Report;
 use gapless_compile::step::{
     Build, CompiledStep, Overflow, RankPlan, Share, StepOptions, compile_inference, compile_step, of_any,
 };
@@ -21,7 +22,7 @@ use gapless_runtime::cuda;
 use super::device;
 use super::documents::DocumentInputs;
 use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank, expect_ranks};
-use super::{DeviceChoice, Generation, Limits, LossParts, Programs, RunsOn, TrainOptions, Trainer};
+use super::{DeviceChoice, Limits, LossParts, Programs, RunsOn, TrainOptions, Trainer};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
@@ -47,65 +48,136 @@ impl Purpose {
     }
 }
 
-impl Trainer {
-    /// Compiles the training step, the evaluation and the generation of a model into one arena, and fills its parameters.
-    ///
-    /// # Errors
-    /// When the options or the model's shapes do not fit together, or the arena does not fit the device's memory;
-    /// [`OverBudget`](gapless_compile::Error::OverBudget); [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when its file cannot be
-    /// made; `RuntimeError::Device` and `RuntimeError::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
-    pub fn new<M: Model>(
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: TrainOptions,
-    ) -> Result<Self> {
-        expect_one_rank(options.mesh)?;
-        Self::with(&of_any(build), options, 0, Purpose::Training)
-    }
+/// How a trainer is made, where [`Trainer::new`] is not enough: [`Trainer::builder`].
+#[must_use]
+pub struct TrainerBuilder<'a> {
+    build: Box<Build<'a>>,
+    options: TrainOptions,
+    purpose: Purpose,
+    world: Option<Box<dyn Communicator>>,
+    #[cfg(feature = "cuda")]
+    device: Option<Box<dyn cuda::Device>>,
+}
 
+impl TrainerBuilder<'_> {
     /// A model that is not trained: it evaluates and generates, and there are neither gradients nor optimizer states. Without
-    /// [`TrainOptions::generation`], it has a cache for one sequence.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    pub fn for_inference<M: Model>(
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: TrainOptions,
-    ) -> Result<Self> {
-        expect_one_rank(options.mesh)?;
-        let generation = options.generation.or_else(|| Some(Generation::default()));
-        Self::with(&of_any(build), TrainOptions { generation, ..options }, 0, Purpose::Inference)
+    /// [`StepOptions::generation`], it has a cache for one sequence.
+    pub fn for_inference(mut self) -> Self {
+        self.options.step.generation.get_or_insert_default();
+        Self { purpose: Purpose::Inference, ..self }
     }
 
     /// One rank's share of a trainer. All ranks of `world`, which are as many as the mesh has, make theirs with the same
-    /// model and options, and then step, evaluate, sample and save together, with the same arguments: [`Self::step`] with
+    /// model and options, and then step, evaluate, sample and save together, with the same arguments: [`Trainer::step`] with
     /// the whole batch, of which every rank takes its share. What a rank can name of its tensors is what its stages have;
     /// of states that data ranks share, its flat part. Where one of them finds no GPU under [`DeviceChoice::Auto`], all run on
     /// CPUs.
+    pub fn on(self, world: Box<dyn Communicator>) -> Self {
+        Self { world: Some(world), ..self }
+    }
+
+    /// On a device of one's own, which is used by nobody else.
+    #[cfg(feature = "cuda")]
+    pub fn on_device(self, device: Box<dyn cuda::Device>) -> Self {
+        Self { device: Some(device), ..self }
+    }
+
+    /// What a rank of the mesh takes in all, without reserving a byte: the training step, the evaluation and the sampling in one arena, as
+    /// [`Trainer::report`] then says it. For the CPU, or for a GPU if the options name one.
     ///
     /// # Errors
-    /// As [`Self::new`]; when the mesh does not have as many ranks as `world`; when another rank fails, or runs on another kind of
-    /// device.
-    pub fn on<M: Model>(
-        mut world: Box<dyn Communicator>,
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: TrainOptions,
-    ) -> Result<Self> {
-        let (rank, build) = (world.rank(), of_any(build));
+    /// When the options or the model's shapes do not fit together, or there is no such rank;
+    /// [`OverBudget`](gapless_compile::Error::OverBudget).
+    pub fn plan(&self, rank: usize) -> Result<Report> {
+        let Self { build, options, .. } = self;
+        options.check()?;
+        let ranks = RankPlan::new(options.step.mesh, rank, &options.step.pipeline, options.step.micro_batches)?;
+        let (executable, compiled) = self.purpose.compile(build, &options.step, &ranks, options.target())?;
+        Ok(Report::of(&executable, compiled.parameters))
+    }
+
+    /// Compiles the training step, the evaluation and the generation of a model into one arena, and fills its parameters.
+    ///
+    /// # Errors
+    /// As [`Self::plan`]; when the arena does not fit the device's memory; [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when
+    /// its file cannot be made; `RuntimeError::Device` and `RuntimeError::NoDeviceKernels` when there is no GPU that was asked for, or it has
+    /// no kernels for a step. With other ranks, when the mesh does not have as many as `world`, and when another one fails or runs on another
+    /// kind of device.
+    pub fn build(mut self) -> Result<Trainer> {
+        let Some(mut world) = self.world.take() else {
+            expect_one_rank(self.options.step.mesh)?;
+            return self.rank(0);
+        };
+        let (rank, choice, options) = (world.rank(), self.options.device, self.options.clone());
         expect_equal(&mut *world, &options.shared_by_ranks())?;
-        expect_ranks(&*world, options.mesh)?;
-        let mut trainer = Self::with(&build, options.clone(), rank, Purpose::Training)?;
-        if !agree(&mut *world, trainer.device.is_gpu, options.device)? && trainer.device.is_gpu {
-            let on_cpu = TrainOptions { device: DeviceChoice::Cpu, ..options.clone() };
-            trainer = Self { options, ..Self::with(&build, on_cpu, rank, Purpose::Training)? };
+        expect_ranks(&*world, options.step.mesh)?;
+        #[cfg(feature = "cuda")]
+        let choice = if self.device.is_some() { DeviceChoice::Cuda(0) } else { choice };
+        let mut trainer = self.rank(rank)?;
+        if !agree(&mut *world, trainer.device.is_gpu, choice)? && trainer.device.is_gpu {
+            self.options.device = DeviceChoice::Cpu;
+            trainer = Trainer { options, ..self.rank(rank)? };
             trainer.device.because = Some("another rank has found no GPU".into());
         }
         trainer.join(world)
     }
 
+    /// A rank that is not connected to others yet.
+    fn rank(&mut self, rank: usize) -> Result<Trainer> {
+        let Self { build, options, purpose, .. } = self;
+        let _span = tracing::info_span!("compile", rank).entered();
+        options.check()?;
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.device.take() {
+            return Trainer::with_device(device, build, options.clone(), rank, *purpose);
+        }
+        let because = match Trainer::on_gpu(build, options, rank, *purpose)? {
+            Ok(trainer) => return Ok(trainer),
+            Err(because) => because,
+        };
+        let (threads, step) = (resolve_threads(options.threads), &options.step);
+        let plan = RankPlan::new(step.mesh, rank, &step.pipeline, step.micro_batches)?;
+        let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cpu { threads })?;
+        let mut session = Session::on_cpu(executable, Workers::new(threads)?, options.seed)?;
+        if !step.memory.offload.is_empty() {
+            session.offload_to(&step.memory.offload_to)?;
+        }
+        Trainer::of(Box::new(session), RunsOn::cpu(threads, because), compiled, &plan, options.clone())
+    }
+}
+
+impl Trainer {
+    /// A trainer of one rank: [`Self::builder`] makes others.
+    ///
+    /// # Errors
+    /// As [`TrainerBuilder::build`].
+    pub fn new<M: Model>(
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
+        options: impl Into<TrainOptions>,
+    ) -> Result<Self> {
+        Self::builder(build, options).build()
+    }
+
+    /// What a trainer is made of: a model's source, and options. Several ranks, other devices and models that are not trained are
+    /// asked of it, and what it will take.
+    pub fn builder<'a, M: Model + 'a>(
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M> + 'a,
+        options: impl Into<TrainOptions>,
+    ) -> TrainerBuilder<'a> {
+        TrainerBuilder {
+            build: Box::new(of_any(build)),
+            options: options.into(),
+            purpose: Purpose::Training,
+            world: None,
+            #[cfg(feature = "cuda")]
+            device: None,
+        }
+    }
+
     /// Connects a rank to the others, which have the same model.
     fn join(mut self, mut world: Box<dyn Communicator>) -> Result<Self> {
         expect_equal(&mut *world, &[("model", self.model.clone())])?;
-        let mesh = self.options.mesh;
+        let mesh = self.options.step.mesh;
         let communicators = match self.between_devices(&mut *world)? {
             Some(mut devices) => communicators(&mut *devices, mesh)?,
             None => communicators(&mut *world, mesh)?,
@@ -127,38 +199,6 @@ impl Trainer {
         Ok(None)
     }
 
-    /// A trainer on a device of one's own, which is used by nobody else.
-    ///
-    /// # Errors
-    /// As [`Self::new`], of a trainer that is to run on a GPU.
-    #[cfg(feature = "cuda")]
-    pub fn on_device<M: Model>(
-        device: Box<dyn cuda::Device>,
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: TrainOptions,
-    ) -> Result<Self> {
-        expect_one_rank(options.mesh)?;
-        Self::with_device(device, &of_any(build), options, 0, Purpose::Training)
-    }
-
-    /// One rank's share of a trainer, as [`Self::on`] makes it, on a device of one's own. The other ranks have theirs.
-    ///
-    /// # Errors
-    /// As [`Self::on`], of a trainer that is to run on a GPU.
-    #[cfg(feature = "cuda")]
-    pub fn rank_on_device<M: Model>(
-        mut world: Box<dyn Communicator>,
-        device: Box<dyn cuda::Device>,
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: TrainOptions,
-    ) -> Result<Self> {
-        expect_equal(&mut *world, &options.shared_by_ranks())?;
-        expect_ranks(&*world, options.mesh)?;
-        let trainer = Self::with_device(device, &of_any(build), options, world.rank(), Purpose::Training)?;
-        agree(&mut *world, true, DeviceChoice::Cuda(0))?;
-        trainer.join(world)
-    }
-
     #[cfg(feature = "cuda")]
     fn with_device(
         device: Box<dyn cuda::Device>,
@@ -167,34 +207,15 @@ impl Trainer {
         rank: usize,
         purpose: Purpose,
     ) -> Result<Self> {
-        options.check()?;
         options.check_for_gpu()?;
-        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
         // There are no kernels for caches.
-        let step = StepOptions { generation: None, ..options.step() };
+        let step = StepOptions { generation: None, ..options.step.clone() };
+        let plan = RankPlan::new(step.mesh, rank, &step.pipeline, step.micro_batches)?;
         let (executable, compiled) = purpose.compile(build, &step, &plan, Target::Cuda)?;
-        let Share { first, stride, .. } = Share::of(&options.step(), plan.at);
+        let Share { first, stride, .. } = Share::of(&step, plan.at);
         let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;
         let device = RunsOn { name: session.device(), is_gpu: true, because: None };
         Self::of(Box::new(session), device, compiled, &plan, options)
-    }
-
-    /// A rank that is not connected to others yet.
-    fn with(build: &Build<'_>, options: TrainOptions, rank: usize, purpose: Purpose) -> Result<Self> {
-        let _span = tracing::info_span!("compile", rank).entered();
-        options.check()?;
-        let because = match Self::on_gpu(build, &options, rank, purpose)? {
-            Ok(trainer) => return Ok(trainer),
-            Err(because) => because,
-        };
-        let threads = resolve_threads(options.threads);
-        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = purpose.compile(build, &options.step(), &plan, Target::Cpu { threads })?;
-        let mut session = Session::on_cpu(executable, Workers::new(threads)?, options.seed)?;
-        if let Some(offload) = &options.offload {
-            session.offload_to(&offload.folder)?;
-        }
-        Self::of(Box::new(session), RunsOn::cpu(threads, because), compiled, &plan, options)
     }
 
     fn of(
@@ -204,7 +225,7 @@ impl Trainer {
         plan: &RankPlan,
         options: TrainOptions,
     ) -> Result<Self> {
-        if options.overflow == Overflow::Grow {
+        if options.step.memory.overflow == Overflow::Grow {
             session.serve_outside(options.most_bytes());
         }
         let find = |name| session.executable().program(name);
@@ -218,10 +239,11 @@ impl Trainer {
         tracing::info!("{device}");
         let CompiledStep { parameters, vocabulary, layout, watched, model } = compiled;
         let (at, step, world) = (plan.at, 0, None);
-        let scalars_inputs = options.update.scalars_inputs();
-        let share = Share::of(&options.step(), at);
+        let scalars_inputs = options.step.update.scalars_inputs();
+        let share = Share::of(&options.step, at);
         let loss_parts = LossParts::outputs(&session, programs.train);
-        let documents = DocumentInputs::new(if options.documents { options.batch * options.sequence } else { 0 });
+        let documents =
+            DocumentInputs::new(if options.step.documents { options.step.batch * options.step.sequence } else { 0 });
         Ok(Self {
             session,
             device,

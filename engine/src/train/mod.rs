@@ -1,5 +1,4 @@
-//! Training as a user's own binary calls it: build, report, step, evaluate, generate. What is planned without a trainer is in `plan`,
-//! how one is made in `make`.
+//! Training as a user's own binary calls it: build, report, step, evaluate, generate. How one is made is in `make`.
 
 mod device;
 mod documents;
@@ -7,7 +6,6 @@ mod generate;
 mod loss_parts;
 mod make;
 mod options;
-mod plan;
 mod ranks;
 mod sampling;
 mod save;
@@ -26,6 +24,7 @@ pub use documents::{Batch, IGNORED};
 pub use gapless_compile::step::Generation;
 pub use generate::{GenerateOptions, NextToken};
 pub use loss_parts::LossParts;
+pub use make::TrainerBuilder;
 pub use options::TrainOptions;
 pub use sampling::Sampling;
 
@@ -179,14 +178,14 @@ impl Trainer {
     ///
     /// # Errors
     /// [`TrainError::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step, unless
-    /// [`TrainOptions::release_gradients`]. Ids outside the vocabulary, and batches of the wrong size. [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) when
+    /// [`MemoryOptions::release_gradients`](gapless_compile::step::MemoryOptions::release_gradients). Ids outside the vocabulary, and batches of the wrong size. [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) when
     /// another rank fails, [`RuntimeError::Routing`](gapless_runtime::Error::Routing) and [`RuntimeError::Growth`](gapless_runtime::Error::Growth) when rows find no room, [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when a file cannot be written or read.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         self.step_batch(&Batch { tokens, targets, starts: &[] })
     }
 
     /// [`Self::step`] on sequences that hold several documents each, or have targets that don't count, for which
-    /// [`TrainOptions::documents`] are needed. The loss is the mean over the targets that count.
+    /// [`StepOptions::documents`](gapless_compile::step::StepOptions::documents) are needed. The loss is the mean over the targets that count.
     ///
     /// # Errors
     /// As [`Self::step`]; documents that are not contiguous; no target that counts.
@@ -200,9 +199,9 @@ impl Trainer {
         self.run(program, false)?;
         let loss = self.session.scalar(program, "loss")?;
         let gradient_norm = self.session.scalar(program, "gradient_norm")?;
-        let skipped = self.options.update.guarded && !self.limits.allow(loss, gradient_norm);
+        let skipped = self.options.step.update.guarded && !self.limits.allow(loss, gradient_norm);
         if !skipped && (!loss.is_finite() || !gradient_norm.is_finite()) {
-            if self.options.release_gradients {
+            if self.options.step.memory.release_gradients {
                 let culprit =
                     "a step whose gradients were let go of: the model has changed, go back to a checkpoint".into();
                 return Err(TrainError::NonFinite { step: self.step, loss, culprit });
@@ -275,7 +274,7 @@ impl Trainer {
     pub fn evaluate_batch(&mut self, batch: &Batch<'_>) -> Result<f32> {
         let program = self.programs.evaluate;
         let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
-        self.write_batch(program, whole, self.options.evaluation_batch(), batch)?;
+        self.write_batch(program, whole, self.options.step.evaluation_batch(), batch)?;
         self.run(program, false)?;
         self.session.grow(self.options.most_bytes())?;
         Ok(self.session.scalar(program, "loss")?)
@@ -291,7 +290,7 @@ impl Trainer {
             let why = "a model that was made for inference has those of the next token alone".to_owned();
             return Err(TrainError::Config { what: "logits", why, remedy: "make a trainer of it" });
         };
-        let expected = self.options.sequence;
+        let expected = self.options.step.sequence;
         if tokens.len() != expected {
             return Err(TrainError::ElementCount { name: "tokens".into(), expected, given: tokens.len() });
         }
@@ -304,7 +303,7 @@ impl Trainer {
         Ok(self.session.output(program, "logits")?.to_dtype(DType::F32)?)
     }
 
-    /// What the arena of expert ranks' rows has done so far ([`TrainOptions::routing`]); nothing where every size is known
+    /// What the arena of expert ranks' rows has done so far ([`MemoryOptions::routing`](gapless_compile::step::MemoryOptions::routing)); nothing where every size is known
     /// beforehand.
     pub fn routing(&self) -> Option<ArenaReport> {
         self.session.routing()
@@ -341,8 +340,8 @@ impl Trainer {
 
     fn write_step(&mut self, batch: &Batch<'_>, lr: f64) -> Result<()> {
         let program = self.training()?;
-        self.write_batch(program, self.share, self.options.batch, batch)?;
-        let rules = self.options.update.rules(&self.options.optimizer);
+        self.write_batch(program, self.share, self.options.step.batch, batch)?;
+        let rules = self.options.step.update.rules(&self.options.step.optimizer);
         for (input, (rule, factor)) in self.scalars_inputs.iter().zip(rules) {
             if self.session.has_input(program, input) {
                 let scalars: [f32; SCALARS] = rule.scalars(self.step, lr * factor);
@@ -358,20 +357,20 @@ impl Trainer {
 
     /// Writes a rank's share of a batch of so many sequences.
     fn write_batch(&mut self, program: ProgramId, share: Share, sequences: usize, batch: &Batch<'_>) -> Result<()> {
-        let expected = sequences * self.options.sequence;
+        let expected = sequences * self.options.step.sequence;
         let given = [("tokens", batch.tokens), ("targets", batch.targets), ("starts", batch.starts)];
         let is_whole = |name: &str, ids: &[u32]| ids.len() == expected || name == "starts" && ids.is_empty();
         if let Some((name, ids)) = given.into_iter().find(|(name, ids)| !is_whole(name, ids)) {
             return Err(TrainError::ElementCount { name: name.into(), expected, given: ids.len() });
         }
         self.check_ids(batch.tokens)?;
-        if !self.options.documents {
+        if !self.options.step.documents {
             batch.expect_none()?;
             self.check_ids(batch.targets)?;
             return self.write_inputs(program, share, &[("tokens", batch.tokens), ("targets", batch.targets)]);
         }
         let mut documents = std::mem::take(&mut self.documents);
-        let written = documents.fill(batch, self.options.sequence).and_then(|()| {
+        let written = documents.fill(batch, self.options.step.sequence).and_then(|()| {
             let DocumentInputs { starts, positions, targets, weights, routed } = &documents;
             self.check_ids(targets)?;
             let [of_starts, of_positions, of_weights, of_routed] = DOCUMENT_INPUTS;

@@ -13,7 +13,11 @@ pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
     let ranks = mesh.ranks()?;
     if ranks != 1 {
         let why = format!("a mesh of {ranks} ranks in a trainer of one");
-        return Err(TrainError::Config { what: "mesh", why, remedy: "make it with Trainer::on, once per rank" });
+        return Err(TrainError::Config {
+            what: "mesh",
+            why,
+            remedy: "make it with Trainer::builder(..).on(world), once per rank",
+        });
     }
     Ok(())
 }

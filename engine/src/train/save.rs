@@ -172,7 +172,7 @@ impl Trainer {
 
     /// Writes the tensors that this rank answers for.
     fn write_own(&self, draft: &Draft) -> Result<Written> {
-        let mesh = &self.options.mesh;
+        let mesh = &self.options.step.mesh;
         let suffix = match mesh.ranks()? {
             1 => String::new(),
             ranks => format!("-{:05}-of-{ranks:05}", mesh.rank(self.at)),
@@ -223,7 +223,7 @@ impl Trainer {
             files.extend(one.files);
             parts.extend(one.parts);
         }
-        let mesh = &self.options.mesh;
+        let mesh = &self.options.step.mesh;
         let metadata = json!({
             "tensors": self.saved_shapes(),
             "parts": parts,

@@ -4,7 +4,9 @@ use candle_core::DType;
 use gapless_compile::step::{self, RankPlan};
 use gapless_parallel::Coordinate;
 
-use super::{TrainOptions, Trainer};
+use gapless_compile::step::StepOptions;
+
+use super::Trainer;
 use crate::error::{Result, TrainError};
 
 impl Trainer {
@@ -20,7 +22,7 @@ impl Trainer {
     /// The error for a tensor that another rank of the pipeline has.
     fn elsewhere(&self, name: &str) -> Option<TrainError> {
         let stage = *self.layout.stages.get(name)?;
-        let TrainOptions { mesh, pipeline, micro_batches, .. } = &self.options;
+        let StepOptions { mesh, pipeline, micro_batches, .. } = &self.options.step;
         let table = RankPlan::new(*mesh, 0, pipeline, *micro_batches).ok()?.table;
         let rank = table.iter().position(|row| row.iter().any(|action| action.stage == stage))?;
         let rank = mesh.rank(Coordinate { pipeline: rank, ..self.at });
@@ -28,13 +30,13 @@ impl Trainer {
     }
 
     /// The gradient of a parameter after a step, before clipping: a candle tensor over the arena's own bytes, valid until
-    /// the next run. Needs [`TrainOptions::keep_gradients`].
+    /// the next run. Needs [`StepOptions::keep_gradients`].
     ///
     /// # Errors
     /// When gradients are not kept or there is no such parameter.
     pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
-        if !self.options.keep_gradients {
-            let (why, remedy) = (format!("the gradient of {name:?} is not kept"), "set TrainOptions::keep_gradients");
+        if !self.options.step.keep_gradients {
+            let (why, remedy) = (format!("the gradient of {name:?} is not kept"), "set StepOptions::keep_gradients");
             return Err(TrainError::Config { what: "keep_gradients", why, remedy });
         }
         Ok(self.session.output(self.training()?, &step::gradient_output(name))?)

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use gapless_engine::nn::{Lora, Trainable};
-use gapless_engine::{DeviceChoice, TrainError, TrainOptions, Trainer};
+use gapless_engine::{DeviceChoice, StepOptions, TrainError, TrainOptions, Trainer};
 use safetensors::tensor::TensorView;
 use serde_json::{Map, Value, json};
 
@@ -138,7 +138,7 @@ impl Adapter {
             let why = format!("the trainer's adapters have the scale {}, not {}", lora.scale(), self.lora.scale());
             return Err(config_error(why, "make it with Adapter::trainable"));
         }
-        let expected = adapters(base, &trainer.options().trainable)?;
+        let expected = adapters(base, &trainer.options().step.trainable)?;
         self.compare(&expected)?;
         let here: BTreeSet<String> = trainer.parameter_names().map(str::to_owned).collect();
         for (stored, (parameter, shape)) in expected.iter().filter(|(_, (parameter, _))| here.contains(parameter)) {
@@ -163,8 +163,8 @@ impl Adapter {
     /// # Errors
     /// As [`Trainer::for_inference`], [`Folder::load`] and [`Self::load`].
     pub fn for_inference(&self, base: &Folder, options: TrainOptions) -> Result<Trainer> {
-        let options = TrainOptions { trainable: self.trainable(), ..options };
-        let mut trainer = Trainer::for_inference(|vb| base.model(vb), options)?;
+        let options = TrainOptions { step: StepOptions { trainable: self.trainable(), ..options.step }, ..options };
+        let mut trainer = Trainer::builder(|vb| base.model(vb), options).for_inference().build()?;
         base.load(&mut trainer)?;
         self.load(base, &mut trainer)?;
         Ok(trainer)
@@ -178,7 +178,11 @@ impl Adapter {
     pub fn merge(&self, base: &Folder, out: impl AsRef<Path>) -> Result<()> {
         put_in_place(out.as_ref(), |partial| {
             // Nothing is computed with the model.
-            let options = TrainOptions { batch: 1, sequence: 1, device: DeviceChoice::Cpu, ..TrainOptions::default() };
+            let options = TrainOptions {
+                step: StepOptions { batch: 1, sequence: 1, ..StepOptions::default() },
+                device: DeviceChoice::Cpu,
+                ..TrainOptions::default()
+            };
             let trainer = self.for_inference(base, options)?;
             let tokenizer = if self.has_tokenizer() { &self.path } else { &base.path };
             base.write_into(&trainer, partial, None, tokenizer)
@@ -259,7 +263,7 @@ fn adapters(base: &Folder, trainable: &Trainable) -> Result<Adapters> {
 }
 
 fn of_trainer(trainer: &Trainer) -> Result<&Lora> {
-    match &trainer.options().trainable {
+    match &trainer.options().step.trainable {
         Trainable::Lora(lora) => Ok(lora),
         other => Err(config_error(format!("{other:?} has no adapters"), "make the trainer with Trainable::Lora")),
     }
@@ -276,7 +280,7 @@ fn write(
     mut config: Map<String, Value>,
     dtype_of: &dyn Fn(&str) -> Dtype,
 ) -> Result<()> {
-    let adapters = adapters(base, &trainer.options().trainable)?;
+    let adapters = adapters(base, &trainer.options().step.trainable)?;
     let folder = base.path.canonicalize().map_err(|source| HfError::Read { path: base.path.clone(), source })?;
     config.insert(BASE.into(), json!(folder.to_string_lossy()));
     let mut tensors = Vec::new();

@@ -88,7 +88,7 @@ impl Folder {
     /// the embedding that it is tied to. The trainer's parameters are then partly filled.
     pub fn load(&self, trainer: &mut Trainer) -> Result<()> {
         self.check_tied()?;
-        let trainable = &trainer.options().trainable;
+        let trainable = &trainer.options().step.trainable;
         let wanted = trainer.parameter_names().filter(|name| !trainable.is_adapter(name));
         let wanted: Vec<String> = wanted.map(str::to_owned).collect();
         let placed: BTreeMap<&str, &Placed> = self.layout.iter().map(|one| (one.parameter.as_str(), one)).collect();

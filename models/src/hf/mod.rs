@@ -5,11 +5,11 @@
 //! converted tensor in memory beside the arena.
 //!
 //! ```no_run
-//! use gapless_engine::{TrainOptions, Trainer};
+//! use gapless_engine::{StepOptions, Trainer};
 //! use gapless_models::hf::Folder;
 //!
 //! let folder = Folder::open("SmolLM-135M")?;
-//! let options = TrainOptions { batch: 4, sequence: 512, ..TrainOptions::default() };
+//! let options = StepOptions { batch: 4, sequence: 512, ..StepOptions::default() };
 //! let mut trainer = Trainer::new(|vb| folder.model(vb), options)?;
 //! folder.load(&mut trainer)?;
 //! # let (tokens, targets) = (Vec::new(), Vec::new());

@@ -263,7 +263,7 @@ fn free_name_beside(out: &Path) -> PathBuf {
 /// A parameter with what its layer's adapter adds: W + scale · B·A.
 fn merged(trainer: &Trainer, parameter: &str) -> Result<Tensor> {
     let value = trainer.tensor(parameter)?;
-    let Trainable::Lora(lora) = &trainer.options().trainable else { return Ok(value) };
+    let Trainable::Lora(lora) = &trainer.options().step.trainable else { return Ok(value) };
     let Some(layer) = parameter.strip_suffix(".weight").filter(|layer| lora.is_target(layer)) else { return Ok(value) };
     let factor = |name: &str| Ok::<_, HfError>(trainer.tensor(name)?.to_dtype(DType::F32)?.copy()?);
     let [a, b] = Lora::parameters(layer);

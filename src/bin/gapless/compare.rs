@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
-use gapless::step::Lowering;
+use gapless::step::{Lowering, Step};
 use gapless_alloc::draw::Bytes;
 use gapless_alloc::{Options, Problem, Solution, csv};
 use gapless_allocators::{
@@ -17,14 +17,17 @@ use gapless_allocators::{
 };
 use serde::Serialize;
 
-use crate::output::{exit_code, picture, print, tell, to_json};
+use crate::output::{Size, exit_code, picture, print, tell, to_json};
 use crate::plan::seconds;
-use crate::step::StepArguments;
+use crate::step::RunArguments;
 
-/// Replay a table of lifetimes, a snapshot or a training step (--model) through every allocator and compare what they reserve.
+/// Replay a table of lifetimes, a snapshot or the training step of a run through every allocator and compare what they reserve.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("input"))]
 pub struct Arguments {
+    /// The file of a run (.toml), whose training step is replayed.
+    #[arg(group = "input")]
+    file: Option<PathBuf>,
     /// Lifetimes as CSV (columns id,lower,upper,size; gzipped or not).
     #[arg(long, value_name = "FILE.csv[.gz]", group = "input")]
     trace: Option<PathBuf>,
@@ -33,7 +36,7 @@ pub struct Arguments {
     snapshot: Option<PathBuf>,
     /// The device of the snapshot, where it has traces of several.
     #[arg(long, value_name = "NUMBER", requires = "snapshot")]
-    device: Option<usize>,
+    snapshot_device: Option<usize>,
     /// How often the step is repeated; buffers that live through all of it are allocated once.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     iterations: u64,
@@ -59,7 +62,7 @@ pub struct Arguments {
     #[arg(long, value_name = "REPORT.html", value_parser = |path: &str| picture(path, &["html"]))]
     html: Option<PathBuf>,
     #[command(flatten)]
-    step: StepArguments,
+    run: RunArguments,
 }
 
 /// Does what the arguments ask and says how it went.
@@ -140,16 +143,6 @@ impl Display for Outcome {
     }
 }
 
-/// Bytes as people read them, and exactly.
-struct Size(u64);
-
-impl Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(bytes) = self;
-        write!(f, "{:.1} MiB ({bytes} bytes)", *bytes as f64 / f64::from(1 << 20))
-    }
-}
-
 /// What is replayed.
 #[derive(Clone)]
 struct Program {
@@ -199,8 +192,10 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
     let title = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let cannot = |path: &Path| format!("cannot read {}", path.display());
     match (&arguments.trace, &arguments.snapshot) {
-        (Some(_), _) | (_, Some(_)) if arguments.step.names_a_model()? => {
-            bail!("a table or snapshot cannot be used with a model; give one of --trace, --snapshot and --model")
+        (Some(_), _) | (_, Some(_)) if !arguments.run.is_empty() => {
+            bail!(
+                "a table or snapshot has no keys of a run, and cannot be used with them; give one of a run, --trace and --snapshot"
+            )
         }
         (Some(path), _) => {
             let table = csv::read(open(path)?).with_context(|| cannot(path))?;
@@ -211,7 +206,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
             Ok(vec![Program { title: title(path), problem: table.problem, requests, plan: None, refused: None }])
         }
         (None, Some(path)) => {
-            let snapshot = read_snapshot(open(path)?, arguments.device).with_context(|| cannot(path))?;
+            let snapshot = read_snapshot(open(path)?, arguments.snapshot_device).with_context(|| cannot(path))?;
             let program = |snapshot: Snapshot, refused| {
                 let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
                 Program { title: title(path), problem: snapshot.problem, requests, plan: None, refused }
@@ -224,14 +219,15 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
             let until = until.transpose().with_context(|| cannot(path))?;
             Ok(vec![program(snapshot, until)])
         }
-        (None, None) if arguments.step.names_a_model()? => of_ranks(&arguments.step),
-        (None, None) => bail!("nothing to compare; give --trace, --snapshot or --model"),
+        (None, None) if arguments.run.names_a_run(arguments.file.as_deref()) => {
+            of_ranks(&arguments.run.step(arguments.file.as_deref())?)
+        }
+        (None, None) => bail!("nothing to compare; give the file of a run, --model, --trace or --snapshot"),
     }
 }
 
 /// The plans of a step's ranks, or their lifetimes in an eager framework.
-fn of_ranks(step: &StepArguments) -> anyhow::Result<Vec<Program>> {
-    let step = step.step()?;
+fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
     let graph = step.record()?;
     let planned = |&rank: &usize| {
         let (problem, plan) = match step.lowering {

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context, ensure};
 use gapless::engine::data::{Corpus, DataError, Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
 use gapless::run::{EvaluationBatch, Measured, TrainedRun};
-use gapless::{DeviceChoice, TrainOptions, Trainer};
+use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::{exit_code, print, tell};
@@ -164,7 +164,12 @@ impl Source {
 
     fn model(&self, arguments: &Arguments, batch: usize, sequence: usize, documents: bool) -> anyhow::Result<Trainer> {
         let (device, threads) = (arguments.device, arguments.threads);
-        let options = TrainOptions { batch, sequence, device, threads, documents, ..TrainOptions::default() };
+        let options = TrainOptions {
+            step: StepOptions { batch, sequence, documents, ..StepOptions::default() },
+            device,
+            threads,
+            ..TrainOptions::default()
+        };
         match self {
             Self::Run(run) => Ok(run.for_inference(options)?),
             Self::Folder(of) => Ok(of.model(options)?),

@@ -1,6 +1,6 @@
 //! What the program says: to whoever reads it, and in silence where nobody does any more (`gapless … | head`).
 
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -15,6 +15,19 @@ pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Re
     match write(&mut out).and_then(|()| out.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => written.context("cannot write to the standard output"),
+    }
+}
+
+/// Bytes as people read them, and exactly.
+pub struct Size(pub u64);
+
+impl Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(bytes) = self;
+        match bytes >> 30 {
+            0 => write!(f, "{:.1} MiB ({bytes} bytes)", *bytes as f64 / f64::from(1 << 20)),
+            _ => write!(f, "{:.2} GiB ({bytes} bytes)", *bytes as f64 / f64::from(1 << 30)),
+        }
     }
 }
 

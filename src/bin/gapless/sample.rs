@@ -10,7 +10,7 @@ use anyhow::{Context, bail, ensure};
 use gapless::engine::data::{DataError, Message, TextStream, Tokenizer};
 use gapless::models::hf::{GenerationConfig, StopStrings};
 use gapless::run::TrainedRun;
-use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, Sampling, TrainOptions, Trainer};
+use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, Sampling, StepOptions, TrainOptions, Trainer};
 
 use crate::output::{exit_code, tell};
 use crate::weights::{self, FolderArguments, Pretrained};
@@ -253,8 +253,12 @@ impl Source {
             Self::Folder(of) => {
                 let sequence = generation.window.unwrap_or(CHUNK).min(CHUNK);
                 let (device, generation) = (DeviceChoice::Cpu, Some(generation));
-                let options =
-                    TrainOptions { batch: 1, sequence, device, threads, generation, ..TrainOptions::default() };
+                let options = TrainOptions {
+                    step: StepOptions { batch: 1, sequence, generation, ..StepOptions::default() },
+                    device,
+                    threads,
+                    ..TrainOptions::default()
+                };
                 Ok(of.0.model(options)?)
             }
         }

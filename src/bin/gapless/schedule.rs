@@ -14,7 +14,7 @@ use gapless_parallel::{
 };
 
 use crate::output::{picture, print, tell, tell_error};
-use crate::step::StepArguments;
+use crate::step::{RunArguments, is_run};
 
 /// The largest [`Shape::extent`] that is made, checked, simulated and drawn: within seconds.
 const MAX_EXTENT: u128 = 1 << 17;
@@ -28,11 +28,12 @@ const MAX_EXTENT: u128 = 1 << 17;
 pub struct Arguments {
     /// gpipe, 1f1b, interleaved, looped-bfs, zb-h1, interleaved-zb, zb-h2, zbv, v-half, v-min, v-1f1b, dualpipev,
     /// layered-accumulation, modular-pipeline; or an order made for the ticks given below: automatic, the shortest that is
-    /// found, zb-searched and zbv-searched, those of the zero-bubble authors' search.
-    #[arg(group = "input", conflicts_with = "schedule")]
+    /// found, zb-searched and zbv-searched, those of the zero-bubble authors' search. Or the file of a run (.toml), whose step is drawn
+    /// in nanoseconds.
+    #[arg(group = "input", value_name = "NAME|RUN.toml")]
     name: Option<String>,
     /// A table of your own instead: PyTorch's CSV, one row per rank.
-    #[arg(long, value_name = "FILE.csv", group = "input", conflicts_with = "training_step")]
+    #[arg(long, value_name = "FILE.csv", group = "input")]
     table: Option<PathBuf>,
     /// Of interleaved: how many micro-batches pass one chunk before the next has its turn (Megatron's micro-batch group
     /// size per virtual stage); without it, micro-batches are dealt into as many equal rounds as keep all ranks busy.
@@ -47,7 +48,7 @@ pub struct Arguments {
     #[arg(long, value_name = "INPUT,WEIGHT", conflicts_with_all = ["table", "model"], value_parser = saved)]
     saved: Option<Saved>,
     #[command(flatten)]
-    step: StepArguments,
+    run: RunArguments,
     #[command(flatten)]
     lowering: Lowering,
     #[command(flatten)]
@@ -131,7 +132,10 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 /// Shows nothing of a table that the checker refuses.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
-    if arguments.table.is_none() && arguments.step.names_a_model()? {
+    if arguments.table.is_some() && !arguments.run.is_empty() {
+        bail!("a table of your own has no keys of a run, and cannot be used with them");
+    }
+    if arguments.run.names_a_run(file(arguments)) {
         return of_model(arguments);
     }
     let (title, actions) = read(arguments)?;
@@ -154,9 +158,26 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     Ok(violations)
 }
 
-/// The step of a model, in nanoseconds of a device.
+/// The file of a run.
+fn file(arguments: &Arguments) -> Option<&Path> {
+    arguments.name.as_deref().map(Path::new).filter(|name| is_run(name))
+}
+
+/// What is said of the run, with a schedule that is named in its place.
+fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
+    let mut keys = arguments.run.clone();
+    if let (Some(name), None) = (&arguments.name, file(arguments)) {
+        if keys.has("schedule") {
+            bail!("the schedule is named twice; leave --schedule out");
+        }
+        keys.assign("pipeline.schedule", name);
+    }
+    Ok(keys)
+}
+
+/// The step of a run, in nanoseconds of a device.
 fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
-    let step = arguments.step.spec_with(arguments.name.as_deref())?.check()?;
+    let step = keys(arguments)?.step(file(arguments))?;
     expect_few(&Shape {
         ranks: u32::try_from(step.options.mesh.pipeline)?,
         chunks: u32::try_from(step.options.pipeline.chunks)?,
@@ -199,30 +220,30 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     if let Some(path) = &arguments.table {
         return read_file(path).with_context(|| format!("cannot read {}", path.display()));
     }
-    let spec = arguments.step.spec_with(arguments.name.as_deref())?;
-    if arguments.name.is_none() && !arguments.step.has_pipeline() {
-        bail!("nothing to show; give a name, --model, or --table");
+    let mut keys = keys(arguments)?;
+    if arguments.name.is_none() && !keys.has("pipeline_ranks") {
+        bail!("nothing to show; give a name, the file of a run, --model, or --table");
     }
-    if !arguments.step.has_pipeline() {
-        bail!("how many ranks? give --pipeline-ranks");
+    for (what, name, flag) in
+        [("ranks", "pipeline_ranks", "--pipeline-ranks"), ("micro-batches", "micro_batches", "--micro-batches")]
+    {
+        if !keys.has(name) {
+            bail!("how many {what}? give {flag}");
+        }
     }
-    if !arguments.step.has_micro_batches() {
-        bail!("how many micro-batches? give --micro-batches");
-    }
-    let name = &spec.schedule;
-    let mut schedule: Box<dyn Schedule + Send + Sync> = by_name(name)?;
-    let default_chunks = match schedule.placement() {
-        Placement::Loop => 1,
-        Placement::V => 2,
-    };
+    // A schedule is drawn whatever the model.
+    keys.assign("model", "small");
+    let run = keys.unchecked()?;
+    let name = run.pipeline.schedule.name().to_owned();
+    let mut schedule: Box<dyn Schedule + Send + Sync> = by_name(&name)?;
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let shape = Shape {
-        ranks: number(spec.pipeline_ranks),
-        chunks: spec.chunks.map_or(default_chunks, number),
-        micro_batches: number(spec.micro_batches),
+        ranks: number(run.mesh.pipeline),
+        chunks: number(run.pipeline.chunks),
+        micro_batches: number(run.step.micro_batches),
     };
     expect_few(&shape)?;
-    if let Some(measured) = made_to_measure(arguments, name, &shape)? {
+    if let Some(measured) = made_to_measure(arguments, &name, &shape)? {
         schedule = measured;
     } else if arguments.peak.is_some() {
         bail!("{name} keeps what it keeps; leave --peak out, or ask for automatic, zb-searched or zbv-searched");
@@ -236,7 +257,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
         }
         schedule = Box::new(Interleaved { micro_batch_group: Some(group) });
     }
-    Ok((name.clone(), schedule.table(&shape)?))
+    Ok((name, schedule.table(&shape)?))
 }
 
 /// Refuses a table that is too large to look at, before it is made or checked.

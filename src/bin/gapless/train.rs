@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use gapless::TrainError;
 use gapless::engine::checkpoint::CheckpointError;
 use gapless::engine::data::DataError;
 use gapless::run::{Console, Ended, Progress, RunConfig, RunError, Start, train};
@@ -124,7 +125,7 @@ fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -
 
 /// Whether nothing was written.
 fn is_refused(error: &RunError) -> bool {
-    use RunError::{Changed, Checkpoint, Config, Data, NothingLeft, NothingToResume};
+    use RunError::{Changed, Checkpoint, Config, Data, NothingLeft, NothingToResume, Train};
     matches!(
         error,
         Config(_)
@@ -133,6 +134,8 @@ fn is_refused(error: &RunError) -> bool {
             | Changed { .. }
             | Checkpoint(CheckpointError::Foreign { .. } | CheckpointError::Locked { .. })
     ) || matches!(error, Data(error) if !matches!(error, DataError::Read { .. }))
+        // What is compiled is compiled before the folder is the run's.
+        || matches!(error, Train(error) if error.config().is_some() || matches!(**error, TrainError::Compile(_)))
 }
 
 /// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until that is finished.

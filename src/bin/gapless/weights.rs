@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{anyhow, ensure};
 use gapless::models::hf::{Adapter, Config, Folder, HfError};
 use gapless::run::TrainedRun;
-use gapless::{DType, TrainOptions, Trainer};
+use gapless::{Precision, StepOptions, TrainOptions, Trainer};
 
 use crate::output::tell;
 
@@ -50,24 +50,24 @@ pub struct Pretrained {
     adapter: Option<Adapter>,
     /// The folder that has the tokenizer.
     pub tokenizer: PathBuf,
-    dtype: DType,
+    precision: Precision,
 }
 
 impl Pretrained {
     /// Opens a folder, and says what its user should know.
     pub fn open(path: &Path, arguments: &FolderArguments) -> anyhow::Result<Self> {
-        let dtype = match arguments.dtype {
-            None | Some(WeightType::F32) => DType::F32,
-            Some(WeightType::Bf16) => DType::BF16,
+        let precision = match arguments.dtype {
+            None | Some(WeightType::F32) => Precision::F32,
+            Some(WeightType::Bf16) => Precision::Bf16,
         };
         let opened = match with_base(path, arguments.base.as_deref())? {
             Some((adapter, folder)) => {
                 let tokenizer = if adapter.has_tokenizer() { path } else { folder.path() }.to_owned();
-                Self { folder, adapter: Some(adapter), tokenizer, dtype }
+                Self { folder, adapter: Some(adapter), tokenizer, precision }
             }
             None => {
                 ensure!(arguments.base.is_none(), "{} is no adapter; leave --base out", path.display());
-                Self { folder: Folder::open(path)?, adapter: None, tokenizer: path.to_owned(), dtype }
+                Self { folder: Folder::open(path)?, adapter: None, tokenizer: path.to_owned(), precision }
             }
         };
         opened.folder.notices().iter().for_each(tell);
@@ -76,11 +76,11 @@ impl Pretrained {
 
     /// The model with its weights. The options' type and adapters are replaced by the folder's.
     pub fn model(&self, options: TrainOptions) -> Result<Trainer, HfError> {
-        let options = TrainOptions { dtype: self.dtype, ..options };
+        let options = TrainOptions { step: StepOptions { precision: self.precision, ..options.step }, ..options };
         if let Some(adapter) = &self.adapter {
             return adapter.for_inference(&self.folder, options);
         }
-        let mut trainer = Trainer::for_inference(|vb| self.folder.model(vb), options)?;
+        let mut trainer = Trainer::builder(|vb| self.folder.model(vb), options).for_inference().build()?;
         self.folder.load(&mut trainer)?;
         Ok(trainer)
     }

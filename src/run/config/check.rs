@@ -3,26 +3,27 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gapless_engine::UpdateOptions;
+use gapless_engine::compile::step::RankPlan;
 use gapless_engine::data::{Answers, Format, Source};
-use gapless_engine::runtime::cpu::MOST_THREADS;
+use gapless_engine::{DeviceChoice, StepOptions, TrainError};
 use gapless_models::limits;
-use gapless_parallel::Shape;
 
-use super::{ConfigError, ModelConfig, RunConfig, StepConfig, pipeline};
-use crate::Pipeline;
+use super::{ConfigError, ModelConfig, RunConfig};
 
-/// Tokens of a step, at most.
-const MOST_TOKENS: usize = 1 << 28;
-/// Micro-batches of a step, at most.
-const MOST_MICRO_BATCHES: usize = 1 << 16;
-/// Ranks along one axis, and chunks of one, at most.
-const MOST_RANKS: usize = 1 << 16;
 /// Tokens of a vocabulary that is trained, at most.
 const MOST_TRAINED: usize = 1 << 24;
 
 fn fail(key: &str, why: String, remedy: &'static str) -> Result<(), ConfigError> {
     Err(ConfigError::value(key, why, remedy))
+}
+
+/// What a step's own check refuses.
+pub(crate) fn refused(error: TrainError) -> ConfigError {
+    match (&error, error.config()) {
+        (_, Some((key, why, remedy))) => ConfigError::value(key, why, remedy),
+        (TrainError::LearningRate(why), _) => ConfigError::value("learning_rate", why, "see its keys"),
+        _ => ConfigError::value("step", error, "correct it"),
+    }
 }
 
 impl RunConfig {
@@ -43,17 +44,18 @@ impl RunConfig {
         if self.steps == 0 {
             return fail("steps", "is 0".into(), "train at least one step");
         }
+        let options = self.options();
+        options.check().map_err(refused)?;
         self.check_model()?;
-        self.check_step()?;
+        let StepOptions { mesh, pipeline, micro_batches, .. } = &options.step;
+        // Of the first rank, for all: whether there is such a schedule.
+        RankPlan::new(*mesh, 0, pipeline, *micro_batches).map_err(|error| {
+            ConfigError::value("pipeline.schedule", error, "choose another pipeline.chunks or step.micro_batches")
+        })?;
         self.check_data()?;
-        if self.memory.budget.is_some() && self.memory.recompute != "none" {
-            let why = "a budget chooses itself what is computed again".to_owned();
-            return fail("memory.budget", why, "leave memory.recompute or memory.budget out");
-        }
         if self.checkpoints.keep_last == 0 {
             return fail("checkpoints.keep_last", "is 0".into(), "keep at least one, to resume from");
         }
-        self.check_update()?;
         for (key, minutes) in [("max_minutes", self.max_minutes), ("checkpoints.minutes", self.checkpoints.minutes)] {
             if minutes
                 .is_some_and(|minutes| Duration::try_from_secs_f64(60.0 * minutes).map_or(true, |it| it.is_zero()))
@@ -65,127 +67,41 @@ impl RunConfig {
             let why = "there are no evaluations to wait for".to_owned();
             return fail("evaluation.patience", why, "set evaluation.every and data.validation_every, or leave it out");
         }
-        self.learning_rate().check().map(drop).or_else(|error| fail("learning_rate", error.to_string(), "see its keys"))
+        self.check_guard()
     }
 
-    /// Refuses what no update can do.
-    fn check_update(&self) -> Result<(), ConfigError> {
-        let numbers = [
-            ("loss.label_smoothing", Some(self.loss.label_smoothing), (0.0..1.0).contains(&self.loss.label_smoothing)),
-            ("loss.z_loss", Some(self.loss.z_loss), self.loss.z_loss >= 0.0 && self.loss.z_loss.is_finite()),
-            ("optimizer.max_value", self.optimizer.max_value, self.optimizer.max_value.is_none_or(|most| most > 0.0)),
-            (
-                "optimizer.average",
-                self.optimizer.average,
-                self.optimizer.average.is_none_or(|decay| (0.0..1.0).contains(&decay)),
-            ),
-            ("guard.norm", self.guard.norm.map(f64::from), self.guard.norm.is_none_or(|times| times > 1.0)),
-            ("guard.loss", self.guard.loss.map(f64::from), self.guard.loss.is_none_or(|above| above > 0.0)),
-        ];
-        if let Some((key, Some(number), _)) = numbers.into_iter().find(|(_, _, is_sound)| !is_sound) {
-            let remedy = match key {
-                "loss.label_smoothing" | "optimizer.average" => "it is at least 0 and below 1",
-                "loss.z_loss" => "it is at least 0",
-                "guard.norm" => "it is above 1",
-                _ => "it is above 0",
-            };
-            return fail(key, format!("is {number}"), remedy);
+    fn check_guard(&self) -> Result<(), ConfigError> {
+        if let Some(times) = self.guard.norm.filter(|times| times.is_nan() || *times <= 1.0) {
+            return fail("guard.norm", format!("is {times}"), "it is above 1");
+        }
+        if let Some(above) = self.guard.loss.filter(|above| above.is_nan() || *above <= 0.0) {
+            return fail("guard.loss", format!("is {above}"), "it is above 0");
         }
         if self.guard.window == 0 || self.guard.patience == 0 {
             let key = if self.guard.window == 0 { "guard.window" } else { "guard.patience" };
             return fail(key, "is 0".into(), "it is at least 1");
         }
-        let groups = &self.optimizer.groups;
-        if groups.len() > UpdateOptions::MAX_GROUPS {
-            let why = format!("{} are more than {}", groups.len(), UpdateOptions::MAX_GROUPS);
-            return fail("optimizer.groups", why, "put parameters that are updated alike into one group");
-        }
-        if groups.iter().any(|group| group.names.is_empty()) {
-            return fail("optimizer.groups", "one of them names nothing".into(), "name parameters or modules");
-        }
-        match groups.iter().find(|group| !(group.learning_rate >= 0.0 && group.learning_rate.is_finite())) {
-            Some(group) => {
-                let why = format!("one has a learning_rate of {}", group.learning_rate);
-                fail("optimizer.groups", why, "it multiplies that of all, and is at least 0")
-            }
-            None => Ok(()),
-        }
+        Ok(())
     }
 
-    /// Refuses a model of which nothing can be made.
+    /// Refuses a model of which nothing can be made, or whose experts the ranks cannot share.
     fn check_model(&self) -> Result<(), ConfigError> {
-        let (key, checked) = match &self.model {
-            ModelConfig::Gpt(gpt) => ("model.gpt", gpt.check()),
-            ModelConfig::Llama(llama) => ("model.llama", llama.check()),
-            ModelConfig::Moe(moe) => ("model.moe", moe.check()),
+        let model = self.model.with_positions(self.step.sequence);
+        let (checked, experts) = match &model {
+            ModelConfig::Gpt(gpt) => (gpt.check(), None),
+            ModelConfig::Llama(llama) => (llama.check(), None),
+            ModelConfig::Moe(moe) => (moe.check(), Some(moe.router.experts)),
+            // What a folder's model has is known when it is opened.
             ModelConfig::Folder(_) => return Ok(()),
         };
-        match checked {
-            Ok(()) => Ok(()),
-            Err(gapless_engine::Error::Config { why, remedy, .. }) => fail(key, why, remedy),
-            Err(error) => fail(key, error.to_string(), "correct it"),
-        }
-    }
-
-    /// Refuses extents, and ranks that cannot share them.
-    fn check_step(&self) -> Result<(), ConfigError> {
-        let StepConfig { batch, micro_batches, sequence, data_ranks, pipeline_ranks, expert_ranks, chunks, .. } =
-            self.step;
-        let extents = [
-            ("step.batch", batch, MOST_TOKENS),
-            ("step.micro_batches", micro_batches, MOST_MICRO_BATCHES),
-            ("step.sequence", sequence, MOST_TOKENS),
-            ("step.data_ranks", data_ranks, MOST_RANKS),
-            ("step.pipeline_ranks", pipeline_ranks, MOST_RANKS),
-            ("step.expert_ranks", expert_ranks, MOST_RANKS),
-            ("step.chunks", chunks.unwrap_or(1), MOST_RANKS),
-        ];
-        if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
-            let why = if extent == 0 { "is 0".into() } else { format!("is {extent}, and {most} are the most") };
-            return fail(key, why, "it is at least 1");
-        }
-        if batch.checked_mul(sequence).is_none_or(|tokens| tokens > MOST_TOKENS) {
-            let why = format!("{batch} sequences of {sequence} tokens are more than {MOST_TOKENS} tokens");
-            return fail("step.batch", why, "choose a smaller step.batch or step.sequence");
-        }
-        if self.step.threads > MOST_THREADS {
-            let why = format!("{} are more than {MOST_THREADS}", self.step.threads);
-            return fail("step.threads", why, "use as many as there are cores, or 0 for all of them");
-        }
-        let Pipeline { schedule, chunks, .. } = pipeline("step.schedule", &self.step.schedule, chunks)?;
-        let parts = data_ranks.checked_mul(expert_ranks).and_then(|ranks| ranks.checked_mul(micro_batches));
-        if parts.is_none_or(|parts| !batch.is_multiple_of(parts)) {
-            let ranks = if data_ranks * expert_ranks > 1 {
-                format!(" for each of {data_ranks} × {expert_ranks} ranks that share the batch")
-            } else {
-                String::new()
-            };
-            let why = format!("{batch} sequences do not divide into {micro_batches}{ranks}");
-            return fail("step.micro_batches", why, "choose a divisor of step.batch");
-        }
-        let experts = match &self.model {
-            ModelConfig::Moe(moe) => Some(moe.router.experts),
-            // What a folder's model has is known when it is opened.
-            ModelConfig::Folder(_) => Some(0),
-            ModelConfig::Gpt(_) | ModelConfig::Llama(_) => None,
-        };
-        if expert_ranks > 1 && experts.is_none_or(|experts| !experts.is_multiple_of(expert_ranks)) {
-            let why = format!("{expert_ranks} ranks cannot share {} experts alike", experts.unwrap_or(0));
-            return fail(
-                "step.expert_ranks",
-                why,
-                "choose a divisor of the router's experts, or 1 for a model without",
-            );
-        }
-        // A pipeline of one rank asks nothing of a schedule.
-        let shape = [pipeline_ranks, chunks, micro_batches].map(u32::try_from);
-        let [Ok(ranks), Ok(chunks), Ok(micro_batches)] = shape else {
-            return fail("step.pipeline_ranks", "makes more stages than can be counted".into(), "choose less");
-        };
-        if pipeline_ranks > 1
-            && let Err(error) = schedule.actions(&Shape { ranks, chunks, micro_batches })
-        {
-            return fail("step.schedule", error.to_string(), "choose another step.chunks or step.micro_batches");
+        checked.map_err(|error| match error {
+            gapless_engine::Error::Config { why, remedy, .. } => ConfigError::value(self.model.key(), why, remedy),
+            error => ConfigError::value(self.model.key(), error, "correct it"),
+        })?;
+        let ranks = self.mesh.expert;
+        if ranks > 1 && experts.is_none_or(|experts| !experts.is_multiple_of(ranks)) {
+            let why = format!("{ranks} ranks cannot share {} experts alike", experts.unwrap_or(0));
+            return fail("mesh.expert", why, "choose a divisor of the router's experts, or 1 for a model without");
         }
         Ok(())
     }
@@ -217,15 +133,18 @@ impl RunConfig {
             let why = "only conversations have answers before the last".to_owned();
             return fail("data.answers", why, "leave it out, or set data.format to \"chat\"");
         }
-        if self.data.has_documents() && self.step.device.starts_with("cuda") {
+        if self.data.has_documents() && matches!(self.device, DeviceChoice::Cuda(_)) {
             let why = "documents that do not see each other are trained on the CPU alone".to_owned();
-            return fail("step.device", why, "use \"cpu\", or leave data.format and data.isolate_documents out");
+            return fail("device", why, "use \"cpu\", or leave data.format and data.isolate_documents out");
         }
         Ok(())
     }
 
     /// Refuses data and a tokenizer that are not there, or are not what the keys take them for.
     fn check_files(&self) -> Result<(), ConfigError> {
+        if self.data.path.as_os_str().is_empty() {
+            return fail("data.path", "is missing".into(), "name a file or folder to learn from");
+        }
         let sources = self.data.mix.iter().map(|source| ("data.mix", &source.path));
         let sources: Vec<_> = std::iter::once(("data.path", &self.data.path)).chain(sources).collect();
         if let Some((key, path)) = sources.iter().find(|(_, path)| !path.exists()) {

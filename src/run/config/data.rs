@@ -14,51 +14,44 @@ use crate::run::RunError;
 
 /// `[data]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, default)]
 pub struct DataConfig {
-    /// A file or folder of .txt, .rs, .md or .jsonl, also as .gz or .zst, or of .parquet, a .bin of token ids or a folder of them, or a `Cargo.lock` for the Rust
+    /// What is read; a run needs it, a plan of one does not: a file or folder of .txt, .rs, .md or .jsonl, also as .gz or .zst, or of .parquet, a .bin of token ids or a folder of them, or a `Cargo.lock` for the Rust
     /// sources that it names.
     pub path: PathBuf,
     /// Further sources, each with its part of the windows; `path` has the rest.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mix: Vec<SourceConfig>,
     /// Tokens of the byte-pair encoding that is trained on it, 4096 where neither this nor `tokenizer` is there; 256 for plain bytes.
     /// Not beside `tokenizer`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<usize>,
     /// A tokenizer.json that is there already; of `model.folder` its own where this is absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
     /// What a line of a .jsonl file, or a row of a .parquet file, holds: `text`; `prompt` and `completion`; or `chat`, a conversation. Of the latter two only
     /// completions, or what the assistant says, count in the loss, and examples are packed into sequences without seeing each other.
-    #[serde(default)]
     pub format: Format,
     /// Which answers of a conversation count, where the format is `chat`.
-    #[serde(default)]
     pub answers: Answers,
     /// Whether documents that share a sequence of the format `text` neither see each other nor share their places.
-    #[serde(default)]
     pub isolate_documents: bool,
     /// Whether a document begins with the tokens that the tokenizer puts before a text, as `<s>` of Llama 2 or `<bos>` of Gemma; GPT-2 and
     /// Qwen have none.
-    #[serde(default = "default_begin")]
     pub begin_of_text: bool,
     /// The token that ends a document, by its text; without, the one that the files beside the tokenizer name.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub end_of_text: Option<String>,
     /// Whether special tokens that a text spells out, as `<|im_end|>`, become their ids. Else they are text as any other. In the formats
     /// `prompt` and `chat` they always do where the tokenizer comes from a file.
-    #[serde(default)]
     pub special_tokens: bool,
     /// The width of the ids in .bin files without a header: `"u16"`, `"u32"` or `"u64"`; without, 16 bits, or 32 for vocabularies of more
     /// than 65,536 tokens.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub token_width: Option<TokenWidth>,
     /// Every n-th document is for validation; 0 for none.
-    #[serde(default = "default_validation")]
     pub validation_every: usize,
     /// Where tokens are kept.
-    #[serde(default = "default_cache")]
     pub cache: PathBuf,
 }
 
@@ -72,22 +65,36 @@ pub struct SourceConfig {
     pub weight: f64,
 }
 
-fn default_begin() -> bool {
-    TextOptions::default().begin
-}
-
-fn default_validation() -> usize {
-    DataOptions::default().validation_every
-}
-
-fn default_cache() -> PathBuf {
-    DataOptions::default().cache
+impl Default for DataConfig {
+    fn default() -> Self {
+        let DataOptions { validation_every, cache, text, .. } = DataOptions::default();
+        Self {
+            path: PathBuf::new(),
+            mix: Vec::new(),
+            vocabulary: None,
+            tokenizer: None,
+            format: Format::default(),
+            answers: Answers::default(),
+            isolate_documents: false,
+            begin_of_text: text.begin,
+            end_of_text: None,
+            special_tokens: false,
+            token_width: None,
+            validation_every,
+            cache,
+        }
+    }
 }
 
 /// Tokens of the byte-pair encoding that is trained where the file says nothing.
 const TRAINED_VOCABULARY: usize = 4096;
 
 impl DataConfig {
+    /// Whether anything is said of the vocabulary: else a model that is only planned has its own.
+    pub(in crate::run) fn decides_vocabulary(&self) -> bool {
+        !self.path.as_os_str().is_empty() || self.vocabulary.is_some() || self.tokenizer.is_some()
+    }
+
     /// Tokens of the vocabulary that is trained where there is no tokenizer.
     pub(in crate::run) fn vocabulary_size(&self) -> usize {
         self.vocabulary.unwrap_or(TRAINED_VOCABULARY)

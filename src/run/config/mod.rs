@@ -5,40 +5,44 @@
 
 mod check;
 mod data;
+mod estimate;
 mod learning_rate;
-mod memory;
+mod model;
+mod names;
 mod optimizer;
 mod read;
-mod schema;
-mod step;
 
-use std::path::PathBuf;
-
+use gapless_engine::compile::step::text;
 use gapless_engine::data::Vocabulary;
 use gapless_engine::nn::Trainable;
-use gapless_engine::optim::AdamW;
-use gapless_engine::{Generation, LossTerms, Sampling, TrainOptions};
-use gapless_models::hf::{self, Architecture, Config, Folder};
+use gapless_engine::{
+    DeviceChoice, Generation, LossTerms, MemoryOptions, Pipeline, Sampling, StepOptions, TrainOptions,
+};
 use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
+use gapless_parallel::Mesh;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
+#[cfg(feature = "sweep")]
+pub(crate) use check::refused;
 pub use data::{DataConfig, SourceConfig};
+pub use estimate::{EstimateConfig, Lowering};
 pub use learning_rate::{RateConfig, RateShape};
-pub use memory::MemoryConfig;
+pub use model::{ModelConfig, PRESETS};
+pub use names::NAMES;
+#[cfg(feature = "sweep")]
+pub(crate) use names::{flat, insert, key_of, value_at};
 pub use optimizer::{GroupConfig, OptimizerConfig, Rule};
 pub use read::ConfigError;
 pub(crate) use read::text_of;
 #[cfg(feature = "sweep")]
-pub(crate) use read::{line_of, size, with_nearest};
-pub(crate) use step::pipeline;
-pub use step::{Float, StepConfig};
+pub(crate) use read::{line_of, with_nearest};
 
 use super::GuardConfig;
-use crate::{Offload, Recompute};
 
-/// All that decides a run. Every key has a default but `model` and `data.path`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+/// All that decides a run. Every key has a default but `model` and, to train, `data.path`.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
     /// Steps in all.
@@ -50,20 +54,36 @@ pub struct RunConfig {
     /// Of the initial parameters, of dropout and of the order of the data.
     #[serde(default)]
     pub seed: u64,
-    /// What is trained.
+    /// What runs it: `auto`, the first NVIDIA GPU if there is one that can, else the CPU; `cpu`; `cuda`; or `cuda:1`, another GPU.
+    #[serde(default, with = "text")]
+    #[schemars(with = "String")]
+    pub device: DeviceChoice,
+    /// Worker threads of each rank; 0 for all cores.
+    #[serde(default)]
+    pub threads: usize,
+    /// What is trained: a table, or a text, as the name of a preset (`"gpt2"`), a family with extents (`"llama:layers=4,width=256"`) or a
+    /// folder.
+    #[serde(deserialize_with = "model::deserialize")]
     pub model: ModelConfig,
     /// The part of it that is trained: `"all"`, `[trainable.lora]` with `rank`, `alpha`, `dropout`, `targets` and
     /// `rank_stabilised`, or `trainable.only` with patterns of names.
     #[serde(default)]
     pub trainable: Trainable,
     /// What it learns from.
-    pub data: DataConfig,
-    /// A step's extents, and where it runs.
     #[serde(default)]
-    pub step: StepConfig,
-    /// What the training loss counts.
+    pub data: DataConfig,
+    /// A step's extents, and what it computes in.
+    #[serde(default)]
+    pub step: StepOptions,
+    /// How many ranks share the work, and how.
+    #[serde(default)]
+    pub mesh: Mesh,
+    /// The order of work in a pipeline.
+    #[serde(default)]
+    pub pipeline: Pipeline,
+    /// What the training loss counts beside the likelihood of the next token; docs/optimizers.md has the formula.
     #[serde(default, skip_serializing_if = "is_default")]
-    pub loss: LossConfig,
+    pub loss: LossTerms,
     /// The update rule.
     #[serde(default)]
     pub optimizer: OptimizerConfig,
@@ -75,7 +95,7 @@ pub struct RunConfig {
     pub guard: GuardConfig,
     /// What of a step's memory is saved, and how.
     #[serde(default)]
-    pub memory: MemoryConfig,
+    pub memory: MemoryOptions,
     /// When the validation loss is measured.
     #[serde(default)]
     pub evaluation: EvaluationConfig,
@@ -85,54 +105,19 @@ pub struct RunConfig {
     /// What is generated at each evaluation.
     #[serde(default)]
     pub sample: SampleConfig,
+    /// What `plan`, `compare`, `schedule` and `sweep` count with beside the step itself.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub estimate: EstimateConfig,
+    /// What whoever wrote the file should know: keys that have other names now.
+    #[serde(skip)]
+    pub notices: Vec<String>,
 }
 
-/// `[model.gpt]`, `[model.llama]`, `[model.moe]` with the extents of one that starts from random numbers, or `model.folder`. The
-/// vocabulary is the data's, and a GPT's positions are as many as a sequence has tokens.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-#[expect(clippy::large_enum_variant, reason = "there is one of it")]
-pub enum ModelConfig {
-    /// GPT-2 and its like.
-    Gpt(GptConfig),
-    /// Llama and its like.
-    Llama(LlamaConfig),
-    /// Mixtures of experts.
-    Moe(MoeConfig),
-    /// A Hugging Face folder: its weights, and its tokenizer unless `data` names another.
-    Folder(PathBuf),
-}
-
-impl ModelConfig {
-    /// Its family and extents. Of a folder they are in its config.json, and its weights are not looked at.
-    ///
-    /// # Errors
-    /// As [`Config::read`].
-    pub fn architecture(&self) -> hf::Result<Architecture> {
-        Ok(match self {
-            Self::Gpt(gpt) => Architecture::Gpt(gpt.clone()),
-            Self::Llama(llama) => Architecture::Llama(llama.clone()),
-            Self::Moe(moe) => Architecture::Moe(moe.clone()),
-            Self::Folder(path) => Config::read(path)?.architecture().clone(),
-        })
+/// Whether they have the same keys and values.
+impl PartialEq for RunConfig {
+    fn eq(&self, other: &Self) -> bool {
+        json!(self) == json!(other)
     }
-
-    /// The same with the folder, where there is one, whose weights are then there.
-    pub(in crate::run) fn open(&self) -> hf::Result<(Architecture, Option<Folder>)> {
-        let Self::Folder(path) = self else { return Ok((self.architecture()?, None)) };
-        let folder = Folder::open(path)?;
-        Ok((folder.config().architecture().clone(), Some(folder)))
-    }
-}
-
-/// `[loss]`: what it counts beside the likelihood of the next token, in training; docs/optimizers.md has the formula.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct LossConfig {
-    /// The part of a target's probability that is spread over the whole vocabulary.
-    pub label_smoothing: f64,
-    /// What the square of the log-sum-exp is multiplied by; 1e-4 is usual.
-    pub z_loss: f64,
 }
 
 /// `[evaluation]`.
@@ -227,7 +212,7 @@ impl RunConfig {
         toml::to_string(self).is_ok_and(|written| written == text)
     }
 
-    /// The model for data of a vocabulary.
+    /// The model for data of a vocabulary. Without data, what it is trained on is not known, and it stays as it is.
     pub fn model(&self, vocabulary: usize) -> ModelConfig {
         let llama = |llama: &LlamaConfig| LlamaConfig { vocabulary, ..llama.clone() };
         match &self.model {
@@ -240,40 +225,48 @@ impl RunConfig {
         }
     }
 
+    /// The same with the layers that have adapters, where that is left to the model's family.
+    fn with_targets(mut self) -> Self {
+        if let Trainable::Lora(lora) = &mut self.trainable
+            && lora.targets.is_empty()
+            && let Ok(architecture) = self.model.architecture()
+        {
+            lora.targets = architecture.lora_targets();
+        }
+        self
+    }
+
     /// What a [`Trainer`](crate::Trainer) is made with.
-    ///
-    /// # Errors
-    /// Texts that mean nothing, where the configuration was not read from a file.
-    pub fn options(&self) -> Result<TrainOptions, ConfigError> {
-        let wrong = |key: &str, why: String| ConfigError::value(key, why, "correct it");
-        let memory = &self.memory;
-        let offload = (!memory.offload.is_empty())
-            .then(|| Offload { ops: memory.offload.clone(), folder: memory.offload_to.clone() });
-        let recompute = match memory.budget {
-            Some(bytes) => Recompute::budget(bytes),
-            None => memory.recompute.parse().map_err(|e| wrong("memory.recompute", format!("{e}")))?,
-        };
-        Ok(TrainOptions {
-            batch: self.step.batch,
-            micro_batches: self.step.micro_batches,
-            sequence: self.step.sequence,
-            documents: self.data.has_documents(),
-            device: self.step.device.parse().map_err(|why| wrong("step.device", why))?,
-            dtype: self.step.dtype.into(),
-            loss: LossTerms { label_smoothing: self.loss.label_smoothing, z_loss: self.loss.z_loss },
-            optimizer: self.optimizer.optimizer(AdamW::default().masters),
-            update: self.optimizer.update(AdamW::default().masters, self.guard.is_on()),
+    pub fn options(&self) -> TrainOptions {
+        TrainOptions {
+            step: self.step_options(),
             learning_rate: self.learning_rate(),
             seed: self.seed,
-            threads: self.step.threads,
-            mesh: self.step.mesh(),
-            pipeline: pipeline("step.schedule", &self.step.schedule, self.step.chunks)?,
-            recompute,
-            compress: memory.compress.clone(),
-            offload,
+            device: self.device,
+            threads: self.threads,
+            poison: false,
+        }
+    }
+
+    /// What is compiled.
+    pub fn step_options(&self) -> StepOptions {
+        StepOptions {
+            mesh: self.mesh,
+            pipeline: self.pipeline.clone(),
+            memory: self.memory.clone(),
             trainable: self.trainable.clone(),
+            loss: self.loss,
+            optimizer: self.optimizer.optimizer(),
+            update: self.optimizer.update(self.guard.is_on()),
+            documents: self.data.has_documents(),
             generation: (!self.sample.prompt.is_empty()).then(Generation::default),
-            ..TrainOptions::default()
-        })
+            ..self.step.clone()
+        }
+    }
+
+    /// A [JSON schema](https://json-schema.org/draft/2020-12) of run files: keys, types, defaults and what each means. Editors that
+    /// know TOML complete and check by it. That reading accepts a file says more: not all that is of the right type can be together.
+    pub fn schema() -> serde_json::Value {
+        schemars::schema_for!(Self).into()
     }
 }

@@ -88,22 +88,22 @@ impl Default for OptimizerConfig {
 }
 
 impl OptimizerConfig {
-    /// The rule, with or without masters of parameters that are stored in less than f32.
-    pub fn optimizer(&self, masters: bool) -> Arc<dyn Optimizer> {
+    /// The rule.
+    pub fn optimizer(&self) -> Arc<dyn Optimizer> {
         let &Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum, .. } = self;
-        let adamw = AdamW { beta1, beta2, weight_decay, max_norm, masters, ..AdamW::default() };
+        let adamw = AdamW { beta1, beta2, weight_decay, max_norm, ..AdamW::default() };
         match name {
             Rule::AdamW => adamw.into(),
             Rule::AdamW8bit => AdamW8bit { rule: adamw, ..AdamW8bit::default() }.into(),
             Rule::GaLore => GaLore { rule: adamw, rank, alpha, ..GaLore::default() }.into(),
-            Rule::Lion => Lion { beta1, beta2, weight_decay, max_norm, masters }.into(),
+            Rule::Lion => Lion { beta1, beta2, weight_decay, max_norm }.into(),
             Rule::Muon => Muon { rule: adamw, momentum, ..Muon::default() }.into(),
-            Rule::Adafactor => Adafactor { weight_decay, max_norm, masters, ..Adafactor::default() }.into(),
+            Rule::Adafactor => Adafactor { weight_decay, max_norm, ..Adafactor::default() }.into(),
         }
     }
 
     /// What the update does beside that; `guarded` says whether steps may be left out.
-    pub fn update(&self, masters: bool, guarded: bool) -> UpdateOptions {
+    pub fn update(&self, guarded: bool) -> UpdateOptions {
         let group = |group: &GroupConfig| {
             let name = group.name.unwrap_or(self.name);
             let rule = Self {
@@ -114,7 +114,7 @@ impl OptimizerConfig {
             };
             ParameterGroup {
                 names: group.names.clone(),
-                optimizer: rule.optimizer(masters),
+                optimizer: rule.optimizer(),
                 learning_rate: group.learning_rate,
             }
         };

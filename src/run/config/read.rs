@@ -1,17 +1,14 @@
 //! Reading: TOML and assignments → [`RunConfig`], and where mistakes are.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
-use gapless_alloc::draw::Bytes;
 use gapless_engine::data::read_text;
-use serde::de::Visitor;
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 use serde_json::Value as Json;
-use toml::Value;
+use toml::{Table, Value};
 
 use super::RunConfig;
+use super::names::{NAMES, flat, insert, key_of, rename};
 
 /// Why a file is no run.
 #[derive(Debug, thiserror::Error)]
@@ -77,32 +74,74 @@ impl RunConfig {
     /// # Errors
     /// [`ConfigError`], with line, key and remedy.
     pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
-        read(path, assignments, Self::check)
+        let text = text_of(path)?;
+        let config = parse(&text, path, assignments)?;
+        config.check().map_err(|error| at_line(error, &text, assignments))?;
+        Ok(config)
     }
 
-    /// The same where the data need not be there: to plan a run, or to use what it has trained.
+    /// The same where the data need not be there: to plan a run, or to use what it has trained. Without a file, assignments say all.
     ///
     /// # Errors
     /// [`ConfigError`], with line, key and remedy.
-    pub fn read_without_data(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
-        read(path, assignments, Self::check_keys)
+    pub fn read_without_data(path: Option<&Path>, assignments: &[String]) -> Result<Self, ConfigError> {
+        let text = path.map(text_of).transpose()?.unwrap_or_default();
+        let config = parse(&text, path.unwrap_or(Path::new("the run")), assignments)?;
+        config.check_keys().map_err(|error| at_line(error, &text, assignments))?;
+        Ok(config)
+    }
+
+    /// Of a text, whose values need not fit together yet.
+    ///
+    /// # Errors
+    /// [`ConfigError`], with line, key and remedy.
+    pub fn parse(text: &str, assignments: &[String]) -> Result<Self, ConfigError> {
+        parse(text, Path::new("the run"), assignments)
+    }
+
+    /// The same of its keys.
+    ///
+    /// # Errors
+    /// [`ConfigError::Value`]: keys that do not exist, values of another type.
+    pub(crate) fn of_table(mut root: Table) -> Result<Self, ConfigError> {
+        let notices = rename(&mut root)?;
+        let error = match Self::deserialize(root.clone()) {
+            Ok(config) => return Ok(Self { notices, ..config }.with_targets()),
+            Err(error) => error,
+        };
+        // The key that is no good by itself.
+        let alone = |(key, value): (String, Value)| {
+            let mut one = Table::from_iter([("model".to_owned(), Value::from("small"))]);
+            insert(&mut one, &key, value).ok()?;
+            Self::deserialize(one).err().map(|error| (key, error))
+        };
+        let (key, error) = flat(&root, "").into_iter().find_map(alone).unwrap_or_else(|| {
+            let quoted = error.message().split('`').nth(1).unwrap_or("the run");
+            (quoted.to_owned(), error)
+        });
+        let why = with_nearest_name(error.message().to_owned());
+        Err(ConfigError::Value { key, line: None, why, remedy: "docs/run_file.md lists the keys" })
     }
 }
 
-fn read(
-    path: &Path,
-    assignments: &[String],
-    check: fn(&RunConfig) -> Result<(), ConfigError>,
-) -> Result<RunConfig, ConfigError> {
-    let text = text_of(path)?;
+/// A text and assignments, of which each is of the right type by itself.
+fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, ConfigError> {
     let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
-    let table: toml::Table = toml::from_str(&text).map_err(|error| syntax(error.to_string()))?;
-    expect_tables(&table).map_err(|error| at_line(error, &text, &[]))?;
-    // The file by itself first, for the lines of its mistakes; then with what the command line says.
-    let config: RunConfig = toml::from_str(&text).map_err(|error| syntax(with_nearest(error.to_string())))?;
-    let config = if assignments.is_empty() { config } else { assigned(&text, assignments)? };
-    check(&config).map_err(|error| at_line(error, &text, assignments))?;
-    Ok(config)
+    let mut root: Table = toml::from_str(text).map_err(|error| syntax(error.to_string()))?;
+    expect_tables(&root).map_err(|error| at_line(error, text, &[]))?;
+    let notices = rename(&mut root).map_err(|error| at_line(error, text, &[]))?;
+    let config = match (assignments, &notices[..]) {
+        // By its text, for the lines of its mistakes.
+        ([], []) => toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?,
+        ([], _) => RunConfig::deserialize(root).map_err(|error| syntax(with_nearest(error.to_string())))?,
+        _ => {
+            if notices.is_empty() && root.contains_key("model") {
+                toml::from_str::<RunConfig>(text).map_err(|error| syntax(with_nearest(error.to_string())))?;
+            }
+            assigned(&root, assignments)?
+        }
+    };
+    Ok(RunConfig { notices, ..config }.with_targets())
 }
 
 /// Bytes of a file that somebody writes by hand, at most.
@@ -113,7 +152,7 @@ pub(crate) fn text_of(path: &Path) -> Result<String, ConfigError> {
 }
 
 /// Refuses lists where tables belong: they would be taken for the values of the table's keys in their order.
-fn expect_tables(table: &toml::Table) -> Result<(), ConfigError> {
+fn expect_tables(table: &Table) -> Result<(), ConfigError> {
     let schema = RunConfig::schema();
     match list_for_table(&schema, &schema, &Value::Table(table.clone())) {
         None => Ok(()),
@@ -156,14 +195,16 @@ fn forms<'a>(root: &'a Json, schema: &'a Json) -> Vec<&'a Json> {
 }
 
 /// The file's configuration with other values.
-fn assigned(text: &str, assignments: &[String]) -> Result<RunConfig, ConfigError> {
-    let refused = match with_assignments(text, assignments)? {
+fn assigned(root: &Table, assignments: &[String]) -> Result<RunConfig, ConfigError> {
+    let refused = match with_assignments(root, assignments)? {
         Ok(config) => return Ok(config),
         Err(refused) => refused,
     };
     // Values may need each other, so one is blamed only where it is refused by itself.
+    let mut root = root.clone();
+    root.entry("model").or_insert("small".into());
     for assignment in assignments {
-        if let Err(why) = with_assignments(text, std::slice::from_ref(assignment))? {
+        if let Err(why) = with_assignments(&root, std::slice::from_ref(assignment))? {
             return Err(ConfigError::Refused { assignment: assignment.clone(), why });
         }
     }
@@ -171,27 +212,23 @@ fn assigned(text: &str, assignments: &[String]) -> Result<RunConfig, ConfigError
 }
 
 /// The same, or why its keys and values are refused.
-fn with_assignments(text: &str, assignments: &[String]) -> Result<Result<RunConfig, String>, ConfigError> {
-    let mut root: toml::Table = toml::from_str(text).expect("it was read just now");
+fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunConfig, String>, ConfigError> {
+    let mut root = root.clone();
     for assignment in assignments {
         let wrong = |why: &str| ConfigError::Assignment { assignment: assignment.clone(), why: why.to_owned() };
         let (key, value) = assignment.split_once('=').ok_or_else(|| wrong("it has no ="))?;
         // As TOML, or else as a text without its quotes.
         let value = value.trim();
-        let parsed =
-            toml::from_str::<toml::Table>(&format!("x = {value}")).ok().and_then(|mut table| table.remove("x"));
+        let parsed = toml::from_str::<Table>(&format!("x = {value}")).ok().and_then(|mut table| table.remove("x"));
         let value = parsed.unwrap_or_else(|| Value::String(value.to_owned()));
-        let mut path: Vec<&str> = key.trim().split('.').collect();
-        let last = path.pop().filter(|last| !last.is_empty()).ok_or_else(|| wrong("it names no key"))?;
-        let mut table = &mut root;
-        for part in path {
-            let below = table.entry(part).or_insert_with(|| Value::Table(toml::Table::new()));
-            table = below.as_table_mut().ok_or_else(|| wrong(&format!("{part} is no table")))?;
+        let key = key_of(key.trim());
+        if key.split('.').any(str::is_empty) {
+            return Err(wrong("it names no key"));
         }
-        table.insert(last.to_owned(), value);
+        insert(&mut root, key, value).map_err(|why: String| wrong(&why))?;
     }
     expect_tables(&root)?;
-    Ok(RunConfig::deserialize(root).map_err(|error| with_nearest(error.to_string())))
+    Ok(RunConfig::deserialize(root).map_err(|error| with_nearest_name(error.to_string())))
 }
 
 /// A message about a key or value that does not exist, with the nearest that does, where one is near.
@@ -201,6 +238,18 @@ pub(crate) fn with_nearest(message: String) -> String {
     match nearest(wrong, known) {
         Some(name) => format!("{}\ndid you mean `{name}`?", message.trim_end()),
         None => message,
+    }
+}
+
+/// The same where short names are understood beside the keys.
+fn with_nearest_name(message: String) -> String {
+    let Some(wrong) = message.strip_prefix("unknown field `").and_then(|rest| rest.split('`').next()) else {
+        return with_nearest(message);
+    };
+    let names: Vec<&str> = NAMES.iter().map(|(short, _)| *short).collect();
+    match nearest(wrong, &names).filter(|_| message.contains("`learning_rate`")) {
+        Some(name) => format!("unknown key `{wrong}`\ndid you mean `{name}`?"),
+        None => with_nearest(message),
     }
 }
 
@@ -220,13 +269,18 @@ fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
 fn at_line(error: ConfigError, text: &str, assignments: &[String]) -> ConfigError {
     let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
     let is_assigned =
-        assignments.iter().any(|assignment| assignment.split('=').next().is_some_and(|k| k.trim() == key));
+        assignments.iter().any(|assignment| assignment.split('=').next().is_some_and(|k| key_of(k.trim()) == key));
     let line = if is_assigned { None } else { line_of(text, &key) };
     ConfigError::Value { key, line, why, remedy }
 }
 
-/// The line on which a key stands, from 1 on.
+/// The line on which a key stands, from 1 on, by its name or a former one.
 pub(crate) fn line_of(text: &str, key: &str) -> Option<usize> {
+    let former = NAMES.iter().filter(|(_, name)| *name == key).map(|(short, _)| format!("step.{short}"));
+    std::iter::once(key.to_owned()).chain(former).find_map(|key| line_of_name(text, &key))
+}
+
+fn line_of_name(text: &str, key: &str) -> Option<usize> {
     let root = toml::de::DeTable::parse(text).ok()?;
     let mut parts = key.split('.');
     let mut found = root.get_ref().get_key_value(parts.next()?)?;
@@ -234,35 +288,4 @@ pub(crate) fn line_of(text: &str, key: &str) -> Option<usize> {
         found = found.1.get_ref().as_table()?.get_key_value(part)?;
     }
     Some(text[..found.0.span().start].matches('\n').count() + 1)
-}
-
-/// A text that means a `T`, kept as it is written.
-pub(super) fn parses_as<'de, T: FromStr<Err: fmt::Display>, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
-    let text = String::deserialize(from)?;
-    T::from_str(&text).map(|_| text).map_err(serde::de::Error::custom)
-}
-
-/// A number of bytes, or a text that means one.
-pub(crate) fn size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    struct Size;
-    impl Visitor<'_> for Size {
-        type Value = Option<u64>;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a number of bytes, like 4096 or \"600MiB\"")
-        }
-
-        fn visit_i64<E: serde::de::Error>(self, bytes: i64) -> Result<Self::Value, E> {
-            u64::try_from(bytes).map(Some).map_err(|_| E::invalid_value(serde::de::Unexpected::Signed(bytes), &self))
-        }
-
-        fn visit_u64<E: serde::de::Error>(self, bytes: u64) -> Result<Self::Value, E> {
-            Ok(Some(bytes))
-        }
-
-        fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Self::Value, E> {
-            Bytes::read(text).map(Some).map_err(E::custom)
-        }
-    }
-    from.deserialize_any(Size)
 }

@@ -19,26 +19,11 @@ use gapless_engine::compile::step::StepGraph;
 use gapless_engine::recompute::{Layers, Recompute};
 use gapless_models::hf::Architecture;
 use gapless_parallel::Kind;
-use serde::{Deserialize, Serialize};
 
 pub use self::experts::ExpertRows;
 use self::run::{Run, Style};
 use self::tape::{BF16, F32};
-use super::{Precision, Step};
-
-/// Who turns a step into a table of lifetimes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Lowering {
-    /// This engine's compiler.
-    #[default]
-    Gapless,
-    /// An eager framework, all numbers in the step's type; if that is mixed, sums of gradients and masters are allocated before the step,
-    /// as Megatron does.
-    Eager,
-    /// An eager framework, parameters in float32, which autocast casts to bfloat16 once per micro-batch.
-    EagerAmp,
-}
+use super::{Lowering, Precision, Step};
 
 /// There is no table of a step as an eager framework runs it.
 #[derive(Debug, thiserror::Error)]
@@ -100,9 +85,9 @@ impl Step {
 
     fn style(&self) -> Style {
         let is_amp = self.lowering == Lowering::EagerAmp;
-        let (parameter, is_mixed) = match self.precision {
-            Precision::Mixed => (if is_amp { F32 } else { BF16 }, !is_amp),
-            Precision::Bf16 => (BF16, false),
+        let (parameter, is_mixed) = match self.precision() {
+            Precision::Bf16 => (if is_amp { F32 } else { BF16 }, !is_amp),
+            Precision::PureBf16 => (BF16, false),
             Precision::F32 => (F32, false),
         };
         Style {
@@ -119,7 +104,8 @@ impl Step {
 
     /// Which of the blocks keep their inputs alone.
     fn checkpoints(&self, blocks: &[String]) -> Result<Vec<String>, EagerError> {
-        let layers = match &self.options.recompute {
+        let layers = match &self.options.memory.recompute {
+            _ if self.options.memory.budget.is_some() => return Err(EagerError::Unknown("a budget".to_owned())),
             Recompute::None => return Ok(Vec::new()),
             Recompute::Layers(layers) => layers,
             _ => return Err(EagerError::Unknown("recomputing other than layers".to_owned())),

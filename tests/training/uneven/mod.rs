@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use gapless::engine::ops::DropPolicy;
 use gapless::models::{LlamaConfig, MoeConfig};
 use gapless::nn::{Capacity, RouterConfig, Score};
-use gapless::{Mesh, Reserve, TrainOptions, Trainer};
+use gapless::{MemoryOptions, Mesh, Reserve, StepOptions, TrainOptions, Trainer};
 
 use crate::common::{PLANNING, on_cpu};
 
@@ -130,15 +130,17 @@ pub fn cases() -> [Case; 6] {
 
 pub fn options(mesh: Mesh, routing: Reserve) -> TrainOptions {
     TrainOptions {
-        batch: BATCH,
-        sequence: SEQUENCE,
+        step: StepOptions {
+            batch: BATCH,
+            sequence: SEQUENCE,
+            micro_batches: 4 / mesh.expert,
+            mesh,
+            memory: MemoryOptions { routing, planning: PLANNING, ..on_cpu().step.memory },
+            ..on_cpu().step
+        },
         threads: 1,
         seed: 5,
-        micro_batches: 4 / mesh.expert,
-        mesh,
-        routing,
         poison: true,
-        planning: PLANNING,
         ..on_cpu()
     }
 }

@@ -50,7 +50,7 @@ fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BT
     let alive = crate::lower::alive_nodes(&graph, &outputs);
     let stashing = Stashing { compress: &case.compress, offload: &[] };
     let resolving = Resolving { graph: &graph, alive: &alive, row: &table[case.rank], stashing, can_be_twice: true };
-    let once = resolving.resolve(&case.recompute, |_, _| Ok(0)).unwrap();
+    let once = resolving.resolve(&case.recompute, None, |_, _| Ok(0)).unwrap();
     let twice = (0..ranks as u32).map(StageId).filter(|_| case.twice).collect();
     let recomputation = once.twice_in(&graph, &twice);
     let lowering = Lowering {

@@ -6,7 +6,7 @@
 //! al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198). Dropout draws the same numbers again, and
 //! kernels are deterministic, so that every policy gives the same bits. Never: an order of actions, or an address.
 //!
-//! What is kept may wait otherwise than as it is: in eight bits, or in a file ([`Offload`]).
+//! What is kept may wait otherwise than as it is: in eight bits, or in a file.
 //!
 //! Nothing is recomputed over the border of a stage: what another stage reads is kept.
 
@@ -23,7 +23,6 @@ mod twice;
 pub(crate) use policy::Resolving;
 pub use policy::{CustomPolicy, Layers, Recompute, RecomputePolicy, block_of};
 pub(crate) use saved::SavedActivations;
-pub use stash::Offload;
 pub(crate) use stash::{Stash, Stashing};
 pub use twice::stages_twice;
 

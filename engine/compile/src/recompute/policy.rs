@@ -28,14 +28,6 @@ pub enum Recompute {
     /// Micro-batch m has policy number m modulo their count. With one `None` among n micro-batches in flight this is
     /// Megatron's partial checkpointing.
     Cycle(Vec<Recompute>),
-    /// What costs least time of all that fits an arena of so many bytes, per rank. Layers of one shape may be treated
-    /// differently.
-    Budget {
-        /// Size of the planned arena, at most: parameters, gradients and all.
-        bytes: u64,
-        /// The device that time is estimated for.
-        rates: Rates,
-    },
     /// What a policy of one's own drops.
     Custom(CustomPolicy),
 }
@@ -57,17 +49,16 @@ impl PartialEq for CustomPolicy {
     }
 }
 
-impl Recompute {
-    /// A budget on a CPU: only the ratio of its rates matters.
-    pub fn budget(bytes: u64) -> Self {
-        Self::Budget { bytes, rates: Rates { flops: 1e11, bytes: 1e10 } }
-    }
-
-    /// What the arena must fit into.
-    pub fn capacity(&self) -> Option<u64> {
+/// As it is read; a policy that no text means says what it is.
+impl fmt::Display for Recompute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Budget { bytes, .. } => Some(*bytes),
-            _ => None,
+            Self::None => f.write_str("none"),
+            Self::Layers(Layers::All) => f.write_str("layers"),
+            Self::Layers(Layers::First(count)) => write!(f, "first:{count}"),
+            Self::Layers(Layers::Named(names)) => write!(f, "layers:{}", names.join(",")),
+            Self::Ops(names) => write!(f, "ops:{}", names.join(",")),
+            other => write!(f, "{other:?}"),
         }
     }
 }
@@ -87,7 +78,7 @@ impl FromStr for Recompute {
                 Ok(Self::Layers(Layers::First(count.parse().unwrap_or_default())))
             }
             _ => Err(Error::Config {
-                what: "recompute",
+                what: "memory.recompute",
                 why: format!("{text:?} is no policy"),
                 remedy: "use none, layers, first:8, layers:h.3,h.7 or ops:layer_norm,gelu",
             }),
@@ -120,20 +111,23 @@ pub struct Resolving<'a> {
 }
 
 impl Resolving<'_> {
-    /// Says what a policy means. `place` is what [`Budget::fit`] asks.
+    /// Says what a budget or a policy means. `place` is what [`Budget::fit`] asks.
     ///
     /// # Errors
     /// When there is no layer or operation of a name, or nothing to take turns among; [`Error::OverBudget`].
     pub fn resolve(
         &self,
         policy: &Recompute,
+        budget: Option<(u64, Rates)>,
         place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
     ) -> Result<RematPlan> {
         let saved = SavedActivations::new(self.graph, self.alive);
         let stash = self.stashing.resolve(&saved)?;
         let saved = saved.stashing(stash);
+        if let Some((bytes, rates)) = budget {
+            return self.fit(&saved, bytes, &rates, place);
+        }
         match policy {
-            Recompute::Budget { bytes, rates } => self.fit(&saved, *bytes, rates, place),
             Recompute::Cycle(policies) if policies.is_empty() => Err(config("no policy to take turns".into())),
             Recompute::Cycle(policies) => self.cycle(&saved, policies),
             one => Ok(RematPlan::uniform(self.variant(&saved, one)?)),
@@ -147,9 +141,6 @@ impl Resolving<'_> {
         rates: &Rates,
         place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
     ) -> Result<RematPlan> {
-        if !rates.are_sound() {
-            return Err(config(format!("{} FLOP/s and {} bytes/s are no device", rates.flops, rates.bytes)));
-        }
         let in_flight = in_flight(self.row);
         let is_split = self.can_be_twice && self.row.iter().any(|action| action.kind == Kind::BackwardInput);
         let mut blocks = blocks(self.graph, self.alive, saved, is_split, |node| self.nanoseconds(node, rates));
@@ -200,15 +191,13 @@ impl Resolving<'_> {
                 let is_dropped = |root: &ValueId| policy.0.drops(saved.spec(*root), saved.maker(*root));
                 Ok(saved.dropping(saved.roots().iter().copied().filter(is_dropped)))
             }
-            Recompute::Cycle(_) | Recompute::Budget { .. } => {
-                Err(config("only policies that name what they drop can take turns".into()))
-            }
+            Recompute::Cycle(_) => Err(config("only policies that name what they drop can take turns".into())),
         }
     }
 }
 
 pub(super) fn config(why: String) -> Error {
-    Error::Config { what: "recompute", why, remedy: "use Recompute::None, or names from the memory map" }
+    Error::Config { what: "memory.recompute", why, remedy: "use Recompute::None, or names from the memory map" }
 }
 
 /// The layer that a node belongs to: the shortest prefix of its name that ends in a number.

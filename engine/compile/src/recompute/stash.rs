@@ -4,23 +4,12 @@
 //! whether it is kept at all; what is computed again is not.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
 
 use gapless_graph::{FLOATS, ValueId};
 
 use super::SavedActivations;
 use super::policy::config;
 use crate::error::Result;
-
-/// Activations that wait for their backward in a file instead of the arena.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Offload {
-    /// The operations whose results do, by the names that profiles and memory maps use.
-    pub ops: Vec<String>,
-    /// Where the file is made, on a disk of its own best: a folder in memory would save nothing. It has no name, and is gone with
-    /// the process. Its size is planned like the arena's, and one per rank.
-    pub folder: PathBuf,
-}
 
 /// How a value waits for its backward, if not as it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

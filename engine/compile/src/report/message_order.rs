@@ -61,7 +61,7 @@ mod tests {
     use gapless_graph::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear};
     use gapless_graph::{Model, Result, Tensor};
 
-    use crate::step::{Pipeline, StepOptions, of_any, program};
+    use crate::step::{Pipeline, StepOptions, program};
     use crate::{Error, Target};
 
     /// A table at both ends, and 16 layers that each add to what went before.
@@ -94,9 +94,7 @@ mod tests {
             pipeline: Pipeline { schedule: by_name(schedule)?.into(), chunks, ..Pipeline::default() },
             ..StepOptions::default()
         };
-        (0..ranks)
-            .map(|rank| Ok(program(&of_any(Tied::new), &options, rank, Target::Cpu { threads: 1 })?.messages()))
-            .collect()
+        (0..ranks).map(|rank| Ok(program(Tied::new, &options, rank, Target::Cpu { threads: 1 })?.messages())).collect()
     }
 
     /// Sends of a rank that are launched behind one that its program starts later.

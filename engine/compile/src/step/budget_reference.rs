@@ -7,11 +7,11 @@ use gapless_parallel::Rates;
 use gapless_testing::few;
 
 use super::record::TrainStep;
-use super::{RankPlan, StepOptions, of_any, recompute, record};
+use super::{MemoryOptions, RankPlan, StepOptions, of_any, recompute, record};
 use crate::error::Error;
 use crate::link::height;
 use crate::lower::alive_nodes;
-use crate::recompute::{Recompute, RematPlan, SavedActivations};
+use crate::recompute::{RematPlan, SavedActivations};
 use crate::{CompileOptions, Program, Target};
 use gapless_graph::Result;
 
@@ -127,7 +127,11 @@ fn judge(hidden: &[usize], micro_batches: usize) {
     let (mut least, most) = (same.iter().map(|way| way.0).min().unwrap(), same[0].0);
     let ways = if micro_batches > 1 { all_ways(&step, &plan, &rates, true) } else { same };
     assert!(least < most);
-    let below = StepOptions { recompute: Recompute::Budget { bytes: least - 1, rates }, ..options.clone() };
+    let within = |bytes| {
+        let memory = MemoryOptions { budget: Some(bytes), rates, ..MemoryOptions::default() };
+        StepOptions { memory, ..options.clone() }
+    };
+    let below = within(least - 1);
     match recompute(&step, &below, &plan, TARGET, &[]) {
         Err(Error::OverBudget { smallest, .. }) => {
             // The search knows a layer's peak in the graph's order of operations alone, and with several micro-batches not that what
@@ -142,7 +146,7 @@ fn judge(hidden: &[usize], micro_batches: usize) {
     for &part in few(&PARTS, 4) {
         let bytes = least + (most - least) * part / 16;
         let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
-        let options = StepOptions { recompute: Recompute::Budget { bytes, rates }, ..options.clone() };
+        let options = within(bytes);
         let program = step.lower(&plan, TARGET, &recompute(&step, &options, &plan, TARGET, &[]).unwrap()).unwrap();
         let arena = height(&[&program], options.planning_within(Some(bytes))).unwrap();
         let [all, again] = program.nanoseconds(&rates);

@@ -118,12 +118,12 @@ pub fn compile_inference(
     let stages = ParameterStages::new();
     let (logits, vocabulary) = logits(build, options, ranks, &stages, target)?;
     let mut programs = vec![evaluation(build, options, ranks, &stages, target)?];
-    match &options.generation {
+    match options.caches() {
         Some(generation) => programs.extend(generation.programs(build, options, ranks, target)?),
         None => programs.push(logits),
     }
     programs.iter().for_each(|program| dump("compile", program));
-    let executable = compile(&programs, &options.planning_within(options.recompute.capacity()))?;
+    let executable = compile(&programs, &options.planning())?;
     // Every parameter once, whichever program reads it.
     let mut parameters: HashMap<&str, u64> = HashMap::new();
     for buffer in programs.iter().flat_map(|program| &program.buffers) {

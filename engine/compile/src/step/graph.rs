@@ -25,14 +25,13 @@ impl StepGraph {
     /// What of the options decides the graph, as text: equal texts, equal graphs of one model. Neither the order of a schedule nor what
     /// is recomputed, compressed or offloaded is in it.
     pub fn key(options: &StepOptions) -> String {
-        let StepOptions { batch, micro_batches, sequence, documents, dtype, mesh, overflow, .. } = options;
-        let StepOptions { trainable, loss, optimizer, update, pipeline, release_gradients, keep_gradients, .. } =
-            options;
-        let (stages, cut) = (mesh.pipeline * pipeline.chunks, &pipeline.cut);
+        let StepOptions { batch, micro_batches, sequence, documents, precision, mesh, memory, .. } = options;
+        let StepOptions { trainable, loss, optimizer, update, pipeline, keep_gradients, .. } = options;
+        let (stages, cut) = (options.stages(), &pipeline.cut);
         format!(
-            "{batch} {micro_batches} {sequence} {documents} {dtype:?} {stages} {cut:?} {} {} {trainable:?} {loss:?} {optimizer:?} {update:?} \
-             {overflow:?} {release_gradients} {keep_gradients}",
-            mesh.data, mesh.expert
+            "{batch} {micro_batches} {sequence} {documents} {precision:?} {stages} {cut:?} {} {} {trainable:?} {loss:?} {optimizer:?} {update:?} \
+             {:?} {} {keep_gradients}",
+            mesh.data, mesh.expert, memory.overflow, memory.release_gradients
         )
     }
 
@@ -41,9 +40,9 @@ impl StepGraph {
     /// # Errors
     /// When the options or the model's shapes do not fit together.
     pub fn record(build: &Build<'_>, options: &StepOptions) -> Result<Self> {
-        options.mesh.ranks()?;
+        options.check()?;
         // Which rank does what when is asked about when it is lowered.
-        let (mesh, stages) = (options.mesh, options.mesh.pipeline * options.pipeline.chunks);
+        let (mesh, stages) = (options.mesh, options.stages());
         let ranks = RankPlan { mesh, at: mesh.coordinate(0), stages, table: Vec::new() };
         Ok(Self { step: record(build, options, &ranks)?, key: Self::key(options) })
     }
@@ -80,7 +79,7 @@ impl StepGraph {
         table: Vec<Vec<Action>>,
         target: Target,
     ) -> Result<Vec<Program>> {
-        let (mesh, stages) = (options.mesh, options.mesh.pipeline * options.pipeline.chunks);
+        let (mesh, stages) = (options.mesh, options.stages());
         let at = mesh.coordinate(self.first_of(options, rank)?);
         let ranks = RankPlan { mesh, at, stages, table };
         let once = policy(&self.step, options, &ranks, target, &[])?;

@@ -14,6 +14,7 @@ mod ranks;
 mod record;
 #[cfg(test)]
 mod split_reference;
+pub mod text;
 mod update;
 
 use std::collections::{BTreeSet, HashMap};
@@ -26,7 +27,7 @@ use gapless_parallel::{Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};
 pub use self::graph::StepGraph;
-pub use self::options::{ParameterGroup, StepOptions, UpdateOptions};
+pub use self::options::{MemoryOptions, ParameterGroup, Precision, StepOptions, UpdateOptions};
 pub use self::overflow::Overflow;
 pub use self::ranks::{Pipeline, RankPlan, Share};
 use self::record::{Trace, TrainStep};
@@ -40,7 +41,7 @@ use crate::lowering::{Lowering, Output, Target};
 use crate::partition::{ParameterStages, cut_like};
 use crate::passes::dump;
 use crate::program::{BufferKind, Program};
-use crate::recompute::{Recompute, RematPlan, Resolving, stages_twice};
+use crate::recompute::{RematPlan, Resolving, stages_twice};
 
 /// What makes a model, whichever it is: so what records and compiles steps is compiled once, and not for every model anew.
 pub type Build<'a> = dyn Fn(VarBuilder) -> gapless_graph::Result<Box<dyn Model + 'a>> + 'a;
@@ -107,13 +108,14 @@ pub fn compile_step(
     ranks: &RankPlan,
     target: Target,
 ) -> Result<(Executable, CompiledStep)> {
+    options.check()?;
     // What is computed: the forward, its stages, its gradients, the update.
     let step = record(build, options, ranks)?;
     // The forward alone, twice, with its parameters where the training step has them.
     let evaluate = evaluation(build, options, ranks, &step.stages, target)?;
     let (logits, vocabulary) = logits(build, options, ranks, &step.stages, target)?;
     // What continues sequences, whose caches lie where the training step has its activations.
-    let generation = match &options.generation {
+    let generation = match options.caches() {
         Some(generation) => generation.programs(build, options, ranks, target)?,
         None => Vec::new(),
     };
@@ -129,16 +131,40 @@ pub fn compile_step(
         expect_same_parameters(&programs)?;
     }
     // Lifetimes, the plan, its check, and addresses.
-    let executable = compile(&programs, &options.planning_within(options.recompute.capacity()))?;
+    let executable = compile(&programs, &options.planning())?;
     let TrainStep { parameters, layout, watched, model, .. } = step;
     Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model }))
 }
 
-/// The program of a rank's training step, before anything has an address.
+/// The program of a rank's training step, before anything has an address: what the checker and the simulator of `parallel` can be asked
+/// about.
 ///
 /// # Errors
 /// When the options or the model's shapes do not fit together, or there is no such rank.
-pub fn program(build: &Build<'_>, options: &StepOptions, rank: usize, target: Target) -> Result<Program> {
+pub fn program<M: Model>(
+    build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
+    options: &StepOptions,
+    rank: usize,
+    target: Target,
+) -> Result<Program> {
+    lowered(&of_any(build), options, rank, target)
+}
+
+/// The plan of a rank's training step alone, without the evaluation and the sampling that a trainer has in the same arena. Reserves nothing.
+///
+/// # Errors
+/// As [`program`]; [`Error::OverBudget`].
+pub fn plan<M: Model>(
+    build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
+    options: &StepOptions,
+    rank: usize,
+    target: Target,
+) -> Result<Executable> {
+    compile(&[program(build, options, rank, target)?], &options.planning())
+}
+
+fn lowered(build: &Build<'_>, options: &StepOptions, rank: usize, target: Target) -> Result<Program> {
+    options.check()?;
     let ranks = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
     let step = record(build, options, &ranks)?;
     let recomputation = recompute(&step, options, &ranks, target, &[])?;
@@ -193,8 +219,8 @@ fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Op
     let row = &ranks.table[ranks.at.pipeline];
     let split = row.iter().filter(|action| action.kind == Kind::BackwardInput);
     let stages: BTreeSet<StageId> = split.map(|action| action.stage).collect();
-    let is_named = !matches!(options.recompute, Recompute::Budget { .. }) && !once.is_empty();
-    (is_named && options.overflow != Overflow::Recompute && !stages.is_empty()).then_some(stages)
+    let is_named = options.memory.budget.is_none() && !once.is_empty();
+    (is_named && options.memory.overflow != Overflow::Recompute && !stages.is_empty()).then_some(stages)
 }
 
 /// What the policy says. A budget is for the step and `others` in one arena: each way that the search tries is lowered and placed.
@@ -208,9 +234,10 @@ fn policy(
     let alive = alive_nodes(&step.graph(), step.outputs());
     let graph = step.graph();
     let row = &ranks.table[ranks.at.pipeline];
-    let can_be_twice = options.overflow != Overflow::Recompute;
+    let MemoryOptions { recompute, budget, rates, overflow, .. } = &options.memory;
+    let can_be_twice = *overflow != Overflow::Recompute;
     let resolving = Resolving { graph: &graph, alive: &alive, row, stashing: options.stashing(), can_be_twice };
-    resolving.resolve(&options.recompute, |recomputation, capacity| {
+    resolving.resolve(recompute, budget.map(|bytes| (bytes, *rates)), |recomputation, capacity| {
         let train = step.lower_graph(&graph, ranks, target, recomputation)?;
         let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
         height(&programs, options.planning_within(capacity))

@@ -1,5 +1,8 @@
-//! What decides a step's programs and their memory.
+//! What a training step is: all that decides its programs and their memory. A run's file, the command's flags and a trainer's options
+//! are made of these types, so a key is described, has its default and is checked here and nowhere else.
 
+use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -8,12 +11,184 @@ use gapless_graph::nn::Trainable;
 use gapless_graph::nn::names;
 use gapless_graph::optim::{AdamW, Optimizer};
 use gapless_kernels::LossTerms;
-use gapless_parallel::Mesh;
+use gapless_parallel::{Mesh, Rates};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
-use super::{Generation, Overflow, Pipeline, SCALARS_INPUT};
+use super::{Generation, Overflow, Pipeline, SCALARS_INPUT, text};
 use crate::error::{Error, Result};
 use crate::executable::CompileOptions;
 use crate::recompute::{Recompute, Stashing};
+
+/// A training step: its extents and its precision, which a run's file has in `[step]`, and what has a table of its own there.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct StepOptions {
+    /// Sequences per step, of all ranks together.
+    pub batch: usize,
+    /// Parts into which a data rank's share of the batch is cut; more of them need less memory and more time.
+    pub micro_batches: usize,
+    /// Tokens per sequence.
+    pub sequence: usize,
+    /// The type of parameters, activations and gradients, and of what the optimizer keeps.
+    pub precision: Precision,
+    /// How many ranks there are, and what each is.
+    #[serde(skip)]
+    pub mesh: Mesh,
+    /// How the ranks of a pipeline work together.
+    #[serde(skip)]
+    pub pipeline: Pipeline,
+    /// What of a step's memory is saved, and how.
+    #[serde(skip)]
+    pub memory: MemoryOptions,
+    /// Which part of the model is trained. Frozen parameters are there in the type of [`Self::precision`] alone, without gradients, states
+    /// or masters, and the forward keeps what the trained part needs.
+    #[serde(skip)]
+    pub trainable: Trainable,
+    /// What the training loss counts beside the likelihood of its targets; an evaluation's is the likelihood alone.
+    #[serde(skip)]
+    pub loss: LossTerms,
+    /// The update rule: `AdamW { .. }.into()`, another one of [`optim`](gapless_graph::optim), or one of your own.
+    #[serde(skip, default = "adamw")]
+    pub optimizer: Arc<dyn Optimizer>,
+    /// What the update does beside that: parameters with a rule of their own, cut gradients, steps that are left out, averages.
+    #[serde(skip)]
+    pub update: UpdateOptions,
+    /// Whether a sequence may hold several documents, which then neither see each other nor share their places
+    /// ([`DOCUMENT_INPUTS`](super::DOCUMENT_INPUTS)), and targets that don't count. The loss is the mean over those that count; what a
+    /// model adds to it, as routers do, is of all tokens. For models of causal attention, on the CPU.
+    #[serde(skip)]
+    pub documents: bool,
+    /// Hold every gradient until the next step, so that it can be read; costs their bytes.
+    #[serde(skip)]
+    pub keep_gradients: bool,
+    /// Caches to continue sequences, whose bytes the training step uses too. Without them, and on GPUs and over several ranks, each token
+    /// takes a forward pass over its whole window.
+    #[serde(skip)]
+    pub generation: Option<Generation>,
+}
+
+/// What a step computes in. All arithmetic is in f32: on the CPU, what a kernel does not widen as it loads it has a copy in f32 in scratch
+/// while the kernel runs. The statistics of norms, log-sum-exps, losses and the gradients' norm are f32 in any case. There is no f16:
+/// without a scaled loss, gradients leave its range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// All of it in 32 bits.
+    #[default]
+    F32,
+    /// Parameters, activations and gradients in 16 bits (bfloat16). The optimizer keeps masters and moments in 32 bits, and gradients of
+    /// several micro-batches are summed in 32 bits: mixed precision.
+    #[serde(alias = "mixed")]
+    Bf16,
+    /// All of it in 16 bits, what the optimizer keeps too, as of PyTorch's `model.to(torch.bfloat16)`. Small updates are lost.
+    PureBf16,
+}
+
+impl Precision {
+    /// The type of parameters, activations and gradients.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 | Self::PureBf16 => DType::BF16,
+        }
+    }
+
+    /// Whether what is stored in less than 32 bits has a master in 32.
+    pub fn has_masters(self) -> bool {
+        self != Self::PureBf16
+    }
+}
+
+/// As a run's file writes it.
+impl FromStr for Precision {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "f32" => Ok(Self::F32),
+            "bf16" | "mixed" => Ok(Self::Bf16),
+            "pure_bf16" => Ok(Self::PureBf16),
+            _ => Err(refuse("step.precision", format!("{text:?} is none"), "use f32, bf16 or pure_bf16")),
+        }
+    }
+}
+
+/// The precision with masters of a type that a model can be stored in.
+impl TryFrom<DType> for Precision {
+    type Error = Error;
+
+    fn try_from(dtype: DType) -> Result<Self> {
+        match dtype {
+            DType::F32 => Ok(Self::F32),
+            DType::BF16 => Ok(Self::Bf16),
+            other => Err(refuse("step.precision", format!("{other:?} is none"), "use f32 or bf16")),
+        }
+    }
+}
+
+/// What of a step's memory is saved, and how: a run's `[memory]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct MemoryOptions {
+    /// What the backward computes again instead of having it kept: `none`, `layers`, `first:3`, `layers:h.0,h.2` or
+    /// `ops:layer_norm,gelu`. The bits of the results do not depend on it.
+    #[serde(with = "text")]
+    #[schemars(with = "String")]
+    pub recompute: Recompute,
+    /// Bytes that the arena of a rank may take at most, as a number or a text (`"600MiB"`). What is computed again is then chosen so that
+    /// it costs the least time.
+    #[serde(with = "text::size", skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "text::size::schema")]
+    pub budget: Option<u64>,
+    /// By whose time a budget decides what is computed again: a CPU's by default; `{ flops = 770e12, bytes = 3e12 }` is an H100's. Only
+    /// the ratio of the two matters.
+    #[serde(default = "cpu_rates")]
+    pub rates: Rates,
+    /// Operations whose results wait for the backward in eight bits per number, where they are kept, by the names that profiles and memory
+    /// maps use. The forward has the same bits; gradients are of rounded activations.
+    pub compress: Vec<String>,
+    /// Operations whose results wait for the backward in a file, where they are kept. The bits of the results do not depend on it.
+    pub offload: Vec<String>,
+    /// The folder of that file, best on a disk of its own: in memory it would save nothing. The file has no name, and is gone with the
+    /// process; each rank has one, whose size is planned like the arena's.
+    pub offload_to: PathBuf,
+    /// Room for the rows that an expert rank receives, which the routing decides, beside what the plan leaves idle: `"worst"`, which never
+    /// runs out and takes only the pages that it uses; a multiple of what even routing needs, as 1.25; or bytes, as `"64MiB"`.
+    #[serde(with = "text::reserve")]
+    #[schemars(schema_with = "text::reserve::schema")]
+    pub routing: Reserve,
+    /// What becomes of a step that runs out of that room. The bits of the results do not depend on it.
+    pub overflow: Overflow,
+    /// Whether each parameter is updated as soon as its gradient is complete, and the gradient let go of: with one micro-batch the
+    /// gradients are never there together. Needs an infinite `optimizer.max_norm`, for a norm is known only in the end. For the same
+    /// reason a step that is not finite is reported, but has changed the model.
+    pub release_gradients: bool,
+    /// The most work that planning the arena may be, in rectangles looked at: by default a second or two, spent only where the lower bound
+    /// is not met before. With less, a plan may end a little above it.
+    pub planning: u64,
+}
+
+fn cpu_rates() -> Rates {
+    Rates { flops: 1e11, bytes: 1e10 }
+}
+
+impl Default for MemoryOptions {
+    fn default() -> Self {
+        Self {
+            recompute: Recompute::None,
+            budget: None,
+            rates: cpu_rates(),
+            compress: Vec::new(),
+            offload: Vec::new(),
+            offload_to: ".".into(),
+            routing: Reserve::Worst,
+            overflow: Overflow::Error,
+            release_gradients: false,
+            planning: CompileOptions::default().planner.work,
+        }
+    }
+}
 
 /// What an update does beside its rule.
 #[derive(Debug, Clone, Default)]
@@ -65,27 +240,25 @@ impl UpdateOptions {
     }
 
     /// Refuses numbers that make no sense.
-    ///
-    /// # Errors
-    /// [`Error::Config`], and those of [`Optimizer::check`].
-    pub fn check(&self) -> Result<()> {
-        let fail = |what, why: String, remedy| Err(Error::Config { what, why, remedy });
+    fn check(&self) -> Result<()> {
         if let Some(value) = self.max_value.filter(|value| value.is_nan() || *value <= 0.0) {
-            return fail("max_value", format!("is {value}"), "it is above 0");
+            return Err(refuse("optimizer.max_value", format!("is {value}"), "it is above 0"));
         }
         if let Some(decay) = self.average.filter(|decay| !(0.0..1.0).contains(decay)) {
-            return fail("average", format!("a decay of {decay}"), "it is in [0, 1); 0.999 is usual");
+            return Err(refuse("optimizer.average", format!("is {decay}"), "it is at least 0 and below 1"));
         }
         if self.groups.len() > Self::MAX_GROUPS {
             let why = format!("{} are more than {}", self.groups.len(), Self::MAX_GROUPS);
-            return fail("groups", why, "put parameters that are updated alike into one group");
+            return Err(refuse("optimizer.groups", why, "put parameters that are updated alike into one group"));
         }
         for ParameterGroup { names, optimizer, learning_rate } in &self.groups {
             if names.is_empty() {
-                return fail("groups", "one of them names nothing".into(), "name parameters or modules");
+                let why = "one of them names nothing".to_owned();
+                return Err(refuse("optimizer.groups", why, "name parameters or modules"));
             }
             if !(*learning_rate >= 0.0 && learning_rate.is_finite()) {
-                return fail("groups", format!("a learning rate times {learning_rate}"), "it is at least 0");
+                let why = format!("one has a learning_rate of {learning_rate}");
+                return Err(refuse("optimizer.groups", why, "it multiplies that of all, and is at least 0"));
             }
             optimizer.check()?;
         }
@@ -93,49 +266,8 @@ impl UpdateOptions {
     }
 }
 
-/// What decides a step's programs and their memory: of a trainer's options those that are neither data, nor time, nor device.
-#[derive(Debug, Clone)]
-pub struct StepOptions {
-    /// Sequences per step, of all ranks together.
-    pub batch: usize,
-    /// Parts into which a data rank's share of the batch is cut.
-    pub micro_batches: usize,
-    /// Tokens per sequence.
-    pub sequence: usize,
-    /// Whether sequences hold several documents, which do not see each other ([`DOCUMENT_INPUTS`](super::DOCUMENT_INPUTS)).
-    pub documents: bool,
-    /// Type of parameters, activations and gradients.
-    pub dtype: DType,
-    /// Which part of the model is trained.
-    pub trainable: Trainable,
-    /// What the training loss counts beside the likelihood of its targets.
-    pub loss: LossTerms,
-    /// The update rule.
-    pub optimizer: Arc<dyn Optimizer>,
-    /// What the update does beside that.
-    pub update: UpdateOptions,
-    /// The most work that planning the arena may be.
-    pub planning: u64,
-    /// How many ranks there are.
-    pub mesh: Mesh,
-    /// How the ranks of a pipeline work together.
-    pub pipeline: Pipeline,
-    /// What is computed again in the backward.
-    pub recompute: Recompute,
-    /// Operations whose results wait for the backward in eight bits.
-    pub compress: Vec<String>,
-    /// Operations whose results wait for the backward in a file.
-    pub offload: Vec<String>,
-    /// Room for the rows that expert ranks receive.
-    pub routing: Reserve,
-    /// What becomes of a step that runs out of that room.
-    pub overflow: Overflow,
-    /// Update each parameter as soon as its gradient is complete.
-    pub release_gradients: bool,
-    /// Hold every gradient until the next step.
-    pub keep_gradients: bool,
-    /// The programs that continue sequences, if there are to be any.
-    pub generation: Option<Generation>,
+fn adamw() -> Arc<dyn Optimizer> {
+    AdamW::default().into()
 }
 
 impl Default for StepOptions {
@@ -144,21 +276,15 @@ impl Default for StepOptions {
             batch: 8,
             micro_batches: 1,
             sequence: 256,
-            documents: false,
-            dtype: DType::F32,
-            trainable: Trainable::All,
-            loss: LossTerms::NONE,
-            optimizer: AdamW::default().into(),
-            update: UpdateOptions::default(),
-            planning: CompileOptions::default().planner.work,
+            precision: Precision::default(),
             mesh: Mesh::default(),
             pipeline: Pipeline::default(),
-            recompute: Recompute::None,
-            compress: Vec::new(),
-            offload: Vec::new(),
-            routing: Reserve::Worst,
-            overflow: Overflow::Error,
-            release_gradients: false,
+            memory: MemoryOptions::default(),
+            trainable: Trainable::All,
+            loss: LossTerms::NONE,
+            optimizer: adamw(),
+            update: UpdateOptions::default(),
+            documents: false,
             keep_gradients: false,
             generation: None,
         }
@@ -166,6 +292,11 @@ impl Default for StepOptions {
 }
 
 impl StepOptions {
+    /// Tokens of a step, at most.
+    const MOST_TOKENS: usize = 1 << 28;
+    /// Micro-batches of a step, ranks along one axis, and chunks of one, at most.
+    const MOST_PARTS: usize = 1 << 16;
+
     /// Parts into which the batch is cut: micro-batches of all ranks that share it.
     pub fn parts(&self) -> usize {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
@@ -184,13 +315,139 @@ impl StepOptions {
         self.batch / self.parts().max(1)
     }
 
-    /// What is kept otherwise than as it is.
-    pub fn stashing(&self) -> Stashing<'_> {
-        Stashing { compress: &self.compress, offload: &self.offload }
+    /// Stages of the pipeline.
+    pub fn stages(&self) -> usize {
+        self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
 
-    /// How an arena is planned that must fit so many bytes, if any.
-    pub fn planning_within(&self, capacity: Option<u64>) -> CompileOptions {
-        CompileOptions::within(capacity, self.planning, self.routing)
+    /// The caches that such ranks can have.
+    pub fn caches(&self) -> Option<&Generation> {
+        self.generation.as_ref().filter(|_| self.mesh.pipeline == 1 && self.mesh.expert == 1)
     }
+
+    /// What is kept otherwise than as it is.
+    pub fn stashing(&self) -> Stashing<'_> {
+        Stashing { compress: &self.memory.compress, offload: &self.memory.offload }
+    }
+
+    /// How the arena is planned.
+    pub fn planning(&self) -> CompileOptions {
+        self.planning_within(self.memory.budget)
+    }
+
+    /// The same for one that must fit so many bytes, if any.
+    pub fn planning_within(&self, capacity: Option<u64>) -> CompileOptions {
+        CompileOptions::within(capacity, self.memory.planning, self.memory.routing)
+    }
+
+    /// Refuses what no model could be trained with. Every key is named as a run's file names it.
+    ///
+    /// # Errors
+    /// [`Error::Config`], and those of [`Optimizer::check`].
+    pub fn check(&self) -> Result<()> {
+        self.check_values()?;
+        let Self { batch, micro_batches, memory, .. } = self;
+        if !batch.is_multiple_of(self.parts()) {
+            let Mesh { data, expert, .. } = self.mesh;
+            let ranks = match data * expert {
+                1 => String::new(),
+                _ => format!(" for each of {data} × {expert} ranks that share the batch"),
+            };
+            let why = format!("{batch} sequences do not divide into {micro_batches}{ranks}");
+            return Err(refuse("step.micro_batches", why, "choose a divisor of step.batch"));
+        }
+        if self.keep_gradients && self.shares_batch() {
+            let why = "ranks that share the batch have only parts of the gradients".to_owned();
+            return Err(refuse("keep_gradients", why, "keep them with one data rank and one expert rank"));
+        }
+        if memory.budget.is_some() && memory.recompute != Recompute::None {
+            let why = "a budget chooses itself what is computed again".to_owned();
+            return Err(refuse("memory.budget", why, "leave memory.recompute or memory.budget out"));
+        }
+        if memory.overflow == Overflow::Recompute && matches!(memory.routing, Reserve::Bytes(_)) {
+            let why = "a number of bytes promises no room to what is computed again".to_owned();
+            return Err(refuse("memory.overflow", why, "give memory.routing a factor (Reserve::Balanced)"));
+        }
+        if memory.overflow == Overflow::Recompute && !memory.compress.is_empty() {
+            let why = "rows that are made again of what was rounded are others than the forward's".to_owned();
+            return Err(refuse("memory.overflow", why, "compress nothing, or choose another policy"));
+        }
+        if memory.release_gradients { self.check_release() } else { Ok(()) }
+    }
+
+    /// The same of each value by itself, whatever the others are.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub fn check_values(&self) -> Result<()> {
+        let Self { batch, sequence, mesh, memory, .. } = self;
+        let extents = [
+            ("step.batch", *batch, Self::MOST_TOKENS),
+            ("step.sequence", *sequence, Self::MOST_TOKENS),
+            ("step.micro_batches", self.micro_batches, Self::MOST_PARTS),
+            ("mesh.data", mesh.data, Self::MOST_PARTS),
+            ("mesh.pipeline", mesh.pipeline, Self::MOST_PARTS),
+            ("mesh.expert", mesh.expert, Self::MOST_PARTS),
+            ("pipeline.chunks", self.pipeline.chunks, Self::MOST_PARTS),
+        ];
+        if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
+            let why = if extent == 0 { "is 0".into() } else { format!("is {extent}, and {most} are the most") };
+            return Err(refuse(key, why, "it is at least 1"));
+        }
+        if batch.saturating_mul(*sequence) > Self::MOST_TOKENS {
+            let why = format!("{batch} sequences of {sequence} tokens are more than {} tokens", Self::MOST_TOKENS);
+            return Err(refuse("step.batch", why, "choose a smaller step.batch or step.sequence"));
+        }
+        mesh.ranks()?;
+        let Rates { flops, bytes } = memory.rates;
+        if !memory.rates.are_sound() {
+            let why = format!("{flops} FLOP/s and {bytes} bytes/s are no device");
+            return Err(refuse("memory.rates", why, "both are above 0"));
+        }
+        if let Reserve::Balanced { factor } = memory.routing
+            && !(factor.is_finite() && factor >= 0.0)
+        {
+            return Err(refuse("memory.routing", format!("is {factor}"), "it is at least 0; 1.25 is usual"));
+        }
+        let LossTerms { label_smoothing, z_loss } = self.loss;
+        if !(0.0..1.0).contains(&label_smoothing) {
+            let remedy = "it is at least 0 and below 1";
+            return Err(refuse("loss.label_smoothing", format!("is {label_smoothing}"), remedy));
+        }
+        if !(z_loss >= 0.0 && z_loss.is_finite()) {
+            return Err(refuse("loss.z_loss", format!("is {z_loss}"), "it is at least 0"));
+        }
+        self.update.check()?;
+        self.trainable.check()?;
+        Ok(self.optimizer.check()?)
+    }
+
+    fn shares_batch(&self) -> bool {
+        self.mesh.data > 1 || self.mesh.expert > 1
+    }
+
+    /// What waits for all gradients keeps them.
+    fn check_release(&self) -> Result<()> {
+        let fail = |why: &str, remedy| Err(refuse("memory.release_gradients", why.into(), remedy));
+        if self.update.rules(&self.optimizer).any(|(rule, _)| rule.needs_norm()) {
+            return fail(
+                "gradients are clipped by their common norm",
+                "set the optimizer's max_norm to infinity (inf)",
+            );
+        }
+        if self.update.guarded {
+            return fail("a step that may be left out waits for the loss and the norm", "leave the guard out");
+        }
+        if self.keep_gradients {
+            return fail("gradients are kept", "choose one of the two");
+        }
+        if self.shares_batch() {
+            return fail("gradients are summed over ranks", "use one data rank and one expert rank");
+        }
+        Ok(())
+    }
+}
+
+fn refuse(what: &'static str, why: String, remedy: &'static str) -> Error {
+    Error::Config { what, why, remedy }
 }

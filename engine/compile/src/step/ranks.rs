@@ -1,16 +1,22 @@
 //! How a step is spread over ranks: which stage runs where, and in which order.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-use gapless_parallel::{Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Schedule, Shape, StageId};
+use gapless_parallel::{
+    Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Placement, Schedule, Shape, StageId, by_name,
+};
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::{Deserialize, Serialize};
 
 use super::StepOptions;
 use crate::error::{Error, Result};
 use crate::partition::StagePartition;
 
 /// The order of work in a pipeline, and how the model is cut for it.
-#[derive(Clone)]
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(try_from = "Named", into = "Named")]
 pub struct Pipeline {
     /// Each rank's actions, in order.
     pub schedule: Arc<dyn Schedule + Send + Sync>,
@@ -24,6 +30,51 @@ impl Default for Pipeline {
     /// 1F1B, one stage per rank, balanced.
     fn default() -> Self {
         Self { schedule: Arc::new(OneForwardOneBackward), chunks: 1, cut: StagePartition::Balanced }
+    }
+}
+
+/// A pipeline as a run's `[pipeline]` says it.
+#[derive(Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct Named {
+    /// The order of work, by a name that `gapless schedule --help` lists.
+    #[serde(default = "usual_schedule")]
+    schedule: String,
+    /// Stages of each rank: by default one, or two for schedules in the shape of a V.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    chunks: Option<usize>,
+}
+
+fn usual_schedule() -> String {
+    Pipeline::default().schedule.name().to_owned()
+}
+
+impl From<Pipeline> for Named {
+    fn from(Pipeline { schedule, chunks, .. }: Pipeline) -> Self {
+        Self { schedule: schedule.name().to_owned(), chunks: Some(chunks) }
+    }
+}
+
+impl TryFrom<Named> for Pipeline {
+    type Error = Error;
+
+    fn try_from(Named { schedule, chunks }: Named) -> Result<Self> {
+        let schedule = by_name(&schedule)?;
+        let usual = match schedule.placement() {
+            Placement::Loop => 1,
+            Placement::V => 2,
+        };
+        Ok(Self { schedule: schedule.into(), chunks: chunks.unwrap_or(usual), cut: StagePartition::Balanced })
+    }
+}
+
+impl JsonSchema for Pipeline {
+    fn schema_name() -> Cow<'static, str> {
+        "Pipeline".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        Named::json_schema(generator)
     }
 }
 

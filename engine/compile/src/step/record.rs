@@ -65,7 +65,7 @@ impl TrainStep {
             layout: CheckpointLayout::default(),
             watched: Vec::new(),
             model: String::new(),
-            evicts: options.overflow == Overflow::Recompute,
+            evicts: options.memory.overflow == Overflow::Recompute,
         })
     }
 
@@ -85,7 +85,8 @@ impl TrainStep {
         let looked_up = trace.looked_up();
         let gradients = differentiate_in(&trace.graph, &self.loss, self.share, &|parameter| {
             let (name, dims, dtype) = (&trace.name(parameter.id()), parameter.dims(), parameter.dtype());
-            let of = ParameterInfo { name, dims, dtype, looked_up: looked_up.contains(&parameter.id()) };
+            let (looked_up, masters) = (looked_up.contains(&parameter.id()), options.precision.has_masters());
+            let of = ParameterInfo { name, dims, dtype, looked_up, masters };
             let rule = trace.lock().rule(parameter.id()).cloned();
             if several { rule.as_ref().unwrap_or(options.rule_of(name)).sum_dtype(&of) } else { dtype }
         })?;
@@ -204,7 +205,7 @@ impl Trace {
         is_training: bool,
     ) -> Result<(Self, Box<dyn Model + 'a>)> {
         let graph = Arc::new(Mutex::new(Graph::default()));
-        let vb = VarBuilder::new(&graph, options.dtype).with_expert_ranks(plan.mesh.expert, plan.at.expert);
+        let vb = VarBuilder::new(&graph, options.precision.dtype()).with_expert_ranks(plan.mesh.expert, plan.at.expert);
         let model = build(vb.with_trainable(&options.trainable).with_training(is_training))?;
         options.trainable.check_model(&lock(&graph))?;
         let spec = Spec { shape: extents.into(), dtype: DType::U32 };

@@ -11,7 +11,7 @@ use gapless_testing::few;
 
 use super::budget_reference::{Chain, TARGET, candidates};
 use super::record::TrainStep;
-use super::{Pipeline, RankPlan, StepOptions, of_any, policy, recompute, record};
+use super::{MemoryOptions, Pipeline, RankPlan, StepOptions, of_any, policy, recompute, record};
 use crate::error::Error;
 use crate::lower::alive_nodes;
 use crate::recompute::{Layers, Recompute, RematPlan, SavedActivations};
@@ -19,11 +19,15 @@ use crate::{Program, table};
 
 const RATES: Rates = Rates { flops: 1e9, bytes: 1e9 };
 
-fn options(schedule: &str, chunks: usize, micro_batches: usize, recompute: Recompute) -> StepOptions {
+fn dropping(recompute: &Recompute) -> MemoryOptions {
+    MemoryOptions { recompute: recompute.clone(), ..MemoryOptions::default() }
+}
+
+fn options(schedule: &str, chunks: usize, micro_batches: usize, memory: MemoryOptions) -> StepOptions {
     let schedule = Arc::from(by_name(schedule).unwrap());
     let pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
     let (mesh, batch) = (Mesh::pipeline(2), 4 * micro_batches);
-    StepOptions { batch, micro_batches, sequence: 16, mesh, pipeline, recompute, ..StepOptions::default() }
+    StepOptions { batch, micro_batches, sequence: 16, mesh, pipeline, memory, ..StepOptions::default() }
 }
 
 fn recorded(hidden: &[usize], options: &StepOptions, rank: usize) -> (TrainStep, RankPlan) {
@@ -46,7 +50,7 @@ fn no_other_stages_hold_less() {
     for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2), ("interleaved-zb", 2), ("v-min", 2)] {
         // With ten micro-batches they are chosen by the first few.
         for (rank, recomputed, micro_batches) in [(0, &layers, 4), (1, &layers, 10), (1, &gelu, 4), (0, &gelu, 10)] {
-            let options = options(schedule, chunks, micro_batches, recomputed.clone());
+            let options = options(schedule, chunks, micro_batches, dropping(recomputed));
             let (step, ranks) = recorded(&[64, 96, 32, 64], &options, rank);
             let named = policy(&step, &options, &ranks, TARGET, &[]).unwrap();
             let of_row = ranks.table[rank].iter().filter(|action| action.kind == Kind::BackwardInput);
@@ -100,7 +104,8 @@ fn no_way_for_both_halves_is_cheaper() {
     let all: [(&str, usize, &[usize]); 4] =
         [("zb-h2", 1, &[64, 64]), ("zb-h1", 1, &[64, 64]), ("zb-h2", 0, &[64, 64]), ("zb-h2", 1, &[64, 96, 32, 64])];
     for &(schedule, rank, hidden) in few(&all, 3) {
-        let within = |bytes| options(schedule, 1, 3, Recompute::Budget { bytes, rates: RATES });
+        let within =
+            |bytes| options(schedule, 1, 3, MemoryOptions { budget: Some(bytes), rates: RATES, ..Default::default() });
         let (step, ranks) = recorded(hidden, &within(0), rank);
         let ways = all_ways(&step, &ranks);
         let (least, most) = (ways.iter().map(|way| way.0).min().unwrap(), ways[0].0);

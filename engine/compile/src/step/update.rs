@@ -158,7 +158,11 @@ impl Update<'_> {
         let norm = self.norm(&targets, loss)?;
         let inputs = Inputs {
             // Nothing to wait for: neither clipped nor left out.
-            norm: if self.options.release_gradients { loss.constant(0.0, ()) } else { self.guarded(&norm, loss)? },
+            norm: if self.options.memory.release_gradients {
+                loss.constant(0.0, ())
+            } else {
+                self.guarded(&norm, loss)?
+            },
             scalars: {
                 let names = self.options.update.scalars_inputs();
                 names.iter().map(|name| self.trace.input(name, Spec::f32(SCALARS))).collect::<Result<_>>()?
@@ -280,7 +284,8 @@ impl Update<'_> {
     fn target<'p>(&self, parameter: &'p Parameter, looked_up: &HashSet<ValueId>) -> Result<Target<'p>> {
         self.place(Place::Stage(parameter.owner));
         let Parameter { name, tensor, gradient, dims, shared, .. } = parameter;
-        let of = ParameterInfo { name, dims, dtype: tensor.dtype(), looked_up: looked_up.contains(&tensor.id()) };
+        let (looked_up, masters) = (looked_up.contains(&tensor.id()), self.options.precision.has_masters());
+        let of = ParameterInfo { name, dims, dtype: tensor.dtype(), looked_up, masters };
         let own = self.trace.lock().rule(tensor.id()).cloned();
         let (is_own, group) = (own.is_some(), self.options.update.group_of(name));
         let rule = own.unwrap_or_else(|| self.options.rule_of(name).clone());
@@ -334,7 +339,7 @@ impl Update<'_> {
         let mut groups: BTreeMap<(StageId, Part, usize), Vec<&Tensor>> = BTreeMap::new();
         for (index, target) in targets.iter().enumerate().filter(|(_, target)| !target.is_own) {
             // A gradient that is let go of is squared by itself.
-            let group = if self.options.release_gradients { index } else { 0 };
+            let group = if self.options.memory.release_gradients { index } else { 0 };
             groups.entry((target.parameter.owner, target.part, group)).or_default().push(&target.gradient);
         }
         let mut squares = Vec::new();

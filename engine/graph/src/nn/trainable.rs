@@ -35,7 +35,9 @@ pub struct Lora {
     pub alpha: f64,
     /// Probability of dropout on the adapter's input.
     pub dropout: f64,
-    /// Layers that get one: the last parts of their paths, e.g. `q_proj` or `mlp.c_proj`.
+    /// Layers that get one: the last parts of their paths, e.g. `q_proj` or `mlp.c_proj`; in a file, where they are left out, those that
+    /// make queries and values in the model's family.
+    #[serde(default)]
     pub targets: Vec<String>,
     /// Whether the scale is alpha ÷ √rank instead (rsLoRA, arXiv 2312.03732).
     pub rank_stabilised: bool,

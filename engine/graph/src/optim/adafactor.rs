@@ -28,8 +28,6 @@ pub struct Adafactor {
     pub weight_decay: f64,
     /// The global norm to which larger gradients are scaled; infinite for no clipping.
     pub max_norm: f64,
-    /// As [`AdamW::masters`], of the parameters.
-    pub masters: bool,
 }
 
 /// Added to the square of every gradient.
@@ -41,7 +39,7 @@ const COLUMNS: usize = 64;
 impl Default for Adafactor {
     fn default() -> Self {
         let (weight_decay, max_norm) = (0.0, f64::INFINITY);
-        Self { decay_exponent: 0.8, clip_threshold: 1.0, least_scale: 1e-3, weight_decay, max_norm, masters: true }
+        Self { decay_exponent: 0.8, clip_threshold: 1.0, least_scale: 1e-3, weight_decay, max_norm }
     }
 }
 
@@ -70,10 +68,10 @@ impl Matrices {
 }
 
 impl Adafactor {
-    /// What it has in common with AdamW: bounds, decay, types, masters.
+    /// What it has in common with AdamW: bounds, decay.
     fn as_adamw(&self) -> AdamW {
-        let Self { weight_decay, max_norm, masters, .. } = *self;
-        AdamW { weight_decay, max_norm, masters, ..AdamW::default() }
+        let Self { weight_decay, max_norm, .. } = *self;
+        AdamW { weight_decay, max_norm, ..AdamW::default() }
     }
 }
 
@@ -106,7 +104,7 @@ impl Optimizer for Adafactor {
     }
 
     fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        self.as_adamw().sum_dtype(of)
+        of.kept_dtype()
     }
 
     /// Its root mean square is of the whole.

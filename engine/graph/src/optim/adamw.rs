@@ -25,15 +25,11 @@ pub struct AdamW {
     pub weight_decay: f64,
     /// The global norm to which larger gradients are scaled; infinite for no clipping.
     pub max_norm: f64,
-    /// Keep moments, and a master of each parameter that is updated in its place, in f32, where the model is stored in less; and
-    /// sum gradients of several micro-batches in f32 (mixed precision: Micikevicius et al., arXiv 1710.03740, section 3.1).
-    /// Without, all of it is of the model's type, as of PyTorch's `model.to(torch.bfloat16)`.
-    pub masters: bool,
 }
 
 impl Default for AdamW {
     fn default() -> Self {
-        Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, max_norm: 1.0, masters: true }
+        Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, max_norm: 1.0 }
     }
 }
 
@@ -66,7 +62,7 @@ impl Optimizer for AdamW {
     }
 
     fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        if self.masters { DType::F32 } else { of.dtype }
+        of.kept_dtype()
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {

@@ -21,21 +21,19 @@ pub struct Lion {
     pub weight_decay: f64,
     /// The global norm to which larger gradients are scaled; infinite for no clipping.
     pub max_norm: f64,
-    /// As [`AdamW::masters`].
-    pub masters: bool,
 }
 
 impl Default for Lion {
     fn default() -> Self {
-        Self { beta1: 0.9, beta2: 0.99, weight_decay: 0.1, max_norm: 1.0, masters: true }
+        Self { beta1: 0.9, beta2: 0.99, weight_decay: 0.1, max_norm: 1.0 }
     }
 }
 
 impl Lion {
-    /// What it has in common with AdamW: bounds, decay, types, masters.
+    /// What it has in common with AdamW: bounds, decay.
     fn as_adamw(&self) -> AdamW {
-        let Self { beta1, beta2, weight_decay, max_norm, masters } = *self;
-        AdamW { beta1, beta2, weight_decay, max_norm, masters, ..AdamW::default() }
+        let Self { beta1, beta2, weight_decay, max_norm } = *self;
+        AdamW { beta1, beta2, weight_decay, max_norm, ..AdamW::default() }
     }
 }
 
@@ -55,7 +53,7 @@ impl Optimizer for Lion {
     }
 
     fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        self.as_adamw().sum_dtype(of)
+        of.kept_dtype()
     }
 
     fn scalars(&self, _: u64, lr: f64) -> [f32; SCALARS] {

@@ -46,9 +46,18 @@ pub struct ParameterInfo<'a> {
     pub dtype: DType,
     /// Whether its rows are looked up by ids, as those of token embeddings: only some of them have gradients in a step.
     pub looked_up: bool,
+    /// Whether what a rule keeps is in f32 where the parameter is stored in less, a master of the parameter included, and so are sums
+    /// of its gradients (mixed precision: Micikevicius et al., arXiv 1710.03740, section 3.1). Else all of it is of the parameter's
+    /// type, as of PyTorch's `model.to(torch.bfloat16)`.
+    pub masters: bool,
 }
 
 impl ParameterInfo<'_> {
+    /// The type of what a rule keeps of it.
+    pub fn kept_dtype(&self) -> DType {
+        if self.masters { DType::F32 } else { self.dtype }
+    }
+
     /// Elements of the whole parameter.
     pub fn elements(&self) -> usize {
         self.dims.iter().product()

@@ -89,7 +89,7 @@ impl Optimizer for Muon {
     }
 
     fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        self.rule.sum_dtype(of)
+        of.kept_dtype()
     }
 
     /// A matrix is made orthogonal as a whole.

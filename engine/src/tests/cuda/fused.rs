@@ -23,7 +23,7 @@ use crate::recompute::RematPlan;
 use crate::reference::Array;
 use crate::runtime::cpu::Workers;
 use crate::runtime::{RunOptions, Session};
-use crate::{Result, Tensor, TrainOptions};
+use crate::{Result, StepOptions, Tensor, TrainOptions};
 
 /// Extents whose product is no multiple of a pack, so that nothing is aligned for long.
 const SHAPE: [usize; 3] = [3, 5, 7];
@@ -374,7 +374,10 @@ pub(super) fn launched(executable: &Executable) -> Vec<Launched> {
 
 /// Sources that are generated for the steps of small models, and for a function of every kind of operand in both types.
 pub(super) fn generated() -> BTreeSet<Family> {
-    let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, ..TrainOptions::default() };
+    let options = TrainOptions {
+        step: StepOptions { batch: BATCH, sequence: SEQUENCE, ..StepOptions::default() },
+        ..TrainOptions::default()
+    };
     let steps = [Style::Gpt, Style::Llama].map(|style| executable(&options, Target::Cuda, |vb| Small::new(style, vb)));
     let functions = [DType::F32, DType::BF16].map(|dtype| every_kind(dtype).executable(Target::Cuda));
     let all = steps.into_iter().chain(functions).flat_map(|executable| launched(&executable));
@@ -391,7 +394,10 @@ fn every_kind(dtype: DType) -> Function {
 #[test]
 fn steps_launch_less_and_move_less() {
     for (style, launches) in [(Style::Gpt, [67, 47]), (Style::Llama, [66, 55])] {
-        let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, ..TrainOptions::default() };
+        let options = TrainOptions {
+            step: StepOptions { batch: BATCH, sequence: SEQUENCE, ..StepOptions::default() },
+            ..TrainOptions::default()
+        };
         let [apart, fused] =
             [Target::CudaUnfused, Target::Cuda].map(|target| executable(&options, target, |vb| Small::new(style, vb)));
         let [most_apart, most] = [&apart, &fused].map(|executable| lower_bound(executable.problem()));

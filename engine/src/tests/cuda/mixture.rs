@@ -12,7 +12,7 @@ use crate::nn::{
     Capacity, Choice, Experts, Linear, Module, Router, RouterConfig, Score, VarBuilder, linear_no_bias, rms_norm,
 };
 use crate::ops::{DropPolicy, ExpertGroups};
-use crate::{Batch, DeviceChoice, Model, Result, StepReport, Tensor, TrainOptions, Trainer};
+use crate::{Batch, DeviceChoice, Model, Result, StepOptions, StepReport, Tensor, TrainOptions, Trainer};
 
 /// A small Llama with a layer of experts behind it, and perhaps one that all tokens pass through.
 pub struct Mixture {
@@ -137,13 +137,13 @@ fn padding_counts_nowhere() {
         return;
     }
     for (name, is_shared, config) in few(&mixtures(), 2) {
-        let options = TrainOptions { documents: true, ..options() };
+        let options = TrainOptions { step: StepOptions { documents: true, ..options().step }, ..options() };
         let build = |vb| Mixture::new(config, *is_shared, vb);
         let mut cpu = Trainer::new(build, TrainOptions { device: DeviceChoice::Cpu, ..options.clone() }).unwrap();
-        let mut device = Trainer::on_device(device(), build, options.clone()).unwrap();
+        let mut device = Trainer::builder(build, options.clone()).on_device(device()).build().unwrap();
         let [tokens, mut targets] = batch(0);
         // Two examples of two tokens and then padding; of the last sequence, padding alone.
-        let (sequence, all) = (options.sequence, tokens.len());
+        let (sequence, all) = (options.step.sequence, tokens.len());
         let starts: Vec<u32> = (0..all).map(|i| (i % sequence / 2 * 2).min(4) as u32).collect();
         for (i, target) in targets.iter_mut().enumerate() {
             if i % sequence >= 4 || i % 2 == 0 || i >= all - sequence {

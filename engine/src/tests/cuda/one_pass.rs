@@ -7,9 +7,9 @@ use super::processor::{Processor, device};
 use super::small::{BATCH, SEQUENCE, Small, Style};
 use super::step::executable;
 use super::{gpu, host};
-use crate::TrainOptions;
 use crate::compile::Target;
 use crate::runtime::{RunOptions, Session};
+use crate::{StepOptions, TrainOptions};
 
 /// One pass over the rows makes what two kernels do, in the same order: sums for weight and bias have their bits, in f32 the rows'
 /// gradients too, whichever blocks and threads come first. Rows are packs or none; of some pieces and of some runs; of as many
@@ -99,7 +99,10 @@ fn gradients_of_a_table_are_added_in_place() {
         return;
     }
     for micro_batches in [1, 2] {
-        let options = TrainOptions { batch: BATCH, micro_batches, sequence: SEQUENCE, ..TrainOptions::default() };
+        let options = TrainOptions {
+            step: StepOptions { batch: BATCH, micro_batches, sequence: SEQUENCE, ..StepOptions::default() },
+            ..TrainOptions::default()
+        };
         let planned = |target| executable(&options, target, |vb| Small::new(Style::Gpt, vb));
         let cleared = launched(&planned(Target::Cuda)).iter().filter(|(_, name)| name.starts_with("fill")).count();
         assert_eq!(cleared, usize::from(micro_batches > 1));
@@ -112,7 +115,7 @@ fn gradients_of_a_table_are_added_in_place() {
             let ids: Vec<u32> = (0..BATCH * SEQUENCE).map(|i| (i * 5 % 7) as u32).collect();
             session.write_input(program, "tokens", 0, &ids).unwrap();
             session.write_input(program, "targets", 0, &ids).unwrap();
-            session.write_input(program, "step.scalars", 0, &options.optimizer.scalars(0, 1e-2)).unwrap();
+            session.write_input(program, "step.scalars", 0, &options.step.optimizer.scalars(0, 1e-2)).unwrap();
             session.run(program, RunOptions { seed: 3, ..RunOptions::default() }).unwrap();
             let moment = session.tensor("exp_avg/embedding.weight").unwrap();
             moment.flatten_all().unwrap().to_vec1::<f32>().unwrap()

@@ -2,7 +2,6 @@
 
 use std::ops::ControlFlow;
 
-use candle_core::DType;
 use gapless_parallel::{Mesh, by_name};
 use gapless_testing::few;
 
@@ -13,15 +12,22 @@ use super::trainer::{batch, expect_near, numbers, options, step};
 use super::{gpu, host};
 use crate::checkpoint::Checkpoint;
 use crate::communicator::{Communicator, CommunicatorError, on_threads};
+use crate::compile::{self, Target};
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
 use crate::nn::{Embedding, Linear, Module, RouterConfig, VarBuilder, embedding, linear};
-use crate::{DeviceChoice, GenerateOptions, Model, Pipeline, Result, Tensor, TrainError, TrainOptions, Trainer};
+use crate::{
+    GenerateOptions, MemoryOptions, Model, Pipeline, Precision, Result, StepOptions, Tensor, TrainError, TrainOptions,
+    Trainer,
+};
 
 const STEPS: usize = 3;
 
 /// Options whose plans need not be the best.
 pub fn quick() -> TrainOptions {
-    TrainOptions { planning: 1 << 20, ..options() }
+    TrainOptions {
+        step: StepOptions { memory: MemoryOptions { planning: 1 << 20, ..options().step.memory }, ..options().step },
+        ..options()
+    }
 }
 
 pub fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
@@ -39,7 +45,7 @@ struct Trained {
 fn train(trainer: &mut Trainer) -> Result<Trained, TrainError> {
     let steps = (0..STEPS).map(|_| step(trainer)).collect::<Result<_, TrainError>>()?;
     let [tokens, targets] = batch(9);
-    let part = trainer.options().evaluation_batch() * SEQUENCE;
+    let part = trainer.options().step.evaluation_batch() * SEQUENCE;
     let validation = trainer.evaluate(&tokens[..part], &targets[..part])?;
     let text = trainer.generate(&[&tokens[..3]], &GenerateOptions::greedy(5), |_| ControlFlow::Continue(()))?.remove(0);
     let names: Vec<String> = trainer.parameter_names().map(String::from).collect();
@@ -48,8 +54,8 @@ fn train(trainer: &mut Trainer) -> Result<Trained, TrainError> {
 }
 
 fn on_cpus<M: Model>(options: &TrainOptions, model: impl Fn(VarBuilder) -> Result<M> + Sync) -> Vec<Trained> {
-    let ranks = options.mesh.ranks().unwrap();
-    on_threads(ranks, |world| train(&mut Trainer::on(world, &model, options.clone())?)).unwrap()
+    let ranks = options.step.mesh.ranks().unwrap();
+    on_threads(ranks, |world| train(&mut Trainer::builder(&model, options.clone()).on(world).build()?)).unwrap()
 }
 
 /// On the one device of judges, which ranks share, or each on its own.
@@ -58,10 +64,10 @@ fn on_devices<M: Model>(
     device: impl Fn(usize) -> Box<dyn Device> + Sync,
     model: impl Fn(VarBuilder) -> Result<M> + Sync,
 ) -> Vec<Trained> {
-    let ranks = options.mesh.ranks().unwrap();
+    let ranks = options.step.mesh.ranks().unwrap();
     let on_rank = |world: Box<dyn Communicator>| {
         let device = device(world.rank());
-        train(&mut Trainer::rank_on_device(world, device, &model, options.clone())?)
+        train(&mut Trainer::builder(&model, options.clone()).on(world).on_device(device).build()?)
     };
     on_threads(ranks, on_rank).unwrap()
 }
@@ -111,7 +117,7 @@ fn ranks_train_as_on_the_cpu() {
             Pipeline { schedule: by_name("interleaved").unwrap().into(), chunks: 2, ..Pipeline::default() },
         ),
     ] {
-        let options = TrainOptions { mesh, micro_batches, pipeline, ..quick() };
+        let options = TrainOptions { step: StepOptions { mesh, micro_batches, pipeline, ..quick().step }, ..quick() };
         compare(&format!("{style:?} on {mesh:?}"), &options, |_| device(), |vb| Small::new(style, vb));
     }
 }
@@ -139,7 +145,12 @@ impl Model for Wide {
 #[test]
 fn data_ranks_share_states() {
     if host::is_there() {
-        compare("shared states", &TrainOptions { mesh: mesh(2, 1, 1), ..quick() }, |_| device(), Wide::new);
+        compare(
+            "shared states",
+            &TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() },
+            |_| device(),
+            Wide::new,
+        );
     }
 }
 
@@ -149,16 +160,16 @@ fn a_profile_of_a_rank_is_its_step() {
     if !host::is_there() {
         return;
     }
-    let options = TrainOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick() };
+    let options =
+        TrainOptions { step: StepOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick().step }, ..quick() };
     let model = |vb| Small::new(Style::Llama, vb);
     let [tokens, targets] = batch(0);
     let profiles = on_threads(4, |world| {
-        let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+        let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
         trainer.profile(&tokens, &targets)
     });
     for (rank, profile) in profiles.unwrap().iter().enumerate() {
-        let plan = Trainer::plan_rank(model, &TrainOptions { device: DeviceChoice::Cuda(0), ..options.clone() }, rank)
-            .unwrap();
+        let plan = compile::step::plan(model, &options.step, rank, Target::Cuda).unwrap();
         assert_eq!(profile.iter().map(|timed| timed.flops).sum::<u64>(), plan.flops()[0], "rank {rank}");
     }
 }
@@ -172,12 +183,21 @@ fn experts_have_ranks() {
     let config = RouterConfig { experts: 4, balance_loss: 0.1, z_loss: 0.01, ..RouterConfig::default() };
     let model = |vb| Mixture::new(&config, false, vb);
     for &mesh in few(&[mesh(2, 1, 2), mesh(1, 2, 2), mesh(1, 1, 2)], 1) {
-        compare(&format!("experts on {mesh:?}"), &TrainOptions { mesh, ..quick() }, |_| device(), model);
+        compare(
+            &format!("experts on {mesh:?}"),
+            &TrainOptions { step: StepOptions { mesh, ..quick().step }, ..quick() },
+            |_| device(),
+            model,
+        );
     }
     // In bf16 a token may go to other experts.
-    let in_f32 = TrainOptions { mesh: mesh(1, 1, 2), ..quick() };
+    let in_f32 = TrainOptions { step: StepOptions { mesh: mesh(1, 1, 2), ..quick().step }, ..quick() };
     let exact = on_cpus(&in_f32, model);
-    let rounded = on_devices(&TrainOptions { dtype: DType::BF16, ..in_f32 }, |_| device(), model);
+    let rounded = on_devices(
+        &TrainOptions { step: StepOptions { precision: Precision::Bf16, ..in_f32.step }, ..in_f32 },
+        |_| device(),
+        model,
+    );
     for (exact, got) in exact[0].steps.iter().zip(&rounded[0].steps) {
         expect_near("loss in bf16", got[0], exact[0], 2e-2);
     }
@@ -194,8 +214,11 @@ fn ranks_train_in_bf16() {
 
 pub fn compare_in_bf16(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
     for (mesh, micro_batches) in [(mesh(2, 1, 1), 1), (mesh(1, 2, 1), 2)] {
-        let in_f32 = TrainOptions { micro_batches: 2, ..quick() };
-        let in_bf16 = TrainOptions { mesh, micro_batches, dtype: DType::BF16, ..quick() };
+        let in_f32 = TrainOptions { step: StepOptions { micro_batches: 2, ..quick().step }, ..quick() };
+        let in_bf16 = TrainOptions {
+            step: StepOptions { mesh, micro_batches, precision: Precision::Bf16, ..quick().step },
+            ..quick()
+        };
         let model = |vb| Small::new(Style::Llama, vb);
         let (exact, ranks) = (on_cpus(&in_f32, model), on_devices(&in_bf16, &device, model));
         for rank in &ranks {
@@ -214,10 +237,11 @@ fn ranks_save_and_resume() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let options = TrainOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick() };
+    let options =
+        TrainOptions { step: StepOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick().step }, ..quick() };
     let model = |vb| Small::new(Style::Gpt, vb);
     let expected = on_threads(2, |world| {
-        let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+        let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
         step(&mut trainer)?;
         trainer.save(folder.path(), serde_json::json!({}))?;
         step(&mut trainer)
@@ -225,13 +249,15 @@ fn ranks_save_and_resume() {
     .unwrap();
     let saved = Checkpoint::latest(folder.path()).unwrap().unwrap();
     let resumed = on_threads(2, |world| {
-        let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+        let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
         trainer.resume(&saved)?;
         step(&mut trainer)
     })
     .unwrap();
     assert_eq!(resumed, expected);
-    let mut alone = Trainer::new(model, TrainOptions { mesh: mesh(1, 1, 1), ..options }).unwrap();
+    let mut alone =
+        Trainer::new(model, TrainOptions { step: StepOptions { mesh: mesh(1, 1, 1), ..options.step }, ..options })
+            .unwrap();
     alone.resume(&saved).unwrap();
     let alone = step(&mut alone).unwrap();
     let part = gpu::allowed(2e-5, 2e-4) as f32;
@@ -244,10 +270,12 @@ fn a_rank_that_leaves_is_named() {
     if !host::is_there() {
         return;
     }
-    let options = TrainOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick() };
+    let options =
+        TrainOptions { step: StepOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick().step }, ..quick() };
     let errors = on_threads(2, |world| {
         let rank = world.rank();
-        let mut trainer = Trainer::rank_on_device(world, device(), |vb| Small::new(Style::Gpt, vb), options.clone())?;
+        let mut trainer =
+            Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone()).on(world).on_device(device()).build()?;
         if rank == 1 {
             return Ok(Vec::new());
         }
@@ -265,14 +293,15 @@ fn a_device_that_fails_is_told_to_the_others() {
     if !host::is_there() {
         return;
     }
-    let options = TrainOptions { mesh: mesh(2, 1, 1), ..quick() };
+    let options = TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() };
     let errors = on_threads(2, |world| {
         let failing: Box<dyn Device> = match world.rank() {
             // After the recordings of all programs: in the midst of a step.
             1 => Box::new(Failing { device: device(), replays: 1 }),
             _ => device(),
         };
-        let mut trainer = Trainer::rank_on_device(world, failing, |vb| Small::new(Style::Gpt, vb), options.clone())?;
+        let mut trainer =
+            Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone()).on(world).on_device(failing).build()?;
         Ok([step(&mut trainer).unwrap_err().to_string(), step(&mut trainer).unwrap_err().to_string()])
     })
     .unwrap();
@@ -339,10 +368,10 @@ fn ranks_break_together_and_are_of_one_kind() {
     if !host::is_there() {
         return;
     }
-    let options = TrainOptions { mesh: mesh(2, 1, 1), ..quick() };
+    let options = TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() };
     let model = |vb| Small::new(Style::Llama, vb);
     on_threads(2, |world| {
-        let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+        let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
         let before = trainer.tensor("up.weight")?;
         let infinite = (trainer.tensor("out.weight")?.ones_like()? * f64::INFINITY)?;
         trainer.set_tensor("out.weight", &infinite)?;
@@ -356,8 +385,8 @@ fn ranks_break_together_and_are_of_one_kind() {
     })
     .unwrap();
     let mixed = on_threads(2, |world| match world.rank() {
-        0 => Trainer::rank_on_device(world, device(), model, options.clone()),
-        _ => Trainer::on(world, model, options.clone()),
+        0 => Trainer::builder(model, options.clone()).on(world).on_device(device()).build(),
+        _ => Trainer::builder(model, options.clone()).on(world).build(),
     });
     assert!(mixed.unwrap_err().to_string().contains("would drift apart"));
 }
@@ -370,9 +399,12 @@ fn parameters_of_ranks_are_written() {
     }
     let model = |vb| Small::new(Style::Gpt, vb);
     for (mesh, micro_batches) in [(mesh(2, 1, 1), 2), (mesh(1, 2, 1), 2)] {
-        let options = TrainOptions { mesh, micro_batches, dtype: DType::BF16, ..quick() };
+        let options = TrainOptions {
+            step: StepOptions { mesh, micro_batches, precision: Precision::Bf16, ..quick().step },
+            ..quick()
+        };
         on_threads(2, |world| {
-            let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+            let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
             let names: Vec<String> = trainer.parameter_names().map(String::from).collect();
             for name in &names {
                 let fours = (trainer.tensor(name)?.zeros_like()? + 4.0)?;
@@ -393,7 +425,7 @@ fn parameters_of_ranks_are_written() {
 /// A mesh of several ranks is none for a trainer of one.
 #[test]
 fn one_device_is_one_rank() {
-    let options = TrainOptions { mesh: mesh(2, 1, 1), ..quick() };
-    let error = Trainer::on_device(device(), |vb| Small::new(Style::Gpt, vb), options).unwrap_err();
-    assert!(error.to_string().contains("Trainer::on"), "{error}");
+    let options = TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() };
+    let error = Trainer::builder(|vb| Small::new(Style::Gpt, vb), options).on_device(device()).build().unwrap_err();
+    assert!(error.to_string().contains("Trainer::builder"), "{error}");
 }

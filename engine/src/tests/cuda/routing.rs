@@ -12,10 +12,10 @@ use super::small::SEQUENCE;
 use super::trainer::{batch, expect_near, options, step};
 use super::{gpu, host};
 use crate::communicator::{Communicator, on_threads};
+use crate::compile;
 use crate::nn::RouterConfig;
-use crate::recompute::Recompute;
 use crate::runtime::Error as RuntimeError;
-use crate::{DeviceChoice, Overflow, TrainError, TrainOptions, Trainer};
+use crate::{DeviceChoice, MemoryOptions, Overflow, StepOptions, TrainError, TrainOptions, Trainer};
 
 const STEPS: u64 = 3;
 
@@ -36,7 +36,15 @@ fn config() -> RouterConfig {
 }
 
 fn on(mesh: Mesh, routing: Reserve, overflow: Overflow) -> TrainOptions {
-    TrainOptions { mesh, routing, overflow, micro_batches: 2 / mesh.data, planning: 1 << 20, ..options() }
+    TrainOptions {
+        step: StepOptions {
+            mesh,
+            micro_batches: 2 / mesh.data,
+            memory: MemoryOptions { routing, overflow, planning: 1 << 20, ..options().step.memory },
+            ..options().step
+        },
+        ..options()
+    }
 }
 
 fn experts(mesh: Mesh) -> Mesh {
@@ -50,19 +58,21 @@ fn on_cpu(
     config: &RouterConfig,
     is_shared: bool,
 ) -> impl Fn(Box<dyn Communicator>, TrainOptions) -> Result<Trainer, TrainError> {
-    move |world, options| Trainer::on(world, |vb| Mixture::new(config, is_shared, vb), options)
+    move |world, options| Trainer::builder(|vb| Mixture::new(config, is_shared, vb), options).on(world).build()
 }
 
 fn on_device(
     config: &RouterConfig,
     is_shared: bool,
 ) -> impl Fn(Box<dyn Communicator>, TrainOptions) -> Result<Trainer, TrainError> {
-    move |world, options| Trainer::rank_on_device(world, device(), |vb| Mixture::new(config, is_shared, vb), options)
+    move |world, options| {
+        Trainer::builder(|vb| Mixture::new(config, is_shared, vb), options).on(world).on_device(device()).build()
+    }
 }
 
 /// Every rank's run. Judged on the way: the addresses of each step.
 fn run(make: Makes<'_>, options: &TrainOptions) -> Vec<Seen> {
-    let ranks = options.mesh.ranks().unwrap();
+    let ranks = options.step.mesh.ranks().unwrap();
     let run = |world| {
         let mut trainer = make(world, options.clone())?;
         let before = trainer.report().arena_bytes;
@@ -74,7 +84,7 @@ fn run(make: Makes<'_>, options: &TrainOptions) -> Vec<Seen> {
             reports.push(trainer.routing().unwrap_or_default());
         }
         let [tokens, targets] = batch(9);
-        let part = trainer.options().evaluation_batch() * SEQUENCE;
+        let part = trainer.options().step.evaluation_batch() * SEQUENCE;
         losses.push(trainer.evaluate(&tokens[..part], &targets[..part])?);
         trainer.check_run()?;
         Ok(Seen { losses, reports, arena_bytes: [before, trainer.report().arena_bytes] })
@@ -132,8 +142,17 @@ fn policies_change_no_bit() {
             (Reserve::Balanced { factor: 0.9 }, Overflow::Recompute, "ops:routed_swiglu"),
         ] {
             let what = format!("{routing:?}, {overflow:?}, {recompute} on {mesh:?}");
-            let recompute: Recompute = recompute.parse().unwrap();
-            let seen = run(&make, &TrainOptions { recompute, ..on(mesh, routing, overflow) });
+            let recompute: crate::recompute::Recompute = recompute.parse().unwrap();
+            let seen = run(
+                &make,
+                &TrainOptions {
+                    step: StepOptions {
+                        memory: MemoryOptions { recompute, ..on(mesh, routing, overflow).step.memory },
+                        ..on(mesh, routing, overflow).step
+                    },
+                    ..on(mesh, routing, overflow)
+                },
+            );
             expect_alike(&what, &seen, &worst);
             for (seen, worst) in seen.iter().zip(&worst) {
                 // A GPU may round a fused operation that is computed again, by itself, otherwise.
@@ -236,13 +255,15 @@ fn growing_keeps_to_the_budget() {
         return;
     }
     let config = config();
-    let with =
-        |recompute| TrainOptions { recompute, ..on(experts(Mesh::default()), Reserve::Bytes(0), Overflow::Grow) };
+    let with = |budget| {
+        let mut options = on(experts(Mesh::default()), Reserve::Bytes(0), Overflow::Grow);
+        options.step.memory.budget = budget;
+        options
+    };
     let make = on_device(&config, false);
-    let bytes = on_threads(2, |world| Ok(make(world, with(Recompute::None))?.report().arena_bytes)).unwrap();
+    let bytes = on_threads(2, |world| Ok(make(world, with(None))?.report().arena_bytes)).unwrap();
     let budget = bytes[0].max(bytes[1]);
-    let errors =
-        on_threads(2, |world| Ok(step(&mut make(world, with(Recompute::budget(budget)))?).unwrap_err())).unwrap();
+    let errors = on_threads(2, |world| Ok(step(&mut make(world, with(Some(budget)))?).unwrap_err())).unwrap();
     let is_growth = |error: &TrainError| matches!(error, TrainError::Runtime(RuntimeError::Growth { needed, .. }) if *needed > budget);
     assert!(errors.iter().any(is_growth), "{errors:?}");
 }
@@ -263,7 +284,8 @@ fn a_profile_of_expert_ranks_is_their_step() {
     });
     for (rank, profile) in profiles.unwrap().iter().enumerate() {
         let options = TrainOptions { device: DeviceChoice::Cuda(0), ..options.clone() };
-        let plan = Trainer::plan_rank(|vb| Mixture::new(&config, false, vb), &options, rank).unwrap();
+        let plan =
+            compile::step::plan(|vb| Mixture::new(&config, false, vb), &options.step, rank, options.target()).unwrap();
         assert_eq!(profile.iter().map(|timed| timed.flops).sum::<u64>(), plan.flops()[0], "rank {rank}");
     }
 }

@@ -6,12 +6,12 @@ use gapless_parallel::Mesh;
 use super::processor::{Processor, device};
 use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY};
 use super::{gpu, host};
-use crate::compile::{CompileOptions, Executable, Target, compile};
+use crate::compile::{CompileOptions, Executable, Target, compile, step};
 use crate::nn::VarBuilder;
 use crate::recompute::Recompute;
 use crate::runtime::cpu::Workers;
 use crate::runtime::{RunOptions, Session};
-use crate::{Model, Result, Tensor, TrainOptions, Trainer};
+use crate::{MemoryOptions, Model, Result, StepOptions, Tensor, TrainOptions};
 
 /// A step's program for a target, planned.
 pub fn executable<M: Model>(
@@ -19,7 +19,7 @@ pub fn executable<M: Model>(
     target: Target,
     model: impl Fn(VarBuilder) -> Result<M>,
 ) -> Executable {
-    let program = Trainer::program_for(model, options, 0, target).unwrap();
+    let program = step::program(model, &options.step, 0, target).unwrap();
     compile(&[program], &CompileOptions::default()).unwrap()
 }
 
@@ -59,11 +59,14 @@ fn steps_are_those_of_the_cpu() {
 pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<M>) {
     for (micro_batches, recompute) in [(1, Recompute::None), (2, Recompute::Ops(vec!["linear".into()]))] {
         let options = TrainOptions {
-            batch: BATCH,
-            micro_batches,
-            sequence: SEQUENCE,
+            step: StepOptions {
+                batch: BATCH,
+                micro_batches,
+                sequence: SEQUENCE,
+                memory: MemoryOptions { recompute, ..MemoryOptions::default() },
+                ..StepOptions::default()
+            },
             threads: 1,
-            recompute,
             ..TrainOptions::default()
         };
         let workers = Workers::new(1).unwrap();
@@ -83,7 +86,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
                     on_device.write_input(of_device, name, micro_batch as u32, &data).unwrap();
                 }
             }
-            let scalars = options.optimizer.scalars(step, 1e-2);
+            let scalars = options.step.optimizer.scalars(step, 1e-2);
             on_cpu.write_input(of_cpu, "step.scalars", 0, &scalars).unwrap();
             on_device.write_input(of_device, "step.scalars", 0, &scalars).unwrap();
             let run = RunOptions { seed: 3, step, part_stride: 1, ..RunOptions::default() };
@@ -116,7 +119,11 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
 /// Kernels of a GPU would write beyond the CPU's scratch.
 #[test]
 fn a_program_for_the_cpu_is_refused() {
-    let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, threads: 1, ..TrainOptions::default() };
+    let options = TrainOptions {
+        step: StepOptions { batch: BATCH, sequence: SEQUENCE, ..StepOptions::default() },
+        threads: 1,
+        ..TrainOptions::default()
+    };
     let planned = executable(&options, Target::Cpu { threads: 1 }, |vb| Small::new(Style::Gpt, vb));
     let error = Session::on_cuda(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
     assert!(error.contains("lowered for Target::Cuda"), "{error}");
@@ -129,8 +136,11 @@ fn a_rank_without_others_is_an_error() {
         return;
     }
     let (batch, sequence, mesh) = (BATCH, SEQUENCE, Mesh::pipeline(2));
-    let options = TrainOptions { batch, sequence, mesh, micro_batches: 2, ..TrainOptions::default() };
-    let program = Trainer::program_for(|vb| Small::new(Style::Gpt, vb), &options, 1, Target::Cuda).unwrap();
+    let options = TrainOptions {
+        step: StepOptions { batch, sequence, mesh, micro_batches: 2, ..StepOptions::default() },
+        ..TrainOptions::default()
+    };
+    let program = step::program(|vb| Small::new(Style::Gpt, vb), &options.step, 1, Target::Cuda).unwrap();
     let planned = compile(&[program], &CompileOptions::default()).unwrap();
     let train = planned.program("train").unwrap();
     let mut session = Session::on_cuda(planned, device(), 0, (0, 1)).unwrap();
@@ -141,8 +151,15 @@ fn a_rank_without_others_is_an_error() {
 /// What has no kernels is refused by name, before anything runs.
 #[test]
 fn what_only_the_cpu_can_do_is_said() {
-    let options =
-        TrainOptions { batch: BATCH, sequence: SEQUENCE, compress: vec!["linear".into()], ..TrainOptions::default() };
+    let options = TrainOptions {
+        step: StepOptions {
+            batch: BATCH,
+            sequence: SEQUENCE,
+            memory: MemoryOptions { compress: vec!["linear".into()], ..MemoryOptions::default() },
+            ..StepOptions::default()
+        },
+        ..TrainOptions::default()
+    };
     let planned = executable(&options, Target::Cuda, |vb| Small::new(Style::Gpt, vb));
     let error = Session::on_cuda(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
     assert!(error.starts_with("compress in "), "{error}");

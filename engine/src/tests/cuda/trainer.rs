@@ -8,20 +8,20 @@ use super::processor::{Processor, device};
 use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY, WIDTH};
 use super::{gpu, host};
 use crate::checkpoint::Checkpoint;
+use crate::compile;
 use crate::data::IGNORED;
 use crate::learning_rate::{LearningRate, Shape};
-use crate::optim::AdamW;
 use crate::recompute::Recompute;
 use crate::{
-    Batch, DeviceChoice, GenerateOptions, Limits, LossTerms, Role, TrainError, TrainOptions, Trainer, UpdateOptions,
+    Batch, DeviceChoice, GenerateOptions, Limits, LossTerms, MemoryOptions, Precision, Role, StepOptions, TrainError,
+    TrainOptions, Trainer, UpdateOptions,
 };
 
 pub fn options() -> TrainOptions {
     let learning_rate = LearningRate { peak: 1e-2, floor: 1e-2, warmup_steps: 0, steps: 0, shape: Shape::Constant };
     let device = DeviceChoice::Cpu;
     TrainOptions {
-        batch: BATCH,
-        sequence: SEQUENCE,
+        step: StepOptions { batch: BATCH, sequence: SEQUENCE, ..StepOptions::default() },
         threads: 1,
         seed: 3,
         learning_rate,
@@ -35,7 +35,7 @@ fn on_cpu(style: Style, options: &TrainOptions) -> Trainer {
 }
 
 fn on_device(style: Style, options: &TrainOptions) -> Trainer {
-    Trainer::on_device(device(), |vb| Small::new(style, vb), options.clone()).unwrap()
+    Trainer::builder(|vb| Small::new(style, vb), options.clone()).on_device(device()).build().unwrap()
 }
 
 /// Tokens and targets of a step.
@@ -69,7 +69,10 @@ fn trains_as_on_the_cpu() {
     }
     let allowed = gpu::allowed(2e-5, 2e-4) as f32;
     for style in [Style::Gpt, Style::Llama] {
-        let options = TrainOptions { keep_gradients: true, micro_batches: 2, ..options() };
+        let options = TrainOptions {
+            step: StepOptions { keep_gradients: true, micro_batches: 2, ..options().step },
+            ..options()
+        };
         let (mut cpu, mut gpu) = (on_cpu(style, &options), on_device(style, &options));
         assert_eq!(cpu.report().parameters, gpu.report().parameters);
         assert!(gpu.device().is_gpu && !cpu.device().is_gpu);
@@ -84,7 +87,7 @@ fn trains_as_on_the_cpu() {
             assert!(distance(&on_cpu, &on_gpu) <= 1e-3 * norm + 1e-5, "gradient of {name}");
         }
         let [tokens, targets] = batch(9);
-        let part = options.evaluation_batch() * SEQUENCE;
+        let part = options.step.evaluation_batch() * SEQUENCE;
         let mut losses =
             [&mut cpu, &mut gpu].map(|trainer| trainer.evaluate(&tokens[..part], &targets[..part]).unwrap());
         expect_near("validation", losses[1], losses[0], allowed);
@@ -105,8 +108,16 @@ fn bf16_follows_f32() {
         return;
     }
     for (style, micro_batches) in [(Style::Gpt, 1), (Style::Gpt, 2), (Style::Llama, 1), (Style::Llama, 4)] {
-        let in_f32 = TrainOptions { micro_batches, recompute: Recompute::Ops(vec!["linear".into()]), ..options() };
-        let in_bf16 = TrainOptions { dtype: DType::BF16, ..in_f32.clone() };
+        let in_f32 = TrainOptions {
+            step: StepOptions {
+                micro_batches,
+                memory: MemoryOptions { recompute: Recompute::Ops(vec!["linear".into()]), ..options().step.memory },
+                ..options().step
+            },
+            ..options()
+        };
+        let in_bf16 =
+            TrainOptions { step: StepOptions { precision: Precision::Bf16, ..in_f32.step.clone() }, ..in_f32.clone() };
         let (mut cpu, mut gpu) = (on_cpu(style, &in_f32), on_device(style, &in_bf16));
         for name in cpu.parameter_names() {
             assert_eq!(numbers(&cpu.tensor(name).unwrap()), numbers(&gpu.tensor(&format!("master/{name}")).unwrap()));
@@ -136,7 +147,10 @@ fn in_bf16_trains_as_on_the_cpu() {
         return;
     }
     for (style, micro_batches) in [(Style::Gpt, 1), (Style::Llama, 2)] {
-        let options = TrainOptions { keep_gradients: true, dtype: DType::BF16, micro_batches, ..options() };
+        let options = TrainOptions {
+            step: StepOptions { keep_gradients: true, precision: Precision::Bf16, micro_batches, ..options().step },
+            ..options()
+        };
         let (mut cpu, mut gpu) = (on_cpu(style, &options), on_device(style, &options));
         for name in cpu.parameter_names() {
             assert_eq!(numbers(&cpu.tensor(name).unwrap()), numbers(&gpu.tensor(name).unwrap()), "{name} at first");
@@ -157,10 +171,10 @@ fn in_bf16_trains_as_on_the_cpu() {
 /// Gradients of several micro-batches are summed up in f32, in which a thousandth of a sum is not lost.
 #[test]
 fn sums_over_micro_batches_are_f32() {
-    for (micro_batches, masters, expected) in [(2, true, 4), (1, true, 2), (2, false, 2)] {
-        let optimizer = AdamW { masters, ..AdamW::default() }.into();
-        let options = TrainOptions { micro_batches, dtype: DType::BF16, optimizer, ..options() };
-        let plan = Trainer::plan(|vb| Small::new(Style::Gpt, vb), &options).unwrap();
+    let (bf16, pure) = (Precision::Bf16, Precision::PureBf16);
+    for (micro_batches, precision, expected) in [(2, bf16, 4), (1, bf16, 2), (2, pure, 2)] {
+        let options = TrainOptions { step: StepOptions { micro_batches, precision, ..options().step }, ..options() };
+        let plan = compile::step::plan(|vb| Small::new(Style::Gpt, vb), &options.step, 0, options.target()).unwrap();
         let elements = |role| -> u64 {
             let specs =
                 plan.specs(role).filter(|(name, _)| !name.starts_with("master/") && !name.contains("exp_avg_sq"));
@@ -171,7 +185,7 @@ fn sums_over_micro_batches_are_f32() {
         let largest = gradients.map(|(_, buffer)| buffer.bytes).max().unwrap();
         // The embedding of GPT, its largest gradient: one sum for its lookups, one for the head.
         let expected = (expected * (VOCABULARY * 8) as u64).next_multiple_of(64);
-        assert_eq!(largest, expected, "{micro_batches} micro-batches, masters {masters}");
+        assert_eq!(largest, expected, "{micro_batches} micro-batches, {precision:?}");
         assert!(elements(Role::OptimizerState) >= elements(Role::Parameter));
     }
 }
@@ -181,8 +195,11 @@ fn sums_over_micro_batches_are_f32() {
 #[test]
 fn sums_are_not_rounded_first() {
     for style in [Style::Gpt, Style::Llama] {
-        let options = TrainOptions { micro_batches: 2, dtype: DType::BF16, ..options() };
-        let plan = Trainer::plan(|vb| Small::new(style, vb), &options).unwrap();
+        let options = TrainOptions {
+            step: StepOptions { micro_batches: 2, precision: Precision::Bf16, ..options().step },
+            ..options()
+        };
+        let plan = compile::step::plan(|vb| Small::new(style, vb), &options.step, 0, options.target()).unwrap();
         let casts = plan.programs()[0].instructions.iter().filter(|instruction| instruction.kind.name() == "to_dtype");
         let of = casts.map(|cast| (cast.inputs[0].dtype, cast.inputs[0].span)).collect::<Vec<_>>();
         assert_eq!(of, [(DType::BF16, SEQUENCE * WIDTH); 2], "{style:?}");
@@ -202,7 +219,7 @@ fn a_profile_is_a_step() {
     assert!(times.iter().any(|t| t.operation == "linear" && t.layer == "q" && t.flops > 0 && t.bytes > 0));
     // Updates that are launched together are one, with the arithmetic of all.
     let on_gpu = TrainOptions { device: DeviceChoice::Cuda(0), ..options() };
-    let plan = Trainer::plan(|vb| Small::new(Style::Gpt, vb), &on_gpu).unwrap();
+    let plan = compile::step::plan(|vb| Small::new(Style::Gpt, vb), &on_gpu.step, 0, on_gpu.target()).unwrap();
     let updates =
         plan.programs()[0].instructions.iter().filter(|instruction| instruction.kind.name() == "adamw").count();
     assert!(times.iter().filter(|t| t.operation == "adamw").count() < updates);
@@ -219,7 +236,7 @@ fn a_trainer_is_saved_resumed_and_written_to() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let options = TrainOptions { dtype: DType::BF16, ..options() };
+    let options = TrainOptions { step: StepOptions { precision: Precision::Bf16, ..options().step }, ..options() };
     let mut first = on_device(Style::Llama, &options);
     step(&mut first).unwrap();
     let saved = first.save(folder.path(), serde_json::json!({})).unwrap();
@@ -244,7 +261,7 @@ fn a_guarded_step_is_left_out() {
     }
     let loss = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
     let update = UpdateOptions { max_value: Some(1e-2), guarded: true, average: Some(0.9), ..UpdateOptions::default() };
-    let options = TrainOptions { loss, update, ..options() };
+    let options = TrainOptions { step: StepOptions { loss, update, ..options().step }, ..options() };
     let (mut cpu, mut device) = (on_cpu(Style::Gpt, &options), on_device(Style::Gpt, &options));
     let [[loss, norm], [of_cpu, norm_of_cpu]] = [step(&mut device).unwrap(), step(&mut cpu).unwrap()];
     expect_near("the loss", loss, of_cpu, 1e-5);
@@ -273,11 +290,11 @@ fn packed_documents_do_not_see_each_other() {
     if !host::is_there() {
         return;
     }
-    for dtype in [DType::F32, DType::BF16] {
-        let options = TrainOptions { documents: true, dtype, ..options() };
+    for precision in [Precision::F32, Precision::Bf16] {
+        let options = TrainOptions { step: StepOptions { documents: true, precision, ..options().step }, ..options() };
         let (mut cpu, mut device) = (on_cpu(Style::Llama, &options), on_device(Style::Llama, &options));
         let [tokens, mut targets] = batch(0);
-        let sequence = options.sequence as u32;
+        let sequence = options.step.sequence as u32;
         let starts: Vec<u32> = (0..tokens.len() as u32).map(|i| i % sequence / 3 * 3).collect();
         // The last token of a document has no next; the last document does not count at all.
         let last = targets.len() - 3;
@@ -293,7 +310,7 @@ fn packed_documents_do_not_see_each_other() {
         let mut other = tokens.clone();
         other[last..].iter_mut().for_each(|token| *token = (*token + 1) % 5);
         let [of_cpu, of_device] = [&mut cpu, &mut device].map(|trainer| step(trainer, &tokens));
-        let [of_loss, of_norm] = if dtype == DType::F32 { [1e-5, 1e-4] } else { [1e-2, 3e-2] };
+        let [of_loss, of_norm] = if precision == Precision::F32 { [1e-5, 1e-4] } else { [1e-2, 3e-2] };
         expect_near("the loss", of_device[0], of_cpu[0], of_loss);
         expect_near("the norm", of_device[1], of_cpu[1], of_norm);
         let mut again = on_device(Style::Llama, &options);
@@ -330,7 +347,11 @@ fn without_a_gpu_the_cpu_says_why() {
     let error = Trainer::new(build, TrainOptions { device: DeviceChoice::Cuda(0), ..options() }).unwrap_err();
     assert!(error.to_string().contains("NVIDIA driver: install it"), "{error}");
     // In bf16 too.
-    let options = TrainOptions { device: DeviceChoice::Auto, dtype: DType::BF16, ..options() };
+    let options = TrainOptions {
+        step: StepOptions { precision: Precision::Bf16, ..options().step },
+        device: DeviceChoice::Auto,
+        ..options()
+    };
     assert!(Trainer::new(build, options).unwrap().device().to_string().contains("NVIDIA driver"));
 }
 
@@ -338,7 +359,10 @@ fn without_a_gpu_the_cpu_says_why() {
 #[test]
 fn options_for_the_cpu_alone_are_refused() {
     let poisoned = TrainOptions { poison: true, ..options() };
-    let error = Trainer::on_device(Box::<Processor>::default(), |vb| Small::new(Style::Gpt, vb), poisoned).unwrap_err();
+    let error = Trainer::builder(|vb| Small::new(Style::Gpt, vb), poisoned)
+        .on_device(Box::<Processor>::default())
+        .build()
+        .unwrap_err();
     assert!(error.to_string().starts_with("device: "), "{error}");
 }
 

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
+use gapless::TrainError;
 use gapless::engine::compile::Error as CompileError;
 use gapless::step::Step;
-use gapless::{Recompute, TrainError};
 use gapless_alloc::draw::{Bytes, THEME, escape};
 use serde::Serialize;
 
@@ -27,9 +27,8 @@ struct Point {
 /// Plans `count` budgets of a rank, evenly spaced from the smallest that works to what takes no recomputation.
 pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError> {
     let graph = step.record()?;
-    let all = plan_rank(&step.recomputing(Recompute::None), &graph, rank)?.0.arena_bytes;
-    let rates = step.device.rates(step.precision);
-    let under = |bytes| plan_rank(&step.recomputing(Recompute::Budget { bytes, rates }), &graph, rank);
+    let all = plan_rank(&step.within(None), &graph, rank)?.0.arena_bytes;
+    let under = |bytes| plan_rank(&step.within(Some(bytes)), &graph, rank);
     let smallest = match under(1) {
         Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest.min(all),
         planned => planned?.0.arena_bytes,

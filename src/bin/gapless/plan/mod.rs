@@ -1,7 +1,6 @@
 //! `gapless plan`: places a table of buffers, or says what a run or a model's training step takes.
 
 mod curve;
-mod run_file;
 mod step;
 mod table;
 
@@ -10,13 +9,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use gapless::step::Lowering;
+use gapless::step::{Lowering, Step};
 use gapless_alloc::Fit;
 use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
 
 use crate::output::{picture, tell, tell_error};
-use crate::step::StepArguments;
+use crate::step::{RunArguments, is_run};
 
 /// Place a table of buffers as low as can be, or plan a run or a model's training step without a device.
 ///
@@ -28,19 +27,15 @@ use crate::step::StepArguments;
 #[derive(clap::Args)]
 pub struct Arguments {
     /// Table of buffers (CSV), or the file of a run (.toml).
-    #[arg(conflicts_with = "training_step")]
     file: Option<PathBuf>,
-    /// A value that goes before what the run's file says, e.g. step.batch=16. May be given several times.
-    #[arg(long = "set", value_name = "KEY=VALUE", requires = "file", conflicts_with = "training_step")]
-    assignments: Vec<String>,
     /// Bytes that the table's plan must fit into, e.g. 600MiB; without it the plan is made as low as possible.
-    #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_negative_numbers = true, conflicts_with = "training_step")]
+    #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_negative_numbers = true)]
     capacity: Option<u64>,
     /// Seconds after which the best plan of the table so far is taken, and no better way to make it fit is sought.
-    #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true, conflicts_with = "training_step")]
+    #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true)]
     deadline: Option<Duration>,
     /// What the table's offset column is for, e.g. that of a table that --out wrote.
-    #[arg(long, value_enum, default_value = "pin", conflicts_with = "training_step")]
+    #[arg(long, value_enum, default_value = "pin")]
     offsets: table::Offsets,
     /// Where to write the table with an offset column; of several ranks, each beside it, as OUT.0.csv.
     #[arg(long, value_name = "OUT.csv")]
@@ -52,25 +47,25 @@ pub struct Arguments {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    step: StepArguments,
+    run: RunArguments,
     #[command(flatten)]
     curve: step::CurveArguments,
-    /// Also list the step's kernels on a GPU, with launches, arithmetic, bytes and estimated time; needs --kernels cuda. The card is
+    /// Also list the step's kernels on a GPU, with launches, arithmetic, bytes and estimated time; needs --device cuda. The card is
     /// --profile's.
     #[cfg(feature = "cuda")]
-    #[arg(long, conflicts_with = "file")]
+    #[arg(long)]
     roofline: bool,
 }
 
 /// Does what the arguments ask and says how it went.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let fit = match &arguments.file {
-        Some(file) if run_file::is_one(file) => run_file::plan(arguments, file),
-        Some(_) if !arguments.assignments.is_empty() => {
-            Err(anyhow!("--set is for the file of a run, whose name ends in .toml"))
-        }
-        Some(file) => table::place(arguments, file),
-        None => step(arguments),
+        Some(file) if !is_run(file) && !arguments.run.is_empty() => Err(anyhow!(
+            "a table has no keys of a run; leave the flags out, or name the file of a run, which ends in .toml"
+        )),
+        Some(file) if !is_run(file) => table::place(arguments, file),
+        file if arguments.run.names_a_run(file.as_deref()) => step(arguments),
+        _ => Err(anyhow!("nothing to plan; give the file of a run, a table, or --model")),
     };
     match fit {
         Ok(Fit::Fits) => ExitCode::SUCCESS,
@@ -83,13 +78,14 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 }
 
 fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
-    if !arguments.step.names_a_model()? {
-        bail!("nothing to plan; give the file of a run, a table, or --model");
+    if arguments.capacity.is_some() || arguments.deadline.is_some() {
+        bail!("--capacity and --deadline are for tables; a run has a budget: --budget 600MiB");
     }
-    let step = arguments.step.step()?;
+    let run = arguments.run.run(arguments.file.as_deref())?;
+    let step = Step::new(&run)?;
     step.notices().iter().for_each(tell);
     match (step.lowering, &step.ranks[..]) {
-        (Lowering::Gapless, _) => step::plan(arguments, &step),
+        (Lowering::Gapless, _) => step::plan(arguments, &run, &step),
         (_, &[rank]) => {
             let problem = step.eager(&step.record()?, rank)?;
             let ids = (0..problem.len()).map(|index| index.to_string()).collect();

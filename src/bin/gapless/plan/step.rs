@@ -1,4 +1,4 @@
-//! `gapless plan --model`: what a training step takes, layer by layer and role by role, and what fewer bytes would cost.
+//! `gapless plan RUN.toml`: what a run takes, and its training step, layer by layer and role by role, and what fewer bytes would cost.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -8,21 +8,22 @@ use anyhow::{Context, bail};
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
 use gapless::engine::compile::step::StepGraph;
 use gapless::engine::compile::{Error as CompileError, Executable};
+use gapless::run::{RunConfig, RunError};
 use gapless::step::Step;
-use gapless::{Recompute, Report, TrainError};
+use gapless::{Report, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
 use serde::Serialize;
 
 use super::curve::{Curve, curve};
 use super::{draw, of_rank};
-use crate::output::{picture, print, replace, tell, to_json};
+use crate::output::{Size, picture, print, replace, tell, to_json};
 
 /// What fewer bytes would cost.
 #[derive(Debug, clap::Args)]
 pub struct CurveArguments {
     /// Also plan so many budgets of a model's step, from the smallest that works to everything kept.
-    #[arg(long, value_name = "POINTS", conflicts_with = "file", allow_negative_numbers = true)]
+    #[arg(long, value_name = "POINTS", allow_negative_numbers = true)]
     #[arg(value_parser = clap::value_parser!(u16).range(2..=100))]
     curve: Option<u16>,
     /// Where to draw them.
@@ -74,6 +75,7 @@ pub struct Planned {
 #[derive(Debug, Serialize)]
 struct Run {
     arena_bytes: u64,
+    plan_hash: String,
     roles: Vec<RoleBytes>,
 }
 
@@ -81,7 +83,7 @@ struct Run {
 pub fn plan_rank(step: &Step, graph: &StepGraph, rank: usize) -> Result<(Planned, Executable), TrainError> {
     let start = Instant::now();
     let program = step.program(graph, rank)?;
-    let [all, again] = program.nanoseconds(&step.device.rates(step.precision));
+    let [all, again] = program.nanoseconds(&step.device.rates(step.precision()));
     let (layers, again_by_micro_batch) = (recomputed_layers(&program), recomputed_per_micro_batch(&program));
     let flops = program.flops();
     let rematerialized_flops = program.rematerialized_flops();
@@ -118,7 +120,7 @@ fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, 
 }
 
 /// Does what the arguments ask.
-pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
+pub fn plan(arguments: &super::Arguments, run: &RunConfig, step: &Step) -> anyhow::Result<Fit> {
     let of = &arguments.curve;
     let graph = step.record()?;
     let mut planned = Vec::new();
@@ -133,9 +135,9 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
             Ok((mut figures, executable)) => {
                 #[cfg(feature = "cuda")]
                 if arguments.roofline {
-                    let roofline = step.roofline(&executable).context(
-                        "a roofline is that of kernels for GPUs: give --kernels cuda, and bf16 as --dtype mixed",
-                    )?;
+                    let roofline = step
+                        .roofline(&executable)
+                        .context("a roofline is that of kernels for GPUs: give --device cuda, and bf16 with masters")?;
                     figures.roofline = Some(roofline);
                 }
                 write(arguments, step, rank, &executable)?;
@@ -144,11 +146,16 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
         }
     }
     let [first, ..] = &mut planned[..] else { bail!("no rank is asked about") };
-    if let Some(config) = step.config() {
-        let runs = gapless::plan::ranks(config, &step.options)?;
-        let run = |Report { arena_bytes, summary, .. }| Run { arena_bytes, roles: summary.roles };
-        first.ranks = runs.into_iter().map(run).collect();
-    }
+    let runs = match run.plan() {
+        Ok(runs) => runs,
+        Err(RunError::Train(error)) if matches!(*error, TrainError::Compile(CompileError::OverBudget { .. })) => {
+            tell(format_args!("gapless plan: the training step fits; with evaluation and sampling, {error}"));
+            return Ok(Fit::Unknown);
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let of_run = |Report { arena_bytes, plan_hash, summary, .. }| Run { arena_bytes, plan_hash, roles: summary.roles };
+    first.ranks = runs.into_iter().map(of_run).collect();
     if let Some(points) = of.curve {
         first.curve = Some(curve(step, first.rank, points.into())?);
     }
@@ -181,9 +188,7 @@ fn write(arguments: &super::Arguments, step: &Step, rank: usize, executable: &Ex
 
 /// Explains why not even the smallest step that was found fits.
 fn tell_why(step: &Step, graph: &StepGraph, rank: usize, budget: u64, smallest: u64) -> anyhow::Result<Fit> {
-    let rates = step.device.rates(step.precision);
-    let step = step.recomputing(Recompute::Budget { bytes: smallest, rates });
-    let (planned, executable) = plan_rank(&step, graph, rank)?;
+    let (planned, executable) = plan_rank(&step.within(Some(smallest)), graph, rank)?;
     if planned.reserve_bytes > 0 {
         tell(format_args!(
             "{} of it are for rows that this rank receives, above the plan",
@@ -205,14 +210,14 @@ fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
     writeln!(out, "{}", step.summary)?;
     for (rank, run) in step.ranks.iter().enumerate() {
         let roles = run.roles.iter().map(|of| format!("{} {}", of.role.name(), Bytes(of.bytes))).collect::<Vec<_>>();
-        let (rank, arena) = (format!("rank {rank}"), run.arena_bytes);
+        let arena = Size(run.arena_bytes);
         writeln!(
             out,
-            "{rank}: a run takes {arena} bytes, evaluation and sampling included; at the peak {}",
+            "rank {rank}: a run takes {arena}, evaluation and sampling included; at the peak {}",
             roles.join(", ")
         )?;
     }
-    let rates = of.device.rates(of.precision);
+    let rates = of.device.rates(of.precision());
     let [flops, bytes] = [rates.flops, rates.bytes].map(|rate| (rate / 1e10).round() / 100.0);
     writeln!(
         out,

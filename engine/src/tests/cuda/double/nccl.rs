@@ -15,7 +15,7 @@ use crate::tests::cuda::mixture::Mixture;
 use crate::tests::cuda::ranks::{Wide, compare, compare_in_bf16, mesh, quick};
 use crate::tests::cuda::small::{Small, Style};
 use crate::tests::cuda::trainer::step;
-use crate::{Overflow, TrainError, TrainOptions, Trainer};
+use crate::{MemoryOptions, Overflow, StepOptions, TrainError, TrainOptions, Trainer};
 
 /// The rank's own device.
 fn own(rank: usize) -> Box<dyn Device> {
@@ -27,10 +27,16 @@ fn own(rank: usize) -> Box<dyn Device> {
 fn ranks_exchange_by_nccl() {
     judge(module_path!(), "ranks_exchange_by_nccl", |double| {
         double.set("DEVICES", 4);
-        let options = TrainOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick() };
+        let options =
+            TrainOptions { step: StepOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick().step }, ..quick() };
         compare("data ranks and stages", &options, own, |vb| Small::new(Style::Llama, vb));
         // Sums over more than two ranks are in NCCL's order.
-        compare("shared states", &TrainOptions { mesh: mesh(4, 1, 1), ..quick() }, own, Wide::new);
+        compare(
+            "shared states",
+            &TrainOptions { step: StepOptions { mesh: mesh(4, 1, 1), ..quick().step }, ..quick() },
+            own,
+            Wide::new,
+        );
         let config = RouterConfig { experts: 4, balance_loss: 0.1, z_loss: 0.01, ..RouterConfig::default() };
         let experts = || {
             for (routing, overflow) in [
@@ -38,7 +44,14 @@ fn ranks_exchange_by_nccl() {
                 (Reserve::Bytes(0), Overflow::Grow),
                 (Reserve::Balanced { factor: 0.0 }, Overflow::Recompute),
             ] {
-                let options = TrainOptions { mesh: mesh(2, 1, 2), routing, overflow, ..quick() };
+                let options = TrainOptions {
+                    step: StepOptions {
+                        mesh: mesh(2, 1, 2),
+                        memory: MemoryOptions { routing, overflow, ..quick().step.memory },
+                        ..quick().step
+                    },
+                    ..quick()
+                };
                 let what = format!("experts, {routing:?}, {overflow:?}");
                 compare(&what, &options, own, |vb| Mixture::new(&config, false, vb));
             }
@@ -56,7 +69,7 @@ fn ranks_exchange_by_nccl() {
 #[test]
 fn ranks_on_one_device_exchange_through_the_host() {
     judge(module_path!(), "ranks_on_one_device_exchange_through_the_host", |double| {
-        let options = TrainOptions { mesh: mesh(2, 1, 1), ..quick() };
+        let options = TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() };
         compare("one device", &options, |_| own(0), |vb| Small::new(Style::Gpt, vb));
         assert!(double.calls().iter().all(|(call, _)| !call.starts_with("ncclComm")), "NCCL is asked");
     });
@@ -65,13 +78,14 @@ fn ranks_on_one_device_exchange_through_the_host() {
 /// Has a call of NCCL's fail in the second step of some ranks: all of them say which it was.
 fn expect_told(double: &Double, style: Style, mesh: Mesh, call: &str) {
     const INVALID_USAGE: i32 = 5;
-    let options = TrainOptions { mesh, micro_batches: 2, ..quick() };
+    let options = TrainOptions { step: StepOptions { mesh, micro_batches: 2, ..quick().step }, ..quick() };
     let ranks = mesh.ranks().unwrap();
     double.set("DEVICES", ranks as u64);
     let together = Barrier::new(ranks);
     let errors = on_threads(ranks, |world: Box<dyn Communicator>| {
         let rank = world.rank();
-        let mut trainer = Trainer::rank_on_device(world, own(rank), |vb| Small::new(style, vb), options.clone())?;
+        let mut trainer =
+            Trainer::builder(|vb| Small::new(style, vb), options.clone()).on(world).on_device(own(rank)).build()?;
         step(&mut trainer)?;
         together.wait();
         double.fail(call, 1, INVALID_USAGE);

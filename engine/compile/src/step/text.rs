@@ -1,0 +1,115 @@
+//! How keys are written whose values are no plain numbers: as texts.
+
+use std::fmt::{self, Display};
+use std::str::FromStr;
+
+use serde::de::{Error, Unexpected, Visitor};
+use serde::{Deserialize, Deserializer, Serializer};
+
+/// What a value says of itself.
+pub fn serialize<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(value)
+}
+
+/// What such a text means.
+pub fn deserialize<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(from: D) -> Result<T, D::Error> {
+    String::deserialize(from)?.parse().map_err(D::Error::custom)
+}
+
+/// A number or a text.
+struct NumberOrText<N, T> {
+    expected: &'static str,
+    number: N,
+    text: T,
+}
+
+impl<V, N: Fn(f64) -> V, T: Fn(&str) -> Result<V, String>> Visitor<'_> for NumberOrText<N, T> {
+    type Value = V;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.expected)
+    }
+
+    fn visit_i64<E: Error>(self, number: i64) -> Result<V, E> {
+        match u64::try_from(number) {
+            Ok(number) => self.visit_u64(number),
+            Err(_) => Err(E::invalid_value(Unexpected::Signed(number), &self)),
+        }
+    }
+
+    fn visit_u64<E: Error>(self, number: u64) -> Result<V, E> {
+        // Exactly, however large.
+        (self.text)(&number.to_string()).map_err(E::custom)
+    }
+
+    fn visit_f64<E: Error>(self, number: f64) -> Result<V, E> {
+        Ok((self.number)(number))
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<V, E> {
+        (self.text)(text).map_err(E::custom)
+    }
+}
+
+/// A number of bytes, or a text that means one.
+pub mod size {
+    use gapless_alloc::draw::Bytes;
+    use schemars::{Schema, SchemaGenerator, json_schema};
+
+    use super::*;
+
+    /// As a number.
+    pub fn serialize<S: Serializer>(bytes: &Option<u64>, to: S) -> Result<S::Ok, S::Error> {
+        match bytes {
+            Some(bytes) => to.serialize_u64(*bytes),
+            None => to.serialize_none(),
+        }
+    }
+
+    /// A number, or a text with a unit.
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+        let text = |text: &str| Bytes::read(text).map(Some).map_err(|why| why.to_string());
+        let expected = "a number of bytes, like 4096 or \"600MiB\"";
+        let value = from.deserialize_any(NumberOrText { expected, number: |_| None, text })?;
+        value.map(Some).ok_or_else(|| D::Error::custom(format_args!("this is not {expected}")))
+    }
+
+    /// What it can be.
+    pub fn schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": ["integer", "string", "null"], "minimum": 0 })
+    }
+}
+
+/// Room for routed rows: a factor, or a text.
+pub mod reserve {
+    use gapless_alloc::arena::Reserve;
+    use gapless_alloc::draw::Bytes;
+    use schemars::{Schema, SchemaGenerator, json_schema};
+
+    use super::*;
+
+    /// As a factor, or as a text.
+    pub fn serialize<S: Serializer>(reserve: &Reserve, to: S) -> Result<S::Ok, S::Error> {
+        match reserve {
+            Reserve::Worst => to.serialize_str("worst"),
+            Reserve::Balanced { factor } => to.serialize_f64(*factor),
+            Reserve::Bytes(bytes) => to.collect_str(&format_args!("{bytes}B")),
+        }
+    }
+
+    /// A factor, or a text.
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Reserve, D::Error> {
+        let number = |factor| Reserve::Balanced { factor };
+        let text = |text: &str| match (text, text.parse()) {
+            ("worst", _) => Ok(Reserve::Worst),
+            (_, Ok(factor)) => Ok(number(factor)),
+            _ => Bytes::read(text).map(Reserve::Bytes).map_err(|why| format!("{text:?}: {why}; or worst, or a factor")),
+        };
+        from.deserialize_any(NumberOrText { expected: "\"worst\", a factor, or bytes like \"64MiB\"", number, text })
+    }
+
+    /// What it can be.
+    pub fn schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": ["number", "string"], "minimum": 0 })
+    }
+}

@@ -1,0 +1,168 @@
+//! `model`: what is trained, by its extents, by name, or as somebody's folder.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use gapless_models::hf::{self, Architecture, Config, Folder};
+use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
+use schemars::JsonSchema;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{DeserializeOwned, Error, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::read::with_nearest;
+
+/// `[model.gpt]`, `[model.llama]`, `[model.moe]` with the extents of one that starts from random numbers, or `model.folder`. The
+/// vocabulary is the data's, and a GPT's positions are as many as a sequence has tokens. As a text, the name of a preset (`"gpt2"`), a
+/// family with extents (`"llama:layers=4,width=256"`), or a folder.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[expect(clippy::large_enum_variant, reason = "there is one of it")]
+pub enum ModelConfig {
+    /// GPT-2 and its like.
+    Gpt(GptConfig),
+    /// Llama and its like.
+    Llama(LlamaConfig),
+    /// Mixtures of experts.
+    Moe(MoeConfig),
+    /// A Hugging Face folder: its weights, and its tokenizer unless `data` names another. To plan a run, its config.json is enough.
+    Folder(PathBuf),
+}
+
+/// Models that are known by name, what people call them, and their tables.
+pub const PRESETS: [(&str, &str, &str); 9] = [
+    (
+        "small",
+        "small GPT, 6 layers of width 384",
+        "gpt = { vocabulary = 4096, sequence = 0, layers = 6, heads = 6, width = 384 }",
+    ),
+    ("gpt2", "GPT-2 124M", "gpt = { layers = 12, heads = 12, width = 768 }"),
+    ("gpt2-medium", "GPT-2 355M", "gpt = { layers = 24, heads = 16, width = 1024 }"),
+    ("gpt2-large", "GPT-2 774M", "gpt = { layers = 36, heads = 20, width = 1280 }"),
+    ("gpt2-xl", "GPT-2 1.5B", "gpt = { layers = 48, heads = 25, width = 1600 }"),
+    ("llama2-7b", "Llama 2 7B", "llama = { vocabulary = 32000, kv_heads = 32, hidden = 11008, rope_theta = 1e4 }"),
+    ("llama3-8b", "Llama 3 8B", "llama = {}"),
+    ("mixtral8x7b", "Mixtral 8x7B", "moe = {}"),
+    ("qwen-moe", "Qwen1.5-MoE-A2.7B", QWEN_MOE),
+];
+
+const QWEN_MOE: &str = "
+moe.expert_hidden = 1408
+moe.shared_hidden = 5632
+moe.shared_gate = true
+moe.router = { experts = 60, top_k = 4, renormalise = false, balance_loss = 0.001 }
+[moe.llama]
+vocabulary = 151936
+layers = 24
+heads = 16
+kv_heads = 16
+width = 2048
+hidden = 5632
+rope_theta = 1e6
+rms_norm_eps = 1e-6
+";
+
+impl ModelConfig {
+    /// The model of a preset's name, of a family with extents, or in a folder.
+    fn named(text: &str) -> Result<Self, String> {
+        if let Some((.., table)) = PRESETS.iter().find(|(name, ..)| *name == text) {
+            return toml::from_str(table).map_err(|error| error.to_string());
+        }
+        if Path::new(text).exists() {
+            return Ok(Self::Folder(text.into()));
+        }
+        let (family, extents) = text.split_once(':').unwrap_or((text, ""));
+        match family {
+            "gpt" => with_extents(extents).map(Self::Gpt),
+            "llama" => with_extents(extents).map(Self::Llama),
+            "moe" => with_extents(extents).map(Self::Moe),
+            _ => Err(format!(
+                "there is no model, folder or config.json {text:?}; names are {}, and gpt, llama and moe with extents behind a colon",
+                PRESETS.map(|(name, ..)| name).join(", ")
+            )),
+        }
+    }
+
+    /// The same with positions for so many tokens at least.
+    pub(in crate::run) fn with_positions(&self, tokens: usize) -> Self {
+        match self {
+            Self::Gpt(gpt) => Self::Gpt(GptConfig { sequence: gpt.sequence.max(tokens), ..gpt.clone() }),
+            other => other.clone(),
+        }
+    }
+
+    /// The key of its extents.
+    pub(super) fn key(&self) -> &'static str {
+        match self {
+            Self::Gpt(_) => "model.gpt",
+            Self::Llama(_) => "model.llama",
+            Self::Moe(_) => "model.moe",
+            Self::Folder(_) => "model.folder",
+        }
+    }
+
+    /// What people call it.
+    pub fn title(&self) -> String {
+        if let Some((_, title, _)) = PRESETS.iter().find(|(name, ..)| Self::named(name).is_ok_and(|it| it == *self)) {
+            return (*title).to_owned();
+        }
+        let extents = |layers, width| format!("{layers} layers of width {width}");
+        match self {
+            Self::Gpt(gpt) => format!("GPT, {}", extents(gpt.layers, gpt.width)),
+            Self::Llama(llama) => format!("Llama, {}", extents(llama.layers, llama.width)),
+            Self::Moe(moe) => format!("mixture of experts, {}", extents(moe.llama.layers, moe.llama.width)),
+            Self::Folder(path) => path.display().to_string(),
+        }
+    }
+
+    /// Its family and extents. Of a folder they are in its config.json, and its weights are not looked at.
+    ///
+    /// # Errors
+    /// As [`Config::read`].
+    pub fn architecture(&self) -> hf::Result<Architecture> {
+        Ok(match self {
+            Self::Gpt(gpt) => Architecture::Gpt(gpt.clone()),
+            Self::Llama(llama) => Architecture::Llama(llama.clone()),
+            Self::Moe(moe) => Architecture::Moe(moe.clone()),
+            Self::Folder(path) => Config::read(path)?.architecture().clone(),
+        })
+    }
+
+    /// The same with the folder, where there is one, whose weights are then there.
+    pub(in crate::run) fn open(&self) -> hf::Result<(Architecture, Option<Folder>)> {
+        let Self::Folder(path) = self else { return Ok((self.architecture()?, None)) };
+        let folder = Folder::open(path)?;
+        Ok((folder.config().architecture().clone(), Some(folder)))
+    }
+}
+
+/// `layers=4,width=256`: a configuration with these values.
+fn with_extents<T: DeserializeOwned>(extents: &str) -> Result<T, String> {
+    let lines = extents.replace(',', "\n");
+    toml::from_str(&lines).map_err(|error| with_nearest(error.message().to_owned()))
+}
+
+/// A table, or a text that means one.
+pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ModelConfig, D::Error> {
+    struct TextOrTable;
+    impl<'de> Visitor<'de> for TextOrTable {
+        type Value = ModelConfig;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a model's name, like \"llama2-7b\", or a table like { llama = { layers = 4 } }")
+        }
+
+        fn visit_str<E: Error>(self, name: &str) -> Result<ModelConfig, E> {
+            ModelConfig::named(name).map_err(E::custom)
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut table: A) -> Result<ModelConfig, A::Error> {
+            let model = ModelConfig::deserialize(MapAccessDeserializer::new(&mut table))?;
+            match table.next_key::<String>()? {
+                None => Ok(model),
+                Some(other) => Err(A::Error::custom(format_args!("a model is of one family, and {other} is a second"))),
+            }
+        }
+    }
+    from.deserialize_any(TextOrTable)
+}

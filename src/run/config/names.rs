@@ -1,0 +1,98 @@
+//! Short names of keys: the command's flags, and what a sweep varies. Until they had tables of their own, these were keys of `[step]`,
+//! and still are understood there.
+
+use toml::{Table, Value};
+
+use super::ConfigError;
+/// Short names, and the keys that they mean. A flag of the command (`--micro-batches 4`) is `--set step.micro_batches=4`.
+pub const NAMES: [(&str, &str); 28] = [
+    ("model", "model"),
+    ("batch", "step.batch"),
+    ("micro_batches", "step.micro_batches"),
+    ("sequence", "step.sequence"),
+    ("precision", "step.precision"),
+    ("optimizer", "optimizer.name"),
+    ("data_ranks", "mesh.data"),
+    ("pipeline_ranks", "mesh.pipeline"),
+    ("expert_ranks", "mesh.expert"),
+    ("schedule", "pipeline.schedule"),
+    ("chunks", "pipeline.chunks"),
+    ("recompute", "memory.recompute"),
+    ("budget", "memory.budget"),
+    ("compress", "memory.compress"),
+    ("offload", "memory.offload"),
+    ("routing", "memory.routing"),
+    ("overflow", "memory.overflow"),
+    ("planning", "memory.planning"),
+    ("lora", "trainable.lora.rank"),
+    ("lora_targets", "trainable.lora.targets"),
+    ("train", "trainable.only"),
+    ("device", "device"),
+    ("threads", "threads"),
+    ("lowering", "estimate.lowering"),
+    ("profile", "estimate.profile"),
+    ("tflops", "estimate.tflops"),
+    ("terabytes", "estimate.terabytes"),
+    ("rank", "estimate.rank"),
+];
+
+/// What some of them were called before.
+const OLD: [(&str, &str); 2] = [("dtype", "precision"), ("kernels", "device")];
+
+/// The key that a name means: a short name, a former one in `[step]` or by itself, or else the key of that name.
+pub(crate) fn key_of(name: &str) -> &str {
+    let bare = name.strip_prefix("step.").unwrap_or(name);
+    let short = OLD.iter().find(|(old, _)| *old == bare).map_or(bare, |(_, short)| short);
+    NAMES.iter().find(|(known, _)| *known == short).map_or(name, |(_, key)| key)
+}
+
+/// Moves what stands in `[step]` under its former name, and says so.
+pub(super) fn rename(root: &mut Table) -> Result<Vec<String>, ConfigError> {
+    let Some(Value::Table(step)) = root.get_mut("step") else { return Ok(Vec::new()) };
+    let names: Vec<String> = step.keys().map(|name| format!("step.{name}")).collect();
+    let moved = names.into_iter().filter(|name| key_of(name) != name);
+    let moved: Vec<(String, Value)> =
+        moved.filter_map(|name| step.remove(&name["step.".len()..]).map(|value| (name, value))).collect();
+    let mut notices = Vec::new();
+    for (old, value) in moved {
+        let key = key_of(&old);
+        if value_at(root, key).is_some() {
+            let why = format!("stands beside {key}, which is its name now");
+            return Err(ConfigError::value(&old, why, "leave one of them out"));
+        }
+        insert(root, key, value).map_err(|why| ConfigError::value(key, why, "give it a table"))?;
+        notices.push(format!("{old} is {key} now; the old name will go with the next release"));
+    }
+    Ok(notices)
+}
+
+/// The value of a key.
+pub(crate) fn value_at<'a>(root: &'a Table, key: &str) -> Option<&'a Value> {
+    let mut parts = key.split('.');
+    let first = root.get(parts.next()?)?;
+    parts.try_fold(first, |value, part| value.get(part))
+}
+
+/// Gives a key a value; its tables come to be.
+pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), String> {
+    let (tables, last) = key.rsplit_once('.').map_or((None, key), |(tables, last)| (Some(tables), last));
+    let mut table = root;
+    for part in tables.into_iter().flat_map(|tables| tables.split('.')) {
+        let below = table.entry(part).or_insert_with(|| Value::Table(Table::new()));
+        table = below.as_table_mut().ok_or_else(|| format!("{part} is no table"))?;
+    }
+    table.insert(last.to_owned(), value);
+    Ok(())
+}
+
+/// The keys of a table and of those in it, whole, with their values.
+pub(crate) fn flat(table: &Table, path: &str) -> Vec<(String, Value)> {
+    let inner = |(key, value): (&String, &Value)| {
+        let key = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+        match value {
+            Value::Table(table) => flat(table, &key),
+            value => vec![(key, value.clone())],
+        }
+    };
+    table.iter().flat_map(inner).collect()
+}

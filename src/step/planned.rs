@@ -1,0 +1,181 @@
+//! A run's step, to be asked about.
+
+use std::path::Path;
+
+use gapless_engine::compile::step::{StepGraph, of_any};
+use gapless_engine::compile::{Executable, Program, Target, compile};
+use gapless_engine::nn::VarBuilder;
+use gapless_engine::recompute::Recompute;
+use gapless_engine::{DeviceChoice, Precision, StepOptions, TrainError, TrainOptions};
+use gapless_models::hf::{Architecture, Config, Pretrained};
+
+use super::device::DeviceProfile;
+use super::machine;
+use crate::run::{ConfigError, Lowering, ModelConfig, Rule, RunConfig};
+
+/// A step that can be compiled, if its extents fit together, which recording it tells.
+#[derive(Debug, Clone)]
+pub struct Step {
+    /// What is compiled.
+    pub options: StepOptions,
+    /// The device that time is estimated for.
+    pub device: DeviceProfile,
+    /// Who turns it into lifetimes.
+    pub lowering: Lowering,
+    /// Ranks of the pipeline that are asked about.
+    pub ranks: Vec<usize>,
+    /// Worker threads of a rank; 0 for all cores.
+    pub threads: usize,
+    target: Target,
+    title: String,
+    architecture: Architecture,
+    /// Of a folder.
+    config: Option<Config>,
+}
+
+impl Step {
+    /// The step of a run, whose data and weights need not be there.
+    ///
+    /// # Errors
+    /// [`ConfigError::Value`] with the key of a value that means nothing.
+    pub fn new(run: &RunConfig) -> Result<Self, ConfigError> {
+        let model =
+            run.planned_model().map_err(|why| ConfigError::value("model", why, "name a model that is there"))?;
+        let config = match &model {
+            ModelConfig::Folder(path) => Some(read(path)?),
+            _ => None,
+        };
+        let architecture = match &config {
+            Some(config) => config.architecture().clone(),
+            None => model.architecture().map_err(|why| ConfigError::value("model", why, "correct it"))?,
+        };
+        let TrainOptions { step: options, device, threads, .. } = run.options();
+        options.check_values().map_err(|error| super::refused(error.into()))?;
+        check_lowering(run)?;
+        if run.estimate.profile == machine::NAME && matches!(device, DeviceChoice::Cuda(_)) {
+            return Err(ConfigError::value("device", "is another one than this machine", "use cpu"));
+        }
+        Ok(Self {
+            ranks: ranks(&run.estimate.rank, options.mesh.pipeline)?,
+            target: run.options().target(),
+            device: DeviceProfile::of(run)?,
+            lowering: run.estimate.lowering,
+            title: run.model.title(),
+            options,
+            threads,
+            architecture,
+            config,
+        })
+    }
+
+    /// What people call the model.
+    pub fn title(&self) -> &str {
+        &self.title
+    }
+
+    /// The type of its numbers.
+    pub fn precision(&self) -> Precision {
+        self.options.precision
+    }
+
+    /// Its family and extents.
+    pub fn architecture(&self) -> &Architecture {
+        &self.architecture
+    }
+
+    /// What of the model's config.json is left out.
+    pub fn notices(&self) -> Vec<String> {
+        self.config.as_ref().map_or_else(Vec::new, Config::notices)
+    }
+
+    /// What of the step decides its graph: with equal texts, [`Self::record`] makes equal graphs.
+    pub fn graph_key(&self) -> String {
+        format!("{:?} {}", self.architecture, StepGraph::key(&self.options))
+    }
+
+    /// Makes the model.
+    ///
+    /// # Errors
+    /// When its shapes do not fit together.
+    pub fn build(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
+        self.architecture.model(vb)
+    }
+
+    /// Its graph.
+    ///
+    /// # Errors
+    /// When the options or the model's shapes do not fit together.
+    pub fn record(&self) -> Result<StepGraph, TrainError> {
+        Ok(StepGraph::record(&of_any(|vb| self.build(vb)), &self.options)?)
+    }
+
+    /// The program of a rank of the pipeline.
+    ///
+    /// # Errors
+    /// When it was not recorded with such options; [`OverBudget`](gapless_engine::compile::Error::OverBudget).
+    pub fn program(&self, graph: &StepGraph, rank: usize) -> Result<Program, TrainError> {
+        Ok(graph.program(&self.options, rank, self.target)?)
+    }
+
+    /// Those of all ranks.
+    ///
+    /// # Errors
+    /// As [`Self::program`].
+    pub fn programs(&self, graph: &StepGraph) -> Result<Vec<Program>, TrainError> {
+        (0..self.options.mesh.pipeline).map(|rank| self.program(graph, rank)).collect()
+    }
+
+    /// Whose kernels run it.
+    pub(super) fn target(&self) -> Target {
+        self.target
+    }
+
+    /// The plan of a program.
+    ///
+    /// # Errors
+    /// As [`compile`].
+    pub fn plan(&self, program: &Program) -> Result<Executable, TrainError> {
+        Ok(compile(std::slice::from_ref(program), &self.options.planning())?)
+    }
+
+    /// The same step within so many bytes, or with everything kept.
+    pub fn within(&self, budget: Option<u64>) -> Self {
+        let mut step = self.clone();
+        (step.options.memory.budget, step.options.memory.recompute) = (budget, Recompute::None);
+        step
+    }
+}
+
+fn read(path: &Path) -> Result<Config, ConfigError> {
+    Config::read(path).map_err(|why| ConfigError::value("model", why, "name a folder with a config.json"))
+}
+
+/// What eager frameworks have no rules for.
+fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
+    let remedy = "leave estimate.lowering out, or the other key";
+    let refuse = |key, why| Err(ConfigError::value(key, format!("{why} of an eager framework"), remedy));
+    match run.estimate.lowering {
+        Lowering::Gapless => Ok(()),
+        _ if run.optimizer.name != Rule::AdamW => refuse("optimizer.name", "nothing but adamw is known"),
+        _ if !run.memory.compress.is_empty() => refuse("memory.compress", "nothing is known"),
+        _ if !run.memory.offload.is_empty() => refuse("memory.offload", "nothing is known"),
+        Lowering::EagerAmp if run.step.precision != Precision::Bf16 => {
+            refuse("step.precision", "autocast makes it bf16")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The ranks of a text.
+fn ranks(text: &str, all: usize) -> Result<Vec<usize>, ConfigError> {
+    if text == "all" {
+        return Ok((0..all).collect());
+    }
+    let number = |text: &str| {
+        text.trim().parse::<usize>().ok().filter(|&rank| rank < all).ok_or_else(|| {
+            let why = format!("{text:?} is no rank of a pipeline of {all}");
+            ConfigError::value("estimate.rank", why, "use numbers from 0 with commas between them, or all")
+        })
+    };
+    text.split(',').map(number).collect()
+}
