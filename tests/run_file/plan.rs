@@ -56,6 +56,7 @@ fn a_plan_is_what_the_run_reserves() {
         (GPT, bytes, &["trainable.only=[\"*.bias\"]", "loss.z_loss=1e-4"]),
         (GPT, bytes, &["model.gpt.layers=2", "mesh={ data = 2, pipeline = 2 }", "step.micro_batches=1"]),
         (GPT, bytes, &["model.gpt.layers=4", "mesh.pipeline=2", "pipeline.schedule=zbv", "memory.recompute=layers"]),
+        (GPT, bytes, &["model.gpt.layers=4", "mesh.pipeline=2", "pipeline.cut=[\"h.1\"]"]),
         ("model = \"llama:layers=1,heads=2,kv_heads=1,width=16,hidden=32\"", bytes, &["optimizer.name=muon"]),
         (moe, bytes, &["mesh.expert=2", "memory.routing=1.0", "memory.overflow=recompute"]),
         (moe, bytes, &["mesh.expert=2", "memory.routing=64KiB", "memory.overflow=grow"]),

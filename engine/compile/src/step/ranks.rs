@@ -43,6 +43,10 @@ struct Named {
     /// Stages of each rank: by default one, or two for schedules in the shape of a V.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     chunks: Option<usize>,
+    /// The layers that begin a stage, but for the first, by their paths: `["h.4", "h.8"]` makes three stages. By default stages take
+    /// about the same time.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    cut: Vec<String>,
 }
 
 fn usual_schedule() -> String {
@@ -50,21 +54,26 @@ fn usual_schedule() -> String {
 }
 
 impl From<Pipeline> for Named {
-    fn from(Pipeline { schedule, chunks, .. }: Pipeline) -> Self {
-        Self { schedule: schedule.name().to_owned(), chunks: Some(chunks) }
+    fn from(Pipeline { schedule, chunks, cut }: Pipeline) -> Self {
+        let cut = match cut {
+            StagePartition::Balanced => Vec::new(),
+            StagePartition::Before(layers) => layers,
+        };
+        Self { schedule: schedule.name().to_owned(), chunks: Some(chunks), cut }
     }
 }
 
 impl TryFrom<Named> for Pipeline {
     type Error = Error;
 
-    fn try_from(Named { schedule, chunks }: Named) -> Result<Self> {
+    fn try_from(Named { schedule, chunks, cut }: Named) -> Result<Self> {
         let schedule = by_name(&schedule)?;
         let usual = match schedule.placement() {
             Placement::Loop => 1,
             Placement::V => 2,
         };
-        Ok(Self { schedule: schedule.into(), chunks: chunks.unwrap_or(usual), cut: StagePartition::Balanced })
+        let cut = if cut.is_empty() { StagePartition::Balanced } else { StagePartition::Before(cut) };
+        Ok(Self { schedule: schedule.into(), chunks: chunks.unwrap_or(usual), cut })
     }
 }
 
