@@ -54,8 +54,8 @@ mod jobs {
         let chunks = chunks.expect("one or two chunks") as usize;
         let mut run = Run::default();
         run.options.threads = 1;
-        run.options.micro_batches = 8;
-        run.options.mesh = Mesh::pipeline(ranks);
+        run.options.step.micro_batches = 8;
+        run.options.step.mesh = Mesh::pipeline(ranks);
         run.options.step.pipeline = Pipeline { schedule: schedule.into(), chunks, ..Pipeline::default() };
         run
     }
@@ -64,8 +64,8 @@ mod jobs {
     fn experts(ranks: usize, stages: usize, style: MoeStyle) -> Run {
         let mut run = Run { kind: Kind::Moe(style), ..Run::default() };
         run.options.threads = 1;
-        run.options.mesh = Mesh { pipeline: stages, expert: ranks / stages, ..Mesh::default() };
-        run.options.micro_batches = 4 / run.options.mesh.expert;
+        run.options.step.mesh = Mesh { pipeline: stages, expert: ranks / stages, ..Mesh::default() };
+        run.options.step.micro_batches = 4 / run.options.step.mesh.expert;
         run.options.poison = true;
         run
     }
@@ -73,8 +73,8 @@ mod jobs {
     /// Ranks that share experts, with room for half of what even routing needs.
     fn without_room(ranks: usize, style: MoeStyle, overflow: Overflow) -> Run {
         let mut run = experts(ranks, 1, style);
-        run.options.routing = Reserve::Balanced { factor: 0.5 };
-        run.options.overflow = overflow;
+        run.options.step.memory.routing = Reserve::Balanced { factor: 0.5 };
+        run.options.step.memory.overflow = overflow;
         run
     }
 
@@ -103,7 +103,7 @@ mod jobs {
         let outcome = run.go_on(&mut trainer, STEPS);
         trainer.check_run().expect("nothing that lived at the same time shares bytes");
         let has_room = trainer.routing().is_none_or(|report| report.evicted + report.growths == 0);
-        assert_eq!(has_room, run.options.overflow == Overflow::Error, "{:?}", trainer.routing());
+        assert_eq!(has_room, run.options.step.memory.overflow == Overflow::Error, "{:?}", trainer.routing());
         if job == "kill" {
             trainer.save(dir, serde_json::Value::Null).unwrap();
             run.step(&mut trainer);
@@ -120,7 +120,7 @@ mod jobs {
 
     /// All tokens to the first experts, in a reserve for even routing.
     fn overflow(mut run: Run, world: Box<dyn Communicator>) -> ! {
-        run.options.routing = Reserve::Balanced { factor: 1.0 };
+        run.options.step.memory.routing = Reserve::Balanced { factor: 1.0 };
         let mut trainer = run.rank(Some(world));
         let names: Vec<String> = trainer.parameter_names().map(Into::into).collect();
         for name in names.iter().filter(|name| name.ends_with(".gate.weight")) {

@@ -32,8 +32,6 @@ pub enum TrainError {
     TokenOutOfRange { id: u32, vocabulary: usize },
     #[error("{name:?} is on rank {rank} of the mesh; ask that one for it")]
     OnAnotherRank { name: String, rank: usize },
-    #[error("{what}: {why}; {remedy}")]
-    Config { what: &'static str, why: String, remedy: &'static str },
     #[error(transparent)]
     LearningRate(#[from] LearningRateError),
     #[error(transparent)]
@@ -53,12 +51,15 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// What an option that is refused is called, why it is, and what would do.
-    pub fn config(&self) -> Option<(&'static str, &str, &'static str)> {
+    /// A setting that is refused: its name, why it is refused, and what to do instead.
+    pub fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
+        gapless_graph::Error::config(what, why, remedy).into()
+    }
+
+    /// The name of a refused setting, why it is refused, and what to do instead, if this is such an error.
+    pub fn refused(&self) -> Option<(&'static str, &str, &'static str)> {
         match self {
-            Self::Config { what, why, remedy }
-            | Self::Graph(gapless_graph::Error::Config { what, why, remedy })
-            | Self::Compile(gapless_compile::Error::Config { what, why, remedy }) => Some((what, why, remedy)),
+            Self::Graph(gapless_graph::Error::Config { what, why, remedy }) => Some((what, why, remedy)),
             _ => None,
         }
     }

@@ -133,11 +133,11 @@ impl Gpt {
         let (_, t) = tokens.dims2()?;
         let dropout = if train { self.config.dropout } else { 0.0 };
         if t > self.config.sequence {
-            return Err(Error::Config {
-                what: "sequence",
-                why: format!("{t} tokens, but the model has positions for {}", self.config.sequence),
-                remedy: "take shorter sequences, or a model with a longer one (GptConfig::sequence)",
-            });
+            return Err(Error::config(
+                "sequence",
+                format!("{t} tokens, but the model has positions for {}", self.config.sequence),
+                "take shorter sequences, or a model with a longer one (GptConfig::sequence)",
+            ));
         }
         let positions = self.wpe.rows_of_positions(t)?;
         let mut x = self.wte.forward(tokens)?.broadcast_add(&positions)?.dropout(dropout)?;

@@ -39,7 +39,7 @@ use gapless_engine::{Error, Result};
 fn head_size(width: usize, heads: usize) -> Result<usize> {
     if heads == 0 || !width.is_multiple_of(heads) {
         let why = format!("{heads} heads do not divide a width of {width}");
-        return Err(Error::Config { what: "model", why, remedy: "choose a number of heads that divides the width" });
+        return Err(Error::config("model", why, "choose a number of heads that divides the width"));
     }
     Ok(width / heads)
 }

@@ -53,7 +53,7 @@ impl Checked {
     pub fn done(self) -> Result<()> {
         match self.wrong {
             None => Ok(()),
-            Some((why, remedy)) => Err(Error::Config { what: "model", why, remedy }),
+            Some((why, remedy)) => Err(Error::config("model", why, remedy)),
         }
     }
 }

@@ -370,7 +370,7 @@ impl Attention {
         let head_size = config.head_size.map_or_else(|| head_size(width, heads), Ok)?;
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             let why = format!("{kv_heads} key-value heads do not divide {heads} heads");
-            return Err(Error::Config { what: "model", why, remedy: "choose a divisor of the heads" });
+            return Err(Error::config("model", why, "choose a divisor of the heads"));
         }
         let (q, kv) = (heads * head_size, kv_heads * head_size);
         let (q_norm, k_norm) = match config.qk_norm {

@@ -222,7 +222,7 @@ impl Moe {
         let LlamaConfig { width, layers, .. } = config.llama;
         if let Some(layer) = config.dense_layers.iter().find(|&&layer| layer >= layers) {
             let why = format!("layer {layer} is to be dense, of {layers} layers");
-            return Err(Error::Config { what: "model", why, remedy: "layers are numbered from 0" });
+            return Err(Error::config("model", why, "layers are numbered from 0"));
         }
         let model = vb.pp("model");
         let embed_tokens = config.llama.embedding(&model)?;

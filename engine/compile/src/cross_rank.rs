@@ -239,7 +239,7 @@ impl CrossRankValues {
                     let Place::Stage(stage) = maker.place else { continue };
                     let Some(&source) = made.get(&(stage, maker.phase, action.micro_batch.0)) else {
                         let why = format!("{action} needs what stage {} never makes", stage.0);
-                        return Err(Error::Config { what: "schedule", why, remedy: "check its table" });
+                        return Err(Error::config("schedule", why, "check its table"));
                     };
                     of_action.insert(source);
                 }
@@ -289,7 +289,7 @@ impl CrossRankValues {
             None => Ok(known),
             Some(rank) => {
                 let why = format!("rank {rank} waits for ever at {}", table[rank][done[rank]]);
-                Err(Error::Config { what: "schedule", why, remedy: "check its table" })
+                Err(Error::config("schedule", why, "check its table"))
             }
         }
     }

@@ -37,10 +37,15 @@ pub enum Error {
     TooLarge { program: String, what: String, op: String },
     #[error("internal error: the plan violates its own constraints: {what}")]
     BadPlan { what: String },
-    #[error("{what}: {why}; {remedy}")]
-    Config { what: &'static str, why: String, remedy: &'static str },
     #[error(transparent)]
     Alloc(#[from] gapless_alloc::Error),
     #[error(transparent)]
     Schedule(#[from] gapless_parallel::Error),
+}
+
+impl Error {
+    /// A setting that is refused: its name, why it is refused, and what to do instead.
+    pub(crate) fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
+        gapless_graph::Error::config(what, why, remedy).into()
+    }
 }

@@ -87,8 +87,7 @@ fn place(stage: usize) -> Place {
 
 /// The first node of each stage but stage 0.
 fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>> {
-    let fail =
-        |why| Err(Error::Config { what: "cut", why, remedy: "name one layer per stage but the first, in order" });
+    let fail = |why| Err(Error::config("cut", why, "name one layer per stage but the first, in order"));
     if layers.len() + 1 != stages {
         return fail(format!(
             "{} layers to cut in front of make {} stages, not {stages}",
@@ -118,7 +117,7 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
     let work: Vec<usize> = (0..graph.nodes().len()).filter(|&i| !graph.is_view(graph.nodes()[i].outputs[0])).collect();
     if work.len() < stages {
         let why = format!("{stages} stages of a model of {} operations", work.len());
-        return Err(Error::Config { what: "mesh", why, remedy: "use fewer stages, or a deeper model" });
+        return Err(Error::config("mesh", why, "use fewer stages, or a deeper model"));
     }
     let crossing = crossing_bytes(graph);
     let mut flops = vec![0];

@@ -37,6 +37,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// A setting that is refused: its name, why it is refused, and what to do instead.
+    pub fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
+        Self::Config { what, why: why.into(), remedy }
+    }
+
     /// An error in the model's own words.
     pub fn msg(text: impl Into<String>) -> Self {
         Self::Other(text.into().into())

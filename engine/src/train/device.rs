@@ -82,10 +82,6 @@ impl fmt::Display for RunsOn {
 /// That this build knows no GPU.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn without_cuda() -> TrainError {
-    let why = "this build knows no GPU".to_owned();
-    TrainError::Config {
-        what: "device",
-        why,
-        remedy: "build with the feature cuda, which is on by default, or use the CPU",
-    }
+    let why = "this build knows no GPU";
+    TrainError::config("device", why, "build with the feature cuda, which is on by default, or use the CPU")
 }

@@ -13,7 +13,7 @@ pub struct Batch<'a> {
     /// Ids [batch × sequence].
     pub tokens: &'a [u32],
     /// The id that follows each of them; [`IGNORED`] where the loss does not count it, which needs
-    /// [`TrainOptions::documents`](super::TrainOptions::documents).
+    /// [`StepOptions::documents`](gapless_compile::step::StepOptions::documents).
     pub targets: &'a [u32],
     /// Where in its sequence the document of each token begins. A document of which no target counts is padding: routers of experts pay
     /// no attention to it. Empty where each sequence is one document, and padding what follows its last target that counts.
@@ -28,9 +28,7 @@ impl Batch<'_> {
 
     /// That nothing of it needs documents.
     pub(super) fn expect_none(&self) -> Result<()> {
-        let fail = |why: &str| {
-            Err(TrainError::Config { what: "documents", why: why.into(), remedy: "set TrainOptions::documents" })
-        };
+        let fail = |why: &str| Err(TrainError::config("documents", why, "set TrainOptions::documents"));
         if !self.starts.is_empty() {
             return fail("a batch says where documents begin");
         }
@@ -65,7 +63,7 @@ impl DocumentInputs {
     /// # Errors
     /// Documents that begin behind their tokens, or are not contiguous; a batch in which no target counts.
     pub fn fill(&mut self, batch: &Batch<'_>, sequence: usize) -> Result<()> {
-        let fail = |why, remedy| Err(TrainError::Config { what: "documents", why, remedy });
+        let fail = |why, remedy| Err(TrainError::config("documents", why, remedy));
         let tokens = batch.tokens.len();
         let Self { starts, positions, targets, weights, routed } = self;
         // The first token of each document, and the place of each token in its own.

@@ -87,8 +87,8 @@ impl Trainer {
         options.sampling.check()?;
         for prompt in prompts {
             if prompt.is_empty() {
-                let why = "it is empty".to_owned();
-                return Err(TrainError::Config { what: "prompt", why, remedy: "begin with at least one token" });
+                let why = "it is empty";
+                return Err(TrainError::config("prompt", why, "begin with at least one token"));
             }
             self.check_ids(prompt)?;
         }
@@ -146,9 +146,9 @@ impl Trainer {
                 (None, Way::Cached(_)) => None,
             };
             if chosen.is_none() {
-                let why = "logits that are not finite, or none of a token that may come".to_owned();
+                let why = "logits that are not finite, or none of a token that may come";
                 let remedy = "go back to a sound checkpoint, or suppress fewer tokens";
-                return Err(TrainError::Config { what: "generation", why, remedy });
+                return Err(TrainError::config("generation", why, remedy));
             }
             if sequences.iter().all(|sequence| sequence.has_ended) {
                 break;

@@ -19,7 +19,7 @@ pub struct LossParts {
     /// The z-losses of all routers.
     #[serde(rename = "loss_router_z", skip_serializing_if = "Option::is_none")]
     pub router_z: Option<f32>,
-    /// Label smoothing and z-loss of the head ([`TrainOptions::loss`](super::TrainOptions::loss)), together.
+    /// Label smoothing and z-loss of the head ([`StepOptions::loss`](gapless_compile::step::StepOptions::loss)), together.
     #[serde(rename = "loss_regularization", skip_serializing_if = "Option::is_none")]
     pub regularization: Option<f32>,
 }

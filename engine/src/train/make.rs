@@ -286,10 +286,10 @@ impl Trainer {
             DeviceChoice::Auto => match on(number_here(rank) % cuda::Nvidia::count().max(1)) {
                 // A card that is full, or fails, is no reason to train slowly; nor is a model that is wrong.
                 Err(TrainError::Runtime(RuntimeError::Device(why))) if !why.is_absence() => Err(why.into()),
-                Err(
-                    why @ (TrainError::Runtime(RuntimeError::Device(_) | RuntimeError::NoDeviceKernels { .. })
-                    | TrainError::Config { what: "device", .. }),
-                ) => Ok(Err(Some(why.to_string()))),
+                Err(why @ TrainError::Runtime(RuntimeError::Device(_) | RuntimeError::NoDeviceKernels { .. })) => {
+                    Ok(Err(Some(why.to_string())))
+                }
+                Err(why) if why.refused().is_some_and(|(what, ..)| what == "device") => Ok(Err(Some(why.to_string()))),
                 other => other.map(Ok),
             },
         }
@@ -330,8 +330,8 @@ fn agree(world: &mut dyn Communicator, is_gpu: bool, choice: DeviceChoice) -> Re
     world.all_gather(&[mine], &mut all)?;
     let all_alike = all.iter().all(|&kind| (kind == CPU) == (mine == CPU));
     if !all_alike && all.contains(&ASKED_FOR) {
-        let why = "some ranks run on GPUs, and others on CPUs, whose copies of a parameter would drift apart".into();
-        return Err(TrainError::Config { what: "device", why, remedy: "choose GPUs for all ranks, or the CPU" });
+        let why = "some ranks run on GPUs, and others on CPUs, whose copies of a parameter would drift apart";
+        return Err(TrainError::config("device", why, "choose GPUs for all ranks, or the CPU"));
     }
     Ok(all_alike)
 }

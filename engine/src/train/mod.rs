@@ -243,8 +243,8 @@ impl Trainer {
         self.write_step(&Batch { tokens, targets, starts: &[] }, self.schedule.at(self.step))?;
         let (program, options) = (self.training()?, self.run_options());
         let Some(timed) = self.session.profile(program, options)? else {
-            let why = "the CPU's steps are not timed so".to_owned();
-            return Err(TrainError::Config { what: "profile", why, remedy: "subscribe to the engine's tracing spans" });
+            let why = "the CPU's steps are not timed so";
+            return Err(TrainError::config("profile", why, "subscribe to the engine's tracing spans"));
         };
         self.step += 1;
         Ok(timed)
@@ -287,8 +287,8 @@ impl Trainer {
     /// As [`Self::evaluate`]; of a model that was made for inference with caches.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<candle_core::Tensor> {
         let Some(program) = self.programs.logits else {
-            let why = "a model that was made for inference has those of the next token alone".to_owned();
-            return Err(TrainError::Config { what: "logits", why, remedy: "make a trainer of it" });
+            let why = "a model that was made for inference has those of the next token alone";
+            return Err(TrainError::config("logits", why, "make a trainer of it"));
         };
         let expected = self.options.step.sequence;
         if tokens.len() != expected {
@@ -321,8 +321,8 @@ impl Trainer {
     /// The training step.
     fn training(&self) -> Result<ProgramId> {
         self.programs.train.ok_or_else(|| {
-            let why = "the model was made for inference".to_owned();
-            TrainError::Config { what: "training", why, remedy: "make it with Trainer::new" }
+            let why = "the model was made for inference";
+            TrainError::config("training", why, "make it with Trainer::new")
         })
     }
 

@@ -97,12 +97,12 @@ impl TrainOptions {
     /// Refuses options that make no sense, of which a run's file names each.
     ///
     /// # Errors
-    /// [`TrainError::config`] says which.
+    /// [`TrainError::refused`] says which.
     pub fn check(&self) -> Result<()> {
         if self.threads > MOST_THREADS {
             let why = format!("{} are more than {MOST_THREADS}", self.threads);
             let remedy = "use as many as the machine has cores, or 0 for all of them";
-            return Err(TrainError::Config { what: "threads", why, remedy });
+            return Err(TrainError::config("threads", why, remedy));
         }
         self.step.check()?;
         self.learning_rate.check()?;
@@ -113,8 +113,8 @@ impl TrainOptions {
     #[cfg(feature = "cuda")]
     pub(super) fn check_for_gpu(&self) -> Result<()> {
         if self.poison {
-            let why = "dead ranges are filled with NaN on the CPU alone".into();
-            return Err(TrainError::Config { what: "device", why, remedy: "leave poison out, or use the CPU" });
+            let why = "dead ranges are filled with NaN on the CPU alone";
+            return Err(TrainError::config("device", why, "leave poison out, or use the CPU"));
         }
         Ok(())
     }

@@ -13,11 +13,7 @@ pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
     let ranks = mesh.ranks()?;
     if ranks != 1 {
         let why = format!("a mesh of {ranks} ranks in a trainer of one");
-        return Err(TrainError::Config {
-            what: "mesh",
-            why,
-            remedy: "make it with Trainer::builder(..).on(world), once per rank",
-        });
+        return Err(TrainError::config("mesh", why, "make it with Trainer::builder(..).on(world), once per rank"));
     }
     Ok(())
 }
@@ -27,11 +23,7 @@ pub(super) fn expect_ranks(world: &dyn Communicator, mesh: Mesh) -> Result<()> {
     let (size, ranks) = (world.size(), mesh.ranks()?);
     if size != ranks {
         let why = format!("{ranks} ranks, but {size} were started");
-        return Err(TrainError::Config {
-            what: "mesh",
-            why,
-            remedy: "data × pipeline × expert is the number of ranks",
-        });
+        return Err(TrainError::config("mesh", why, "data × pipeline × expert is the number of ranks"));
     }
     Ok(())
 }

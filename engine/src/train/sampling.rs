@@ -76,7 +76,7 @@ impl Sampling {
             if !is_sound {
                 let remedy = "a temperature is at least 0, a probability from 0 to 1 (top_p and typical_p above 0), a cutoff \
                               below 1, a penalty above 0";
-                return Err(TrainError::Config { what: "sampling", why: format!("a {name} of {value}"), remedy });
+                return Err(TrainError::config("sampling", format!("a {name} of {value}"), remedy));
             }
         }
         Ok(())

@@ -88,7 +88,7 @@ impl Trainer {
         Ok(metadata["run"].clone())
     }
 
-    /// Takes the parameters of a checkpoint and nothing else, for a model that evaluates and generates ([`Self::for_inference`]).
+    /// Takes the parameters of a checkpoint and nothing else, for a model that evaluates and generates ([`for_inference`](super::TrainerBuilder::for_inference)).
     ///
     /// # Errors
     /// As [`Self::resume`], of the parameters alone.

@@ -37,7 +37,7 @@ impl Trainer {
     pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
         if !self.options.step.keep_gradients {
             let (why, remedy) = (format!("the gradient of {name:?} is not kept"), "set StepOptions::keep_gradients");
-            return Err(TrainError::Config { what: "keep_gradients", why, remedy });
+            return Err(TrainError::config("keep_gradients", why, remedy));
         }
         Ok(self.session.output(self.training()?, &step::gradient_output(name))?)
     }

@@ -161,7 +161,7 @@ impl Adapter {
     /// A model of `base` with these adapters, made to infer, with the weights of both. `options` says the rest.
     ///
     /// # Errors
-    /// As [`Trainer::for_inference`], [`Folder::load`] and [`Self::load`].
+    /// As [`TrainerBuilder::build`](gapless_engine::TrainerBuilder::build), [`Folder::load`] and [`Self::load`].
     pub fn for_inference(&self, base: &Folder, options: TrainOptions) -> Result<Trainer> {
         let options = TrainOptions { step: StepOptions { trainable: self.trainable(), ..options.step }, ..options };
         let mut trainer = Trainer::builder(|vb| base.model(vb), options).for_inference().build()?;
@@ -270,7 +270,7 @@ fn of_trainer(trainer: &Trainer) -> Result<&Lora> {
 }
 
 fn config_error(why: String, remedy: &'static str) -> HfError {
-    TrainError::Config { what: "adapter", why, remedy }.into()
+    TrainError::config("adapter", why, remedy).into()
 }
 
 fn write(

@@ -135,7 +135,7 @@ fn is_refused(error: &RunError) -> bool {
             | Checkpoint(CheckpointError::Foreign { .. } | CheckpointError::Locked { .. })
     ) || matches!(error, Data(error) if !matches!(error, DataError::Read { .. }))
         // What is compiled is compiled before the folder is the run's.
-        || matches!(error, Train(error) if error.config().is_some() || matches!(**error, TrainError::Compile(_)))
+        || matches!(error, Train(error) if error.refused().is_some() || matches!(**error, TrainError::Compile(_)))
 }
 
 /// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until that is finished.

@@ -19,7 +19,7 @@ fn fail(key: &str, why: String, remedy: &'static str) -> Result<(), ConfigError>
 
 /// What a step's own check refuses.
 pub(crate) fn refused(error: TrainError) -> ConfigError {
-    match (&error, error.config()) {
+    match (&error, error.refused()) {
         (_, Some((key, why, remedy))) => ConfigError::value(key, why, remedy),
         (TrainError::LearningRate(why), _) => ConfigError::value("learning_rate", why, "see its keys"),
         _ => ConfigError::value("step", error, "correct it"),

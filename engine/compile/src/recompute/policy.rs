@@ -77,11 +77,11 @@ impl FromStr for Recompute {
             Some(("first", count)) if count.parse::<usize>().is_ok() => {
                 Ok(Self::Layers(Layers::First(count.parse().unwrap_or_default())))
             }
-            _ => Err(Error::Config {
-                what: "memory.recompute",
-                why: format!("{text:?} is no policy"),
-                remedy: "use none, layers, first:8, layers:h.3,h.7 or ops:layer_norm,gelu",
-            }),
+            _ => Err(Error::config(
+                "memory.recompute",
+                format!("{text:?} is no policy"),
+                "use none, layers, first:8, layers:h.3,h.7 or ops:layer_norm,gelu",
+            )),
         }
     }
 }
@@ -197,7 +197,7 @@ impl Resolving<'_> {
 }
 
 pub(super) fn config(why: String) -> Error {
-    Error::Config { what: "memory.recompute", why, remedy: "use Recompute::None, or names from the memory map" }
+    Error::config("memory.recompute", why, "use Recompute::None, or names from the memory map")
 }
 
 /// The layer that a node belongs to: the shortest prefix of its name that ends in a number.

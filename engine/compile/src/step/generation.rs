@@ -54,12 +54,12 @@ impl Generation {
     ) -> Result<Vec<Program>> {
         let (window, chunk) = self.window(options);
         if self.batch == 0 || chunk == 0 {
-            let why = "batch, window or chunk is 0".to_owned();
-            return Err(Error::Config { what: "generation", why, remedy: "each is at least 1" });
+            let why = "batch, window or chunk is 0";
+            return Err(Error::config("generation", why, "each is at least 1"));
         }
         if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 {
-            let why = "ranks of a pipeline and expert ranks have no caches".to_owned();
-            return Err(Error::Config { what: "generation", why, remedy: "generate on one rank, or without it" });
+            let why = "ranks of a pipeline and expert ranks have no caches";
+            return Err(Error::config("generation", why, "generate on one rank, or without it"));
         }
         let program = |name, tokens| self.program(build, options, ranks, target, (name, tokens, window));
         Ok(vec![program("prefill", chunk)?, program("decode", 1)?])

@@ -307,7 +307,7 @@ fn expect_same_parameters(programs: &[Program]) -> Result<()> {
         if let Some(name) = held(program).difference(&trained).next() {
             let why = format!("{:?} reads {name:?}, which the training step does not", program.name);
             let remedy = "read it in the loss too, or use one rank per copy of the model";
-            return Err(Error::Config { what: "a model for several ranks", why, remedy });
+            return Err(Error::config("a model for several ranks", why, remedy));
         }
     }
     Ok(())

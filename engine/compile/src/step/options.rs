@@ -109,7 +109,7 @@ impl FromStr for Precision {
             "f32" => Ok(Self::F32),
             "bf16" | "mixed" => Ok(Self::Bf16),
             "pure_bf16" => Ok(Self::PureBf16),
-            _ => Err(refuse("step.precision", format!("{text:?} is none"), "use f32, bf16 or pure_bf16")),
+            _ => Err(Error::config("step.precision", format!("{text:?} is none"), "use f32, bf16 or pure_bf16")),
         }
     }
 }
@@ -122,7 +122,7 @@ impl TryFrom<DType> for Precision {
         match dtype {
             DType::F32 => Ok(Self::F32),
             DType::BF16 => Ok(Self::Bf16),
-            other => Err(refuse("step.precision", format!("{other:?} is none"), "use f32 or bf16")),
+            other => Err(Error::config("step.precision", format!("{other:?} is none"), "use f32 or bf16")),
         }
     }
 }
@@ -242,23 +242,23 @@ impl UpdateOptions {
     /// Refuses numbers that make no sense.
     fn check(&self) -> Result<()> {
         if let Some(value) = self.max_value.filter(|value| value.is_nan() || *value <= 0.0) {
-            return Err(refuse("optimizer.max_value", format!("is {value}"), "it is above 0"));
+            return Err(Error::config("optimizer.max_value", format!("is {value}"), "it is above 0"));
         }
         if let Some(decay) = self.average.filter(|decay| !(0.0..1.0).contains(decay)) {
-            return Err(refuse("optimizer.average", format!("is {decay}"), "it is at least 0 and below 1"));
+            return Err(Error::config("optimizer.average", format!("is {decay}"), "it is at least 0 and below 1"));
         }
         if self.groups.len() > Self::MAX_GROUPS {
             let why = format!("{} are more than {}", self.groups.len(), Self::MAX_GROUPS);
-            return Err(refuse("optimizer.groups", why, "put parameters that are updated alike into one group"));
+            return Err(Error::config("optimizer.groups", why, "put parameters that are updated alike into one group"));
         }
         for ParameterGroup { names, optimizer, learning_rate } in &self.groups {
             if names.is_empty() {
-                let why = "one of them names nothing".to_owned();
-                return Err(refuse("optimizer.groups", why, "name parameters or modules"));
+                let why = "one of them names nothing";
+                return Err(Error::config("optimizer.groups", why, "name parameters or modules"));
             }
             if !(*learning_rate >= 0.0 && learning_rate.is_finite()) {
                 let why = format!("one has a learning_rate of {learning_rate}");
-                return Err(refuse("optimizer.groups", why, "it multiplies that of all, and is at least 0"));
+                return Err(Error::config("optimizer.groups", why, "it multiplies that of all, and is at least 0"));
             }
             optimizer.check()?;
         }
@@ -343,7 +343,7 @@ impl StepOptions {
     /// Refuses what no model could be trained with. Every key is named as a run's file names it.
     ///
     /// # Errors
-    /// [`Error::Config`], and those of [`Optimizer::check`].
+    /// The refused key, and those of [`Optimizer::check`].
     pub fn check(&self) -> Result<()> {
         self.check_values()?;
         let Self { batch, micro_batches, memory, .. } = self;
@@ -354,23 +354,23 @@ impl StepOptions {
                 _ => format!(" for each of {data} × {expert} ranks that share the batch"),
             };
             let why = format!("{batch} sequences do not divide into {micro_batches}{ranks}");
-            return Err(refuse("step.micro_batches", why, "choose a divisor of step.batch"));
+            return Err(Error::config("step.micro_batches", why, "choose a divisor of step.batch"));
         }
         if self.keep_gradients && self.shares_batch() {
-            let why = "ranks that share the batch have only parts of the gradients".to_owned();
-            return Err(refuse("keep_gradients", why, "keep them with one data rank and one expert rank"));
+            let why = "ranks that share the batch have only parts of the gradients";
+            return Err(Error::config("keep_gradients", why, "keep them with one data rank and one expert rank"));
         }
         if memory.budget.is_some() && memory.recompute != Recompute::None {
-            let why = "a budget chooses itself what is computed again".to_owned();
-            return Err(refuse("memory.budget", why, "leave memory.recompute or memory.budget out"));
+            let why = "a budget chooses itself what is computed again";
+            return Err(Error::config("memory.budget", why, "leave memory.recompute or memory.budget out"));
         }
         if memory.overflow == Overflow::Recompute && matches!(memory.routing, Reserve::Bytes(_)) {
-            let why = "a number of bytes promises no room to what is computed again".to_owned();
-            return Err(refuse("memory.overflow", why, "give memory.routing a factor (Reserve::Balanced)"));
+            let why = "a number of bytes promises no room to what is computed again";
+            return Err(Error::config("memory.overflow", why, "give memory.routing a factor (Reserve::Balanced)"));
         }
         if memory.overflow == Overflow::Recompute && !memory.compress.is_empty() {
-            let why = "rows that are made again of what was rounded are others than the forward's".to_owned();
-            return Err(refuse("memory.overflow", why, "compress nothing, or choose another policy"));
+            let why = "rows that are made again of what was rounded are others than the forward's";
+            return Err(Error::config("memory.overflow", why, "compress nothing, or choose another policy"));
         }
         if memory.release_gradients { self.check_release() } else { Ok(()) }
     }
@@ -392,30 +392,30 @@ impl StepOptions {
         ];
         if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
             let why = if extent == 0 { "is 0".into() } else { format!("is {extent}, and {most} are the most") };
-            return Err(refuse(key, why, "it is at least 1"));
+            return Err(Error::config(key, why, "it is at least 1"));
         }
         if batch.saturating_mul(*sequence) > Self::MOST_TOKENS {
             let why = format!("{batch} sequences of {sequence} tokens are more than {} tokens", Self::MOST_TOKENS);
-            return Err(refuse("step.batch", why, "choose a smaller step.batch or step.sequence"));
+            return Err(Error::config("step.batch", why, "choose a smaller step.batch or step.sequence"));
         }
         mesh.ranks()?;
         let Rates { flops, bytes } = memory.rates;
         if !memory.rates.are_sound() {
             let why = format!("{flops} FLOP/s and {bytes} bytes/s are no device");
-            return Err(refuse("memory.rates", why, "both are above 0"));
+            return Err(Error::config("memory.rates", why, "both are above 0"));
         }
         if let Reserve::Balanced { factor } = memory.routing
             && !(factor.is_finite() && factor >= 0.0)
         {
-            return Err(refuse("memory.routing", format!("is {factor}"), "it is at least 0; 1.25 is usual"));
+            return Err(Error::config("memory.routing", format!("is {factor}"), "it is at least 0; 1.25 is usual"));
         }
         let LossTerms { label_smoothing, z_loss } = self.loss;
         if !(0.0..1.0).contains(&label_smoothing) {
             let remedy = "it is at least 0 and below 1";
-            return Err(refuse("loss.label_smoothing", format!("is {label_smoothing}"), remedy));
+            return Err(Error::config("loss.label_smoothing", format!("is {label_smoothing}"), remedy));
         }
         if !(z_loss >= 0.0 && z_loss.is_finite()) {
-            return Err(refuse("loss.z_loss", format!("is {z_loss}"), "it is at least 0"));
+            return Err(Error::config("loss.z_loss", format!("is {z_loss}"), "it is at least 0"));
         }
         self.update.check()?;
         self.trainable.check()?;
@@ -428,7 +428,7 @@ impl StepOptions {
 
     /// What waits for all gradients keeps them.
     fn check_release(&self) -> Result<()> {
-        let fail = |why: &str, remedy| Err(refuse("memory.release_gradients", why.into(), remedy));
+        let fail = |why: &str, remedy| Err(Error::config("memory.release_gradients", why, remedy));
         if self.update.rules(&self.optimizer).any(|(rule, _)| rule.needs_norm()) {
             return fail(
                 "gradients are clipped by their common norm",
@@ -446,8 +446,4 @@ impl StepOptions {
         }
         Ok(())
     }
-}
-
-fn refuse(what: &'static str, why: String, remedy: &'static str) -> Error {
-    Error::Config { what, why, remedy }
 }

@@ -35,11 +35,9 @@ impl FromStr for Overflow {
             "error" => Ok(Self::Error),
             "grow" => Ok(Self::Grow),
             "recompute" => Ok(Self::Recompute),
-            _ => Err(Error::Config {
-                what: "memory.overflow",
-                why: format!("{text:?} is no policy"),
-                remedy: "use error, grow or recompute",
-            }),
+            _ => {
+                Err(Error::config("memory.overflow", format!("{text:?} is no policy"), "use error, grow or recompute"))
+            }
         }
     }
 }

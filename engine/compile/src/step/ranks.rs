@@ -118,7 +118,7 @@ impl RankPlan {
     /// When the mesh has no such rank, or the schedule does not exist for its shape.
     pub fn new(mesh: Mesh, rank: usize, pipeline: &Pipeline, micro_batches: usize) -> Result<Self> {
         let ranks = mesh.ranks()?;
-        let fail = |why, remedy| Err(Error::Config { what: "mesh", why, remedy });
+        let fail = |why, remedy| Err(Error::config("mesh", why, remedy));
         if rank >= ranks {
             return fail(format!("rank {rank} of {ranks}"), "start as many ranks as the mesh has");
         }
@@ -128,18 +128,14 @@ impl RankPlan {
         let table = pipeline.schedule.actions(&shape)?;
         if table.len() != mesh.pipeline {
             let why = format!("{} has {} rows for {} ranks", pipeline.schedule.name(), table.len(), mesh.pipeline);
-            return Err(Error::Config { what: "schedule", why, remedy: "one row of actions per rank" });
+            return Err(Error::config("schedule", why, "one row of actions per rank"));
         }
         let stages = mesh.pipeline * pipeline.chunks;
         let violations =
             gapless_parallel::check(&table, number(stages), micro_batches, gapless_parallel::Sends::Buffered);
         if let Some(violation) = violations.first() {
             let why = format!("{}: {violation}", pipeline.schedule.name());
-            return Err(Error::Config {
-                what: "schedule",
-                why,
-                remedy: "check its table with gapless_parallel::check",
-            });
+            return Err(Error::config("schedule", why, "check its table with gapless_parallel::check"));
         }
         Ok(Self { mesh, at: mesh.coordinate(rank), stages, table })
     }

@@ -233,7 +233,7 @@ impl Update<'_> {
         let state = format!("{kind}/{name}");
         if ![target.of.dtype, DType::F32, DType::U8].contains(&spec.dtype) {
             let (why, remedy) = (format!("{state} is {:?}", spec.dtype), "keep states in f32 or u8");
-            return Err(Error::Config { what: "optimizer", why, remedy });
+            return Err(Error::config("optimizer", why, remedy));
         }
         layout.shapes.insert(state.clone(), spec.dims().to_vec());
         layout.stages.insert(state.clone(), *owner);
@@ -262,7 +262,7 @@ impl Update<'_> {
         match self.options.update.groups.iter().flat_map(|group| &group.names).find(|pattern| !is_there(pattern)) {
             Some(pattern) => {
                 let why = format!("{pattern:?} names no trained parameter of this model");
-                Err(Error::Config { what: "groups", why, remedy: "see Trainer::parameter_names" })
+                Err(Error::config("groups", why, "see Trainer::parameter_names"))
             }
             None => Ok(()),
         }
@@ -311,7 +311,7 @@ impl Update<'_> {
         if is_shared {
             if !divides(self.ranks(Part::OfExperts)) {
                 let why = format!("it has no rule for a part of {}, which expert ranks share", of.name);
-                return Err(Error::Config { what: "optimizer", why, remedy: "use AdamW, or one expert rank" });
+                return Err(Error::config("optimizer", why, "use AdamW, or one expert rank"));
             }
             let gradient = match self.plan.mesh.data {
                 1 => gradient.clone(),
@@ -372,7 +372,7 @@ impl Update<'_> {
         if !whole.elements().is_multiple_of(ranks) {
             let why = format!("{name}, of {} elements, does not divide into {ranks} parts", whole.elements());
             let remedy = "let Optimizer::grain say into which parts its states divide, or None for no parts";
-            return Err(Error::Config { what: "optimizer", why, remedy });
+            return Err(Error::config("optimizer", why, remedy));
         }
         Ok(Spec { shape: (whole.elements() / ranks).into(), dtype: whole.dtype })
     }

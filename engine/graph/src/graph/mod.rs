@@ -321,7 +321,7 @@ impl Graph {
     fn check_sizes(&self, op: &str, specs: &[Spec]) -> Result<()> {
         if self.values.len() > MOST_VALUES {
             let why = format!("a step of more than {MOST_VALUES} tensors");
-            return Err(Error::Config { what: "model", why, remedy: "fewer layers" });
+            return Err(Error::config("model", why, "fewer layers"));
         }
         for spec in specs {
             let what = match spec.checked_bytes() {

@@ -94,7 +94,7 @@ impl Trainable {
     /// # Errors
     /// [`Error::Config`] when they don't.
     pub fn check(&self) -> Result<()> {
-        let fail = |why: String, remedy| Err(Error::Config { what: "trainable", why, remedy });
+        let fail = |why: String, remedy| Err(Error::config("trainable", why, remedy));
         match self {
             Self::Lora(Lora { rank: 0, .. }) => fail("adapters of rank 0".into(), "a rank is at least 1"),
             Self::Lora(lora) if !lora.alpha.is_finite() => {
@@ -115,7 +115,7 @@ impl Trainable {
     /// [`Error::Config`] with the pattern or target that means nothing, or the parameter that an adapter cannot stand beside.
     pub fn check_model(&self, graph: &Graph) -> Result<()> {
         let parameters = || graph.persistent().map(|(_, name)| name);
-        let fail = |why: String, remedy| Err(Error::Config { what: "trainable", why, remedy });
+        let fail = |why: String, remedy| Err(Error::config("trainable", why, remedy));
         match self {
             Self::All => Ok(()),
             Self::Only(patterns) => {

@@ -81,7 +81,7 @@ impl Optimizer for Adafactor {
         if !(decay_exponent > 0.0 && clip_threshold > 0.0 && least_scale > 0.0) {
             let why =
                 format!("decay_exponent {decay_exponent}, clip_threshold {clip_threshold}, least_scale {least_scale}");
-            return Err(Error::Config { what: "optimizer", why, remedy: "all are above 0; 0.8, 1 and 1e-3 are usual" });
+            return Err(Error::config("optimizer", why, "all are above 0; 0.8, 1 and 1e-3 are usual"));
         }
         self.as_adamw().check()
     }

@@ -35,7 +35,7 @@ impl Default for AdamW {
 
 impl Optimizer for AdamW {
     fn check(&self) -> Result<()> {
-        let fail = |why: String, remedy| Err(Error::Config { what: "optimizer", why, remedy });
+        let fail = |why: String, remedy| Err(Error::config("optimizer", why, remedy));
         if !(0.0..1.0).contains(&self.beta1) || !(0.0..1.0).contains(&self.beta2) {
             return fail("a beta is outside [0, 1)".into(), "0.9 and 0.95 are usual");
         }

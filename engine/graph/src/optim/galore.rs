@@ -56,7 +56,7 @@ impl Optimizer for GaLore {
         if rank == 0 || refresh_steps == 0 || !(alpha > 0.0 && alpha.is_finite()) {
             let why = format!("rank {rank}, refresh_steps {refresh_steps}, alpha {alpha}");
             let remedy = "all are above 0; a quarter of the width, 200 and 0.25 are usual";
-            return Err(Error::Config { what: "optimizer", why, remedy });
+            return Err(Error::config("optimizer", why, remedy));
         }
         Ok(())
     }

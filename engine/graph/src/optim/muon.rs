@@ -64,7 +64,7 @@ impl Muon {
 impl Optimizer for Muon {
     fn check(&self) -> Result<()> {
         self.rule.check()?;
-        let fail = |why: &str, remedy| Err(Error::Config { what: "optimizer", why: why.to_owned(), remedy });
+        let fail = |why: &str, remedy| Err(Error::config("optimizer", why, remedy));
         if !(0.0..1.0).contains(&self.momentum) {
             return fail("the momentum is outside [0, 1)", "0.95 is usual");
         }

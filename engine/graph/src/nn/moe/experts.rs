@@ -40,7 +40,7 @@ impl Experts {
         let experts = self.gate_proj.dim(0)? * self.ranks;
         if experts != routing.experts {
             let why = format!("{experts} experts behind a router of {}", routing.experts);
-            return Err(Error::Config { what: "experts", why, remedy: "give both the same number" });
+            return Err(Error::config("experts", why, "give both the same number"));
         }
         let routed = routing.exchange(self.ranks)?;
         let rows = routed.receive(&routing.dispatch(x)?)?;

@@ -113,7 +113,7 @@ impl Default for RouterConfig {
 
 impl RouterConfig {
     fn check(&self) -> Result<()> {
-        let fail = |why: &str, remedy| Err(Error::Config { what: "router", why: why.into(), remedy });
+        let fail = |why: &str, remedy| Err(Error::config("router", why, remedy));
         let Self { jitter, balance_loss, z_loss, bias_rate, scale, .. } = self;
         let amounts = [jitter, balance_loss, z_loss, bias_rate, scale];
         if amounts.iter().any(|x| !x.is_finite() || **x < 0.0) || *jitter >= 1.0 || *scale == 0.0 {
