@@ -15,25 +15,25 @@ use crate::limits::{Checked, MOST_HIDDEN, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct GptConfig {
-    /// Number of tokens that exist.
+    /// The number of tokens in the vocabulary.
     pub vocabulary: usize,
-    /// Tokens per sequence, at most.
+    /// The maximum number of tokens per sequence.
     pub sequence: usize,
-    /// Number of blocks.
+    /// The number of blocks.
     pub layers: usize,
-    /// Attention heads per block.
+    /// The number of attention heads per block.
     pub heads: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub width: usize,
-    /// Width of the feed-forward part; by default four times the other.
+    /// The width of the feed-forward layer. The default is four times `width`.
     pub hidden: Option<usize>,
-    /// Added to the variance in the norms.
+    /// The value that the norms add to the variance.
     pub layer_norm_eps: f64,
-    /// The feed-forward part's function.
+    /// The activation function of the feed-forward layer.
     pub activation: Activation,
-    /// Whether the head's weight is the embedding.
+    /// Whether the head shares its weight with the embedding.
     pub tied: bool,
-    /// Probability of dropout after the embedding and after each part of a block.
+    /// The dropout probability after the embedding and after each part of a block.
     pub dropout: f64,
 }
 
@@ -41,10 +41,10 @@ pub struct GptConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
-    /// With a hyperbolic tangent for the error function: GPT-2's.
+    /// GELU with the tanh approximation, as in GPT-2.
     #[default]
     GeluTanh,
-    /// With the error function.
+    /// GELU with the error function.
     GeluErf,
 }
 

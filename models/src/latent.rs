@@ -12,17 +12,17 @@ use crate::llama::LlamaConfig;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LatentConfig {
-    /// Width of what queries are made of; none makes them of the residual stream.
+    /// The width of the latent of the queries. Without it, queries are computed from the residual stream.
     pub query_rank: Option<usize>,
-    /// Width of what keys and values are made of.
+    /// The width of the latent of keys and values.
     pub kv_rank: usize,
-    /// Width of a query's or key's part that is not rotated.
+    /// The width of the part of a query or key that is not rotated.
     pub plain_size: usize,
-    /// Width of the part that is.
+    /// The width of the part of a query or key that is rotated.
     pub rotated_size: usize,
-    /// Width of a head's values.
+    /// The width of the values of a head.
     pub value_size: usize,
-    /// Whether elements are rotated against their neighbours, and not halves against each other.
+    /// Whether the rotation pairs adjacent elements rather than the two halves.
     pub neighbours: bool,
 }
 

@@ -16,57 +16,58 @@ use crate::limits::{Checked, MOST_HIDDEN, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LlamaConfig {
-    /// Number of tokens that exist.
+    /// The number of tokens in the vocabulary.
     pub vocabulary: usize,
-    /// Number of blocks.
+    /// The number of blocks.
     pub layers: usize,
-    /// Heads of the queries.
+    /// The number of query heads.
     pub heads: usize,
-    /// Heads of the keys and values; divides `heads`.
+    /// The number of key and value heads; it divides `heads`.
     pub kv_heads: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub width: usize,
-    /// Width of the feed-forward part.
+    /// The width of the feed-forward layer.
     pub hidden: usize,
-    /// Base of the rotary frequencies.
+    /// The base of the rotary frequencies.
     pub rope_theta: f64,
-    /// How the frequencies are stretched for longer sequences.
+    /// The scaling of the rotary frequencies for longer sequences.
     pub rope_scaling: RopeScaling,
-    /// Added to the mean square in the norms.
+    /// The value that the norms add to the mean square.
     pub rms_norm_eps: f64,
-    /// Width of a head; by default the width divided by the heads.
+    /// The width of a head. The default is `width` divided by `heads`.
     pub head_size: Option<usize>,
-    /// Whether queries, keys and values have biases (Qwen2).
+    /// Whether the query, key and value projections have biases (Qwen2).
     pub qkv_bias: bool,
-    /// Whether the attention's output has a bias.
+    /// Whether the output projection of the attention has a bias.
     pub output_bias: bool,
-    /// Whether the feed-forward part has biases.
+    /// Whether the feed-forward layers have biases.
     pub mlp_bias: bool,
-    /// What is normalised of queries and keys before they are rotated.
+    /// The normalization of queries and keys before the rotation.
     pub qk_norm: QkNorm,
-    /// Where a block's norms stand.
+    /// The position of the norms in a block.
     pub norms: Norms,
-    /// Whether the head's weight is the embedding.
+    /// Whether the head shares its weight with the embedding.
     pub tied: bool,
-    /// Tokens that a token attends to at most, itself included (Mistral, arXiv 2310.06825, section 2).
+    /// The number of tokens that a token attends to at most, itself included (Mistral, arXiv 2310.06825, section 2).
     pub sliding_window: Option<usize>,
-    /// The layers that attend to all tokens although there is a window.
+    /// The layers with full attention in a model with a sliding window.
     pub full_layers: Vec<usize>,
-    /// Base of the rotary frequencies in layers with a window, which are not scaled then; by default as in the others.
+    /// The base of the rotary frequencies in layers with a sliding window, which then are not scaled. The default is
+    /// that of the other layers.
     pub window_rope_theta: Option<f64>,
-    /// A token whose row of the embedding learns nothing from being looked up.
+    /// A token whose embedding row gets no gradient from being looked up.
     pub padding: Option<u32>,
-    /// What the gate of the feed-forward part passes through.
+    /// The activation function of the gate in the feed-forward layer.
     pub activation: GateActivation,
-    /// Whether the norms' weights count as 1 + w (Gemma).
+    /// Whether the norms multiply by 1 + weight (Gemma).
     pub offset_norms: bool,
     /// Whether the embedding is multiplied by the square root of the width (Gemma).
     pub scaled_embedding: bool,
-    /// Scores are divided by the square root of it; by default the width of a head.
+    /// Attention scores are divided by the square root of this value. The default is the width of a head.
     pub query_scale: Option<f64>,
-    /// Scores s count as cap·tanh(s/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    /// Attention scores s are capped as cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, section 2).
     pub attention_cap: Option<f64>,
-    /// The same of logits.
+    /// Logits are capped in the same way as by `attention_cap`.
     pub logit_cap: Option<f64>,
 }
 
@@ -74,10 +75,10 @@ pub struct LlamaConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum GateActivation {
-    /// x·sigmoid(x): SwiGLU.
+    /// SiLU, x · sigmoid(x): SwiGLU.
     #[default]
     Silu,
-    /// GELU's tanh form: GeGLU (Shazeer, arXiv 2002.05202).
+    /// GELU with the tanh approximation: GeGLU (Shazeer, arXiv 2002.05202).
     Gelu,
 }
 
@@ -85,12 +86,12 @@ pub enum GateActivation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum QkNorm {
-    /// Nothing.
+    /// Queries and keys are not normalized.
     #[default]
     None,
-    /// Each head (Qwen3).
+    /// Each head is normalized (Qwen3).
     Head,
-    /// All heads together (OLMo 2).
+    /// All heads are normalized together (OLMo 2).
     Width,
 }
 
@@ -98,12 +99,12 @@ pub enum QkNorm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Norms {
-    /// x + part(norm(x)).
+    /// Pre-norm: x + part(norm(x)).
     #[default]
     Before,
-    /// x + norm(part(x)) (OLMo 2, arXiv 2501.00656).
+    /// Post-norm inside the residual: x + norm(part(x)) (OLMo 2, arXiv 2501.00656).
     After,
-    /// x + norm(part(norm(x))) (Gemma 2, arXiv 2408.00118).
+    /// Both: x + norm(part(norm(x))) (Gemma 2, arXiv 2408.00118).
     Both,
 }
 

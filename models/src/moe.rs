@@ -18,19 +18,19 @@ use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct MoeConfig {
-    /// What it has of a [`Llama`](crate::Llama); `hidden` is that of its dense layers.
+    /// The settings shared with a Llama. `hidden` is the width of its dense layers.
     pub llama: LlamaConfig,
-    /// How tokens find experts.
+    /// The router.
     pub router: RouterConfig,
-    /// Width inside each expert.
+    /// The hidden width of each expert.
     pub expert_hidden: usize,
-    /// Width inside the expert that every token passes through; 0 for none.
+    /// The hidden width of the shared expert, which processes every token; 0 means no shared expert.
     pub shared_hidden: usize,
-    /// Whether the shared expert's output is weighted by a sigmoid of its own (Qwen2-MoE).
+    /// Whether the shared expert's output is weighted by its own sigmoid gate (Qwen2-MoE).
     pub shared_gate: bool,
-    /// The layers that have no experts.
+    /// The layers without experts.
     pub dense_layers: Vec<usize>,
-    /// Attention over what keys and values are made of, in the place of a Llama's (DeepSeek).
+    /// Multi-head latent attention in place of the attention of a Llama (DeepSeek).
     pub latent: Option<LatentConfig>,
 }
 

@@ -9,11 +9,11 @@ use crate::Error;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Mesh {
-    /// Copies of the model, each with its share of the batch, and of the optimizer's states (ZeRO stage 1).
+    /// The number of model copies. They share the batch and the optimizer states (ZeRO stage 1).
     pub data: usize,
-    /// Ranks of a pipeline, each with a part of the layers of one copy.
+    /// The number of pipeline ranks, each of which holds some of the layers.
     pub pipeline: usize,
-    /// Ranks that share the experts of a stage.
+    /// The number of ranks that share the experts of a layer.
     pub expert: usize,
 }
 

@@ -10,18 +10,19 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct GuardConfig {
-    /// A step is left out whose gradient norm is above so many times the median of the steps before it.
+    /// A step is skipped if its gradient norm exceeds this multiple of the median norm.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub norm: Option<f32>,
-    /// A step is left out whose loss is so far above the median of the steps before it.
+    /// A step is skipped if its loss exceeds the median loss by this amount.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss: Option<f32>,
-    /// How many steps the medians are of, of those that were not left out. Until there are as many, only what is not finite is left out.
+    /// The number of steps over which the medians are computed. Skipped steps are not counted. Until that many steps
+    /// are done, only non-finite steps are skipped.
     pub window: usize,
-    /// So many in a row that are left out end the run, or take it back.
+    /// The number of skipped steps in a row that end the run or trigger a rollback.
     pub patience: u64,
-    /// So many times the run goes back to the last checkpoint from before the steps left out in a row, and from there on with data that it
-    /// has not seen.
+    /// The number of times the run may return to the last checkpoint before a series of skipped steps. It then
+    /// continues with data that it has not seen.
     pub rollbacks: u64,
 }
 

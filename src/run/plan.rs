@@ -16,7 +16,10 @@ impl RunConfig {
         let architecture = self.planned_model()?.architecture()?;
         let run = Trainer::builder(|vb| architecture.model(vb), self.options());
         let ranks = self.mesh.ranks().map_err(TrainError::from)?;
-        Ok((0..ranks).map(|rank| run.plan(rank)).collect::<Result<_, _>>()?)
+        // Ranks that share the batch or the experts of a stage have the plan of its first rank.
+        let stages = (0..self.mesh.pipeline).map(|stage| run.plan(stage * self.mesh.expert));
+        let stages = stages.collect::<Result<Vec<Report>, _>>()?;
+        Ok((0..ranks).map(|rank| stages[self.mesh.coordinate(rank).pipeline].clone()).collect())
     }
 
     /// The model with the vocabulary that data will give it, as far as that is known without them. A model's folder has its own number.

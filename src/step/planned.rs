@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use gapless_engine::compile::step::{StepGraph, of_any};
+use gapless_engine::compile::step::{CompiledStep, RankPlan, StepGraph, compile_step, of_any};
 use gapless_engine::compile::{Executable, Program, Target, compile};
 use gapless_engine::nn::VarBuilder;
 use gapless_engine::recompute::Recompute;
@@ -109,6 +109,16 @@ impl Step {
         Ok(StepGraph::record(&of_any(|vb| self.build(vb)), &self.options)?)
     }
 
+    /// Everything that a rank of the pipeline runs in one arena: training step, evaluation and sampling, as a trainer compiles it.
+    ///
+    /// # Errors
+    /// When the options or the model's shapes do not fit together; [`OverBudget`](gapless_engine::compile::Error::OverBudget).
+    pub fn compile(&self, rank: usize) -> Result<(Executable, CompiledStep), TrainError> {
+        let StepOptions { mesh, pipeline, micro_batches, .. } = &self.options;
+        let ranks = RankPlan::new(*mesh, rank * mesh.expert, pipeline, *micro_batches)?;
+        Ok(compile_step(&of_any(|vb| self.build(vb)), &self.options, &ranks, self.target)?)
+    }
+
     /// The program of a rank of the pipeline.
     ///
     /// # Errors
@@ -123,6 +133,14 @@ impl Step {
     /// As [`Self::program`].
     pub fn programs(&self, graph: &StepGraph) -> Result<Vec<Program>, TrainError> {
         (0..self.options.mesh.pipeline).map(|rank| self.program(graph, rank)).collect()
+    }
+
+    /// The kernels that run it, in a word.
+    pub fn kernels(&self) -> &'static str {
+        match self.target {
+            Target::Cpu { .. } => "CPU",
+            Target::Cuda | Target::CudaUnfused => "CUDA",
+        }
     }
 
     /// Whose kernels run it.

@@ -87,6 +87,8 @@ pub struct Sweep {
     pub options: SweepOptions,
     /// The name of the model, if all have the same.
     pub title: String,
+    /// Messages about keys that have moved.
+    pub notices: Vec<String>,
 }
 
 /// One step of a sweep.
@@ -129,11 +131,7 @@ impl Sweep {
         if !tables.contains_key("vary") {
             return Err(ConfigError::value("vary", "is missing", "name lists of values: [vary] batch = [4, 8]"));
         }
-        // By its text, for the lines of its mistakes.
-        let file: File = match File::deserialize(tables) {
-            Ok(file) => file,
-            Err(error) => return Err(syntax(with_nearest(error.to_string()))),
-        };
+        let file = File::deserialize(tables).map_err(|error| syntax(with_nearest(error.to_string())))?;
         let here = |error: ConfigError, table: &str| in_table(error, text, table);
         // What is counted comes before what takes time for each of them.
         let lists = lists(&file.vary).map_err(|error| here(error, "vary"))?;
@@ -151,15 +149,17 @@ impl Sweep {
         for (name, values) in &lists {
             put(&mut first, name, &values[0]).map_err(|error| here(error, "vary"))?;
         }
+        let mut notices = Vec::new();
         for (name, values) in &lists {
             for value in values {
                 let mut one = first.clone();
                 put(&mut one, name, value)?;
-                let checked = RunConfig::of_table(one).and_then(|run| Step::new(&run));
-                checked.map_err(|error| match lists.iter().find(|(name, _)| names(&error, key_of(name))) {
-                    Some((name, _)) => here(named(error, name), "vary"),
-                    None => here(error, ""),
-                })?;
+                let checked = RunConfig::of_table(one).and_then(|run| Step::new(&run).map(|_| run.notices));
+                notices =
+                    checked.map_err(|error| match lists.iter().find(|(name, _)| names(&error, key_of(name))) {
+                        Some((name, _)) => here(named(error, name), "vary"),
+                        None => here(error, ""),
+                    })?;
             }
         }
         let configurations = configurations(&base, &file, &lists, &menus).map_err(|error| here(error, "vary"))?;
@@ -170,7 +170,7 @@ impl Sweep {
         let title = title(&configurations);
         let names = menus.into_iter().map(|(name, _)| name);
         let menus = std::iter::once("all".to_owned()).chain(names).collect();
-        Ok(Self { configurations, varied, allocators, menus, options: file.sweep, title })
+        Ok(Self { configurations, varied, allocators, menus, options: file.sweep, title, notices })
     }
 }
 
@@ -211,6 +211,11 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
         Ok((key.clone(), values.clone()))
     };
     let lists = flat(vary, "").into_iter().map(list).collect::<Result<Vec<_>, _>>()?;
+    let mut known = BTreeSet::new();
+    if let Some((name, _)) = lists.iter().find(|(name, _)| !known.insert(key_of(name))) {
+        let why = format!("is {}, which another list varies", key_of(name));
+        return Err(ConfigError::value(name, why, "vary each key once"));
+    }
     if count(&lists) > MAX_CONFIGURATIONS {
         let why = format!("makes more than {MAX_CONFIGURATIONS} configurations");
         return Err(ConfigError::value("vary", why, "vary less at a time"));

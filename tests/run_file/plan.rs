@@ -140,7 +140,15 @@ fn the_command_plans_a_file() {
     let (code, text) = planned(&["--json"]);
     let one: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(code, Some(0), "{text}");
-    assert!(one["ranks"][0]["arena_bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{text}");
+    let config = RunConfig::read_without_data(Some(file.as_ref()), &[]).unwrap();
+    let [of_run] = &config.plan().unwrap()[..] else { panic!("one rank") };
+    // One number and one plan, wherever it is said.
+    for of in [&one, &one["ranks"][0]] {
+        assert_eq!(
+            (&of["arena_bytes"], &of["plan_hash"]),
+            (&of_run.arena_bytes.into(), &of_run.plan_hash.clone().into())
+        );
+    }
     let (code, text) = planned(&["--json", "--set", "mesh.data=2"]);
     let two: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert!(code == Some(0) && two["ranks"].as_array().is_some_and(|ranks| ranks.len() == 2), "{text}");

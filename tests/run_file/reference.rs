@@ -9,9 +9,10 @@ use serde_json::Value;
 const HEAD: &str = "\
 # Every key of a run's file
 
-Written by `GAPLESS_RECORD=1 cargo test --test run_file reference` from the types that read it; [runs.md](runs.md) says what a run is.
-`gapless init schema` prints the same as a JSON schema, by which editors complete and check (Even Better TOML and Taplo do behind a
-first line `#:schema run.schema.json`). A key without a default and without the word optional has to be there, if its table is.
+`GAPLESS_RECORD=1 cargo test --test run_file reference` generates this page from the types that read a run file; [runs.md](runs.md)
+introduces runs. `gapless init schema` prints the same keys as a JSON schema. Editors use it to complete and check keys: Even Better TOML
+and Taplo do so if the first line of the file is `#:schema run.schema.json`. A key without a default that is not optional is required if
+its table is present.
 ";
 
 struct Reference {

@@ -87,7 +87,7 @@ fn place(stage: usize) -> Place {
 
 /// The first node of each stage but stage 0.
 fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>> {
-    let fail = |why| Err(Error::config("cut", why, "name one layer per stage but the first, in order"));
+    let fail = |why| Err(Error::config("pipeline.cut", why, "name one layer per stage but the first, in order"));
     if layers.len() + 1 != stages {
         return fail(format!(
             "{} layers to cut in front of make {} stages, not {stages}",

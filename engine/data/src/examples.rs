@@ -20,13 +20,13 @@ use crate::{Answers, Conversation, DataError, Tokenizer, Vocabulary};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// `text`, all of which counts; as .txt, .md and .rs files do.
+    /// The key `text`, all of which counts in the loss, as in .txt, .md and .rs files.
     #[default]
     Text,
-    /// `prompt`, and `completion` (or `response`), which alone counts: texts, or lists of messages.
+    /// The keys `prompt` and `completion` (or `response`): strings or lists of messages. Only the completion counts.
     Prompt,
-    /// `messages`, each with `role` and `content`, and perhaps `tools`, `documents` and `chat_template_kwargs`; what the assistant says
-    /// counts, as `answers` has it.
+    /// The key `messages`, with `role` and `content` each, and optionally `tools`, `documents` and
+    /// `chat_template_kwargs`. The assistant messages that `answers` selects count.
     Chat,
 }
 

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 pub struct LossTerms {
     /// The part of a target's probability that is spread over the whole vocabulary.
     pub label_smoothing: f64,
-    /// What the square of the log-sum-exp is multiplied by; 1e-4 is usual.
+    /// The factor of the squared log-sum-exp of the logits; 1e-4 is usual.
     pub z_loss: f64,
 }
 

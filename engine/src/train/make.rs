@@ -208,11 +208,10 @@ impl Trainer {
         purpose: Purpose,
     ) -> Result<Self> {
         options.check_for_gpu()?;
-        // There are no kernels for caches.
-        let step = StepOptions { generation: None, ..options.step.clone() };
+        let step = &options.step;
         let plan = RankPlan::new(step.mesh, rank, &step.pipeline, step.micro_batches)?;
-        let (executable, compiled) = purpose.compile(build, &step, &plan, Target::Cuda)?;
-        let Share { first, stride, .. } = Share::of(&step, plan.at);
+        let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cuda)?;
+        let Share { first, stride, .. } = Share::of(step, plan.at);
         let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;
         let device = RunsOn { name: session.device(), is_gpu: true, because: None };
         Self::of(Box::new(session), device, compiled, &plan, options)
@@ -237,7 +236,7 @@ impl Trainer {
         };
         let schedule = options.learning_rate.check()?;
         tracing::info!("{device}");
-        let CompiledStep { parameters, vocabulary, layout, watched, model } = compiled;
+        let CompiledStep { parameters, vocabulary, layout, watched, model, program: _ } = compiled;
         let (at, step, world) = (plan.at, 0, None);
         let scalars_inputs = options.step.update.scalars_inputs();
         let share = Share::of(&options.step, at);

@@ -34,12 +34,25 @@ static FLAGS: LazyLock<Vec<Flag>> = LazyLock::new(|| {
     let flag = |&(name, key): &(&'static str, &'static str)| {
         let described = key.split('.').try_fold(&schema, |at, part| property(&schema, at, part));
         let of = |field: &str| described.map_or(&Value::Null, |it| &it[field]);
-        let help = of("description").as_str().unwrap_or_default().replace('\n', " ");
+        let mut help = of("description").as_str().unwrap_or_default().replace('\n', " ");
+        match name {
+            "lora" => help += " With the scale's alpha: RANK:ALPHA.",
+            "train" => help += "Patterns of the parameters that alone are trained.",
+            _ => help += &values(&schema, described),
+        }
         let is_list = of("type") == "array" || key == "trainable.only";
         Flag { name, key, long: name.replace('_', "-"), help: format!("{help} [{key}]"), is_list }
     };
     NAMES.iter().map(flag).collect()
 });
+
+/// The words that a key allows, if it allows only some.
+fn values(root: &Value, described: Option<&Value>) -> String {
+    let named = described.and_then(|it| it["$ref"].as_str()).and_then(|name| root.pointer(name.strip_prefix('#')?));
+    let all = named.and_then(|it| it["oneOf"].as_array()).into_iter().flatten();
+    let words: Vec<&str> = all.filter_map(|one| one["const"].as_str()).collect();
+    if words.is_empty() { String::new() } else { format!(" One of {}.", words.join(", ")) }
+}
 
 /// A key of a table in a schema, through references and alternatives.
 fn property<'a>(root: &'a Value, at: &'a Value, key: &str) -> Option<&'a Value> {

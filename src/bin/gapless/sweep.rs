@@ -40,6 +40,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Ok(spec) => spec,
         Err(error) => return fail(&error, 2),
     };
+    spec.notices.iter().for_each(tell);
     let stop = match Stop::on_signals() {
         Ok(stop) => stop,
         Err(error) => return fail(&error, 1),

@@ -52,6 +52,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    config.notices.iter().for_each(tell);
     let trace = match start_tracing(&console, arguments.trace.as_deref()) {
         Ok(trace) => trace,
         Err(error) => {

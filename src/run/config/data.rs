@@ -16,42 +16,46 @@ use crate::run::RunError;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataConfig {
-    /// What is read; a run needs it, a plan of one does not: a file or folder of .txt, .rs, .md or .jsonl, also as .gz or .zst, or of .parquet, a .bin of token ids or a folder of them, or a `Cargo.lock` for the Rust
-    /// sources that it names.
+    /// The data to train on: a file or folder of .txt, .rs, .md or .jsonl (also compressed as .gz or .zst) or .parquet;
+    /// a .bin file of token ids or a folder of them; or a `Cargo.lock`, for the Rust sources that it names. A run needs
+    /// it, a plan of a run does not.
     pub path: PathBuf,
-    /// Further sources, each with its part of the windows; `path` has the rest.
+    /// Further data sources, each with its share of the training windows. `path` gets the remaining share.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mix: Vec<SourceConfig>,
-    /// Tokens of the byte-pair encoding that is trained on it, 4096 where neither this nor `tokenizer` is there; 256 for plain bytes.
-    /// Not beside `tokenizer`.
+    /// The vocabulary size of the byte-pair encoding that is trained on the data; 256 uses plain bytes. The default is
+    /// 4096. It cannot be combined with `tokenizer`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<usize>,
-    /// A tokenizer.json that is there already; of `model.folder` its own where this is absent.
+    /// The path of an existing tokenizer.json. The default for a `model.folder` is the tokenizer of the folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
-    /// What a line of a .jsonl file, or a row of a .parquet file, holds: `text`; `prompt` and `completion`; or `chat`, a conversation. Of the latter two only
-    /// completions, or what the assistant says, count in the loss, and examples are packed into sequences without seeing each other.
+    /// The contents of a line of a .jsonl file or a row of a .parquet file. In the formats `prompt` and `chat`, only
+    /// completions and assistant messages count in the loss, and examples are packed into sequences without attending
+    /// to each other.
     pub format: Format,
-    /// Which answers of a conversation count, where the format is `chat`.
+    /// The assistant messages of a conversation that count in the loss, in the format `chat`.
     pub answers: Answers,
-    /// Whether documents that share a sequence of the format `text` neither see each other nor share their places.
+    /// Whether documents that are packed into one sequence of the format `text` are isolated: they do not attend to
+    /// each other, and each starts at position 0.
     pub isolate_documents: bool,
-    /// Whether a document begins with the tokens that the tokenizer puts before a text, as `<s>` of Llama 2 or `<bos>` of Gemma; GPT-2 and
-    /// Qwen have none.
+    /// Whether each document starts with the tokens that the tokenizer adds to a text, such as `<s>` of Llama 2 or
+    /// `<bos>` of Gemma. GPT-2 and Qwen add none.
     pub begin_of_text: bool,
-    /// The token that ends a document, by its text; without, the one that the files beside the tokenizer name.
+    /// The text of the token that ends a document. The default is the token that the files beside the tokenizer name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_of_text: Option<String>,
-    /// Whether special tokens that a text spells out, as `<|im_end|>`, become their ids. Else they are text as any other. In the formats
-    /// `prompt` and `chat` they always do where the tokenizer comes from a file.
+    /// Whether special tokens that are spelled out in a text, such as `<|im_end|>`, are converted to their ids.
+    /// Otherwise they are treated as plain text. In the formats `prompt` and `chat` they are always converted if the
+    /// tokenizer is read from a file.
     pub special_tokens: bool,
-    /// The width of the ids in .bin files without a header: `"u16"`, `"u32"` or `"u64"`; without, 16 bits, or 32 for vocabularies of more
+    /// The width of the ids in .bin files without a header. The default is 16 bits, or 32 bits for vocabularies of more
     /// than 65,536 tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_width: Option<TokenWidth>,
-    /// Every n-th document is for validation; 0 for none.
+    /// Every n-th document is used for validation; 0 uses none.
     pub validation_every: usize,
-    /// Where tokens are kept.
+    /// The folder in which tokenized data is cached.
     pub cache: PathBuf,
 }
 
@@ -59,9 +63,9 @@ pub struct DataConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SourceConfig {
-    /// As `data.path`.
+    /// The data, as in `data.path`.
     pub path: PathBuf,
-    /// Its part of the windows, of 1.
+    /// The share of this source in the training windows, between 0 and 1.
     pub weight: f64,
 }
 

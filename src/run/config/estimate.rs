@@ -7,18 +7,19 @@ use serde::{Deserialize, Deserializer, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EstimateConfig {
-    /// The device that time is estimated for: `a100-80`, `h100`, `h200`, `b200`, `this-machine`, which is measured, or a TOML file of one.
+    /// The device whose speed the time estimates assume: `a100-80`, `h100`, `h200`, `b200`, a TOML file with a profile,
+    /// or `this-machine`, which is measured.
     pub profile: String,
-    /// TFLOP/s of matrix products, where they are not the profile's.
+    /// The speed of matrix products in TFLOP/s, in place of the value of the profile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tflops: Option<f64>,
-    /// TB/s of memory, where they are not the profile's.
+    /// The memory bandwidth in TB/s, in place of the value of the profile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub terabytes: Option<f64>,
-    /// Who turns the step into lifetimes.
+    /// The source of the tensor lifetimes.
     pub lowering: Lowering,
-    /// The ranks of the pipeline that are asked about: numbers with commas between them, or `all`. Ranks that share the batch or the
-    /// experts with them have the same plans.
+    /// The pipeline ranks that `plan` and `compare` show: numbers separated by commas, or `all`. Data and expert ranks
+    /// have the same plan as the first rank of their stage.
     #[serde(deserialize_with = "number_or_text")]
     pub rank: String,
 }
@@ -40,13 +41,13 @@ fn number_or_text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Lowering {
-    /// This engine's compiler.
+    /// The compiler of this engine.
     #[default]
     Gapless,
-    /// An eager framework, all numbers in the step's type; with masters, they and sums of gradients are allocated before the step, as
-    /// Megatron does.
+    /// An eager framework (PyTorch 2) in the precision of the step. With f32 masters, the masters and the sums of
+    /// gradients are allocated before the step, as in Megatron.
     Eager,
-    /// An eager framework, parameters in float32, which autocast casts to bfloat16 once per micro-batch.
+    /// An eager framework with f32 parameters and autocast, which casts them to bf16 once per micro-batch.
     EagerAmp,
 }
 

@@ -10,16 +10,16 @@ use super::RunConfig;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RateConfig {
-    /// The highest.
+    /// The highest learning rate.
     pub peak: f64,
-    /// The last; a tenth of the highest where it is absent.
+    /// The learning rate of the last step. The default is a tenth of `peak`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub floor: Option<f64>,
-    /// Steps on which it rises; a quarter of all, at most.
+    /// The number of steps over which the learning rate rises to `peak`, at most a quarter of all steps.
     pub warmup_steps: u64,
-    /// What comes then.
+    /// The shape of the decay after the warm-up.
     pub shape: RateShape,
-    /// Steps of the decay of `wsd`; a fifth of all where it is absent.
+    /// The number of decay steps of the shape `wsd`. The default is a fifth of all steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decay_steps: Option<u64>,
 }
@@ -28,15 +28,15 @@ pub struct RateConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RateShape {
-    /// It stays.
+    /// The learning rate stays at `peak`.
     Constant,
-    /// A line.
+    /// It falls linearly to `floor`.
     Linear,
-    /// Half a cosine.
+    /// It falls along half a cosine to `floor`.
     Cosine,
-    /// One over the root of the step.
+    /// It falls with the inverse square root of the step.
     InverseSqrt,
-    /// Warm-up, stable, decay.
+    /// Warm-up, stable, decay: it stays at `peak` until the last `decay_steps` steps.
     Wsd,
 }
 

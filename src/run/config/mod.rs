@@ -45,67 +45,69 @@ use super::GuardConfig;
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
-    /// Steps in all.
+    /// The number of training steps.
     #[serde(default = "default_steps")]
     pub steps: u64,
-    /// Minutes of training after which it ends with a checkpoint, to be resumed; without, there is no limit.
+    /// The run saves a checkpoint and ends after this many minutes of training; `--resume` continues it. Without this
+    /// key there is no time limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_minutes: Option<f64>,
-    /// Of the initial parameters, of dropout and of the order of the data.
+    /// The seed of the initial parameters, of dropout and of the order of the data.
     #[serde(default)]
     pub seed: u64,
-    /// What runs it: `auto`, the first NVIDIA GPU if there is one that can, else the CPU; `cpu`; `cuda`; or `cuda:1`, another GPU.
+    /// The device that runs the steps. `auto` takes the first NVIDIA GPU if it supports the run, and the CPU otherwise.
+    /// `cpu`, `cuda` and `cuda:1` name one.
     #[serde(default, with = "text")]
     #[schemars(with = "String")]
     pub device: DeviceChoice,
-    /// Worker threads of each rank; 0 for all cores.
+    /// The number of worker threads of each rank; 0 uses all cores.
     #[serde(default)]
     pub threads: usize,
-    /// What is trained: a table, or a text, as the name of a preset (`"gpt2"`), a family with extents (`"llama:layers=4,width=256"`) or a
-    /// folder.
+    /// The model to train. Give a table, or a string: the name of a preset (`"gpt2"`), a family with sizes
+    /// (`"llama:layers=4,width=256"`) or the path of a Hugging Face folder.
     #[serde(deserialize_with = "model::deserialize")]
     pub model: ModelConfig,
-    /// The part of it that is trained: `"all"`, `[trainable.lora]` with `rank`, `alpha`, `dropout`, `targets` and
-    /// `rank_stabilised`, or `trainable.only` with patterns of names.
+    /// The parameters that are trained: `"all"`; low-rank adapters (`[trainable.lora]`); or `trainable.only`, a list of
+    /// name patterns.
     #[serde(default)]
     pub trainable: Trainable,
-    /// What it learns from.
+    /// The training data.
     #[serde(default)]
     pub data: DataConfig,
-    /// A step's extents, and what it computes in.
+    /// The sizes of a training step and its precision.
     #[serde(default)]
     pub step: StepOptions,
-    /// How many ranks share the work, and how.
+    /// The number of ranks along each axis of parallelism. The product is the number of ranks of the run.
     #[serde(default)]
     pub mesh: Mesh,
-    /// The order of work in a pipeline.
+    /// The pipeline schedule.
     #[serde(default)]
     pub pipeline: Pipeline,
-    /// What the training loss counts beside the likelihood of the next token; docs/optimizers.md has the formula.
+    /// Terms of the training loss in addition to the likelihood of the next token. docs/optimizers.md has the formula.
     #[serde(default, skip_serializing_if = "is_default")]
     pub loss: LossTerms,
     /// The update rule.
     #[serde(default)]
     pub optimizer: OptimizerConfig,
-    /// Step → learning rate.
+    /// The learning rate of each step.
     #[serde(default)]
     pub learning_rate: RateConfig,
-    /// Which steps are left out.
+    /// The conditions under which a step with an outlying loss or gradient norm is skipped.
     #[serde(default, skip_serializing_if = "is_default")]
     pub guard: GuardConfig,
-    /// What of a step's memory is saved, and how.
+    /// Settings that trade memory for time, and the limits of the arena.
     #[serde(default)]
     pub memory: MemoryOptions,
-    /// When the validation loss is measured.
+    /// How often and on how much data the validation loss is measured.
     #[serde(default)]
     pub evaluation: EvaluationConfig,
-    /// When the run is saved.
+    /// When checkpoints are saved, and how many are kept.
     #[serde(default)]
     pub checkpoints: CheckpointConfig,
-    /// What is generated at each evaluation.
+    /// The text that is generated at each evaluation.
     #[serde(default)]
     pub sample: SampleConfig,
-    /// What `plan`, `compare`, `schedule` and `sweep` count with beside the step itself.
+    /// Settings of `plan`, `compare`, `schedule` and `sweep`. They do not change the run.
     #[serde(default, skip_serializing_if = "is_default")]
     pub estimate: EstimateConfig,
     /// What whoever wrote the file should know: keys that have other names now.
@@ -124,11 +126,13 @@ impl PartialEq for RunConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvaluationConfig {
-    /// Steps from one to the next; 0 for the end alone.
+    /// The number of steps between evaluations; 0 evaluates only at the end.
     pub every: u64,
-    /// Windows of `step.sequence` tokens that it is measured on, at most, spread evenly over the validation part; 0 for all.
+    /// The maximum number of windows of `step.sequence` tokens per evaluation, spread evenly over the validation data;
+    /// 0 uses all.
     pub windows: usize,
-    /// The run ends when so many in a row have not lowered the validation loss; 0 for never.
+    /// The run ends when this many evaluations in a row have not lowered the validation loss; 0 turns early stopping
+    /// off.
     pub patience: u64,
 }
 
@@ -136,14 +140,15 @@ pub struct EvaluationConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct CheckpointConfig {
-    /// Steps from one to the next; 0 for the end alone.
+    /// The number of steps between checkpoints; 0 saves only at the end.
     pub every: u64,
-    /// Minutes from one to the next, whatever the steps; without, time does not count.
+    /// The number of minutes between checkpoints, in addition to `every`. Without this key only steps count.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub minutes: Option<f64>,
-    /// How many of the newest are kept.
+    /// The number of newest checkpoints that are kept.
     pub keep_last: usize,
-    /// How many of those with the lowest validation loss are kept, of those that are saved right behind an evaluation.
+    /// The number of checkpoints with the lowest validation loss that are kept in addition. Only checkpoints that
+    /// follow an evaluation compete.
     pub keep_best: usize,
 }
 
@@ -151,15 +156,15 @@ pub struct CheckpointConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SampleConfig {
-    /// How it begins; nothing is sampled without.
+    /// The text to continue. Nothing is generated if it is empty.
     pub prompt: String,
-    /// Tokens to add.
+    /// The number of tokens to generate.
     pub tokens: usize,
-    /// Divides the logits; 0 takes the likeliest token.
+    /// The logits are divided by the temperature; 0 always takes the likeliest token.
     pub temperature: f32,
-    /// Only the so many likeliest tokens; 0 for all.
+    /// Sampling considers only this many of the likeliest tokens; 0 considers all.
     pub top_k: usize,
-    /// Only the likeliest tokens that have this much probability together; 1 for all.
+    /// Sampling considers only the likeliest tokens whose probabilities sum to this value; 1 considers all.
     pub top_p: f32,
 }
 

@@ -19,13 +19,14 @@ use super::read::with_nearest;
 #[serde(rename_all = "snake_case")]
 #[expect(clippy::large_enum_variant, reason = "there is one of it")]
 pub enum ModelConfig {
-    /// GPT-2 and its like.
+    /// A GPT-2 style model, trained from random weights.
     Gpt(GptConfig),
-    /// Llama and its like.
+    /// A Llama style model, trained from random weights.
     Llama(LlamaConfig),
-    /// Mixtures of experts.
+    /// A mixture of experts, trained from random weights.
     Moe(MoeConfig),
-    /// A Hugging Face folder: its weights, and its tokenizer unless `data` names another. To plan a run, its config.json is enough.
+    /// A Hugging Face folder, whose weights are fine-tuned. Its tokenizer is used unless `data` names another. A plan
+    /// reads only its config.json.
     Folder(PathBuf),
 }
 
@@ -64,7 +65,7 @@ rms_norm_eps = 1e-6
 
 impl ModelConfig {
     /// The model of a preset's name, of a family with extents, or in a folder.
-    fn named(text: &str) -> Result<Self, String> {
+    pub(super) fn named(text: &str) -> Result<Self, String> {
         if let Some((.., table)) = PRESETS.iter().find(|(name, ..)| *name == text) {
             return toml::from_str(table).map_err(|error| error.to_string());
         }

@@ -3,7 +3,7 @@
 
 use toml::{Table, Value};
 
-use super::ConfigError;
+use super::{ConfigError, ModelConfig};
 /// Short names, and the keys that they mean. A flag of the command (`--micro-batches 4`) is `--set step.micro_batches=4`.
 pub const NAMES: [(&str, &str); 28] = [
     ("model", "model"),
@@ -76,6 +76,19 @@ pub(crate) fn value_at<'a>(root: &'a Table, key: &str) -> Option<&'a Value> {
 /// Gives a key a value; its tables come to be.
 pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), String> {
     let (tables, last) = key.rsplit_once('.').map_or((None, key), |(tables, last)| (Some(tables), last));
+    // These have one of several tables: another one takes its place, and a preset's is what its name stands for.
+    if let Some((which @ ("model" | "trainable"), below)) = key.split_once('.') {
+        let kept = match root.get(which) {
+            Some(Value::String(name)) if which == "model" => {
+                Table::try_from(ModelConfig::named(name)?).map_err(|error| error.to_string())?
+            }
+            Some(Value::Table(table)) => table.clone(),
+            _ => Table::new(),
+        };
+        let variant = below.split('.').next().unwrap_or_default();
+        let kept: Table = kept.into_iter().filter(|(name, _)| name == variant).collect();
+        root.insert(which.to_owned(), Value::Table(kept));
+    }
     let mut table = root;
     for part in tables.into_iter().flat_map(|tables| tables.split('.')) {
         let below = table.entry(part).or_insert_with(|| Value::Table(Table::new()));

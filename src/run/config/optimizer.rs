@@ -11,30 +11,31 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimizerConfig {
-    /// The rule.
+    /// The update rule. docs/optimizers.md compares them.
     pub name: Rule,
-    /// Decay of the first moment.
+    /// The decay rate of the first moment.
     pub beta1: f64,
-    /// Decay of the second moment.
+    /// The decay rate of the second moment.
     pub beta2: f64,
-    /// Decoupled weight decay of matrices.
+    /// The decoupled weight decay, which applies to matrices only.
     pub weight_decay: f64,
-    /// The global norm to which larger gradients are scaled.
+    /// Gradients with a larger global norm are scaled down to this norm; `inf` turns clipping off.
     pub max_norm: f64,
-    /// Directions that GaLore keeps of each weight.
+    /// GaLore: the number of directions that are kept of each weight.
     pub rank: usize,
-    /// What GaLore scales its steps by.
+    /// GaLore: the factor of its updates.
     pub alpha: f64,
-    /// Decay of Muon's moment.
+    /// Muon: the decay rate of the moment.
     pub momentum: f64,
-    /// How far an element of a gradient may be from 0: what is farther is cut off, before the norm is taken.
+    /// Elements of gradients are clamped to this absolute value before the norm is computed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_value: Option<f64>,
-    /// Keeps an exponential moving average of every trained parameter in f32: what stays of it in a step, 0.999 or more.
-    /// `gapless sample --average` uses it.
+    /// The decay rate of an exponential moving average of the trained parameters in f32; 0.999 or more is usual.
+    /// `gapless sample --average` uses the average. Without this key none is kept.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub average: Option<f64>,
-    /// Parameters that are updated otherwise; of several that name one, the first counts. At most 256.
+    /// Groups of parameters with their own settings. The first group that matches a parameter applies. There can be at
+    /// most 256.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub groups: Vec<GroupConfig>,
 }
@@ -43,15 +44,15 @@ pub struct OptimizerConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct GroupConfig {
-    /// Names of parameters, or of modules that they are in; `*` stands for any text: `"*.bias"`, `"h.0"`.
+    /// The names of parameters or modules; `*` stands for any text: `"*.bias"`, `"h.0"`.
     pub names: Vec<String>,
-    /// What their learning rate is multiplied by.
+    /// The factor of the learning rate of this group.
     #[serde(default = "one")]
     pub learning_rate: f64,
-    /// Their weight decay; without, that of all.
+    /// The weight decay of this group. The default is that of the optimizer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
-    /// Their rule; without, that of all.
+    /// The update rule of this group. The default is that of the optimizer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<Rule>,
 }
@@ -62,15 +63,15 @@ pub struct GroupConfig {
 pub enum Rule {
     /// AdamW.
     AdamW,
-    /// AdamW with moments in eight bits.
+    /// AdamW with 8-bit moments.
     AdamW8bit,
-    /// AdamW in a subspace.
+    /// AdamW on gradients projected to a low rank.
     GaLore,
-    /// The sign of a moment.
+    /// Lion: the sign of a momentum.
     Lion,
-    /// Orthogonal steps of matrices.
+    /// Muon: orthogonalized updates of matrices; AdamW for the rest.
     Muon,
-    /// Means of rows and columns in place of second moments.
+    /// Adafactor: factored second moments.
     Adafactor,
 }
 

@@ -268,8 +268,9 @@ fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
 /// Where the key of an error stands.
 fn at_line(error: ConfigError, text: &str, assignments: &[String]) -> ConfigError {
     let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
-    let is_assigned =
-        assignments.iter().any(|assignment| assignment.split('=').next().is_some_and(|k| key_of(k.trim()) == key));
+    let is_assigned = assignments
+        .iter()
+        .any(|assignment| assignment.split('=').next().is_some_and(|k| key_of(k.trim()).starts_with(&key)));
     let line = if is_assigned { None } else { line_of(text, &key) };
     ConfigError::Value { key, line, why, remedy }
 }

@@ -8,8 +8,7 @@ use std::collections::BTreeSet;
 use gapless_graph::{FLOATS, ValueId};
 
 use super::SavedActivations;
-use super::policy::config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// How a value waits for its backward, if not as it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +33,8 @@ impl Stashing<'_> {
     /// When the backward reads no result of an operation of a name, or one is asked to wait in two ways.
     pub(super) fn resolve(&self, saved: &SavedActivations<'_>) -> Result<Vec<(ValueId, Stash)>> {
         if let Some(name) = self.compress.iter().find(|name| self.offload.contains(name)) {
-            return Err(config(format!("{name:?} is to be both compressed and offloaded; choose one of the two")));
+            let why = format!("{name:?} is to be both compressed and offloaded");
+            return Err(Error::config("memory.offload", why, "choose one of the two"));
         }
         let mut stash = Vec::new();
         for (how, names) in [(Stash::Compressed, self.compress), (Stash::Offloaded, self.offload)] {
@@ -46,9 +46,10 @@ impl Stashing<'_> {
             let made_by: BTreeSet<&str> = results.iter().map(|&root| op(root)).collect();
             if let Some(name) = names.iter().find(|name| !made_by.contains(name.as_str())) {
                 let there = made_by.into_iter().collect::<Vec<_>>().join(", ");
-                return Err(config(format!(
-                    "the backward reads no result of {name:?} that can wait so; it does of {there}"
-                )));
+                let key = if how == Stash::Compressed { "memory.compress" } else { "memory.offload" };
+                let why = format!("the backward reads no result of {name:?} that can be stored so");
+                let remedy = "name some of these operations";
+                return Err(Error::config(key, format!("{why}; it reads results of {there}"), remedy));
             }
             let named = results.into_iter().filter(|&root| names.iter().any(|name| name == op(root)));
             stash.extend(named.map(|root| (root, how)));

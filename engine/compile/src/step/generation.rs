@@ -118,7 +118,7 @@ pub fn compile_inference(
     let stages = ParameterStages::new();
     let (logits, vocabulary) = logits(build, options, ranks, &stages, target)?;
     let mut programs = vec![evaluation(build, options, ranks, &stages, target)?];
-    match options.caches() {
+    match options.caches(target) {
         Some(generation) => programs.extend(generation.programs(build, options, ranks, target)?),
         None => programs.push(logits),
     }
@@ -135,5 +135,5 @@ pub fn compile_inference(
     }
     let parameters = parameters.values().sum();
     let (layout, watched, model) = (CheckpointLayout::default(), Vec::new(), String::new());
-    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model }))
+    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model, program: None }))
 }

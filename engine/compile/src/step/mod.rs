@@ -86,6 +86,8 @@ pub struct CompiledStep {
     pub watched: Vec<String>,
     /// A digest of the model's graph and its gradients, the same on all ranks of a mesh.
     pub model: String,
+    /// The program of the training step; none if the model is not trained.
+    pub program: Option<Program>,
 }
 
 /// The name under which a gradient can be read.
@@ -115,7 +117,7 @@ pub fn compile_step(
     let evaluate = evaluation(build, options, ranks, &step.stages, target)?;
     let (logits, vocabulary) = logits(build, options, ranks, &step.stages, target)?;
     // What continues sequences, whose caches lie where the training step has its activations.
-    let generation = match options.caches() {
+    let generation = match options.caches(target) {
         Some(generation) => generation.programs(build, options, ranks, target)?,
         None => Vec::new(),
     };
@@ -133,7 +135,8 @@ pub fn compile_step(
     // Lifetimes, the plan, its check, and addresses.
     let executable = compile(&programs, &options.planning())?;
     let TrainStep { parameters, layout, watched, model, .. } = step;
-    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model }))
+    let program = programs.into_iter().next();
+    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model, program }))
 }
 
 /// The program of a rank's training step, before anything has an address: what the checker and the simulator of `parallel` can be asked

@@ -1,5 +1,5 @@
-//! What a training step is: all that decides its programs and their memory. A run's file, the command's flags and a trainer's options
-//! are made of these types, so a key is described, has its default and is checked here and nowhere else.
+//! The description of a training step: everything that decides its programs and their memory. Run files, the flags of the command and
+//! the options of a trainer are built from these types, so each setting has its documentation, its default and its check here only.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -18,70 +18,76 @@ use serde::{Deserialize, Serialize};
 use super::{Generation, Overflow, Pipeline, SCALARS_INPUT, text};
 use crate::error::{Error, Result};
 use crate::executable::CompileOptions;
+use crate::lowering::Target;
 use crate::recompute::{Recompute, Stashing};
 
-/// A training step: its extents and its precision, which a run's file has in `[step]`, and what has a table of its own there.
+/// A training step: everything that decides its programs and their memory. A run file has its sizes and precision in
+/// `[step]`; the other fields have tables of their own.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct StepOptions {
-    /// Sequences per step, of all ranks together.
+    /// The number of sequences per step, over all ranks together.
     pub batch: usize,
-    /// Parts into which a data rank's share of the batch is cut; more of them need less memory and more time.
+    /// The number of parts into which each data rank's share of the batch is split. More parts need less memory and
+    /// more time.
     pub micro_batches: usize,
-    /// Tokens per sequence.
+    /// The number of tokens per sequence.
     pub sequence: usize,
-    /// The type of parameters, activations and gradients, and of what the optimizer keeps.
+    /// The number format of parameters, activations, gradients and optimizer states.
     pub precision: Precision,
-    /// How many ranks there are, and what each is.
+    /// The number of ranks along each axis of parallelism.
     #[serde(skip)]
     pub mesh: Mesh,
-    /// How the ranks of a pipeline work together.
+    /// The pipeline schedule.
     #[serde(skip)]
     pub pipeline: Pipeline,
-    /// What of a step's memory is saved, and how.
+    /// Settings that trade memory for time, and the limits of the arena.
     #[serde(skip)]
     pub memory: MemoryOptions,
-    /// Which part of the model is trained. Frozen parameters are there in the type of [`Self::precision`] alone, without gradients, states
-    /// or masters, and the forward keeps what the trained part needs.
+    /// The parameters that are trained. Frozen parameters are stored in the type of [`Self::precision`] without
+    /// gradients, states or masters, and the forward saves only what the trained part needs.
     #[serde(skip)]
     pub trainable: Trainable,
-    /// What the training loss counts beside the likelihood of its targets; an evaluation's is the likelihood alone.
+    /// Terms of the training loss in addition to the likelihood of the targets. The evaluation loss is the likelihood
+    /// alone.
     #[serde(skip)]
     pub loss: LossTerms,
-    /// The update rule: `AdamW { .. }.into()`, another one of [`optim`](gapless_graph::optim), or one of your own.
+    /// The update rule: `AdamW { .. }.into()`, another rule of [`optim`](gapless_graph::optim), or your own.
     #[serde(skip, default = "adamw")]
     pub optimizer: Arc<dyn Optimizer>,
-    /// What the update does beside that: parameters with a rule of their own, cut gradients, steps that are left out, averages.
+    /// Settings of the update that apply to any rule: parameter groups, gradient clamping, skipped steps, averages.
     #[serde(skip)]
     pub update: UpdateOptions,
-    /// Whether a sequence may hold several documents, which then neither see each other nor share their places
-    /// ([`DOCUMENT_INPUTS`](super::DOCUMENT_INPUTS)), and targets that don't count. The loss is the mean over those that count; what a
-    /// model adds to it, as routers do, is of all tokens. For models of causal attention, on the CPU.
+    /// Whether a sequence may hold several documents, which do not attend to each other and have their own positions
+    /// ([`DOCUMENT_INPUTS`](super::DOCUMENT_INPUTS)), and targets that are ignored. The loss is the mean over the
+    /// targets that count. Auxiliary losses, such as those of routers, cover all tokens. Only models with causal
+    /// attention support it, and only the CPU.
     #[serde(skip)]
     pub documents: bool,
-    /// Hold every gradient until the next step, so that it can be read; costs their bytes.
+    /// Whether gradients are kept until the next step, so that they can be read. This costs their size in memory.
     #[serde(skip)]
     pub keep_gradients: bool,
-    /// Caches to continue sequences, whose bytes the training step uses too. Without them, and on GPUs and over several ranks, each token
-    /// takes a forward pass over its whole window.
+    /// The caches with which sequences are continued. They share memory with the training step. Without them, on GPUs
+    /// and over several ranks, each new token takes a forward pass over its whole window.
     #[serde(skip)]
     pub generation: Option<Generation>,
 }
 
-/// What a step computes in. All arithmetic is in f32: on the CPU, what a kernel does not widen as it loads it has a copy in f32 in scratch
-/// while the kernel runs. The statistics of norms, log-sum-exps, losses and the gradients' norm are f32 in any case. There is no f16:
-/// without a scaled loss, gradients leave its range.
+/// The number formats of a training step. Kernels always compute in f32: the CPU converts on load or keeps an f32 copy
+/// in scratch. The statistics of norms, log-sum-exps, losses and the gradient norm are f32 in every precision. f16 is
+/// not offered, because gradients leave its range without loss scaling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// All of it in 32 bits.
+    /// Everything is stored in 32 bits.
     #[default]
     F32,
-    /// Parameters, activations and gradients in 16 bits (bfloat16). The optimizer keeps masters and moments in 32 bits, and gradients of
-    /// several micro-batches are summed in 32 bits: mixed precision.
+    /// Mixed precision: parameters, activations and gradients are stored in bfloat16. The optimizer keeps f32 masters
+    /// and moments, and gradients of several micro-batches are summed in f32.
     #[serde(alias = "mixed")]
     Bf16,
-    /// All of it in 16 bits, what the optimizer keeps too, as of PyTorch's `model.to(torch.bfloat16)`. Small updates are lost.
+    /// Everything is stored in bfloat16, optimizer states included, as with `model.to(torch.bfloat16)` in PyTorch.
+    /// Small updates are lost to rounding.
     PureBf16,
 }
 
@@ -127,45 +133,49 @@ impl TryFrom<DType> for Precision {
     }
 }
 
-/// What of a step's memory is saved, and how: a run's `[memory]`.
+/// Settings that trade memory for time, and the limits of the arena: `[memory]` of a run file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct MemoryOptions {
-    /// What the backward computes again instead of having it kept: `none`, `layers`, `first:3`, `layers:h.0,h.2` or
-    /// `ops:layer_norm,gelu`. The bits of the results do not depend on it.
+    /// The activations that the backward recomputes instead of reading saved ones: `none`, `layers`, `first:3`,
+    /// `layers:h.0,h.2` or `ops:layer_norm,gelu`. Recomputation does not change the results.
     #[serde(with = "text")]
     #[schemars(with = "String")]
     pub recompute: Recompute,
-    /// Bytes that the arena of a rank may take at most, as a number or a text (`"600MiB"`). What is computed again is then chosen so that
-    /// it costs the least time.
+    /// The maximum size of the arena of a rank, in bytes or as a string (`"600MiB"`). The engine then chooses the
+    /// recomputation that fits and costs the least time.
     #[serde(with = "text::size", skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "text::size::schema")]
     pub budget: Option<u64>,
-    /// By whose time a budget decides what is computed again: a CPU's by default; `{ flops = 770e12, bytes = 3e12 }` is an H100's. Only
-    /// the ratio of the two matters.
+    /// The speed of the device for which a budget chooses what to recompute. The default is a CPU's ratio; `{ flops =
+    /// 770e12, bytes = 3e12 }` is an H100's. Only the ratio of the two values matters.
     #[serde(default = "cpu_rates")]
     pub rates: Rates,
-    /// Operations whose results wait for the backward in eight bits per number, where they are kept, by the names that profiles and memory
-    /// maps use. The forward has the same bits; gradients are of rounded activations.
+    /// Operations whose saved results are stored in 8 bits per element. Operations have the names that profiles and
+    /// memory maps show. The forward is unchanged; gradients use the rounded activations.
     pub compress: Vec<String>,
-    /// Operations whose results wait for the backward in a file, where they are kept. The bits of the results do not depend on it.
+    /// Operations whose saved results are stored in a file between forward and backward. Offloading does not change the
+    /// results.
     pub offload: Vec<String>,
-    /// The folder of that file, best on a disk of its own: in memory it would save nothing. The file has no name, and is gone with the
-    /// process; each rank has one, whose size is planned like the arena's.
+    /// The folder of the offload file. It should be on a disk: a folder in memory saves nothing. The file is deleted
+    /// with the process. Each rank has its own.
     pub offload_to: PathBuf,
-    /// Room for the rows that an expert rank receives, which the routing decides, beside what the plan leaves idle: `"worst"`, which never
-    /// runs out and takes only the pages that it uses; a multiple of what even routing needs, as 1.25; or bytes, as `"64MiB"`.
+    /// The reserve for routed rows, whose number the data decides, on expert ranks: `"worst"`, which always suffices
+    /// and touches only the pages that it uses; a multiple of the rows of balanced routing, such as 1.25; or a size,
+    /// such as `"64MiB"`.
     #[serde(with = "text::reserve")]
     #[schemars(schema_with = "text::reserve::schema")]
     pub routing: Reserve,
-    /// What becomes of a step that runs out of that room. The bits of the results do not depend on it.
+    /// The behaviour of a step whose routed rows exceed the reserve. It does not change the results.
     pub overflow: Overflow,
-    /// Whether each parameter is updated as soon as its gradient is complete, and the gradient let go of: with one micro-batch the
-    /// gradients are never there together. Needs an infinite `optimizer.max_norm`, for a norm is known only in the end. For the same
-    /// reason a step that is not finite is reported, but has changed the model.
+    /// Whether each parameter is updated as soon as its gradient is complete, and the gradient freed. With one
+    /// micro-batch, the gradients then never exist at the same time. It requires `optimizer.max_norm = inf`, because
+    /// the norm is known only after the last gradient, and a step with a non-finite gradient has changed the model when
+    /// it is reported.
     pub release_gradients: bool,
-    /// The most work that planning the arena may be, in rectangles looked at: by default a second or two, spent only where the lower bound
-    /// is not met before. With less, a plan may end a little above it.
+    /// The maximum work of the planner, in examined rectangles. The default corresponds to one or two seconds, which
+    /// are spent only if the lower bound is not reached earlier. With less work a plan may end slightly above the
+    /// bound.
     pub planning: u64,
 }
 
@@ -239,7 +249,7 @@ impl UpdateOptions {
         std::iter::once(SCALARS_INPUT.to_owned()).chain((1..=self.groups.len()).map(of_group)).collect()
     }
 
-    /// Refuses numbers that make no sense.
+    /// Checks the numbers.
     fn check(&self) -> Result<()> {
         if let Some(value) = self.max_value.filter(|value| value.is_nan() || *value <= 0.0) {
             return Err(Error::config("optimizer.max_value", format!("is {value}"), "it is above 0"));
@@ -320,9 +330,10 @@ impl StepOptions {
         self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
 
-    /// The caches that such ranks can have.
-    pub fn caches(&self) -> Option<&Generation> {
-        self.generation.as_ref().filter(|_| self.mesh.pipeline == 1 && self.mesh.expert == 1)
+    /// The caches for generation, if this mesh and these kernels support them: GPUs have no kernels for caches.
+    pub fn caches(&self, target: Target) -> Option<&Generation> {
+        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && matches!(target, Target::Cpu { .. });
+        self.generation.as_ref().filter(|_| is_supported)
     }
 
     /// What is kept otherwise than as it is.
@@ -340,7 +351,7 @@ impl StepOptions {
         CompileOptions::within(capacity, self.memory.planning, self.memory.routing)
     }
 
-    /// Refuses what no model could be trained with. Every key is named as a run's file names it.
+    /// Checks all settings. Errors name the key of the run file.
     ///
     /// # Errors
     /// The refused key, and those of [`Optimizer::check`].
@@ -375,7 +386,7 @@ impl StepOptions {
         if memory.release_gradients { self.check_release() } else { Ok(()) }
     }
 
-    /// The same of each value by itself, whatever the others are.
+    /// Checks each setting on its own, regardless of the others.
     ///
     /// # Errors
     /// As [`Self::check`].
@@ -426,7 +437,7 @@ impl StepOptions {
         self.mesh.data > 1 || self.mesh.expert > 1
     }
 
-    /// What waits for all gradients keeps them.
+    /// Checks the settings that need all gradients at once against `release_gradients`.
     fn check_release(&self) -> Result<()> {
         let fail = |why: &str, remedy| Err(Error::config("memory.release_gradients", why, remedy));
         if self.update.rules(&self.optimizer).any(|(rule, _)| rule.needs_norm()) {

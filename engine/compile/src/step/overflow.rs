@@ -12,17 +12,17 @@ use crate::error::Error;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Overflow {
-    /// It ends with an error that names the layer.
+    /// The step fails with an error that names the layer.
     #[default]
     Error,
-    /// The rows that find no room have room outside of the arena, and the step goes on. Behind it the rank plans the reserve
-    /// again, for the most uneven rows of that step and a quarter more, and goes on in a larger arena.
-    /// [`MemoryOptions::budget`](super::MemoryOptions::budget) limits both; where they do not fit, an error says so.
+    /// The excess rows are allocated outside of the arena, and the step continues. After the step the rank re-plans the
+    /// reserve for the most uneven rows of that step plus a quarter.
+    /// [`MemoryOptions::budget`](super::MemoryOptions::budget) limits both; exceeding it is an error.
     Grow,
-    /// There is room at all times for the most rows that a layer can receive in a micro-batch, and in that sense nothing ever runs
-    /// out. What `routing` has room for beside that is for rows that wait for their backward: if those of a layer and
-    /// micro-batch find none on some rank, all ranks that share its experts let them go behind the forward, and exchange and
-    /// compute them again in the backward. Needs a reserve that promises something: `Balanced`, or `Worst`, which always keeps all.
+    /// The reserve always has room for the largest number of rows of one layer and micro-batch. Rows that are saved for
+    /// the backward use the rest; if they do not fit on some rank, all ranks that share the experts free them after the
+    /// forward, and exchange and recompute them in the backward. It requires a reserve with a factor, or the worst
+    /// case, which always saves all rows.
     Recompute,
 }
 

@@ -37,14 +37,14 @@ impl Default for Pipeline {
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Named {
-    /// The order of work, by a name that `gapless schedule --help` lists.
+    /// The name of the pipeline schedule; `gapless schedule --help` lists them.
     #[serde(default = "usual_schedule")]
     schedule: String,
-    /// Stages of each rank: by default one, or two for schedules in the shape of a V.
+    /// The number of stages per rank. The default is 1, or 2 for V-shaped schedules.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     chunks: Option<usize>,
-    /// The layers that begin a stage, but for the first, by their paths: `["h.4", "h.8"]` makes three stages. By default stages take
-    /// about the same time.
+    /// The paths of the layers that begin a stage, except for the first: `["h.4", "h.8"]` makes three stages. By
+    /// default the stages are balanced by time.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     cut: Vec<String>,
 }

@@ -16,10 +16,11 @@ use crate::DataError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Answers {
-    /// Every message of the assistant, but for those of the `weight` 0.
+    /// All assistant messages, except those with `weight` 0.
     #[default]
     All,
-    /// The last message of the assistant, after which the conversation ends. For templates that write earlier answers differently.
+    /// Only the last assistant message, after which the conversation is cut. For templates that render earlier answers
+    /// differently.
     Last,
 }
 

@@ -14,13 +14,13 @@ use crate::graph::Graph;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Trainable {
-    /// Every parameter.
+    /// All parameters are trained.
     #[default]
     All,
-    /// Adapters beside some linear layers, which are added to the model; everything else is frozen.
+    /// Low-rank adapters are added to some linear layers and trained. All other parameters are frozen.
     Lora(Lora),
-    /// The parameters that one of these patterns names; everything else is frozen. A pattern is a parameter's name or the path of
-    /// a module, of which it means all parameters; `*` stands for any text.
+    /// Only the parameters that match one of these patterns are trained. A pattern is the name of a parameter, or the
+    /// path of a module for all of its parameters; `*` stands for any text.
     Only(Vec<String>),
 }
 
@@ -29,14 +29,14 @@ pub enum Trainable {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Lora {
-    /// The inner extent.
+    /// The rank of the adapters.
     pub rank: usize,
-    /// The adapter's scale is alpha ÷ rank.
+    /// The scale of the adapters is alpha ÷ rank.
     pub alpha: f64,
-    /// Probability of dropout on the adapter's input.
+    /// The dropout probability on the adapters' input.
     pub dropout: f64,
-    /// Layers that get one: the last parts of their paths, e.g. `q_proj` or `mlp.c_proj`; in a file, where they are left out, those that
-    /// make queries and values in the model's family.
+    /// The layers with adapters, by the last parts of their paths, such as `q_proj` or `mlp.c_proj`. The default in a
+    /// run file is the query and value projections of the model's family.
     #[serde(default)]
     pub targets: Vec<String>,
     /// Whether the scale is alpha ÷ √rank instead (rsLoRA, arXiv 2312.03732).

@@ -13,40 +13,40 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// How the frequencies of a model that was trained on shorter sequences are stretched.
+/// The scaling of the rotary frequencies of a model that was trained on shorter sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum RopeScaling {
-    /// As they are.
+    /// The frequencies are not scaled.
     #[default]
     None,
-    /// All divided by one factor (Chen et al., arXiv 2306.15595).
+    /// All frequencies are divided by one factor (Chen et al., arXiv 2306.15595).
     Linear {
-        /// What they are divided by.
+        /// The divisor of the frequencies.
         factor: f64,
     },
-    /// Those that turn less than `low` times within the original length are divided, those that turn more than `high` times are
-    /// kept, and between them are those between (Llama 3.1).
+    /// Frequencies with fewer than `low` turns within the original length are divided, those with more than `high` turns are kept, and
+    /// those between are interpolated (Llama 3.1).
     Llama3 {
-        /// What the slow ones are divided by.
+        /// The divisor of the slow frequencies.
         factor: f64,
-        /// Turns below which a frequency is divided.
+        /// The number of turns below which a frequency is divided.
         low: f64,
-        /// Turns above which a frequency is kept.
+        /// The number of turns above which a frequency is kept.
         high: f64,
-        /// The original length in tokens.
+        /// The sequence length of the original training, in tokens.
         original: f64,
     },
-    /// As `Llama3`, but linear in the number of the frequency, and with longer queries and keys (YaRN, Peng et al., arXiv
-    /// 2309.00071).
+    /// As in `Llama3`, but interpolated linearly in the index of the frequency, and with scaled queries and keys (YaRN, Peng et al.,
+    /// arXiv 2309.00071).
     Yarn {
-        /// What the slow ones are divided by.
+        /// The divisor of the slow frequencies.
         factor: f64,
-        /// The number of the last frequency that is kept.
+        /// The index of the last frequency that is kept.
         first: f64,
-        /// The number of the first frequency that is divided by all of `factor`.
+        /// The index of the first frequency that is divided by the whole `factor`.
         last: f64,
-        /// What cosines and sines are multiplied by.
+        /// The factor of the cosines and sines.
         amplitude: f64,
     },
 }

@@ -26,9 +26,8 @@ struct Point {
 
 /// Plans `count` budgets of a rank, evenly spaced from the smallest that works to what takes no recomputation.
 pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError> {
-    let graph = step.record()?;
-    let all = plan_rank(&step.within(None), &graph, rank)?.0.arena_bytes;
-    let under = |bytes| plan_rank(&step.within(Some(bytes)), &graph, rank);
+    let all = plan_rank(&step.within(None), rank)?.0.arena_bytes;
+    let under = |bytes| plan_rank(&step.within(Some(bytes)), rank);
     let smallest = match under(1) {
         Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest.min(all),
         planned => planned?.0.arena_bytes,

@@ -6,11 +6,10 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
-use gapless::engine::compile::step::StepGraph;
 use gapless::engine::compile::{Error as CompileError, Executable};
-use gapless::run::{RunConfig, RunError};
+use gapless::run::RunConfig;
 use gapless::step::Step;
-use gapless::{Report, TrainError};
+use gapless::{Report, StepOptions, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
 use serde::Serialize;
@@ -80,14 +79,14 @@ struct Run {
 }
 
 /// Plans a rank of a step.
-pub fn plan_rank(step: &Step, graph: &StepGraph, rank: usize) -> Result<(Planned, Executable), TrainError> {
+pub fn plan_rank(step: &Step, rank: usize) -> Result<(Planned, Executable), TrainError> {
     let start = Instant::now();
-    let program = step.program(graph, rank)?;
+    let (executable, compiled) = step.compile(rank)?;
+    let program = compiled.program.expect("a step is trained");
     let [all, again] = program.nanoseconds(&step.device.rates(step.precision()));
     let (layers, again_by_micro_batch) = (recomputed_layers(&program), recomputed_per_micro_batch(&program));
     let flops = program.flops();
     let rematerialized_flops = program.rematerialized_flops();
-    let executable = step.plan(&program)?;
     let model = step.title().to_owned();
     let planned = Planned {
         rank,
@@ -122,13 +121,12 @@ fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, 
 /// Does what the arguments ask.
 pub fn plan(arguments: &super::Arguments, run: &RunConfig, step: &Step) -> anyhow::Result<Fit> {
     let of = &arguments.curve;
-    let graph = step.record()?;
     let mut planned = Vec::new();
     for &rank in &step.ranks {
-        match plan_rank(step, &graph, rank) {
+        match plan_rank(step, rank) {
             Err(error @ TrainError::Compile(CompileError::OverBudget { budget, smallest })) => {
                 tell(format_args!("gapless plan: {error}"));
-                return tell_why(step, &graph, rank, budget, smallest);
+                return tell_why(step, rank, budget, smallest);
             }
             Err(error) => return Err(error.into()),
             #[cfg_attr(not(feature = "cuda"), expect(unused_mut, reason = "only a roofline is added"))]
@@ -146,14 +144,7 @@ pub fn plan(arguments: &super::Arguments, run: &RunConfig, step: &Step) -> anyho
         }
     }
     let [first, ..] = &mut planned[..] else { bail!("no rank is asked about") };
-    let runs = match run.plan() {
-        Ok(runs) => runs,
-        Err(RunError::Train(error)) if matches!(*error, TrainError::Compile(CompileError::OverBudget { .. })) => {
-            tell(format_args!("gapless plan: the training step fits; with evaluation and sampling, {error}"));
-            return Ok(Fit::Unknown);
-        }
-        Err(error) => return Err(error.into()),
-    };
+    let runs = run.plan()?;
     let of_run = |Report { arena_bytes, plan_hash, summary, .. }| Run { arena_bytes, plan_hash, roles: summary.roles };
     first.ranks = runs.into_iter().map(of_run).collect();
     if let Some(points) = of.curve {
@@ -187,8 +178,8 @@ fn write(arguments: &super::Arguments, step: &Step, rank: usize, executable: &Ex
 }
 
 /// Explains why not even the smallest step that was found fits.
-fn tell_why(step: &Step, graph: &StepGraph, rank: usize, budget: u64, smallest: u64) -> anyhow::Result<Fit> {
-    let (planned, executable) = plan_rank(&step.within(Some(smallest)), graph, rank)?;
+fn tell_why(step: &Step, rank: usize, budget: u64, smallest: u64) -> anyhow::Result<Fit> {
+    let (planned, executable) = plan_rank(&step.within(Some(smallest)), rank)?;
     if planned.reserve_bytes > 0 {
         tell(format_args!(
             "{} of it are for rows that this rank receives, above the plan",
@@ -207,6 +198,15 @@ fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
     if of.ranks.len() > 1 {
         writeln!(out, "rank {} of the pipeline\n", step.rank)?;
     }
+    let StepOptions { batch, micro_batches, sequence, mesh, .. } = &of.options;
+    let (ranks, schedule) = (mesh.ranks().unwrap_or(0), of.options.pipeline.schedule.name());
+    let precision = format!("{:?}", of.precision()).to_lowercase();
+    write!(
+        out,
+        "{batch} sequences of {sequence} tokens in {micro_batches} micro-batches, {precision}, {} kernels",
+        of.kernels()
+    )?;
+    writeln!(out, "{}\n", if ranks > 1 { format!(", {ranks} ranks, schedule {schedule}") } else { String::new() })?;
     writeln!(out, "{}", step.summary)?;
     for (rank, run) in step.ranks.iter().enumerate() {
         let roles = run.roles.iter().map(|of| format!("{} {}", of.role.name(), Bytes(of.bytes))).collect::<Vec<_>>();
@@ -221,8 +221,8 @@ fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
     let [flops, bytes] = [rates.flops, rates.bytes].map(|rate| (rate / 1e10).round() / 100.0);
     writeln!(
         out,
-        "\nplanned in {:.0} ms; a step of {:.2} ms at {flops} TFLOP/s and {bytes} TB/s",
-        step.plan_ms, step.step_ms
+        "\nplanned in {:.0} ms; a step of {:.2} ms at {flops} TFLOP/s and {bytes} TB/s ({})",
+        step.plan_ms, step.step_ms, of.device.name
     )?;
     let (time, flops) = (100.0 * step.overhead, 100.0 * step.extra_flops);
     writeln!(out, "computed again: {time:.2} % of the time, {flops:.2} % of the arithmetic")?;

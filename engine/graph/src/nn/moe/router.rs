@@ -18,10 +18,10 @@ use crate::tensor::Tensor;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Score {
-    /// Softmax over the experts (Shazeer et al., arXiv 1701.06538).
+    /// A softmax over the experts (Shazeer et al., arXiv 1701.06538).
     #[default]
     Softmax,
-    /// A sigmoid for each expert (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    /// A sigmoid per expert (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     Sigmoid,
 }
 
@@ -29,11 +29,11 @@ pub enum Score {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Choice {
-    /// Every token chooses `top_k` experts.
+    /// Each token chooses `top_k` experts.
     #[default]
     Tokens,
-    /// Every expert chooses as many tokens of a sequence as its capacity is, so that the load is always even (Zhou et al.,
-    /// arXiv 2202.09368). In a causal model that tells a token something of those behind it.
+    /// Each expert chooses as many tokens of a sequence as its capacity allows, so that the load is even (Zhou et al.,
+    /// arXiv 2202.09368). In a causal model this leaks information about later tokens.
     Experts,
 }
 
@@ -41,10 +41,10 @@ pub enum Choice {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Capacity {
-    /// Rows per expert and sequence, as a multiple of what each would have if all had the same number. Where documents are packed, of the
-    /// tokens that are no padding.
+    /// The number of rows per expert and sequence, as a multiple of an even distribution. With packed documents,
+    /// padding does not count.
     pub factor: f64,
-    /// What is left out beyond.
+    /// The rows that are dropped beyond the capacity.
     pub drop: DropPolicy,
 }
 
@@ -59,34 +59,35 @@ pub struct Capacity {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RouterConfig {
-    /// Number of experts.
+    /// The number of experts.
     pub experts: usize,
-    /// Experts per token; for experts that choose, the mean.
+    /// The number of experts per token. If experts choose tokens, it is the mean.
     pub top_k: usize,
-    /// What is made of the logits.
+    /// The function that turns logits into scores.
     pub score: Score,
     /// Whether a token's weights are divided by their sum.
     pub renormalise: bool,
-    /// What the weights are multiplied by in the end.
+    /// A factor of the weights, applied last.
     pub scale: f64,
-    /// Which experts may be chosen together.
+    /// Limits the groups of experts that a token may use.
     pub groups: Option<ExpertGroups>,
-    /// Who chooses.
+    /// The side that chooses: tokens or experts.
     pub choice: Choice,
-    /// The most that an expert takes; none leaves nothing out. Experts that choose need one.
+    /// The maximum number of rows per expert. Without it no row is dropped. It is required if experts choose.
     pub capacity: Option<Capacity>,
-    /// While training, the router's input is multiplied by numbers between 1 − this and 1 + this (Switch, arXiv 2101.03961).
+    /// While training, the router's input is multiplied by random factors between 1 − jitter and 1 + jitter (Switch,
+    /// arXiv 2101.03961).
     pub jitter: f64,
-    /// Weight of the load-balance loss: experts/k · Σ fᵉ·Pᵉ with fᵉ the share of a sequence's choices and Pᵉ the mean score,
-    /// the mean over sequences (DeepSeek-V3's; Switch's of one sequence). Where documents are packed, of each document, the mean over
-    /// the tokens that are no padding.
+    /// The factor of the load-balance loss: experts/k · Σ fᵉ·Pᵉ, with fᵉ the share of choices of a sequence and Pᵉ the
+    /// mean score, averaged over sequences (as in DeepSeek-V3; Switch uses one sequence). With packed documents it is
+    /// computed per document and averaged over the tokens that are not padding.
     pub balance_loss: f64,
-    /// Weight of the mean of (ln Σ e^logit)² (ST-MoE, arXiv 2202.08906).
+    /// The factor of the mean of (ln Σ e^logit)² (ST-MoE, arXiv 2202.08906).
     pub z_loss: f64,
-    /// How much a bias that is added to choose by moves after every step: up for experts with less than the mean load, down
-    /// for those with more (Wang et al., arXiv 2408.15664). 0 for no bias.
+    /// The change per step of the bias that is added to scores for choosing: up for experts with less than the mean
+    /// load, down for those with more (Wang et al., arXiv 2408.15664). 0 means no bias.
     pub bias_rate: f64,
-    /// Whether there is such a bias even if it does not move, as in a model that is trained on.
+    /// Whether the bias exists even if it does not change, as when a model with a bias is fine-tuned.
     pub fixed_bias: bool,
 }
 

@@ -22,10 +22,10 @@ pub enum Chooses {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DropPolicy {
-    /// Those of the last tokens (Switch, arXiv 2101.03961).
+    /// Rows of the last tokens are dropped (Switch, arXiv 2101.03961).
     Last,
-    /// Those of the least weight; of equal ones, the last. Weights are one input more. In a causal model that tells a token
-    /// something of those behind it.
+    /// Rows with the smallest weights are dropped; among equal weights, the last. In a causal model this leaks
+    /// information about later tokens.
     Lightest,
 }
 

@@ -14,9 +14,9 @@ use crate::{Gradient, Op};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExpertGroups {
-    /// Number of groups; divides the experts.
+    /// The number of groups; it divides the number of experts.
     pub count: usize,
-    /// Groups that a token may use.
+    /// The number of groups that a token may use.
     pub limit: usize,
 }
 
