@@ -70,7 +70,7 @@ pub(super) fn say_changes(checkpoint: &Checkpoint, part: &str, now: &Value, cons
     }
 }
 
-/// What a checkpoint says of its run; a configuration as this version would have written it.
+/// The saved metadata of a run. A configuration is converted to the current layout.
 fn saved_part(checkpoint: &Checkpoint, part: &str) -> Value {
     let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
     let config = || RunConfig::of_table(toml::Table::try_from(saved).ok()?).ok();

@@ -1,4 +1,4 @@
-//! A run's step, to be asked about.
+//! The training step of a run, before it runs.
 
 use std::path::Path;
 
@@ -13,14 +13,14 @@ use super::device::DeviceProfile;
 use super::machine;
 use crate::run::{ConfigError, Lowering, ModelConfig, Rule, RunConfig};
 
-/// A step that can be compiled, if its extents fit together, which recording it tells.
+/// A training step that can be recorded, compiled and timed.
 #[derive(Debug, Clone)]
 pub struct Step {
-    /// What is compiled.
+    /// The description of the step.
     pub options: StepOptions,
     /// The device that time is estimated for.
     pub device: DeviceProfile,
-    /// Who turns it into lifetimes.
+    /// The source of the tensor lifetimes.
     pub lowering: Lowering,
     /// Ranks of the pipeline that are asked about.
     pub ranks: Vec<usize>,
@@ -29,7 +29,7 @@ pub struct Step {
     target: Target,
     title: String,
     architecture: Architecture,
-    /// Of a folder.
+    /// The config.json, if the model is a folder.
     config: Option<Config>,
 }
 
@@ -68,7 +68,7 @@ impl Step {
         })
     }
 
-    /// What people call the model.
+    /// The name of the model, for reports.
     pub fn title(&self) -> &str {
         &self.title
     }
@@ -83,12 +83,12 @@ impl Step {
         &self.architecture
     }
 
-    /// What of the model's config.json is left out.
+    /// Notices about settings of the model's config.json that are ignored.
     pub fn notices(&self) -> Vec<String> {
         self.config.as_ref().map_or_else(Vec::new, Config::notices)
     }
 
-    /// What of the step decides its graph: with equal texts, [`Self::record`] makes equal graphs.
+    /// A key for the graph: steps with equal keys have equal graphs.
     pub fn graph_key(&self) -> String {
         format!("{:?} {}", self.architecture, StepGraph::key(&self.options))
     }
@@ -127,7 +127,7 @@ impl Step {
         Ok(graph.program(&self.options, rank, self.target)?)
     }
 
-    /// Those of all ranks.
+    /// The programs of all pipeline ranks.
     ///
     /// # Errors
     /// As [`Self::program`].
@@ -135,7 +135,7 @@ impl Step {
         (0..self.options.mesh.pipeline).map(|rank| self.program(graph, rank)).collect()
     }
 
-    /// The kernels that run it, in a word.
+    /// The kind of its kernels, for reports.
     pub fn kernels(&self) -> &'static str {
         match self.target {
             Target::Cpu { .. } => "CPU",
@@ -143,7 +143,7 @@ impl Step {
         }
     }
 
-    /// Whose kernels run it.
+    /// The target of compilation.
     pub(super) fn target(&self) -> Target {
         self.target
     }
@@ -156,7 +156,7 @@ impl Step {
         Ok(compile(std::slice::from_ref(program), &self.options.planning())?)
     }
 
-    /// The same step within so many bytes, or with everything kept.
+    /// The step with this memory budget, or without recomputation.
     pub fn within(&self, budget: Option<u64>) -> Self {
         let mut step = self.clone();
         (step.options.memory.budget, step.options.memory.recompute) = (budget, Recompute::None);
@@ -168,7 +168,7 @@ fn read(path: &Path) -> Result<Config, ConfigError> {
     Config::read(path).map_err(|why| ConfigError::value("model", why, "name a folder with a config.json"))
 }
 
-/// What eager frameworks have no rules for.
+/// Checks that the lowering of an eager framework supports the settings.
 fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
     let remedy = "leave estimate.lowering out, or the other key";
     let refuse = |key, why| Err(ConfigError::value(key, format!("{why} of an eager framework"), remedy));

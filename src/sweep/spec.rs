@@ -19,7 +19,7 @@ const MAX_MENUS: usize = 100;
 /// Values of conditions × configurations, at most: each configuration is compared with all of them.
 const MAX_COMPARISONS: usize = 1 << 24;
 
-/// A sweep as a file says it, beside the keys of a run that all of its steps have.
+/// The tables of a sweep file, in addition to the keys of a run that all configurations share.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -100,7 +100,7 @@ pub struct Configuration {
     pub values: Table,
     /// The menus that have it, as indices of [`Sweep::menus`]: 0, and others.
     pub menus: Vec<usize>,
-    /// What the file says of it, by its keys, as it is written there.
+    /// The keys and values of the file for this configuration.
     pub keys: Vec<(String, Value)>,
     /// The step, or why there is none.
     pub step: Result<Step, String>,
@@ -119,7 +119,7 @@ impl Sweep {
         })
     }
 
-    /// The same of a text.
+    /// Parses a text.
     ///
     /// # Errors
     /// As [`Self::read`].
@@ -185,12 +185,12 @@ fn names(error: &ConfigError, key: &str) -> bool {
     matches!(error, ConfigError::Value { key: of, .. } if of == key)
 }
 
-/// Gives a key of a run a value, by its name.
+/// Assigns a key of a run by its name.
 fn put(root: &mut Table, name: &str, value: &Value) -> Result<(), ConfigError> {
     insert(root, key_of(name), value.clone()).map_err(|why| ConfigError::value(name, why, "name a key of a run"))
 }
 
-/// The same error of a key by another name.
+/// Replaces the key of an error.
 fn named(error: ConfigError, name: &str) -> ConfigError {
     match error {
         ConfigError::Value { line, why, remedy, .. } => ConfigError::Value { key: name.to_owned(), line, why, remedy },
@@ -352,7 +352,7 @@ fn configurations(
     Ok(ordered.into_iter().map(|(_, configuration)| configuration).collect())
 }
 
-/// Whether a value is this one, or one of these.
+/// Whether a value equals this one, or one in this list.
 fn is_one_of(here: Option<&Value>, value: &Value) -> bool {
     here == Some(value) || value.as_array().is_some_and(|values| here.is_some_and(|here| values.contains(here)))
 }

@@ -26,7 +26,7 @@ use super::{DeviceChoice, Limits, LossParts, Programs, RunsOn, TrainOptions, Tra
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
-/// What a trainer is made for.
+/// The purpose of a trainer.
 #[derive(Debug, Clone, Copy)]
 enum Purpose {
     Training,
@@ -48,7 +48,7 @@ impl Purpose {
     }
 }
 
-/// How a trainer is made, where [`Trainer::new`] is not enough: [`Trainer::builder`].
+/// Builds a [`Trainer`]; see [`Trainer::builder`].
 #[must_use]
 pub struct TrainerBuilder<'a> {
     build: Box<Build<'a>>,
@@ -60,7 +60,7 @@ pub struct TrainerBuilder<'a> {
 }
 
 impl TrainerBuilder<'_> {
-    /// A model that is not trained: it evaluates and generates, and there are neither gradients nor optimizer states. Without
+    /// Builds a model for evaluation and generation, without gradients and optimizer states. Without
     /// [`StepOptions::generation`], it has a cache for one sequence.
     pub fn for_inference(mut self) -> Self {
         self.options.step.generation.get_or_insert_default();
@@ -76,14 +76,14 @@ impl TrainerBuilder<'_> {
         Self { world: Some(world), ..self }
     }
 
-    /// On a device of one's own, which is used by nobody else.
+    /// Uses this device, which must not be shared.
     #[cfg(feature = "cuda")]
     pub fn on_device(self, device: Box<dyn cuda::Device>) -> Self {
         Self { device: Some(device), ..self }
     }
 
-    /// What a rank of the mesh takes in all, without reserving a byte: the training step, the evaluation and the sampling in one arena, as
-    /// [`Trainer::report`] then says it. For the CPU, or for a GPU if the options name one.
+    /// Plans a rank of the mesh without reserving memory: training step, evaluation and sampling in one arena. [`Trainer::report`] of a
+    /// trainer with these options returns the same. The plan is for the CPU, unless the options name a GPU.
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together, or there is no such rank;
@@ -122,7 +122,7 @@ impl TrainerBuilder<'_> {
         trainer.join(world)
     }
 
-    /// A rank that is not connected to others yet.
+    /// Builds a rank that is not connected to the others yet.
     fn rank(&mut self, rank: usize) -> Result<Trainer> {
         let Self { build, options, purpose, .. } = self;
         let _span = tracing::info_span!("compile", rank).entered();
@@ -158,8 +158,7 @@ impl Trainer {
         Self::builder(build, options).build()
     }
 
-    /// What a trainer is made of: a model's source, and options. Several ranks, other devices and models that are not trained are
-    /// asked of it, and what it will take.
+    /// Starts a builder from a model and options. It makes trainers of several ranks, on a given device or for inference, and plans them.
     pub fn builder<'a, M: Model + 'a>(
         build: impl Fn(VarBuilder) -> gapless_graph::Result<M> + 'a,
         options: impl Into<TrainOptions>,
@@ -174,7 +173,7 @@ impl Trainer {
         }
     }
 
-    /// Connects a rank to the others, which have the same model.
+    /// Connects the rank to the others, after checking that they have the same model.
     fn join(mut self, mut world: Box<dyn Communicator>) -> Result<Self> {
         expect_equal(&mut *world, &[("model", self.model.clone())])?;
         let mesh = self.options.step.mesh;
@@ -188,7 +187,7 @@ impl Trainer {
         Ok(self)
     }
 
-    /// The same ranks over device memory, where they can.
+    /// A communicator of the same ranks over device memory, if supported.
     #[cfg(feature = "cuda")]
     fn between_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
         Ok(self.session.connect_devices(world)?)

@@ -8,16 +8,16 @@ use super::DeviceChoice;
 use crate::error::{Result, TrainError};
 use crate::learning_rate::{LearningRate, Shape};
 
-/// Everything but the model and the data: what is compiled, and what runs it.
+/// Everything but the model and the data: the training step, and the settings with which it runs.
 #[derive(Debug, Clone)]
 pub struct TrainOptions {
-    /// What a step is. All that decides its programs and their memory.
+    /// The training step: everything that decides its programs and their memory.
     pub step: StepOptions,
     /// Step → learning rate.
     pub learning_rate: LearningRate,
     /// Seed of the initial parameters and of dropout.
     pub seed: u64,
-    /// What runs it. A plan that is made before there is a device is the CPU's, unless a GPU is named.
+    /// The device. A plan without a device is for the CPU, unless this names a GPU.
     pub device: DeviceChoice,
     /// Worker threads of each rank; 0 for all cores, which is too many where ranks are threads of one machine. The bits of
     /// the results do not depend on it.
@@ -46,7 +46,7 @@ impl From<StepOptions> for TrainOptions {
 }
 
 impl TrainOptions {
-    /// Whose kernels a step is planned for before there is a device: the CPU's, unless a GPU is named.
+    /// The target for which a step is planned: the CPU, unless [`Self::device`] names a GPU.
     pub fn target(&self) -> Target {
         #[cfg(feature = "cuda")]
         if let DeviceChoice::Cuda(_) = self.device {
@@ -55,8 +55,7 @@ impl TrainOptions {
         Target::Cpu { threads: resolve_threads(self.threads) }
     }
 
-    /// What must be the same on all ranks of a mesh, by name, in words: all but the machine, the work of planning, and aids for finding
-    /// mistakes.
+    /// The settings that must be equal on all ranks, with their names. Device, threads, planning work and debugging aids may differ.
     pub(super) fn shared_by_ranks(&self) -> Vec<(&'static str, String)> {
         let Self { step, learning_rate, seed, device: _, threads: _, poison: _ } = self;
         let StepOptions { batch, micro_batches, sequence, precision, mesh, pipeline, memory, .. } = step;
@@ -89,12 +88,12 @@ impl TrainOptions {
         ]
     }
 
-    /// What the arena may take at most.
+    /// The maximum size of the arena.
     pub(super) fn most_bytes(&self) -> u64 {
         self.step.memory.budget.unwrap_or(u64::MAX)
     }
 
-    /// Refuses options that make no sense, of which a run's file names each.
+    /// Checks the options.
     ///
     /// # Errors
     /// [`TrainError::refused`] says which.
@@ -109,7 +108,7 @@ impl TrainOptions {
         Ok(())
     }
 
-    /// What of the options a GPU cannot do, and the remedy.
+    /// Checks for options that GPUs do not support.
     #[cfg(feature = "cuda")]
     pub(super) fn check_for_gpu(&self) -> Result<()> {
         if self.poison {

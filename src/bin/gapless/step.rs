@@ -1,4 +1,4 @@
-//! What a run is, for the commands that ask about one: its file, `--set`, and flags for common keys, each of which is nothing but a `--set`.
+//! The arguments that name a run: its file, `--set`, and flags for common keys. Each flag is a shorthand for a `--set`.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -20,7 +20,7 @@ pub struct RunArguments {
     flags: Vec<&'static str>,
 }
 
-/// A flag of a short name: as it is written, what it says of itself, and whether its value is a list.
+/// A flag for a key.
 struct Flag {
     name: &'static str,
     key: &'static str,
@@ -123,19 +123,19 @@ impl clap::FromArgMatches for RunArguments {
 }
 
 impl RunArguments {
-    /// Whether anything is said of a run.
+    /// Whether no flag or assignment of a run is given.
     pub fn is_empty(&self) -> bool {
         self.file.is_none() && self.assignments.is_empty()
     }
 
-    /// Whether a flag of this short name, or an assignment of its key, is given.
+    /// Whether the key with this short name is given by a flag or an assignment.
     pub fn has(&self, name: &str) -> bool {
         let key = NAMES.iter().find(|(short, _)| *short == name).map_or(name, |(_, key)| key);
         let is_assigned = |text: &String| text.split('=').next().is_some_and(|of| [name, key].contains(&of.trim()));
         self.flags.contains(&name) || self.assignments.iter().any(is_assigned)
     }
 
-    /// Gives a key a value, if the flags don't.
+    /// Assigns a key, unless a flag does.
     pub fn assign(&mut self, key: &str, value: &str) {
         self.assignments.insert(0, format!("{key}={value}"));
     }
@@ -147,7 +147,7 @@ impl RunArguments {
         Ok(run)
     }
 
-    /// The run of the flags alone, whose values need not fit together.
+    /// The run that the flags describe. Constraints between keys are not checked.
     pub fn unchecked(&self) -> anyhow::Result<RunConfig> {
         Ok(RunConfig::parse("", &self.assignments)?)
     }
@@ -157,13 +157,13 @@ impl RunArguments {
         Ok(Step::new(&self.run(file)?)?)
     }
 
-    /// Whether there is a run to ask about: a file, or a model.
+    /// Whether a run is named: by a file, or by a model.
     pub fn names_a_run(&self, file: Option<&Path>) -> bool {
         file.is_some() || self.file.is_some() || self.has("model")
     }
 }
 
-/// Whether a file is a run's, by its name.
+/// Whether the file name is that of a run file.
 pub fn is_run(file: &Path) -> bool {
     file.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("toml"))
 }

@@ -17,7 +17,7 @@ fn fail(key: &str, why: String, remedy: &'static str) -> Result<(), ConfigError>
     Err(ConfigError::value(key, why, remedy))
 }
 
-/// What a step's own check refuses.
+/// Converts an error of the check of a step.
 pub(crate) fn refused(error: TrainError) -> ConfigError {
     match (&error, error.refused()) {
         (_, Some((key, why, remedy))) => ConfigError::value(key, why, remedy),
@@ -36,7 +36,7 @@ impl RunConfig {
         self.check_files()
     }
 
-    /// The same without the files of the data, and of their tokenizer.
+    /// Checks everything except the data and tokenizer files.
     ///
     /// # Errors
     /// [`ConfigError::Value`].
@@ -48,7 +48,7 @@ impl RunConfig {
         options.check().map_err(refused)?;
         self.check_model()?;
         let StepOptions { mesh, pipeline, micro_batches, .. } = &options.step;
-        // Of the first rank, for all: whether there is such a schedule.
+        // The schedule must support this shape. One rank stands for all.
         RankPlan::new(*mesh, 0, pipeline, *micro_batches).map_err(|error| {
             ConfigError::value("pipeline.schedule", error, "choose another pipeline.chunks or step.micro_batches")
         })?;

@@ -1,4 +1,4 @@
-//! `[estimate]`: what a step is counted with before it runs.
+//! `[estimate]`: settings of the commands that ask about a step before it runs.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -37,7 +37,7 @@ fn number_or_text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error
     })
 }
 
-/// Who turns a step into a table of lifetimes.
+/// The source of the tensor lifetimes of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Lowering {

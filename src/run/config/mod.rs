@@ -41,7 +41,7 @@ pub(crate) use read::{line_of, with_nearest};
 
 use super::GuardConfig;
 
-/// All that decides a run. Every key has a default but `model` and, to train, `data.path`.
+/// The contents of a run file. All keys have defaults except `model` and, for training, `data.path`.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
@@ -110,12 +110,12 @@ pub struct RunConfig {
     /// Settings of `plan`, `compare`, `schedule` and `sweep`. They do not change the run.
     #[serde(default, skip_serializing_if = "is_default")]
     pub estimate: EstimateConfig,
-    /// What whoever wrote the file should know: keys that have other names now.
+    /// Messages for the author of the file, about keys that have moved.
     #[serde(skip)]
     pub notices: Vec<String>,
 }
 
-/// Whether they have the same keys and values.
+/// Two configurations are equal if they serialize to the same keys and values.
 impl PartialEq for RunConfig {
     fn eq(&self, other: &Self) -> bool {
         json!(self) == json!(other)
@@ -230,7 +230,7 @@ impl RunConfig {
         }
     }
 
-    /// The same with the layers that have adapters, where that is left to the model's family.
+    /// Fills in the default adapter targets of the model's family.
     fn with_targets(mut self) -> Self {
         if let Trainable::Lora(lora) = &mut self.trainable
             && lora.targets.is_empty()
@@ -241,7 +241,7 @@ impl RunConfig {
         self
     }
 
-    /// What a [`Trainer`](crate::Trainer) is made with.
+    /// The options of a [`Trainer`](crate::Trainer) for this run.
     pub fn options(&self) -> TrainOptions {
         TrainOptions {
             step: self.step_options(),
@@ -253,7 +253,7 @@ impl RunConfig {
         }
     }
 
-    /// What is compiled.
+    /// The training step of this run.
     pub fn step_options(&self) -> StepOptions {
         StepOptions {
             mesh: self.mesh,

@@ -64,7 +64,7 @@ rms_norm_eps = 1e-6
 ";
 
 impl ModelConfig {
-    /// The model of a preset's name, of a family with extents, or in a folder.
+    /// The model of a preset name, a family with sizes, or a folder.
     pub(super) fn named(text: &str) -> Result<Self, String> {
         if let Some((.., table)) = PRESETS.iter().find(|(name, ..)| *name == text) {
             return toml::from_str(table).map_err(|error| error.to_string());
@@ -84,7 +84,7 @@ impl ModelConfig {
         }
     }
 
-    /// The same with positions for so many tokens at least.
+    /// The model with positions for at least this many tokens.
     pub(in crate::run) fn with_positions(&self, tokens: usize) -> Self {
         match self {
             Self::Gpt(gpt) => Self::Gpt(GptConfig { sequence: gpt.sequence.max(tokens), ..gpt.clone() }),
@@ -102,7 +102,7 @@ impl ModelConfig {
         }
     }
 
-    /// What people call it.
+    /// The name for reports.
     pub fn title(&self) -> String {
         if let Some((_, title, _)) = PRESETS.iter().find(|(name, ..)| Self::named(name).is_ok_and(|it| it == *self)) {
             return (*title).to_owned();
@@ -129,7 +129,7 @@ impl ModelConfig {
         })
     }
 
-    /// The same with the folder, where there is one, whose weights are then there.
+    /// The architecture, and the folder if the model is one. Its weight files must exist.
     pub(in crate::run) fn open(&self) -> hf::Result<(Architecture, Option<Folder>)> {
         let Self::Folder(path) = self else { return Ok((self.architecture()?, None)) };
         let folder = Folder::open(path)?;
@@ -143,7 +143,7 @@ fn with_extents<T: DeserializeOwned>(extents: &str) -> Result<T, String> {
     toml::from_str(&lines).map_err(|error| with_nearest(error.message().to_owned()))
 }
 
-/// A table, or a text that means one.
+/// Deserializes a table, or a string that names one.
 pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ModelConfig, D::Error> {
     struct TextOrTable;
     impl<'de> Visitor<'de> for TextOrTable {

@@ -36,17 +36,17 @@ pub const NAMES: [(&str, &str); 28] = [
     ("rank", "estimate.rank"),
 ];
 
-/// What some of them were called before.
+/// Former short names.
 const OLD: [(&str, &str); 2] = [("dtype", "precision"), ("kernels", "device")];
 
-/// The key that a name means: a short name, a former one in `[step]` or by itself, or else the key of that name.
+/// The key of a name. The name may be a short name, a former name (with or without `step.`), or the key itself.
 pub(crate) fn key_of(name: &str) -> &str {
     let bare = name.strip_prefix("step.").unwrap_or(name);
     let short = OLD.iter().find(|(old, _)| *old == bare).map_or(bare, |(_, short)| short);
     NAMES.iter().find(|(known, _)| *known == short).map_or(name, |(_, key)| key)
 }
 
-/// Moves what stands in `[step]` under its former name, and says so.
+/// Moves keys with former names out of `[step]`, and returns a notice for each.
 pub(super) fn rename(root: &mut Table) -> Result<Vec<String>, ConfigError> {
     let Some(Value::Table(step)) = root.get_mut("step") else { return Ok(Vec::new()) };
     let names: Vec<String> = step.keys().map(|name| format!("step.{name}")).collect();
@@ -73,10 +73,10 @@ pub(crate) fn value_at<'a>(root: &'a Table, key: &str) -> Option<&'a Value> {
     parts.try_fold(first, |value, part| value.get(part))
 }
 
-/// Gives a key a value; its tables come to be.
+/// Assigns a value to a key. Missing tables are created.
 pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), String> {
     let (tables, last) = key.rsplit_once('.').map_or((None, key), |(tables, last)| (Some(tables), last));
-    // These have one of several tables: another one takes its place, and a preset's is what its name stands for.
+    // An enum holds one of several tables: assigning to another variant replaces it, and a preset is expanded to its table.
     if let Some((which @ ("model" | "trainable"), below)) = key.split_once('.') {
         let kept = match root.get(which) {
             Some(Value::String(name)) if which == "model" => {

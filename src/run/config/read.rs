@@ -80,7 +80,7 @@ impl RunConfig {
         Ok(config)
     }
 
-    /// The same where the data need not be there: to plan a run, or to use what it has trained. Without a file, assignments say all.
+    /// Reads a file whose data need not exist, to plan a run or to use a trained model. Without a file, the assignments give all keys.
     ///
     /// # Errors
     /// [`ConfigError`], with line, key and remedy.
@@ -91,7 +91,7 @@ impl RunConfig {
         Ok(config)
     }
 
-    /// Of a text, whose values need not fit together yet.
+    /// Parses a text. Constraints between keys are not checked.
     ///
     /// # Errors
     /// [`ConfigError`], with line, key and remedy.
@@ -99,7 +99,7 @@ impl RunConfig {
         parse(text, Path::new("the run"), assignments)
     }
 
-    /// The same of its keys.
+    /// Parses a table.
     ///
     /// # Errors
     /// [`ConfigError::Value`]: keys that do not exist, values of another type.
@@ -241,7 +241,7 @@ pub(crate) fn with_nearest(message: String) -> String {
     }
 }
 
-/// The same where short names are understood beside the keys.
+/// Suggests short names too, for places that accept them.
 fn with_nearest_name(message: String) -> String {
     let Some(wrong) = message.strip_prefix("unknown field `").and_then(|rest| rest.split('`').next()) else {
         return with_nearest(message);

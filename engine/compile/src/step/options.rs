@@ -100,7 +100,7 @@ impl Precision {
         }
     }
 
-    /// Whether what is stored in less than 32 bits has a master in 32.
+    /// Whether parameters that are stored in 16 bits have f32 masters.
     pub fn has_masters(self) -> bool {
         self != Self::PureBf16
     }
@@ -200,27 +200,27 @@ impl Default for MemoryOptions {
     }
 }
 
-/// What an update does beside its rule.
+/// Settings of the update that apply to any rule.
 #[derive(Debug, Clone, Default)]
 pub struct UpdateOptions {
     /// Parameters with a rule or a learning rate of their own; of several that name one, the first counts.
     pub groups: Vec<ParameterGroup>,
-    /// How far an element of a gradient may be from 0: what is farther is cut off, before the norm is taken.
+    /// The absolute value to which gradient elements are clamped, before the norm is computed.
     pub max_value: Option<f64>,
-    /// Whether a step whose loss or norm is above its limits, or not finite, is left out: it changes no parameter and no state.
+    /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds the limits.
     pub guarded: bool,
     /// Keep an exponential moving average of every trained parameter, `average/NAME`, in f32: what stays of it in a step, 0.999 or more.
     pub average: Option<f64>,
 }
 
-/// Parameters that are not updated as the others are.
+/// A group of parameters with its own update settings.
 #[derive(Debug, Clone)]
 pub struct ParameterGroup {
-    /// Their names, or those of modules that they are in; `*` stands for any text.
+    /// The names of parameters or modules; `*` stands for any text.
     pub names: Vec<String>,
-    /// Their rule.
+    /// The update rule of the group.
     pub optimizer: Arc<dyn Optimizer>,
-    /// What the learning rate is multiplied by.
+    /// The factor of the learning rate.
     pub learning_rate: f64,
 }
 
@@ -336,17 +336,17 @@ impl StepOptions {
         self.generation.as_ref().filter(|_| is_supported)
     }
 
-    /// What is kept otherwise than as it is.
+    /// The operations whose saved results are compressed or offloaded.
     pub fn stashing(&self) -> Stashing<'_> {
         Stashing { compress: &self.memory.compress, offload: &self.memory.offload }
     }
 
-    /// How the arena is planned.
+    /// The planner options for this step.
     pub fn planning(&self) -> CompileOptions {
         self.planning_within(self.memory.budget)
     }
 
-    /// The same for one that must fit so many bytes, if any.
+    /// The planner options for an arena of at most this many bytes.
     pub fn planning_within(&self, capacity: Option<u64>) -> CompileOptions {
         CompileOptions::within(capacity, self.memory.planning, self.memory.routing)
     }

@@ -1,4 +1,4 @@
-//! How keys are written whose values are no plain numbers: as texts.
+//! Serde helpers for settings that are written as strings.
 
 use std::fmt::{self, Display};
 use std::str::FromStr;
@@ -6,17 +6,17 @@ use std::str::FromStr;
 use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serializer};
 
-/// What a value says of itself.
+/// Serializes with `Display`.
 pub fn serialize<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
     to.collect_str(value)
 }
 
-/// What such a text means.
+/// Deserializes with `FromStr`.
 pub fn deserialize<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(from: D) -> Result<T, D::Error> {
     String::deserialize(from)?.parse().map_err(D::Error::custom)
 }
 
-/// A number or a text.
+/// Visits a number or a string.
 struct NumberOrText<N, T> {
     expected: &'static str,
     number: N,
@@ -74,7 +74,7 @@ pub mod size {
         value.map(Some).ok_or_else(|| D::Error::custom(format_args!("this is not {expected}")))
     }
 
-    /// What it can be.
+    /// The JSON schema.
     pub fn schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({ "type": ["integer", "string", "null"], "minimum": 0 })
     }
@@ -108,7 +108,7 @@ pub mod reserve {
         from.deserialize_any(NumberOrText { expected: "\"worst\", a factor, or bytes like \"64MiB\"", number, text })
     }
 
-    /// What it can be.
+    /// The JSON schema.
     pub fn schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({ "type": ["number", "string"], "minimum": 0 })
     }

@@ -18,7 +18,7 @@ use super::curve::{Curve, curve};
 use super::{draw, of_rank};
 use crate::output::{Size, picture, print, replace, tell, to_json};
 
-/// What fewer bytes would cost.
+/// Arguments of the memory-time curve.
 #[derive(Debug, clap::Args)]
 pub struct CurveArguments {
     /// Also plan so many budgets of a model's step, from the smallest that works to everything kept.
@@ -35,16 +35,16 @@ pub struct CurveArguments {
 pub struct Planned {
     /// Name of the model.
     model: String,
-    /// Of the pipeline.
+    /// The pipeline rank.
     rank: usize,
     buffers: usize,
     /// Plan and reserve.
     pub arena_bytes: u64,
     lower_bound_bytes: u64,
-    /// Of the plan.
+    /// The plan height over the lower bound.
     gap: f64,
     plan_hash: String,
-    /// What the arena has above the plan, for the rows that an expert rank receives.
+    /// Bytes of the arena above the plan: the reserve for routed rows.
     reserve_bytes: u64,
     /// Time of compiling and planning, the search for a budget's recomputation included.
     plan_ms: f64,
@@ -70,7 +70,7 @@ pub struct Planned {
     roofline: Option<gapless::step::Roofline>,
 }
 
-/// What a rank of a run takes: its training step, evaluation and sampling in one arena.
+/// The arena of a rank: training step, evaluation and sampling.
 #[derive(Debug, Serialize)]
 struct Run {
     arena_bytes: u64,
