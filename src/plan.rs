@@ -56,9 +56,7 @@ pub fn step<M: Model>(
 /// When the options or the model's shapes do not fit together, or a budget is too small.
 #[cfg(feature = "hugging-face")]
 pub fn ranks(config: &Config, options: &TrainOptions) -> Result<Vec<Report>, TrainError> {
-    (0..options.step.mesh.ranks()?)
-        .map(|rank| Trainer::builder(|vb| config.model(vb), options.clone()).plan(rank))
-        .collect()
+    Trainer::builder(|vb| config.model(vb), options.clone()).plan_all()
 }
 
 /// Asserts that a run takes at most so many bytes on every rank.

@@ -1,7 +1,7 @@
 //! What a run's file takes, before the run.
 
 use gapless_engine::data::Vocabulary;
-use gapless_engine::{Report, TrainError, Trainer};
+use gapless_engine::{Report, Trainer};
 
 use super::{ModelConfig, RunConfig, RunError};
 
@@ -14,12 +14,7 @@ impl RunConfig {
     /// As [`TrainerBuilder::plan`](crate::TrainerBuilder::plan); a tokenizer or a config.json that cannot be read.
     pub fn plan(&self) -> Result<Vec<Report>, RunError> {
         let architecture = self.planned_model()?.architecture()?;
-        let run = Trainer::builder(|vb| architecture.model(vb), self.options());
-        let ranks = self.mesh.ranks().map_err(TrainError::from)?;
-        // Ranks that share the batch or the experts of a stage have the plan of its first rank.
-        let stages = (0..self.mesh.pipeline).map(|stage| run.plan(stage * self.mesh.expert));
-        let stages = stages.collect::<Result<Vec<Report>, _>>()?;
-        Ok((0..ranks).map(|rank| stages[self.mesh.coordinate(rank).pipeline].clone()).collect())
+        Ok(Trainer::builder(|vb| architecture.model(vb), self.options()).plan_all()?)
     }
 
     /// The model with the vocabulary that data will give it, as far as that is known without them. A model's folder has its own number.

@@ -73,7 +73,7 @@ pub(super) fn say_changes(checkpoint: &Checkpoint, part: &str, now: &Value, cons
 /// The saved metadata of a run. A configuration is converted to the current layout.
 fn saved_part(checkpoint: &Checkpoint, part: &str) -> Value {
     let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
-    let config = || RunConfig::of_table(toml::Table::try_from(saved).ok()?).ok();
+    let config = || RunConfig::of_table(&toml::Table::try_from(saved).ok()?).ok();
     config().map_or_else(|| saved.clone(), |config| json!(config))
 }
 

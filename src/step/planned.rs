@@ -49,7 +49,9 @@ impl Step {
             Some(config) => config.architecture().clone(),
             None => model.architecture().map_err(|why| ConfigError::value("model", why, "correct it"))?,
         };
-        let TrainOptions { step: options, device, threads, .. } = run.options();
+        let options = run.options();
+        let target = options.target();
+        let TrainOptions { step: options, device, threads, .. } = options;
         options.check_values().map_err(|error| super::refused(error.into()))?;
         check_lowering(run)?;
         if run.estimate.profile == machine::NAME && matches!(device, DeviceChoice::Cuda(_)) {
@@ -57,7 +59,7 @@ impl Step {
         }
         Ok(Self {
             ranks: ranks(&run.estimate.rank, options.mesh.pipeline)?,
-            target: run.options().target(),
+            target,
             device: DeviceProfile::of(run)?,
             lowering: run.estimate.lowering,
             title: run.model.title(),
@@ -114,8 +116,7 @@ impl Step {
     /// # Errors
     /// When the options or the model's shapes do not fit together; [`OverBudget`](gapless_engine::compile::Error::OverBudget).
     pub fn compile(&self, rank: usize) -> Result<(Executable, CompiledStep), TrainError> {
-        let StepOptions { mesh, pipeline, micro_batches, .. } = &self.options;
-        let ranks = RankPlan::new(*mesh, rank * mesh.expert, pipeline, *micro_batches)?;
+        let ranks = RankPlan::of(&self.options, rank * self.options.mesh.expert)?;
         Ok(compile_step(&of_any(|vb| self.build(vb)), &self.options, &ranks, self.target)?)
     }
 

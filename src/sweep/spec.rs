@@ -154,7 +154,7 @@ impl Sweep {
             for value in values {
                 let mut one = first.clone();
                 put(&mut one, name, value)?;
-                let checked = RunConfig::of_table(one).and_then(|run| Step::new(&run).map(|_| run.notices));
+                let checked = RunConfig::of_table(&one).and_then(|run| Step::new(&run).map(|_| run.notices));
                 notices =
                     checked.map_err(|error| match lists.iter().find(|(name, _)| names(&error, key_of(name))) {
                         Some((name, _)) => here(named(error, name), "vary"),
@@ -274,7 +274,7 @@ fn check_condition(table: &str, condition: &Table) -> Result<(), ConfigError> {
         let one = |value: &Value| {
             let mut root = Table::from_iter([("model".to_owned(), Value::from("small"))]);
             put(&mut root, key, value)?;
-            RunConfig::of_table(root).map_err(|error| named(error, key))
+            RunConfig::of_table(&root).map_err(|error| named(error, key))
         };
         match value {
             // A list of a key that is one by itself, or of values.
@@ -324,7 +324,7 @@ fn configurations(
         let mut root = base.clone();
         values.iter().try_for_each(|(name, value)| put(&mut root, name, value))?;
         let keys = flat(&root, "");
-        let run = RunConfig::of_table(root.clone())?;
+        let run = RunConfig::of_table(&root)?;
         let resolved = Table::try_from(&run).expect("keys and plain values are TOML");
         let has = |(name, value): &(String, Value)| {
             let key = key_of(name);

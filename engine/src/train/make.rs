@@ -91,9 +91,20 @@ impl TrainerBuilder<'_> {
     pub fn plan(&self, rank: usize) -> Result<Report> {
         let Self { build, options, .. } = self;
         options.check()?;
-        let ranks = RankPlan::new(options.step.mesh, rank, &options.step.pipeline, options.step.micro_batches)?;
+        let ranks = RankPlan::of(&options.step, rank)?;
         let (executable, compiled) = self.purpose.compile(build, &options.step, &ranks, options.target())?;
         Ok(Report::of(&executable, compiled.parameters))
+    }
+
+    /// Plans all ranks of the mesh. Ranks that share the batch or the experts of a stage have the plan of its first rank.
+    ///
+    /// # Errors
+    /// As [`Self::plan`].
+    pub fn plan_all(&self) -> Result<Vec<Report>> {
+        let mesh = self.options.step.mesh;
+        let ranks = mesh.ranks()?;
+        let stages = (0..mesh.pipeline).map(|stage| self.plan(stage * mesh.expert)).collect::<Result<Vec<Report>>>()?;
+        Ok((0..ranks).map(|rank| stages[mesh.coordinate(rank).pipeline].clone()).collect())
     }
 
     /// Compiles the training step, the evaluation and the generation of a model into one arena, and fills its parameters.
@@ -136,7 +147,7 @@ impl TrainerBuilder<'_> {
             Err(because) => because,
         };
         let (threads, step) = (resolve_threads(options.threads), &options.step);
-        let plan = RankPlan::new(step.mesh, rank, &step.pipeline, step.micro_batches)?;
+        let plan = RankPlan::of(step, rank)?;
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cpu { threads })?;
         let mut session = Session::on_cpu(executable, Workers::new(threads)?, options.seed)?;
         if !step.memory.offload.is_empty() {
@@ -208,7 +219,7 @@ impl Trainer {
     ) -> Result<Self> {
         options.check_for_gpu()?;
         let step = &options.step;
-        let plan = RankPlan::new(step.mesh, rank, &step.pipeline, step.micro_batches)?;
+        let plan = RankPlan::of(step, rank)?;
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cuda)?;
         let Share { first, stride, .. } = Share::of(step, plan.at);
         let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;

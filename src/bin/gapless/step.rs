@@ -16,8 +16,6 @@ pub struct RunArguments {
     /// A file that is named by a flag.
     file: Option<PathBuf>,
     assignments: Vec<String>,
-    /// The short names of those that are given by flags.
-    flags: Vec<&'static str>,
 }
 
 /// A flag for a key.
@@ -104,7 +102,6 @@ impl clap::FromArgMatches for RunArguments {
         self.file = matches.get_one::<PathBuf>("step").cloned();
         for flag in FLAGS.iter() {
             let Some(value) = matches.get_one::<String>(flag.name) else { continue };
-            self.flags.push(flag.name);
             match value.split_once(':').filter(|_| flag.name == "lora") {
                 Some((rank, alpha)) => {
                     let of = |key, value| format!("trainable.lora.{key}={value}");
@@ -132,7 +129,7 @@ impl RunArguments {
     pub fn has(&self, name: &str) -> bool {
         let key = NAMES.iter().find(|(short, _)| *short == name).map_or(name, |(_, key)| key);
         let is_assigned = |text: &String| text.split('=').next().is_some_and(|of| [name, key].contains(&of.trim()));
-        self.flags.contains(&name) || self.assignments.iter().any(is_assigned)
+        self.assignments.iter().any(is_assigned)
     }
 
     /// Assigns a key, unless a flag does.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use gapless_engine::compile::step::RankPlan;
 use gapless_engine::data::{Answers, Format, Source};
-use gapless_engine::{DeviceChoice, StepOptions, TrainError};
+use gapless_engine::{DeviceChoice, TrainError};
 use gapless_models::limits;
 
 use super::{ConfigError, ModelConfig, RunConfig};
@@ -47,9 +47,8 @@ impl RunConfig {
         let options = self.options();
         options.check().map_err(refused)?;
         self.check_model()?;
-        let StepOptions { mesh, pipeline, micro_batches, .. } = &options.step;
         // The schedule must support this shape. One rank stands for all.
-        RankPlan::new(*mesh, 0, pipeline, *micro_batches).map_err(|error| {
+        RankPlan::of(&options.step, 0).map_err(|error| {
             ConfigError::value("pipeline.schedule", error, "choose another pipeline.chunks or step.micro_batches")
         })?;
         self.check_data()?;

@@ -1,7 +1,8 @@
 //! `[estimate]`: settings of the commands that ask about a step before it runs.
 
+use gapless_engine::compile::step::text;
 use schemars::JsonSchema;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
 /// `[estimate]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -20,21 +21,8 @@ pub struct EstimateConfig {
     pub lowering: Lowering,
     /// The pipeline ranks that `plan` and `compare` show: numbers separated by commas, or `all`. Data and expert ranks
     /// have the same plan as the first rank of their stage.
-    #[serde(deserialize_with = "number_or_text")]
+    #[serde(deserialize_with = "text::number_or_text")]
     pub rank: String,
-}
-
-fn number_or_text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum NumberOrText {
-        Number(u64),
-        Text(String),
-    }
-    Ok(match NumberOrText::deserialize(from)? {
-        NumberOrText::Number(number) => number.to_string(),
-        NumberOrText::Text(text) => text,
-    })
 }
 
 /// The source of the tensor lifetimes of a step.

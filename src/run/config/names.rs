@@ -4,6 +4,7 @@
 use toml::{Table, Value};
 
 use super::{ConfigError, ModelConfig};
+
 /// Short names, and the keys that they mean. A flag of the command (`--micro-batches 4`) is `--set step.micro_batches=4`.
 pub const NAMES: [(&str, &str); 28] = [
     ("model", "model"),

@@ -103,13 +103,16 @@ impl RunConfig {
     ///
     /// # Errors
     /// [`ConfigError::Value`]: keys that do not exist, values of another type.
-    pub(crate) fn of_table(mut root: Table) -> Result<Self, ConfigError> {
+    pub(crate) fn of_table(table: &Table) -> Result<Self, ConfigError> {
+        let mut root = table.clone();
         let notices = rename(&mut root)?;
-        let error = match Self::deserialize(root.clone()) {
+        let error = match Self::deserialize(root) {
             Ok(config) => return Ok(Self { notices, ..config }.with_targets()),
             Err(error) => error,
         };
         // The key that is no good by itself.
+        let mut root = table.clone();
+        rename(&mut root)?;
         let alone = |(key, value): (String, Value)| {
             let mut one = Table::from_iter([("model".to_owned(), Value::from("small"))]);
             insert(&mut one, &key, value).ok()?;

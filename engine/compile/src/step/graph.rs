@@ -63,7 +63,7 @@ impl StepGraph {
     /// As [`program`](super::program), and when the graph was recorded with other options.
     pub fn program(&self, options: &StepOptions, rank: usize, target: Target) -> Result<Program> {
         let first = self.first_of(options, rank)?;
-        let ranks = RankPlan::new(options.mesh, first, &options.pipeline, options.micro_batches)?;
+        let ranks = RankPlan::of(options, first)?;
         self.lower(options, &ranks, target)
     }
 

@@ -168,7 +168,7 @@ pub fn plan<M: Model>(
 
 fn lowered(build: &Build<'_>, options: &StepOptions, rank: usize, target: Target) -> Result<Program> {
     options.check()?;
-    let ranks = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
+    let ranks = RankPlan::of(options, rank)?;
     let step = record(build, options, &ranks)?;
     let recomputation = recompute(&step, options, &ranks, target, &[])?;
     step.lower(&ranks, target, &recomputation)

@@ -112,6 +112,14 @@ pub struct RankPlan {
 }
 
 impl RankPlan {
+    /// The plan of a rank of this step.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn of(options: &StepOptions, rank: usize) -> Result<Self> {
+        Self::new(options.mesh, rank, &options.pipeline, options.micro_batches)
+    }
+
     /// A rank's place in the mesh, and the actions of its pipeline.
     ///
     /// # Errors

@@ -16,6 +16,12 @@ pub fn deserialize<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(from: D)
     String::deserialize(from)?.parse().map_err(D::Error::custom)
 }
 
+/// Deserializes a number or a string, as a string.
+pub fn number_or_text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let (number, text) = (|number: f64| number.to_string(), |text: &str| Ok(text.to_owned()));
+    from.deserialize_any(NumberOrText { expected: "a number or a text", number, text })
+}
+
 /// Visits a number or a string.
 struct NumberOrText<N, T> {
     expected: &'static str,

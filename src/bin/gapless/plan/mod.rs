@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use gapless::step::{Lowering, Step};
+use gapless::step::Lowering;
 use gapless_alloc::Fit;
 use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
@@ -81,11 +81,10 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
     if arguments.capacity.is_some() || arguments.deadline.is_some() {
         bail!("--capacity and --deadline are for tables; a run has a budget: --budget 600MiB");
     }
-    let run = arguments.run.run(arguments.file.as_deref())?;
-    let step = Step::new(&run)?;
+    let step = arguments.run.step(arguments.file.as_deref())?;
     step.notices().iter().for_each(tell);
     match (step.lowering, &step.ranks[..]) {
-        (Lowering::Gapless, _) => step::plan(arguments, &run, &step),
+        (Lowering::Gapless, _) => step::plan(arguments, &step),
         (_, &[rank]) => {
             let problem = step.eager(&step.record()?, rank)?;
             let ids = (0..problem.len()).map(|index| index.to_string()).collect();

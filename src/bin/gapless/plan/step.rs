@@ -7,9 +7,8 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
 use gapless::engine::compile::{Error as CompileError, Executable};
-use gapless::run::RunConfig;
 use gapless::step::Step;
-use gapless::{Report, StepOptions, TrainError};
+use gapless::{StepOptions, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
 use serde::Serialize;
@@ -71,11 +70,17 @@ pub struct Planned {
 }
 
 /// The arena of a rank: training step, evaluation and sampling.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize)]
 struct Run {
     arena_bytes: u64,
     plan_hash: String,
     roles: Vec<RoleBytes>,
+}
+
+impl Run {
+    fn of(Planned { arena_bytes, plan_hash, summary, .. }: &Planned) -> Self {
+        Self { arena_bytes: *arena_bytes, plan_hash: plan_hash.clone(), roles: summary.roles.clone() }
+    }
 }
 
 /// Plans a rank of a step.
@@ -119,7 +124,7 @@ fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, 
 }
 
 /// Does what the arguments ask.
-pub fn plan(arguments: &super::Arguments, run: &RunConfig, step: &Step) -> anyhow::Result<Fit> {
+pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
     let of = &arguments.curve;
     let mut planned = Vec::new();
     for &rank in &step.ranks {
@@ -143,10 +148,9 @@ pub fn plan(arguments: &super::Arguments, run: &RunConfig, step: &Step) -> anyho
             }
         }
     }
+    let ranks = of_all_ranks(step, &planned)?;
     let [first, ..] = &mut planned[..] else { bail!("no rank is asked about") };
-    let runs = run.plan()?;
-    let of_run = |Report { arena_bytes, plan_hash, summary, .. }| Run { arena_bytes, plan_hash, roles: summary.roles };
-    first.ranks = runs.into_iter().map(of_run).collect();
+    first.ranks = ranks;
     if let Some(points) = of.curve {
         first.curve = Some(curve(step, first.rank, points.into())?);
     }
@@ -161,6 +165,17 @@ pub fn plan(arguments: &super::Arguments, run: &RunConfig, step: &Step) -> anyho
         print(|out| planned.iter().try_for_each(|planned| report(out, step, planned)))?;
     }
     Ok(Fit::Fits)
+}
+
+/// The arenas of all ranks of the mesh. Each stage is planned once; ranks that share its batch or experts have the same plan.
+fn of_all_ranks(step: &Step, planned: &[Planned]) -> Result<Vec<Run>, TrainError> {
+    let mesh = step.options.mesh;
+    let of_stage = |stage: usize| match planned.iter().find(|of| of.rank == stage) {
+        Some(known) => Ok(Run::of(known)),
+        None => plan_rank(step, stage).map(|(planned, _)| Run::of(&planned)),
+    };
+    let stages = (0..mesh.pipeline).map(of_stage).collect::<Result<Vec<Run>, _>>()?;
+    Ok((0..mesh.ranks()?).map(|rank| stages[mesh.coordinate(rank).pipeline].clone()).collect())
 }
 
 /// The rank's table and picture, where they are asked for.
