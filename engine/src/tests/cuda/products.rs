@@ -178,7 +178,26 @@ fn factors_that_are_no_matrices() {
     }
 }
 
-/// One chunk, and several: whole sequences together, and pieces of one. With the gradient made in the forward, and after it.
+/// Two chunks, and a vocabulary whose last five entries have products of their own; with the gradient computed in the forward, and for
+/// losses of any gradient.
+#[test]
+fn heads_with_an_odd_vocabulary() {
+    let (x, vocabulary) = ([1, 4200, 8], 21);
+    let targets: Vec<u32> = (0..4200).map(|row| row * 5 % vocabulary).collect();
+    for (gradient, cap) in [(Some(0.25), None), (None, Some(0.7))] {
+        check(&["linear_cross_entropy"], &[&x, &[vocabulary as usize, 8]], &[(&x[..2], &targets)], |x, ids| {
+            let head = LinearCrossEntropy::new(gradient).with_cap(cap);
+            let inputs = [&x[0], &x[1], &ids[0]];
+            let losses = match gradient {
+                None => Tensor::apply_op::<1>(head, &inputs)?[0].clone(),
+                Some(_) => Tensor::apply_op::<3>(head, &inputs)?[0].clone(),
+            };
+            losses.to_dtype(x[0].dtype())
+        });
+    }
+}
+
+/// One chunk. With the gradient made in the forward, and after it.
 #[test]
 fn heads_with_their_loss() {
     for &(x, vocabulary) in few(&[([3, 200, 4], 9), ([1, 600, 4], 9), ([2, 3, 5], 7)], 1) {

@@ -45,8 +45,17 @@ pub(super) struct Head<'a> {
 /// than fill it up.
 const ENOUGH_ROWS: usize = 256;
 
-/// The same on a GPU: what fills it, and adds seldom enough to the weight's gradient that it is the products that take the time.
-const ENOUGH_ROWS_ON_GPU: usize = 2048;
+/// Rows of a chunk on a GPU, between which its products decide: enough that few chunks add to the weight's gradient, and few enough
+/// that logits take little memory.
+const ROWS_ON_GPU: Range<usize> = 2048..4096;
+
+/// Rows and columns of the tiles in which a GPU's library computes products, and the multiprocessors of an H100 or H200 that share them.
+const TILE: [usize; 2] = [128, 256];
+const MULTIPROCESSORS: usize = 132;
+
+/// Vocabulary entries that products on a GPU take at a time. A product whose extent along contiguous elements is no multiple of 16 bytes
+/// falls to kernels that load single elements, so the last entries of an odd vocabulary have products of their own.
+const ENTRIES: usize = 8;
 
 /// How rows are cut. A chunk is several whole sequences, or a piece of one that only the lengths of the sequence, the width
 /// and the vocabulary decide: so the order of summation does not depend on how the batch is cut into micro-batches.
@@ -125,18 +134,39 @@ impl Chunks {
         (0..self.rows).step_by(chunk.max(1)).map(move |start| start..(start + chunk).min(self.rows))
     }
 
-    /// Rows of a chunk on a GPU, but for the last.
+    /// Rows of every chunk on a GPU except the last: whole tiles, as many as leave the fewest multiprocessors idle in the product for dx,
+    /// which has far fewer tiles than the other two; of equally good numbers the smallest.
     fn cuda_chunk(&self) -> usize {
-        self.rows.div_ceil(self.rows.div_ceil(ENOUGH_ROWS_ON_GPU).max(1))
+        let least = self.rows.div_ceil(ROWS_ON_GPU.end).max(1);
+        let most = self.rows.div_ceil(ROWS_ON_GPU.start).max(1);
+        let chunk = |count: usize| self.rows.div_ceil(count).next_multiple_of(TILE[0]);
+        // The library splits the sum of a product that has few tiles: in two or in four.
+        let idle = |rows: usize| {
+            let tiles = rows.div_ceil(TILE[0]) * self.width.div_ceil(TILE[1]);
+            let idle = [1, 2, 4].map(|parts| {
+                let all = (tiles * parts).next_multiple_of(MULTIPROCESSORS);
+                1000 * (all - tiles * parts) / all
+            });
+            idle.into_iter().min()
+        };
+        let best = (least..=most).map(chunk).min_by_key(|&rows| (idle(rows), rows));
+        best.expect("there is at least one chunk").min(self.rows)
     }
 
-    /// Elements from a row of logits to the next on a GPU: so many that all rows are aligned, which products of a vocabulary of
-    /// an odd size would be the slower for.
+    /// Vocabulary entries whose products have aligned extents, and the rest, which has products of its own. All are in the first part
+    /// where a row of the weight is not aligned, as nothing would be gained then.
+    fn cuda_entries(&self) -> (usize, usize) {
+        let rest = if self.width % ENTRIES == 0 && self.vocabulary > ENTRIES { self.vocabulary % ENTRIES } else { 0 };
+        (self.vocabulary - rest, rest)
+    }
+
+    /// Elements from one row of logits to the next on a GPU, so that every row is aligned.
     fn cuda_pitch(&self) -> usize {
         self.vocabulary.next_multiple_of(64)
     }
 
-    /// Bytes of each piece of scratch on a GPU: a chunk's logits, then what is the largest that a product is given.
+    /// Bytes of each piece of scratch on a GPU: a chunk's logits, the most that a product is given, and, for an
+    /// odd vocabulary, the logits of all rows for its rest, which become their gradients.
     pub fn cuda_workspace(&self, dtype: DType, products: Products) -> Vec<u64> {
         let &Self { width, vocabulary, .. } = self;
         let rows = self.cuda_chunk();
@@ -144,7 +174,9 @@ impl Chunks {
         let dx = (products != Products::Logits).then_some((rows, width));
         let products =
             d_weight.into_iter().chain(dx).chain([(rows, vocabulary)]).map(|(m, n)| launch::product_workspace(m, n));
-        vec![(rows * self.cuda_pitch() * dtype.size_in_bytes()) as u64, products.max().unwrap_or(0)]
+        let bytes = |elements: usize| (elements * dtype.size_in_bytes()) as u64;
+        let rest = (self.cuda_entries().1 > 0).then(|| bytes(self.rows * ENTRIES));
+        [bytes(rows * self.cuda_pitch()), products.max().unwrap_or(0)].into_iter().chain(rest).collect()
     }
 
     /// The pass on a GPU: for each chunk its logits, what becomes of them, and its share of the gradients, `[dx]` or
@@ -155,26 +187,31 @@ impl Chunks {
         backward: Option<(launch::Upstream<'_>, &[cuda::Operand])>,
         weight: usize,
     ) -> Option<Vec<Launch>> {
-        let [x, of_weight, targets, ..] = operands.inputs else { return None };
-        let (&[logits, scratch, ..], dtype) = (operands.workspace, x.dtype) else { return None };
+        let [x, weight_operand, targets, ..] = operands.inputs else { return None };
+        let (&[logits, scratch, ref others @ ..], dtype) = (operands.workspace, x.dtype) else { return None };
         let products = backward.map_or(Products::Logits, |(_, made)| Products::of_backward(made.len() > 1));
         let scratch = launch::scratch_in(scratch, self.cuda_workspace(dtype, products)[1]);
-        let (width, vocabulary, pitch) = (self.width as u64, self.vocabulary as u64, self.cuda_pitch());
+        let (width, pitch, (entries, rest_entries)) = (self.width as u64, self.cuda_pitch(), self.cuda_entries());
         let at = |address: u64, elements: usize| address + (elements * dtype.size_in_bytes()) as u64;
-        let of_weight = Matrix::dense(of_weight.address, dtype, width);
+        let rows_of = |address: u64, first: usize| Matrix::dense(at(address, first * self.width), dtype, width);
+        // There is such a piece if there is a rest.
+        let rest = others.first().copied().unwrap_or(0);
+        let rest_of = |first: usize| Matrix::dense(at(rest, first * ENTRIES), dtype, ENTRIES as u64);
+        let weight_of = |first: usize| rows_of(weight_operand.address, first);
+        let extents = |m: usize, n: usize, k: usize| (m as u64, n as u64, k as u64);
+        let product = |extents, a, b, c| Product::new(extents, a, b, c, scratch);
         let mut launches = Vec::new();
+        if rest_entries > 0 {
+            let extents = extents(self.rows, rest_entries, self.width);
+            launches.push(Launch::Product(product(extents, rows_of(x.address, 0), weight_of(entries).t(), rest_of(0))));
+        }
         for (index, range) in self.cuda_ranges().enumerate() {
-            let count = range.len() as u64;
-            let x = Matrix::dense(at(x.address, range.start * self.width), dtype, width);
+            let count = range.len();
+            let x = rows_of(x.address, range.start);
             let of_logits = Matrix::dense(logits, dtype, pitch as u64);
-            launches.push(Launch::Product(Product::new(
-                (count, vocabulary, width),
-                x,
-                of_weight.t(),
-                of_logits,
-                scratch,
-            )));
-            let layout = Layout::new((range.len(), self.vocabulary).into(), vec![pitch, 1], 0);
+            let of_logit = extents(count, entries, self.width);
+            launches.push(Launch::Product(product(of_logit, x, weight_of(0).t(), of_logits)));
+            let layout = Layout::new((count, self.vocabulary).into(), vec![pitch, 1], 0);
             let upstream = match backward {
                 Some((launch::Upstream::Each(d_losses, _), _)) => launch::Upstream::Each(d_losses, range.start as u64),
                 Some((everywhere, _)) => everywhere,
@@ -182,23 +219,34 @@ impl Chunks {
             };
             let chunk = cuda::Operand { address: logits, layout, dtype };
             let of_rows = |address: u64| if address > 0 { address + 4 * range.start as u64 } else { 0 };
+            let rest = rest_of(range.start);
             let rows = launch::HeadRows {
                 targets: of_rows(targets.address),
                 losses: of_rows(losses),
                 likelihoods: of_rows(likelihoods),
                 weights: of_rows(weights),
+                rest: (rest_entries > 0).then_some((rest.address, entries as u64)),
             };
             launches.extend(launch::head(&chunk, rows, upstream, &counted.terms, counted.cap.unwrap_or(0.0))?);
-            let Some((_, [dx, rest @ ..])) = backward else { continue };
-            if let [d_weight] = rest {
-                let to = Matrix::dense(d_weight.address, d_weight.dtype, width);
-                let product = Product::new((vocabulary, width, count), of_logits.t(), x, to, scratch);
+            let Some((_, [dx, made @ ..])) = backward else { continue };
+            if let [d_weight] = made {
                 let adds = index > 0 || operands.accumulates(weight);
-                launches.push(Launch::Product(Product { onto: adds.then_some(d_weight.address), ..product }));
+                for (first, entries, of_logits) in [(0, entries, of_logits), (entries, rest_entries, rest)] {
+                    let to = Matrix::dense(d_weight.address, d_weight.dtype, width).skip((first * self.width) as u64);
+                    let product = product(extents(entries, self.width, count), of_logits.t(), x, to);
+                    let onto = adds.then_some(to.address);
+                    launches.extend((entries > 0).then_some(Launch::Product(Product { onto, ..product })));
+                }
             }
             // Last, as it may overwrite x.
-            let to = Matrix::dense(at(dx.address, range.start * self.width), dtype, width);
-            launches.push(Launch::Product(Product::new((count, width, vocabulary), of_logits, of_weight, to, scratch)));
+            let to = rows_of(dx.address, range.start);
+            launches.push(Launch::Product(product(extents(count, self.width, entries), of_logits, weight_of(0), to)));
+        }
+        if let Some((_, [dx, ..])) = backward.filter(|_| rest_entries > 0) {
+            let to = rows_of(dx.address, 0);
+            let extents = extents(self.rows, self.width, rest_entries);
+            let product = product(extents, rest_of(0), weight_of(entries), to);
+            launches.push(Launch::Product(Product { onto: Some(to.address), ..product }));
         }
         Some(launches)
     }

@@ -187,6 +187,9 @@ struct HeadArguments {
     u64 pitch;
     // The first of these rows among those of d_losses.
     u64 first_row;
+    // The logits of the vocabulary's last entries, REST to a row, if these lie apart; and the first of them.
+    void* rest;
+    u64 entries;
     Strides at_d_losses;
     f32 d_loss;
     u32 has_gradient;
@@ -194,6 +197,8 @@ struct HeadArguments {
     f32 cap;
     LossTerms terms;
 };
+
+constexpr u64 REST = 8;
 
 // One chunk of the head of a language model: the losses of its rows, and over the logits, if asked for, their gradient.
 template <typename T>
@@ -203,6 +208,12 @@ __device__ void head(const HeadArguments& to) {
     const u64 target = to.targets[row];
     const bool is_packed = are_packed((const T*)to.logits, to.pitch);
     const f32 cap = to.cap, weight = to.weights ? to.weights[row] : 1.0f;
+    T* rest = to.rest ? (T*)to.rest + row * REST : nullptr;
+    const u64 rest_column = to.entries + threadIdx.x;
+    if (rest) {
+        if (rest_column < to.width) logits[rest_column] = rest[threadIdx.x];
+        __syncthreads(); // The row is whole.
+    }
     if (cap > 0.0f) {
         map_row(logits, logits, to.width, is_packed, [&](u64, f32 x) { return cap * tanhf(x / cap); });
         __syncthreads(); // The target's logit has been written.
@@ -224,5 +235,9 @@ __device__ void head(const HeadArguments& to) {
         const f32 slope = cap > 0.0f ? 1.0f - x / cap * (x / cap) : 1.0f;
         return (expf(x - max) * scale - (i == target ? terms.keep : 0.0f) - terms.spread) * slope * d_loss;
     });
+    if (rest) {
+        __syncthreads(); // Every gradient has been written.
+        if (rest_column < to.width) rest[threadIdx.x] = logits[rest_column];
+    }
 }
 KERNELS(head, HeadArguments)

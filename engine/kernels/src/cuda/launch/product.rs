@@ -36,8 +36,8 @@ impl Matrix {
         Some(Self { address: *address, dtype: *dtype, is_transposed, pitch })
     }
 
-    /// As many elements on.
-    fn skip(self, elements: u64) -> Self {
+    /// The same matrix, so many elements further on.
+    pub fn skip(self, elements: u64) -> Self {
         Self { address: self.address + elements * self.dtype.size_in_bytes() as u64, ..self }
     }
 }

@@ -57,6 +57,8 @@ struct HeadArguments {
     width: u64,
     pitch: u64,
     first_row: u64,
+    rest: u64,
+    entries: u64,
     at_d_losses: Strides,
     d_loss: f32,
     has_gradient: u32,
@@ -143,13 +145,16 @@ pub struct HeadRows {
     pub likelihoods: u64,
     /// What losses, and the gradients of them that are known beforehand, are multiplied by, of f32; 0 for nothing.
     pub weights: u64,
+    /// Logits of the vocabulary's last entries, which lie apart, eight to a row, and become their gradients: their address, and the first
+    /// of these entries.
+    pub rest: Option<(u64, u64)>,
 }
 
 /// A chunk of a language model's head: the losses of logits [rows, vocabulary], whose rows may lie apart, and over the logits
 /// their gradient. Above 0, `cap` has logits x count as cap·tanh(x/cap).
 pub fn head(
     logits: &Operand,
-    HeadRows { targets, losses, likelihoods, weights }: HeadRows,
+    HeadRows { targets, losses, likelihoods, weights, rest }: HeadRows,
     upstream: Upstream<'_>,
     terms: &LossTerms,
     cap: f64,
@@ -164,6 +169,8 @@ pub fn head(
         width: logits.width(),
         pitch: logits.layout.stride()[0] as u64,
         first_row: 0,
+        rest: rest.map_or(0, |(address, _)| address),
+        entries: rest.map_or(logits.width(), |(_, first)| first),
         at_d_losses: Strides::NONE,
         d_loss: 0.0,
         has_gradient: 0,
