@@ -4,6 +4,7 @@
 //! first bytes are the hash of the rest: whatever else is found under the name is made again. Never: an entry that is
 //! half-written, whoever else uses the folder meanwhile.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -64,6 +65,31 @@ impl Cache {
         Ok(kernels)
     }
 
+    /// The algorithm that was the fastest for each form of product, by its index among the library's answers, as measured before on a
+    /// device and with libraries that these words name.
+    pub(super) fn choices(&self, device: &[String]) -> BTreeMap<String, usize> {
+        let text = read(&self.choices_path(device)).and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
+        let choice =
+            |line: &str| line.split_once(' ').and_then(|(form, index)| Some((form.to_owned(), index.parse().ok()?)));
+        text.lines().filter_map(choice).collect()
+    }
+
+    /// Keeps choices for later processes, beside those that are kept already.
+    pub(super) fn keep_choices(&self, device: &[String], choices: &BTreeMap<String, usize>) {
+        let mut all = self.choices(device);
+        all.extend(choices.iter().map(|(form, &index)| (form.clone(), index)));
+        let text: String = all.iter().map(|(form, index)| format!("{form} {index}\n")).collect();
+        self.keep(&self.choices_path(device), text.as_bytes());
+    }
+
+    fn choices_path(&self, device: &[String]) -> PathBuf {
+        let mut hasher = blake3::Hasher::new();
+        device.iter().for_each(|word| {
+            hasher.update(&(word.len() as u64).to_le_bytes()).update(word.as_bytes());
+        });
+        self.folder.join(format!("{}.products", hasher.finalize().to_hex()))
+    }
+
     fn path(&self, key: &str) -> PathBuf {
         self.folder.join(format!("{key}.cubin"))
     }
@@ -81,7 +107,7 @@ impl Cache {
     /// Code that cannot be kept is compiled again by the next process.
     fn keep(&self, path: &Path, code: &[u8]) {
         if let Err(error) = self.write(path, code) {
-            tracing::warn!(path = %path.display(), %error, "a compiled kernel cannot be kept; GAPLESS_CACHE names another folder");
+            tracing::warn!(path = %path.display(), %error, "what was compiled or measured for this device cannot be kept; GAPLESS_CACHE names another folder");
         }
     }
 
@@ -141,6 +167,20 @@ mod tests {
         }
         // Nothing is left over beside the entry.
         assert_eq!(fs::read_dir(folder.path().join("kernels")).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn choices_are_kept_by_device_and_added_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(folder.path().join("kernels"));
+        let [one, other] = ["H100", "H200"].map(|card| [card.to_owned(), "13.0".to_owned()]);
+        let choices = |all: &[(&str, usize)]| all.iter().map(|&(form, index)| (form.to_owned(), index)).collect();
+        cache.keep_choices(&one, &choices(&[("a", 3), ("b", 0)]));
+        cache.keep_choices(&one, &choices(&[("c", 7)]));
+        assert_eq!(cache.choices(&one), choices(&[("a", 3), ("b", 0), ("c", 7)]));
+        assert_eq!(cache.choices(&other), choices(&[]));
+        fs::write(cache.choices_path(&one), "not whole").unwrap();
+        assert_eq!(cache.choices(&one), choices(&[]));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! cuBLASLt for [`Product`]s. As the rest of the driver's side, it has not met a GPU yet.
+//! cuBLASLt for [`Product`]s.
 //!
 //! cuBLASLt goes by columns. A matrix whose rows are dense is, by columns, its transpose: so cᵀ = bᵀ·aᵀ is what it is asked for,
 //! with b in the first place.
@@ -15,15 +15,26 @@ use super::device::DeviceError;
 use super::libraries::keep_from_packages;
 use super::mapped::holders;
 
-/// A handle of the library, and the algorithms that it chose.
+/// A handle of the library, and the algorithms that it proposed.
 #[derive(Debug)]
 pub(super) struct CublasLt {
     device: String,
     handle: sys::cublasLtHandle_t,
-    chosen: HashMap<Form, sys::cublasLtMatmulAlgo_t>,
+    chosen: HashMap<Form, Choice>,
     /// Forms that there is no algorithm for, and what the library says of them.
     refused: HashMap<Form, result::CublasError>,
 }
+
+/// The algorithms that the library proposed for a form, in its order.
+#[derive(Debug)]
+struct Choice {
+    answers: Vec<sys::cublasLtMatmulAlgo_t>,
+    /// Index of the one that is used.
+    used: usize,
+}
+
+/// How many algorithms the library is asked for.
+const ANSWERS: usize = 8;
 
 /// What an algorithm depends on: a product without its addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -169,17 +180,14 @@ impl CublasLt {
                         .iter()
                         .try_for_each(|&(attribute, bytes)| set(attribute, (&raw const bytes).cast(), size_of::<u32>()))
                 })
-                .and_then(|()| {
-                    let all = (self.handle, described.product);
-                    result::get_matmul_algo_heuristic(all.0, all.1, of_b, of_a, of_c, of_c, preference)
-                });
+                .and_then(|()| heuristics(self.handle, described.product, [of_b, of_a, of_c, of_c], preference));
             let _ = result::destroy_matmul_pref(preference);
             found
         };
         use sys::cublasStatus_t::{CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED};
         match found {
-            Ok(found) => {
-                self.chosen.insert(form, found.algo);
+            Ok(answers) => {
+                self.chosen.insert(form, Choice { answers, used: 0 });
                 Ok(Algorithm::New)
             }
             // Both are said of what there is nothing for.
@@ -190,6 +198,56 @@ impl CublasLt {
             }
             Err(error) => Err(failed(error)),
         }
+    }
+
+    /// How many algorithms there are for a product; 0 for one that writes nothing.
+    pub(super) fn answers(&self, product: &Product) -> usize {
+        self.chosen.get(&Form::of(product)).map_or(0, |choice| choice.answers.len())
+    }
+
+    /// Makes products of a form use one of its algorithms, by its index.
+    pub(super) fn set_answer(&mut self, product: &Product, index: usize) {
+        if let Some(choice) = self.chosen.get_mut(&Form::of(product)) {
+            choice.used = index.min(choice.answers.len() - 1);
+        }
+    }
+
+    /// A name for a product's form that is the same in every process.
+    pub(super) fn form(product: &Product) -> String {
+        blake3::hash(format!("{:?}", Form::of(product)).as_bytes()).to_hex()[..32].to_owned()
+    }
+
+    /// The library's version, as 130100 is 13.1.0.
+    pub(super) fn version(&self) -> usize {
+        // SAFETY: the library is loaded.
+        unsafe { sys::cublasLtGetVersion() }
+    }
+
+    /// The algorithm that a product's form uses: its index among the library's answers, and its tile, stages and split by the
+    /// library's numbers (`cublasLtMatmulTile_t`, `cublasLtMatmulStages_t`).
+    pub(super) fn algorithm(&self, product: &Product) -> Option<String> {
+        let Choice { answers, used } = self.chosen.get(&Form::of(product))?;
+        use sys::cublasLtMatmulAlgoConfigAttributes_t::{
+            CUBLASLT_ALGO_CONFIG_SPLITK_NUM, CUBLASLT_ALGO_CONFIG_STAGES_ID, CUBLASLT_ALGO_CONFIG_TILE_ID,
+        };
+        let attributes =
+            [CUBLASLT_ALGO_CONFIG_TILE_ID, CUBLASLT_ALGO_CONFIG_STAGES_ID, CUBLASLT_ALGO_CONFIG_SPLITK_NUM];
+        let [tile, stages, split] = attributes.map(|attribute| {
+            let (mut value, mut written) = (0u32, 0);
+            // SAFETY: the algorithm is the library's own; each of these attributes has four bytes.
+            let got = unsafe {
+                let to = (&raw mut value).cast();
+                sys::cublasLtMatmulAlgoConfigGetAttribute(
+                    &answers[*used],
+                    attribute,
+                    to,
+                    size_of::<u32>(),
+                    &mut written,
+                )
+            };
+            got.result().map_or_else(|_| "?".to_owned(), |()| value.to_string())
+        });
+        Some(format!("answer {used} of {}, tile {tile}, stages {stages}, split {split}", answers.len()))
     }
 
     /// Starts a product on a stream, for whose form an algorithm was chosen.
@@ -210,7 +268,7 @@ impl CublasLt {
         let (alpha, beta) = (1f32, if product.onto.is_some() { 1f32 } else { 0f32 });
         let at = |address: u64| address as usize as *mut c_void;
         let (workspace, bytes) = product.workspace;
-        let algorithm = &self.chosen[&Form::of(product)];
+        let Choice { answers, used } = &self.chosen[&Form::of(product)];
         // SAFETY: by this function's contract; alpha and beta are read before the call returns.
         unsafe {
             result::matmul(
@@ -226,7 +284,7 @@ impl CublasLt {
                 of_c,
                 at(product.c.address),
                 of_c,
-                algorithm,
+                &answers[*used],
                 at(workspace),
                 bytes as usize,
                 stream.cast(),
@@ -240,6 +298,33 @@ impl Drop for CublasLt {
     fn drop(&mut self) {
         // SAFETY: nobody else has it.
         let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+/// The library's answers for a product, the likeliest first; at least one.
+///
+/// # Safety
+/// The handle and the descriptors were made by the library and are not destroyed yet.
+unsafe fn heuristics(
+    handle: sys::cublasLtHandle_t,
+    product: sys::cublasLtMatmulDesc_t,
+    [a, b, c, d]: [sys::cublasLtMatrixLayout_t; 4],
+    preference: sys::cublasLtMatmulPreference_t,
+) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, result::CublasError> {
+    let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(ANSWERS);
+    let (asked, mut count) = (ANSWERS as i32, 0);
+    let to = found.as_mut_ptr();
+    // SAFETY: by this function's contract; there is room for as many as are asked for, of which the library fills in `count`.
+    let found = unsafe {
+        sys::cublasLtMatmulAlgoGetHeuristic(handle, product, a, b, c, d, preference, asked, to, &mut count).result()?;
+        found.set_len(count.clamp(0, asked) as usize);
+        found
+    };
+    let usable: Vec<_> = found.iter().filter(|found| found.state.result().is_ok()).map(|found| found.algo).collect();
+    match found.first() {
+        Some(first) if usable.is_empty() => Err(result::CublasError(first.state)),
+        None => Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)),
+        Some(_) => Ok(usable),
     }
 }
 

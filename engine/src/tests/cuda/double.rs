@@ -214,3 +214,4 @@ mod calls;
 mod judges;
 mod nccl;
 mod rules;
+mod tune;

@@ -156,7 +156,8 @@ impl Chunks {
     /// Vocabulary entries whose products have aligned extents, and the rest, which has products of its own. All are in the first part
     /// where a row of the weight is not aligned, as nothing would be gained then.
     fn cuda_entries(&self) -> (usize, usize) {
-        let rest = if self.width % ENTRIES == 0 && self.vocabulary > ENTRIES { self.vocabulary % ENTRIES } else { 0 };
+        let is_split = self.width.is_multiple_of(ENTRIES) && self.vocabulary > ENTRIES;
+        let rest = if is_split { self.vocabulary % ENTRIES } else { 0 };
         (self.vocabulary - rest, rest)
     }
 

@@ -87,23 +87,6 @@ impl Nvidia {
         Ok((instead, chosen))
     }
 
-    /// Starts products once, on zeros: a library may load its kernels when they are first started, which no capture allows. What they
-    /// write, a step writes again.
-    pub(super) fn try_out(&self, chosen: &Tried, describe: Describe<'_>) -> Result<(), DeviceError> {
-        for (index, product) in chosen {
-            let what_for = |error: DeviceError| error.during(&describe(*index));
-            for (address, bytes) in product.reads() {
-                // Nobody has written to it yet.
-                // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
-                let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream.handle()) };
-                zeroed.named(&self.name, "cuMemsetD8Async").map_err(what_for)?;
-            }
-            // SAFETY: as above.
-            unsafe { self.products.start(product, self.stream.handle()) }.map_err(what_for)?;
-        }
-        Ok(())
-    }
-
     /// Starts launches on the stream, one after another.
     pub(super) fn start_all(
         &self,

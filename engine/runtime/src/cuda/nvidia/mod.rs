@@ -1,9 +1,10 @@
-//! NVIDIA's driver behind [`Device`]. It compiles and says what is missing; it has not run on a GPU yet (docs/gpu.md).
+//! NVIDIA's driver behind [`Device`].
 //!
 //! In: what a step asks of a device. Out: calls of the driver, all on one stream of the device's primary context. Never: a call of
 //! a library that was not found, or memory beside the one range that is reserved.
 
 mod launch;
+mod tune;
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -12,15 +12,20 @@ static constexpr int64_t LIBRARY_BYTES = 32 << 20;
 
 struct Handle {
     bool is_started = false;
-    // Forms of products that were started before, each with an algorithm that has code of its own.
-    std::set<uint64_t> started;
+    // Forms of products, and the index of an algorithm for them, that were started before: each has code of its own.
+    std::set<std::pair<uint64_t, uint64_t>> started;
 };
 
 // What an algorithm was chosen for, in the eight numbers that are the caller's.
 struct Algorithm {
     uint64_t magic, problem, workspace_bytes, alignments;
-    uint64_t beside[4];
+    uint64_t beside[2];
+    // Its place among the answers.
+    uint64_t index;
+    uint64_t unused;
 };
+// How many answers there are for a product.
+static constexpr int MOST_ANSWERS = 3;
 static constexpr uint64_t MAGIC = 0x646f75626c656c74;
 
 struct Found {
@@ -212,12 +217,25 @@ EXPORTED int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void*
     // A part of what is allowed, another for each problem; none where partial sums may not be kept there.
     const uint64_t problem = problem_of(product), most = uint64_t((*preferred)[1]);
     const uint64_t workspace = ((*preferred)[3] & 6) == 0 ? 0 : std::min<uint64_t>(most, (problem % 5) << 14);
-    *found = {{MAGIC, problem, workspace, alignments, {alignment_of(product.bias), alignment_of(product.aux), 0, 0}},
-              workspace,
-              OK,
-              1,
-              {}};
-    *count = 1;
+    for (; *count < std::min(asked, MOST_ANSWERS); ++*count) {
+        const uint64_t beside[2] = {alignment_of(product.bias), alignment_of(product.aux)};
+        const Algorithm algorithm = {MAGIC, problem, workspace, alignments, {beside[0], beside[1]}, uint64_t(*count), 0};
+        found[*count] = {algorithm, workspace, OK, 1, {}};
+    }
+    return OK;
+}
+
+EXPORTED size_t cublasLtGetVersion() { return 130100; }
+
+// Tile, split of the sum and stages.
+EXPORTED int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, int attribute, void* to, size_t bytes,
+                                                  size_t* written) {
+    const Judged call{"cublasLtMatmulAlgoConfigGetAttribute"};
+    if (algorithm == nullptr || algorithm->magic != MAGIC) return call.breaks(BLAS_INVALID_VALUE, "no algorithm of this library");
+    if (attribute != 1 && attribute != 2 && attribute != 6) return call.breaks(BLAS_NOT_SUPPORTED, "attribute %d", attribute);
+    if (to == nullptr || bytes != sizeof(uint32_t)) return call.breaks(BLAS_INVALID_VALUE, "%zu bytes for an attribute", bytes);
+    *static_cast<uint32_t*>(to) = uint32_t(algorithm->index + 1);
+    if (written != nullptr) *written = sizeof(uint32_t);
     return OK;
 }
 
@@ -235,8 +253,9 @@ EXPORTED int cublasLtMatmul(void* handle, void* operation, const float* alpha, c
     Product product = {};
     int status;
     if (!read_descriptors(call, operation, {a_layout, b_layout, c_layout, d_layout}, product, status)) return status;
-    // The first of its form may load code, which no capture allows.
-    const bool is_first = found->second->started.insert(problem_of(product)).second;
+    // The first start of an algorithm may load code, which no capture allows.
+    const uint64_t index = algorithm == nullptr ? 0 : algorithm->index;
+    const bool is_first = found->second->started.insert({problem_of(product), index}).second;
     if (is_first && double_enter(call.name, true) != 0) return BLAS_EXECUTION_FAILED;
     if (!found->second->is_started && double_take(LIBRARY_BYTES) != 0) return BLAS_ALLOC_FAILED;
     found->second->is_started = true;

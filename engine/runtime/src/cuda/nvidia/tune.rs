@@ -1,0 +1,93 @@
+//! Which of cuBLASLt's algorithms each form of product uses.
+//!
+//! The library's first answer is a guess: for results of few tiles another one can be twice as fast. So the first time that a device
+//! meets a form, each answer is timed on zeros, and the fastest is kept beside the compiled kernels under card, driver and library
+//! version. Bits stay the same from run to run as long as that file does. `GAPLESS_TUNE=off` takes the first answer instead.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use cudarc::driver::result;
+use gapless_kernels::cuda::launch::Product;
+
+use super::Nvidia;
+use super::launch::Tried;
+use crate::cuda::cublaslt::CublasLt;
+use crate::cuda::device::{Describe, DeviceError};
+use crate::cuda::event::{self, Event};
+use crate::cuda::named::Named;
+
+/// Whether algorithms are timed: not if it is "off".
+const VARIABLE: &str = "GAPLESS_TUNE";
+
+/// Products between two events, after one that loads what the algorithm needs.
+const TIMED: u32 = 3;
+
+impl Nvidia {
+    /// Starts products of forms that are new, on zeros, and settles which algorithm each uses. A library may load its kernels when they
+    /// are first started, which no capture allows. A step writes again what these write.
+    pub(super) fn try_out(&mut self, chosen: &Tried, describe: Describe<'_>) -> Result<(), DeviceError> {
+        let is_off = std::env::var(VARIABLE).is_ok_and(|value| value == "off");
+        let device = [self.card.clone(), self.driver.to_string(), self.products.version().to_string()];
+        let known = if chosen.is_empty() || is_off { BTreeMap::new() } else { self.cache.choices(&device) };
+        let mut measured = BTreeMap::new();
+        for (index, product) in chosen {
+            let what_for = |error: DeviceError| error.during(&describe(*index));
+            for (address, bytes) in product.reads() {
+                // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+                let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream.handle()) };
+                zeroed.named(&self.name, "cuMemsetD8Async").map_err(what_for)?;
+            }
+            let form = CublasLt::form(product);
+            if let Some(&answer) = known.get(&form) {
+                self.products.set_answer(product, answer);
+            } else if !is_off && self.driver >= event::FIRST_VERSION && self.products.answers(product) > 1 {
+                let (answer, time) = self.fastest(product).map_err(what_for)?;
+                self.products.set_answer(product, answer);
+                measured.insert(form, answer);
+                let &Product { m, n, k, a, b, ref batch, .. } = product;
+                let tflops = 2.0 * (m * n * k * batch.count) as f64 / time.as_secs_f64().max(1e-9) / 1e12;
+                tracing::info!(
+                    product = %format_args!("{}×{m}×{n}×{k}{}{}", batch.count, if a.is_transposed { " At" } else { "" }, if b.is_transposed { " Bt" } else { "" }),
+                    dtype = a.dtype.as_str(),
+                    algorithm = self.products.algorithm(product),
+                    tflops = %format_args!("{tflops:.0}"),
+                    "the fastest of cuBLASLt's algorithms"
+                );
+            }
+            // SAFETY: as above.
+            unsafe { self.products.start(product, self.stream.handle()) }.map_err(what_for)?;
+        }
+        if !measured.is_empty() {
+            self.cache.keep_choices(&device, &measured);
+        }
+        Ok(())
+    }
+
+    /// The fastest algorithm for a product, by its index, and the time of one product.
+    fn fastest(&mut self, product: &Product) -> Result<(usize, Duration), DeviceError> {
+        let mut fastest = (0, Duration::MAX);
+        for answer in 0..self.products.answers(product) {
+            let time = self.timed(product, answer)?;
+            if time < fastest.1 {
+                fastest = (answer, time);
+            }
+        }
+        Ok(fastest)
+    }
+
+    fn timed(&mut self, product: &Product, answer: usize) -> Result<Duration, DeviceError> {
+        self.products.set_answer(product, answer);
+        let start = || {
+            // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+            unsafe { self.products.start(product, self.stream.handle()) }
+        };
+        start()?;
+        let (from, to) = (Event::new(&self.name)?, Event::new(&self.name)?);
+        from.record(&self.name, self.stream.handle())?;
+        (0..TIMED).try_for_each(|_| start())?;
+        to.record(&self.name, self.stream.handle())?;
+        self.stream.synchronize()?;
+        Ok(to.since(&from, &self.name)? / TIMED)
+    }
+}

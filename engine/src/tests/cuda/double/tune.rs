@@ -1,0 +1,39 @@
+//! Which of the library's algorithms a product uses.
+
+use candle_core::DType;
+
+use super::judge;
+use crate::cuda::launch::{Matrix, scratch_in};
+use crate::cuda::{Cache, Device, Launch, Nvidia, Product};
+
+/// One product, and another of the same form.
+fn launches(base: u64) -> Vec<Launch> {
+    let matrix = |place: u64| Matrix::dense(base + place, DType::F32, 8);
+    let product = |to| Product::new((8, 8, 8), matrix(0), matrix(256), matrix(to), scratch_in(base + 4096, 8192));
+    [512, 1024].map(|to| Launch::Product(product(to))).into()
+}
+
+/// Every algorithm is started four times where the form is new, and never where it is known from an earlier process; off is off.
+#[test]
+fn algorithms_are_timed_once() {
+    judge(module_path!(), "algorithms_are_timed_once", |double| {
+        let folder = tempfile::tempdir().unwrap();
+        let started = |folder: &std::path::Path| {
+            let count = |double: &super::Double| {
+                double.calls().iter().find(|(name, _)| name == "cublasLtMatmul").map_or(0, |(_, count)| *count)
+            };
+            let before = count(double);
+            let mut device = Nvidia::new(0, Cache::new(folder)).unwrap();
+            let base = device.reserve(1 << 14).unwrap();
+            device.record(launches(base), &|index| format!("launch {index}")).unwrap();
+            count(double) - before
+        };
+        // One start of the form that is used, and two that are recorded.
+        assert_eq!(started(folder.path()), 3 * 4 + 3);
+        assert_eq!(started(folder.path()), 3);
+        let kept = std::fs::read_dir(folder.path()).unwrap().filter_map(|entry| entry.ok());
+        assert_eq!(kept.filter(|entry| entry.path().extension().is_some_and(|end| end == "products")).count(), 1);
+        double.set("VERSION", 12_040);
+        assert_eq!(started(&folder.path().join("older driver")), 3, "it cannot say what time is between two events");
+    });
+}
