@@ -1,9 +1,10 @@
-//! Where the time of a step goes: by operation, and by operation and kind of layer, each beside the least time that its
+//! Where the time of a step goes: by operation, by operation and kind of layer, and by launch, each with the least time that its
 //! arithmetic and bytes take on the device.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
-use gapless::engine::cuda::Timed;
+use gapless::engine::cuda::{LaunchWork, Timed};
 use serde::Serialize;
 
 use super::figures::{Peak, PeakArguments, median};
@@ -55,6 +56,7 @@ struct Figures {
     whole_ms: f64,
     by_operation: Vec<Row>,
     by_layer: Vec<Row>,
+    by_launch: Vec<Row>,
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
@@ -69,20 +71,23 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     trainer.profile(&tokens, &targets)?; // it is the first to touch memory
     let steps = (0..arguments.steps).map(|_| trainer.profile(&tokens, &targets)).collect::<Result<Vec<_>, _>>()?;
     let peak = arguments.peak.peak(&card.card, dtype);
-    let by_operation = rows(&steps, peak, |timed| timed.operation.to_owned());
-    let by_layer = rows(&steps, peak, |timed| format!("{} {}", timed.operation, any_block(&timed.layer)));
+    let by_operation = rows(&steps, peak, |timed| Item::whole(timed, timed.operation.to_owned()));
+    let by_layer =
+        rows(&steps, peak, |timed| Item::whole(timed, format!("{} {}", timed.operation, any_block(&timed.layer))));
+    let by_launch = rows(&steps, peak, Item::launches);
     let whole_ms = by_operation.iter().map(|row| row.ms).sum();
     let rates = match peak {
         Some(Peak { flops, bytes }) => format!("roofline of {:.0} TFLOP/s and {:.0} GB/s", flops / 1e12, bytes / 1e9),
         None => "no roofline: the device's rates are unknown; give --peak-tflops and --peak-gbs".into(),
     };
     let text = format!(
-        "{card}: instructions one by one, {whole_ms:.2} ms per step of {micro_batch} × {sequence} in {dtype}, median of {}; {rates}\n{}\n{}",
+        "{card}: launches one by one, {whole_ms:.2} ms per step of {micro_batch} × {sequence} in {dtype}, median of {}; {rates}\n{}\n{}\n{}",
         steps.len(),
         table("operation", &by_operation, whole_ms),
         table("operation and layer", &by_layer, whole_ms),
+        table("launch", &by_launch, whole_ms),
     );
-    Found::new(true, text, &Figures { card, step, peak, whole_ms, by_operation, by_layer })
+    Found::new(true, text, &Figures { card, step, peak, whole_ms, by_operation, by_layer, by_launch })
 }
 
 /// One layer stands for all of its kind: h.3.mlp becomes h.*.mlp.
@@ -101,19 +106,46 @@ struct Sum {
     least_seconds: f64,
 }
 
+/// Something that was timed, and the name of its group.
+struct Item {
+    name: String,
+    time: Duration,
+    flops: u64,
+    bytes: u64,
+}
+
+impl Item {
+    /// An instruction.
+    fn whole(timed: &Timed, name: String) -> Vec<Self> {
+        vec![Self { name, time: timed.time, flops: timed.flops, bytes: timed.bytes }]
+    }
+
+    /// Each launch of an instruction, by its operation, its kernel or the extents of its product, and the library's algorithm.
+    fn launches(timed: &Timed) -> Vec<Self> {
+        let each = timed.launches.iter().zip(&timed.times).zip(&timed.algorithms);
+        let item = |((launch, &time), algorithm): ((&LaunchWork, &Duration), &Option<String>)| {
+            let algorithm = algorithm.as_ref().map_or(String::new(), |algorithm| format!(" ({algorithm})"));
+            let off = if launch.is_aligned { "" } else { ", not aligned" };
+            let name = format!("{}: {}{algorithm}{off}", timed.operation, launch.name);
+            Self { name, time, flops: launch.flops, bytes: launch.bytes }
+        };
+        each.map(item).collect()
+    }
+}
+
 /// The groups, the longest first.
-fn rows(steps: &[Vec<Timed>], peak: Option<Peak>, group: impl Fn(&Timed) -> String) -> Vec<Row> {
+fn rows(steps: &[Vec<Timed>], peak: Option<Peak>, items: impl Fn(&Timed) -> Vec<Item>) -> Vec<Row> {
     let mut groups: BTreeMap<String, Vec<Sum>> = BTreeMap::new();
     for (index, step) in steps.iter().enumerate() {
-        for timed in step {
-            let sums = groups.entry(group(timed)).or_default();
+        for item in step.iter().flat_map(&items) {
+            let sums = groups.entry(item.name).or_default();
             sums.resize_with(index + 1, Sum::default);
             let sum = &mut sums[index];
             sum.calls += 1;
-            sum.seconds += timed.time.as_secs_f64();
-            sum.flops += timed.flops;
-            sum.bytes += timed.bytes;
-            sum.least_seconds += peak.map_or(0.0, |peak| peak.seconds(timed.flops, timed.bytes));
+            sum.seconds += item.time.as_secs_f64();
+            sum.flops += item.flops;
+            sum.bytes += item.bytes;
+            sum.least_seconds += peak.map_or(0.0, |peak| peak.seconds(item.flops, item.bytes));
         }
     }
     let row = |(name, sums): (String, Vec<Sum>)| {
@@ -145,17 +177,23 @@ fn table(title: &str, rows: &[Row], whole_ms: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use gapless::engine::cuda::Work;
 
     use super::*;
 
     fn timed(operation: &'static str, layer: &str, ms: u64) -> Timed {
         let time = Duration::from_millis(ms);
-        let (layer, kernels) = (layer.to_owned(), Vec::new());
-        let work = Work { operation, layer, micro_batch: 0, kernels, flops: 1_000_000, bytes: 20_000 };
-        Timed { work, time }
+        let launch = |is_product| LaunchWork {
+            name: if is_product { "product 8×8×8" } else { "kernel" }.to_owned(),
+            is_product,
+            is_aligned: true,
+            flops: 500_000,
+            bytes: 10_000,
+        };
+        let launches = vec![launch(true), launch(false)];
+        let work =
+            Work { operation, layer: layer.to_owned(), micro_batch: 0, launches, flops: 1_000_000, bytes: 20_000 };
+        Timed { work, time, times: vec![time / 4, time * 3 / 4], algorithms: vec![Some("tile 3".to_owned()), None] }
     }
 
     #[test]
@@ -164,10 +202,20 @@ mod tests {
         let steps = [step(2), step(8), step(4)];
         // Arithmetic takes 1 ms, bytes take 2.
         let peak = Some(Peak { flops: 1e9, bytes: 1e7 });
-        let rows = rows(&steps, peak, |timed| format!("{} {}", timed.operation, any_block(&timed.layer)));
+        let by_layer = |timed: &Timed| Item::whole(timed, format!("{} {}", timed.operation, any_block(&timed.layer)));
+        let by_launch = rows(&steps, peak, Item::launches);
+        let rows = rows(&steps, peak, by_layer);
         let short: Vec<_> = rows.iter().map(|row| (&row.name[..], row.calls, row.ms, row.of_roofline)).collect();
         assert_eq!(short, [("linear h.*.mlp", 2, 8.0, Some(0.5)), ("add h.*", 1, 1.0, Some(2.0))]);
         assert_eq!((rows[0].flops_per_second, rows[0].bytes_per_second), (2.5e8, 5e6));
+        let launches: Vec<_> = by_launch.iter().map(|row| (&row.name[..], row.calls, row.ms)).collect();
+        let expected = [
+            ("linear: kernel", 2, 6.0),
+            ("linear: product 8×8×8 (tile 3)", 2, 2.0),
+            ("add: kernel", 1, 0.75),
+            ("add: product 8×8×8 (tile 3)", 1, 0.25),
+        ];
+        assert_eq!(launches, expected);
         let text = table("operation", &rows, 9.0);
         assert!(text.contains("  88.9%      0.00       0.0         50.0%"), "{text}");
     }

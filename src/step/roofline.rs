@@ -1,15 +1,15 @@
 //! A step on a GPU, kernel by kernel, before there is one: launches, arithmetic, bytes, and the time that they take at least.
 //!
 //! In: a planned rank of a step, lowered for CUDA. Out: rows, each of the instructions that launch the same kernels. The model is the
-//! roofline's (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model"): an instruction takes as long
-//! as its arithmetic or its bytes at the rates that a [`DeviceProfile`](super::DeviceProfile) says are reached, or as its launches do.
-//! Never: scratch between the kernels of one instruction, caches, or clocks under load.
+//! roofline's (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model"): a launch takes as long as its
+//! arithmetic or its bytes at the rates that a [`DeviceProfile`](super::DeviceProfile) says are reached, or as the launch itself does.
+//! Caches and clocks under load are not modelled.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use gapless_engine::compile::Executable;
-use gapless_engine::cuda::{CudaBackend, Work};
+use gapless_engine::cuda::{CudaBackend, LaunchWork, Work};
 use serde::Serialize;
 
 use super::device::is_attention;
@@ -77,7 +77,8 @@ impl Step {
         let mut rows: BTreeMap<(&str, Vec<String>, Bound), RooflineRow> = BTreeMap::new();
         for work in CudaBackend::work(executable)?.into_iter().flatten() {
             let (seconds, bound) = seconds(&work, &self.device, self.precision());
-            let Work { operation, kernels, flops, bytes, .. } = work;
+            let kernels: Vec<String> = work.kernels().map(str::to_owned).collect();
+            let Work { operation, flops, bytes, .. } = work;
             let row = rows.entry((operation, kernels.clone(), bound)).or_insert_with(|| {
                 let operation = operation.to_owned();
                 RooflineRow { operation, kernels, count: 0, launches: 0, flops: 0, bytes: 0, milliseconds: 0.0, bound }
@@ -104,13 +105,17 @@ impl Step {
     }
 }
 
-/// The time of an instruction, and what it is made of.
+/// The time of an instruction's launches, and what holds the longest of them up.
 fn seconds(work: &Work, device: &DeviceProfile, precision: Precision) -> (f64, Bound) {
     let rates = device.rates_of(work.operation, precision);
-    let by_flops = (work.flops as f64 / rates.flops, Bound::Flops);
-    let by_bytes = (work.bytes as f64 / rates.bytes, Bound::Bytes);
-    let by_launches = (work.kernels.len() as f64 * device.launch, Bound::Launches);
-    [by_bytes, by_launches].into_iter().fold(by_flops, |most, other| if other.0 > most.0 { other } else { most })
+    let of_launch = |launch: &LaunchWork| {
+        let by_flops = (launch.flops as f64 / rates.flops, Bound::Flops);
+        let others = [(launch.bytes as f64 / rates.bytes, Bound::Bytes), (device.launch, Bound::Launches)];
+        others.into_iter().fold(by_flops, |most, other| if other.0 > most.0 { other } else { most })
+    };
+    let times: Vec<_> = work.launches.iter().map(of_launch).collect();
+    let longest = times.iter().max_by(|a, b| a.0.total_cmp(&b.0)).map_or(Bound::Launches, |&(_, bound)| bound);
+    (times.iter().map(|(seconds, _)| seconds).sum(), longest)
 }
 
 impl fmt::Display for Roofline {
@@ -119,7 +124,7 @@ impl fmt::Display for Roofline {
         let (teraflops, gigabytes) = (self.flops as f64 / 1e12, self.bytes as f64 / 1e9);
         writeln!(
             f,
-            "on {device}, estimated: {milliseconds:.2} ms per step; {launches} launches, {teraflops:.2} TFLOP, {gigabytes:.2} GB moved, {:.2} GB besides products and attention\n(scratch between the kernels of an operation is not counted)",
+            "on {device}, estimated: {milliseconds:.2} ms per step; {launches} launches, {teraflops:.2} TFLOP, {gigabytes:.2} GB moved, {:.2} GB besides products and attention",
             self.other_bytes as f64 / 1e9
         )?;
         writeln!(f, "{:>9} {:>6} {:>9} {:>10} {:>9}  {:8}  kernels", "ms", "%", "launches", "GFLOP", "MB", "bound")?;
@@ -166,6 +171,8 @@ impl fmt::Display for Counted<'_> {
 
 #[cfg(test)]
 mod tests {
+    use gapless_engine::cuda::CudaBackend;
+
     use crate::run::RunConfig;
     use crate::step::Step;
 
@@ -185,9 +192,45 @@ mod tests {
             "{} launches, at first {launches}; {} bytes besides products and attention, at first {bytes}; {:.2} ms",
             roofline.launches, roofline.other_bytes, roofline.milliseconds
         );
-        assert!(roofline.launches <= 330, "{roofline}");
+        assert!(roofline.launches <= 321, "{roofline}");
         assert!(roofline.other_bytes < bytes / 100 * 65, "{roofline}");
         assert!(roofline.milliseconds <= 32.0, "{roofline}");
+    }
+
+    /// Extents and pitches that are no multiples of 8 elements have a library fall back to slow kernels. Only the named products have some:
+    /// those of a vocabulary's last entries, and of a LoRA whose rank is below 8.
+    #[test]
+    fn products_are_aligned() {
+        const LLAMA: &str =
+            "vocabulary = 128256, layers = 1, heads = 32, kv_heads = 8, head_size = 128, width = 4096, hidden = 14336";
+        const QWEN: &str =
+            "vocabulary = 151936, layers = 1, heads = 32, kv_heads = 4, head_size = 128, width = 2048, hidden = 6144";
+        let llama = format!("model.llama = {{ {LLAMA} }}");
+        let lora = format!("{llama}\ntrainable.lora = {{ rank = 8 }}");
+        let qwen = format!(
+            "model.moe = {{ llama = {{ {QWEN} }}, expert_hidden = 768, router = {{ experts = 128, top_k = 8 }} }}"
+        );
+        for (model, has_rest) in [("model = \"gpt2\"", true), (&llama, false), (&lora, false), (&qwen, false)] {
+            let text =
+                format!("{model}\ndevice = \"cuda\"\nstep = {{ batch = 2, sequence = 1024, precision = \"bf16\" }}");
+            let step = Step::new(&RunConfig::parse(&text, &[]).unwrap()).unwrap();
+            let program = step.program(&step.record().unwrap(), 0).unwrap();
+            let work = CudaBackend::work(&step.plan(&program).unwrap()).unwrap();
+            let products =
+                work.iter().flatten().flat_map(|work| work.launches.iter().map(|launch| (work.operation, launch)));
+            let (aligned, off): (Vec<_>, Vec<_>) =
+                products.filter(|(_, launch)| launch.is_product).partition(|(_, launch)| launch.is_aligned);
+            let is_rest =
+                |name: &str| has_rest && name.trim_start_matches("product ").split('×').any(|extent| extent == "1");
+            for (operation, launch) in &off {
+                assert!(
+                    *operation == "linear_cross_entropy" && is_rest(&launch.name),
+                    "{model}: {operation}: {}",
+                    launch.name
+                );
+            }
+            assert!(aligned.len() > 10, "{model}");
+        }
     }
 
     #[test]

@@ -152,6 +152,12 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Bytes that its kernels on a GPU move besides the operation's own operands and products' matrices: scratch that they hand each other,
+    /// and what one of them reads again.
+    fn cuda_bytes_again(&self, _inputs: &[Spec], _outputs: &[Spec]) -> u64 {
+        0
+    }
+
     /// What it can bring into a kernel of a GPU that several operations share; none if it is always by itself.
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         None

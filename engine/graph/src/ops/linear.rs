@@ -279,6 +279,10 @@ impl Op for LinearGradWeight {
         let bias = self.has_bias.then(|| gapless_kernels::cuda::launch::leading_sums_workspace(&inputs[1]));
         [vec![gapless_kernels::cuda::launch::product_workspace(out, width)], bias.unwrap_or_default()].concat()
     }
+    /// The sum for the bias reads dy again.
+    fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        if self.has_bias { inputs[1].bytes() } else { 0 }
+    }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::linear_grad_weight(operands)
     }

@@ -51,12 +51,17 @@ pub trait Device: Debug + Send {
     /// As [`Self::record`].
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError>;
 
-    /// Runs groups of launches once, one group after the other, and says how long each took; `describe` names them by group.
+    /// Runs launches once, one after the other, and returns how long each took; `describe` names them by index.
     ///
     /// # Errors
     /// As [`Self::record`].
-    fn time(&mut self, groups: &[Vec<Launch>], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
-        time_from_here(self, groups, describe)
+    fn time(&mut self, launches: &[&Launch], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
+        time_from_here(self, launches, describe)
+    }
+
+    /// The algorithm that a library uses for a product; none for kernels, and where there is no library.
+    fn algorithm(&self, _launch: &Launch) -> Option<String> {
+        None
     }
 
     /// Starts what was recorded, behind all that was started before.
@@ -108,12 +113,12 @@ pub trait Device: Debug + Send {
 /// Times groups by the host's clock, which counts what it takes to launch them and to wait as well.
 pub(super) fn time_from_here<D: Device + ?Sized>(
     device: &mut D,
-    groups: &[Vec<Launch>],
+    launches: &[&Launch],
     describe: Describe<'_>,
 ) -> Result<Vec<Duration>, DeviceError> {
-    let timed = groups.iter().enumerate().map(|(group, launches)| {
+    let timed = launches.iter().enumerate().map(|(index, launch)| {
         let begun = Instant::now();
-        device.run(launches, &|_| describe(group))?;
+        device.run(std::slice::from_ref(*launch), &|_| describe(index))?;
         Ok(begun.elapsed())
     });
     timed.collect()

@@ -42,5 +42,5 @@ pub use gapless_kernels::cuda::{
 };
 pub use nvidia::Nvidia;
 pub use nvrtc::{Architecture, Compiled, Nvrtc};
-pub use profile::{Timed, Work};
+pub use profile::{LaunchWork, Timed, Work};
 pub use resources::Resources;

@@ -5,12 +5,27 @@ use std::time::Duration;
 
 use gapless_compile::internal::{CompiledProgram, Instruction};
 use gapless_compile::{Executable, InstrKind, ProgramId};
-use gapless_kernels::cuda::Launch;
+use gapless_kernels::cuda::{Launch, Product};
 
 use super::backend::CudaBackend;
 use super::place::{Launches, Part, Place, specs};
 use crate::error::Result;
 use crate::session::RunOptions;
+
+/// One launch of an instruction, by itself.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct LaunchWork {
+    /// The kernel's name, or `product` with its extents `m×n×k`.
+    pub name: String,
+    /// Whether it is a product of matrices.
+    pub is_product: bool,
+    /// Whether every extent and pitch of a product is a multiple of 8 elements along which they are contiguous; true for kernels.
+    pub is_aligned: bool,
+    /// Arithmetic.
+    pub flops: u64,
+    /// Bytes that it reads and writes. Kernels of one instruction share equally what its products leave.
+    pub bytes: u64,
+}
 
 /// What an instruction has to do, or several that are launched together.
 #[derive(Debug, Clone, serde::Serialize)]
@@ -21,8 +36,8 @@ pub struct Work {
     pub layer: String,
     /// The micro-batch.
     pub micro_batch: u32,
-    /// What is launched for it.
-    pub kernels: Vec<String>,
+    /// What is launched for it, in order.
+    pub launches: Vec<LaunchWork>,
     /// Arithmetic (`Op::flops`).
     pub flops: u64,
     /// Bytes that it reads and writes (`Op::bytes_moved`).
@@ -35,8 +50,12 @@ pub struct Timed {
     /// What it had to do.
     #[serde(flatten)]
     pub work: Work,
-    /// From the end of what came before it to the end of its last kernel.
+    /// From the end of what came before it to the end of its last launch.
     pub time: Duration,
+    /// The same for each of its launches.
+    pub times: Vec<Duration>,
+    /// For each launch that is a product, the algorithm of the library, where the device says so.
+    pub algorithms: Vec<Option<String>>,
 }
 
 impl Deref for Timed {
@@ -56,16 +75,48 @@ impl Work {
         });
         let (first, Instruction { layer, micro_batch, .. }) = operations.clone().next()?;
         let (layer, micro_batch, operation) = (layer.to_string(), *micro_batch, first.name());
-        let (flops, bytes) = operations.fold((0, 0), |(flops, bytes), (op, Instruction { inputs, outputs, .. })| {
-            let (inputs, outputs) = (specs(inputs), specs(outputs));
-            (flops + op.flops(&inputs, &outputs), bytes + op.bytes_moved(&inputs, &outputs))
-        });
-        let kernels = launches.iter().map(|launch| match launch {
-            Launch::Kernel(kernel) => kernel.name.clone(),
-            Launch::Product(product) => format!("product {}×{}×{}", product.m, product.n, product.k),
-        });
-        Some(Self { operation, layer, micro_batch, kernels: kernels.collect(), flops, bytes })
+        let (flops, bytes) =
+            operations.clone().fold((0, 0), |(flops, bytes), (op, Instruction { inputs, outputs, .. })| {
+                let (inputs, outputs) = (specs(inputs), specs(outputs));
+                (flops + op.flops(&inputs, &outputs), bytes + op.bytes_moved(&inputs, &outputs))
+            });
+        let again: u64 = operations
+            .map(|(op, Instruction { inputs, outputs, .. })| op.cuda_bytes_again(&specs(inputs), &specs(outputs)))
+            .sum();
+        Some(Self { operation, layer, micro_batch, launches: each(launches, flops, bytes, again), flops, bytes })
     }
+
+    /// The names of what is launched.
+    pub fn kernels(&self) -> impl Iterator<Item = &str> {
+        self.launches.iter().map(|launch| &*launch.name)
+    }
+}
+
+/// The launches of an instruction with its arithmetic, its operands' bytes, and the bytes that its kernels move besides.
+fn each(launches: &[Launch], flops: u64, bytes: u64, again: u64) -> Vec<LaunchWork> {
+    let products = || {
+        launches.iter().filter_map(|launch| if let Launch::Product(product) = launch { Some(product) } else { None })
+    };
+    let kernels = launches.iter().filter(|launch| matches!(launch, Launch::Kernel(_))).count().max(1) as u64;
+    let flops_left = flops.saturating_sub(products().map(Product::flops).sum()) / kernels;
+    let bytes_left = (bytes.saturating_sub(products().map(Product::bytes).sum()) + again) / kernels;
+    let each = |launch: &Launch| match launch {
+        Launch::Kernel(kernel) => LaunchWork {
+            name: kernel.name.clone(),
+            is_product: false,
+            is_aligned: true,
+            flops: flops_left,
+            bytes: bytes_left,
+        },
+        Launch::Product(product) => LaunchWork {
+            name: format!("product {}×{}×{}", product.m, product.n, product.k),
+            is_product: true,
+            is_aligned: product.is_aligned(),
+            flops: product.flops(),
+            bytes: product.bytes(),
+        },
+    };
+    launches.iter().map(each).collect()
 }
 
 /// Launches of one part of a program, up to the instruction `end`: each instruction's own together, with those that are launched as it.
@@ -129,10 +180,19 @@ impl CudaBackend {
             let Some((spans, launches)) = &part.launches else { return Ok(()) };
             let describe = |group: usize| program.instructions[spans[group].start].describe();
             run.settle()?;
-            let times = run.device.time(launches, &describe)?;
-            for ((span, launches), time) in spans.iter().zip(launches).zip(times) {
+            let counts: Vec<usize> = launches.iter().map(Vec::len).collect();
+            let groups = counts
+                .iter()
+                .enumerate()
+                .flat_map(|(group, &count)| std::iter::repeat_n(group, count))
+                .collect::<Vec<_>>();
+            let single: Vec<&Launch> = launches.iter().flatten().collect();
+            let mut times = run.device.time(&single, &|launch| describe(groups[launch]))?.into_iter();
+            for (span, launches) in spans.iter().zip(launches) {
+                let times: Vec<Duration> = times.by_ref().take(launches.len()).collect();
+                let algorithms = launches.iter().map(|launch| run.device.algorithm(launch)).collect();
                 let work = Work::of(&program.instructions[span.clone()], launches);
-                timed.extend(work.map(|work| Timed { work, time }));
+                timed.extend(work.map(|work| Timed { work, time: times.iter().sum(), times, algorithms }));
             }
             Ok(())
         })?;

@@ -180,6 +180,13 @@ impl Chunks {
         [bytes(rows * self.cuda_pitch()), products.max().unwrap_or(0)].into_iter().chain(rest).collect()
     }
 
+    /// Bytes of logits that the losses' kernels move on a GPU: each is read for the row's maximum and sum, and read and overwritten for
+    /// the gradient.
+    pub fn cuda_logit_bytes(&self, dtype: DType, products: Products) -> u64 {
+        let passes = if products == Products::Logits { 1 } else { 3 };
+        passes * (self.rows * self.vocabulary * dtype.size_in_bytes()) as u64
+    }
+
     /// The pass on a GPU: for each chunk its logits, what becomes of them, and its share of the gradients, `[dx]` or
     /// `[dx, d_weight]`, of which the latter is output `weight` of the operation.
     pub fn launches(

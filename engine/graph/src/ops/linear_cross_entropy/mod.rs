@@ -192,6 +192,9 @@ impl Op for LinearCrossEntropy {
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         Chunks::of(inputs).cuda_workspace(inputs[0].dtype, self.products())
     }
+    fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        Chunks::of(inputs).cuda_logit_bytes(inputs[0].dtype, self.products())
+    }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
         let upstream = self.gradient.map(|number| launch::Upstream::Everywhere(number as f32));
@@ -298,6 +301,9 @@ impl Op for LinearCrossEntropyGrad {
         let chunks = Chunks::of(inputs);
         let products = Products::of_backward(self.has_d_weight);
         [chunks.cuda_workspace(inputs[0].dtype, products), vec![4 * chunks.rows as u64]].concat()
+    }
+    fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        Chunks::of(inputs).cuda_logit_bytes(inputs[0].dtype, Products::of_backward(self.has_d_weight))
     }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());

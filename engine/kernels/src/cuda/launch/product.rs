@@ -158,6 +158,31 @@ impl Product {
         factors.into_iter().chain(added_to).chain(bias).chain(read_by_epilogue).collect()
     }
 
+    /// Arithmetic: a multiplication and an addition for each element of a sum.
+    pub fn flops(&self) -> u64 {
+        2 * self.m * self.n * self.k * self.batch.count
+    }
+
+    /// Bytes that it reads and writes, each element once.
+    pub fn bytes(&self) -> u64 {
+        let written = self.m * self.n * self.batch.count * self.c.dtype.size_in_bytes() as u64;
+        let kept = if let Epilogue::Gelu { kept: Some(_) } = self.epilogue { written } else { 0 };
+        self.reads().iter().map(|&(_, bytes)| bytes as u64).sum::<u64>() + written + kept
+    }
+
+    /// Whether rows of every matrix begin at multiples of 8 elements and have as many, as fast kernels of a library want them: of 16 bytes
+    /// in bf16. A transposed matrix has columns in their place.
+    pub fn is_aligned(&self) -> bool {
+        let &Self { m, n, k, a, b, c, .. } = self;
+        let row = |matrix: Matrix, rows: u64, columns: u64| if matrix.is_transposed { rows } else { columns };
+        let of = |matrix: Matrix, rows, columns| {
+            row(matrix, rows, columns).is_multiple_of(8)
+                && matrix.pitch.is_multiple_of(8)
+                && matrix.address.is_multiple_of(8 * matrix.dtype.size_in_bytes() as u64)
+        };
+        of(a, m, k) && of(b, k, n) && of(c, m, n)
+    }
+
     /// Whether something is done with the sums before they are stored that another kernel could do behind it.
     pub fn is_followed(&self) -> bool {
         self.epilogue != Epilogue::None || self.onto.is_some_and(|onto| onto != self.c.address)

@@ -315,14 +315,15 @@ impl Device for Nvidia {
         self.stream.synchronize().map_err(|error| error.during(&describe(0)))
     }
 
-    /// By events on the stream, all of which are there before the first is waited for: so that the device need not wait for the next
-    /// launch, where kernels take longer than to launch them.
-    fn time(&mut self, groups: &[Vec<Launch>], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
+    /// By events on the stream, all of which are recorded before the first is waited for: the device need not wait for the next launch
+    /// where kernels take longer than their launches.
+    fn time(&mut self, launches: &[&Launch], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
         if self.driver < event::FIRST_VERSION {
-            return time_from_here(self, groups, describe);
+            return time_from_here(self, launches, describe);
         }
         self.enter()?;
-        let prepared = groups.iter().enumerate().map(|(group, launches)| self.prepare(launches, &|_| describe(group)));
+        let single = |index: usize| std::slice::from_ref(launches[index]);
+        let prepared = (0..launches.len()).map(|index| self.prepare(single(index), &|_| describe(index)));
         let instead = prepared.map(|prepared| prepared.map(|(instead, _)| instead)).collect::<Result<Vec<_>, _>>()?;
         let mark = || -> Result<Event, DeviceError> {
             let event = Event::new(&self.name)?;
@@ -330,13 +331,18 @@ impl Device for Nvidia {
             Ok(event)
         };
         let mut events = vec![mark()?];
-        for (group, (launches, instead)) in groups.iter().zip(&instead).enumerate() {
-            self.start_all(launches, instead, &|_| describe(group))?;
+        for (index, instead) in instead.iter().enumerate() {
+            self.start_all(single(index), instead, &|_| describe(index))?;
             events.push(mark()?);
         }
         let of_all = || format!("from {} on", describe(0));
         self.stream.synchronize().map_err(|error| error.during(&of_all()))?;
         events.windows(2).map(|pair| pair[1].since(&pair[0], &self.name)).collect()
+    }
+
+    fn algorithm(&self, launch: &Launch) -> Option<String> {
+        let Launch::Product(product) = launch else { return None };
+        self.products.algorithm(product)
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {

@@ -124,9 +124,9 @@ fn work(device: &mut Nvidia, launches: impl Fn(u64) -> Vec<Launch>) -> Result<()
     device.run(&launches(base), &describe)?;
     expect_sum(device, base, PLACES)?;
     fill(device, base)?;
-    let groups: Vec<Vec<Launch>> = launches(base).into_iter().map(|launch| vec![launch]).collect();
-    let times = device.time(&groups, &describe)?;
-    assert_eq!(times.len(), groups.len());
+    let all = launches(base);
+    let times = device.time(&all.iter().collect::<Vec<_>>(), &describe)?;
+    assert_eq!(times.len(), all.len());
     expect_sum(device, base, PLACES)
 }
 
