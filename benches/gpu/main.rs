@@ -1,7 +1,7 @@
 //! What there is to be known of training on a GPU: whether it computes what the CPU computes, what memory it takes, how fast it
 //! is and where the time goes.
 //!
-//! `cargo bench -p gapless --bench gpu -- parity`, `memory`, `speed`, `kernels`, `plan` or `device`; `-- help` says more. The built
+//! `cargo bench -p gapless --bench gpu -- parity`, `memory`, `speed`, `kernels`, `plan`, `estimate` or `device`; `-- help` says more. The built
 //! program also works by itself on a machine without Rust. `benches/gpu/run` calls all of it beside PyTorch (docs/gpu.md).
 //!
 //! Where there is no GPU, a command that needs one prints `skipped:` and the engine's reason. That is no failure, unless one
@@ -17,6 +17,7 @@
 
 mod batch;
 mod compile;
+mod estimate;
 mod figures;
 mod kernels;
 mod memory;
@@ -59,6 +60,8 @@ enum Command {
     Compile(compile::Arguments),
     /// The largest micro-batch whose arena fits a budget; needs no GPU.
     Plan(plan::Arguments),
+    /// The time of a step on an H200 by launch, from measured and expected rates; needs no GPU.
+    Estimate(estimate::Arguments),
     /// The same training on the CPU in f32, and on the GPU in f32 and bf16.
     Parity(parity::Arguments),
     /// What of the device's memory is in use, and for what.
@@ -100,6 +103,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Command::Device(arguments) => probe::run(arguments)?,
         Command::Compile(arguments) => compile::run(arguments)?,
         Command::Plan(arguments) => plan::run(arguments)?,
+        Command::Estimate(arguments) => estimate::run(arguments)?,
         Command::Parity(arguments) => parity::run(arguments)?,
         Command::Memory(arguments) => memory::run(arguments)?,
         Command::Speed(arguments) => speed::run(arguments)?,

@@ -48,7 +48,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     let &Arguments { model, dtype, micro_batch, sequence, .. } = arguments;
     let step = Step { model, dtype, micro_batch, sequence, seed: 0 };
     let mut trainer = step.trainer(arguments.device.choice())?;
-    let mut text = Tokens::uniform(step.config().vocabulary, step.seed);
+    let mut text = Tokens::uniform(step.config().vocabulary(), step.seed);
     let mut losses = Vec::new();
     for _ in 0..arguments.steps {
         let (tokens, targets) = text.batch(micro_batch, sequence);

@@ -98,7 +98,7 @@ impl Arguments {
 
     fn losses(&self, step: Step, device: DeviceChoice) -> anyhow::Result<Vec<f32>> {
         let mut trainer = step.trainer(device)?;
-        let mut text = Tokens::chain(step.config().vocabulary, step.seed);
+        let mut text = Tokens::chain(step.config().vocabulary(), step.seed);
         let mut losses = Vec::new();
         for _ in 0..self.steps {
             let (tokens, targets) = text.batch(step.micro_batch, step.sequence);

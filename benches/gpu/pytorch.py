@@ -28,6 +28,7 @@ SIZES = {
     "small": (512, 2, 2, 64),
     "gpt2": (50257, 12, 12, 768),
     "gpt2-medium": (50257, 24, 16, 1024),
+    "gpt2-xl": (50257, 48, 25, 1600),
 }
 # Names of SDPBackend.
 ATTENTIONS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}

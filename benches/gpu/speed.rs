@@ -60,7 +60,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     };
     let (sized, mut trainer) = arguments.trainer()?;
     let step = sized.step;
-    let mut text = Tokens::uniform(step.config().vocabulary, step.seed);
+    let mut text = Tokens::uniform(step.config().vocabulary(), step.seed);
     let (mut step_ms, mut losses) = (Vec::new(), Vec::new());
     for index in 0..arguments.warmup + arguments.steps {
         let (tokens, targets) = text.batch(step.micro_batch, step.sequence);

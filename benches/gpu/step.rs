@@ -1,10 +1,10 @@
-//! The training steps that are measured: GPT-2 in its sizes, and a small one.
+//! The training steps that are measured: GPT-2 in its sizes, the shapes of two Llamas, and a small model.
 
 use std::fmt;
 
 use clap::ValueEnum;
-use gapless::engine::compile::{CompileOptions, InstrKind, Program, Target, compile};
-use gapless::models::{Gpt, GptConfig};
+use gapless::engine::compile::{CompileOptions, Executable, InstrKind, Program, Target, compile, step};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::{DType, DeviceChoice, StepOptions, TrainOptions, Trainer};
 use serde::Serialize;
 
@@ -20,6 +20,35 @@ pub enum Model {
     Gpt2,
     /// GPT-2 355M.
     Gpt2Medium,
+    /// GPT-2 1.5B.
+    Gpt2Xl,
+    /// The shapes of Llama 3.2 1B.
+    Llama1b,
+    /// The shapes of Llama 3 8B.
+    Llama8b,
+}
+
+/// A model's configuration.
+#[derive(Debug, Clone)]
+pub enum Config {
+    Gpt(GptConfig),
+    Llama(LlamaConfig),
+}
+
+impl Config {
+    pub fn vocabulary(&self) -> usize {
+        match self {
+            Self::Gpt(config) => config.vocabulary,
+            Self::Llama(config) => config.vocabulary,
+        }
+    }
+
+    pub fn parameters(&self) -> u64 {
+        match self {
+            Self::Gpt(config) => config.parameters(),
+            Self::Llama(config) => config.parameters(),
+        }
+    }
 }
 
 /// What parameters and activations are stored in.
@@ -59,15 +88,24 @@ pub struct Planned {
 }
 
 impl Step {
-    pub fn config(&self) -> GptConfig {
+    pub fn config(&self) -> Config {
         let (vocabulary, layers, heads, width) = match self.model {
             Model::Small => (512, 2, 2, 64),
             Model::Gpt2 => (50_257, 12, 12, 768),
             Model::Gpt2Medium => (50_257, 24, 16, 1024),
+            Model::Gpt2Xl => (50_257, 48, 25, 1600),
+            Model::Llama1b => {
+                let config =
+                    LlamaConfig { layers: 16, width: 2048, hidden: 8192, tied: true, ..LlamaConfig::default() };
+                return Config::Llama(LlamaConfig { head_size: Some(64), ..config });
+            }
+            // The default.
+            Model::Llama8b => return Config::Llama(LlamaConfig::default()),
         };
         // GPT-2's positions, of which a shorter sequence uses the first.
         let positions = if self.model == Model::Small { self.sequence } else { self.sequence.max(1024) };
-        GptConfig { vocabulary, layers, heads, width, sequence: positions, dropout: 0.0, ..GptConfig::default() }
+        let config = GptConfig { vocabulary, layers, heads, width, sequence: positions, ..GptConfig::default() };
+        Config::Gpt(GptConfig { dropout: 0.0, ..config })
     }
 
     pub fn tokens(&self) -> usize {
@@ -94,18 +132,29 @@ impl Step {
     }
 
     pub fn trainer(&self, device: DeviceChoice) -> Result<Trainer, gapless::TrainError> {
-        let config = self.config();
-        Trainer::new(|vb| Gpt::new(&config, vb), self.options(device))
+        let options = self.options(device);
+        match self.config() {
+            Config::Gpt(config) => Trainer::new(|vb| Gpt::new(&config, vb), options),
+            Config::Llama(config) => Trainer::new(|vb| Llama::new(&config, vb), options),
+        }
     }
 
     /// Its plan for a GPU, to the byte.
     pub fn plan(&self) -> Result<Planned, gapless::TrainError> {
-        let (config, options) = (self.config(), self.options(Gpu(0).choice()));
-        let program =
-            gapless::engine::compile::step::program(|vb| Gpt::new(&config, vb), &options.step, 0, Target::Cuda)?;
+        let (executable, attention_flops) = self.compiled()?;
+        Ok(Planned { arena_bytes: executable.arena_bytes(), attention_flops })
+    }
+
+    /// What a GPU would run, and the arithmetic of the forward's attention.
+    pub fn compiled(&self) -> Result<(Executable, u64), gapless::TrainError> {
+        let options = self.options(Gpu(0).choice());
+        let program = match self.config() {
+            Config::Gpt(config) => step::program(|vb| Gpt::new(&config, vb), &options.step, 0, Target::Cuda),
+            Config::Llama(config) => step::program(|vb| Llama::new(&config, vb), &options.step, 0, Target::Cuda),
+        }?;
         let attention_flops = attention_flops(&program);
         let within = CompileOptions::within(None, options.step.memory.planning, options.step.memory.routing);
-        Ok(Planned { arena_bytes: compile(&[program], &within)?.arena_bytes(), attention_flops })
+        Ok((compile(&[program], &within)?, attention_flops))
     }
 
     /// Arithmetic that a step of this model takes, however it is computed: 6 for each parameter and token, and for attention
@@ -128,7 +177,14 @@ mod tests {
     #[test]
     fn models_have_the_sizes_of_their_names_and_arithmetic_is_counted_once() {
         let step = |model, dtype| Step { model, dtype, micro_batch: 3, sequence: 32, seed: 0 };
-        for (model, millions) in [(Model::Gpt2, 124), (Model::Gpt2Medium, 355)] {
+        let sizes = [
+            (Model::Gpt2, 124),
+            (Model::Gpt2Medium, 355),
+            (Model::Gpt2Xl, 1558),
+            (Model::Llama1b, 1236),
+            (Model::Llama8b, 8030),
+        ];
+        for (model, millions) in sizes {
             assert_eq!((step(model, Float::F32).config().parameters() + 500_000) / 1_000_000, millions);
         }
         // Two products per layer, over the scores on and below the diagonal; twice the arithmetic of their multiplications.

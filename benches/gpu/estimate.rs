@@ -1,0 +1,140 @@
+//! The time of a step on an H200, launch by launch, from the rates that the first contact with one measured, and from those that are
+//! expected of kernels rewritten since.
+//!
+//! What was measured: GPT-2 124M, 16 × 1024 ids in bf16, on 2026-11-26 (docs/gpu.md). What is expected has not been measured; each rate
+//! has its reason here, so that the next contact can prove it wrong.
+
+use std::collections::BTreeMap;
+
+use gapless::engine::cuda::{CudaBackend, LaunchWork};
+use serde::Serialize;
+
+use super::plan::Shape;
+use super::record::Found;
+
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    shape: Shape,
+    #[arg(long, default_value_t = 16)]
+    micro_batch: usize,
+}
+
+/// What limits a kind of launch, and how fast it is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Rate {
+    /// FLOP/s.
+    Flops(f64),
+    /// Bytes per second.
+    Bytes(f64),
+    /// It was not timed apart: its time is in that of the products of the same operation.
+    InProducts,
+}
+
+use Rate::{Bytes, Flops, InProducts};
+
+/// A kind of launch: its name, and its rates as measured and as expected.
+type Kind = (&'static str, Rate, Rate);
+
+/// All three products over the vocabulary with aligned extents, as fast as the largest of the layers' (703 TFLOP/s were measured).
+const HEAD: Kind = ("head, products", Flops(129e12), Flops(700e12));
+/// Three passes over logits at the rate of a copy.
+const HEAD_LOSSES: Kind = ("head, losses and gradients of logits", InProducts, Bytes(4.1e12));
+/// With an algorithm that was timed, as fast as the other products.
+const GRAD_WEIGHT: Kind = ("linear_grad_weight, products", Flops(466e12), Flops(700e12));
+const GRAD_BIAS: Kind = ("linear_grad_weight, sums for biases", InProducts, Bytes(2.6e12));
+const GRAD_INPUT: Kind = ("linear_grad_input", Flops(703e12), Flops(703e12));
+const LINEAR: Kind = ("linear", Flops(629e12), Flops(629e12));
+/// With an epilogue: 564 TFLOP/s onto a residual, 504 with GELU.
+const EPILOGUE: Kind = ("products with an epilogue", Flops(540e12), Flops(600e12));
+/// 25 KB under way for each multiprocessor, where 4 TB/s at 600 ns need 19.
+const NORM_GRAD: Kind = ("norms' gradients", Bytes(644e9), Bytes(2.6e12));
+const NORM: Kind = ("norms", Bytes(1653e9), Bytes(3.0e12));
+/// FlashAttention-3's figures for heads of 64, causal, 1,024 tokens, forward: 265, cuDNN's 288.
+const ATTENTION: Kind = ("attention", Flops(162e12), Flops(265e12));
+const ATTENTION_GRAD: Kind = ("attention_grad", Flops(117e12), Flops(200e12));
+const UPDATE: Kind = ("adamw", Bytes(4063e9), Bytes(4063e9));
+const OTHER: Kind = ("others", Bytes(2.0e12), Bytes(2.0e12));
+
+/// Seconds that a launch takes at least.
+const LAUNCH: f64 = 2e-6;
+
+fn kind(operation: &str, launch: &LaunchWork) -> Kind {
+    match (operation, launch.is_product) {
+        ("linear_cross_entropy" | "linear_cross_entropy_grad", true) => HEAD,
+        ("linear_cross_entropy" | "linear_cross_entropy_grad", false) => HEAD_LOSSES,
+        ("linear_grad_weight", true) => GRAD_WEIGHT,
+        ("linear_grad_weight", false) => GRAD_BIAS,
+        ("linear_grad_input", true) => GRAD_INPUT,
+        ("linear" | "matmul", true) => LINEAR,
+        (_, true) => EPILOGUE,
+        ("attention", false) => ATTENTION,
+        ("attention_grad", false) => ATTENTION_GRAD,
+        ("adamw", false) => UPDATE,
+        _ if launch.name.contains("norm_grad") => NORM_GRAD,
+        _ if launch.name.contains("layer_norm") || launch.name.contains("rms_norm") => NORM,
+        _ => OTHER,
+    }
+}
+
+/// Launches of one kind in a step.
+#[derive(Debug, Default, Serialize)]
+struct Row {
+    launches: usize,
+    gflop: f64,
+    mb: f64,
+    measured_ms: f64,
+    expected_ms: f64,
+}
+
+pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
+    let step = arguments.shape.step(arguments.micro_batch);
+    let mut rows: BTreeMap<&str, Row> = BTreeMap::new();
+    for work in CudaBackend::work(&step.compiled()?.0)?.into_iter().flatten() {
+        for launch in &work.launches {
+            let (name, measured, expected) = kind(work.operation, launch);
+            let ms = |rate| match rate {
+                Flops(rate) => 1e3 * (launch.flops as f64 / rate).max(LAUNCH),
+                Bytes(rate) => 1e3 * (launch.bytes as f64 / rate).max(LAUNCH),
+                InProducts => 0.0,
+            };
+            let row = rows.entry(name).or_default();
+            row.launches += 1;
+            row.gflop += launch.flops as f64 / 1e9;
+            row.mb += launch.bytes as f64 / 1e6;
+            row.measured_ms += ms(measured);
+            row.expected_ms += ms(expected);
+        }
+    }
+    let sum = |of: fn(&Row) -> f64| rows.values().map(of).sum::<f64>();
+    let (measured, expected) = (sum(|row| row.measured_ms), sum(|row| row.expected_ms));
+    let mut text = format!(
+        "{} × {} in {}, an H200: {measured:.2} ms by the first contact's rates, {expected:.2} ms by those that are expected (not measured)\n{:40} {:>8} {:>10} {:>10} {:>12} {:>12}",
+        step.micro_batch, step.sequence, step.dtype, "launch", "launches", "GFLOP", "MB", "measured ms", "expected ms"
+    );
+    let mut sorted: Vec<_> = rows.iter().collect();
+    sorted.sort_by(|a, b| b.1.measured_ms.total_cmp(&a.1.measured_ms));
+    for (name, Row { launches, gflop, mb, measured_ms, expected_ms }) in sorted {
+        text += &format!("\n{name:40} {launches:8} {gflop:10.1} {mb:10.1} {measured_ms:12.3} {expected_ms:12.3}");
+    }
+    Found::new(true, text, &rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::step::{Float, Model};
+
+    #[test]
+    fn a_step_of_gpt2_took_what_was_measured_and_is_expected_to_take_half() {
+        let shape = Shape { model: Model::Gpt2, sequence: 1024, dtype: Float::Bf16, seed: 0 };
+        let found = run(&Arguments { shape, micro_batch: 16 }).unwrap();
+        println!("{}", found.text);
+        let sum = |column: &str| {
+            found.json.as_object().unwrap().values().map(|row| row[column].as_f64().unwrap()).sum::<f64>()
+        };
+        // 59.06 ms were measured.
+        assert!((55.0..63.0).contains(&sum("measured_ms")), "{}", found.text);
+        assert!(sum("expected_ms") <= 30.0, "{}", found.text);
+    }
+}
