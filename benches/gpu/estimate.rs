@@ -123,7 +123,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::step::{Float, Model};
+    use super::super::step::{Float, Model};
 
     #[test]
     fn a_step_of_gpt2_took_what_was_measured_and_is_expected_to_take_half() {

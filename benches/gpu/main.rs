@@ -1,7 +1,7 @@
 //! What there is to be known of training on a GPU: whether it computes what the CPU computes, what memory it takes, how fast it
 //! is and where the time goes.
 //!
-//! `cargo bench -p gapless --bench gpu -- parity`, `memory`, `speed`, `kernels`, `plan`, `estimate` or `device`; `-- help` says more. The built
+//! `cargo bench -p gapless --bench gpu -- parity`, `memory`, `speed`, `kernels`, `products`, `plan`, `estimate` or `device`; `-- help` says more. The built
 //! program also works by itself on a machine without Rust. `benches/gpu/run` calls all of it beside PyTorch (docs/gpu.md).
 //!
 //! Where there is no GPU, a command that needs one prints `skipped:` and the engine's reason. That is no failure, unless one
@@ -24,6 +24,7 @@ mod memory;
 mod parity;
 mod plan;
 mod probe;
+mod products;
 mod record;
 mod speed;
 mod step;
@@ -68,8 +69,10 @@ enum Command {
     Memory(memory::Arguments),
     /// Tokens per second of the largest micro-batch that fits a budget.
     Speed(speed::Arguments),
-    /// The time of a step by operation, beside the least that the device's rates allow.
+    /// The time of a step by operation, layer and launch, with the least that the device's rates allow.
     Kernels(kernels::Arguments),
+    /// The products of a GPT-2 step, each alone.
+    Products(products::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -108,6 +111,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Command::Memory(arguments) => memory::run(arguments)?,
         Command::Speed(arguments) => speed::run(arguments)?,
         Command::Kernels(arguments) => kernels::run(arguments)?,
+        Command::Products(arguments) => products::run(arguments)?,
     };
     println!("{}", found.text);
     if let Some(path) = &options.json {

@@ -45,6 +45,7 @@ def parts(options):
     yield Part("speed", "speed", 90, ["gpu", "speed", *fixed, *steps])
     yield Part("rates", "pytorch", 60, ["pytorch", "rates"])
     yield Part("kernels", "speed", 90, lambda found: ["gpu", "kernels", *fixed, *peak(found)])
+    yield Part("products", "speed", 60, ["gpu", "products"])
     yield from map(judge, JUDGES)
     yield from (pytorch(mode, variant, [*fixed, *steps]) for mode in ["compiled", "eager"] for variant in VARIANTS)
     yield Part("memory", "memory", 60, ["gpu", "memory"])
