@@ -14,7 +14,7 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// A layer from its parameters, a number for each channel.
+    /// Creates a layer from its parameters, which have one element per channel.
     ///
     /// # Errors
     /// When the groups do not divide the channels.
@@ -39,7 +39,7 @@ impl Module for GroupNorm {
     }
 }
 
-/// Group normalisation with `weight` and `bias` `[channels]` under the builder's path.
+/// Declares a group normalisation with `weight` and `bias` `[channels]` under the builder's path.
 ///
 /// # Errors
 /// When the groups do not divide the channels, or the names were used with other shapes.

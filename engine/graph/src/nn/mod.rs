@@ -1,4 +1,4 @@
-//! Layers and the names of their parameters, as in `candle_nn`.
+//! Layers and the names of their parameters, following `candle_nn`.
 
 mod activation;
 mod adapter;
@@ -35,7 +35,7 @@ pub use var_builder::VarBuilder;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// A layer that may do something else while training.
+/// A layer that may behave differently while training.
 pub trait ModuleT {
     /// Records the layer.
     ///

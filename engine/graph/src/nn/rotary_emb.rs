@@ -1,12 +1,13 @@
-//! Rotary position embedding from tables of cosines and sines, as in `candle_nn::rotary_emb`. [`Tensor::rope`] has a kernel, and
-//! needs no tables.
+//! Rotary position embedding from tables of cosines and sines, with the names of `candle_nn::rotary_emb`.
+//! [`Tensor::rope`] has a kernel of its own and needs no tables.
 
 use candle_core::D;
 
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Rotates the halves of heads against each other: `xs` [batch, heads, tokens, size], `cos` and `sin` [tokens or more, size ÷ 2].
+/// Rotates pairs of elements that are half a head apart. `xs` is [batch, heads, tokens, size]; `cos` and `sin` are
+/// [tokens or more, size ÷ 2].
 ///
 /// # Errors
 /// When the shapes do not fit.
@@ -19,7 +20,7 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[first, second], D::Minus1)
 }
 
-/// [`rope`], under the name of its differentiable form.
+/// The same as [`rope`]; candle calls its differentiable form so.
 ///
 /// # Errors
 /// As [`rope`].
@@ -27,7 +28,7 @@ pub fn rope_slow(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rope(xs, cos, sin)
 }
 
-/// Rotates neighbours against each other; shapes as for [`rope`].
+/// Rotates pairs of adjacent elements; shapes as for [`rope`].
 ///
 /// # Errors
 /// When the shapes do not fit.

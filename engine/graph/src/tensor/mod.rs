@@ -1,7 +1,7 @@
-//! The builder: candle's tensor vocabulary over a graph instead of data.
+//! The builder: candle's tensor operations, recorded as a graph instead of computed.
 //!
-//! A candle model is ported by changing its imports: the same methods with the same names and shape rules record nodes
-//! here, and everything is computed later by the compiled program.
+//! A candle model is ported by changing its imports. Methods with the same names and shape rules record nodes here,
+//! which the compiled program computes later.
 
 mod attention;
 mod cached;
@@ -30,7 +30,7 @@ use crate::nn::{Module, ModuleT};
 use crate::op::Op;
 use crate::ops;
 
-/// A tensor that will exist when the program runs.
+/// A symbolic tensor, whose elements exist when the program runs.
 #[derive(Debug, Clone)]
 pub struct Tensor {
     graph: Device,
@@ -38,7 +38,7 @@ pub struct Tensor {
     spec: Spec,
 }
 
-/// While it lives, nodes are recorded under a layer's name. Made by [`Tensor::enter`].
+/// Guard that records nodes under a layer's name while it lives; returned by [`Tensor::enter`].
 #[derive(Debug)]
 pub struct LayerGuard(Arc<Mutex<Graph>>);
 
@@ -60,7 +60,7 @@ impl Tensor {
         &self.graph
     }
 
-    /// The value that this handle stands for.
+    /// The value to which this handle refers.
     pub fn id(&self) -> ValueId {
         self.id
     }
@@ -70,7 +70,7 @@ impl Tensor {
         &self.spec
     }
 
-    /// Extents.
+    /// Extents of the dimensions.
     pub fn dims(&self) -> &[usize] {
         self.spec.dims()
     }
@@ -119,7 +119,7 @@ impl Tensor {
         self.extents().map(|[a, b]| (a, b))
     }
 
-    /// All three extents.
+    /// The three extents of a tensor of rank 3.
     ///
     /// # Errors
     /// When the rank is not 3.
@@ -127,7 +127,7 @@ impl Tensor {
         self.extents().map(|[a, b, c]| (a, b, c))
     }
 
-    /// All four extents.
+    /// The four extents of a tensor of rank 4.
     ///
     /// # Errors
     /// When the rank is not 4.
@@ -135,7 +135,7 @@ impl Tensor {
         self.extents().map(|[a, b, c, d]| (a, b, c, d))
     }
 
-    /// All five extents.
+    /// The five extents of a tensor of rank 5.
     ///
     /// # Errors
     /// When the rank is not 5.
@@ -149,43 +149,44 @@ impl Tensor {
         })
     }
 
-    /// Where new tensors beside this one are made.
+    /// The graph of this tensor, in which further tensors can be created.
     pub fn device(&self) -> &Device {
         &self.graph
     }
 
-    /// Whether its elements lie one after another.
+    /// True if the elements are contiguous in memory.
     pub fn is_contiguous(&self) -> bool {
         lock(&self.graph).value(self.id).layout.is_contiguous()
     }
 
-    /// What a layer makes of this tensor.
+    /// Applies a layer to this tensor.
     ///
     /// # Errors
-    /// As the layer.
+    /// Returns the errors of the layer.
     pub fn apply<M: Module>(&self, layer: &M) -> Result<Self> {
         layer.forward(self)
     }
 
-    /// What a layer makes of this tensor, which may do something else while training.
+    /// Applies a layer that may behave differently while training.
     ///
     /// # Errors
-    /// As the layer.
+    /// Returns the errors of the layer.
     pub fn apply_t<M: ModuleT>(&self, layer: &M, train: bool) -> Result<Self> {
         layer.forward_t(self, train)
     }
 
-    /// Records what follows under `layer` (e.g. `h.3.attn`) until the guard is dropped. Names show in reports,
-    /// memory maps and errors.
+    /// Records the following nodes under `layer` (e.g. `h.3.attn`) until the guard is dropped. The names appear in
+    /// reports, memory maps and errors.
     pub fn enter(&self, layer: &str) -> LayerGuard {
         lock(&self.graph).enter_layer(layer.into());
         LayerGuard(Arc::clone(&self.graph))
     }
 
-    /// Applies an operation, a user's own included, and returns its outputs.
+    /// Applies an operation, possibly one of the user's own, and returns its outputs.
     ///
     /// # Errors
-    /// When the operation's shape rule refuses the inputs, it has another number of outputs, or there are no inputs.
+    /// Returns an error if the operation's shape rule rejects the inputs, if it has another number of outputs, or if
+    /// there are no inputs.
     pub fn apply_op<const OUTPUTS: usize>(op: impl Op, inputs: &[&Self]) -> Result<[Self; OUTPUTS]> {
         let name = op.name();
         <[Self; OUTPUTS]>::try_from(Self::apply_shared(Arc::new(op), inputs)?).map_err(|outputs| {
@@ -212,21 +213,21 @@ impl Tensor {
         Self::apply_op::<1>(op, &[self]).map(|[out]| out)
     }
 
-    /// The same number in every element, in this tensor's graph and type; f32 beside ids and masks.
+    /// A constant of the given shape in this tensor's graph and type. If this tensor holds ids or a mask, the type is
+    /// f32.
     pub fn constant(&self, number: f64, shape: impl Into<Shape>) -> Self {
         let dtype = if self.dtype().is_float() { self.dtype() } else { DType::F32 };
         self.graph.constant(number, Spec { shape: shape.into(), dtype })
     }
 
-    /// Shows the value to whoever trains, as a figure of each step (`Trainer::watched`): summed over
-    /// the micro-batches and data ranks. Costs its bytes until the next step. Of several of one name, the later ones have a number
-    /// behind it: `name.2`.
+    /// Reports this value in each step (`Trainer::watched`), summed over the micro-batches and data ranks. Its bytes
+    /// are occupied until the next step. If several values have one name, the later ones get a number: `name.2`.
     pub fn watch(&self, name: &str) {
         lock(&self.graph).watch(name, self.id);
     }
 
-    /// Says that the mean of these numbers is a summand of the loss, if that is made of `of`: each step reports the sum of those of a part
-    /// apart from the others, as the mean over micro-batches and data ranks.
+    /// Reports the mean of this tensor as a summand of one part of the loss, if the loss depends on `of`. Each step
+    /// reports every part as the sum of its summands, averaged over micro-batches and data ranks.
     ///
     /// # Errors
     /// As [`Self::mean_all`].
@@ -236,7 +237,7 @@ impl Tensor {
         Ok(())
     }
 
-    /// A key for numbers that are drawn here.
+    /// Returns a key for an operation that draws random numbers.
     pub(crate) fn next_random(&self) -> u64 {
         lock(&self.graph).next_random()
     }
@@ -253,9 +254,9 @@ impl AsRef<Tensor> for Tensor {
     }
 }
 
-/// What models are made of.
+/// The operations of typical models.
 impl Tensor {
-    /// Matrix product over the last two dimensions; leading dimensions are equal (batches).
+    /// Matrix product over the last two dimensions; the leading (batch) dimensions must be equal.
     ///
     /// # Errors
     /// When the inner extents or the leading dimensions differ.
@@ -263,7 +264,8 @@ impl Tensor {
         Self::apply_op::<1>(ops::MatMul, &[self, rhs]).map(|[out]| out)
     }
 
-    /// [`Self::matmul`] with leading dimensions that broadcast. A matrix on the right is a linear layer's, and read once.
+    /// Like [`Self::matmul`], with leading dimensions that broadcast. If `rhs` is a matrix, it is read only once, like
+    /// the weight of a linear layer.
     ///
     /// # Errors
     /// When the inner extents differ or the leading dimensions do not broadcast.
@@ -288,15 +290,16 @@ impl Tensor {
         Self::apply_op::<1>(ops::Linear { has_bias: bias.is_some() }, &inputs).map(|[out]| out)
     }
 
-    /// Rows of `self` [vocabulary, width] chosen by `ids` (u32, any shape).
+    /// Looks up rows of `self` [vocabulary, width] by `ids` (u32, any shape).
     ///
     /// # Errors
-    /// When `self` is not a matrix, `ids` is not u32, or an id that is known here is outside.
+    /// Returns an error if `self` is not a matrix, if `ids` is not u32, or if an id that is already known is out of
+    /// range.
     pub fn embedding(&self, ids: &Self) -> Result<Self> {
         self.padded_embedding(ids, None)
     }
 
-    /// [`Self::embedding`], where the row of one id learns nothing from being looked up, as by PyTorch's `padding_idx`.
+    /// Like [`Self::embedding`], but the row of the id `padding` gets no gradient, like PyTorch's `padding_idx`.
     ///
     /// # Errors
     /// As [`Self::embedding`].
@@ -323,8 +326,8 @@ impl Tensor {
         Self::apply_op::<2>(ops::RmsNorm { eps }, &[self, weight]).map(|[out, _]| out)
     }
 
-    /// Rotary position embedding (Su et al., arXiv 2104.09864) of [batch, heads, tokens, head size], rotating the two
-    /// halves of the head against each other as Llama and candle's `rope` do.
+    /// Rotary position embedding (Su et al., arXiv 2104.09864) of [batch, heads, tokens, head size]. Pairs of elements
+    /// half a head apart are rotated, as in Llama and candle's `rope`.
     ///
     /// # Errors
     /// When the rank is not 4 or the head size is odd.
@@ -332,7 +335,7 @@ impl Tensor {
         self.rope_scaled(theta, ops::RopeScaling::None)
     }
 
-    /// [`Self::rope`] with stretched frequencies.
+    /// Like [`Self::rope`], with scaled frequencies.
     ///
     /// # Errors
     /// As [`Self::rope`].
@@ -340,7 +343,7 @@ impl Tensor {
         self.rotated(theta, scaling, false)
     }
 
-    /// [`Self::rope_scaled`], rotating each element of even number against the one behind it, as the paper and candle's `rope_i` do.
+    /// Like [`Self::rope_scaled`], but rotates pairs of adjacent elements, as in the paper and candle's `rope_i`.
     ///
     /// # Errors
     /// As [`Self::rope`].
@@ -361,13 +364,15 @@ impl Tensor {
         rotated.transpose(1, 2)
     }
 
-    /// Negative log-likelihood of `targets` (u32, [..]) under `self` as logits [.., vocabulary]: one number per target.
-    /// The gradient overwrites the logits; neither a softmax nor a second copy of the logits is ever stored. Where documents are
-    /// packed ([`Sequences`](crate::Sequences)), each loss is multiplied by its token's weight. In a training step it counts the
-    /// terms of `TrainOptions::loss` too, and reports the likelihood apart from them.
+    /// Negative log-likelihood of `targets` (u32, [..]) under `self` as logits [.., vocabulary]: one loss per target.
+    /// The gradient overwrites the logits, so neither a softmax nor a second copy of the logits is stored.
+    ///
+    /// If documents are packed ([`Sequences`](crate::Sequences)), each loss is multiplied by its token's weight. In a
+    /// training step, the loss also has the terms of `TrainOptions::loss`, and −log p is reported separately.
     ///
     /// # Errors
-    /// When the shapes do not fit; where documents are packed, when there is not one target for each token.
+    /// Returns an error if the shapes do not fit, or if documents are packed and the number of targets is not that of
+    /// the tokens.
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
         let terms = self.loss_terms();
         let [losses, lse] = Self::apply_op(ops::CrossEntropy { terms }, &[self, targets])?;
@@ -381,10 +386,12 @@ impl Tensor {
         weighted(losses)
     }
 
-    /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, for `self` [.., width] and `weight`
-    /// [vocabulary, width]: one number per target. As [`Self::linear`] and [`Self::cross_entropy`], but chunk by chunk of the
-    /// rows, so that the logits never exist whole; and where the gradient of the losses is one known number, as under a mean,
-    /// both gradients are made on the way (Liger Kernel, arXiv 2410.10989, section 3.2).
+    /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, for `self` [.., width] and
+    /// `weight` [vocabulary, width]: one loss per target.
+    ///
+    /// It equals [`Self::linear`] followed by [`Self::cross_entropy`], but works on chunks of rows, so that the logits
+    /// are never stored as a whole. If the gradient of the losses is a known constant, as under a mean, both gradients
+    /// are computed in the same pass (Liger Kernel, arXiv 2410.10989, section 3.2).
     ///
     /// # Errors
     /// As [`Self::cross_entropy`].
@@ -392,10 +399,11 @@ impl Tensor {
         self.capped_cross_entropy(weight, targets, None)
     }
 
-    /// [`Self::linear_cross_entropy`] of logits x that count as cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    /// Like [`Self::linear_cross_entropy`], with logits x replaced by cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118,
+    /// section 2).
     ///
     /// # Errors
-    /// As [`Self::linear_cross_entropy`]; a cap that is not a positive number.
+    /// Returns the errors of [`Self::linear_cross_entropy`], and an error for a cap that is not positive.
     pub fn capped_cross_entropy(&self, weight: &Self, targets: &Self, cap: Option<f64>) -> Result<Self> {
         let weights = self.weights_of(targets)?;
         let inputs: Vec<&Self> = [self, weight, targets].into_iter().chain(&weights).collect();

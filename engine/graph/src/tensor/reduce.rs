@@ -6,7 +6,7 @@ use super::Tensor;
 use crate::error::Result;
 use crate::ops;
 
-/// Sums, means and variances. Of dimensions that are kept, the extent becomes 1; others are removed.
+/// Sums, means and variances. Dimensions that are kept have extent 1 in the result; others are removed.
 impl Tensor {
     /// Sum over some dimensions.
     ///
@@ -81,7 +81,7 @@ impl Tensor {
         self.apply1(ops::ScaledSum { scale: 1.0 / self.elem_count().max(1) as f64 })
     }
 
-    /// √Σx² of all elements: a scalar.
+    /// √Σx² over all elements: a scalar.
     ///
     /// # Errors
     /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
@@ -98,7 +98,7 @@ impl Tensor {
         dims.sort_unstable_by(|a, b| b.cmp(a));
         dims.into_iter().try_fold(self.clone(), |x, dim| {
             let last = x.rank() - 1;
-            // As the last dimension, with the others in their order.
+            // Makes it the last dimension and keeps the order of the others.
             let order: Vec<usize> = (0..last + 1).filter(|&d| d != dim).chain([dim]).collect();
             x.permute(order)?.apply1(ops::LogSumExp)
         })
@@ -112,7 +112,7 @@ impl Tensor {
         self.apply1(ops::Softmax)
     }
 
-    /// Sums of the elements up to each along a dimension, as a product with a triangle of ones.
+    /// Cumulative sum along a dimension, computed as a product with a triangular matrix of ones.
     ///
     /// # Errors
     /// When there is no such dimension.
@@ -132,7 +132,8 @@ impl Tensor {
 
 macro_rules! extremes {
     ($($what:literal, $greatest:ident, $value:ident, $value_keepdim:ident, $index:ident, $index_keepdim:ident;)*) => {
-        /// Greatest and least elements. Of equal ones the first is it, and has the gradient; where candle gives it to each of them.
+        /// Maxima and minima. Of equal elements the first is chosen and gets the gradient; candle gives it to each of
+        /// them.
         impl Tensor {
             $(#[doc = concat!("The ", $what, " over one dimension, which is removed.")]
             ///
@@ -179,7 +180,7 @@ extremes! {
 }
 
 impl Tensor {
-    /// The greatest or least over one dimension, which is kept, and its index.
+    /// Returns the maximum or minimum over one dimension, which is kept, and its index.
     fn extreme(&self, dim: usize, is_greatest: bool) -> Result<[Self; 2]> {
         let last = self.rank() - 1;
         let x = self.transpose(dim, last)?;
@@ -190,7 +191,7 @@ impl Tensor {
     }
 }
 
-/// Greatest and least of all elements.
+/// Maximum and minimum of all elements.
 impl Tensor {
     /// The greatest element: a scalar.
     ///

@@ -1,4 +1,4 @@
-//! Views, and what is made of them.
+//! Views, and operations composed of them.
 
 use candle_core::shape::{Dim, Dims, ShapeWithOneHole};
 use candle_core::{D as Last, Shape};
@@ -8,9 +8,9 @@ use crate::error::{Error, Result};
 use crate::graph::lock;
 use crate::ops;
 
-/// Views: no data moves.
+/// Views, which move no data, and operations composed of them.
 impl Tensor {
-    /// The same elements in another shape; one dimension may be `()`. Copies if the strides leave no other way.
+    /// The same elements in another shape; one extent may be `()`. Copies if the strides do not allow a view.
     ///
     /// # Errors
     /// When the numbers of elements differ.
@@ -40,10 +40,10 @@ impl Tensor {
         self.transpose(Last::Minus2, Last::Minus1)
     }
 
-    /// `len` indices of one dimension, from `start`.
+    /// Selects `len` indices of one dimension, from `start` on.
     ///
     /// # Errors
-    /// When the range leaves the dimension.
+    /// Returns an error if the range exceeds the dimension.
     pub fn narrow<D: Dim>(&self, dim: D, start: usize, len: usize) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "narrow")?;
         if start == 0 && len == self.dims()[dim] {
@@ -52,10 +52,11 @@ impl Tensor {
         self.apply1(ops::Narrow { dim, start, len })
     }
 
-    /// Cuts one dimension into parts that are equal but for one index: the first ones are longer. Fewer if there are fewer indices.
+    /// Divides one dimension into parts of equal extent; if they cannot be equal, the first ones are longer by one.
+    /// There are fewer parts if the extent is smaller than `chunks`.
     ///
     /// # Errors
-    /// When there is no such dimension, or no part is asked for.
+    /// Returns an error if there is no such dimension, or if `chunks` is 0.
     pub fn chunk<D: Dim>(&self, chunks: usize, dim: D) -> Result<Vec<Self>> {
         let dim = dim.to_index(self.shape(), "chunk")?;
         let extent = self.dims()[dim];
@@ -67,7 +68,7 @@ impl Tensor {
         self.split(&sizes, dim)
     }
 
-    /// Cuts one dimension into parts of these sizes.
+    /// Divides one dimension into parts of the given sizes.
     ///
     /// # Errors
     /// When they do not add up to the dimension.
@@ -80,7 +81,7 @@ impl Tensor {
         starts.zip(sizes).map(|(start, &size)| self.narrow(dim, start, size)).collect()
     }
 
-    /// The dimensions in another order: dimension `dims[i]` becomes dimension i.
+    /// Reorders the dimensions: dimension `dims[i]` becomes dimension i.
     ///
     /// # Errors
     /// When not every dimension is named once.
@@ -89,7 +90,7 @@ impl Tensor {
         if dims.len() != self.rank() || (0..dims.len()).any(|dim| !dims.contains(&dim)) {
             return Err(self.shape_error("permute", format!("{dims:?} does not name every dimension once")));
         }
-        // Dimension by dimension to its place; `at[i]` is the dimension that stands at i by now.
+        // Moves one dimension at a time; `at[i]` is the dimension that is at position i so far.
         let mut at: Vec<usize> = (0..dims.len()).collect();
         let mut permuted = self.clone();
         for (to, dim) in dims.into_iter().enumerate() {
@@ -102,7 +103,7 @@ impl Tensor {
         Ok(permuted)
     }
 
-    /// Dimensions `start` to `end`, both included, as one.
+    /// Merges the dimensions `start` to `end`, both included.
     ///
     /// # Errors
     /// When there is no such dimension.
@@ -115,7 +116,7 @@ impl Tensor {
         self.reshape([&dims[..start], &[merged], &dims[end + 1..]].concat())
     }
 
-    /// Dimensions 0 to `end`, included, as one.
+    /// Merges the dimensions 0 to `end`, both included.
     ///
     /// # Errors
     /// When there is no such dimension.
@@ -123,7 +124,7 @@ impl Tensor {
         self.flatten(0, end)
     }
 
-    /// Dimension `start` and those behind it as one.
+    /// Merges the dimensions from `start` on.
     ///
     /// # Errors
     /// When there is no such dimension.
@@ -131,15 +132,15 @@ impl Tensor {
         self.flatten(start, Last::Minus1)
     }
 
-    /// All dimensions as one.
+    /// Merges all dimensions.
     ///
     /// # Errors
-    /// None today; candle's has them.
+    /// Never returns an error; the signature is candle's.
     pub fn flatten_all(&self) -> Result<Self> {
         self.reshape(self.elem_count())
     }
 
-    /// [`Self::broadcast_as`], under its other name.
+    /// The same as [`Self::broadcast_as`].
     ///
     /// # Errors
     /// When the shapes do not broadcast.
@@ -147,7 +148,7 @@ impl Tensor {
         self.broadcast_as(shape)
     }
 
-    /// Repeats it along new leading dimensions, without copying.
+    /// Repeats the tensor along new leading dimensions, without copying.
     ///
     /// # Errors
     /// When the new shape is too large.
@@ -155,8 +156,8 @@ impl Tensor {
         self.broadcast_as([left.into().dims(), self.dims()].concat())
     }
 
-    /// Copies one after another along each dimension, as many as `shape` says; with more numbers than dimensions, leading ones are
-    /// added.
+    /// Copies the tensor several times along each dimension, as many times as `shape` says. If `shape` has more entries
+    /// than there are dimensions, leading ones are added.
     ///
     /// # Errors
     /// When the new shape is too large.
@@ -172,7 +173,7 @@ impl Tensor {
         Ok(repeated)
     }
 
-    /// Joins tensors along one dimension.
+    /// Concatenates tensors along one dimension.
     ///
     /// # Errors
     /// When they differ in another dimension.
@@ -191,7 +192,7 @@ impl Tensor {
         Self::apply_op::<1>(ops::Cat { dim }, &tensors).map(|[out]| out)
     }
 
-    /// Joins tensors of one shape along a new dimension.
+    /// Concatenates tensors of one shape along a new dimension.
     ///
     /// # Errors
     /// When their shapes differ.
@@ -203,7 +204,7 @@ impl Tensor {
         Self::cat(&slices, dim)
     }
 
-    /// The tensor among so many zeros in front of and behind a dimension.
+    /// Adds `left` zeros before and `right` zeros after the indices of a dimension.
     ///
     /// # Errors
     /// When there is no such dimension.
@@ -215,7 +216,7 @@ impl Tensor {
         self.apply1(ops::Widen { dim, start: left, extent: left + self.dims()[dim] + right })
     }
 
-    /// Moves the indices of one dimension on by `shift`; those that leave it at one end come back at the other.
+    /// Shifts the indices of one dimension by `shift`, cyclically.
     ///
     /// # Errors
     /// When there is no such dimension.
@@ -230,7 +231,7 @@ impl Tensor {
         Self::cat(&[back, front], dim)
     }
 
-    /// Repeats dimensions of extent 1, and adds leading ones, without copying.
+    /// Repeats dimensions of extent 1, and adds leading dimensions, without copying.
     ///
     /// # Errors
     /// When the shapes do not broadcast.
@@ -245,7 +246,7 @@ impl Tensor {
     /// Inserts a dimension of extent 1.
     ///
     /// # Errors
-    /// When there is no such place.
+    /// Returns an error if there is no such position.
     pub fn unsqueeze<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index_plus_one(self.shape(), "unsqueeze")?;
         let mut dims = self.dims().to_vec();
@@ -253,7 +254,7 @@ impl Tensor {
         self.reshape(dims)
     }
 
-    /// Removes a dimension of extent 1; the tensor itself if it has another extent.
+    /// Removes a dimension of extent 1; returns the tensor itself if the dimension has another extent.
     ///
     /// # Errors
     /// When there is no such dimension.
