@@ -154,7 +154,7 @@ impl Adapter {
     /// Saves a trainer's adapters with the options, names and types with which this adapter was opened.
     ///
     /// # Errors
-    /// As [`Folder::save_adapter`].
+    /// Returns the errors of [`Folder::save_adapter`].
     pub fn save(&self, base: &Folder, trainer: &Trainer, out: impl AsRef<Path>) -> Result<()> {
         let dtype = |stored: &str| self.file.info(stored).map_or(Dtype::F32, |info| info.dtype);
         write(base, trainer, out.as_ref(), self.config.clone(), &dtype)

@@ -77,7 +77,7 @@ impl Folder {
     /// Declares the model in the builder of a [`Trainer`].
     ///
     /// # Errors
-    /// As [`Config::model`].
+    /// Returns the errors of [`Config::model`].
     pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
         self.config.model(vb)
     }

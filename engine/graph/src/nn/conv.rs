@@ -99,7 +99,7 @@ pub fn conv1d(inputs: usize, outputs: usize, size: usize, config: Conv1dConfig, 
 /// Declares a layer with `weight` under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn conv1d_no_bias(
     inputs: usize,
     outputs: usize,
@@ -113,7 +113,7 @@ pub fn conv1d_no_bias(
 /// Declares a layer with `weight` and `bias` under the builder's path.
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn conv2d(inputs: usize, outputs: usize, size: usize, config: Conv2dConfig, vb: VarBuilder) -> Result<Conv2d> {
     Conv::make(inputs, outputs, size, config, true, &vb)
 }
@@ -121,7 +121,7 @@ pub fn conv2d(inputs: usize, outputs: usize, size: usize, config: Conv2dConfig, 
 /// Declares a layer with `weight` under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn conv2d_no_bias(
     inputs: usize,
     outputs: usize,

@@ -32,7 +32,7 @@ impl Linear {
     /// (see [`Tensor::linear_cross_entropy`]).
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn cross_entropy(&self, xs: &Tensor, targets: &Tensor) -> Result<Tensor> {
         self.capped_cross_entropy(xs, targets, None)
     }
@@ -40,7 +40,7 @@ impl Linear {
     /// Like [`Self::cross_entropy`]; if there is a cap, the logits are capped as by [`Tensor::cap`].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn capped_cross_entropy(&self, xs: &Tensor, targets: &Tensor, cap: Option<f64>) -> Result<Tensor> {
         if self.bias.is_some() || self.adapter.is_some() {
             let logits = self.forward(xs)?;
@@ -68,7 +68,7 @@ const WEIGHTS: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
 /// Declares a layer with `weight` [out, in] and `bias` `[out]` under the builder's path.
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     linear_with_hints(in_dim, out_dim, WEIGHTS, vb)
 }
@@ -76,7 +76,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
 /// Like [`linear`], with initial values for the weight.
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn linear_with_hints(in_dim: usize, out_dim: usize, weight: Init, vb: VarBuilder) -> Result<Linear> {
     Linear::declare((in_dim, out_dim), true, weight, &vb)
 }
@@ -84,7 +84,7 @@ pub fn linear_with_hints(in_dim: usize, out_dim: usize, weight: Init, vb: VarBui
 /// Declares a layer with `weight` [out, in] under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     Linear::declare((in_dim, out_dim), false, WEIGHTS, &vb)
 }
@@ -92,7 +92,7 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<L
 /// Declares a layer like [`linear`] or, without a bias, [`linear_no_bias`].
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
     if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
 }
@@ -133,7 +133,7 @@ impl Module for Embedding {
 /// Declares a table `weight` [vocabulary, width] under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn embedding(vocabulary: usize, width: usize, vb: VarBuilder) -> Result<Embedding> {
     Ok(Embedding { embeddings: vb.get((vocabulary, width), "weight")?, padding: None, layer: vb.prefix().into() })
 }
@@ -164,7 +164,7 @@ impl Module for LayerNorm {
 /// Declares a layer normalisation with `weight` and `bias` `[width]` under the builder's path.
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn layer_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
     let weight = vb.get_with_hints(width, "weight", Init::Const(1.0))?;
     let bias = vb.get_with_hints(width, "bias", Init::Const(0.0))?;
@@ -201,7 +201,7 @@ impl Module for RmsNorm {
 /// Declares a root-mean-square normalisation with `weight` `[width]` under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     let weight = vb.get_with_hints(width, "weight", Init::Const(1.0))?;
     Ok(RmsNorm { weight, eps, is_offset: false, layer: vb.prefix().into() })
@@ -211,7 +211,7 @@ pub fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 /// draws the factor to 1.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn rms_norm_offset(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     let weight = vb.get_with_hints(width, "weight", Init::Const(0.0))?;
     Ok(RmsNorm { weight, eps, is_offset: true, layer: vb.prefix().into() })

@@ -6,7 +6,7 @@ use crate::tensor::Tensor;
 /// Mean negative log-likelihood: `inp` [n, classes] holds log-probabilities, `target` \[n\] the classes (u32).
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// Returns an error if the shapes do not fit.
 pub fn nll(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     inp.gather(&target.unsqueeze(1)?, 1)?.mean_all()?.neg()
 }
@@ -14,7 +14,7 @@ pub fn nll(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
 /// Mean cross-entropy of `target` \[n\] (u32) under the logits `inp` [n, classes]; see [`Tensor::cross_entropy`].
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// Returns an error if the shapes do not fit.
 pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     inp.cross_entropy(target)?.mean_all()
 }
@@ -22,7 +22,7 @@ pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
 /// Mean squared error.
 ///
 /// # Errors
-/// When the shapes differ.
+/// Returns an error if the shapes differ.
 pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     (inp - target)?.sqr()?.mean_all()
 }
@@ -31,7 +31,7 @@ pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
 /// ln(1 + e⁻|ˣ|).
 ///
 /// # Errors
-/// When the shapes differ.
+/// Returns an error if the shapes differ.
 pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     let tail = (inp.abs()?.neg()?.exp()? + 1.0)?.log()?;
     ((inp.relu()? - (inp * target)?)? + tail)?.mean_all()
@@ -40,7 +40,7 @@ pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<
 /// Mean Huber loss: quadratic below `delta`, linear above.
 ///
 /// # Errors
-/// When the shapes differ.
+/// Returns an error if the shapes differ.
 pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
     let difference = (inp - target)?.abs()?;
     let squares = (difference.sqr()? * 0.5)?;

@@ -40,7 +40,7 @@ pub trait ModuleT {
     /// Records the layer.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>;
 }
 
@@ -67,6 +67,6 @@ pub trait Module {
     /// Records the layer.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     fn forward(&self, xs: &Tensor) -> Result<Tensor>;
 }

@@ -8,7 +8,7 @@ pub trait Model {
     /// Returns logits [batch, tokens, vocabulary] for ids [batch, tokens] (u32). `train` enables dropout.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor>;
 
     /// Returns the loss: a scalar, the mean over all tokens. The default is the cross-entropy of the next token over
@@ -16,7 +16,7 @@ pub trait Model {
     /// [`Linear::cross_entropy`](super::Linear::cross_entropy).
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
         self.forward(tokens, train)?.cross_entropy(targets)?.mean_all()
     }

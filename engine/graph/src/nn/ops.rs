@@ -10,7 +10,7 @@ use crate::tensor::Tensor;
 /// Softmax over one dimension.
 ///
 /// # Errors
-/// When there is no such dimension.
+/// Returns an error if there is no such dimension.
 pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let (dim, last) = (dim.to_index(xs.shape(), "softmax")?, xs.rank() - 1);
     xs.transpose(dim, last)?.softmax_last_dim()?.transpose(dim, last)
@@ -19,7 +19,7 @@ pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
 /// Softmax over the last dimension.
 ///
 /// # Errors
-/// When the rank is 0.
+/// Returns an error if the rank is 0.
 pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
     xs.softmax_last_dim()
 }
@@ -27,7 +27,7 @@ pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
 /// ln softmax over one dimension.
 ///
 /// # Errors
-/// When there is no such dimension.
+/// Returns an error if there is no such dimension.
 pub fn log_softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let dim = dim.to_index(xs.shape(), "log_softmax")?;
     xs.broadcast_sub(&xs.log_sum_exp(dim)?.unsqueeze(dim)?)
@@ -52,7 +52,7 @@ pub fn silu(xs: &Tensor) -> Result<Tensor> {
 /// silu of the first half of the last dimension, times the second.
 ///
 /// # Errors
-/// When the last dimension is odd.
+/// Returns an error if the last dimension is odd.
 pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     match &*xs.chunk(2, D::Minus1)? {
         [gate, up] => gate.swiglu(up),
@@ -87,7 +87,7 @@ pub fn leaky_relu(xs: &Tensor, negative_slope: f64) -> Result<Tensor> {
 /// Sets elements to zero at random; see [`Tensor::dropout`].
 ///
 /// # Errors
-/// When p is outside [0, 1).
+/// Returns an error if p is outside [0, 1).
 pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     xs.dropout(f64::from(drop_p))
 }
@@ -95,7 +95,7 @@ pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
 /// Root-mean-square normalisation; see [`Tensor::rms_norm`].
 ///
 /// # Errors
-/// When `alpha` is not `[width]`.
+/// Returns an error if `alpha` is not `[width]`.
 pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
     xs.rms_norm(alpha, f64::from(eps))
 }
@@ -103,7 +103,7 @@ pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
 /// Layer normalisation; see [`Tensor::layer_norm`].
 ///
 /// # Errors
-/// When `alpha` or `beta` is not `[width]`.
+/// Returns an error if `alpha` or `beta` is not `[width]`.
 pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
     xs.layer_norm(alpha, beta, f64::from(eps))
 }
@@ -150,7 +150,7 @@ impl Dropout {
     /// Applies [`Tensor::dropout`] while training; returns the tensor itself if not.
     ///
     /// # Errors
-    /// When the probability is outside [0, 1).
+    /// Returns an error if the probability is outside [0, 1).
     pub fn forward(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         if train { dropout(xs, self.drop_p) } else { Ok(xs.clone()) }
     }

@@ -10,7 +10,7 @@ use crate::tensor::Tensor;
 /// [tokens or more, size ÷ 2].
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// Returns an error if the shapes do not fit.
 pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (_, _, tokens, size) = xs.dims4()?;
     let (cos, sin) = (cos.narrow(0, 0, tokens)?, sin.narrow(0, 0, tokens)?);
@@ -23,7 +23,7 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// The same as [`rope`]; candle calls its differentiable form so.
 ///
 /// # Errors
-/// As [`rope`].
+/// Returns the errors of [`rope`].
 pub fn rope_slow(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rope(xs, cos, sin)
 }
@@ -31,7 +31,7 @@ pub fn rope_slow(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// Rotates pairs of adjacent elements; shapes as for [`rope`].
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// Returns an error if the shapes do not fit.
 pub fn rope_i(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (batch, heads, tokens, size) = xs.dims4()?;
     let table = |table: &Tensor| table.narrow(0, 0, tokens)?.reshape((tokens, size / 2, 1));

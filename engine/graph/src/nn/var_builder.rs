@@ -120,7 +120,7 @@ impl VarBuilder {
     /// parameter.
     ///
     /// # Errors
-    /// When the name was used with another shape.
+    /// Returns an error if the name was used with another shape.
     pub fn get(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
         self.get_with_hints(shape, name, Init::Randn { mean: 0.0, stdev: 0.02 })
     }
@@ -128,7 +128,7 @@ impl VarBuilder {
     /// Declares a parameter with the given initial values.
     ///
     /// # Errors
-    /// When the name was used with another shape.
+    /// Returns an error if the name was used with another shape.
     pub fn get_with_hints(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let spec = Spec { shape: shape.into(), dtype: self.dtype };
         let name = self.full(name);
@@ -149,7 +149,7 @@ impl VarBuilder {
     /// sends as its gradient need not be one, and is not part of the global norm.
     ///
     /// # Errors
-    /// When the name was used with another shape.
+    /// Returns an error if the name was used with another shape.
     pub fn get_with_rule(
         &self,
         shape: impl Into<Shape>,

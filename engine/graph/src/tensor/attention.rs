@@ -36,7 +36,7 @@ impl Tensor {
     /// tokens of the window and are not cached again.
     ///
     /// # Errors
-    /// As [`Self::attend`].
+    /// Returns the errors of [`Self::attend`].
     pub fn attend_past(&self, k: &Self, v: &Self, how: ops::Attention) -> Result<Self> {
         if !how.causal {
             self.expect_whole_sequences()?;

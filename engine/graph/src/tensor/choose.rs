@@ -34,7 +34,7 @@ macro_rules! comparisons {
             $(#[doc = concat!("self ", $sign, " rhs, a number or a tensor of this shape.")]
             ///
             /// # Errors
-            /// When the shapes or types differ.
+            /// Returns an error if the shapes or types differ.
             pub fn $name<T: TensorOrScalar>(&self, rhs: T) -> Result<Self> {
                 let op = ops::Compare { comparison: Comparison::$kind };
                 Self::apply_op::<1>(op, &[self, &rhs.beside(self)]).map(|[mask]| mask)
@@ -43,7 +43,7 @@ macro_rules! comparisons {
             #[doc = concat!("self ", $sign, " rhs, for shapes that broadcast.")]
             ///
             /// # Errors
-            /// When the shapes do not broadcast, or the types differ.
+            /// Returns an error if the shapes do not broadcast, or the types differ.
             pub fn $broadcast(&self, rhs: &Self) -> Result<Self> {
                 let shape = self.shape().broadcast_shape_binary_op(rhs.shape(), stringify!($name))?;
                 self.broadcast_as(shape.clone())?.$name(&rhs.broadcast_as(shape)?)
@@ -67,7 +67,7 @@ impl Tensor {
     /// The greater element of each pair.
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn maximum<T: TensorOrScalar>(&self, rhs: T) -> Result<Self> {
         self.binary(&rhs.beside(self), ops::BinaryKind::Maximum)
     }
@@ -75,7 +75,7 @@ impl Tensor {
     /// The lesser element of each pair.
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn minimum<T: TensorOrScalar>(&self, rhs: T) -> Result<Self> {
         self.binary(&rhs.beside(self), ops::BinaryKind::Minimum)
     }
@@ -83,7 +83,7 @@ impl Tensor {
     /// The greater element of each pair, for shapes that broadcast.
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn broadcast_maximum(&self, rhs: &Self) -> Result<Self> {
         self.broadcast_binary(rhs, ops::BinaryKind::Maximum)
     }
@@ -91,7 +91,7 @@ impl Tensor {
     /// The lesser element of each pair, for shapes that broadcast.
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn broadcast_minimum(&self, rhs: &Self) -> Result<Self> {
         self.broadcast_binary(rhs, ops::BinaryKind::Minimum)
     }
@@ -99,7 +99,7 @@ impl Tensor {
     /// Limits elements to the range from `min` to `max`.
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn clamp<T1: TensorOrScalar, T2: TensorOrScalar>(&self, min: T1, max: T2) -> Result<Self> {
         self.maximum(min)?.minimum(max)
     }
@@ -118,7 +118,7 @@ impl Tensor {
     /// Replaces elements by `number` where `mask` is not 0. The mask is u8 or u32 and broadcasts to this shape.
     ///
     /// # Errors
-    /// When the mask's shape does not broadcast.
+    /// Returns an error if the mask's shape does not broadcast.
     pub fn masked_fill<T: WithDType>(&self, mask: &Self, number: T) -> Result<Self> {
         mask.broadcast_as(self.shape().clone())?.where_cond(&number.beside(self), self)
     }

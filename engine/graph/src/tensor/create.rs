@@ -70,7 +70,7 @@ impl Tensor {
     /// Creates a tensor from a number or nested arrays of numbers.
     ///
     /// # Errors
-    /// When rows have different lengths.
+    /// Returns an error if rows have different lengths.
     pub fn new<A: NdArray>(array: A, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::new(array, &Host::Cpu)?, device)
     }
@@ -86,7 +86,7 @@ impl Tensor {
     /// Like [`Self::from_slice`].
     ///
     /// # Errors
-    /// As [`Self::from_slice`].
+    /// Returns the errors of [`Self::from_slice`].
     pub fn from_vec<S: ShapeWithOneHole, D: WithDType>(data: Vec<D>, shape: S, device: &Device) -> Result<Self> {
         Self::from_slice(&data, shape, device)
     }
@@ -94,7 +94,7 @@ impl Tensor {
     /// Creates a vector of the numbers from `start` up to, but not including, `end`.
     ///
     /// # Errors
-    /// As [`Self::from_candle`].
+    /// Returns the errors of [`Self::from_candle`].
     pub fn arange<D: WithDType>(start: D, end: D, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::arange(start, end, &Host::Cpu)?, device)
     }
@@ -102,7 +102,7 @@ impl Tensor {
     /// Creates a vector of every `step`th number from `start` up to, but not including, `end`.
     ///
     /// # Errors
-    /// When the step is zero.
+    /// Returns an error if the step is zero.
     pub fn arange_step<D: WithDType>(start: D, end: D, step: D, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::arange_step(start, end, step, &Host::Cpu)?, device)
     }
@@ -110,7 +110,7 @@ impl Tensor {
     /// Creates a matrix [n, n] with ones on and below the diagonal.
     ///
     /// # Errors
-    /// As [`Self::to_dtype`].
+    /// Returns the errors of [`Self::to_dtype`].
     pub fn tril2(n: usize, dtype: DType, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::tril2(n, DType::U8, &Host::Cpu)?, device)?.to_dtype(dtype)
     }
@@ -118,7 +118,7 @@ impl Tensor {
     /// Creates a matrix [n, n] with ones on and above the diagonal.
     ///
     /// # Errors
-    /// As [`Self::to_dtype`].
+    /// Returns the errors of [`Self::to_dtype`].
     pub fn triu2(n: usize, dtype: DType, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::triu2(n, DType::U8, &Host::Cpu)?, device)?.to_dtype(dtype)
     }
@@ -126,7 +126,7 @@ impl Tensor {
     /// Creates a matrix [n, n] with ones on the diagonal.
     ///
     /// # Errors
-    /// As [`Self::to_dtype`].
+    /// Returns the errors of [`Self::to_dtype`].
     pub fn eye(n: usize, dtype: DType, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::eye(n, DType::U8, &Host::Cpu)?, device)?.to_dtype(dtype)
     }

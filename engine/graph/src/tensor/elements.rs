@@ -26,7 +26,7 @@ impl Tensor {
     /// [`Gradient::constant`](crate::Gradient::constant) works through means.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn affine(&self, scale: f64, shift: f64) -> Result<Self> {
         let number = lock(&self.graph).number(self.id);
         if let Some(number) = number {
@@ -53,7 +53,7 @@ impl Tensor {
     /// Soft cap cap·tanh(x/cap): close to x near 0, and never beyond the cap (Gemma 2, arXiv 2408.00118, section 2).
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn cap(&self, cap: f64) -> Result<Self> {
         self.affine(1.0 / cap, 0.0)?.tanh()?.affine(cap, 0.0)
     }
@@ -61,7 +61,7 @@ impl Tensor {
     /// −x.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn neg(&self) -> Result<Self> {
         self.affine(-1.0, 0.0)
     }
@@ -69,7 +69,7 @@ impl Tensor {
     /// xᵉ.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn powf(&self, exponent: f64) -> Result<Self> {
         match exponent {
             0.0 => self.ones_like(),
@@ -82,7 +82,7 @@ impl Tensor {
     /// selfʳʰˢ for positive elements, computed as e^(rhs·ln self).
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn pow(&self, rhs: &Self) -> Result<Self> {
         rhs.mul(&self.log()?)?.exp()
     }
@@ -90,7 +90,7 @@ impl Tensor {
     /// Like [`Self::pow`], for shapes that broadcast.
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn broadcast_pow(&self, rhs: &Self) -> Result<Self> {
         rhs.broadcast_mul(&self.log()?)?.exp()
     }
@@ -98,7 +98,7 @@ impl Tensor {
     /// x where it is positive, α(eˣ − 1) elsewhere (Clevert et al., arXiv 1511.07289).
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn elu(&self, alpha: f64) -> Result<Self> {
         let below = (self.minimum(0.0)?.exp()? - 1.0)? * alpha;
         self.relu()? + below
@@ -124,7 +124,7 @@ impl Tensor {
     /// mask is never stored: it is a pure function of seed, step, micro-batch and this position in the model.
     ///
     /// # Errors
-    /// When p is outside [0, 1).
+    /// Returns an error if p is outside [0, 1).
     pub fn dropout(&self, p: f64) -> Result<Self> {
         if p == 0.0 {
             return Ok(self.clone());
@@ -136,7 +136,7 @@ impl Tensor {
     /// silu(self)·up (Shazeer, arXiv 2002.05202).
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn swiglu(&self, up: &Self) -> Result<Self> {
         Self::apply_op::<1>(ops::SwiGlu, &[self, up]).map(|[out]| out)
     }
@@ -149,7 +149,7 @@ macro_rules! unary_methods {
             $($(#[$doc])*
             ///
             /// # Errors
-            /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+            /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
             pub fn $name(&self) -> Result<Self> {
                 self.unary(ops::UnaryKind::$kind)
             })*
@@ -197,7 +197,7 @@ macro_rules! binary_methods {
             $(#[doc = concat!("self ", $sign, " rhs, for equal shapes.")]
             ///
             /// # Errors
-            /// When the shapes differ.
+            /// Returns an error if the shapes differ.
             pub fn $name(&self, rhs: &Self) -> Result<Self> {
                 self.binary(rhs, ops::BinaryKind::$kind)
             }
@@ -205,7 +205,7 @@ macro_rules! binary_methods {
             #[doc = concat!("self ", $sign, " rhs, for shapes that broadcast.")]
             ///
             /// # Errors
-            /// When the shapes do not broadcast.
+            /// Returns an error if the shapes do not broadcast.
             pub fn $broadcast(&self, rhs: &Self) -> Result<Self> {
                 self.broadcast_binary(rhs, ops::BinaryKind::$kind)
             })*

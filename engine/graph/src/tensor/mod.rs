@@ -98,7 +98,7 @@ impl Tensor {
     /// Extent of one dimension.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn dim<D: Dim>(&self, dim: D) -> Result<usize> {
         Ok(self.spec.shape.dim(dim)?)
     }
@@ -106,7 +106,7 @@ impl Tensor {
     /// The only extent of a vector.
     ///
     /// # Errors
-    /// When the rank is not 1.
+    /// Returns an error if the rank is not 1.
     pub fn dims1(&self) -> Result<usize> {
         self.extents::<1>().map(|[a]| a)
     }
@@ -114,7 +114,7 @@ impl Tensor {
     /// Both extents of a matrix.
     ///
     /// # Errors
-    /// When the rank is not 2.
+    /// Returns an error if the rank is not 2.
     pub fn dims2(&self) -> Result<(usize, usize)> {
         self.extents().map(|[a, b]| (a, b))
     }
@@ -122,7 +122,7 @@ impl Tensor {
     /// The three extents of a tensor of rank 3.
     ///
     /// # Errors
-    /// When the rank is not 3.
+    /// Returns an error if the rank is not 3.
     pub fn dims3(&self) -> Result<(usize, usize, usize)> {
         self.extents().map(|[a, b, c]| (a, b, c))
     }
@@ -130,7 +130,7 @@ impl Tensor {
     /// The four extents of a tensor of rank 4.
     ///
     /// # Errors
-    /// When the rank is not 4.
+    /// Returns an error if the rank is not 4.
     pub fn dims4(&self) -> Result<(usize, usize, usize, usize)> {
         self.extents().map(|[a, b, c, d]| (a, b, c, d))
     }
@@ -138,7 +138,7 @@ impl Tensor {
     /// The five extents of a tensor of rank 5.
     ///
     /// # Errors
-    /// When the rank is not 5.
+    /// Returns an error if the rank is not 5.
     pub fn dims5(&self) -> Result<(usize, usize, usize, usize, usize)> {
         self.extents().map(|[a, b, c, d, e]| (a, b, c, d, e))
     }
@@ -230,7 +230,7 @@ impl Tensor {
     /// reports every part as the sum of its summands, averaged over micro-batches and data ranks.
     ///
     /// # Errors
-    /// As [`Self::mean_all`].
+    /// Returns the errors of [`Self::mean_all`].
     pub fn report_loss(&self, part: LossPart, of: &Self) -> Result<()> {
         let mean = self.mean_all()?.id;
         lock(&self.graph).report_loss(ReportedLoss { part, of: of.id, mean });
@@ -259,7 +259,7 @@ impl Tensor {
     /// Matrix product over the last two dimensions; the leading (batch) dimensions must be equal.
     ///
     /// # Errors
-    /// When the inner extents or the leading dimensions differ.
+    /// Returns an error if the inner extents or the leading dimensions differ.
     pub fn matmul(&self, rhs: &Self) -> Result<Self> {
         Self::apply_op::<1>(ops::MatMul, &[self, rhs]).map(|[out]| out)
     }
@@ -268,7 +268,7 @@ impl Tensor {
     /// the weight of a linear layer.
     ///
     /// # Errors
-    /// When the inner extents differ or the leading dimensions do not broadcast.
+    /// Returns an error if the inner extents differ or the leading dimensions do not broadcast.
     pub fn broadcast_matmul(&self, rhs: &Self) -> Result<Self> {
         if rhs.rank() == 2 {
             return self.linear(&rhs.t()?, None);
@@ -284,7 +284,7 @@ impl Tensor {
     /// x·Wᵀ + b over the last dimension: `weight` is [out, in], `bias` is `[out]`.
     ///
     /// # Errors
-    /// When the extents do not match.
+    /// Returns an error if the extents do not match.
     pub fn linear(&self, weight: &Self, bias: Option<&Self>) -> Result<Self> {
         let inputs: Vec<&Self> = [self, weight].into_iter().chain(bias).collect();
         Self::apply_op::<1>(ops::Linear { has_bias: bias.is_some() }, &inputs).map(|[out]| out)
@@ -302,7 +302,7 @@ impl Tensor {
     /// Like [`Self::embedding`], but the row of the id `padding` gets no gradient, like PyTorch's `padding_idx`.
     ///
     /// # Errors
-    /// As [`Self::embedding`].
+    /// Returns the errors of [`Self::embedding`].
     pub fn padded_embedding(&self, ids: &Self, padding: Option<u32>) -> Result<Self> {
         if self.rank() == 2 {
             self.expect_inside(ids, 0, "embedding")?;
@@ -313,7 +313,7 @@ impl Tensor {
     /// Layer normalisation over the last dimension (Ba et al., arXiv 1607.06450).
     ///
     /// # Errors
-    /// When `weight` or `bias` is not `[width]`.
+    /// Returns an error if `weight` or `bias` is not `[width]`.
     pub fn layer_norm(&self, weight: &Self, bias: &Self, eps: f64) -> Result<Self> {
         Self::apply_op::<2>(ops::LayerNorm { eps }, &[self, weight, bias]).map(|[out, _]| out)
     }
@@ -321,7 +321,7 @@ impl Tensor {
     /// Root-mean-square normalisation over the last dimension (Zhang & Sennrich, arXiv 1910.07467).
     ///
     /// # Errors
-    /// When `weight` is not `[width]`.
+    /// Returns an error if `weight` is not `[width]`.
     pub fn rms_norm(&self, weight: &Self, eps: f64) -> Result<Self> {
         Self::apply_op::<2>(ops::RmsNorm { eps }, &[self, weight]).map(|[out, _]| out)
     }
@@ -330,7 +330,7 @@ impl Tensor {
     /// half a head apart are rotated, as in Llama and candle's `rope`.
     ///
     /// # Errors
-    /// When the rank is not 4 or the head size is odd.
+    /// Returns an error if the rank is not 4 or the head size is odd.
     pub fn rope(&self, theta: f64) -> Result<Self> {
         self.rope_scaled(theta, ops::RopeScaling::None)
     }
@@ -338,7 +338,7 @@ impl Tensor {
     /// Like [`Self::rope`], with scaled frequencies.
     ///
     /// # Errors
-    /// As [`Self::rope`].
+    /// Returns the errors of [`Self::rope`].
     pub fn rope_scaled(&self, theta: f64, scaling: ops::RopeScaling) -> Result<Self> {
         self.rotated(theta, scaling, false)
     }
@@ -346,7 +346,7 @@ impl Tensor {
     /// Like [`Self::rope_scaled`], but rotates pairs of adjacent elements, as in the paper and candle's `rope_i`.
     ///
     /// # Errors
-    /// As [`Self::rope`].
+    /// Returns the errors of [`Self::rope`].
     pub fn rope_i_scaled(&self, theta: f64, scaling: ops::RopeScaling) -> Result<Self> {
         self.rotated(theta, scaling, true)
     }
@@ -394,7 +394,7 @@ impl Tensor {
     /// are computed in the same pass (Liger Kernel, arXiv 2410.10989, section 3.2).
     ///
     /// # Errors
-    /// As [`Self::cross_entropy`].
+    /// Returns the errors of [`Self::cross_entropy`].
     pub fn linear_cross_entropy(&self, weight: &Self, targets: &Self) -> Result<Self> {
         self.capped_cross_entropy(weight, targets, None)
     }

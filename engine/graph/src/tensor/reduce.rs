@@ -11,7 +11,7 @@ impl Tensor {
     /// Sum over some dimensions.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn sum<D: Dims>(&self, dims: D) -> Result<Self> {
         let dims = dims.to_indexes(self.shape(), "sum")?;
         self.sum_keepdim(dims.clone())?.without(&dims)
@@ -20,7 +20,7 @@ impl Tensor {
     /// Sum over some dimensions, which are kept.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn sum_keepdim<D: Dims>(&self, dims: D) -> Result<Self> {
         let mut dims = dims.to_indexes(self.shape(), "sum_keepdim")?;
         dims.sort_unstable();
@@ -30,7 +30,7 @@ impl Tensor {
     /// Mean over some dimensions.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn mean<D: Dims>(&self, dims: D) -> Result<Self> {
         let dims = dims.to_indexes(self.shape(), "mean")?;
         self.mean_keepdim(dims.clone())?.without(&dims)
@@ -39,7 +39,7 @@ impl Tensor {
     /// Mean over some dimensions, which are kept.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn mean_keepdim<D: Dims>(&self, dims: D) -> Result<Self> {
         let dims = dims.to_indexes(self.shape(), "mean_keepdim")?;
         let count: usize = dims.iter().map(|&dim| self.dims()[dim]).product();
@@ -49,7 +49,7 @@ impl Tensor {
     /// Unbiased variance over one dimension.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn var<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "var")?;
         self.var_keepdim(dim)?.squeeze(dim)
@@ -58,7 +58,7 @@ impl Tensor {
     /// Unbiased variance over one dimension, which is kept.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn var_keepdim<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "var_keepdim")?;
         let squares = self.broadcast_sub(&self.mean_keepdim(dim)?)?.sqr()?;
@@ -68,7 +68,7 @@ impl Tensor {
     /// Sum of all elements: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn sum_all(&self) -> Result<Self> {
         self.apply1(ops::ScaledSum { scale: 1.0 })
     }
@@ -76,7 +76,7 @@ impl Tensor {
     /// Mean of all elements: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn mean_all(&self) -> Result<Self> {
         self.apply1(ops::ScaledSum { scale: 1.0 / self.elem_count().max(1) as f64 })
     }
@@ -84,7 +84,7 @@ impl Tensor {
     /// √Σx² over all elements: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn norm(&self) -> Result<Self> {
         self.sqr()?.sum_all()?.sqrt()
     }
@@ -92,7 +92,7 @@ impl Tensor {
     /// ln Σ eˣ over some dimensions, which are removed.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn log_sum_exp<D: Dims>(&self, dims: D) -> Result<Self> {
         let mut dims = dims.to_indexes(self.shape(), "log_sum_exp")?;
         dims.sort_unstable_by(|a, b| b.cmp(a));
@@ -107,7 +107,7 @@ impl Tensor {
     /// Softmax over the last dimension.
     ///
     /// # Errors
-    /// When the rank is 0.
+    /// Returns an error if the rank is 0.
     pub fn softmax_last_dim(&self) -> Result<Self> {
         self.apply1(ops::Softmax)
     }
@@ -115,7 +115,7 @@ impl Tensor {
     /// Cumulative sum along a dimension, computed as a product with a triangular matrix of ones.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn cumsum<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "cumsum")?;
         let last = self.rank() - 1;
@@ -138,7 +138,7 @@ macro_rules! extremes {
             $(#[doc = concat!("The ", $what, " over one dimension, which is removed.")]
             ///
             /// # Errors
-            /// When there is no such dimension.
+            /// Returns an error if there is no such dimension.
             pub fn $value<D: Dim>(&self, dim: D) -> Result<Self> {
                 let dim = dim.to_index(self.shape(), stringify!($value))?;
                 self.$value_keepdim(dim)?.squeeze(dim)
@@ -147,7 +147,7 @@ macro_rules! extremes {
             #[doc = concat!("The ", $what, " over one dimension, which is kept.")]
             ///
             /// # Errors
-            /// When there is no such dimension.
+            /// Returns an error if there is no such dimension.
             pub fn $value_keepdim<D: Dim>(&self, dim: D) -> Result<Self> {
                 let dim = dim.to_index(self.shape(), stringify!($value))?;
                 self.extreme(dim, $greatest).map(|[value, _]| value)
@@ -156,7 +156,7 @@ macro_rules! extremes {
             #[doc = concat!("The index (u32) of the ", $what, " over one dimension, which is removed. Not differentiable.")]
             ///
             /// # Errors
-            /// When there is no such dimension.
+            /// Returns an error if there is no such dimension.
             pub fn $index<D: Dim>(&self, dim: D) -> Result<Self> {
                 let dim = dim.to_index(self.shape(), stringify!($index))?;
                 self.$index_keepdim(dim)?.squeeze(dim)
@@ -165,7 +165,7 @@ macro_rules! extremes {
             #[doc = concat!("The index (u32) of the ", $what, " over one dimension, which is kept. Not differentiable.")]
             ///
             /// # Errors
-            /// When there is no such dimension.
+            /// Returns an error if there is no such dimension.
             pub fn $index_keepdim<D: Dim>(&self, dim: D) -> Result<Self> {
                 let dim = dim.to_index(self.shape(), stringify!($index))?;
                 self.extreme(dim, $greatest).map(|[_, index]| index)
@@ -196,7 +196,7 @@ impl Tensor {
     /// The greatest element: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn max_all(&self) -> Result<Self> {
         self.flatten_all()?.max(0)
     }
@@ -204,7 +204,7 @@ impl Tensor {
     /// The least element: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn min_all(&self) -> Result<Self> {
         self.flatten_all()?.min(0)
     }

@@ -13,7 +13,7 @@ impl Tensor {
     /// The same elements in another shape; one extent may be `()`. Copies if the strides do not allow a view.
     ///
     /// # Errors
-    /// When the numbers of elements differ.
+    /// Returns an error if the numbers of elements differ.
     pub fn reshape(&self, shape: impl ShapeWithOneHole) -> Result<Self> {
         let shape = shape.into_shape(self.elem_count())?;
         let layout = lock(&self.graph).value(self.id).layout.clone();
@@ -25,7 +25,7 @@ impl Tensor {
     /// Swaps two dimensions.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn transpose<D1: Dim, D2: Dim>(&self, dim1: D1, dim2: D2) -> Result<Self> {
         let dim1 = dim1.to_index(self.shape(), "transpose")?;
         let dim2 = dim2.to_index(self.shape(), "transpose")?;
@@ -35,7 +35,7 @@ impl Tensor {
     /// Swaps the last two dimensions.
     ///
     /// # Errors
-    /// When the rank is below 2.
+    /// Returns an error if the rank is below 2.
     pub fn t(&self) -> Result<Self> {
         self.transpose(Last::Minus2, Last::Minus1)
     }
@@ -71,7 +71,7 @@ impl Tensor {
     /// Divides one dimension into parts of the given sizes.
     ///
     /// # Errors
-    /// When they do not add up to the dimension.
+    /// Returns an error if they do not add up to the dimension.
     pub fn split<D: Dim>(&self, sizes: &[usize], dim: D) -> Result<Vec<Self>> {
         let dim = dim.to_index(self.shape(), "split")?;
         if sizes.iter().sum::<usize>() != self.dims()[dim] {
@@ -84,7 +84,7 @@ impl Tensor {
     /// Reorders the dimensions: dimension `dims[i]` becomes dimension i.
     ///
     /// # Errors
-    /// When not every dimension is named once.
+    /// Returns an error if not every dimension is named once.
     pub fn permute<D: Dims>(&self, dims: D) -> Result<Self> {
         let dims = dims.to_indexes(self.shape(), "permute")?;
         if dims.len() != self.rank() || (0..dims.len()).any(|dim| !dims.contains(&dim)) {
@@ -106,7 +106,7 @@ impl Tensor {
     /// Merges the dimensions `start` to `end`, both included.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn flatten<D1: Dim, D2: Dim>(&self, start: D1, end: D2) -> Result<Self> {
         let (start, end) = (start.to_index(self.shape(), "flatten")?, end.to_index(self.shape(), "flatten")?);
         if start >= end {
@@ -119,7 +119,7 @@ impl Tensor {
     /// Merges the dimensions 0 to `end`, both included.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn flatten_to<D: Dim>(&self, end: D) -> Result<Self> {
         self.flatten(0, end)
     }
@@ -127,7 +127,7 @@ impl Tensor {
     /// Merges the dimensions from `start` on.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn flatten_from<D: Dim>(&self, start: D) -> Result<Self> {
         self.flatten(start, Last::Minus1)
     }
@@ -143,7 +143,7 @@ impl Tensor {
     /// The same as [`Self::broadcast_as`].
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn expand(&self, shape: impl Into<Shape>) -> Result<Self> {
         self.broadcast_as(shape)
     }
@@ -151,7 +151,7 @@ impl Tensor {
     /// Repeats the tensor along new leading dimensions, without copying.
     ///
     /// # Errors
-    /// When the new shape is too large.
+    /// Returns an error if the new shape is too large.
     pub fn broadcast_left(&self, left: impl Into<Shape>) -> Result<Self> {
         self.broadcast_as([left.into().dims(), self.dims()].concat())
     }
@@ -160,7 +160,7 @@ impl Tensor {
     /// than there are dimensions, leading ones are added.
     ///
     /// # Errors
-    /// When the new shape is too large.
+    /// Returns an error if the new shape is too large.
     pub fn repeat(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         let added = shape.rank().saturating_sub(self.rank());
@@ -176,7 +176,7 @@ impl Tensor {
     /// Concatenates tensors along one dimension.
     ///
     /// # Errors
-    /// When they differ in another dimension.
+    /// Returns an error if they differ in another dimension.
     pub fn cat<A: AsRef<Self>, D: Dim>(tensors: &[A], dim: D) -> Result<Self> {
         let tensors: Vec<&Self> = tensors.iter().map(AsRef::as_ref).collect();
         let first = tensors.first().ok_or_else(|| Error::Shape {
@@ -195,7 +195,7 @@ impl Tensor {
     /// Concatenates tensors of one shape along a new dimension.
     ///
     /// # Errors
-    /// When their shapes differ.
+    /// Returns an error if their shapes differ.
     pub fn stack<A: AsRef<Self>, D: Dim + Copy>(tensors: &[A], dim: D) -> Result<Self> {
         let slices = tensors.iter().map(|tensor| tensor.as_ref().unsqueeze(dim)).collect::<Result<Vec<_>>>()?;
         let Some(first) = slices.first() else { return Self::cat(&slices, 0) };
@@ -207,7 +207,7 @@ impl Tensor {
     /// Adds `left` zeros before and `right` zeros after the indices of a dimension.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn pad_with_zeros<D: Dim>(&self, dim: D, left: usize, right: usize) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "pad_with_zeros")?;
         if left + right == 0 {
@@ -219,7 +219,7 @@ impl Tensor {
     /// Shifts the indices of one dimension by `shift`, cyclically.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn roll<D: Dim>(&self, shift: i32, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "roll")?;
         let extent = self.dims()[dim];
@@ -234,7 +234,7 @@ impl Tensor {
     /// Repeats dimensions of extent 1, and adds leading dimensions, without copying.
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn broadcast_as(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         if &shape == self.shape() {
@@ -257,7 +257,7 @@ impl Tensor {
     /// Removes a dimension of extent 1; returns the tensor itself if the dimension has another extent.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn squeeze<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "squeeze")?;
         let mut dims = self.dims().to_vec();

@@ -24,7 +24,7 @@ impl Routing {
     /// Exchanges the numbers of rows between `ranks` expert ranks.
     ///
     /// # Errors
-    /// When the ranks do not divide the experts.
+    /// Returns an error if the ranks do not divide the experts.
     pub fn exchange(&self, ranks: usize) -> Result<Exchange> {
         if ranks == 0 || !self.experts.is_multiple_of(ranks) {
             let why = format!("{ranks} ranks cannot share {} experts equally", self.experts);
@@ -93,7 +93,7 @@ impl Exchange {
     /// Multiplies every row by the weight of its expert: [rows, in] and [experts here, out, in] to [rows, out].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn linear(&self, rows: &Tensor, weight: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(
             GroupedLinear { sources: self.ranks, balanced: self.balanced() },
@@ -105,7 +105,7 @@ impl Exchange {
     /// Computes silu(gate)·up of every row times the row's weight; gate and up are [rows, width], weights [rows, 1].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn swiglu(&self, gate: &Tensor, up: &Tensor, weights: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(RoutedSwiGlu { balanced: self.balanced() }, &[gate, up, weights, &self.received])
             .map(|[rows]| rows)

@@ -190,7 +190,7 @@ impl Router {
     /// too.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn forward(&self, x: &Tensor, train: bool) -> Result<Routing> {
         let _layer = x.enter(&self.layer);
         let routing = self.config.route(x, &self.weight, self.bias.as_ref(), train)?;
@@ -220,7 +220,7 @@ impl RouterConfig {
     /// \[experts\], which affects only the choice. Noise and losses are added only while training.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn route(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, train: bool) -> Result<Routing> {
         let (_, tokens, _) = x.dims3()?;
         let logits = match self.jitter {
@@ -346,7 +346,7 @@ impl Routing {
     /// Returns the rows of all experts, one expert after another: [batch, tokens, width] to [rows, width].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn dispatch(&self, x: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(Dispatch, &[x, &self.places, &self.slots]).map(|[rows]| rows)
     }
@@ -354,7 +354,7 @@ impl Routing {
     /// Returns the router's weight of every row: [rows, 1].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn row_weights(&self) -> Result<Tensor> {
         Tensor::apply_op::<1>(SlotWeights, &[&self.weights, &self.places, &self.slots]).map(|[weights]| weights)
     }
@@ -363,7 +363,7 @@ impl Routing {
     /// zeros.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn combine(&self, rows: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(Combine, &[rows, &self.places, &self.slots]).map(|[x]| x)
     }

@@ -18,7 +18,7 @@ pub enum Chooses {
     Experts,
 }
 
-/// Which of too many slots of an expert are left out.
+/// The rows that an expert drops if it has more than its capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DropPolicy {
