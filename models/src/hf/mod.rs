@@ -21,7 +21,7 @@
 //!
 //! ```text
 //! config.json ─▶ fields, checked ─▶ Config ─▶ model ─▶ Trainer ◀── load ── layout ◀── names in *.safetensors
-//!                                                        └────── save ───▶ folder, beside and renamed
+//!                                                        └────── save ───▶ temporary folder, then renamed
 //! ```
 
 mod adapter;

@@ -73,7 +73,7 @@ impl Tensor {
         lock(&self.graph).loss_terms()
     }
 
-    /// Writes `self` [batch, heads, tokens, size] or [batch, tokens, size] to a cache behind the past tokens, and
+    /// Writes `self` [batch, heads, tokens, size] or [batch, tokens, size] to a cache, after the past tokens, and
     /// returns the cache, with a row for each token of the window. `what` names the cache in the plan. If sequences are
     /// not continued, returns `self`.
     ///

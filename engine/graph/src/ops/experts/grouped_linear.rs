@@ -25,7 +25,7 @@ pub struct GroupedLinear {
     pub balanced: Option<usize>,
 }
 
-/// [experts, out, in].
+/// Returns the extents (experts, out, in) of the experts' weight.
 fn weight_dims(weight: &[usize]) -> (usize, usize, usize) {
     let &[experts, out, width] = weight else { unreachable!("rank 3 by the shape rule") };
     (experts, out, width)
