@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::head_size;
 use crate::limits::{Checked, MOST_HIDDEN, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH};
 
-/// Extents of a [`Gpt`].
+/// The settings of a [`Gpt`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct GptConfig {
@@ -37,7 +37,7 @@ pub struct GptConfig {
     pub dropout: f64,
 }
 
-/// GELU, exactly or nearly.
+/// A form of GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
@@ -49,7 +49,7 @@ pub enum Activation {
 }
 
 impl Default for GptConfig {
-    /// GPT-2 124M.
+    /// The settings of GPT-2 124M.
     fn default() -> Self {
         Self {
             vocabulary: 50_257,
@@ -67,7 +67,7 @@ impl Default for GptConfig {
 }
 
 impl GptConfig {
-    /// Number of trained numbers.
+    /// Returns the number of parameters.
     pub fn parameters(&self) -> u64 {
         let (width, hidden) = (self.width, self.hidden());
         let block = 4 * width * width + 2 * width * hidden + 9 * width + hidden;
@@ -79,10 +79,10 @@ impl GptConfig {
         self.hidden.unwrap_or(4 * self.width)
     }
 
-    /// Refuses extents and numbers of which no model can be made ([`limits`](crate::limits)).
+    /// Checks that the settings are within the [`limits`](crate::limits).
     ///
     /// # Errors
-    /// The first of them.
+    /// Returns an error for the first setting that is not.
     pub fn check(&self) -> Result<()> {
         let &Self { vocabulary, sequence, layers, heads, width, .. } = self;
         Checked::default()
@@ -99,7 +99,7 @@ impl GptConfig {
     }
 }
 
-/// The model.
+/// The GPT-2 model.
 #[derive(Debug, Clone)]
 pub struct Gpt {
     wte: Embedding,
@@ -114,7 +114,7 @@ impl Gpt {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// When the heads do not divide the width; as [`GptConfig::check`].
+    /// Returns an error if the heads do not divide the width, and the errors of [`GptConfig::check`].
     pub fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let wte = embedding(config.vocabulary, config.width, vb.pp("wte"))?;
@@ -128,7 +128,7 @@ impl Gpt {
         Ok(Self { wte, wpe, blocks, ln_f, head, config: config.clone() })
     }
 
-    /// What the head reads: [batch, tokens, width].
+    /// Returns the input of the head: [batch, tokens, width].
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
         let (_, t) = tokens.dims2()?;
         let dropout = if train { self.config.dropout } else { 0.0 };
@@ -241,7 +241,8 @@ impl Mlp {
     }
 }
 
-/// A layer that writes to the residual stream: its initial weights are scaled by 1/√(2·layers) (GPT-2, section 2.3).
+/// Declares a layer that writes to the residual stream. Its initial weights are scaled by 1/√(2·layers) (GPT-2, section
+/// 2.3).
 fn residual_linear(in_dim: usize, out_dim: usize, config: &GptConfig, vb: VarBuilder) -> Result<Linear> {
     let stdev = 0.02 / (2.0 * config.layers.max(1) as f64).sqrt();
     linear_with_hints(in_dim, out_dim, Init::Randn { mean: 0.0, stdev }, vb)

@@ -1,5 +1,6 @@
-//! Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads are made of one short vector
-//! per token, and queries of another. Positions are rotated in a part of each head of their own, whose key all heads share.
+//! Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). The keys and values of all heads are
+//! computed from one short vector per token, the latent; queries may be computed from another. Positions are encoded in
+//! a separate part of each head, whose rotated key all heads share.
 
 use gapless_engine::nn::{Linear, Module, RmsNorm, VarBuilder, linear_b, linear_no_bias, rms_norm};
 use gapless_engine::{Result, Tensor, ops};
@@ -8,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::llama::LlamaConfig;
 
-/// Extents of latent attention.
+/// The settings of latent attention.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LatentConfig {
@@ -27,7 +28,7 @@ pub struct LatentConfig {
 }
 
 impl Default for LatentConfig {
-    /// DeepSeek-V3's.
+    /// The settings of DeepSeek-V3.
     fn default() -> Self {
         Self {
             query_rank: Some(1536),
@@ -41,12 +42,12 @@ impl Default for LatentConfig {
 }
 
 impl LatentConfig {
-    /// Width of a query or key.
+    /// The width of a query or key.
     pub(crate) fn head_size(&self) -> usize {
         self.plain_size + self.rotated_size
     }
 
-    /// Number of trained numbers of a layer's attention.
+    /// Returns the number of parameters of one layer's attention.
     pub(crate) fn parameters(&self, of: &LlamaConfig) -> usize {
         let (width, q) = (of.width, of.heads * self.head_size());
         let bias = |outputs: usize| if of.output_bias { outputs } else { 0 };
@@ -58,13 +59,13 @@ impl LatentConfig {
     }
 }
 
-/// What the norms of the short vectors add to the mean square, whatever the others do.
+/// Added to the mean square by the norms of the latents. It does not depend on `rms_norm_eps`.
 const EPS: f64 = 1e-6;
 
-/// The layer.
+/// A layer of latent attention.
 #[derive(Debug, Clone)]
 pub(crate) struct LatentAttention {
-    /// What makes the short vector of queries, if there is one.
+    /// The projection to the latent of the queries and its norm, if there is one.
     short: Option<(Linear, RmsNorm)>,
     queries: Linear,
     kv_a_proj_with_mqa: Linear,
@@ -77,7 +78,7 @@ pub(crate) struct LatentAttention {
 }
 
 impl LatentAttention {
-    /// Declares the parameters: `output_bias` has biases on what makes the short vectors, too.
+    /// Declares the parameters. With `output_bias`, the projections to the latents have biases too.
     pub(crate) fn new(config: &LlamaConfig, latent: &LatentConfig, vb: VarBuilder) -> Result<Self> {
         let &LlamaConfig { width, heads, output_bias: bias, .. } = config;
         let &LatentConfig { kv_rank, plain_size, rotated_size, value_size, .. } = latent;
@@ -112,7 +113,7 @@ impl LatentAttention {
             true => x.rope_i_scaled(rope_theta, rope_scaling),
             false => x.rope_scaled(rope_theta, rope_scaling),
         };
-        // [batch, heads, tokens, size], and a part of each head.
+        // Splits x into heads [batch, heads, tokens, size], and selects a part of each head.
         let split = |x: Tensor, heads: usize, size: usize| x.reshape((b, t, heads, size))?.transpose(1, 2);
         let part = |x: &Tensor, first: usize, size: usize| x.narrow(3, first, size);
 
@@ -124,8 +125,8 @@ impl LatentAttention {
         let q_rotated = rotated(part(&q, plain_size, rotated_size)?)?;
         let q = Tensor::cat(&[&part(&q, 0, plain_size)?, &q_rotated], 3)?;
 
-        // Where sequences are continued, what is kept of the tokens before is the short vector and the rotated key; keys and values of
-        // the window are made of it anew, as those of a whole sequence are.
+        // If sequences are continued, the cache holds the latent and the rotated key of past tokens. The keys and
+        // values of the window are recomputed from it, by the same operations as those of a whole sequence.
         let shared = self.kv_a_proj_with_mqa.forward(x)?;
         let k_rotated = rotated(split(shared.narrow(2, kv_rank, rotated_size)?, 1, rotated_size)?)?;
         let k_rotated = k_rotated.with_past("rotated_keys")?;

@@ -1,7 +1,7 @@
-//! Language models as a text-book writes them, over the gapless engine.
+//! Language models written as in a textbook, over the gapless engine.
 //!
-//! Each is one file: a configuration, the parameters, and the forward pass in candle's vocabulary. Names of parameters
-//! are those of the Hugging Face checkpoints of the same architecture, which [`hf`] reads and writes.
+//! Each model is one file: a configuration, the parameters, and the forward pass in candle's vocabulary. Parameters
+//! have the names of the Hugging Face checkpoints of the same architecture, which [`hf`] reads and writes.
 //!
 //! ```
 //! use gapless_engine::{StepOptions, Trainer};
@@ -35,7 +35,7 @@ pub use moe::{Moe, MoeConfig, MoeStyle};
 
 use gapless_engine::{Error, Result};
 
-/// Width of a head.
+/// Returns the width of a head.
 fn head_size(width: usize, heads: usize) -> Result<usize> {
     if heads == 0 || !width.is_multiple_of(heads) {
         let why = format!("{heads} heads do not divide a width of {width}");

@@ -1,42 +1,43 @@
-//! The extents that a model may have: beyond them nobody trains, and sizes that follow from them could not be counted.
+//! Upper limits of a model's extents. They are beyond any model that is trained, and small enough that sizes derived
+//! from them do not overflow.
 
 use gapless_engine::{Error, Result};
 
-/// Blocks, at most.
+/// The greatest number of blocks.
 pub const MOST_LAYERS: usize = 4096;
-/// Heads, experts and widths, at most.
+/// The greatest number of heads or experts, and the greatest width.
 pub const MOST_WIDTH: usize = 1 << 20;
-/// Widths of a feed-forward part, at most.
+/// The greatest width of a feed-forward layer.
 pub const MOST_HIDDEN: usize = 1 << 22;
-/// Tokens of a vocabulary, and positions, at most.
+/// The greatest number of tokens in a vocabulary, and of positions.
 pub const MOST_TOKENS: usize = 1 << 28;
-/// Elements of all parameters, at most: 2⁴⁸ take a petabyte.
+/// The greatest number of parameters: 2⁴⁸ f32 elements take a petabyte.
 pub const MOST_ELEMENTS: u128 = 1 << 48;
 
-/// A configuration that is checked before anything is made of it.
+/// Checks of a configuration. It records the first violation.
 #[derive(Default)]
 pub(crate) struct Checked {
     wrong: Option<(String, &'static str)>,
 }
 
 impl Checked {
-    /// An extent between 1 and `most`.
+    /// Checks that an extent is between 1 and `most`.
     pub fn extent(self, name: &str, extent: usize, most: usize) -> Self {
         self.holds((1..=most).contains(&extent), || format!("{name} is {extent}, which is not from 1 to {most}"))
     }
 
-    /// A number above 0 whose reciprocal is one as well, in f32.
+    /// Checks that a number is above 0 and, like its reciprocal, representable in f32.
     pub fn positive(self, name: &str, x: f64) -> Self {
         let is_sound = x > 0.0 && (x as f32).is_normal() && ((1.0 / x) as f32).is_normal();
         self.holds(is_sound, || format!("{name} is {x}, which is no number above 0 in f32"))
     }
 
-    /// A probability below 1.
+    /// Checks that a probability is at least 0 and below 1.
     pub fn probability(self, name: &str, x: f64) -> Self {
         self.holds((0.0..1.0).contains(&x), || format!("{name} is {x}, which is not from 0 to below 1"))
     }
 
-    /// The number of all parameters.
+    /// Checks the number of parameters.
     pub fn elements(self, elements: u128) -> Self {
         let why = || format!("it has {elements} parameters, and {MOST_ELEMENTS} are the most");
         self.holds(elements <= MOST_ELEMENTS, why)
@@ -49,7 +50,7 @@ impl Checked {
         self
     }
 
-    /// The first thing that is wrong.
+    /// Returns an error for the first violation.
     pub fn done(self) -> Result<()> {
         match self.wrong {
             None => Ok(()),

@@ -1,5 +1,6 @@
-//! Llama (Touvron et al., arXiv 2302.13971): RMS norm, rotary positions, SwiGLU, grouped-query attention
-//! (Ainslie et al., arXiv 2305.13245). By its options also what followed: Mistral, Qwen2 and 3, OLMo 2, Gemma 2 and 3.
+//! Llama (Touvron et al., arXiv 2302.13971): RMS norm, rotary positions, SwiGLU, grouped-query attention (Ainslie et
+//! al., arXiv 2305.13245). With other settings, it is one of its successors: Mistral, Qwen2 and 3, OLMo 2, Gemma 2 and
+//! 3.
 
 use gapless_engine::nn::{
     Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear, linear_no_bias, rms_norm, rms_norm_offset,
@@ -12,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::head_size;
 use crate::limits::{Checked, MOST_HIDDEN, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH};
 
-/// Extents of a [`Llama`].
+/// The settings of a [`Llama`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LlamaConfig {
@@ -71,7 +72,7 @@ pub struct LlamaConfig {
     pub logit_cap: Option<f64>,
 }
 
-/// What the gate of a feed-forward part passes through.
+/// The activation function of the gate in a feed-forward layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum GateActivation {
@@ -82,7 +83,7 @@ pub enum GateActivation {
     Gelu,
 }
 
-/// What is normalised of queries and keys.
+/// The normalization of queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum QkNorm {
@@ -95,7 +96,7 @@ pub enum QkNorm {
     Width,
 }
 
-/// Where the norms of a block stand.
+/// The position of the norms in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Norms {
@@ -109,7 +110,7 @@ pub enum Norms {
 }
 
 impl Default for LlamaConfig {
-    /// Llama 3 8B.
+    /// The settings of Llama 3 8B.
     fn default() -> Self {
         Self {
             vocabulary: 128_256,
@@ -143,10 +144,10 @@ impl Default for LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// Refuses extents and numbers of which no model can be made ([`limits`](crate::limits)).
+    /// Checks that the settings are within the [`limits`](crate::limits).
     ///
     /// # Errors
-    /// The first of them.
+    /// Returns an error for the first setting that is not.
     pub fn check(&self) -> Result<()> {
         let &Self { vocabulary, layers, heads, kv_heads, width, hidden, .. } = self;
         let checked = Checked::default()
@@ -172,7 +173,7 @@ impl LlamaConfig {
         Checked::default().elements(self.parameters().into()).done()
     }
 
-    /// Number of trained numbers.
+    /// Returns the number of parameters.
     pub fn parameters(&self) -> u64 {
         let norms = if self.norms == Norms::Both { 4 } else { 2 };
         let block = self.attention_parameters() + self.mlp_parameters() + norms * self.width;
@@ -180,7 +181,7 @@ impl LlamaConfig {
         (tables * self.vocabulary * self.width + self.layers * block + self.width) as u64
     }
 
-    /// Those of a layer's attention.
+    /// Returns the number of parameters of one layer's attention.
     pub(crate) fn attention_parameters(&self) -> usize {
         let (width, head_size) = (self.width, self.head_size.unwrap_or(self.width / self.heads.max(1)));
         let (q, kv) = (self.heads * head_size, self.kv_heads * head_size);
@@ -194,12 +195,12 @@ impl LlamaConfig {
         attention + qk_norms + biases
     }
 
-    /// Those of a feed-forward part.
+    /// Returns the number of parameters of one feed-forward layer.
     pub(crate) fn mlp_parameters(&self) -> usize {
         3 * self.width * self.hidden + usize::from(self.mlp_bias) * (2 * self.hidden + self.width)
     }
 
-    /// The head: the embedding's table, or a layer of its own.
+    /// Returns the head. If it is tied, it uses the embedding's table; if not, it is declared.
     pub(crate) fn head(&self, embedding: &Embedding, vb: VarBuilder) -> Result<Linear> {
         match self.tied {
             true => Ok(Linear::new(embedding.embeddings().clone(), None, vb.prefix())),
@@ -207,31 +208,31 @@ impl LlamaConfig {
         }
     }
 
-    /// A norm over so many elements.
+    /// Declares a norm over `width` elements.
     pub(crate) fn norm(&self, width: usize, vb: VarBuilder) -> Result<RmsNorm> {
         let norm = if self.offset_norms { rms_norm_offset } else { rms_norm };
         norm(width, self.rms_norm_eps, vb)
     }
 
-    /// The table of tokens, under the model's path.
+    /// Declares the token embedding under the model's path.
     pub(crate) fn embedding(&self, model: &VarBuilder) -> Result<Embedding> {
         Ok(embedding(self.vocabulary, self.width, model.pp("embed_tokens"))?.with_padding(self.padding))
     }
 
-    /// What the first block reads.
+    /// Returns the input of the first block.
     pub(crate) fn embed(&self, embedding: &Embedding, tokens: &Tensor) -> Result<Tensor> {
         let x = embedding.forward(tokens)?;
         if self.scaled_embedding { x.affine((self.width as f64).sqrt(), 0.0) } else { Ok(x) }
     }
 
-    /// The logits of what the head reads.
+    /// Returns the logits for an input of the head.
     pub(crate) fn logits(&self, head: &Linear, x: &Tensor) -> Result<Tensor> {
         let logits = head.forward(x)?;
         self.logit_cap.map_or(Ok(logits.clone()), |cap| logits.cap(cap))
     }
 }
 
-/// The model.
+/// The Llama model.
 #[derive(Debug, Clone)]
 pub struct Llama {
     embed_tokens: Embedding,
@@ -245,7 +246,8 @@ impl Llama {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// When the heads do not divide the width, or the key-value heads the heads.
+    /// Returns an error if the heads do not divide the width or the key-value heads do not divide the heads, and the
+    /// errors of [`LlamaConfig::check`].
     pub fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let model = vb.pp("model");
@@ -257,7 +259,7 @@ impl Llama {
         Ok(Self { embed_tokens, blocks, norm, lm_head, config: config.clone() })
     }
 
-    /// What the head reads: [batch, tokens, width].
+    /// Returns the input of the head: [batch, tokens, width].
     fn hidden(&self, tokens: &Tensor) -> Result<Tensor> {
         let mut x = self.config.embed(&self.embed_tokens, tokens)?;
         for block in &self.blocks {
@@ -302,14 +304,14 @@ impl Block {
     }
 }
 
-/// The two sums of a block, with their norms.
+/// The two residual connections of a block, with their norms.
 #[derive(Debug, Clone)]
 pub(crate) struct Residual {
     attention: AroundPart,
     feed_forward: AroundPart,
 }
 
-/// The norms of what a part reads and of what it makes.
+/// The norms of the input and of the output of a part.
 #[derive(Debug, Clone)]
 struct AroundPart {
     before: Option<RmsNorm>,
@@ -319,7 +321,7 @@ struct AroundPart {
 impl Residual {
     /// Declares the norms, under the block's path.
     pub(crate) fn new(config: &LlamaConfig, vb: &VarBuilder) -> Result<Self> {
-        // Names of the norms before and after.
+        // Names of the norms before and after each part.
         let (attention, feed_forward) = match config.norms {
             Norms::Before => ((Some("input_layernorm"), None), (Some("post_attention_layernorm"), None)),
             Norms::After => ((None, Some("post_attention_layernorm")), (None, Some("post_feedforward_layernorm"))),
@@ -356,11 +358,11 @@ pub(crate) struct Attention {
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
-    /// Of queries and keys.
+    /// Norms of queries and of keys.
     norms: Option<(RmsNorm, RmsNorm)>,
     config: LlamaConfig,
     head_size: usize,
-    /// Tokens that a token attends to at most.
+    /// The number of tokens that a token attends to at most.
     window: Option<usize>,
     layer: String,
 }
@@ -405,7 +407,7 @@ impl Attention {
             None => (rope_theta, rope_scaling),
         };
         let split = |x: Tensor, heads: usize| x.reshape((b, t, heads, self.head_size));
-        // Queries or keys: normalised before or after they are cut into heads, and rotated.
+        // Normalises queries or keys before or after they are split into heads, and rotates them.
         let rotated = |x: Tensor, heads: usize, norm: Option<&RmsNorm>| {
             let x_bthd = match (norm, qk_norm) {
                 (Some(norm), QkNorm::Head) => norm.forward(&split(x, heads)?)?,

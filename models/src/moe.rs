@@ -1,5 +1,5 @@
-//! Llama with experts: Mixtral (Jiang et al., arXiv 2401.04088), Qwen-MoE (arXiv 2407.10671, section 2.2.2) and DeepSeek's
-//! (arXiv 2401.06066, 2412.19437) way of routing, by configuration.
+//! Llama with experts. The settings cover Mixtral (Jiang et al., arXiv 2401.04088), Qwen-MoE (arXiv 2407.10671, section
+//! 2.2.2) and the routing of DeepSeek (arXiv 2401.06066, 2412.19437).
 
 use gapless_engine::nn::{
     Capacity, Choice, Embedding, Experts, Linear, Module, RmsNorm, Router, RouterConfig, Score, VarBuilder,
@@ -14,7 +14,7 @@ use crate::latent::{LatentAttention, LatentConfig};
 use crate::limits::{Checked, MOST_HIDDEN, MOST_TOKENS, MOST_WIDTH};
 use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
 
-/// Extents of a [`Moe`].
+/// The settings of a [`Moe`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct MoeConfig {
@@ -35,7 +35,7 @@ pub struct MoeConfig {
 }
 
 impl Default for MoeConfig {
-    /// Mixtral 8x7B.
+    /// The settings of Mixtral 8x7B.
     fn default() -> Self {
         let llama = LlamaConfig { vocabulary: 32_000, rope_theta: 1e6, ..LlamaConfig::default() };
         Self {
@@ -50,24 +50,24 @@ impl Default for MoeConfig {
     }
 }
 
-/// Ways of routing that have a name.
+/// Well-known kinds of mixtures of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MoeStyle {
     /// One expert per token, with a capacity, jitter and a z-loss (arXiv 2101.03961, 2202.08906).
     Switch,
-    /// Two of eight, weights that sum to 1.
+    /// Two of eight experts per token, with weights that sum to 1.
     Mixtral,
-    /// Many small experts, and one that all tokens share.
+    /// Many small experts, and a shared expert for all tokens.
     Qwen,
-    /// Sigmoids, groups, a bias instead of a loss, a shared expert, a dense first layer.
+    /// Sigmoid scores, groups of experts, a bias instead of a balance loss, a shared expert, and a dense first layer.
     DeepSeek,
-    /// Experts choose tokens.
+    /// Experts choose tokens, instead of tokens choosing experts.
     ExpertChoice,
 }
 
 impl MoeConfig {
-    /// Qwen1.5-MoE-A2.7B: 60 small experts of which a token uses 4, and a shared one.
+    /// The settings of Qwen1.5-MoE-A2.7B: 60 small experts, of which a token uses 4, and a shared one.
     pub fn qwen1_5_a2_7b() -> Self {
         let llama = LlamaConfig {
             vocabulary: 151_936,
@@ -85,7 +85,8 @@ impl MoeConfig {
         Self { llama, router, expert_hidden: 1408, shared_hidden: 5632, shared_gate: true, ..Self::default() }
     }
 
-    /// A model of 4 layers and about 10 million parameters, of which a token uses a third: learns text on a CPU in minutes.
+    /// The settings of a model of 4 layers and about 10 million parameters, of which each token uses a third. It learns
+    /// text on a CPU within minutes.
     pub fn small(style: MoeStyle, vocabulary: usize) -> Self {
         let llama = LlamaConfig {
             vocabulary,
@@ -141,13 +142,13 @@ impl MoeConfig {
         }
     }
 
-    /// Refuses extents and numbers of which no model can be made ([`limits`](crate::limits)).
+    /// Checks that the settings are within the [`limits`](crate::limits).
     ///
     /// # Errors
-    /// The first of them.
+    /// Returns an error for the first setting that is not.
     pub fn check(&self) -> Result<()> {
         self.llama.check()?;
-        // Layers and routers refuse extents of 0 by name.
+        // Extents of 0 are allowed here; layers and routers reject them with their own messages.
         let checked = Checked::default()
             .extent("router.experts", self.router.experts.max(1), MOST_WIDTH)
             .extent("expert_hidden", self.expert_hidden.max(1), MOST_HIDDEN)
@@ -174,12 +175,12 @@ impl MoeConfig {
         Checked::default().elements(self.parameters().into()).done()
     }
 
-    /// Number of trained numbers.
+    /// Returns the number of parameters.
     pub fn parameters(&self) -> u64 {
         self.count(self.router.experts)
     }
 
-    /// How many of them work on each token.
+    /// Returns the number of parameters that are used for each token.
     pub fn active_parameters(&self) -> u64 {
         self.count(self.router.top_k)
     }
@@ -202,7 +203,7 @@ impl MoeConfig {
     }
 }
 
-/// The model.
+/// The model with experts.
 #[derive(Debug, Clone)]
 pub struct Moe {
     embed_tokens: Embedding,
@@ -216,7 +217,8 @@ impl Moe {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// When the heads do not divide the width, the key-value heads the heads, or the router's settings make no sense.
+    /// Returns an error if the heads do not divide the width, if the key-value heads do not divide the heads, or if a
+    /// setting is invalid.
     pub fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let LlamaConfig { width, layers, .. } = config.llama;
@@ -233,7 +235,8 @@ impl Moe {
         Ok(Self { embed_tokens, blocks, norm, lm_head, config: config.llama.clone() })
     }
 
-    /// What the head reads, [batch, tokens, width], and what the routers add to the loss of every token.
+    /// Returns the input of the head, [batch, tokens, width], and the terms that the routers add to the loss of every
+    /// token.
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
         let mut x = self.config.embed(&self.embed_tokens, tokens)?;
         let mut losses: Option<Tensor> = None;
@@ -254,7 +257,7 @@ impl Model for Moe {
         self.config.logits(&self.lm_head, &self.hidden(tokens, train)?.0)
     }
 
-    /// The mean over all tokens; while training, with what the routers add.
+    /// The mean loss over all tokens; while training, including the terms that the routers add.
     fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
         let (x, losses) = self.hidden(tokens, train)?;
         let of_tokens = self.lm_head.capped_cross_entropy(&x, targets, self.config.logit_cap)?;
@@ -328,7 +331,7 @@ impl Block {
     }
 }
 
-/// Routed experts, and one that is shared.
+/// Routed experts and, optionally, a shared one.
 #[derive(Debug, Clone)]
 struct Sparse {
     gate: Router,
@@ -345,7 +348,7 @@ impl Sparse {
             0 => None,
             hidden => {
                 let of_shared = LlamaConfig { hidden, ..config.llama.clone() };
-                // As those call it whose attention this is.
+                // DeepSeek's checkpoints, which have latent attention, use the plural.
                 let name = if config.latent.is_some() { "shared_experts" } else { "shared_expert" };
                 Some(Mlp::new(&of_shared, vb.pp(name))?)
             }

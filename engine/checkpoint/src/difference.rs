@@ -1,4 +1,4 @@
-//! Which keys of two JSON values differ: why a checkpoint doesn't fit.
+//! Differences between two JSON values, which explain why a checkpoint does not fit.
 
 use std::fmt;
 
@@ -7,15 +7,15 @@ use serde_json::Value;
 /// A key whose value is not the expected one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// The way to the value, with dots between the keys of nested objects.
+    /// Path of the value: the keys of nested objects, separated by dots.
     pub key: String,
-    /// What the checkpoint says, if it says anything.
+    /// The value in the checkpoint, if there is one.
     pub saved: Option<Value>,
-    /// What was expected, if anything was.
+    /// The expected value, if there is one.
     pub expected: Option<Value>,
 }
 
-/// Every key whose values differ, in order. Objects are compared key by key, all else as a whole.
+/// Returns every key whose values differ, in order. Objects are compared key by key, other values as a whole.
 ///
 /// ```
 /// use gapless_checkpoint::differences;

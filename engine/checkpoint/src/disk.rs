@@ -1,10 +1,10 @@
-//! What saving asks of the file system, so that tests can put a failing one in its place.
+//! The file system operations that saving needs, as a trait, so that tests can replace them by failing ones.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// The acts that change a disk. Each may fail, and a power cut may come after each.
+/// The operations that change a disk. Each may fail, and the power may fail after each.
 pub(super) trait Disk {
     fn create_folder(&mut self, path: &Path) -> io::Result<()>;
     fn create(&mut self, path: &Path) -> io::Result<File>;
@@ -15,7 +15,7 @@ pub(super) trait Disk {
     fn remove_folder(&mut self, path: &Path) -> io::Result<()>;
 }
 
-/// The file system there is.
+/// The file system of the operating system.
 pub(super) struct RealDisk;
 
 impl Disk for RealDisk {
@@ -35,7 +35,7 @@ impl Disk for RealDisk {
         file.sync_all()
     }
 
-    /// Makes the names in a folder durable. Windows has no such act, and does not need it.
+    /// Makes the names in a folder durable. Windows has no such operation and does not need it.
     fn sync_folder(&mut self, path: &Path) -> io::Result<()> {
         if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
     }

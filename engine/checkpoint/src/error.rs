@@ -1,4 +1,4 @@
-//! What can be wrong with a checkpoint, and what to do about it.
+//! Errors of saving and opening checkpoints. Their messages say what to do.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,47 +7,47 @@ use candle_core::DType;
 
 use crate::Difference;
 
-/// Why a checkpoint could not be saved or opened.
+/// An error of saving or opening a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// Nothing is at the path.
+    /// There is nothing at the path.
     #[error("there is no checkpoint at {path}; check the path")]
     Missing {
         /// The path as given.
         path: PathBuf,
     },
-    /// A folder without a manifest: its writing never came to its end.
+    /// A folder has no manifest, because its saving was not completed.
     #[error("{path} has no manifest: saving it was interrupted, or it is no checkpoint; use an older one")]
     Interrupted {
         /// The folder.
         path: PathBuf,
     },
-    /// A file that the manifest names is not there.
+    /// A file that the manifest lists is missing.
     #[error("{path} is missing from its checkpoint; restore the file, or use an older checkpoint")]
     MissingFile {
         /// The file.
         path: PathBuf,
     },
-    /// A file has another size than it was written with.
+    /// A file has another size than when it was written.
     #[error("{path} has {found} bytes, but was written with {expected}: it is cut off; use an older checkpoint")]
     Truncated {
         /// The file.
         path: PathBuf,
-        /// Bytes that were written.
+        /// Size in bytes when it was written.
         expected: u64,
-        /// Bytes that are there.
+        /// Size in bytes now.
         found: u64,
     },
-    /// A file has other contents than it was written with.
+    /// A file has other contents than when it was written.
     #[error("{path} is damaged: {reason}; use an older checkpoint")]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What does not match.
+        /// Description of the mismatch.
         reason: String,
     },
-    /// A later version of this program made the checkpoint.
+    /// The checkpoint was written by a later version of this program.
     #[error("{path} has format {found}, but this version reads formats up to {known}; use the version that wrote it")]
     NewerFormat {
         /// The manifest.
@@ -57,17 +57,17 @@ pub enum CheckpointError {
         /// The newest format that is read.
         known: u64,
     },
-    /// There are checkpoints, but none of them is sound.
+    /// There are checkpoints, but none of them is usable.
     #[error("none of the {count} checkpoints in {path} can be used; the newest: {newest}")]
     NoneSound {
         /// The folder of checkpoints.
         path: PathBuf,
-        /// How many there are.
+        /// Number of checkpoints.
         count: usize,
-        /// What is wrong with the newest.
+        /// Error of the newest one.
         newest: Box<CheckpointError>,
     },
-    /// The checkpoint is of another model, or of other data.
+    /// The checkpoint is of another model or of other data.
     #[error(
         "{path} was made with another {key}: {}{}; build what it was made with, or start anew",
         listed(differences),
@@ -76,58 +76,58 @@ pub enum CheckpointError {
     Other {
         /// The checkpoint.
         path: PathBuf,
-        /// Which part of the metadata was compared.
+        /// Key of the metadata that was compared.
         key: String,
         /// Every key that differs.
         differences: Vec<Difference>,
-        /// The configuration of the model that it was made with, where the run saved it.
+        /// Configuration of the checkpoint's model, if the run saved it.
         config: Option<serde_json::Value>,
     },
-    /// A folder that nothing can be written into.
+    /// A folder is not writable.
     #[error("the folder {path} cannot be written into: {source}; choose another, or have it made yours")]
     Unwritable {
         /// The folder.
         path: PathBuf,
-        /// What the operating system said.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// A run's folder would have a file that is there already, and that no run wrote.
+    /// A run would replace a file in its folder that no run wrote.
     #[error(
         "{path} has a {name} that no run wrote, and a run would replace it; choose another folder, or move the file"
     )]
     Foreign {
         /// The folder.
         path: PathBuf,
-        /// The file in it.
+        /// Name of the file in it.
         name: &'static str,
     },
-    /// Another process works in the folder.
+    /// Another process uses the folder.
     #[error("{path} is in use by {owner}; wait for its end, stop it, or choose another folder")]
     Locked {
         /// The folder.
         path: PathBuf,
-        /// Who has locked it.
+        /// Description of the process that holds the lock.
         owner: String,
     },
-    /// A section that the checkpoint doesn't have.
+    /// The checkpoint does not have the requested section.
     #[error("{path} has no section {file}; it has {}", present.join(", "))]
     NoSection {
         /// The checkpoint.
         path: PathBuf,
-        /// The section asked for.
+        /// The requested section.
         file: String,
-        /// Those that there are.
+        /// The sections of the checkpoint.
         present: Vec<String>,
     },
-    /// A tensor that the section doesn't have.
+    /// The section does not have the requested tensor.
     #[error("{path} has no tensor {name}; is it of another model?")]
     NoTensor {
         /// The section's file.
         path: PathBuf,
-        /// The tensor asked for.
+        /// The requested tensor.
         name: String,
     },
-    /// The bytes at hand are not those of the tensor's type and shape.
+    /// The number of bytes is not that of the tensor's type and shape.
     #[error("tensor {name} ({} {shape:?}) takes {expected} bytes, but {found} were given", dtype.as_str())]
     TensorSize {
         /// The tensor.
@@ -136,48 +136,48 @@ pub enum CheckpointError {
         dtype: DType,
         /// Its shape.
         shape: Vec<usize>,
-        /// Bytes of that type and shape.
+        /// Number of bytes of that type and shape.
         expected: usize,
-        /// Bytes given.
+        /// Number of bytes given.
         found: usize,
     },
-    /// The sections cannot be written as they are: two of a name, or a name that is no file's.
+    /// The sections cannot be saved: two have the same name, or a name is not valid for a file.
     #[error("cannot save section {file}: {reason}")]
     Section {
         /// The section's file name.
         file: String,
-        /// What is wrong with it.
+        /// Description of the problem.
         reason: String,
     },
     /// The operating system refused a read.
     #[error("cannot read {path}: {source}")]
     Read {
-        /// What was read.
+        /// The file or folder.
         path: PathBuf,
-        /// What the operating system said.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// The operating system refused a write.
     #[error("cannot write {path}: {source}; is the disk full? checkpoints saved before are untouched")]
     Write {
-        /// What was written.
+        /// The file or folder.
         path: PathBuf,
-        /// What the operating system said.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// Candle refused the tensor.
+    /// Candle cannot represent the tensor.
     #[error("tensor {name}: {source}")]
     Candle {
         /// The tensor.
         name: String,
-        /// What candle said.
+        /// Candle's error.
         source: Box<candle_core::Error>,
     },
 }
 
 fn listed(differences: &[Difference]) -> String {
     const MOST: usize = 3;
-    // A parameter says more than the states of its optimizer, which have a path before their names.
+    // Parameters come first, as they say more than optimizer states, whose names have a path before the parameter's.
     let (states, parameters): (Vec<_>, Vec<_>) =
         differences.iter().partition(|difference| difference.key.contains('/'));
     let all = parameters.into_iter().chain(states);

@@ -1,4 +1,4 @@
-//! A folder of checkpoints: their names, the newest sound one, and how many to keep.
+//! A folder of checkpoints: their names, the newest usable one, and the removal of old ones.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -11,14 +11,14 @@ use serde_json::Value;
 use crate::manifest::Manifest;
 use crate::{Checkpoint, CheckpointError};
 
-/// What a folder's name says of its state. The order is that of preference among folders of one step.
+/// The state of a checkpoint according to its folder's name. Among folders of one step, later variants are preferred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum State {
-    /// Being saved, or left by a save that was interrupted.
+    /// It is being saved, or its saving was interrupted.
     Partial,
-    /// Set aside by another of its step, which takes its place.
+    /// It was set aside for a new checkpoint of the same step.
     Replaced,
-    /// Complete.
+    /// It is complete.
     Committed,
 }
 
@@ -32,35 +32,38 @@ impl State {
     }
 }
 
-/// The path for a folder of a step and state: `step-00000100`, or `step-00000100-2` and so on where something has that name
-/// which is no folder, or a checkpoint of another step. Two writers of one step that ask find the same.
+/// Returns the path for a folder of the given step and state: `step-00000100`. If that name is taken by something that
+/// is not a folder, or by a checkpoint of another step, it is `step-00000100-2` and so on. Several writers of one step
+/// get the same path.
 pub(super) fn path_for(dir: &Path, step: u64, state: State) -> PathBuf {
     let numbers = std::iter::once(String::new()).chain((2u64..).map(|number| format!("-{number}")));
     let mut paths = numbers.map(|number| dir.join(format!("step-{step:08}{number}{}", state.suffix())));
     paths.find(|path| is_free(path, step, state)).expect("numbers do not end")
 }
 
-/// Whether a folder of this step and state may have the path, in place of one of the same step and state.
+/// True if a folder of this step and state may have the path, possibly in place of another one of the same step and
+/// state.
 fn is_free(path: &Path, step: u64, state: State) -> bool {
     if path.is_dir() {
         return state == State::Partial || Manifest::read(path).map_or(true, |manifest| manifest.step == step);
     }
-    // What cannot be looked at is left to the write, whose error says why.
+    // If the path cannot be examined, it counts as free; writing then fails with the reason.
     fs::symlink_metadata(path).is_err()
 }
 
-/// One of a folder of checkpoints.
+/// A checkpoint's folder in a folder of checkpoints.
 struct Entry {
     path: PathBuf,
     state: State,
-    /// By its manifest, or if that cannot be read, by its name.
+    /// The step given by the manifest or, if that cannot be read, by the name.
     step: u64,
-    /// Whether its name gives the step of its manifest; who has renamed or copied it may remove it.
+    /// True if the name gives the step of the manifest. Folders for which it does not were renamed or copied by the
+    /// user, and are never removed.
     is_ours: bool,
 }
 
 impl Entry {
-    /// Nothing for a name that is not of a checkpoint.
+    /// Reads a checkpoint's state from its path; `None` if the name is not that of a checkpoint.
     fn of(path: PathBuf) -> Option<Self> {
         let name = path.file_name()?.to_str()?.strip_prefix("step-")?;
         let states = [State::Partial, State::Replaced, State::Committed];
@@ -85,22 +88,22 @@ impl Entry {
     }
 }
 
-/// A complete checkpoint of a folder, by its manifest alone: its other files were not read.
+/// A complete checkpoint in a folder, as described by its manifest. Its other files were not read.
 #[derive(Debug, Clone)]
 pub struct Listed {
-    /// Where it is.
+    /// Path of the checkpoint's folder.
     pub path: PathBuf,
     /// The step after which it was saved.
     pub step: u64,
-    /// What the caller of [`Checkpoint::save`] gave.
+    /// Metadata that was given to [`Checkpoint::save`].
     pub metadata: Value,
 }
 
 impl Checkpoint {
-    /// The complete checkpoints of a folder, newest first.
+    /// Returns the complete checkpoints of a folder, newest first.
     ///
     /// # Errors
-    /// A folder that cannot be read.
+    /// Returns an error if the folder cannot be read.
     pub fn list(dir: &Path) -> Result<Vec<Listed>, CheckpointError> {
         let complete = entries(dir)?.into_iter().filter(|entry| entry.state == State::Committed && entry.is_complete());
         let listed = |entry: Entry| {
@@ -110,13 +113,13 @@ impl Checkpoint {
         Ok(complete.filter_map(listed).collect())
     }
 
-    /// Opens the newest sound checkpoint of a folder: that of the highest step by the manifests, whatever the folders' names
-    /// are. Interrupted and damaged ones are passed over, each with a warning that says which and why. Nothing if there has
-    /// never been one.
+    /// Opens the newest usable checkpoint of a folder. It is the one with the highest step according to the manifests,
+    /// whatever the names of the folders. Interrupted and damaged checkpoints are skipped with a warning each, which
+    /// gives the path and the reason. Returns `None` if there are no complete or damaged checkpoints.
     ///
     /// # Errors
-    /// A folder that cannot be read; one with checkpoints of which none is sound, so that a run does not start anew
-    /// unnoticed.
+    /// Returns an error if the folder cannot be read, or if it has checkpoints of which none is usable. The latter
+    /// prevents a run from silently starting anew.
     pub fn latest(dir: &Path) -> Result<Option<Self>, CheckpointError> {
         let mut newest_error = None;
         let mut count = 0;
@@ -146,16 +149,19 @@ impl Checkpoint {
         }
     }
 
-    /// Removes all but the newest `keep` (at least one) checkpoints and those of the steps `others`, and what interrupted saves left. Answers what was removed.
-    /// Newest is the highest step: a run that starts anew belongs into a folder of its own. To be called when none is being
+    /// Removes old checkpoints and the remains of interrupted saves, and returns the paths of what was removed. It
+    /// keeps the newest `keep` (at least one) usable checkpoints and those of the steps `others`. Newest means highest
+    /// step, so a run that starts anew needs a folder of its own. It must not be called while a checkpoint is being
     /// saved.
     ///
-    /// The newest one is verified by its hashes, as [`Checkpoint::latest`] does; where it is damaged, so are those before it,
-    /// until `keep` are found that are sound. Others count by their files' sizes. Damaged ones do not count, and go when `keep`
-    /// newer ones are there. What has another name than that of its step is left alone, and so are files.
+    /// The newest checkpoint is verified by its hashes, as [`Checkpoint::latest`] does. If it is damaged, older ones
+    /// are verified as well, until `keep` usable ones are found. Other checkpoints count as usable if their files have
+    /// the right sizes. A damaged checkpoint is kept as long as there are fewer than `keep` newer ones that are usable.
+    /// Files, and folders whose name is not that of their step, are not touched.
     ///
     /// # Errors
-    /// A folder that cannot be read, or the first removal that failed, after all others.
+    /// Returns an error if the folder cannot be read. If removals fail, the others are still done, and the first error
+    /// is returned.
     pub fn prune(dir: &Path, keep: usize, others: &[u64]) -> Result<Vec<PathBuf>, CheckpointError> {
         let (mut removed, mut failed) = (Vec::new(), None);
         let (mut kept, mut damage_seen) = (BTreeSet::new(), false);
@@ -167,7 +173,7 @@ impl Checkpoint {
                 if is_sound {
                     kept.insert(entry.step);
                 } else {
-                    // Newer than those that are kept, it may be wanted for a rescue.
+                    // It is kept, because it is newer than the usable ones and may be worth a rescue.
                     damage_seen = true;
                 }
                 continue;
@@ -184,8 +190,9 @@ impl Checkpoint {
     }
 }
 
-/// The checkpoints of a folder, newest first, interrupted ones last, those with the name of their step before copies of them. A folder that is not
-/// there has none. Files with a checkpoint's name are none.
+/// Returns the checkpoints of a folder, newest first and interrupted ones last. Among equal ones, those with the name
+/// of their step come before renamed copies. A missing folder has none, and files with a checkpoint's name do not
+/// count.
 fn entries(dir: &Path) -> Result<Vec<Entry>, CheckpointError> {
     let read_error = |source| CheckpointError::Read { path: dir.to_owned(), source };
     let listed = match fs::read_dir(dir) {
@@ -195,7 +202,7 @@ fn entries(dir: &Path) -> Result<Vec<Entry>, CheckpointError> {
     let mut found = Vec::new();
     for entry in listed {
         let path = entry.map_err(read_error)?.path();
-        // A folder that cannot be looked at counts, so that its error is told.
+        // A folder that cannot be examined counts as one, so that its error is reported when it is opened.
         let is_folder =
             fs::metadata(&path).map_or_else(|error| error.kind() != io::ErrorKind::NotFound, |it| it.is_dir());
         if is_folder {

@@ -1,19 +1,21 @@
-//! Checkpoints: either the whole of one, or nothing of it.
+//! Checkpoints that are saved and opened as a whole or not at all.
 //!
 //! A checkpoint is a folder of safetensors files and a manifest with every file's size and blake3 hash. It is written
-//! under another name, flushed to the disk, and renamed as its last act, so that a full disk, a crash or a kill at any
-//! moment leaves the one before it as it was. Opening one reads every byte once and compares the hashes; its tensors are
-//! then read one by one into memory that the caller has already, and compared with what was verified: a file that changes in
-//! between is an error. A step is what a manifest says, not what a folder is called.
+//! under another name, flushed to the disk, and renamed last. A full disk, a crash or a kill at any moment therefore
+//! leaves the previous checkpoint intact.
+//!
+//! Opening a checkpoint reads every byte once and compares the hashes. Its tensors are then read one by one into memory
+//! that the caller provides, and compared with the verified hashes, so that a file that changes in between is an error.
+//! The step of a checkpoint is given by its manifest, not by its folder's name.
 //!
 //! ```text
 //! runs/gpt/
-//!   step-00000100/                  sound: what `latest` opens
+//!   step-00000100/                  complete: `latest` opens it
 //!     model.safetensors             any safetensors reader opens these
 //!     optimizer.safetensors
-//!     manifest.b3                   the manifest's own hash, as b3sum checks it
+//!     manifest.b3                   the manifest's own hash, in b3sum's format
 //!     manifest.json                 format, step, sizes and hashes, the caller's metadata
-//!   step-00000200.partial/          interrupted: `latest` passes it over, `prune` removes it
+//!   step-00000200.partial/          interrupted: `latest` skips it, `prune` removes it
 //! ```
 //!
 //! ```

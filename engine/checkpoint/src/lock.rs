@@ -1,4 +1,5 @@
-//! One run per folder: an advisory lock that the operating system releases when its owner ends, however it ends.
+//! A lock that lets one run use a folder. It is advisory, and the operating system releases it when its owner ends,
+//! even after a crash.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -6,12 +7,14 @@ use std::path::Path;
 
 use crate::CheckpointError;
 
-/// Most bytes that are read of who has the lock.
+/// The greatest number of bytes of the owner's description that are read.
 const OWNER_BYTES: u64 = 200;
-/// The beginning of every owner that is written into the file. A file of this name that begins otherwise is somebody else's.
+/// The beginning of every owner's description. A file named `lock` that begins with anything else belongs to another
+/// program.
 const OWNER: &str = "process ";
 
-/// A folder that no other process locks as long as this lives. The file `lock` in it says who has it, and stays.
+/// A lock on a folder. While it lives, no other process can lock the folder. The file `lock` in it describes the owner,
+/// and is not removed.
 ///
 /// ```
 /// use gapless_checkpoint::FolderLock;
@@ -29,11 +32,11 @@ pub struct FolderLock {
     file: File,
 }
 
-/// Released in so many words, not by closing the file: a process that is being started in another thread has a copy of it until its
-/// own program begins.
+/// Unlocks explicitly instead of by closing the file, because a process that is being started by another thread has a
+/// copy of the file until its own program begins.
 impl Drop for FolderLock {
     fn drop(&mut self) {
-        // Of a file system without locks.
+        // Fails on a file system without locks.
         let _ = self.file.unlock();
     }
 }
@@ -42,26 +45,26 @@ impl FolderLock {
     /// The name of the file that is locked.
     pub const FILE: &str = "lock";
 
-    /// Whether a folder has been locked before, be it by a process that has ended since.
+    /// True if a folder has been locked before, even by a process that has ended.
     pub fn was_acquired(dir: &Path) -> bool {
         let path = dir.join(Self::FILE);
         path.is_file() && File::open(path).is_ok_and(|file| is_ours(&file))
     }
 
-    /// Whether files can be made in a folder: one without a name is, and is gone again.
+    /// Checks that files can be created in a folder, by creating one without a name, which disappears again.
     ///
     /// # Errors
-    /// [`CheckpointError::Unwritable`].
+    /// Returns [`CheckpointError::Unwritable`] if that fails.
     pub fn can_write(dir: &Path) -> Result<(), CheckpointError> {
         let unwritable = |source| CheckpointError::Unwritable { path: dir.to_owned(), source };
         tempfile::tempfile_in(dir).map(drop).map_err(unwritable)
     }
 
-    /// Locks a folder that is there. On a file system without locks it warns, and goes on without.
+    /// Locks an existing folder. On a file system without locks it only logs a warning.
     ///
     /// # Errors
-    /// [`CheckpointError::Locked`], which names the owner; [`CheckpointError::Foreign`] where `lock` is a file of somebody else's; a
-    /// folder that cannot be written into.
+    /// Returns [`CheckpointError::Locked`] with the owner if the folder is locked, [`CheckpointError::Foreign`] if
+    /// `lock` is a file of another program, and an error if the folder is not writable.
     pub fn acquire(dir: &Path) -> Result<Self, CheckpointError> {
         let path = dir.join(Self::FILE);
         let write_error = |source| CheckpointError::Write { path: path.clone(), source };
@@ -77,7 +80,7 @@ impl FolderLock {
         }
         match file.try_lock() {
             Ok(()) => {
-                // Only a message would lack the owner.
+                // An error is ignored: then only messages of other processes lack the owner.
                 let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", this_process()));
             }
             Err(TryLockError::WouldBlock) => {
@@ -91,7 +94,8 @@ impl FolderLock {
         Ok(Self { file })
     }
 
-    /// Whether the folder is still the one that was locked: false where it was deleted or moved, or another is in its place.
+    /// True if the folder is still the one that was locked. It is not if it was deleted or moved, or if another one has
+    /// its place.
     pub fn holds(&self, dir: &Path) -> bool {
         match (fs::metadata(dir.join(Self::FILE)), self.file.metadata()) {
             (Ok(there), Ok(locked)) => is_same_file(&there, &locked),
@@ -107,7 +111,7 @@ fn is_same_file(a: &fs::Metadata, b: &fs::Metadata) -> bool {
     (a.dev(), a.ino()) == (b.dev(), b.ino())
 }
 
-/// The system does not say.
+/// Always true, because the standard library does not identify files on this system.
 #[cfg(not(unix))]
 fn is_same_file(_: &fs::Metadata, _: &fs::Metadata) -> bool {
     true
@@ -119,7 +123,7 @@ fn this_process() -> String {
     format!("{OWNER}{}{on}", std::process::id())
 }
 
-/// The first line of the file; empty where its owner has not written it yet.
+/// Returns the first line of the file, which is empty if the owner has not written it yet.
 fn first_line(mut file: &File) -> String {
     let mut bytes = Vec::new();
     let _ = file.rewind().and_then(|()| file.take(OWNER_BYTES).read_to_end(&mut bytes));
@@ -155,7 +159,7 @@ mod tests {
         assert!(FolderLock::was_acquired(folder.path()));
     }
 
-    /// As a child has it between its fork and its program's start.
+    /// The copy stands for that of a child process between its fork and the start of its program.
     #[test]
     fn a_copy_of_the_file_does_not_hold_the_lock() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! `manifest.json`: what a checkpoint consists of.
+//! `manifest.json`: the files of a checkpoint, its step and its metadata.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,10 +10,10 @@ use serde_json::Value;
 
 use crate::CheckpointError;
 
-/// The newest format that is written and read.
+/// The newest format, which is written; older ones are read too.
 pub(super) const FORMAT: u64 = 1;
 pub(super) const MANIFEST: &str = "manifest.json";
-/// The manifest's own hash: damage to the metadata is to be seen as well.
+/// Name of the file with the manifest's own hash, which reveals damage to the metadata.
 pub(super) const MANIFEST_HASH: &str = "manifest.b3";
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -31,7 +31,7 @@ pub(crate) struct FileEntry {
 }
 
 impl Manifest {
-    /// Reads the manifest of a checkpoint's folder and compares it with its hash.
+    /// Reads the manifest of a checkpoint's folder and checks its hash.
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
         if let Err(source) = fs::metadata(folder) {
             let path = folder.to_owned();
@@ -55,7 +55,7 @@ impl Manifest {
         if hash != hash_line(&json).as_bytes() {
             return Err(damaged(format!("its hash is not the one in {MANIFEST_HASH}")));
         }
-        // The format first: a newer one may have other fields.
+        // Check the format first, because a newer one may have other fields.
         let value: Value = serde_json::from_slice(&json).map_err(|error| damaged(error.to_string()))?;
         match value.get("format").and_then(Value::as_u64) {
             Some(found) if found > FORMAT => Err(CheckpointError::NewerFormat { path, found, known: FORMAT }),
@@ -64,7 +64,7 @@ impl Manifest {
     }
 }
 
-/// What stands in [`MANIFEST_HASH`], in the form that `b3sum --check` reads.
+/// The contents of [`MANIFEST_HASH`], in the format that `b3sum --check` reads.
 pub(super) fn hash_line(manifest: &[u8]) -> String {
     format!("{}  {MANIFEST}\n", blake3::hash(manifest).to_hex())
 }

@@ -1,4 +1,5 @@
-//! Opening a checkpoint: every byte is verified, none is kept, and what is read later is compared with what was verified.
+//! Opening a checkpoint. Every byte is verified, but none is kept; data read later is compared with the verified
+//! hashes.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -12,12 +13,13 @@ use crate::manifest::{FileEntry, Manifest};
 use crate::save::bytes_of;
 use crate::{CheckpointError, differences};
 
-/// Bytes that are read and hashed together, so that a part of a tensor is verified without reading all of its file.
+/// Number of bytes that are hashed together. Reading a part of a tensor verifies only the chunks around it, not the
+/// whole file.
 const CHUNK_BYTES: usize = 1 << 20;
-/// The longest header that the safetensors library reads.
+/// The greatest size in bytes of a header that the safetensors library reads.
 const MOST_HEADER_BYTES: u64 = 100_000_000;
 
-/// A sound checkpoint: all its files have the sizes and hashes that they were written with.
+/// An opened checkpoint: all its files have the sizes and hashes with which they were written.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -32,30 +34,31 @@ pub struct SavedSection {
     file: String,
     path: PathBuf,
     header: Metadata,
-    /// Where the data begins in the file.
+    /// Offset of the tensors' data in the file.
     data_start: u64,
-    /// The file's size.
+    /// Size of the file.
     bytes: u64,
-    /// Hashes of its chunks, made while the file's own was.
+    /// Hashes of the file's chunks, computed when the file was verified.
     chunks: Vec<blake3::Hash>,
 }
 
-/// What a section's header says of a tensor.
+/// A tensor as described by its section's header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SavedTensor {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
-    /// Candle's type.
+    /// Element type.
     pub dtype: DType,
-    /// Row-major.
+    /// Shape; the elements are in row-major order.
     pub shape: Vec<usize>,
 }
 
 impl Checkpoint {
-    /// Opens a checkpoint's folder and verifies all of it, reading each file once.
+    /// Opens a checkpoint's folder and verifies all of it. Each file is read once.
     ///
     /// # Errors
-    /// A folder that is missing or incomplete; a file that is missing, cut off or changed; a newer format.
+    /// Returns an error if the folder is missing or incomplete, if a file is missing, truncated or changed, or if the
+    /// format is newer.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let manifest = Manifest::read(path)?;
         let sections = manifest
@@ -66,7 +69,7 @@ impl Checkpoint {
         Ok(Self { path: path.to_owned(), step: manifest.step, metadata: manifest.metadata, sections })
     }
 
-    /// Where it lies.
+    /// The path of the checkpoint's folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -76,20 +79,20 @@ impl Checkpoint {
         self.step
     }
 
-    /// What the caller of [`Checkpoint::save`] gave.
+    /// The metadata that was given to [`Checkpoint::save`].
     pub fn metadata(&self) -> &Value {
         &self.metadata
     }
 
-    /// Its files, sorted by name.
+    /// The sections, sorted by file name.
     pub fn sections(&self) -> &[SavedSection] {
         &self.sections
     }
 
-    /// One of its files.
+    /// Returns the section with a file name.
     ///
     /// # Errors
-    /// A name that is not there; the error lists those that are.
+    /// Returns an error, with the names of all sections, if there is none.
     pub fn section(&self, file: &str) -> Result<&SavedSection, CheckpointError> {
         self.sections.iter().find(|section| section.file == file).ok_or_else(|| CheckpointError::NoSection {
             path: self.path.clone(),
@@ -98,16 +101,17 @@ impl Checkpoint {
         })
     }
 
-    /// Checks that the metadata's `key` has this value: that the checkpoint is of the same model, of the same data.
+    /// Checks that `key` of the metadata has the expected value, e.g. that the checkpoint is of the same model or the
+    /// same data.
     ///
     /// # Errors
-    /// [`CheckpointError::Other`] with every key that differs.
+    /// Returns [`CheckpointError::Other`] with every key that differs.
     pub fn expect(&self, key: &str, expected: &Value) -> Result<(), CheckpointError> {
         let differences = differences(self.metadata.get(key).unwrap_or(&Value::Null), expected);
         if differences.is_empty() {
             return Ok(());
         }
-        // The run's own differences name what of the configuration differs.
+        // For the key "run", the differences already include those of the configuration.
         let config = self.metadata["run"].get("config").filter(|_| key != "run").cloned();
         Err(CheckpointError::Other { path: self.path.clone(), key: key.to_owned(), differences, config })
     }
@@ -119,29 +123,31 @@ impl SavedSection {
         &self.file
     }
 
-    /// Where it lies.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A tensor's description, if it is there.
+    /// Returns a tensor's description, if the tensor exists.
     pub fn find(&self, name: &str) -> Option<SavedTensor> {
         self.info(name).ok().map(|(tensor, _)| tensor)
     }
 
-    /// Its tensors in the order of the file.
+    /// Returns the tensors in the order of the file.
     ///
     /// # Errors
-    /// A type that candle doesn't have.
+    /// Returns an error if a tensor has a type that candle does not have.
     pub fn tensors(&self) -> Result<Vec<SavedTensor>, CheckpointError> {
         self.header.offset_keys().into_iter().map(|name| self.info(&name).map(|(tensor, _)| tensor)).collect()
     }
 
-    /// Reads a tensor's little-endian elements. They are those that were verified when the checkpoint was opened.
+    /// Reads a tensor's elements in little-endian order. They are checked against the hashes verified when the
+    /// checkpoint was opened.
     ///
     /// # Errors
-    /// A tensor that is not there, a slice of another size, a read that fails; [`CheckpointError::Damaged`] when the file has
-    /// changed since, and then the slice is not to be used.
+    /// Returns an error if there is no such tensor, if the slice has another size, or if reading fails. Returns
+    /// [`CheckpointError::Damaged`] if the file has changed since it was opened; the contents of the slice must not be
+    /// used then.
     pub fn read_into(&self, name: &str, bytes: &mut [u8]) -> Result<(), CheckpointError> {
         let (SavedTensor { name, dtype, shape }, _) = self.info(name)?;
         let expected = self.bytes(&name);
@@ -151,10 +157,10 @@ impl SavedSection {
         self.read_part_into(&name, 0, bytes)
     }
 
-    /// Reads a range of a tensor's little-endian bytes, from byte `start` on.
+    /// Reads a range of a tensor's little-endian bytes, beginning at byte `start`.
     ///
     /// # Errors
-    /// As [`Self::read_into`], or a range that reaches beyond the tensor's end.
+    /// Returns the errors of [`Self::read_into`], and an error if the range exceeds the tensor.
     pub fn read_part_into(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
         let (SavedTensor { name, dtype, shape }, offset) = self.info(name)?;
         let expected = self.bytes(&name);
@@ -165,14 +171,14 @@ impl SavedSection {
         self.read_verified(self.data_start + offset + start as u64, bytes)
     }
 
-    /// Fills `bytes` from position `start` of the file on. Each chunk is hashed where it was read to, and nothing of it is read
-    /// again: what is compared is what the caller gets.
+    /// Fills `bytes` from offset `start` of the file. Each chunk is hashed in the memory into which it was read and is
+    /// not read again, so the caller gets exactly the bytes that were checked.
     fn read_verified(&self, start: u64, bytes: &mut [u8]) -> Result<(), CheckpointError> {
         let error = |error| read_error(&self.path, error);
         let mut file = File::open(&self.path).map_err(error)?;
         let (mut at, mut rest, mut edge) = (start, bytes, Vec::new());
         while !rest.is_empty() {
-            // The part of a chunk that is wanted next.
+            // Find the part of the chunk that is requested.
             let index = at / CHUNK_BYTES as u64;
             let chunk_start = index * CHUNK_BYTES as u64;
             let chunk_bytes = (self.bytes - chunk_start).min(CHUNK_BYTES as u64) as usize;
@@ -180,7 +186,7 @@ impl SavedSection {
             let wanted = rest.len().min(chunk_bytes - skipped);
             let (part, behind) = std::mem::take(&mut rest).split_at_mut(wanted);
             let is_whole = part.len() == chunk_bytes;
-            // All of the chunk, in place if it is wanted whole.
+            // Read the whole chunk; in place if all of it is requested.
             let chunk = if is_whole {
                 &mut *part
             } else {
@@ -201,15 +207,15 @@ impl SavedSection {
         Ok(())
     }
 
-    /// Size of a tensor; 0 where there is none.
+    /// Returns the size of a tensor in bytes; 0 if there is none.
     fn bytes(&self, name: &str) -> usize {
         self.header.info(name).and_then(|info| bytes_of(info.dtype, &info.shape)).unwrap_or(0)
     }
 
-    /// Reads a tensor as candle's, on the CPU.
+    /// Reads a tensor as a candle tensor on the CPU.
     ///
     /// # Errors
-    /// A tensor that is not there, or of a type that candle cannot make; a read that fails.
+    /// Returns an error if there is no such tensor, if candle cannot represent it, or if reading fails.
     pub fn tensor(&self, name: &str) -> Result<Tensor, CheckpointError> {
         let (tensor, _) = self.info(name)?;
         let mut bytes = vec![0; self.bytes(name)];
@@ -218,7 +224,7 @@ impl SavedSection {
             .map_err(|source| CheckpointError::Candle { name: name.to_owned(), source: Box::new(source) })
     }
 
-    /// A tensor's description, and its offset from the start of the data.
+    /// Returns a tensor's description and its offset from the start of the data.
     fn info(&self, name: &str) -> Result<(SavedTensor, u64), CheckpointError> {
         let info = self
             .header
@@ -229,7 +235,7 @@ impl SavedSection {
         Ok((SavedTensor { name: name.to_owned(), dtype, shape: info.shape.clone() }, info.data_offsets.0 as u64))
     }
 
-    /// Verifies a file against its entry and reads its header.
+    /// Verifies a file against its manifest entry and reads its header.
     fn open(folder: &Path, file: &str, entry: &FileEntry) -> Result<Self, CheckpointError> {
         let path = folder.join(file);
         let read = |error| read_error(&path, error);
@@ -240,7 +246,7 @@ impl SavedSection {
         if found != entry.bytes {
             return Err(CheckpointError::Truncated { path, expected: entry.bytes, found });
         }
-        // Chunk by chunk: the file's hash, those of the chunks, and the header.
+        // For each chunk, update the file's hash, compute the chunk's hash, and collect the header.
         let (mut hasher, mut chunks) = (blake3::Hasher::new(), Vec::new());
         let (mut buffer, mut head, mut head_bytes) = (vec![0; CHUNK_BYTES], Vec::new(), 0);
         let mut at = 0;

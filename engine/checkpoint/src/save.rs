@@ -1,4 +1,4 @@
-//! Writing a checkpoint: files, hashes, manifest, and one rename that makes it be.
+//! Saving a checkpoint: files, hashes, manifest, and a final rename that makes the checkpoint valid.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -13,75 +13,76 @@ use crate::folder::{State, path_for};
 use crate::manifest::{FORMAT, FileEntry, MANIFEST, MANIFEST_HASH, Manifest, hash_line};
 use crate::{Checkpoint, CheckpointError};
 
-/// Most bytes per write, so that hashing and writing take turns on memory that is still in the cache.
+/// The greatest number of bytes per write. It is small enough that bytes are still in the cache when they are written
+/// after hashing.
 const WRITE_BYTES: usize = 1 << 20;
 
-/// A tensor to save: where its bytes are.
+/// A tensor to save, whose bytes are borrowed.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorBytes<'a> {
-    /// Unique in its section.
+    /// Name of the tensor, unique in its section.
     pub name: &'a str,
-    /// Candle's type.
+    /// Element type.
     pub dtype: DType,
-    /// Row-major.
+    /// Shape; the elements are in row-major order.
     pub shape: &'a [usize],
-    /// Little-endian elements.
+    /// Elements in little-endian order.
     pub bytes: &'a [u8],
 }
 
-/// The tensors that go into one file.
+/// The tensors of one file.
 #[derive(Debug, Clone)]
 pub struct Section<'a> {
-    /// The file's name, like `model.safetensors`.
+    /// Name of the file, e.g. `model.safetensors`.
     pub file: &'a str,
-    /// What is in it.
+    /// Tensors of the file.
     pub tensors: Vec<TensorBytes<'a>>,
 }
 
 impl Checkpoint {
-    /// Saves `dir/step-…` and answers its path. Every byte is on the disk when this returns. A checkpoint of the same step
-    /// is replaced.
+    /// Saves a checkpoint as `dir/step-…` and returns its path. Every byte is on the disk when this returns. A
+    /// checkpoint of the same step is replaced.
     ///
-    /// Tensors are streamed from where they lie; besides them only the header of a file is in memory.
+    /// Tensors are written directly from the given memory; in addition, only the headers of the files are in memory.
     ///
     /// # Errors
-    /// Bytes that don't fit their shape, two tensors or sections of a name, or a write that fails: then what was written is
-    /// removed again, and earlier checkpoints stay as they were.
+    /// Returns an error if the bytes of a tensor do not fit its shape, if two tensors or sections have the same name,
+    /// or if a write fails. What was written is then removed again, and earlier checkpoints are not changed.
     pub fn save(dir: &Path, step: u64, sections: &[Section<'_>], metadata: Value) -> Result<PathBuf, CheckpointError> {
         save_on(&mut RealDisk, dir, step, sections, metadata)
     }
 }
 
-/// A checkpoint that several writers make together, each its own files: one begins it, all write, and the one commits it
-/// once it has the [`WrittenFiles`] of all. Until then it doesn't count.
+/// A checkpoint that several writers save together, each with files of its own. One writer begins it, all write, and
+/// the first one commits it when it has the [`WrittenFiles`] of all. Until then it is not a valid checkpoint.
 #[derive(Debug)]
 pub struct Draft {
     dir: PathBuf,
     step: u64,
 }
 
-/// Sizes and hashes of files that were written.
+/// Sizes and hashes of written files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct WrittenFiles(BTreeMap<String, FileEntry>);
 
 impl WrittenFiles {
-    /// These and others.
+    /// Adds the files of another writer.
     pub fn extend(&mut self, others: Self) {
         self.0.extend(others.0);
     }
 }
 
 impl Draft {
-    /// Makes the empty folder that all writers write into.
+    /// Creates the empty folder for the files of all writers.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// Returns an error if the folder cannot be created.
     pub fn begin(dir: &Path, step: u64) -> Result<Self, CheckpointError> {
         create_partial(&mut RealDisk, dir, &path_for(dir, step, State::Partial))?;
         Ok(Self::join(dir, step))
     }
 
-    /// What another writer has begun.
+    /// Joins a checkpoint that another writer has begun.
     pub fn join(dir: &Path, step: u64) -> Self {
         Self { dir: dir.to_owned(), step }
     }
@@ -89,23 +90,23 @@ impl Draft {
     /// Writes this writer's files. Every byte is on the disk when this returns.
     ///
     /// # Errors
-    /// As [`Checkpoint::save`].
+    /// Returns the errors of [`Checkpoint::save`].
     pub fn write(&self, sections: &[Section<'_>]) -> Result<WrittenFiles, CheckpointError> {
         let headers = headers(sections)?;
         write_on(&mut RealDisk, &path_for(&self.dir, self.step, State::Partial), sections, &headers)
     }
 
-    /// Makes it a checkpoint, once all have written.
+    /// Makes it a valid checkpoint. All writers must have written their files.
     ///
     /// # Errors
-    /// When the manifest cannot be written, or the folder not be renamed.
+    /// Returns an error if the manifest cannot be written, or if the folder cannot be renamed.
     pub fn commit(&self, files: WrittenFiles, metadata: Value) -> Result<PathBuf, CheckpointError> {
         commit_on(&mut RealDisk, &self.dir, self.step, files, metadata)
     }
 
-    /// Removes it.
+    /// Removes the checkpoint's files.
     pub fn discard(&self) {
-        // What cannot be removed is passed over by `latest`.
+        // An error is ignored, because `latest` skips what cannot be removed.
         let _ = RealDisk.remove_folder(&path_for(&self.dir, self.step, State::Partial));
     }
 }
@@ -126,7 +127,7 @@ pub(super) fn save_on(
     };
     let saved = save();
     if saved.is_err() {
-        // The error that is told is the first one; what cannot be removed is passed over by `latest`.
+        // The first error is returned; `latest` skips what cannot be removed.
         let _ = disk.remove_folder(&partial);
     }
     saved
@@ -161,7 +162,7 @@ fn commit_on(
     rename_into_place(disk, dir, step)
 }
 
-/// An empty folder whose name says that it doesn't count yet.
+/// Creates an empty folder with the name of an incomplete checkpoint.
 fn create_partial(disk: &mut impl Disk, dir: &Path, partial: &Path) -> Result<(), CheckpointError> {
     if is_there(partial) {
         disk.remove_folder(partial).map_err(write_error(partial))?;
@@ -178,7 +179,7 @@ fn create_partial(disk: &mut impl Disk, dir: &Path, partial: &Path) -> Result<()
     }
 }
 
-/// The manifest's hash, then the manifest, by rename.
+/// Writes the manifest's hash, then the manifest itself, which is renamed last.
 fn write_manifest(disk: &mut impl Disk, partial: &Path, manifest: &Manifest) -> Result<(), CheckpointError> {
     let json = serde_json::to_vec_pretty(manifest).expect("strings, numbers and JSON make valid JSON");
     write_file(disk, &partial.join(MANIFEST_HASH), hash_line(&json).as_bytes())?;
@@ -188,8 +189,9 @@ fn write_manifest(disk: &mut impl Disk, partial: &Path, manifest: &Manifest) -> 
     disk.sync_folder(partial).map_err(write_error(partial))
 }
 
-/// Gives the folder its name. One of the same step steps aside first, under a name that `latest` still knows. What only has the
-/// name, a file or a checkpoint of another step, stays, and the folder gets the next name.
+/// Renames the folder to its final name. An older checkpoint of the same step is first renamed to one that `latest`
+/// still finds. If the name belongs to a file or to a checkpoint of another step, that is left alone and the folder
+/// gets the next free name.
 fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
     let [partial, path, replaced] =
         [State::Partial, State::Committed, State::Replaced].map(|state| path_for(dir, step, state));
@@ -209,13 +211,13 @@ fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<Path
     }
     disk.sync_folder(dir).map_err(write_error(dir))?;
     if replacing {
-        // It may stay: the new one goes before it.
+        // An error is ignored, because the new checkpoint takes precedence.
         let _ = disk.remove_folder(&replaced);
     }
     Ok(path)
 }
 
-/// Says that a folder of checkpoints has something in it that is none, or one that was renamed.
+/// Logs a warning if a checkpoint gets a numbered name, because its usual name is taken by something else.
 fn tell_of_other_name(path: &Path) {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if name.matches('-').count() > 1 {
@@ -224,18 +226,19 @@ fn tell_of_other_name(path: &Path) {
     }
 }
 
-/// Whether something has the path; what cannot be looked at is treated as if there were, so that the error is told.
+/// True if the path exists. If it cannot be examined, it counts as existing, so that the next operation reports the
+/// error.
 fn is_there(path: &Path) -> bool {
     path.try_exists().unwrap_or(true)
 }
 
-/// A file's head and its tensors in the file's order.
+/// The header of a file, and its tensors in the order of the file.
 struct Header<'a> {
     bytes: Vec<u8>,
     tensors: Vec<TensorBytes<'a>>,
 }
 
-/// Checks all sections and makes their safetensors headers.
+/// Checks all sections and creates their safetensors headers.
 fn headers<'a>(sections: &[Section<'a>]) -> Result<Vec<Header<'a>>, CheckpointError> {
     let mut seen = BTreeSet::new();
     sections
@@ -259,7 +262,7 @@ fn headers<'a>(sections: &[Section<'a>]) -> Result<Vec<Header<'a>>, CheckpointEr
 
 fn header<'a>(section: &Section<'a>) -> Result<Header<'a>, CheckpointError> {
     let wrong = |reason: String| CheckpointError::Section { file: section.file.to_owned(), reason };
-    // The order that safetensors' own writer has: widest type first, so that all stay aligned, then by name.
+    // The order of safetensors' own writer: widest type first, so that all tensors are aligned, then by name.
     let mut tensors = section.tensors.clone();
     tensors.sort_by(|a, b| Dtype::from(b.dtype).cmp(&Dtype::from(a.dtype)).then(a.name.cmp(b.name)));
 
@@ -297,7 +300,7 @@ fn header<'a>(section: &Section<'a>) -> Result<Header<'a>, CheckpointError> {
     Ok(Header { bytes, tensors })
 }
 
-/// Bytes of a dense tensor; nothing where they overflow.
+/// Returns the size of a dense tensor in bytes, or `None` if it overflows.
 pub(super) fn bytes_of(dtype: Dtype, shape: &[usize]) -> Option<usize> {
     let elements = shape.iter().try_fold(1usize, |product, &extent| product.checked_mul(extent))?;
     Some(elements.checked_mul(dtype.bitsize())?.div_ceil(8))

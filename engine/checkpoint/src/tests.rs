@@ -1,4 +1,5 @@
-//! Faults: whatever is done to a checkpoint's bytes is seen, and whatever interrupts a save leaves the one before it.
+//! Faults: any damage to a checkpoint's bytes is detected, and an interrupted save leaves the previous checkpoint
+//! intact.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -13,7 +14,7 @@ use crate::disk::{Disk, RealDisk};
 use crate::manifest::{MANIFEST, MANIFEST_HASH, hash_line};
 use crate::save::save_on;
 
-/// Two sections whose bytes depend on `salt`.
+/// Two sections whose contents depend on `salt`.
 fn with_sections<R>(salt: u8, run: impl FnOnce(&[Section<'_>]) -> R) -> R {
     let weight: Vec<u8> = (0..96).map(|index| index ^ salt).collect();
     let moment = [salt; 32];
@@ -36,7 +37,7 @@ fn save(disk: &mut impl Disk, dir: &Path, step: u64, salt: u8) -> Result<PathBuf
     with_sections(salt, |sections| save_on(disk, dir, step, sections, json!({ "salt": salt })))
 }
 
-/// Which save this is, read back from both the metadata and a tensor.
+/// Returns the salt of a checkpoint, which is read from both the metadata and a tensor.
 fn salt_of(checkpoint: &Checkpoint) -> u8 {
     let mut salt = [0];
     checkpoint.section("model.safetensors").unwrap().read_into("steps", &mut salt).unwrap();
@@ -55,7 +56,7 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// A disk on which one act fails, or everything after a number of bytes; a crash lets nothing happen from then on.
+/// A disk on which one operation fails, or every write after a number of bytes. After a crash, every operation fails.
 struct FailingDisk {
     acts_left: usize,
     bytes_left: usize,
@@ -124,7 +125,7 @@ fn a_failure_or_a_crash_at_any_act_leaves_a_sound_checkpoint() {
                 }
                 seen.push(found);
 
-                // The next run saves over whatever was left, and cleans up.
+                // The next run saves over the remains and cleans up.
                 save(&mut RealDisk, &dir, step, 3).unwrap();
                 Checkpoint::prune(&dir, 1, &[]).unwrap();
                 assert_eq!((latest(&dir), names(&dir)), (Some((step, 3)), vec![format!("step-{step:08}")]));
@@ -214,7 +215,7 @@ fn latest_passes_over_what_is_not_sound() {
 
 #[test]
 fn what_is_loaded_is_what_was_verified() {
-    // Larger than a chunk, so that parts begin and end within chunks.
+    // The tensor is larger than a chunk, so that parts of it begin and end within chunks.
     let weight: Vec<u8> = (0..2_500_000u32).map(|index| (index % 251) as u8).collect();
     let folder = tempfile::tempdir().unwrap();
     let tensor = TensorBytes { name: "w", dtype: DType::U8, shape: &[2_500_000], bytes: &weight };
@@ -260,7 +261,7 @@ fn the_step_is_the_manifests() {
     save(&mut RealDisk, dir, 40, 4).unwrap();
     assert_eq!(latest(dir), Some((40, 4)), "progress is not hidden by a name");
 
-    // A renamed folder is neither removed nor replaced, and what is saved in its stead is found.
+    // A renamed folder is neither removed nor replaced, and a new checkpoint of its named step is found.
     assert!(Checkpoint::prune(dir, 1, &[]).unwrap().is_empty());
     let path = save(&mut RealDisk, dir, 999, 9).unwrap();
     assert_eq!(path, dir.join("step-00000999-2"));
@@ -270,7 +271,7 @@ fn the_step_is_the_manifests() {
     assert_eq!(Checkpoint::prune(dir, 1, &[]).unwrap(), [dir.join("step-00000040")]);
     assert_eq!(names(dir), ["step-00000999", "step-00000999-2"]);
 
-    // Folders that were swapped.
+    // Two folders whose names were swapped.
     let swapped = tempfile::tempdir().unwrap();
     let dir = swapped.path();
     let [one, two, aside] = ["step-00000001", "step-00000002", "aside"].map(|name| dir.join(name));
@@ -293,7 +294,7 @@ fn the_newest_sound_one_is_never_pruned() {
     for step in [10, 20, 30] {
         save(&mut RealDisk, dir, step, step as u8).unwrap();
     }
-    // The sizes of the two newest are right, their hashes are not.
+    // The sizes of the two newest are right, but their hashes are not.
     flip(20);
     flip(30);
     Checkpoint::prune(dir, 2, &[]).unwrap();
@@ -301,7 +302,7 @@ fn the_newest_sound_one_is_never_pruned() {
     save(&mut RealDisk, dir, 15, 15).unwrap();
     Checkpoint::prune(dir, 2, &[]).unwrap();
     assert_eq!(names(dir), ["step-00000010", "step-00000015", "step-00000020", "step-00000030"]);
-    // Later ones supersede them.
+    // Newer usable checkpoints replace them.
     save(&mut RealDisk, dir, 40, 40).unwrap();
     save(&mut RealDisk, dir, 50, 50).unwrap();
     Checkpoint::prune(dir, 2, &[]).unwrap();
@@ -396,7 +397,7 @@ fn reading_checks_names_and_sizes() {
 const DTYPES: [DType; 6] = [DType::U8, DType::U32, DType::F16, DType::BF16, DType::F32, DType::F64];
 
 generated! {
-    /// The file is, byte for byte, what the safetensors library would have written, and reads back.
+    /// The file is identical to one written by the safetensors library, and can be read back.
     #[test]
     fn files_are_those_of_safetensors(
         tensors in prop::collection::btree_map("[a-z\".é]{1,8}", (0usize..6, prop::collection::vec(0usize..5, 0..4)), 0..8),

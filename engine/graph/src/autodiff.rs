@@ -1,9 +1,10 @@
-//! Gradients as more graph.
+//! Automatic differentiation: gradients as further nodes of the graph.
 //!
-//! In: a graph and its loss. Out: the same graph, followed by nodes that compute the gradient of every parameter that the
-//! loss depends on and that is not frozen; what leads to frozen ones alone has no gradient. Each node is marked as part of the input-gradients (I), which earlier layers wait for, or of the
-//! weight-gradients (W), which nobody waits for before the update: so zero-bubble schedules exist
-//! (Qi et al., arXiv 2401.10241). Never: an order of execution across micro-batches, or memory.
+//! In: a graph and its loss. Out: the same graph, followed by nodes that compute the gradient of every trained
+//! parameter that the loss depends on. No gradient is computed that leads only to frozen parameters. Each node is
+//! marked as part of the input gradients (I), which earlier layers wait for, or of the weight gradients (W), which are
+//! needed only by the update; zero-bubble schedules rely on that split (Qi et al., arXiv 2401.10241). Never: an order
+//! of execution across micro-batches, or memory.
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -20,25 +21,28 @@ use crate::tensor::Tensor;
 /// The gradient of one parameter.
 #[derive(Debug, Clone)]
 pub struct ParameterGradient {
-    /// The parameter.
+    /// The parameter to which the gradient belongs.
     pub parameter: ValueId,
-    /// Summands of its gradient, one per use of the parameter, each without gaps. They are accumulated separately over
-    /// micro-batches and added once, so that the order of summation does not depend on how the batch is cut.
+    /// Summands of the gradient, one per use of the parameter, each contiguous. Each is accumulated over the
+    /// micro-batches by itself, and they are added once at the end, so that the order of summation does not depend on
+    /// the number of micro-batches.
     pub summands: Vec<ValueId>,
 }
 
-/// Records the gradients of `loss`, scaled by `seed`, with respect to all parameters.
+/// Records the gradients of `loss` with respect to all parameters. `seed` is the gradient of the loss itself, a
+/// constant factor of all.
 ///
 /// # Errors
-/// When the loss is not a scalar or depends on no parameter, or an operation on the way has no gradient.
+/// Returns an error if the loss is not a scalar or depends on no parameter, or if an operation between the two has no
+/// gradient.
 pub fn differentiate(graph: &Arc<Mutex<Graph>>, loss: &Tensor, seed: f64) -> Result<Vec<ParameterGradient>> {
     differentiate_in(graph, loss, seed, &|parameter| parameter.dtype())
 }
 
-/// [`differentiate`], with the gradients of a parameter summed up in a type that may be another than its own.
+/// Like [`differentiate`], but sums the gradients of a parameter in the type that `dtype_of` returns for it.
 ///
 /// # Errors
-/// As [`differentiate`].
+/// Returns the errors of [`differentiate`].
 pub fn differentiate_in(
     graph: &Arc<Mutex<Graph>>,
     loss: &Tensor,
@@ -60,9 +64,10 @@ pub fn differentiate_in(
 
 struct Pass {
     graph: Arc<Mutex<Graph>>,
-    /// Forward values that depend on a parameter that is trained.
+    /// True for forward values that depend on a trained parameter.
     depends: Vec<bool>,
-    /// Forward values that depend on such a parameter through views alone: their gradient is nobody's input.
+    /// True for forward values that depend on such a parameter through views only. The gradient of such a value is read
+    /// only to form the parameter's gradient.
     is_weight: Vec<bool>,
     forward_nodes: Vec<NodeId>,
 }
@@ -116,7 +121,8 @@ impl Pass {
         Ok(gradients)
     }
 
-    /// The gradients of a weight's view, one by one: each use of it may be in another stage, and is summed up there.
+    /// Passes on the gradients of a weight's view one by one, because each use may be in another stage and is summed
+    /// there.
     fn through_weight(&self, id: NodeId, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
         let node = lock(&self.graph).node(id).clone();
         for part in pending.remove(&node.outputs[0]).unwrap_or_default() {
@@ -141,14 +147,15 @@ impl Pass {
         let graph = self.graph.clone();
         let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, needs, sent: Vec::new() };
         node.op.gradient(&mut gradient)?;
-        // Operations that make all their gradients together may send what nobody needs.
+        // Operations that compute all their gradients together may also send those of inputs that need none.
         for (input, grad) in gradient.sent.into_iter().filter(|(input, _)| gradient.needs[*input]) {
             pending.entry(node.inputs[input]).or_default().push(grad);
         }
         Ok(())
     }
 
-    /// What is left belongs to persistent values: the parameters.
+    /// Returns the gradients of the parameters. The remaining entries of `pending` belong to values that no node
+    /// produces.
     fn collect(
         &self,
         pending: HashMap<ValueId, Vec<Tensor>>,
@@ -157,7 +164,8 @@ impl Pass {
         let mut gradients = Vec::new();
         let mut read: HashSet<ValueId> =
             lock(&self.graph).nodes().iter().flat_map(|node| &node.inputs).copied().collect();
-        // In order of the parameters: this records nodes, and the same model must always give the same program.
+        // In the order of the parameters, because this records nodes and the same model must always give the same
+        // program.
         for (parameter, parts) in BTreeMap::from_iter(pending) {
             if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
                 continue;
@@ -166,19 +174,19 @@ impl Pass {
             let mut summands = Vec::new();
             for part in parts {
                 part.set_phase(Phase::BackwardWeight);
-                // A constant is there once; as a gradient it counts once per micro-batch, so it becomes a value.
+                // A constant exists once, but as a gradient it counts once per micro-batch, so a node must produce it.
                 let root = lock(&self.graph).value(part.id()).root;
                 let made = matches!(lock(&self.graph).value(root).source, Source::Node { .. });
                 let place = lock(&self.graph).place_of(part.id()).unwrap_or_default();
                 lock(&self.graph).set_place(place);
                 let dense =
                     if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
-                // Its handle was made before anybody asked for another type.
+                // The handle `dense` still has the type from before; `make_in` may have changed the value's.
                 let made_in = lock(&self.graph).value(dense.id()).spec.dtype;
                 let is_so =
                     made_in == dtype || !read.contains(&dense.id()) && lock(&self.graph).make_in(dense.id(), dtype)?;
                 let summand = if is_so { dense.id() } else { self.cast(dense, dtype)?.id() };
-                // The gradient of a sum is that of both its parts.
+                // Another parameter of the same sum has the same gradient: from here on, this one has a reader.
                 read.insert(summand);
                 summands.push(summand);
             }
@@ -187,8 +195,8 @@ impl Pass {
         Ok(gradients)
     }
 
-    /// The same in another type, with the cast in front of what only rearranges: there it is next to the sum over micro-batches,
-    /// where [`Self::defer_movement`] then leaves it.
+    /// Casts a gradient to another type. The cast goes before the operations that only rearrange elements. There it is
+    /// next to the sum over micro-batches, which [`Self::defer_movement`] then leaves in place.
     fn cast(&self, part: Tensor, dtype: DType) -> Result<Tensor> {
         let (mut value, mut moves) = (part.id(), Vec::new());
         {
@@ -210,9 +218,9 @@ impl Pass {
         Ok(Tensor::of(&self.graph, moved))
     }
 
-    /// Moves what only rearranges a weight's gradient (the rest of an embedding around the rows that were used) behind
-    /// the sum over micro-batches: there it is done once, and the sum is left to the operation before, which can add in
-    /// place.
+    /// Moves operations that only rearrange a weight's gradient after the sum over micro-batches. An example is the one
+    /// that puts the gradient of an embedding's used range among zeros. It then runs once per step, and the operation
+    /// before it can add to the sum in place.
     fn defer_movement(&self, gradients: &[ParameterGradient]) {
         let mut g = lock(&self.graph);
         let mut readers = vec![0; g.values().len()];
@@ -236,8 +244,8 @@ impl Pass {
         }
     }
 
-    /// Adds up the gradients of all uses of a value. Those that are ranges tiling one dimension (the thirds of a packed
-    /// qkv) are joined instead.
+    /// Adds the gradients of all uses of a value. If they are ranges that tile one dimension, such as the thirds of a
+    /// packed qkv, they are concatenated instead.
     fn total(&self, parts: Vec<Tensor>) -> Result<Tensor> {
         if let Some(joined) = self.join(&parts)? {
             return Ok(joined);
@@ -246,7 +254,7 @@ impl Pass {
         let mut parts = parts.into_iter();
         let first = parts.next().expect("a gradient that is pending has a part");
         let total = parts.try_fold(first, |sum, part| {
-            // The uses of a value in a later stage are added there, so that one gradient crosses over.
+            // Uses in a later stage are added there, so that only one gradient is sent to this stage.
             let mut g = lock(&self.graph);
             let places = [&sum, &part].map(|t| g.place_of(t.id()).unwrap_or(here));
             let [first, second] = places;
@@ -290,7 +298,7 @@ impl Pass {
         Ok(Some(Tensor::apply_op::<1>(Cat { dim }, &tensors)?[0].clone()))
     }
 
-    /// I: whatever a gradient of an activation is made of. W: the rest of the backward.
+    /// Marks every node that a gradient of an activation depends on as I, and the rest of the backward as W.
     fn mark_phases(&self, input_gradients: &[ValueId]) {
         let mut g = lock(&self.graph);
         let mut wanted = vec![false; g.values().len()];
@@ -309,7 +317,7 @@ impl Pass {
     }
 }
 
-/// Whether a node's output has the elements of its input, perhaps among zeros.
+/// True if the node's output consists of its input's elements, possibly among zeros.
 fn rearranges(graph: &Graph, value: ValueId) -> bool {
     let Source::Node { node, .. } = graph.value(value).source else { return false };
     let op: &dyn Any = &*graph.node(node).op;

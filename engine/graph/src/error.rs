@@ -1,4 +1,4 @@
-//! What can go wrong between a model's source and its graph.
+//! Errors of recording a graph.
 
 use candle_core::Shape;
 
@@ -28,26 +28,26 @@ pub enum Error {
     TwoGraphs { op: String },
     #[error("{what}: {why}; {remedy}")]
     Config { what: &'static str, why: String, remedy: &'static str },
-    /// What a shape, a dimension or a layout of candle's refuses.
+    /// An error of candle's shapes, dimensions or layouts.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
-    /// What a model's own source, or code that it calls, reports.
+    /// An error reported by a model's own source or code that it calls.
     #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),
 }
 
 impl Error {
-    /// A setting that is refused: its name, why it is refused, and what to do instead.
+    /// Creates the error for a refused setting: its name, the reason, and the remedy.
     pub fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         Self::Config { what, why: why.into(), remedy }
     }
 
-    /// An error in the model's own words.
+    /// Creates an error with a message of the model's own.
     pub fn msg(text: impl Into<String>) -> Self {
         Self::Other(text.into().into())
     }
 
-    /// Another error that the model's source met.
+    /// Wraps an error of another type.
     pub fn wrap(error: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self::Other(Box::new(error))
     }

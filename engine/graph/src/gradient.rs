@@ -1,4 +1,4 @@
-//! Where an operation's gradient is written.
+//! The builder with which an operation records its gradient.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,7 +7,8 @@ use crate::graph::{Graph, NodeId, lock};
 use crate::op::Op;
 use crate::tensor::Tensor;
 
-/// Where an operation's gradient is written.
+/// The builder with which an operation records its gradient: its inputs, outputs and output gradients, and a place for
+/// the gradients of its inputs.
 #[derive(Debug)]
 pub struct Gradient {
     pub(crate) graph: Arc<Mutex<Graph>>,
@@ -41,8 +42,8 @@ impl Gradient {
         self.grads[index].clone().unwrap_or_else(|| output.constant(0.0, output.shape().clone()))
     }
 
-    /// The number that the gradient with respect to an output is everywhere, if that is known already: the loss is often a
-    /// mean.
+    /// Returns the value of the output's gradient if it is a known constant, the same for every element. This is often
+    /// so, because most losses are means.
     pub fn constant(&self, index: usize) -> Option<f64> {
         match &self.grads[index] {
             Some(grad) => lock(&self.graph).number(grad.id()),
@@ -50,25 +51,26 @@ impl Gradient {
         }
     }
 
-    /// Lets the forward operation make gradients as it goes, where it has at hand what they need and nothing else would: with
-    /// what [`Self::constant`] knows, in the end. From now on the forward is `op`, on the same inputs; its first outputs are
-    /// those that there were. Returns the `NEW` others.
+    /// Replaces the forward operation by `op`, which also computes gradients during the forward. This is for operations
+    /// that hold, in the forward, data that the backward would have to recompute, and whose output gradient is already
+    /// known ([`Self::constant`]). `op` takes the same inputs; its first outputs are the existing ones. Returns the
+    /// `NEW` further outputs.
     ///
-    /// A gradient of a weight that is made so should be one that [`Op::accumulates`].
+    /// If one of them is the gradient of a weight, `op` should be able to add to that output ([`Op::accumulates`]).
     ///
     /// # Errors
-    /// [`Error::Shape`] when the shape rule of `op` refuses the inputs or gives other outputs, or when it cannot read an input
-    /// as it lies.
+    /// Returns [`Error::Shape`] if the shape rule of `op` rejects the inputs or gives other outputs, or if `op` cannot
+    /// read the strides of an input.
     pub fn in_forward<const NEW: usize>(&mut self, op: impl Op) -> Result<[Tensor; NEW]> {
         let new = lock(&self.graph).extend_node(self.node, Arc::new(op), NEW)?;
         let new: Vec<Tensor> = new.into_iter().map(|id| Tensor::of(&self.graph, id)).collect();
         Ok(new.try_into().expect("as many as were asked for"))
     }
 
-    /// Refuses a loss that depends on an output which `op` has no gradient for.
+    /// Checks that the loss does not depend on an output for which `op` has no gradient.
     ///
     /// # Errors
-    /// [`Error::NoOutputGradient`] when it does.
+    /// Returns [`Error::NoOutputGradient`] if it does.
     pub fn refuse(&self, op: &dyn Op, output: usize) -> Result<()> {
         match self.grads[output] {
             Some(_) => Err(Error::NoOutputGradient { op: op.name().into(), output }),
@@ -76,12 +78,12 @@ impl Gradient {
         }
     }
 
-    /// Whether the gradient with respect to an input is wanted. Send none that is not.
+    /// True if the gradient with respect to an input is needed. Gradients of other inputs should not be sent.
     pub fn needs(&self, index: usize) -> bool {
         self.needs[index]
     }
 
-    /// Adds to the gradient with respect to an input.
+    /// Adds a summand to the gradient with respect to an input.
     pub fn send(&mut self, index: usize, gradient: Tensor) {
         debug_assert_eq!(gradient.dims(), self.inputs[index].dims(), "gradient has the shape of its input");
         self.sent.push((index, gradient));

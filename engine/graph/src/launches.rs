@@ -1,4 +1,4 @@
-//! What an operation launches: copies of inputs whose strides its kernels cannot read, and its own kernels.
+//! The CUDA launches of an operation: copies of inputs whose strides its kernels cannot read, then its own kernels.
 
 use candle_core::{DType, Layout};
 use gapless_kernels::Spec;
@@ -7,7 +7,7 @@ use gapless_kernels::cuda::{Launch, Operand, Operands};
 
 use crate::op::Op;
 
-/// Bytes of the pieces of scratch: the operation's own, and behind them the copies.
+/// Returns the bytes of each piece of scratch: first the operation's own, then those of the copies.
 pub fn workspace<'a>(op: &dyn Op, inputs: impl Iterator<Item = (&'a Layout, DType)>, outputs: &[Spec]) -> Vec<u64> {
     let (mut specs, mut copies) = (Vec::new(), Vec::new());
     for (index, (layout, dtype)) in inputs.enumerate() {
@@ -20,7 +20,7 @@ pub fn workspace<'a>(op: &dyn Op, inputs: impl Iterator<Item = (&'a Layout, DTyp
     [op.cuda_workspace(&specs, outputs), copies].concat()
 }
 
-/// Launches with scratch as [`workspace`] wants it; none where there are no kernels.
+/// Returns the launches of an operation with scratch as [`workspace`] sizes it, or `None` if there are no kernels.
 pub fn launches(op: &dyn Op, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let mut inputs = operands.inputs.to_vec();
     let copied: Vec<usize> = (0..inputs.len()).filter(|&i| is_copied(op, i, &inputs[i].layout)).collect();

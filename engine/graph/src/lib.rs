@@ -1,4 +1,4 @@
-//! What a training step computes: symbolic tensors, operations with their gradients, layers, optimizers.
+//! Defines what a training step computes: symbolic tensors, operations with their gradients, layers, and optimizers.
 //!
 //! In: a model's source, in candle's vocabulary. Out: a [`Graph`] of nodes in an order in which they can run, its
 //! gradients ([`autodiff`]) and its update ([`optim`]). Never: a buffer, an address, or a device.

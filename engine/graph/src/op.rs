@@ -1,8 +1,8 @@
-//! What an operation has to say of itself: one trait, implemented by the built-in operations and by users' own.
+//! The trait of all operations, the built-in ones and the user's own.
 //!
-//! An operation is one value (its attributes) with a shape rule, a gradient written as more graph, a cost, a CPU kernel,
-//! and a reference in f64 that is simple enough to be believed. The reference judges the kernel, and finite differences
-//! of it judge the gradient ([`crate::gradient_check`]).
+//! An operation is one value, its attributes. It implements a shape rule, a gradient as further graph nodes, a cost, a
+//! CPU kernel, and a reference implementation in f64 that is simple enough to be trusted. The kernel is checked against
+//! the reference, and the gradient against finite differences of the reference ([`crate::gradient_check`]).
 
 use std::any::Any;
 use std::fmt;
@@ -16,54 +16,57 @@ use crate::Gradient;
 use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
 
-/// What an operation knows of rows that are counted while the step runs: its tensors' first dimension is then the most that
-/// there may be, and their slices are as long as the count says. On a GPU, kernels look in slots where such tensors lie: those that are
-/// made of an expression (`Op::cuda_fusible`) do; launches of others are refused, unless they are of a family that
-/// [reads slots](gapless_kernels::cuda::Family::reads_slots).
+/// The way an operation treats dynamic rows, whose number is known only while the step runs. The first dimension of such a
+/// tensor is the greatest number of rows, and the slices that a kernel gets have the actual number.
+///
+/// On a GPU, the address of such a tensor is read from a slot. Generated kernels (`Op::cuda_fusible`) read slots.
+/// Launches of other kernels are refused, unless their family [reads
+/// slots](gapless_kernels::cuda::Family::reads_slots).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rows {
-    /// Nothing: it goes by shapes.
+    /// The operation does not distinguish them: it uses the shapes alone.
     Unaware,
-    /// It reads counted rows by their count; its outputs are of their whole shape.
+    /// The operation reads as many rows as there are. Its outputs have fixed shapes.
     Fixed,
-    /// Outputs of the shape of a counted input have its rows.
+    /// Outputs with the shape of a dynamic input have as many rows as that input.
     Inherited,
-    /// The first dimension of its outputs is counted: the last element of input `starts` says how many rows there are.
+    /// The outputs have dynamic rows. Their number is the last element of input `starts`.
     Counted {
-        /// Index of the input.
+        /// Index of the input with the row offsets.
         starts: usize,
-        /// How many there are if all ranks have the same number.
+        /// Number of rows if all ranks have equally many.
         balanced: usize,
     },
 }
 
-/// One kind of computation.
+/// An operation.
 pub trait Op: Any + fmt::Debug + Send + Sync {
-    /// The name that reports, errors and recompute policies use.
+    /// Name of the operation in reports, errors and recompute policies.
     fn name(&self) -> &'static str;
 
-    /// Shape rule: the outputs for these inputs.
+    /// Shape rule: returns the shapes and types of the outputs for these inputs.
     ///
     /// # Errors
-    /// What is wrong with the inputs, in words; the builder adds operation, layer and shapes.
+    /// Returns what is wrong with the inputs, as text; the builder adds the operation, the layer and the shapes.
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String>;
 
-    /// What it knows of counted rows.
+    /// Returns how the operation treats dynamic rows.
     fn rows(&self) -> Rows {
         Rows::Unaware
     }
 
-    /// For operations that move no data: the output's place in the storage of input 0.
+    /// Returns the layout of the output in the storage of input 0, if the operation is a view, which moves no data.
     fn view(&self, _input: &Layout) -> Option<Layout> {
         None
     }
 
-    /// Whether the kernel reads input `index` through the strides of this layout; if not, the builder puts a copy in front.
+    /// True if the kernel can read input `index` in this layout. If not, the builder inserts a contiguous copy before
+    /// it.
     fn reads_strides(&self, _index: usize, _layout: &Layout) -> bool {
         false
     }
 
-    /// Whether the kernels for GPUs write output `index` through any strides but the last, which is 1.
+    /// True if the CUDA kernels can write output `index` with any strides whose last is 1.
     fn writes_strides(&self, _index: usize) -> bool {
         false
     }
@@ -71,7 +74,7 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// Records the gradients of the inputs.
     ///
     /// # Errors
-    /// [`Error::NoGradient`] when there is none, or what building the graph returns.
+    /// Returns [`Error::NoGradient`] if the operation has no gradient, or the errors of recording graph nodes.
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         match (0..g.inputs()).find(|&input| g.needs(input)) {
             Some(input) => Err(Error::NoGradient { op: self.name().into(), input }),
@@ -79,75 +82,77 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         }
     }
 
-    /// Whether what it gives counts as a constant in the backward, whatever it was made of.
+    /// True if the outputs count as constants in the backward, even if the inputs depend on parameters.
     fn stops_gradients(&self) -> bool {
         false
     }
 
-    /// Arithmetic, for schedules and reports.
+    /// Number of arithmetic operations, for schedules and reports.
     fn flops(&self, _inputs: &[Spec], outputs: &[Spec]) -> u64 {
         outputs.iter().map(|s| s.elements() as u64).sum()
     }
 
-    /// Bytes read and written, for schedules and for choosing what to compute again.
+    /// Number of bytes read and written, for schedules and for the choice of values to recompute.
     fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
         inputs.iter().chain(outputs).map(Spec::bytes).sum()
     }
 
-    /// Pairs (input, output): the kernel may be given the same bytes for both.
+    /// Pairs (input, output) that may share the same bytes.
     fn inplace(&self) -> &[(usize, usize)] {
         &[]
     }
 
-    /// Pairs (input, output): the output *is* the input, changed (optimizer states).
+    /// Pairs (input, output) for which the output *is* the input, updated in place (optimizer states).
     fn mutates(&self) -> &[(usize, usize)] {
         &[]
     }
 
-    /// Whether the kernel can add to output `index` instead of setting it, when [`Args::accumulate`] says so. The sum
-    /// over micro-batches must then have the same bits as one call over all of them.
+    /// True if the kernel can add to output `index` instead of overwriting it, if [`Args::accumulate`] says so. Calls
+    /// for one micro-batch after the other must then give the same bits as one call for all of them.
     fn accumulates(&self, _index: usize) -> bool {
         false
     }
 
-    /// The same with output `index`, of which this is the only change, in another type of float: so that a sum over
-    /// micro-batches has it as it was before it was rounded. None if it is always rounded.
+    /// Returns the same operation with output `index` in another float type, or `None` if that output is always
+    /// rounded. Sums over micro-batches use it to add values before they are rounded.
     fn with_output_dtype(&self, _index: usize, _dtype: DType) -> Option<Arc<dyn Op>> {
         None
     }
 
-    /// Scratch of one call with `threads` threads: the bytes of each of its pieces. Several small pieces, which need not lie
-    /// side by side, are easier to find room for than a large one. [`Args::workspace`] hands them out in this order.
+    /// Returns the bytes of each piece of scratch that one call with `threads` threads needs. Several small pieces are
+    /// easier to place than a large one, since they need not be adjacent. [`Args::workspace`] returns them in this
+    /// order.
     fn workspace(&self, _inputs: &[Spec], _outputs: &[Spec], _threads: usize) -> Vec<u64> {
         Vec::new()
     }
 
-    /// Whether [`Op::run`] takes what is stored in bf16 as it is. If not, it is given a copy in f32 of each such input, and what it
-    /// writes is rounded behind it: a kernel for f32 is one for bf16 too, for some scratch.
+    /// True if [`Op::run`] reads and writes bf16 operands directly. If not, the executor gives it f32 copies of such
+    /// inputs and rounds its outputs afterwards. A kernel for f32 thus serves bf16 too, at the price of some scratch.
     fn runs_in_bf16(&self) -> bool {
         false
     }
 
-    /// Whether it takes input `index` as it is, which no output overwrites; what it writes may be rounded behind it all the same.
+    /// True if the kernel reads input `index` in bf16 directly. No output may overwrite that input. The executor may
+    /// still round the outputs.
     fn reads_bf16(&self, _index: usize) -> bool {
         self.runs_in_bf16()
     }
 
-    /// Whether it may round to bf16 what it makes and multiplies again, where its inputs are bf16.
+    /// True if, with bf16 inputs, the kernel may round intermediate results to bf16 before it multiplies them.
     fn rounds_factors(&self) -> bool {
         false
     }
 
-    /// The CPU kernel. Not called for views.
+    /// The CPU kernel. It is not called for views.
     fn run(&self, args: &mut Args<'_>);
 
-    /// Whether the kernels for GPUs read input `index` through the strides of a layout that [`Op::run`] reads; if not, a copy is
-    /// put in front of them.
+    /// True if the CUDA kernels can read input `index` in a layout that [`Op::run`] can read. If not, it is copied
+    /// before they are launched.
     fn cuda_reads_strides(&self, _index: usize, _layout: &Layout) -> bool {
         true
     }
 
-    /// Scratch of one call on a GPU: the bytes of each of its pieces.
+    /// Returns the bytes of each piece of scratch that one call on a GPU needs.
     fn cuda_workspace(&self, _inputs: &[Spec], _outputs: &[Spec]) -> Vec<u64> {
         Vec::new()
     }
@@ -158,17 +163,19 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         0
     }
 
-    /// What it can bring into a kernel of a GPU that several operations share; none if it is always by itself.
+    /// Returns what the operation contributes to a CUDA kernel that several operations share, or `None` if it is never
+    /// fused.
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         None
     }
 
-    /// What is launched on a GPU, in order; none where there are no kernels for it. An operation of elements
-    /// ([`Fusible::Each`](gapless_kernels::cuda::Fusible::Each)) has a generated kernel. Not called for views.
+    /// Returns the CUDA launches, in order, or `None` if there are no CUDA kernels for the operation. Element-wise
+    /// operations ([`Fusible::Each`](gapless_kernels::cuda::Fusible::Each)) get a generated kernel by default. It is
+    /// not called for views.
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::generate::each(self.name(), self.cuda_fusible()?, operands)
     }
 
-    /// The same in f64, as simply as it can be said: one array per output.
+    /// The reference implementation in f64, as simple as possible: returns one array per output.
     fn reference(&self, args: &Reference<'_>) -> Vec<Array>;
 }

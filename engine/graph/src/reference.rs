@@ -1,6 +1,7 @@
-//! The judge of kernels and gradients: every operation once more in f64, on plain arrays, one element after another.
+//! Reference implementation of graphs: every operation in f64, on plain arrays, one element after another. Kernels and
+//! gradients are checked against it.
 //!
-//! Slow and simple on purpose. It shares nothing with the kernels, the planner or the executor.
+//! It is slow and simple on purpose, and shares no code with the kernels, the planner or the executor.
 
 use std::collections::HashMap;
 
@@ -12,51 +13,51 @@ use crate::graph::{Graph, Source, ValueId};
 /// A dense row-major array.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Array {
-    /// Extents.
+    /// Extents of the dimensions.
     pub dims: Vec<usize>,
-    /// Elements, last dimension fastest.
+    /// Elements in row-major order.
     pub data: Vec<f64>,
 }
 
 impl Array {
     /// An array from its parts.
-    ///
+    /// Creates an array from its extents and elements.
     /// # Panics
-    /// When the number of elements is not the product of the extents.
+    /// Panics if the number of elements is not the product of the extents.
     pub fn new(dims: &[usize], data: Vec<f64>) -> Self {
         assert_eq!(dims.iter().product::<usize>(), data.len(), "extents and elements agree");
         Self { dims: dims.to_vec(), data }
     }
 
-    /// Zeros.
+    /// Creates an array of zeros.
     pub fn zeros(dims: &[usize]) -> Self {
         Self { dims: dims.to_vec(), data: vec![0.0; dims.iter().product()] }
     }
 
-    /// The same function of every element.
+    /// Applies a function to every element.
     pub fn map(&self, f: impl Fn(f64) -> f64) -> Self {
         Self { dims: self.dims.clone(), data: self.data.iter().map(|&x| f(x)).collect() }
     }
 
-    /// The same function of every pair of elements.
+    /// Applies a function to every pair of elements of two arrays of the same shape.
     pub fn zip(&self, other: &Self, f: impl Fn(f64, f64) -> f64) -> Self {
         assert_eq!(self.dims, other.dims, "equal shapes");
         let data = self.data.iter().zip(&other.data).map(|(&a, &b)| f(a, b)).collect();
         Self { dims: self.dims.clone(), data }
     }
 
-    /// Rows of the last dimension.
+    /// Iterates over the rows: runs of the last dimension.
     pub fn rows(&self) -> std::slice::ChunksExact<'_, f64> {
         self.data.chunks_exact(self.dims.last().copied().unwrap_or(1).max(1))
     }
 
-    /// The elements that a layout over this array's storage shows.
+    /// Returns the elements of a view of this array with the given layout.
     pub fn view(&self, layout: &Layout) -> Self {
         Self { dims: layout.dims().to_vec(), data: layout_indices(layout).map(|i| self.data[i]).collect() }
     }
 }
 
-/// Storage index of every element of a layout, in row-major order.
+/// Returns the storage index of every element of a layout, in row-major order.
 pub fn layout_indices(layout: &Layout) -> impl Iterator<Item = usize> + '_ {
     let (dims, strides, start) = (layout.dims(), layout.stride(), layout.start_offset());
     let count: usize = dims.iter().product();
@@ -70,42 +71,42 @@ pub fn layout_indices(layout: &Layout) -> impl Iterator<Item = usize> + '_ {
     })
 }
 
-/// What a reference implementation is given.
+/// The arguments of a reference implementation.
 #[derive(Debug)]
 pub struct Reference<'a> {
-    /// The inputs.
+    /// The inputs, in order.
     pub inputs: Vec<&'a Array>,
     /// Random numbers of the step and micro-batch.
     pub stream: Stream,
 }
 
 impl<'a> Reference<'a> {
-    /// Elements of an input, without gaps.
+    /// Returns an input as a dense array.
     pub fn input(&self, index: usize) -> &'a Array {
         self.inputs[index]
     }
 
-    /// Number of inputs.
+    /// Returns the number of inputs.
     pub fn inputs(&self) -> usize {
         self.inputs.len()
     }
 
-    /// Random numbers of this step and micro-batch.
+    /// Returns the random numbers of this step and micro-batch.
     pub fn random(&self) -> Stream {
         self.stream
     }
 }
 
-/// Computes every value of `graph` from given parameters and inputs. Optimizer states are treated like parameters.
+/// Computes every value of `graph` from the given parameters and inputs. Optimizer states are given like parameters.
 ///
 /// # Panics
-/// When a persistent tensor or an input is not given, or has the wrong number of elements.
+/// Panics if a persistent tensor or an input is not given or has the wrong number of elements.
 pub fn evaluate(graph: &Graph, given: &HashMap<String, Array>, stream: Stream) -> Vec<Array> {
     evaluate_as_read(graph, given, stream, |_, _, x| x)
 }
 
-/// As [`evaluate`], where whoever reads a value sees of each number what `read` makes of it: a node, by its index, or in the
-/// end the caller.
+/// Like [`evaluate`], but every element passes through `read` each time it is read. `read` gets the index of the
+/// reading node, or `None` for the caller's result, then the value and the element.
 pub fn evaluate_as_read(
     graph: &Graph,
     given: &HashMap<String, Array>,

@@ -1,4 +1,4 @@
-//! A graph as text, one node a line: what tests compare, and what `GAPLESS_DUMP=graph` prints.
+//! Graphs as text, one node per line: tests compare it, and `GAPLESS_DUMP=graph` prints it.
 //!
 //! ```text
 //! v0 tokens: u32[2,4], input
@@ -27,7 +27,7 @@ impl Display for Graph {
     }
 }
 
-/// Type and shape of a value.
+/// Formats the type and shape of a value.
 struct Typed<'g>(&'g Graph, ValueId);
 
 impl Display for Typed<'_> {
@@ -38,7 +38,7 @@ impl Display for Typed<'_> {
     }
 }
 
-/// A node.
+/// Formats a node as one line.
 struct Line<'g>(&'g Graph, &'g Node);
 
 impl Display for Line<'_> {

@@ -1,7 +1,7 @@
-//! Adapters as PEFT saves them: a folder with adapter_config.json and adapter_model.safetensors, in and out again.
+//! Adapters in PEFT's format: folders with adapter_config.json and adapter_model.safetensors, read and written.
 //!
-//! In: a folder, or a trainer that has adapters. Out: which part of a model is trained, the adapters' values in an arena; and a folder
-//! that PEFT reads. Never: an option that is ignored, or the base model's weights.
+//! In: a folder, or a trainer that has adapters. Out: the trained part of a model and the adapters' values in an arena,
+//! or a folder that PEFT reads. Never: an option that is ignored, or the base model's weights.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,10 +23,10 @@ const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 const BASE: &str = "base_model_name_or_path";
 
-/// What PEFT puts in front of every name.
+/// The prefix of all names in PEFT's files.
 const PREFIX: &str = "base_model.model.";
 
-/// Options that change no number here: what PEFT does with its own objects, and how base weights are stored.
+/// Options that do not change any value here: state of PEFT's own objects, and how base weights are stored.
 const PASSED_OVER: [&str; 7] = [
     "auto_mapping",
     "fan_in_fan_out",
@@ -37,7 +37,7 @@ const PASSED_OVER: [&str; 7] = [
     "revision",
 ];
 
-/// Options that are supported where they are off: null, false or empty.
+/// Options that are supported only if they are switched off: null, false or empty.
 const OFF: [&str; 24] = [
     "alora_invocation_tokens",
     "alpha_pattern",
@@ -65,7 +65,7 @@ const OFF: [&str; 24] = [
     "velora_config",
 ];
 
-/// Somebody's adapters, of which the options and the header have been read and checked.
+/// Adapters in a folder whose options and file header have been read and checked.
 #[derive(Debug)]
 pub struct Adapter {
     path: PathBuf,
@@ -76,11 +76,11 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Opens a folder and checks its options. Reads no weights.
+    /// Opens a folder and checks its options. Weights are not read.
     ///
     /// # Errors
-    /// [`HfError::Config`] with every option that is wrong, not supported or not known; as [`TensorFile::open`];
-    /// [`HfError::NoWeights`].
+    /// Returns [`HfError::Config`] with every option that is wrong, unsupported or unknown; the errors of
+    /// [`TensorFile::open`]; and [`HfError::NoAdapter`] if there is no weights file.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_owned();
         let config = read_object(&path.join(CONFIG))?;
@@ -99,15 +99,16 @@ impl Adapter {
         Ok(Self { path, config, lora, base, file })
     }
 
-    /// Whether a folder has an adapter, which is then what it is opened as, as by transformers.
+    /// True if a folder has an adapter. It is then to be opened as an adapter, as in transformers.
     pub fn is_at(path: &Path) -> bool {
         path.join(CONFIG).is_file()
     }
 
-    /// The folder of the model that it was trained for: beside the adapter's folder or, failing that, from where the program runs.
+    /// Returns the folder of the model for which the adapter was trained. A relative path is tried from the adapter's
+    /// folder first, then from the current directory.
     ///
     /// # Errors
-    /// When no such folder is named or there; when it is the adapter's own.
+    /// Returns an error if no such folder is named or exists, or if it is the adapter's own.
     pub fn base(&self) -> Result<PathBuf> {
         let malformed = |why: String| HfError::Malformed { path: self.path.join(CONFIG), why };
         let Some(base) = &self.base else { return Err(malformed(format!("{BASE} is missing"))) };
@@ -122,16 +123,17 @@ impl Adapter {
         Ok(found)
     }
 
-    /// What a trainer that is to have these adapters is made with.
+    /// The trained part of a model with these adapters, with which its trainer is to be created.
     pub fn trainable(&self) -> Trainable {
         Trainable::Lora(self.lora.clone())
     }
 
-    /// Fills the adapters of a trainer of `base`, made with [`Self::trainable`]. A rank of a pipeline reads those of its stages.
+    /// Fills the adapters of a trainer of `base` that was created with [`Self::trainable`]. A pipeline rank reads the
+    /// adapters of its own stages.
     ///
     /// # Errors
-    /// [`HfError::Weights`] with every tensor that is missing, one too many, misshaped or of another type; a trainer whose adapters
-    /// have another scale.
+    /// Returns [`HfError::Weights`] with every tensor that is missing, superfluous, or of a wrong shape or type, and an
+    /// error if the trainer's adapters have another scale.
     pub fn load(&self, base: &Folder, trainer: &mut Trainer) -> Result<()> {
         let lora = of_trainer(trainer)?;
         if lora.scale() != self.lora.scale() {
@@ -149,19 +151,21 @@ impl Adapter {
         Ok(())
     }
 
-    /// Saves a trainer's adapters as they were opened: with the same options, names and types.
+    /// Saves a trainer's adapters with the options, names and types with which this adapter was opened.
     ///
     /// # Errors
-    /// As [`Folder::save_adapter`].
+    /// Returns the errors of [`Folder::save_adapter`].
     pub fn save(&self, base: &Folder, trainer: &Trainer, out: impl AsRef<Path>) -> Result<()> {
         let dtype = |stored: &str| self.file.info(stored).map_or(Dtype::F32, |info| info.dtype);
         write(base, trainer, out.as_ref(), self.config.clone(), &dtype)
     }
 
-    /// A model of `base` with these adapters, made to infer, with the weights of both. `options` says the rest.
+    /// Creates a trainer for inference of `base` with these adapters, with the weights of both. `options` gives the
+    /// other settings.
     ///
     /// # Errors
-    /// As [`TrainerBuilder::build`](gapless_engine::TrainerBuilder::build), [`Folder::load`] and [`Self::load`].
+    /// Returns the errors of [`TrainerBuilder::build`](gapless_engine::TrainerBuilder::build), [`Folder::load`] and
+    /// [`Self::load`].
     pub fn for_inference(&self, base: &Folder, options: TrainOptions) -> Result<Trainer> {
         let options = TrainOptions { step: StepOptions { trainable: self.trainable(), ..options.step }, ..options };
         let mut trainer = Trainer::builder(|vb| base.model(vb), options).for_inference().build()?;
@@ -170,14 +174,14 @@ impl Adapter {
         Ok(trainer)
     }
 
-    /// Adds the adapters to the weights of their layers, in f32, and saves the model as a folder at `out`, which must not be there or be
-    /// empty: as [`Folder::save`], with the adapter's tokenizer where it has one.
+    /// Adds the adapters to the weights of their layers, in f32, and saves the model as a folder at `out`, which must
+    /// be empty or not exist. Otherwise like [`Folder::save`], but with the adapter's tokenizer if it has one.
     ///
     /// # Errors
-    /// As [`Self::for_inference`] and [`Folder::save`].
+    /// Returns the errors of [`Self::for_inference`] and [`Folder::save`].
     pub fn merge(&self, base: &Folder, out: impl AsRef<Path>) -> Result<()> {
         put_in_place(out.as_ref(), |partial| {
-            // Nothing is computed with the model.
+            // The smallest sizes suffice, as the model is not run.
             let options = TrainOptions {
                 step: StepOptions { batch: 1, sequence: 1, ..StepOptions::default() },
                 device: DeviceChoice::Cpu,
@@ -189,7 +193,7 @@ impl Adapter {
         })
     }
 
-    /// Whether its folder has a tokenizer of its own.
+    /// True if the adapter's folder has a tokenizer of its own.
     pub fn has_tokenizer(&self) -> bool {
         self.path.join("tokenizer.json").is_file()
     }
@@ -220,17 +224,18 @@ impl Adapter {
 }
 
 impl Folder {
-    /// Saves the adapters of a trainer of this model in PEFT's format, as a folder at `out`, which must not be there or be empty.
-    /// ([`Self::save`] saves the model with the adapters merged into its weights.)
+    /// Saves the adapters of a trainer of this model in PEFT's format, as a folder at `out`, which must be empty or not
+    /// exist. ([`Self::save`] saves the model with the adapters merged into its weights.)
     ///
     /// # Errors
-    /// [`HfError::Exists`]; a trainer without adapters; when something cannot be written, and then nothing is at `out`.
+    /// Returns [`HfError::Exists`] if `out` is not empty, an error if the trainer has no adapters, and an error if a
+    /// file cannot be written; in that case nothing is left at `out`.
     pub fn save_adapter(&self, trainer: &Trainer, out: impl AsRef<Path>) -> Result<()> {
         let lora = of_trainer(trainer)?;
         let config = json!({
             "alpha_pattern": {},
             "bias": "none",
-            // As PEFT says of GPT-2's layers, whose weights are stored transposed.
+            // PEFT sets this for GPT-2's layers, whose weights are stored transposed.
             "fan_in_fan_out": self.config.is_gpt2(),
             "inference_mode": true,
             "init_lora_weights": true,
@@ -251,11 +256,11 @@ impl Folder {
     }
 }
 
-/// The stored names of adapters, with the parameter and its shape of each.
+/// For each stored name of an adapter's tensor, its parameter and shape.
 type Adapters = BTreeMap<String, (String, Vec<usize>)>;
 
 fn adapters(base: &Folder, trainable: &Trainable) -> Result<Adapters> {
-    // PEFT names the modules of the whole model, whatever the prefix in the base's files.
+    // PEFT uses the module names of the whole model, whatever the prefix in the base's files.
     let prefix = |name: &str| if base.config.is_gpt2() && !name.starts_with("lm_head.") { "transformer." } else { "" };
     let declared = base.config.declared(trainable)?;
     let adapters = declared.into_iter().filter(|(name, _)| trainable.is_adapter(name));
@@ -308,7 +313,7 @@ fn write(
     })
 }
 
-/// A number as PEFT writes it: without a fraction where there is none.
+/// Formats a number like PEFT: as an integer if it has no fraction.
 fn whole(number: f64) -> Value {
     if number.fract() == 0.0 && number.abs() < 1e15 { json!(number as i64) } else { json!(number) }
 }
@@ -355,7 +360,8 @@ fn targets(fields: &mut Fields) -> Vec<String> {
     })
 }
 
-/// How the adapters were filled does not count any more, unless the base's weights were changed with them.
+/// Checks the option for initial values. It no longer matters, unless it means that the base's weights were changed
+/// too.
 fn initial_values(fields: &mut Fields) {
     if let Some(found) = fields.take("init_lora_weights")
         && !found.is_boolean()

@@ -1,4 +1,4 @@
-//! A config.json, checked.
+//! A checked config.json.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -30,26 +30,26 @@ const FAMILIES: [&str; 12] = [
     "qwen3_moe",
 ];
 
-/// What a config.json describes.
+/// The checked contents of a config.json.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     path: PathBuf,
     architecture: Architecture,
     parameters: Vec<(String, Vec<usize>)>,
-    /// Layers that the files may have and the model does not.
+    /// Layers that the files may have but the model does not.
     unread_layers: Range<usize>,
     positions: Option<usize>,
 }
 
-/// A family of models, with extents.
+/// A family of models with its settings.
 #[derive(Debug, Clone, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "there is one of it")]
 pub enum Architecture {
     /// GPT-2.
     Gpt(GptConfig),
-    /// Llama and its like.
+    /// Llama and related models.
     Llama(LlamaConfig),
-    /// Those with experts.
+    /// A model with experts.
     Moe(MoeConfig),
 }
 
@@ -57,12 +57,12 @@ impl Architecture {
     /// Declares the model.
     ///
     /// # Errors
-    /// As [`Llama::new`] and its like.
+    /// Returns the errors of the model's constructor, such as [`Llama::new`].
     pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
         Pretrained::new(self, vb)
     }
 
-    /// Layers that have adapters where nothing else is asked for, as in PEFT: queries and values.
+    /// Returns the layers that have adapters by default, as in PEFT: queries and values.
     pub fn lora_targets(&self) -> Vec<String> {
         let targets: &[&str] = match self {
             Self::Gpt(_) => &["c_attn"],
@@ -77,10 +77,11 @@ impl Architecture {
 }
 
 impl Config {
-    /// Reads a config.json, or that of a folder.
+    /// Reads a config.json. `path` may also be its folder.
     ///
     /// # Errors
-    /// [`HfError::Config`] with every option that is wrong, not supported or not known; a file that is no JSON.
+    /// Returns [`HfError::Config`] with every option that is wrong, unsupported or unknown, and an error if the file is
+    /// not valid JSON.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let path = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
@@ -118,30 +119,30 @@ impl Config {
         Ok(Self { path, architecture, parameters, unread_layers, positions })
     }
 
-    /// Declares the model: what a [`Trainer`](gapless_engine::Trainer) is made with.
+    /// Declares the model in the builder of a [`Trainer`](gapless_engine::Trainer).
     ///
     /// # Errors
-    /// As [`Llama::new`] and its like.
+    /// Returns the errors of the model's constructor, such as [`Llama::new`].
     pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
         self.architecture.model(vb)
     }
 
-    /// Name and shape of every parameter.
+    /// Names and shapes of all parameters.
     pub fn parameters(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.parameters.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()))
     }
 
-    /// The same of a model of which a part is trained, with the adapters that it then has.
+    /// Like [`Self::parameters`], for a model of which a part is trained; includes the adapters.
     pub(super) fn declared(&self, trainable: &Trainable) -> Result<Vec<(String, Vec<usize>)>> {
         parameters(&self.architecture, trainable)
     }
 
-    /// Its family and extents.
+    /// The family of the model, with its settings.
     pub fn architecture(&self) -> &Architecture {
         &self.architecture
     }
 
-    /// Tokens that the model knows: rows of its embedding.
+    /// Number of tokens in the vocabulary: rows of the embedding.
     pub fn vocabulary(&self) -> usize {
         match &self.architecture {
             Architecture::Gpt(config) => config.vocabulary,
@@ -149,12 +150,13 @@ impl Config {
         }
     }
 
-    /// Tokens of the longest sequences that it was trained on, if the file says so. A model of rotary positions goes beyond, at a loss.
+    /// The length of the longest sequences on which the model was trained, in tokens, if the file gives it. A model
+    /// with rotary positions accepts longer ones, but gets worse.
     pub fn trained_positions(&self) -> Option<usize> {
         self.positions
     }
 
-    /// Longest sequence, if there is a limit to it: position embeddings.
+    /// The greatest sequence length in tokens, if the model has position embeddings.
     pub fn longest_sequence(&self) -> Option<usize> {
         match &self.architecture {
             Architecture::Gpt(config) => Some(config.sequence),
@@ -162,7 +164,7 @@ impl Config {
         }
     }
 
-    /// What its user should know: parts of the files that are not part of the model.
+    /// Notices for the user: parts of the files that are not part of the model.
     pub fn notices(&self) -> Vec<String> {
         let notice = |layer| {
             format!(
@@ -174,18 +176,18 @@ impl Config {
         self.unread_layers.clone().map(notice).collect()
     }
 
-    /// Whether a stored tensor is of a layer that is not part of the model.
+    /// True if a stored tensor belongs to a layer that is not part of the model.
     pub(super) fn is_unread(&self, stored: &str) -> bool {
         let layer = stored.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
         layer.and_then(|(layer, _)| layer.parse().ok()).is_some_and(|layer| self.unread_layers.contains(&layer))
     }
 
-    /// Whether linear layers are stored as GPT-2 does.
+    /// True if linear layers are stored transposed, as in GPT-2.
     pub(super) fn is_gpt2(&self) -> bool {
         matches!(self.architecture, Architecture::Gpt(_))
     }
 
-    /// The parameter that the head is tied to.
+    /// Returns the parameter to which the head is tied, if it is.
     pub(super) fn tied_to(&self) -> Option<&'static str> {
         match &self.architecture {
             Architecture::Gpt(config) => config.tied.then_some("wte.weight"),
@@ -214,7 +216,7 @@ fn architecture(family: &str, fields: &mut Fields) -> Option<Architecture> {
     })
 }
 
-/// What the model declares, in a graph that is thrown away.
+/// Returns the parameters that the model declares. They are recorded in a temporary graph.
 fn parameters(architecture: &Architecture, trainable: &Trainable) -> Result<Vec<(String, Vec<usize>)>> {
     let graph = Arc::new(Mutex::new(Graph::default()));
     Pretrained::new(architecture, VarBuilder::new(&graph, DType::F32).with_trainable(trainable))?;
@@ -224,14 +226,14 @@ fn parameters(architecture: &Architecture, trainable: &Trainable) -> Result<Vec<
     Ok(graph.persistent().map(|(id, name)| (name.to_owned(), shape(id))).collect())
 }
 
-/// A model of one of the families.
+/// A pretrained model of one of the families.
 #[derive(Debug, Clone)]
 pub enum Pretrained {
     /// GPT-2.
     Gpt(Gpt),
-    /// Llama and its like.
+    /// Llama and related models.
     Llama(Llama),
-    /// Those with experts.
+    /// A model with experts.
     Moe(Moe),
 }
 

@@ -1,4 +1,5 @@
-//! DeepSeek-V3 (arXiv 2412.19437): latent attention, experts in groups, chosen by sigmoids with a bias, and one that is shared.
+//! DeepSeek-V3 (arXiv 2412.19437): latent attention, groups of experts that are chosen by sigmoid scores with a bias,
+//! and a shared expert.
 
 use std::ops::Range;
 
@@ -24,7 +25,8 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
     }
     let size = latent.head_size();
     fields.only("qk_head_dim", size);
-    // Scores are multiplied by the square of what long contexts stretch.
+    // The file's YaRN factor multiplies queries and keys, so its square multiplies the scores; `query_scale` is under a
+    // root.
     let query_scale = Some(size as f64 / stretch.powi(4));
     let llama = LlamaConfig { head_size: Some(size), query_scale, qkv_bias: false, ..llama };
 
@@ -46,7 +48,8 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
     }
 }
 
-/// Layers behind the model's own that predict further tokens. They are not part of the model, here as in transformers.
+/// Returns the layers after the model's own, which predict further tokens. They are not part of the model, as in
+/// transformers.
 pub(super) fn unread_layers(fields: &mut Fields, layers: usize) -> Range<usize> {
     let name = ["num_nextn_predict_layers", "num_mtp_layers"].into_iter().find(|name| fields.peek(name).is_some());
     layers..layers + name.map_or(0, |name| fields.count(name, Some(0), 0..=4096))
@@ -54,7 +57,7 @@ pub(super) fn unread_layers(fields: &mut Fields, layers: usize) -> Range<usize> 
 
 fn latent(fields: &mut Fields) -> LatentConfig {
     let LatentConfig { kv_rank, plain_size, rotated_size, value_size, .. } = LatentConfig::default();
-    // Null is not the default, but none.
+    // Null means that there is no latent of queries, not the default.
     let is_whole = fields.has("q_lora_rank") && fields.peek("q_lora_rank").is_none();
     let query_rank = (!is_whole).then(|| fields.count("q_lora_rank", Some(1536), SIZE));
     let rotated_size = fields.count("qk_rope_head_dim", Some(rotated_size), 1..=1 << 16);
@@ -90,7 +93,7 @@ fn sigmoid_router(fields: &mut Fields, experts: usize) -> RouterConfig {
     }
 }
 
-/// YaRN's factor of queries and keys (arXiv 2309.00071, section 3.4) where the file asks for it in the scores.
+/// YaRN's factor of queries and keys (arXiv 2309.00071, section 3.4), if the file applies it to the scores.
 fn attention_stretch(fields: &Fields) -> f64 {
     let scaling = fields.peek("rope_parameters").or_else(|| fields.peek("rope_scaling"));
     let number = |name: &str| scaling.and_then(|scaling| scaling.get(name)).and_then(Value::as_f64);

@@ -1,4 +1,4 @@
-//! What can be wrong with a folder of somebody's weights.
+//! Errors of opening, loading and saving pretrained weights.
 
 use std::fmt::Display;
 use std::io;
@@ -9,7 +9,7 @@ use gapless_engine::TrainError;
 /// `Result` with [`HfError`].
 pub type Result<T, E = HfError> = std::result::Result<T, E>;
 
-/// Why a folder could not be opened, loaded or saved.
+/// An error of opening, loading or saving a folder.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -22,7 +22,7 @@ pub enum HfError {
     Json { path: PathBuf, why: String, line: String },
     #[error("{path} is not what it should be: {why}")]
     Malformed { path: PathBuf, why: String },
-    /// Every option that is wrong or not supported.
+    /// Has every option that is wrong or unsupported.
     #[error("{path} is refused: {}", listed(problems))]
     Config { path: PathBuf, problems: Vec<ConfigProblem> },
     #[error(
@@ -35,7 +35,7 @@ pub enum HfError {
     ShardPath { index: PathBuf, file: String },
     #[error("{path} is no safetensors file: {why}")]
     Header { path: PathBuf, why: String },
-    /// Every tensor that is missing, one too many, not as the configuration says, or unsound.
+    /// Has every tensor that is missing, superfluous, invalid, or not as the configuration requires.
     #[error("the weights in {path} are refused: {}", listed(problems))]
     Weights { path: PathBuf, problems: Vec<WeightProblem> },
     #[error("{path} is there already, and not empty; save to a new folder")]
@@ -56,7 +56,7 @@ impl From<candle_core::Error> for HfError {
     }
 }
 
-/// What is wrong with one option of a config.json.
+/// A problem with one option of a config.json.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum ConfigProblem {
@@ -70,7 +70,7 @@ pub enum ConfigProblem {
     Unknown { field: String, found: String },
 }
 
-/// What is wrong with one tensor.
+/// A problem with one tensor.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum WeightProblem {
@@ -92,7 +92,7 @@ pub enum WeightProblem {
     Untied { name: String, other: String },
 }
 
-/// Problems that a message shows; the error has all.
+/// The number of problems that a message lists; the error has all of them.
 const SHOWN: usize = 40;
 
 fn listed<T: Display>(problems: &[T]) -> String {

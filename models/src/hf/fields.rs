@@ -1,7 +1,7 @@
-//! The options of a config.json, taken one by one.
+//! The options of a config.json, which are read one by one.
 //!
-//! In: a JSON object. Out: checked values, and every problem at the end. Never: an option that nobody asked for and that is passed
-//! over in silence.
+//! In: a JSON object. Out: checked values, and in the end every problem. Never: an option that is silently skipped
+//! because it was not read.
 
 use std::io::Read;
 use std::ops::RangeInclusive;
@@ -12,14 +12,14 @@ use serde_json::{Map, Value};
 
 use super::error::{ConfigProblem, HfError, Result};
 
-/// Bytes of a JSON file, at most: indices of models with a million tensors are smaller.
+/// The greatest size of a JSON file in bytes. Even the index of a model with a million tensors is smaller.
 const MOST_BYTES: u64 = 256 << 20;
 
-/// Options that are left to take, and what was wrong with those that were taken.
+/// The options that have not been read yet, and the problems of those that have.
 #[derive(Debug)]
 pub(super) struct Fields {
     left: Map<String, Value>,
-    /// What stands in front of an option's name in messages.
+    /// Prefix of option names in messages.
     path: String,
     pub problems: Vec<ConfigProblem>,
 }
@@ -29,22 +29,22 @@ impl Fields {
         Self { left: options, path: path.to_owned(), problems: Vec::new() }
     }
 
-    /// Whether there is something, be it null.
+    /// True if the option is there, even if it is null.
     pub fn has(&self, field: &str) -> bool {
         self.left.contains_key(field)
     }
 
-    /// What there is and is not null, left where it is.
+    /// Returns the option without removing it; `None` if it is missing or null.
     pub fn peek(&self, field: &str) -> Option<&Value> {
         self.left.get(field).filter(|value| !value.is_null())
     }
 
-    /// What there is and is not null.
+    /// Removes and returns the option; `None` if it is missing or null.
     pub fn take(&mut self, field: &str) -> Option<Value> {
         self.left.remove(field).filter(|value| !value.is_null())
     }
 
-    /// The options of an object.
+    /// Reads an object, and returns its options.
     pub fn object(&mut self, field: &str) -> Option<Self> {
         match self.take(field)? {
             Value::Object(options) => Some(Self::new(options, &format!("{}{field}.", self.path))),
@@ -55,7 +55,7 @@ impl Fields {
         }
     }
 
-    /// A whole number within bounds.
+    /// Reads an integer within bounds.
     pub fn count(&mut self, field: &str, default: Option<usize>, within: RangeInclusive<usize>) -> usize {
         let Some(value) = self.take(field) else {
             if default.is_none() {
@@ -70,7 +70,7 @@ impl Fields {
         })
     }
 
-    /// A number above 0.
+    /// Reads a number above 0.
     pub fn positive(&mut self, field: &str, default: Option<f64>) -> f64 {
         let Some(value) = self.take(field) else {
             if default.is_none() {
@@ -84,7 +84,7 @@ impl Fields {
         })
     }
 
-    /// A number above 0, if there is one.
+    /// Reads a number above 0; `None` if the option is missing or null.
     pub fn optional_positive(&mut self, field: &str) -> Option<f64> {
         let value = self.take(field)?;
         self.left.insert(field.to_owned(), value);
@@ -109,7 +109,7 @@ impl Fields {
         }
     }
 
-    /// One of the texts that are supported; the first where there is none.
+    /// Reads one of the supported texts; the default is the first of them.
     pub fn one_of<'a>(&mut self, field: &str, supported: &[&'a str]) -> &'a str {
         let Some(found) = self.text(field) else { return supported[0] };
         supported.iter().copied().find(|known| *known == found).unwrap_or_else(|| {
@@ -118,7 +118,7 @@ impl Fields {
         })
     }
 
-    /// An option of which one value is supported.
+    /// Reads an option of which only one value is supported.
     pub fn only(&mut self, field: &str, supported: impl Into<Value>) {
         let supported = supported.into();
         if let Some(found) = self.take(field)
@@ -129,17 +129,17 @@ impl Fields {
         }
     }
 
-    /// Takes options whatever they are: they change no number.
+    /// Removes options without checking their values, because they have no effect.
     pub fn pass_over(&mut self, fields: &[&str]) {
         fields.iter().for_each(|field| drop(self.left.remove(*field)));
     }
 
-    /// [`Self::pass_over`] of all options whose name is one of those.
+    /// Removes all options whose names satisfy a condition, like [`Self::pass_over`].
     pub fn pass_over_if(&mut self, is_one: impl Fn(&str) -> bool) {
         self.left.retain(|field, _| !is_one(field));
     }
 
-    /// Options that are supported where they are off: null, false or empty.
+    /// Reads options that are supported only if they are switched off: null, false or empty.
     pub fn off(&mut self, fields: &[&str]) {
         for field in fields {
             let is_off = |value: &Value| match value {
@@ -163,7 +163,7 @@ impl Fields {
         self.problems.push(ConfigProblem::Unsupported { field, found, supported });
     }
 
-    /// What was wrong; whatever nobody took is, too.
+    /// Returns all problems. Options that were not read and are not null are problems too.
     pub fn finish(mut self) -> Vec<ConfigProblem> {
         for (field, value) in std::mem::take(&mut self.left) {
             if !value.is_null() {
@@ -178,7 +178,7 @@ impl Fields {
     }
 }
 
-/// A value as a message shows it.
+/// Formats a value for a message.
 fn short(value: &Value) -> String {
     shortened(&value.to_string())
 }

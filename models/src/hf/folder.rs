@@ -1,4 +1,4 @@
-//! A folder whose config.json and weights fit together.
+//! A folder whose config.json and weights match.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -15,33 +15,35 @@ use super::fields::read_object;
 use super::layout::{Piece, Placed, is_known_buffer, layout};
 use super::tensors::{TensorFile, is_supported};
 
-/// The one file of a small model.
+/// Name of the file of a small model, which is the only one.
 pub(super) const SINGLE: &str = "model.safetensors";
-/// Which tensor is in which file of a large one.
+/// Name of the index of a model of several files. It names the file of each tensor.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-/// Elements of two tensors that are compared at once.
+/// Number of elements that are compared at a time.
 const COMPARED: usize = 1 << 16;
 
-/// Somebody's weights: config.json and safetensors files that have all tensors that it asks for, and no others.
+/// Pretrained weights: a config.json, and safetensors files with exactly the tensors that it requires.
 #[derive(Debug)]
 pub struct Folder {
     pub(super) path: PathBuf,
     pub(super) config: Config,
     pub(super) files: Vec<TensorFile>,
-    /// Of the index, if there is one: what it says beside the places.
+    /// Metadata of the index, if there is one.
     pub(super) metadata: Option<Map<String, Value>>,
-    /// Which file each tensor is in.
+    /// Index into `files` for each stored tensor.
     pub(super) places: BTreeMap<String, usize>,
     pub(super) layout: Vec<Placed>,
 }
 
 impl Folder {
-    /// Opens a folder and checks all of it: every option, every header, every tensor's name, type and shape. Reads no weights.
+    /// Opens a folder and checks every option, every file header, and the name, type and shape of every tensor. Weights
+    /// are not read.
     ///
     /// # Errors
-    /// As [`Config::read`] and [`TensorFile::open`]; [`HfError::Weights`] with every tensor that is missing, one too many or
-    /// not as it should be; an index that names files which are not there, or not in this folder.
+    /// Returns the errors of [`Config::read`] and [`TensorFile::open`]. Returns [`HfError::Weights`] with every tensor
+    /// that is missing, superfluous or of a wrong type or shape, and an error if the index names files that do not
+    /// exist or are not in this folder.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_owned();
         let config = Config::read(path.join("config.json"))?;
@@ -57,35 +59,37 @@ impl Folder {
         }
     }
 
-    /// What its config.json says.
+    /// The folder's checked config.json.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Where it lies.
+    /// The path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What its user should know: parts of the files that are not part of the model.
+    /// Notices for the user: parts of the files that are not part of the model.
     pub fn notices(&self) -> Vec<String> {
         self.config.notices()
     }
 
-    /// Declares the model: what a [`Trainer`] is made with.
+    /// Declares the model in the builder of a [`Trainer`].
     ///
     /// # Errors
-    /// As [`Config::model`].
+    /// Returns the errors of [`Config::model`].
     pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
         self.config.model(vb)
     }
 
-    /// Fills the parameters of a trainer of [`Self::model`], one after another: beside the arena, there is at most one of them in
-    /// memory. A rank of a pipeline reads those of its stages. Adapters stay as they are ([`Adapter::load`](super::Adapter::load)).
+    /// Fills the parameters of a trainer of [`Self::model`]. They are read one after another, so that at most one is in
+    /// memory besides the arena. A pipeline rank reads the parameters of its own stages. Adapters are not changed
+    /// ([`Adapter::load`](super::Adapter::load)).
     ///
     /// # Errors
-    /// When a file cannot be read, an element is not finite, the trainer is of another model, or a head that is stored differs from
-    /// the embedding that it is tied to. The trainer's parameters are then partly filled.
+    /// Returns an error if a file cannot be read, if an element is not finite, if the trainer is of another model, or
+    /// if a stored head differs from the embedding to which it is tied. The trainer's parameters are then partly
+    /// filled.
     pub fn load(&self, trainer: &mut Trainer) -> Result<()> {
         self.check_tied()?;
         let trainable = &trainer.options().step.trainable;
@@ -108,13 +112,13 @@ impl Folder {
         Ok(())
     }
 
-    /// The file of a stored tensor, and what its header says of it.
+    /// Returns the file of a stored tensor, and the tensor's entry in the file's header.
     pub(super) fn find(&self, stored: &str) -> Option<(&TensorFile, &TensorInfo)> {
         let file = &self.files[*self.places.get(stored)?];
         Some((file, file.info(stored)?))
     }
 
-    /// Appends what a piece has.
+    /// Appends the elements of a piece.
     fn read(&self, piece: &Piece, elements: &mut Vec<f32>) -> Result<()> {
         let (file, _) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
         let (first, count) = (piece.elements.start, piece.elements.len());
@@ -130,7 +134,7 @@ impl Folder {
         })
     }
 
-    /// Names, shapes and types against the configuration.
+    /// Checks names, shapes and types against the configuration.
     fn compare(&self, problems: &mut Vec<WeightProblem>) {
         let mut used = BTreeSet::new();
         for piece in self.layout.iter().flat_map(|placed| &placed.pieces) {
@@ -139,7 +143,7 @@ impl Folder {
             }
             let (name, expected) = (piece.stored.clone(), piece.shape.clone());
             let Some((_, info)) = self.find(&name) else {
-                // One that the index has, but not its file, was told already.
+                // A tensor that the index has but its file does not was reported already.
                 if !self.places.contains_key(&name) {
                     problems.push(WeightProblem::Missing { name, shape: expected });
                 }
@@ -160,7 +164,7 @@ impl Folder {
         }
     }
 
-    /// A head that is stored although it is tied has the bits of what it is tied to.
+    /// Checks that a tied head that is stored nevertheless is bit-identical to the embedding.
     fn check_tied(&self) -> Result<()> {
         let Some((parameter, (file, head))) = self.config.tied_to().zip(self.find(HEAD)) else { return Ok(()) };
         let (other, embedding_file, embedding) = self.tied(parameter);
@@ -181,7 +185,7 @@ impl Folder {
         Ok(())
     }
 
-    /// The stored tensor of the parameter that the head is tied to.
+    /// Returns the stored tensor of the parameter to which the head is tied.
     fn tied(&self, parameter: &str) -> (&str, &TensorFile, &TensorInfo) {
         let placed = self.layout.iter().find(|placed| placed.parameter == parameter).expect("an embedding");
         let stored = &placed.pieces[0].stored;
@@ -196,7 +200,8 @@ impl Folder {
 
 type Opened = (Vec<TensorFile>, Option<Map<String, Value>>, BTreeMap<String, usize>);
 
-/// Opens the one file, or all that the index names; what index and files disagree on goes to `problems`.
+/// Opens the only file, or all files named by the index. Contradictions between index and files are added to
+/// `problems`.
 fn open_files(folder: &Path, problems: &mut Vec<WeightProblem>) -> Result<Opened> {
     let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
     if single.exists() {

@@ -5,7 +5,8 @@ use super::llama::{self, Family};
 use super::window::Window;
 use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
-/// What both have: norms on both sides of a part, whose weights count as 1 + w; GeGLU; a scaled embedding, to which the head is tied.
+/// The settings of both: norms before and after each part, which multiply by 1 + weight; GeGLU; a scaled embedding, to
+/// which the head is tied.
 const GEMMA: Family = Family {
     kv_heads: Some(4),
     head_size: Some(256),
@@ -18,15 +19,15 @@ const GEMMA: Family = Family {
 };
 
 pub(super) fn gemma2(fields: &mut Fields) -> LlamaConfig {
-    // An older name of `sliding_window`, beside it.
+    // An older name of `sliding_window`, which is also there.
     fields.pass_over(&["sliding_window_size"]);
     take(fields, &GEMMA, Some(50.0), Some(30.0))
 }
 
 pub(super) fn gemma3(fields: &mut Fields) -> LlamaConfig {
-    // The layers with a window turn by a base of their own.
+    // Layers with a window have a rotary base of their own.
     let local = fields.positive("rope_local_base_freq", Some(10_000.0));
-    // Files that have `_sliding_window_pattern` have `layer_types`, and transformers reads those.
+    // Files with `_sliding_window_pattern` also have `layer_types`, which transformers reads instead.
     let every = fields.count("sliding_window_pattern", Some(6), 1..=4096);
     let window = Window::AllBut { every };
     let family = Family { rope_theta: 1e6, qk_norm: QkNorm::Head, window, local_rope_theta: Some(local), ..GEMMA };
@@ -49,7 +50,7 @@ fn take(fields: &mut Fields, family: &Family, attention_cap: Option<f64>, logit_
     }
 }
 
-/// Null is not the default, but none.
+/// Reads a cap. Null means no cap, not the default.
 fn cap(fields: &mut Fields, field: &str, default: Option<f64>) -> Option<f64> {
     match fields.has(field) {
         true => fields.optional_positive(field),

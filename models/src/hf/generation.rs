@@ -1,4 +1,5 @@
-//! The rules of generation that a folder asks for: generation_config.json or, in a folder without one, the same options of config.json.
+//! The generation settings of a folder: its generation_config.json or, without one, the same options in its
+//! config.json.
 
 use std::path::{Path, PathBuf};
 
@@ -8,34 +9,34 @@ use serde_json::{Map, Value};
 use super::error::{HfError, Result};
 use super::fields::read_object;
 
-/// How a folder's model is to generate.
+/// The generation settings of a folder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerationConfig {
     /// Tokens that end a sequence.
     pub stop: Vec<u32>,
-    /// Texts that end a sequence, with the token that completes one ([`StopStrings`](super::StopStrings)).
+    /// Texts that end a sequence after the token that completes one ([`StopStrings`](super::StopStrings)).
     pub stop_strings: Vec<String>,
-    /// Tokens to add at most.
+    /// The greatest number of tokens to add.
     pub max_new_tokens: Option<usize>,
-    /// Tokens of the prompt and the text together, at most. `max_new_tokens` takes precedence.
+    /// The greatest number of tokens of prompt and generated text together. `max_new_tokens` takes precedence.
     pub max_length: Option<usize>,
-    /// Tokens to add before one of `stop` may come.
+    /// Number of tokens to add before one of `stop` may be chosen.
     pub min_new_tokens: Option<usize>,
-    /// The same, the prompt's tokens included. `min_new_tokens` takes precedence.
+    /// Number of tokens, including the prompt, before one of `stop` may be chosen. `min_new_tokens` takes precedence.
     pub min_length: Option<usize>,
-    /// Whether tokens are drawn by chance; else the likeliest is taken.
+    /// True if tokens are sampled at random; if false, the likeliest token is chosen.
     pub do_sample: bool,
-    /// The rule. Where the folder leaves an option out, the default of transformers.
+    /// The sampling settings. Options that the folder leaves out have the defaults of transformers.
     pub sampling: Sampling,
-    /// Sequences of tokens that do not come: `suppress_tokens` and `bad_words_ids`.
+    /// Sequences of tokens that are never generated: `suppress_tokens` and `bad_words_ids`.
     pub banned: Vec<Vec<u32>>,
-    /// Tokens that do not come first: `begin_suppress_tokens`.
+    /// Tokens that are never generated first: `begin_suppress_tokens`.
     pub banned_first: Vec<u32>,
-    /// Options that would change the text and that are not followed, with their values.
+    /// Options, with their values, that would change the text but are not supported.
     pub not_followed: Vec<(String, String)>,
 }
 
-/// Options that are followed.
+/// Supported options.
 const FOLLOWED: [&str; 19] = [
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -58,8 +59,8 @@ const FOLLOWED: [&str; 19] = [
     "typical_p",
 ];
 
-/// Options that are not followed, and the number at which each changes nothing, if there is one. All of them are off at null, false and
-/// empty values.
+/// Options that are not supported, each with the number at which it has no effect, if there is one. Null, false and
+/// empty values switch all of them off.
 const NOT_FOLLOWED: [(&str, Option<f64>); 21] = [
     ("constraints", None),
     ("diversity_penalty", Some(0.0)),
@@ -84,8 +85,8 @@ const NOT_FOLLOWED: [(&str, Option<f64>); 21] = [
     ("watermarking_config", None),
 ];
 
-/// Options that do not change which tokens come: outputs beside the text, caches, speculation, and those that count with several
-/// beams alone, which are not followed by themselves.
+/// Options that do not change which tokens are generated: outputs besides the text, caches, speculation, and options
+/// that only matter with several beams, which are not supported.
 const WITHOUT_EFFECT: [&str; 36] = [
     "assistant_confidence_threshold",
     "assistant_early_exit",
@@ -125,20 +126,20 @@ const WITHOUT_EFFECT: [&str; 36] = [
     "use_mtp",
 ];
 
-/// The length that full dumps of older configurations have, whatever the model.
+/// The `max_length` that full dumps of older configurations contain for every model.
 const DUMPED_MAX_LENGTH: usize = 20;
 
-/// Whether an option is one of generation.
+/// True if an option is one of generation.
 pub(super) fn is_option(name: &str) -> bool {
     FOLLOWED.contains(&name) || WITHOUT_EFFECT.contains(&name) || NOT_FOLLOWED.iter().any(|(known, _)| *known == name)
 }
 
 impl GenerationConfig {
-    /// Reads the files of a folder. Where there is no generation_config.json, options of generation in config.json count; the end token
-    /// of config.json does wherever generation_config.json has none.
+    /// Reads the files of a folder. Without a generation_config.json, the generation options of config.json are used.
+    /// The end token of config.json is also used if generation_config.json has none.
     ///
     /// # Errors
-    /// A file that is no JSON; a value of another type or size than its option has.
+    /// Returns an error if a file is not valid JSON, or if a value has another type or size than its option requires.
     pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let (own, model) = (folder.join("generation_config.json"), folder.join("config.json"));
@@ -158,8 +159,8 @@ impl GenerationConfig {
         options.take(is_own)
     }
 
-    /// What `generate` of transformers does with a prompt of so many tokens, but for the stop strings; without a limit, 200 tokens at
-    /// most.
+    /// Returns the settings of transformers' `generate` for a prompt of `prompt` tokens, except for the stop strings.
+    /// Without a limit, at most 200 tokens are generated.
     pub fn options(&self, prompt: usize) -> GenerateOptions {
         let default = GenerateOptions::default();
         GenerateOptions {
@@ -172,12 +173,12 @@ impl GenerationConfig {
         }
     }
 
-    /// Tokens to add to a prompt of so many at most, if the folder says so.
+    /// Returns the greatest number of tokens to add to a prompt of `prompt` tokens, if the folder gives a limit.
     pub fn tokens(&self, prompt: usize) -> Option<usize> {
         self.max_new_tokens.or_else(|| Some(self.max_length?.saturating_sub(prompt)))
     }
 
-    /// The rule that `generate` of transformers follows.
+    /// Returns the sampling settings that transformers' `generate` uses.
     pub fn default_sampling(&self) -> Sampling {
         let Sampling { repetition_penalty, no_repeat_ngram_size, .. } = self.sampling;
         match self.do_sample {
@@ -187,7 +188,7 @@ impl GenerationConfig {
     }
 }
 
-/// Options that are left to take.
+/// Options that have not been read yet.
 struct Options {
     path: PathBuf,
     left: Map<String, Value>,
@@ -196,13 +197,13 @@ struct Options {
 impl Options {
     fn take(mut self, is_own: bool) -> Result<GenerationConfig> {
         let top_k = self.number("top_k", 50.0)?.max(0.0) as usize;
-        // One of 0 leaves the likeliest token.
+        // With a top_p of 0, only the likeliest token is left.
         let top_p = self.number("top_p", 1.0)?.min(1.0);
         let top_p = if top_p == 0.0 { f32::MIN_POSITIVE } else { top_p };
         let max_length = self.count("max_length")?;
         let stop = self.parsed("eos_token_id", ids)?.unwrap_or_default();
         let mut banned: Vec<Vec<u32>> = self.parsed("bad_words_ids", sequences)?.unwrap_or_default();
-        // An end token that is a bad word comes all the same.
+        // An end token may be generated even if it is a bad word.
         banned.retain(|word| !matches!(word[..], [id] if stop.contains(&id)));
         banned.extend(self.parsed("suppress_tokens", ids)?.unwrap_or_default().into_iter().map(|id| vec![id]));
         let config = GenerationConfig {
@@ -234,7 +235,7 @@ impl Options {
         Ok(GenerationConfig { not_followed, ..config })
     }
 
-    /// An option that is there and not null.
+    /// Removes an option and parses it; `None` if it is missing or null.
     fn parsed<T>(&mut self, option: &str, parse: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
         let Some(found) = self.left.remove(option).filter(|value| !value.is_null()) else { return Ok(None) };
         let wrong = || {
@@ -248,7 +249,7 @@ impl Options {
         Ok(self.parsed(option, Value::as_f64)?.map_or(default, |number| number as f32))
     }
 
-    /// A cutoff counts between 0 and 1.
+    /// Reads a cutoff, which has an effect only between 0 and 1.
     fn cutoff(&mut self, option: &str) -> Result<f32> {
         let cutoff = self.number(option, 0.0)?;
         Ok(if cutoff > 0.0 && cutoff < 1.0 { cutoff } else { 0.0 })
@@ -259,7 +260,8 @@ impl Options {
     }
 }
 
-/// Whether an option that nobody took is on. One that is not known may be.
+/// True if a remaining option is switched on. An unknown option counts as switched on unless its value is null, false
+/// or empty.
 fn changes_the_text(option: &str, value: &Value) -> bool {
     let neutral = NOT_FOLLOWED.iter().find(|(known, _)| *known == option).and_then(|(_, neutral)| *neutral);
     let is_off = match value {
@@ -271,7 +273,7 @@ fn changes_the_text(option: &str, value: &Value) -> bool {
     !is_off && !option.starts_with('_') && !FOLLOWED.contains(&option) && !WITHOUT_EFFECT.contains(&option)
 }
 
-/// A token, or several.
+/// Parses one token or a list of tokens.
 fn ids(found: &Value) -> Option<Vec<u32>> {
     let id = |value: &Value| u32::try_from(value.as_u64()?).ok();
     found.as_array().map_or_else(|| Some(vec![id(found)?]), |list| list.iter().map(id).collect())
@@ -281,7 +283,7 @@ fn sequences(found: &Value) -> Option<Vec<Vec<u32>>> {
     found.as_array()?.iter().map(|ids_of_one| ids_of_one.is_array().then(|| ids(ids_of_one))?).collect()
 }
 
-/// A text, or several; an empty one ends nothing.
+/// Parses one text or a list of texts. Empty texts are dropped, as they would match everywhere.
 fn texts(found: &Value) -> Option<Vec<String>> {
     let text = |value: &Value| value.as_str().map(str::to_owned);
     let texts: Vec<String> =

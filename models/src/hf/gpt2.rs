@@ -1,4 +1,5 @@
-//! GPT-2: weights of its linear layers are stored transposed, and its published files lack the prefix `transformer.`.
+//! GPT-2. The weights of its linear layers are stored transposed, and its published files lack the prefix
+//! `transformer.`.
 
 use super::fields::Fields;
 use crate::{Activation, GptConfig};
@@ -31,7 +32,7 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     {
         fields.only(field, supported);
     }
-    // What other families call these.
+    // The names of these options in other families.
     for (field, value) in [
         ("hidden_size", width),
         ("max_position_embeddings", config.sequence),
@@ -40,12 +41,12 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     ] {
         fields.only(field, value);
     }
-    // The summary is of models that classify.
+    // Summary options belong to classification models.
     fields.pass_over_if(|field| field.starts_with("summary_"));
     config
 }
 
-/// The stored name of a parameter, and whether it is stored transposed.
+/// Returns the stored name of a parameter, and true if it is stored transposed.
 pub(super) fn stored(parameter: &str, prefix: &str) -> (String, bool) {
     let is_transposed = ["c_attn.weight", "c_proj.weight", "c_fc.weight"].iter().any(|end| parameter.ends_with(end));
     let prefix = if parameter == super::HEAD { "" } else { prefix };

@@ -1,15 +1,16 @@
-//! Options of a config.json that every family has and that change nothing here: metadata whatever its value, and options of other
-//! models at the value at which they are off.
+//! Options of a config.json that any family may have and that have no effect here: metadata with any value, and options
+//! of other models that are switched off.
 //!
-//! In: the options that a family has left. Out: those that still matter, and a problem for each option that is on. Never: an option
-//! that is passed over because it is unknown.
+//! In: the options that a family has not read. Out: those that remain, and a problem for each option that is switched
+//! on. Never: an option that is skipped because it is unknown.
 
 use serde_json::{Value, json};
 
 use super::fields::Fields;
 use super::generation;
 
-/// Names, types on disk, initial values, dropout (which is off), labels, lengths that limit nothing, and how others compute the same.
+/// Names, stored types, initial values, dropout (which is off), labels, lengths that are not limits, and implementation
+/// choices of other programs.
 const METADATA: [&str; 63] = [
     "attn_implementation",
     "auto_map",
@@ -76,13 +77,13 @@ const METADATA: [&str; 63] = [
     "xla_device",
 ];
 
-/// Private state of the program that wrote the file, and notes of one that trains.
+/// Prefixes of private state of the program that wrote the file, and of notes of a training program.
 const METADATA_PREFIXES: [&str; 2] = ["_", "unsloth_"];
 
-/// Special tokens, and dropout.
+/// Suffixes of special tokens and of dropout.
 const METADATA_SUFFIXES: [&str; 6] = ["_token_id", "_token_ids", "_token_index", "_pdrop", "_dropout", "_dropout_prob"];
 
-/// Features that no family here has, or not this one: supported where they are off.
+/// Features that no family here has, or only some. They are supported only if they are switched off.
 const OFF: [&str; 31] = [
     "add_bias_linear",
     "add_cross_attention",
@@ -117,7 +118,7 @@ const OFF: [&str; 31] = [
     "use_qkv_bias",
 ];
 
-/// Options whose value without an effect is another one.
+/// Options whose value without an effect is not null, false or empty.
 fn neutral() -> [(&'static str, Value); 18] {
     [
         ("embedding_multiplier", json!(1.0)),
@@ -141,7 +142,7 @@ fn neutral() -> [(&'static str, Value); 18] {
     ]
 }
 
-/// Takes them, after a family has taken what it reads.
+/// Reads these options. It must be called after a family has read its own.
 pub(super) fn take(fields: &mut Fields) {
     architectures(fields);
     if let Some(quantised) = fields.take("quantization_config") {
@@ -159,7 +160,7 @@ pub(super) fn take(fields: &mut Fields) {
     });
 }
 
-/// Whether a name is that of a family's model without a head, as `LlamaModel`.
+/// True for the name of a family's model without a head, such as `LlamaModel`.
 fn is_base(name: &str) -> bool {
     let family = name.strip_suffix("TextModel").or(name.strip_suffix("Model"));
     family.is_some_and(|family| {
@@ -167,7 +168,8 @@ fn is_base(name: &str) -> bool {
     })
 }
 
-/// A model of another task has a head of its own in place of the one that predicts tokens. A base model has none, and may be tied.
+/// Checks that the model predicts tokens. A model of another task has another head; a base model has none and may be
+/// tied.
 fn architectures(fields: &mut Fields) {
     let Some(found) = fields.take("architectures") else { return };
     let names: Vec<&str> = found.as_array().into_iter().flatten().filter_map(Value::as_str).collect();

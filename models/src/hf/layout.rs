@@ -1,7 +1,7 @@
-//! Where a model's parameters are in its files.
+//! The location of a model's parameters in its files.
 //!
-//! In: the parameters of a configuration, and the names that files have. Out: for every parameter the parts of stored tensors that
-//! make it up, in order. Never: values.
+//! In: the parameters of a configuration, and the names in the files. Out: for every parameter, the parts of stored
+//! tensors of which it consists, in order. Never: values.
 //!
 //! ```text
 //! model.layers.0.mlp.experts.gate_proj [E, I, H]  ◀── ….experts.0.gate_proj.weight [I, H], ….experts.1.…, …
@@ -14,26 +14,26 @@ use std::ops::Range;
 use super::config::Config;
 use super::{HEAD, gpt2};
 
-/// A parameter, made of parts of stored tensors one behind another.
+/// A parameter, as parts of stored tensors that are concatenated.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Placed {
     pub parameter: String,
     pub pieces: Vec<Piece>,
 }
 
-/// Elements of a stored tensor.
+/// A range of the elements of a stored tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Piece {
     pub stored: String,
     /// Shape of the whole stored tensor.
     pub shape: Vec<usize>,
-    /// Which of its elements.
+    /// The range of elements.
     pub elements: Range<usize>,
-    /// Whether the stored tensor is [in, out] for a parameter [out, in].
+    /// True if the stored tensor is [in, out] for a parameter [out, in].
     pub transposed: bool,
 }
 
-/// The place of every parameter, as the stored names tell.
+/// Returns the location of every parameter. The stored names decide between the possible layouts.
 pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<Placed> {
     let prefix = if stored.iter().any(|name| name.starts_with("transformer.")) { "transformer." } else { "" };
     let place = |(parameter, shape): (&str, &[usize])| {
@@ -55,7 +55,7 @@ fn whole(stored: String, shape: Vec<usize>) -> Piece {
     Piece { stored, elements: 0..shape.iter().product(), shape, transposed: false }
 }
 
-/// Mixtral calls the part with experts by another name.
+/// Mixtral's name of the part with experts.
 const MIXTRAL: &str = "block_sparse_moe";
 
 fn dense(parameter: &str, stored: &BTreeSet<&str>) -> String {
@@ -63,7 +63,7 @@ fn dense(parameter: &str, stored: &BTreeSet<&str>) -> String {
     if stored.contains(other.as_str()) { other } else { parameter.to_owned() }
 }
 
-/// The layer's path and the projection of a parameter of all experts.
+/// Splits the name of a parameter of all experts into the layer's path and the projection.
 fn expert_part(parameter: &str) -> Option<(&str, &str)> {
     parameter.split_once(".mlp.experts.")
 }
@@ -75,7 +75,7 @@ fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) ->
         if part == "down_proj" {
             return vec![whole(fused(part), shape.to_vec())];
         }
-        // An expert's gate stands above its up.
+        // For each expert, the rows of the gate precede those of up.
         let first = if part == "gate_proj" { 0 } else { each };
         let of = |expert: usize| {
             let begin = 2 * each * expert + first;
@@ -95,8 +95,8 @@ fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) ->
     (0..count).map(|expert| whole(name(expert), shape[1..].to_vec())).collect()
 }
 
-/// Whether a stored tensor is one that no model has, but many files: causal masks, tables of frequencies, a head that
-/// is tied, layers that predict further tokens.
+/// True if a stored tensor is not part of the model but found in many files: a causal mask, a table of frequencies, a
+/// tied head, or a layer that predicts further tokens.
 pub(super) fn is_known_buffer(config: &Config, name: &str, shape: &[usize]) -> bool {
     let is_mask = name.ends_with(".attn.bias") && shape.len() == 4 && shape[..2] == [1, 1];
     config.is_unread(name)

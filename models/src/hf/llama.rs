@@ -1,4 +1,4 @@
-//! Llama and its like: Mistral, Qwen2, Qwen3, OLMo 2.
+//! Llama and related models: Mistral, Qwen2, Qwen3, OLMo 2.
 
 use std::ops::RangeInclusive;
 
@@ -7,38 +7,38 @@ use super::rope;
 use super::window::{self, Window};
 use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
-/// Extents of one dimension.
+/// The allowed extents of one dimension.
 pub(super) const SIZE: RangeInclusive<usize> = 1..=1 << 20;
 
-/// What families have in common, and where they differ.
+/// The defaults and peculiarities of a family of models.
 pub(super) struct Family {
     pub rope_theta: f64,
-    /// That of layers with a window, if it is their own.
+    /// Rotary base of the layers with a window, if it differs from the others'.
     pub local_rope_theta: Option<f64>,
     pub rms_norm_eps: f64,
-    /// Key-value heads where the file says nothing; all heads where there is nothing here.
+    /// Default number of key-value heads. `None` means all heads.
     pub kv_heads: Option<usize>,
-    /// The heads' width where the file says nothing; hidden/heads where there is nothing here.
+    /// Default width of a head. `None` means width ÷ heads.
     pub head_size: Option<usize>,
     pub biases: Biases,
     pub qk_norm: QkNorm,
     pub norms: Norms,
     pub window: Window,
     pub activation: GateActivation,
-    /// The token of padding where the file says nothing.
+    /// Default padding token.
     pub padding: Option<u32>,
-    /// Whether the head is tied where the file says nothing.
+    /// True if the head is tied by default.
     pub tied: bool,
 }
 
-/// Where attention has biases.
+/// The layers of the attention that have biases.
 pub(super) enum Biases {
     Never,
-    /// On queries, keys and values, by an option with this default.
+    /// The query, key and value projections. If the family has an option for it, that option is on by default.
     Qkv {
         option: Option<&'static str>,
     },
-    /// `attention_bias` decides, for all four layers.
+    /// All four projections, if the option `attention_bias` is on.
     All,
 }
 
@@ -117,7 +117,8 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
     config
 }
 
-/// The token of padding, whose row of the embedding PyTorch leaves as it is. Null is none; below 0 it counts from the end.
+/// Reads the padding token, whose embedding row PyTorch does not train. Null means no such token; a negative one counts
+/// from the end of the vocabulary.
 fn padding(fields: &mut Fields, default: Option<u32>, vocabulary: usize) -> Option<u32> {
     if !fields.has("pad_token_id") {
         return default.filter(|&id| (id as usize) < vocabulary);

@@ -1,8 +1,9 @@
-//! Folders of somebody's weights, as Hugging Face's `save_pretrained` writes them: in, and out again; and adapters in PEFT's format.
+//! Folders of pretrained weights, as written by Hugging Face's `save_pretrained`, and adapters in PEFT's format: read,
+//! and written again.
 //!
-//! In: a folder with config.json and safetensors files. Out: a model, its weights in a trainer's arena, and after training a folder
-//! with the same names, types and files. Never: an option that is ignored, a tensor that is left out in silence, or more than one
-//! converted tensor in memory beside the arena.
+//! In: a folder with config.json and safetensors files. Out: a model, its weights in a trainer's arena, and after
+//! training a folder with the same names, types and files. Never: an option or a tensor that is silently ignored, or
+//! more than one converted tensor in memory besides the arena.
 //!
 //! ```no_run
 //! use gapless_engine::{StepOptions, Trainer};
@@ -20,7 +21,7 @@
 //!
 //! ```text
 //! config.json ─▶ fields, checked ─▶ Config ─▶ model ─▶ Trainer ◀── load ── layout ◀── names in *.safetensors
-//!                                                        └────── save ───▶ folder, beside and renamed
+//!                                                        └────── save ───▶ temporary folder, then renamed
 //! ```
 
 mod adapter;
@@ -50,5 +51,5 @@ pub use generation::GenerationConfig;
 pub use stop::StopStrings;
 pub use tensors::{Dtype, TensorFile};
 
-/// The head's stored name, where it has weights of its own.
+/// The stored name of the head's weight, if the head is not tied.
 const HEAD: &str = "lm_head.weight";

@@ -1,4 +1,5 @@
-//! Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE. Their experts are stored one by one, or all of a layer fused.
+//! Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE. The experts of a layer are stored one by one, or fused into one
+//! tensor.
 
 use gapless_engine::nn::RouterConfig;
 use serde_json::Value;
@@ -8,7 +9,7 @@ use super::llama::{self, Biases, Family, SIZE};
 use super::window::Window;
 use crate::MoeConfig;
 
-/// Most experts of a layer.
+/// The greatest number of experts in a layer.
 pub(super) const EXPERTS: usize = 1 << 16;
 
 pub(super) fn mixtral(fields: &mut Fields) -> MoeConfig {
@@ -49,7 +50,7 @@ pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
     let family = Family { kv_heads: Some(4), head_size: None, window: Window::AllIfUsed, ..Family::QWEN3 };
     let llama = llama::take(fields, &family);
     let renormalise = fields.flag("norm_topk_prob", false);
-    // Two names of one option.
+    // Both names mean the same option.
     let experts = if fields.has("num_experts") { "num_experts" } else { "num_local_experts" };
     let experts = fields.count(experts, Some(128), 1..=EXPERTS);
     fields.only("num_local_experts", experts);
@@ -62,15 +63,15 @@ pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
     }
 }
 
-/// A router by softmax.
+/// Reads the settings of a router with softmax scores.
 pub(super) fn router(fields: &mut Fields, experts: usize, top_k: usize, renormalise: bool) -> RouterConfig {
     let top_k = fields.count("num_experts_per_tok", Some(top_k.min(experts)), 1..=experts);
-    // The balance loss is added where the logits of routers are put out; it is another one than ours.
+    // In transformers, this option adds a balance loss that differs from ours.
     fields.only("output_router_logits", false);
     RouterConfig { experts, top_k, renormalise, balance_loss: 0.0, ..RouterConfig::default() }
 }
 
-/// Layers without experts: those that are listed, and those between every `decoder_sparse_step`.
+/// Returns the layers without experts: those that are listed, and all but every `decoder_sparse_step`th.
 fn dense_layers(fields: &mut Fields, layers: usize) -> Vec<usize> {
     let step = fields.count("decoder_sparse_step", Some(1), 1..=1 << 20);
     let listed = fields.take("mlp_only_layers").unwrap_or(Value::Array(Vec::new()));

@@ -1,13 +1,13 @@
-//! Rotary positions, in both styles: `rope_parameters`, or `rope_theta` and `rope_scaling`.
+//! Settings of rotary positions, in both styles: `rope_parameters`, or `rope_theta` with `rope_scaling`.
 
 use gapless_engine::ops::RopeScaling;
 
 use super::fields::Fields;
 use crate::LlamaConfig;
 
-/// Takes the base and the scaling. Needs the heads' width.
+/// Reads the base and the scaling. The scaling depends on the width of a head.
 pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usize) {
-    // `partial_rotary_factor` stands in either place.
+    // `partial_rotary_factor` may be here or among the options of the scaling.
     fields.only("partial_rotary_factor", 1.0);
     let positions = fields.count("max_position_embeddings", Some(2048), 1..=1 << 40) as f64;
     config.rope_theta = fields.positive("rope_theta", Some(config.rope_theta));
@@ -27,7 +27,7 @@ pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usi
     }
 }
 
-/// Takes what layers with a window have, and leaves what the others have.
+/// Reads the settings of the layers with a window, and returns the options of the others.
 fn by_layer_type(fields: &mut Fields, config: &mut LlamaConfig, mut both: Fields) -> Option<Fields> {
     if let Some(mut sliding) = both.object("sliding_attention") {
         config.window_rope_theta = Some(sliding.positive("rope_theta", config.window_rope_theta));
@@ -40,9 +40,9 @@ fn by_layer_type(fields: &mut Fields, config: &mut LlamaConfig, mut both: Fields
 }
 
 fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> RopeScaling {
-    // A note of what was done to the weights.
+    // `finetuned` only records how the weights were trained.
     fields.pass_over(&["finetuned"]);
-    // The older name says the same where both are there.
+    // `type` is an older name of `rope_type`; if both are there, they agree.
     let older = fields.has("rope_type").then(|| fields.take("type")).is_none();
     let kind = fields.one_of(if older { "type" } else { "rope_type" }, &["default", "linear", "llama3", "yarn"]);
     match kind {
@@ -60,7 +60,7 @@ fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) ->
             RopeScaling::Llama3 { factor, low, high, original }
         }
         "yarn" => yarn(fields, theta, head_size, positions),
-        // What other kinds go by has no effect.
+        // Options of other kinds have no effect.
         _ => {
             fields.pass_over(&["factor", "original_max_position_embeddings"]);
             RopeScaling::None
@@ -75,7 +75,7 @@ fn yarn(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> Ro
     let whole = fields.flag("truncate", true);
     let mut scaling = RopeScaling::yarn(factor, turns, original, theta, head_size, whole);
     let given = fields.has("attention_factor").then(|| fields.positive("attention_factor", Some(0.0)));
-    // DeepSeek's way to say it: a factor for all, divided by one for all dimensions.
+    // DeepSeek's form: the factor of the scores' dimensions divided by that of all dimensions.
     let parts = fields.take("mscale").zip(fields.take("mscale_all_dim"));
     let parts =
         parts.and_then(|(one, all)| Some((one.as_f64()?, all.as_f64()?))).filter(|(a, b)| *a != 0.0 && *b != 0.0);

@@ -1,7 +1,7 @@
-//! Writing a folder: the tensors that were read, from a trainer's parameters, and the files beside them as they were.
+//! Saving a folder: the stored tensors with the values of a trainer's parameters, and copies of the other files.
 //!
-//! In: an open folder and a trainer of its model. Out: a new folder, written beside its place and renamed. Never: a folder that is
-//! partly there under its name, or one that replaces another.
+//! In: an open folder and a trainer of its model. Out: a new folder, written under a temporary name next to its path
+//! and then renamed. Never: an incomplete folder under the final name, or one that replaces another.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -20,13 +20,13 @@ use super::folder::{Folder, INDEX, SINGLE};
 use super::layout::Piece;
 use super::tensors::narrow;
 
-/// Elements that are converted at once.
+/// Number of elements that are converted at a time.
 const CONVERTED: usize = 1 << 18;
 
-/// What is copied as it is, where it is there.
+/// Files that are copied unchanged, if they exist.
 const COPIED: [&str; 2] = ["config.json", "generation_config.json"];
 
-/// The same of a tokenizer.
+/// Files of a tokenizer that are copied unchanged, if they exist.
 const TOKENIZER: [&str; 9] = [
     "added_tokens.json",
     "chat_template.jinja",
@@ -39,21 +39,23 @@ const TOKENIZER: [&str; 9] = [
     "vocab.json",
 ];
 
-/// A part of a stored tensor: the parameter that it comes from, and where that part begins in it.
+/// A part of a stored tensor: its parameter, the index of the parameter's element with which it begins, and the piece.
 type Origin<'a> = (&'a str, usize, &'a Piece);
 
 impl Folder {
-    /// Saves a trainer's parameters as a folder at `out`, which must not be there or be empty: the same names, types and files,
-    /// or as many files as take at most `max_shard_size` bytes of tensors each (one larger tensor has one for itself). Adapters are
-    /// merged into the weights of their layers; [`Self::save_adapter`] saves them by themselves.
+    /// Saves a trainer's parameters as a folder at `out`, which must be empty or not exist. Names and types are those
+    /// of this folder. The files are too; with `max_shard_size`, there are as many files as hold at most that many
+    /// bytes of tensors each, and a larger tensor has a file of its own. Adapters are merged into the weights of their
+    /// layers; [`Self::save_adapter`] saves them separately.
     ///
     /// # Errors
-    /// [`HfError::Exists`]; when something cannot be read or written, and then nothing is at `out`.
+    /// Returns [`HfError::Exists`] if `out` is not empty, and an error if a file cannot be read or written; in that
+    /// case nothing is left at `out`.
     pub fn save(&self, trainer: &Trainer, out: impl AsRef<Path>, max_shard_size: Option<u64>) -> Result<()> {
         put_in_place(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size, &self.path))
     }
 
-    /// The files of a folder, with the tokenizer of another one or this.
+    /// Writes the files of a folder, with the tokenizer of the folder `tokenizer`.
     pub(super) fn write_into(
         &self,
         trainer: &Trainer,
@@ -82,7 +84,7 @@ impl Folder {
         Ok(())
     }
 
-    /// Where each stored tensor comes from, in the order of its elements.
+    /// Returns the parts of each stored tensor, in the order of its elements.
     fn origins(&self) -> BTreeMap<&str, Vec<Origin<'_>>> {
         let mut origins: BTreeMap<&str, Vec<Origin<'_>>> = BTreeMap::new();
         for placed in &self.layout {
@@ -92,7 +94,7 @@ impl Folder {
                 first += piece.elements.len();
             }
         }
-        // A tied head is the embedding once more.
+        // A tied head has the elements of the embedding.
         let tied = self.layout.iter().find(|placed| Some(placed.parameter.as_str()) == self.config.tied_to());
         if let Some(placed) = tied {
             origins.insert(HEAD, vec![(&placed.parameter, 0, &placed.pieces[0])]);
@@ -101,7 +103,7 @@ impl Folder {
         origins
     }
 
-    /// Files and the names in each, in the order in which they were read.
+    /// Returns the files and the names of the tensors in each, in the order in which they were stored.
     fn shards(&self, max_shard_size: Option<u64>) -> Vec<(String, Vec<&str>)> {
         let files = self.files.iter().map(|file| {
             let name = file.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -156,7 +158,7 @@ impl Folder {
         path: &Path,
     ) -> Result<()> {
         let failed = write_error(path);
-        // The widest type first, so that all stay aligned; otherwise as they were.
+        // The widest type comes first, so that all tensors are aligned; otherwise the order is kept.
         let mut names = names.to_vec();
         names.sort_by_key(|name| std::cmp::Reverse(self.info(name).dtype.bitsize()));
         let mut end = 0;
@@ -167,7 +169,7 @@ impl Folder {
             ((*name).to_owned(), TensorInfo { dtype, shape: shape.clone(), data_offsets: (first, end) })
         });
         let malformed = |why: String| HfError::Malformed { path: path.to_owned(), why };
-        // Older readers demand the format.
+        // Older readers require the format entry.
         let beside = self.files[0].metadata().unwrap_or_else(|| [("format".to_owned(), "pt".to_owned())].into());
         let header = Metadata::new(Some(beside), infos.collect()).map_err(|e| malformed(e.to_string()))?;
         let mut header = serde_json::to_vec(&header).expect("names and numbers make valid JSON");
@@ -186,7 +188,7 @@ impl Folder {
         file.sync_all().map_err(failed)
     }
 
-    /// A tensor that no parameter is: as it was read.
+    /// Copies a stored tensor that does not belong to a parameter.
     fn copy(&self, name: &str, write: &mut dyn FnMut(&[u8]) -> io::Result<()>, path: &Path) -> Result<()> {
         let (file, info) = self.find(name).expect("one of the folder's tensors");
         let mut written = Ok(());
@@ -211,7 +213,7 @@ impl Folder {
         for &(parameter, first, piece) in parts {
             let values = merged(trainer, parameter)?.flatten_all()?;
             let part = |first, count| values.narrow(0, first, count)?.to_dtype(DType::F32)?.to_vec1::<f32>();
-            // What is transposed needs all of it; anything else goes in order.
+            // A transposed piece is converted as a whole, any other in parts.
             let turned =
                 if piece.transposed { Some(transposed(&part(0, piece.elements.len())?, &piece.shape)) } else { None };
             for begin in (0..piece.elements.len()).step_by(CONVERTED) {
@@ -228,7 +230,7 @@ impl Folder {
     }
 }
 
-/// Writes a folder beside its place, and renames it.
+/// Writes a folder under a temporary name next to its path, then renames it.
 pub(super) fn put_in_place(out: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(HfError::Exists { path: out.to_owned() });
@@ -244,13 +246,13 @@ pub(super) fn put_in_place(out: &Path, write: impl FnOnce(&Path) -> Result<()>) 
     };
     let saved = put();
     if saved.is_err() {
-        // The error that is told is the first one.
+        // The first error is the one that is returned.
         let _ = fs::remove_dir_all(&partial);
     }
     saved
 }
 
-/// A path for what is not complete yet, at which there is nothing.
+/// Returns an unused path for the incomplete folder.
 fn free_name_beside(out: &Path) -> PathBuf {
     let beside = |number: u64| {
         let mut path = out.as_os_str().to_owned();
@@ -260,7 +262,7 @@ fn free_name_beside(out: &Path) -> PathBuf {
     (0..).map(beside).find(|path| fs::symlink_metadata(path).is_err()).expect("numbers do not end")
 }
 
-/// A parameter with what its layer's adapter adds: W + scale · B·A.
+/// Returns a parameter with the contribution of its layer's adapter: W + scale · B·A.
 fn merged(trainer: &Trainer, parameter: &str) -> Result<Tensor> {
     let value = trainer.tensor(parameter)?;
     let Trainable::Lora(lora) = &trainer.options().step.trainable else { return Ok(value) };
@@ -271,7 +273,7 @@ fn merged(trainer: &Trainer, parameter: &str) -> Result<Tensor> {
     Ok((value.to_dtype(DType::F32)? + added)?)
 }
 
-/// A parameter [out, in] as it is stored: `shape` is [in, out].
+/// Returns the elements of a parameter [out, in] in stored order, with the stored `shape` [in, out].
 fn transposed(values: &[f32], shape: &[usize]) -> Vec<f32> {
     let (rows, columns) = (shape[0], shape[1]);
     (0..values.len()).map(|at| values[at % columns * rows + at / columns]).collect()
@@ -281,7 +283,7 @@ pub(super) fn write_error(path: &Path) -> impl Fn(io::Error) -> HfError {
     move |source| HfError::Write { path: path.to_owned(), source }
 }
 
-/// Makes the names in a folder durable. Windows has no such act, and does not need it.
+/// Makes the names in a folder durable. Windows has no such operation and does not need it.
 fn sync_folder(path: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
 }

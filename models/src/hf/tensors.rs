@@ -1,8 +1,8 @@
-//! Tensors in safetensors files, read piece by piece.
+//! Tensors in safetensors files, read in pieces.
 //!
-//! In: a file. Out: names, types and shapes, and elements as f32 on request. Never: more of a file in memory than its header and one
-//! piece of a tensor. Files are read and not mapped: mapped pages would count as resident memory, and a file that is cut off while
-//! it is read would end the process.
+//! In: a file. Out: names, types and shapes, and elements as f32 on request. Never: more of a file in memory than its
+//! header and one piece of a tensor. Files are read instead of mapped, for two reasons: mapped pages count as resident
+//! memory, and if a mapped file is truncated while it is read, the process is killed.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,13 +17,13 @@ pub use safetensors::tensor::Dtype;
 
 use super::error::{HfError, Result, WeightProblem};
 
-/// Bytes of a header, at most: what the safetensors library allows.
+/// The greatest size of a header in bytes, which is that of the safetensors library.
 const MOST_HEADER_BYTES: u64 = 100_000_000;
 
-/// Bytes that are read at once: a multiple of every type's size.
+/// Number of bytes that are read at once: a multiple of every type's size.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// A safetensors file, of which the header has been read and checked.
+/// A safetensors file whose header has been read and checked.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -33,11 +33,11 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// Opens a file and checks its header: that its tensors are of known types, have the bytes of their shapes, and cover the
-    /// file without overlap.
+    /// Opens a file and checks its header: the types of its tensors must be known, their sizes must match their shapes,
+    /// and they must cover the file without overlap.
     ///
     /// # Errors
-    /// [`HfError::Header`] with what is wrong, [`HfError::Read`].
+    /// Returns [`HfError::Header`] if the header is invalid, or [`HfError::Read`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_owned();
         let read = |source| HfError::Read { path: path.clone(), source };
@@ -65,17 +65,17 @@ impl TensorFile {
         Ok(Self { path, file, header, data_start })
     }
 
-    /// Where it lies.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Name, type and shape of its tensors.
+    /// Names, types and shapes of the file's tensors.
     pub fn tensors(&self) -> impl Iterator<Item = (String, Dtype, Vec<usize>)> {
         self.header.tensors().into_iter().map(|(name, info)| (name, info.dtype, info.shape.clone()))
     }
 
-    /// What the header says beside its tensors.
+    /// Metadata in the file's header.
     pub(super) fn metadata(&self) -> Option<HashMap<String, String>> {
         self.header.metadata().clone()
     }
@@ -84,7 +84,7 @@ impl TensorFile {
         self.header.info(name)
     }
 
-    /// Calls `with` on the bytes of a tensor's elements `first..first + count`, piece by piece.
+    /// Calls `with` on the bytes of the elements `first..first + count` of a tensor, piece by piece.
     pub(super) fn read(
         &self,
         info: &TensorInfo,
@@ -110,7 +110,7 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Calls `with` on elements of a tensor as f32, in order. One that is not finite is an error.
+    /// Calls `with` on elements of a tensor as f32, in order. Returns an error if one is not finite.
     pub(super) fn read_elements(
         &self,
         name: &str,
@@ -142,7 +142,7 @@ impl TensorFile {
     }
 }
 
-/// Elements in a stored type.
+/// Appends elements, converted to a stored type.
 pub(super) fn narrow(elements: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) {
     match dtype {
         Dtype::BF16 => bytes.extend(elements.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
@@ -152,7 +152,7 @@ pub(super) fn narrow(elements: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Types that parameters are read from.
+/// True for the types from which parameters can be read.
 pub(super) fn is_supported(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32)
 }

@@ -1,29 +1,30 @@
-//! Windows of attention: which layers have one, and how wide it is.
+//! Sliding windows of attention: the layers that have one, and its width.
 //!
-//! Families differ in the options that have an effect; what transformers' code of a family does not read has none here either.
+//! The families differ in the options that have an effect. Options that transformers does not read for a family have no
+//! effect here either.
 
 use serde_json::Value;
 
 use super::fields::Fields;
 
-/// Which layers have a window, of the width `sliding_window`.
+/// The layers that have a window, whose width is the option `sliding_window`.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Window {
-    /// None.
+    /// No layer.
     Never,
-    /// All; this wide where the file says nothing.
+    /// All layers. The value is the default width.
     All(Option<usize>),
-    /// All, with `use_sliding_window`.
+    /// All layers, if `use_sliding_window` is on.
     AllIfUsed,
-    /// Those from `max_window_layers` on, with `use_sliding_window`; `layer_types` says otherwise.
+    /// The layers from `max_window_layers` on, if `use_sliding_window` is on; `layer_types` takes precedence.
     Last,
-    /// Every other one below `max_window_layers`, with `use_sliding_window`; `layer_types` says otherwise.
+    /// Every second layer below `max_window_layers`, if `use_sliding_window` is on; `layer_types` takes precedence.
     Alternate,
-    /// All but every so manieth; `layer_types` says otherwise.
+    /// All layers except every `every`th; `layer_types` takes precedence.
     AllBut { every: usize },
 }
 
-/// Tokens that a token attends to at most in layers with a window, and the layers without.
+/// Returns the width of the windows in tokens, if there are any, and the layers without one.
 pub(super) fn take(fields: &mut Fields, window: Window, layers: usize) -> (Option<usize>, Vec<usize>) {
     if let Window::Never = window {
         never(fields);
@@ -75,7 +76,7 @@ pub(super) fn take(fields: &mut Fields, window: Window, layers: usize) -> (Optio
     (size, full)
 }
 
-/// A file that asks for windows all the same is refused.
+/// Reads the options of a family without windows. A file that requests them is refused.
 fn never(fields: &mut Fields) {
     if fields.peek("use_sliding_window") == Some(&Value::Bool(false)) {
         fields.pass_over(&["sliding_window"]);
@@ -89,7 +90,7 @@ fn never(fields: &mut Fields) {
     }
 }
 
-/// What the file says; null is none.
+/// Reads the width of the windows. Null means no windows.
 fn width(fields: &mut Fields, default: Option<usize>) -> Option<usize> {
     if !fields.has("sliding_window") {
         return default;
@@ -101,7 +102,7 @@ fn width(fields: &mut Fields, default: Option<usize>) -> Option<usize> {
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
-/// Of each layer whether it has a window, if the file says so.
+/// Returns for each layer whether it has a window, if the file lists the types of layers.
 fn layer_types(fields: &mut Fields, layers: usize) -> Option<Vec<bool>> {
     let types = fields.take("layer_types")?;
     let all: Option<Vec<&str>> = types.as_array().and_then(|types| types.iter().map(Value::as_str).collect());

@@ -1,7 +1,8 @@
-//! Nodes: an operation's rules asked, its outputs made.
+//! Creation of nodes: applies an operation to values and adds its outputs to the graph.
 //!
-//! In: an operation and its inputs. Out: a node at the end of the graph, behind copies of inputs that it cannot read as they lie; or
-//! one that makes more than before, or in another type. Never: an output of other than what the operation says.
+//! In: an operation and its inputs. Out: a node at the end of the graph, preceded by copies of inputs whose strides it
+//! cannot read. Also changes existing nodes, so that they have more outputs or an output of another type. Never: an
+//! output that differs from what the operation declares.
 
 use std::sync::Arc;
 
@@ -14,10 +15,10 @@ use crate::op::{Op, Rows};
 use crate::ops::Contiguous;
 
 impl Graph {
-    /// Applies `op`, with a copy in front of inputs whose strides it cannot read. Returns one value per output.
+    /// Applies `op`, preceded by a copy of each input whose strides it cannot read. Returns one value per output.
     ///
     /// # Errors
-    /// [`Error::Shape`] with the operation's own words, the layer and the shapes.
+    /// Returns [`Error::Shape`] with the operation's message, the layer and the shapes.
     pub fn apply(&mut self, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
         let out_specs = self.infer(&*op, inputs)?;
         let viewed = inputs.first().map(|&input| self.value(input));
@@ -51,7 +52,7 @@ impl Graph {
         Ok(outputs)
     }
 
-    /// What counts the rows of an output, if anything does.
+    /// Returns how the rows of an output are counted, if they are dynamic.
     fn rows_of(&self, op: &dyn Op, inputs: &[ValueId], output: ValueId) -> Option<RowCount> {
         let dims = self.value(output).spec.dims();
         match op.rows() {
@@ -67,10 +68,10 @@ impl Graph {
         }
     }
 
-    /// The shape rule of `op`, of which the rest that it says of its operands holds too.
+    /// Runs the shape rule of `op`, and checks everything else that it declares about its operands.
     fn infer(&self, op: &dyn Op, inputs: &[ValueId]) -> Result<Vec<Spec>> {
         let specs = self.specs(inputs);
-        // Numbers that a shape repeats take no bytes, however large it is.
+        // A broadcast value takes few bytes itself, however large its shape; a copy would not.
         if specs.iter().any(|spec| spec.checked_bytes().is_none()) {
             return Err(self.refused(op, inputs, "an input of more than 2^63 bytes"));
         }
@@ -85,11 +86,11 @@ impl Graph {
         Error::Shape { op: op.name().into(), layer: self.layer().to_string(), what: what.into(), shapes }
     }
 
-    /// Lets a node compute more: `op` takes the node's inputs as they lie, and makes its outputs and `new` others, which are
-    /// returned.
+    /// Replaces the operation of a node by `op`, which computes more: it takes the same inputs in the same layouts, and
+    /// its outputs are the node's and `new` further ones. Returns the further ones.
     ///
     /// # Errors
-    /// [`Error::Shape`] when it does not.
+    /// Returns [`Error::Shape`] if `op` does not fit this description.
     pub fn extend_node(&mut self, id: NodeId, op: Arc<dyn Op>, new: usize) -> Result<Vec<ValueId>> {
         let Node { inputs, outputs, .. } = self.node(id).clone();
         let out_specs = self.infer(&*op, &inputs)?;
@@ -116,10 +117,11 @@ impl Graph {
         Ok(new)
     }
 
-    /// Lets a node make a value, which nobody reads so far, in another type of float; false if it can't.
+    /// Changes the float type in which a node produces a value that has no reader yet. Returns false if the operation
+    /// cannot do that.
     ///
     /// # Errors
-    /// [`Error::Shape`] when what the operation says that it makes then is anything else.
+    /// Returns [`Error::Shape`] if anything but the type of that output would change.
     pub fn make_in(&mut self, id: ValueId, dtype: DType) -> Result<bool> {
         let Source::Node { node, output } = self.value(id).source else { return Ok(false) };
         let Node { op, inputs, outputs, .. } = self.node(node);

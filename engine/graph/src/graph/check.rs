@@ -1,7 +1,7 @@
-//! What an operation says of its operands, against what they are.
+//! Checks of what an operation declares about its operands.
 //!
-//! In: the answers of an [`Op`], which anybody may implement. Out: why a graph cannot have such a node, in words. Never: a change to a
-//! node; what passes here is recorded as the operation says it.
+//! In: the answers of an [`Op`], which may be a user's own. Out: the reason why the graph cannot have such a node, as
+//! text. Never: a change to a node; one that passes is recorded as the operation declares it.
 
 use candle_core::{DType, Layout};
 use gapless_kernels::Spec;
@@ -9,7 +9,7 @@ use gapless_kernels::cpu::args::{MAX_OUTPUTS, byte_range};
 
 use crate::op::{Op, Rows};
 
-/// Whether the operands that an operation names by their index exist, and are what it takes them for.
+/// Checks that the operands to which an operation refers by index exist and have the types and shapes that it needs.
 pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result<(), String> {
     if !(1..=MAX_OUTPUTS).contains(&outputs.len()) {
         return Err(format!("it has {} outputs; an operation has 1 to {MAX_OUTPUTS}", outputs.len()));
@@ -49,7 +49,7 @@ pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result
     Ok(())
 }
 
-/// The one output of an operation that moves no data, if the layout shows it within the storage of its root.
+/// Returns the only output of a view, if its layout stays within the storage of the root.
 pub(super) fn view<'s>(layout: &Layout, outputs: &'s [Spec], root: &Spec) -> Result<&'s Spec, String> {
     let [output] = outputs else {
         return Err(format!("it is a view and has {} outputs; a view has one", outputs.len()));

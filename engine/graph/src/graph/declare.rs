@@ -1,6 +1,6 @@
-//! Values that no node makes: parameters and states, inputs, caches, numbers.
+//! Values that no node produces: parameters and optimizer states, inputs, caches, constants.
 //!
-//! In: a name, a shape and a type. Out: the value; the same one for the same name. Never: a second meaning of a name.
+//! In: a name, a shape and a type. Out: the value; the same value for the same name. Never: two values of one name.
 
 use candle_core::{Layout, Shape};
 use gapless_kernels::Spec;
@@ -10,10 +10,11 @@ use crate::error::{Error, Result};
 use crate::nn::{Init, Initializer};
 
 impl Graph {
-    /// Declares a tensor that outlives the step, or finds it if it is there already.
+    /// Declares a tensor that lives longer than the step, or returns it if it is already declared.
     ///
     /// # Errors
-    /// [`Error::ParameterShape`] when it was declared with another shape, [`Error::TypeClash`] with another type.
+    /// Returns [`Error::ParameterShape`] if it was declared with another shape, [`Error::TypeClash`] if with another
+    /// type.
     pub fn add_persistent(&mut self, name: &str, spec: Spec, init: Init) -> Result<ValueId> {
         self.check_sizes(name, std::slice::from_ref(&spec))?;
         if let Some(&id) = self.names.get(name) {
@@ -30,10 +31,10 @@ impl Graph {
         Ok(id)
     }
 
-    /// Declares this rank's share of the rows of a tensor that as many ranks share as divide them.
+    /// Declares this rank's share of a tensor whose rows are divided evenly over `ranks` ranks.
     ///
     /// # Errors
-    /// As [`Self::add_persistent`].
+    /// Returns the errors of [`Self::add_persistent`].
     pub fn add_share(&mut self, name: &str, whole: Spec, init: Init, (ranks, rank): (usize, usize)) -> Result<ValueId> {
         let mut dims = whole.dims().to_vec();
         dims[0] /= ranks;
@@ -46,7 +47,8 @@ impl Graph {
         Ok(id)
     }
 
-    /// Lets a persistent tensor begin as the elements of a parameter from its `skip`th on, which may be of another type.
+    /// Initializes a persistent tensor with the elements of a parameter, beginning with element `skip`. The tensor may
+    /// have another type than the parameter.
     pub fn fill_as(&mut self, id: ValueId, parameter: ValueId, skip: usize) {
         let Source::Persistent { fill, .. } = &self.value(parameter).source else { return };
         let like = Initializer { first: fill.first + skip, ..fill.clone() };
@@ -55,15 +57,15 @@ impl Graph {
         }
     }
 
-    /// The shape of the whole tensor that a persistent one is this expert rank's share of.
+    /// Returns the shape of the whole tensor, if a persistent tensor is this expert rank's share of one.
     pub fn shared(&self, id: ValueId) -> Option<&Shape> {
         self.shares.get(&id)
     }
 
-    /// Declares a tensor that the host writes, or finds it if it is there already.
+    /// Declares a tensor that the host writes, or returns it if it is already declared.
     ///
     /// # Errors
-    /// [`Error::TypeClash`] when it was declared with another shape or type.
+    /// Returns [`Error::TypeClash`] if it was declared with another shape or type.
     pub fn add_input(&mut self, name: &str, spec: Spec) -> Result<ValueId> {
         self.check_sizes(name, std::slice::from_ref(&spec))?;
         if let Some(&id) = self.names.get(name) {
@@ -75,10 +77,10 @@ impl Graph {
         Ok(id)
     }
 
-    /// Declares a tensor of past tokens, named after the layer that nodes are put in.
+    /// Declares a cache of past tokens, named after the current layer.
     ///
     /// # Errors
-    /// [`Error::Shape`] when an extent is 0, or it has more bytes than there can be.
+    /// Returns [`Error::Shape`] if an extent is 0 or the tensor is too large.
     pub fn add_cache(&mut self, what: &str, spec: Spec) -> Result<ValueId> {
         self.check_sizes(what, std::slice::from_ref(&spec))?;
         let name = self.free_name(&format!("{}/{what}", self.layer()), |graph, name| graph.names.contains_key(name));
@@ -87,16 +89,16 @@ impl Graph {
         Ok(id)
     }
 
-    /// A tensor of one number, stored as one element that every shape repeats.
+    /// Adds a tensor whose elements all have the same value. It is stored as one element, broadcast to the shape.
     ///
     /// # Errors
-    /// [`Error::Shape`] when an extent is 0, or it would have more bytes than there can be.
+    /// Returns [`Error::Shape`] if an extent is 0 or the tensor would be too large.
     pub fn add_constant(&mut self, number: f64, spec: Spec) -> Result<ValueId> {
         self.check_sizes("a constant", std::slice::from_ref(&spec))?;
         Ok(self.constant_like(number, spec))
     }
 
-    /// The same of a shape and type that a tensor has.
+    /// Like [`Self::add_constant`], for a shape that an existing tensor has, which needs no check.
     pub(crate) fn constant_like(&mut self, number: f64, spec: Spec) -> ValueId {
         let key = (number.to_bits(), spec.dtype);
         let stored = match self.constants.get(&key) {
@@ -111,7 +113,7 @@ impl Graph {
         self.push_view(stored, spec, layout)
     }
 
-    /// A tensor of numbers that the model's source gives; equal ones are stored once.
+    /// Adds a tensor of elements that the model's source gives. Equal tensors are stored once.
     pub fn add_data(&mut self, elements: Vec<f64>, spec: Spec) -> ValueId {
         let mut hasher = blake3::Hasher::new();
         hasher.update(format!("{:?}", (spec.dtype, spec.dims())).as_bytes());

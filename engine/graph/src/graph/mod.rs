@@ -1,11 +1,11 @@
-//! The training step as data: single-assignment values of known shape, made by nodes in order.
+//! The training step as data: single-assignment values of known shape, produced by nodes in order.
 //!
-//! In: calls of the builder ([`Tensor`]), and of autodiff. Out: a [`Graph`] whose nodes stand in an order
-//! in which they can run. Never: a buffer, an address, or a number.
+//! In: calls of the builder ([`Tensor`]) and of autodiff. Out: a [`Graph`] whose nodes are in an order in which they
+//! can run. Never: a buffer, an address, or the value of an element.
 //!
-//! View operations (`reshape`, `transpose`, `narrow`, `broadcast_as`) make no data: their value shares the storage of
-//! another one, its *root*, under a layout. A node whose operation cannot read strides gets a `contiguous` copy put in
-//! front of it, so that everything after the graph can rely on what an operation declared.
+//! View operations (`reshape`, `transpose`, `narrow`, `broadcast_as`) move no data. Their value shares the storage of
+//! another value, its *root*, under a layout. If a node's operation cannot read the strides of an input, a `contiguous`
+//! copy is inserted before it, so that all later stages can rely on what an operation declares.
 
 mod apply;
 mod check;
@@ -26,101 +26,104 @@ use crate::reference::layout_indices;
 pub use node::{Node, NodeId, Phase, Place};
 pub use value::{FLOATS, RowCount, Source, Value, ValueId};
 
-/// Tensors of a graph at most: a thousand layers have some ten thousands.
+/// Upper limit of the tensors in a graph. A model of a thousand layers has some ten thousand.
 const MOST_VALUES: usize = 1 << 20;
 
-/// What the tokens of a graph's sequences are.
+/// The relation between the tokens of a graph's sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sequences {
-    /// Each the first tokens of a text.
+    /// Each sequence holds the first tokens of a text.
     #[default]
     Whole,
-    /// Those behind others, whose keys and values earlier runs have left in tensors of [`Source::Cache`]: attention writes its own
-    /// behind them, and reads both.
+    /// Each sequence continues a text. Earlier runs have left the keys and values of its past tokens in tensors of
+    /// [`Source::Cache`]. Attention appends the new ones and reads both.
     Continued {
-        /// The place of each token in its sequence: u32 [batch, tokens]. Those of a sequence are consecutive.
+        /// The position of each token in its text: u32 [batch, tokens]. The positions in a sequence are consecutive.
         positions: ValueId,
-        /// Tokens of a sequence at most.
+        /// The greatest number of tokens in a text.
         window: usize,
     },
-    /// Those of several documents side by side, which do not see each other. The loss of each token counts by its weight.
+    /// Each sequence holds several documents one after another. They do not attend to each other, and the loss of each
+    /// token is multiplied by a weight.
     Packed {
-        /// The first token of each token's document: u32 [batch, tokens].
+        /// The index of the first token of each token's document: u32 [batch, tokens].
         starts: ValueId,
-        /// The place of each token in its document: u32 [batch, tokens].
+        /// The position of each token in its document: u32 [batch, tokens].
         positions: ValueId,
-        /// What each token's loss is multiplied by: f32 [batch, tokens].
+        /// The factor of each token's loss: f32 [batch, tokens].
         weights: ValueId,
-        /// What each token counts in the statistics of a router, 1 in the mean over the batch: f32 [batch, tokens], 0 for padding.
+        /// The weight of each token in the statistics of a router: f32 [batch, tokens], 0 for padding, with a mean of 1
+        /// over the batch.
         routed: ValueId,
     },
 }
 
-/// A part of a training loss that each step reports apart from the others.
+/// A part of the training loss that each step reports separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossPart {
-    /// −log p of the targets, where a head counts more than that.
+    /// −log p of the targets. It is reported if the loss has further terms.
     Likelihood,
-    /// The balance losses of routers.
+    /// The balance losses of the routers.
     Balance,
-    /// The z-losses of routers.
+    /// The z-losses of the routers.
     RouterZ,
 }
 
-/// A scalar that is reported as a part of the loss.
+/// A scalar that is reported as (a summand of) a part of the loss.
 #[derive(Debug, Clone, Copy)]
 pub struct ReportedLoss {
-    /// Which part.
+    /// The part of the loss.
     pub part: LossPart,
-    /// What the loss is made of if it has this part.
+    /// The value on which a loss depends if it contains this part.
     pub of: ValueId,
-    /// What the part counts in the loss of a micro-batch.
+    /// The scalar that is reported for a micro-batch.
     pub mean: ValueId,
 }
 
-/// Values and the nodes that make them, in an order in which they can run.
+/// Values and the nodes that produce them, in an order in which they can run.
 #[derive(Debug, Default)]
 pub struct Graph {
     values: Vec<Value>,
     nodes: Vec<Node>,
     names: HashMap<String, ValueId>,
-    /// The stored element of each number, by its bits, in each type.
+    /// For each constant, given by the bits of the number and its type, the value that stores it.
     constants: HashMap<(u64, DType), ValueId>,
     layers: Vec<Arc<str>>,
     phase: Option<Phase>,
     place: Place,
     random_places: u64,
-    /// Shapes of the whole tensors of which the expert ranks have a share each.
+    /// Shape of the whole tensor, for each tensor of which the expert ranks hold a share each.
     shares: HashMap<ValueId, Shape>,
-    /// How parameters change that the optimizer has no say in.
+    /// Update rules of parameters that are not updated by the optimizer.
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
     /// Parameters that are not trained.
     frozen: HashSet<ValueId>,
-    /// What a training step shows of itself, beside the loss.
+    /// Scalars that each training step reports besides the loss, with their names.
     watched: Vec<(String, ValueId)>,
-    /// What the loss of a micro-batch is the sum of, among others.
+    /// Scalars that are reported as parts of the loss.
     loss_parts: Vec<ReportedLoss>,
     sequences: Sequences,
     loss_terms: LossTerms,
 }
 
-/// The graph behind its handles. A panic elsewhere leaves a graph that is short of nodes, not a broken one.
+/// Locks the graph. A panic in another thread leaves a graph with fewer nodes, but a consistent one, so a poisoned lock
+/// is used as it is.
 pub fn lock(graph: &Mutex<Graph>) -> MutexGuard<'_, Graph> {
     graph.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Graph {
-    /// One value.
+    /// Returns a value.
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.index()]
     }
 
-    /// One node.
+    /// Returns a node.
     pub fn node(&self, id: NodeId) -> &Node {
         &self.nodes[id.index()]
     }
 
-    /// Shapes and types of some values.
+    /// Returns the shapes and types of values.
     pub fn specs(&self, ids: &[ValueId]) -> Vec<Spec> {
         ids.iter().map(|&id| self.value(id).spec.clone()).collect()
     }
@@ -135,22 +138,22 @@ impl Graph {
         &self.values
     }
 
-    /// All ids of nodes, in order.
+    /// The ids of all nodes, in order.
     pub fn node_ids(&self) -> impl DoubleEndedIterator<Item = NodeId> + use<> {
         (0..self.nodes.len() as u32).map(NodeId)
     }
 
-    /// All ids of values, in order.
+    /// The ids of all values, in order.
     pub fn value_ids(&self) -> impl DoubleEndedIterator<Item = ValueId> + use<> {
         (0..self.values.len() as u32).map(ValueId)
     }
 
-    /// Whether the value is a view of another one.
+    /// True if the value is a view of another value.
     pub fn is_view(&self, id: ValueId) -> bool {
         self.value(id).root != id
     }
 
-    /// The values that outlive the step, with their names, in the order in which they were declared.
+    /// The values that live longer than the step, with their names, in the order in which they were declared.
     pub fn persistent(&self) -> impl Iterator<Item = (ValueId, &str)> {
         self.value_ids().filter_map(|id| match &self.value(id).source {
             Source::Persistent { name, .. } => Some((id, name.as_str())),
@@ -158,27 +161,27 @@ impl Graph {
         })
     }
 
-    /// Says what the tokens are of what is recorded from now on.
+    /// Sets the relation between tokens for the nodes that are recorded from now on.
     pub fn set_sequences(&mut self, sequences: Sequences) {
         self.sequences = sequences;
     }
 
-    /// Says what losses over a vocabulary count, of those that are recorded from now on.
+    /// Sets the further terms of losses over a vocabulary for the nodes that are recorded from now on.
     pub fn set_loss_terms(&mut self, terms: LossTerms) {
         self.loss_terms = terms;
     }
 
-    /// What losses over a vocabulary count beside the likelihood of their targets.
+    /// The terms that losses over a vocabulary have besides −log p of their targets.
     pub fn loss_terms(&self) -> LossTerms {
         self.loss_terms
     }
 
-    /// What the tokens are.
+    /// The relation between the tokens of each sequence.
     pub fn sequences(&self) -> Sequences {
         self.sequences
     }
 
-    /// The number that every element of a value is, if that is known.
+    /// Returns the value of every element, if it is a known constant.
     pub fn number(&self, id: ValueId) -> Option<f64> {
         match self.value(self.value(id).root).source {
             Source::Constant(number) => Some(number),
@@ -186,7 +189,7 @@ impl Graph {
         }
     }
 
-    /// The elements of a value that the model's source gives, in row-major order, if it is one.
+    /// Returns the elements of a value in row-major order, if the model's source gives them.
     pub fn data(&self, id: ValueId) -> Option<Vec<f64>> {
         let value = self.value(id);
         match &self.value(value.root).source {
@@ -196,56 +199,58 @@ impl Graph {
         }
     }
 
-    /// A key for the next operation that draws random numbers: their order in the model, which no shape changes.
+    /// Returns a key for the next operation that draws random numbers. It counts such operations in the model, so it
+    /// does not depend on shapes.
     pub fn next_random(&mut self) -> u64 {
         self.random_places += 1;
         self.random_places
     }
 
-    /// Lets a parameter change by a rule of its own.
+    /// Sets the rule by which a parameter is updated in place of the optimizer.
     pub fn set_rule(&mut self, parameter: ValueId, rule: Arc<dyn Optimizer>) {
         self.rules.insert(parameter, rule);
     }
 
-    /// A parameter's own rule, if it has one.
+    /// Returns the rule by which a parameter is updated in place of the optimizer, if there is one.
     pub fn rule(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
         self.rules.get(&parameter)
     }
 
-    /// Leaves a parameter as it is: it has no gradient.
+    /// Excludes a parameter from training: it gets no gradient.
     pub fn freeze(&mut self, parameter: ValueId) {
         self.frozen.insert(parameter);
     }
 
-    /// Whether a parameter is not trained.
+    /// True if a parameter is excluded from training.
     pub fn is_frozen(&self, parameter: ValueId) -> bool {
         self.frozen.contains(&parameter)
     }
 
-    /// Shows a value under a name; where that is taken, with a number behind it.
+    /// Reports a value under a name in each step. If the name is taken, a number is appended to it.
     pub fn watch(&mut self, name: &str, id: ValueId) {
         let free = self.free_name(name, |graph, wanted| graph.watched.iter().any(|(taken, _)| taken == wanted));
         self.watched.push((free, id));
     }
 
-    /// The name; where that is taken, with a number behind it.
+    /// Returns the name; if it is taken, with a number appended.
     fn free_name(&self, name: &str, is_taken: impl Fn(&Self, &str) -> bool) -> String {
         let numbered = (2..).map(|number| format!("{name}.{number}"));
         let free = std::iter::once(name.to_owned()).chain(numbered).find(|wanted| !is_taken(self, wanted));
         free.expect("there are more numbers than names")
     }
 
-    /// The values that are shown, with their names, in the order in which they were recorded.
+    /// The values that each step reports, with their names, in the order in which they were recorded.
     pub fn watched(&self) -> &[(String, ValueId)] {
         &self.watched
     }
 
-    /// Has a scalar reported as a part of the loss.
+    /// Adds a scalar that is reported as a part of the loss.
     pub fn report_loss(&mut self, reported: ReportedLoss) {
         self.loss_parts.push(reported);
     }
 
-    /// The scalars that are reported as a part of a loss, in the order in which they were recorded; those that it is not made of are not.
+    /// Returns the scalars that are reported as a part of the given loss, in the order in which they were recorded.
+    /// Scalars that this loss does not contain are left out.
     pub fn parts_of_loss(&self, loss: ValueId, part: LossPart) -> Vec<ValueId> {
         let mut made_of = HashSet::from([loss]);
         for node in self.nodes.iter().rev().filter(|_| !self.loss_parts.is_empty()) {
@@ -257,14 +262,14 @@ impl Graph {
         reported.filter(|reported| made_of.contains(&reported.of)).map(|reported| reported.mean).collect()
     }
 
-    /// The layer that nodes are put in from now on.
+    /// The layer to which new nodes belong.
     pub fn layer(&self) -> Arc<str> {
         self.layers.last().cloned().unwrap_or_else(|| Arc::from(""))
     }
 
-    /// Begins a layer: nodes are of it until [`Self::leave_layer`].
+    /// Begins a layer, to which new nodes belong until [`Self::leave_layer`].
     pub fn enter_layer(&mut self, name: Arc<str>) {
-        // Layers that were made without a name stand in the one around them.
+        // A layer without a name belongs to the layer around it.
         let name = if name.is_empty() { self.layer() } else { name };
         self.layers.push(name);
     }
@@ -274,17 +279,17 @@ impl Graph {
         self.layers.pop();
     }
 
-    /// The phase that nodes are put in from now on; forward until told otherwise.
+    /// Sets the phase of the nodes that are recorded from now on; initially the forward.
     pub fn set_phase(&mut self, phase: Phase) {
         self.phase = Some(phase);
     }
 
-    /// The place that nodes are put in from now on; the first stage until told otherwise.
+    /// Sets the place of the nodes that are recorded from now on; initially the first stage.
     pub fn set_place(&mut self, place: Place) {
         self.place = place;
     }
 
-    /// The place that nodes are put in.
+    /// The place of new nodes.
     pub fn place(&self) -> Place {
         self.place
     }
@@ -294,17 +299,17 @@ impl Graph {
         self.nodes[id.index()].place = place;
     }
 
-    /// The place of the node that makes a value's bytes; none for what no node makes.
+    /// Returns the place of the node that produces a value's bytes, or `None` if no node does.
     pub fn place_of(&self, id: ValueId) -> Option<Place> {
         self.producer(id).map(|node| node.place)
     }
 
-    /// The node that makes a value's bytes; none for what comes from outside.
+    /// Returns the node that produces a value's bytes, or `None` if no node does.
     pub fn producer(&self, id: ValueId) -> Option<&Node> {
         self.maker(id).map(|node| self.node(node))
     }
 
-    /// The same, by its id.
+    /// Returns the id of the node that produces a value's bytes, or `None` if no node does.
     pub fn maker(&self, id: ValueId) -> Option<NodeId> {
         match self.value(self.value(id).root).source {
             Source::Node { node, .. } => Some(node),
@@ -317,7 +322,7 @@ impl Graph {
         self.nodes[id.index()].phase = phase;
     }
 
-    /// Refuses tensors of nothing, those of more bytes than there can be, and more tensors than a model ever has.
+    /// Checks that tensors are not empty and not too large, and that the graph does not have too many.
     fn check_sizes(&self, op: &str, specs: &[Spec]) -> Result<()> {
         if self.values.len() > MOST_VALUES {
             let why = format!("a step of more than {MOST_VALUES} tensors");

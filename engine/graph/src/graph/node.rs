@@ -1,4 +1,4 @@
-//! One operation applied to values: when in a step it runs, and where.
+//! Nodes: one operation applied to values, with the phase and the place in which it runs.
 
 use std::sync::Arc;
 
@@ -18,25 +18,25 @@ impl NodeId {
     }
 }
 
-/// Which part of the step a node belongs to.
+/// The phase of the step in which a node runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
     /// The forward pass, once per micro-batch.
     Forward,
     /// Gradients that earlier layers wait for (I), once per micro-batch.
     BackwardInput,
-    /// Gradients of weights, which nobody waits for before the update (W), once per micro-batch.
+    /// Gradients of weights, which are needed only by the update (W), once per micro-batch.
     BackwardWeight,
-    /// Once per step, after the last micro-batch.
+    /// The update, once per step, after the last micro-batch.
     Update,
 }
 
-/// Who runs a node.
+/// The ranks on which a node runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Place {
-    /// The rank that has the stage.
+    /// The rank that holds the stage.
     Stage(StageId),
-    /// Every rank for itself. Only in the update.
+    /// Every rank for itself; in the update only.
     Everywhere,
 }
 
@@ -49,22 +49,23 @@ impl Default for Place {
 /// One operation applied to values.
 #[derive(Debug, Clone)]
 pub struct Node {
-    /// What is computed.
+    /// The operation.
     pub op: Arc<dyn Op>,
-    /// From what.
+    /// Values that the operation reads, in its order.
     pub inputs: Vec<ValueId>,
-    /// Into what.
+    /// Values that the operation produces, in its order.
     pub outputs: Vec<ValueId>,
-    /// The layer it stands in, e.g. `h.3.attn`; empty outside of layers.
+    /// The layer to which the node belongs, e.g. `h.3.attn`; empty outside of layers.
     pub layer: Arc<str>,
-    /// Which part of the step.
+    /// The phase in which it runs.
     pub phase: Phase,
-    /// Who runs it.
+    /// The ranks on which it runs.
     pub place: Place,
 }
 
 impl Node {
-    /// The inputs that it changes. An operation that names others than when it was recorded changes none by them.
+    /// The inputs that the node changes in place. Indices that the node does not have are skipped, in case the
+    /// operation's answer differs from when it was recorded.
     pub fn changed(&self) -> impl Iterator<Item = ValueId> {
         self.op.mutates().iter().filter_map(|&(input, _)| self.inputs.get(input).copied())
     }

@@ -1,4 +1,4 @@
-//! A tensor that does not exist yet: its shape and type, where it comes from, and whose bytes it has.
+//! Values: symbolic tensors with a shape, a type, a source, and the root whose bytes they share.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use gapless_kernels::Spec;
 use super::NodeId;
 use crate::nn::Initializer;
 
-/// The types that operations compute in, each in one of them throughout: sums and statistics that need it are f32 in any
-/// case.
+/// The types in which operations compute. All operands of an operation have the same one of them. Sums and statistics
+/// that need the precision are always f32.
 pub const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
 
 /// Index of a value in its graph.
@@ -23,64 +23,65 @@ impl ValueId {
     }
 }
 
-/// Where a value comes from.
+/// The origin of a value.
 #[derive(Debug, Clone)]
 pub enum Source {
-    /// Output `output` of a node.
+    /// An output of a node.
     Node {
         /// The node.
         node: NodeId,
-        /// Which of its outputs.
+        /// Index of the output.
         output: usize,
     },
-    /// A tensor that outlives the step: a parameter, or a state of the optimizer.
+    /// A tensor that lives longer than the step: a parameter, or a state of the optimizer.
     Persistent {
-        /// Full name.
+        /// Full name of the tensor.
         name: String,
-        /// What it holds before the first step.
+        /// Values of its elements before the first step.
         fill: Initializer,
     },
-    /// Written by the host before each micro-batch.
+    /// A tensor that the host writes before each micro-batch.
     Input {
-        /// Name by which the host writes it.
+        /// Name under which the host writes it.
         name: String,
     },
-    /// What the runs of some programs hand on to each other: keys or values of past tokens. Holds anything before the first.
+    /// A tensor that runs of several programs hand on to each other: keys or values of past tokens. Before the first
+    /// run its contents are undefined.
     Cache {
-        /// Name by which programs share it.
+        /// Name under which the programs share it.
         name: String,
     },
-    /// The same number everywhere.
+    /// One stored element with this value.
     Constant(f64),
-    /// Numbers that the model's source gives, in row-major order.
+    /// Elements that the model's source gives, in row-major order.
     Data {
-        /// A name that says which numbers these are.
+        /// A name derived from the elements, so that equal data have equal names.
         name: String,
-        /// The numbers.
+        /// The elements.
         elements: Arc<[f64]>,
     },
 }
 
-/// A tensor that does not exist yet.
+/// A symbolic tensor, without data.
 #[derive(Debug, Clone)]
 pub struct Value {
     /// Shape and element type.
     pub spec: Spec,
-    /// Where it comes from.
+    /// The source of the value.
     pub source: Source,
-    /// The value that owns the bytes; itself unless this is a view.
+    /// The value that owns the bytes: itself, or another one if this is a view.
     pub root: ValueId,
-    /// Where in the root's bytes the elements lie.
+    /// The layout of the elements in the bytes of the root.
     pub layout: Layout,
-    /// Of a root whose rows are counted while the step runs: by what.
+    /// The number of rows, if it is known only while the step runs. Set at roots only.
     pub rows: Option<RowCount>,
 }
 
-/// Rows that are counted while the step runs.
+/// A number of rows that is known only while the step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowCount {
-    /// The value whose last element is their number.
+    /// The value whose last element is the number of rows.
     pub starts: ValueId,
-    /// Their number if all ranks have the same.
+    /// The number of rows if all ranks have equally many.
     pub balanced: usize,
 }

@@ -1,4 +1,4 @@
-//! Activation functions by name, as configurations have them.
+//! Activation functions, selected by name in configurations.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,26 +6,26 @@ use super::{Module, ops};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Which function; named in configurations as in candle's.
+/// An activation function, with the same names in configurations as in candle.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs, reason = "they say it themselves")]
 pub enum Activation {
-    /// With the exact error function.
+    /// GELU with the exact error function.
     #[default]
     Gelu,
-    /// In its tanh form.
+    /// GELU in its tanh form.
     #[serde(alias = "gelu_new")]
     NewGelu,
     Relu,
     /// relu(x)².
     Relu2,
-    /// relu(x), at most 6.
+    /// relu(x), limited to 6.
     Relu6,
     Silu,
     Sigmoid,
     HardSigmoid,
-    /// Of both halves of the last dimension.
+    /// silu of the first half of the last dimension, times the second half.
     Swiglu,
     /// Another name of silu.
     Swish,
@@ -33,7 +33,7 @@ pub enum Activation {
     HardSwish,
     Elu(f64),
     LeakyRelu(f64),
-    /// In its tanh form.
+    /// GELU in its tanh form.
     #[serde(alias = "gelu_pytorch_tanh")]
     GeluPytorchTanh,
 }

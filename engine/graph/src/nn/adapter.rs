@@ -1,15 +1,15 @@
-//! What LoRA adds to a linear layer.
+//! LoRA adapters of linear layers.
 
 use super::{Init, VarBuilder};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Name of A [rank, in] under the layer's path.
+/// Name of the parameter A [rank, in] under the layer's path.
 pub(super) const LORA_A: &str = "lora_A.weight";
-/// Name of B [out, rank].
+/// Name of the parameter B [out, rank] under the layer's path.
 pub(super) const LORA_B: &str = "lora_B.weight";
 
-/// scale · (dropout(x)·Aᵀ)·Bᵀ beside a linear layer.
+/// The adapter scale · (dropout(x)·Aᵀ)·Bᵀ, which is added to the output of a linear layer.
 #[derive(Debug, Clone)]
 pub(super) struct Adapter {
     a: Tensor,
@@ -19,8 +19,8 @@ pub(super) struct Adapter {
 }
 
 impl Adapter {
-    /// The adapter of the layer under the builder's path, if it is a target. As PEFT begins: A uniform within 1/√in (Kaiming's
-    /// with a = √5), B zero.
+    /// Declares the adapter of the layer under the builder's path, if the layer is a target. The initial values are
+    /// PEFT's: A is uniform within 1/√in (Kaiming with a = √5), B is zero.
     pub fn of(in_dim: usize, out_dim: usize, vb: &VarBuilder) -> Result<Option<Self>> {
         let Some(lora) = vb.lora().filter(|lora| lora.is_target(vb.prefix())) else { return Ok(None) };
         let bound = 1.0 / (in_dim as f64).sqrt();
@@ -32,7 +32,8 @@ impl Adapter {
         }))
     }
 
-    /// What it adds to the layer's output. The scale is applied where there are the fewest elements.
+    /// Returns the adapter's contribution to the layer's output. The scale is applied between A and B, where there are
+    /// fewest elements.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let mut inner = xs.dropout(self.dropout)?.linear(&self.a, None)?;
         if self.scale != 1.0 {

@@ -4,16 +4,16 @@ use super::{Init, Module, VarBuilder};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// How a kernel goes along every dimension.
+/// The movement of a kernel along every dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConvConfig {
-    /// Zeros at each end.
+    /// Number of zeros added at each end.
     pub padding: usize,
-    /// Indices from one place to the next.
+    /// Distance between adjacent positions of the kernel.
     pub stride: usize,
-    /// Indices from one element of the kernel to the next.
+    /// Distance between adjacent elements of the kernel.
     pub dilation: usize,
-    /// Groups of channels that have a kernel each.
+    /// Number of groups into which the channels are divided, each with a kernel of its own.
     pub groups: usize,
 }
 
@@ -23,7 +23,7 @@ impl Default for ConvConfig {
     }
 }
 
-/// Convolution over `RANK` dimensions, 1 or 2, behind [batch, channels].
+/// Convolution over the `RANK` dimensions (1 or 2) that follow [batch, channels].
 #[derive(Debug, Clone)]
 pub struct Conv<const RANK: usize> {
     weight: Tensor,
@@ -31,17 +31,17 @@ pub struct Conv<const RANK: usize> {
     config: ConvConfig,
 }
 
-/// Of [batch, channels, length].
+/// Convolution of [batch, channels, length].
 pub type Conv1d = Conv<1>;
-/// [`ConvConfig`] by candle's name.
+/// [`ConvConfig`] under candle's name.
 pub type Conv1dConfig = ConvConfig;
-/// Of [batch, channels, height, width].
+/// Convolution of [batch, channels, height, width].
 pub type Conv2d = Conv<2>;
-/// [`ConvConfig`] by candle's name.
+/// [`ConvConfig`] under candle's name.
 pub type Conv2dConfig = ConvConfig;
 
 impl<const RANK: usize> Conv<RANK> {
-    /// A layer from its kernel [channels out, channels in ÷ groups, ..] and perhaps a bias \[channels out\].
+    /// Creates a layer from its kernel [channels out, channels in ÷ groups, ..] and an optional bias \[channels out\].
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: ConvConfig) -> Self {
         Self { weight, bias, config }
     }
@@ -56,7 +56,7 @@ impl<const RANK: usize> Conv<RANK> {
         self.bias.as_ref()
     }
 
-    /// Under the builder's path, uniform within 1/√(inputs of an output).
+    /// Declares a layer under the builder's path, with initial values uniform within 1/√(inputs per output).
     fn make(
         inputs: usize,
         outputs: usize,
@@ -88,18 +88,18 @@ impl<const RANK: usize> Module for Conv<RANK> {
     }
 }
 
-/// A layer `weight` and `bias` under the builder's path.
+/// Declares a layer with `weight` and `bias` under the builder's path.
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn conv1d(inputs: usize, outputs: usize, size: usize, config: Conv1dConfig, vb: VarBuilder) -> Result<Conv1d> {
     Conv::make(inputs, outputs, size, config, true, &vb)
 }
 
-/// A layer `weight` under the builder's path.
+/// Declares a layer with `weight` under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn conv1d_no_bias(
     inputs: usize,
     outputs: usize,
@@ -110,18 +110,18 @@ pub fn conv1d_no_bias(
     Conv::make(inputs, outputs, size, config, false, &vb)
 }
 
-/// A layer `weight` and `bias` under the builder's path.
+/// Declares a layer with `weight` and `bias` under the builder's path.
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn conv2d(inputs: usize, outputs: usize, size: usize, config: Conv2dConfig, vb: VarBuilder) -> Result<Conv2d> {
     Conv::make(inputs, outputs, size, config, true, &vb)
 }
 
-/// A layer `weight` under the builder's path.
+/// Declares a layer with `weight` under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn conv2d_no_bias(
     inputs: usize,
     outputs: usize,

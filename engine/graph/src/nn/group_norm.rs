@@ -14,10 +14,10 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// A layer from its parameters, a number for each channel.
+    /// Creates a layer from its parameters, which have one element per channel.
     ///
     /// # Errors
-    /// When the groups do not divide the channels.
+    /// Returns an error if the groups do not divide the channels.
     pub fn new(weight: Tensor, bias: Tensor, num_channels: usize, num_groups: usize, eps: f64) -> Result<Self> {
         if num_groups == 0 || !num_channels.is_multiple_of(num_groups) {
             return Err(Error::msg(format!("GroupNorm: {num_groups} groups do not divide {num_channels} channels")));
@@ -39,10 +39,10 @@ impl Module for GroupNorm {
     }
 }
 
-/// Group normalisation with `weight` and `bias` `[channels]` under the builder's path.
+/// Declares a group normalisation with `weight` and `bias` `[channels]` under the builder's path.
 ///
 /// # Errors
-/// When the groups do not divide the channels, or the names were used with other shapes.
+/// Returns an error if the groups do not divide the channels, or if the names were used with other shapes.
 pub fn group_norm(num_groups: usize, num_channels: usize, eps: f64, vb: VarBuilder) -> Result<GroupNorm> {
     let weight = vb.get_with_hints(num_channels, "weight", Init::Const(1.0))?;
     let bias = vb.get_with_hints(num_channels, "bias", Init::Const(0.0))?;

@@ -1,22 +1,22 @@
-//! What parameters hold before the first step.
+//! Initial values of parameters and other persistent tensors.
 
 use std::sync::Arc;
 
 use gapless_kernels::Numbers;
 
-/// How a persistent tensor is filled.
+/// A distribution of initial values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
-    /// One number everywhere.
+    /// The same value for every element.
     Const(f64),
-    /// Normal with this mean and standard deviation.
+    /// A normal distribution.
     Randn {
         /// Mean.
         mean: f64,
         /// Standard deviation.
         stdev: f64,
     },
-    /// Uniform between two numbers.
+    /// A uniform distribution.
     Uniform {
         /// Lower end.
         lo: f64,
@@ -25,21 +25,22 @@ pub enum Init {
     },
 }
 
-/// What a persistent tensor holds before the first step: elements of a tensor that may be another, or larger.
+/// The initial values of a persistent tensor. They are a range of the elements of a tensor that may be another one or
+/// larger, for example the whole of which this is a rank's share.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Initializer {
-    /// How that tensor is filled.
+    /// Distribution of that tensor's values.
     pub init: Init,
-    /// Its name, which decides its random numbers.
+    /// Name of that tensor, from which its random numbers are derived.
     pub name: String,
-    /// Which of its elements is the first here.
+    /// Index of that tensor's element with which the range begins.
     pub first: usize,
-    /// The tensor's elements, where they are given instead.
+    /// Elements of that tensor, if they are given instead of drawn.
     pub given: Option<Arc<[f64]>>,
 }
 
 impl Initializer {
-    /// Fills what is here: a pure function of the run's seed and of these, cast to its type.
+    /// Fills `out` with initial values, cast to its type. They are a pure function of `seed` and this initializer.
     pub fn fill<T: Copy>(&self, seed: u64, out: &mut [T], cast: impl Fn(f64) -> T) {
         if let Some(given) = &self.given {
             out.iter_mut().zip(&given[self.first..]).for_each(|(x, &given)| *x = cast(given));

@@ -1,11 +1,11 @@
-//! The layers that most models are made of.
+//! The most common layers.
 
 use super::adapter::Adapter;
 use super::{Init, Module, VarBuilder};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// x·Wᵀ + b, and what an adapter adds.
+/// x·Wᵀ + b, plus the contribution of an adapter if there is one.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Tensor,
@@ -15,31 +15,32 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer from its parameters: weight [out, in] and, if there is one, bias `[out]`. It never has an adapter.
+    /// Creates a layer from its parameters: weight [out, in] and an optional bias `[out]`. It never has an adapter.
     pub fn new(weight: Tensor, bias: Option<Tensor>, layer: &str) -> Self {
         Self { weight, bias, adapter: None, layer: layer.into() }
     }
 
-    /// Declares the parameters under the builder's path, those of an adapter too if the layer is to have one.
+    /// Declares the parameters under the builder's path, including those of an adapter if the layer is to have one.
     fn declare((in_dim, out_dim): (usize, usize), bias: bool, init: Init, vb: &VarBuilder) -> Result<Self> {
         let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
         let bias = bias.then(|| vb.get_with_hints(out_dim, "bias", Init::Const(0.0))).transpose()?;
         Ok(Self { adapter: Adapter::of(in_dim, out_dim, vb)?, ..Self::new(weight, bias, vb.prefix()) })
     }
 
-    /// For a layer that is the head of a language model: the loss of each of `targets` (u32, [..]) under the logits that it
-    /// makes of `xs` [.., in]. Without a bias or an adapter, no logits are ever held (see [`Tensor::linear_cross_entropy`]).
+    /// Returns the loss of each of `targets` (u32, [..]), for a layer that is the head of a language model: the logits
+    /// are this layer's output for `xs` [.., in]. Without a bias or an adapter, the logits are never stored as a whole
+    /// (see [`Tensor::linear_cross_entropy`]).
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn cross_entropy(&self, xs: &Tensor, targets: &Tensor) -> Result<Tensor> {
         self.capped_cross_entropy(xs, targets, None)
     }
 
-    /// [`Self::cross_entropy`] of logits that are capped, if they are, as by [`Tensor::cap`].
+    /// Like [`Self::cross_entropy`]; if there is a cap, the logits are capped as by [`Tensor::cap`].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn capped_cross_entropy(&self, xs: &Tensor, targets: &Tensor, cap: Option<f64>) -> Result<Tensor> {
         if self.bias.is_some() || self.adapter.is_some() {
             let logits = self.forward(xs)?;
@@ -61,42 +62,42 @@ impl Module for Linear {
     }
 }
 
-/// The initial values of weights for which nothing else is asked.
+/// Default initial values of weights.
 const WEIGHTS: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
 
-/// A layer `weight` [out, in] and `bias` `[out]` under the builder's path.
+/// Declares a layer with `weight` [out, in] and `bias` `[out]` under the builder's path.
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     linear_with_hints(in_dim, out_dim, WEIGHTS, vb)
 }
 
-/// [`linear`], with the weight's own initial values.
+/// Like [`linear`], with initial values for the weight.
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn linear_with_hints(in_dim: usize, out_dim: usize, weight: Init, vb: VarBuilder) -> Result<Linear> {
     Linear::declare((in_dim, out_dim), true, weight, &vb)
 }
 
-/// A layer `weight` [out, in] under the builder's path.
+/// Declares a layer with `weight` [out, in] under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     Linear::declare((in_dim, out_dim), false, WEIGHTS, &vb)
 }
 
-/// [`linear`] or [`linear_no_bias`].
+/// Declares a layer like [`linear`] or, without a bias, [`linear_no_bias`].
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
     if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
 }
 
-/// Rows of a table by id.
+/// A table whose rows are looked up by ids.
 #[derive(Debug, Clone)]
 pub struct Embedding {
     embeddings: Tensor,
@@ -105,18 +106,18 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// A layer from its table [vocabulary, width].
+    /// Creates a layer from its table [vocabulary, width].
     pub fn new(embeddings: Tensor, _width: usize) -> Self {
         Self { embeddings, padding: None, layer: String::new() }
     }
 
-    /// With an id whose row learns nothing from being looked up, as PyTorch's `padding_idx`.
+    /// Sets an id whose row gets no gradient, like PyTorch's `padding_idx`.
     #[must_use]
     pub fn with_padding(self, padding: Option<u32>) -> Self {
         Self { padding, ..self }
     }
 
-    /// The table, [vocabulary, width]: for a head that is tied to it.
+    /// The table [vocabulary, width], for a head that is tied to it.
     pub fn embeddings(&self) -> &Tensor {
         &self.embeddings
     }
@@ -129,10 +130,10 @@ impl Module for Embedding {
     }
 }
 
-/// A table `weight` [vocabulary, width] under the builder's path.
+/// Declares a table `weight` [vocabulary, width] under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn embedding(vocabulary: usize, width: usize, vb: VarBuilder) -> Result<Embedding> {
     Ok(Embedding { embeddings: vb.get((vocabulary, width), "weight")?, padding: None, layer: vb.prefix().into() })
 }
@@ -147,7 +148,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// A layer from its parameters, `[width]` each.
+    /// Creates a layer from its parameters, `[width]` each.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
         Self { weight, bias, eps, layer: String::new() }
     }
@@ -160,10 +161,10 @@ impl Module for LayerNorm {
     }
 }
 
-/// Layer normalisation with `weight` and `bias` `[width]` under the builder's path.
+/// Declares a layer normalisation with `weight` and `bias` `[width]` under the builder's path.
 ///
 /// # Errors
-/// When the names were used with other shapes.
+/// Returns an error if the names were used with other shapes.
 pub fn layer_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
     let weight = vb.get_with_hints(width, "weight", Init::Const(1.0))?;
     let bias = vb.get_with_hints(width, "bias", Init::Const(0.0))?;
@@ -175,13 +176,13 @@ pub fn layer_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
 pub struct RmsNorm {
     weight: Tensor,
     eps: f64,
-    /// Whether weights count as 1 + w.
+    /// True if the norm multiplies by 1 + weight.
     is_offset: bool,
     layer: String,
 }
 
 impl RmsNorm {
-    /// A layer from its parameter `[width]`.
+    /// Creates a layer from its parameter `[width]`.
     pub fn new(weight: Tensor, eps: f64) -> Self {
         Self { weight, eps, is_offset: false, layer: String::new() }
     }
@@ -197,19 +198,20 @@ impl Module for RmsNorm {
     }
 }
 
-/// Root-mean-square normalisation with `weight` `[width]` under the builder's path.
+/// Declares a root-mean-square normalisation with `weight` `[width]` under the builder's path.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     let weight = vb.get_with_hints(width, "weight", Init::Const(1.0))?;
     Ok(RmsNorm { weight, eps, is_offset: false, layer: vb.prefix().into() })
 }
 
-/// [`rms_norm`] whose weights count as 1 + w and begin at 0, as Gemma's: weight decay draws them to 1.
+/// Like [`rms_norm`], but multiplies by 1 + weight, with weights that are initially 0, as in Gemma. Weight decay then
+/// draws the factor to 1.
 ///
 /// # Errors
-/// When the name was used with another shape.
+/// Returns an error if the name was used with another shape.
 pub fn rms_norm_offset(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     let weight = vb.get_with_hints(width, "weight", Init::Const(0.0))?;
     Ok(RmsNorm { weight, eps, is_offset: true, layer: vb.prefix().into() })

@@ -1,20 +1,20 @@
-//! Losses, as in `candle_nn::loss`.
+//! Losses, with the names of `candle_nn::loss`.
 
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Mean of minus the log-probability of each target: `inp` [n, classes] holds them, `target` \[n\] classes (u32).
+/// Mean negative log-likelihood: `inp` [n, classes] holds log-probabilities, `target` \[n\] the classes (u32).
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// Returns an error if the shapes do not fit.
 pub fn nll(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     inp.gather(&target.unsqueeze(1)?, 1)?.mean_all()?.neg()
 }
 
-/// Mean cross-entropy of `target` \[n\] (u32) under the logits `inp` [n, classes]: [`Tensor::cross_entropy`].
+/// Mean cross-entropy of `target` \[n\] (u32) under the logits `inp` [n, classes]; see [`Tensor::cross_entropy`].
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// Returns an error if the shapes do not fit.
 pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     inp.cross_entropy(target)?.mean_all()
 }
@@ -22,24 +22,25 @@ pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
 /// Mean squared error.
 ///
 /// # Errors
-/// When the shapes differ.
+/// Returns an error if the shapes differ.
 pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     (inp - target)?.sqr()?.mean_all()
 }
 
-/// Mean binary cross-entropy of `target` (floats between 0 and 1) under logits of its shape: max(x, 0) − x·t + ln(1 + e⁻|ˣ|).
+/// Mean binary cross-entropy of `target` (floats between 0 and 1) under logits of the same shape: max(x, 0) − x·t +
+/// ln(1 + e⁻|ˣ|).
 ///
 /// # Errors
-/// When the shapes differ.
+/// Returns an error if the shapes differ.
 pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     let tail = (inp.abs()?.neg()?.exp()? + 1.0)?.log()?;
     ((inp.relu()? - (inp * target)?)? + tail)?.mean_all()
 }
 
-/// Mean Huber loss: squares below `delta`, straight lines above.
+/// Mean Huber loss: quadratic below `delta`, linear above.
 ///
 /// # Errors
-/// When the shapes differ.
+/// Returns an error if the shapes differ.
 pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
     let difference = (inp - target)?.abs()?;
     let squares = (difference.sqr()? * 0.5)?;

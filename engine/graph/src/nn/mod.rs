@@ -1,4 +1,4 @@
-//! Layers and the names of their parameters, as in `candle_nn`.
+//! Layers and the names of their parameters, following `candle_nn`.
 
 mod activation;
 mod adapter;
@@ -35,12 +35,12 @@ pub use var_builder::VarBuilder;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// A layer that may do something else while training.
+/// A layer that may behave differently while training.
 pub trait ModuleT {
     /// Records the layer.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>;
 }
 
@@ -67,6 +67,6 @@ pub trait Module {
     /// Records the layer.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     fn forward(&self, xs: &Tensor) -> Result<Tensor>;
 }

@@ -1,22 +1,22 @@
-//! What a language model is.
+//! The interface of a language model.
 
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// A language model: token ids to logits.
+/// A language model, from token ids to logits.
 pub trait Model {
-    /// Logits [batch, tokens, vocabulary] of ids [batch, tokens] (u32). `train` turns dropout on.
+    /// Returns logits [batch, tokens, vocabulary] for ids [batch, tokens] (u32). `train` enables dropout.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor>;
 
-    /// The loss: a scalar, the mean over all tokens. By default the cross-entropy of the next token, over logits that exist
-    /// whole; a model whose last layer is linear does better with
+    /// Returns the loss: a scalar, the mean over all tokens. The default is the cross-entropy of the next token over
+    /// logits that are stored as a whole. A model whose last layer is linear saves memory with
     /// [`Linear::cross_entropy`](super::Linear::cross_entropy).
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
         self.forward(tokens, train)?.cross_entropy(targets)?.mean_all()
     }

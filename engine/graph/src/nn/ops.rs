@@ -1,4 +1,4 @@
-//! Functions that are no methods, as in `candle_nn::ops`.
+//! Free functions, with the names of `candle_nn::ops`.
 
 use candle_core::D;
 use candle_core::shape::Dim;
@@ -10,7 +10,7 @@ use crate::tensor::Tensor;
 /// Softmax over one dimension.
 ///
 /// # Errors
-/// When there is no such dimension.
+/// Returns an error if there is no such dimension.
 pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let (dim, last) = (dim.to_index(xs.shape(), "softmax")?, xs.rank() - 1);
     xs.transpose(dim, last)?.softmax_last_dim()?.transpose(dim, last)
@@ -19,7 +19,7 @@ pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
 /// Softmax over the last dimension.
 ///
 /// # Errors
-/// When the rank is 0.
+/// Returns an error if the rank is 0.
 pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
     xs.softmax_last_dim()
 }
@@ -27,7 +27,7 @@ pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
 /// ln softmax over one dimension.
 ///
 /// # Errors
-/// When there is no such dimension.
+/// Returns an error if there is no such dimension.
 pub fn log_softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let dim = dim.to_index(xs.shape(), "log_softmax")?;
     xs.broadcast_sub(&xs.log_sum_exp(dim)?.unsqueeze(dim)?)
@@ -36,7 +36,7 @@ pub fn log_softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
 /// 1/(1+e⁻ˣ).
 ///
 /// # Errors
-/// When the type is no float.
+/// Returns an error if the type is not a float type.
 pub fn sigmoid(xs: &Tensor) -> Result<Tensor> {
     xs.sigmoid()
 }
@@ -44,7 +44,7 @@ pub fn sigmoid(xs: &Tensor) -> Result<Tensor> {
 /// x·sigmoid(x).
 ///
 /// # Errors
-/// When the type is no float.
+/// Returns an error if the type is not a float type.
 pub fn silu(xs: &Tensor) -> Result<Tensor> {
     xs.silu()
 }
@@ -52,7 +52,7 @@ pub fn silu(xs: &Tensor) -> Result<Tensor> {
 /// silu of the first half of the last dimension, times the second.
 ///
 /// # Errors
-/// When the last dimension is odd.
+/// Returns an error if the last dimension is odd.
 pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     match &*xs.chunk(2, D::Minus1)? {
         [gate, up] => gate.swiglu(up),
@@ -60,10 +60,10 @@ pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// (x + 3)/6 between 0 and 1.
+/// (x + 3)/6, limited to the range from 0 to 1.
 ///
 /// # Errors
-/// When the type is no float.
+/// Returns an error if the type is not a float type.
 pub fn hard_sigmoid(xs: &Tensor) -> Result<Tensor> {
     ((xs + 3.0)? / 6.0)?.clamp(0.0, 1.0)
 }
@@ -71,47 +71,49 @@ pub fn hard_sigmoid(xs: &Tensor) -> Result<Tensor> {
 /// x·tanh(ln(1 + eˣ)) (Misra, arXiv 1908.08681).
 ///
 /// # Errors
-/// When the type is no float.
+/// Returns an error if the type is not a float type.
 pub fn mish(xs: &Tensor) -> Result<Tensor> {
     xs * (1.0 + xs.exp()?)?.log()?.tanh()
 }
 
-/// x of positive numbers, `negative_slope`·x of others.
+/// x where it is positive, `negative_slope`·x elsewhere.
 ///
 /// # Errors
-/// When the type is no float.
+/// Returns an error if the type is not a float type.
 pub fn leaky_relu(xs: &Tensor, negative_slope: f64) -> Result<Tensor> {
     xs.relu()? + xs.minimum(0.0)? * negative_slope
 }
 
-/// Zeroes elements at random: [`Tensor::dropout`].
+/// Sets elements to zero at random; see [`Tensor::dropout`].
 ///
 /// # Errors
-/// When p is outside [0, 1).
+/// Returns an error if p is outside [0, 1).
 pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     xs.dropout(f64::from(drop_p))
 }
 
-/// Root-mean-square normalisation: [`Tensor::rms_norm`].
+/// Root-mean-square normalisation; see [`Tensor::rms_norm`].
 ///
 /// # Errors
-/// When `alpha` is not `[width]`.
+/// Returns an error if `alpha` is not `[width]`.
 pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
     xs.rms_norm(alpha, f64::from(eps))
 }
 
-/// Layer normalisation: [`Tensor::layer_norm`].
+/// Layer normalisation; see [`Tensor::layer_norm`].
 ///
 /// # Errors
-/// When `alpha` or `beta` is not `[width]`.
+/// Returns an error if `alpha` or `beta` is not `[width]`.
 pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
     xs.layer_norm(alpha, beta, f64::from(eps))
 }
 
-/// Attention: fused without a mask ([`Tensor::causal_attention`], [`Tensor::attention`]), else [`Tensor::masked_attention`].
+/// Attention. Without a mask it is fused ([`Tensor::causal_attention`], [`Tensor::attention`]); with one it is
+/// [`Tensor::masked_attention`].
 ///
 /// # Errors
-/// As those; for both a mask and causality; and for soft-capped scores, which have no counterpart.
+/// Returns the errors of those methods, and an error if there are both a mask and causality, or if scores are
+/// soft-capped (`softcapping` other than 1).
 pub fn sdpa(
     q: &Tensor,
     k: &Tensor,
@@ -133,22 +135,22 @@ pub fn sdpa(
     }
 }
 
-/// Zeroes elements at random while training.
+/// Sets elements to zero at random while training.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     drop_p: f32,
 }
 
 impl Dropout {
-    /// With the probability of a zero.
+    /// Creates a layer from the probability of a zero.
     pub fn new(drop_p: f32) -> Self {
         Self { drop_p }
     }
 
-    /// [`Tensor::dropout`] while training, else the tensor itself.
+    /// Applies [`Tensor::dropout`] while training; returns the tensor itself if not.
     ///
     /// # Errors
-    /// When the probability is outside [0, 1).
+    /// Returns an error if the probability is outside [0, 1).
     pub fn forward(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         if train { dropout(xs, self.drop_p) } else { Ok(xs.clone()) }
     }

@@ -1,15 +1,16 @@
-//! Rotary position embedding from tables of cosines and sines, as in `candle_nn::rotary_emb`. [`Tensor::rope`] has a kernel, and
-//! needs no tables.
+//! Rotary position embedding from tables of cosines and sines, with the names of `candle_nn::rotary_emb`.
+//! [`Tensor::rope`] has a kernel of its own and needs no tables.
 
 use candle_core::D;
 
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Rotates the halves of heads against each other: `xs` [batch, heads, tokens, size], `cos` and `sin` [tokens or more, size ÷ 2].
+/// Rotates pairs of elements that are half a head apart. `xs` is [batch, heads, tokens, size]; `cos` and `sin` are
+/// [tokens or more, size ÷ 2].
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// Returns an error if the shapes do not fit.
 pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (_, _, tokens, size) = xs.dims4()?;
     let (cos, sin) = (cos.narrow(0, 0, tokens)?, sin.narrow(0, 0, tokens)?);
@@ -19,18 +20,18 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[first, second], D::Minus1)
 }
 
-/// [`rope`], under the name of its differentiable form.
+/// The same as [`rope`]; candle calls its differentiable form so.
 ///
 /// # Errors
-/// As [`rope`].
+/// Returns the errors of [`rope`].
 pub fn rope_slow(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rope(xs, cos, sin)
 }
 
-/// Rotates neighbours against each other; shapes as for [`rope`].
+/// Rotates pairs of adjacent elements; shapes as for [`rope`].
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// Returns an error if the shapes do not fit.
 pub fn rope_i(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (batch, heads, tokens, size) = xs.dims4()?;
     let table = |table: &Tensor| table.narrow(0, 0, tokens)?.reshape((tokens, size / 2, 1));

@@ -1,16 +1,16 @@
-//! Layers one after another.
+//! Sequences of layers.
 
 use super::Module;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Layers one after another.
+/// Layers that are applied one after another.
 #[derive(Default)]
 pub struct Sequential {
     layers: Vec<Box<dyn Module>>,
 }
 
-/// No layers yet.
+/// Creates an empty sequence.
 pub fn seq() -> Sequential {
     Sequential::default()
 }
@@ -21,12 +21,12 @@ impl Sequential {
         self.layers.len() as i64
     }
 
-    /// Whether there are none.
+    /// True if there are no layers.
     pub fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
 
-    /// With another layer behind the others; a function of a tensor is one, too.
+    /// Appends a layer. A function of a tensor is a layer too.
     #[must_use]
     #[allow(clippy::should_implement_trait, reason = "candle's name")]
     pub fn add<M: Module + 'static>(mut self, layer: M) -> Self {
@@ -34,7 +34,7 @@ impl Sequential {
         self
     }
 
-    /// [`Self::add`] of a function.
+    /// Appends a function as a layer.
     #[must_use]
     pub fn add_fn<F: Fn(&Tensor) -> Result<Tensor> + 'static>(self, f: F) -> Self {
         self.add(f)

@@ -1,6 +1,7 @@
-//! Which part of a model is trained.
+//! Selection of the trained part of a model.
 //!
-//! In: the names of parameters and layers. Out: which parameters are frozen, and which linear layers have an adapter. Never: values.
+//! In: the names of parameters and layers. Out: the parameters that are frozen, and the linear layers that have an
+//! adapter. Never: values.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -9,8 +10,8 @@ use super::adapter::{LORA_A, LORA_B};
 use crate::error::{Error, Result};
 use crate::graph::Graph;
 
-/// Which part of a model is trained. What is not has no gradient and no optimizer state, and the forward keeps for the backward only
-/// what the trained part needs.
+/// The trained part of a model. Frozen parameters have no gradient and no optimizer state, and the forward keeps only
+/// what the gradients of the trained part need.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Trainable {
@@ -52,30 +53,30 @@ impl Default for Lora {
 }
 
 impl Lora {
-    /// The adapter's factor.
+    /// The factor of an adapter's contribution.
     pub fn scale(&self) -> f64 {
         let rank = self.rank as f64;
         self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
     }
 
-    /// Names of A and B beside the layer of this path.
+    /// The names of A and B of the layer with this path.
     pub fn parameters(layer: &str) -> [String; 2] {
         [LORA_A, LORA_B].map(|name| format!("{layer}.{name}"))
     }
 
-    /// Whether a layer, by its path, is one of the targets.
+    /// True if the layer with this path is one of the targets.
     pub fn is_target(&self, layer: &str) -> bool {
         self.targets.iter().any(|target| is_last_of(target, layer))
     }
 }
 
-/// Whether `target` is the whole path or its last parts.
+/// True if `target` is the whole path or its last components.
 fn is_last_of(target: &str, layer: &str) -> bool {
     layer.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 impl Trainable {
-    /// Whether a parameter is trained.
+    /// True if the parameter with this name is trained.
     pub fn trains(&self, parameter: &str) -> bool {
         match self {
             Self::All => true,
@@ -84,15 +85,15 @@ impl Trainable {
         }
     }
 
-    /// Whether a parameter is one that an adapter adds to the model.
+    /// True if an adapter adds the parameter with this name to the model.
     pub fn is_adapter(&self, parameter: &str) -> bool {
         matches!(self, Self::Lora(_)) && adapted(parameter).is_some()
     }
 
-    /// Whether the numbers make sense.
+    /// Checks the settings.
     ///
     /// # Errors
-    /// [`Error::Config`] when they don't.
+    /// Returns [`Error::Config`] if one is out of range.
     pub fn check(&self) -> Result<()> {
         let fail = |why: String, remedy| Err(Error::config("trainable", why, remedy));
         match self {
@@ -109,10 +110,12 @@ impl Trainable {
         }
     }
 
-    /// Whether a model has what is named: every pattern a parameter, every target a linear layer.
+    /// Checks that the model has what the settings name: a parameter for every pattern, a linear layer for every
+    /// target.
     ///
     /// # Errors
-    /// [`Error::Config`] with the pattern or target that means nothing, or the parameter that an adapter cannot stand beside.
+    /// Returns [`Error::Config`] with the pattern or target that matches nothing, or with a matching parameter that
+    /// does not belong to a linear layer.
     pub fn check_model(&self, graph: &Graph) -> Result<()> {
         let parameters = || graph.persistent().map(|(_, name)| name);
         let fail = |why: String, remedy| Err(Error::config("trainable", why, remedy));
@@ -145,24 +148,24 @@ impl Trainable {
     }
 }
 
-/// The layer whose adapter a parameter belongs to.
+/// Returns the path of the layer to whose adapter a parameter belongs.
 fn adapted(parameter: &str) -> Option<&str> {
     let layer = [LORA_A, LORA_B].iter().find_map(|name| parameter.strip_suffix(name))?;
     layer.strip_suffix('.')
 }
 
-/// Whether a pattern names a parameter, or a module that it is in: `h.0`, `*.bias`, `*norm*`.
+/// True if a pattern matches a parameter's name or the path of a module around it. Examples: `h.0`, `*.bias`, `*norm*`.
 pub fn names(pattern: &str, parameter: &str) -> bool {
     let ends = parameter.match_indices('.').map(|(at, _)| at).chain([parameter.len()]);
     ends.into_iter().any(|end| matches(pattern, &parameter[..end]))
 }
 
-/// Whether a text is a pattern's, in which `*` stands for any text.
+/// True if the whole text matches the pattern, in which `*` stands for any text.
 fn matches(pattern: &str, text: &str) -> bool {
     let Some((first, rest)) = pattern.split_once('*') else { return pattern == text };
     let Some(mut left) = text.strip_prefix(first) else { return false };
     let (middle, last) = rest.rsplit_once('*').unwrap_or(("", rest));
-    // What stands between two stars is looked for as early as can be.
+    // Text between two stars is matched at the earliest possible position.
     for part in middle.split('*').filter(|part| !part.is_empty()) {
         let Some(at) = left.find(part) else { return false };
         left = &left[at + part.len()..];

@@ -1,4 +1,4 @@
-//! Names for parameters.
+//! Declaration of named parameters.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,7 +11,8 @@ use crate::graph::{Graph, ValueId, lock};
 use crate::optim::Optimizer;
 use crate::tensor::{Device, Tensor};
 
-/// Declares parameters under a path, as candle's does: `vb.pp("h").pp(3).get((4, 4), "weight")` is `h.3.weight`.
+/// Declares parameters under a path, like candle's builder: `vb.pp("h").pp(3).get((4, 4), "weight")` declares
+/// `h.3.weight`.
 #[derive(Debug, Clone)]
 pub struct VarBuilder {
     graph: Device,
@@ -23,7 +24,7 @@ pub struct VarBuilder {
 }
 
 impl VarBuilder {
-    /// Declares parameters of a type in a graph.
+    /// Creates a builder for parameters of the given type in a graph.
     pub fn new(graph: &Arc<Mutex<Graph>>, dtype: DType) -> Self {
         let trainable = Arc::new(Trainable::All);
         Self {
@@ -36,19 +37,19 @@ impl VarBuilder {
         }
     }
 
-    /// For a model of which a part is trained.
+    /// Sets the part of the model that is trained.
     #[must_use]
     pub fn with_trainable(self, trainable: &Trainable) -> Self {
         Self { trainable: Arc::new(trainable.clone()), ..self }
     }
 
-    /// For a forward that is trained, or only evaluated: adapters have dropout in the former.
+    /// Sets whether the forward is for training or only for evaluation. Adapters have dropout only in training.
     #[must_use]
     pub fn with_training(self, is_training: bool) -> Self {
         Self { is_training, ..self }
     }
 
-    /// What adapters are to be like, if there are any.
+    /// The settings of adapters, if the model is to have any.
     pub(super) fn lora(&self) -> Option<&Lora> {
         match &*self.trainable {
             Trainable::Lora(lora) => Some(lora),
@@ -60,21 +61,21 @@ impl VarBuilder {
         self.is_training
     }
 
-    /// For rank `rank` of `ranks` that share the experts.
+    /// Sets the rank and the number of ranks that share the experts.
     pub fn with_expert_ranks(self, ranks: usize, rank: usize) -> Self {
         Self { expert_ranks: (ranks, rank), ..self }
     }
 
-    /// Number of ranks that share the experts: [`Mesh::expert`](gapless_parallel::Mesh::expert).
+    /// Number of ranks that share the experts; see [`Mesh::expert`](gapless_parallel::Mesh::expert).
     pub fn expert_ranks(&self) -> usize {
         self.expert_ranks.0
     }
 
-    /// A parameter [experts, ..] of which each expert rank has its equal share of the experts, normal with standard deviation
-    /// 0.02: [experts ÷ ranks, ..].
+    /// Declares a parameter [experts, ..] of which each expert rank holds an equal share [experts ÷ ranks, ..]. Its
+    /// initial values are normal with standard deviation 0.02.
     ///
     /// # Errors
-    /// When the ranks do not divide the experts, or the name was used with another shape.
+    /// Returns an error if the ranks do not divide the experts, or if the name was used with another shape.
     pub fn get_share(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
         let whole = Spec { shape: shape.into(), dtype: self.dtype };
         let (ranks, _) = self.expert_ranks;
@@ -94,18 +95,18 @@ impl VarBuilder {
         Ok(Tensor::of(&self.graph, id))
     }
 
-    /// The builder one level down.
+    /// Returns a builder one level down, whose path is extended by `name`.
     #[must_use]
     pub fn pp(&self, name: impl ToString) -> Self {
         Self { path: self.full(&name.to_string()), ..self.clone() }
     }
 
-    /// The path so far, e.g. `h.3`: what [`Tensor::enter`] takes.
+    /// The path of the builder, e.g. `h.3`. [`Tensor::enter`] takes it as the layer's name.
     pub fn prefix(&self) -> &str {
         &self.path
     }
 
-    /// Where tensors beside the parameters are made.
+    /// The graph in which further tensors can be created.
     pub fn device(&self) -> &Device {
         &self.graph
     }
@@ -115,18 +116,19 @@ impl VarBuilder {
         self.dtype
     }
 
-    /// A parameter, normal with standard deviation 0.02. The same name gives the same parameter.
+    /// Declares a parameter whose initial values are normal with standard deviation 0.02. The same name gives the same
+    /// parameter.
     ///
     /// # Errors
-    /// When the name was used with another shape.
+    /// Returns an error if the name was used with another shape.
     pub fn get(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
         self.get_with_hints(shape, name, Init::Randn { mean: 0.0, stdev: 0.02 })
     }
 
-    /// A parameter with its own initial values.
+    /// Declares a parameter with the given initial values.
     ///
     /// # Errors
-    /// When the name was used with another shape.
+    /// Returns an error if the name was used with another shape.
     pub fn get_with_hints(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let spec = Spec { shape: shape.into(), dtype: self.dtype };
         let name = self.full(name);
@@ -143,11 +145,11 @@ impl VarBuilder {
         }
     }
 
-    /// A parameter that changes by a rule of its own, whatever the optimizer is: what its operation sends as a gradient need
-    /// not be one, and has no part in the norm of all gradients.
+    /// Declares a parameter that is updated by a rule of its own instead of the optimizer. The value that its operation
+    /// sends as its gradient need not be one, and is not part of the global norm.
     ///
     /// # Errors
-    /// When the name was used with another shape.
+    /// Returns an error if the name was used with another shape.
     pub fn get_with_rule(
         &self,
         shape: impl Into<Shape>,

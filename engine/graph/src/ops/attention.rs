@@ -1,4 +1,5 @@
-//! Fused attention (FlashAttention, Dao et al., arXiv 2205.14135 and 2307.08691): no tokens × tokens scores.
+//! Fused attention (FlashAttention, Dao et al., arXiv 2205.14135 and 2307.08691), which never stores tokens × tokens
+//! scores.
 
 use candle_core::Layout;
 use gapless_kernels::Spec;
@@ -13,23 +14,28 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// softmax(scale·q·kᵀ)·v for q [batch, heads, tokens, head size], k [batch, key-value heads, tokens, head size] and v [batch,
-/// key-value heads, tokens, value size]. Outputs: the result as [batch, tokens, heads, value size], and the log-sum-exp of the
-/// scores [batch, heads, tokens] for the gradient. A fourth input, u32 [batch, tokens], says the first key that each query sees, for
-/// sequences of several documents; one behind all that the query sees is taken as the last of these.
+/// softmax(scale·q·kᵀ)·v.
+///
+/// - Inputs: q [batch, heads, tokens, head size], k [batch, key-value heads, tokens, head size], v [batch, key-value
+///   heads, tokens, value size].
+/// - Optional fourth input, for sequences of several documents: the index of the first key that each query sees, u32
+///   [batch, tokens]. It is clamped to the last key that the query sees.
+/// - Outputs: the result [batch, tokens, heads, value size], and the log-sum-exp of the scores [batch, heads, tokens],
+///   which the gradient reads.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
-    /// Factor of the scores, 1/√(head size) as a rule.
+    /// Factor of the scores, usually 1/√(head size).
     pub scale: f64,
-    /// Whether a token sees only itself and those before it.
+    /// True if a token sees only itself and earlier tokens.
     pub causal: bool,
-    /// How many tokens it then sees at most, itself included (Beltagy et al., arXiv 2004.05150).
+    /// With causal attention, the number of tokens that a token sees at most, including itself (Beltagy et al., arXiv
+    /// 2004.05150).
     pub window: Option<usize>,
-    /// A score s counts as cap·tanh(s/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    /// Soft cap: a score s is replaced by cap·tanh(s/cap) (Gemma 2, arXiv 2408.00118, section 2).
     pub cap: Option<f64>,
 }
 
-/// Extents of one attention.
+/// The extents of an attention.
 #[derive(Debug, Clone, Copy)]
 struct Extents {
     batch: usize,
@@ -54,17 +60,17 @@ impl Extents {
 }
 
 impl Attention {
-    /// Every query sees every key.
+    /// Attention in which every query sees every key.
     pub fn full(scale: f64) -> Self {
         Self { scale, causal: false, window: None, cap: None }
     }
 
-    /// Every query sees the keys up to its own.
+    /// Attention in which every query sees the keys up to its own.
     pub fn causal(scale: f64) -> Self {
         Self { causal: true, ..Self::full(scale) }
     }
 
-    /// Whether its numbers make sense.
+    /// Checks the settings.
     pub(super) fn check(&self) -> Result<(), String> {
         let Self { scale, causal, window, cap } = *self;
         if !is_positive_f32(scale) {
@@ -80,7 +86,7 @@ impl Attention {
         }
     }
 
-    /// As the GPU's kernels have it.
+    /// The settings in the form that the CUDA kernels take.
     fn scores(&self) -> Scores {
         let Self { scale, causal, window, cap } = *self;
         Scores { scale: scale as f32, cap: cap.unwrap_or(0.0) as f32, is_causal: causal, window }
@@ -152,7 +158,7 @@ impl Op for Attention {
         true
     }
 
-    /// Probabilities, and gradients of scores.
+    /// The kernel rounds probabilities and gradients of scores.
     fn rounds_factors(&self) -> bool {
         true
     }
@@ -195,7 +201,7 @@ impl Op for Attention {
 }
 
 impl Attention {
-    /// The kernel for operands with these strides; outputs and gradients are dense [batch, tokens, heads, head size].
+    /// The kernel for operands with these strides. Outputs and gradients are dense [batch, tokens, heads, head size].
     fn kernel(&self, q: &Layout, k: &Layout, v: &Layout) -> attention::Attention {
         let e = Extents::of(q.dims(), k.dims(), v.dims()).expect("rank 4 by the shape rule");
         let strides = |layout: &Layout| {
@@ -229,13 +235,13 @@ impl Attention {
         }
     }
 
-    /// Arithmetic of a product over scores for each element of a head, what the mask hides left out.
+    /// Floating-point operations of one product over the visible scores, per element of a head.
     fn flops_per_element(&self, e: Extents) -> u64 {
         let causal = |queries: usize, keys: usize| queries * (2 * keys - queries + 1) / 2;
         let scores = match (self.causal, self.window) {
             (false, _) => e.queries * e.keys,
             (true, Some(window)) if window < e.keys => {
-                // Those that the window leaves out are seen causally by the queries behind it.
+                // Subtracts the scores outside of the window, which form a causal triangle over the later queries.
                 let behind = e.queries.min(e.keys - window);
                 causal(e.queries, e.keys) - causal(behind, e.keys - window)
             }
@@ -244,7 +250,8 @@ impl Attention {
         2 * (e.batch * e.heads * scores) as u64
     }
 
-    /// The first key that each query sees, and the scores over it and those behind it that it sees.
+    /// Calls `f` for every query with its batch index, head, token, the first key that it sees, and its scores with the
+    /// keys from there on.
     fn for_each_score(
         &self,
         e: Extents,
@@ -266,25 +273,25 @@ impl Attention {
         }
     }
 
-    /// What the product of a query with a key counts, in f64.
+    /// Returns the score of a query and a key in f64, scaled and capped.
     pub(super) fn score(&self, q: &[f64], k: &[f64]) -> f64 {
         let score = self.scale * q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>();
         self.cap.map_or(score, |cap| cap * (score / cap).tanh())
     }
 }
 
-/// Whether the elements of a head lie side by side, as the kernels need it.
+/// True if the elements of a head are adjacent, as the kernels require.
 pub(super) fn head_is_dense(layout: &Layout) -> bool {
     layout.stride().last() == Some(&1)
 }
 
-/// The strides of an input without gaps: scratch depends on the extents alone.
+/// The layout of an input without gaps. It serves to size scratch, which depends on the extents alone.
 fn dense(inputs: &[Spec], index: usize) -> Layout {
     Layout::contiguous(inputs[index].shape.clone())
 }
 
 impl Extents {
-    /// The row of k or v [batch, key-value heads, keys, …] for a query's head.
+    /// Returns the row of k or v [batch, key-value heads, keys, …] that belongs to a query head `h` and key `s`.
     fn kv_row(self, b: usize, h: usize, s: usize) -> usize {
         (b * self.kv_heads + h / (self.heads / self.kv_heads)) * self.keys + s
     }
@@ -333,7 +340,7 @@ impl Op for AttentionGrad {
         true
     }
 
-    /// Probabilities, and gradients of scores.
+    /// The kernel rounds probabilities and gradients of scores.
     fn rounds_factors(&self) -> bool {
         true
     }

@@ -1,4 +1,5 @@
-//! Sum, difference, product, quotient, maximum and minimum of equal shapes; broadcast operands come as views with stride 0.
+//! Element-wise sum, difference, product, quotient, maximum and minimum of tensors of one shape. Broadcast operands are
+//! views with stride 0.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, zip};
@@ -7,7 +8,7 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op, Rows};
 
-/// Which function.
+/// The function of [`Binary`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "they say it themselves")]
 pub enum BinaryKind {
@@ -35,7 +36,7 @@ impl BinaryKind {
 /// y = a ∘ b.
 #[derive(Debug, Clone, Copy)]
 pub struct Binary {
-    /// Which function.
+    /// The function ∘.
     pub kind: BinaryKind,
 }
 
@@ -59,7 +60,7 @@ impl Op for Binary {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (a, b, dy) = (g.input(0), g.input(1), g.grad(0));
-        // Where the first is it; of equal ones, it is.
+        // A mask of the elements that come from `a`; if both are equal, `a` gets the gradient.
         let first = match self.kind {
             BinaryKind::Maximum => a.ge(&b)?,
             BinaryKind::Minimum => a.le(&b)?,

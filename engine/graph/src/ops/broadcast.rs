@@ -1,4 +1,4 @@
-//! Repeated dimensions without copies.
+//! Broadcasting: dimensions repeated without a copy.
 
 use candle_core::{Layout, Shape};
 use gapless_kernels::Spec;
@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// A view in which dimensions of extent 1, and new leading ones, are repeated with stride 0.
+/// A view that repeats dimensions of extent 1, and new leading dimensions, with stride 0.
 #[derive(Debug, Clone)]
 pub struct BroadcastAs {
     /// The new shape.

@@ -1,4 +1,4 @@
-//! The keys or values of new tokens, written behind those of the tokens before.
+//! Appending the keys or values of new tokens to a cache.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of, rows_per_task};
@@ -6,8 +6,8 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of, rows_per_task};
 use crate::Op;
 use crate::reference::{Array, Reference};
 
-/// Writes x [batch, heads, tokens, head size] into the rows `positions` (u32 [batch, tokens]) of a cache
-/// [batch, heads, window, head size], which is the output. There is no gradient: what earlier runs have left has none.
+/// Writes x [batch, heads, tokens, head size] to the rows `positions` (u32 [batch, tokens]) of a cache [batch, heads,
+/// window, head size], which is also the output. There is no gradient, because rows written by earlier runs have none.
 #[derive(Debug, Clone, Copy)]
 pub struct CacheWrite;
 
@@ -43,7 +43,7 @@ impl Op for CacheWrite {
         0
     }
 
-    /// The rows that are written, not the cache.
+    /// Counts the rows that are written, not the whole cache.
     fn bytes_moved(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         2 * inputs[1].bytes()
     }

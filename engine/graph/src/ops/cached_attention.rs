@@ -1,4 +1,4 @@
-//! Attention of new tokens over a cache of those before them.
+//! Attention of new tokens over a cache of past keys and values.
 
 use candle_core::Layout;
 use gapless_kernels::Spec;
@@ -11,10 +11,14 @@ use super::attention::head_is_dense;
 use crate::Op;
 use crate::reference::{Array, Reference};
 
-/// Causal [`Attention`] of q [batch, heads, tokens, head size] over caches k [batch, key-value heads, window, head size] and v
-/// [batch, key-value heads, window, value size], in which the keys and values of these tokens are already: a token at position p
-/// sees rows 0 to p, or the last of these. `positions` are u32 [batch, tokens], consecutive in each sequence. The result is
-/// [batch, tokens, heads, value size], with the bits of the attention over the whole sequence. There is no gradient.
+/// Causal [`Attention`] of new tokens over caches that already hold the new tokens' keys and values.
+///
+/// - Inputs: q [batch, heads, tokens, head size], the caches k [batch, key-value heads, window, head size] and v
+///   [batch, key-value heads, window, value size], and `positions` u32 [batch, tokens], consecutive in each sequence.
+/// - Output: [batch, tokens, heads, value size], bit-identical to attention over the whole sequence.
+///
+/// A token at position p sees rows 0 to p of the cache, or with a sliding window the last of these. There is no
+/// gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct CachedAttention(pub Attention);
 
@@ -56,7 +60,7 @@ impl Op for CachedAttention {
         Ok(vec![inputs[0].in_shape((batch, tokens, heads, value_size))])
     }
 
-    /// Over a full window.
+    /// Counts a full window.
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         let (&[batch, heads, tokens, size], value_size) = (inputs[0].dims(), inputs[2].dims()[3]) else { return 0 };
         2 * (batch * heads * tokens * (size + value_size) * inputs[1].dims()[2]) as u64
@@ -75,7 +79,7 @@ impl Op for CachedAttention {
         true
     }
 
-    /// Probabilities.
+    /// The kernel rounds probabilities.
     fn rounds_factors(&self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! Numbers as floats of another type.
+//! Casts to another float type.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -10,10 +10,10 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// The same numbers, of floats, masks or ids, in another of the [`FLOATS`], rounded to it.
+/// Floats, masks or ids, rounded to another type of the [`FLOATS`].
 #[derive(Debug, Clone, Copy)]
 pub struct Cast {
-    /// The type.
+    /// Type of the output.
     pub dtype: DType,
 }
 
@@ -62,7 +62,7 @@ impl Op for Cast {
         gapless_kernels::cuda::launch::copy(operands)
     }
 
-    /// Unrounded.
+    /// The reference does not round.
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).clone()]
     }
@@ -78,7 +78,7 @@ fn run_to<To: Float>(args: &mut Args<'_>) {
     }
 }
 
-/// Each element as a float, set or added.
+/// Converts each element, and sets it in the output or adds it there.
 fn convert<T: Copy + Sync, To: Float>(out: &mut [To], x: &[T], accumulate: bool, f: impl Fn(T) -> f32 + Sync) {
     out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| {
         vectorize!(match accumulate {

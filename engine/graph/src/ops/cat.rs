@@ -1,4 +1,4 @@
-//! Tensors joined along one dimension.
+//! Concatenation along one dimension.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::bf16::with_float;
@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// The inputs one after another along `dim`.
+/// The inputs concatenated along `dim`.
 #[derive(Debug, Clone, Copy)]
 pub struct Cat {
     /// The dimension.
@@ -93,7 +93,7 @@ impl Cat {
             let (x, layout) = args.strided::<T>(input);
             let narrow: usize = layout.dims()[self.dim..].iter().product();
             let width = gapless_kernels::cpu::last_extent(layout);
-            // A row is the innermost run of the input; several make up its share of one outer index.
+            // A row is the innermost run of the input. For one index of the outer dimensions, the input has several.
             let rows = narrow / width;
             out.pieces_mut(wide.max(1)).enumerate().for_each_in_runs(8, |(outer, out)| {
                 for (row, out) in out[start..start + narrow].chunks_exact_mut(width).enumerate() {

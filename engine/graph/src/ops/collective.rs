@@ -1,4 +1,4 @@
-//! What ranks that are not stages of one pipeline do together: sums and gatherings, and the exchange of experts' rows.
+//! Collectives between ranks that are not stages of one pipeline: sums, gathers, and the exchange of routed rows.
 
 use gapless_communicator as communicator;
 use gapless_kernels::Spec;
@@ -10,64 +10,67 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, Rows};
 
-/// Which ranks, of those with the same stages.
+/// The ranks that take part in a collective, among those with the same stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
-    /// All that have a share of the batch: data × expert ranks.
+    /// All ranks with a share of the batch: data × expert ranks.
     Batch,
-    /// Those of one copy of the model, which share its experts.
+    /// The ranks of one model copy, which share its experts.
     Experts,
-    /// Those with the same experts.
+    /// The ranks that hold the same experts.
     Replicas,
 }
 
-/// A collective as a node of the graph. It has no kernel: lowering makes it a start and a wait, and the communicator does the
-/// rest.
+/// A collective as a node of the graph. It has no kernel: lowering turns it into a start and a wait, which the
+/// communicator carries out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
-    /// Floats of any shape, summed in place.
+    /// Sum of floats of any shape, in place.
     AllReduce {
-        /// By whom.
+        /// The ranks that take part.
         group: Group,
     },
-    /// Floats: ranks · n elements → n: this rank's part of the sum over the batch's ranks.
+    /// Sum of floats over the batch's ranks, of which each rank keeps its part: ranks · n elements → n.
     ReduceScatter {
-        /// Their number.
+        /// Number of ranks.
         ranks: usize,
     },
-    /// n elements → ranks · n: the parts of all ranks.
+    /// The parts of all ranks: n elements → ranks · n.
     AllGather {
-        /// By whom.
+        /// The ranks that take part.
         group: Group,
-        /// Their number.
+        /// Number of ranks.
         ranks: usize,
     },
-    /// (tensor of ranks · n elements, part of n) → the tensor, changed to the parts of all of the batch's ranks.
+    /// All-gather into an existing tensor: (tensor of ranks · n elements, part of n) → the tensor, overwritten with the
+    /// parts of all the batch's ranks.
     Refill {
-        /// Their number.
+        /// Number of ranks.
         ranks: usize,
     },
-    /// ranks · n elements → as many: part r is this rank's part of what the expert rank r has.
+    /// Exchange of equal parts between the expert ranks: ranks · n elements → as many. Part r of the output is this
+    /// rank's part of the input of expert rank r.
     AllToAll {
-        /// Their number.
+        /// Number of ranks.
         ranks: usize,
     },
-    /// (rows [.., width], starts of what is sent, starts of what comes) → [rows, width], between the expert ranks. Of either
-    /// starts, [ranks × runs + 1], each rank has an equal number of runs. Rows behind the last that comes are zeros.
+    /// Exchange of rows between the expert ranks: (rows [.., width], offsets of the rows sent, offsets of the rows
+    /// received) → [rows, width]. Both offsets are [ranks × runs + 1] with the same number of runs for each rank.
+    /// Output rows after the last received one are zeros.
     AllToAllRows {
-        /// Their number.
+        /// Number of ranks.
         ranks: usize,
-        /// The most rows that come.
+        /// The greatest number of rows received.
         rows: usize,
-        /// Whether what comes is counted while the step runs, rather than what is sent.
+        /// True if the number of rows received is known only while the step runs; false if that of the rows sent is.
         counted: bool,
-        /// How many rows are counted when all ranks have the same number.
+        /// The number of such rows if all ranks have equally many.
         balanced: usize,
     },
 }
 
 impl Collective {
-    /// Who takes part.
+    /// The ranks that take part.
     pub fn group(self) -> Group {
         match self {
             Self::AllReduce { group } | Self::AllGather { group, .. } => group,
@@ -76,7 +79,7 @@ impl Collective {
         }
     }
 
-    /// How many ranks it was made for, where that shows in its shapes.
+    /// The number of ranks for which it was recorded, if its shapes depend on it.
     pub fn ranks(self) -> Option<usize> {
         match self {
             Self::AllReduce { .. } => None,
@@ -85,8 +88,8 @@ impl Collective {
         }
     }
 
-    /// What the communicator is asked for, given addresses and extents. `lens` are the bytes for and from each rank of an
-    /// [`Self::AllToAll`] or [`Self::AllToAllRows`].
+    /// Returns the request to the communicator, given addresses and sizes. `lens` are the bytes to and from each rank,
+    /// for [`Self::AllToAll`] and [`Self::AllToAllRows`].
     ///
     /// Input 0 of [`Self::AllReduce`] and [`Self::Refill`] is their output.
     pub fn request(
@@ -167,7 +170,7 @@ impl Op for Collective {
         }
     }
 
-    /// Rows go back where they came from.
+    /// The gradients of rows go back to the ranks from which the rows came.
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         match *self {
             Self::AllToAllRows { ranks, counted, balanced, .. } => {
@@ -176,7 +179,7 @@ impl Op for Collective {
                 g.send(0, d_rows);
                 Ok(())
             }
-            // Numbers of rows.
+            // Row counts have no gradient.
             Self::AllToAll { .. } => Ok(()),
             _ => Err(crate::Error::NoGradient { op: self.name().into(), input: 0 }),
         }
@@ -197,7 +200,7 @@ impl Op for Collective {
         unreachable!("lowering gives collectives to the communicator");
     }
 
-    /// What it is on the first rank when all ranks hold the same.
+    /// The result on the first rank if all ranks hold the same input.
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         match *self {

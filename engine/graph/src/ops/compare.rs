@@ -1,4 +1,4 @@
-//! Comparisons of equal shapes; broadcast operands come as views with stride 0.
+//! Element-wise comparisons of tensors of one shape. Broadcast operands are views with stride 0.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -7,7 +7,7 @@ use gapless_kernels::cpu::{Args, Element, each_row, row_of};
 use crate::Op;
 use crate::reference::{Array, Reference};
 
-/// Which comparison.
+/// The comparison of [`Compare`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "they say it themselves")]
 pub enum Comparison {
@@ -32,10 +32,10 @@ impl Comparison {
     }
 }
 
-/// A mask (u8): 1 where the comparison of floats, masks or ids holds, else 0. It has no gradient.
+/// A mask (u8): 1 where the comparison of floats, masks or ids holds, 0 elsewhere. It has no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct Compare {
-    /// Which.
+    /// The comparison.
     pub comparison: Comparison,
 }
 

@@ -1,11 +1,12 @@
-//! Eight bits for a number that waits for its backward.
+//! Eight-bit compression of activations that are kept from the forward to the backward.
 //!
-//! [`Compress`] packs a tensor into a code of 8 bits per number and a range per [`GROUP`] neighbours; [`Expand`] unpacks it: the
-//! idea of Mesa (Pan et al., arXiv 2111.11124, section 3), with the exact range of each group instead of running estimates
-//! per head. Between the two lie 256 evenly spaced values from the least number of the group to the greatest, so a number comes
-//! back within 1/510 of its group's range. Rounding is to the nearest: the same step has the same bits every time.
+//! [`Compress`] stores an 8-bit code per element and a range per group of [`GROUP`] neighbours; [`Expand`] restores the
+//! tensor. The method is that of Mesa (Pan et al., arXiv 2111.11124, section 3), with the exact range of each group
+//! instead of running estimates per head. A group's codes stand for 256 evenly spaced values from its smallest element
+//! to its greatest, so the error is at most 1/510 of the group's range. Codes are rounded to nearest, so a repeated
+//! step has the same bits.
 //!
-//! A group never reaches over two entries of the first dimension, so what comes back does not depend on how a batch is cut into
+//! A group never spans two entries of the first dimension, so the result does not depend on how a batch is divided into
 //! micro-batches.
 
 use candle_core::DType;
@@ -16,16 +17,16 @@ use crate::graph::FLOATS;
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// Numbers that share a range, at most.
+/// The greatest number of elements that share a range.
 pub const GROUP: usize = 256;
 
 /// The greatest code.
 const GREATEST: f32 = 255.0;
 
-/// A range whose 255th part is below this counts as one number: its reciprocal is still finite.
+/// A step (range ÷ 255) below this counts as zero, so that the reciprocal of any other step is finite.
 const LEAST_STEP: f32 = 1e-37;
 
-/// How a tensor is cut: rows, none of which is in two entries of the first dimension, of groups.
+/// The division of a tensor into rows, and of rows into groups. No row spans two entries of the first dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cut {
     row: usize,
@@ -47,13 +48,13 @@ impl Cut {
     }
 }
 
-/// The codes of a tensor, and the ranges of its groups.
+/// The shapes and types of a tensor's codes and of its groups' ranges.
 pub fn packed(spec: &Spec) -> [Spec; 2] {
     let codes = Spec { shape: spec.shape.clone(), dtype: DType::U8 };
     [codes, Spec::f32((Cut::of(spec.dims()).groups(spec.elements()), 2))]
 }
 
-/// (codes, least number and step of each group) from x.
+/// (codes, smallest element and step of each group) from x.
 #[derive(Debug, Clone, Copy)]
 pub struct Compress;
 
@@ -101,7 +102,7 @@ impl Op for Compress {
     }
 }
 
-/// The least number and the step of a group, whose codes it sets.
+/// Writes the codes of a group and returns its smallest element and its step.
 #[inline(always)]
 fn compress(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
     let least = reduce::min(x);
@@ -109,13 +110,13 @@ fn compress(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
     let step = if step >= LEAST_STEP { step } else { 0.0 };
     let per_step = if step > 0.0 { 1.0 / step } else { 0.0 };
     for (code, &x) in codes.iter_mut().zip(x) {
-        // At most 255.5 and a rounding.
+        // At most 255.5 plus rounding.
         *code = ((x - least) * per_step + 0.5) as i32 as u8;
     }
     (least, step)
 }
 
-/// x of this shape and type from what [`Compress`] made of it.
+/// Restores a tensor of this shape and type from the outputs of [`Compress`].
 #[derive(Debug, Clone)]
 pub struct Expand(pub Spec);
 
@@ -178,8 +179,8 @@ mod tests {
     }
 
     generated! {
-        /// Half a step, and the roundings of f32, each by 2⁻²⁴: six on the way to a code, which is at most 255 steps, and three in
-        /// those steps on the way back, of the range; and one of the sum.
+        /// The allowed error is half a step plus f32 roundings of 2⁻²⁴ each. Relative to the range, six come from
+        /// computing the code (at most 255 steps) and three from expanding it; one more is relative to the sum.
         #[test]
         fn a_number_comes_back_within_half_a_step(x in numbers()) {
             let mut codes = vec![0; x.len()];
@@ -187,7 +188,7 @@ mod tests {
             let greatest = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let size = f64::from(greatest.abs().max(least.abs()));
             let (range, rounding) = (f64::from(greatest) - f64::from(least), 1.0 / (1 << 24) as f64);
-            // And a range of which there are no steps.
+            // The last term allows for a range that is too small to be divided into steps.
             let allowed = range / 510.0 + (9.0 * range + size) * rounding + 3e-35;
             for (&x, &code) in x.iter().zip(&codes) {
                 let back = f64::from(f32::from(code) * step + least);
@@ -211,7 +212,7 @@ mod tests {
         }
     }
 
-    /// What is lost of an infinite number is not lost in silence.
+    /// An infinite element must not silently become finite.
     #[test]
     fn infinite_numbers_do_not_come_back_finite() {
         let mut codes = [0; 3];

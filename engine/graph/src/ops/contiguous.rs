@@ -1,4 +1,4 @@
-//! A copy without gaps.
+//! Copies to contiguous memory.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -8,7 +8,8 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// y = x, stored densely whatever the strides of x are. The builder puts it where a kernel cannot read strides.
+/// y = x, stored contiguously whatever the strides of x. The builder inserts it before kernels that cannot read
+/// strides.
 #[derive(Debug, Clone, Copy)]
 pub struct Contiguous;
 

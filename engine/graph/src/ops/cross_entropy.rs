@@ -1,4 +1,4 @@
-//! The loss of a language model, with nothing of the size of the logits but the logits.
+//! Cross-entropy loss of logits. Apart from the logits and their gradient, no tensor has the logits' size.
 
 use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
 use gapless_kernels::{LossTerms, Spec};
@@ -8,11 +8,11 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// −log softmax(logits)`[target]` for logits [.., vocabulary] and targets [..], and what else the loss counts.
+/// −log softmax(logits)`[target]` for logits [.., vocabulary] and targets [..], plus the further terms of the loss.
 /// Outputs: the losses [..], and the log-sum-exp of each row [..] for the gradient.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CrossEntropy {
-    /// What it counts beside the likelihood.
+    /// Terms of the loss besides −log softmax.
     pub terms: LossTerms,
 }
 
@@ -81,7 +81,8 @@ impl Op for CrossEntropy {
     }
 }
 
-/// d_logits, without further terms (softmax − one-hot)·d_loss, from (logits, targets, log-sum-exp, d_loss), over the logits themselves.
+/// d_logits from (logits, targets, log-sum-exp, d_loss); it may overwrite the logits. Without further terms of the loss
+/// it is (softmax − one-hot)·d_loss.
 #[derive(Debug, Clone, Copy)]
 struct CrossEntropyGrad {
     terms: LossTerms,

@@ -1,4 +1,4 @@
-//! The same elements, without a gradient.
+//! The identity without a gradient.
 
 use candle_core::Layout;
 use gapless_kernels::Spec;

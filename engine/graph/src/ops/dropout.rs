@@ -1,4 +1,4 @@
-//! Dropout without a stored mask.
+//! Dropout that recomputes its mask instead of storing it.
 
 use gapless_kernels::Numbers;
 use gapless_kernels::Spec;
@@ -9,12 +9,12 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// y = x·mask/(1−p). The mask is recomputed wherever it is needed: the gradient is the same operation on dy.
+/// y = x·mask/(1−p). The mask is recomputed in the backward: the gradient is the same operation on dy.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {
-    /// Probability of a zero.
+    /// Probability that an element is set to zero.
     pub p: f64,
-    /// The place in the model, so that no two dropouts share a mask.
+    /// Index of this operation among the random operations of the model, so that no two share a mask.
     pub key: u64,
 }
 
@@ -24,7 +24,7 @@ impl Dropout {
     }
 }
 
-/// Whether element `index` stays. The comparison is on integers, so that f32 and f64 agree.
+/// True if element `index` is kept. Integers are compared, so that the f32 kernel and the f64 reference agree.
 #[inline(always)]
 fn keeps(numbers: Numbers, index: usize, threshold: u64) -> bool {
     numbers.bits(index) >> 11 >= threshold

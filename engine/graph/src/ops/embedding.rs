@@ -1,4 +1,4 @@
-//! Rows of a table chosen by ids.
+//! Lookup of table rows by ids.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// [vocabulary, width] and ids [..] to [.., width].
+/// Table [vocabulary, width] and ids [..] to [.., width].
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Embedding {
-    /// An id whose row learns nothing from being looked up, as PyTorch's `padding_idx`.
+    /// An id whose row gets no gradient, like PyTorch's `padding_idx`.
     pub padding: Option<u32>,
 }
 
@@ -40,7 +40,7 @@ impl Op for Embedding {
         Ok(())
     }
 
-    /// The rows that are looked up, not the table.
+    /// Counts the rows that are looked up, not the whole table.
     fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
         inputs[1].bytes() + 2 * outputs[0].bytes()
     }
@@ -81,7 +81,7 @@ fn look_up<T: Float>(args: &mut Args<'_>) {
     });
 }
 
-/// The rows of dy added into the rows of a table that ids name: rows of the table in parallel, those of dy in order.
+/// Adds each row of dy to the table row of its id. Table rows are processed in parallel, the rows of dy in order.
 #[derive(Debug, Clone, Copy)]
 struct EmbeddingGrad {
     vocabulary: usize,
@@ -89,7 +89,7 @@ struct EmbeddingGrad {
     types: OutputTypes<1>,
 }
 
-/// Parts that the table is cut into.
+/// Number of parts into which the table is divided.
 const TASKS: usize = 64;
 
 impl Op for EmbeddingGrad {
@@ -101,7 +101,7 @@ impl Op for EmbeddingGrad {
         Ok(self.types.of([inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))]))
     }
 
-    /// The rows that are looked up, not the table.
+    /// Counts the rows that are looked up, not the whole table.
     fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
         inputs[1].bytes() + 2 * outputs[0].bytes()
     }
@@ -123,7 +123,7 @@ impl Op for EmbeddingGrad {
         let d_table = args.output::<f32>(0);
         let (ids, dy) = (args.input::<u32>(0), args.input::<f32>(1));
         let width = super::width(args.output_dims(0));
-        // Every task scans all ids for those of its own rows: reading ids is nothing beside adding rows.
+        // Every task scans all ids for those of its own rows; reading ids is cheap compared with adding rows.
         let rows = self.vocabulary.div_ceil(TASKS).max(1);
         d_table.pieces_mut(rows * width).enumerate().for_each(|(task, table)| {
             if !accumulate {

@@ -1,4 +1,4 @@
-//! Elements along one dimension that ids name, and the sum of what goes to the same one.
+//! Elements selected by ids along one dimension, and the inverse, which adds up the elements of equal ids.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces};
@@ -8,11 +8,11 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// (x, ids): along `dim` the elements of x that ids name; the other dimensions are equal. An id outside of x gives NaN, which a
-/// step that it has a part in refuses.
+/// (x, ids): the elements of x that ids select along `dim`; all other dimensions are equal. An id out of range gives
+/// NaN, so a step that uses it is rejected as not finite.
 #[derive(Debug, Clone, Copy)]
 pub struct Gather {
-    /// The dimension.
+    /// Dimension along which ids select.
     pub dim: usize,
 }
 
@@ -77,13 +77,13 @@ impl Op for Gather {
     }
 }
 
-/// (ids, source) of one shape: the elements of `source` added up along `dim` where ids name the same of `extent` places; zero
-/// where none does. An id outside makes the first place NaN.
+/// (ids, source), both of one shape: adds each element of `source` to the output at the index given by its id along
+/// `dim`. Outputs without an element are zero. An id out of range sets the output at index 0 to NaN.
 #[derive(Debug, Clone, Copy)]
 pub struct ScatterAdd {
-    /// The dimension.
+    /// Dimension along which ids select.
     pub dim: usize,
-    /// Its extent in the output.
+    /// Extent of that dimension in the output.
     pub extent: usize,
 }
 
@@ -150,7 +150,8 @@ impl Op for ScatterAdd {
     }
 }
 
-/// Extents along the dimension, of the elements and of the ids, and elements from one of its indices to the next.
+/// Extents of the elements and of the ids along the dimension, and the number of elements from one of its indices to
+/// the next.
 struct Sizes {
     extent: usize,
     count: usize,

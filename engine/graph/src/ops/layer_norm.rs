@@ -8,8 +8,8 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// y = (x − mean)·rstd·weight + bias over the last dimension, with rstd = 1/√(variance + eps).
-/// Outputs: y, and (mean, rstd) of each row for the gradient.
+/// y = (x − mean)·rstd·weight + bias over the last dimension, with rstd = 1/√(variance + eps). Outputs: y, and (mean,
+/// rstd) of each row for the gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerNorm {
     /// Added to the variance.

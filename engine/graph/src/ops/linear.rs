@@ -1,4 +1,4 @@
-//! The layer x·Wᵀ + b, and its gradients as separate parts.
+//! The linear layer x·Wᵀ + b, with separate operations for the gradients of its input and its weight.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// [.., in] to [.., out] with weight [out, in] and, if there is one, bias `[out]`.
+/// x [.., in] to [.., out], with weight [out, in] and an optional bias `[out]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Linear {
-    /// Whether a third input is the bias.
+    /// True if the bias is given as a third input.
     pub has_bias: bool,
 }
 
@@ -42,7 +42,7 @@ impl Op for Linear {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (x, weight, dy) = (g.input(0), g.input(1), g.grad(0));
         let needs_bias = self.has_bias && g.needs(2);
-        // The weight's part first: it is the last to need x.
+        // The weight's gradient comes first, as it is the last reader of x.
         let op = LinearGradWeight { has_bias: needs_bias, types: OutputTypes::default() };
         if needs_bias {
             let [d_weight, d_bias] = Tensor::apply_op(op, &[&x, &dy])?;
@@ -69,7 +69,7 @@ impl Op for Linear {
         forward(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// As factors are packed.
+    /// The factors are read in bf16 when they are packed.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -112,7 +112,7 @@ impl Op for Linear {
     }
 }
 
-/// rows × in · (out × in)ᵀ.
+/// The product rows × in · (out × in)ᵀ.
 fn forward(x: &[usize], weight: &[usize]) -> Gemm {
     let &[out, width] = weight else { unreachable!("rank 2 by the shape rule") };
     let rows = x.iter().product::<usize>() / width.max(1);
@@ -150,7 +150,7 @@ impl Op for LinearGradInput {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// As factors are packed.
+    /// The factors are read in bf16 when they are packed.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -193,8 +193,8 @@ impl Op for LinearGradInput {
     }
 }
 
-/// d_weight = dyᵀ·x, and d_bias = Σ dy over the rows, from (x, dy). Sequences are summed in order, so that summing them
-/// micro-batch by micro-batch gives the same bits.
+/// d_weight = dyᵀ·x and d_bias = Σ dy over the rows, from (x, dy). Sequences are summed in order, so accumulating over
+/// micro-batches gives the same bits as one call.
 #[derive(Debug, Clone, Copy)]
 struct LinearGradWeight {
     has_bias: bool,
@@ -209,7 +209,7 @@ impl LinearGradWeight {
         Gemm::new(out, width, rows, Strides::transposed(out), Strides::row_major(width)).with_segment(sequence.max(1))
     }
 
-    /// On factors that are stored in this type.
+    /// The kernel for factors stored in this type.
     fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
         let (d_weight, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let (x, dy) = (args.input::<T>(0), args.input::<T>(1));
@@ -235,7 +235,7 @@ impl LinearGradWeight {
     }
 }
 
-/// Columns of the bias per task: four cache lines of each row.
+/// Columns of the bias per task: four cache lines in each row.
 const COLUMNS: usize = 64;
 
 impl Op for LinearGradWeight {
@@ -266,7 +266,7 @@ impl Op for LinearGradWeight {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// As factors are packed.
+    /// The factors are read in bf16 when they are packed.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }

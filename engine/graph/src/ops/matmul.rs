@@ -1,4 +1,4 @@
-//! Matrix product.
+//! Matrix multiplication.
 
 use candle_core::Layout;
 use gapless_kernels::Spec;
@@ -52,12 +52,12 @@ impl Op for MatMul {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        // The strides are not known here; scratch depends on the extents alone.
+        // The strides are not known here, but scratch depends on the extents alone.
         let dense = |spec: &Spec| Layout::contiguous(spec.shape.clone());
         product(&dense(&inputs[0]), &dense(&inputs[1])).scratch(threads)
     }
 
-    /// As factors are packed.
+    /// The factors are read in bf16 when they are packed.
     fn reads_bf16(&self, _: usize) -> bool {
         true
     }
@@ -94,7 +94,7 @@ impl Op for MatMul {
     }
 }
 
-/// On factors that are stored in this type.
+/// The kernel for factors stored in this type.
 fn run_on<T: Factor>(args: &mut Args<'_>) {
     let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
     let ((a, a_layout), (b, b_layout)) = (args.strided::<T>(0), args.strided::<T>(1));
@@ -108,7 +108,7 @@ fn run_on<T: Factor>(args: &mut Args<'_>) {
     }
 }
 
-/// The products over the last batch dimension.
+/// The matrix products over the last batch dimension.
 fn product(a: &Layout, b: &Layout) -> Gemm {
     let matrix = |layout: &Layout| {
         let rank = layout.dims().len();
@@ -123,7 +123,7 @@ fn product(a: &Layout, b: &Layout) -> Gemm {
     }
 }
 
-/// Where the `index`-th combination of the dimensions before the last three begins.
+/// Returns the offset of the `index`-th combination of the dimensions before the last three.
 fn outer_offset(layout: &Layout, mut index: usize) -> usize {
     let outer = layout.dims().len().saturating_sub(3);
     let mut offset = 0;

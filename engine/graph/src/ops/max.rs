@@ -1,4 +1,4 @@
-//! The greatest of each row.
+//! Maximum of each row.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -10,8 +10,8 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// The greatest of the last dimension, which is kept, and its index (u32). Of equal ones it is the first; NaN is never it, and of
-/// nothing but NaN the first is minus infinity.
+/// The maximum over the last dimension, which is kept with extent 1, and its index (u32). Of equal elements, the first
+/// is chosen. NaN is never chosen; a row of NaN gives minus infinity and index 0.
 #[derive(Debug, Clone, Copy)]
 pub struct Max;
 

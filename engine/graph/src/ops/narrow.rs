@@ -1,4 +1,4 @@
-//! A range of one dimension, and its gradient: the range put back among zeros.
+//! A range of one dimension, and the gradient of that, which puts the range among zeros.
 
 use candle_core::{Layout, Shape};
 use gapless_kernels::Spec;
@@ -10,7 +10,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// A view of `len` indices of dimension `dim`, from `start`.
+/// A view of the indices `start..start + len` of dimension `dim`.
 #[derive(Debug, Clone, Copy)]
 pub struct Narrow {
     /// The dimension.
@@ -57,15 +57,15 @@ impl Op for Narrow {
     view_only!();
 }
 
-/// The inverse of [`Narrow`]: its range among zeros. Autodiff joins those that tile a tensor into one
-/// [`Cat`](super::Cat) instead.
+/// The gradient of [`Narrow`]: places the range among zeros. If several ranges tile a tensor, autodiff joins them by
+/// one [`Cat`](super::Cat) instead.
 #[derive(Debug, Clone, Copy)]
 pub struct Widen {
     /// The dimension.
     pub dim: usize,
-    /// Where the input starts.
+    /// Index in the output at which the input starts.
     pub start: usize,
-    /// The output's extent.
+    /// Extent of the dimension in the output.
     pub extent: usize,
 }
 

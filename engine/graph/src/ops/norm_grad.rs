@@ -1,6 +1,7 @@
-//! The gradients of both normalisations. With x̂ = (x − mean)·rstd and g = dy·weight:
-//! dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), without the mean(g) where nothing was centred;
-//! d_weight = Σ dy·x̂ and d_bias = Σ dy over the rows.
+//! Gradients of layer normalisation and RMS normalisation. With x̂ = (x − mean)·rstd and g = dy·weight:
+//!
+//! - dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), without mean(g) for RMS normalisation, which does not centre;
+//! - d_weight = Σ dy·x̂ and d_bias = Σ dy over the rows.
 
 use std::sync::Arc;
 
@@ -33,7 +34,7 @@ pub(super) fn record(g: &mut Gradient, centred: bool) -> Result<()> {
     Ok(())
 }
 
-/// Refuses anything but one number per column.
+/// Checks that a tensor has one element per column of x.
 pub(super) fn expect_vector(name: &str, vector: &Spec, x: &Spec) -> Result<(), String> {
     super::expect_float(&[vector.clone(), x.clone()])?;
     super::expect_rank(x, 1)?;
@@ -41,7 +42,7 @@ pub(super) fn expect_vector(name: &str, vector: &Spec, x: &Spec) -> Result<(), S
     if vector.dims() == [width] { Ok(()) } else { Err(format!("{name} must be [{width}]")) }
 }
 
-/// One (mean, rstd) per row.
+/// The shape of the statistics: one (mean, rstd) per row.
 pub(super) fn stats_of(x: &Spec) -> Spec {
     Spec::f32((x.elements() / super::width(x.dims()), 2))
 }
@@ -115,7 +116,7 @@ impl Op for NormGradInput {
     }
 }
 
-/// (d_weight, d_bias) from (x, stats, dy): columns in parallel, rows in order.
+/// (d_weight, d_bias) from (x, stats, dy). Columns are processed in parallel, rows in order.
 #[derive(Debug, Clone, Copy, Default)]
 struct NormGradWeight {
     types: OutputTypes<2>,

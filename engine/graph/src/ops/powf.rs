@@ -10,7 +10,7 @@ use crate::{Gradient, Op, Rows};
 /// y = xᵉ.
 #[derive(Debug, Clone, Copy)]
 pub struct Powf {
-    /// e.
+    /// The exponent e.
     pub exponent: f64,
 }
 

@@ -8,8 +8,8 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// y = x·rstd·weight over the last dimension, with rstd = 1/√(mean(x²) + eps).
-/// Outputs: y, and (0, rstd) of each row, in the form of layer normalisation's.
+/// y = x·rstd·weight over the last dimension, with rstd = 1/√(mean(x²) + eps). Outputs: y, and (0, rstd) of each row,
+/// the same format as layer normalisation's statistics.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm {
     /// Added to the mean square.

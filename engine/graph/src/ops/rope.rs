@@ -52,8 +52,9 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
-    /// [`RopeScaling::Yarn`] as it is configured: frequencies that turn more than `fast` times within `original` tokens are kept,
-    /// those that turn less than `slow` times are divided (section 3.2); `whole` rounds their numbers outwards.
+    /// Computes [`RopeScaling::Yarn`] from the settings of its paper (section 3.2). Frequencies that turn more than
+    /// `fast` times within `original` tokens are kept; those that turn less than `slow` times are divided. With
+    /// `whole`, their indices are rounded outwards.
     pub fn yarn(
         factor: f64,
         (fast, slow): (f64, f64),
@@ -70,7 +71,7 @@ impl RopeScaling {
         Self::Yarn { factor, first: first.max(0.0), last: last.min(size - 1.0), amplitude }
     }
 
-    /// The frequencies as one formula, which the kernels evaluate.
+    /// Returns the frequencies as one formula, which the kernels evaluate.
     pub fn frequencies(self, theta: f64) -> RopeFrequencies {
         let kept = RopeFrequencies { theta, factor: 1.0, per_turn: 0.0, per_number: 0.0, offset: 1.0, amplitude: 1.0 };
         match self {
@@ -81,7 +82,7 @@ impl RopeScaling {
                 RopeFrequencies { factor, per_turn, offset: -low / (high - low), ..kept }
             }
             Self::Yarn { factor, first, last, amplitude } => {
-                // Two that are equal are a step.
+                // With equal indices, the transition is a step.
                 let width = if first == last { 0.001 } else { last - first };
                 RopeFrequencies { factor, per_number: -1.0 / width, offset: 1.0 + first / width, amplitude, ..kept }
             }
@@ -89,24 +90,27 @@ impl RopeScaling {
     }
 }
 
-/// Rotates the halves of each head against each other: for frequency i of token t, the pair (x_i, x_{i+d/2}) turns by t times
-/// frequency i, theta^(−2i/d) where nothing is scaled; where pairs are neighbours, (x_2i, x_{2i+1}). Input and output are [batch, tokens, heads, head size]. A second input
-/// says where the tokens are, u32 [batch, tokens]; without it, they are the first of each sequence.
+/// Rotary position embedding of x [batch, tokens, heads, head size]; the output has the same shape.
+///
+/// For each frequency i, the pair (x_i, x_{i+d/2}), or (x_2i, x_{2i+1}) with `neighbours`, is rotated by the position
+/// of its token times the frequency. Unscaled, the frequency is theta^(−2i/d). An optional second input gives the
+/// positions, u32 [batch, tokens]; without it, tokens are at positions 0, 1, 2, … of each sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Rope {
-    /// What each pair turns by per token.
+    /// Rotation of each pair per token.
     pub frequencies: RopeFrequencies,
-    /// Whether elements turn against their neighbours, as in the paper, and not halves against each other.
+    /// True if a pair consists of adjacent elements, as in the paper, rather than elements half a head apart.
     pub neighbours: bool,
-    /// Rotate back: the gradient.
+    /// True for the rotation back, which is the gradient.
     pub inverse: bool,
 }
 
-/// Tokens whose angles are computed together, for each frequency once.
+/// Tokens per task of computing the angles; each task computes every frequency once.
 const TABLE_ROWS: usize = 16;
 
 impl Rope {
-    /// Cosine and sine for one token and frequency, in f64: positions may be large.
+    /// Returns cosine and sine for a token and a frequency. The angle is computed in f64, because positions may be
+    /// large.
     fn rotation(&self, token: usize, frequency: f64) -> (f64, f64) {
         let amplitude = self.frequencies.amplitude;
         let (sin, cos) = (token as f64 * frequency).sin_cos();
@@ -158,7 +162,7 @@ impl Op for Rope {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
-        // One (cos, sin) per token and frequency; where sequences stand at different places, of each sequence.
+        // One (cos, sin) per token and frequency. With positions, each sequence has its own.
         let [batch, tokens, _, d] = inputs[0].dims() else { return Vec::new() };
         let rows = if inputs.len() > 1 { batch * tokens } else { *tokens };
         vec![4 * (rows * d) as u64]
@@ -178,7 +182,7 @@ impl Op for Rope {
                     let row = piece * TABLE_ROWS + row;
                     let token = positions.map_or(row, |positions| positions[row] as usize);
                     let (cos, sin) = self.rotation(token, frequency);
-                    // Cosines first, then sines, so that the rotation below reads both in order.
+                    // Cosines first, then sines, so that the rotation below reads both contiguously.
                     (angles[i], angles[half + i]) = (cos as f32, sin as f32);
                 }
             }
@@ -240,7 +244,7 @@ impl Op for Rope {
 mod tests {
     use super::*;
 
-    /// The scalings case by case, as their authors write them.
+    /// The scalings case by case, as their authors define them.
     fn written_out(scaling: RopeScaling, theta: f64, number: usize, size: usize) -> f64 {
         let plain = 1.0 / theta.powf(2.0 * number as f64 / size as f64);
         match scaling {

@@ -1,4 +1,4 @@
-//! Sum and mean of everything: what turns a tensor into a loss.
+//! Sum or mean of all elements, which turns a tensor into a loss.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces};
@@ -9,15 +9,15 @@ use crate::{Gradient, Op};
 
 /// scale · Σ x.
 ///
-/// Each index of the first dimension is summed in f64 and rounded, then these sums are added in order: so a loss summed
-/// micro-batch by micro-batch (whole sequences each) has the bits of one summed at once.
+/// For each index of the first dimension, the elements are summed in f64 and rounded; these sums are then added in
+/// order. A loss accumulated over micro-batches of whole sequences thus has the same bits as one summed at once.
 #[derive(Debug, Clone, Copy)]
 pub struct ScaledSum {
-    /// The factor; 1/count for a mean.
+    /// The factor: 1/count for a mean.
     pub scale: f64,
 }
 
-/// Number of partial sums: the first of several dimensions.
+/// Number of partial sums: the extent of the first dimension, or 1 if it is the only one.
 fn partial_sums(dims: &[usize]) -> usize {
     if dims.len() > 1 { dims[0].max(1) } else { 1 }
 }

@@ -8,7 +8,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// y = eˣ / Σ eˣ, row by row.
+/// y = eˣ / Σ eˣ, for each row.
 #[derive(Debug, Clone, Copy)]
 pub struct Softmax;
 
@@ -69,7 +69,7 @@ impl Op for Softmax {
     }
 }
 
-/// dx = y·(dy − Σ y·dy), row by row.
+/// dx = y·(dy − Σ y·dy), for each row.
 #[derive(Debug, Clone, Copy)]
 struct SoftmaxGrad;
 

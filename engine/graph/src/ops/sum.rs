@@ -8,10 +8,10 @@ use crate::error::Result;
 use crate::reference::{Array, Reference, layout_indices};
 use crate::{Gradient, Op};
 
-/// Sum over `dims` (ascending), which keep extent 1.
+/// Sum over `dims` (ascending), which are kept with extent 1.
 ///
-/// Sums over leading dimensions add one row after another to the result, so that summing micro-batch by micro-batch
-/// gives the same bits.
+/// A sum over leading dimensions adds one row after another, so that accumulating over micro-batches gives the same
+/// bits as one sum.
 #[derive(Debug, Clone)]
 pub struct Sum {
     /// The dimensions to sum over.
@@ -19,7 +19,7 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// Whether whole rows are added up.
+    /// True if only leading dimensions are summed, so that whole rows are added.
     fn is_leading(&self) -> bool {
         self.dims.iter().enumerate().all(|(i, &d)| i == d)
     }
@@ -106,7 +106,7 @@ impl Op for Sum {
 }
 
 impl Sum {
-    /// Where the elements begin that are summed into element `flat` of the output.
+    /// Returns the offset of the first element that is summed into element `flat` of the output.
     fn first(&self, layout: &Layout, mut flat: usize) -> usize {
         let mut index = 0;
         for (dim, (&extent, &stride)) in layout.dims().iter().zip(layout.stride()).enumerate().rev() {
@@ -118,7 +118,7 @@ impl Sum {
         index
     }
 
-    /// The sum over the `nth` of the summed dimensions and those behind it.
+    /// Returns the sum over the summed dimensions from the `nth` on.
     fn sum_of(&self, nth: usize, layout: &Layout, x: &[f32]) -> f64 {
         match self.dims.get(nth) {
             Some(&dim) => {

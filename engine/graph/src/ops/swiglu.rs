@@ -1,4 +1,4 @@
-//! The gated unit of Llama's feed-forward layers (Shazeer, arXiv 2002.05202).
+//! SwiGLU, the gated unit of Llama's feed-forward layers (Shazeer, arXiv 2002.05202).
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, BLOCK, Float, InPieces, Pieces, math, vectorize, with_float, zip};

@@ -1,4 +1,4 @@
-//! Two dimensions swapped.
+//! Transposition of two dimensions.
 
 use candle_core::{Layout, Shape};
 use gapless_kernels::Spec;
@@ -10,9 +10,9 @@ use crate::{Gradient, Op};
 /// A view with two dimensions swapped.
 #[derive(Debug, Clone, Copy)]
 pub struct Transpose {
-    /// One of them.
+    /// One of the two dimensions.
     pub dim1: usize,
-    /// The other.
+    /// The other dimension.
     pub dim2: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Functions of one element, and their derivatives.
+//! Element-wise functions of one tensor, and their derivatives.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, map, math, zip};
@@ -8,7 +8,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, Rows};
 
-/// Which function.
+/// The function of [`Unary`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the methods of Tensor say what each is")]
 pub enum UnaryKind {
@@ -74,7 +74,7 @@ impl UnaryKind {
 /// y = f(x).
 #[derive(Debug, Clone, Copy)]
 pub struct Unary {
-    /// Which function.
+    /// The function f.
     pub kind: UnaryKind,
 }
 
@@ -196,7 +196,7 @@ impl Op for UnaryGrad {
     }
 }
 
-/// √(2/π), of GELU's tanh form.
+/// √(2/π), a constant of GELU's tanh approximation.
 const GELU_SCALE: f64 = 0.797_884_560_802_865_4;
 const GELU_CUBE: f64 = 0.044_715;
 
@@ -213,7 +213,7 @@ fn gelu_derivative(x: f32) -> f32 {
     s + x * s * (1.0 - s) * scale * (1.0 + 3.0 * cube * x * x)
 }
 
-/// d(x·sigmoid(x))/dx.
+/// The derivative of x·sigmoid(x).
 #[inline(always)]
 pub(super) fn silu_derivative(x: f32) -> f32 {
     let s = math::sigmoid(x);
@@ -267,7 +267,7 @@ fn derivative(kind: UnaryKind, x: f64) -> f64 {
     }
 }
 
-/// The error function to double precision (candle's own).
+/// The error function in double precision (candle's implementation).
 fn erf(x: f64) -> f64 {
     candle_core::cpu::erf::erf_f64(x)
 }

@@ -1,4 +1,4 @@
-//! One of two tensors, element by element.
+//! Selection between two tensors, element by element.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -8,7 +8,8 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// (mask, a, b): a where the mask (u8 or u32) is not 0, b elsewhere. What is not chosen has no part in it, NaN or not.
+/// (mask, a, b): a where the mask (u8 or u32) is not 0, b elsewhere. Elements that are not selected do not affect the
+/// result, even if they are NaN.
 #[derive(Debug, Clone, Copy)]
 pub struct Where;
 

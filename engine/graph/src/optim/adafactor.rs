@@ -11,29 +11,31 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// Adafactor: of a matrix's second moment only the means of its rows and of its columns are kept (section 3), m + n numbers instead of
-/// AdamW's 2mn, and no first moment. Steps are cut to a root mean square (section 6), and are relative to that of the parameter (section
-/// 8): the learning rate is about what part of itself a parameter changes by, 1e-2 as a rule. Experts' weights are matrices each. On the
-/// CPU.
+/// Adafactor keeps only the means of the rows and of the columns of a matrix's second moment (section 3): m + n
+/// elements instead of AdamW's 2mn. It has no first moment.
+///
+/// The root mean square of a step is limited (section 6) and scaled by that of the parameter (section 8). The learning
+/// rate is therefore relative, roughly the fraction by which a parameter changes; 1e-2 is usual. Each expert's weight
+/// is a matrix of its own. There are CPU kernels only.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Adafactor {
-    /// Of 1 − t^−exponent, the decay of the second moment in step t.
+    /// Exponent of the second moment's decay, which is 1 − t^−exponent in step t.
     pub decay_exponent: f64,
-    /// The root mean square to which larger steps are scaled, of 1.
+    /// Upper limit of the root mean square of a step, before it is scaled by the learning rate and the parameter.
     pub clip_threshold: f64,
-    /// The least root mean square that a parameter counts with.
+    /// Lower limit of the root mean square of a parameter that scales its steps.
     pub least_scale: f64,
-    /// Decoupled weight decay of matrices.
+    /// Decoupled weight decay, applied to matrices.
     pub weight_decay: f64,
-    /// The global norm to which larger gradients are scaled; infinite for no clipping.
+    /// The norm to which gradients are scaled down if their global norm is larger; infinite for no clipping.
     pub max_norm: f64,
 }
 
-/// Added to the square of every gradient.
+/// Added to the square of every element of the gradient.
 const EPS: f64 = 1e-30;
 
-/// Columns that a task adds up.
+/// Number of columns whose sums one task computes.
 const COLUMNS: usize = 64;
 
 impl Default for Adafactor {
@@ -43,7 +45,7 @@ impl Default for Adafactor {
     }
 }
 
-/// A parameter as so many matrices; a vector is one row of them.
+/// The shape of a parameter as `count` matrices. A vector is one matrix of one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Matrices {
     count: usize,
@@ -61,14 +63,14 @@ impl Matrices {
         }
     }
 
-    /// Whether the means of rows and columns stand for the second moment.
+    /// True if the second moment is stored as its row and column means.
     fn is_factored(self) -> bool {
         self.rows > 1
     }
 }
 
 impl Adafactor {
-    /// What it has in common with AdamW: bounds, decay.
+    /// AdamW with the same weight decay and clipping, whose checks and rules are reused.
     fn as_adamw(&self) -> AdamW {
         let Self { weight_decay, max_norm, .. } = *self;
         AdamW { weight_decay, max_norm, ..AdamW::default() }
@@ -107,7 +109,7 @@ impl Optimizer for Adafactor {
         of.kept_dtype()
     }
 
-    /// Its root mean square is of the whole.
+    /// Not split: the root mean square is over the whole parameter.
     fn shard_granularity(&self, _: &ParameterInfo<'_>) -> Option<usize> {
         None
     }
@@ -139,8 +141,9 @@ impl Optimizer for Adafactor {
     }
 }
 
-/// (parameter, second moment, or its rows and its columns) changed in place, from (parameter, gradient, norm, scalars, the same
-/// moments), perhaps with a master behind, of which the parameter then is the nearest. Does nothing when the norm is not finite.
+/// Updates the parameter, its second moment (factored into row and column means for matrices) and, if there is one, its
+/// master copy in place. The inputs are (parameter, gradient, norm, scalars, then the same states). With a master, the
+/// parameter is the rounded master. Does nothing if the norm is not finite.
 ///
 /// ```text
 /// s ← clipped gradient² + ε                     R ← βR + (1 − β) mean of each row of s    C ← the same of columns
@@ -156,7 +159,7 @@ struct AdafactorUpdate {
 }
 
 impl AdafactorUpdate {
-    /// On parameters and gradients that are stored in these types.
+    /// The kernel for parameters and gradients stored in these types.
     fn run_on<P: Float, G: Float>(&self, args: &mut Args<'_>) {
         let Matrices { rows, columns, .. } = self.matrices;
         let (p, g) = (args.output::<P>(0), args.input::<G>(1));
@@ -191,7 +194,7 @@ impl AdafactorUpdate {
     }
 }
 
-/// The numbers of a step.
+/// The factors of a step.
 #[derive(Clone, Copy)]
 struct Step {
     clip: f32,
@@ -215,12 +218,12 @@ impl Step {
         g * g + EPS as f32
     }
 
-    /// How far a direction of this mean square goes, for parameters of that one.
+    /// Returns the factor of the direction in the update, given the mean squares of the direction and of the parameter.
     fn far(&self, direction: f32, parameter: f32) -> f32 {
         self.rate * parameter.sqrt().max(self.least) / (direction.sqrt() / self.threshold).max(1.0)
     }
 
-    /// A matrix. `sums` has two numbers for each row.
+    /// Updates a matrix. `sums` holds two elements per row.
     fn factored<P: Float, G: Float>(
         &self,
         p: &mut [P],
@@ -252,14 +255,14 @@ impl Step {
         });
         let mean = of_rows.iter().sum::<f32>() / rows as f32;
         let (of_rows, of_columns) = (&*of_rows, &*of_columns);
-        // The product of both moments would leave f32's range before their roots do.
+        // Divides by one root at a time: the product of both moments would leave f32's range.
         let direction = |row: usize, column: usize, g: f32| {
             g * self.clip / (of_rows[row] / mean).sqrt() / of_columns[column].sqrt()
         };
         self.apply(p, master, g, columns, sums, &direction);
     }
 
-    /// A vector, with all of its second moment. `sums` has two numbers for each piece.
+    /// Updates a vector, whose second moment is stored in full. `sums` holds two elements, as a vector is one row.
     fn whole<P: Float, G: Float>(
         &self,
         p: &mut [P],
@@ -275,7 +278,7 @@ impl Step {
         self.apply(p, master, g, moments.len(), sums, &|_, column, g| g * self.clip / moments[column].sqrt());
     }
 
-    /// Moves the parameters along a direction.
+    /// Moves the parameters along a direction, limited and scaled as described at [`AdafactorUpdate`].
     fn apply<P: Float, G: Float>(
         &self,
         p: &mut [P],

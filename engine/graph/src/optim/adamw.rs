@@ -11,7 +11,7 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// AdamW. Matrices decay, vectors (biases, norms) do not. Gradients are clipped by their global norm.
+/// AdamW. Matrices decay; vectors (biases, norms) do not. Gradients are clipped by their global norm.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamW {
@@ -19,11 +19,11 @@ pub struct AdamW {
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
-    /// Decoupled weight decay of matrices.
+    /// Decoupled weight decay, applied to matrices.
     pub weight_decay: f64,
-    /// The global norm to which larger gradients are scaled; infinite for no clipping.
+    /// The norm to which gradients are scaled down if their global norm is larger; infinite for no clipping.
     pub max_norm: f64,
 }
 
@@ -66,7 +66,7 @@ impl Optimizer for AdamW {
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
-        // 1 − βᵗ, in f64: t may be large. Past i32::MAX steps both are 1 to the last bit.
+        // 1 − βᵗ in f64, as t may be large. Past i32::MAX steps both are 1 to the last bit.
         let power = i32::try_from(step + 1).unwrap_or(i32::MAX);
         let mut scalars = [0.0; SCALARS];
         scalars[0] = lr as f32;
@@ -99,12 +99,12 @@ impl AdamW {
         if of.dims.len() >= 2 { self.weight_decay } else { 0.0 }
     }
 
-    /// Whether a parameter is updated in a copy of more precision.
+    /// True if the update works on a master copy of the parameter in a more precise type.
     fn has_master(&self, of: &ParameterInfo<'_>) -> bool {
         self.sum_dtype(of) != of.dtype
     }
 
-    /// The numbers of a step in f32, as kernels of this rule need them; none when the norm is not finite.
+    /// Returns the factors of a step in f32 for the kernels, or `None` if the norm is not finite.
     pub(super) fn at(&self, decay: f64, norm: f32, scalars: &[f32]) -> Option<AdamWStep> {
         norm.is_finite().then(|| AdamWStep {
             clip: (self.max_norm as f32 / (norm + 1e-6)).min(1.0),
@@ -117,7 +117,7 @@ impl AdamW {
         })
     }
 
-    /// As kernels for GPUs have it.
+    /// The settings in the form that the CUDA kernels take.
     fn on_device(&self) -> gapless_kernels::cuda::launch::AdamWRule {
         gapless_kernels::cuda::launch::AdamWRule {
             max_norm: self.max_norm as f32,
@@ -127,7 +127,8 @@ impl AdamW {
         }
     }
 
-    /// New parameter and moments in f64, from (anything, gradient, m, v, norm, scalars).
+    /// Reference implementation in f64. Returns the new parameter and moments from `p` and the inputs (any, gradient,
+    /// m, v, norm, scalars).
     pub(super) fn exact(&self, decay: f64, p: &Array, args: &Reference<'_>) -> Vec<Array> {
         let (gradient, m, v) = (args.input(1), args.input(2), args.input(3));
         let (norm, scalars) = (args.input(4).data[0], &args.input(5).data);
@@ -140,44 +141,44 @@ impl AdamW {
     }
 }
 
-/// What one step of AdamW does to every element.
+/// The factors with which one step of AdamW updates every element.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AdamWStep {
     clip: f32,
     beta1: f32,
     beta2: f32,
     eps: f32,
-    /// What weight decay leaves of a parameter.
+    /// Factor of the parameter for weight decay: 1 − lr·decay.
     pub keep: f32,
-    /// The learning rate, with the first moment's bias corrected.
+    /// Learning rate divided by the bias correction of the first moment.
     pub step: f32,
     root_correction: f32,
 }
 
 impl AdamWStep {
-    /// The moments after gradient `g`.
+    /// Returns the moments after gradient `g`.
     #[inline(always)]
     pub fn moments(&self, g: f32, m: f32, v: f32) -> (f32, f32) {
         let g = g * self.clip;
         (self.beta1 * m + (1.0 - self.beta1) * g, self.beta2 * v + (1.0 - self.beta2) * g * g)
     }
 
-    /// How far the moments move a parameter.
+    /// Returns the amount by which the moments change a parameter; the update subtracts it.
     #[inline(always)]
     pub fn change(&self, m: f32, v: f32) -> f32 {
         self.step * m / (v.sqrt() * self.root_correction + self.eps)
     }
 
-    /// A parameter after the step.
+    /// Returns the parameter after the step.
     #[inline(always)]
     fn changed(&self, p: f32, m: f32, v: f32) -> f32 {
         p * self.keep - self.change(m, v)
     }
 }
 
-/// (parameter, m, v) changed in place, from (parameter, gradient, m, v, norm, scalars), perhaps with a master behind both, of
-/// which the parameter then is the nearest. Does nothing when the norm is not finite, so that a broken step leaves the model as
-/// it was.
+/// Updates (parameter, m, v) in place from (parameter, gradient, m, v, norm, scalars). With `has_master`, a master copy
+/// is one more input and output; the parameter is then the rounded master. Does nothing if the norm is not finite, so
+/// that a failed step leaves the model unchanged.
 #[derive(Debug, Clone, Copy)]
 struct AdamWUpdate {
     rule: AdamW,
@@ -186,7 +187,7 @@ struct AdamWUpdate {
 }
 
 impl AdamWUpdate {
-    /// On parameters, moments and gradients that are stored in these types.
+    /// The kernel for parameters, moments and gradients stored in these types.
     fn run_on<P: Float, M: Float, G: Float>(&self, args: &mut Args<'_>) {
         let (p, m, v) = (args.output::<P>(0), args.output::<M>(1), args.output::<M>(2));
         let (gradient, norm, scalars) = (args.input::<G>(1), args.input::<f32>(4)[0], args.input::<f32>(5));

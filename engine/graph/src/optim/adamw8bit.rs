@@ -1,4 +1,4 @@
-//! AdamW with moments of eight bits (Dettmers et al., arXiv 2110.02861).
+//! AdamW with eight-bit moments (Dettmers et al., arXiv 2110.02861).
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -13,20 +13,19 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// AdamW that keeps both moments in eight bits per number and a scale per [`Self::BLOCK`] numbers: 2 + 8/256 bytes per parameter
-/// instead of 8. The arithmetic is f32's; only what is kept from step to step is rounded.
+/// AdamW that stores both moments in eight bits per element, with one scale per [`Self::BLOCK`] elements: 2 + 8/256
+/// bytes per parameter instead of 8. All arithmetic is in f32; only the stored moments are rounded.
 ///
-/// As in the paper, some parameters keep moments in f32: small ones, where there is nothing to save, and tables that ids look
-/// rows up in, whose gradients are the most uneven (section 2.3). Gradients are clipped and matrices decay as with
-/// [`AdamW`].
+/// As in the paper, some parameters keep their moments in f32: small ones, where little would be saved, and embedding
+/// tables, whose gradients are the most uneven (section 2.3). Gradient clipping and weight decay are [`AdamW`]'s.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamW8bit {
-    /// The rule.
+    /// Settings of the AdamW step.
     pub rule: AdamW,
-    /// Parameters of fewer elements keep moments in f32.
+    /// Number of elements below which a parameter keeps its moments in f32.
     pub smallest: usize,
-    /// Whether tables that are looked up, token embeddings, have moments of eight bits too.
+    /// True if embedding tables have eight-bit moments too.
     pub embeddings: bool,
 }
 
@@ -37,7 +36,7 @@ impl Default for AdamW8bit {
 }
 
 impl AdamW8bit {
-    /// Neighbouring numbers that share a scale.
+    /// Number of neighbouring elements that share a scale.
     pub const BLOCK: usize = BLOCK;
 
     fn applies(&self, of: &ParameterInfo<'_>) -> bool {
@@ -58,13 +57,13 @@ impl Optimizer for AdamW8bit {
         if !self.applies(of) {
             return self.rule.states(of);
         }
-        // The codes of zeros; a scale of zero makes them so whatever they are.
+        // Zero moments: with a scale of zero, every code decodes to zero.
         let codes = |name| State { name, spec: codes(of.dims), init: Init::Const(0.0).into() };
         let scales = |name| State { name, spec: scales(of.elements()), init: Init::Const(0.0).into() };
         vec![codes("exp_avg_8bit"), codes("exp_avg_sq_8bit"), scales("exp_avg_scale"), scales("exp_avg_sq_scale")]
     }
 
-    /// Whole blocks, so that the parts' states are those of the whole.
+    /// Multiples of a block, so that a part has the same blocks as the whole.
     fn shard_granularity(&self, of: &ParameterInfo<'_>) -> Option<usize> {
         if self.applies(of) { Some(BLOCK) } else { self.rule.shard_granularity(of) }
     }
@@ -93,18 +92,18 @@ fn scales(elements: usize) -> Spec {
     Spec::f32(elements.div_ceil(BLOCK))
 }
 
-/// (parameter, m, v, scales of m, scales of v) changed in place, from (parameter, gradient, m, v, scales of m, scales of v,
-/// norm, scalars). Does nothing when the norm is not finite, as [`AdamW`].
+/// Updates (parameter, m, v, scales of m, scales of v) in place from (parameter, gradient, m, v, scales of m, scales of
+/// v, norm, scalars). Like [`AdamW`], does nothing if the norm is not finite.
 #[derive(Debug, Clone, Copy)]
 struct AdamW8bitUpdate {
     rule: AdamW,
     decay: f64,
 }
 
-/// Blocks per task: as many elements as any element-wise kernel takes.
+/// Blocks per task, so that a task has as many elements as in other element-wise kernels.
 const TASK: usize = cpu::BLOCK / BLOCK;
 
-/// A block of a moment.
+/// One block of a moment.
 struct Moment<'a> {
     codes: &'a mut [u8],
     scale: &'a mut f32,
@@ -140,7 +139,7 @@ impl Op for AdamW8bitUpdate {
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        // 15 for the rule, and about as many for the codes.
+        // 15 for the update, and about as many for decoding and encoding.
         30 * inputs[0].elements() as u64
     }
 

@@ -1,5 +1,5 @@
-//! The exponential moving average of weights (Polyak & Juditsky, 1992; with a constant decay as of Tarvainen & Valpola, arXiv
-//! 1703.01780, section 2).
+//! Exponential moving average of the weights (Polyak & Juditsky, 1992; with a constant decay as in Tarvainen & Valpola,
+//! arXiv 1703.01780, section 2).
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -8,11 +8,11 @@ use gapless_kernels::cpu::{Args, BLOCK, Float, InPieces, Pieces, vectorize, with
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// average ← average + (1 − decay)·(parameter − average), in place, from (average, parameter, norm): all elements alike, the average in
-/// f32. Does nothing when the norm is not finite, as the update before it.
+/// average ← average + (1 − decay)·(parameter − average), in place, from (average, parameter, norm). The average is
+/// f32. Like the update before it, does nothing if the norm is not finite.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WeightAverage {
-    /// What stays of the average.
+    /// Weight of the old average in the new one.
     pub decay: f64,
 }
 

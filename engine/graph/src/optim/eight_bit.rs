@@ -1,25 +1,28 @@
-//! Eight bits for a number of an optimizer state: a tiny float, relative to the greatest number of its block.
+//! Eight-bit storage of optimizer states: each element is a tiny float, relative to the greatest magnitude of its
+//! block.
 //!
-//! Block-wise quantisation is that of Dettmers et al. ("8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861,
-//! section 2.1): a block of [`BLOCK`] neighbours shares one f32 scale, so an outlier costs its own block alone, and blocks
-//! need nothing of each other. The code differs from the paper's dynamic tree, which gives half of its values to
-//! the first decade and has two left for the seventh. Adam divides by √v, so what counts is the error of v *relative to v
-//! itself*, of the small ones too; and a code with the same relative error everywhere is a float. Its steps are within 3 to 4 %
-//! of exact ones even where the gradients of a block differ by a factor of 10³, where those of the tree are not (there is a
-//! test); where they are alike the tree would be a little better, 2 % instead of 3.
+//! The block-wise quantization is that of Dettmers et al. ("8-bit Optimizers via Block-wise Quantization", arXiv
+//! 2110.02861, section 2.1). A block of [`BLOCK`] neighbours shares one f32 scale, so an outlier affects only its own
+//! block and blocks are independent.
+//!
+//! The code itself differs from the paper's dynamic tree, which spends half of its values on the first decade and has
+//! two left for the seventh. Adam divides by √v, so the error that matters is the one relative to v itself, also for
+//! small v. A code with the same relative error everywhere is a float. With it, Adam's steps are within 3 to 4 % of
+//! exact ones even if the gradients of a block differ by a factor of 10³; with the dynamic tree they are not (see the
+//! tests). If the gradients are of similar size, the tree is slightly better: 2 % instead of 3.
 //!
 //! | | bits | greatest ÷ least | relative error |
 //! |---|---|---|---|
 //! | [`Signed`], first moment | sign, 4 exponent, 3 mantissa | 2.5·10⁵ | ≤ 2⁻⁴ in the upper 3.1·10⁴ |
 //! | [`Unsigned`], second moment | 5 exponent, 3 mantissa | 1.6·10¹⁰ | ≤ 2⁻⁴ in the upper 2.0·10⁹ |
 //!
-//! Below that, values lie evenly spaced down to zero, as in any float. A second moment never rounds to zero in a
-//! block that is not zero: Adam's step would blow up there (the zero-point problem of Li et al., arXiv 2309.01507,
-//! section 4). It rounds up to the least value, which makes the step smaller.
+//! Below that range, values are evenly spaced down to zero, as the subnormal values of any float. A second moment never
+//! rounds to zero in a block that is not all zero, because Adam's step would blow up there (the zero-point problem of
+//! Li et al., arXiv 2309.01507, section 4). It rounds up to the smallest value instead, which makes the step smaller.
 //!
-//! Encoding and decoding are a few integer operations without a table, so that they vectorise.
+//! Encoding and decoding take a few integer operations and no table, so that they vectorize.
 
-/// Numbers that share a scale. 8 + 32/256 bits for a number.
+/// Number of elements that share a scale. With the f32 scale, an element takes 8 + 32/256 bits.
 pub(super) const BLOCK: usize = 256;
 
 const MANTISSA_BITS: u32 = 3;
@@ -27,24 +30,25 @@ const MANTISSA_BITS: u32 = 3;
 /// The greatest value of a code, in units of the scale.
 const GREATEST: f32 = 1.875;
 
-/// Blocks whose greatest number is below this are zero: its reciprocal, times [`GREATEST`], is still finite.
+/// A block whose greatest magnitude is below this is stored as zeros. Above it, [`GREATEST`] divided by the magnitude
+/// is still finite.
 const LEAST_SCALED: f32 = 1e-37;
 
-/// A tiny float with `EXPONENTS` exponents, whose greatest is 2⁰.
+/// A tiny float with `EXPONENTS` exponents, of which the greatest stands for 2⁰.
 pub(super) trait Code {
-    /// Exponent 0 among them, which is that of the evenly spaced ones.
+    /// Number of exponents, including exponent 0, whose values are evenly spaced.
     const EXPONENTS: u32;
-    /// Magnitude and sign of a scaled number → code.
+    /// Returns the code of a scaled element.
     fn encode(x: f32) -> u8;
-    /// Code → scaled number.
+    /// Returns the scaled element of a code.
     fn decode(code: u8) -> f32;
 }
 
-/// Sign, 4 bits of exponent, 3 of mantissa.
+/// One sign bit, 4 exponent bits, 3 mantissa bits.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Signed;
 
-/// 5 bits of exponent, 3 of mantissa; encoding never gives zero.
+/// 5 exponent bits, 3 mantissa bits. Encoding never returns zero.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unsigned;
 
@@ -80,22 +84,22 @@ impl Code for Unsigned {
     }
 }
 
-/// What the exponent field of an f32 has more than the code's, for the same number.
+/// The difference between the exponent field of an f32 and the exponent of the code for the same value.
 const fn bias(exponents: u32) -> u32 {
     127 - (exponents - 1)
 }
 
-/// 2^(exponents + 1): what turns an evenly spaced number into its code.
+/// 2^(exponents + 1): the factor from a value in the evenly spaced range to its code.
 const fn even_scale(exponents: u32) -> f32 {
     f32::from_bits((127 + exponents - 2 + MANTISSA_BITS) << 23)
 }
 
-/// The nearest code of 0 ≤ x ≤ [`GREATEST`]; of two, the even one.
+/// Returns the nearest code of 0 ≤ x ≤ [`GREATEST`]; of two equally near codes, the even one.
 #[inline(always)]
 fn encode_magnitude(x: f32, exponents: u32) -> u32 {
     const DROPPED: u32 = 23 - MANTISSA_BITS;
     let bits = x.to_bits();
-    // Wrapping, as a check for overflow would not vectorise.
+    // Wrapping, because an overflow check would not vectorize.
     let nearest = bits.wrapping_add((1 << (DROPPED - 1)) - 1).wrapping_add(bits >> DROPPED & 1) >> DROPPED;
     // Adding 2²³ rounds to an integer, which then sits in the low bits.
     let even = (x * even_scale(exponents) + 8_388_608.0).to_bits() & 0xff;
@@ -110,15 +114,15 @@ fn decode_magnitude(code: u32, exponents: u32) -> f32 {
     if code < 1 << MANTISSA_BITS { even } else { float }
 }
 
-/// Scales and encodes a block; returns the scale that it is decoded with.
+/// Encodes a block and returns the scale with which it is decoded.
 #[inline(always)]
 pub(super) fn quantise<C: Code>(block: &[f32], codes: &mut [u8]) -> f32 {
     let greatest = gapless_kernels::cpu::reduce::max_abs(block);
-    // Not a number, or too small: nothing is kept of it.
+    // If the greatest magnitude is NaN or too small, the block is stored as zeros.
     let factor = if greatest >= LEAST_SCALED { GREATEST / greatest } else { 0.0 };
     for (code, &x) in codes.iter_mut().zip(block) {
         let scaled = x * factor;
-        // A product may round up past the greatest.
+        // The product may round up past `GREATEST`.
         *code = C::encode(if scaled > GREATEST { GREATEST } else { scaled });
     }
     if greatest >= LEAST_SCALED { greatest / GREATEST } else { 0.0 }
@@ -132,11 +136,11 @@ pub(super) fn dequantise<C: Code>(codes: &[u8], scale: f32, block: &mut [f32]) {
     }
 }
 
-/// The same once more, as the definition says it, in f64: the judge.
+/// Reference implementation in f64, written from the definition.
 pub(super) mod exact {
     use super::{BLOCK, GREATEST, LEAST_SCALED};
 
-    /// The values of the codes 0, 1, 2, … without a sign.
+    /// Returns the values of the codes 0, 1, 2, … without a sign.
     pub fn values(exponents: i32) -> Vec<f64> {
         let value = |exponent: i32, mantissa: i32| match exponent {
             0 => f64::from(mantissa) / 8.0 * 2f64.powi(2 - exponents),
@@ -145,13 +149,13 @@ pub(super) mod exact {
         (0..exponents).flat_map(|exponent| (0..8).map(move |mantissa| value(exponent, mantissa))).collect()
     }
 
-    /// Code of a number: the value that is nearest.
+    /// Returns the code whose value is nearest to x.
     pub fn nearest(values: &[f64], x: f64) -> usize {
         let distance = |&code: &usize| (values[code] - x).abs();
         (0..values.len()).min_by(|a, b| distance(a).total_cmp(&distance(b))).expect("there are values")
     }
 
-    /// Decoded numbers of a whole tensor.
+    /// Decodes a whole tensor.
     pub fn decode(codes: &[f64], scales: &[f64], signed: bool) -> Vec<f64> {
         let values = values(if signed { 16 } else { 32 });
         let decode = |(index, &code): (usize, &f64)| {
@@ -161,7 +165,7 @@ pub(super) mod exact {
         codes.iter().enumerate().map(decode).collect()
     }
 
-    /// Codes and scales of a whole tensor.
+    /// Returns the codes and scales of a whole tensor.
     pub fn encode(x: &[f64], signed: bool) -> (Vec<f64>, Vec<f64>) {
         let values = values(if signed { 16 } else { 32 });
         let (mut codes, mut scales) = (Vec::new(), Vec::new());
@@ -204,13 +208,14 @@ mod tests {
         assert_eq!(exact::values(16).last(), Some(&f64::from(GREATEST)));
     }
 
-    /// What a number may lose: half a step of the mantissa, or half of the even spacing, and some roundings to f32.
+    /// Returns the allowed error of an element: half a step of the mantissa, or some multiple of the even spacing, plus
+    /// a few roundings to f32.
     fn allowed(x: f64, greatest: f64, exponents: i32, spacings: f64) -> f64 {
         let spacing = 2f64.powi(-exponents - 1) * greatest / f64::from(GREATEST);
         (x.abs() / 16.0).max(spacings * spacing) * (1.0 + 1e-6)
     }
 
-    /// Numbers of very different sizes, both signs, zeros, and the smallest there are.
+    /// Values of very different sizes: both signs, zeros, and the smallest floats.
     fn numbers() -> impl Strategy<Value = Vec<f32>> {
         let number = prop_oneof![
             8 => (-60i32..20, -1.0f32..1.0).prop_map(|(exponent, x)| x * 2f32.powi(exponent)),
@@ -225,7 +230,7 @@ mod tests {
         fn errors_stay_within_their_bounds_and_codes_are_those_of_the_judge(x in numbers()) {
             for block in x.chunks(BLOCK) {
                 check_block::<Signed>(block, 0.5)?;
-                // A second moment rounds up to one whole spacing.
+                // A second moment may round up by one whole spacing.
                 check_block::<Unsigned>(&block.iter().map(|x| x.abs()).collect::<Vec<_>>(), 1.0)?;
             }
         }
@@ -247,14 +252,14 @@ mod tests {
             let (x, y) = (f64::from(x), f64::from(y));
             let allowed = allowed(x, greatest, C::EXPONENTS as i32, spacings);
             prop_assert!((x - y).abs() <= allowed + 1e-45, "{x:e} came back as {y:e}, of at most {greatest:e}");
-            // Rounding the scale to f32 may tip a number that lies half way.
+            // Rounding the scale to f32 may change which code is nearest to a value half way between two.
             prop_assert!((f64::from(code) - expected).abs() <= 1.0 || x.abs() <= allowed);
             prop_assert!(signed || y > 0.0, "no second moment vanishes");
         }
         Ok(())
     }
 
-    /// The dynamic tree of the paper (section 1.3): seven decades, each of `first`·2ⁱ even steps, and 1.
+    /// The dynamic tree of the paper (section 1.3): seven decades, each with `first`·2ⁱ even steps, and 1.
     fn dynamic_tree(first: usize) -> Vec<f64> {
         let mut values = vec![0.0];
         for decade in 0..7 {
@@ -266,8 +271,8 @@ mod tests {
         values
     }
 
-    /// How far the steps m/√v of blocks of gradients are from exact ones, in units of a step, when both moments are kept as
-    /// `m` and `v` keep them. The gradients' sizes are log-normal, so many e-folds apart.
+    /// Returns the root mean square error of Adam's steps m/√v, in units of a step, if both moments are stored as by
+    /// `m` and `v`. The gradients' sizes are log-normal with a standard deviation of `spread` e-folds.
     fn error(spread: f64, m: impl Fn(&[f64]) -> Vec<f64>, v: impl Fn(&[f64]) -> Vec<f64>) -> f64 {
         const BLOCKS: usize = 64;
         let numbers = Numbers::from_seed(11);
@@ -276,7 +281,7 @@ mod tests {
         for block in 0..BLOCKS {
             let normal = |i: usize, which: usize| numbers.normal(2 * (block * BLOCK + i) + which);
             let sizes: Vec<f64> = (0..BLOCK).map(|i| 1e-3 * (spread * normal(i, 0)).exp()).collect();
-            // Moments of gradients that have long been of one size.
+            // The moments of gradients whose size has long been constant.
             let exact_m: Vec<f64> = sizes.iter().enumerate().map(|(i, size)| size * normal(i, 1)).collect();
             let exact_v: Vec<f64> = sizes.iter().map(|size| size * size).collect();
             for (i, (m, v)) in m(&exact_m).into_iter().zip(v(&exact_v)).enumerate() {
@@ -286,8 +291,8 @@ mod tests {
         (squares / (BLOCKS * BLOCK) as f64).sqrt()
     }
 
-    /// Why this code. Where the numbers of a block are alike, both are good, and the tree is better; where they are not, the
-    /// tree's steps are wrong, and as large as can be where a second moment became zero.
+    /// Shows why this code is used. If the elements of a block are of similar size, both codes are good and the tree is
+    /// better. If they are not, the tree's steps are wrong, and extremely large wherever a second moment became zero.
     #[test]
     fn steps_stay_near_exact_ones_where_a_dynamic_tree_fails() {
         let ours = |signed| {

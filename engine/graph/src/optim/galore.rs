@@ -11,24 +11,26 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// The gradient G of a weight [m, n], m ≤ n, changes within few directions for a while. So its moments are kept for
-/// R = P·G [rank, n] alone, where the rows of P [rank, m] are orthonormal and span the strongest directions of a gradient
-/// that was seen every so many steps; the weight goes by `alpha`·Pᵀ·(Adam's step of R). That takes rank·(m + 2n)
-/// numbers instead of 2mn. A weight that is taller than wide is projected along its other side.
+/// GaLore keeps Adam's moments for a projection of the gradient instead of the gradient itself.
 ///
-/// It is meant for the weights of linear layers. Vectors, tables that ids look rows up in, and matrices with no side
-/// longer than the rank have [`AdamW`]'s states. When P is found anew, moments stay as they are, as in the paper. Gradients
-/// are clipped before, and weights decay, as with [`AdamW`].
+/// For a while, the gradient G of a weight [m, n], m ≤ n, changes within few directions. The rows of P [rank, m] are
+/// orthonormal and span the strongest directions of a recent gradient; P is recomputed every [`Self::refresh_steps`]
+/// steps. Moments are kept for R = P·G [rank, n], and the weight changes by `alpha`·Pᵀ·(Adam's step for R). This takes
+/// rank·(m + 2n) elements instead of 2mn. A weight that is taller than wide is projected along its other side.
+///
+/// The projection is meant for the weights of linear layers. Vectors, embedding tables and matrices with no side longer
+/// than the rank are updated by plain [`AdamW`]. The moments are not changed when P is recomputed, as in the paper.
+/// Gradient clipping and weight decay are [`AdamW`]'s.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GaLore {
-    /// The rule in the projected space, and for everything else.
+    /// Settings of the AdamW step, both in the projected space and for parameters that are not projected.
     pub rule: AdamW,
-    /// Directions that are kept of each weight.
+    /// Number of directions to which each gradient is projected.
     pub rank: usize,
-    /// Steps from one projection to the next.
+    /// Number of steps after which a projection is recomputed.
     pub refresh_steps: u64,
-    /// What the steps of projected weights are scaled by.
+    /// Scale of the steps of projected weights.
     pub alpha: f64,
 }
 
@@ -38,7 +40,7 @@ impl Default for GaLore {
     }
 }
 
-/// Which of the step's scalars says that P is to be found anew.
+/// Index of the step's scalar that is 1 if P is to be recomputed.
 const REFRESH: usize = 3;
 
 impl GaLore {
@@ -73,7 +75,7 @@ impl Optimizer for GaLore {
         vec![state("projection", shorter), state("projected_exp_avg", longer), state("projected_exp_avg_sq", longer)]
     }
 
-    /// A projection is of the whole gradient, so every data rank makes it.
+    /// A projected weight is not split: the projection reads the whole gradient, so every data rank computes it.
     fn shard_granularity(&self, of: &ParameterInfo<'_>) -> Option<usize> {
         if self.projection(of).is_some() { None } else { self.rule.shard_granularity(of) }
     }
@@ -94,8 +96,8 @@ impl Optimizer for GaLore {
     }
 }
 
-/// (parameter, P, m, v) changed in place, from (parameter, gradient, P, m, v, norm, scalars). Does nothing when the norm is
-/// not finite, as [`AdamW`].
+/// Updates (parameter, P, m, v) in place from (parameter, gradient, P, m, v, norm, scalars). Like [`AdamW`], does
+/// nothing if the norm is not finite.
 #[derive(Debug, Clone, Copy)]
 struct GaLoreUpdate {
     rule: GaLore,
@@ -104,7 +106,7 @@ struct GaLoreUpdate {
 }
 
 impl GaLoreUpdate {
-    /// Elements of R.
+    /// Number of elements of R.
     fn projected_len(&self) -> usize {
         self.projection.rank * self.projection.longer()
     }
@@ -127,7 +129,7 @@ impl Op for GaLoreUpdate {
         Ok([0, 2, 3, 4].map(|input| inputs[input].clone()).into())
     }
 
-    /// Without the search for P, which is done once in many steps.
+    /// Excludes the search for P, which runs only once in many steps.
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         4 * (inputs[0].elements() * self.projection.rank) as u64 + 15 * self.projected_len() as u64
     }
@@ -178,7 +180,7 @@ impl Op for GaLoreUpdate {
             exact::follow(&gradient, self.projection.rank)
         };
         let (r, nothing) = (exact::product(&p, &gradient), Array::zeros(&args.input(3).dims));
-        // Adam's step of R is how far it takes zeros, without decay.
+        // Adam's step for R is the change that it makes to zeros, without decay.
         let inputs = vec![&nothing, &r, args.input(3), args.input(4), args.input(5), scalars];
         let plain = self.rule.rule.exact(0.0, &nothing, &Reference { inputs, ..*args });
         let [change, m, v] = <[Array; 3]>::try_from(plain).expect("AdamW changes three tensors");

@@ -1,7 +1,8 @@
-//! The norm of all gradients together, for clipping and for the progress line.
+//! The global norm of all gradients, which clipping and the progress line use.
 //!
-//! In two parts, because gradients may lie on several ranks: each rank squares its own ([`SquaredNorms`]), and every rank
-//! adds up the few numbers that come of it ([`GlobalNorm`]), in an order that does not depend on who made them.
+//! It takes two operations because the gradients may be spread over ranks. Each rank squares its own gradients
+//! ([`SquaredNorms`]); then every rank adds up all the squares ([`GlobalNorm`]), in an order that does not depend on
+//! which rank computed which.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -10,8 +11,8 @@ use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, reduce, vectorize, wit
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// Σ x² of each input: a vector of f64. Blocks of fixed size are summed in f32 lanes and added in f64 in order, so that
-/// the bits do not depend on the number of threads.
+/// Σ x² of each input, as a vector of f64 with one element per input. Blocks of fixed size are summed in f32 lanes, and
+/// their sums are added in f64 in order, so the result does not depend on the number of threads.
 #[derive(Debug, Clone, Copy)]
 pub struct SquaredNorms;
 
@@ -67,8 +68,8 @@ impl Op for SquaredNorms {
     }
 }
 
-/// √(Σ x) over all elements of all f64 vectors: an f32 scalar. They are added from the smallest to the largest, so that
-/// the bits do not depend on how gradients are spread over ranks.
+/// √(Σ x) over all elements of all inputs, which are f64 vectors of squares: an f32 scalar. The elements are added from
+/// the smallest to the largest, so the result does not depend on how gradients are distributed over ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct GlobalNorm;
 

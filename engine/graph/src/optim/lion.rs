@@ -7,19 +7,21 @@ use super::{AdamW, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Lion: against the sign of a mean of moment and gradient, so that every element goes as far as the learning rate says; one moment
-/// instead of AdamW's two. Its learning rate is 3 to 10 times smaller than AdamW's, and the weight decay larger by the same factor
-/// (section 5 of the paper). Matrices decay, vectors do not. Gradients are clipped by their global norm.
+/// Lion. Every element moves against the sign of a weighted mean of moment and gradient, so each step has the size of
+/// the learning rate. It keeps one moment instead of AdamW's two.
+///
+/// The learning rate should be 3 to 10 times smaller than AdamW's and the weight decay larger by the same factor
+/// (section 5 of the paper). Matrices decay; vectors do not. Gradients are clipped by their global norm.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Lion {
-    /// Weight of the moment in the step's direction.
+    /// Weight of the moment in the direction of the step.
     pub beta1: f64,
     /// Decay of the moment.
     pub beta2: f64,
-    /// Decoupled weight decay of matrices.
+    /// Decoupled weight decay, applied to matrices.
     pub weight_decay: f64,
-    /// The global norm to which larger gradients are scaled; infinite for no clipping.
+    /// The norm to which gradients are scaled down if their global norm is larger; infinite for no clipping.
     pub max_norm: f64,
 }
 
@@ -30,7 +32,7 @@ impl Default for Lion {
 }
 
 impl Lion {
-    /// What it has in common with AdamW: bounds, decay.
+    /// AdamW with the same settings, whose checks and rules are reused.
     fn as_adamw(&self) -> AdamW {
         let Self { beta1, beta2, weight_decay, max_norm } = *self;
         AdamW { beta1, beta2, weight_decay, max_norm, ..AdamW::default() }

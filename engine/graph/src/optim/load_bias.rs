@@ -1,4 +1,4 @@
-//! Balance without a loss.
+//! Load balancing of experts without an auxiliary loss.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
@@ -9,11 +9,11 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// The rule of a router's bias, whose "gradient" is the load of every expert: bias += rate · sign(mean load − load) (Wang et
-/// al., arXiv 2408.15664, algorithm 1).
+/// Updates a router's bias: bias += rate · sign(mean load − load) (Wang et al., arXiv 2408.15664, algorithm 1). The
+/// "gradient" of the bias is the load of every expert.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LoadBias {
-    /// How far the bias moves in a step.
+    /// The amount by which the bias moves in a step.
     pub rate: f64,
 }
 
@@ -26,7 +26,7 @@ impl Optimizer for LoadBias {
         Vec::new()
     }
 
-    /// The mean is that of all experts.
+    /// Not split: the mean is over all experts.
     fn shard_granularity(&self, _: &ParameterInfo<'_>) -> Option<usize> {
         None
     }
@@ -42,7 +42,7 @@ impl Optimizer for LoadBias {
     }
 }
 
-/// The new bias from (bias, load, norm); the old one when the norm is not finite.
+/// Computes the new bias from (bias, load, norm). The bias keeps its value if the norm is not finite.
 #[derive(Debug, Clone, Copy)]
 struct LoadBiasUpdate {
     rate: f64,
@@ -67,7 +67,7 @@ impl Op for LoadBiasUpdate {
         if !norm.is_finite() {
             return;
         }
-        // Loads are whole numbers: their sum is the same in any order.
+        // Loads are integers, so their sum does not depend on the order.
         let mean = load.iter().sum::<f32>() / load.len() as f32;
         let step = |load: f32| if load == mean { 0.0 } else { (self.rate as f32).copysign(mean - load) };
         bias.iter_mut().zip(load).for_each(|(bias, &load)| *bias += step(load));

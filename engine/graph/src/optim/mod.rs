@@ -1,4 +1,4 @@
-//! From gradients to new parameters: the update part of the step, as graph like everything else.
+//! Optimizers: the update part of a step, recorded as graph nodes like the forward and the backward.
 
 mod adafactor;
 mod adamw;
@@ -32,33 +32,35 @@ use crate::error::Result;
 use crate::nn::Init;
 use crate::tensor::Tensor;
 
-/// Numbers that change from step to step and reach the update as one input.
+/// Number of per-step scalars (learning rate, bias corrections, …). They reach the update as one input tensor.
 pub const SCALARS: usize = 8;
 
-/// What there is to know of a parameter before its update is recorded.
+/// A parameter as an optimizer sees it before its update is recorded.
 #[derive(Debug, Clone, Copy)]
 pub struct ParameterInfo<'a> {
-    /// Its full name.
+    /// Full name of the parameter.
     pub name: &'a str,
-    /// Extents of the whole parameter: matrices usually decay, vectors do not.
+    /// Shape of the whole parameter, also where a rank updates only a part of it. Usually matrices decay and vectors do
+    /// not.
     pub dims: &'a [usize],
-    /// Its type.
+    /// Type in which the parameter is stored.
     pub dtype: DType,
-    /// Whether its rows are looked up by ids, as those of token embeddings: only some of them have gradients in a step.
+    /// True if the parameter is a table whose rows are looked up by ids, such as a token embedding. In a step, only
+    /// some of its rows have gradients.
     pub looked_up: bool,
-    /// Whether what a rule keeps is in f32 where the parameter is stored in less, a master of the parameter included, and so are sums
-    /// of its gradients (mixed precision: Micikevicius et al., arXiv 1710.03740, section 3.1). Else all of it is of the parameter's
-    /// type, as of PyTorch's `model.to(torch.bfloat16)`.
+    /// True for mixed precision (Micikevicius et al., arXiv 1710.03740, section 3.1): optimizer states, the sums of
+    /// gradients and a master copy of the parameter are f32 even if the parameter is stored in a smaller type. If
+    /// false, all of them have the parameter's type, as after PyTorch's `model.to(torch.bfloat16)`.
     pub masters: bool,
 }
 
 impl ParameterInfo<'_> {
-    /// The type of what a rule keeps of it.
+    /// The type of the parameter's optimizer states.
     pub fn kept_dtype(&self) -> DType {
         if self.masters { DType::F32 } else { self.dtype }
     }
 
-    /// Elements of the whole parameter.
+    /// Number of elements of the whole parameter.
     pub fn elements(&self) -> usize {
         self.dims.iter().product()
     }
@@ -67,21 +69,21 @@ impl ParameterInfo<'_> {
 /// A tensor that an optimizer keeps for a parameter.
 #[derive(Debug, Clone)]
 pub struct State {
-    /// Its name, in front of the parameter's.
+    /// Name of the state. In full names it precedes the parameter's name.
     pub name: &'static str,
-    /// Shape and type for the whole parameter: the parameter's type, f32 or u8.
+    /// Shape and type of the state for the whole parameter. The type is the parameter's own, f32 or u8.
     pub spec: Spec,
-    /// What it holds before the first step.
+    /// Value of the state before the first step.
     pub init: StateInit,
 }
 
-/// What a state holds before the first step.
+/// The value of a state before the first step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum StateInit {
-    /// Numbers of its own.
+    /// An initialization of its own, such as zeros.
     Filled(Init),
-    /// What the parameter holds, as its own type has it. It has as many elements, and is written with the parameter
-    /// (`Trainer::set_tensor`).
+    /// The parameter's value, in the parameter's own type. The state must have as many elements as the parameter. It is
+    /// overwritten together with the parameter (`Trainer::set_tensor`).
     Parameter,
 }
 
@@ -91,65 +93,68 @@ impl From<Init> for StateInit {
     }
 }
 
-/// One parameter, or a flat part of one, on its way through an update.
+/// The operands of one parameter's update. On data ranks, the parameter may be a flat part of the whole.
 #[derive(Debug)]
 pub struct ParameterUpdate<'a> {
-    /// The parameter, which the update overwrites.
+    /// The parameter; the update overwrites it.
     pub parameter: &'a Tensor,
-    /// What the whole parameter is.
+    /// Description of the whole parameter.
     pub of: ParameterInfo<'a>,
-    /// Its gradient, summed over the step.
+    /// Gradient of the parameter, summed over the micro-batches of the step.
     pub gradient: &'a Tensor,
-    /// Its states, in the order of [`Optimizer::states`]; of a flat part, flat parts.
+    /// States of the parameter, in the order of [`Optimizer::states`]. If the parameter is a flat part, so are its
+    /// states.
     pub states: &'a [Tensor],
-    /// The norm of all gradients together: a scalar.
+    /// Global norm of all gradients: a scalar.
     pub norm: &'a Tensor,
-    /// What [`Optimizer::scalars`] said: [[`SCALARS`]].
+    /// Result of [`Optimizer::scalars`] for this step: [[`SCALARS`]].
     pub scalars: &'a Tensor,
 }
 
-/// A rule that changes parameters. It is recorded once, as graph, and compiled with the rest of the step; one of your own is
-/// as good as those that are here.
+/// An optimizer. Its update is recorded once, as graph nodes, and compiled with the rest of the step. An implementation
+/// outside this crate can do all that the built-in ones do.
 pub trait Optimizer: std::fmt::Debug + Send + Sync {
-    /// Refuses settings that make no sense.
+    /// Checks the settings of the optimizer.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config), usually.
+    /// Returns an error, usually [`Error::Config`](crate::Error::Config), if a setting is out of range.
     fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Whether its updates depend on the norm of all gradients together, and so wait for all of them.
+    /// True if the update reads the global norm. It then cannot start before all gradients are complete.
     fn needs_norm(&self) -> bool {
         true
     }
 
-    /// The tensors that it keeps for a parameter.
+    /// Returns the tensors that the optimizer keeps for a parameter from step to step.
     fn states(&self, of: &ParameterInfo<'_>) -> Vec<State>;
 
-    /// The type in which a parameter's gradient is summed up over micro-batches; by default its own.
+    /// Returns the type in which a parameter's gradient is summed over micro-batches; by default the parameter's own.
     fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
         of.dtype
     }
 
-    /// Data ranks may each update a flat part of a parameter, with the same part of its gradient and of all its states
-    /// (`Trainer::on`): parts of any multiple of this many elements, or none at all. Every state has to
-    /// divide into as many parts as the parameter does.
+    /// Returns the granularity at which data ranks may split a parameter, or `None` if each rank must update it whole.
+    ///
+    /// With `Some(n)`, a data rank may update a flat part of a multiple of `n` elements, together with the same part of
+    /// the gradient and of every state. Every state must then divide into as many parts as the parameter does.
     fn shard_granularity(&self, _of: &ParameterInfo<'_>) -> Option<usize> {
         Some(1)
     }
 
-    /// The numbers of a step (counted from 0) at a learning rate.
+    /// Returns the scalars of a step (counted from 0) at a learning rate.
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS];
 
-    /// Records the update of one parameter, and returns its new value.
+    /// Records the update of one parameter and returns its new value.
     ///
     /// # Errors
-    /// What building the graph returns.
+    /// Returns the errors of recording graph nodes.
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor>;
 }
 
-/// The rules that are here; one of your own is `Arc::new(rule)`.
+/// Conversions of the built-in optimizers into `Arc<dyn Optimizer>`. Any other implementation is wrapped by
+/// `Arc::new(rule)`.
 macro_rules! into_shared {
     ($($rule:ty),+) => {
         $(impl From<$rule> for Arc<dyn Optimizer> {

@@ -1,4 +1,4 @@
-//! The last part of rules with one moment: the moment and the parameter, changed in place.
+//! In-place update of a parameter and its first moment, shared by Lion and Muon.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, BLOCK, Float, InPieces, Pieces, vectorize, with_float};
@@ -9,23 +9,23 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// Where a parameter goes.
+/// The direction in which a parameter moves; the update subtracts it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Direction {
-    /// Against the signs of βm + (1 − β)g.
+    /// The signs of βm + (1 − β)g.
     Sign {
-        /// Decay of the moment in it.
+        /// β, the weight of the moment.
         beta: f64,
     },
-    /// Against an input, times this.
+    /// An input, multiplied by a constant.
     Given {
-        /// What the input is multiplied by.
+        /// The constant.
         scale: f64,
     },
 }
 
-/// (parameter, m) changed in place, from (parameter, gradient, m, norm, scalars), with the direction behind if it is given, and a
-/// master if there is one, of which the parameter then is the nearest:
+/// Updates (parameter, m) in place from (parameter, gradient, m, norm, scalars). Two more inputs are optional: the
+/// direction for [`Direction::Given`], then an f32 master copy. With a master, the parameter is the rounded master.
 ///
 /// ```text
 /// g ← clipped gradient
@@ -33,24 +33,24 @@ pub(super) enum Direction {
 /// m ← keep · m + add · g
 /// ```
 ///
-/// Does nothing when the norm is not finite, so that a broken step leaves the model as it was.
+/// Does nothing if the norm is not finite, so that a failed step leaves the model unchanged.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MomentumUpdate {
-    /// Of the op.
+    /// Name of the operation.
     pub name: &'static str,
     pub direction: Direction,
-    /// Of the moment.
+    /// Factor of the old moment in the new one.
     pub keep: f64,
-    /// Of the gradient in the moment.
+    /// Factor of the gradient in the new moment.
     pub add: f64,
     pub decay: f64,
-    /// The global norm to which larger gradients are scaled.
+    /// The norm to which gradients are scaled down if their global norm is larger.
     pub max_norm: f64,
     pub has_master: bool,
 }
 
 impl MomentumUpdate {
-    /// Records it for a parameter whose states are m and perhaps a master.
+    /// Records the update of a parameter whose states are m and, optionally, a master.
     pub(super) fn record(self, update: &ParameterUpdate<'_>, given: Option<&Tensor>) -> Result<Tensor> {
         let ParameterUpdate { parameter, gradient, states, norm, scalars, .. } = update;
         let mut inputs = vec![*parameter, *gradient, &states[0], *norm, *scalars];
@@ -62,7 +62,7 @@ impl MomentumUpdate {
         }
     }
 
-    /// Inputs without a master.
+    /// Number of inputs without a master.
     fn least_inputs(&self) -> usize {
         match self.direction {
             Direction::Sign { .. } => 5,
@@ -70,14 +70,14 @@ impl MomentumUpdate {
         }
     }
 
-    /// On parameters, moments and gradients that are stored in these types.
+    /// The kernel for parameters, moments and gradients stored in these types.
     fn run_on<P: Float, M: Float, G: Float>(&self, args: &mut Args<'_>) {
         let (p, m) = (args.output::<P>(0), args.output::<M>(1));
         let (gradient, norm, rate) = (args.input::<G>(1), args.input::<f32>(3)[0], args.input::<f32>(4)[0]);
         if !norm.is_finite() {
             return;
         }
-        // Where the direction is made of moment and gradient, the gradient stands in its place.
+        // `Sign` has no direction input; the gradient takes its place in the loop and is ignored there.
         let (beta, scale, given) = match self.direction {
             Direction::Sign { beta } => (Some(beta as f32), 1.0, gradient),
             Direction::Given { scale } => (None, scale as f32, args.input::<G>(5)),

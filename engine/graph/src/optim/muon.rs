@@ -1,5 +1,5 @@
-//! Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024), with the scale of steps and the weight decay of
-//! Liu et al. (arXiv 2502.16982, sections 2.1 and 2.2).
+//! Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024), with the step scale and the
+//! weight decay of Liu et al. (arXiv 2502.16982, sections 2.1 and 2.2).
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -10,24 +10,29 @@ use crate::error::{Error, Result};
 use crate::nn::Init;
 use crate::tensor::Tensor;
 
-/// Coefficients of X ← aX + (bA + cA²)X with A = XXᵀ (Jordan): steep at 0, so that few iterations do.
+/// Coefficients (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ (Jordan). The polynomial is steep at 0, so that few
+/// iterations suffice.
 const NEWTON_SCHULZ: (f64, f64, f64) = (3.4445, -4.7750, 2.0315);
 
-/// A matrix's step has the root mean square of 0.2 that AdamW's steps usually have (Liu et al., equation 4), so that learning rate and
-/// decay are those of AdamW.
+/// Root mean square of a matrix's step, which AdamW's steps usually have too (Liu et al., equation 4). AdamW's learning
+/// rate and weight decay therefore suit Muon as well.
 const ROOT_MEAN_SQUARE: f64 = 0.2;
 
-/// Muon: the step of a matrix is its moment made nearly orthogonal, by Newton–Schulz iterations whose products are operations of the
-/// graph, planned and run like the model's own. One moment instead of AdamW's two. Experts' weights are matrices each. Vectors,
-/// embeddings and the output head (`lm_head`) are updated by AdamW, with the same learning rate.
+/// Muon. The step of a hidden matrix is its moment, made nearly orthogonal by Newton–Schulz iterations. Their matrix
+/// products are operations of the graph, planned and run like the model's own. One moment is kept instead of AdamW's
+/// two.
+///
+/// Each expert's weight is a matrix of its own. Vectors, embeddings and the output head (`lm_head`) are updated by
+/// AdamW with the same learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Muon {
-    /// Of everything that is no hidden matrix; its weight decay, clipping and masters hold for all.
+    /// Settings of AdamW for everything but hidden matrices. Weight decay, clipping and master copies apply to all
+    /// parameters.
     pub rule: AdamW,
-    /// Decay of the moment; the step looks a gradient ahead (Nesterov).
+    /// Decay of the moment. The step uses Nesterov momentum.
     pub momentum: f64,
-    /// Newton–Schulz iterations.
+    /// Number of Newton–Schulz iterations.
     pub iterations: usize,
 }
 
@@ -43,11 +48,11 @@ impl Muon {
         of.dims.len() <= 3 && !of.looked_up && *rows > 1 && *columns > 1 && !of.name.contains("lm_head")
     }
 
-    /// The nearest orthogonal matrix, roughly: singular values between 0.7 and 1.2 (Jordan).
+    /// Returns roughly the nearest orthogonal matrix: its singular values lie between 0.7 and 1.2 (Jordan).
     fn orthogonal(&self, x: &Tensor) -> Result<Tensor> {
         let rank = x.rank();
         let (rows, columns) = (x.dim(rank - 2)?, x.dim(rank - 1)?);
-        // The products are of the shorter side.
+        // Transpose tall matrices, so that XXᵀ has the extent of the shorter side.
         let x = if rows > columns { x.transpose(rank - 2, rank - 1)? } else { x.clone() };
         let norm = x.sqr()?.sum_keepdim(rank - 1)?.sum_keepdim(rank - 2)?.sqrt()?;
         let mut x = x.broadcast_div(&(norm + 1e-7)?)?;
@@ -92,7 +97,7 @@ impl Optimizer for Muon {
         of.kept_dtype()
     }
 
-    /// A matrix is made orthogonal as a whole.
+    /// A hidden matrix is not split: it is orthogonalized as a whole.
     fn shard_granularity(&self, of: &ParameterInfo<'_>) -> Option<usize> {
         if Self::is_hidden_matrix(of) { None } else { self.rule.shard_granularity(of) }
     }
@@ -107,7 +112,7 @@ impl Optimizer for Muon {
         }
         let ParameterUpdate { of, gradient, states, norm, .. } = &update;
         let moment = states[0].to_dtype(gradient.dtype())?;
-        // The moment is that of clipped gradients.
+        // The moment accumulates clipped gradients.
         let gradient = match self.rule.max_norm.is_finite() {
             false => (*gradient).clone(),
             true => {
@@ -115,7 +120,7 @@ impl Optimizer for Muon {
                 gradient.broadcast_mul(&clip.to_dtype(gradient.dtype())?)?
             }
         };
-        // β(βm + g) + g, with the moment that the update stores.
+        // β(βm + g) + g: the Nesterov step, where βm + g is the moment that the update stores.
         let ahead = ((moment * self.momentum.powi(2))? + (gradient * (1.0 + self.momentum))?)?;
         let direction = self.orthogonal(&ahead)?;
         let longer = of.dims[of.dims.len() - 2..].iter().copied().max().unwrap_or(1);

@@ -1,33 +1,35 @@
-//! The few directions that hold most of a matrix, by randomised subspace iteration.
+//! The strongest directions of a matrix, found by randomized subspace iteration.
 //!
-//! GaLore projects on the first singular vectors. An exact decomposition gives more than is used of it, and needs a library
-//! that allocates; what is used is the *space* that the vectors span, and products with random rows find that space
-//! (Halko, Martinsson & Tropp, arXiv 0909.4061, algorithm 4.4): rows of R·Gᵀ lean towards the strong directions, made
-//! orthonormal and multiplied by G and Gᵀ again they lean more. Every product is a matrix product that the engine has
-//! already, the random numbers come from a fixed seed, and everything lies in scratch that was planned. How close the
-//! result is to that of an exact decomposition is judged below.
+//! GaLore projects gradients to their first singular vectors. It needs only the *space* that these vectors span, not an
+//! exact decomposition, which would take a library that allocates memory. Products with random rows find that space
+//! (Halko, Martinsson & Tropp, arXiv 0909.4061, algorithm 4.4): the rows of R·Gᵀ lean towards the strong directions of
+//! G, and lean more each time they are made orthonormal and multiplied by G and Gᵀ again.
+//!
+//! All products run on the engine's own matrix multiplication, the random rows come from a fixed seed, and all memory
+//! is planned scratch. The tests below compare the result with an exact decomposition.
 
 use gapless_kernels::Numbers;
 use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use gapless_kernels::cpu::scratch::for_each_of;
 use gapless_kernels::cpu::{InPieces, Pieces, Scratch, reduce, vectorize};
 
-/// Rounds of products by Gᵀ and G.
+/// Number of rounds of products with Gᵀ and G.
 pub(super) const ITERATIONS: usize = 3;
 
-/// The random rows: the same for every matrix and every time.
+/// The generator of the random rows; they are the same for every matrix and every step.
 pub(super) fn start() -> Numbers {
     Numbers::from_seed(0x006a_107e)
 }
 
-/// A row that loses all but this much of itself when the earlier ones are taken out of it is rounding noise.
+/// A row is rounding noise if subtracting its projection on the earlier rows leaves no more than this fraction of its
+/// norm.
 const DEPENDENT: f32 = 1e-5;
 
-/// Rows whose greatest element is below this are zero.
+/// Rows whose greatest magnitude is below this count as zero.
 const VANISHED: f32 = 1e-37;
 
-/// A matrix G of a weight's shape, [`Self::rank`] orthonormal rows P along its shorter side, and the projection R = P·G
-/// along the longer. Where the weight is taller than wide, what is called G here is its transpose.
+/// The products between a matrix G of a weight's shape, P ([`Self::rank`] orthonormal rows along its shorter side) and
+/// the projection R = P·G along the longer side. If the weight is taller than wide, G stands for its transpose.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Projection {
     pub rows: usize,
@@ -54,13 +56,13 @@ impl Projection {
         Gemm::new(self.rank, self.longer(), self.shorter(), p, self.turned(g))
     }
 
-    /// R·Gᵀ, of the shape of P.
+    /// The product R·Gᵀ, which has the shape of P.
     fn back(&self) -> Gemm {
         let (r, g) = (Strides::row_major(self.longer()), Strides::transposed(self.columns));
         Gemm::new(self.rank, self.shorter(), self.longer(), r, self.turned(g))
     }
 
-    /// Pᵀ·R, as the weight lies: Rᵀ·P where that is turned.
+    /// The product Pᵀ·R in the layout of the weight: Rᵀ·P if the weight is transposed.
     fn lift(&self) -> Gemm {
         let (first, second) =
             if self.is_turned() { (self.longer(), self.shorter()) } else { (self.shorter(), self.longer()) };
@@ -72,24 +74,25 @@ impl Projection {
         if self.is_turned() { Strides { row: column, column: row } } else { strides }
     }
 
-    /// Bytes of each piece of scratch that [`Self::follow`], [`Self::apply`] and [`Self::add`] need with `threads` threads.
+    /// Returns the bytes of each piece of scratch that [`Self::follow`], [`Self::apply`] and [`Self::add`] need with
+    /// `threads` threads.
     pub fn scratch(&self, threads: usize) -> Vec<u64> {
         for_each_of([self.project(), self.back(), self.lift()].map(|product| product.scratch(threads)))
     }
 
-    /// R = P·G.
+    /// Computes R = P·G.
     pub fn apply(&self, p: &[f32], g: &[f32], r: &mut [f32], scratch: &mut Scratch<'_>) {
         multiply(&self.project(), p, g, r, Mode::Overwrite, scratch);
     }
 
-    /// Weight += Pᵀ·R.
+    /// Adds Pᵀ·R to the weight.
     pub fn add(&self, p: &[f32], r: &[f32], weight: &mut [f32], scratch: &mut Scratch<'_>) {
         let (first, second) = if self.is_turned() { (r, p) } else { (p, r) };
         multiply(&self.lift(), first, second, weight, Mode::Accumulate, scratch);
     }
 
-    /// Finds P for this G, and R = P·G. Rows of P are zero where G has fewer directions than there are rows. `coefficients` is
-    /// room for one number per row.
+    /// Computes P for this G, and R = P·G. If G has fewer directions than P has rows, the remaining rows are zeros.
+    /// `coefficients` is scratch of one element per row.
     pub fn follow(&self, g: &[f32], p: &mut [f32], r: &mut [f32], coefficients: &mut [f32], scratch: &mut Scratch<'_>) {
         let numbers = start();
         r.pieces_mut(COLUMNS).enumerate().for_each(|(task, r)| {
@@ -110,16 +113,16 @@ fn multiply(gemm: &Gemm, a: &[f32], b: &[f32], c: &mut [f32], mode: Mode, scratc
 /// Elements of a row per task.
 const COLUMNS: usize = 512;
 
-/// Makes rows of `width` orthonormal, one after another, by classical Gram–Schmidt done twice, which is as good as exact
-/// (Giraud, Langou & Rozložník, 2005, "the twice is enough algorithm") and, unlike the modified form, parallel.
-/// Dependent rows become zero.
+/// Makes rows of `width` orthonormal, one after another, and sets dependent rows to zero. It runs classical
+/// Gram–Schmidt twice, which is as accurate as exact arithmetic (Giraud, Langou & Rozložník, 2005, "twice is enough")
+/// and can run in parallel, unlike modified Gram–Schmidt.
 fn orthonormalise(rows: &mut [f32], width: usize, coefficients: &mut [f32]) {
     /// Earlier rows per task.
     const ROWS: usize = 8;
     for index in 0..rows.len() / width {
         let (earlier, rest) = rows.split_at_mut(index * width);
         let (row, coefficients) = (&mut rest[..width], &mut coefficients[..index]);
-        // Products of small gradients are so small that their squares would vanish.
+        // Scale first: the squares of products of small gradients would underflow.
         let greatest = vectorize!(reduce::max_abs(row));
         if greatest < VANISHED {
             row.fill(0.0);
@@ -149,12 +152,12 @@ fn norm(row: &[f32]) -> f32 {
     vectorize!(reduce::sum(row, |x| x * x)).sqrt()
 }
 
-/// The same once more, as simply as it can be said, in f64: the judge.
+/// Reference implementation in f64, as simple as possible.
 pub(super) mod exact {
     use super::{ITERATIONS, start};
     use crate::reference::Array;
 
-    /// A·B.
+    /// The product A·B.
     pub fn product(a: &Array, b: &Array) -> Array {
         let (rows, inner, columns) = (a.dims[0], a.dims[1], b.dims[1]);
         let element = |i: usize, j: usize| (0..inner).map(|k| a.data[i * inner + k] * b.data[k * columns + j]).sum();
@@ -166,7 +169,7 @@ pub(super) mod exact {
         Array::new(&[columns, rows], (0..rows * columns).map(|i| a.data[i % rows * columns + i / rows]).collect())
     }
 
-    /// P for a G that is no taller than wide.
+    /// Computes P for a G that is not taller than wide.
     pub fn follow(g: &Array, rank: usize) -> Array {
         let random = (0..rank * g.dims[1]).map(|i| f64::from(start().normal(i) as f32)).collect();
         let mut r = Array::new(&[rank, g.dims[1]], random);
@@ -207,7 +210,7 @@ mod tests {
         Array::new(&[rows, columns], (0..rows * columns).map(|i| numbers.normal(i)).collect())
     }
 
-    /// U·diag(σ)·V, of which the decomposition is known because it was made from one.
+    /// U·diag(σ)·V with known singular values, built from random U and V.
     fn with_spectrum(rows: usize, columns: usize, singular: &[f64]) -> Array {
         let count = singular.len();
         let mut u = orthonormal(normal(count, rows, 3));
@@ -220,7 +223,7 @@ mod tests {
         x.iter().map(|x| x * x).sum()
     }
 
-    /// P in f32 for a matrix of any shape, and R.
+    /// Computes P in f32 for a matrix of any shape, and R.
     fn follow(g: &Array, rank: usize) -> (Array, Array) {
         let of = Projection { rows: g.dims[0], columns: g.dims[1], rank };
         let (mut p, mut r) = (vec![f32::NAN; rank * of.shorter()], vec![f32::NAN; rank * of.longer()]);
@@ -233,13 +236,13 @@ mod tests {
         (wide(p, of.shorter()), wide(r, of.longer()))
     }
 
-    /// Of all spaces of this many directions, that of the first singular vectors holds most: Σ σᵢ² (Eckart & Young). Ours
-    /// holds nearly as much, for spectra that fall as those of gradients do and for those that hardly fall.
+    /// No space of this many directions holds more than that of the first singular vectors: Σ σᵢ² (Eckart & Young). The
+    /// space found here holds nearly as much, for spectra that decay like those of gradients and for nearly flat ones.
     #[test]
     fn the_space_holds_nearly_what_singular_vectors_hold() {
         const RANK: usize = 16;
         let shapes = [(96, 200), (200, 96), (96, 96)];
-        // Singular values, and the share that is asked for.
+        // Name, singular values, and the required share of the optimum.
         type Spectrum = (&'static str, fn(usize) -> f64, f64);
         let spectra: [Spectrum; 5] = [
             ("0.8^i", |i| 0.8f64.powi(i as i32), 0.9999),
@@ -256,7 +259,7 @@ mod tests {
                 let best = energy(&singular[..RANK]);
                 println!("{rows}×{columns}, {name}: {:.5}", energy(&r.data) / best);
                 assert!(energy(&r.data) > share * best, "{rows}×{columns}, {name}: {}", energy(&r.data) / best);
-                // Nothing holds more: the rows are orthonormal, to f32.
+                // The energy of R cannot exceed the optimum if the rows of P are orthonormal, to f32.
                 let gram = product(&p, &transposed(&p));
                 for (i, x) in gram.data.iter().enumerate() {
                     let expected = if i % (RANK + 1) == 0 { 1.0 } else { 0.0 };

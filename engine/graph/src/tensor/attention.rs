@@ -1,37 +1,42 @@
-//! Attention: fused where every query sees all keys or those before it, composed where a mask says which.
+//! Attention: fused if every query sees all keys or all earlier ones, composed of other operations for an arbitrary
+//! mask.
 
 use super::Tensor;
 use crate::error::Result;
 use crate::graph::Sequences;
 use crate::ops;
 
-/// Attention of `self`, the queries.
+/// Attention, with `self` as the queries.
 impl Tensor {
-    /// Fused causal attention of `self` (the queries): [batch, heads, tokens, head size], with keys and values of
-    /// [batch, key-value heads, tokens, head size]. Never makes the tokens × tokens scores
-    /// (FlashAttention, arXiv 2205.14135). Where sequences are continued ([`Sequences`]), the tokens before are seen too, out of a
-    /// cache that the new keys and values are written to; where documents are packed, it is [`Self::document_attention`].
+    /// Fused causal attention. The queries `self` are [batch, heads, tokens, head size], keys and values [batch,
+    /// key-value heads, tokens, head size]. The tokens × tokens scores are never stored (FlashAttention, arXiv
+    /// 2205.14135).
+    ///
+    /// If sequences are continued ([`Sequences`]), queries also see the past tokens, from a cache to which the new keys
+    /// and values are written. If documents are packed, it is [`Self::document_attention`].
     ///
     /// # Errors
-    /// When the shapes do not fit or the heads are not a multiple of the key-value heads.
+    /// Returns an error if the shapes do not fit, or if the heads are not a multiple of the key-value heads.
     pub fn causal_attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
         self.attend(k, v, ops::Attention::causal(scale))
     }
 
-    /// Fused attention, with a window and capped scores as [`ops::Attention`] says; values of a head may be of another size than its
-    /// keys. If it is causal, sequences are continued and documents told apart as by [`Self::causal_attention`].
+    /// Fused attention with the settings of [`ops::Attention`], such as a window and a soft cap. The values of a head
+    /// may have another size than its keys. Causal attention treats continued sequences and packed documents like
+    /// [`Self::causal_attention`].
     ///
     /// # Errors
-    /// As [`Self::causal_attention`]; a window without causality; a scale or cap that is no positive number.
+    /// Returns the errors of [`Self::causal_attention`], and an error for a window without causality, or a scale or cap
+    /// that is not positive.
     pub fn attend(&self, k: &Self, v: &Self, how: ops::Attention) -> Result<Self> {
         self.attend_past(&k.with_past("keys")?, &v.with_past("values")?, how)
     }
 
-    /// [`Self::attend`] where keys and values are made of what [`Self::with_past`] gives: they are of all tokens of the window, and are
-    /// cached no more.
+    /// Like [`Self::attend`], for keys and values computed from the results of [`Self::with_past`]. They cover all
+    /// tokens of the window and are not cached again.
     ///
     /// # Errors
-    /// As [`Self::attend`].
+    /// Returns the errors of [`Self::attend`].
     pub fn attend_past(&self, k: &Self, v: &Self, how: ops::Attention) -> Result<Self> {
         if !how.causal {
             self.expect_whole_sequences()?;
@@ -48,20 +53,21 @@ impl Tensor {
         }
     }
 
-    /// As [`Self::causal_attention`], but every query sees every key.
+    /// Like [`Self::causal_attention`], but every query sees every key.
     ///
     /// # Errors
-    /// As [`Self::causal_attention`]; where sequences are continued, for the keys to come are not known, or documents packed.
+    /// Returns the errors of [`Self::causal_attention`], and an error if documents are packed or sequences are
+    /// continued, because future keys are not known then.
     pub fn attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
         self.attend(k, v, ops::Attention::full(scale))
     }
 
-    /// As [`Self::causal_attention`], but no query sees a key before its first one: `starts` are u32 [batch, tokens]. Where each
-    /// token's is the first of its document, documents that are packed into one sequence do not see each other. Four bytes a
-    /// token more than without; blocks of keys that nobody sees are passed over.
+    /// Like [`Self::causal_attention`], but no query sees a key before its first one, given by `starts` (u32 [batch,
+    /// tokens]). With the first token of each token's document as `starts`, documents packed into one sequence do not
+    /// see each other. It takes four more bytes per token, and skips blocks of keys that no query sees.
     ///
     /// # Errors
-    /// As [`Self::causal_attention`]; where sequences are continued.
+    /// Returns the errors of [`Self::causal_attention`], and an error if sequences are continued.
     pub fn document_attention(&self, k: &Self, v: &Self, starts: &Self, scale: f64) -> Result<Self> {
         if let Sequences::Continued { .. } = self.sequences() {
             self.expect_whole_sequences()?;
@@ -69,12 +75,12 @@ impl Tensor {
         self.fused_attention(&[self, k, v, starts], ops::Attention::causal(scale))
     }
 
-    /// Attention under a mask that broadcasts to [batch, heads, queries, keys]: of u8 or u32, 0 for the keys that a query does not
-    /// see; of floats, what is added to the scores. A query that sees nothing gives NaN. The scores exist whole.
-    ///
+    /// Attention with a mask that broadcasts to [batch, heads, queries, keys]. A mask of u8 or u32 is 0 for keys that a
+    /// query does not see; a mask of floats is added to the scores. A query that sees no key gives NaN. The scores are
+    /// stored as a whole.
     /// # Errors
-    /// When the shapes do not fit or the heads are not a multiple of the key-value heads; where sequences are continued, for there is
-    /// no cache that a mask is laid over, or documents packed.
+    /// Returns an error if the shapes do not fit, if the heads are not a multiple of the key-value heads, if sequences
+    /// are continued (masks do not cover the cache), or if documents are packed.
     pub fn masked_attention(&self, k: &Self, v: &Self, mask: &Self, scale: f64) -> Result<Self> {
         self.expect_whole_sequences()?;
         let (batch, heads, queries, size) = self.dims4()?;
@@ -83,7 +89,7 @@ impl Tensor {
             let what = format!("{heads} heads are not a multiple of {kv_heads} key-value heads");
             return Err(self.shape_error("masked_attention", what));
         }
-        // Key-value heads once for each head that reads them.
+        // Repeats key-value heads for each query head that reads them.
         let shared = |x: &Self| {
             let repeated = x.unsqueeze(2)?.broadcast_as((batch, kv_heads, heads / kv_heads, keys, size))?;
             repeated.reshape((batch, heads, keys, size))
@@ -97,11 +103,11 @@ impl Tensor {
         scores.softmax_last_dim()?.matmul(&shared(v)?)
     }
 
-    /// Causal attention in which every query sees the last `window` keys up to its own (Beltagy et al., arXiv 2004.05150). Blocks of
-    /// keys that nobody sees are passed over.
+    /// Causal attention in which every query sees the last `window` keys up to its own (Beltagy et al., arXiv
+    /// 2004.05150). Blocks of keys that no query sees are skipped.
     ///
     /// # Errors
-    /// As [`Self::causal_attention`]; a window of 0.
+    /// Returns the errors of [`Self::causal_attention`], and an error for a window of 0.
     pub fn sliding_attention(&self, k: &Self, v: &Self, window: usize, scale: f64) -> Result<Self> {
         self.attend(k, v, ops::Attention { window: Some(window), ..ops::Attention::causal(scale) })
     }

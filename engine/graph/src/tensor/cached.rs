@@ -1,4 +1,4 @@
-//! Where tokens stand in their texts, and caches of what came before.
+//! Positions of tokens in their texts, and caches of past tokens.
 
 use gapless_kernels::LossTerms;
 
@@ -8,11 +8,12 @@ use crate::graph::Sequences;
 use crate::{lock, ops};
 
 impl Tensor {
-    /// The rows of `self`, a table [positions, width], of as many tokens: the first ones [tokens, width]; where sequences are
-    /// continued or documents packed, those of the tokens' places [batch, tokens, width].
+    /// Looks up the rows of a table of positions: `self` is [positions, width]. The result has the first `tokens` rows
+    /// [tokens, width]; if sequences are continued or documents packed, it has the rows of the tokens' positions
+    /// [batch, tokens, width].
     ///
     /// # Errors
-    /// When the table has fewer rows.
+    /// Returns an error if the table has too few rows.
     pub fn rows_of_positions(&self, tokens: usize) -> Result<Self> {
         let Some(positions) = self.positions() else { return self.narrow(0, 0, tokens) };
         let (rows, window) = (self.dim(0)?, self.cache_window().unwrap_or(tokens));
@@ -22,7 +23,7 @@ impl Tensor {
         self.embedding(&positions)
     }
 
-    /// Where sequences are continued: how many tokens one has at most.
+    /// The greatest number of tokens in a sequence, if sequences are continued.
     pub fn cache_window(&self) -> Option<usize> {
         match self.sequences() {
             Sequences::Continued { window, .. } => Some(window),
@@ -30,12 +31,12 @@ impl Tensor {
         }
     }
 
-    /// What the tokens of this graph's sequences are.
+    /// The relation between the tokens of this graph's sequences.
     pub(super) fn sequences(&self) -> Sequences {
         lock(&self.graph).sequences()
     }
 
-    /// Where sequences are continued or documents packed: the places of the tokens.
+    /// The positions of the tokens, if sequences are continued or documents packed.
     pub(super) fn positions(&self) -> Option<Self> {
         match self.sequences() {
             Sequences::Whole => None,
@@ -45,10 +46,10 @@ impl Tensor {
         }
     }
 
-    /// Where documents are packed: what the loss of each target counts.
+    /// The factors of the targets' losses, if documents are packed.
     ///
     /// # Errors
-    /// When there is not one target for each token.
+    /// Returns an error if the number of targets is not that of the tokens.
     pub(super) fn weights_of(&self, targets: &Self) -> Result<Option<Self>> {
         match self.sequences() {
             Sequences::Packed { weights, .. } => {
@@ -58,7 +59,8 @@ impl Tensor {
         }
     }
 
-    /// Where documents are packed: the first token of each token's document, and what the token counts in the statistics of a router.
+    /// If documents are packed, returns the first token of each token's document, and the weight of each token in a
+    /// router's statistics.
     pub(crate) fn documents(&self) -> Option<[Self; 2]> {
         match self.sequences() {
             Sequences::Packed { starts, routed, .. } => Some([starts, routed].map(|id| Self::of(&self.graph, id))),
@@ -66,16 +68,17 @@ impl Tensor {
         }
     }
 
-    /// What a loss over a vocabulary counts beside the likelihood.
+    /// The terms of a loss over a vocabulary besides −log p of the targets.
     pub(super) fn loss_terms(&self) -> LossTerms {
         lock(&self.graph).loss_terms()
     }
 
-    /// `self` [batch, heads, tokens, size] or [batch, tokens, size] behind what a cache has of the tokens before: a row for each token of
-    /// the window. `what` names the cache in the plan. `self` where no sequences are continued.
+    /// Writes `self` [batch, heads, tokens, size] or [batch, tokens, size] to a cache, after the past tokens, and
+    /// returns the cache, with a row for each token of the window. `what` names the cache in the plan. If sequences are
+    /// not continued, returns `self`.
     ///
     /// # Errors
-    /// When the window is shorter than the tokens.
+    /// Returns an error if there are more tokens than the window has.
     pub fn with_past(&self, what: &str) -> Result<Self> {
         let Sequences::Continued { positions, window } = self.sequences() else { return Ok(self.clone()) };
         if self.rank() == 3 {

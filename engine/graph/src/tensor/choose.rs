@@ -1,4 +1,4 @@
-//! Comparisons, and what is chosen by masks and indices.
+//! Comparisons, and selection by masks and indices.
 
 use candle_core::WithDType;
 use candle_core::shape::Dim;
@@ -10,7 +10,7 @@ use crate::ops::{self, Comparison};
 
 /// A tensor, or a number for all of its elements.
 pub trait TensorOrScalar {
-    /// The tensor; of a number one of the shape and type of `like`.
+    /// Returns the tensor; for a number, a constant with the shape and type of `like`.
     fn beside(self, like: &Tensor) -> Tensor;
 }
 
@@ -28,12 +28,13 @@ impl<T: WithDType> TensorOrScalar for T {
 
 macro_rules! comparisons {
     ($($name:ident, $broadcast:ident => $kind:ident, $sign:literal;)*) => {
-        /// Masks (u8): 1 where it holds, 0 elsewhere. Not differentiable.
+        /// Comparisons. They return masks (u8), which are 1 where the comparison holds and 0 elsewhere, and have no
+        /// gradient.
         impl Tensor {
             $(#[doc = concat!("self ", $sign, " rhs, a number or a tensor of this shape.")]
             ///
             /// # Errors
-            /// When the shapes or types differ.
+            /// Returns an error if the shapes or types differ.
             pub fn $name<T: TensorOrScalar>(&self, rhs: T) -> Result<Self> {
                 let op = ops::Compare { comparison: Comparison::$kind };
                 Self::apply_op::<1>(op, &[self, &rhs.beside(self)]).map(|[mask]| mask)
@@ -42,7 +43,7 @@ macro_rules! comparisons {
             #[doc = concat!("self ", $sign, " rhs, for shapes that broadcast.")]
             ///
             /// # Errors
-            /// When the shapes do not broadcast, or the types differ.
+            /// Returns an error if the shapes do not broadcast, or the types differ.
             pub fn $broadcast(&self, rhs: &Self) -> Result<Self> {
                 let shape = self.shape().broadcast_shape_binary_op(rhs.shape(), stringify!($name))?;
                 self.broadcast_as(shape.clone())?.$name(&rhs.broadcast_as(shape)?)
@@ -60,85 +61,87 @@ comparisons! {
     ge, broadcast_ge => AtLeast, "≥";
 }
 
-/// The greater or the lesser of two. Where they are equal, the gradient is the first one's; candle shares it.
+/// Maximum and minimum of two tensors. Where both are equal, the gradient goes to the first; candle divides it between
+/// them.
 impl Tensor {
-    /// The greater of each pair.
+    /// The greater element of each pair.
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn maximum<T: TensorOrScalar>(&self, rhs: T) -> Result<Self> {
         self.binary(&rhs.beside(self), ops::BinaryKind::Maximum)
     }
 
-    /// The lesser of each pair.
+    /// The lesser element of each pair.
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn minimum<T: TensorOrScalar>(&self, rhs: T) -> Result<Self> {
         self.binary(&rhs.beside(self), ops::BinaryKind::Minimum)
     }
 
-    /// The greater of each pair, for shapes that broadcast.
+    /// The greater element of each pair, for shapes that broadcast.
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn broadcast_maximum(&self, rhs: &Self) -> Result<Self> {
         self.broadcast_binary(rhs, ops::BinaryKind::Maximum)
     }
 
-    /// The lesser of each pair, for shapes that broadcast.
+    /// The lesser element of each pair, for shapes that broadcast.
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn broadcast_minimum(&self, rhs: &Self) -> Result<Self> {
         self.broadcast_binary(rhs, ops::BinaryKind::Minimum)
     }
 
-    /// Numbers below `min` become `min`, those above `max` become `max`.
+    /// Limits elements to the range from `min` to `max`.
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn clamp<T1: TensorOrScalar, T2: TensorOrScalar>(&self, min: T1, max: T2) -> Result<Self> {
         self.maximum(min)?.minimum(max)
     }
 }
 
-/// Masks.
+/// Selection by masks.
 impl Tensor {
-    /// `on_true` where this mask (u8 or u32) is not 0, `on_false` elsewhere.
+    /// Selects `on_true` where this mask (u8 or u32) is not 0, `on_false` elsewhere.
     ///
     /// # Errors
-    /// When the shapes differ, or this is no mask.
+    /// Returns an error if the shapes differ, or if this tensor is not a mask.
     pub fn where_cond(&self, on_true: &Self, on_false: &Self) -> Result<Self> {
         Self::apply_op::<1>(ops::Where, &[self, on_true, on_false]).map(|[chosen]| chosen)
     }
 
-    /// The tensor with `number` where `mask` (u8 or u32, of a shape that broadcasts to this one's) is not 0.
+    /// Replaces elements by `number` where `mask` is not 0. The mask is u8 or u32 and broadcasts to this shape.
     ///
     /// # Errors
-    /// When the mask's shape does not broadcast.
+    /// Returns an error if the mask's shape does not broadcast.
     pub fn masked_fill<T: WithDType>(&self, mask: &Self, number: T) -> Result<Self> {
         mask.broadcast_as(self.shape().clone())?.where_cond(&number.beside(self), self)
     }
 }
 
-/// Indices (u32).
+/// Selection by indices (u32).
 impl Tensor {
-    /// Along `dim`, the elements that `ids` names: of the shape of `ids`, which is this one's but for that dimension. An id outside
-    /// of it gives NaN.
+    /// Selects elements along `dim` by `ids`. The result has the shape of `ids`, which equals this shape except for
+    /// that dimension. An id out of range gives NaN.
     ///
     /// # Errors
-    /// When the shapes do not fit, or an id that is known here is outside.
+    /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
     pub fn gather<D: Dim>(&self, ids: &Self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "gather")?;
         self.expect_inside(ids, dim, "gather")?;
         Self::apply_op::<1>(ops::Gather { dim }, &[self, ids]).map(|[out]| out)
     }
 
-    /// The tensor with the elements of `source` added along `dim`, each to the one that `ids`, of the shape of `source`, names.
+    /// Adds each element of `source` along `dim` to the element with the index given by `ids`, which has the shape of
+    /// `source`.
     ///
     /// # Errors
-    /// When the shapes do not fit, or an id that is known here is outside.
+    /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
     pub fn scatter_add<D: Dim>(&self, ids: &Self, source: &Self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "scatter_add")?;
         self.expect_inside(ids, dim, "scatter_add")?;
@@ -146,15 +149,15 @@ impl Tensor {
         self.add(&added)
     }
 
-    /// Along `dim`, the indices that `ids` (a vector) names.
+    /// Selects indices along `dim` by `ids`, a vector.
     ///
     /// # Errors
-    /// When `ids` is not a vector of u32, or an id that is known here is outside.
+    /// Returns an error if `ids` is not a vector of u32, or if an id that is already known is out of range.
     pub fn index_select<D: Dim>(&self, ids: &Self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "index_select")?;
         ids.dims1()?;
         self.expect_inside(ids, dim, "index_select")?;
-        // The dimension in front, and the others as a row.
+        // Moves the dimension to the front and flattens the others, so that this is a lookup of rows.
         let front = self.transpose(0, dim)?;
         let rows = front.reshape((self.dims()[dim], self.elem_count() / self.dims()[dim].max(1)))?.embedding(ids)?;
         let mut dims = front.dims().to_vec();
@@ -162,10 +165,10 @@ impl Tensor {
         rows.reshape(dims)?.transpose(0, dim)
     }
 
-    /// The tensor with the indices of `source` along `dim` added, each to the one that `ids` (a vector) names.
+    /// Adds each index of `source` along `dim` to the index given by `ids`, a vector.
     ///
     /// # Errors
-    /// When the shapes do not fit, or an id that is known here is outside.
+    /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
     pub fn index_add<D: Dim>(&self, ids: &Self, source: &Self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "index_add")?;
         let mut dims = vec![1; self.rank()];
@@ -173,7 +176,7 @@ impl Tensor {
         self.scatter_add(&ids.reshape(dims)?.broadcast_as(source.shape().clone())?, source, dim)
     }
 
-    /// Refuses ids that are known when the model is recorded, and too large.
+    /// Checks that ids are in range, if they are already known when the model is recorded.
     pub(super) fn expect_inside(&self, ids: &Self, dim: usize, op: &str) -> Result<()> {
         let extent = self.dims()[dim];
         let known = lock(&self.graph).data(ids.id()).unwrap_or_default();

@@ -1,9 +1,9 @@
-//! Convolutions, as products with the windows that the kernel sees.
+//! Convolutions, computed as matrix products with the windows that the kernel covers.
 
 use super::Tensor;
 use crate::error::Result;
 
-/// How a kernel goes along one dimension.
+/// The movement of a kernel along one dimension.
 #[derive(Debug, Clone, Copy)]
 struct Walk {
     padding: usize,
@@ -15,7 +15,7 @@ impl Tensor {
     /// Convolution of [batch, channels in, length] with a kernel [channels out, channels in ÷ groups, size].
     ///
     /// # Errors
-    /// When the shapes do not fit, or the kernel is longer than what it is applied to.
+    /// Returns an error if the shapes do not fit, or if the kernel is longer than the padded input.
     pub fn conv1d(&self, kernel: &Self, padding: usize, stride: usize, dilation: usize, groups: usize) -> Result<Self> {
         let along = Walk { padding, stride, dilation };
         let across = Walk { padding: 0, stride: 1, dilation: 1 };
@@ -25,7 +25,7 @@ impl Tensor {
     /// Convolution of [batch, channels in, height, width] with a kernel [channels out, channels in ÷ groups, height, width].
     ///
     /// # Errors
-    /// When the shapes do not fit, or the kernel is larger than what it is applied to.
+    /// Returns an error if the shapes do not fit, or if the kernel is larger than the padded input.
     pub fn conv2d(&self, kernel: &Self, padding: usize, stride: usize, dilation: usize, groups: usize) -> Result<Self> {
         self.convolve(kernel, [Walk { padding, stride, dilation }; 2], groups)
     }
@@ -36,7 +36,7 @@ impl Tensor {
             let what = format!("{channels} channels in {groups} groups, and a kernel {:?}", kernel.dims());
             return Err(self.shape_error("convolution", what));
         }
-        // [batch, channels, rows, high, columns, wide]: at each place, what the kernel sees.
+        // [batch, channels, rows, high, columns, wide]: the elements under the kernel at each position.
         let seen = self.windows(2, high, down)?.windows(4, wide, along)?;
         let (rows, columns, size) = (seen.dims()[2], seen.dims()[4], of_group * high * wide);
         if groups == 1 {
@@ -50,7 +50,7 @@ impl Tensor {
         kernel.matmul(&seen)?.reshape((batch, out, rows, columns))
     }
 
-    /// Dimension `dim` as two: the places of a kernel of `size`, and what it sees there.
+    /// Splits dimension `dim` into two: the positions of a kernel of `size`, and the elements under it.
     fn windows(&self, dim: usize, size: usize, walk: Walk) -> Result<Self> {
         let Walk { padding, stride, dilation } = walk;
         let extent = self.dims()[dim] + 2 * padding;
@@ -67,7 +67,7 @@ impl Tensor {
             let padded = self.pad_with_zeros(dim, padding, padding)?;
             return split(&padded.narrow(dim, 0, places * stride)?, [places, size]);
         }
-        // Each of the kernel's elements sees a range, of which every `stride`th index counts.
+        // Each element of the kernel covers a range, of which every `stride`th index is used.
         let needed = dilation * (size - 1) + places * stride;
         let padded = self.pad_with_zeros(dim, padding, padding + needed.saturating_sub(extent))?;
         let seen_by = |element: usize| {

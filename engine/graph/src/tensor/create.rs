@@ -1,4 +1,4 @@
-//! Tensors whose numbers the model's source gives.
+//! Creation of tensors from values in the model's source.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex};
@@ -11,8 +11,9 @@ use crate::Spec;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, lock};
 
-/// Where new tensors are made. In candle that is a device; here it is the graph that is being recorded, whatever it runs on:
-/// [`Tensor::device`] and [`VarBuilder::device`](crate::nn::VarBuilder::device) name it.
+/// The graph in which new tensors are created. In candle, a device has this role; here it is the graph being recorded,
+/// whatever device it will run on. [`Tensor::device`] and [`VarBuilder::device`](crate::nn::VarBuilder::device) return
+/// it.
 #[derive(Debug, Clone)]
 pub struct Device(Arc<Mutex<Graph>>);
 
@@ -29,7 +30,7 @@ impl Device {
         Self(graph.clone())
     }
 
-    /// A constant of a shape and type that a tensor has.
+    /// Creates a constant with the shape and type of an existing tensor, which need no check.
     pub(super) fn constant(&self, number: f64, spec: Spec) -> Tensor {
         let id = lock(self).constant_like(number, spec);
         Tensor::of(self, id)
@@ -41,7 +42,7 @@ impl Device {
     }
 }
 
-/// The type of elements that stands for one of candle's.
+/// Returns the element type used here for one of candle's.
 fn type_here(dtype: DType) -> DType {
     match dtype {
         DType::U8 | DType::BF16 => dtype,
@@ -50,12 +51,12 @@ fn type_here(dtype: DType) -> DType {
     }
 }
 
-/// New tensors. Their numbers are stored once per program, as parameters are, and never change.
+/// Creation of tensors. Their elements are stored once per program, like parameters, and never change.
 impl Tensor {
-    /// A copy of a tensor of candle's, which holds numbers already. f64 and f16 become f32; whole numbers, u32.
+    /// Copies a candle tensor. f64 and f16 become f32; integers become u32, except u8.
     ///
     /// # Errors
-    /// When a whole number does not fit u32, or the tensor cannot be read.
+    /// Returns an error if an integer does not fit u32, or if the tensor cannot be read.
     pub fn from_candle(tensor: &candle_core::Tensor, device: &Device) -> Result<Self> {
         let dtype = type_here(tensor.dtype());
         let elements: Vec<f64> = tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?;
@@ -66,111 +67,111 @@ impl Tensor {
         Ok(Self::of(device, id))
     }
 
-    /// A tensor from numbers and arrays of them.
+    /// Creates a tensor from a number or nested arrays of numbers.
     ///
     /// # Errors
-    /// When rows have different lengths.
+    /// Returns an error if rows have different lengths.
     pub fn new<A: NdArray>(array: A, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::new(array, &Host::Cpu)?, device)
     }
 
-    /// A tensor from its elements, last dimension fastest.
+    /// Creates a tensor from its elements in row-major order.
     ///
     /// # Errors
-    /// When there are not as many as the shape holds.
+    /// Returns an error if the number of elements is not that of the shape.
     pub fn from_slice<S: ShapeWithOneHole, D: WithDType>(data: &[D], shape: S, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::from_slice(data, shape, &Host::Cpu)?, device)
     }
 
-    /// As [`Self::from_slice`].
+    /// Like [`Self::from_slice`].
     ///
     /// # Errors
-    /// As [`Self::from_slice`].
+    /// Returns the errors of [`Self::from_slice`].
     pub fn from_vec<S: ShapeWithOneHole, D: WithDType>(data: Vec<D>, shape: S, device: &Device) -> Result<Self> {
         Self::from_slice(&data, shape, device)
     }
 
-    /// The numbers from `start` on, below `end`.
+    /// Creates a vector of the numbers from `start` up to, but not including, `end`.
     ///
     /// # Errors
-    /// As [`Self::from_candle`].
+    /// Returns the errors of [`Self::from_candle`].
     pub fn arange<D: WithDType>(start: D, end: D, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::arange(start, end, &Host::Cpu)?, device)
     }
 
-    /// Every `step`th number from `start` on, before `end`.
+    /// Creates a vector of every `step`th number from `start` up to, but not including, `end`.
     ///
     /// # Errors
-    /// When the step is zero.
+    /// Returns an error if the step is zero.
     pub fn arange_step<D: WithDType>(start: D, end: D, step: D, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::arange_step(start, end, step, &Host::Cpu)?, device)
     }
 
-    /// [n, n] with ones on the diagonal and below it.
+    /// Creates a matrix [n, n] with ones on and below the diagonal.
     ///
     /// # Errors
-    /// As [`Self::to_dtype`].
+    /// Returns the errors of [`Self::to_dtype`].
     pub fn tril2(n: usize, dtype: DType, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::tril2(n, DType::U8, &Host::Cpu)?, device)?.to_dtype(dtype)
     }
 
-    /// [n, n] with ones on the diagonal and above it.
+    /// Creates a matrix [n, n] with ones on and above the diagonal.
     ///
     /// # Errors
-    /// As [`Self::to_dtype`].
+    /// Returns the errors of [`Self::to_dtype`].
     pub fn triu2(n: usize, dtype: DType, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::triu2(n, DType::U8, &Host::Cpu)?, device)?.to_dtype(dtype)
     }
 
-    /// [n, n] with ones on the diagonal.
+    /// Creates a matrix [n, n] with ones on the diagonal.
     ///
     /// # Errors
-    /// As [`Self::to_dtype`].
+    /// Returns the errors of [`Self::to_dtype`].
     pub fn eye(n: usize, dtype: DType, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::eye(n, DType::U8, &Host::Cpu)?, device)?.to_dtype(dtype)
     }
 
-    /// The same number everywhere, stored as one element.
+    /// Creates a tensor with the same value everywhere, stored as one element.
     ///
     /// # Errors
-    /// When an extent is 0, or the shape has more bytes than there can be.
+    /// Returns an error if an extent is 0, or if the shape is too large.
     pub fn full<D: WithDType, S: Into<Shape>>(number: D, shape: S, device: &Device) -> Result<Self> {
         device.new_constant(number.to_f64(), shape, D::DTYPE)
     }
 
-    /// Zeros, stored as one element.
+    /// Creates a tensor of zeros, stored as one element.
     ///
     /// # Errors
-    /// When an extent is 0, or the shape has more bytes than there can be.
+    /// Returns an error if an extent is 0, or if the shape is too large.
     pub fn zeros<S: Into<Shape>>(shape: S, dtype: DType, device: &Device) -> Result<Self> {
         device.new_constant(0.0, shape, dtype)
     }
 
-    /// Ones, stored as one element.
+    /// Creates a tensor of ones, stored as one element.
     ///
     /// # Errors
-    /// When an extent is 0, or the shape has more bytes than there can be.
+    /// Returns an error if an extent is 0, or if the shape is too large.
     pub fn ones<S: Into<Shape>>(shape: S, dtype: DType, device: &Device) -> Result<Self> {
         device.new_constant(1.0, shape, dtype)
     }
 
-    /// Zeros of this shape and type.
+    /// Creates zeros of this shape and type.
     ///
     /// # Errors
-    /// None today; candle's has them.
+    /// Never returns an error; the signature is candle's.
     pub fn zeros_like(&self) -> Result<Self> {
         Ok(self.graph.constant(0.0, self.spec.clone()))
     }
 
-    /// Ones of this shape and type.
+    /// Creates ones of this shape and type.
     ///
     /// # Errors
-    /// None today; candle's has them.
+    /// Never returns an error; the signature is candle's.
     pub fn ones_like(&self) -> Result<Self> {
         Ok(self.graph.constant(1.0, self.spec.clone()))
     }
 
-    /// The elements that the model's source gave, in another type.
+    /// Converts elements that the model's source gave to another type; `None` for any other tensor.
     pub(super) fn data_in(&self, dtype: DType) -> Option<Self> {
         let mut graph = lock(&self.graph);
         let spec = Spec { shape: self.shape().clone(), dtype };

@@ -1,4 +1,4 @@
-//! Functions of elements.
+//! Element-wise functions.
 
 use candle_core::DType;
 
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::graph::lock;
 use crate::ops;
 
-/// Element by element.
+/// Element-wise functions.
 impl Tensor {
     pub(super) fn binary(&self, rhs: &Self, kind: ops::BinaryKind) -> Result<Self> {
         Self::apply_op::<1>(ops::Binary { kind }, &[self, rhs]).map(|[out]| out)
@@ -22,11 +22,11 @@ impl Tensor {
         self.apply1(ops::Unary { kind })
     }
 
-    /// x·scale + shift. Of a constant it is another constant, so that [`Gradient::constant`](crate::Gradient::constant)
-    /// sees through means.
+    /// x·scale + shift. For a constant, the result is another constant, so that
+    /// [`Gradient::constant`](crate::Gradient::constant) works through means.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn affine(&self, scale: f64, shift: f64) -> Result<Self> {
         let number = lock(&self.graph).number(self.id);
         if let Some(number) = number {
@@ -35,10 +35,11 @@ impl Tensor {
         self.apply1(ops::Affine { scale, shift })
     }
 
-    /// The same numbers in another type; the tensor itself if it has that.
+    /// Casts to another type; returns the tensor itself if it has that type.
     ///
     /// # Errors
-    /// When the new type is not one of [`FLOATS`](crate::graph::FLOATS), and the numbers are not constant.
+    /// Returns an error if the new type is not one of [`FLOATS`](crate::graph::FLOATS) and the elements are not
+    /// constants.
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         if self.dtype() == dtype {
             return Ok(self.clone());
@@ -49,10 +50,10 @@ impl Tensor {
         }
     }
 
-    /// cap·tanh(x/cap): as x near 0, and never beyond the cap (Gemma 2, arXiv 2408.00118, section 2).
+    /// Soft cap cap·tanh(x/cap): close to x near 0, and never beyond the cap (Gemma 2, arXiv 2408.00118, section 2).
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn cap(&self, cap: f64) -> Result<Self> {
         self.affine(1.0 / cap, 0.0)?.tanh()?.affine(cap, 0.0)
     }
@@ -60,7 +61,7 @@ impl Tensor {
     /// −x.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn neg(&self) -> Result<Self> {
         self.affine(-1.0, 0.0)
     }
@@ -68,7 +69,7 @@ impl Tensor {
     /// xᵉ.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn powf(&self, exponent: f64) -> Result<Self> {
         match exponent {
             0.0 => self.ones_like(),
@@ -78,35 +79,35 @@ impl Tensor {
         }
     }
 
-    /// selfʳʰˢ of positive numbers, as e^(rhs·ln self).
+    /// selfʳʰˢ for positive elements, computed as e^(rhs·ln self).
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn pow(&self, rhs: &Self) -> Result<Self> {
         rhs.mul(&self.log()?)?.exp()
     }
 
-    /// [`Self::pow`] of shapes that broadcast.
+    /// Like [`Self::pow`], for shapes that broadcast.
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn broadcast_pow(&self, rhs: &Self) -> Result<Self> {
         rhs.broadcast_mul(&self.log()?)?.exp()
     }
 
-    /// x of positive numbers, α(eˣ − 1) of others (Clevert et al., arXiv 1511.07289).
+    /// x where it is positive, α(eˣ − 1) elsewhere (Clevert et al., arXiv 1511.07289).
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn elu(&self, alpha: f64) -> Result<Self> {
         let below = (self.minimum(0.0)?.exp()? - 1.0)? * alpha;
         self.relu()? + below
     }
 
-    /// A copy without gaps; the tensor itself if it has none.
+    /// Copies to contiguous memory; returns the tensor itself if it is contiguous.
     ///
     /// # Errors
-    /// When the type has no kernels: f64, for one.
+    /// Returns an error if the type has no kernels, e.g. f64.
     pub fn contiguous(&self) -> Result<Self> {
         if lock(&self.graph).value(self.id).layout.is_contiguous() {
             return Ok(self.clone());
@@ -114,16 +115,16 @@ impl Tensor {
         self.apply1(ops::Contiguous)
     }
 
-    /// The same elements, which count as constants in the backward: nothing behind them has a gradient by way of them. A view.
+    /// The same elements, but constant in the backward: no gradient passes through. This is a view.
     pub fn detach(&self) -> Self {
         self.apply1(ops::Detach).expect("everything can be seen as it is")
     }
 
-    /// Zeroes elements with the given probability and scales the others by 1/(1−p) (Srivastava et al., 2014). The mask
-    /// is a pure function of seed, step, micro-batch and this place in the model: it is never stored.
+    /// Sets elements to zero with the given probability and scales the others by 1/(1−p) (Srivastava et al., 2014). The
+    /// mask is never stored: it is a pure function of seed, step, micro-batch and this position in the model.
     ///
     /// # Errors
-    /// When p is outside [0, 1).
+    /// Returns an error if p is outside [0, 1).
     pub fn dropout(&self, p: f64) -> Result<Self> {
         if p == 0.0 {
             return Ok(self.clone());
@@ -135,7 +136,7 @@ impl Tensor {
     /// silu(self)·up (Shazeer, arXiv 2002.05202).
     ///
     /// # Errors
-    /// When the shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn swiglu(&self, up: &Self) -> Result<Self> {
         Self::apply_op::<1>(ops::SwiGlu, &[self, up]).map(|[out]| out)
     }
@@ -143,12 +144,12 @@ impl Tensor {
 
 macro_rules! unary_methods {
     ($($(#[$doc:meta])* $name:ident => $kind:ident;)*) => {
-        /// Functions of one element.
+        /// Element-wise functions of one tensor.
         impl Tensor {
             $($(#[$doc])*
             ///
             /// # Errors
-            /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+            /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
             pub fn $name(&self) -> Result<Self> {
                 self.unary(ops::UnaryKind::$kind)
             })*
@@ -183,20 +184,20 @@ unary_methods! {
     relu => Relu;
     /// x·sigmoid(x).
     silu => Silu;
-    /// GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415), as candle's `gelu`.
+    /// GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415), like candle's `gelu`.
     gelu => Gelu;
-    /// GELU with the exact error function, as candle's `gelu_erf`.
+    /// GELU with the exact error function, like candle's `gelu_erf`.
     gelu_erf => GeluErf;
 }
 
 macro_rules! binary_methods {
     ($($name:ident, $broadcast:ident => $kind:ident, $sign:literal;)*) => {
-        /// Functions of two elements, of equal or of broadcast shapes.
+        /// Element-wise functions of two tensors, of equal or broadcast shapes.
         impl Tensor {
             $(#[doc = concat!("self ", $sign, " rhs, for equal shapes.")]
             ///
             /// # Errors
-            /// When the shapes differ.
+            /// Returns an error if the shapes differ.
             pub fn $name(&self, rhs: &Self) -> Result<Self> {
                 self.binary(rhs, ops::BinaryKind::$kind)
             }
@@ -204,7 +205,7 @@ macro_rules! binary_methods {
             #[doc = concat!("self ", $sign, " rhs, for shapes that broadcast.")]
             ///
             /// # Errors
-            /// When the shapes do not broadcast.
+            /// Returns an error if the shapes do not broadcast.
             pub fn $broadcast(&self, rhs: &Self) -> Result<Self> {
                 self.broadcast_binary(rhs, ops::BinaryKind::$kind)
             })*

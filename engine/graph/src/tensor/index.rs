@@ -1,18 +1,18 @@
-//! Slices by `i`: `x.i((.., 0, 2..))`.
+//! Slicing with `i`: `x.i((.., 0, 2..))`.
 
 use std::ops::{Bound, Range, RangeBounds, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToInclusive};
 
 use super::Tensor;
 use crate::error::Result;
 
-/// What is taken of one dimension.
+/// The selection from one dimension.
 #[derive(Debug, Clone)]
 pub enum TensorIndexer {
     /// One index; the dimension is removed.
     Select(usize),
     /// A range.
     Narrow(Bound<usize>, Bound<usize>),
-    /// The indices that a vector (u32) names.
+    /// The indices given by a vector (u32).
     IndexSelect(Tensor),
 }
 
@@ -40,12 +40,12 @@ macro_rules! ranges {
 
 ranges!(Range<usize>, RangeFrom<usize>, RangeFull, RangeInclusive<usize>, RangeTo<usize>, RangeToInclusive<usize>);
 
-/// Slices by indices and ranges, as candle's trait of this name.
+/// Slicing by indices and ranges, like candle's trait of this name.
 pub trait IndexOp<T> {
-    /// What `index` names of the first dimensions.
+    /// Returns the elements that `index` selects from the first dimensions.
     ///
     /// # Errors
-    /// When it leaves a dimension, or there are not as many.
+    /// Returns an error if an index is out of range, or if there are fewer dimensions than indices.
     fn i(&self, index: T) -> Result<Tensor>;
 }
 
@@ -108,18 +108,18 @@ impl Tensor {
         Ok(slice)
     }
 
-    /// One index of the first dimension, which is removed.
+    /// Selects one index of the first dimension, which is removed.
     ///
     /// # Errors
-    /// When there is none.
+    /// Returns an error if the index is out of range.
     pub fn get(&self, index: usize) -> Result<Self> {
         self.get_on_dim(0, index)
     }
 
-    /// One index of a dimension, which is removed.
+    /// Selects one index of a dimension, which is removed.
     ///
     /// # Errors
-    /// When there is none.
+    /// Returns an error if there is no such dimension or index.
     pub fn get_on_dim<D: candle_core::shape::Dim>(&self, dim: D, index: usize) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "get")?;
         self.narrow(dim, index, 1)?.squeeze(dim)

@@ -1,7 +1,7 @@
-//! The builder: candle's tensor vocabulary over a graph instead of data.
+//! The builder: candle's tensor operations, recorded as a graph instead of computed.
 //!
-//! A candle model is ported by changing its imports: the same methods with the same names and shape rules record nodes
-//! here, and everything is computed later by the compiled program.
+//! A candle model is ported by changing its imports. Methods with the same names and shape rules record nodes here,
+//! which the compiled program computes later.
 
 mod attention;
 mod cached;
@@ -30,7 +30,7 @@ use crate::nn::{Module, ModuleT};
 use crate::op::Op;
 use crate::ops;
 
-/// A tensor that will exist when the program runs.
+/// A symbolic tensor, whose elements exist when the program runs.
 #[derive(Debug, Clone)]
 pub struct Tensor {
     graph: Device,
@@ -38,7 +38,7 @@ pub struct Tensor {
     spec: Spec,
 }
 
-/// While it lives, nodes are recorded under a layer's name. Made by [`Tensor::enter`].
+/// Guard that records nodes under a layer's name while it lives; returned by [`Tensor::enter`].
 #[derive(Debug)]
 pub struct LayerGuard(Arc<Mutex<Graph>>);
 
@@ -60,7 +60,7 @@ impl Tensor {
         &self.graph
     }
 
-    /// The value that this handle stands for.
+    /// The value to which this handle refers.
     pub fn id(&self) -> ValueId {
         self.id
     }
@@ -70,7 +70,7 @@ impl Tensor {
         &self.spec
     }
 
-    /// Extents.
+    /// Extents of the dimensions.
     pub fn dims(&self) -> &[usize] {
         self.spec.dims()
     }
@@ -98,7 +98,7 @@ impl Tensor {
     /// Extent of one dimension.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn dim<D: Dim>(&self, dim: D) -> Result<usize> {
         Ok(self.spec.shape.dim(dim)?)
     }
@@ -106,7 +106,7 @@ impl Tensor {
     /// The only extent of a vector.
     ///
     /// # Errors
-    /// When the rank is not 1.
+    /// Returns an error if the rank is not 1.
     pub fn dims1(&self) -> Result<usize> {
         self.extents::<1>().map(|[a]| a)
     }
@@ -114,31 +114,31 @@ impl Tensor {
     /// Both extents of a matrix.
     ///
     /// # Errors
-    /// When the rank is not 2.
+    /// Returns an error if the rank is not 2.
     pub fn dims2(&self) -> Result<(usize, usize)> {
         self.extents().map(|[a, b]| (a, b))
     }
 
-    /// All three extents.
+    /// The three extents of a tensor of rank 3.
     ///
     /// # Errors
-    /// When the rank is not 3.
+    /// Returns an error if the rank is not 3.
     pub fn dims3(&self) -> Result<(usize, usize, usize)> {
         self.extents().map(|[a, b, c]| (a, b, c))
     }
 
-    /// All four extents.
+    /// The four extents of a tensor of rank 4.
     ///
     /// # Errors
-    /// When the rank is not 4.
+    /// Returns an error if the rank is not 4.
     pub fn dims4(&self) -> Result<(usize, usize, usize, usize)> {
         self.extents().map(|[a, b, c, d]| (a, b, c, d))
     }
 
-    /// All five extents.
+    /// The five extents of a tensor of rank 5.
     ///
     /// # Errors
-    /// When the rank is not 5.
+    /// Returns an error if the rank is not 5.
     pub fn dims5(&self) -> Result<(usize, usize, usize, usize, usize)> {
         self.extents().map(|[a, b, c, d, e]| (a, b, c, d, e))
     }
@@ -149,43 +149,44 @@ impl Tensor {
         })
     }
 
-    /// Where new tensors beside this one are made.
+    /// The graph of this tensor, in which further tensors can be created.
     pub fn device(&self) -> &Device {
         &self.graph
     }
 
-    /// Whether its elements lie one after another.
+    /// True if the elements are contiguous in memory.
     pub fn is_contiguous(&self) -> bool {
         lock(&self.graph).value(self.id).layout.is_contiguous()
     }
 
-    /// What a layer makes of this tensor.
+    /// Applies a layer to this tensor.
     ///
     /// # Errors
-    /// As the layer.
+    /// Returns the errors of the layer.
     pub fn apply<M: Module>(&self, layer: &M) -> Result<Self> {
         layer.forward(self)
     }
 
-    /// What a layer makes of this tensor, which may do something else while training.
+    /// Applies a layer that may behave differently while training.
     ///
     /// # Errors
-    /// As the layer.
+    /// Returns the errors of the layer.
     pub fn apply_t<M: ModuleT>(&self, layer: &M, train: bool) -> Result<Self> {
         layer.forward_t(self, train)
     }
 
-    /// Records what follows under `layer` (e.g. `h.3.attn`) until the guard is dropped. Names show in reports,
-    /// memory maps and errors.
+    /// Records the following nodes under `layer` (e.g. `h.3.attn`) until the guard is dropped. The names appear in
+    /// reports, memory maps and errors.
     pub fn enter(&self, layer: &str) -> LayerGuard {
         lock(&self.graph).enter_layer(layer.into());
         LayerGuard(Arc::clone(&self.graph))
     }
 
-    /// Applies an operation, a user's own included, and returns its outputs.
+    /// Applies an operation, possibly one of the user's own, and returns its outputs.
     ///
     /// # Errors
-    /// When the operation's shape rule refuses the inputs, it has another number of outputs, or there are no inputs.
+    /// Returns an error if the operation's shape rule rejects the inputs, if it has another number of outputs, or if
+    /// there are no inputs.
     pub fn apply_op<const OUTPUTS: usize>(op: impl Op, inputs: &[&Self]) -> Result<[Self; OUTPUTS]> {
         let name = op.name();
         <[Self; OUTPUTS]>::try_from(Self::apply_shared(Arc::new(op), inputs)?).map_err(|outputs| {
@@ -212,31 +213,31 @@ impl Tensor {
         Self::apply_op::<1>(op, &[self]).map(|[out]| out)
     }
 
-    /// The same number in every element, in this tensor's graph and type; f32 beside ids and masks.
+    /// A constant of the given shape in this tensor's graph and type. If this tensor holds ids or a mask, the type is
+    /// f32.
     pub fn constant(&self, number: f64, shape: impl Into<Shape>) -> Self {
         let dtype = if self.dtype().is_float() { self.dtype() } else { DType::F32 };
         self.graph.constant(number, Spec { shape: shape.into(), dtype })
     }
 
-    /// Shows the value to whoever trains, as a figure of each step (`Trainer::watched`): summed over
-    /// the micro-batches and data ranks. Costs its bytes until the next step. Of several of one name, the later ones have a number
-    /// behind it: `name.2`.
+    /// Reports this value in each step (`Trainer::watched`), summed over the micro-batches and data ranks. Its bytes
+    /// are occupied until the next step. If several values have one name, the later ones get a number: `name.2`.
     pub fn watch(&self, name: &str) {
         lock(&self.graph).watch(name, self.id);
     }
 
-    /// Says that the mean of these numbers is a summand of the loss, if that is made of `of`: each step reports the sum of those of a part
-    /// apart from the others, as the mean over micro-batches and data ranks.
+    /// Reports the mean of this tensor as a summand of one part of the loss, if the loss depends on `of`. Each step
+    /// reports every part as the sum of its summands, averaged over micro-batches and data ranks.
     ///
     /// # Errors
-    /// As [`Self::mean_all`].
+    /// Returns the errors of [`Self::mean_all`].
     pub fn report_loss(&self, part: LossPart, of: &Self) -> Result<()> {
         let mean = self.mean_all()?.id;
         lock(&self.graph).report_loss(ReportedLoss { part, of: of.id, mean });
         Ok(())
     }
 
-    /// A key for numbers that are drawn here.
+    /// Returns a key for an operation that draws random numbers.
     pub(crate) fn next_random(&self) -> u64 {
         lock(&self.graph).next_random()
     }
@@ -253,20 +254,21 @@ impl AsRef<Tensor> for Tensor {
     }
 }
 
-/// What models are made of.
+/// The operations of typical models.
 impl Tensor {
-    /// Matrix product over the last two dimensions; leading dimensions are equal (batches).
+    /// Matrix product over the last two dimensions; the leading (batch) dimensions must be equal.
     ///
     /// # Errors
-    /// When the inner extents or the leading dimensions differ.
+    /// Returns an error if the inner extents or the leading dimensions differ.
     pub fn matmul(&self, rhs: &Self) -> Result<Self> {
         Self::apply_op::<1>(ops::MatMul, &[self, rhs]).map(|[out]| out)
     }
 
-    /// [`Self::matmul`] with leading dimensions that broadcast. A matrix on the right is a linear layer's, and read once.
+    /// Like [`Self::matmul`], with leading dimensions that broadcast. If `rhs` is a matrix, it is read only once, like
+    /// the weight of a linear layer.
     ///
     /// # Errors
-    /// When the inner extents differ or the leading dimensions do not broadcast.
+    /// Returns an error if the inner extents differ or the leading dimensions do not broadcast.
     pub fn broadcast_matmul(&self, rhs: &Self) -> Result<Self> {
         if rhs.rank() == 2 {
             return self.linear(&rhs.t()?, None);
@@ -282,24 +284,25 @@ impl Tensor {
     /// x·Wᵀ + b over the last dimension: `weight` is [out, in], `bias` is `[out]`.
     ///
     /// # Errors
-    /// When the extents do not match.
+    /// Returns an error if the extents do not match.
     pub fn linear(&self, weight: &Self, bias: Option<&Self>) -> Result<Self> {
         let inputs: Vec<&Self> = [self, weight].into_iter().chain(bias).collect();
         Self::apply_op::<1>(ops::Linear { has_bias: bias.is_some() }, &inputs).map(|[out]| out)
     }
 
-    /// Rows of `self` [vocabulary, width] chosen by `ids` (u32, any shape).
+    /// Looks up rows of `self` [vocabulary, width] by `ids` (u32, any shape).
     ///
     /// # Errors
-    /// When `self` is not a matrix, `ids` is not u32, or an id that is known here is outside.
+    /// Returns an error if `self` is not a matrix, if `ids` is not u32, or if an id that is already known is out of
+    /// range.
     pub fn embedding(&self, ids: &Self) -> Result<Self> {
         self.padded_embedding(ids, None)
     }
 
-    /// [`Self::embedding`], where the row of one id learns nothing from being looked up, as by PyTorch's `padding_idx`.
+    /// Like [`Self::embedding`], but the row of the id `padding` gets no gradient, like PyTorch's `padding_idx`.
     ///
     /// # Errors
-    /// As [`Self::embedding`].
+    /// Returns the errors of [`Self::embedding`].
     pub fn padded_embedding(&self, ids: &Self, padding: Option<u32>) -> Result<Self> {
         if self.rank() == 2 {
             self.expect_inside(ids, 0, "embedding")?;
@@ -310,7 +313,7 @@ impl Tensor {
     /// Layer normalisation over the last dimension (Ba et al., arXiv 1607.06450).
     ///
     /// # Errors
-    /// When `weight` or `bias` is not `[width]`.
+    /// Returns an error if `weight` or `bias` is not `[width]`.
     pub fn layer_norm(&self, weight: &Self, bias: &Self, eps: f64) -> Result<Self> {
         Self::apply_op::<2>(ops::LayerNorm { eps }, &[self, weight, bias]).map(|[out, _]| out)
     }
@@ -318,32 +321,32 @@ impl Tensor {
     /// Root-mean-square normalisation over the last dimension (Zhang & Sennrich, arXiv 1910.07467).
     ///
     /// # Errors
-    /// When `weight` is not `[width]`.
+    /// Returns an error if `weight` is not `[width]`.
     pub fn rms_norm(&self, weight: &Self, eps: f64) -> Result<Self> {
         Self::apply_op::<2>(ops::RmsNorm { eps }, &[self, weight]).map(|[out, _]| out)
     }
 
-    /// Rotary position embedding (Su et al., arXiv 2104.09864) of [batch, heads, tokens, head size], rotating the two
-    /// halves of the head against each other as Llama and candle's `rope` do.
+    /// Rotary position embedding (Su et al., arXiv 2104.09864) of [batch, heads, tokens, head size]. Pairs of elements
+    /// half a head apart are rotated, as in Llama and candle's `rope`.
     ///
     /// # Errors
-    /// When the rank is not 4 or the head size is odd.
+    /// Returns an error if the rank is not 4 or the head size is odd.
     pub fn rope(&self, theta: f64) -> Result<Self> {
         self.rope_scaled(theta, ops::RopeScaling::None)
     }
 
-    /// [`Self::rope`] with stretched frequencies.
+    /// Like [`Self::rope`], with scaled frequencies.
     ///
     /// # Errors
-    /// As [`Self::rope`].
+    /// Returns the errors of [`Self::rope`].
     pub fn rope_scaled(&self, theta: f64, scaling: ops::RopeScaling) -> Result<Self> {
         self.rotated(theta, scaling, false)
     }
 
-    /// [`Self::rope_scaled`], rotating each element of even number against the one behind it, as the paper and candle's `rope_i` do.
+    /// Like [`Self::rope_scaled`], but rotates pairs of adjacent elements, as in the paper and candle's `rope_i`.
     ///
     /// # Errors
-    /// As [`Self::rope`].
+    /// Returns the errors of [`Self::rope`].
     pub fn rope_i_scaled(&self, theta: f64, scaling: ops::RopeScaling) -> Result<Self> {
         self.rotated(theta, scaling, true)
     }
@@ -361,13 +364,15 @@ impl Tensor {
         rotated.transpose(1, 2)
     }
 
-    /// Negative log-likelihood of `targets` (u32, [..]) under `self` as logits [.., vocabulary]: one number per target.
-    /// The gradient overwrites the logits; neither a softmax nor a second copy of the logits is ever stored. Where documents are
-    /// packed ([`Sequences`](crate::Sequences)), each loss is multiplied by its token's weight. In a training step it counts the
-    /// terms of `TrainOptions::loss` too, and reports the likelihood apart from them.
+    /// Negative log-likelihood of `targets` (u32, [..]) under `self` as logits [.., vocabulary]: one loss per target.
+    /// The gradient overwrites the logits, so neither a softmax nor a second copy of the logits is stored.
+    ///
+    /// If documents are packed ([`Sequences`](crate::Sequences)), each loss is multiplied by its token's weight. In a
+    /// training step, the loss also has the terms of `TrainOptions::loss`, and −log p is reported separately.
     ///
     /// # Errors
-    /// When the shapes do not fit; where documents are packed, when there is not one target for each token.
+    /// Returns an error if the shapes do not fit, or if documents are packed and the number of targets is not that of
+    /// the tokens.
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
         let terms = self.loss_terms();
         let [losses, lse] = Self::apply_op(ops::CrossEntropy { terms }, &[self, targets])?;
@@ -381,21 +386,24 @@ impl Tensor {
         weighted(losses)
     }
 
-    /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, for `self` [.., width] and `weight`
-    /// [vocabulary, width]: one number per target. As [`Self::linear`] and [`Self::cross_entropy`], but chunk by chunk of the
-    /// rows, so that the logits never exist whole; and where the gradient of the losses is one known number, as under a mean,
-    /// both gradients are made on the way (Liger Kernel, arXiv 2410.10989, section 3.2).
+    /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, for `self` [.., width] and
+    /// `weight` [vocabulary, width]: one loss per target.
+    ///
+    /// It equals [`Self::linear`] followed by [`Self::cross_entropy`], but works on chunks of rows, so that the logits
+    /// are never stored as a whole. If the gradient of the losses is a known constant, as under a mean, both gradients
+    /// are computed in the same pass (Liger Kernel, arXiv 2410.10989, section 3.2).
     ///
     /// # Errors
-    /// As [`Self::cross_entropy`].
+    /// Returns the errors of [`Self::cross_entropy`].
     pub fn linear_cross_entropy(&self, weight: &Self, targets: &Self) -> Result<Self> {
         self.capped_cross_entropy(weight, targets, None)
     }
 
-    /// [`Self::linear_cross_entropy`] of logits x that count as cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    /// Like [`Self::linear_cross_entropy`], with logits x replaced by cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118,
+    /// section 2).
     ///
     /// # Errors
-    /// As [`Self::linear_cross_entropy`]; a cap that is not a positive number.
+    /// Returns the errors of [`Self::linear_cross_entropy`], and an error for a cap that is not positive.
     pub fn capped_cross_entropy(&self, weight: &Self, targets: &Self, cap: Option<f64>) -> Result<Self> {
         let weights = self.weights_of(targets)?;
         let inputs: Vec<&Self> = [self, weight, targets].into_iter().chain(&weights).collect();

@@ -6,12 +6,12 @@ use super::Tensor;
 use crate::error::Result;
 use crate::ops;
 
-/// Sums, means and variances. Of dimensions that are kept, the extent becomes 1; others are removed.
+/// Sums, means and variances. Dimensions that are kept have extent 1 in the result; others are removed.
 impl Tensor {
     /// Sum over some dimensions.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn sum<D: Dims>(&self, dims: D) -> Result<Self> {
         let dims = dims.to_indexes(self.shape(), "sum")?;
         self.sum_keepdim(dims.clone())?.without(&dims)
@@ -20,7 +20,7 @@ impl Tensor {
     /// Sum over some dimensions, which are kept.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn sum_keepdim<D: Dims>(&self, dims: D) -> Result<Self> {
         let mut dims = dims.to_indexes(self.shape(), "sum_keepdim")?;
         dims.sort_unstable();
@@ -30,7 +30,7 @@ impl Tensor {
     /// Mean over some dimensions.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn mean<D: Dims>(&self, dims: D) -> Result<Self> {
         let dims = dims.to_indexes(self.shape(), "mean")?;
         self.mean_keepdim(dims.clone())?.without(&dims)
@@ -39,7 +39,7 @@ impl Tensor {
     /// Mean over some dimensions, which are kept.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn mean_keepdim<D: Dims>(&self, dims: D) -> Result<Self> {
         let dims = dims.to_indexes(self.shape(), "mean_keepdim")?;
         let count: usize = dims.iter().map(|&dim| self.dims()[dim]).product();
@@ -49,7 +49,7 @@ impl Tensor {
     /// Unbiased variance over one dimension.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn var<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "var")?;
         self.var_keepdim(dim)?.squeeze(dim)
@@ -58,7 +58,7 @@ impl Tensor {
     /// Unbiased variance over one dimension, which is kept.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn var_keepdim<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "var_keepdim")?;
         let squares = self.broadcast_sub(&self.mean_keepdim(dim)?)?.sqr()?;
@@ -68,7 +68,7 @@ impl Tensor {
     /// Sum of all elements: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn sum_all(&self) -> Result<Self> {
         self.apply1(ops::ScaledSum { scale: 1.0 })
     }
@@ -76,15 +76,15 @@ impl Tensor {
     /// Mean of all elements: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn mean_all(&self) -> Result<Self> {
         self.apply1(ops::ScaledSum { scale: 1.0 / self.elem_count().max(1) as f64 })
     }
 
-    /// √Σx² of all elements: a scalar.
+    /// √Σx² over all elements: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn norm(&self) -> Result<Self> {
         self.sqr()?.sum_all()?.sqrt()
     }
@@ -92,13 +92,13 @@ impl Tensor {
     /// ln Σ eˣ over some dimensions, which are removed.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn log_sum_exp<D: Dims>(&self, dims: D) -> Result<Self> {
         let mut dims = dims.to_indexes(self.shape(), "log_sum_exp")?;
         dims.sort_unstable_by(|a, b| b.cmp(a));
         dims.into_iter().try_fold(self.clone(), |x, dim| {
             let last = x.rank() - 1;
-            // As the last dimension, with the others in their order.
+            // Makes it the last dimension and keeps the order of the others.
             let order: Vec<usize> = (0..last + 1).filter(|&d| d != dim).chain([dim]).collect();
             x.permute(order)?.apply1(ops::LogSumExp)
         })
@@ -107,15 +107,15 @@ impl Tensor {
     /// Softmax over the last dimension.
     ///
     /// # Errors
-    /// When the rank is 0.
+    /// Returns an error if the rank is 0.
     pub fn softmax_last_dim(&self) -> Result<Self> {
         self.apply1(ops::Softmax)
     }
 
-    /// Sums of the elements up to each along a dimension, as a product with a triangle of ones.
+    /// Cumulative sum along a dimension, computed as a product with a triangular matrix of ones.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn cumsum<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "cumsum")?;
         let last = self.rank() - 1;
@@ -132,12 +132,13 @@ impl Tensor {
 
 macro_rules! extremes {
     ($($what:literal, $greatest:ident, $value:ident, $value_keepdim:ident, $index:ident, $index_keepdim:ident;)*) => {
-        /// Greatest and least elements. Of equal ones the first is it, and has the gradient; where candle gives it to each of them.
+        /// Maxima and minima. Of equal elements the first is chosen and gets the gradient; candle gives it to each of
+        /// them.
         impl Tensor {
             $(#[doc = concat!("The ", $what, " over one dimension, which is removed.")]
             ///
             /// # Errors
-            /// When there is no such dimension.
+            /// Returns an error if there is no such dimension.
             pub fn $value<D: Dim>(&self, dim: D) -> Result<Self> {
                 let dim = dim.to_index(self.shape(), stringify!($value))?;
                 self.$value_keepdim(dim)?.squeeze(dim)
@@ -146,7 +147,7 @@ macro_rules! extremes {
             #[doc = concat!("The ", $what, " over one dimension, which is kept.")]
             ///
             /// # Errors
-            /// When there is no such dimension.
+            /// Returns an error if there is no such dimension.
             pub fn $value_keepdim<D: Dim>(&self, dim: D) -> Result<Self> {
                 let dim = dim.to_index(self.shape(), stringify!($value))?;
                 self.extreme(dim, $greatest).map(|[value, _]| value)
@@ -155,7 +156,7 @@ macro_rules! extremes {
             #[doc = concat!("The index (u32) of the ", $what, " over one dimension, which is removed. Not differentiable.")]
             ///
             /// # Errors
-            /// When there is no such dimension.
+            /// Returns an error if there is no such dimension.
             pub fn $index<D: Dim>(&self, dim: D) -> Result<Self> {
                 let dim = dim.to_index(self.shape(), stringify!($index))?;
                 self.$index_keepdim(dim)?.squeeze(dim)
@@ -164,7 +165,7 @@ macro_rules! extremes {
             #[doc = concat!("The index (u32) of the ", $what, " over one dimension, which is kept. Not differentiable.")]
             ///
             /// # Errors
-            /// When there is no such dimension.
+            /// Returns an error if there is no such dimension.
             pub fn $index_keepdim<D: Dim>(&self, dim: D) -> Result<Self> {
                 let dim = dim.to_index(self.shape(), stringify!($index))?;
                 self.extreme(dim, $greatest).map(|[_, index]| index)
@@ -179,7 +180,7 @@ extremes! {
 }
 
 impl Tensor {
-    /// The greatest or least over one dimension, which is kept, and its index.
+    /// Returns the maximum or minimum over one dimension, which is kept, and its index.
     fn extreme(&self, dim: usize, is_greatest: bool) -> Result<[Self; 2]> {
         let last = self.rank() - 1;
         let x = self.transpose(dim, last)?;
@@ -190,12 +191,12 @@ impl Tensor {
     }
 }
 
-/// Greatest and least of all elements.
+/// Maximum and minimum of all elements.
 impl Tensor {
     /// The greatest element: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn max_all(&self) -> Result<Self> {
         self.flatten_all()?.max(0)
     }
@@ -203,7 +204,7 @@ impl Tensor {
     /// The least element: a scalar.
     ///
     /// # Errors
-    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn min_all(&self) -> Result<Self> {
         self.flatten_all()?.min(0)
     }

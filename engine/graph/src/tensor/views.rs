@@ -1,4 +1,4 @@
-//! Views, and what is made of them.
+//! Views, and operations composed of them.
 
 use candle_core::shape::{Dim, Dims, ShapeWithOneHole};
 use candle_core::{D as Last, Shape};
@@ -8,12 +8,12 @@ use crate::error::{Error, Result};
 use crate::graph::lock;
 use crate::ops;
 
-/// Views: no data moves.
+/// Views, which move no data, and operations composed of them.
 impl Tensor {
-    /// The same elements in another shape; one dimension may be `()`. Copies if the strides leave no other way.
+    /// The same elements in another shape; one extent may be `()`. Copies if the strides do not allow a view.
     ///
     /// # Errors
-    /// When the numbers of elements differ.
+    /// Returns an error if the numbers of elements differ.
     pub fn reshape(&self, shape: impl ShapeWithOneHole) -> Result<Self> {
         let shape = shape.into_shape(self.elem_count())?;
         let layout = lock(&self.graph).value(self.id).layout.clone();
@@ -25,7 +25,7 @@ impl Tensor {
     /// Swaps two dimensions.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn transpose<D1: Dim, D2: Dim>(&self, dim1: D1, dim2: D2) -> Result<Self> {
         let dim1 = dim1.to_index(self.shape(), "transpose")?;
         let dim2 = dim2.to_index(self.shape(), "transpose")?;
@@ -35,15 +35,15 @@ impl Tensor {
     /// Swaps the last two dimensions.
     ///
     /// # Errors
-    /// When the rank is below 2.
+    /// Returns an error if the rank is below 2.
     pub fn t(&self) -> Result<Self> {
         self.transpose(Last::Minus2, Last::Minus1)
     }
 
-    /// `len` indices of one dimension, from `start`.
+    /// Selects `len` indices of one dimension, from `start` on.
     ///
     /// # Errors
-    /// When the range leaves the dimension.
+    /// Returns an error if the range exceeds the dimension.
     pub fn narrow<D: Dim>(&self, dim: D, start: usize, len: usize) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "narrow")?;
         if start == 0 && len == self.dims()[dim] {
@@ -52,10 +52,11 @@ impl Tensor {
         self.apply1(ops::Narrow { dim, start, len })
     }
 
-    /// Cuts one dimension into parts that are equal but for one index: the first ones are longer. Fewer if there are fewer indices.
+    /// Divides one dimension into parts of equal extent; if they cannot be equal, the first ones are longer by one.
+    /// There are fewer parts if the extent is smaller than `chunks`.
     ///
     /// # Errors
-    /// When there is no such dimension, or no part is asked for.
+    /// Returns an error if there is no such dimension, or if `chunks` is 0.
     pub fn chunk<D: Dim>(&self, chunks: usize, dim: D) -> Result<Vec<Self>> {
         let dim = dim.to_index(self.shape(), "chunk")?;
         let extent = self.dims()[dim];
@@ -67,10 +68,10 @@ impl Tensor {
         self.split(&sizes, dim)
     }
 
-    /// Cuts one dimension into parts of these sizes.
+    /// Divides one dimension into parts of the given sizes.
     ///
     /// # Errors
-    /// When they do not add up to the dimension.
+    /// Returns an error if they do not add up to the dimension.
     pub fn split<D: Dim>(&self, sizes: &[usize], dim: D) -> Result<Vec<Self>> {
         let dim = dim.to_index(self.shape(), "split")?;
         if sizes.iter().sum::<usize>() != self.dims()[dim] {
@@ -80,16 +81,16 @@ impl Tensor {
         starts.zip(sizes).map(|(start, &size)| self.narrow(dim, start, size)).collect()
     }
 
-    /// The dimensions in another order: dimension `dims[i]` becomes dimension i.
+    /// Reorders the dimensions: dimension `dims[i]` becomes dimension i.
     ///
     /// # Errors
-    /// When not every dimension is named once.
+    /// Returns an error if not every dimension is named once.
     pub fn permute<D: Dims>(&self, dims: D) -> Result<Self> {
         let dims = dims.to_indexes(self.shape(), "permute")?;
         if dims.len() != self.rank() || (0..dims.len()).any(|dim| !dims.contains(&dim)) {
             return Err(self.shape_error("permute", format!("{dims:?} does not name every dimension once")));
         }
-        // Dimension by dimension to its place; `at[i]` is the dimension that stands at i by now.
+        // Moves one dimension at a time; `at[i]` is the dimension that is at position i so far.
         let mut at: Vec<usize> = (0..dims.len()).collect();
         let mut permuted = self.clone();
         for (to, dim) in dims.into_iter().enumerate() {
@@ -102,10 +103,10 @@ impl Tensor {
         Ok(permuted)
     }
 
-    /// Dimensions `start` to `end`, both included, as one.
+    /// Merges the dimensions `start` to `end`, both included.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn flatten<D1: Dim, D2: Dim>(&self, start: D1, end: D2) -> Result<Self> {
         let (start, end) = (start.to_index(self.shape(), "flatten")?, end.to_index(self.shape(), "flatten")?);
         if start >= end {
@@ -115,51 +116,51 @@ impl Tensor {
         self.reshape([&dims[..start], &[merged], &dims[end + 1..]].concat())
     }
 
-    /// Dimensions 0 to `end`, included, as one.
+    /// Merges the dimensions 0 to `end`, both included.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn flatten_to<D: Dim>(&self, end: D) -> Result<Self> {
         self.flatten(0, end)
     }
 
-    /// Dimension `start` and those behind it as one.
+    /// Merges the dimensions from `start` on.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn flatten_from<D: Dim>(&self, start: D) -> Result<Self> {
         self.flatten(start, Last::Minus1)
     }
 
-    /// All dimensions as one.
+    /// Merges all dimensions.
     ///
     /// # Errors
-    /// None today; candle's has them.
+    /// Never returns an error; the signature is candle's.
     pub fn flatten_all(&self) -> Result<Self> {
         self.reshape(self.elem_count())
     }
 
-    /// [`Self::broadcast_as`], under its other name.
+    /// The same as [`Self::broadcast_as`].
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn expand(&self, shape: impl Into<Shape>) -> Result<Self> {
         self.broadcast_as(shape)
     }
 
-    /// Repeats it along new leading dimensions, without copying.
+    /// Repeats the tensor along new leading dimensions, without copying.
     ///
     /// # Errors
-    /// When the new shape is too large.
+    /// Returns an error if the new shape is too large.
     pub fn broadcast_left(&self, left: impl Into<Shape>) -> Result<Self> {
         self.broadcast_as([left.into().dims(), self.dims()].concat())
     }
 
-    /// Copies one after another along each dimension, as many as `shape` says; with more numbers than dimensions, leading ones are
-    /// added.
+    /// Copies the tensor several times along each dimension, as many times as `shape` says. If `shape` has more entries
+    /// than there are dimensions, leading ones are added.
     ///
     /// # Errors
-    /// When the new shape is too large.
+    /// Returns an error if the new shape is too large.
     pub fn repeat(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         let added = shape.rank().saturating_sub(self.rank());
@@ -172,10 +173,10 @@ impl Tensor {
         Ok(repeated)
     }
 
-    /// Joins tensors along one dimension.
+    /// Concatenates tensors along one dimension.
     ///
     /// # Errors
-    /// When they differ in another dimension.
+    /// Returns an error if they differ in another dimension.
     pub fn cat<A: AsRef<Self>, D: Dim>(tensors: &[A], dim: D) -> Result<Self> {
         let tensors: Vec<&Self> = tensors.iter().map(AsRef::as_ref).collect();
         let first = tensors.first().ok_or_else(|| Error::Shape {
@@ -191,10 +192,10 @@ impl Tensor {
         Self::apply_op::<1>(ops::Cat { dim }, &tensors).map(|[out]| out)
     }
 
-    /// Joins tensors of one shape along a new dimension.
+    /// Concatenates tensors of one shape along a new dimension.
     ///
     /// # Errors
-    /// When their shapes differ.
+    /// Returns an error if their shapes differ.
     pub fn stack<A: AsRef<Self>, D: Dim + Copy>(tensors: &[A], dim: D) -> Result<Self> {
         let slices = tensors.iter().map(|tensor| tensor.as_ref().unsqueeze(dim)).collect::<Result<Vec<_>>>()?;
         let Some(first) = slices.first() else { return Self::cat(&slices, 0) };
@@ -203,10 +204,10 @@ impl Tensor {
         Self::cat(&slices, dim)
     }
 
-    /// The tensor among so many zeros in front of and behind a dimension.
+    /// Adds `left` zeros before and `right` zeros after the indices of a dimension.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn pad_with_zeros<D: Dim>(&self, dim: D, left: usize, right: usize) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "pad_with_zeros")?;
         if left + right == 0 {
@@ -215,10 +216,10 @@ impl Tensor {
         self.apply1(ops::Widen { dim, start: left, extent: left + self.dims()[dim] + right })
     }
 
-    /// Moves the indices of one dimension on by `shift`; those that leave it at one end come back at the other.
+    /// Shifts the indices of one dimension by `shift`, cyclically.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn roll<D: Dim>(&self, shift: i32, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "roll")?;
         let extent = self.dims()[dim];
@@ -230,10 +231,10 @@ impl Tensor {
         Self::cat(&[back, front], dim)
     }
 
-    /// Repeats dimensions of extent 1, and adds leading ones, without copying.
+    /// Repeats dimensions of extent 1, and adds leading dimensions, without copying.
     ///
     /// # Errors
-    /// When the shapes do not broadcast.
+    /// Returns an error if the shapes do not broadcast.
     pub fn broadcast_as(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         if &shape == self.shape() {
@@ -245,7 +246,7 @@ impl Tensor {
     /// Inserts a dimension of extent 1.
     ///
     /// # Errors
-    /// When there is no such place.
+    /// Returns an error if there is no such position.
     pub fn unsqueeze<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index_plus_one(self.shape(), "unsqueeze")?;
         let mut dims = self.dims().to_vec();
@@ -253,10 +254,10 @@ impl Tensor {
         self.reshape(dims)
     }
 
-    /// Removes a dimension of extent 1; the tensor itself if it has another extent.
+    /// Removes a dimension of extent 1; returns the tensor itself if the dimension has another extent.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error if there is no such dimension.
     pub fn squeeze<D: Dim>(&self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "squeeze")?;
         let mut dims = self.dims().to_vec();

@@ -1,30 +1,30 @@
-//! Rows on the ranks of their experts.
+//! Exchange of rows between the ranks that share the experts.
 
 use super::Routing;
 use crate::error::{Error, Result};
 use crate::ops::{Collective, GroupedLinear, RoutedSwiGlu, RunLengths, RunStarts};
 use crate::tensor::Tensor;
 
-/// The rows of a rank's own experts: those of its own tokens where one rank has all experts, else those of all expert ranks'
-/// tokens.
+/// Exchange of rows with the experts' ranks, and the products on the rows of this rank's experts. On one rank, these
+/// are the rows of its own tokens; on several, rows come from the tokens of all expert ranks.
 #[derive(Debug, Clone)]
 pub struct Exchange {
     ranks: usize,
-    /// Where the runs of this rank's tokens begin, by expert.
+    /// Offsets of the runs of this rank's tokens, by expert.
     sent: Tensor,
-    /// Where the runs of this rank's experts begin.
+    /// Offsets of the runs of this rank's experts.
     received: Tensor,
-    /// The most rows that this rank's tokens have.
+    /// The greatest number of rows of this rank's tokens.
     rows_sent: usize,
-    /// The most rows that this rank's experts have.
+    /// The greatest number of rows of this rank's experts.
     rows_received: usize,
 }
 
 impl Routing {
-    /// Lets `ranks` expert ranks know how many rows come from each.
+    /// Exchanges the numbers of rows between `ranks` expert ranks.
     ///
     /// # Errors
-    /// When the ranks do not divide the experts.
+    /// Returns an error if the ranks do not divide the experts.
     pub fn exchange(&self, ranks: usize) -> Result<Exchange> {
         if ranks == 0 || !self.experts.is_multiple_of(ranks) {
             let why = format!("{ranks} ranks cannot share {} experts equally", self.experts);
@@ -41,7 +41,7 @@ impl Routing {
         Ok(Exchange { ranks, sent, received, rows_sent, rows_received: ranks * self.most_rows(ranks) })
     }
 
-    /// The most rows that one of the ranks may get of this rank's tokens.
+    /// Returns the greatest number of rows that another rank may get from this rank's tokens.
     fn most_rows(&self, ranks: usize) -> usize {
         let dims = self.places.dims();
         let (choices, sequences) = (dims[dims.len() - 1], dims[0]);
@@ -53,23 +53,25 @@ impl Routing {
 }
 
 impl Exchange {
-    /// The rows, [rows, any], of this rank's tokens to the ranks of their experts: [rows of this rank's experts, any].
+    /// Sends the rows [rows, any] of this rank's tokens to the ranks of their experts, and returns the rows [rows, any]
+    /// of this rank's experts.
     ///
     /// # Errors
-    /// When there are not as many rows as the routing has.
+    /// Returns an error if the number of rows is not that of the routing.
     pub fn receive(&self, rows: &Tensor) -> Result<Tensor> {
         self.all_to_all(rows, true, &self.sent, &self.received)
     }
 
-    /// The reverse of [`Self::receive`].
+    /// Sends rows back: the reverse of [`Self::receive`].
     ///
     /// # Errors
-    /// When there are not as many rows as this rank's experts have.
+    /// Returns an error if the number of rows is not that of this rank's experts.
     pub fn give_back(&self, rows: &Tensor) -> Result<Tensor> {
         self.all_to_all(rows, false, &self.received, &self.sent)
     }
 
-    /// Rows that this rank's experts have when all ranks' have the same number, if that is to be counted.
+    /// The number of rows of this rank's experts if all ranks have equally many, or `None` on one rank, where the
+    /// number is fixed.
     fn balanced(&self) -> Option<usize> {
         (self.ranks > 1).then_some(self.rows_sent)
     }
@@ -88,10 +90,10 @@ impl Exchange {
         Tensor::apply_op::<1>(op, &[rows, from, to]).map(|[rows]| rows)
     }
 
-    /// Every row times the weight of its expert: [rows, in] and [experts here, out, in] to [rows, out].
+    /// Multiplies every row by the weight of its expert: [rows, in] and [experts here, out, in] to [rows, out].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn linear(&self, rows: &Tensor, weight: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(
             GroupedLinear { sources: self.ranks, balanced: self.balanced() },
@@ -100,10 +102,10 @@ impl Exchange {
         .map(|[rows]| rows)
     }
 
-    /// silu(gate)·up of every row, times its weight: [rows, width] and [rows, 1].
+    /// Computes silu(gate)·up of every row times the row's weight; gate and up are [rows, width], weights [rows, 1].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn swiglu(&self, gate: &Tensor, up: &Tensor, weights: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(RoutedSwiGlu { balanced: self.balanced() }, &[gate, up, weights, &self.received])
             .map(|[rows]| rows)

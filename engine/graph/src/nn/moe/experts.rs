@@ -1,12 +1,12 @@
-//! Feed-forward layers, of which each row passes through one.
+//! The experts of a mixture: feed-forward layers, of which each row passes through one.
 
 use super::Routing;
 use crate::error::{Error, Result};
 use crate::nn::VarBuilder;
 use crate::tensor::Tensor;
 
-/// Gated units down(silu(gate)·up): `gate_proj` and `up_proj` [experts, hidden, width], `down_proj` [experts, width, hidden].
-/// Expert ranks have an equal share of them each, and exchange rows.
+/// Experts, each computing down(silu(gate)·up): `gate_proj` and `up_proj` [experts, hidden, width], `down_proj`
+/// [experts, width, hidden]. Expert ranks hold an equal share of them each, and exchange rows.
 #[derive(Debug, Clone)]
 pub struct Experts {
     gate_proj: Tensor,
@@ -20,7 +20,7 @@ impl Experts {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// When the expert ranks do not divide the experts, or the names were used with other shapes.
+    /// Returns an error if the expert ranks do not divide the experts, or if the names were used with other shapes.
     pub fn new(experts: usize, width: usize, hidden: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
             gate_proj: vb.get_share((experts, hidden, width), "gate_proj")?,
@@ -31,10 +31,11 @@ impl Experts {
         })
     }
 
-    /// [batch, tokens, width] to the same: every token through the experts that it was routed to, weighted and summed.
+    /// Passes every token of [batch, tokens, width] through the experts to which it is routed; returns the weighted sum
+    /// of their outputs, in the same shape.
     ///
     /// # Errors
-    /// When the shapes do not fit, or the router chooses among another number of experts.
+    /// Returns an error if the shapes do not fit, or if the router has another number of experts.
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
         let experts = self.gate_proj.dim(0)? * self.ranks;

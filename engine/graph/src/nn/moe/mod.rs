@@ -1,4 +1,4 @@
-//! Mixture of experts: a router, and the experts that it sends rows to.
+//! Mixture of experts: a router, and the experts to which it sends rows.
 
 mod exchange;
 mod experts;

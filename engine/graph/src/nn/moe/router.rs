@@ -1,4 +1,4 @@
-//! Which experts a token goes to, and with what weight.
+//! The router: assigns experts and weights to tokens.
 
 use candle_core::{D, DType};
 use schemars::JsonSchema;
@@ -14,7 +14,7 @@ use crate::ops::{
 use crate::optim::LoadBias;
 use crate::tensor::Tensor;
 
-/// What a router makes of its logits.
+/// The function that turns a router's logits into scores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Score {
@@ -25,7 +25,7 @@ pub enum Score {
     Sigmoid,
 }
 
-/// Who chooses.
+/// The side that makes the choice between tokens and experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Choice {
@@ -37,7 +37,7 @@ pub enum Choice {
     Experts,
 }
 
-/// How many rows an expert takes.
+/// The maximum number of rows of an expert.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Capacity {
@@ -48,7 +48,7 @@ pub struct Capacity {
     pub drop: DropPolicy,
 }
 
-/// How tokens find experts.
+/// The settings of a router.
 ///
 /// | model | score | renormalise | scale | groups | bias_rate | balance_loss |
 /// |---|---|---|---|---|---|---|
@@ -92,7 +92,7 @@ pub struct RouterConfig {
 }
 
 impl Default for RouterConfig {
-    /// Mixtral's.
+    /// The settings of Mixtral.
     fn default() -> Self {
         Self {
             experts: 8,
@@ -140,22 +140,22 @@ impl RouterConfig {
         Ok(())
     }
 
-    /// Most rows of a sequence that an expert takes.
+    /// Returns the greatest number of rows that an expert takes from a sequence, and what is dropped beyond it.
     fn capacity(&self, tokens: usize) -> Option<(usize, DropPolicy)> {
         let Capacity { factor, drop } = self.capacity?;
         let even = (tokens * self.top_k) as f64 / self.experts as f64;
-        // A product that is whole but for its rounding is whole.
+        // The factor removes rounding errors, so that a product that is an integer is not rounded up.
         let rows = (factor * even * (1.0 - 1e-12)).ceil() as usize;
         Some((rows.clamp(1, tokens), drop))
     }
 
-    /// The same by the number of a sequence's tokens that are no padding, up to all of them.
+    /// Returns that number for every possible number of tokens in a sequence that are not padding.
     fn limits(&self, tokens: usize) -> Vec<u32> {
         (0..=tokens).map(|count| self.capacity(count.max(1)).map_or(0, |(rows, _)| rows as u32)).collect()
     }
 }
 
-/// A layer that chooses: `weight` [experts, width] and, if it has a rate, `e_score_correction_bias` \[experts\].
+/// A router layer: `weight` [experts, width] and, if there is a bias, `e_score_correction_bias` \[experts\].
 #[derive(Debug, Clone)]
 pub struct Router {
     config: RouterConfig,
@@ -168,7 +168,7 @@ impl Router {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// When the configuration makes no sense.
+    /// Returns an error if the configuration is invalid.
     pub fn new(config: &RouterConfig, width: usize, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let weight = vb.get((config.experts, width), "weight")?;
@@ -182,14 +182,15 @@ impl Router {
         Ok(Self { config: config.clone(), weight, bias, layer: vb.prefix().to_owned() })
     }
 
-    /// Chooses for the tokens of `x` [batch, tokens, width].
+    /// Chooses experts for the tokens of `x` [batch, tokens, width].
     ///
-    /// While training, what it does can be watched ([`Tensor::watch`]) under the layer's name: `….load`, the tokens that
-    /// chose each expert, and `….dropped`, choices that found no room; of experts that choose, tokens that none took. Padding is in
-    /// neither. What its losses add to the model's is reported by each step.
+    /// While training, it reports two values ([`Tensor::watch`]) under the layer's name. `….load` is the number of
+    /// tokens that chose each expert. `….dropped` is the number of choices beyond a capacity or, if experts choose, of
+    /// tokens that none took. Padding is not counted. The terms that it adds to the loss are reported by each step,
+    /// too.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn forward(&self, x: &Tensor, train: bool) -> Result<Routing> {
         let _layer = x.enter(&self.layer);
         let routing = self.config.route(x, &self.weight, self.bias.as_ref(), train)?;
@@ -213,20 +214,20 @@ impl Router {
     }
 }
 
-/// What a router does, on its parameters.
+/// Routing with given parameters.
 impl RouterConfig {
-    /// Chooses for the tokens of `x` [batch, tokens, width] by `weight` [experts, width] and, to choose by alone, a bias
-    /// \[experts\]. Noise and losses are for training.
+    /// Chooses experts for the tokens of `x` [batch, tokens, width] by `weight` [experts, width] and an optional bias
+    /// \[experts\], which affects only the choice. Noise and losses are added only while training.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn route(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, train: bool) -> Result<Routing> {
         let (_, tokens, _) = x.dims3()?;
         let logits = match self.jitter {
             amount if train && amount > 0.0 => Jitter::apply(x, amount)?.linear(weight, None)?,
             _ => x.linear(weight, None)?,
         };
-        // Shares and their sums are f32 whatever the model computes in, as everyone's are.
+        // Shares and their sums are always f32, whatever type the model computes in.
         let logits = logits.to_dtype(DType::F32)?;
         let bias = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
         let documents = x.documents();
@@ -267,17 +268,18 @@ impl RouterConfig {
         Ok(Routing { experts: self.experts, capacity, weights, ids, places, slots, starts, losses, loss })
     }
 
-    /// Divided by their sum, and scaled.
+    /// Divides weights by their sum and scales them, as configured.
     fn finish(&self, weights: Tensor) -> Result<Tensor> {
         let weights = match self.renormalise && self.choice == Choice::Tokens {
-            // What is added keeps sigmoids that are all 0 from dividing by 0.
+            // The summand avoids a division by zero if all sigmoids are 0.
             true => weights.broadcast_div(&weights.sum_keepdim(candle_core::D::Minus1)?.affine(1.0, 1e-20)?)?,
             false => weights,
         };
         if self.scale == 1.0 { Ok(weights) } else { weights.affine(self.scale, 0.0) }
     }
 
-    /// Of each token, so that they can be summed in one order however a batch is cut; each with what it is.
+    /// Returns the loss terms with their kinds. There is one value per token, so that the order of summation does not
+    /// depend on how a batch is divided.
     fn losses(
         &self,
         logits: &Tensor,
@@ -287,7 +289,7 @@ impl RouterConfig {
     ) -> Result<Vec<(LossPart, Tensor)>> {
         let &Self { experts, top_k, balance_loss, z_loss, .. } = self;
         let (_, tokens, _) = scores.dims3()?;
-        // The mean over the batch is that over tokens that are no padding.
+        // Padding has weight 0, so that the mean over the batch is that over the other tokens.
         let counted = |loss: Tensor| documents.map_or(Ok(loss.clone()), |[_, routed]| loss.mul(routed));
         let mut losses = Vec::new();
         if let Some(ids) = ids
@@ -297,7 +299,7 @@ impl RouterConfig {
                 Score::Softmax => scores.clone(),
                 Score::Sigmoid => scores.broadcast_div(&scores.sum_keepdim(2)?.affine(1.0, 1e-20)?)?,
             };
-            // experts/k · Σₑ (load/tokens) · share: the mean over a sequence's tokens has its mean share for Pᵉ.
+            // experts/k · Σₑ (load/tokens) · share: its mean over a sequence's tokens has the mean share as Pᵉ.
             let (load, scale) = match documents {
                 Some([starts, _]) => {
                     let [load] = Tensor::apply_op(DocumentLoad { experts }, &[ids, starts])?;
@@ -317,50 +319,51 @@ impl RouterConfig {
     }
 }
 
-/// Where every token goes, and with what weight.
+/// The experts of every token, and their weights.
 #[derive(Debug, Clone)]
 pub struct Routing {
     pub(super) experts: usize,
-    /// The most rows of a sequence that an expert takes, if there is a limit.
+    /// The greatest number of rows that an expert takes from a sequence, if there is a limit.
     pub(super) capacity: Option<usize>,
     weights: Tensor,
-    /// What tokens chose, if they do.
+    /// The experts that tokens chose, if tokens choose.
     ids: Option<Tensor>,
     pub(super) places: Tensor,
     pub(super) slots: Tensor,
     pub(super) starts: Tensor,
-    /// What training adds to the loss of every token: its parts, and all together.
+    /// The terms that training adds to the loss of every token, by kind. `loss` is their sum.
     losses: Vec<(LossPart, Tensor)>,
     loss: Option<Tensor>,
 }
 
 impl Routing {
-    /// What training adds to the loss of every token, weighted: [batch, tokens], if there is anything. To be added before the
-    /// mean is taken: then its bits do not depend on how a batch is cut into micro-batches.
+    /// Returns what training adds to the loss of every token, weighted: [batch, tokens]. Add it before the mean is
+    /// taken, so that the result does not depend on how a batch is divided into micro-batches.
     pub fn loss(&self) -> Option<&Tensor> {
         self.loss.as_ref()
     }
 
-    /// The rows of all experts, one expert after another: [batch, tokens, width] to [rows, width].
+    /// Returns the rows of all experts, one expert after another: [batch, tokens, width] to [rows, width].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn dispatch(&self, x: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(Dispatch, &[x, &self.places, &self.slots]).map(|[rows]| rows)
     }
 
-    /// The router's weight of every row: [rows, 1].
+    /// Returns the router's weight of every row: [rows, 1].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn row_weights(&self) -> Result<Tensor> {
         Tensor::apply_op::<1>(SlotWeights, &[&self.weights, &self.places, &self.slots]).map(|[weights]| weights)
     }
 
-    /// The sum of every token's rows: [rows, width] to [batch, tokens, width]; zero for tokens that no expert took.
+    /// Returns the sum of every token's rows: [rows, width] to [batch, tokens, width]. Tokens that no expert took are
+    /// zeros.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// Returns an error if the shapes do not fit.
     pub fn combine(&self, rows: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(Combine, &[rows, &self.places, &self.slots]).map(|[x]| x)
     }

@@ -1,4 +1,4 @@
-//! Tokens to rows, and rows back to tokens: each is the other's gradient.
+//! From tokens to rows, and from rows back to tokens. Each operation is the gradient of the other.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
@@ -9,7 +9,8 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// The token of every row: [.., width] with places [.., k] and slots \[rows\] to [rows, width]. Rows of no slot are zeros.
+/// Copies its token to every row: x [.., width], places [.., k] and slots \[rows\] to [rows, width]. Rows without a
+/// slot are zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct Dispatch;
 
@@ -71,8 +72,8 @@ impl Op for Dispatch {
     }
 }
 
-/// The sum of every token's rows, in the order of its choices: [rows, width] with places [.., k] and slots \[rows\] to
-/// [.., width]. Tokens of no row are zeros.
+/// Adds up the rows of every token in the order of its choices: [rows, width], places [.., k] and slots \[rows\] to
+/// [.., width]. Tokens without a row are zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct Combine;
 

@@ -1,4 +1,4 @@
-//! Which experts each document chose.
+//! Share of each expert in the choices of each document.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -8,9 +8,13 @@ use super::NONE;
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// For each token, the share of its document's choices that each expert has: ids [batch, tokens, k] below `experts` and starts
-/// [batch, tokens], the first token of each token's document, to f32 [batch, tokens, experts]. [`NONE`] is no choice; a document without
-/// any has zeros. Has no gradient.
+/// For each token, the share of each expert in the choices of the token's document.
+///
+/// - Inputs: ids [batch, tokens, k] below `experts`, and starts [batch, tokens], the first token of each token's
+///   document.
+/// - Output: f32 [batch, tokens, experts].
+///
+/// [`NONE`] is not a choice, and a document without choices has zeros. There is no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct DocumentLoad {
     /// Number of experts.

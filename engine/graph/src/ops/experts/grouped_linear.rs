@@ -1,4 +1,4 @@
-//! Every expert's rows times its own weight: products of sizes that the data decides, in one buffer.
+//! Grouped matrix products: every expert's rows, whose number is data, times the expert's own weight.
 
 use std::sync::Arc;
 
@@ -15,23 +15,23 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, Rows};
 
-/// [rows, in] with weights [experts, out, in] and `starts` (see [`Route`](super::Route)) to [rows, out]: x·Wᵀ with the weight of
-/// the row's expert. Nothing is padded (MegaBlocks, arXiv 2211.15841, computes the same in blocks).
+/// x [rows, in], weights [experts, out, in] and `starts` (see [`Route`](super::Route)) to [rows, out]: x·Wᵀ with the
+/// weight of each row's expert. Rows are not padded (MegaBlocks, arXiv 2211.15841, computes the same in blocks).
 #[derive(Debug, Clone, Copy)]
 pub struct GroupedLinear {
-    /// Ranks that rows come from, those of one behind those of another.
+    /// Number of ranks from which rows come. The rows of one rank follow those of another.
     pub sources: usize,
-    /// If the rows are counted while the step runs: how many there are when all ranks have the same number.
+    /// The number of rows if all ranks have equally many. Set if the number is known only while the step runs.
     pub balanced: Option<usize>,
 }
 
-/// [experts, out, in].
+/// Returns the extents (experts, out, in) of the experts' weight.
 fn weight_dims(weight: &[usize]) -> (usize, usize, usize) {
     let &[experts, out, width] = weight else { unreachable!("rank 3 by the shape rule") };
     (experts, out, width)
 }
 
-/// What the rows of all experts, if one had them all, would be multiplied by.
+/// The product for the greatest number of rows that one expert may have.
 fn forward(rows: usize, out: usize, width: usize) -> Gemm {
     Gemm::new(rows, out, width, Strides::row_major(width), Strides::transposed(width))
 }
@@ -40,7 +40,7 @@ fn backward(rows: usize, out: usize, width: usize) -> Gemm {
     Gemm::new(rows, width, out, Strides::row_major(out), Strides::row_major(width))
 }
 
-/// Runs a product for the rows of each expert, and clears the rows behind.
+/// Computes the product for the rows of each expert, and clears the unused rows.
 fn run(args: &mut Args<'_>, sources: usize, most: &Gemm) {
     with_float!(args.input_dtype(0), T => run_on::<T>(args, sources, most));
 }
@@ -86,7 +86,7 @@ impl Op for GroupedLinear {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (x, weight, starts, dy) = (g.input(0), g.input(1), g.input(2), g.grad(0));
-        // The weight's part first: it is the last to need x.
+        // The weight's gradient comes first, as it is the last reader of x.
         if g.needs(1) {
             let experts = weight.dims()[0];
             let [d_weight] = Tensor::apply_op(
@@ -110,7 +110,7 @@ impl Op for GroupedLinear {
         Ok(())
     }
 
-    /// Of as many rows as there are when all ranks have the same number.
+    /// Counts the number of rows that there are if all ranks have equally many.
     fn flops(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
         let (width, out) = (gapless_kernels::width(inputs[0].dims()), gapless_kernels::width(outputs[0].dims()));
         2 * (self.balanced.unwrap_or(inputs[0].dims()[0]) * width * out) as u64
@@ -121,7 +121,7 @@ impl Op for GroupedLinear {
         forward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// As factors are packed.
+    /// The factors are read in bf16 when they are packed.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -182,7 +182,7 @@ impl Op for GroupedLinearGradInput {
         backward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// As factors are packed.
+    /// The factors are read in bf16 when they are packed.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -214,8 +214,8 @@ impl Op for GroupedLinearGradInput {
     }
 }
 
-/// d_weight = dyᵀ·x of each expert's rows, from (x, dy, starts). Sequences are summed in order, so that summing them
-/// micro-batch by micro-batch gives the same bits.
+/// d_weight = dyᵀ·x for each expert's rows, from (x, dy, starts). Sequences are summed in order, so accumulating over
+/// micro-batches gives the same bits as one call.
 #[derive(Debug, Clone, Copy)]
 struct GroupedLinearGradWeight {
     experts: usize,
@@ -230,13 +230,13 @@ impl GroupedLinearGradWeight {
         Gemm::new(out, width, x[0], Strides::transposed(out), Strides::row_major(width))
     }
 
-    /// On factors that are stored in this type.
+    /// The kernel for factors stored in this type.
     fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
         let accumulate = args.accumulate(0);
         let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
         let (x, dy, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
         let most = Self::most(args.input_dims(0), args.input_dims(1));
-        // Each sequence is a sum of its own, those of one source behind those of another.
+        // Each sequence is a sum of its own. The sequences of one source follow those of another.
         let of_source = (starts.len() - 1) / self.sources;
         for source in 0..self.sources {
             let starts = &starts[source * of_source..][..=of_source];
@@ -278,7 +278,7 @@ impl Op for GroupedLinearGradWeight {
         Self::most(inputs[0].dims(), inputs[1].dims()).scratch_grouped(threads)
     }
 
-    /// As factors are packed.
+    /// The factors are read in bf16 when they are packed.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }

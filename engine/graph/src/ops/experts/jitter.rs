@@ -1,4 +1,4 @@
-//! Noise on a router's input.
+//! Multiplicative noise on a router's input.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
@@ -8,21 +8,21 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// y = x·u with u uniform between 1 − amount and 1 + amount (Switch Transformer, arXiv 2101.03961, appendix C). The numbers are
-/// drawn again wherever they are needed: the gradient is the same operation on dy.
+/// y = x·u with u uniform between 1 − amount and 1 + amount (Switch Transformer, arXiv 2101.03961, appendix C). u is
+/// recomputed in the backward: the gradient is the same operation on dy.
 #[derive(Debug, Clone, Copy)]
 pub struct Jitter {
-    /// Half the width of the noise, below 1.
+    /// Half the width of the noise's range, below 1.
     pub amount: f64,
-    /// The place in the model, so that no two share their numbers.
+    /// Index of this operation among the random operations of the model, so that no two share random numbers.
     pub key: u64,
 }
 
 impl Jitter {
-    /// Records it at the next place.
+    /// Records the operation with the next free key.
     ///
     /// # Errors
-    /// When the amount is outside [0, 1).
+    /// Returns an error if the amount is outside [0, 1).
     pub fn apply(x: &Tensor, amount: f64) -> Result<Tensor> {
         let key = x.next_random();
         Tensor::apply_op::<1>(Self { amount, key }, &[x]).map(|[y]| y)

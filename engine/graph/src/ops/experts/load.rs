@@ -1,4 +1,4 @@
-//! How many tokens chose each expert.
+//! Number of tokens that chose each expert, and number of choices without a row.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
@@ -7,13 +7,13 @@ use super::{NONE, expect_routed, is_routed};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// Counts of ids [.., tokens, k] below `experts`, as f32: [batch, experts] by sequence, or \[experts\] of all; [`NONE`] counts nowhere. Has
-/// no gradient.
+/// Counts how often each expert occurs in ids [.., tokens, k], as f32: [batch, experts] by sequence, or \[experts\]
+/// over all. [`NONE`] is not counted. There is no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertLoad {
     /// Number of experts.
     pub experts: usize,
-    /// Whether every sequence is counted for itself.
+    /// True if each sequence is counted by itself.
     pub by_sequence: bool,
 }
 
@@ -36,7 +36,7 @@ impl Op for ExpertLoad {
         inputs[0].elements() as u64
     }
 
-    /// Whole numbers, whose order of summation does not matter below 2²⁴.
+    /// The counts are integers, whose order of summation does not matter below 2²⁴.
     fn accumulates(&self, _: usize) -> bool {
         true
     }
@@ -69,11 +69,11 @@ impl Op for ExpertLoad {
     }
 }
 
-/// How many of places [.., k] are nowhere, or of how many tokens all are: a scalar. A second input, f32 [..], is 0 for tokens that do not
-/// count. Has no gradient.
+/// Counts the places [.., k] that are [`NONE`], or the tokens all of whose places are: a scalar. An optional second
+/// input, f32 [..], is 0 for tokens that are not counted. There is no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct Unplaced {
-    /// Whether tokens of no place are counted, rather than places.
+    /// True if tokens without any place are counted, rather than places.
     pub whole_tokens: bool,
 }
 
@@ -118,7 +118,7 @@ impl Op for Unplaced {
         inputs[0].elements() as u64
     }
 
-    /// Whole numbers.
+    /// The counts are integers.
     fn accumulates(&self, _: usize) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! The normaliser of a softmax.
+//! The log-sum-exp, by which a softmax is normalised.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task};
@@ -7,8 +7,8 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// ln Σ eˣ over the last dimension, which is removed. Its square keeps a router's logits small (ST-MoE, arXiv 2202.08906,
-/// equation 5).
+/// ln Σ eˣ over the last dimension, which is removed. Routers add its square to the loss to keep their logits small
+/// (ST-MoE, arXiv 2202.08906, equation 5).
 #[derive(Debug, Clone, Copy)]
 pub struct LogSumExp;
 
@@ -24,7 +24,7 @@ impl Op for LogSumExp {
         Ok(vec![inputs[0].in_shape(&dims[..dims.len() - 1])])
     }
 
-    /// dy·softmax(x).
+    /// dx = dy·softmax(x).
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let x = g.input(0);
         let dy = g.grad(0).unsqueeze(x.rank() - 1)?;

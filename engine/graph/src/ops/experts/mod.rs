@@ -1,9 +1,9 @@
-//! What layers of experts are made of: choosing experts, bringing rows together by expert, multiplying each expert's rows by
-//! its own weight, and bringing them back.
+//! The operations of mixture-of-experts layers: choosing experts, ordering rows by expert, multiplying each expert's
+//! rows by its own weight, and returning the results to their tokens.
 //!
-//! A *slot* is one of a token's choices: token × k + choice. A *row* is a slot in the order in which experts work. Every size
-//! is known when the graph is built: how many rows an expert has is data ([`Route`] writes it into `starts`), how many all
-//! have together is not. Rows behind the last one that is used are zeros.
+//! A *slot* is one of a token's choices: token × k + choice. A *row* is a slot at its position in the order in which
+//! experts work. All shapes are known when the graph is built. The number of rows of each expert is data, which
+//! [`Route`] writes into `starts`, but the total has a known limit. Rows after the last used one are zeros.
 //!
 //! ```text
 //! scores ─▶ top_k ─▶ ids ─▶ route ─▶ slots, places, starts
@@ -11,11 +11,12 @@
 //! x ─▶ dispatch ─▶ grouped_linear ×2 ─▶ routed_swiglu ─▶ grouped_linear ─▶ combine ─▶ y
 //! ```
 //!
-//! Where documents are packed, operations that decide or count have one input more, `routed`, f32 [batch, tokens]: what a token
-//! counts in a router's statistics, 0 for padding. Padding has no row, no choice ([`NONE`]) and no part in a capacity.
+//! With packed documents, operations that choose or count have one more input, `routed`, f32 [batch, tokens]: the
+//! weight of a token in a router's statistics, 0 for padding. Padding has no row and no choice ([`NONE`]), and takes
+//! nothing of a capacity.
 //!
-//! Rows of an expert stand in the order of their tokens, and weights' gradients are summed sequence by sequence, so that the
-//! bits do not depend on how a batch is cut into micro-batches.
+//! The rows of an expert are in the order of their tokens, and the gradients of weights are summed sequence by
+//! sequence, so the result does not depend on how a batch is divided into micro-batches.
 
 mod combine;
 mod document_load;
@@ -48,10 +49,10 @@ use gapless_kernels::Spec;
 
 use crate::op::Rows;
 
-/// In place of a row or a slot where there is none.
+/// Marks a row or a slot that does not exist.
 pub const NONE: u32 = u32::MAX;
 
-/// `(batch, tokens, last)` of [batch, tokens, last] or [tokens, last].
+/// Returns `(batch, tokens, last)` of [batch, tokens, last] or [tokens, last].
 fn by_sequence(dims: &[usize]) -> Result<(usize, usize, usize), String> {
     match *dims {
         [batch, tokens, last] => Ok((batch, tokens, last)),
@@ -60,7 +61,7 @@ fn by_sequence(dims: &[usize]) -> Result<(usize, usize, usize), String> {
     }
 }
 
-/// Refuses places and slots that are not u32, and places that are not [.., k]. Returns k.
+/// Checks that places and slots are u32 and that places are [.., k]. Returns k.
 fn expect_places(places: &Spec, slots: &Spec) -> Result<usize, String> {
     super::expect_ids("places", places)?;
     super::expect_ids("slots", slots)?;
@@ -68,7 +69,7 @@ fn expect_places(places: &Spec, slots: &Spec) -> Result<usize, String> {
     Ok(super::width(places.dims()))
 }
 
-/// Refuses what says of each token of `x` [batch, tokens, ..] what it counts, if it is not f32 [batch, tokens].
+/// Checks that the weights of tokens in a router's statistics are f32 [batch, tokens], for `x` [batch, tokens, ..].
 fn expect_routed(routed: &Spec, x: &Spec) -> Result<(), String> {
     let (_, tokens) = x.dims().split_last().ok_or("[batch, tokens, ..] is needed")?;
     if *routed != Spec::f32(tokens.to_vec()) {
@@ -77,13 +78,13 @@ fn expect_routed(routed: &Spec, x: &Spec) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a token has experts: none of padding has.
+/// True if a token has experts; padding has none.
 fn is_routed<T: PartialOrd + Default>(routed: Option<&[T]>, token: usize) -> bool {
     routed.is_none_or(|routed| routed[token] > T::default())
 }
 
-/// Which rows each expert has. `starts` says where runs of rows begin, and last, where all end. Runs are in the order of
-/// source (the rank that rows come from), expert, sequence; next to each other.
+/// The rows of each expert. `starts` holds the offsets at which runs of adjacent rows begin, and last the end of all.
+/// Runs are ordered by source (the rank from which rows come), expert and sequence.
 #[derive(Debug, Clone, Copy)]
 struct Runs<'a> {
     starts: &'a [u32],
@@ -92,30 +93,31 @@ struct Runs<'a> {
 }
 
 impl<'a> Runs<'a> {
-    /// The runs of one source of an expert.
+    /// Returns the offsets of the runs of one expert from one source.
     fn of(self, source: usize, expert: usize) -> &'a [u32] {
         let sequences = (self.starts.len() - 1) / (self.sources * self.experts);
         &self.starts[(source * self.experts + expert) * sequences..][..=sequences]
     }
 
-    /// The rows of an expert by sequence, in the order of their tokens in the whole batch.
+    /// Returns the rows of an expert by sequence, in the order of their tokens in the whole batch.
     fn by_sequence(self, expert: usize) -> impl Iterator<Item = Range<usize>> {
         let ranges = (0..self.sources).flat_map(move |source| self.of(source, expert).windows(2));
         ranges.map(|pair| pair[0] as usize..pair[1] as usize).filter(|rows| !rows.is_empty())
     }
 }
 
-/// What an operation knows of rows that input `starts` ends: they are counted if the balanced number of them is given.
+/// The row handling of an operation whose row offsets are input `starts`: rows are dynamic if the balanced number of
+/// rows is given.
 fn rows(starts: usize, balanced: Option<usize>) -> Rows {
     balanced.map_or(Rows::Fixed, |balanced| Rows::Counted { starts, balanced })
 }
 
-/// Rows that are used at all.
+/// Returns the number of rows that are used.
 fn used_rows(starts: &[u32]) -> usize {
     starts.last().map_or(0, |&end| end as usize)
 }
 
-/// Starts as the references have them, in f64.
+/// Converts offsets from the f64 of the reference implementations.
 fn exact_starts(starts: &crate::reference::Array) -> Vec<u32> {
     starts.data.iter().map(|&start| start as u32).collect()
 }

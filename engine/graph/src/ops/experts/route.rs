@@ -1,4 +1,4 @@
-//! Slots in the order in which experts work: a counting sort, with what does not fit left out.
+//! Routing: sorts slots by expert (a counting sort) and drops those beyond an expert's capacity.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -8,7 +8,7 @@ use super::{NONE, expect_routed, is_routed};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// Who chooses whom.
+/// The side that makes the choice between tokens and experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Chooses {
     /// Tokens choose experts: input 0 is ids [.., tokens, k].
@@ -18,7 +18,7 @@ pub enum Chooses {
     Experts,
 }
 
-/// Which of too many slots of an expert are left out.
+/// The rows that an expert drops if it has more than its capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DropPolicy {
@@ -29,26 +29,32 @@ pub enum DropPolicy {
     Lightest,
 }
 
-/// Rows for the slots of each expert: (places [.., tokens, k], slots \[rows\], starts [experts × sequences + 1]), all u32.
-/// `places` says which row a slot has, `slots` the reverse, [`NONE`] where there is none. Rows are in the order of expert,
-/// sequence, token; those of expert e and sequence s begin at `starts[e × sequences + s]`.
+/// Assigns rows to the slots of each expert.
 ///
-/// Without a capacity there are as many rows as slots; with one, at most that many for each expert and sequence.
+/// Outputs, all u32:
+/// - places [.., tokens, k]: the row of each slot, or [`NONE`];
+/// - slots \[rows\]: the slot of each row, or [`NONE`];
+/// - starts [experts × sequences + 1]: the offset of the first row of each run, and last the end of all. Rows are
+///   ordered by expert, sequence and token; those of expert e and sequence s begin at `starts[e × sequences + s]`.
 ///
-/// A further input, f32 [.., tokens], is 0 for padding, which has no row. With a capacity, one more says the most rows that an expert takes
-/// of a sequence by the number of its other tokens: u32 [tokens + 1], none above the capacity.
+/// Without a capacity there are as many rows as slots. With one, there are at most that many for each expert and
+/// sequence.
+///
+/// Optional inputs: f32 [.., tokens], which is 0 for padding, as padding has no row. With a capacity, that input is
+/// followed by the limits, u32 [tokens + 1]: entry n is the number of rows that an expert takes at most from a sequence
+/// of n tokens without padding. No limit exceeds the capacity.
 #[derive(Debug, Clone, Copy)]
 pub struct Route {
     /// Number of experts.
     pub experts: usize,
-    /// Who chooses.
+    /// The side that chooses.
     pub chooses: Chooses,
-    /// Most rows that an expert takes of a sequence, and what is left out beyond.
+    /// The number of rows that an expert takes at most from a sequence, and the rows that are dropped beyond it.
     pub capacity: Option<(usize, DropPolicy)>,
 }
 
 impl Route {
-    /// (sequences, slots of a sequence, choices of a token).
+    /// Returns (sequences, slots per sequence, choices per token).
     fn extents(dims: &[usize]) -> (usize, usize, usize) {
         let (batch, tokens, k) = super::by_sequence(dims).expect("checked by the shape rule");
         (batch, tokens * k, k)
@@ -60,7 +66,7 @@ impl Route {
         self.capacity.map_or(all, |(most, _)| all.min(sequences.saturating_mul(self.experts).saturating_mul(most)))
     }
 
-    /// As kernels for GPUs have it.
+    /// The settings in the form that the CUDA kernels take.
     fn on_device(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> gapless_kernels::cuda::launch::Routing {
         let dims = |index: usize| operands.inputs[index].layout.dims();
         let (sequences, ..) = Self::extents(dims(0));
@@ -80,18 +86,19 @@ impl Route {
         matches!(self.capacity, Some((_, DropPolicy::Lightest)))
     }
 
-    /// The index of the weights, if the lightest are left out.
+    /// Returns the index of the input with the weights, if the lightest are dropped.
     fn weights(&self) -> Option<usize> {
         self.weighs().then_some(usize::from(self.chooses == Chooses::Tokens))
     }
 
-    /// The indices of what each token counts and, with a capacity, of the limits: behind the weights, by their rank.
+    /// Returns the indices of the `routed` and `limits` inputs. They follow the weights and are recognized by their
+    /// rank.
     fn routed_and_limits(&self, inputs: usize, rank: impl Fn(usize) -> usize) -> (Option<usize>, Option<usize>) {
         let routed = (1..inputs).find(|&index| rank(index) + 1 == rank(0));
         (routed, routed.filter(|_| self.capacity.is_some()).map(|routed| routed + 1))
     }
 
-    /// The most rows of each run: those of its sequence's tokens.
+    /// Returns the greatest number of rows per run of a sequence, given its tokens without padding.
     fn most<T: PartialOrd + Default>(
         &self,
         sequence: usize,
@@ -153,7 +160,7 @@ impl Op for Route {
         Ok(())
     }
 
-    /// The slots by expert, before any is left out.
+    /// Holds the slots by expert, before any is dropped.
     fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
         vec![(inputs[0].elements() * size_of::<u32>()) as u64]
     }
@@ -176,7 +183,7 @@ impl Op for Route {
             let expert = ids.map_or(slot % experts, |ids| ids[slot] as usize);
             expert * sequences + slot / length
         };
-        // A counting sort: `starts` are ends while the slots are put in place, from the last one on.
+        // A counting sort. While slots are placed, from the last one on, `starts` holds the ends of the runs.
         starts.fill(0);
         let has_row = |slot: &usize| is_routed(routed, slot / k);
         (0..places.len()).filter(has_row).for_each(|slot| starts[run_of(slot)] += 1);
@@ -190,7 +197,7 @@ impl Op for Route {
             *start -= 1;
             sorted[*start as usize] = slot as u32;
         }
-        // The rows of each run, closed up.
+        // Compacts the rows of each run after dropping.
         places.fill(NONE);
         let mut row = 0;
         for run in 0..starts.len() - 1 {

@@ -1,4 +1,4 @@
-//! The experts' gated unit, weighted by the router.
+//! SwiGLU of experts, weighted by the router.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
@@ -10,12 +10,12 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, Rows};
 
-/// y = w·silu(gate)·up, row by row, from gate and up [rows, width], weights [rows, 1] and `starts` (see
-/// [`Route`](super::Route)). The weight goes in before the last product rather than behind it, so that the experts' outputs need
-/// not be kept for the weight's gradient. Rows behind the last one that is used are zeros.
+/// y = w·silu(gate)·up for each row, from gate and up [rows, width], weights [rows, 1] and `starts` (see
+/// [`Route`](super::Route)). The weight is applied before the last product instead of after it, so that the experts'
+/// outputs need not be kept for the weight's gradient. Rows after the last used one are zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct RoutedSwiGlu {
-    /// If the rows are counted while the step runs: how many there are when all ranks have the same number.
+    /// The number of rows if all ranks have equally many. Set if the number is known only while the step runs.
     pub balanced: Option<usize>,
 }
 
@@ -92,12 +92,12 @@ impl Op for RoutedSwiGlu {
     }
 }
 
-/// Elements of as many rows as there are when all ranks have the same number.
+/// Returns the number of elements that there are if all ranks have equally many rows.
 fn elements(rows: &Spec, balanced: Option<usize>) -> u64 {
     (balanced.unwrap_or(rows.dims()[0]) * gapless_kernels::width(rows.dims())) as u64
 }
 
-/// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy); the first two may overwrite gate and up.
+/// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy). d_gate and d_up may overwrite gate and up.
 #[derive(Debug, Clone, Copy)]
 struct RoutedSwiGluGrad {
     balanced: Option<usize>,

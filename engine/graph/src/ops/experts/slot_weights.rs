@@ -9,7 +9,8 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// The weight of every row's slot: weights [.., k] with places [.., k] and slots \[rows\] to [rows, 1]; 0 for rows of no slot.
+/// The weight of every row's slot: weights [.., k], places [.., k] and slots \[rows\] to [rows, 1]. Rows without a slot
+/// have weight 0.
 #[derive(Debug, Clone, Copy)]
 pub struct SlotWeights;
 
@@ -51,7 +52,7 @@ impl Op for SlotWeights {
     }
 }
 
-/// The numbers of input 0 that input `indices` names; 0 where that is [`NONE`].
+/// Copies the elements of input 0 at the indices of input `indices`; an index of [`NONE`] gives 0.
 fn gather(args: &mut Args<'_>, indices: usize) {
     let out = args.output::<f32>(0);
     let (from, indices) = (args.input::<f32>(0), args.input::<u32>(indices));
@@ -60,7 +61,7 @@ fn gather(args: &mut Args<'_>, indices: usize) {
     }
 }
 
-/// Back to slots, from (gradients of the rows, places); 0 for slots of no row.
+/// Returns the gradients to slots, from (gradients of the rows, places). Slots without a row have gradient 0.
 #[derive(Debug, Clone, Copy)]
 struct SlotWeightsGrad;
 

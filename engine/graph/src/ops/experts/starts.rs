@@ -1,4 +1,4 @@
-//! Where runs of rows begin, and how long they are: what ranks tell each other before they exchange the rows.
+//! Offsets and lengths of runs of rows, which ranks exchange before the rows themselves.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -7,11 +7,11 @@ use gapless_kernels::cpu::Args;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// Starts [runs + 1] to lengths \[runs\], both u32.
+/// Converts offsets [runs + 1] to lengths \[runs\], both u32.
 #[derive(Debug, Clone, Copy)]
 pub struct RunLengths;
 
-/// Lengths \[runs\] to starts [runs + 1], both u32; the last is the end of all.
+/// Converts lengths \[runs\] to offsets [runs + 1], both u32. The last offset is the total.
 #[derive(Debug, Clone, Copy)]
 pub struct RunStarts;
 

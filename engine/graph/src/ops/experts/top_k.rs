@@ -1,4 +1,4 @@
-//! The best experts of each token.
+//! Choice of the best experts for each token.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
@@ -9,8 +9,8 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// Experts in equal groups, of which a token may use some (DeepSeek-V3, arXiv 2412.19437, section 2.1.2: node-limited routing).
-/// A group is worth the sum of its two best experts.
+/// Experts divided into equal groups, of which a token may use some (node-limited routing, DeepSeek-V3, arXiv
+/// 2412.19437, section 2.1.2). A group is ranked by the sum of the scores of its two best experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExpertGroups {
@@ -20,27 +20,28 @@ pub struct ExpertGroups {
     pub limit: usize,
 }
 
-/// The `k` experts with the greatest scores, best first, of scores [.., tokens, experts] and perhaps a bias \[experts\] that is
-/// added to choose by, but not to what comes out: (scores [.., tokens, k], ids [.., tokens, k]). Of equal ones, the first.
+/// Chooses the `k` experts with the greatest scores for each token, best first. Of equal scores, the first is chosen.
 ///
-/// The bias has no gradient of the loss. What takes its place is the number of tokens that chose each expert, which is what
-/// balancing without a loss goes by (Wang et al., arXiv 2408.15664).
+/// - Inputs: scores [.., tokens, experts]; optionally a bias \[experts\], which is added for the choice but not to the
+///   result; optionally, for scores [batch, tokens, experts], f32 [batch, tokens], which is 0 for padding.
+/// - Outputs: scores [.., tokens, k] and ids [.., tokens, k].
 ///
-/// Of scores [batch, tokens, experts], a last input f32 [batch, tokens] is 0 for padding, whose ids are [`NONE`]: it has neither a part
-/// in that number nor a gradient.
+/// The loss has no gradient with respect to the bias. In its place, the bias gets the number of tokens that chose each
+/// expert, which balancing without a loss uses (Wang et al., arXiv 2408.15664). Padding has the ids [`NONE`]: it is not
+/// counted and has no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct TopK {
-    /// Experts per token.
+    /// Number of experts per token.
     pub k: usize,
-    /// Which experts may be chosen together.
+    /// Groups that limit which experts a token may use together.
     pub groups: Option<ExpertGroups>,
 }
 
-/// Most experts, so that a token's choice fits a fixed table.
+/// Upper limit of the number of experts, so that the sets in a token's choice fit on the stack.
 const MAX_EXPERTS: usize = 1024;
 
 impl TopK {
-    /// The indices of the bias and of what each token counts, by the ranks of the inputs.
+    /// Returns the indices of the bias and of the `routed` input, which are recognized by their ranks.
     fn bias_and_routed(inputs: usize, rank: impl Fn(usize) -> usize) -> (Option<usize>, Option<usize>) {
         let routed = (inputs > 1 && rank(inputs - 1) > 1).then_some(inputs - 1);
         ((routed.unwrap_or(inputs) > 1).then_some(1), routed)
@@ -68,7 +69,7 @@ impl TopK {
             };
             let mut taken = [0u64; MAX_EXPERTS / 64];
             for _ in 0..limit {
-                // With scores that are not numbers no group is best: the first that is left.
+                // If scores are NaN, no group is best, and the first one left is taken.
                 let group = best(count, worth, |g| !has(&taken, g)).unwrap_or(0);
                 add(&mut taken, group);
                 (group * size..(group + 1) * size).for_each(|expert| add(&mut allowed, expert));
@@ -84,7 +85,8 @@ impl TopK {
     }
 }
 
-/// The first of the greatest among those that may be taken; among scores that are not numbers, the first.
+/// Returns the index with the greatest score among the allowed ones, the first of equal ones. If scores are NaN, it
+/// returns the first.
 fn best<T: PartialOrd>(count: usize, score: impl Fn(usize) -> T, may: impl Fn(usize) -> bool) -> Option<usize> {
     let mut best = None;
     for i in (0..count).filter(|&i| may(i)) {
@@ -183,7 +185,7 @@ impl Op for TopK {
         let (mut values, mut ids) = (Vec::new(), Vec::new());
         for (token, row) in scores.rows().enumerate() {
             let biased: Vec<f64> = (0..experts).map(|i| row[i] + bias.map_or(0.0, |bias| bias[i])).collect();
-            // Best first, and of equal ones the first: a stable sort.
+            // Best first, and of equal ones the first: the sort is stable.
             let sorted = |mut of: Vec<usize>, by: &dyn Fn(usize) -> f64| {
                 of.sort_by(|&a, &b| by(b).total_cmp(&by(a)));
                 of
@@ -205,10 +207,11 @@ impl Op for TopK {
     }
 }
 
-/// The gradients of all scores, zero for experts that were not chosen, from (ids, gradients of those that were); [`NONE`] chose none.
+/// The gradients of all scores from (ids, gradients of the chosen scores). They are zero for experts that were not
+/// chosen; [`NONE`] is skipped.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TopKGrad {
-    /// Number of scores.
+    /// Number of scores per token.
     pub experts: usize,
 }
 

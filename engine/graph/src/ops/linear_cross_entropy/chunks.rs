@@ -1,4 +1,4 @@
-//! How the rows of a head are cut into chunks, and what a pass over them takes.
+//! The division of a head's rows into chunks, and the cost, scratch and launches of a pass over them.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use gapless_kernels::cuda::{
 
 use super::Counted;
 
-/// Which products a pass takes of every chunk: that of its logits, and those of the gradients that are made.
+/// The products that a pass computes for every chunk: the logits, and those of the gradients that are needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Products {
     Logits,
@@ -23,26 +23,26 @@ pub(super) enum Products {
 }
 
 impl Products {
-    /// Those of a backward.
+    /// The products of a backward.
     pub fn of_backward(has_d_weight: bool) -> Self {
         if has_d_weight { Self::Both } else { Self::Dx }
     }
 }
 
-/// A head on a GPU.
+/// The operands of a head on a GPU.
 pub(super) struct Head<'a> {
     pub operands: &'a cuda::Operands<'a>,
     pub counted: Counted,
-    /// Where the losses are written.
+    /// Address to which the losses are written.
     pub losses: u64,
-    /// Where the likelihoods are written; 0 for nowhere.
+    /// Address to which the likelihoods are written; 0 if they are not.
     pub likelihoods: u64,
-    /// What each is multiplied by; 0 if all count.
+    /// Address of the factors of the losses; 0 if there are none.
     pub weights: u64,
 }
 
-/// Rows of a chunk that are enough for its products to be as fast as those of all rows, and no more of a shorter sequence
-/// than fill it up.
+/// Number of rows with which a chunk's products are as fast as those of all rows. Longer sequences are divided into
+/// chunks of at least this many rows; shorter ones are taken together up to it.
 const ENOUGH_ROWS: usize = 256;
 
 /// Rows of a chunk on a GPU, between which its products decide: enough that few chunks add to the weight's gradient, and few enough
@@ -57,18 +57,19 @@ const MULTIPROCESSORS: usize = 132;
 /// falls to kernels that load single elements, so the last entries of an odd vocabulary have products of their own.
 const ENTRIES: usize = 8;
 
-/// How rows are cut. A chunk is several whole sequences, or a piece of one that only the lengths of the sequence, the width
-/// and the vocabulary decide: so the order of summation does not depend on how the batch is cut into micro-batches.
+/// The division of rows into chunks. A chunk is either several whole sequences, or a piece of one. The size of a piece
+/// depends only on the lengths of the sequence, the width and the vocabulary, so the order of summation does not depend
+/// on how the batch is divided into micro-batches.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Chunks {
     pub rows: usize,
     pub width: usize,
     pub vocabulary: usize,
-    /// Rows of a sequence: the order of summation restarts with each.
+    /// Rows of a sequence; the order of summation restarts with each.
     sequence: usize,
-    /// Rows of the whole sequences that are cut together.
+    /// Rows of the whole sequences that are divided together.
     block: usize,
-    /// Rows of a chunk, but for the last of a block.
+    /// Rows of a chunk, except for the last of a block.
     chunk: usize,
 }
 
@@ -77,7 +78,7 @@ impl Chunks {
         let &[vocabulary, width] = weight else { unreachable!("rank 2 by the shape rule") };
         let rows = x.iter().product::<usize>() / width;
         let sequence = if x.len() > 2 { x[x.len() - 2] } else { rows };
-        // So many that the logits of a piece are no larger than the sequence's x.
+        // Enough pieces that the logits of one are no larger than the sequence's x.
         let pieces = vocabulary.div_ceil(width).min(sequence / ENOUGH_ROWS).max(1);
         let block = if pieces > 1 { sequence } else { sequence * (ENOUGH_ROWS / sequence).max(1) };
         Self { rows, width, vocabulary, sequence, block, chunk: block.div_ceil(pieces) }
@@ -95,40 +96,41 @@ impl Chunks {
         })
     }
 
-    /// rows × width · (vocabulary × width)ᵀ.
+    /// The product rows × width · (vocabulary × width)ᵀ.
     pub fn logits(&self, rows: usize) -> Gemm {
         let &Self { width, vocabulary, .. } = self;
         Gemm::new(rows, vocabulary, width, Strides::row_major(width), Strides::transposed(width))
     }
 
-    /// (rows × vocabulary)ᵀ · rows × width.
+    /// The product (rows × vocabulary)ᵀ · rows × width.
     pub fn d_weight(&self, rows: usize) -> Gemm {
         let &Self { width, vocabulary, sequence, .. } = self;
         let product = Gemm::new(vocabulary, width, rows, Strides::transposed(vocabulary), Strides::row_major(width));
         product.with_segment(sequence)
     }
 
-    /// rows × vocabulary · vocabulary × width.
+    /// The product rows × vocabulary · vocabulary × width.
     pub fn dx(&self, rows: usize) -> Gemm {
         let &Self { width, vocabulary, .. } = self;
         Gemm::new(rows, width, vocabulary, Strides::row_major(vocabulary), Strides::row_major(width))
     }
 
-    /// Bytes of each piece of scratch: a chunk's logits, then what is the largest that a product needs.
+    /// Returns the bytes of each piece of scratch: a chunk's logits, then the greatest that any product needs.
     pub fn scratch(&self, products: Products, threads: usize) -> Vec<u64> {
         let products = |rows: usize| {
             let d_weight = (products == Products::Both).then(|| self.d_weight(rows));
             let dx = (products != Products::Logits).then(|| self.dx(rows));
             std::iter::once(self.logits(rows)).chain(d_weight).chain(dx)
         };
-        // Few ranges differ in length, and only that counts.
+        // Only the length of a range matters, and few lengths occur.
         let lengths: BTreeSet<usize> = self.ranges().map(|range| range.len()).collect();
         let pieces = for_each_of(lengths.into_iter().flat_map(products).map(|product| product.scratch(threads)));
         let logits = 4 * self.chunk.min(self.rows) * self.vocabulary;
         [vec![logits as u64], pieces].concat()
     }
 
-    /// The chunks' ranges on a GPU, where the order of summation is the library's, but always the same for as many rows.
+    /// The ranges of the chunks on a GPU. There the library decides the order of summation; it is always the same for
+    /// the same number of rows.
     fn cuda_ranges(self) -> impl Iterator<Item = Range<usize>> {
         let chunk = self.cuda_chunk();
         (0..self.rows).step_by(chunk.max(1)).map(move |start| start..(start + chunk).min(self.rows))
@@ -187,8 +189,9 @@ impl Chunks {
         passes * (self.rows * self.vocabulary * dtype.size_in_bytes()) as u64
     }
 
-    /// The pass on a GPU: for each chunk its logits, what becomes of them, and its share of the gradients, `[dx]` or
-    /// `[dx, d_weight]`, of which the latter is output `weight` of the operation.
+    /// Returns the launches of a pass on a GPU: for each chunk its logits, their conversion to losses and gradients,
+    /// and the chunk's share of the outputs `[dx]` or `[dx, d_weight]`. `weight` is the index of d_weight among the
+    /// operation's outputs.
     pub fn launches(
         &self,
         &Head { operands, counted, losses, likelihoods, weights }: &Head<'_>,
@@ -246,7 +249,7 @@ impl Chunks {
                     launches.extend((entries > 0).then_some(Launch::Product(Product { onto, ..product })));
                 }
             }
-            // Last, as it may overwrite x.
+            // dx comes last, as it may overwrite x.
             let to = rows_of(dx.address, range.start);
             launches.push(Launch::Product(product(extents(count, self.width, entries), of_logits, weight_of(0), to)));
         }
@@ -259,7 +262,7 @@ impl Chunks {
         Some(launches)
     }
 
-    /// Arithmetic of the pass.
+    /// Number of floating-point operations of the pass.
     pub fn flops(&self, products: Products) -> u64 {
         let products = match products {
             Products::Logits => 1,

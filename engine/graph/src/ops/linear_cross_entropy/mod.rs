@@ -1,8 +1,9 @@
-//! The head of a language model and its loss in one operation, so that its logits never exist whole.
+//! The head of a language model fused with its loss, so that the logits are never stored as a whole.
 //!
-//! Rows are taken in chunks. The logits of a chunk lie in scratch, are turned into losses, and are overwritten by their own
-//! gradient, of which the chunk's dx and its share of d_weight are made at once: in training, forward and backward are one
-//! pass and no logit is computed twice (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
+//! Rows are processed in chunks. The logits of a chunk are in scratch; they are turned into losses and then overwritten
+//! by their own gradient, from which the chunk's dx and its share of d_weight are computed at once. In training,
+//! forward and backward are therefore one pass and no logit is computed twice (Hsu et al., "Liger Kernel", arXiv
+//! 2410.10989, section 3.2).
 
 mod chunks;
 mod pass;
@@ -22,54 +23,58 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// −log softmax(x·Wᵀ)`[target]` for x [.., width], weight [vocabulary, width] and targets [..]: the losses [..]. A fourth input,
-/// f32 [..], is what each loss is multiplied by. With [`Self::with_likelihoods`], the second output is −log softmax(x·Wᵀ)`[target]` in any
-/// case, multiplied likewise; it has no gradient.
+/// −log softmax(x·Wᵀ)`[target]`.
+///
+/// - Inputs: x [.., width], weight [vocabulary, width], targets [..], and optionally the factor of each loss, f32 [..].
+/// - Outputs: the losses [..], with the further terms of [`Self::with_terms`]. With [`Self::with_likelihoods`], a
+///   second output has −log softmax alone, multiplied by the same factors; it has no gradient. With a known gradient
+///   ([`Self::new`]), dx and d_weight follow.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearCrossEntropy {
     gradient: Option<f64>,
-    /// Whether d_weight is among the outputs.
+    /// True if d_weight is among the outputs.
     has_d_weight: bool,
     counted: Counted,
     has_likelihoods: bool,
     types: OutputTypes<4>,
 }
 
-/// What losses are made of.
+/// The definition of a loss.
 #[derive(Debug, Clone, Copy, Default)]
 struct Counted {
-    /// What they count beside the likelihood.
+    /// Terms besides −log softmax.
     terms: LossTerms,
-    /// A logit x counts as cap·tanh(x/cap).
+    /// Soft cap: a logit x is replaced by cap·tanh(x/cap).
     cap: Option<f64>,
 }
 
 impl LinearCrossEntropy {
-    /// With the gradient of every loss, where that is known beforehand. Then dx and d_weight are two more outputs.
+    /// Creates the operation. `gradient` is the gradient of every loss, if it is known beforehand; dx and d_weight are
+    /// then two more outputs.
     pub fn new(gradient: Option<f64>) -> Self {
         let (counted, types) = (Counted::default(), OutputTypes::default());
         Self { gradient, has_d_weight: true, counted, has_likelihoods: false, types }
     }
 
-    /// With what it counts beside the likelihood.
+    /// Adds terms to the loss besides −log softmax.
     #[must_use]
     pub fn with_terms(self, terms: LossTerms) -> Self {
         Self { counted: Counted { terms, ..self.counted }, ..self }
     }
 
-    /// Of logits x that count as cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    /// Replaces logits x by cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118, section 2).
     #[must_use]
     pub fn with_cap(self, cap: Option<f64>) -> Self {
         Self { counted: Counted { cap, ..self.counted }, ..self }
     }
 
-    /// With the likelihood apart from what else is counted.
+    /// Adds an output for −log softmax without the further terms.
     #[must_use]
     pub fn with_likelihoods(self) -> Self {
         Self { has_likelihoods: true, ..self }
     }
 
-    /// The output that dx is.
+    /// Index of the output dx.
     fn dx(&self) -> usize {
         if self.has_likelihoods { 2 } else { 1 }
     }
@@ -164,7 +169,7 @@ impl Op for LinearCrossEntropy {
         Chunks::of(inputs).scratch(self.products(), threads)
     }
 
-    /// As factors are packed.
+    /// The factors are read in bf16 when they are packed.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -222,11 +227,11 @@ impl Op for LinearCrossEntropy {
     }
 }
 
-/// (dx, d_weight) from (x, weight, targets, d_losses): computes the logits once more, for losses whose gradient is known only
-/// in the backward.
+/// (dx, d_weight) from (x, weight, targets, d_losses), for losses whose gradient is known only in the backward. It
+/// recomputes the logits.
 #[derive(Debug, Clone, Copy)]
 struct LinearCrossEntropyGrad {
-    /// Whether d_weight is among the outputs.
+    /// True if d_weight is among the outputs.
     has_d_weight: bool,
     counted: Counted,
     types: OutputTypes<2>,
@@ -277,14 +282,14 @@ impl Op for LinearCrossEntropyGrad {
         [vec![4 * chunks.rows as u64], chunks.scratch(products, threads)].concat()
     }
 
-    /// As factors are packed.
+    /// The factors are read in bf16 when they are packed.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
 
     fn run(&self, args: &mut Args<'_>) {
         let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
-        // The losses are known already; here they are a by-product.
+        // The losses are already known; here they are a by-product in scratch.
         let mut scratch = args.workspace();
         let losses = scratch.take();
         let (d_losses, layout) = args.strided(3);
@@ -307,7 +312,7 @@ impl Op for LinearCrossEntropyGrad {
     }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
-        // The losses are known already; here they are a by-product.
+        // The losses are already known; here they are a by-product in scratch.
         let &[.., losses] = operands.workspace else { return None };
         let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
         let head = Head { operands, counted: self.counted, losses, likelihoods: 0, weights: 0 };
@@ -321,7 +326,7 @@ impl Op for LinearCrossEntropyGrad {
     }
 }
 
-/// The logits of each row, as they count.
+/// Returns the logits of each row, after the soft cap.
 fn reference_logits<'a>(x: &'a Array, weight: &'a Array, cap: Option<f64>) -> impl Iterator<Item = Vec<f64>> + 'a {
     let counted = move |x: f64| cap.map_or(x, |cap| cap * (x / cap).tanh());
     x.rows().map(move |x| weight.rows().map(|w| counted(x.iter().zip(w).map(|(x, w)| x * w).sum())).collect())

@@ -1,4 +1,4 @@
-//! The pass over the chunks of a head on the CPU.
+//! The pass over a head's chunks on the CPU.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::chunks::Chunks;
 use crate::ops::element;
 
 impl Chunks {
-    /// The losses of all rows, and their gradients if asked for.
+    /// Computes the losses of all rows, and their gradients if requested.
     pub fn pass<T: Factor>(
         &self,
         inputs: &Inputs<'_, T>,
@@ -52,14 +52,14 @@ impl Chunks {
                 }
                 .expect(FITS);
             }
-            // Last, as it may overwrite x.
+            // dx comes last, as it may overwrite x.
             self.dx(rows).run(logits, weight, &mut dx[elements], Mode::Overwrite, none(), scratch).expect(FITS);
         }
     }
 }
 
 pub(super) struct Inputs<'a, T> {
-    /// None if dx has its bytes.
+    /// x, or `None` if dx is stored in its bytes.
     pub x: Option<&'a [T]>,
     pub weight: &'a [T],
     pub targets: &'a [u32],
@@ -75,7 +75,7 @@ impl<'a, T: Factor> Inputs<'a, T> {
 
 pub(super) struct Losses<'a> {
     pub losses: &'a mut [f32],
-    /// Apart from what else is counted.
+    /// −log softmax without the further terms of the loss.
     pub likelihoods: Option<&'a mut [f32]>,
 }
 
@@ -89,16 +89,16 @@ impl Losses<'_> {
 pub(super) struct Backward<'a> {
     pub d_losses: Upstream<'a>,
     pub dx: &'a mut [f32],
-    /// None where the weight is frozen.
+    /// The gradient of the weight, or `None` if the weight is frozen.
     pub d_weight: Option<&'a mut [f32]>,
     pub accumulate: bool,
 }
 
-/// The gradients of the losses.
+/// The gradients of the losses with respect to the final loss.
 #[derive(Clone, Copy)]
 pub(super) enum Upstream<'a> {
     Everywhere(f32),
-    /// One number times the weight of each.
+    /// A constant times the factor of each row.
     Weighted(f32, &'a [f32]),
     Each(&'a [f32], &'a Layout),
 }
@@ -113,8 +113,8 @@ impl Upstream<'_> {
     }
 }
 
-/// The loss of each row of logits. Where a row's loss has a gradient, the logits become theirs: without further terms or a cap,
-/// (softmax − one-hot)·d_loss.
+/// Computes the loss of each row of logits. If a row's loss has a gradient, it overwrites the logits with theirs:
+/// without further terms or a cap, (softmax − one-hot)·d_loss.
 fn cross_entropy(
     logits: &mut [f32],
     targets: &[u32],
@@ -130,7 +130,7 @@ fn cross_entropy(
         |(task, (((losses, mut likelihoods), targets), logits))| {
             let of_task = losses.iter_mut().zip(targets).zip(logits.chunks_exact_mut(vocabulary));
             vectorize!({
-                // Loops instead of closures, which might not be inlined, and would not be vectorised then.
+                // Loops instead of closures, which might not be inlined and then would not vectorize.
                 for (row, ((loss, &target), logits)) in of_task.enumerate() {
                     if let Some(cap) = cap {
                         for x in logits.iter_mut() {
@@ -140,7 +140,7 @@ fn cross_entropy(
                     let (target, max) = (target as usize, reduce::max(logits));
                     let logit = logits[target];
                     let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(logits, |x| x) };
-                    // Capped logits are read once more, for their slopes.
+                    // With a cap, the logits are needed again for their slopes, so their exponentials are not stored.
                     let sum = match cap {
                         Some(_) => reduce::sum(logits, |x| math::exp(x - max)),
                         None => {
@@ -208,7 +208,7 @@ mod tests {
         counted: Counted,
     }
 
-    /// Operands of a case, and what they make.
+    /// The operands of a case and its results.
     struct Run {
         x: Vec<f32>,
         weight: Vec<f32>,
@@ -219,7 +219,8 @@ mod tests {
     }
 
     impl Case {
-        /// In so many calls of equally many sequences, each adding to d_weight if that is made, dx over x or beside it.
+        /// Runs the case in several calls with equally many sequences each. Each call adds to d_weight, if that is
+        /// computed. dx either overwrites x or is separate.
         fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
             let Self { batch, sequence, width, vocabulary, counted } = self;
             let rows = batch * sequence;
@@ -277,8 +278,8 @@ mod tests {
                 let square = |x: f64| x * x;
                 let error: f64 = data.iter().zip(&exact.data).map(|(&a, &b)| square(f64::from(a) - b)).sum();
                 let scale: f64 = exact.data.iter().map(|&x| square(x)).sum();
-                // Sums of up to 700 numbers in f32: some multiples of 2⁻²⁴. With one token, everything is a difference of
-                // terms of about 1 that cancel, but for their rounding.
+                // Sums of up to 700 f32 elements: a few multiples of 2⁻²⁴. With one token in the vocabulary, everything
+                // is a difference of terms of about 1 that cancel up to rounding.
                 let rounding = 2f64.powi(-22) * (batch as f64 * sequence as f64).sqrt();
                 assert!(error.sqrt() <= 1e-5 * scale.sqrt() + rounding, "{name} of {self:?}: {error} of {scale}");
             }
@@ -305,14 +306,14 @@ mod tests {
         Case { batch: 3, sequence: 100, width: 5, vocabulary: 30, counted }.check();
     }
 
-    /// Lengths of the chunks.
+    /// Returns the lengths of the chunks.
     fn chunks(x: &[usize], vocabulary: usize) -> Vec<usize> {
         Chunks::new(x, &[vocabulary, x[x.len() - 1]]).ranges().map(|range| range.len()).collect()
     }
 
     #[test]
     fn chunks_are_whole_sequences_or_pieces_of_one() {
-        // A vocabulary no larger than the width needs no pieces, short sequences are taken together.
+        // A vocabulary no larger than the width needs no pieces; short sequences are taken together.
         assert_eq!(chunks(&[2, 1024, 256], 256), [1024, 1024]);
         assert_eq!(chunks(&[5, 100, 32], 50_000), [200, 200, 100]);
         // Pieces of at least 256 rows, the same in every sequence.
@@ -320,7 +321,7 @@ mod tests {
         assert_eq!(chunks(&[1, 4096, 4096], 32_000), [512; 8]);
         assert_eq!(chunks(&[2, 700, 64], 5_000), [350; 4]);
         assert_eq!(chunks(&[2, 513, 64], 5_000), [257, 256, 257, 256]);
-        // One row; rows that say nothing of sequences.
+        // One row, and rows that are not divided into sequences.
         assert_eq!(chunks(&[8], 100), [1]);
         assert_eq!(chunks(&[300, 8], 100), [300]);
     }
