@@ -122,8 +122,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use super::super::step::{Float, Model};
+    use super::*;
 
     #[test]
     fn a_step_of_gpt2_took_what_was_measured_and_is_expected_to_take_half() {
