@@ -23,12 +23,12 @@ const END_OF_TEXT_NAMES: [&str; 6] =
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TextOptions {
-    /// Whether a document begins with the tokens that the tokenizer's post-processor puts before a text, such as `<s>`
+    /// True if a document begins with the tokens that the tokenizer's post-processor puts before a text, such as `<s>`
     /// for Llama 2 and `<bos>` for Gemma. GPT-2 and Qwen have none. On by default, as in transformers.
     pub begin: bool,
     /// The token that ends a document, as text. By default the one that the files in the tokenizer's folder name.
     pub end: Option<String>,
-    /// Whether special tokens that a text spells out become their ids, as in transformers. By default they are plain
+    /// True if special tokens that a text spells out become their ids, as in transformers. By default they are plain
     /// text, so that a document about a tokenizer does not end in its middle.
     pub special: bool,
 }
