@@ -174,8 +174,8 @@ impl Vocabulary {
         }
     }
 
-    /// A description of the tokens around documents: `documents begin with <s> (1) and end with </s> (2), by
-    /// tokenizer_config.json`.
+    /// A description of the tokens around documents, such as
+    /// `documents begin with <s> (1) and end with </s> (2), by tokenizer_config.json`.
     pub fn framing(&self) -> Option<String> {
         let Kind::Tokenizer { tokenizer, framing, .. } = &self.kind else { return None };
         let Framing { begin, end, end_token, source } = framing;
