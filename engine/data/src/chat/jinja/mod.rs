@@ -2,9 +2,9 @@
 //!
 //! In: the source of a template, and its variables as JSON. Out: its text, and the parts of it within
 //! `{% generation %}` blocks. The text equals, character for character, that of Jinja 3.1's
-//! `ImmutableSandboxedEnvironment` with //! `trim_blocks`, `lstrip_blocks`, loop controls and transformers' own functions. Values are printed, compared and
-//! formatted as in Python. Never: a rendering beyond the [limits](limits::Limits) of work, memory and depth, or a
-//! different text because of an unsupported feature; that is an error.
+//! `ImmutableSandboxedEnvironment` with `trim_blocks`, `lstrip_blocks`, loop controls and transformers' own functions.
+//! Values are printed, compared and formatted as in Python. Never: a rendering beyond the [limits](limits::Limits) of
+//! work, memory and depth, or a different text because of an unsupported feature; that is an error.
 //!
 //! | file | what |
 //! |---|---|
