@@ -100,10 +100,11 @@ pub(super) fn move_into_place(path: &Path) -> Result<(), DataError> {
     }
 }
 
-/// Cuts a text into pieces of about `least` bytes, each ending with a line. Neither the line's last character nor the
-/// next line's first one is white space. The pattern of this crate's tokenizers always cuts there, because a line break
-/// only joins white space; for other tokenizers, [`Vocabulary::cuts_at_lines`](crate::Vocabulary::cuts_at_lines) tells.
-/// The pieces' tokens are therefore those of the whole text.
+/// Cuts a text into pieces of about `least` bytes. Each ends with a line break that has no white space next to it.
+///
+/// Tokenizers trained by this crate always separate tokens there, because their pattern joins a line break only with
+/// white space. For other tokenizers, [`Vocabulary::cuts_at_lines`](crate::Vocabulary::cuts_at_lines) tests it. So the
+/// tokens of the pieces are those of the whole text.
 pub(super) fn pieces(mut text: &str, least: usize) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
         if text.is_empty() {

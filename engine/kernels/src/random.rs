@@ -40,7 +40,7 @@ pub struct Numbers {
 }
 
 impl Numbers {
-    /// The sequence of a seed alone.
+    /// A sequence that depends on the seed only, not on a step or place.
     pub fn from_seed(seed: u64) -> Self {
         Self { key: mix(seed.wrapping_add(GOLDEN)), start: 0 }
     }

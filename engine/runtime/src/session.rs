@@ -51,7 +51,7 @@ pub struct Times {
 }
 
 impl RunOptions {
-    /// The index in the whole batch of this rank's micro-batch.
+    /// The index, in the whole batch, of one of this rank's micro-batches.
     pub(crate) fn part_of(&self, micro_batch: u32) -> u64 {
         // Wrapping is harmless: the result only keys random numbers.
         self.first_part.wrapping_add(self.part_stride.wrapping_mul(micro_batch.into()))
@@ -122,7 +122,7 @@ pub trait Backend: Any + Debug + Send {
     /// Checks the addresses that were assigned during the last run, and returns how many there were.
     fn check_run(&self, executable: &Executable) -> Result<usize>;
 
-    /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as the arena and they
+    /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
     /// together take at most `limit` bytes.
     fn serve_outside(&mut self, limit: u64);
 
@@ -323,7 +323,7 @@ impl<B: Backend + ?Sized> Session<B> {
         self.backend.check_run(&self.executable)
     }
 
-    /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as the arena and they
+    /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
     /// together take at most `limit` bytes. [`grow`](Self::grow) then enlarges the arena, so that later steps find
     /// room.
     pub fn serve_outside(&mut self, limit: u64) {

@@ -242,7 +242,7 @@ impl Round {
         })
     }
 
-    /// True if all members have started it. It then ends without further action of any particular one.
+    /// True if all members have started it. Any of them can then complete it alone.
     pub(super) fn is_full(&self) -> bool {
         self.entered == self.entries.len()
     }

@@ -66,7 +66,7 @@ impl<'a> Device<'a> {
         }
     }
 
-    /// Completes the head. Returns how many equal starts come before it.
+    /// Completes the first launch of the stream. Returns how many equal starts come before it in the program.
     fn pass(&mut self) -> usize {
         let Some(Launch::One(start)) = self.stream.pop_front() else { panic!("the head is one start") };
         self.through.push(start);

@@ -8,8 +8,8 @@ use crate::{Awaited, CommunicatorError, Result, Tag};
 
 /// Determines the orders of all ranks.
 ///
-/// Each rank has a clock. It advances when the rank computes, and when a wait ends, to the time at which the awaited
-/// operation was matched. The rank with the lowest clock goes on first, so that operations are matched in the order of
+/// Each rank has a clock. Computing advances it by the computation's time; a wait advances it to the time at which the
+/// awaited operation was matched. The rank with the lowest clock goes on first, so that operations are matched in the order of
 /// time. Launching in this order never requires a rank to start an operation before its program can: operations that
 /// were matched earlier were started earlier.
 pub(super) fn orders(programs: &[Vec<Call>]) -> Result<Vec<LaunchOrder>> {

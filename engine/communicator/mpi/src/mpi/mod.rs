@@ -76,8 +76,8 @@ impl Mpi {
         };
         let Started { rank, size, largest_tag } =
             place.recv().map_err(|_| CommunicatorError::Thread("it ended while MPI was starting".into()))??;
-        // If they differ, MPI is right. The error does not leave MPI: that would wait for the other ranks, while a
-        // process that ends without leaving ends the job.
+        // A place in the environment that contradicts MPI's is an error. This error path does not leave MPI, because
+        // leaving waits for the other ranks, while a process that ends without leaving ends the job.
         if let Some(found) = World::discover()? {
             found.agree_with_mpi(rank, size)?;
         }

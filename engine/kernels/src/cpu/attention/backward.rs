@@ -274,7 +274,7 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// Rounds a tile in place to pairs of queries: queries 2·i and 2·i + 1 form row i.
+    /// Rounds a tile to bf16 in place, with two queries to a row: queries 2·i and 2·i + 1 become the pairs of row i.
     unsafe fn pair_rows(&self, tile: *mut f32, queries: &Range<usize>, keys: &Range<usize>) {
         let seen = |query: usize| self.job.visible(query).saturating_sub(keys.start).min(keys.len());
         for (line, query) in queries.clone().step_by(2).enumerate() {
