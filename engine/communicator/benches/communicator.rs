@@ -1,15 +1,15 @@
-//! Ranks of one process, each exchange measured in turns with plain code for the same work on one thread: a copy, or a
-//! sum in the order of ranks. Prints milliseconds and their ratio.
+//! Measures the exchanges between ranks of one process in turn with plain single-threaded code for the same work: a
+//! copy, or a sum in the order of ranks. Prints milliseconds and their ratio.
 //!
-//! `cargo bench -p gapless-communicator --bench communicator`
+//! Run with `cargo bench -p gapless-communicator --bench communicator`.
 
 use std::time::Instant;
 
 use gapless_communicator::{Communicator, InProcess, Tag};
 
-/// Measurements of each side; figures are medians.
+/// Measurements per side; the printed values are medians.
 const ROUNDS: usize = 15;
-/// Elements that each rank holds: 64 MiB.
+/// Elements per rank: 64 MiB.
 const COUNT: usize = 16 << 20;
 
 fn main() {
@@ -28,7 +28,7 @@ fn main() {
 
 type Row = (&'static str, f64, f64);
 
-/// What rank 0 measures is what counts.
+/// Measures all exchanges on this rank; only rank 0's results are printed.
 fn measure(mut rank: InProcess) -> Vec<Row> {
     let (me, size) = (rank.rank(), rank.size());
     // Every rank's values, and their sum.
@@ -67,7 +67,7 @@ fn measure(mut rank: InProcess) -> Vec<Row> {
         .into()
 }
 
-/// Median milliseconds of an exchange, and of plain code that rank 0 runs while the others wait.
+/// Median milliseconds of an exchange, and of the plain code, which rank 0 runs while the others wait.
 fn turns(
     rank: &mut InProcess,
     all: &mut Vec<Vec<f32>>,

@@ -1,66 +1,67 @@
-//! What implementations of [`Communicator`] share: their requests, the groups that a split makes, and the one sum on the
-//! host, in f32 and in the order of ranks, so that bits depend on nothing else.
+//! Code that the implementations of [`Communicator`] share: requests, the groups of a split, and the only sum on the
+//! host. It adds in f32 in the order of ranks, so that its bits depend on nothing else.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{Communicator, CommunicatorError, Result};
 
-/// An operation under way. Its memory is lent until [`Communicator::wait`] takes the request back.
+/// An operation in progress. Its memory is lent until the request is passed to [`Communicator::wait`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the memory stays lent until the request is waited for"]
 pub struct Request {
-    /// The communicator that made it: no other may take it for one of its own, and end another operation by it.
+    /// The communicator that created the request; no other one accepts it, since its slot would be another operation
+    /// there.
     owner: Owner,
     slot: usize,
 }
 
-/// A communicator of one rank, unlike all others of this process.
+/// The identity of one rank's communicator, unique in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Owner(u64);
 
 impl Owner {
-    /// An owner that no other equals.
+    /// Creates an owner that equals no other.
     pub fn unique() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The request for the operation in a slot of its own.
+    /// Creates the request for the operation in a slot of this owner.
     pub fn request(self, slot: usize) -> Request {
         Request { owner: self, slot }
     }
 
-    /// The slot of a request.
+    /// Returns the slot of a request.
     ///
     /// # Errors
-    /// When another has made it.
+    /// Returns an error if the request belongs to another owner.
     pub fn slot(self, request: Request) -> Result<usize> {
         if request.owner == self { Ok(request.slot) } else { Err(CommunicatorError::UnknownRequest) }
     }
 }
 
-/// A rank of a group, in the world, by the group's members there.
+/// Returns the world rank of a group's rank. `members` are the group's world ranks.
 ///
 /// # Errors
-/// [`CommunicatorError::NoSuchRank`].
+/// Returns [`CommunicatorError::NoSuchRank`] if the group has no such rank.
 pub fn world_rank(members: &[usize], rank: usize) -> Result<usize> {
     members.get(rank).copied().ok_or(CommunicatorError::NoSuchRank { rank, size: members.len() })
 }
 
-/// A rank's part.
+/// A rank's group after a split.
 pub struct Places {
-    /// Number of the part among the parts, in the order of colors.
+    /// Index of the group, in the order of colors.
     pub color: usize,
-    /// Its ranks, as they were before.
+    /// The group's ranks, as numbered before the split.
     pub members: Vec<usize>,
-    /// This rank, among them.
+    /// Index of this rank among them.
     pub rank: usize,
 }
 
-/// Tells all ranks of each other's color and key. A collective operation.
+/// Exchanges the colors and keys of all ranks. A collective operation.
 ///
 /// # Errors
-/// Those of [`Communicator::all_gather`].
+/// Returns an error like [`Communicator::all_gather`].
 pub fn places(whole: &mut dyn Communicator, color: usize, key: usize) -> Result<Places> {
     const WORD: usize = size_of::<usize>();
     let mut bytes = vec![0; 2 * WORD * whole.size()];
@@ -78,19 +79,21 @@ pub fn places(whole: &mut dyn Communicator, color: usize, key: usize) -> Result<
     Ok(Places { color, members, rank })
 }
 
-/// Elements summed at a time, on the stack.
+/// Elements that are summed at a time, on the stack.
 const BLOCK: usize = 1 << 10;
 
-/// Σ over ranks, in their order, of `len` elements, block by block into `put`. Every block is read by all before it is
-/// put, so it may be put to where it came from.
+/// Adds `len` elements of all ranks, in the order of ranks, and passes the sums to `put` block by block. Every block is
+/// read from all ranks before it is passed on, so it may be written to where it was read.
 ///
 /// # Safety
-/// There is a rank. Of each, `source` gives an aligned address that is valid for reads of `len` elements, which nobody but `put` writes.
+/// There must be at least one rank. For each, `source` must return an aligned address that is valid for reads of `len`
+/// elements, which only `put` may write.
 pub unsafe fn sum(ranks: usize, len: usize, source: impl Fn(usize) -> *const f32, mut put: impl FnMut(usize, &[f32])) {
     let mut block = [0.0f32; BLOCK];
     for at in (0..len).step_by(BLOCK) {
         let block = &mut block[..BLOCK.min(len - at)];
-        // SAFETY: `at + block.len() ≤ len`, and nobody writes meanwhile; the block is on this thread's stack.
+        // SAFETY: `at + block.len() ≤ len`, and the sources are not written meanwhile; the block is on this thread's
+        // stack.
         unsafe {
             std::ptr::copy_nonoverlapping(source(0).add(at), block.as_mut_ptr(), block.len());
             for rank in 1..ranks {
@@ -101,7 +104,7 @@ pub unsafe fn sum(ranks: usize, len: usize, source: impl Fn(usize) -> *const f32
     }
 }
 
-/// Apart, so that the compiler knows the two as separate and adds many at a time.
+/// A separate function, so that the compiler knows that the slices do not overlap, and vectorizes the loop.
 fn add(block: &mut [f32], values: &[f32]) {
     block.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
 }

@@ -1,4 +1,4 @@
-//! What can go wrong between ranks.
+//! The errors of communicators.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use crate::Tag;
 /// `Result` with [`CommunicatorError`].
 pub type Result<T, E = CommunicatorError> = std::result::Result<T, E>;
 
-/// Every error of communicators. Ranks are those of the world.
+/// An error of a communicator. Ranks are those of the world.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -81,14 +81,14 @@ pub enum CommunicatorError {
     Unsupported { what: &'static str, remedy: &'static str },
 }
 
-/// A library that has to be there at run time, and is not.
+/// A library that is required at run time but missing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MissingLibrary {
-    /// What it is.
+    /// Name of the library.
     pub what: &'static str,
-    /// The file names that were looked for, and what came of each.
+    /// The file names that were tried, and the reason why each failed.
     pub tried: Vec<(String, String)>,
-    /// What to do about it.
+    /// The remedy.
     pub remedy: &'static str,
 }
 
@@ -105,7 +105,7 @@ impl fmt::Display for MissingLibrary {
     }
 }
 
-/// Missing libraries, as a text.
+/// Displays missing libraries.
 struct Missing<'a>(&'a [MissingLibrary]);
 
 impl fmt::Display for Missing<'_> {
@@ -117,7 +117,7 @@ impl fmt::Display for Missing<'_> {
     }
 }
 
-/// Ranks and what they wait for, as a text.
+/// Displays ranks and the operations that they wait for.
 struct Stuck<'a>(&'a [(usize, Awaited)]);
 
 impl fmt::Display for Stuck<'_> {
@@ -129,17 +129,17 @@ impl fmt::Display for Stuck<'_> {
     }
 }
 
-/// What a rank was waiting for.
+/// The operation that a rank was waiting for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the text names the fields")]
 pub enum Awaited {
-    /// Nothing: it was about to start something.
+    /// The start of an operation: it was not waiting yet.
     Start,
-    /// A message to arrive.
+    /// The arrival of a message.
     Message { from: usize, tag: Tag },
-    /// A message to be taken.
+    /// The receipt of a message by its receiver.
     Taken { to: usize, tag: Tag },
-    /// The other ranks to start a collective; `missing` have not, as far as the backend knows.
+    /// The other ranks of a collective. As far as the backend knows, `missing` have not started it.
     Collective { what: String, missing: Vec<usize> },
 }
 

@@ -1,8 +1,8 @@
-//! How ranks exchange tensors: messages between two ranks, collectives over all of them.
+//! Exchange of tensors between ranks: messages between two ranks, and collectives over all of them.
 //!
-//! A [`Communicator`] is one rank's end of a group of ranks. What comes in are ranges of memory, planned ranges of an
-//! arena for the most part; what goes out is the same ranges, filled. It knows neither tensors nor schedules, and never
-//! buffers a message of its own accord: memory is lent to it from a start to the matching wait.
+//! A [`Communicator`] is one rank's end of a group of ranks. In: ranges of memory, mostly planned ranges of an arena.
+//! Out: the same ranges, filled. It knows neither tensors nor schedules, and never buffers a message itself: memory is
+//! lent to it from an operation's start to the matching wait.
 //!
 //! ```
 //! use gapless_communicator::{Communicator, InProcess, Tag};
@@ -50,7 +50,7 @@ pub use threads::{RankError, on_threads};
 
 use self::launch_order::{Call, LaunchOrder};
 
-/// Where the addresses of a backend's messages point to.
+/// The memory that a backend's addresses refer to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Memory {
     /// This process's memory.
@@ -59,10 +59,10 @@ pub enum Memory {
     Device,
 }
 
-/// A collective operation of one rank: what it does, and this rank's memory.
+/// A collective operation as one rank starts it: the kind of operation, and this rank's memory.
 ///
-/// n is the size of the communicator. Sums add rank 0's value first, then rank 1's and so on, in f32: they do not depend
-/// on timing, and are the same on all ranks. `f32` addresses are aligned to 4 bytes.
+/// n is the size of the communicator. Sums add rank 0's value first, then rank 1's and so on, in f32, so they do not
+/// depend on timing and are the same on all ranks. `f32` addresses are aligned to 4 bytes.
 #[derive(Debug, Clone, Copy)]
 pub enum Collective {
     /// `values[i]` ← Σ over ranks of `values[i]`.
@@ -90,27 +90,28 @@ pub enum Collective {
         /// Bytes of a part, the same on all ranks.
         len: usize,
     },
-    /// Part r of `receive` ← this rank's part of rank r's `send`. Parts lie one after another, in the order of ranks.
+    /// Part r of `receive` ← this rank's part of rank r's `send`. Parts are stored one after another, in the order of
+    /// ranks.
     AllToAllV {
         /// Σ `send_lens` bytes.
         send: *const u8,
-        /// n sizes in bytes. Lent like the rest.
+        /// n sizes in bytes, lent like the rest.
         send_lens: *const usize,
         /// Σ `receive_lens` bytes.
         receive: *mut u8,
-        /// n sizes in bytes; entry r is what rank r sends here. Lent like the rest.
+        /// n sizes in bytes, lent like the rest; entry r is the size that rank r sends to this one.
         receive_lens: *const usize,
     },
     /// `bytes` ← `bytes` of rank `root`.
     Broadcast {
-        /// Read on `root`, written elsewhere.
+        /// Read on `root`, written on the other ranks.
         bytes: *mut u8,
-        /// The same on all ranks.
+        /// Size in bytes, the same on all ranks.
         len: usize,
-        /// Whose bytes.
+        /// The rank whose bytes are sent.
         root: usize,
     },
-    /// Ends when all ranks have started it.
+    /// Ends once all ranks have started it.
     Barrier,
 }
 
@@ -122,108 +123,123 @@ impl fmt::Display for Collective {
 
 /// One rank's end of a group of ranks. Used by one thread at a time.
 ///
-/// Starting never waits for another rank (over NCCL the first one may). An operation that all its ranks have started ends, whatever the ranks do
-/// meanwhile; who waits for it need not be waited for. Two messages between the same ranks with the same tag arrive in
-/// the order in which they were sent. Collectives are started in the same order by all ranks of a communicator; they and
-/// messages may be waited for in any order. Messages of 0 bytes, messages to oneself and communicators of one rank are
-/// nothing special. Ranks in errors are those of the world, not of the part that [`split`](Self::split) gave.
+/// - A start never waits for another rank, except for the first ones over NCCL.
+/// - Once all its ranks have started an operation, it ends, whatever the ranks do meanwhile. A rank that waits for it
+///   does not need the others to wait too.
+/// - Two messages between the same ranks with the same tag arrive in the order in which they were sent.
+/// - All ranks of a communicator must start collectives in the same order. Collectives and messages may be waited for
+///   in any order.
+/// - Messages of 0 bytes, messages from a rank to itself and communicators of one rank are allowed like any other.
+/// - Ranks in errors are those of the world, not of the group that [`split`](Self::split) returned.
 ///
 /// # Errors
-/// Every method that returns a [`Result`] fails once a rank of the world has failed, naming that rank. A rank has failed
-/// when it aborted, panicked, went away with an operation under way, or had an error of its own out of these methods.
-/// There is no going on after that. Ranks that are processes end instead of returning such an error.
+/// Every method that returns a [`Result`] fails once a rank of the world has failed, and names that rank. A rank has
+/// failed when it aborted or panicked, dropped its communicator with an operation in progress, or got an error of its
+/// own from one of these methods. The world cannot be used after that. Ranks that are processes end instead of
+/// returning such an error.
 ///
 /// # Safety
-/// An implementation leaves lent memory alone once [`wait`](Self::wait) has returned for its request, *also with an
-/// error*, and once the communicator is dropped; after [`wait_on_device`](Self::wait_on_device), once the device comes to what
-/// is launched behind it, and with an error at once. [`memory`](Self::memory) is [`Memory::Host`] only if addresses are those
-/// of this process: the blocking methods over slices rest on both.
+/// An implementation must not access lent memory any more
+/// - once [`wait`](Self::wait) has returned for its request, *also with an error*,
+/// - once the communicator has been dropped, or
+/// - after [`wait_on_device`](Self::wait_on_device), once the device runs what is launched after it; with an error, at
+///   once.
+///
+/// [`memory`](Self::memory) may only be [`Memory::Host`] if addresses are those of this process. The blocking methods
+/// over slices rely on both.
 pub unsafe trait Communicator: Send + std::fmt::Debug {
-    /// This rank, from 0.
+    /// This rank's index, from 0.
     fn rank(&self) -> usize;
 
     /// Number of ranks.
     fn size(&self) -> usize;
 
-    /// What addresses mean.
+    /// The memory that addresses refer to.
     fn memory(&self) -> Memory;
 
-    /// How long a wait may take. Ten minutes by default, or `GAPLESS_TIMEOUT_SECONDS`.
+    /// Sets how long a wait may take. The default is ten minutes, or `GAPLESS_TIMEOUT_SECONDS`.
     fn set_timeout(&mut self, timeout: Duration);
 
-    /// Starts to send `len` bytes. The wait ends when they are out of this memory, not when they have arrived.
+    /// Starts to send `len` bytes. The wait for it ends when they have been read from this memory, not when they have
+    /// arrived.
     ///
     /// # Safety
-    /// `bytes` is valid for reads of `len` bytes and nobody writes them, until the request was waited for or the
+    /// `bytes` must be valid for reads of `len` bytes, and must not be written until the request was waited for or the
     /// communicator dropped.
     unsafe fn isend(&mut self, bytes: *const u8, len: usize, to: usize, tag: Tag) -> Result<Request>;
 
     /// Starts to receive a message of exactly `len` bytes.
     ///
     /// # Safety
-    /// `bytes` is valid for writes of `len` bytes and nobody else reads or writes them, until the request was waited for
-    /// or the communicator dropped.
+    /// `bytes` must be valid for writes of `len` bytes, and must not be accessed by others until the request was waited
+    /// for or the communicator dropped.
     unsafe fn irecv(&mut self, bytes: *mut u8, len: usize, from: usize, tag: Tag) -> Result<Request>;
 
     /// Starts a collective.
     ///
     /// # Safety
-    /// The collective's memory is valid for its reads and writes; nobody writes what it reads, or touches what it
-    /// writes, until the request was waited for or the communicator dropped. Overlaps are as [`Collective`] says.
+    /// The collective's memory must be valid for its reads and writes. Until the request was waited for or the
+    /// communicator dropped, what it reads must not be written, and what it writes must not be accessed. Operands may
+    /// overlap only as [`Collective`] says.
     unsafe fn start(&mut self, collective: Collective) -> Result<Request>;
 
-    /// Waits until an operation has ended, and gives its memory back.
+    /// Waits until an operation has ended, and ends the loan of its memory.
     ///
     /// # Errors
-    /// When another rank has failed, when the message has another size than expected, when ranks disagree on what
-    /// collective this is, or when it takes longer than the timeout. Also when the request is another communicator's, whose
-    /// memory then stays lent until that one is dropped.
+    /// Returns an error if
+    /// - another rank has failed,
+    /// - the message has another size than expected,
+    /// - ranks have started different collectives,
+    /// - the operation takes longer than the timeout, or
+    /// - the request belongs to another communicator; its memory then stays lent until that one is dropped.
     fn wait(&mut self, request: Request) -> Result<()>;
 
-    /// Agrees with all ranks on the order in which a program's messages are launched ([`launch_order`]), which [`follow`](Self::follow)
-    /// begins a run of. None where messages are told apart by their tags. A collective operation, once per program.
+    /// Agrees with all ranks on the order in which a program's messages are launched ([`launch_order`]); each run of
+    /// the program must begin with [`follow`](Self::follow). Returns `None` if the backend distinguishes messages by
+    /// their tags. A collective operation, once per program.
     ///
     /// # Errors
-    /// As [`LaunchOrder::agree`].
+    /// Returns an error like [`LaunchOrder::agree`].
     fn agree(&mut self, _program: &[Call]) -> Result<Option<Arc<LaunchOrder>>> {
         Ok(None)
     }
 
-    /// Begins a run of a program that an order was agreed on for. It is over when everything was started that belongs to it.
+    /// Begins a run of a program whose order was agreed on. The run is over when all of its operations have been
+    /// started.
     ///
     /// # Errors
-    /// When another run is under way.
+    /// Returns an error if another run is in progress.
     fn follow(&mut self, _order: &Arc<LaunchOrder>) -> Result<()> {
         Ok(())
     }
 
-    /// Has what the rank computes from now on wait for an operation. Where memory is a device's, the device waits and the host goes on:
-    /// the operation's memory is the device's again for what is launched from now on, and the host's once all is
-    /// [settled](Self::settle).
+    /// Makes the rank's following computation wait for an operation. On a device, the device waits while the host
+    /// continues. The operation's memory can then be used by what is launched afterwards on the device, but by the host
+    /// only once everything is [settled](Self::settle).
     ///
     /// # Errors
-    /// As [`wait`](Self::wait), some of them not before it is settled.
+    /// Returns an error like [`wait`](Self::wait), though some errors only appear when it is settled.
     fn wait_on_device(&mut self, request: Request) -> Result<()> {
         self.wait(request)
     }
 
-    /// Waits until all has ended that was left to the device to wait for.
+    /// Waits until all operations have ended that were passed to [`wait_on_device`](Self::wait_on_device).
     ///
     /// # Errors
-    /// As [`wait`](Self::wait).
+    /// Returns an error like [`wait`](Self::wait).
     fn settle(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Cuts the group into one communicator per `color`, of which the caller gets its own. Ranks are in the order of
-    /// `key`, then of the rank here. A collective operation: all ranks call it, in the order of the other collectives.
-    /// For a mesh, once per axis, with the other coordinates as the color.
+    /// Splits the group into one communicator per `color` and returns the caller's. Ranks are ordered by `key`, then by
+    /// their rank here. A collective operation: all ranks must call it, in the same order relative to other
+    /// collectives. For a mesh, call it once per axis, with the other coordinates as the color.
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>>;
 
-    /// Ends the work of all ranks: their waits fail, naming this rank and the reason. On MPI it ends the processes.
+    /// Ends the work of all ranks: their waits fail, naming this rank and the reason. With MPI, ends the processes.
     fn abort(&mut self, reason: &str);
 
-    /// Sends and waits until the bytes are on their way.
+    /// Sends a message, and waits until `bytes` can be reused.
     fn send(&mut self, bytes: &[u8], to: usize, tag: Tag) -> Result<()> {
         on_host(self.memory())?;
         // SAFETY: the slice is borrowed until the wait is over.
@@ -231,7 +247,7 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         self.wait(request)
     }
 
-    /// Receives a message of exactly `bytes.len()` bytes.
+    /// Receives a message of exactly `bytes.len()` bytes, and waits for it.
     fn receive(&mut self, bytes: &mut [u8], from: usize, tag: Tag) -> Result<()> {
         on_host(self.memory())?;
         // SAFETY: the slice is borrowed until the wait is over.
@@ -239,7 +255,7 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         self.wait(request)
     }
 
-    /// [`Collective::AllReduce`], to its end.
+    /// Starts a [`Collective::AllReduce`] and waits for it.
     fn all_reduce(&mut self, values: &mut [f32]) -> Result<()> {
         on_host(self.memory())?;
         let collective = Collective::AllReduce { values: values.as_mut_ptr(), count: values.len() };
@@ -248,7 +264,8 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         self.wait(request)
     }
 
-    /// [`Collective::ReduceScatter`], to its end. `send` holds one part of `receive.len()` elements per rank.
+    /// Starts a [`Collective::ReduceScatter`] and waits for it. `send` holds one part of `receive.len()` elements per
+    /// rank.
     fn reduce_scatter(&mut self, send: &[f32], receive: &mut [f32]) -> Result<()> {
         on_host(self.memory())?;
         fits("reduce_scatter's send", send.len(), receive.len() * self.size())?;
@@ -259,7 +276,7 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         self.wait(request)
     }
 
-    /// [`Collective::AllGather`], to its end. `receive` holds one part of `send.len()` bytes per rank.
+    /// Starts a [`Collective::AllGather`] and waits for it. `receive` holds one part of `send.len()` bytes per rank.
     fn all_gather(&mut self, send: &[u8], receive: &mut [u8]) -> Result<()> {
         on_host(self.memory())?;
         fits("all_gather's receive", receive.len(), send.len() * self.size())?;
@@ -269,7 +286,7 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         self.wait(request)
     }
 
-    /// [`Collective::AllToAllV`], to its end. Sizes are in bytes, one per rank.
+    /// Starts a [`Collective::AllToAllV`] and waits for it. Sizes are in bytes, one per rank.
     fn all_to_all_v(
         &mut self,
         send: &[u8],
@@ -293,7 +310,7 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         self.wait(request)
     }
 
-    /// [`Collective::Broadcast`], to its end.
+    /// Starts a [`Collective::Broadcast`] and waits for it.
     fn broadcast(&mut self, bytes: &mut [u8], root: usize) -> Result<()> {
         on_host(self.memory())?;
         // SAFETY: the slice is borrowed until the wait is over.
@@ -302,7 +319,7 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         self.wait(request)
     }
 
-    /// [`Collective::Barrier`], to its end.
+    /// Starts a [`Collective::Barrier`] and waits for it.
     fn barrier(&mut self) -> Result<()> {
         // SAFETY: no memory is lent.
         let request = unsafe { self.start(Collective::Barrier) }?;
@@ -313,7 +330,7 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
 /// The timeout of a new world: `GAPLESS_TIMEOUT_SECONDS`, or ten minutes.
 ///
 /// # Errors
-/// When the variable is set to something that is not a positive number.
+/// Returns an error if the variable is not a positive number.
 pub fn default_timeout() -> Result<Duration> {
     timeout(std::env::var_os(TIMEOUT_VARIABLE).as_deref())
 }
@@ -344,7 +361,7 @@ fn fits(what: &'static str, given: usize, expected: usize) -> Result<()> {
     if given == expected { Ok(()) } else { Err(CommunicatorError::Length { what, given, expected }) }
 }
 
-/// The sum, or a number that no slice's length equals.
+/// The sum, or `usize::MAX` if it overflows, which no slice's length equals.
 fn total(lens: &[usize]) -> usize {
     lens.iter().try_fold(0usize, |sum, len| sum.checked_add(*len)).unwrap_or(usize::MAX)
 }

@@ -1,31 +1,31 @@
-//! What tells the messages between two ranks apart.
+//! Tags, which distinguish the messages between two ranks.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Which way a message of a pipeline goes.
+/// The direction of a message in a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub enum Direction {
     /// Activations, to the next stage.
     #[default]
     Forward,
-    /// Gradients, to the stage before.
+    /// Gradients, to the previous stage.
     Backward,
-    /// To whoever reads it once per step: losses, norms, weights that stages share.
+    /// Tensors that are exchanged once per step: losses, norms, weights that stages share.
     Update,
 }
 
-/// What a message is. Sender and receiver name the same tag, and errors print it.
+/// The identity of a message. Sender and receiver use the same tag, and errors print it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct Tag {
     /// Activations, gradients, or neither.
     pub direction: Direction,
-    /// The stage that makes it.
+    /// The stage that produces the tensor.
     pub stage: u32,
     /// The micro-batch.
     pub micro_batch: u32,
-    /// Which of the tensors that cross between the two stages.
+    /// Index among the tensors that are sent between the two stages.
     pub tensor: u32,
 }
 

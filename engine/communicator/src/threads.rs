@@ -4,7 +4,7 @@ use std::panic::resume_unwind;
 
 use crate::{Communicator, CommunicatorError, InProcess, Result};
 
-/// Runs `f` once per rank, each on a thread of its own, and returns what each had to say, in the order of ranks.
+/// Runs `f` once per rank, each on its own thread, and returns the results in the order of ranks.
 ///
 /// ```
 /// use gapless_communicator::{CommunicatorError, on_threads};
@@ -19,11 +19,11 @@ use crate::{Communicator, CommunicatorError, InProcess, Result};
 /// ```
 ///
 /// # Errors
-/// The first rank's error that is not the mere echo of another rank's failure; [`CommunicatorError::NoThread`] where the system
-/// starts no thread for a rank.
+/// Returns the first rank's error that is not just a consequence of another rank's failure, or
+/// [`CommunicatorError::NoThread`] if the system cannot start a thread.
 ///
 /// # Panics
-/// When a rank does, once all have ended; its end makes the others' waits fail.
+/// Panics if a rank does, once all have ended; the waits of the other ranks fail.
 pub fn on_threads<T: Send, E: RankError>(
     ranks: usize,
     f: impl Fn(Box<dyn Communicator>) -> Result<T, E> + Sync,
@@ -35,7 +35,7 @@ pub fn on_threads<T: Send, E: RankError>(
             thread.map_err(|error| CommunicatorError::NoThread { rank: number, why: error.to_string() })
         };
         let threads: Vec<_> = InProcess::world(ranks).into_iter().enumerate().map(start).collect();
-        // The ranks that have started find the one gone that has not.
+        // For the ranks that were started, a rank without a thread is one that has left.
         let end = |thread: Result<std::thread::ScopedJoinHandle<_>, CommunicatorError>| match thread {
             Ok(thread) => thread.join(),
             Err(error) => Ok(Err(error.into())),
@@ -55,9 +55,9 @@ pub fn on_threads<T: Send, E: RankError>(
     echo.map_or(Ok(values), Err)
 }
 
-/// Errors of what a rank does, which may come of another rank's end.
+/// An error of a rank's work, which may be the consequence of another rank's failure.
 pub trait RankError: Send + From<CommunicatorError> {
-    /// The failure of a message or collective that it came of.
+    /// The communicator error that caused it, if there was one.
     fn communicator(&self) -> Option<&CommunicatorError>;
 }
 

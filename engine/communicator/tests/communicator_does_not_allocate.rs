@@ -1,4 +1,4 @@
-//! A counting allocator proves that ranks in one process exchange messages and sums without heap memory.
+//! Checks with a counting allocator that ranks in one process exchange messages and sums without heap allocations.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use gapless_communicator::{Collective, Communicator, InProcess, Result, Tag};
 
 thread_local! {
-    /// Whether this thread is a rank. The test harness has a thread that allocates when it first waits.
+    /// True if this thread is a rank. The test harness has a thread that allocates when it first waits.
     static COUNTED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -15,18 +15,18 @@ struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: everything is passed on to the system's allocator.
+// SAFETY: all calls are passed on to the system allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if COUNTED.try_with(Cell::get) == Ok(true) {
             ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's contract.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -36,11 +36,11 @@ static ALLOCATOR: Counting = Counting;
 
 const LEN: usize = 40_000;
 
-/// What a step of a pipeline with data parallelism sends: messages under way around a ring, and every collective.
+/// The communication of a step with pipeline and data parallelism: messages around a ring, and every collective.
 fn step(rank: &mut dyn Communicator, part: &mut dyn Communicator, memory: &mut Memory) -> Result<()> {
     let (me, size) = (rank.rank(), rank.size());
     let (next, before) = ((me + 1) % size, (me + size - 1) % size);
-    // SAFETY: the memory is left alone until the waits below.
+    // SAFETY: the memory is not accessed until the waits below.
     unsafe {
         for (micro_batch, (out, into)) in memory.out.iter().zip(&mut memory.into).enumerate() {
             let tag = Tag { micro_batch: micro_batch as u32, ..Tag::default() };
@@ -62,7 +62,7 @@ fn step(rank: &mut dyn Communicator, part: &mut dyn Communicator, memory: &mut M
 
 const RANKS: usize = 4;
 
-/// A rank's memory, made before the count begins.
+/// A rank's memory, allocated before counting begins.
 struct Memory {
     out: Vec<Vec<u8>>,
     into: Vec<Vec<u8>>,
@@ -71,7 +71,7 @@ struct Memory {
     requests: Vec<gapless_communicator::Request>,
 }
 
-/// One test, since tests that run at the same time would count each other's allocations.
+/// A single test, because concurrent tests would count each other's allocations.
 #[test]
 fn ranks_of_one_process_do_not_allocate() {
     let counts: Vec<u64> = std::thread::scope(|scope| {
@@ -89,7 +89,7 @@ fn ranks_of_one_process_do_not_allocate() {
                 for _ in 0..2 {
                     step(&mut rank, &mut *part, &mut memory).unwrap();
                 }
-                // All ranks are between two barriers whenever one of them reads the count.
+                // Whenever a rank reads the count, all ranks are between two barriers.
                 rank.barrier().unwrap();
                 let before = ALLOCATIONS.load(Ordering::Relaxed);
                 rank.barrier().unwrap();

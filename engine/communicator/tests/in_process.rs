@@ -1,4 +1,4 @@
-//! Ranks that are threads: the cases of all backends, storms of messages, and every way in which a rank can fail.
+//! Ranks that are threads: the cases of all backends, random messages and sums, and every way in which a rank can fail.
 
 mod communicator_cases;
 
@@ -10,7 +10,7 @@ use communicator_cases::CASES;
 use gapless_communicator::{Awaited, Collective, Communicator, CommunicatorError, InProcess, Request, Result, Tag};
 use gapless_testing::prelude::*;
 
-/// Runs every rank of a world on a thread of its own; what each of them returned, or that it panicked.
+/// Runs every rank of a world on its own thread; returns each rank's result, or its panic.
 fn ranks<T: Send>(size: usize, run: impl Fn(InProcess) -> T + Sync) -> Vec<thread::Result<T>> {
     let run = &run;
     thread::scope(|scope| {
@@ -19,7 +19,7 @@ fn ranks<T: Send>(size: usize, run: impl Fn(InProcess) -> T + Sync) -> Vec<threa
     })
 }
 
-/// The error that each rank ended with.
+/// The error that each rank ended with, if any.
 fn errors(size: usize, run: impl Fn(InProcess) -> Result<()> + Sync) -> Vec<Option<CommunicatorError>> {
     ranks(size, run).into_iter().map(|end| end.unwrap_or(Ok(())).err()).collect()
 }
@@ -51,7 +51,7 @@ fn many_cases_one_after_another_in_one_world() {
     }
 }
 
-/// One operation of a storm, as all ranks know it.
+/// One operation of a random test, as all ranks know it.
 #[derive(Debug, Clone)]
 enum Event {
     Message { from: usize, to: usize, tag: u32, len: usize },
@@ -61,7 +61,7 @@ enum Event {
 fn storm() -> impl Strategy<Value = (usize, Vec<Event>, u64)> {
     (1..5usize).prop_flat_map(|size| {
         let message = (0..size, 0..size, 0..3u32).prop_map(|(from, to, tag)| {
-            // Messages of one tag have one size, whatever their order.
+            // Messages of one tag have the same size, so that their order does not matter.
             Event::Message { from, to, tag, len: from * 77 + to * 1000 + tag as usize * 20_000 }
         });
         let event = prop_oneof![4 => message, 1 => (0..40_000usize).prop_map(|count| Event::AllReduce { count })];
@@ -69,8 +69,7 @@ fn storm() -> impl Strategy<Value = (usize, Vec<Event>, u64)> {
     })
 }
 
-/// Messages and collectives that are all started before any is waited for; receives in an order of their own, waits in
-/// another.
+/// Starts all messages and collectives before it waits for any. Receives are in a random order, waits in another one.
 fn weather(rank: &mut InProcess, events: &[Event], seed: u64) -> Result<()> {
     let me = rank.rank();
     let content = |from: usize, tag: u32, serial: usize| (from * 50 + tag as usize * 17 + serial) as u8;
@@ -80,7 +79,8 @@ fn weather(rank: &mut InProcess, events: &[Event], seed: u64) -> Result<()> {
         random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
         (random >> 33) as usize % n
     };
-    // Collectives keep their places, and messages theirs among those with the same ends: they are matched in order.
+    // Collectives keep their positions. Messages with the same ends and tag are matched in the order in which they are
+    // started.
     for i in (1..order.len()).rev() {
         let other = pick(i + 1);
         let moves = |i: usize| matches!(events[i], Event::Message { .. });
@@ -101,20 +101,20 @@ fn weather(rank: &mut InProcess, events: &[Event], seed: u64) -> Result<()> {
             Event::Message { from, to, tag: number, len } => {
                 if from == me {
                     let bytes = vec![content(me, number, serial(true, to, number)); len];
-                    // SAFETY: the vector's bytes stay where they are until waited for below.
+                    // SAFETY: the vector's bytes are not moved or accessed until they are waited for below.
                     let request = unsafe { rank.isend(bytes.as_ptr(), len, to, tag(number)) }?;
                     lent.push((request, bytes, None));
                 }
                 if to == me {
                     let mut bytes = vec![0; len];
-                    // SAFETY: the vector's bytes stay where they are until waited for below.
+                    // SAFETY: the vector's bytes are not moved or accessed until they are waited for below.
                     let request = unsafe { rank.irecv(bytes.as_mut_ptr(), len, from, tag(number)) }?;
                     lent.push((request, bytes, Some(content(from, number, serial(false, from, number)))));
                 }
             }
             Event::AllReduce { count } => {
                 let mut values = vec![me as f32 + 1.0; count];
-                // SAFETY: the vector's elements stay where they are until waited for below.
+                // SAFETY: the vector's elements are not moved or accessed until they are waited for below.
                 let request = unsafe { rank.start(Collective::AllReduce { values: values.as_mut_ptr(), count }) }?;
                 sums.push((request, values));
             }
@@ -146,7 +146,7 @@ generated! {
     }
 }
 
-/// Checks that every rank but one ended with an error that names this one and says why.
+/// Checks that every rank but the culprit ended with an error that names the culprit and the reason.
 #[track_caller]
 fn all_name(errors: &[Option<CommunicatorError>], culprit: usize, reason: &str) {
     for (rank, error) in errors.iter().enumerate().filter(|(rank, _)| *rank != culprit) {
@@ -160,13 +160,13 @@ fn all_name(errors: &[Option<CommunicatorError>], culprit: usize, reason: &str) 
     }
 }
 
-/// What the ranks other than 1 do when rank 1 fails: every kind of waiting.
+/// The other ranks' work when rank 1 fails: every kind of waiting.
 fn wait_for_rank_1(rank: &mut InProcess) -> Result<()> {
     match rank.rank() {
         0 => rank.receive(&mut [0; 10], 1, tag(0)),
         2 => rank.send(&[0; 10], 1, tag(0)),
         3 => rank.all_reduce(&mut [1.0]),
-        // Not for rank 1, but for one that does.
+        // Waits not for rank 1 itself, but for a rank that does.
         _ => rank.receive(&mut [0; 10], 0, tag(0)),
     }
 }
@@ -220,7 +220,7 @@ fn leaving_with_operations_under_way_reaches_everyone() {
 #[test]
 fn leaving_when_all_is_done_harms_nobody() {
     for end in ranks(3, |mut rank| {
-        // Rank 0 is long gone when 2 hears from 1, and its own message was taken.
+        // Rank 0 has long left when rank 2 hears from rank 1, but its own message was received.
         match rank.rank() {
             0 => rank.send(&[5], 1, tag(0)),
             1 => {
@@ -252,7 +252,7 @@ fn a_panic_within_a_part_reaches_the_other_part() {
 fn a_wait_that_takes_too_long_says_for_what() {
     let errors = errors(3, |mut rank| {
         let me = rank.rank();
-        // Rank 1 has long to wait and hears of rank 0's timeout; rank 2 is the one that hangs, until the others are done.
+        // Rank 1 has a long timeout and learns of rank 0's; rank 2 hangs until the others are done.
         rank.set_timeout(if me == 0 { Duration::from_millis(5) } else { Duration::from_secs(600) });
         match me {
             0 => rank.receive(&mut [0], 2, Tag { stage: 2, micro_batch: 7, ..Tag::default() }),
@@ -289,7 +289,7 @@ fn a_collective_that_takes_too_long_names_who_is_missing() {
     });
     match &errors[0] {
         CommunicatorError::Timeout { awaited: Awaited::Collective { missing, .. }, .. } => {
-            // Rank 2 may have come late as well.
+            // Rank 2 may have been late as well.
             assert!(missing.starts_with(&[1]) && missing.ends_with(&[3]), "{missing:?}");
         }
         other => panic!("{other}"),
@@ -313,7 +313,7 @@ fn sizes_that_differ_are_an_error_on_both_sides() {
     }
 }
 
-/// What two of three ranks start, and what the third does; the error on all of them.
+/// Each case: the call of two of three ranks, the call of the third, and the error that all of them get.
 #[test]
 fn collectives_that_differ_are_an_error_on_all_ranks() {
     type Start = fn(&mut InProcess) -> Result<()>;
@@ -329,7 +329,7 @@ fn collectives_that_differ_are_an_error_on_all_ranks() {
     ];
     for (two, third, expected) in pairs {
         for error in errors(3, |mut rank| if rank.rank() < 2 { two(&mut rank) } else { third(&mut rank) }) {
-            // Who asks late hears of the first who was told.
+            // A rank that calls later gets the error of the first rank that found it.
             let text = error.expect("an error").to_string();
             assert!(text.contains(expected), "{text}");
         }
@@ -346,9 +346,9 @@ fn misuse_is_an_error() {
     let overflowing = [usize::MAX, 2];
     assert!(zero.all_to_all_v(&[0], &overflowing, &mut [0], &[1, 0]).is_err());
 
-    // Another rank's request ends no operation of this one.
+    // Another rank's request cannot end an operation of this one.
     let mut byte = [0];
-    // SAFETY: the byte is left alone until the wait below; otherwise nothing is lent.
+    // SAFETY: the byte is not accessed until the wait below; nothing else is lent.
     let (theirs, own) = unsafe {
         let theirs = zero.isend(std::ptr::dangling(), 0, 1, tag(0)).unwrap();
         (theirs, one.irecv(byte.as_mut_ptr(), 1, 0, tag(1)).unwrap())
@@ -360,7 +360,7 @@ fn misuse_is_an_error() {
     one.receive(&mut [], 0, tag(0)).unwrap();
 }
 
-/// A panic that is caught leaves the world failed, since the communicator went with it.
+/// After a caught panic the world has failed, because its communicator was dropped in the panic.
 #[test]
 fn a_world_does_not_outlive_a_caught_panic() {
     let mut world = InProcess::world(2);

@@ -1,8 +1,9 @@
-//! Generated text on disk to tokens on disk, beside `tokenizers`' own parallel encoder on text in memory.
+//! Tokenizes generated text from disk to disk, and compares the rate with `tokenizers`' own parallel encoder on text in
+//! memory.
 //!
-//! `cargo bench -p gapless-data --bench tokenize -- 1024` for 1,024 MiB; by default 64. Prints both rates, their ratio, that of
-//! CPU seconds, which other work on the machine hardly changes, and the most memory that the process had when the text was tokenized
-//! (of Linux). Of more than 1 GiB the peer gets 1 GiB, from all parts of it.
+//! Run with `cargo bench -p gapless-data --bench tokenize -- 1024` for 1,024 MiB; the default is 64. Prints both rates
+//! and their ratio; the ratio of CPU seconds, which other work on the machine hardly affects; and (on Linux) the
+//! process's peak memory after tokenizing the text. The peer encodes at most 1 GiB, sampled from all parts of the text.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, BufWriter, Write};
@@ -12,10 +13,10 @@ use std::time::Instant;
 use cpu_time::ProcessTime;
 use gapless_data::{DataOptions, Dataset, Source, VocabularyChoice};
 
-/// Bytes of text that the peer gets at once.
+/// Bytes of text per call of the peer.
 const BATCH_BYTES: usize = 16 << 20;
 
-/// Bytes of text that the peer gets in all, about.
+/// Approximate bytes of text that the peer encodes in total.
 const PEER_BYTES: u64 = 1 << 30;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -23,7 +24,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let folder = tempfile::tempdir_in(".")?;
     let text = folder.path().join("text.txt");
 
-    // The vocabulary is of the same words.
+    // The vocabulary is trained on the same words.
     write_text(&text, 4 << 20)?;
     let cache = folder.path().join("cache");
     let options = DataOptions { vocabulary: VocabularyChoice::Bpe { size: 4096 }, cache, ..DataOptions::default() };
@@ -48,13 +49,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// On the clock, and of all threads.
+/// Elapsed seconds, and CPU seconds of all threads.
 struct Seconds {
     wall: f64,
     cpu: f64,
 }
 
-/// Seconds that `encode_batch` takes for every so many batches, reading left out, their bytes, and the tokens that it makes.
+/// Encodes every n-th batch with `encode_batch`; returns its seconds (without reading), the bytes of text, and the
+/// number of tokens.
 fn peer(text: &Path, tokenizer: &Path, every: u64) -> Result<(Seconds, u64, usize), Box<dyn std::error::Error>> {
     let tokenizer: tokenizers::Tokenizer = fs::read_to_string(tokenizer)?.parse().map_err(|_| "no tokenizer")?;
     let (mut seconds, mut all_bytes, mut tokens) = (Seconds { wall: 0.0, cpu: 0.0 }, 0, 0);
@@ -82,7 +84,7 @@ fn peer(text: &Path, tokenizer: &Path, every: u64) -> Result<(Seconds, u64, usiz
     Ok((seconds, all_bytes, tokens))
 }
 
-/// Writes lines of words, frequent ones more often, and answers the bytes.
+/// Writes lines of words, some of them more frequent than others, and returns the number of bytes.
 fn write_text(path: &Path, bytes: u64) -> std::io::Result<u64> {
     let mut file = BufWriter::new(File::create(path)?);
     let mut state = 1u64;

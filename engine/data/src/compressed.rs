@@ -1,7 +1,7 @@
-//! Files that may be compressed: what is in them, byte by byte.
+//! Reading files that may be compressed.
 //!
-//! In: a path, whose last extension says how the file is compressed. Out: a reader of the bytes inside. Never: a file in memory as a
-//! whole.
+//! In: a path, whose last extension determines the compression. Out: a reader of the decompressed bytes. Never: a whole
+//! file in memory.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
@@ -16,7 +16,7 @@ use crate::DataError;
 /// Bytes that are read at once.
 const BUFFER_BYTES: usize = 1 << 18;
 
-/// The extension of what is in a file, in lower case: of `a.jsonl.gz` and `A.JSONL` alike `jsonl`.
+/// The extension of a file's content, in lower case: `jsonl` for both `a.jsonl.gz` and `A.JSONL`.
 pub(crate) fn inner_extension(path: &Path) -> Option<String> {
     let outer = extension(path)?;
     if !matches!(&*outer, "gz" | "zst") {
@@ -29,10 +29,11 @@ fn extension(path: &Path) -> Option<String> {
     Some(path.extension()?.to_str()?.to_lowercase())
 }
 
-/// Opens a file: gzip (RFC 1952) as .gz, Zstandard (RFC 8878) as .zst, of one or several members or frames; others as they are.
+/// Opens a file: .gz as gzip (RFC 1952), .zst as Zstandard (RFC 8878), with one or more members or frames; others as
+/// they are.
 ///
 /// # Errors
-/// A path that is not a file: a pipe or a device has no second reading, and may have no end.
+/// Returns an error if the path is not a regular file: a pipe or a device cannot be read twice, and may never end.
 pub(crate) fn open(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
     let file = open_file(path)?;
     let file = BufReader::with_capacity(BUFFER_BYTES, file);
@@ -43,7 +44,7 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
     })
 }
 
-/// Opens a file that can be read more than once, and that ends.
+/// Opens a file that can be read repeatedly and has an end.
 pub(crate) fn open_file(path: &Path) -> Result<File, DataError> {
     open_regular(path).map_err(|error| DataError::read(path, error))
 }
@@ -51,9 +52,10 @@ pub(crate) fn open_file(path: &Path) -> Result<File, DataError> {
 /// Opens a regular file.
 ///
 /// # Errors
-/// As [`File::open`]; a pipe, a device or a socket, of which the first would wait for a writer, and the second may never end.
+/// Returns an error like [`File::open`], or if the path is a pipe, a device or a socket. Opening a pipe would wait for
+/// a writer, and a device may never end.
 pub fn open_regular(path: &Path) -> io::Result<File> {
-    // Looked at before it is opened: opening a pipe waits.
+    // Checked before opening, because opening a pipe waits.
     let kind = fs::metadata(path)?;
     if !kind.is_file() && !kind.is_dir() {
         return Err(io::Error::new(
@@ -67,7 +69,7 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
 /// Reads a regular file of UTF-8 text.
 ///
 /// # Errors
-/// As [`open_regular`] and [`fs::read_to_string`]; a file of more than `most` bytes.
+/// Returns an error like [`open_regular`] and [`fs::read_to_string`], or if the file has more than `most` bytes.
 pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     let mut text = String::new();
     open_regular(path)?.take(most + 1).read_to_string(&mut text)?;
@@ -77,7 +79,7 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     Ok(text)
 }
 
-/// [`open`] of a text: without the byte-order mark that some editors put before it.
+/// Like [`open`], for text: skips the byte-order mark that some editors write.
 pub(crate) fn open_text(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
     let mut source = open(path)?;
     let mut first = Vec::new();
@@ -91,7 +93,7 @@ pub(crate) fn open_text(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
 /// The byte-order mark of UTF-8 (Unicode 16, section 23.8).
 pub(crate) const MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// Wraps an error of a reader of [`open`].
+/// Wraps a read error of a reader from [`open`].
 pub(crate) fn read_error(path: &Path, source: io::Error) -> DataError {
     match extension(path).as_deref() {
         Some("gz" | "zst") => DataError::Compressed { path: path.to_owned(), source },
@@ -99,7 +101,7 @@ pub(crate) fn read_error(path: &Path, source: io::Error) -> DataError {
     }
 }
 
-/// Zstandard frames one after another, with their checksums verified.
+/// Consecutive Zstandard frames; their checksums are verified.
 struct Frames<R> {
     source: R,
     decoder: FrameDecoder,
@@ -111,7 +113,7 @@ impl<R: BufRead> Frames<R> {
         Self { source, decoder: FrameDecoder::new(), inside: false }
     }
 
-    /// Begins the next frame, if there is one. A skippable frame has no data.
+    /// Begins the next frame. A skippable frame is skipped, since it has no data.
     fn begin(&mut self) -> io::Result<()> {
         match self.decoder.reset(&mut self.source) {
             Ok(()) => self.inside = true,
@@ -191,7 +193,7 @@ mod tests {
                 let name = format!("a.{extension}.{compressed}");
                 let whole = compress(text);
                 assert_eq!(hash(&name, &whole).unwrap(), plain, "{name}");
-                // In two members or frames.
+                // The same text in two members or frames.
                 let (one, two) = text.split_at(text.len() / 2);
                 let both = [compress(one), compress(two)].concat();
                 assert_eq!(hash(&name, &both).unwrap(), plain, "{name}");
@@ -205,7 +207,7 @@ mod tests {
         }
         let skippable = [b"\x52\x2a\x4d\x18\x03\0\0\0abc".as_slice(), &zstd("text")].concat();
         assert_eq!(hash("b.txt.zst", &skippable).unwrap(), hash("b.txt", b"text").unwrap());
-        // Below a folder they are found by what is in them.
+        // Compressed files in a folder are selected by their inner extension.
         fs::write(folder.path().join("c.csv.gz"), gzip("no")).unwrap();
         fs::remove_file(folder.path().join("a.txt.gz")).unwrap();
         fs::remove_file(folder.path().join("a.jsonl.gz")).unwrap();

@@ -1,11 +1,11 @@
-//! A corpus: documents in a fixed order, what was read to get them, and their hash.
+//! A corpus: documents in a fixed order, with a report of what was read and their hash.
 
 use std::fmt;
 
-/// One text that belongs together: a file, or a line of a .jsonl file.
+/// One coherent text: a file, or a line of a .jsonl file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Document {
-    /// Where it came from, for messages.
+    /// Its origin, for messages.
     pub name: String,
     /// The text; never empty.
     pub text: String,
@@ -20,7 +20,7 @@ pub struct Corpus {
     skipped: usize,
 }
 
-/// What was read, as one line.
+/// A summary of what was read, displayed as one line.
 ///
 /// ```
 /// use gapless_data::CorpusReport;
@@ -29,22 +29,22 @@ pub struct Corpus {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct CorpusReport {
-    /// Packages of the lock file that were there; 0 for files and folders.
+    /// Packages of the lock file whose sources were found; 0 for files and folders.
     pub packages: usize,
     /// Files that were read.
     pub files: usize,
-    /// Texts in them that are not empty.
+    /// Texts that are not empty.
     pub documents: usize,
     /// Bytes of text.
     pub bytes: u64,
     /// Files that were not text.
     pub skipped: usize,
-    /// blake3 of the texts in their order, in hexadecimal.
+    /// blake3 of the texts in their order, as hexadecimal digits.
     pub hash: String,
 }
 
 impl Corpus {
-    /// A corpus of texts that are already in memory. Empty ones are left out.
+    /// Creates a corpus from texts in memory. Empty ones are left out.
     pub fn from_texts<T: Into<String>>(texts: impl IntoIterator<Item = T>) -> Self {
         let mut corpus = Self::default();
         for (index, text) in texts.into_iter().enumerate() {
@@ -63,7 +63,7 @@ impl Corpus {
         self.documents.iter().map(|document| document.text.len() as u64).sum()
     }
 
-    /// What was read, with the hash of the texts (names left out: they differ between machines).
+    /// A summary of the corpus, with a hash of the texts. Names are not hashed, because they differ between machines.
     pub fn report(&self) -> CorpusReport {
         let mut hasher = TextHasher::default();
         for document in &self.documents {
@@ -102,7 +102,7 @@ impl Corpus {
     }
 }
 
-/// The hash of texts in their order, piece by piece.
+/// The hash of texts in their order, computed piece by piece.
 #[derive(Debug, Default)]
 pub(crate) struct TextHasher {
     hasher: blake3::Hasher,
@@ -110,13 +110,13 @@ pub(crate) struct TextHasher {
 }
 
 impl TextHasher {
-    /// Takes the next bytes of a document.
+    /// Adds the next bytes of a document.
     pub fn update(&mut self, bytes: &[u8]) {
         self.hasher.update(bytes);
         self.length += bytes.len() as u64;
     }
 
-    /// Ends a document, and answers its bytes. One without bytes is none.
+    /// Ends a document and returns its size in bytes. An empty document is ignored.
     pub fn end_document(&mut self) -> u64 {
         let length = std::mem::take(&mut self.length);
         if length > 0 {
@@ -125,7 +125,7 @@ impl TextHasher {
         length
     }
 
-    /// Takes the next piece of a document, which may be its last.
+    /// Adds the next piece of a document, and ends it if `is_last`.
     pub fn add_piece(&mut self, piece: &str, is_last: bool) {
         self.update(piece.as_bytes());
         if is_last {
@@ -133,7 +133,7 @@ impl TextHasher {
         }
     }
 
-    /// blake3 of all so far, in hexadecimal.
+    /// blake3 of everything so far, as hexadecimal digits.
     pub fn hash(&self) -> String {
         self.hasher.finalize().to_hex().to_string()
     }

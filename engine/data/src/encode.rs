@@ -1,4 +1,4 @@
-//! Files of tokens that are written, and where texts are cut for it.
+//! Writing token files, and cutting texts into pieces to encode.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
@@ -8,16 +8,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::{DataError, TokenWidth};
 
-/// Bytes of text that one task encodes, about: enough to hide its start, few enough to keep all cores busy.
+/// Approximate bytes of text per encoding task: enough to outweigh the cost of starting it, few enough to keep all
+/// cores busy.
 pub(super) const PIECE_BYTES: usize = 64 << 10;
 
-/// Bytes of text that a tokenizer gets at once, about: those of `tokenizers` take longer for each byte of a longer text (`benches/tokenize`).
+/// Approximate bytes of text that a tokenizer gets at once: `tokenizers` takes more time per byte for longer texts
+/// (`benches/tokenize`).
 pub(super) const ENCODED_BYTES: usize = 2 << 10;
 
-/// Bytes of text without a place to cut at, at most: they are encoded at once, which takes many times as much memory.
+/// The most bytes of text without a place to cut: they are encoded at once, which takes many times as much memory.
 pub(super) const MOST_UNCUT: usize = 32 << 20;
 
-/// Writes a file of tokens and hashes it on the way.
+/// A file of tokens that is being written, and its hash.
 pub(super) struct TokenWriter {
     file: BufWriter<File>,
     path: PathBuf,
@@ -26,22 +28,22 @@ pub(super) struct TokenWriter {
     tokens: u64,
 }
 
-/// What is in a file of tokens, and on the disk for certain.
+/// The contents of a file of tokens that are safely on disk.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Written {
     pub tokens: u64,
-    /// blake3 of the bytes, in hexadecimal.
+    /// blake3 of the bytes, as hexadecimal digits.
     pub hash: String,
 }
 
 impl TokenWriter {
-    /// Starts a file, in place of one that may be there.
+    /// Creates a file, replacing an existing one.
     pub fn create(path: &Path, width: TokenWidth) -> Result<Self, DataError> {
         let file = BufWriter::new(File::create(path).map_err(DataError::write(path))?);
         Ok(Self { file, path: path.to_owned(), width, hasher: blake3::Hasher::new(), tokens: 0 })
     }
 
-    /// Goes on behind what was written; nothing if that is not there any more.
+    /// Continues after what was written before; `None` if the file no longer has that content.
     pub fn resume(path: &Path, width: TokenWidth, written: &Written) -> Result<Option<Self>, DataError> {
         let read = |error| DataError::read(path, error);
         let Ok(mut file) = File::options().read(true).write(true).open(path) else { return Ok(None) };
@@ -65,7 +67,7 @@ impl TokenWriter {
         self.file.write_all(&bytes).map_err(DataError::write(&self.path))
     }
 
-    /// Appends a file of as many tokens of the same width.
+    /// Appends a file of `tokens` tokens of the same width.
     pub fn append_file(&mut self, path: &Path, tokens: u64) -> Result<(), DataError> {
         let mut file = File::open(path).map_err(|error| DataError::read(path, error))?;
         let mut buffer = vec![0; 1 << 20];
@@ -80,7 +82,7 @@ impl TokenWriter {
         }
     }
 
-    /// Brings what is written to the disk.
+    /// Flushes everything written so far to the disk.
     pub fn save(&mut self) -> Result<Written, DataError> {
         self.file.flush().map_err(DataError::write(&self.path))?;
         self.file.get_ref().sync_all().map_err(DataError::write(&self.path))?;
@@ -88,7 +90,7 @@ impl TokenWriter {
     }
 }
 
-/// Renames `path` with `.tmp` appended to `path`, if it is there.
+/// Renames `path` with `.tmp` appended to `path`, if that file exists.
 pub(super) fn move_into_place(path: &Path) -> Result<(), DataError> {
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".tmp");
@@ -98,10 +100,11 @@ pub(super) fn move_into_place(path: &Path) -> Result<(), DataError> {
     }
 }
 
-/// Cuts a text into pieces of about so many bytes, each ending with a line whose last character and whose
-/// successor's first are not white space. There our own tokenizers' pattern always cuts (a line break joins white space
-/// only), and of others [`Vocabulary::cuts_at_lines`](crate::Vocabulary::cuts_at_lines) says it, so that the pieces' tokens are the
-/// whole text's tokens.
+/// Cuts a text into pieces of about `least` bytes. Each ends with a line break that has no white space next to it.
+///
+/// Tokenizers trained by this crate always separate tokens there, because their pattern joins a line break only with
+/// white space. For other tokenizers, [`Vocabulary::cuts_at_lines`](crate::Vocabulary::cuts_at_lines) tests it. So the
+/// tokens of the pieces are those of the whole text.
 pub(super) fn pieces(mut text: &str, least: usize) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
         if text.is_empty() {
@@ -113,12 +116,13 @@ pub(super) fn pieces(mut text: &str, least: usize) -> impl Iterator<Item = &str>
     })
 }
 
-/// Bytes of the longest run without white space that a tokenizer is trained on as one word: training takes time by the square
-/// of a word's length.
+/// Bytes of the longest run without white space that a tokenizer is trained on as one word. Training time grows with
+/// the square of a word's length.
 const LONGEST_WORD: usize = 1024;
 
-/// Cuts a text for training a tokenizer: into the words that the whole text has, but for runs without white space, which are cut
-/// at [`LONGEST_WORD`]. A piece is about [`PIECE_BYTES`] at most, so that training takes memory by the piece, not by the file.
+/// Cuts a text for training a tokenizer. The words stay those of the whole text, except that runs without white space
+/// are cut at [`LONGEST_WORD`]. A piece has about [`PIECE_BYTES`] at most, so that the memory for training depends on
+/// the pieces, not on the file.
 pub(super) fn pieces_for_training(text: &str) -> impl Iterator<Item = &str> {
     pieces(text, PIECE_BYTES).flat_map(|mut piece| {
         std::iter::from_fn(move || {
@@ -136,7 +140,7 @@ fn cut_for_training(text: &str) -> usize {
     let bytes = text.as_bytes();
     let mut word = 0;
     for end in 1..bytes.len() {
-        // A word begins with the space in front of it.
+        // A word begins with the space before it.
         let is_border = bytes[end] == b' ' && bytes[end - 1].is_ascii_graphic();
         if is_border && end >= PIECE_BYTES {
             return end;
@@ -154,9 +158,9 @@ fn cut(text: &[u8], least: usize) -> usize {
     border(text, least).unwrap_or(text.len())
 }
 
-/// Where a text may be cut, from `least` on.
+/// The first place at or after `least` where a text may be cut.
 pub(super) fn border(text: &[u8], least: usize) -> Option<usize> {
-    // Bytes from 128 on may belong to white space beyond ASCII: only printable ASCII counts as a border.
+    // Bytes from 128 on may belong to white space outside ASCII, so only printable ASCII counts.
     let solid = |byte: u8| byte.is_ascii_graphic();
     (least.max(2)..text.len()).find(|&end| text[end - 1] == b'\n' && solid(text[end - 2]) && solid(text[end]))
 }
@@ -199,7 +203,7 @@ mod tests {
         let run = "é".repeat(400_000);
         let pieces: Vec<&str> = pieces_for_training(&run).collect();
         assert!(pieces.iter().all(|piece| piece.len() <= LONGEST_WORD + 1) && pieces.concat() == run);
-        // Takes a moment, not minutes.
+        // This takes a moment, not minutes.
         assert!(Vocabulary::train([run.as_str()].into_iter(), 300).unwrap().size() > 257);
     }
 
@@ -210,7 +214,7 @@ mod tests {
 
     #[test]
     fn pieces_encode_to_the_tokens_of_the_whole() {
-        // More than one piece, with all the kinds of borders that sources have.
+        // More than one piece, with all the kinds of borders that occur in sources.
         let own = concat!(include_str!("vocabulary.rs"), "\n\n\n", include_str!("encode.rs"), "\r\n \u{a0}\n x\n");
         let text = own.repeat(20);
         assert!(pieces(&text, PIECE_BYTES).count() > 3);

@@ -1,13 +1,13 @@
-//! What can be wrong with data, and what to do about it.
+//! The errors of reading and preparing data.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why data could not be read, tokenized or cut into batches.
+/// The reason why data could not be read, tokenized or cut into batches.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
-    /// Nothing is at the path.
+    /// The path does not exist.
     #[error("{path} does not exist; check the path of the data")]
     Missing {
         /// The path as given.
@@ -16,41 +16,41 @@ pub enum DataError {
     /// The operating system refused a read.
     #[error("cannot read {path}: {source}")]
     Read {
-        /// What was read.
+        /// The file that was read.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         source: io::Error,
     },
-    /// Text that was not the same when it was read again.
+    /// The text changed between two readings.
     #[error("the text has changed while it was tokenized into {path}; run again when nothing writes it any more")]
     Changed {
-        /// The tokens that were to be kept.
+        /// The file of tokens that was being written.
         path: PathBuf,
     },
-    /// A text that goes on for too long without a place at which it may be cut.
+    /// A text has no place to cut for too long a stretch.
     #[error("{path} has no line break within {} MiB; break its lines", most >> 20)]
     NoBreak {
         /// The file.
         path: PathBuf,
-        /// Bytes, at most.
+        /// The most bytes that are allowed between two such places.
         most: u64,
     },
-    /// A file that is not what it was compressed to.
+    /// A compressed file cannot be decompressed.
     #[error(
         "cannot decompress {path}: {source}; is it cut off, damaged, or compressed otherwise than its extension says?"
     )]
     Compressed {
         /// The file.
         path: PathBuf,
-        /// What the decompressor said.
+        /// The decompressor's error.
         source: io::Error,
     },
     /// The operating system refused a write.
     #[error("cannot write {path}: {source}; is the disk full, or the cache folder not writable?")]
     Write {
-        /// What was written.
+        /// The file that was written.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         source: io::Error,
     },
     /// A file given as text is not text.
@@ -60,7 +60,7 @@ pub enum DataError {
     Binary {
         /// The file.
         path: PathBuf,
-        /// Which byte gave it away.
+        /// The offending byte.
         reason: String,
     },
     /// A line of a .jsonl file is not an object with a text.
@@ -70,20 +70,20 @@ pub enum DataError {
         path: PathBuf,
         /// The line, counted from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The error in the line.
         reason: String,
     },
-    /// A Parquet file that cannot be read.
+    /// A Parquet file cannot be read.
     #[error(
         "{path}: {reason}; a .parquet file has a column \"text\", or those of its format, and needs the feature \"parquet\""
     )]
     Parquet {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error in the file.
         reason: String,
     },
-    /// A line of a .jsonl file is no example of the format.
+    /// A line of a .jsonl file is not an example of the chosen format.
     #[error(
         "{path}, line {line}: {reason}; of the format \"prompt\" a line has the texts \"prompt\" and \"completion\", of \"chat\" \
          \"messages\", a list of objects with \"role\" and \"content\""
@@ -93,24 +93,24 @@ pub enum DataError {
         path: PathBuf,
         /// The line, counted from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The error in the line.
         reason: String,
     },
-    /// A file without an example.
+    /// A file contains no example.
     #[error("{path} has no example; give a .jsonl or .parquet file with one on each line")]
     NoExamples {
         /// The file.
         path: PathBuf,
     },
-    /// Examples whose answers all stand behind the end of a sequence, or that have none.
+    /// No example has an answer before the end of its sequence.
     #[error("no {part} example has an answer within {sequence} tokens; give longer sequences, or more examples")]
     NoAnswers {
-        /// `training` or `validation`.
+        /// The part of the data: `training` or `validation`.
         part: &'static str,
         /// Tokens in a window.
         sequence: usize,
     },
-    /// Conversations, but nothing that says how they are written.
+    /// There are conversations but no chat template to format them.
     #[error(
         "nothing says how the conversations of {path} are written; give a tokenizer.json from a folder with a chat_template.jinja, \
          or with a template in its tokenizer_config.json"
@@ -119,18 +119,18 @@ pub enum DataError {
         /// The file of conversations.
         path: PathBuf,
     },
-    /// Windows of documents that nothing tells apart.
+    /// Windows per document were requested, but the tokens have no end of text.
     #[error(
         "bare token ids have no end of text, so their documents cannot be told apart; put their tokenizer.json beside the .bin"
     )]
     NoDocuments,
-    /// Sources that cannot be mixed.
+    /// The sources cannot be mixed.
     #[error("the data's mixture: {why}")]
     Mixture {
-        /// Why not.
+        /// The reason.
         why: String,
     },
-    /// There is no text (or no token) at all.
+    /// There is no text, or no token, at all.
     #[error(
         "no text in {path} ({skipped} files skipped{}); .txt, .rs, .md, .jsonl, .ndjson, .json and .parquet files are read, all but the last also as .gz or .zst",
         named(others)
@@ -138,17 +138,17 @@ pub enum DataError {
     Empty {
         /// The file or folder.
         path: PathBuf,
-        /// Files that were there, but were binary or not UTF-8.
+        /// Number of files that were found, but were binary or not UTF-8.
         skipped: usize,
-        /// Some files that were there, but of types that are not read.
+        /// Some of the files that were found, but have types that are not read.
         others: Vec<PathBuf>,
     },
-    /// The lock file is not one.
+    /// The lock file cannot be parsed.
     #[error("cannot read the packages of {path}: {reason}; give the Cargo.lock of a workspace that was built here")]
     Lock {
         /// The lock file.
         path: PathBuf,
-        /// What the parser said.
+        /// The parser's error.
         reason: String,
     },
     /// A part of the data is shorter than one window.
@@ -157,13 +157,13 @@ pub enum DataError {
          give more data or a shorter sequence{}", if *part == "validation" { ", or a larger share for validation" } else { "" }
     )]
     TooShort {
-        /// `training` or `validation`.
+        /// The part of the data: `training` or `validation`.
         part: &'static str,
-        /// Tokens that there are.
+        /// Tokens of this part.
         tokens: u64,
         /// Tokens in a window.
         sequence: usize,
-        /// Tokens that there have to be.
+        /// Tokens that are required.
         needed: u64,
     },
     /// A .bin file whose length is not a whole number of tokens.
@@ -178,7 +178,7 @@ pub enum DataError {
         /// Bytes per token.
         width: u64,
     },
-    /// A .bin file whose ids seem to be wider than they are read.
+    /// The ids of a .bin file seem to be wider than the width they are read with.
     #[error(
         "{path} looks like ids of {bytes} bytes: read as {read_as}, every second number is next to nothing; say in data.token_width, or \
          --token-width, how wide they are, \"u16\", \"u32\" or \"u64\""
@@ -186,20 +186,20 @@ pub enum DataError {
     Width {
         /// The file or folder.
         path: PathBuf,
-        /// Bytes of an id as it would be read.
+        /// Bytes per id as it would be read.
         read_as: u64,
-        /// Bytes of an id as the file seems to have them.
+        /// Bytes per id as they appear to be.
         bytes: u64,
     },
-    /// A .bin file with a header of llm.c that does not fit the file.
+    /// A .bin file's llm.c header does not match the file.
     #[error("{path} is no file of llm.c's tokens: {reason}; is it cut off, or of another program?")]
     Header {
         /// The file.
         path: PathBuf,
-        /// What does not fit.
+        /// The mismatch.
         reason: String,
     },
-    /// A token that the vocabulary doesn't have.
+    /// A token is outside the vocabulary.
     #[error(
         "{path}: token {token} at position {position} is outside the vocabulary of {vocabulary}; \
          give the tokenizer that made the file, or the size of its vocabulary"
@@ -207,14 +207,14 @@ pub enum DataError {
     TokenOutside {
         /// The file.
         path: PathBuf,
-        /// The token's index in the file.
+        /// The token's position in the file.
         position: u64,
         /// The token.
         token: u32,
-        /// How many tokens the vocabulary has.
+        /// Number of tokens in the vocabulary.
         vocabulary: usize,
     },
-    /// A byte-level vocabulary has to hold every byte and the end of text.
+    /// The requested vocabulary is too small: a byte-level one must contain every byte and the end of text.
     #[error(
         "a vocabulary of {size} is too small for byte-level BPE; take at least {least}, or the byte vocabulary (256)"
     )]
@@ -224,7 +224,7 @@ pub enum DataError {
         /// The smallest that works.
         least: usize,
     },
-    /// The model's embedding and the tokenizer disagree.
+    /// The model's embedding and the tokenizer have different vocabulary sizes.
     #[error(
         "the model has a vocabulary of {model} tokens, the tokenizer one of {tokenizer}; \
          build the model with {tokenizer}, or give the tokenizer that it was trained with"
@@ -232,10 +232,10 @@ pub enum DataError {
     VocabularyMismatch {
         /// Rows of the model's embedding.
         model: usize,
-        /// Tokens that the tokenizer can make.
+        /// Tokens of the tokenizer's vocabulary.
         tokenizer: usize,
     },
-    /// A token that is asked for and that the tokenizer does not have.
+    /// The tokenizer does not have the token that was requested as end of text.
     #[error("{path} has no token {token:?}, which data.end_of_text names; name one of its tokens")]
     NoToken {
         /// The tokenizer's file.
@@ -243,7 +243,7 @@ pub enum DataError {
         /// The token's text.
         token: String,
     },
-    /// A tokenizer without a token to put between documents.
+    /// No token is known that ends a document.
     #[error(
         "nothing says which token of {path} ends a text: the files beside it name none, and it has none with a usual name such as \
          {wanted}; name one in data.end_of_text"
@@ -251,39 +251,39 @@ pub enum DataError {
     NoEndOfText {
         /// The tokenizer's file.
         path: PathBuf,
-        /// The name that is looked for first.
+        /// The name that is tried first.
         wanted: &'static str,
     },
-    /// A chat template that cannot be read, or a conversation that it does not take.
+    /// A chat template cannot be parsed, or rejects a conversation.
     #[error("chat template in {path}: {reason}")]
     Template {
         /// The template's file.
         path: PathBuf,
-        /// What is wrong, and in which line of the template.
+        /// The error, and its line in the template.
         reason: String,
     },
-    /// Text, and ids without the tokenizer that made them.
+    /// There is text to encode, but only token ids without their tokenizer.
     #[error(
         "there is no tokenizer that text could be encoded with; put the tokenizer.json of the ids beside the .bin, or into the model's folder"
     )]
     NoTokenizer,
-    /// The tokenizers library refused.
+    /// The tokenizers library failed.
     #[error("tokenizer {path}: {reason}")]
     Tokenizer {
-        /// The tokenizer's file, or what was done.
+        /// The tokenizer's file, or the operation.
         path: PathBuf,
-        /// What the library said.
+        /// The library's error.
         reason: String,
     },
-    /// A prepared dataset is not whole.
+    /// A prepared dataset is incomplete or damaged.
     #[error("the prepared dataset in {path} is damaged: {reason}; delete the folder and prepare it again")]
     Damaged {
         /// The dataset's folder.
         path: PathBuf,
-        /// What does not match.
+        /// The mismatch.
         reason: String,
     },
-    /// Slices that don't hold whole windows, or windows past the batch.
+    /// The slices do not hold whole windows, or the windows reach past the batch.
     #[error(
         "{inputs} inputs and {targets} targets from window {first} on are not whole windows of {sequence} tokens \
          within {windows} windows"
@@ -293,17 +293,17 @@ pub enum DataError {
         inputs: usize,
         /// Length of the slice of targets.
         targets: usize,
-        /// The first window asked for.
+        /// The first window requested.
         first: usize,
         /// Tokens in a window.
         sequence: usize,
-        /// Windows that there are.
+        /// Number of windows that exist.
         windows: usize,
     },
     /// A size that has to be at least one is zero.
     #[error("{what} is 0; it has to be at least 1")]
     Zero {
-        /// Which one.
+        /// Name of the size.
         what: &'static str,
     },
 }
@@ -314,7 +314,7 @@ fn named(others: &[PathBuf]) -> String {
 }
 
 impl DataError {
-    /// Wraps an error of a read, a missing file apart from the rest.
+    /// Wraps a read error; a missing file becomes [`Self::Missing`].
     pub(crate) fn read(path: &Path, source: io::Error) -> Self {
         match source.kind() {
             io::ErrorKind::NotFound => Self::Missing { path: path.to_owned() },
@@ -322,7 +322,7 @@ impl DataError {
         }
     }
 
-    /// For `map_err` on a write.
+    /// Wraps a write error, for `map_err`.
     pub(crate) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Write { path, source }

@@ -1,7 +1,7 @@
-//! Examples to learn answers from: prompts with completions, and conversations.
+//! Examples for training on answers: prompts with completions, and conversations.
 //!
-//! In: lines of JSON. Out: the tokens of each example, and which of them the loss counts: those of answers, the token that ends one
-//! included. Never: an example without such a token.
+//! In: lines of JSON. Out: the tokens of each example, and which of them count in the loss: those of answers, including
+//! the token that ends one. Never: an example without such a token.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -16,7 +16,7 @@ use serde_json::Value as Json;
 use crate::files::{check_text, each_line, has_lines};
 use crate::{Answers, Conversation, DataError, Tokenizer, Vocabulary};
 
-/// What a line of a .jsonl file holds.
+/// The content of a line of a .jsonl file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
@@ -31,28 +31,28 @@ pub enum Format {
 }
 
 impl Format {
-    /// Whether only a part of each text counts.
+    /// True if only a part of each text counts in the loss.
     pub fn has_answers(self) -> bool {
         self != Self::Text
     }
 
-    /// Whether a file has lines, or rows, that can be examples, by its extension.
+    /// True if a file's extension says that it has lines, or rows, that can be examples.
     pub fn is_read_from(path: &Path) -> bool {
         has_lines(path)
     }
 }
 
-/// The tokens of an example, and which of them count.
+/// The tokens of an example, and for each whether it counts in the loss.
 type Encoded = (Vec<u32>, Vec<bool>);
 
-/// One example, as a line says it.
+/// One example, as parsed from a line.
 pub(crate) struct Line {
     number: usize,
     content: Content,
 }
 
 enum Content {
-    /// A text, and where in it the answer begins.
+    /// A text, and the byte at which its answer begins.
     Prompt(String, usize),
     Chat(Conversation),
 }
@@ -60,7 +60,8 @@ enum Content {
 /// Reads the lines of a .jsonl file, or the rows of a .parquet file.
 ///
 /// # Errors
-/// A file that cannot be read; a line that is something else, by its number; no line at all.
+/// Returns an error if the file cannot be read, if a line is not an example (with its number), or if there are no
+/// lines.
 pub(crate) fn read_lines(path: &Path, format: Format) -> Result<Vec<Line>, DataError> {
     check_text(path)?;
     let mut lines = Vec::new();
@@ -100,7 +101,7 @@ fn content_of(line: &str, format: Format) -> Result<Content, String> {
 }
 
 impl Line {
-    /// What a vocabulary is trained on.
+    /// The text that a vocabulary is trained on.
     pub fn text(&self) -> &str {
         match &self.content {
             Content::Prompt(text, _) => text,
@@ -108,8 +109,9 @@ impl Line {
         }
     }
 
-    /// Its tokens, and which of them count: by the tokenizer of a Hugging Face folder, with the special tokens that belong around a
-    /// text and those that a conversation's template writes; or by a vocabulary, with the end of text.
+    /// Returns its tokens, and which of them count in the loss. With the tokenizer of a Hugging Face folder, they
+    /// include the special tokens around a text, or those that the chat template writes. With only a vocabulary, they
+    /// include the end of text.
     fn encode(&self, encoding: &Encoding<'_>) -> Result<Encoded, DataError> {
         let &Encoding { path, vocabulary, folder, answers } = encoding;
         match &self.content {
@@ -130,7 +132,7 @@ impl Line {
                     }
                     None => vocabulary.encode_spans(text, &[answer])?,
                 };
-                // An answer has an end, which is learned too.
+                // An answer ends with the end of text, which is learned too.
                 if let Some(end) = vocabulary.end_of_text() {
                     let length = tokens.len() - usize::from(tokens.last() == Some(&end));
                     tokens.truncate(length);
@@ -144,21 +146,21 @@ impl Line {
     }
 }
 
-/// What turns lines into tokens.
+/// The means of turning lines into tokens.
 #[derive(Clone, Copy)]
 pub(crate) struct Encoding<'a> {
     /// The file of the lines.
     pub path: &'a Path,
     pub vocabulary: &'a Vocabulary,
-    /// The tokenizer of a Hugging Face folder, with its template.
+    /// The tokenizer of a Hugging Face folder, with its chat template.
     pub folder: Option<&'a Tokenizer>,
     pub answers: Answers,
 }
 
-/// Tokens of all lines, in parallel.
+/// Tokenizes all lines in parallel.
 ///
 /// # Errors
-/// Those of the tokenizer; what the template raises, by the line; conversations without a template.
+/// Returns errors of the tokenizer, of the template (with the line's number), or for conversations without a template.
 pub(crate) fn encode_lines(lines: &[Line], encoding: &Encoding<'_>) -> Result<Vec<Encoded>, DataError> {
     let encode = |line: &Line| {
         line.encode(encoding).map_err(|error| match error {
@@ -171,16 +173,16 @@ pub(crate) fn encode_lines(lines: &[Line], encoding: &Encoding<'_>) -> Result<Ve
     lines.par_iter().map(encode).collect()
 }
 
-/// Examples side by side: which tokens of a stream belong together, and which of them count.
+/// The boundaries of examples in a stream of tokens, and which tokens count in the loss.
 #[derive(Debug)]
 pub(crate) struct Examples {
-    /// The first token of each, and the end.
+    /// The first token of each example, followed by the end of the last one.
     bounds: Vec<u64>,
     counts: Vec<bool>,
 }
 
 impl Examples {
-    /// The stream, and its examples.
+    /// Concatenates encoded examples; returns the stream of tokens and its examples.
     pub fn new(encoded: Vec<Encoded>) -> (Vec<u32>, Self) {
         let (mut tokens, mut examples) = (Vec::new(), Self { bounds: vec![0], counts: Vec::new() });
         for (ids, counts) in encoded {
@@ -191,12 +193,12 @@ impl Examples {
         (tokens, examples)
     }
 
-    /// Whether the loss counts a token.
+    /// True if the loss counts this token.
     pub fn counts(&self, token: u64) -> bool {
         self.counts[token as usize]
     }
 
-    /// blake3 of what belongs together and what counts, in hexadecimal.
+    /// blake3 of the boundaries and of the tokens that count, as hexadecimal digits.
     pub fn hash(&self) -> String {
         let mut hasher = blake3::Hasher::new();
         self.bounds.iter().for_each(|bound| _ = hasher.update(&bound.to_le_bytes()));
@@ -204,9 +206,9 @@ impl Examples {
         hasher.finalize().to_hex().to_string()
     }
 
-    /// The examples within a part of the stream, put together in rows of at most `sequence` tokens that have a target: each example
-    /// into the fullest row that has room, the longest first (Ding et al., arXiv 2404.10830). An example that is longer than a row is
-    /// cut; one without a target that counts is left out.
+    /// Packs the examples of a part of the stream into rows of at most `sequence` tokens that have a target. The
+    /// longest examples come first; each goes into the fullest row that has room for it (Ding et al., arXiv
+    /// 2404.10830). An example that is longer than a row is cut; one without a target that counts is left out.
     pub fn rows(&self, part: &Range<u64>, sequence: usize) -> Vec<Vec<Range<u64>>> {
         let mut examples: Vec<Range<u64>> = self.bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
         examples.retain(|example| part.start <= example.start && example.end <= part.end);
@@ -257,7 +259,7 @@ mod tests {
     use super::*;
     use crate::{DataOptions, Dataset, IGNORED, VocabularyChoice};
 
-    /// Examples of these lengths; in each, tokens from the middle on count.
+    /// Examples of these lengths, in which tokens from the middle on count.
     fn examples(lengths: &[usize]) -> (Vec<u32>, Examples) {
         let example = |(index, &length): (usize, &usize)| {
             (
@@ -276,12 +278,12 @@ mod tests {
             let (tokens, examples) = examples(&lengths);
             let part = 0..tokens.len() as u64;
             let rows = examples.rows(&part, sequence);
-            // Each that has an answer within a row, from its first token on.
+            // All examples that have an answer within a row, starting at their first token.
             let mut firsts: Vec<u64> = rows.iter().flatten().map(|example| example.start).collect();
             firsts.sort_unstable();
             let answered = examples.bounds.windows(2).zip(&lengths).filter(|(_, length)| (*length / 2).max(1) <= sequence);
             prop_assert_eq!(firsts, answered.clone().map(|(bounds, _)| bounds[0]).collect::<Vec<_>>());
-            // The same greedy choice by looking at every row.
+            // The same greedy choice, implemented by searching all rows.
             let mut simple: Vec<usize> = Vec::new();
             let mut wanted: Vec<usize> = answered.map(|(_, length)| (length - 1).min(sequence)).collect();
             wanted.sort_unstable_by(|a, b| b.cmp(a));

@@ -12,28 +12,33 @@ use crate::encode::MOST_UNCUT;
 use crate::parquet::each_row;
 use crate::{Corpus, DataError};
 
-/// The extensions of text in a folder, in lower case. A .json file counts where it has lines of texts: of the others in a folder, most
-/// say something about the data.
+/// The extensions, in lower case, that are read from a folder. A .json file only counts if its lines contain texts;
+/// most other .json files are metadata.
 const TEXT_EXTENSIONS: [&str; 7] = ["txt", "rs", "md", "jsonl", "ndjson", "json", "parquet"];
 
-/// Bytes of a line of .jsonl, at most.
+/// The most bytes of a line of .jsonl.
 const LONGEST_LINE: u64 = 256 << 20;
 
-/// Files of other types that are named where there is no text.
+/// The most files of other types that are named in the error if there is no text.
 const MOST_NAMED: usize = 3;
 
 impl Corpus {
-    /// Reads one file, whatever its extension, or every .txt, .rs, .md, .jsonl (or .ndjson), .json and .parquet file below a folder, in
-    /// sorted order; with .gz or .zst behind the extension (but of Parquet, which compresses by itself), what is compressed in it.
-    /// Extensions may be in any case. Links are followed. A byte-order mark is no part of a text.
-    ///
-    /// Each line of a .jsonl or .json file is one document, and each row of a .parquet file, of its column `text`. Hidden files, folders
-    /// marked as caches by a `CACHEDIR.TAG` (as cargo marks its `target`), and .json files of a folder without a text in their first
-    /// line are passed over.
+    /// Reads one file, whatever its extension, or all text files below a folder, in sorted order:
+    /// - Extensions are .txt, .rs, .md, .jsonl (or .ndjson), .json and .parquet, in any case. All except .parquet may
+    ///   be followed by .gz or .zst; the file is then decompressed.
+    /// - Each line of a .jsonl or .json file is one document. Each row of a .parquet file is one, from its column
+    ///   `text`.
+    /// - Links are followed. A byte-order mark is not part of a text.
+    /// - Skipped are hidden files, folders marked as caches by a `CACHEDIR.TAG` (as cargo marks its `target`), and a
+    ///   folder's .json files without a text in their first line.
     ///
     /// # Errors
-    /// A missing path; a file that is not UTF-8 text when it was given itself (within a folder it is skipped and
-    /// counted); a line or row without a text; Parquet without the feature `parquet`; a link to nothing; no text at all.
+    /// Returns an error if
+    /// - the path is missing, or a link leads nowhere,
+    /// - a single given file is not UTF-8 text (within a folder, it is skipped and counted),
+    /// - a line or row has no text,
+    /// - a .parquet file is read without the feature `parquet`, or
+    /// - there is no text at all.
     pub fn read(path: &Path) -> Result<Self, DataError> {
         let kind = fs::metadata(path).map_err(|error| DataError::read(path, error))?;
         let mut corpus = Self::default();
@@ -50,7 +55,7 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Adds a file's documents; counts it as skipped if it is not text.
+    /// Adds a file's documents, or counts it as skipped if it is not text.
     pub(super) fn add_or_skip(&mut self, path: &Path) -> Result<(), DataError> {
         match self.add_file(path) {
             Err(DataError::Binary { path, reason }) => {
@@ -78,8 +83,8 @@ impl Corpus {
     }
 }
 
-/// Files of token ids: the one given, or those of a folder without text, by name; and how many of them, the last ones, are named as
-/// validation. Nothing where there is none.
+/// Finds files of token ids: the given one, or those of a folder that contains no text, sorted by name. Files for
+/// validation are moved to the end; their number is returned too. `None` if there are no such files.
 pub(super) fn token_files(path: &Path) -> Result<Option<(Vec<PathBuf>, usize)>, DataError> {
     if !path.is_dir() {
         let is_bin = inner_extension(path).is_some_and(|extension| extension == "bin");
@@ -89,13 +94,13 @@ pub(super) fn token_files(path: &Path) -> Result<Option<(Vec<PathBuf>, usize)>, 
     if files.is_empty() || !text_files(path, &TEXT_EXTENSIONS)?.is_empty() {
         return Ok(None);
     }
-    // nanoGPT writes train.bin and val.bin, llm.c NAME_train_000001.bin and NAME_val_000000.bin.
+    // nanoGPT writes train.bin and val.bin; llm.c writes NAME_train_000001.bin and NAME_val_000000.bin.
     let is_validation = |file: &PathBuf| {
         let stem = file.file_stem().unwrap_or_default().to_string_lossy();
         stem.split(|c: char| !c.is_alphanumeric()).any(|word| matches!(word, "val" | "validation"))
     };
     let (back, mut front): (Vec<_>, Vec<_>) = files.into_iter().partition(is_validation);
-    // Shards of validation alone are data like any other.
+    // If all shards are named as validation, they are used like any other data.
     let validation = if front.is_empty() { 0 } else { back.len() };
     front.extend(back);
     Ok(Some((front, validation)))
@@ -106,7 +111,7 @@ pub(super) fn text_files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathB
     files_below(folder, |extension| extension.is_some_and(|extension| extensions.contains(&extension)))
 }
 
-/// The files below `folder` whose extensions count, sorted component by component.
+/// The files below `folder` whose extension passes `counts`, sorted component by component.
 fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<Vec<PathBuf>, DataError> {
     let walk = WalkDir::new(folder).follow_links(true).sort_by_file_name().into_iter().filter_entry(|entry| {
         let hidden = entry.depth() > 0 && entry.file_name().to_string_lossy().starts_with('.');
@@ -126,7 +131,7 @@ fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<V
     Ok(files)
 }
 
-/// The files of text below a folder.
+/// The text files below a folder.
 pub(super) fn text_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
     let mut files = text_files(folder, &TEXT_EXTENSIONS)?;
     files.retain(|file| {
@@ -139,18 +144,18 @@ pub(super) fn text_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
     Ok(files)
 }
 
-/// Whether the first line of a .json file is an object with a text.
+/// True if the first line of a .json file is an object with a text.
 fn begins_with_a_text(path: &Path) -> bool {
     let mut begins = false;
     let ended = each_line(path, |_, line| {
         begins = text_of_line(line).is_ok();
-        // One is enough.
+        // Stop after the first line.
         Err(DataError::NoExamples { path: path.to_owned() })
     });
     begins && ended.is_err()
 }
 
-/// That there is no text at a path, and what there is instead.
+/// The error that a path contains no text; it names some of the files that are there instead.
 pub(super) fn no_text(path: &Path, is_folder: bool, skipped: usize) -> Result<DataError, DataError> {
     let others = if is_folder { files_below(path, |_| true)? } else { Vec::new() };
     let is_read = |file: &PathBuf| inner_extension(file).is_some_and(|of| TEXT_EXTENSIONS.contains(&&*of));
@@ -165,8 +170,9 @@ pub(super) fn read_text(path: &Path) -> Result<String, DataError> {
     Ok(text)
 }
 
-/// Checks that a file is UTF-8 without NUL bytes (UTF-16 and many binary formats are valid UTF-8 but for their NULs), and answers the
-/// bytes of its text. Most of it is not in memory. Parquet is checked where it is read.
+/// Checks that a file is UTF-8 without NUL bytes, and returns the size of its text in bytes. (UTF-16 and many binary
+/// formats are valid UTF-8 except for their NULs.) Only a part of it is in memory at a time. Parquet files are checked
+/// when they are read.
 pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     if is_parquet(path) {
         return Ok(0);
@@ -182,7 +188,7 @@ pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
         }
         let valid = match str::from_utf8(&bytes) {
             Ok(_) => bytes.len(),
-            // A character may go on in what is not read yet.
+            // A character may continue in bytes that have not been read yet.
             Err(error) if error.error_len().is_none() && read > 0 => error.valid_up_to(),
             Err(error) => {
                 return Err(binary(format!("byte {} is not valid UTF-8", before + error.valid_up_to() as u64)));
@@ -206,7 +212,7 @@ pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     }
 }
 
-/// Whether each line, or row, of a file is a document.
+/// True if each line, or row, of a file is a document.
 pub(super) fn has_lines(path: &Path) -> bool {
     inner_extension(path).is_some_and(|extension| matches!(&*extension, "jsonl" | "ndjson" | "json" | "parquet"))
 }
@@ -219,7 +225,7 @@ fn is_parquet(path: &Path) -> bool {
     inner_extension(path).is_some_and(|extension| extension == "parquet")
 }
 
-/// Visits the texts of a .jsonl or .parquet file that are not empty, with the numbers of their lines, counted from 1.
+/// Visits the non-empty texts of a .jsonl or .parquet file with their line numbers, counted from 1.
 pub(super) fn each_text(
     path: &Path,
     mut visit: impl FnMut(usize, String) -> Result<(), DataError>,
@@ -231,8 +237,8 @@ pub(super) fn each_text(
     })
 }
 
-/// Visits the lines of a .jsonl file that are not blank, or the rows of a .parquet file as such lines, with their numbers, counted
-/// from 1.
+/// Visits the non-blank lines of a .jsonl file, or the rows of a .parquet file as such lines, with their numbers,
+/// counted from 1.
 pub(super) fn each_line(
     path: &Path,
     mut visit: impl FnMut(usize, &str) -> Result<(), DataError>,
@@ -269,7 +275,7 @@ pub(super) fn each_line(
     Ok(())
 }
 
-/// Whether a line is an object of JSON from its beginning to its end.
+/// True if a line is exactly one JSON object.
 fn is_one_object(line: &str) -> bool {
     line.trim_start().starts_with('{') && serde_json::from_str::<serde::de::IgnoredAny>(line).is_ok()
 }
@@ -292,7 +298,8 @@ fn text_of_line(line: &str) -> Result<String, String> {
 mod tests {
     use super::*;
 
-    /// Writes `files` into a fresh folder and reads `path` below it; answers the texts or the message.
+    /// Writes `files` into a new folder, reads `path` below it, and compares the texts, or the error with a part of the
+    /// expected message.
     fn check(files: &[(&str, &[u8])], path: &str, expected: Result<&[&str], &str>) {
         let folder = tempfile::tempdir().unwrap();
         for (name, bytes) in files {
@@ -318,7 +325,7 @@ mod tests {
         check(&[("a.txt", b"1"), (".git/b.txt", b"no"), ("t/CACHEDIR.TAG", b""), ("t/c.rs", b"no")], "", Ok(&["1"]));
         check(&[("a.txt", b"1"), ("b.txt", b"\xff\xfe"), ("c.txt", b"a\0b"), ("d.txt", b"")], "", Ok(&["1"]));
         check(&[("a.jsonl", b"{\"text\":\"x\",\"id\":1}\n\n{\"text\":\"y\"}\n")], "a.jsonl", Ok(&["x", "y"]));
-        // Whatever the case of the extension, and by its other names.
+        // The case of an extension does not matter, and .jsonl has other names.
         let lines = b"{\"text\":\"x\"}\n{\"text\":\"y\"}\n";
         for name in ["A.JSONL", "a.ndjson", "a.json", "a.Json"] {
             check(&[(name, lines)], name, Ok(&["x", "y"]));
@@ -328,7 +335,7 @@ mod tests {
                 Ok(if name == "A.JSONL" { &["x", "y", "z"] } else { &["z", "x", "y"] }),
             );
         }
-        // Of a folder, .json that is no text is what says something about it.
+        // In a folder, a .json file without texts is taken for metadata.
         check(&[("info.json", b"{\n\"features\": 1\n}"), ("a.txt", b"1")], "", Ok(&["1"]));
         check(&[("a.txt", b"\xef\xbb\xbfone"), ("b.txt", b"\xef\xbb\xbf"), ("c.md", b"\xef\xbb")], "", Ok(&["one"]));
     }

@@ -1,7 +1,8 @@
-//! The special tokens around a document: which token ends it, which begin it, and what one that is spelled out in a text becomes.
+//! The special tokens around a document: those that begin and end it, and the treatment of special tokens that a text
+//! spells out.
 //!
-//! In: a tokenizer, the files beside it, and what a run asks for. Out: a [`Framing`], in which every choice names its source. Never: a
-//! token that the tokenizer does not have.
+//! In: a tokenizer, the files in its folder, and the options of a run. Out: a [`Framing`], which records the source of
+//! its end token. Never: a token that the tokenizer does not have.
 
 use std::path::Path;
 
@@ -11,24 +12,24 @@ use tokenizers::Tokenizer;
 use crate::DataError;
 use crate::chat::{read_json, special_token};
 
-/// Ends the documents of tokenizers that this crate trains.
+/// The token that ends documents in tokenizers trained by this crate.
 pub(crate) const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// The names that tokenizers give to the end of a text, for one beside which nothing says it.
+/// Common names of the end-of-text token, tried if no file names it.
 const END_OF_TEXT_NAMES: [&str; 6] =
     [END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]"];
 
-/// How the text of a document becomes token ids.
+/// Options for turning a document into token ids.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TextOptions {
-    /// Whether a document begins with the tokens that the tokenizer's post-processor puts before a text, as `<s>` of Llama 2 and `<bos>`
-    /// of Gemma; GPT-2 and Qwen have none. By default it does, as it does in transformers.
+    /// True if a document begins with the tokens that the tokenizer's post-processor puts before a text, such as `<s>`
+    /// for Llama 2 and `<bos>` for Gemma. GPT-2 and Qwen have none. On by default, as in transformers.
     pub begin: bool,
-    /// The token that ends a document, by its text. By default the one that the files beside the tokenizer name.
+    /// The token that ends a document, as text. By default the one that the files in the tokenizer's folder name.
     pub end: Option<String>,
-    /// Whether special tokens that a text spells out become their ids, as in transformers, or are text, as any other text is. By default
-    /// they are text, so that a document about a tokenizer does not end in its middle.
+    /// True if special tokens that a text spells out become their ids, as in transformers. By default they are plain
+    /// text, so that a document about a tokenizer does not end in its middle.
     pub special: bool,
 }
 
@@ -38,23 +39,26 @@ impl Default for TextOptions {
     }
 }
 
-/// The tokens around each document of a tokenizer.
+/// The tokens that a tokenizer puts around each document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Framing {
     pub begin: Vec<u32>,
     pub end: u32,
     pub end_token: String,
-    /// The file, or the option, that names the end.
+    /// The file or option that names the end token.
     pub source: &'static str,
 }
 
 impl Framing {
-    /// The framing of a tokenizer at a path: asks the options, then tokenizer_config.json and special_tokens_map.json, where transformers
-    /// looks for `eos_token`, then the model's config.json and generation_config.json for `eos_token_id`, and then the tokenizer itself
-    /// for a token with one of the usual names.
+    /// Determines the framing of a tokenizer at a path. The end token is taken from the first of these that names one:
+    /// 1. the options
+    /// 2. `eos_token` in tokenizer_config.json, then in special_tokens_map.json, as transformers does
+    /// 3. `eos_token_id` in the model's config.json, then in generation_config.json
+    /// 4. a token of the tokenizer with one of the common names
     ///
     /// # Errors
-    /// An end that the tokenizer does not have; no end at all; a file that is no JSON.
+    /// Returns an error if the tokenizer does not have the end token of the options, if no end token is found, or if a
+    /// file is not JSON.
     pub fn of(tokenizer: &Tokenizer, path: &Path, options: &TextOptions) -> Result<Self, DataError> {
         let begin = if options.begin { begin_of(tokenizer, path)? } else { Vec::new() };
         let (source, end_token, end) = match &options.end {
@@ -98,14 +102,15 @@ fn end_of(tokenizer: &Tokenizer, path: &Path) -> Result<Option<Found>, DataError
     }
     for file in ["config.json", "generation_config.json"] {
         let found = read_json(folder, file)?["eos_token_id"].take();
-        // Of several, the first is the tokenizer's own.
+        // If there are several, the first is the tokenizer's own.
         let id = if found.is_array() { found[0].as_u64() } else { found.as_u64() };
         let id = id.and_then(|id| u32::try_from(id).ok());
         if let Some((id, token)) = id.and_then(|id| Some((id, tokenizer.id_to_token(id)?))) {
             return Ok(Some((file, token, id)));
         }
     }
-    // A special token goes before one that is text to the tokenizer, as Gemma's `</s>` of HTML.
+    // Special tokens take precedence over names that are plain text for the tokenizer, such as the HTML tag `</s>` for
+    // Gemma.
     let special: Vec<String> =
         tokenizer.get_added_tokens_decoder().into_values().filter(|it| it.special).map(|it| it.content).collect();
     let named = |name: &&str| special.is_empty() || special.iter().any(|token| token == name);

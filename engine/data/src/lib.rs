@@ -1,9 +1,9 @@
-//! Corpora to token batches.
+//! From corpora to batches of tokens.
 //!
-//! In comes text (a file, a folder, compressed or not, or the Rust sources of the locked dependencies) or a file of token ids; out come
-//! windows of `sequence` inputs and as many next-token targets, written into the caller's slices. Text is tokenized once
-//! and kept on disk: training reads windows from that file, so that the corpus never has to fit the memory, and a step
-//! allocates nothing.
+//! In: text (a file, a folder, compressed or not, or the Rust sources of the locked dependencies) or a file of token
+//! ids. Out: windows of `sequence` inputs and as many next-token targets, written into the caller's slices. Text is
+//! tokenized once and kept on disk. Training reads windows from that file, so that the corpus need not fit in memory,
+//! and a step allocates nothing.
 //!
 //! ```text
 //! Source ──▶ Corpus ──▶ Vocabulary ──▶ tokens.bin ──▶ Dataset ──▶ TrainingWindows::fill(step, …)

@@ -1,7 +1,7 @@
 //! Rows of Parquet files.
 //!
-//! In: a path. Out: each row as the line of a .jsonl file that it would be. Never: columns that no format reads; a file in memory as a
-//! whole.
+//! In: a path. Out: each row as an equivalent line of a .jsonl file. Never: columns that no format reads, or a whole
+//! file in memory.
 
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,13 +15,13 @@ use parquet::schema::types::Type;
 
 use crate::DataError;
 
-/// The columns that a [`Format`](crate::Format) reads.
+/// The columns that some [`Format`](crate::Format) reads.
 const COLUMNS: [&str; 5] = ["text", "prompt", "completion", "response", "messages"];
 
-/// Visits the rows, with their numbers, counted from 1.
+/// Visits the rows with their numbers, counted from 1.
 ///
 /// # Errors
-/// A file that cannot be read or is damaged; none of the columns; the visitor's.
+/// Returns an error if the file cannot be read or is damaged, if it has none of the columns, or if the visitor does.
 pub(crate) fn each_row(
     path: &Path,
     mut visit: impl FnMut(usize, &str) -> Result<(), DataError>,
@@ -36,7 +36,7 @@ pub(crate) fn each_row(
     Ok(())
 }
 
-/// The rows of a file, of the columns that are read.
+/// The rows of a file, restricted to the columns that are read.
 fn rows(file: File) -> ParquetResult<RowIter<'static>> {
     let reader = SerializedFileReader::new(file)?;
     let schema = reader.metadata().file_metadata().schema();
@@ -50,7 +50,7 @@ fn rows(file: File) -> ParquetResult<RowIter<'static>> {
     RowIter::from_file_into(Box::new(reader)).project(Some(columns))
 }
 
-/// What the library answers. Of some files that are damaged it panics.
+/// Calls the library, and turns its panics into errors: it panics on some damaged files.
 fn guarded<T>(path: &Path, call: impl FnOnce() -> ParquetResult<T>) -> Result<T, DataError> {
     let fail = |reason: String| DataError::Parquet { path: path.to_owned(), reason };
     match catch_unwind(AssertUnwindSafe(call)) {

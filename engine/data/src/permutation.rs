@@ -1,11 +1,12 @@
 //! A keyed permutation of `0..len` in constant memory.
 
-/// Rounds of the network. Four make a pseudo-random permutation of a good round function (Luby and Rackoff, 1988); small
-/// domains mix slower, and more rounds cost nanoseconds.
+/// Rounds of the network. With a good round function, four give a pseudo-random permutation (Luby and Rackoff, 1988).
+/// Small domains mix more slowly, and more rounds cost only nanoseconds.
 const ROUNDS: usize = 8;
 
-/// A pseudo-random order of `0..len` that needs no table: a Feistel network over the next power of four, walked until it
-/// falls inside (fewer than four walks on average; Black and Rogaway, 2002, "cycle walking").
+/// A pseudo-random order of `0..len` without a table. It is a Feistel network over the next power of four, applied
+/// repeatedly until the value falls below `len` (fewer than four times on average; "cycle walking", Black and Rogaway,
+/// 2002).
 ///
 /// ```
 /// use gapless_data::Permutation;
@@ -22,7 +23,7 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// The order of `0..len` that belongs to `key`. `len` is at most 2⁶².
+    /// The order of `0..len` that belongs to `key`; `len` is at most 2⁶².
     pub fn new(len: u64, key: u64) -> Self {
         debug_assert!(len <= 1 << 62);
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
@@ -30,7 +31,7 @@ impl Permutation {
         Self { len, half_bits: bits.div_ceil(2).max(1), keys }
     }
 
-    /// What stands at `position` (taken modulo `len`) in this order.
+    /// The value at `position` (taken modulo `len`) in this order.
     pub fn at(&self, position: u64) -> u64 {
         if self.len == 0 {
             return 0;
@@ -71,7 +72,7 @@ mod tests {
     use gapless_testing::prelude::*;
 
     generated! {
-        /// The slow twin is the definition: every value comes exactly once.
+        /// Checks the definition of a permutation: every value occurs exactly once.
         #[test]
         fn every_value_once(len in 1u64..3000, key: u64) {
             let order = Permutation::new(len, key);
@@ -88,8 +89,9 @@ mod tests {
         }
     }
 
-    /// Over many keys every value comes first about equally often: chi-square of 10 cells over 20,000 keys stays below
-    /// 27.9, its 99.9 % quantile at 9 degrees of freedom. The keys are fixed, so the test has one outcome.
+    /// Over many keys, every value comes first about equally often: the chi-square statistic of 10 cells over 20,000
+    /// keys stays below 27.9, its 99.9 % quantile with 9 degrees of freedom. The keys are fixed, so the test is
+    /// deterministic.
     #[test]
     fn keys_spread_evenly() {
         const KEYS: u64 = 20_000;

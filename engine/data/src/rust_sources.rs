@@ -1,4 +1,4 @@
-//! The default corpus: Rust that is already on the machine of everyone who built the project.
+//! The default corpus: Rust sources, which are on every machine where the project was built.
 
 use std::env;
 use std::fs;
@@ -8,14 +8,15 @@ use crate::compressed::read_text;
 use crate::files::text_files;
 use crate::{Corpus, DataError};
 
-/// Bytes of a lock file, at most.
+/// The most bytes of a lock file.
 const MOST_BYTES: u64 = 64 << 20;
 
-/// The Rust sources of a workspace and of its locked dependencies, as cargo unpacked them.
+/// The Rust sources of a workspace and of its locked dependencies, as unpacked by cargo.
 ///
-/// First the workspace's own sources, then the packages in the order of the lock file, each package's files sorted. Packages
-/// that cargo did not unpack here are left out, and all versions of a package but the last, whose near copies would stand
-/// in training and validation at once. Reading ends before the document that would exceed the cap.
+/// First come the workspace's own sources, then the packages in the order of the lock file, each with its files sorted.
+/// Left out are packages that cargo has not unpacked on this machine. Of several versions of a package only the last is
+/// read: near copies would otherwise appear in both training and validation. Reading stops before the document that
+/// would exceed the cap.
 ///
 /// ```no_run
 /// use gapless_data::{Corpus, RustSources};
@@ -25,18 +26,18 @@ const MOST_BYTES: u64 = 64 << 20;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RustSources {
-    /// The `Cargo.lock`; the workspace is the folder that it lies in.
+    /// The `Cargo.lock`; the workspace is its folder.
     pub lock: PathBuf,
     /// Cargo's folder; by default `CARGO_HOME`, or `.cargo` in the user's home.
     pub cargo_home: Option<PathBuf>,
-    /// Most bytes of text in all.
+    /// The most bytes of text in total.
     pub max_bytes: u64,
-    /// Most bytes of text of one package, so that generated bindings don't fill the corpus.
+    /// The most bytes of text from one package, so that generated bindings do not dominate the corpus.
     pub max_package_bytes: u64,
 }
 
 impl RustSources {
-    /// The sources that belong to a lock file, up to 24 MiB, and up to 1 MiB of each package.
+    /// The sources of a lock file: up to 24 MiB in total, and up to 1 MiB of each package.
     pub fn of_lock(lock: impl Into<PathBuf>) -> Self {
         let home = || env::home_dir().map(|home| home.join(".cargo"));
         let cargo_home = env::var_os("CARGO_HOME").filter(|path| !path.is_empty()).map(PathBuf::from).or_else(home);
@@ -48,7 +49,7 @@ impl Corpus {
     /// Reads the Rust sources of a workspace and its locked dependencies.
     ///
     /// # Errors
-    /// A lock file that is missing or not one; no sources at all.
+    /// Returns an error if the lock file is missing or invalid, or if there are no sources at all.
     pub fn rust_sources(sources: &RustSources) -> Result<Self, DataError> {
         let packages = locked_packages(&sources.lock)?;
         let registries = sources.cargo_home.as_deref().map(registry_folders).unwrap_or_default();
@@ -76,7 +77,7 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Adds files until one would exceed `max_bytes`; if so, answers how many bytes there would have been with it.
+    /// Adds files until one would exceed `max_bytes`. In that case, returns the total size including that file.
     fn add_rust_files(&mut self, folder: &Path, max_bytes: u64) -> Result<Option<u64>, DataError> {
         let mut bytes = 0;
         for file in text_files(folder, &["rs"])? {
@@ -90,7 +91,7 @@ impl Corpus {
     }
 }
 
-/// `name-version` of the lock file's packages that come from a registry, in its order, the last version of each.
+/// The lock file's packages from a registry, as `name-version`, in its order, with only the last version of each.
 fn locked_packages(lock: &Path) -> Result<Vec<String>, DataError> {
     #[derive(serde::Deserialize)]
     struct Lock {
@@ -152,7 +153,7 @@ version = "1.0.0"
 source = "git+https://example.org/from-git"
 "#;
 
-    /// A workspace with one source of its own, and a registry with packages around it.
+    /// A workspace with one source file of its own, and a registry with packages.
     fn workspace() -> (tempfile::TempDir, RustSources) {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| {

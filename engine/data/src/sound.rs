@@ -1,7 +1,8 @@
-//! What the tokenizers library takes for granted of a tokenizer.json, checked before it reads the file; and a panic in it as an error.
+//! Checks of assumptions that the tokenizers library makes about a tokenizer.json, before it reads the file; and panics
+//! of the library as errors.
 //!
-//! In: the text of a file, from anyone. Out: nothing, or why the file is refused. Never: a look at its vocabulary, which the library
-//! checks itself.
+//! In: the text of an untrusted file. Out: nothing, or the reason why the file is refused. Never: a check of its
+//! vocabulary, which the library does itself.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,13 +15,13 @@ use serde_json::Value as Json;
 
 use crate::DataError;
 
-/// Times that replacements may lengthen a text, together. Real ones write three bytes for a space.
+/// The most that all replacements together may lengthen a text. Real ones write three bytes for a space.
 const MOST_GROWTH: f64 = 256.0;
 
-/// Characters of a word that WordPiece looks at, at most: it takes time by the square.
+/// The most characters of a word in WordPiece, whose time grows with their square.
 const LONGEST_WORD: u64 = 1 << 14;
 
-/// The parts of a tokenizer.json that are looked at.
+/// The parts of a tokenizer.json that are checked.
 #[derive(Deserialize)]
 struct File {
     #[serde(default)]
@@ -39,10 +40,10 @@ struct Model {
     max_input_chars_per_word: Json,
 }
 
-/// Refuses a file that would panic, run out of memory or take hours in the library.
+/// Refuses a file that would make the library panic, run out of memory or take hours.
 ///
 /// # Errors
-/// [`DataError::Tokenizer`] with the part and the limit.
+/// Returns [`DataError::Tokenizer`] with the part and the limit.
 pub(crate) fn check(json: &str, path: &Path) -> Result<(), DataError> {
     let wrong = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
     let file: File = serde_json::from_str(json).map_err(|error| wrong(error.to_string()))?;
@@ -71,26 +72,27 @@ pub(crate) fn check(json: &str, path: &Path) -> Result<(), DataError> {
     }
 }
 
-/// Visits a part and those that it is a sequence of.
+/// Visits a part and, recursively, the parts of a sequence.
 fn each(part: &Json, visit: &mut impl FnMut(&Json) -> Result<(), String>) -> Result<(), String> {
     visit(part)?;
     let inner = ["normalizers", "decoders", "processors"].into_iter().filter_map(|name| part[name].as_array());
     inner.flatten().try_for_each(|part| each(part, visit))
 }
 
-/// How many times as long a replacement makes a text, at most.
+/// The most that a replacement can lengthen a text, as a factor.
 fn growth_of(replace: &Json) -> Result<f64, String> {
     let content = replace["content"].as_str().unwrap_or_default().len();
     let replaced = match replace["pattern"]["String"].as_str() {
         Some("") => return Err("replaces the empty text, which stands everywhere".into()),
         Some(text) => text.len(),
-        // A match has a byte, at least.
+        // A match has at least one byte.
         None => 1,
     };
     Ok((content as f64 / replaced as f64).max(1.0))
 }
 
-/// A charsmap begins with the bytes of its trie, which follow, four for each node (`spm_precompiled`).
+/// Checks a charsmap: its first four bytes are the size in bytes of the trie that follows, with four bytes per node
+/// (`spm_precompiled`).
 fn check_charsmap(precompiled: &Json) -> Result<(), String> {
     let text = precompiled["precompiled_charsmap"].as_str().unwrap_or_default();
     let charsmap =
@@ -102,7 +104,7 @@ fn check_charsmap(precompiled: &Json) -> Result<(), String> {
     Ok(())
 }
 
-/// A template's special tokens are listed with their ids.
+/// Checks that a template's special tokens are listed with their ids.
 fn check_template(processor: &Json) -> Result<(), String> {
     if processor["type"] != "TemplateProcessing" {
         return Ok(());
@@ -115,13 +117,13 @@ fn check_template(processor: &Json) -> Result<(), String> {
     }
 }
 
-/// Texts of all kinds, to see whether a tokenizer panics.
+/// Texts of all kinds, to find out whether a tokenizer panics.
 const PROBES: [&str; 5] = ["a", "A b aaaa\n", "  \t", "é1漢\u{1f600}", ""];
 
-/// Encodes a few texts, so that a file which makes the library panic is refused when it is opened.
+/// Encodes and decodes a few texts, so that a file which makes the library panic is refused when it is opened.
 ///
 /// # Errors
-/// What the library says, or its panic.
+/// Returns the library's error, or its panic as an error.
 pub(crate) fn probe(tokenizer: &tokenizers::Tokenizer, path: &Path) -> Result<(), DataError> {
     for text in PROBES {
         guarded(path, || {
@@ -131,12 +133,12 @@ pub(crate) fn probe(tokenizer: &tokenizers::Tokenizer, path: &Path) -> Result<()
     Ok(())
 }
 
-/// Calls the library; a panic in it is an error.
+/// Calls the library and turns a panic into an error.
 ///
 /// # Errors
-/// What it says, or its panic.
+/// Returns the library's error, or its panic as an error.
 pub(crate) fn guarded<T>(path: &Path, call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, DataError> {
-    // What the library leaves behind of a call that panics are caches, which it locks.
+    // The only state that outlives a call that panics is the library's caches, which are behind locks.
     let reason = match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(done)) => return Ok(done),
         Ok(Err(error)) => error.to_string(),

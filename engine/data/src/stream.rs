@@ -1,23 +1,23 @@
-//! Text as its tokens come.
+//! Decoding tokens into text as they arrive.
 
 use std::fmt;
 
 use crate::DataError;
 
-/// What stands for bytes that are no character, or not yet.
+/// The replacement for bytes that do not form a character, or not yet.
 const REPLACEMENT: char = '\u{fffd}';
 
 type Decode<'a> = Box<dyn Fn(&[u32]) -> Result<String, DataError> + 'a>;
 
-/// The text of tokens that come one by one. All pieces together are the text of all tokens: a character that several tokens make is
-/// told with the last of them, or at the end as it is.
+/// The text of tokens that arrive one by one. The pieces together are the text of all tokens. A character that consists
+/// of several tokens is returned with the last of them, or as � at the end if it stays incomplete.
 pub struct TextStream<'a> {
     decode: Decode<'a>,
-    /// The tokens of the last piece, which decide how the next ones begin, and those whose text was not told.
+    /// The tokens of the last returned piece, as context for the next ones, followed by those not returned yet.
     ids: Vec<u32>,
-    /// How many of them are told.
+    /// Number of them whose text has been returned.
     told: usize,
-    /// The text of those.
+    /// The text of the returned ones.
     text: String,
 }
 
@@ -32,20 +32,21 @@ impl<'a> TextStream<'a> {
         Self { decode: Box::new(decode), ids: Vec::new(), told: 0, text: String::new() }
     }
 
-    /// Goes on after a prompt, whose text is not told: what follows it may begin with a space that it would not have alone.
+    /// Continues after a prompt, whose text is not returned. The next piece may begin with a space that it would not
+    /// have by itself.
     ///
     /// # Errors
-    /// When the tokenizer refuses.
+    /// Returns an error if the tokenizer does.
     pub fn after(mut self, prompt: &[u32]) -> Result<Self, DataError> {
         self.ids = prompt.to_vec();
         self.tell()?;
         Ok(self)
     }
 
-    /// What the next token completes, if anything.
+    /// Adds a token and returns the text that it completes, if any.
     ///
     /// # Errors
-    /// When the tokenizer refuses.
+    /// Returns an error if the tokenizer does.
     pub fn push(&mut self, id: u32) -> Result<Option<String>, DataError> {
         self.ids.push(id);
         let text = (self.decode)(&self.ids)?;
@@ -58,10 +59,10 @@ impl<'a> TextStream<'a> {
         Ok(Some(piece))
     }
 
-    /// What is left at the end: bytes that are no whole character come out as �.
+    /// Returns the rest at the end. Bytes that do not form a whole character become �.
     ///
     /// # Errors
-    /// When the tokenizer refuses.
+    /// Returns an error if the tokenizer does.
     pub fn finish(self) -> Result<String, DataError> {
         let text = (self.decode)(&self.ids)?;
         Ok(behind(&self.text, &text).to_owned())
@@ -74,7 +75,7 @@ impl<'a> TextStream<'a> {
     }
 }
 
-/// What a text has behind the characters that it begins with like another.
+/// The rest of `text` after the longest common prefix with `before`.
 fn behind<'t>(before: &str, text: &'t str) -> &'t str {
     let same: usize = before.chars().zip(text.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum();
     &text[same..]
@@ -84,7 +85,7 @@ fn behind<'t>(before: &str, text: &'t str) -> &'t str {
 mod tests {
     use super::*;
 
-    /// One token is one byte.
+    /// Decodes with a tokenizer of one token per byte.
     fn pieces(prompt: &[u8], bytes: &[u8]) -> Vec<String> {
         let decode = |ids: &[u32]| {
             let bytes: Vec<u8> = ids.iter().map(|&id| id as u8).collect();

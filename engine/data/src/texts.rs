@@ -1,4 +1,4 @@
-//! Texts that are read piece by piece, so that a corpus may be larger than the memory.
+//! Texts that are read piece by piece, so that a corpus may exceed the memory.
 
 use std::fs;
 use std::io::{BufRead, Read};
@@ -10,15 +10,15 @@ use crate::encode::{MOST_UNCUT, PIECE_BYTES, border, pieces};
 use crate::files::{check_text, each_text, has_lines, no_text, text_below};
 use crate::{Corpus, CorpusReport, DataError};
 
-/// Takes a piece of a document, and whether the document ends with it.
+/// A visitor that is called with each piece of a document, and with whether it is the last one.
 pub(super) type Visit<'a> = dyn FnMut(&str, bool) -> Result<(), DataError> + 'a;
 
 /// Documents in a fixed order.
 pub(super) trait Texts {
-    /// What they are.
+    /// The report of all documents.
     fn report(&self) -> CorpusReport;
 
-    /// Visits their pieces, which end where [`border`] says.
+    /// Visits the pieces of all documents. Pieces end at a [`border`].
     fn visit(&self, visit: &mut Visit) -> Result<(), DataError>;
 }
 
@@ -32,7 +32,7 @@ impl Texts for Corpus {
     }
 }
 
-/// Visits texts that are to be those of their report, and answers whether they are: a file may change after it was hashed.
+/// Visits texts and returns whether they still match their report: a file may have changed after it was hashed.
 pub(super) fn visit_as_reported(texts: &dyn Texts, visit: &mut Visit) -> Result<bool, DataError> {
     let mut hasher = TextHasher::default();
     texts.visit(&mut |piece, last| {
@@ -42,7 +42,7 @@ pub(super) fn visit_as_reported(texts: &dyn Texts, visit: &mut Visit) -> Result<
     Ok(hasher.hash() == texts.report().hash)
 }
 
-/// Visits the pieces of a document in memory, which came from a path.
+/// Visits the pieces of a document in memory. `path` is only used in errors.
 fn visit_text(path: &Path, text: &str, visit: &mut Visit) -> Result<(), DataError> {
     let mut pieces = pieces(text, PIECE_BYTES).peekable();
     while let Some(piece) = pieces.next() {
@@ -54,17 +54,17 @@ fn visit_text(path: &Path, text: &str, visit: &mut Visit) -> Result<(), DataErro
     Ok(())
 }
 
-/// Files that stay on the disk: the documents of [`Corpus::read`].
+/// Text files that stay on disk: the same documents as [`Corpus::read`] returns.
 pub(super) struct TextFiles {
     files: Vec<PathBuf>,
     report: CorpusReport,
 }
 
 impl TextFiles {
-    /// Reads everything once, for its report.
+    /// Reads all files once, for the report.
     ///
     /// # Errors
-    /// As [`Corpus::read`].
+    /// Returns an error like [`Corpus::read`].
     pub fn open(path: &Path) -> Result<Self, DataError> {
         let is_folder = fs::metadata(path).map_err(|error| DataError::read(path, error))?.is_dir();
         let candidates = if is_folder { text_below(path)? } else { vec![path.to_owned()] };
@@ -134,7 +134,7 @@ fn each_part(path: &Path, mut visit: impl FnMut(&[u8])) -> Result<(), DataError>
     }
 }
 
-/// Visits the pieces of a file that is one document, of which a few are in memory.
+/// Visits the pieces of a file that is one document. Only a few pieces are in memory at a time.
 fn visit_file(path: &Path, visit: &mut Visit) -> Result<(), DataError> {
     let mut source = open_text(path)?;
     let (mut bytes, mut searched) = (Vec::new(), 0);
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
     use gapless_testing::prelude::*;
 
-    /// Texts as pieces, a bar behind each and a full stop behind each document.
+    /// Formats texts with a bar after each piece and a full stop after each document.
     fn shown(texts: &dyn Texts) -> String {
         let mut shown = String::new();
         texts
@@ -179,7 +179,7 @@ mod tests {
     }
 
     generated! {
-        /// Files on the disk are what they are in memory, to the borders of pieces.
+        /// Files on disk are visited exactly like documents in memory, with the same piece borders.
         #[test]
         fn files_and_memory_agree(
             words in prop::collection::vec(prop_oneof![Just("fn x() {}\n"), Just("é "), Just("\r\n \n"), Just("word ")], 0..30),

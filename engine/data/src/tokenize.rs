@@ -1,8 +1,8 @@
-//! Texts to a file of tokens, on all cores, in bounded memory, and from where an earlier process was ended.
+//! Tokenizes texts into a file, on all cores, with bounded memory, and continues where an interrupted process stopped.
 //!
-//! In: texts that are visited in pieces. Out: the tokens of documents for training, then those for validation. Pieces are encoded in
-//! batches, in parallel, and written in their order; how far that is stands in a file beside the tokens. Never: bytes that depend on
-//! threads, or on where a process was ended.
+//! In: texts that are visited in pieces. Out: the tokens of the documents for training, followed by those for
+//! validation. Batches of pieces are encoded in parallel and written in order; a second file records the progress.
+//! Never: bytes that depend on the number of threads, or on where a process was interrupted.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,24 +19,24 @@ use crate::{DataError, TokenWidth, Vocabulary};
 /// Bytes of text that are encoded at once.
 const BATCH_BYTES: usize = if cfg!(test) { 1 << 10 } else { 16 << 20 };
 
-/// Bytes of text that a process that is ended loses, about.
+/// Approximate bytes of text whose encoding is lost when a process is interrupted.
 const SAVE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 64 << 20 };
 
-/// Bytes of text that a vocabulary is trained on, about, of corpora that have more.
+/// Approximate bytes of text that a vocabulary is trained on, if the corpus has more.
 const SAMPLE_BYTES: u64 = 128 << 20;
 
-/// What came out.
+/// The results of tokenizing.
 pub(super) struct Parts {
     pub all: Written,
     pub validation_tokens: u64,
 }
 
-/// How far the tokens are.
+/// The progress of tokenizing, as it is kept on disk.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Progress {
     corpus: String,
     vocabulary: String,
-    /// Pieces that are done.
+    /// Pieces that have been written.
     pieces: u64,
     /// The hash of their texts.
     text: String,
@@ -44,16 +44,16 @@ struct Progress {
     validation: Written,
 }
 
-/// The hash of the vocabulary that an ended process has begun to tokenize a corpus with.
+/// The hash of the vocabulary with which an interrupted process has begun to tokenize a corpus, if there was one.
 pub(super) fn begun_with(tokens: &Path, corpus: &str) -> Option<String> {
     let progress = Progress::open(&beside(tokens, "progress"))?;
     (progress.corpus == corpus).then_some(progress.vocabulary)
 }
 
-/// Texts to train a vocabulary on: all pieces, or as many of a large corpus as fit, the same at each call.
+/// The texts to train a vocabulary on: all pieces, or a sample of a large corpus that is the same in each call.
 ///
 /// # Errors
-/// [`DataError::Changed`], and those of a read.
+/// Returns [`DataError::Changed`] if the texts no longer match their report, or a read error.
 pub(super) fn sample(texts: &dyn Texts, folder: &Path) -> Result<Vec<String>, DataError> {
     let bytes = texts.report().bytes.max(SAMPLE_BYTES);
     let share = (u128::from(u64::MAX) * u128::from(SAMPLE_BYTES) / u128::from(bytes)) as u64;
@@ -68,11 +68,11 @@ pub(super) fn sample(texts: &dyn Texts, folder: &Path) -> Result<Vec<String>, Da
     if is_same { Ok(sample) } else { Err(DataError::Changed { path: folder.to_owned() }) }
 }
 
-/// Encodes documents, each between the tokens that begin and end one, into a file; goes on where an earlier call was ended.
+/// Encodes documents, each with its begin and end tokens, into a file. Continues where an earlier call was interrupted.
 ///
 /// # Errors
-/// [`DataError::Changed`] where the texts are not those of their report any more; then nothing is kept. Those of a read or a write, and
-/// of the tokenizer.
+/// Returns [`DataError::Changed`] if the texts no longer match their report; then nothing is kept. Also returns errors
+/// of reading, writing and of the tokenizer.
 pub(super) fn tokenize(
     texts: &dyn Texts,
     vocabulary: &Vocabulary,
@@ -87,7 +87,7 @@ pub(super) fn tokenize(
         job.text.add_piece(text, last);
         job.seen += text.len() as u64;
         piece += 1;
-        // What was encoded before may have been another text.
+        // The pieces that an earlier call has encoded may have been of another text.
         if piece == done && job.text.hash() != job.progress.text {
             return Err(changed());
         }
@@ -114,7 +114,7 @@ fn not_there(error: std::io::Error) -> std::io::Result<()> {
 /// A text that waits to be encoded.
 struct Waiting {
     text: String,
-    /// Pieces that it is of: one, but of a document that must not be cut.
+    /// The number of pieces that it consists of: 1, unless its document must not be cut.
     pieces: u64,
     begins_document: bool,
     ends_document: bool,
@@ -131,11 +131,13 @@ struct Job<'a> {
     batch: Vec<Waiting>,
     batch_bytes: usize,
     unsaved_bytes: usize,
-    /// Pieces with a special token that is spelled out and taken for text, and the first such token.
+    /// The number of pieces in which a special token is spelled out and treated as text, and the first such token.
     spelled: (u64, Option<String>),
-    /// The texts that were visited, and their bytes, of those that there are.
+    /// The hash of the texts visited so far.
     text: TextHasher,
+    /// Bytes of the texts visited so far.
     seen: u64,
+    /// Bytes of all texts.
     bytes: u64,
 }
 
@@ -242,7 +244,7 @@ impl<'a> Job<'a> {
         move_into_place(&self.path)
     }
 
-    /// Puts the parts together.
+    /// Appends the validation tokens to the training tokens, and moves the file into place.
     fn finish(mut self, tokens: &Path) -> Result<Parts, DataError> {
         self.encode()?;
         self.save()?;
@@ -269,7 +271,7 @@ impl Progress {
     }
 }
 
-/// The path with an extension more.
+/// The path with an additional extension.
 fn beside(path: &Path, kind: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".");
@@ -286,7 +288,7 @@ mod tests {
     use crate::texts::Visit;
     use crate::{Corpus, CorpusReport};
 
-    /// Texts whose disk fails behind so many pieces.
+    /// Texts whose disk fails after the given number of pieces.
     struct Failing<'a>(&'a dyn Texts, u64);
 
     impl Texts for Failing<'_> {
@@ -306,7 +308,7 @@ mod tests {
         }
     }
 
-    /// Texts of which one changes behind so many pieces, after they were hashed.
+    /// Texts of which the given piece changes after they were hashed.
     struct Changing<'a>(&'a Corpus, u64);
 
     impl Texts for Changing<'_> {
@@ -323,7 +325,8 @@ mod tests {
         }
     }
 
-    /// Tokens of another text are never kept under the hash of the first, be it that the process ends before it could see.
+    /// Tokens of a changed text are never kept under the hash of the original, even if the process ends before it can
+    /// notice.
     #[test]
     fn a_text_that_changes_meanwhile_is_not_kept() {
         let corpus = Corpus::from_texts((0..600).map(|index| format!("text number {index} of many, ").repeat(3)));
@@ -335,7 +338,7 @@ mod tests {
             assert!(matches!(make(&Changing(&corpus, piece)), Err(DataError::Changed { .. })));
             assert!(!path.exists() && !beside(&path, "progress").exists());
         }
-        // Ended behind a change, and begun again on the first text.
+        // Interrupted after a change, and started again with the original text.
         assert!(matches!(make(&Failing(&Changing(&corpus, 10), 499)), Err(DataError::Read { .. })));
         assert!(beside(&path, "progress").exists());
         assert!(matches!(make(&corpus), Err(DataError::Changed { .. })));
@@ -368,7 +371,7 @@ mod tests {
                 before = done();
             }
             assert!(before > 400 && begun_with(&path, &hash) == Some(vocabulary.hash()));
-            // What a process wrote behind its last progress does not matter; what it lost does.
+            // Data that a process wrote after its last save is ignored; data that it lost is noticed.
             let front = beside(&path, "tmp");
             let mut longer = fs::read(&front).unwrap();
             longer.extend([7; 100]);

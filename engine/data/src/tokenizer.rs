@@ -1,7 +1,8 @@
-//! A tokenizer as a Hugging Face folder has it.
+//! The tokenizer of a Hugging Face folder.
 //!
-//! In: a folder with tokenizer.json and, as a rule, tokenizer_config.json and a chat template. Out: ids with the special tokens that the
-//! model was trained with, text as its tokens come, conversations as text. Never: a special token that is taken for plain text.
+//! In: a folder with tokenizer.json and, usually, tokenizer_config.json and a chat template. Out: ids with the special
+//! tokens that the model was trained with, text as its tokens arrive, and conversations as text. Never: a special token
+//! that is taken for plain text.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,7 +15,7 @@ use crate::framing::Framing;
 use crate::sound::{check, guarded, probe};
 use crate::{ChatTemplate, DataError, TextOptions, TextStream};
 
-/// Bytes of a tokenizer.json, at most: those of 256,000 tokens have 35 MiB.
+/// The most bytes of a tokenizer.json; one with 256,000 tokens has 35 MiB.
 const MOST_BYTES: u64 = 512 << 20;
 
 /// A tokenizer, its special tokens, and its chat template.
@@ -35,7 +36,8 @@ impl Tokenizer {
     /// Opens a folder.
     ///
     /// # Errors
-    /// A tokenizer.json that is missing or no tokenizer; a tokenizer_config.json that is no JSON; a template with a mistake.
+    /// Returns an error if tokenizer.json is missing or not a tokenizer, if tokenizer_config.json is not JSON, or if
+    /// the template has a mistake.
     pub fn open(folder: &Path) -> Result<Self, DataError> {
         let path = folder.join("tokenizer.json");
         let tokenizer = read(&path)?;
@@ -48,31 +50,32 @@ impl Tokenizer {
         Ok(Self { path, tokenizer: Box::new(tokenizer), eos, template })
     }
 
-    /// The token that ends a text, as [`TextOptions::end`] has it by default.
+    /// The token that ends a text, determined like the default of [`TextOptions::end`].
     pub fn eos(&self) -> Option<u32> {
         self.eos
     }
 
     /// Rows that an embedding of its ids needs.
     pub fn size(&self) -> usize {
-        // Ids may have holes, so that counting tokens would not do.
+        // Ids may have gaps, so counting tokens is not enough.
         self.tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
     }
 
-    /// The ids of a text, in which special tokens may be spelled out; with those that belong around it, or without, as for what
-    /// [`ChatTemplate::render`] makes.
+    /// Returns the ids of a text, in which special tokens may be spelled out. With `with_special`, the special tokens
+    /// that belong around a text are added; the output of [`ChatTemplate::render`] already has them.
     ///
     /// # Errors
-    /// When the tokenizer refuses.
+    /// Returns an error if the tokenizer does.
     pub fn encode(&self, text: &str, with_special: bool) -> Result<Vec<u32>, DataError> {
         let encoding = guarded(&self.path, || self.tokenizer.encode_fast(text, with_special))?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// [`Self::encode`], and of each id whether any of its bytes stand in one of the spans, as of [`ChatTemplate::answers`].
+    /// Like [`Self::encode`]; also returns, for each id, whether any of its bytes lie in one of the spans, such as
+    /// those of [`ChatTemplate::answers`].
     ///
     /// # Errors
-    /// When the tokenizer refuses.
+    /// Returns an error if the tokenizer does.
     pub fn encode_spans(
         &self,
         text: &str,
@@ -83,37 +86,39 @@ impl Tokenizer {
         Ok((encoding.get_ids().to_vec(), are_inside(encoding.get_offsets(), spans)))
     }
 
-    /// The text of ids, special tokens spelled out or left out.
+    /// Returns the text of ids, with special tokens spelled out or left out.
     ///
     /// # Errors
-    /// When the tokenizer refuses.
+    /// Returns an error if the tokenizer does.
     pub fn decode(&self, ids: &[u32], with_special: bool) -> Result<String, DataError> {
         guarded(&self.path, || self.tokenizer.decode(ids, !with_special))
     }
 
-    /// Text as its tokens come. Special tokens are left out.
+    /// Decodes tokens as they arrive. Special tokens are left out.
     pub fn stream(&self) -> TextStream<'_> {
         TextStream::new(|ids| self.decode(ids, false))
     }
 
-    /// How conversations are written, if the folder says so.
+    /// The chat template, if the folder has one.
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
     }
 }
 
-/// Reads a tokenizer.json. Truncation, padding and dropout in it are settings of the call that was made last before it was saved, or of
-/// how its model was trained: texts are encoded whole, alone, and the same every time, as transformers does.
+/// Reads a tokenizer.json. Its truncation, padding and dropout are ignored: they come from the last call before it was
+/// saved, or from the training of its model. Texts are encoded whole, without padding and deterministically, as in
+/// transformers.
 ///
 /// # Errors
-/// A file that is missing, no tokenizer, or one that the library cannot bear.
+/// Returns an error if the file is missing, is not a tokenizer, or would make the library fail.
 pub(crate) fn read(path: &Path) -> Result<tokenizers::Tokenizer, DataError> {
     let json = read_text(path, MOST_BYTES).map_err(|error| DataError::read(path, error))?;
     check(&json, path)?;
-    // `parse` is compiled with the tokenizers, where `from_bytes` would compile all that there can be in a file here.
+    // `parse` is already compiled in the tokenizers crate; `from_bytes` would compile the whole deserializer in this
+    // one.
     let mut tokenizer: tokenizers::Tokenizer = guarded(path, || json.parse())?;
     tokenizer.with_padding(None).with_truncation(None).map_err(|error| wrong(path, error))?;
-    // A vocabulary is large, and few are copied for this.
+    // A vocabulary is large, so the model is copied only if necessary.
     let settled = match tokenizer.get_model() {
         ModelWrapper::BPE(bpe) if bpe.dropout.is_some() => {
             let mut bpe = bpe.clone();
@@ -134,7 +139,8 @@ pub(crate) fn read(path: &Path) -> Result<tokenizers::Tokenizer, DataError> {
     Ok(tokenizer)
 }
 
-/// Of each token whether any of its bytes stand in one of the spans. A token of white space may say that it has no bytes.
+/// For each token, whether any of its bytes lie in one of the spans. A token of white space may claim to have no bytes;
+/// it counts as one byte.
 pub(super) fn are_inside(offsets: &[(usize, usize)], spans: &[Range<usize>]) -> Vec<bool> {
     let is_inside =
         |&(start, end): &(usize, usize)| spans.iter().any(|span| start < span.end && end.max(start + 1) > span.start);

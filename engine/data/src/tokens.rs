@@ -1,4 +1,4 @@
-//! A stream of token ids, in a file or in memory.
+//! A stream of token ids, in files or in memory.
 
 use std::fs::File;
 use std::io;
@@ -15,20 +15,22 @@ pub enum TokenWidth {
     U16,
     /// Four bytes.
     U32,
-    /// Eight bytes, as NumPy writes them by default.
+    /// Eight bytes, NumPy's default.
     U64,
 }
 
-/// The 256 numbers of 32 bits in front of the ids in llm.c's files: magic number, version, ids that follow, zeros.
+/// Bytes of the header in llm.c's files: 256 32-bit integers, which are magic number, version, number of ids, and
+/// zeros.
 const HEADER_BYTES: u64 = 1024;
 
-/// Magic number, version and width of llm.c's files, of GPT-2 and of Llama 3 (`HEADERS_INFO` of its dev/data/data_common.py).
+/// Magic number, version and width of llm.c's files, for GPT-2 and for Llama 3 (`HEADERS_INFO` in its
+/// dev/data/data_common.py).
 const HEADERS: [(u32, u32, TokenWidth); 2] = [(20_240_520, 1, TokenWidth::U16), (20_240_801, 7, TokenWidth::U32)];
 
 /// Token ids that can be read from any position.
 ///
-/// Files are read where they lie (positioned reads through the page cache), so that their sizes don't matter and nothing
-/// is allocated.
+/// Files are read in place (positioned reads through the page cache), so that their sizes do not matter and nothing is
+/// allocated.
 #[derive(Debug)]
 pub struct Tokens {
     storage: Storage,
@@ -47,41 +49,45 @@ struct Shard {
     file: File,
     path: PathBuf,
     width: TokenWidth,
-    /// Bytes in front of the ids.
+    /// Bytes before the ids.
     header: u64,
     /// The position of its first id in the stream.
     first: u64,
 }
 
-/// What a pass over a whole stream found.
+/// The results of a pass over a whole stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Scan {
-    /// blake3 of the bytes, in hexadecimal.
+    /// blake3 of the bytes, as hexadecimal digits.
     pub hash: String,
-    /// The first token that is not below the vocabulary, with its position.
+    /// Position and value of the first token outside the vocabulary.
     pub outside: Option<(u64, u32)>,
     /// The largest token.
     pub largest: u32,
 }
 
 impl Tokens {
-    /// Tokens that are already in memory.
+    /// Creates a stream from tokens in memory.
     pub fn from_ids(ids: Vec<u32>) -> Self {
         Self { count: ids.len() as u64, storage: Storage::Memory(ids) }
     }
 
-    /// Opens a file of little-endian ids: with llm.c's header, or without one, as nanoGPT writes them, of the width given.
+    /// Opens a file of little-endian ids: with llm.c's header, or without one (as nanoGPT writes them), in which case
+    /// ids have the given width.
     ///
     /// # Errors
-    /// A missing or unreadable file; one that doesn't hold a whole number of ids, or as many as its header says.
+    /// Returns an error if the file is missing or unreadable, or if it does not hold a whole number of ids or the
+    /// number in its header.
     pub fn open(path: &Path, width: TokenWidth) -> Result<Self, DataError> {
         Self::open_all(&[path], width)
     }
 
-    /// Opens files of ids, one after another: of the width that is given, or else the narrowest for a vocabulary, if they look like it.
+    /// Opens files of ids as one stream. Without a given width, ids have the narrowest width for the vocabulary, which
+    /// their values must look like.
     ///
     /// # Errors
-    /// As [`Self::open`]; [`DataError::Width`] for files that seem to be of another width than the vocabulary's.
+    /// Returns an error like [`Self::open`], or [`DataError::Width`] if the ids appear to be wider than the vocabulary
+    /// requires.
     pub fn open_for(
         paths: &[impl AsRef<Path>],
         width: Option<TokenWidth>,
@@ -98,7 +104,7 @@ impl Tokens {
         }
     }
 
-    /// [`Self::open`] of several files, one after another.
+    /// Like [`Self::open`], for several files as one stream.
     pub(super) fn open_all(paths: &[impl AsRef<Path>], width: TokenWidth) -> Result<Self, DataError> {
         let (mut shards, mut count) = (Vec::new(), 0);
         for path in paths {
@@ -109,12 +115,12 @@ impl Tokens {
         Ok(Self { storage: Storage::Shards(shards), count })
     }
 
-    /// The width that the ids of bare files seem to have, where it is another than theirs: of ids that are read in halves, every second
-    /// number is that of the halves above, which is next to nothing.
+    /// The width that the ids of bare files appear to have, if it differs from the one they are read with. If wider ids
+    /// are read in halves, every second value is an upper half, which is nearly zero.
     fn looks_like(&self) -> Result<Option<TokenWidth>, DataError> {
-        /// Numbers that are looked at in each file, at most and at least.
+        /// The most and the fewest values that are examined in each file.
         const LOOKED_AT: (usize, u64) = (1 << 16, 16);
-        /// Halves above are smaller: vocabularies have below 2²⁰ tokens.
+        /// Bound for upper halves: vocabularies have fewer than 2²⁰ tokens.
         const HALF_ABOVE: u32 = 16;
         let Storage::Shards(shards) = &self.storage else { return Ok(None) };
         for (index, shard) in shards.iter().enumerate().filter(|(_, shard)| shard.header == 0) {
@@ -140,13 +146,13 @@ impl Tokens {
         Ok(None)
     }
 
-    /// Opens a file that has ids alone, whatever they look like.
+    /// Opens a file that holds only ids, without looking for a header.
     pub(super) fn open_bare(path: &Path, width: TokenWidth) -> Result<Self, DataError> {
         let (shard, count) = Shard::open(path, width, 0, false)?;
         Ok(Self { storage: Storage::Shards(vec![shard]), count })
     }
 
-    /// The file of a position, and the position in it.
+    /// The file that holds a position of the stream, and the position within it.
     pub(super) fn place(&self, position: u64) -> (&Path, u64) {
         match &self.storage {
             Storage::Memory(_) => (Path::new(MEMORY), position),
@@ -157,7 +163,7 @@ impl Tokens {
         }
     }
 
-    /// How many tokens there are.
+    /// Number of tokens.
     pub fn count(&self) -> u64 {
         self.count
     }
@@ -165,7 +171,7 @@ impl Tokens {
     /// Copies the tokens from `start` on into `out`. Allocates nothing.
     ///
     /// # Errors
-    /// A read that fails, or goes past the end.
+    /// Returns an error if the read fails or goes past the end.
     pub fn read(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
         match &self.storage {
             Storage::Memory(ids) => {
@@ -184,7 +190,7 @@ impl Tokens {
         let mut index = shard_of(shards, start);
         while !out.is_empty() {
             let shard = &shards[index];
-            // Past the end, the last shard is what answers.
+            // A read past the end goes to the last shard, whose file returns the error.
             let end = shards.get(index + 1).map_or(u64::MAX, |next| next.first);
             let here = usize::try_from(end - start).map_or(out.len(), |here| here.min(out.len()));
             let (ids, rest) = out.split_at_mut(here);
@@ -195,7 +201,7 @@ impl Tokens {
         Ok(())
     }
 
-    /// Reads everything once: its hash, and whether each token is below `vocabulary`.
+    /// Reads all tokens once, for their hash, the largest one, and the first one outside the vocabulary.
     pub(super) fn scan(&self, vocabulary: usize) -> Result<Scan, DataError> {
         const CHUNK: u64 = 1 << 14;
         let mut hasher = blake3::Hasher::new();
@@ -223,22 +229,23 @@ impl Tokens {
         match self.storage {
             Storage::Memory(_) => TokenWidth::U32,
             Storage::Shards(ref shards) if shards.iter().all(|shard| shard.width == TokenWidth::U16) => TokenWidth::U16,
-            // Ids of 64 bits hash as the 32 that they are read as.
+            // Ids of 64 bits are hashed as the 32-bit values that they are read as.
             Storage::Shards(_) => TokenWidth::U32,
         }
     }
 }
 
-/// Names tokens that no file has, for messages.
+/// The name of tokens in memory, for messages.
 const MEMORY: &str = "tokens in memory";
 
-/// The shard that a position is in, or the last.
+/// The shard that contains a position, or the last one.
 fn shard_of(shards: &[Shard], position: u64) -> usize {
     shards.partition_point(|shard| shard.first <= position) - 1
 }
 
 impl Shard {
-    /// Opens a file whose first id stands at `first`, and answers how many ids it has. A header's width goes before the one given.
+    /// Opens a file whose first id is at position `first` of the stream, and returns it with its number of ids. The
+    /// width in a header overrides the given one.
     fn open(path: &Path, width: TokenWidth, first: u64, may_have_header: bool) -> Result<(Self, u64), DataError> {
         let read = |error| DataError::read(path, error);
         let file = open_file(path)?;
@@ -269,7 +276,7 @@ impl Shard {
 }
 
 impl TokenWidth {
-    /// The narrowest that holds every token of a vocabulary.
+    /// The narrowest width that holds every token of a vocabulary.
     pub fn of_vocabulary(size: usize) -> Self {
         if size <= 1 << 16 { Self::U16 } else { Self::U32 }
     }
@@ -283,7 +290,7 @@ impl TokenWidth {
         }
     }
 
-    /// Appends ids to a buffer of file bytes.
+    /// Appends ids to a buffer in their file format.
     pub(super) fn append(self, ids: &[u32], bytes: &mut Vec<u8>) {
         match self {
             Self::U16 => bytes.extend(ids.iter().flat_map(|&id| (id as u16).to_le_bytes())),
@@ -293,7 +300,7 @@ impl TokenWidth {
     }
 }
 
-/// Reads ids from a position in bytes on.
+/// Reads ids from a byte position on.
 fn read_ids(file: &File, width: TokenWidth, mut position: u64, out: &mut [u32]) -> io::Result<()> {
     let mut buffer = [0; 8192];
     let ids_per_read = buffer.len() / width.bytes() as usize;
@@ -312,7 +319,7 @@ fn read_ids(file: &File, width: TokenWidth, mut position: u64, out: &mut [u32]) 
                     *id = u32::from_le_bytes(*bytes);
                 }
             }
-            // What does not fit is outside any vocabulary.
+            // An id that exceeds 32 bits becomes one that is outside any vocabulary.
             TokenWidth::U64 => {
                 for (id, bytes) in ids.iter_mut().zip(bytes.as_chunks().0) {
                     *id = u32::try_from(u64::from_le_bytes(*bytes)).unwrap_or(u32::MAX);
@@ -348,7 +355,7 @@ mod tests {
     use gapless_testing::prelude::*;
 
     generated! {
-        /// A file read in pieces gives what the ids in memory give.
+        /// Reading a file at any position gives the same ids as reading from memory.
         #[test]
         fn file_and_memory_agree(
             ids in prop::collection::vec(0u32..1 << 16, 1..9000), wide: bool, start in 0usize..9000, count in 0usize..9000,
@@ -373,7 +380,7 @@ mod tests {
             }
         }
 
-        /// Shards of any kinds and sizes, empty ones among them, are the stream of their ids.
+        /// Shards of any kinds and sizes, including empty ones, form the stream of their ids.
         #[test]
         fn shards_are_one_stream(
             parts in prop::collection::vec((prop::collection::vec(0u32..1 << 16, 0..40), 0u8..3), 1..6),
@@ -410,7 +417,7 @@ mod tests {
         assert_eq!(tokens.scan(7).unwrap().outside, Some((20_000, 7)));
     }
 
-    /// A file as llm.c writes it.
+    /// A file in llm.c's format.
     fn with_header(magic: u32, version: u32, count: u32, ids: &[u32], width: TokenWidth) -> Vec<u8> {
         let mut bytes: Vec<u8> = [magic, version, count].iter().flat_map(|number| number.to_le_bytes()).collect();
         bytes.resize(HEADER_BYTES as usize, 0);

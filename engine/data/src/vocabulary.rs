@@ -1,4 +1,4 @@
-//! Text to token ids and back.
+//! Vocabularies: from text to token ids and back.
 
 use std::fs;
 use std::ops::Range;
@@ -19,33 +19,33 @@ use crate::{DataError, TextOptions, TextStream};
 /// Every byte, and the end of text.
 const LEAST_BPE_SIZE: usize = 256 + 1;
 
-/// Which vocabulary a dataset is to have.
+/// The vocabulary that a dataset will use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VocabularyChoice {
-    /// The 256 bytes. Byte 0, which no text has, ends a document.
+    /// The 256 bytes. Byte 0, which no text contains, ends a document.
     Bytes,
-    /// Byte-level BPE, trained on the corpus. For a .bin without a tokenizer: the size of the vocabulary of its ids.
+    /// Byte-level BPE, trained on the corpus. For a .bin without a tokenizer, only the size of the vocabulary matters.
     Bpe {
-        /// Tokens, the end of text among them.
+        /// Number of tokens, including the end of text.
         size: usize,
     },
-    /// A `tokenizer.json` that is there already.
+    /// An existing `tokenizer.json`.
     File(PathBuf),
-    /// Bare ids, as of a model without its tokenizer: no text can be encoded.
+    /// Bare ids, as for a model without its tokenizer: text cannot be encoded.
     Ids {
-        /// Tokens that there are.
+        /// Number of tokens.
         size: usize,
     },
 }
 
 impl VocabularyChoice {
-    /// Byte-level BPE of this size, trained on the corpus; 256 for plain bytes.
+    /// Byte-level BPE of this size, trained on the corpus; plain bytes if the size is 256.
     pub fn of_size(size: usize) -> Self {
         if size == 256 { Self::Bytes } else { Self::Bpe { size } }
     }
 }
 
-/// Text to token ids and back.
+/// A mapping from text to token ids and back.
 ///
 /// ```
 /// use gapless_data::Vocabulary;
@@ -76,16 +76,16 @@ impl Vocabulary {
         Self { kind: Kind::Bytes }
     }
 
-    /// Ids whose meaning is not known, as a .bin without its tokenizer has. They decode to their numbers.
+    /// Ids without known meaning, as in a .bin without its tokenizer. They are decoded as decimal numbers.
     pub fn ids(size: usize) -> Self {
         Self { kind: Kind::Ids { size } }
     }
 
-    /// Trains byte-level BPE (Sennrich et al., 2016, on bytes as GPT-2 does). The same texts give the same vocabulary. A
-    /// small corpus may not have enough pairs for `size`: [`Self::size`] tells what came out.
+    /// Trains byte-level BPE (Sennrich et al., 2016, on bytes as in GPT-2). Equal texts give equal vocabularies. A
+    /// small corpus may not have enough pairs for `size`; [`Self::size`] returns the actual size.
     ///
     /// # Errors
-    /// A size below 257: every byte and the end of text.
+    /// Returns an error if the size is below 257, which is every byte and the end of text.
     pub fn train<'a>(texts: impl Iterator<Item = &'a str> + Send, size: usize) -> Result<Self, DataError> {
         if size < LEAST_BPE_SIZE {
             return Err(DataError::VocabularyTooSmall { size, least: LEAST_BPE_SIZE });
@@ -109,19 +109,20 @@ impl Vocabulary {
         Self::new(tokenizer, path, &TextOptions::default())
     }
 
-    /// Opens a `tokenizer.json`, with the defaults of [`TextOptions`].
+    /// Opens a `tokenizer.json` with the default [`TextOptions`].
     ///
     /// # Errors
-    /// As [`Self::open_with`].
+    /// Returns an error like [`Self::open_with`].
     pub fn open(path: &Path) -> Result<Self, DataError> {
         Self::open_with(path, &TextOptions::default())
     }
 
-    /// Opens a `tokenizer.json`. Its settings of truncation, padding and dropout do not count. The files beside it say which token ends a
-    /// document.
+    /// Opens a `tokenizer.json`. Its settings for truncation, padding and dropout are ignored. The files in its folder
+    /// determine the token that ends a document.
     ///
     /// # Errors
-    /// A file that is missing or not a tokenizer; one without the end that is asked for, or without any.
+    /// Returns an error if the file is missing or not a tokenizer, if it does not have the requested end token, or if
+    /// no end token is found.
     pub fn open_with(path: &Path, options: &TextOptions) -> Result<Self, DataError> {
         Self::new(read(path)?, path, options)
     }
@@ -131,7 +132,7 @@ impl Vocabulary {
         let framing = Framing::of(&tokenizer, path, options)?;
         tokenizer.set_encode_special_tokens(!options.special);
         let spelled = if options.special { None } else { special_tokens(&tokenizer) };
-        // Ids may have holes, so that counting tokens would not do.
+        // Ids may have gaps, so counting tokens is not enough.
         let size = tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
         Ok(Self { kind: Kind::Tokenizer { tokenizer: Box::new(tokenizer), size, framing, spelled, json } })
     }
@@ -144,7 +145,7 @@ impl Vocabulary {
         }
     }
 
-    /// The token between documents; not known for bare ids.
+    /// The token between documents; `None` for bare ids.
     pub fn end_of_text(&self) -> Option<u32> {
         match self.kind {
             Kind::Bytes => Some(0),
@@ -153,7 +154,7 @@ impl Vocabulary {
         }
     }
 
-    /// The tokens that begin a document; few tokenizers have any.
+    /// The tokens that begin a document; empty for most tokenizers.
     pub fn begin_of_text(&self) -> &[u32] {
         match &self.kind {
             Kind::Tokenizer { framing, .. } => &framing.begin,
@@ -161,7 +162,7 @@ impl Vocabulary {
         }
     }
 
-    /// How its documents are made of texts, with the end that was chosen; nothing for bytes and bare ids.
+    /// The text options in effect, with the resolved end token; `None` for bytes and bare ids.
     pub fn text_options(&self) -> Option<TextOptions> {
         match &self.kind {
             Kind::Tokenizer { tokenizer, framing, .. } => Some(TextOptions {
@@ -173,7 +174,8 @@ impl Vocabulary {
         }
     }
 
-    /// The tokens around its documents in words: `documents begin with <s> (1) and end with </s> (2) of tokenizer_config.json`.
+    /// A description of the tokens around documents, such as
+    /// `documents begin with <s> (1) and end with </s> (2), by tokenizer_config.json`.
     pub fn framing(&self) -> Option<String> {
         let Kind::Tokenizer { tokenizer, framing, .. } = &self.kind else { return None };
         let Framing { begin, end, end_token, source } = framing;
@@ -185,24 +187,24 @@ impl Vocabulary {
         Some(format!("documents {begin}end with {end_token} ({end}), by {source}"))
     }
 
-    /// A special token that a text spells out, where such are text.
+    /// Returns a special token that a text spells out, if such tokens are treated as text.
     pub(crate) fn spelled_special<'a>(&self, text: &'a str) -> Option<&'a str> {
         let Kind::Tokenizer { spelled: Some(special), .. } = &self.kind else { return None };
         special.find(text).map(|found| &text[found.range()])
     }
 
-    /// The tokens of a text that is to be continued: with those that begin a document.
+    /// Returns the tokens of a text that is to be continued, including those that begin a document.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// Returns an error like [`Self::encode`].
     pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, DataError> {
         Ok([self.begin_of_text(), &self.encode(text)?].concat())
     }
 
-    /// The tokens of a text, no end-of-text added.
+    /// Returns the tokens of a text, without the end of text.
     ///
     /// # Errors
-    /// Bare ids cannot encode; the tokenizer may refuse.
+    /// Returns an error for bare ids, or if the tokenizer does.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         match &self.kind {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
@@ -213,11 +215,11 @@ impl Vocabulary {
         }
     }
 
-    /// Whether the tokens of a text are those of its parts, where it is cut behind a line: tried with a few lines. A tokenizer that marks
-    /// the beginning of a text, as Llama 2's does, encodes documents whole.
+    /// True if a text can be cut after a line without changing its tokens. This is tested on a few lines. If not, as
+    /// for a tokenizer that marks the beginning of a text (Llama 2's does), documents are encoded whole.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// Returns an error like [`Self::encode`].
     pub(crate) fn cuts_at_lines(&self) -> Result<bool, DataError> {
         for (before, behind) in
             [("a line.\n", "Another"), ("x\n", "x x"), ("fn f() {\n", "}"), ("1\n", "2 3"), (".\n", "\"")]
@@ -230,10 +232,10 @@ impl Vocabulary {
         Ok(true)
     }
 
-    /// [`Self::encode`], and of each token whether any of its bytes stand in one of the spans.
+    /// Like [`Self::encode`]; also returns, for each token, whether any of its bytes lie in one of the spans.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// Returns an error like [`Self::encode`].
     pub(crate) fn encode_spans(&self, text: &str, spans: &[Range<usize>]) -> Result<(Vec<u32>, Vec<bool>), DataError> {
         match &self.kind {
             Kind::Tokenizer { tokenizer, .. } => {
@@ -247,10 +249,10 @@ impl Vocabulary {
         }
     }
 
-    /// The text of tokens; bytes that are not UTF-8 come out as �, bare ids as their numbers.
+    /// Returns the text of tokens. Bytes that are not UTF-8 become �, bare ids decimal numbers.
     ///
     /// # Errors
-    /// The tokenizer may refuse.
+    /// Returns an error if the tokenizer does.
     pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
         match &self.kind {
             Kind::Bytes => {
@@ -262,7 +264,7 @@ impl Vocabulary {
         }
     }
 
-    /// Text as its tokens come. The end of text is left out.
+    /// Decodes tokens as they arrive. The end of text is left out.
     pub fn stream(&self) -> TextStream<'_> {
         match &self.kind {
             Kind::Tokenizer { tokenizer, .. } => {
@@ -279,7 +281,7 @@ impl Vocabulary {
     /// Checks that a model was built for this vocabulary.
     ///
     /// # Errors
-    /// [`DataError::VocabularyMismatch`] with both sizes.
+    /// Returns [`DataError::VocabularyMismatch`] with both sizes if it was not.
     pub fn check_model(&self, model: usize) -> Result<(), DataError> {
         match self.size() {
             size if size == model => Ok(()),
@@ -287,11 +289,11 @@ impl Vocabulary {
         }
     }
 
-    /// blake3 of what defines the vocabulary, in hexadecimal.
+    /// blake3 of the definition of the vocabulary, as hexadecimal digits.
     pub fn hash(&self) -> String {
         let definition = match &self.kind {
             Kind::Bytes => "bytes",
-            // Those that are trained here have no other documents.
+            // The hash of these, which include all tokenizers trained here, is that of the file alone.
             Kind::Tokenizer { json, framing, tokenizer, .. }
                 if framing.begin.is_empty()
                     && framing.end_token == END_OF_TEXT
@@ -308,10 +310,10 @@ impl Vocabulary {
         blake3::hash(definition.as_bytes()).to_hex().to_string()
     }
 
-    /// Writes `tokenizer.json`; a vocabulary without a tokenizer writes nothing.
+    /// Writes `tokenizer.json`. A vocabulary without a tokenizer writes nothing.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), DataError> {
         match &self.kind {
             Kind::Tokenizer { json, .. } => fs::write(path, json).map_err(DataError::write(path)),
@@ -320,7 +322,7 @@ impl Vocabulary {
     }
 }
 
-/// Finds the special tokens of a tokenizer in a text.
+/// A matcher for the special tokens of a tokenizer.
 fn special_tokens(tokenizer: &Tokenizer) -> Option<AhoCorasick> {
     let special = tokenizer.get_added_tokens_decoder().into_values().filter(|token| token.special);
     let special: Vec<String> = special.map(|token| token.content).filter(|token| !token.is_empty()).collect();

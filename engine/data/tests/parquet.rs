@@ -1,4 +1,4 @@
-//! Rows of Parquet files are what lines of .jsonl files are.
+//! Rows of Parquet files are equivalent to lines of .jsonl files.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::parser::parse_message_type;
 
-/// A file of row groups, each written by `group`.
+/// Writes a file of row groups, each by a call of `group`.
 fn write(
     schema: &str,
     compression: Compression,
@@ -43,7 +43,7 @@ fn write_strings(
     column.close().unwrap();
 }
 
-/// Two row groups of an identifier, which is not read, and texts.
+/// A file of two row groups with an id column, which is not read, and a column of texts.
 fn texts(compression: Compression) -> Vec<u8> {
     let schema = "message texts { required int64 id; optional binary text (STRING); }";
     write(schema, compression, 2, |index, group| {
@@ -69,13 +69,13 @@ fn texts_of_rows_are_documents() {
             cache: folder.path().join("cache"),
             ..DataOptions::default()
         };
-        // Below a folder, and streamed.
+        // As part of a folder, and streamed.
         let dataset = Dataset::prepare(&Source::Path(folder.path().to_owned()), &options).unwrap();
         assert_eq!(dataset.corpus().unwrap().hash, expected);
     }
 }
 
-/// Judges examples in a Parquet file by the lines that are the same.
+/// Checks that examples in a Parquet file equal those in the same lines of .jsonl.
 fn same_examples(format: Format, vocabulary: VocabularyChoice, rows: &[u8], lines: &str, folder: &Path) {
     let options = DataOptions { vocabulary, ..DataOptions::default() };
     let hash = |name: &str, bytes: &[u8]| {
@@ -143,7 +143,7 @@ fn what_cannot_be_read_is_said() {
         let error = refused(&bytes).unwrap_err();
         assert!(error.contains(expected), "{error} lacks {expected}");
     }
-    // Any bit that is wrong gives texts or an error, no panic.
+    // Flipping any bit gives texts or an error, but no panic.
     for at in 0..whole.len() {
         for bit in [1, 0x80] {
             let mut damaged = whole.clone();

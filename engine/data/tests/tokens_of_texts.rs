@@ -1,5 +1,5 @@
-//! Which tokens a text becomes: what a tokenizer's file says of other calls does not count, and documents begin and end as the files
-//! beside it say.
+//! The tokens of texts: settings of other calls in a tokenizer's file are ignored, and documents begin and end as the
+//! files in its folder say.
 
 use std::fs;
 use std::path::Path;
@@ -7,12 +7,12 @@ use std::path::Path;
 use gapless_data::{DataError, DataOptions, Dataset, Source, TextOptions, Tokenizer, Vocabulary, VocabularyChoice};
 use serde_json::{Value, json};
 
-/// A tokenizer of bytes with these special tokens behind them, and more of its file.
+/// A byte-level tokenizer with these special tokens after its bytes, and additional entries in its file.
 fn tokenizer(special: &[&str], more: Value) -> Value {
     let letter = |byte: u8| char::from_u32(if byte.is_ascii_graphic() { byte.into() } else { 256 + u32::from(byte) });
     let mut vocabulary: serde_json::Map<String, Value> =
         (32..127).map(|byte| (letter(byte).unwrap_or_default().to_string(), json!(byte - 32))).collect();
-    // Byte-level: a space is Ġ, a line break Ċ.
+    // In byte-level BPE, a space is written as Ġ, a line break as Ċ.
     vocabulary.insert("Ġ".into(), json!(0));
     vocabulary.insert("Ċ".into(), json!(95));
     let added: Vec<Value> = special
@@ -38,7 +38,7 @@ fn tokenizer(special: &[&str], more: Value) -> Value {
     file
 }
 
-/// Puts `<s>` before a text and `</s>` behind it, as its ids are in [`tokenizer`].
+/// A post-processor that puts `begin` before a text and `end` after it, with the ids they have in [`tokenizer`].
 fn template(begin: &str, end: &str) -> Value {
     let special = |token: &str| json!({"SpecialToken": {"id": token, "type_id": 0}});
     let known = |token: &str, id: u32| json!({"id": token, "ids": [id], "tokens": [token]});
@@ -52,7 +52,7 @@ fn write(folder: &Path, files: &[(&str, Value)]) {
     }
 }
 
-/// All tokens of texts.
+/// All tokens of the texts.
 fn tokens(folder: &Path, texts: &[&str], text: TextOptions) -> Result<Vec<u32>, DataError> {
     let data = folder.join("data");
     fs::create_dir_all(&data).unwrap();
@@ -71,7 +71,7 @@ fn tokens(folder: &Path, texts: &[&str], text: TextOptions) -> Result<Vec<u32>, 
     let again = Dataset::prepare(&Source::Path(folder.join("data")), &options)?;
     assert_eq!((framing(&again), again.hash()), (framing(&dataset), dataset.hash()));
     assert_eq!(framing(&dataset), Vocabulary::open_with(&folder.join("tokenizer.json"), &options.text)?.framing());
-    // Opened again, it is the same.
+    // Opening the folder again gives the same tokens.
     assert_eq!(Dataset::open_prepared(dataset.folder().unwrap())?.hash(), dataset.hash());
     Ok(ids)
 }
@@ -115,7 +115,7 @@ fn the_end_of_a_document_is_the_one_that_the_files_name() {
         ),
         (vec![("config.json", json!({"eos_token_id": [99, 97]}))], 99),
         (vec![("generation_config.json", json!({"eos_token_id": [98, 97]}))], 98),
-        // One that the tokenizer does not have is none.
+        // A name that the tokenizer does not have is ignored.
         (
             vec![
                 ("tokenizer_config.json", json!({"eos_token": "<end>"})),
@@ -133,7 +133,7 @@ fn the_end_of_a_document_is_the_one_that_the_files_name() {
     }
 }
 
-/// Gemma's vocabulary has `</s>` too: a tag of HTML, and no special token.
+/// Gemma's vocabulary also contains `</s>`, as an HTML tag and not as a special token.
 #[test]
 fn a_token_that_is_text_ends_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -168,7 +168,7 @@ fn documents_begin_as_the_post_processor_says_and_special_tokens_in_a_text_are_t
     assert!(matches!(error, DataError::NoToken { .. }), "{error}");
 }
 
-/// One that is large enough to be written in several pieces.
+/// A document that is large enough to be written in several pieces.
 #[test]
 fn a_long_document_begins_and_ends_once() {
     let folder = tempfile::tempdir().unwrap();

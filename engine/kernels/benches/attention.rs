@@ -1,7 +1,7 @@
-//! Attention of a GPT of width 384, forward and backward, beside the products alone at the speed of [`Gemm`] in the
-//! same run. Prints GFLOP/s, hidden scores not counted.
+//! Measures the attention of a GPT of width 384, forward and backward, and a plain [`Gemm`] product in the same run.
+//! Prints the GFLOP/s of each, without masked scores, and the ratios of attention to the product.
 //!
-//! `cargo bench -p gapless-kernels --bench attention`
+//! Run with `cargo bench -p gapless-kernels --bench attention`.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use gapless_kernels::cpu::ScratchMemory;
 use gapless_kernels::cpu::attention::{Attention, HeadStrides, Mask};
 use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 
-/// Measurements of each side; figures are the best, ratios the median.
+/// Measurements of each kind; the printed GFLOP/s are the best, the ratios the median.
 const ROUNDS: usize = 11;
 
 fn main() {
@@ -97,7 +97,7 @@ fn measure(job: &Attention, threads: usize) {
     );
 }
 
-/// GFLOP/s of a kernel that is called often enough to be measured.
+/// GFLOP/s of a kernel, which is called often enough to be measured.
 fn gflops(flops: u64, mut kernel: impl FnMut()) -> f64 {
     let repeats = (5e8 / flops as f64).ceil() as usize;
     let start = Instant::now();

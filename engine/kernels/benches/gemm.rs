@@ -1,7 +1,8 @@
-//! Products of a GPT of width 384, each measured in turns with the `gemm` crate's. Prints GFLOP/s and their ratio; then those of the same
-//! product of bf16, and what part that is of a loop of `vdpbf16ps` (or, without it, of fused multiply-adds) on the same threads.
+//! Measures the matrix products of a GPT of width 384 in turn with those of the `gemm` crate, and prints the GFLOP/s of
+//! both and their ratio. Then measures the same product in bf16, and prints its GFLOP/s and their ratio to a loop of
+//! `vdpbf16ps` (or of fused multiply-adds where there is none) on the same threads.
 //!
-//! `cargo bench -p gapless-kernels --bench gemm [-- FILTER]`, where a line must contain FILTER to be measured.
+//! Run with `cargo bench -p gapless-kernels --bench gemm [-- FILTER]`; only lines that contain FILTER are measured.
 
 use std::time::Instant;
 
@@ -9,9 +10,9 @@ use gapless_kernels::cpu::ScratchMemory;
 use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use half::bf16;
 
-/// Measurements of each side; the ratio is the median of theirs.
+/// Measurements per side; the printed ratio is the median of the rounds' ratios.
 const ROUNDS: usize = 15;
-/// Work of one measurement.
+/// Floating-point operations per measurement.
 const FLOPS: f64 = 2e9;
 
 fn main() {
@@ -31,7 +32,8 @@ fn main() {
 }
 
 /// Forward (tokens × weightᵀ), input gradient (tokens × weight) and weight gradient (tokensᵀ × tokens) of each layer of
-/// the model, for a training step's 2,048 tokens, a prompt's 256 and a single one; and one large square.
+/// the model, for a training step's 2,048 tokens; the forward of a prompt's 256 and of a single one; and one large
+/// square product.
 fn jobs() -> Vec<(&'static str, Gemm)> {
     let layers = [(1152, 384), (384, 384), (1536, 384), (384, 1536), (256, 384), (4096, 384)];
     let forward = |tokens, n, k| ("NT", Gemm::new(tokens, n, k, Strides::row_major(k), Strides::transposed(k)));
@@ -46,7 +48,7 @@ fn jobs() -> Vec<(&'static str, Gemm)> {
     step.chain(prompt).chain(token).chain([input(4096, 4096, 4096)]).collect()
 }
 
-/// GFLOP/s of ours and theirs (each the best of its rounds), and the median of the rounds' ratios.
+/// GFLOP/s of this crate and of `gemm` (each the best of its rounds), and the median of the rounds' ratios.
 fn measure(job: &Gemm, threads: usize) -> (f64, f64, f64) {
     let &Gemm { m, n, k, a: a_strides, b: b_strides, .. } = job;
     let fill = |len: usize| -> Vec<f32> { (0..len).map(|i| (i * 7919 % 1000) as f32 / 1000.0 - 0.5).collect() };
@@ -101,7 +103,7 @@ fn measure(job: &Gemm, threads: usize) -> (f64, f64, f64) {
     (best_ours, best_theirs, theirs / ours)
 }
 
-/// GFLOP/s of the product of bf16, the best of its rounds, and the median of its ratios to the loop's.
+/// GFLOP/s of the bf16 product (the best of its rounds), and the median of its ratios to the loop.
 fn measure_bf16(job: &Gemm, threads: usize) -> (f64, f64) {
     let &Gemm { m, n, k, .. } = job;
     let fill = |len: usize| -> Vec<bf16> {
@@ -120,7 +122,7 @@ fn measure_bf16(job: &Gemm, threads: usize) -> (f64, f64) {
     (rounds.iter().map(|round| round.0).fold(0.0, f64::max), ratios[ROUNDS / 2])
 }
 
-/// GFLOP/s of all threads in registers alone.
+/// GFLOP/s of all threads for multiply-adds on registers only.
 fn peak() -> f64 {
     const STEPS: u64 = 2_000_000;
     let start = Instant::now();
@@ -128,11 +130,11 @@ fn peak() -> f64 {
     flops as f64 / start.elapsed().as_secs_f64() / 1e9
 }
 
-/// Multiplies for so many steps, and says how much.
+/// Runs `steps` steps of multiply-adds and returns the number of floating-point operations.
 fn multiply(steps: u64) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if gapless_kernels::cpu::simd::multiplies_bf16() {
-        // SAFETY: the processor has what the function is compiled for.
+        // SAFETY: the processor supports the features that the function is compiled for.
         return unsafe { pairs(steps) };
     }
     let mut sums = [[0.0f32; 8]; 12];
@@ -150,7 +152,7 @@ fn pairs(steps: u64) -> u64 {
     use std::arch::x86_64::{__m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
     let mut sums = [_mm512_setzero_ps(); 24];
     for _ in 0..steps {
-        // SAFETY: both are registers of any bits.
+        // SAFETY: both types are registers in which any bit pattern is valid.
         let x: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(std::hint::black_box(0x3f80_3f80))) };
         for sum in &mut sums {
             *sum = _mm512_dpbf16_ps(*sum, x, x);
@@ -160,7 +162,7 @@ fn pairs(steps: u64) -> u64 {
     2 * 32 * 24 * steps
 }
 
-/// Seconds per call.
+/// Seconds per call of `kernel`.
 fn seconds(repeats: usize, kernel: &mut impl FnMut()) -> f64 {
     let start = Instant::now();
     for _ in 0..repeats {

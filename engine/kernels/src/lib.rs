@@ -1,12 +1,13 @@
-//! How a training step computes: kernels for CPUs, and for GPUs their sources and what is launched of them.
+//! The kernels of a training step: for the CPU as Rust functions, for GPUs as sources and descriptions of their
+//! launches.
 //!
 //! In: slices of an arena ([`Args`]), or addresses on a device ([`cuda::Operands`]). Out: results in the same arena, or
-//! [`cuda::Launch`]es in order. Never: an operation, a graph or a plan; nothing here allocates, and nothing calls a driver.
+//! a list of [`cuda::Launch`]es. Never: an operation, a graph or a plan. Nothing here allocates or calls a driver.
 //!
 //! ```
 //! use gapless_kernels::{Numbers, Stream};
 //!
-//! // Random numbers are a function of seed, step, micro-batch and place: nothing is stored, and any thread may ask.
+//! // Random numbers are a function of seed, step, micro-batch and place: nothing is stored, and any thread can draw them.
 //! let dropout: Numbers = Stream::new(7, 0, 0).place(1, 1024);
 //! assert_eq!(dropout.uniform(5), Stream::new(7, 0, 0).place(1, 1024).uniform(5));
 //! ```

@@ -1,9 +1,9 @@
-//! What a loss over a vocabulary counts beside the likelihood of its targets.
+//! The terms that a loss over a vocabulary has besides the likelihood of its targets.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Of logits x over a vocabulary of V, with L = ln Σ eˣ and target t:
+/// The loss of a row of logits x over a vocabulary of V, with L = ln Σ eˣ and target t:
 ///
 /// ```text
 /// loss = L − (1 − ε)·x[t] − ε/V·Σx + z·L²
@@ -13,17 +13,17 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LossTerms {
-    /// The part of a target's probability that is spread over the whole vocabulary.
+    /// The share of a target's probability that is spread evenly over the whole vocabulary.
     pub label_smoothing: f64,
     /// The factor of the squared log-sum-exp of the logits; 1e-4 is usual.
     pub z_loss: f64,
 }
 
 impl LossTerms {
-    /// −log softmax(x)`[t]`, as it is by default.
+    /// The default: plain cross-entropy, −log softmax(x)`[t]`.
     pub const NONE: Self = Self { label_smoothing: 0.0, z_loss: 0.0 };
 
-    /// As kernels have it, for a row of so many logits.
+    /// The coefficients that kernels use for a row of `vocabulary` logits.
     #[inline(always)]
     pub fn of_row(&self, vocabulary: usize) -> RowLoss {
         let (smoothing, z) = (self.label_smoothing as f32, self.z_loss as f32);
@@ -40,7 +40,7 @@ impl LossTerms {
         (loss, self.gradient(logits, lse, target))
     }
 
-    /// The gradient of each logit of a row, by its log-sum-exp, in f64.
+    /// The gradient of each logit of a row, given the row's log-sum-exp, in f64.
     pub fn gradient(&self, logits: &[f64], lse: f64, target: usize) -> Vec<f64> {
         let Self { label_smoothing: e, z_loss: z } = *self;
         let wanted = |i: usize| e / logits.len() as f64 + if i == target { 1.0 - e } else { 0.0 };
@@ -48,26 +48,27 @@ impl LossTerms {
     }
 }
 
-/// The terms of a loss for rows of one length.
+/// The coefficients of a loss for rows of one length.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct RowLoss {
-    /// What the target's own logit counts: 1 − ε.
+    /// The coefficient of the target's own logit: 1 − ε.
     pub keep: f32,
-    /// What every logit counts: ε/V.
+    /// The coefficient of the sum of all logits: ε/V.
     pub spread: f32,
-    /// What the square of the log-sum-exp counts.
+    /// The coefficient of the squared log-sum-exp.
     pub z: f32,
 }
 
 impl RowLoss {
-    /// The loss from log-sum-exp, the target's logit, and the sum of all logits, which is not looked at without label smoothing.
+    /// The loss of a row from its log-sum-exp, the target's logit, and the sum of all logits, which only matters with
+    /// label smoothing.
     #[inline(always)]
     pub fn loss(self, lse: f32, logit: f32, sum: f32) -> f32 {
         lse - self.keep * logit - self.spread * sum + self.z * lse * lse
     }
 
-    /// What the softmax counts in the gradient.
+    /// The factor of the softmax in the gradient of the logits.
     #[inline(always)]
     pub fn of_softmax(self, lse: f32) -> f32 {
         1.0 + 2.0 * self.z * lse

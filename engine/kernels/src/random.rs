@@ -1,11 +1,11 @@
 //! Random numbers without state: a pure function of where they are used.
 //!
 //! SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) as a counter-based generator: number i of a stream is a hash of its
-//! key + i·γ. Recomputation and resumption replay the same numbers, and so does any number of threads.
+//! key + i·γ. Recomputation, resuming and any number of threads therefore see the same numbers.
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Random numbers of one step and micro-batch.
+/// The random numbers of one step and micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream {
     key: u64,
@@ -14,18 +14,18 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// The stream of a run's seed at a step.
+    /// The stream of a run's seed, a step and a micro-batch.
     pub fn new(seed: u64, step: u64, micro_batch: u64) -> Self {
         Self { key: mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(step.wrapping_mul(GOLDEN))), micro_batch }
     }
 
-    /// What the numbers of a step are made from.
+    /// The key that all random numbers of the step are derived from.
     pub fn key(self) -> u64 {
         self.key
     }
 
-    /// The stream of one place in the model, over `elements` numbers per micro-batch. Micro-batches continue each
-    /// other, so cutting a batch differently gives the same numbers to the same rows.
+    /// The stream of one place in the model, with `elements` numbers per micro-batch. Each micro-batch continues where
+    /// the last one ended, so a row gets the same numbers however the batch is cut.
     pub fn place(self, key: u64, elements: usize) -> Numbers {
         let start = self.micro_batch.wrapping_mul(elements as u64);
         Numbers { key: mix(self.key ^ mix(key.wrapping_add(1))), start }
@@ -40,7 +40,7 @@ pub struct Numbers {
 }
 
 impl Numbers {
-    /// The sequence of a plain seed.
+    /// A sequence that depends on the seed only, not on a step or place.
     pub fn from_seed(seed: u64) -> Self {
         Self { key: mix(seed.wrapping_add(GOLDEN)), start: 0 }
     }

@@ -17,12 +17,12 @@ impl Spec {
         Self { shape: shape.into(), dtype: DType::F32 }
     }
 
-    /// A tensor of this type in another shape.
+    /// A tensor of the same element type in another shape.
     pub fn in_shape(&self, shape: impl Into<Shape>) -> Self {
         Self { shape: shape.into(), dtype: self.dtype }
     }
 
-    /// Extents.
+    /// Extent of every dimension.
     pub fn dims(&self) -> &[usize] {
         self.shape.dims()
     }
@@ -32,12 +32,14 @@ impl Spec {
         self.shape.elem_count()
     }
 
-    /// Size in bytes when stored without gaps, of a tensor that has a [`checked_bytes`](Self::checked_bytes), as all of a graph have.
+    /// Size in bytes when stored without gaps. Only valid for a tensor whose [`checked_bytes`](Self::checked_bytes) is
+    /// `Some`; all tensors of a graph are checked.
     pub fn bytes(&self) -> u64 {
         (self.elements() * self.dtype.size_in_bytes()) as u64
     }
 
-    /// The same; none if there cannot be so many bytes, or an element is no whole ones.
+    /// Like [`bytes`](Self::bytes); `None` if the size exceeds `isize::MAX`, or if an element has no whole number of
+    /// bytes.
     pub fn checked_bytes(&self) -> Option<u64> {
         let size = self.dtype.size_in_bytes();
         let bytes = self.dims().iter().try_fold(size, |bytes, &dim| bytes.checked_mul(dim))?;
@@ -45,7 +47,7 @@ impl Spec {
     }
 }
 
-/// Bytes that a tensor may have: what the language allows an object to take.
+/// The most bytes that a tensor may have: the most that Rust allows for an object.
 pub(crate) const MAX_BYTES: u64 = isize::MAX as u64;
 
 /// Extent of the last dimension; 1 for scalars.

@@ -1,11 +1,11 @@
-//! What can go wrong while programs run.
+//! The errors of preparing and running a program.
 
 use candle_core::DType;
 
 /// `Result` with this crate's [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Every error of making ready and running a program.
+/// An error from preparing or running a program.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]

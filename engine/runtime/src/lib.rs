@@ -1,7 +1,7 @@
-//! Runs planned programs: on a CPU out of an arena that candle sees, on a GPU as recorded launches.
+//! Runs planned programs: on the CPU in an arena that candle can see, on a GPU as recorded launches.
 //!
-//! In: an [`Executable`](gapless_compile::Executable). Out: its results, tensors of candle's over the arena's own bytes, and
-//! messages to other ranks. Never: an address that was not planned, or an allocation while a program runs.
+//! In: an [`Executable`](gapless_compile::Executable). Out: its results, as candle tensors over the arena's own bytes,
+//! and messages to other ranks. Never: an address that was not planned, or an allocation while a program runs.
 //!
 //! ```text
 //! Executable ─▶ Session ─┬─▶ CpuBackend ──▶ kernels on all threads

@@ -1,16 +1,16 @@
-//! The memory of the process and of the machine, as the system tells it.
+//! Memory of the process and the machine, as reported by the operating system.
 
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// Most bytes that the process has had resident since its start; nothing where the system doesn't tell.
+/// Peak resident memory of the process in bytes; `None` where the system does not report it.
 pub fn peak_rss_bytes() -> Option<u64> {
     proc_field("/proc/self/status", b"VmHWM:")
 }
 
-/// Bytes that the process has resident; nothing where the system doesn't tell.
+/// Resident memory of the process in bytes; `None` where the system does not report it.
 ///
 /// ```
 /// use gapless_runtime::process_memory::current_rss_bytes;
@@ -23,10 +23,10 @@ pub fn current_rss_bytes() -> Option<u64> {
     proc_field("/proc/self/status", b"VmRSS:")
 }
 
-/// What limits the memory that can still be allocated.
+/// The limit that determines how much memory can still be allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryLimit {
-    /// The machine: beyond it swapping starts.
+    /// The machine's memory; beyond it, swapping starts.
     Machine,
     /// A control group (of a container or a service), version 1 or 2.
     ControlGroup,
@@ -47,13 +47,13 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// Bytes that may still be allocated: the least that the machine, control groups and the limits of the process leave; nothing
-/// where the system doesn't tell.
+/// Bytes that can still be allocated: the minimum over the machine, the control groups and the limits of the process.
+/// `None` where the system does not report any.
 pub fn available_memory_bytes() -> Option<u64> {
     available_memory().map(|(bytes, _)| bytes)
 }
 
-/// [`available_memory_bytes`], and what limits them.
+/// Returns [`available_memory_bytes`] and the limit that determines it.
 pub fn available_memory() -> Option<(u64, MemoryLimit)> {
     let limits = [
         (proc_field("/proc/meminfo", b"MemAvailable:"), MemoryLimit::Machine),
@@ -64,7 +64,7 @@ pub fn available_memory() -> Option<(u64, MemoryLimit)> {
     limits.into_iter().filter_map(|(bytes, limit)| Some((bytes?, limit))).min_by_key(|(bytes, _)| *bytes)
 }
 
-/// What a soft limit of the process leaves; nothing if it is unlimited.
+/// Bytes left below a soft limit of the process; `None` if it is unlimited.
 fn left_of_limit(limit: &[u8], used: &[u8]) -> Option<u64> {
     let mut buffer = [0; BUFFER];
     let text = read("/proc/self/limits".as_ref(), &mut buffer)?;
@@ -85,13 +85,13 @@ mod control_groups {
         limit: PathBuf,
         used: PathBuf,
         statistics: PathBuf,
-        /// The statistic of cached files that are given back when memory is short.
+        /// The line of the statistics with the cached files that are reclaimed when memory is short.
         cache: &'static [u8],
     }
 
-    /// The least that the process's control groups leave.
+    /// The least memory that is left in any of the process's control groups.
     pub(super) fn available() -> Option<u64> {
-        // Found once: a process is hardly ever moved, and a step may ask.
+        // Looked up once: a process hardly ever changes its group, and a step may ask often.
         static GROUPS: OnceLock<Vec<Group>> = OnceLock::new();
         let groups = GROUPS.get_or_init(|| {
             let memberships = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -100,7 +100,7 @@ mod control_groups {
         groups.iter().filter_map(Group::available).min()
     }
 
-    /// The groups of a process and those above them, by the lines of its `/proc/self/cgroup`.
+    /// The groups of a process and their ancestors, from the lines of its `/proc/self/cgroup`.
     fn groups(memberships: &str, root: &Path) -> Vec<Group> {
         let mut groups = Vec::new();
         for line in memberships.lines() {
@@ -115,7 +115,7 @@ mod control_groups {
                 }
                 _ => continue,
             };
-            // In a container the path may be one of the host, of which only the root is seen.
+            // In a container, the path may be one of the host, of which only the root is visible.
             for folder in Path::new(path.trim_start_matches('/')).ancestors().map(|inside| root.join(inside)) {
                 let [limit, used, cache] = names;
                 if folder.join(limit).exists() {
@@ -131,7 +131,7 @@ mod control_groups {
     impl Group {
         fn available(&self) -> Option<u64> {
             let mut buffer = [0; BUFFER];
-            // "max" is no number.
+            // "max" is not a number: the group has no limit.
             let limit = number(read(&self.limit, &mut buffer)?)?;
             let used = number(read(&self.used, &mut buffer)?)?;
             let statistics = read(&self.statistics, &mut buffer).unwrap_or_default();
@@ -168,15 +168,16 @@ mod control_groups {
     }
 }
 
-/// Bytes that are read of a file: statistics of control groups have some 4,000.
+/// Bytes read from a file; the statistics of a control group take about 4,000.
 const BUFFER: usize = 16384;
 
-/// A field of a /proc file that is given in kB (KiB, in fact). Allocates nothing, so that a step may ask.
+/// Reads a field of a /proc file that is given in "kB" (in fact KiB) and returns bytes. Does not allocate, so that a
+/// step may call it.
 fn proc_field(path: &str, field: &[u8]) -> Option<u64> {
     kibibytes(read(path.as_ref(), &mut [0; BUFFER])?, field)
 }
 
-/// The beginning of a file.
+/// Reads the beginning of a file.
 fn read<'b>(path: &Path, buffer: &'b mut [u8; BUFFER]) -> Option<&'b [u8]> {
     let mut filled = 0;
     let mut file = File::open(path).ok()?;

@@ -1,7 +1,8 @@
-//! Tensors that get their place while a program runs: how many rows they have is counted first, and an arena finds room.
+//! Dynamic buffers: tensors whose number of rows is only known while a program runs, such as the tokens routed to an
+//! expert. An instruction counts the rows; an [`Arena`] then finds room for them.
 //!
-//! In: requests that the compiler has planned, and counts as instructions make them. Out: places. Never: a heap allocation while
-//! a program runs, or a look at where the arena is: each backend has one of its own.
+//! In: the requests that the compiler has planned, and the row counts as instructions compute them. Out: places. Never:
+//! a heap allocation while a program runs, or access to the arena's bytes, which belong to the backend.
 
 use std::ops::Range;
 
@@ -13,36 +14,38 @@ use gapless_kernels::cpu::overflow_heap::OverflowHeap;
 
 use crate::error::{Error, Result};
 
-/// The counts and places of the run under way, or of the last one.
+/// The row counts and places of the current run, or of the last one.
 #[derive(Debug, Default)]
 pub(crate) struct Routed {
     arena: Option<Arena>,
-    /// By request: where it is, and for how many rows, as long as nobody has counted them anew.
+    /// Byte offset of each request, indexed by request.
     offsets: Vec<u64>,
+    /// The row count for which each request was placed, indexed by request. A later count does not change it.
     rows: Vec<usize>,
-    /// By count: the rows that were counted last.
+    /// The last row count, indexed by count.
     counted: Vec<u32>,
-    /// What the last run was served, in order.
+    /// The requests that the last run was given places for, in order.
     served: Vec<Served>,
     outside: OverflowHeap,
-    /// By count: whether its rows were let go.
+    /// Flags, indexed by count: true if the count's rows were evicted in this run.
     evicted: Vec<bool>,
-    /// Whether there is room here for what was voted on last.
+    /// True if this rank had room for the rows of the last vote.
     had_room: bool,
-    /// If what the arena refuses is served outside: up to how many bytes, of both.
+    /// The most bytes that the arena and the buffers outside of it may take together; `None` if nothing may be placed
+    /// outside.
     limit: Option<u64>,
 }
 
-/// Why there is no room.
+/// The reason why a dynamic buffer found no room.
 #[derive(Debug)]
 pub(crate) struct Refusal {
     overflow: Box<Overflow>,
-    /// Bytes that it takes to serve it outside, if those are too many.
+    /// Bytes that the arena and the buffers outside of it would take, if that is more than allowed.
     needed: Option<u64>,
 }
 
 impl Refusal {
-    /// The error of the instruction that there is no room for.
+    /// Turns the refusal into an error that names the instruction.
     pub fn error(self, instruction: String) -> Error {
         match self {
             Self { overflow, needed: None } => Error::Routing { instruction, source: overflow },
@@ -52,7 +55,7 @@ impl Refusal {
 }
 
 impl Routed {
-    /// For the programs of an executable, run one at a time.
+    /// Creates the state for the programs of an executable, which are run one at a time.
     pub fn new(executable: &Executable, outside: OverflowHeap) -> Self {
         let plan = executable.routing();
         let requests = plan.map_or(0, |plan| plan.requests().len());
@@ -69,12 +72,12 @@ impl Routed {
         }
     }
 
-    /// Lets what the arena refuses be served outside, as long as both take no more than `limit`.
+    /// Allows requests that the arena refuses to be placed outside of it, as long as both take at most `limit` bytes.
     pub fn serve_outside(&mut self, limit: u64) {
         self.limit = Some(limit);
     }
 
-    /// Forgets the last run.
+    /// Starts a run: forgets the places and evictions of the last one.
     pub fn begin(&mut self, arena_bytes: u64) {
         self.arena.iter_mut().for_each(Arena::reset);
         self.served.clear();
@@ -83,28 +86,30 @@ impl Routed {
         self.outside.begin(arena_bytes);
     }
 
-    /// Notes a count.
+    /// Records a row count.
     pub fn count(&mut self, count: u32, rows: u32) {
         self.counted[count as usize] = rows;
     }
 
-    /// Bytes of as many rows as were counted; more than any request's bound, if there cannot be so many.
+    /// Bytes of the rows that were counted last. Saturates, so an impossible size exceeds every request's bound.
     fn bytes(&self, asked: &DynamicAlloc) -> u64 {
         u64::from(self.counted[asked.count as usize]).saturating_mul(asked.row_bytes)
     }
 
-    /// Notes where the rows are that were counted last.
+    /// Records the place of the rows that were counted last.
     fn found(&mut self, asked: &DynamicAlloc, offset: u64) {
         let place = asked.place.index();
         (self.offsets[place], self.rows[place]) = (offset, self.counted[asked.count as usize] as usize);
     }
 
-    /// Whether an instruction is left out.
+    /// True if the instruction is skipped in this run: it only runs if the rows of its count were evicted, and they
+    /// were not.
     pub fn is_left_out(&self, instruction: &Instruction) -> bool {
         instruction.predicate.is_some_and(|count| !self.evicted[count as usize])
     }
 
-    /// Looks for room for all rows that an instruction offers to keep. What it tells the other ranks: 1 if there is none.
+    /// Reserves room for all rows that a vote instruction proposes to keep. Returns this rank's vote: 1 if there is no
+    /// room, otherwise 0.
     pub fn offer(&mut self, instruction: &Instruction) -> f32 {
         for (index, asked) in instruction.requests.iter().enumerate() {
             let bytes = self.bytes(asked);
@@ -120,9 +125,10 @@ impl Routed {
         0.0
     }
 
-    /// Keeps the rows that were offered room, or lets them go if ranks are without: the sum of what each has told.
+    /// Applies a vote: keeps the rows if all ranks have room for them, evicts them otherwise. `without` is the sum of
+    /// the ranks' votes.
     pub fn settle(&mut self, instruction: &Instruction, without: f32) {
-        // Without room here nothing is kept, whatever the sum says.
+        // Without room on this rank nothing is kept, whatever the sum says.
         let (evicts, had_room) = (without != 0.0 || !self.had_room, self.had_room);
         let arena = self.arena.as_mut().expect("an executable with requests has an arena");
         for &DynamicAlloc { request, place, count, row_bytes, .. } in &*instruction.requests {
@@ -149,11 +155,11 @@ impl Routed {
         }
     }
 
-    /// Finds room for what an instruction is the first to write.
+    /// Finds room for the dynamic buffers that an instruction is the first to write.
     pub fn place(&mut self, instruction: &Instruction) -> Result<(), Refusal> {
         for asked in &*instruction.requests {
             let &DynamicAlloc { request, count, when, .. } = asked;
-            // What is kept was placed when it was offered.
+            // Rows that are kept were placed by the vote.
             if when == When::Kept || !self.is_made(when, count) {
                 continue;
             }
@@ -175,7 +181,7 @@ impl Routed {
         let is_beyond_bound = bytes > overflow.most;
         let refusal = |needed| Refusal { overflow: Box::new(overflow), needed };
         match self.limit {
-            // More than its tensors have, wherever they are.
+            // The rows exceed the tensor's own bound, so no place would do.
             _ if is_beyond_bound => Err(refusal(None)),
             None => Err(refusal(None)),
             Some(limit) if needed > limit => Err(refusal(Some(needed))),
@@ -189,7 +195,7 @@ impl Routed {
         }
     }
 
-    /// Takes back what nobody reads after an instruction.
+    /// Releases the dynamic buffers that are dead after an instruction.
     pub fn release(&mut self, instruction: &Instruction) {
         for released in &*instruction.releases {
             let request = released.request;
@@ -199,7 +205,7 @@ impl Routed {
         }
     }
 
-    /// Where in the arena that was.
+    /// The arena's ranges of the buffers that [`Self::release`] released after the instruction.
     pub fn released(&self, instruction: &Instruction) -> impl Iterator<Item = Range<u64>> {
         let made = instruction.releases.iter().filter(|released| self.is_made(released.when, released.count));
         let served =
@@ -208,20 +214,21 @@ impl Routed {
         ranges.filter(|range| range.end <= self.outside.range().start)
     }
 
-    /// Where rows end that lie outside of the arena, if any did in this run.
+    /// End of the addresses outside of the arena, if the run used any.
     #[cfg(feature = "cuda")]
     pub fn outside_end(&self) -> Option<u64> {
         let range = self.outside.range();
         (!range.is_empty()).then_some(range.end)
     }
 
-    /// The factor of balanced sizes that would have served the last run, if the arena has not.
+    /// The factor of [`Reserve::Balanced`] that would have served the last run, if the arena did not.
     pub fn factor_needed(&self) -> Option<f64> {
         let arena = self.arena.as_ref()?;
         (!self.outside.range().is_empty() && arena.is_idle()).then(|| arena.factor())
     }
 
-    /// Goes on with an arena for this factor and a quarter more, or for this factor, whichever `limit` and `enlarge` have room for.
+    /// Continues with a larger arena: for a quarter more than `factor` if `limit` and `enlarge` allow it, otherwise for
+    /// `factor`.
     pub fn grow(
         &mut self,
         executable: &mut Executable,
@@ -255,7 +262,7 @@ impl Routed {
         self.arena.as_ref().map(Arena::report)
     }
 
-    /// Judges what the last run was served, together with the static plan.
+    /// Checks the places that the last run assigned, together with the static plan.
     pub fn check(&self, executable: &Executable) -> Result<usize> {
         let Some(plan) = executable.routing() else { return Ok(0) };
         let (problem, offsets) = (executable.problem(), &executable.solution().offsets);
@@ -267,11 +274,12 @@ impl Routed {
     }
 }
 
-/// How many instructions are looked at: a router's, and those that bring it what it routes.
+/// The number of preceding instructions that are searched: enough for a router and the layers that feed it.
 const LOOKED_AT: usize = 96;
 
-/// Of the instructions in front of one that finds no room and of its micro-batch, the first whose planned results are still there and not all finite: scores
-/// that are not numbers send all tokens to the same experts.
+/// Finds the origin of non-finite values when `program.instructions[index]` finds no room: NaN scores send all tokens
+/// to the same experts. Returns the earliest of the preceding instructions of its micro-batch whose planned outputs are
+/// still in memory and not all finite.
 pub(crate) fn not_finite_before(
     program: &CompiledProgram,
     index: usize,
@@ -289,7 +297,7 @@ pub(crate) fn not_finite_before(
             let range = range(output);
             gone.iter().all(|gone| gone.end <= range.start || range.end <= gone.start)
         };
-        // What is only done if rows were let go may have been left out.
+        // An instruction with a predicate may have been skipped.
         let is_compute = matches!(instruction.kind, InstrKind::Compute(_)) && instruction.predicate.is_none();
         let is_own = instruction.micro_batch == micro_batch;
         if is_compute && is_own && !planned().filter(is_there).all(&is_finite) {

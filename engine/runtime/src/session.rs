@@ -1,7 +1,7 @@
-//! A planned executable and the arena that it runs in, on whatever backend there is.
+//! A planned executable together with the arena it runs in, on any backend.
 //!
-//! In: an [`Executable`], and the [`Backend`] whose memory it was planned for. Out: inputs written, programs run, outputs and
-//! persistent tensors read. Never: a computation of its own, or an address that was not planned.
+//! In: an [`Executable`], and the [`Backend`] whose memory it was planned for. Out: inputs written, programs run,
+//! outputs and persistent tensors read. Never: computation of its own, or an address that was not planned.
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -19,40 +19,41 @@ use half::bf16;
 use crate::error::{Error, Result};
 use crate::transfers::{Communicators, Transfers};
 
-/// How a program is run.
+/// The options of one run of a program.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RunOptions {
-    /// The run's seed.
+    /// The seed of the whole run.
     pub seed: u64,
-    /// The step, which keys the random numbers.
+    /// The training step, which keys the random numbers.
     pub step: u64,
-    /// Fill every dead range with NaN between instructions: results must not change. A debugging aid of the CPU.
+    /// Fill every dead range with NaN between instructions; the results must not change. A debugging aid, CPU only.
     pub poison: bool,
-    /// Say which is the first instruction whose output is not finite.
+    /// Report the first instruction whose output is not finite.
     pub watch: bool,
-    /// The part of the whole batch that this rank's micro-batch 0 is.
+    /// Index, in the whole batch, of this rank's micro-batch 0.
     pub first_part: u64,
-    /// How many parts on its next one is; 0 where there is only one.
+    /// Distance, in micro-batches of the whole batch, between two consecutive micro-batches of this rank; 0 if it has
+    /// only one.
     pub part_stride: u64,
 }
 
-/// Where the time of a run went.
+/// The time of a run, by activity.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Times {
     /// The forward pass.
     pub forward: Duration,
-    /// The backward pass, with what it computes again.
+    /// The backward pass, including recomputation.
     pub backward: Duration,
-    /// What is done once per step: norm, clipping, optimizer.
+    /// The work that is done once per step: norm, clipping, optimizer.
     pub update: Duration,
-    /// Messages and collectives: beginning them, and waiting.
+    /// Messages and collectives: starting them, and waiting for them.
     pub communication: Duration,
 }
 
 impl RunOptions {
-    /// The part of the whole batch that a micro-batch is.
+    /// The index, in the whole batch, of one of this rank's micro-batches.
     pub(crate) fn part_of(&self, micro_batch: u32) -> u64 {
-        // A key of random numbers: any number is one.
+        // Wrapping is harmless: the result only keys random numbers.
         self.first_part.wrapping_add(self.part_stride.wrapping_mul(micro_batch.into()))
     }
 }
@@ -68,32 +69,33 @@ impl Times {
     }
 }
 
-/// A tensor that outlives the step, as [`Session::with_persistent`] shows it.
+/// A tensor that outlives the step, as passed to the closure of [`Session::with_persistent`].
 #[derive(Debug)]
 pub struct PersistentBytes<'a> {
     /// Its names and role.
     pub label: &'a Label,
     /// Shape and type.
     pub spec: &'a Spec,
-    /// Whether this rank's instructions change it, rather than a message from the rank that does.
+    /// True if this rank's instructions change the tensor; false if it is received from the rank that does.
     pub changes_here: bool,
     /// Its elements.
     pub bytes: &'a [u8],
 }
 
-/// An arena on a device, and how programs run in it. All addresses are those of the [`Executable`] that it was made for.
+/// An arena on a device, and the means to run programs in it. All addresses must come from the [`Executable`] for which
+/// the backend was created.
 #[doc(hidden)]
 pub trait Backend: Any + Debug + Send {
-    /// Runs a program. Returns the first instruction with a non-finite output, if asked to watch for it.
+    /// Runs a program. With [`RunOptions::watch`], returns the first instruction whose output is not finite.
     fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>>;
 
-    /// Connects it to the other ranks.
+    /// Connects the backend to the other ranks.
     fn connect(&mut self, executable: &Executable, transfers: Transfers) -> Result<()>;
 
-    /// Shows the bytes at several addresses at once.
+    /// Calls `show` with the bytes at several addresses at once.
     fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()>;
 
-    /// Lets `change` overwrite some of the bytes at an address.
+    /// Calls `change` with the bytes at an address, to overwrite some of them.
     fn modify(&mut self, address: &Address, change: &mut dyn FnMut(&mut [u8])) -> Result<()>;
 
     /// Overwrites all bytes at an address.
@@ -101,34 +103,35 @@ pub trait Backend: Any + Debug + Send {
         self.modify(address, &mut |to| to.copy_from_slice(bytes))
     }
 
-    /// What is at an address: a tensor over the arena's own bytes where candle can have one, else a copy.
+    /// Returns the tensor at an address: over the arena's own bytes where candle supports it, otherwise as a copy.
     fn tensor(&self, address: &Address) -> Result<Tensor>;
 
-    /// Worker threads of the CPU that compute.
+    /// The number of CPU worker threads that compute.
     fn threads(&self) -> usize {
         1
     }
 
-    /// Where the time of the last run went; nothing where that is not known.
+    /// The time of the last run by activity; `None` where it is not measured.
     fn times(&self) -> Option<Times> {
         None
     }
 
-    /// What the arena of routed rows has done; nothing where no size depends on data.
+    /// The report of the dynamic buffers' arena; `None` if no size depends on data.
     fn routing(&self) -> Option<ArenaReport>;
 
-    /// Judges the addresses that were given during the last run, and returns how many there were.
+    /// Checks the addresses that were assigned during the last run, and returns how many there were.
     fn check_run(&self, executable: &Executable) -> Result<usize>;
 
-    /// Lets rows that find no room in the arena have room outside of it, as long as both take no more than `limit` bytes.
+    /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
+    /// together take at most `limit` bytes.
     fn serve_outside(&mut self, limit: u64);
 
-    /// Enlarges the arena if the last run needed more than it had, to `limit` bytes at most.
+    /// Enlarges the arena, to at most `limit` bytes, if the last run needed more than it had.
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()>;
 }
 
 /// An executable whose arena is reserved on a backend. `Box<Session>` is one on any backend; [`Session::on_cpu`] and
-/// `Session::on_cuda` make them.
+/// `Session::on_cuda` create them.
 #[derive(Debug)]
 pub struct Session<B: Backend + ?Sized = dyn Backend> {
     pub(crate) executable: Executable,
@@ -136,7 +139,7 @@ pub struct Session<B: Backend + ?Sized = dyn Backend> {
 }
 
 impl<B: Backend> Session<B> {
-    /// Fills the persistent tensors of an arena that has just been reserved.
+    /// Fills the persistent tensors of a newly reserved arena with their initial values.
     pub(crate) fn with_initial_values(executable: Executable, mut backend: B, seed: u64) -> Result<Self> {
         for persistent in executable.persistent() {
             let mut outcome = Ok(());
@@ -148,48 +151,51 @@ impl<B: Backend> Session<B> {
 }
 
 impl<B: Backend + ?Sized> Session<B> {
-    /// What it runs.
+    /// The executable.
     pub fn executable(&self) -> &Executable {
         &self.executable
     }
 
-    /// Worker threads of the CPU that compute; one, which waits, for a GPU.
+    /// The number of CPU worker threads that compute. On a GPU it is 1: the thread that waits for the device.
     pub fn threads(&self) -> usize {
         self.backend.threads()
     }
 
-    /// Where the time of the last run went; nothing on a GPU, which runs a step as one graph.
+    /// The time of the last run by activity; `None` on a GPU, which runs a step as one graph.
     pub fn times(&self) -> Option<Times> {
         self.backend.times()
     }
 
-    /// Connects it to the other ranks. Programs that were lowered for several ranks do not run before. All ranks call it.
+    /// Connects the session to the other ranks. Programs that were lowered for several ranks cannot run before this. A
+    /// collective operation: all ranks must call it.
     ///
     /// # Errors
-    /// [`Error::Communicator`] when another rank fails, or has messages that this one does not expect; `Error::NoHostMemory`
-    /// when the host has no room for what passes through it between GPUs.
+    /// Returns [`Error::Communicator`] if another rank fails or has messages that this one does not expect, and
+    /// `Error::NoHostMemory` if the host has no room for data that passes through it between GPUs.
     pub fn connect(&mut self, communicators: Communicators) -> Result<()> {
         let transfers = Transfers::new(communicators, &self.executable)
             .map_err(|source| Error::Communicator { instruction: "agreeing on an order of messages".into(), source })?;
         self.backend.connect(&self.executable, transfers)
     }
 
-    /// Runs a program. Returns the first instruction with a non-finite output, if asked to watch for it.
+    /// Runs a program. With [`RunOptions::watch`], returns the first instruction whose output is not finite.
     ///
     /// # Errors
-    /// [`Error::Communicator`] when another rank fails; [`Error::Routing`] or [`Error::Growth`] when rows find no room,
-    /// [`Error::NonFinite`] when that comes of numbers that are not finite; [`Error::Offload`] when a file cannot be written or
-    /// read; `Error::Device`.
+    /// - [`Error::Communicator`] if another rank fails
+    /// - [`Error::Routing`] or [`Error::Growth`] if a dynamic buffer finds no room
+    /// - [`Error::NonFinite`] if it finds no room because values that are not finite were routed
+    /// - [`Error::Offload`] if the offload file cannot be written or read
+    /// - `Error::Device` if the GPU or its driver fails
     pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
         self.backend.run(&self.executable, id, options)
     }
 
-    /// Whether a program has such an input on this rank.
+    /// True if the program has an input of this name on this rank.
     pub fn has_input(&self, id: ProgramId, name: &str) -> bool {
         self.executable.has_input(id, name)
     }
 
-    /// Whether a program has such an output on this rank.
+    /// True if the program has an output of this name on this rank.
     pub fn has_output(&self, id: ProgramId, name: &str) -> bool {
         self.executable.programs()[id.0].outputs.iter().any(|output| output.name == name)
     }
@@ -197,26 +203,27 @@ impl<B: Backend + ?Sized> Session<B> {
     /// Writes an input of a program.
     ///
     /// # Errors
-    /// When there is no such input, or it holds another number of elements or another type; `Error::Device`.
+    /// Returns an error if there is no such input, if its element count or type differs from `data`, or if the device
+    /// fails (`Error::Device`).
     pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
         let address = self.executable.programs()[id.0].input_for(name, micro_batch, data)?;
         self.backend.write(address, T::bytes(data))
     }
 
-    /// An output of a program that has run. On the CPU, in f32, a candle tensor over the arena's own bytes, valid until the next
-    /// run; else a copy.
+    /// Returns an output of a program that has run. On the CPU, an f32 output is a candle tensor over the arena's own
+    /// bytes, valid until the next run; any other is a copy.
     ///
     /// # Errors
-    /// When there is no such output; `Error::Device`.
+    /// Returns an error if there is no such output, or if the device fails (`Error::Device`).
     pub fn output(&self, id: ProgramId, name: &str) -> Result<Tensor> {
         self.backend.tensor(&self.executable.programs()[id.0].output(name)?.address)
     }
 
-    /// Shows an output of a program that has run, as [`Element`]s of its type without gaps. On the CPU, this neither copies nor
-    /// allocates.
+    /// Calls `f` with the elements of an output of a program that has run. The output must have type `T` and no gaps.
+    /// On the CPU, this neither copies nor allocates.
     ///
     /// # Errors
-    /// When there is no such output, or it is of another type; `Error::Device`.
+    /// Returns an error if there is no such output, if it has another type, or if the device fails (`Error::Device`).
     pub fn with_output<T: Element, R>(&self, id: ProgramId, name: &str, f: impl FnOnce(&[T]) -> R) -> Result<R> {
         let address = &self.executable.programs()[id.0].output(name)?.address;
         let (mut f, mut result) = (Some(f), None);
@@ -227,10 +234,10 @@ impl<B: Backend + ?Sized> Session<B> {
         result.ok_or_else(|| Error::NotFloat { name: name.into(), dtype: address.dtype })
     }
 
-    /// A scalar output of a program that has run. On the CPU, this allocates nothing.
+    /// Returns a scalar output of a program that has run. On the CPU, this allocates nothing.
     ///
     /// # Errors
-    /// When there is no such output, or it is no float; `Error::Device`.
+    /// Returns an error if there is no such output, if it is not f32 or bf16, or if the device fails (`Error::Device`).
     pub fn scalar(&self, id: ProgramId, name: &str) -> Result<f32> {
         let address = &self.executable.programs()[id.0].output(name)?.address;
         let mut scalar = None;
@@ -244,19 +251,19 @@ impl<B: Backend + ?Sized> Session<B> {
         scalar.ok_or_else(|| Error::NotFloat { name: name.into(), dtype: address.dtype })
     }
 
-    /// A parameter or an optimizer state by its full name. On the CPU, in f32, a candle tensor over the arena's own bytes; else a
-    /// copy.
+    /// Returns a parameter or an optimizer state by its full name. On the CPU, an f32 tensor is a candle tensor over
+    /// the arena's own bytes; any other is a copy.
     ///
     /// # Errors
-    /// When there is none of that name; `Error::Device`.
+    /// Returns an error if there is no persistent tensor of that name, or if the device fails (`Error::Device`).
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         self.backend.tensor(&self.executable.find_persistent(name)?.address)
     }
 
-    /// Shows all persistent tensors as bytes: on the CPU without a copy.
+    /// Calls `f` with all persistent tensors as bytes; on the CPU without a copy.
     ///
     /// # Errors
-    /// `Error::Device`.
+    /// Returns `Error::Device` if the device fails.
     pub fn with_persistent<R>(&self, f: impl FnOnce(&[PersistentBytes<'_>]) -> R) -> Result<R> {
         let all = self.executable.persistent();
         let addresses: Vec<&Address> = all.iter().map(|p| &p.address).collect();
@@ -271,10 +278,10 @@ impl<B: Backend + ?Sized> Session<B> {
         result.ok_or_else(not_called)
     }
 
-    /// Lets `fill` write the bytes of a persistent tensor.
+    /// Calls `fill` to write the bytes of a persistent tensor.
     ///
     /// # Errors
-    /// When there is none of that name; `Error::Device`.
+    /// Returns an error if there is no persistent tensor of that name, or if the device fails (`Error::Device`).
     pub fn fill_tensor<R>(&mut self, name: &str, fill: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
         let address = &self.executable.find_persistent(name)?.address;
         let (mut fill, mut result) = (Some(fill), None);
@@ -282,10 +289,11 @@ impl<B: Backend + ?Sized> Session<B> {
         result.ok_or_else(not_called)
     }
 
-    /// Overwrites a persistent tensor of floats, rounded to its type.
+    /// Overwrites a persistent tensor of f32 or bf16, rounding to its type.
     ///
     /// # Errors
-    /// When there is none of that name, size or type; `Error::Device`.
+    /// Returns an error if there is no persistent tensor of that name, if it has another element count, if its type is
+    /// neither of these, or if the device fails (`Error::Device`).
     pub fn write_tensor(&mut self, name: &str, data: &[f32]) -> Result<()> {
         let address = &self.executable.find_persistent(name)?.address;
         if address.span != data.len() {
@@ -301,38 +309,40 @@ impl<B: Backend + ?Sized> Session<B> {
         }
     }
 
-    /// What the arena of routed rows has done so far; nothing where no size depends on data.
+    /// The report of the dynamic buffers' arena over all runs so far; `None` if no size depends on data.
     pub fn routing(&self) -> Option<ArenaReport> {
         self.backend.routing()
     }
 
-    /// Judges the addresses that the last run used, those of the plan and those that were given while it ran, and returns how
-    /// many of the latter there were.
+    /// Checks the addresses of the last run, both planned ones and those assigned while it ran. Returns the number of
+    /// the latter.
     ///
     /// # Errors
-    /// [`Error::BadRun`] when two that lived at the same time have a byte in common.
+    /// Returns [`Error::BadRun`] if two buffers that were alive at the same time share a byte.
     pub fn check_run(&self) -> Result<usize> {
         self.backend.check_run(&self.executable)
     }
 
-    /// Lets counted buffers that find no room in the arena have room outside of it, as long as both take no more than `limit`
-    /// bytes: what [`grow`](Self::grow) then ends.
+    /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
+    /// together take at most `limit` bytes. [`grow`](Self::grow) then enlarges the arena, so that later steps find
+    /// room.
     pub fn serve_outside(&mut self, limit: u64) {
         self.backend.serve_outside(limit);
     }
 
-    /// If the last run had to use room outside of the arena: makes the arena as large as would have served it, and a quarter
-    /// more if that fits into `limit` bytes too. If neither does, it stays as it is. Everything in it is what it was, at the
-    /// same offsets; candle tensors over its bytes that were given out before are copies from now on.
+    /// Enlarges the arena if the last run had to place buffers outside of it. The new size is what that run needed plus
+    /// a quarter, or exactly what it needed if only that fits into `limit` bytes; if neither fits, nothing changes.
+    /// Contents and offsets are kept. Candle tensors that were returned earlier no longer share the arena's bytes: they
+    /// are copies from now on.
     ///
     /// # Errors
-    /// When the larger arena cannot be reserved.
+    /// Returns an error if the larger arena cannot be reserved.
     pub fn grow(&mut self, limit: u64) -> Result<()> {
         self.backend.grow(&mut self.executable, limit)
     }
 }
 
-/// Writes what a tensor is before the first step.
+/// Writes the value that a persistent tensor has before the first step.
 fn write_initial_value(Persistent { fill, address, label, .. }: &Persistent, seed: u64, out: &mut [u8]) -> Result<()> {
     match address.dtype {
         DType::F32 => fill.fill(seed, out.as_chunks_mut::<4>().0, |x| (x as f32).to_ne_bytes()),

@@ -1,7 +1,7 @@
-//! What goes to and from other ranks while a program runs: messages of a pipeline, and collectives.
+//! The messages and collectives that a rank has in progress while a program runs.
 //!
-//! In: instructions, and where the arena is. Out: requests to the communicators, each until the instruction that waits for it.
-//! Never: a heap allocation while a program runs.
+//! In: instructions, and the base address of the arena. Out: requests to the communicators; each is held until the
+//! instruction that waits for it. Never: a heap allocation while a program runs.
 
 use std::sync::Arc;
 
@@ -14,16 +14,16 @@ use gapless_compile::{Executable, InstrKind, Message};
 use gapless_graph::ops::{Collective, Group};
 use gapless_kernels::cpu::args::{Address, Places};
 
-/// The ways to the other ranks.
+/// The communicators of a rank, one per group of ranks it belongs to.
 #[derive(Debug, Default)]
 pub struct Communicators {
-    /// To the other ranks of the pipeline.
+    /// The ranks of the pipeline.
     pub pipeline: Option<Box<dyn Communicator>>,
-    /// To all with the same stages and another share of the batch.
+    /// The ranks with the same stages as this one and another share of the batch (data × expert ranks).
     pub batch: Option<Box<dyn Communicator>>,
-    /// To those of them that share this copy's experts.
+    /// The ranks of the batch that share one copy of the experts with this rank.
     pub experts: Option<Box<dyn Communicator>>,
-    /// To those of them that have the same experts.
+    /// The ranks of the batch that hold the same experts as this rank.
     pub replicas: Option<Box<dyn Communicator>>,
 }
 
@@ -59,14 +59,14 @@ pub(crate) const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsuppo
 pub struct Transfers {
     communicators: Communicators,
     requests: Vec<Option<Under>>,
-    /// Sizes of what goes to and comes from each expert rank, by request.
+    /// Bytes sent to and received from each expert rank, indexed by request.
     lens: Vec<[Vec<usize>; 2]>,
-    /// By program: the order of its messages, where the pipeline's communicator needs one.
+    /// The launch order of each program's messages, where the pipeline's communicator requires one.
     orders: Vec<Option<Arc<LaunchOrder>>>,
 }
 
 impl Transfers {
-    /// For the programs of an executable. A collective operation.
+    /// Prepares the transfers of an executable's programs. A collective operation.
     pub(crate) fn new(mut communicators: Communicators, executable: &Executable) -> communicator::Result<Self> {
         let requests = executable.requests();
         let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
@@ -79,7 +79,7 @@ impl Transfers {
         Ok(Self { communicators, requests: (0..requests).map(|_| None).collect(), lens, orders })
     }
 
-    /// Whether what is exchanged lies in a device's memory.
+    /// True if the communicators exchange device memory.
     #[cfg(feature = "cuda")]
     pub(crate) fn are_on_device(&self) -> bool {
         let Communicators { pipeline, batch, experts, replicas } = &self.communicators;
@@ -94,35 +94,35 @@ impl Transfers {
         }
     }
 
-    /// Waits until all has ended that a device was left to wait for.
+    /// Waits until every operation has ended that [`Communicator::wait_on_device`] left to the device.
     #[cfg(feature = "cuda")]
     pub(crate) fn settle(&mut self) -> communicator::Result<()> {
         let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
         [pipeline, batch, experts, replicas].into_iter().flatten().try_for_each(|way| way.settle())
     }
 
-    /// For a run.
+    /// Guards the transfers of one run.
     pub(crate) fn guard(&mut self) -> RunGuard<'_> {
         RunGuard { transfers: self, is_over: false }
     }
 }
 
-/// What is under way.
+/// A transfer in progress.
 #[derive(Debug)]
 enum Under {
     Message(Request),
     Collective(Request, Group),
 }
 
-/// The transfers of one run. If the run fails or panics, all transfers in progress are ended before the memory that they read
-/// and write is freed.
+/// The transfers of one run. If the run fails or panics, all transfers in progress are ended before the memory that
+/// they read and write is freed.
 pub(crate) struct RunGuard<'l> {
     pub transfers: &'l mut Transfers,
     is_over: bool,
 }
 
 impl RunGuard<'_> {
-    /// The run is over, well or not.
+    /// Ends the run; `is_well` is false if it failed.
     pub fn end(mut self, is_well: bool) {
         self.is_over = is_well;
     }
@@ -136,34 +136,34 @@ impl Drop for RunGuard<'_> {
     }
 }
 
-/// The arena's first byte, on its way to the threads of the pool.
+/// The arena's base address, which can be shared with the threads of the pool.
 #[derive(Clone, Copy)]
 pub(crate) struct Base(pub *mut u8);
 
-// SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint parts.
+// SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint ranges.
 unsafe impl Send for Base {}
 
 // SAFETY: as above.
 unsafe impl Sync for Base {}
 
-/// A first byte, and how many there are.
+/// The address of the first byte, and the number of bytes.
 pub(crate) type Bytes = (*mut u8, usize);
 
-/// What a collective reads and writes.
+/// The memory that a collective reads and writes.
 pub(crate) struct Operands<'a> {
     pub inputs: [Option<Bytes>; 2],
     pub output: Bytes,
-    /// Of an [`AllToAllRows`](Collective::AllToAllRows): starts of what is sent, and of what comes.
+    /// For [`AllToAllRows`](Collective::AllToAllRows): the row offsets of what is sent, and of what is received.
     pub starts: [&'a [u32]; 2],
-    /// And the bytes of a row.
+    /// For [`AllToAllRows`](Collective::AllToAllRows): bytes of a row.
     pub row_bytes: usize,
 }
 
 impl Transfers {
-    /// Starts or ends a message, which is in these bytes.
+    /// Starts a message over `bytes`, or waits for it.
     ///
     /// # Safety
-    /// Nobody touches the bytes from the message's start to its wait.
+    /// The bytes must not be accessed by others from the message's start to its wait.
     pub(crate) unsafe fn transfer(
         &mut self,
         work: &InstrKind,
@@ -194,10 +194,11 @@ impl Transfers {
         Ok(())
     }
 
-    /// Starts a collective. `clear` fills a part of its output with zeros that nothing comes to.
+    /// Starts a collective. `clear` zeroes the end of its output that no rank sends to.
     ///
     /// # Safety
-    /// The operands are valid, apart or one as the collective's are, and nobody else touches them until it is finished.
+    /// The operands must be valid, and overlap only as the collective allows. They must not be accessed by others until
+    /// it is finished.
     pub(crate) unsafe fn begin(
         &mut self,
         collective: Collective,
@@ -211,7 +212,7 @@ impl Transfers {
         if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
             return Err(OTHER_RANKS);
         }
-        // Transfers that have failed have none.
+        // A failed run has replaced the transfers by empty ones.
         let lens = self.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
         match collective {
             Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
@@ -222,7 +223,7 @@ impl Transfers {
                 if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
                     return Err(OTHER_ROWS);
                 }
-                // Behind what comes nobody writes.
+                // The rows after the last received one belong to the output, but no rank writes them.
                 if received < output.1 {
                     clear((output.0.wrapping_add(received), output.1 - received));
                 }
@@ -230,13 +231,13 @@ impl Transfers {
             _ => {}
         }
         let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
-        // SAFETY: by this function's contract. The sizes stay as they are until this request is finished.
+        // SAFETY: by this function's contract. The sizes in `lens` stay unchanged until this request is finished.
         let started = unsafe { communicator.start(request_of) }?;
         self.requests[request] = Some(Under::Collective(started, group));
         Ok(())
     }
 
-    /// Tells the other ranks why there is no going on, and gives the ways to them up: what is lent comes back.
+    /// Reports a failure to the other ranks and drops the communicators, which ends all loans of memory.
     #[cfg(feature = "cuda")]
     pub(crate) fn give_up(&mut self, reason: &str) {
         let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
@@ -244,7 +245,7 @@ impl Transfers {
         *self = Self::default();
     }
 
-    /// Ends a collective.
+    /// Waits for a collective.
     pub(crate) fn finish(&mut self, request: usize) -> communicator::Result<()> {
         let Some(Under::Collective(under_way, group)) = self.requests[request].take() else {
             unreachable!("lowering starts every collective that it finishes")
@@ -253,7 +254,8 @@ impl Transfers {
     }
 }
 
-/// Bytes of each rank's rows, of which all have as many runs, and of all together. None if starts descend, or there cannot be so many.
+/// Writes the bytes of each rank's rows to `lens` and returns their sum. All ranks have equally many runs of rows.
+/// Returns `None` if `starts` descends or a size overflows.
 fn row_lens(starts: &[u32], row_bytes: usize, lens: &mut [usize]) -> Option<usize> {
     let runs = starts.len().checked_sub(1)?.checked_div(lens.len())?;
     let mut all: usize = 0;
@@ -265,10 +267,10 @@ fn row_lens(starts: &[u32], row_bytes: usize, lens: &mut [usize]) -> Option<usiz
     Some(all)
 }
 
-/// Starts or ends an instruction's message.
+/// Starts an instruction's message, or waits for it.
 ///
 /// # Safety
-/// The operand lies in the arena at `base`, and nobody touches it until the message's wait.
+/// The operand must lie in the arena at `base`, and must not be accessed by others until the message's wait.
 pub(super) unsafe fn transfer(
     instruction: &Instruction,
     message: Message,
@@ -286,7 +288,8 @@ pub(super) unsafe fn transfer(
 /// Starts an instruction's collective.
 ///
 /// # Safety
-/// The operands lie in the arena at `base`, and nobody else touches them until it is finished.
+/// The operands must lie in the arena at `base` or where `places` says, and must not be accessed by others until the
+/// collective is finished.
 pub(super) unsafe fn begin(
     collective: Collective,
     request: usize,
@@ -302,7 +305,7 @@ pub(super) unsafe fn begin(
         row_bytes = outputs[0].span / rows * outputs[0].dtype.size_in_bytes();
         for (starts, address) in starts.iter_mut().zip(&inputs[1..]) {
             let start = base.0.wrapping_add(address.offset as usize).cast::<u32>().cast_const();
-            // SAFETY: by this function's contract; starts are u32 without gaps, and nobody writes them now.
+            // SAFETY: by this function's contract; row offsets are contiguous u32 that no instruction writes meanwhile.
             *starts = unsafe { std::slice::from_raw_parts(start, address.span) };
         }
     }
@@ -312,16 +315,17 @@ pub(super) unsafe fn begin(
         starts,
         row_bytes,
     };
-    // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one.
+    // SAFETY: by this function's contract; the plan either keeps inputs and outputs apart or makes them the same
+    // buffer.
     let clear = |(start, bytes): Bytes| unsafe { std::slice::from_raw_parts_mut(start, bytes) }.fill(0);
     // SAFETY: as above.
     unsafe { transfers.begin(collective, request, &operands, clear) }
 }
 
-/// An operand's first byte, and its number of bytes.
+/// Returns an operand's first byte and its size in bytes.
 ///
 /// # Safety
-/// It lies in the arena at `base`, or outside of it where `places` has it.
+/// The operand must lie in the arena at `base`, or outside of it if `places` says so.
 pub(crate) unsafe fn range(base: Base, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
     // SAFETY: by this function's contract.
     let (start, span) = unsafe { places.locate(base.0, address) };

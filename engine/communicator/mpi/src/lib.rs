@@ -1,6 +1,7 @@
 //! Ranks that are processes, on one host or many, and the world that this process was started in.
 //!
-//! The trainer is written against [`Communicator`]: turning the feature `mpi` on compiles this crate and those that depend on it anew.
+//! The trainer only depends on [`Communicator`], so enabling the feature `mpi` recompiles only this crate and those
+//! that depend on it.
 
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -11,11 +12,12 @@ use gapless_parallel::World;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 
-/// The world that this process was started in: of MPI, under `mpirun` and the like; else a world of this process alone.
+/// The world that this process was started in: that of MPI, under `mpirun` and similar launchers, otherwise one of this
+/// process alone.
 ///
 /// # Errors
-/// When the environment speaks of several ranks, but this program was built without the feature `mpi`; when it
-/// contradicts itself; when MPI cannot be started.
+/// Returns an error if the environment describes several ranks but this program was built without the feature `mpi`, if
+/// the environment contradicts itself, or if MPI cannot be started.
 pub fn world() -> Result<Box<dyn Communicator>> {
     match World::discover()? {
         #[cfg(feature = "mpi")]

@@ -1,7 +1,7 @@
-//! Ranks that are processes: the cases of all backends under `mpirun`, and what becomes of a job when a rank fails.
+//! Ranks that are processes: the cases of all backends under `mpirun`, and the end of a job when a rank fails.
 //!
-//! The program runs itself under `mpirun`, so it has a `main` of its own. Without the feature `mpi`, or without `mpirun`,
-//! it says so and ends.
+//! The program runs itself under `mpirun`, so it has its own `main`. Without the feature `mpi`, or without `mpirun`, it
+//! reports that and ends.
 
 #[cfg(feature = "mpi")]
 #[path = "../../tests/communicator_cases/mod.rs"]
@@ -26,7 +26,7 @@ mod jobs {
 
     use crate::communicator_cases::CASES;
 
-    /// The rank that fails, where one does.
+    /// The rank that fails.
     const CULPRIT: usize = 1;
     /// How long a rank waits for one that hangs.
     const SHORT: Duration = Duration::from_secs(1);
@@ -47,7 +47,7 @@ mod jobs {
         });
     }
 
-    /// What a process does under `mpirun`.
+    /// The work of a process under `mpirun`.
     fn run(job: &str) {
         let mut world = match Mpi::world() {
             Ok(world) => world,
@@ -73,7 +73,7 @@ mod jobs {
             }
             "leave" if culprit => {
                 let mut byte = [0];
-                // A message that nobody sends. SAFETY: the communicator is dropped before the byte.
+                // A message that no rank sends. SAFETY: the communicator is dropped before the byte.
                 let _request = unsafe { world.irecv(byte.as_mut_ptr(), 1, 0, Tag { stage: 9, ..Tag::default() }) };
                 drop(world);
                 unreachable!("the job ends in the drop")
@@ -89,7 +89,7 @@ mod jobs {
             }
             "kill" => world.barrier().and_then(|()| wait_for_the_culprit(&mut world)),
             "hang" | "hang in a sum" => {
-                // However long it takes until all ranks are there.
+                // With the long timeout, however late the other ranks start.
                 let all_are_there = world.barrier();
                 world.set_timeout(SHORT);
                 all_are_there.and_then(|()| match job {
@@ -131,7 +131,7 @@ mod jobs {
         world.receive(&mut [0], CULPRIT, Tag { stage: 2, micro_batch: 7, ..Tag::default() })
     }
 
-    /// The culprit is gone before anyone takes the last of its messages; the others go on with each other.
+    /// The culprit has left before its last messages are received; the other ranks go on.
     fn leave_when_done(world: &mut dyn Communicator) -> Result<()> {
         let mut others = world.split(usize::from(world.rank() == CULPRIT), 0)?;
         match world.rank() {
@@ -145,7 +145,7 @@ mod jobs {
         }
     }
 
-    /// Milliseconds for the sum of 64 MiB, the median of 9.
+    /// Prints the milliseconds for a sum of 64 MiB, as the median of 9.
     fn time_all_reduce(world: &mut dyn Communicator) -> Result<()> {
         let mut values = vec![1.0; 16 << 20];
         let mut times = Vec::new();
@@ -162,7 +162,7 @@ mod jobs {
         Ok(())
     }
 
-    /// One message of more bytes than MPI can count. Too large for a test that always runs: `--job huge` by hand.
+    /// One message with more bytes than MPI can count. Too large for a regular test; run `--job huge` by hand.
     fn huge(world: &mut dyn Communicator) -> Result<()> {
         const LEN: usize = (1 << 31) + 12_345;
         let byte = |i: usize| (i % 251) as u8;
@@ -179,7 +179,7 @@ mod jobs {
         }
     }
 
-    /// All jobs with a number of ranks.
+    /// Runs all jobs with this number of ranks.
     fn test(ranks: usize) {
         let (succeeds, said, text) = ended(start(ranks, "cases", &[]));
         assert!(succeeds, "cases on {ranks} ranks:\n{text}");
@@ -192,18 +192,18 @@ mod jobs {
 
         let long: &[_] = &[("GAPLESS_TIMEOUT_SECONDS", "300")];
         let elsewhere: &[_] = &[("RANK", "0"), ("WORLD_SIZE", "9")];
-        // Each with what has to be said, by us or by mpirun.
+        // Each job with the texts that this program or mpirun must print.
         let failures = [
             ("kill", long, &["rank 1 ", "signal 9"][..]),
             ("panic", long, &["as the test wants it", "gapless: rank 1 panicked"]),
             ("panic of a thread", long, &["as the test wants it", "gapless: rank 1 panicked"]),
-            // As mpirun names rank 1.
+            // The notation that mpirun uses for rank 1.
             ("exit", long, &[",1],1]", "Exit code:    7"]),
             ("abort", long, &["gapless: rank 1 ends the job: the disk is full"]),
             ("leave", long, &["gapless: rank 1 left with 1 operation(s) under way"]),
             ("leave in order", long, &["rank 1 left while rank ", "micro-batch 7, from rank 1"]),
             ("hang", long, &["gave up after 1 s waiting for the activations of stage 2, micro-batch 7, from rank 1"]),
-            // A rank may be late, too.
+            // Another rank may be late too.
             ("hang in a sum", long, &["gave up after 1 s waiting for all_reduce of 100 elements", "rank(s) [1"]),
             (
                 "sizes",
@@ -239,7 +239,7 @@ mod jobs {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("mpirun starts")
     }
 
-    /// Kills the culprit once it has said that it is there.
+    /// Kills the culprit once it has printed its process id.
     fn kill(job: &mut Child) {
         let said = BufReader::new(job.stdout.as_mut().unwrap()).lines();
         let pid = said.map(|line| line.unwrap()).find_map(|line| line.strip_prefix("pid ").map(str::to_owned));
@@ -247,7 +247,7 @@ mod jobs {
         assert!(Command::new("kill").args(["-9", &pid]).status().unwrap().success());
     }
 
-    /// Whether the job succeeded, what it said, and its errors.
+    /// Returns whether the job succeeded, its output and its errors.
     fn ended(mut job: Child) -> (bool, String, String) {
         let mut stderr = job.stderr.take().unwrap();
         let errors = std::thread::spawn(move || {

@@ -1,62 +1,62 @@
-//! The memory that ranks lend each other, and everything that touches it.
+//! The memory that ranks lend each other, and all code that accesses it.
 //!
 //! All ranks share one address space, so a message is one copy from the sender's bytes to the receiver's, and a sum
-//! reads every rank's values where they are. Addresses are only followed here. The argument that this is sound:
+//! reads every rank's values in place. Addresses are dereferenced only here. This is sound because:
 //!
-//! 1. Who starts an operation promises that its memory is valid, and left alone, until the operation was waited for or
-//!    the communicator dropped (the contract of `isend`, `irecv` and `start`).
-//! 2. The state's lock hands every piece of work (one message; one item of a collective) to exactly one thread, after all
-//!    ranks concerned have published their memory.
-//! 3. `wait` and `drop` return only when no thread works on their memory: what is not taken up yet is withdrawn under the
-//!    lock, so that nobody can take it up; what was taken up is waited for, whatever else has failed.
+//! 1. The rank that starts an operation guarantees that its memory is valid and not otherwise accessed, until the
+//!    operation was waited for or the communicator dropped (the contract of `isend`, `irecv` and `start`).
+//! 2. The state's lock hands every piece of work (one message, or one item of a collective) to exactly one thread,
+//!    after all ranks involved have published their memory.
+//! 3. `wait` and `drop` return only when no thread works on the memory: work that was not handed out is withdrawn under
+//!    the lock, and work that was handed out is waited for, whatever else has failed.
 //! 4. Items of one collective write disjoint memory, and none writes what another reads.
 
 use crate::Collective;
 use crate::backend::sum;
 
-/// Elements, or bytes, of one item: large enough that the lock is not noticed, small enough to share the work.
+/// Elements, or bytes, of one item: large enough to hide the cost of the lock, small enough to share the work.
 const SEGMENT: usize = 1 << 14;
 
-/// The bytes of a message, at one of its ends.
+/// The bytes at one end of a message.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Range {
     pub(super) address: *mut u8,
     pub(super) len: usize,
 }
 
-// SAFETY: an address by itself is harmless; following it is up to `copy`.
+// SAFETY: sending an address is harmless; only `copy` dereferences it.
 unsafe impl Send for Range {}
 
 /// One rank's memory in a collective.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Entry(pub(super) Collective);
 
-// SAFETY: as for `Range`, with `perform`.
+// SAFETY: as for `Range`; only `perform` dereferences it.
 unsafe impl Send for Entry {}
 
-/// Two ranks of one collective that do not fit together.
+/// The mismatch between two ranks of one collective.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Disagreement {
-    /// Another operation, or other sizes.
+    /// The ranks have started different operations, or with different sizes.
     Started { ranks: [usize; 2], entries: [Entry; 2] },
-    /// An all-to-all part.
+    /// A part of an all-to-all has different sizes at its ends.
     Part { from: usize, to: usize, sent: usize, expected: usize },
 }
 
 /// Copies a message.
 ///
 /// # Safety
-/// Both ranges are published, of one length, and this thread was given the message.
+/// Both ranges must be published and have the same length, and the message must have been handed to this thread.
 pub(super) unsafe fn copy(from: Range, to: Range) {
     debug_assert_eq!(from.len, to.len);
-    // SAFETY: the caller's promise. A message may go to where it came from, so overlap is allowed.
+    // SAFETY: by this function's contract. Source and target of a message may be the same, so overlap is allowed.
     unsafe { std::ptr::copy(from.address, to.address, from.len) }
 }
 
-/// Into how many items a collective is cut that all ranks have entered.
+/// The number of items of a collective that all ranks have entered.
 ///
 /// # Safety
-/// All entries are published.
+/// All entries must be published.
 pub(super) unsafe fn items(entries: &[Entry]) -> Result<usize, Disagreement> {
     let ranks = entries.len();
     let all = |same: &dyn Fn(&Collective) -> bool| match entries.iter().position(|entry| !same(&entry.0)) {
@@ -100,10 +100,10 @@ pub(super) unsafe fn items(entries: &[Entry]) -> Result<usize, Disagreement> {
     }
 }
 
-/// Does one item of a collective for all ranks.
+/// Executes one item of a collective for all ranks.
 ///
 /// # Safety
-/// All entries are published, `items` has passed them, and this thread was given the item.
+/// All entries must be published and checked by `items`, and the item must have been handed to this thread.
 pub(super) unsafe fn perform(entries: &[Entry], item: usize) {
     let ranks = entries.len();
     // SAFETY: segments lie within the counts that all entries agree on, parts within their sizes.
@@ -169,22 +169,22 @@ pub(super) unsafe fn perform(entries: &[Entry], item: usize) {
     }
 }
 
-/// Start and length of a segment of `count`.
+/// Start and length of a segment of `count` elements.
 fn segment(index: usize, count: usize) -> (usize, usize) {
     let start = index * SEGMENT;
     (start, SEGMENT.min(count - start))
 }
 
-/// Address and size of the part that goes to, or comes from, a rank.
+/// Address and size of the part for, or from, a rank.
 ///
 /// # Safety
-/// The entry is a published `AllToAllV`, with more than `rank` sizes.
+/// The entry must be a published `AllToAllV` with more than `rank` sizes.
 unsafe fn part(entry: &Entry, rank: usize, sends: bool) -> (*mut u8, usize) {
     let Collective::AllToAllV { send, send_lens, receive, receive_lens } = entry.0 else {
         unreachable!("all ranks started an all_to_all_v")
     };
     let (base, lens) = if sends { (send.cast_mut(), send_lens) } else { (receive, receive_lens) };
-    // SAFETY: the caller's promise; parts lie one after another.
+    // SAFETY: by this function's contract; parts are stored one after another.
     unsafe {
         let offset: usize = (0..rank).map(|r| *lens.add(r)).sum();
         (base.add(offset), *lens.add(rank))
@@ -192,8 +192,8 @@ unsafe fn part(entry: &Entry, rank: usize, sends: bool) -> (*mut u8, usize) {
 }
 
 /// # Safety
-/// `target` is valid for writes of the block's length.
+/// `target` must be valid for writes of the block's length.
 unsafe fn put(target: *mut f32, block: &[f32]) {
-    // SAFETY: the caller's promise; the block is on a stack.
+    // SAFETY: by this function's contract; the block is on a stack.
     unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), target, block.len()) }
 }

@@ -1,8 +1,9 @@
-//! Ranks as threads of one process: a message is one copy, a sum reads every rank's values where they lie.
+//! Ranks as threads of one process: a message is one copy, and a sum reads every rank's values in place.
 //!
-//! Whoever comes second to a message copies it; whoever waits for a collective that all have started does what is left
-//! of it. So nothing that all its ranks have started needs any of them to end. Addresses are followed in `memory` alone,
-//! which also says why that is sound; `state` is bookkeeping behind one lock.
+//! The rank that posts its end of a message second copies it. A rank that waits for a collective which all have started
+//! does the remaining work. So an operation that all its ranks have started does not need any other rank to make
+//! progress. Only `memory` dereferences addresses, and it explains why that is sound; `state` is bookkeeping behind one
+//! lock.
 
 mod memory;
 mod state;
@@ -15,37 +16,37 @@ use self::state::{Group, Post, Slot, State, Status};
 use crate::backend::{Owner, places, world_rank};
 use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag, default_timeout};
 
-/// A rank that is a thread. Made by [`InProcess::world`], one per thread.
+/// A rank that is a thread. [`InProcess::world`] creates one per thread.
 ///
-/// A rank that drops it while its thread panics, or with operations under way, fails the world.
+/// If it is dropped while its thread panics, or with operations in progress, the world fails.
 #[derive(Debug)]
 pub struct InProcess {
     world: Arc<World>,
     owner: Owner,
-    /// Index of the group of ranks this is an end of.
+    /// Index of the group of ranks that this is an end of.
     group: usize,
     /// World ranks of the group.
     members: Arc<[usize]>,
-    /// This rank in the group.
+    /// This rank's index in the group.
     rank: usize,
-    /// Collectives started so far.
+    /// Number of collectives started so far.
     collectives: u64,
     timeout: Duration,
-    /// What all ranks have published for the collective at hand.
+    /// Buffer for the entries of all ranks in the current collective.
     entries: Vec<Entry>,
 }
 
 #[derive(Debug)]
 struct World {
     state: Mutex<State>,
-    /// One per rank, for whatever that rank waits for.
+    /// One per rank, signalled when something changes that the rank may wait for.
     changed: Vec<Condvar>,
 }
 
 impl InProcess {
-    /// One end for each of `ranks` threads.
+    /// Creates a communicator for each of `ranks` threads.
     ///
-    /// The timeout is [`default_timeout`]'s; ten minutes, with a warning, where its variable is malformed.
+    /// The timeout is that of [`default_timeout`], or ten minutes, with a warning, if its variable is malformed.
     pub fn world(ranks: usize) -> Vec<Self> {
         let changed = (0..ranks).map(|_| Condvar::new()).collect();
         let world = Arc::new(World { state: Mutex::new(State::new(ranks)), changed });
@@ -71,17 +72,17 @@ impl InProcess {
         }
     }
 
-    /// This rank in the world.
+    /// This rank's index in the world.
     fn me(&self) -> usize {
         self.members[self.rank]
     }
 
-    /// Takes a slot for an operation.
+    /// Opens a slot for an operation.
     fn open(&self, state: &mut State, status: Status) -> Request {
         self.owner.request(state.open(self.me(), self.group, status))
     }
 
-    /// Posts one end of a message, and copies it if the other end is there.
+    /// Posts one end of a message, and copies the message if the other end has been posted.
     fn post(&mut self, sends: bool, range: Range, peer: usize, tag: Tag) -> Result<Request> {
         let (me, peer) = (self.me(), world_rank(&self.members, peer)?);
         let mut state = self.world.lock();
@@ -98,8 +99,8 @@ impl InProcess {
         state.slots[peer][slot].status = Status::Copying;
         drop(state);
         let (from, to) = if sends { (range, other.range) } else { (other.range, range) };
-        // SAFETY: both ends are posted, with one length. The other one is `Copying` by now, so that this thread alone has
-        // the message, and its owner waits for `Done`.
+        // SAFETY: both ends are posted and have the same length. The other one is `Copying` now, so no other thread
+        // copies the message, and its owner waits for `Done`.
         unsafe { memory::copy(from, to) };
         let mut state = self.world.lock();
         state.slots[peer][slot].status = Status::Done;
@@ -107,7 +108,8 @@ impl InProcess {
         Ok(self.open(&mut state, Status::Done))
     }
 
-    /// Sees an operation to its end, or to where `when_blocked` gives up on it. Afterwards nobody touches its memory.
+    /// Works on an operation until it ends, or until `when_blocked` gives up on it. Afterwards its memory is not
+    /// accessed any more.
     fn settle<'a>(
         &mut self,
         world: &'a World,
@@ -134,7 +136,7 @@ impl InProcess {
         (state, outcome)
     }
 
-    /// How an operation stands.
+    /// The state of an operation.
     fn outlook(&self, state: &State, slot: usize) -> Outlook {
         let me = self.me();
         match state.slots[me][slot].status {
@@ -156,7 +158,7 @@ impl InProcess {
         }
     }
 
-    /// Does items of a round that all members have started, until none is left to hand out.
+    /// Executes items of a round that all members have started, until none is left.
     fn perform<'a>(
         &mut self,
         world: &'a World,
@@ -167,8 +169,8 @@ impl InProcess {
         self.entries.extend(state.rounds[index].entries.iter().flatten());
         while let Some(item) = state.rounds[index].hand_out() {
             drop(state);
-            // SAFETY: `start` has passed the entries when the round became full. No member leaves it before all items are
-            // done, so all memory is still lent. `hand_out` gives each item once.
+            // SAFETY: `start` has checked the entries when the round became full. No member leaves it before all items
+            // are done, so all memory is still lent. `hand_out` returns each item once.
             unsafe { memory::perform(&self.entries, item) };
             state = world.lock();
             let round = &mut state.rounds[index];
@@ -201,19 +203,19 @@ impl InProcess {
     }
 }
 
-/// How an operation stands.
+/// The state of an operation.
 enum Outlook {
-    /// Nobody touches its memory any longer.
+    /// Its memory is not accessed any more.
     Ended(Result<()>),
-    /// All ranks have started this round, and there is work to share.
+    /// All ranks have started this round, and it has items left.
     ToDo(usize),
-    /// Another thread works on it, and will be done whatever happens.
+    /// Another thread works on it, and will finish whatever happens.
     InWork,
     /// Another rank has not started it.
     Blocked,
 }
 
-// SAFETY: `settle` ends with the memory left alone, by the argument of `memory`; `wait` and `drop` go through it.
+// SAFETY: `settle` ends with the memory no longer accessed, as `memory` explains; `wait` and `drop` call it.
 unsafe impl Communicator for InProcess {
     fn rank(&self) -> usize {
         self.rank
@@ -254,7 +256,8 @@ unsafe impl Communicator for InProcess {
         if round.is_full() {
             self.entries.clear();
             self.entries.extend(round.entries.iter().flatten());
-            // SAFETY: the round is full, and nobody has left it, since nobody leaves a round that has not failed before.
+            // SAFETY: the round is full. No member has left it, because no member leaves a round that has not failed
+            // yet.
             match unsafe { memory::items(&self.entries) } {
                 Ok(items) => round.items = items,
                 Err(disagreement) => round.disagreement = Some(disagreement),
@@ -347,7 +350,7 @@ impl World {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a change that concerns a rank, until a deadline at most.
+    /// Waits for a change that concerns a rank, at most until the deadline.
     fn block<'a>(&self, state: MutexGuard<'a, State>, rank: usize, deadline: Option<Instant>) -> MutexGuard<'a, State> {
         let changed = &self.changed[rank];
         match deadline {
@@ -364,7 +367,7 @@ impl World {
     }
 }
 
-/// The error of a message whose ends differ in size.
+/// The error for a message whose ends differ in size.
 fn mismatch(me: usize, post: &Post, other: usize) -> CommunicatorError {
     let (from, to, sent, expected) =
         if post.sends { (me, post.peer, post.range.len, other) } else { (post.peer, me, other, post.range.len) };

@@ -1,64 +1,64 @@
-//! What the ranks of one process know of each other. All of it is behind one lock.
+//! The shared state of the ranks of one process, behind one lock.
 
 use std::sync::Arc;
 
 use super::memory::{Disagreement, Entry, Range};
 use crate::{Awaited, CommunicatorError, Tag};
 
-/// Everything that is under way.
+/// All groups and operations of a world.
 #[derive(Debug)]
 pub(super) struct State {
-    /// The first failure of any rank. Nothing starts after it.
+    /// The first failure of any rank. No operation starts after it.
     pub(super) failure: Option<Failure>,
-    /// Communicators: the world, and what it was split into.
+    /// The communicators: the world, and the groups that it was split into.
     pub(super) groups: Vec<Group>,
-    /// Operations of each rank of the world.
+    /// Operations, by world rank.
     pub(super) slots: Vec<Vec<Slot>>,
-    /// Collectives under way, and empty ones for reuse.
+    /// Collectives in progress, and empty ones for reuse.
     pub(super) rounds: Vec<Round>,
     /// Number of messages posted so far.
     posted: u64,
 }
 
-/// Who failed first.
+/// The rank that failed first, and why.
 #[derive(Debug)]
 pub(super) struct Failure {
     pub(super) rank: usize,
     pub(super) why: String,
 }
 
-/// A communicator, as all of its ranks see it.
+/// A communicator, shared by all of its ranks.
 #[derive(Debug)]
 pub(super) struct Group {
-    /// What made it: the group that was split, the number of its collectives by then, the color.
+    /// The split that created it: the group that was split, the number of collectives it had started, and the color.
     pub(super) origin: (usize, u64, usize),
-    /// World ranks.
+    /// World ranks of the members.
     pub(super) members: Arc<[usize]>,
-    /// Which of the members dropped their end.
+    /// For each member, true if it has dropped its end.
     pub(super) left: Vec<bool>,
 }
 
-/// One operation of one rank. Reused, so that a step in its steady state allocates nothing.
+/// One operation of one rank. Slots are reused, so that a step allocates nothing in its steady state.
 #[derive(Debug)]
 pub(super) struct Slot {
     pub(super) group: usize,
     pub(super) status: Status,
 }
 
-/// How far it is.
+/// The progress of an operation.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Status {
     /// No operation.
     Free,
-    /// A message whose other end is not posted yet.
+    /// A message whose other end has not been posted yet.
     Posted(Post),
     /// A message that the other end's thread is copying.
     Copying,
-    /// A message that is through.
+    /// A message that was copied.
     Done,
     /// A message whose ends differ in size.
     Mismatched { post: Post, other: usize },
-    /// A part of `rounds[i]`.
+    /// This rank's share in `rounds[i]`.
     Round(usize),
 }
 
@@ -67,27 +67,27 @@ pub(super) enum Status {
 pub(super) struct Post {
     pub(super) sends: bool,
     pub(super) group: usize,
-    /// The other end's rank in the world.
+    /// The other end's world rank.
     pub(super) peer: usize,
     pub(super) tag: Tag,
     pub(super) range: Range,
-    /// Orders messages of one tag.
+    /// The order among messages with the same tag.
     serial: u64,
 }
 
-/// One collective.
+/// A collective in progress.
 #[derive(Debug)]
 pub(super) struct Round {
     pub(super) group: usize,
-    /// Its number among the group's collectives.
+    /// Its index among the group's collectives.
     pub(super) serial: u64,
-    /// One per member of the group; `None` for who has not started it, or has withdrawn.
+    /// One entry per member of the group; `None` if the member has not started the collective, or has left it.
     pub(super) entries: Vec<Option<Entry>>,
-    /// Members that have started it.
+    /// Number of members that have started it.
     pub(super) entered: usize,
-    /// Members that have not waited for it yet.
+    /// Number of members that have started it and not waited for it yet.
     present: usize,
-    /// The next item to hand out, of `items`.
+    /// The next item to hand out, below `items`.
     pub(super) next: usize,
     pub(super) done: usize,
     pub(super) items: usize,
@@ -101,13 +101,13 @@ impl State {
         Self { failure: None, groups: vec![world], slots, rounds: Vec::new(), posted: 0 }
     }
 
-    /// Takes a slot for an operation.
+    /// Opens a slot for an operation.
     pub(super) fn open(&mut self, rank: usize, group: usize, status: Status) -> usize {
         let slots = &mut self.slots[rank];
         let index = slots.iter().position(|slot| matches!(slot.status, Status::Free)).unwrap_or_else(|| {
             slots.push(Slot { group, status: Status::Free });
-            // A round in use is held by a slot at least. With as many rounds as slots, how ranks interleave does not
-            // decide whether a round is allocated.
+            // Each round in use is held by at least one slot. With as many rounds as slots, the interleaving of ranks
+            // does not determine whether a round is allocated.
             self.rounds.push(Round::empty(self.groups[0].members.len()));
             slots.len() - 1
         });
@@ -124,7 +124,7 @@ impl State {
         Post { sends, group, peer, tag, range, serial: self.posted }
     }
 
-    /// The slot of the peer's oldest message end that fits one of `rank`'s.
+    /// Finds the peer's oldest posted end that matches this end of a message.
     pub(super) fn counterpart(&self, rank: usize, post: &Post) -> Option<(usize, Post)> {
         let fits = |other: &Post| {
             (other.sends, other.group, other.peer, other.tag) == (!post.sends, post.group, rank, post.tag)
@@ -137,7 +137,7 @@ impl State {
         posted.min_by_key(|(_, other)| other.serial)
     }
 
-    /// Enters a member into the group's collective of a number. Returns the round.
+    /// Enters a member into a collective of its group, by the collective's index. Returns the index of its round.
     pub(super) fn enter(&mut self, group: usize, serial: u64, member: usize, entry: Entry) -> usize {
         let under_way = |round: &Round| round.present > 0 && (round.group, round.serial) == (group, serial);
         let index = self.rounds.iter().position(under_way).unwrap_or_else(|| {
@@ -160,7 +160,7 @@ impl State {
         index
     }
 
-    /// What a rank's blocked operation waits for.
+    /// The reason why a rank's operation is blocked.
     pub(super) fn awaited(&self, rank: usize, slot: usize) -> Awaited {
         match self.slots[rank][slot].status {
             Status::Posted(Post { sends: true, peer, tag, .. }) => Awaited::Taken { to: peer, tag },
@@ -174,7 +174,7 @@ impl State {
         }
     }
 
-    /// A rank that a blocked operation waits for, but that has left.
+    /// A rank that has left although a blocked operation waits for it.
     pub(super) fn absent(&self, rank: usize, slot: usize) -> Option<usize> {
         match self.slots[rank][slot].status {
             Status::Posted(Post { peer, group, .. }) => {
@@ -186,28 +186,28 @@ impl State {
         }
     }
 
-    /// Members, by world rank, that have not started a round, and whether they have left.
+    /// World ranks of the members that have not started a round, and whether each has left.
     fn missing(&self, round: &Round) -> impl Iterator<Item = (usize, bool)> {
         let group = &self.groups[round.group];
         let all = round.entries.iter().zip(group.members.iter().zip(&group.left));
         all.filter(|(entry, _)| entry.is_none()).map(|(_, (rank, left))| (*rank, *left))
     }
 
-    /// Takes a member out of a round, that it has waited for or cannot wait for any longer.
+    /// Removes a member from a round that it has waited for, or can no longer wait for.
     pub(super) fn leave(&mut self, round: usize, member: usize) {
         let round = &mut self.rounds[round];
         round.entries[member] = None;
         round.present -= 1;
     }
 
-    /// Marks the world as failed, if nothing has failed before.
+    /// Marks the world as failed, unless it already is.
     pub(super) fn fail(&mut self, rank: usize, why: impl FnOnce() -> String) {
         if self.failure.is_none() {
             self.failure = Some(Failure { rank, why: why() });
         }
     }
 
-    /// The error of `by`, if anybody has failed.
+    /// Returns an error for rank `by` if any rank has failed.
     pub(super) fn check(&self, by: usize, awaited: impl FnOnce() -> Awaited) -> Result<(), CommunicatorError> {
         match &self.failure {
             None => Ok(()),
@@ -233,7 +233,7 @@ impl Round {
         }
     }
 
-    /// The next item, for the thread that asks.
+    /// Hands out the next item.
     pub(super) fn hand_out(&mut self) -> Option<usize> {
         let item = self.next;
         (item < self.items).then(|| {
@@ -242,7 +242,7 @@ impl Round {
         })
     }
 
-    /// Whether all members have started it. Then it ends without any of them.
+    /// True if all members have started it. Any of them can then complete it alone.
     pub(super) fn is_full(&self) -> bool {
         self.entered == self.entries.len()
     }

@@ -1,17 +1,17 @@
-//! The judge of launch orders: devices that know no tags. What a rank has launched runs one after the other, and the next
-//! of a rank is paired with whatever is next at the other end. Knows nothing of how orders are made.
+//! The checker of launch orders: a simulation of devices without tags. The launches of a rank run one after another,
+//! and the next one is paired with the next one at its other end. It does not know how orders are made.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::{Call, Launch, LaunchOrder, LaunchQueue, Start};
 
-/// Runs all programs at speeds of chance on devices without tags. Panics where messages are confused, or nobody goes on.
+/// Runs all programs at random speeds on devices without tags. Panics if messages are confused or the ranks deadlock.
 pub fn run(programs: &[Vec<Call>], orders: Vec<LaunchOrder>, seed: u64) {
     let mut random = seed;
     let mut ranks: Vec<Device> = programs.iter().zip(orders).map(|(calls, order)| Device::new(calls, order)).collect();
     loop {
-        // Who goes on first is a matter of chance.
+        // Start with a random rank.
         let count = ranks.len();
         let first = next(&mut random) as usize % count;
         let moved = (0..count).map(|i| (first + i) % count).any(|rank| {
@@ -32,7 +32,7 @@ struct Device<'a> {
     calls: &'a [Call],
     starts: Vec<Start>,
     queue: LaunchQueue,
-    /// Launched and not through.
+    /// Launched, but not completed.
     stream: VecDeque<Launch>,
     through: Vec<usize>,
 }
@@ -44,7 +44,7 @@ impl<'a> Device<'a> {
         Self { calls, starts, queue, stream: VecDeque::new(), through: Vec::new() }
     }
 
-    /// The next call of the program, unless it waits.
+    /// Executes the next call of the program, unless it has to wait.
     fn call(&mut self, me: usize) -> bool {
         let Some((call, rest)) = self.calls.split_first() else { return false };
         match call {
@@ -66,7 +66,7 @@ impl<'a> Device<'a> {
         }
     }
 
-    /// The head is through. Returns its number, and how many of its like were started before.
+    /// Completes the first launch of the stream. Returns how many equal starts come before it in the program.
     fn pass(&mut self) -> usize {
         let Some(Launch::One(start)) = self.stream.pop_front() else { panic!("the head is one start") };
         self.through.push(start);
@@ -74,7 +74,7 @@ impl<'a> Device<'a> {
     }
 }
 
-/// Lets through what is next on a rank, if it is next on the other side, too.
+/// Completes the next operation of a rank if it is also the next one at its other end.
 fn connect(ranks: &mut [Device], me: usize) -> bool {
     if let Some(&Launch::Oneself { send, receive }) = ranks[me].stream.front() {
         let Start::Send { to, tag, len } = ranks[me].starts[send] else { panic!("a send") };
@@ -104,7 +104,7 @@ fn connect(ranks: &mut [Device], me: usize) -> bool {
     }
 }
 
-/// Xorshift.
+/// A xorshift generator.
 fn next(state: &mut u64) -> u64 {
     *state |= 1;
     *state ^= *state << 13;

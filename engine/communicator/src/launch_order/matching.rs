@@ -1,15 +1,17 @@
-//! Walks through the programs of all ranks together, and lists messages and collectives as they find all their ends.
+//! Simulates the programs of all ranks together, and lists messages and collectives in the order in which all their
+//! ends have been started.
 
 use std::collections::{HashMap, VecDeque};
 
 use super::{Call, Launch, LaunchOrder, Start};
 use crate::{Awaited, CommunicatorError, Result, Tag};
 
-/// The orders of all ranks.
+/// Determines the orders of all ranks.
 ///
-/// Each rank's clock runs with what it computes, and stands still in a wait until what it waits for has matched. The rank
-/// that is furthest back goes on first, so that matches come in the order of time. Launching in that order asks of no rank
-/// to start something before its program can: what matched earlier was started earlier.
+/// Each rank has a clock. Computing advances it by the computation's time; a wait advances it to the time at which the
+/// awaited operation was matched. The rank with the lowest clock goes on first, so that operations are matched in the order of
+/// time. Launching in this order never requires a rank to start an operation before its program can: operations that
+/// were matched earlier were started earlier.
 pub(super) fn orders(programs: &[Vec<Call>]) -> Result<Vec<LaunchOrder>> {
     let mut walk = Walk::new(programs);
     while let Some(rank) = walk.next() {
@@ -20,18 +22,18 @@ pub(super) fn orders(programs: &[Vec<Call>]) -> Result<Vec<LaunchOrder>> {
 
 struct Walk<'a> {
     ranks: Vec<Rank<'a>>,
-    /// Messages with one end: the starts of their senders, and of their receivers, by (sender, receiver, tag).
+    /// Messages with only one end so far, by (sender, receiver, tag): the starts of senders, and of receivers.
     halves: HashMap<(usize, usize, Tag), [VecDeque<usize>; 2]>,
-    /// Collectives, in the order of all ranks: the starts of those that have come to them.
+    /// Collectives, in the common order of all ranks: each rank that has reached one, and its start.
     collectives: Vec<Vec<(usize, usize)>>,
 }
 
 struct Rank<'a> {
-    /// What it has yet to do.
+    /// The remaining calls of its program.
     program: &'a [Call],
     clock: u64,
     starts: Vec<Start>,
-    /// When each start has matched.
+    /// The time at which each start was matched.
     matched: Vec<Option<u64>>,
     launches: Vec<Launch>,
     collectives: usize,
@@ -50,13 +52,13 @@ impl<'a> Walk<'a> {
         Self { ranks: programs.iter().map(rank).collect(), halves: HashMap::new(), collectives: Vec::new() }
     }
 
-    /// The rank that is furthest back of those that can go on.
+    /// The rank with the lowest clock among those that can go on.
     fn next(&self) -> Option<usize> {
         let clocks = self.ranks.iter().enumerate().filter_map(|(index, rank)| Some((rank.goes_on_at()?, index)));
         clocks.min().map(|(_, index)| index)
     }
 
-    /// Does the next call of a rank that can go on.
+    /// Executes the next call of a rank that can go on.
     fn go_on(&mut self, index: usize) -> Result<()> {
         let rank = &mut self.ranks[index];
         rank.clock = rank.goes_on_at().expect("the rank can go on");
@@ -132,7 +134,7 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    /// The orders, if everything was done and has matched.
+    /// Returns the orders if all programs are finished and all starts matched.
     fn finish(self) -> Result<Vec<LaunchOrder>> {
         let stuck = |(index, rank): (usize, &Rank)| Some((index, self.awaited(rank.blocked_by()?, rank)));
         let mut ranks: Vec<_> = self.ranks.iter().enumerate().filter_map(stuck).collect();
@@ -164,16 +166,16 @@ impl<'a> Walk<'a> {
 }
 
 impl Rank<'_> {
-    /// When it goes on; `None` if it is done, or waits for what has not matched.
+    /// The time at which the rank can go on; `None` if it is finished, or waits for a start that is not matched.
     fn goes_on_at(&self) -> Option<u64> {
         match self.program.first()? {
-            // What it has not started is an error, which is found when it goes on.
+            // Waiting for something that was not started is an error; `go_on` reports it.
             Call::Wait(start) => self.matched.get(*start).map_or(Some(self.clock), |at| Some(self.clock.max((*at)?))),
             _ => Some(self.clock),
         }
     }
 
-    /// The start that it waits for.
+    /// The start that the rank waits for.
     fn blocked_by(&self) -> Option<usize> {
         match self.program.first()? {
             Call::Wait(start) => Some(*start),
@@ -183,7 +185,7 @@ impl Rank<'_> {
 }
 
 impl Start {
-    /// Bytes of a message.
+    /// Size of a message in bytes.
     fn len(&self) -> usize {
         match self {
             Self::Send { len, .. } | Self::Receive { len, .. } => *len,

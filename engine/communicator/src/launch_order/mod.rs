@@ -1,20 +1,21 @@
-//! In which order a backend that knows no tags launches messages: one order for all ranks, agreed on beforehand.
+//! The order in which a backend without tags launches messages: one order for all ranks, agreed on beforehand.
 //!
-//! NCCL pairs messages by position: the third send to a peer is what the peer's third receive gets. Besides, what a rank
-//! has launched runs one after the other, and each message holds up all behind it until its peer has come to it. Programs
-//! promise neither order: a sender sends when a value is made, a receiver receives when it needs one, and a tag tells them
-//! which is which. So a start is one thing, a launch another:
+//! NCCL pairs messages by position: the third send to a peer is what the peer's third receive gets. Moreover, the
+//! operations that a rank has launched run one after another, and each message blocks those after it until its peer has
+//! reached it too. Programs guarantee neither. A sender sends when a value is computed, a receiver receives when it
+//! needs one, and a tag tells which is which. So starting and launching an operation are two different things:
 //!
 //! > **The launches of all ranks are subsequences of one list of messages and collectives.**
 //!
-//! Then nothing is confused, for both ends of a pair see its messages in the order of the list; and nothing hangs, for of
-//! all that is not through yet, the first on the list is the next at each of its ends.
+//! Then messages cannot be confused, because both ends of a pair see their messages in the order of the list. They
+//! cannot deadlock either: of all operations that have not completed, the first on the list is the next one at each of
+//! its ends.
 //!
-//! In: what every rank will start, wait for and compute, in its program's order ([`Call`]s). Out: for each rank, in which
-//! order it launches what it starts ([`LaunchOrder`]). The list is the order in which messages find both their ends
-//! started when all programs are walked through together (`matching`), so a rank never has to launch what its program
-//! starts only after waiting for something behind it. In effect, sends are held back until the receiver has come near
-//! them; their memory is lent until then anyway.
+//! In: for each rank, the operations that it will start, wait for and compute, in the order of its program ([`Call`]s).
+//! Out: for each rank, the order in which it launches the operations it starts ([`LaunchOrder`]). The list is the order
+//! in which messages find both their ends started when all programs are simulated together (`matching`). So a rank
+//! never has to launch an operation that its program only starts after waiting for a later one on the list. In effect,
+//! a send is held back until the receiver is about to need it; its memory is lent until then anyway.
 //!
 //! ```text
 //! rank 0   send a, send b            rank 0 launches   send b, send a
@@ -49,14 +50,15 @@ use serde::{Deserialize, Serialize};
 use crate::{Collective, Communicator, CommunicatorError, Result, Tag};
 pub use queue::LaunchQueue;
 
-/// One thing that a rank's program does with a communicator.
+/// One call of a rank's program to its communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Call {
     /// Starts an operation.
     Start(Start),
-    /// Waits for the program's start of this number, from 0.
+    /// Waits for the program's start with this index.
     Wait(usize),
-    /// Computes for so long, in any unit that is the same on all ranks. Makes the order a good one; any is a right one.
+    /// Computes for this long, in any unit that all ranks share. Times only improve the order; any times give a correct
+    /// one.
     Compute(u64),
 }
 
@@ -69,7 +71,7 @@ pub enum Start {
     Collective(Kind),
 }
 
-/// What a collective does, without its addresses: what all ranks have to agree on.
+/// The kind of a collective, without its addresses: the properties that all ranks must agree on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "as in `Collective`")]
 pub enum Kind {
@@ -81,43 +83,46 @@ pub enum Kind {
     Barrier,
 }
 
-/// The order in which one rank launches what its program starts.
+/// The order in which one rank launches the operations that its program starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchOrder {
-    /// What the program starts, in its order.
+    /// The starts of the program, in its order.
     starts: Vec<Start>,
     launches: Vec<Launch>,
 }
 
-/// What is launched at once. Numbers are those of starts.
+/// A single launch. Indices are those of starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launch {
-    /// One end of a message, or a part in a collective.
+    /// One end of a message, or this rank's share in a collective.
     One(usize),
-    /// Both ends of a message to oneself.
+    /// Both ends of a message of a rank to itself.
     Oneself {
-        /// From here,
+        /// The index of its send.
         send: usize,
-        /// to here.
+        /// The index of its receive.
         receive: usize,
     },
 }
 
 impl LaunchOrder {
-    /// The orders of all ranks, given what each will do.
+    /// Determines the orders of all ranks from their programs.
     ///
     /// # Errors
-    /// When a message has one end only, or ends that differ in size; when ranks start different collectives; when ranks
-    /// wait for each other in a circle; when a program waits for what it has not started.
+    /// Returns an error if
+    /// - a message has only one end, or its ends differ in size,
+    /// - ranks start different collectives,
+    /// - ranks wait for each other in a cycle, or
+    /// - a program waits for an operation that it has not started.
     pub fn of(programs: &[Vec<Call>]) -> Result<Vec<Self>> {
         matching::orders(programs)
     }
 
-    /// This rank's order, given what it will do. A collective operation over any communicator of the same ranks in the host's
-    /// memory. Every rank works out the whole order from all programs, and all get the same errors as of [`Self::of`].
+    /// Determines this rank's order from its program. A collective operation over any communicator of the same ranks in
+    /// host memory. Every rank computes the orders from all programs, so that all of them get the same errors.
     ///
     /// # Errors
-    /// As [`Self::of`], and what the exchange may fail with.
+    /// Returns an error like [`Self::of`], or if the exchange fails.
     pub fn agree(over: &mut dyn Communicator, program: &[Call]) -> Result<Self> {
         let text = serde_json::to_vec(program).expect("calls are plain data");
         let programs = gather(over, &text)?.into_iter().map(|text| {
@@ -130,25 +135,25 @@ impl LaunchOrder {
         Ok(orders.swap_remove(over.rank()))
     }
 
-    /// Everything launched as it is started: what the judge is to find wrong.
+    /// An order in which everything is launched as it is started, for testing the checker.
     #[cfg(any(test, feature = "testing"))]
     #[doc(hidden)]
     pub fn as_started(&self) -> Self {
         Self { starts: self.starts.clone(), launches: (0..self.starts.len()).map(Launch::One).collect() }
     }
 
-    /// What the program starts, in its order.
+    /// The starts of the program, in its order.
     pub fn starts(&self) -> &[Start] {
         &self.starts
     }
 
-    /// What is launched, in order.
+    /// The launches, in order.
     pub fn launches(&self) -> &[Launch] {
         &self.launches
     }
 }
 
-/// The bytes of all ranks, of any length each.
+/// Gathers bytes from all ranks, with individual lengths.
 fn gather(over: &mut dyn Communicator, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
     const WORD: usize = size_of::<u64>();
     let mut lens = vec![0; WORD * over.size()];
@@ -165,7 +170,7 @@ fn gather(over: &mut dyn Communicator, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
 }
 
 impl Collective {
-    /// It without its addresses.
+    /// The collective without its addresses.
     pub fn kind(&self) -> Kind {
         match *self {
             Self::AllReduce { count, .. } => Kind::AllReduce { count },

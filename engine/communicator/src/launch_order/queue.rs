@@ -1,11 +1,11 @@
-//! One run of a program: which of its starts may be launched by now.
+//! One run of a program: decides which of its starts can be launched.
 
 use std::sync::Arc;
 
 use super::{Launch, LaunchOrder, Start};
 use crate::{CommunicatorError, Result};
 
-/// What a run has started and launched so far, and the check that it runs the program that was agreed on.
+/// The starts and launches of a run so far. Also checks that the run follows the agreed program.
 #[derive(Debug)]
 pub struct LaunchQueue {
     order: Arc<LaunchOrder>,
@@ -14,15 +14,15 @@ pub struct LaunchQueue {
 }
 
 impl LaunchQueue {
-    /// A run of the program that an order was made for.
+    /// Begins a run of the program that the order was made for.
     pub fn new(order: &Arc<LaunchOrder>) -> Self {
         Self { order: order.clone(), started: 0, launched: 0 }
     }
 
-    /// Takes note of a start. Returns its number in the run.
+    /// Records a start and returns its index in the run.
     ///
     /// # Errors
-    /// When the agreed program starts something else here.
+    /// Returns an error if the agreed program starts something else here.
     pub fn start(&mut self, rank: usize, start: Start) -> Result<usize> {
         let number = self.started;
         match self.order.starts.get(number) {
@@ -39,7 +39,7 @@ impl LaunchQueue {
         }
     }
 
-    /// The next launch, if all that belongs to it has been started. To be called until there is none.
+    /// Returns the next launch if everything that it needs has been started. Call it until it returns `None`.
     pub fn launch(&mut self) -> Option<Launch> {
         let launch = *self.order.launches.get(self.launched)?;
         let last = match launch {
@@ -52,7 +52,7 @@ impl LaunchQueue {
         })
     }
 
-    /// What has to be started before anything more can be launched.
+    /// The start that the next launch waits for.
     pub fn held_back_by(&self) -> Option<&Start> {
         self.order.launches.get(self.launched).and_then(|launch| match *launch {
             Launch::One(start) => self.order.starts.get(start),
@@ -60,7 +60,7 @@ impl LaunchQueue {
         })
     }
 
-    /// Whether everything was started. Then everything was launched, too.
+    /// True if everything was started, and therefore also launched.
     pub fn is_over(&self) -> bool {
         self.started == self.order.starts.len()
     }

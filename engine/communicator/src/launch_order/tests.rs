@@ -23,7 +23,7 @@ const BARRIER: Call = Call::Start(Start::Collective(Kind::Barrier));
 
 use Call::{Compute, Wait};
 
-/// Which starts each rank launches, in order.
+/// Compares the starts that each rank launches, in order.
 fn check(programs: &[Vec<Call>], expected: &[&[usize]]) {
     let orders = LaunchOrder::of(programs).unwrap();
     let launches = |order: &LaunchOrder| -> Vec<usize> {
@@ -38,12 +38,12 @@ fn check(programs: &[Vec<Call>], expected: &[&[usize]]) {
 
 #[test]
 fn messages_are_launched_as_their_receivers_come_to_them() {
-    // In order on both sides.
+    // In the same order on both sides.
     check(
         &[vec![send(1, 0), send(1, 1), Wait(0), Wait(1)], vec![receive(0, 0), Wait(0), receive(0, 1), Wait(1)]],
         &[&[0, 1], &[0, 1]],
     );
-    // The receiver wants the second one first.
+    // The receiver needs the second one first.
     check(
         &[vec![send(1, 0), send(1, 1), Wait(0), Wait(1)], vec![receive(0, 1), Wait(0), receive(0, 0), Wait(1)]],
         &[&[1, 0], &[0, 1]],
@@ -53,12 +53,12 @@ fn messages_are_launched_as_their_receivers_come_to_them() {
         &[vec![send(1, 0), receive(1, 0), Wait(1), Wait(0)], vec![send(0, 0), receive(0, 0), Wait(1), Wait(0)]],
         &[&[1, 0], &[0, 1]],
     );
-    // One tag: the first sent is the first received.
+    // With one tag, the first message sent is the first received.
     check(
         &[vec![send(1, 0), send(1, 0), Wait(0), Wait(1)], vec![receive(0, 0), receive(0, 0), Wait(1), Wait(0)]],
         &[&[0, 1], &[0, 1]],
     );
-    // Oneself, and a collective between messages that one rank starts before and the other behind it.
+    // A message of a rank to itself; then a message that one rank starts before a collective and the other after it.
     check(&[vec![receive(0, 3), send(0, 3), Wait(0), Wait(1)]], &[&[1]]);
     check(
         &[vec![send(1, 0), BARRIER, Wait(1), Wait(0)], vec![BARRIER, receive(0, 0), Wait(1), Wait(0)]],
@@ -66,7 +66,7 @@ fn messages_are_launched_as_their_receivers_come_to_them() {
     );
 }
 
-/// The judge sees it when the second message is taken for the first.
+/// The checker notices that the second message is taken for the first.
 #[test]
 #[should_panic(expected = "another message than the receiver expects")]
 fn the_order_of_the_programs_themselves_confuses_messages() {
@@ -75,7 +75,8 @@ fn the_order_of_the_programs_themselves_confuses_messages() {
     run(&programs, orders.iter().map(LaunchOrder::as_started).collect(), 1);
 }
 
-/// Rank 1 computes long before it takes what rank 0 sent. Rank 0 is not to be held up in what it receives meanwhile.
+/// Rank 1 computes for a long time before it receives what rank 0 sent. That must not delay what rank 0 receives
+/// meanwhile.
 #[test]
 fn time_decides_who_is_first() {
     let zero = vec![send(1, 0), receive(2, 0), Wait(1), Wait(0)];
@@ -157,7 +158,7 @@ fn a_run_of_another_program_is_an_error() {
     assert!(text.contains("has nothing any more"), "{text}");
 }
 
-/// A message between two of the ranks: its ends' starts, and how long after both its ends wait for it.
+/// A message between two ranks: the times at which its ends start, and how long after both starts each end waits.
 #[derive(Debug, Clone)]
 struct Message {
     ends: [usize; 2],
@@ -177,16 +178,17 @@ fn message(ranks: usize) -> impl Strategy<Value = Message> {
     })
 }
 
-/// Programs that can be run: in the order of time, nothing is waited for that is not there.
+/// Programs that can run: in the order of time, nothing is waited for that is not available.
 fn programs(ranks: usize, messages: &[Message], barriers: &[Vec<u32>]) -> Vec<Vec<Call>> {
-    // By time, then by who came first. A start has a number; its wait refers to it.
+    // Sorted by time, then by index. A wait refers to its start's index.
     let mut events: Vec<Vec<(u32, usize, Option<Call>)>> = vec![Vec::new(); ranks];
     let mut number = 0;
     let mut add = |rank: usize, start: Call, from: u32, until: u32| {
         number += 1;
         events[rank].extend([(from, number, Some(start)), (until, number, None)]);
     };
-    // The first sent under a tag is the first received, whichever were meant for each other.
+    // With one tag, the first message sent is the first received, even if they were generated as ends of different
+    // messages.
     let mut by_tag: BTreeMap<_, Vec<&Message>> = BTreeMap::new();
     messages.iter().for_each(|message| by_tag.entry((message.ends, message.tag)).or_default().push(message));
     for (([from, to], tag), messages) in by_tag {

@@ -1,4 +1,4 @@
-//! What a rank asks of the others through NCCL.
+//! The [`Communicator`] interface over NCCL.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use crate::backend::world_rank;
 use crate::launch_order::{Call, Kind, LaunchOrder, LaunchQueue, Start};
 use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag};
 
-// SAFETY: lent memory is left alone
-// - after `wait` without an error, since the operation's event has come to pass;
-// - after `wait_on_device`, by what is launched behind it, since the stream that computes waits for the same event;
-// - after an error, since `fail` aborts the rank's communicators and waits for the stream that runs their operations;
-// - after a drop, which fails in the same way while operations are under way; without any, nothing is lent.
+// SAFETY: lent memory is not accessed any more
+// - after `wait` without an error, because the operation's event has completed;
+// - after `wait_on_device`, by what is launched afterwards, because the compute stream waits for the same event;
+// - after an error, because `fail` aborts the rank's communicators and waits for the stream that runs their operations;
+// - after a drop, which fails in the same way if operations are in progress; otherwise nothing is lent.
 // Addresses are those of a device.
 unsafe impl Communicator for Nccl {
     fn rank(&self) -> usize {
@@ -35,13 +35,13 @@ unsafe impl Communicator for Nccl {
 
     unsafe fn isend(&mut self, bytes: *const u8, len: usize, to: usize, tag: Tag) -> Result<Request> {
         world_rank(&self.members, to)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { self.begin(Operation::Send { bytes, len, to, tag }) }
     }
 
     unsafe fn irecv(&mut self, bytes: *mut u8, len: usize, from: usize, tag: Tag) -> Result<Request> {
         world_rank(&self.members, from)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { self.begin(Operation::Receive { bytes, len, from, tag }) }
     }
 
@@ -58,7 +58,7 @@ unsafe impl Communicator for Nccl {
             }
             _ => {}
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { self.begin(Operation::Collective(collective)) }
     }
 
@@ -80,7 +80,7 @@ unsafe impl Communicator for Nccl {
         Ok(Some(Arc::new(order)))
     }
 
-    /// Outside of a run there are collectives alone.
+    /// Begins a run of a program. Outside of a run, only collectives can be started.
     fn follow(&mut self, order: &Arc<LaunchOrder>) -> Result<()> {
         self.expect_well()?;
         if self.run.is_some() {
@@ -101,7 +101,8 @@ unsafe impl Communicator for Nccl {
         let waits = self.slots[index].hold_up(&self.compute);
         waits.map_err(|error| self.fail(error))?;
         self.left.push_back(index);
-        // Before a queue of the driver's is full, behind which the host would wait without asking after the others.
+        // Settle before a queue of the driver is full: the host would then block without checking for failures of other
+        // ranks.
         self.settle_to(MOST_LEFT)
     }
 
@@ -111,7 +112,8 @@ unsafe impl Communicator for Nccl {
             return Ok(());
         }
         self.settle_to(0)?;
-        // A rank that fails tells of it, and then aborts its communicators: what it had waited for lets go of what it sends next.
+        // A failing rank first reports it and then aborts its communicators, so operations that wait for it may end.
+        // Check for such a report before trusting their results.
         heartbeat(&mut *self.control).map_err(|error| self.fail(error))
     }
 

@@ -1,7 +1,7 @@
 //! The communicators of one rank, which fail together.
 //!
-//! What one has launched may wait for what the rank computes, and that for another one's messages. So when one fails, a stream ends
-//! only after all were aborted.
+//! An operation of one communicator may wait for the rank's computation, and that for an operation of another
+//! communicator. So after a failure, a stream ends only once all of them have been aborted.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -9,16 +9,16 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use super::raw::Comm;
 use crate::Result;
 
-/// All communicators that were split from one, with that one.
+/// A communicator and all those that were split from it.
 #[derive(Default)]
 pub(super) struct Family {
     comms: Mutex<Vec<Weak<Comm>>>,
-    /// What the stream that computes belongs to.
+    /// The owner of the compute stream, kept alive.
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Family {
-    /// Keeps something alive as long as one of them.
+    /// A family that keeps `owner` alive.
     pub(super) fn keeping(owner: Arc<dyn Any + Send + Sync>) -> Self {
         Self { comms: Mutex::default(), _owner: Some(owner) }
     }
@@ -33,12 +33,12 @@ impl Family {
         self.comms.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// What has happened to one of them.
+    /// Returns an error if any of the communicators has failed.
     pub(super) fn check(&self) -> Result<()> {
         self.members().iter().try_for_each(|member| member.is_settled().map(drop))
     }
 
-    /// Aborts all, side by side: NCCL may wait in one for what another has running.
+    /// Aborts all communicators, concurrently: NCCL may wait in one for an operation of another.
     pub(super) fn abort(&self) {
         let members = self.members();
         std::thread::scope(|scope| {

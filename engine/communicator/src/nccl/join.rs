@@ -1,4 +1,4 @@
-//! How a rank joins the others over NCCL.
+//! Joining a group of ranks over NCCL.
 
 use std::any::Any;
 use std::collections::{BTreeSet, VecDeque};
@@ -17,12 +17,13 @@ use crate::backend::Owner;
 use crate::{Communicator, Result};
 
 impl Nccl {
-    /// This rank of `control`'s ranks, on a GPU by its number in this process, with a new stream for its computations. A
-    /// collective operation.
+    /// Connects this rank, on a GPU given by its index in this process, to the other ranks of `control`. Its
+    /// computation gets a new stream. A collective operation.
     ///
     /// # Errors
-    /// [`CommunicatorError::Missing`](crate::CommunicatorError::Missing) without driver or NCCL, before anything else. What NCCL refuses, such as two ranks on
-    /// one GPU. Whoever gets an error leaves, and the others' calls fail.
+    /// Returns [`CommunicatorError::Missing`](crate::CommunicatorError::Missing), before anything else, if the driver
+    /// or NCCL is missing. Also returns errors of NCCL, for example for two ranks on one GPU. A rank that gets an error
+    /// leaves, and the other ranks' calls fail.
     pub fn on_device(control: Box<dyn Communicator>, ordinal: usize) -> Result<Self> {
         Library::load()?;
         let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"))?;
@@ -30,13 +31,14 @@ impl Nccl {
         Self::over(control, &compute)
     }
 
-    /// As [`Self::on_device`], with the computations of a stream of that GPU's primary context, which `owner` keeps alive.
+    /// Like [`Self::on_device`], with an existing compute stream of that GPU's primary context, which `owner` keeps
+    /// alive.
     ///
     /// # Safety
-    /// The stream is one, and stays as long as its owner.
+    /// `stream` must be a valid stream for as long as `owner` lives.
     ///
     /// # Errors
-    /// As [`Self::on_device`].
+    /// Returns an error like [`Self::on_device`].
     pub unsafe fn on_stream(
         control: Box<dyn Communicator>,
         ordinal: usize,
@@ -50,18 +52,18 @@ impl Nccl {
         Self::of_all(control, &compute, Family::keeping(owner))
     }
 
-    /// Expects driver and NCCL.
+    /// Checks that the driver and NCCL are installed.
     ///
     /// # Errors
-    /// [`CommunicatorError::Missing`](crate::CommunicatorError::Missing).
+    /// Returns [`CommunicatorError::Missing`](crate::CommunicatorError::Missing) if one of them is not.
     pub fn is_available() -> Result<()> {
         Library::load().map(drop)
     }
 
-    /// As [`Self::on_device`], with the GPU and the computations of a stream that there is already.
+    /// Like [`Self::on_device`], with the GPU and compute stream given by an existing stream.
     ///
     /// # Errors
-    /// As [`Self::on_device`].
+    /// Returns an error like [`Self::on_device`].
     pub fn over(control: Box<dyn Communicator>, compute: &Arc<CudaStream>) -> Result<Self> {
         Self::of_all(control, compute, Family::default())
     }
@@ -106,19 +108,19 @@ impl Nccl {
             failure: None,
         };
         this.until(|_| all("NCCL's set-up"), |_| Ok(true))?;
-        // The first time that all ranks exchange something.
+        // Performs the first exchange between all ranks.
         this.barrier()?;
         Ok(this)
     }
 
-    /// Gets the first message over with to and from some ranks, which do the same.
+    /// Performs the first exchange of messages with some ranks, which must do the same.
     pub(super) fn greet(&mut self, peers: &BTreeSet<usize>) -> Result<()> {
         let size = size_of::<f32>();
         let word = |index: usize| (self.scratch.1 + (size * index) as u64) as *mut u8;
         let stream = self.stream.cu_stream().cast();
         let called = self.comm.group(|| {
             peers.iter().try_for_each(|&peer| {
-                // SAFETY: the scratch has a word to send, and one from each rank.
+                // SAFETY: the scratch has a word to send, and a word to receive from each rank.
                 unsafe {
                     self.comm.send(word(0), size, peer, stream)?;
                     self.comm.receive(word(1 + peer), size, peer, stream)
@@ -130,7 +132,7 @@ impl Nccl {
     }
 }
 
-/// What a rank needs of its own: a stream, scratch, and its end of a communicator of NCCL's.
+/// Creates a rank's own resources: a stream, scratch, and its end of an NCCL communicator.
 fn parts(
     library: &'static Library,
     control: &mut dyn Communicator,

@@ -1,10 +1,12 @@
-//! Finds the driver and NCCL on this machine, or says what is missing.
+//! Finds the driver and NCCL on this machine, or reports what is missing.
 //!
-//! cudarc loads the driver, and panics where there is none, so it is asked first. NCCL is loaded here: cudarc looks for
-//! `libnccl.so` and versions that NCCL never had, while what is installed is `libnccl.so.2` (the other name comes with the
-//! files for developers); and loading that one beforehand does not help, since the loader goes by names. Types of NCCL are
-//! cudarc's, of the oldest version that it has: newer libraries take older configurations. Result codes are plain numbers
-//! here, as a newer library may know more of them than an enum.
+//! cudarc loads the driver but panics if there is none, so its presence is checked first. NCCL is loaded here, because
+//! cudarc looks for `libnccl.so` and for versions that NCCL never had. The installed file is `libnccl.so.2`; the other
+//! name comes with the development package. Loading the file beforehand would not help, since the loader searches by
+//! name.
+//!
+//! The types are those of cudarc's oldest NCCL version, whose configurations newer libraries accept. Result codes are
+//! plain integers here, because a newer library may have more of them than cudarc's enum.
 
 use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -13,25 +15,25 @@ use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclUniqueId};
 
 use crate::{CommunicatorError, MissingLibrary, Result};
 
-/// Names a file that is loaded instead of whatever is installed.
+/// The environment variable that names a file to load instead of the installed one.
 pub(super) const LIBRARY_VARIABLE: &str = "GAPLESS_NCCL_LIBRARY";
 
-/// Names under which NCCL is installed: by its packages, and by those for developers.
+/// Names under which NCCL is installed: by its package, and by its development package.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// The oldest version, as NCCL numbers it: 2.18. Its configuration is what newer ones take as well.
+/// The oldest supported version, 2.18, in NCCL's numbering. Newer ones accept its configuration.
 pub(super) const OLDEST: c_int = 21_800;
 
-/// CUDA's streams, as NCCL calls them.
+/// A CUDA stream, as NCCL declares it.
 pub(super) type Stream = *mut c_void;
 
-/// NCCL in this process. It is never unloaded: it has threads.
+/// The loaded NCCL library. It is never unloaded, because it has threads.
 pub(super) struct Library {
     pub(super) functions: Functions,
     _library: libloading::Library,
 }
 
-/// Declares the functions that are called, all of which return a code, and how they are found.
+/// Declares the functions that are called, all of which return a code, and loads them by symbol.
 macro_rules! functions {
     ($($field:ident = $symbol:literal ($($argument:ty),*);)*) => {
         pub(super) struct Functions {
@@ -42,9 +44,9 @@ macro_rules! functions {
 
         impl Functions {
             /// # Safety
-            /// The library is NCCL, version 2.
+            /// The library must be NCCL, version 2.
             unsafe fn of(library: &libloading::Library) -> Result<Self, libloading::Error> {
-                // SAFETY: the types are those of NCCL's header, which version 2 keeps.
+                // SAFETY: the types are those of NCCL's header, which all releases of version 2 keep.
                 unsafe {
                     Ok(Self {
                         $($field: *library.get($symbol)?,)*
@@ -76,30 +78,30 @@ functions! {
 }
 
 impl Functions {
-    /// What NCCL has to say about a code.
+    /// NCCL's description of a code, with its last error.
     pub(super) fn text(&self, code: c_int, comm: ncclComm_t) -> String {
         let text = |pointer: *const c_char| match pointer.is_null() {
             true => String::new(),
-            // SAFETY: NCCL returns texts that it owns.
+            // SAFETY: NCCL returns strings that it owns.
             false => unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned(),
         };
-        // SAFETY: any code may be asked about, and a communicator of null is the thread's last error.
+        // SAFETY: any code is allowed, and a null communicator selects the thread's last error.
         let (what, last) = unsafe { (text((self.error_string)(code)), text((self.last_error)(comm))) };
         if last.is_empty() { what } else { format!("{what}; {last}") }
     }
 }
 
 impl Library {
-    /// NCCL, where the driver is there too.
+    /// Loads NCCL, if the driver is installed too.
     ///
     /// # Errors
-    /// Naming all that is missing, and the remedies.
+    /// Returns an error that lists everything that is missing, with remedies.
     pub(super) fn load() -> Result<&'static Self> {
         static LOADED: OnceLock<Library> = OnceLock::new();
         if let Some(loaded) = LOADED.get() {
             return Ok(loaded);
         }
-        // SAFETY: the driver's library is one that may be loaded at any time.
+        // SAFETY: the driver's library may be loaded at any time.
         let driver = unsafe { cudarc::driver::sys::is_culib_present() };
         match (driver, find(std::env::var_os(LIBRARY_VARIABLE))) {
             (true, Ok(library)) => Ok(LOADED.get_or_init(|| library)),
@@ -113,7 +115,7 @@ impl Library {
 }
 
 fn driver_is_missing() -> MissingLibrary {
-    // Of cudarc's names, those without the word size, which no driver has.
+    // The names that cudarc tries, without those that contain a word size, which no driver has.
     let names = ["cuda", "nvcuda"].into_iter().flat_map(cudarc::get_lib_name_candidates);
     let names = names.filter(|name| !name.contains("64") && !name.contains("32") && !name.contains("libnv"));
     MissingLibrary {
@@ -123,7 +125,7 @@ fn driver_is_missing() -> MissingLibrary {
     }
 }
 
-/// Loads NCCL from where the variable says, or under the first of its names that there is.
+/// Loads NCCL from the file that the variable names, or from the first installed name that works.
 fn find(variable: Option<OsString>) -> Result<Library, MissingLibrary> {
     let mut tried = Vec::new();
     for name in names(variable.as_deref()) {
@@ -147,18 +149,18 @@ fn names(variable: Option<&OsStr>) -> Vec<OsString> {
     }
 }
 
-/// Loads a file as NCCL, or says why not.
+/// Loads a file as NCCL, or returns the reason why it cannot be used.
 fn open(name: &OsStr) -> Result<Library, String> {
     let text = |error: libloading::Error| {
-        // The loader's own words are in the source.
+        // The loader's own message is the source error.
         std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
     };
-    // SAFETY: loading NCCL runs nothing but its own set-up. What else a user names is theirs to answer for.
+    // SAFETY: loading NCCL only runs its own set-up. The user is responsible for any other file that they name.
     let library = unsafe { libloading::Library::new(name) }.map_err(text)?;
     // SAFETY: a library with this name and these functions is NCCL.
     let functions = unsafe { Functions::of(&library) }.map_err(text)?;
     let mut version = 0;
-    // SAFETY: the result outlives the call.
+    // SAFETY: `version` outlives the call.
     let code = unsafe { (functions.get_version)(&mut version) };
     match code {
         0 if version >= OLDEST => Ok(Library { functions, _library: library }),
@@ -167,9 +169,9 @@ fn open(name: &OsStr) -> Result<Library, String> {
     }
 }
 
-/// A version as people write it.
+/// A version in its usual notation.
 fn dotted(version: c_int) -> String {
-    // Up to 2.8, the major version's place was a digit lower.
+    // Up to 2.8, the major version was encoded one decimal place lower.
     let major = if version < 10_000 { 1000 } else { 10_000 };
     format!("{}.{}.{}", version / major, version % major / 100, version % 100)
 }
@@ -192,12 +194,12 @@ mod tests {
         let text = missing("/nowhere/libnccl.so.2");
         assert!(text.starts_with("NCCL (looked for /nowhere/libnccl.so.2: "), "{text}");
         assert!(text.contains("No such file or directory") && text.contains("GAPLESS_NCCL_LIBRARY"), "{text}");
-        // A library, and not NCCL.
+        // A library that is not NCCL.
         let text = missing("libc.so.6");
         assert!(text.contains("undefined symbol: ncclGetVersion"), "{text}");
     }
 
-    /// Where the variable names a file, it is NCCL with all functions that are called. Needs no driver.
+    /// If the variable names a file, it is NCCL with all functions that are called. Needs no driver.
     #[test]
     fn the_named_file_is_taken() {
         let Some(variable) = std::env::var_os(LIBRARY_VARIABLE) else {

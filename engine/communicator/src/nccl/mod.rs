@@ -1,10 +1,10 @@
-//! Ranks that are NVIDIA GPUs, through NCCL.
+//! Ranks that are NVIDIA GPUs, using NCCL.
 //!
-//! Messages and collectives are of device memory, and run on a stream of their own beside what the rank computes. The
-//! ranks find each other over another communicator of the host, which also carries everything that is not a tensor:
-//! agreements, the news that a rank has failed.
+//! Messages and collectives are between device memory, and run on a stream of their own, concurrently with the rank's
+//! computation. The ranks find each other over another communicator, on the host. It also carries everything that is
+//! not a tensor: agreements, and the notice that a rank has failed.
 //!
-//! NCCL knows no tags. So before a program is run, its ranks agree on one order of all their messages
+//! NCCL has no tags. So before a program runs, its ranks agree on one order of all their messages
 //! ([`launch_order`](super::launch_order)), and every run begins with [`Nccl::follow`]:
 //!
 //! ```no_run
@@ -33,8 +33,8 @@
 //! # }
 //! ```
 //!
-//! `library` finds NCCL, `raw` calls it, `operation` is one operation's way through it, `communicator` what a rank asks for,
-//! `join` how a rank joins them, `family` what ends together.
+//! `library` finds NCCL, `raw` calls it, `operation` executes one operation, `communicator` implements the rank's
+//! interface, `join` connects a rank, `family` groups communicators that fail together.
 
 mod communicator;
 mod family;
@@ -59,58 +59,62 @@ use crate::backend::Owner;
 use crate::launch_order::{Launch, LaunchQueue, Start};
 use crate::{Awaited, Communicator, CommunicatorError, Request, Result, Tag};
 
-/// Looks at the device without rest this often, and then at an interval.
+/// Number of polls of the device without sleeping; after that, it is polled at an interval.
 const EAGER_POLLS: u32 = 2000;
 const INTERVAL: Duration = Duration::from_micros(20);
 
-/// How often a rank that waits asks whether another has failed.
+/// How often a waiting rank checks whether another has failed.
 const HEARTBEAT: Duration = Duration::from_millis(100);
 
-/// Operations that a device may wait for while the host goes on.
+/// The most operations that the device may wait for while the host goes on.
 const MOST_LEFT: usize = 64;
 
-/// In which order f32 are added up.
+/// The order in which f32 are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sums {
-    /// In the order of ranks, as [`Collective`](crate::Collective) promises. Of two ranks there is but one order; sums over more are refused.
+    /// The order of ranks, as [`Collective`](crate::Collective) guarantees. Over two ranks, this is the only order;
+    /// sums over more are refused.
     #[default]
     InOrder,
-    /// In NCCL's, which depends on the topology, the algorithm and the size: the same bits on all ranks, but other bits than
-    /// elsewhere, and perhaps than on another day.
+    /// NCCL's order, which depends on the topology, the algorithm and the size. All ranks get the same bits, but other
+    /// backends, and possibly other runs, give different ones.
     AnyOrder,
 }
 
-/// A rank that is a GPU. Made by [`Nccl::on_device`] or [`Nccl::over`], by all ranks of a communicator of the host.
+/// A rank that is a GPU. All ranks of a host communicator create it together, by [`Nccl::on_device`] or [`Nccl::over`].
 ///
-/// An operation begins when the stream that was given has come to where it was at the operation's start, so memory may be
-/// lent that is still being computed. What is lent is device memory of this rank's GPU, except for the sizes of
-/// [`Collective::AllToAllV`](crate::Collective::AllToAllV), which are the host's. [`wait`](Communicator::wait) blocks the host.
-///
-/// Unlike the other backends' a start may wait for another rank, the first time that all ranks, or two, exchange anything in this
-/// way; making the communicator and [`agree`](Communicator::agree) get the first times over with that they can foresee. What two
-/// communicators of one rank launch runs side by side on the device, so the ranks must start operations of different
-/// communicators in orders that do not wait for each other in a circle: in one order, say. All ranks drop their communicators in the same order.
+/// - An operation begins when the compute stream has reached the point where it was at the operation's start. So memory
+///   may be lent while it is still being computed.
+/// - Lent memory is device memory of this rank's GPU, except for the sizes of
+///   [`Collective::AllToAllV`](crate::Collective::AllToAllV), which are host memory.
+/// - [`wait`](Communicator::wait) blocks the host.
+/// - Unlike with other backends, a start may wait for another rank: the first time that all ranks, or two of them,
+///   exchange data in this way. Creating the communicator and [`agree`](Communicator::agree) perform those first
+///   exchanges that they can foresee.
+/// - The launches of two communicators of one rank run concurrently on the device. So ranks must start operations of
+///   different communicators in orders that cannot deadlock, for example in the same order.
+/// - All ranks must drop their communicators in the same order.
 pub struct Nccl {
-    /// The same ranks, over the host.
+    /// The communicator of the same ranks over the host.
     control: Box<dyn Communicator>,
     owner: Owner,
-    /// The ranks' numbers in the world.
+    /// World ranks of the members.
     members: Arc<[usize]>,
     comm: Arc<Comm>,
-    /// With those that it was split from or into.
+    /// The communicators that fail together with this one: those that it was split from or into.
     family: Arc<Family>,
-    /// Makes what is sent, and reads what was received.
+    /// The stream that computes what is sent, and reads what was received.
     compute: Arc<CudaStream>,
-    /// Runs what was launched.
+    /// The stream on which operations run.
     stream: Arc<CudaStream>,
-    /// Elements of the device, two at least, for what has no memory of its own, and the address of the first.
+    /// Device memory for operations that need some of their own, at least two elements, and its address.
     scratch: (CudaSlice<f32>, u64),
     slots: Vec<Slot>,
-    /// Slots whose ends the device waits for, from the first on.
+    /// Slots whose operations the device waits for, oldest first.
     left: VecDeque<usize>,
-    /// The run under way.
+    /// The run in progress.
     run: Option<LaunchQueue>,
-    /// Slots of the run's starts, in order.
+    /// The slot of each start of the run.
     started: Vec<usize>,
     sums: Sums,
     timeout: Duration,
@@ -118,35 +122,35 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// The stream that computes.
+    /// The compute stream.
     pub fn compute(&self) -> &Arc<CudaStream> {
         &self.compute
     }
 
-    /// Allows sums in another order than that of ranks, or forbids them again.
+    /// Sets the order in which f32 are summed.
     pub fn set_sums(&mut self, sums: Sums) {
         self.sums = sums;
     }
 
-    /// This rank in the world.
+    /// This rank's index in the world.
     fn me(&self) -> usize {
         self.members[self.control.rank()]
     }
 
-    /// Refuses to go on after a failure.
+    /// Returns an error after a failure.
     fn expect_well(&self) -> Result<()> {
         self.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Makes the GPU this thread's.
+    /// Makes the GPU's context current on this thread.
     fn bind(&self) -> Result<()> {
         self.compute.context().bind_to_thread().map_err(cuda("cuCtxSetCurrent"))
     }
 
-    /// Starts an operation, and launches whatever has its turn.
+    /// Starts an operation, and launches everything whose turn it is.
     ///
     /// # Safety
-    /// Its memory is lent until the request was waited for.
+    /// The operation's memory must be lent until the request was waited for.
     unsafe fn begin(&mut self, operation: Operation) -> Result<Request> {
         self.expect_well()?;
         self.bind()?;
@@ -166,7 +170,7 @@ impl Nccl {
             }
         }
         let slot = self.open(operation)?;
-        // SAFETY: the caller's promise, now and for what was held before.
+        // SAFETY: by this function's contract, for this operation and for those held before.
         unsafe {
             if self.run.is_some() {
                 self.started.push(slot);
@@ -178,7 +182,7 @@ impl Nccl {
         Ok(self.owner.request(slot))
     }
 
-    /// Takes a slot for an operation.
+    /// Opens a slot for an operation.
     fn open(&mut self, operation: Operation) -> Result<usize> {
         let free = self.slots.iter().position(|slot| slot.status == Status::Free);
         let index = match free {
@@ -193,13 +197,13 @@ impl Nccl {
         Ok(index)
     }
 
-    /// Launches what has its turn in the run.
+    /// Launches the operations of the run whose turn it is.
     ///
     /// # Safety
-    /// The memory of all that is held is lent.
+    /// The memory of all held operations must be lent.
     unsafe fn launch_all(&mut self) -> Result<()> {
         while let Some(launch) = self.run.as_mut().and_then(LaunchQueue::launch) {
-            // SAFETY: the caller's promise.
+            // SAFETY: by this function's contract.
             unsafe {
                 match launch {
                     Launch::One(start) => self.launch(self.started[start])?,
@@ -214,10 +218,10 @@ impl Nccl {
     }
 
     /// # Safety
-    /// The memory of the slot's operation is lent.
+    /// The memory of the slot's operation must be lent.
     unsafe fn launch(&mut self, index: usize) -> Result<()> {
         let word = self.scratch.1 as *mut f32;
-        // SAFETY: the caller's promise; the word is this communicator's.
+        // SAFETY: by this function's contract; `word` belongs to this communicator.
         let launched = unsafe { self.slots[index].launch(&self.comm, self.members.len(), &self.stream, word) };
         launched.map_err(|error| self.fail(error))?;
         self.until(|this| this.slots[index].operation.awaited(&this.members), |_| Ok(true))?;
@@ -225,9 +229,9 @@ impl Nccl {
     }
 
     /// # Safety
-    /// The memory of both slots' operations is lent.
+    /// The memory of both slots' operations must be lent.
     unsafe fn copy(&mut self, send: usize, receive: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         let copied = unsafe { self.slots[send].copy_to(&self.slots[receive], &self.stream) };
         copied.map_err(|error| self.fail(error))?;
         for index in [send, receive] {
@@ -236,14 +240,14 @@ impl Nccl {
         Ok(())
     }
 
-    /// The slot of an operation that is waited for, which is launched by then.
+    /// Returns the slot of an operation to wait for, which must have been launched.
     fn launched(&mut self, request: Request) -> Result<usize> {
         let index = self.owner.slot(request)?;
         self.bind().map_err(|error| self.fail(error))?;
         let error = match (&self.failure, self.slots[index].status) {
             (Some(failure), _) => failure.clone(),
             (None, Status::Held) => {
-                // A program that was agreed on does not come here.
+                // A program that follows its agreed order never gets here.
                 let expected = self.run.as_ref().and_then(LaunchQueue::held_back_by).map(ToString::to_string);
                 self.fail(CommunicatorError::NotAsAgreed {
                     rank: self.me(),
@@ -258,7 +262,7 @@ impl Nccl {
         Err(error)
     }
 
-    /// Waits for the ends that the device was left to wait for, up to the last so many.
+    /// Waits for operations that were left to the device, oldest first, until at most `most` remain.
     fn settle_to(&mut self, most: usize) -> Result<()> {
         while self.left.len() > most {
             let index = self.left.pop_front().expect("there are more");
@@ -267,7 +271,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// Waits for the end of what was launched, and frees its slot.
+    /// Waits for the end of a launched operation, and frees its slot.
     fn end_of(&mut self, index: usize) -> Result<()> {
         let ended =
             self.until(|this| this.slots[index].operation.awaited(&this.members), |this| this.slots[index].is_done());
@@ -275,7 +279,7 @@ impl Nccl {
         ended
     }
 
-    /// Waits until NCCL is through with what it was called for, and something more; or fails.
+    /// Waits until NCCL has completed its calls and `and` returns true. Fails the rank on an error.
     fn until(&mut self, awaited: impl Fn(&Self) -> Awaited, and: impl FnMut(&Self) -> Result<bool>) -> Result<()> {
         self.poll(awaited, and).map_err(|error| self.fail(error))
     }
@@ -309,7 +313,8 @@ impl Nccl {
         Ok(())
     }
 
-    /// Tells the others, and ends everything of this rank. Nothing touches lent memory afterwards.
+    /// Reports a failure to the other ranks, and ends all of this rank's operations. Afterwards lent memory is not
+    /// accessed any more.
     fn fail(&mut self, error: CommunicatorError) -> CommunicatorError {
         if self.failure.is_none() {
             self.failure = Some(error.clone());
@@ -321,11 +326,12 @@ impl Nccl {
 
     fn end(&mut self) {
         self.family.abort();
-        // What was launched ends with the communicators. There is nothing to be done about a stream that does not answer.
+        // Launched operations end with their communicators. If the stream does not respond, nothing more can be done.
         let _ = self.stream.synchronize();
     }
 
-    /// Leaves in order, together with the others. If they don't come, they are not told: nothing is under way here.
+    /// Leaves together with the other ranks. If they do not respond, they are not notified, because no operation is in
+    /// progress.
     fn leave(&mut self) -> Result<()> {
         self.bind()?;
         self.comm.finalize()?;
@@ -362,12 +368,12 @@ impl fmt::Debug for Nccl {
     }
 }
 
-/// What all ranks take part in.
+/// The wait for an operation that all ranks take part in.
 fn all(what: &str) -> Awaited {
     Awaited::Collective { what: what.into(), missing: Vec::new() }
 }
 
-/// Hears whether a rank has failed: by a message to oneself, which fails if one has.
+/// Checks whether a rank has failed, by a message of a rank to itself, which then fails.
 fn heartbeat(control: &mut dyn Communicator) -> Result<()> {
     let (me, tag) = (control.rank(), Tag::default());
     let nothing = std::ptr::NonNull::<u8>::dangling().as_ptr();

@@ -1,4 +1,4 @@
-//! One operation: its addresses, what it is called in an agreed order, and the calls of NCCL that it is made of.
+//! One operation: its addresses, its entry in an agreed order, and the NCCL calls that execute it.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::raw::Comm;
 use crate::launch_order::Start;
 use crate::{Awaited, Collective, CommunicatorError, Result, Tag};
 
-/// What a rank has started, with its addresses on the device.
+/// An operation that a rank has started, with its device addresses.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Operation {
     Send { bytes: *const u8, len: usize, to: usize, tag: Tag },
@@ -17,17 +17,17 @@ pub(super) enum Operation {
     Collective(Collective),
 }
 
-/// An operation and how far it is. Kept for the next one, so that a step in its steady state creates no events.
+/// An operation and its progress. Slots are reused, so that a step creates no events in its steady state.
 pub(super) struct Slot {
     pub(super) operation: Operation,
     pub(super) status: Status,
-    /// What the rank had computed when it started the operation.
+    /// Marks the point of the rank's computation at which the operation was started.
     ready: CudaEvent,
-    /// The operation's end.
+    /// Marks the operation's end.
     done: CudaEvent,
 }
 
-// SAFETY: an address by itself is harmless; what is done with it is up to `launch`.
+// SAFETY: sending an address is harmless; only `launch` uses it.
 unsafe impl Send for Slot {}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub(super) enum Status {
     /// Started, and waiting for its turn.
     Held,
     Launched,
-    /// Launched, and the device waits for its end.
+    /// Launched; the device waits for its end.
     LeftToDevice,
 }
 
@@ -49,7 +49,7 @@ impl Operation {
         }
     }
 
-    /// What a rank that waits for it waits for. `members` are the world's numbers of the ranks.
+    /// The description of a wait for this operation. `members` are the world ranks of the group.
     pub(super) fn awaited(&self, members: &[usize]) -> Awaited {
         match *self {
             Self::Send { to, tag, .. } => Awaited::Taken { to: members[to], tag },
@@ -58,10 +58,10 @@ impl Operation {
         }
     }
 
-    /// Refuses what does not lie on the device: both ends of every range that NCCL would be given.
+    /// Returns an error unless both ends of every range that NCCL would be given lie on the device.
     ///
     /// # Safety
-    /// The sizes of an all-to-all are those of `ranks` ranks, in the host's memory.
+    /// The sizes of an all-to-all must be valid for `ranks` entries, in host memory.
     pub(super) unsafe fn expect_on_device(&self, ranks: usize, context: &CudaContext) -> Result<()> {
         const F32: usize = size_of::<f32>();
         let expect = |address: *const u8, len: usize| expect_on_device(address as usize, len, context.ordinal());
@@ -78,7 +78,7 @@ impl Operation {
                 expect(receive, len * ranks)
             }
             Self::Collective(Collective::AllToAllV { send, send_lens, receive, receive_lens }) => {
-                // SAFETY: the caller's promise.
+                // SAFETY: by this function's contract.
                 let total = |lens: *const usize| (0..ranks).map(|rank| unsafe { *lens.add(rank) }).sum();
                 expect(send, total(send_lens))?;
                 expect(receive, total(receive_lens))
@@ -88,16 +88,16 @@ impl Operation {
         }
     }
 
-    /// Enqueues it. `word` is 4 bytes of the device, for what needs memory of its own.
+    /// Enqueues it on a stream. `word` is 4 bytes of device memory, for operations that need some of their own.
     ///
     /// # Safety
-    /// The memory is lent until the stream has come past it.
+    /// The operation's memory must be lent until the stream has executed it.
     unsafe fn enqueue(&self, comm: &Comm, ranks: usize, stream: &CudaStream, word: *mut f32) -> Result<()> {
         let stream = stream.cu_stream().cast();
-        // SAFETY: the caller's promise, with sizes and overlaps as `Collective` says.
+        // SAFETY: by this function's contract, with sizes and overlaps as `Collective` says.
         unsafe {
             match *self {
-                // Both ends leave out what is empty.
+                // Both ends omit empty messages.
                 Self::Send { len: 0, .. } | Self::Receive { len: 0, .. } => Ok(()),
                 Self::Send { bytes, len, to, .. } => comm.send(bytes, len, to, stream),
                 Self::Receive { bytes, len, from, .. } => comm.receive(bytes, len, from, stream),
@@ -139,26 +139,26 @@ impl Slot {
         Ok(Self { operation, status: Status::Free, ready: event()?, done: event()? })
     }
 
-    /// Takes an operation that may begin when `compute` has come to where it is now.
+    /// Assigns an operation to the slot. It may begin when `compute` has reached its current point.
     pub(super) fn hold(&mut self, operation: Operation, compute: &CudaStream) -> Result<()> {
         (self.operation, self.status) = (operation, Status::Held);
         self.ready.record(compute).map_err(cuda("cuEventRecord"))
     }
 
-    /// Enqueues it behind all that was enqueued before. NCCL may not be through with it yet.
+    /// Enqueues it after everything that was enqueued before. NCCL may complete the call later.
     ///
     /// # Safety
-    /// The operation's memory is lent until it has ended.
+    /// The operation's memory must be lent until it has ended.
     pub(super) unsafe fn launch(&self, comm: &Comm, ranks: usize, stream: &CudaStream, word: *mut f32) -> Result<()> {
         stream.wait(&self.ready).map_err(cuda("cuStreamWaitEvent"))?;
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { self.operation.enqueue(comm, ranks, stream, word) }
     }
 
-    /// Copies a message to oneself. The other slot is the receive's.
+    /// Copies a message of a rank to itself; `receive` is the slot of its other end.
     ///
     /// # Safety
-    /// As [`Self::launch`], for both.
+    /// As for [`Self::launch`], for both slots.
     pub(super) unsafe fn copy_to(&self, receive: &Slot, stream: &CudaStream) -> Result<()> {
         let (Operation::Send { bytes: from, len, .. }, Operation::Receive { bytes: to, .. }) =
             (self.operation, receive.operation)
@@ -171,24 +171,24 @@ impl Slot {
         if len == 0 || from == to {
             return Ok(());
         }
-        // SAFETY: the caller's promise; both have one length, since they matched.
+        // SAFETY: by this function's contract; both have the same length, since they matched.
         let copied = unsafe { result::memcpy_dtod_async(to as u64, from as u64, len, stream.cu_stream()) };
         copied.map_err(cuda("cuMemcpyDtoDAsync"))
     }
 
-    /// Takes note that all of it is on the stream.
+    /// Records that all of it is on the stream.
     pub(super) fn launched(&mut self, stream: &CudaStream) -> Result<()> {
         self.status = Status::Launched;
         self.done.record(stream).map_err(cuda("cuEventRecord"))
     }
 
-    /// Has what is launched on `compute` from now on wait for its end.
+    /// Makes later launches on `compute` wait for its end.
     pub(super) fn hold_up(&mut self, compute: &CudaStream) -> Result<()> {
         self.status = Status::LeftToDevice;
         compute.wait(&self.done).map_err(cuda("cuStreamWaitEvent"))
     }
 
-    /// Whether it has ended.
+    /// True if it has ended.
     pub(super) fn is_done(&self) -> Result<bool> {
         self.done.try_is_complete().map_err(cuda("cuEventQuery"))
     }
@@ -213,16 +213,16 @@ fn expect_on_device(address: usize, len: usize, device: usize) -> Result<()> {
     Ok(())
 }
 
-/// What the driver knows of an address.
+/// Queries the driver for an attribute of an address.
 fn attribute<T: Default>(attribute: sys::CUpointer_attribute, address: usize) -> Result<T, DriverError> {
     let mut value = T::default();
-    // SAFETY: the value outlives the call, and both attributes that are asked for have 4 bytes. The address is looked up,
-    // not followed.
+    // SAFETY: `value` outlives the call, and both queried attributes have 4 bytes. The address is looked up, not
+    // dereferenced.
     unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), attribute, address as u64) }.result()?;
     Ok(value)
 }
 
-/// An error of the driver in a call.
+/// Wraps an error of the driver, with the call that returned it.
 pub(super) fn cuda(call: &'static str) -> impl Fn(DriverError) -> CommunicatorError {
     move |error| CommunicatorError::Cuda { call, what: error.to_string() }
 }

@@ -1,7 +1,7 @@
-//! The few calls of NCCL that the backend makes, with errors as values.
+//! The few NCCL calls that the backend makes, with errors as values.
 //!
-//! Communicators do not block: a call may return before it is through with what it has to say to other ranks, and nothing
-//! else may be asked of the communicator until [`Comm::is_settled`] says so.
+//! Communicators are non-blocking: a call may return before it has finished its own communication with other ranks. The
+//! communicator must not be used again until [`Comm::is_settled`] returns true.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,10 +11,10 @@ use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclUniqueId};
 use super::library::{Functions, Library, OLDEST, Stream};
 use crate::{CommunicatorError, Result};
 
-/// Bytes that say which communicator a rank belongs to.
+/// Bytes of the id of a communicator.
 pub(super) const ID_BYTES: usize = 128;
 
-// Of NCCL's header.
+// Constants of NCCL's header.
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 const UINT8: c_int = 1;
@@ -29,16 +29,16 @@ pub(super) struct Comm {
     handle: Mutex<Handle>,
 }
 
-/// Null once it was destroyed or aborted.
+/// A communicator; null once it was destroyed or aborted.
 struct Handle(ncclComm_t);
 
-// SAFETY: NCCL takes a communicator's calls from any thread, one at a time, which the lock sees to.
+// SAFETY: NCCL accepts a communicator's calls from any thread, one at a time, which the lock guarantees.
 unsafe impl Send for Handle {}
 
-/// What a new communicator is to be called by all its ranks.
+/// Creates an id for a new communicator, which all its ranks must share.
 pub(super) fn unique_id(library: &'static Library) -> Result<[u8; ID_BYTES]> {
     let mut id = ncclUniqueId { internal: [0; ID_BYTES] };
-    // SAFETY: the result outlives the call.
+    // SAFETY: `id` outlives the call.
     let code = unsafe { (library.functions.get_unique_id)(&mut id) };
     checked(&library.functions, "ncclGetUniqueId", code, std::ptr::null_mut())?;
     Ok(id.internal.map(|byte| byte as u8))
@@ -62,7 +62,7 @@ impl Comm {
             splitShare: UNDEFINED,
         };
         let mut handle = std::ptr::null_mut();
-        // SAFETY: result and configuration outlive the call.
+        // SAFETY: `handle` and `config` outlive the call.
         let code = unsafe { (nccl.init)(&mut handle, count(size)?, id, count(rank)?, &mut config) };
         let joined = Self { nccl, handle: Mutex::new(Handle(handle)) };
         checked(nccl, "ncclCommInitRankConfig", code, handle)?;
@@ -83,50 +83,50 @@ impl Comm {
         self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether all that was called is through. What was launched may still be running.
+    /// True if all calls have completed. Launched operations may still be running.
     ///
     /// # Errors
-    /// What has happened to the communicator since.
+    /// Returns an error if the communicator has failed since.
     pub(super) fn is_settled(&self) -> Result<bool> {
         const CALL: &str = "ncclCommGetAsyncError";
         let mut state = SUCCESS;
-        // SAFETY: the handle is a communicator's; the result outlives the call.
+        // SAFETY: the handle is a valid communicator; `state` outlives the call.
         self.call(CALL, |nccl, handle| unsafe { (nccl.state)(handle, &mut state) })?;
         self.call(CALL, |_, _| state)?;
         Ok(state == SUCCESS)
     }
 
     /// # Safety
-    /// Here and below: addresses are valid on the communicator's device for what they are called, and lent until the stream
-    /// has come past the call. The stream is one of that device.
+    /// For this and the following methods: addresses must be valid on the communicator's device for the given size, and
+    /// lent until the stream has executed the call. The stream must belong to that device.
     pub(super) unsafe fn send(&self, bytes: *const u8, len: usize, to: usize, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise. Ranks were counted as `c_int` when the communicator was joined.
+        // SAFETY: by this function's contract. The number of ranks was checked to fit `c_int` on joining.
         self.call("ncclSend", |nccl, handle| unsafe {
             (nccl.send)(bytes.cast(), len, UINT8, to as c_int, handle, stream)
         })
     }
 
     /// # Safety
-    /// As [`Self::send`].
+    /// As for [`Self::send`].
     pub(super) unsafe fn receive(&self, bytes: *mut u8, len: usize, from: usize, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         self.call("ncclRecv", |nccl, handle| unsafe {
             (nccl.receive)(bytes.cast(), len, UINT8, from as c_int, handle, stream)
         })
     }
 
     /// # Safety
-    /// As [`Self::send`].
+    /// As for [`Self::send`].
     pub(super) unsafe fn all_reduce(&self, values: *mut f32, count: usize, stream: Stream) -> Result<()> {
         let values: *mut c_void = values.cast();
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         self.call("ncclAllReduce", |nccl, handle| unsafe {
             (nccl.all_reduce)(values, values, count, FLOAT32, SUM, handle, stream)
         })
     }
 
     /// # Safety
-    /// As [`Self::send`]. `count` is that of a part.
+    /// As for [`Self::send`]; `count` is the size of a part.
     pub(super) unsafe fn reduce_scatter(
         &self,
         send: *const f32,
@@ -135,14 +135,14 @@ impl Comm {
         stream: Stream,
     ) -> Result<()> {
         let (send, receive) = (send.cast(), receive.cast());
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         self.call("ncclReduceScatter", |nccl, handle| unsafe {
             (nccl.reduce_scatter)(send, receive, count, FLOAT32, SUM, handle, stream)
         })
     }
 
     /// # Safety
-    /// As [`Self::send`]. `len` is that of a part.
+    /// As for [`Self::send`]; `len` is the size of a part.
     pub(super) unsafe fn all_gather(
         &self,
         send: *const u8,
@@ -150,23 +150,23 @@ impl Comm {
         len: usize,
         stream: Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         self.call("ncclAllGather", |nccl, handle| unsafe {
             (nccl.all_gather)(send.cast(), receive.cast(), len, UINT8, handle, stream)
         })
     }
 
     /// # Safety
-    /// As [`Self::send`].
+    /// As for [`Self::send`].
     pub(super) unsafe fn broadcast(&self, bytes: *mut u8, len: usize, root: usize, stream: Stream) -> Result<()> {
         let bytes: *mut c_void = bytes.cast();
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         self.call("ncclBroadcast", |nccl, handle| unsafe {
             (nccl.broadcast)(bytes, bytes, len, UINT8, root as c_int, handle, stream)
         })
     }
 
-    /// Launches what `calls` asks for as one: none of it waits for another part of it.
+    /// Launches the operations that `calls` requests as one group: none of them waits for another one of the group.
     pub(super) fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
         // SAFETY: every group that is started is ended.
         self.call("ncclGroupStart", |nccl, _| unsafe { (nccl.group_start)() })?;
@@ -175,19 +175,19 @@ impl Comm {
         called.and(self.call("ncclGroupEnd", |nccl, _| unsafe { (nccl.group_end)() }))
     }
 
-    /// Begins to leave in order, which takes all ranks.
+    /// Begins to leave the communicator, together with all ranks.
     pub(super) fn finalize(&self) -> Result<()> {
-        // SAFETY: the handle is a communicator's.
+        // SAFETY: the handle is a valid communicator.
         self.call("ncclCommFinalize", |nccl, handle| unsafe { (nccl.finalize)(handle) })
     }
 
-    /// Frees what was finalized.
+    /// Frees a finalized communicator.
     pub(super) fn destroy(&self) -> Result<()> {
         let handle = self.take();
         if handle.is_null() {
             return Ok(());
         }
-        // SAFETY: the handle is a communicator's, and nobody has it any more.
+        // SAFETY: the handle is a valid communicator, and was removed, so it is not used again.
         let code = unsafe { (self.nccl.destroy)(handle) };
         checked(self.nccl, "ncclCommDestroy", code, std::ptr::null_mut())
     }
@@ -196,12 +196,12 @@ impl Comm {
         std::mem::replace(&mut *self.lock(), Handle(std::ptr::null_mut())).0
     }
 
-    /// Ends all that is running, without asking the others. Does nothing the second time.
+    /// Ends all running operations, without the other ranks. Does nothing the second time.
     pub(super) fn abort(&self) {
         let handle = self.take();
         if !handle.is_null() {
-            // SAFETY: the handle is a communicator's, and nobody has it any more. Its result says nothing that could be
-            // acted on.
+            // SAFETY: the handle is a valid communicator, and was removed, so it is not used again. There is nothing to
+            // do about an error.
             unsafe { (self.nccl.abort)(handle) };
         }
     }
@@ -213,7 +213,7 @@ impl Drop for Comm {
     }
 }
 
-/// A code as an error. That a call is not through yet is none.
+/// Turns a code into an error. A call in progress is not an error.
 fn checked(nccl: &Functions, call: &'static str, code: c_int, comm: ncclComm_t) -> Result<()> {
     match code {
         SUCCESS | IN_PROGRESS => Ok(()),

@@ -1,4 +1,5 @@
-//! Ranks that are GPUs: what a machine without them says, and where there is one, what one rank alone can do.
+//! Ranks that are GPUs: the errors on a machine without a GPU, and the operations of a single rank on a machine with
+//! one.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ fn alone() -> Box<dyn Communicator> {
     Box::new(InProcess::world(1).remove(0))
 }
 
-/// Here, or on a machine with a GPU, one of the two has something to judge.
+/// Checks one of two things: the operations of a rank on a machine with a GPU, or the error on a machine without.
 #[test]
 fn a_machine_has_a_gpu_or_the_error_says_what_is_missing_and_what_to_do() {
     match Nccl::on_device(alone(), 0) {
@@ -42,18 +43,18 @@ fn a_machine_has_a_gpu_or_the_error_says_what_is_missing_and_what_to_do() {
     }
 }
 
-/// Ranks that cannot have a GPU leave, each with its own error; nobody waits for another.
+/// Ranks that cannot have a GPU leave, each with its own error; none waits for another.
 #[test]
 fn all_ranks_hear_of_it() {
     let texts = on_threads(3, |world| match Nccl::on_device(world, 0) {
         Ok(_) => Ok::<_, CommunicatorError>("a GPU".to_owned()),
         Err(error) => Ok(error.to_string()),
     });
-    // Three ranks on one GPU are refused, too.
+    // Three ranks on one GPU are refused too.
     assert!(texts.unwrap().iter().all(|text| text != "a GPU"));
 }
 
-/// Messages to oneself, collectives of one, and what is refused.
+/// Checks messages of a rank to itself, collectives of one rank, and what is refused.
 fn one_rank(mut rank: Nccl) {
     assert_eq!((rank.rank(), rank.size(), rank.memory()), (0, 1, Memory::Device));
     let stream = rank.compute().clone();
@@ -73,7 +74,7 @@ fn one_rank(mut rank: Nccl) {
     for run in 0..3 {
         stream.memset_zeros(&mut to).unwrap();
         rank.follow(&order).unwrap();
-        // SAFETY: both are left alone until the waits.
+        // SAFETY: the buffers are not accessed until the waits.
         let requests: [Request; 2] =
             unsafe { [rank.irecv(to_address, LEN, 0, tag).unwrap(), rank.isend(from_address, LEN, 0, tag).unwrap()] };
         for request in requests.into_iter().rev() {
@@ -97,7 +98,7 @@ fn one_rank(mut rank: Nccl) {
         },
     ];
     for collective in collectives {
-        // SAFETY: what it reads and writes is left alone until the wait.
+        // SAFETY: its memory is not accessed until the wait.
         let request = unsafe { rank.start(collective) }.unwrap();
         rank.wait(request).unwrap();
     }
@@ -106,7 +107,7 @@ fn one_rank(mut rank: Nccl) {
     let mut part = rank.split(0, 0).unwrap();
     part.barrier().unwrap();
 
-    // SAFETY: nothing is lent, for nothing is started.
+    // SAFETY: nothing is lent, because both starts fail.
     let (message, host) = unsafe {
         let message = rank.isend(from_address, LEN, 0, tag).unwrap_err();
         (message, rank.start(Collective::Broadcast { bytes: bytes.as_ptr().cast_mut(), len: 8, root: 0 }).unwrap_err())

@@ -1,10 +1,10 @@
-//! What every backend has to do, as one list of cases that every rank of a world runs.
+//! The requirements on every backend, as a list of cases that all ranks of a world run.
 //!
-//! The judge of a collective is the same sum or copy, written out plainly from what each rank is known to hold.
+//! The expected result of a collective is computed here by plain code, from what each rank is known to hold.
 
 use gapless_communicator::{Collective, Communicator, Direction, Request, Result, Tag};
 
-/// A case: run by all ranks of a world, of any size.
+/// A case, run by all ranks of a world of any size.
 pub type Case = fn(&mut dyn Communicator) -> Result<()>;
 
 /// All cases, by name.
@@ -26,14 +26,14 @@ pub const CASES: &[(&str, Case)] = &[
     ("split of a mesh", mesh),
 ];
 
-/// Sizes around every boundary inside the backends: nothing, one, a block, a segment, several.
+/// Sizes around every boundary inside the backends: zero, one, a block, a segment, several segments.
 const COUNTS: [usize; 8] = [0, 1, 7, 1024, 1025, 16_384, 16_385, 100_003];
 
 fn tag(micro_batch: u32) -> Tag {
     Tag { direction: Direction::Forward, stage: 1, micro_batch, tensor: 0 }
 }
 
-/// Element `i` of what a rank holds: of magnitudes that make a sum depend on its order.
+/// Element `i` of a rank's values. Their magnitudes make a sum depend on its order.
 fn value(rank: usize, i: usize) -> f32 {
     let hash = (rank * 1_000_003 + i).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33;
     let sign = if hash & 1 == 0 { 1.0 } else { -1.0 };
@@ -64,7 +64,7 @@ fn assert_bits(found: &[f32], expected: &[f32]) {
     assert!(bits(found) == bits(expected), "{} elements differ in their bits", found.len());
 }
 
-/// Neighbours 0 and 1, 2 and 3, …; the last of an odd number rests.
+/// Ranks 0 and 1, 2 and 3, …; the last of an odd number does nothing.
 fn ping_pong(rank: &mut dyn Communicator) -> Result<()> {
     let (me, peer) = (rank.rank(), rank.rank() ^ 1);
     if peer >= rank.size() {
@@ -85,7 +85,7 @@ fn ping_pong(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Everyone sends to everyone before anyone receives.
+/// Every rank sends to every rank before any receives.
 fn crossing_sends(rank: &mut dyn Communicator) -> Result<()> {
     for len in COUNTS {
         let (me, size) = (rank.rank(), rank.size());
@@ -93,11 +93,11 @@ fn crossing_sends(rank: &mut dyn Communicator) -> Result<()> {
         let mut into = vec![vec![0; len]; size];
         let mut requests = Vec::new();
         for (to, bytes) in out.iter().enumerate() {
-            // SAFETY: `out` is left alone until the waits below.
+            // SAFETY: `out` is not changed until the waits below.
             requests.push(unsafe { rank.isend(bytes.as_ptr(), len, to, tag(0)) }?);
         }
         for (from, bytes) in into.iter_mut().enumerate() {
-            // SAFETY: `into` is left alone until the waits below.
+            // SAFETY: `into` is not accessed until the waits below.
             requests.push(unsafe { rank.irecv(bytes.as_mut_ptr(), len, from, tag(0)) }?);
         }
         requests.into_iter().try_for_each(|request| rank.wait(request))?;
@@ -108,7 +108,7 @@ fn crossing_sends(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Messages to the next rank round the ring, received in another order than sent, with all fields of the tag in use.
+/// Messages to the next rank of a ring, received in another order than sent. They use several fields of the tag.
 fn tags_out_of_order(rank: &mut dyn Communicator) -> Result<()> {
     const MESSAGES: usize = 60;
     let (me, size) = (rank.rank(), rank.size());
@@ -123,11 +123,11 @@ fn tags_out_of_order(rank: &mut dyn Communicator) -> Result<()> {
     let mut into: Vec<Vec<u8>> = (0..MESSAGES).map(|i| vec![0; 10 + i]).collect();
     let mut requests = Vec::new();
     for (i, bytes) in out.iter().enumerate() {
-        // SAFETY: `out` is left alone until the waits below.
+        // SAFETY: `out` is not changed until the waits below.
         requests.push(unsafe { rank.isend(bytes.as_ptr(), bytes.len(), next, tag(i)) }?);
     }
     for i in (0..MESSAGES).map(|i| i * 37 % MESSAGES) {
-        // SAFETY: `into` is left alone until the waits below.
+        // SAFETY: `into` is not accessed until the waits below.
         requests.push(unsafe { rank.irecv(into[i].as_mut_ptr(), into[i].len(), before, tag(i)) }?);
     }
     while !requests.is_empty() {
@@ -145,7 +145,7 @@ fn one_tag_keeps_its_order(rank: &mut dyn Communicator) -> Result<()> {
     let out: Vec<Vec<u8>> = (0..20).map(|i| bytes(me, i, 100)).collect();
     let mut requests = Vec::new();
     for bytes in &out {
-        // SAFETY: `out` is left alone until the waits below.
+        // SAFETY: `out` is not changed until the waits below.
         requests.push(unsafe { rank.isend(bytes.as_ptr(), bytes.len(), next, tag(0)) }?);
     }
     for i in 0..20 {
@@ -160,7 +160,7 @@ fn oneself(rank: &mut dyn Communicator) -> Result<()> {
     let me = rank.rank();
     let out = bytes(me, me, 5000);
     let mut into = vec![0; 5000];
-    // SAFETY: both are left alone until the waits below.
+    // SAFETY: the buffers are not accessed until the waits below.
     let requests =
         unsafe { [rank.irecv(into.as_mut_ptr(), 5000, me, tag(3))?, rank.isend(out.as_ptr(), 5000, me, tag(3))?] };
     requests.into_iter().try_for_each(|request| rank.wait(request))?;
@@ -202,9 +202,9 @@ fn reduce_scatter(rank: &mut dyn Communicator) -> Result<()> {
         rank.reduce_scatter(&send, &mut found)?;
         assert_bits(&found, expected);
 
-        // In place: into the rank's own part.
+        // In place, into the rank's own part.
         let base = send.as_mut_ptr();
-        // SAFETY: `send` is left alone until the wait, and the overlap is the one that is allowed.
+        // SAFETY: `send` is not accessed until the wait, and the overlap is the one that is allowed.
         let request =
             unsafe { rank.start(Collective::ReduceScatter { send: base, receive: base.add(me * count), count }) }?;
         rank.wait(request)?;
@@ -221,11 +221,11 @@ fn all_gather(rank: &mut dyn Communicator) -> Result<()> {
         rank.all_gather(&bytes(me, 0, len), &mut found)?;
         assert!(found == expected);
 
-        // In place: from the rank's own part.
+        // In place, from the rank's own part.
         let mut found = vec![0; len * size];
         found[me * len..][..len].copy_from_slice(&bytes(me, 0, len));
         let receive = found.as_mut_ptr();
-        // SAFETY: `found` is left alone until the wait, and the overlap is the one that is allowed.
+        // SAFETY: `found` is not accessed until the wait, and the overlap is the one that is allowed.
         let request = unsafe { rank.start(Collective::AllGather { send: receive.add(me * len), receive, len }) }?;
         rank.wait(request)?;
         assert!(found == expected);
@@ -264,7 +264,7 @@ fn broadcast(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// After a barrier, everything that was sent before it is there without waiting for its sender's next step.
+/// Many barriers in a row end.
 fn barrier(rank: &mut dyn Communicator) -> Result<()> {
     for _ in 0..50 {
         rank.barrier()?;
@@ -272,7 +272,7 @@ fn barrier(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Two collectives and a ring of messages under way at once, waited for in an order that differs from rank to rank.
+/// Two collectives and a ring of messages in progress at once; the order of waits differs from rank to rank.
 fn overlap(rank: &mut dyn Communicator) -> Result<()> {
     let (me, size) = (rank.rank(), rank.size());
     let (next, before) = ((me + 1) % size, (me + size - 1) % size);
@@ -281,7 +281,7 @@ fn overlap(rank: &mut dyn Communicator) -> Result<()> {
     let mut shard = vec![0.0; count];
     let (out, mut into) = (bytes(me, next, len), vec![0; len]);
     let mut reduced = values(me, count);
-    // SAFETY: all of these are left alone until the waits below.
+    // SAFETY: all of these are not accessed until the waits below.
     let mut requests: Vec<Request> = unsafe {
         vec![
             rank.start(Collective::ReduceScatter { send: gradients.as_ptr(), receive: shard.as_mut_ptr(), count })?,
@@ -298,7 +298,7 @@ fn overlap(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Odd and even ranks, numbered backwards; messages of the parts and of the whole do not meet.
+/// Groups of odd and of even ranks, numbered in reverse. Messages within a group and within the world are separate.
 fn split(rank: &mut dyn Communicator) -> Result<()> {
     let (me, size) = (rank.rank(), rank.size());
     let mut part = rank.split(me % 2, size - me)?;
@@ -316,11 +316,11 @@ fn split(rank: &mut dyn Communicator) -> Result<()> {
     let of_part = |rank: usize| (0..size).filter(|other| other % 2 == rank % 2).sum::<usize>();
     assert_eq!(sum[0], (0..size).map(of_part).sum::<usize>() as f32);
 
-    // The same peer and tag in both: each message arrives where it was sent.
+    // The same peer and tag in both communicators: each message arrives in the one in which it was sent.
     let next = (part.rank() + 1) % part.size();
     let before = members[(part.rank() + part.size() - 1) % part.size()];
     let (in_part, in_whole, mut received) = ([1, me as u8], [2, me as u8], [[0; 2]; 2]);
-    // SAFETY: the arrays are left alone until the waits below.
+    // SAFETY: the arrays are not accessed until the waits below.
     unsafe {
         let whole = rank.isend(in_whole.as_ptr(), 2, members[next], tag(0))?;
         let within = part.isend(in_part.as_ptr(), 2, next, tag(0))?;
@@ -334,7 +334,7 @@ fn split(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Two columns: a communicator along each axis, and one of the size 1 out of both.
+/// A mesh with two columns: a communicator along each axis, and one of size 1 split from a row.
 fn mesh(rank: &mut dyn Communicator) -> Result<()> {
     let (row, column) = (rank.rank() / 2, rank.rank() % 2);
     let mut along_row = rank.split(row, column)?;

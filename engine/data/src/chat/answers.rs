@@ -1,7 +1,8 @@
-//! Where the answers of a conversation stand in its text.
+//! The positions of the answers in the text of a conversation.
 //!
-//! Between a template's `{% generation %}` tags; of a template without them, where the prompt for an answer ends and the text up to the
-//! answer does. Texts are compared byte by byte: an answer whose place does not follow from them is an error.
+//! If the template has `{% generation %}` tags, answers lie between them. Otherwise, an answer lies between the end of
+//! the text with the prompt for it and the end of the text that includes it. These texts are compared byte by byte: if
+//! they do not determine the position of an answer, that is an error.
 
 use std::ops::Range;
 
@@ -12,7 +13,7 @@ use super::conversation::{MARK, Part};
 use super::{ChatTemplate, Conversation};
 use crate::DataError;
 
-/// Which answers of a conversation count.
+/// The answers of a conversation that count in the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Answers {
@@ -25,12 +26,14 @@ pub enum Answers {
 }
 
 impl ChatTemplate {
-    /// A conversation as text, and the bytes of it that count: those between the template's `{% generation %}` tags, or, of a template
-    /// without them, what each answer adds to the conversation before it, which ends with the prompt for it. The token that ends the
-    /// assistant's turn is included as far as the template writes it. Of a prompt with a completion, the completion counts.
+    /// Renders a conversation as text, and returns the byte ranges that count in the loss:
+    /// - If the template has `{% generation %}` tags, the ranges between them.
+    /// - Otherwise, what each answer adds to the conversation before it, including the prompt for the answer. The token
+    ///   that ends the assistant's turn is included if the template writes it.
+    /// - For a prompt with a completion, the completion.
     ///
     /// # Errors
-    /// As [`Self::render`]; an answer whose place in the text is not well defined.
+    /// Returns an error like [`Self::render`], or if the position of an answer in the text is not well defined.
     pub fn answers_of(
         &self,
         conversation: &Conversation,
@@ -67,7 +70,8 @@ impl ChatTemplate {
         Ok(self.render_part(conversation, Part { messages, add_generation_prompt: prompt, marked: None })?.0)
     }
 
-    /// The tagged parts of the answers that count. Those of a message are the ones that the text up to it has more.
+    /// Selects the tagged ranges of the answers that count. The ranges of a message are those that the text gains when
+    /// it is included.
     fn tagged(
         &self,
         conversation: &Conversation,
@@ -96,7 +100,7 @@ impl ChatTemplate {
         Ok(spans)
     }
 
-    /// What an answer adds to the conversation before it, in the text of the first `length` messages.
+    /// The range that an answer adds to the conversation before it, in the text of the first `length` messages.
     fn added(
         &self,
         conversation: &Conversation,
@@ -108,7 +112,7 @@ impl ChatTemplate {
         let marked = |messages| self.around_mark(conversation, index, messages);
         let prompt = match self.text_of(conversation, index, true) {
             Ok(prompt) => prompt,
-            // Templates that look at the first message refuse a prompt without one.
+            // Templates that read the first message reject a prompt without messages.
             Err(error) if index == 0 => {
                 let all = self.text_of(conversation, length, false)?;
                 let with_prompt = self.text_of(conversation, length, true)?;
@@ -142,7 +146,7 @@ impl ChatTemplate {
         found.ok_or_else(|| self.not_defined(index, reason, ", or set data.answers to \"last\""))
     }
 
-    /// The text around a message's content, where it comes once.
+    /// The text before and after a message's content, if that content appears exactly once.
     fn around_mark(
         &self,
         conversation: &Conversation,
@@ -155,7 +159,7 @@ impl ChatTemplate {
         Ok(once.map(|(before, after)| (before.to_owned(), after.to_owned())))
     }
 
-    /// The error of an answer without a place, with a further remedy.
+    /// The error for an answer without a well-defined position, with an additional remedy.
     fn not_defined(&self, index: usize, reason: &str, or: &str) -> DataError {
         self.fail(format!(
             "which part of the text is the answer in message {index} is not well defined: {reason}; put {{% generation %}} and \

@@ -1,4 +1,4 @@
-//! Conversations, and what of them a template sees.
+//! Conversations, and the variables that a template gets from them.
 
 use serde::Serialize;
 use serde_json::Value as Json;
@@ -8,53 +8,55 @@ use super::jinja::{Value, Variables};
 /// A turn of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Message {
-    /// Who speaks: `system`, `user`, `assistant`, or what else the template knows.
+    /// The speaker: `system`, `user`, `assistant`, or another role that the template knows.
     pub role: String,
-    /// What is said.
+    /// The text of the turn.
     pub content: String,
 }
 
 impl Message {
-    /// A turn.
+    /// Creates a turn.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         Self { role: role.into(), content: content.into() }
     }
 }
 
-/// A conversation, with the tools, documents and further variables that its template is given.
+/// A conversation, with the tools, documents and further variables for its template.
 #[derive(Debug, Clone)]
 pub struct Conversation {
-    /// The row as it was read, whose keys are in order and whose numbers have all their digits.
+    /// The row as it was read, which preserves the order of keys and all digits of numbers.
     row: String,
     /// The lists of messages in the row: `messages`, or `prompt` and `completion`.
     lists: &'static [&'static str],
-    /// Of each message, whether the assistant says it, and whether it counts.
+    /// The properties of each message that are known without its template.
     turns: Vec<Turn>,
-    /// Messages of the prompt, where the others are its completion.
+    /// Number of messages in the prompt, if the others are its completion.
     prompt: Option<usize>,
     has_tools: bool,
 }
 
-/// What is known of a message without its template.
+/// The properties of a message that are known without its template.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Turn {
     pub is_answer: bool,
-    /// Whether an answer counts in the loss: its `weight` is 1 or absent.
+    /// True if an answer counts in the loss: its `weight` is 1 or absent.
     pub counts: bool,
 }
 
-/// Names that a template is given by itself.
+/// Names of variables that a template always gets.
 const TAKEN: [&str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
 
-/// Names under which messages keep what the assistant thinks; the first is the usual one.
+/// Keys under which messages keep the assistant's reasoning; the first is the usual one.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 impl Conversation {
-    /// The conversation of a data row: an object with `messages`, or with `prompt` and `completion` as lists of messages; and perhaps with
-    /// `tools` and `documents` (lists, or texts of JSON lists) and `chat_template_kwargs` (an object of further variables).
+    /// Parses the conversation of a data row, which is an object with these keys:
+    /// - `messages`, or `prompt` and `completion` as lists of messages
+    /// - optionally `tools` and `documents`: lists, or texts with lists in JSON
+    /// - optionally `chat_template_kwargs`: an object of further variables
     ///
     /// # Errors
-    /// A text that is not such an object, and why.
+    /// Returns the reason if the text is not such an object.
     pub fn of_row(row: &str) -> Result<Self, String> {
         let known: Json = serde_json::from_str(row).map_err(|error| error.to_string())?;
         let lists: &[&str] = if known["prompt"].is_array() { &["prompt", "completion"] } else { &["messages"] };
@@ -92,16 +94,16 @@ impl Conversation {
         Ok(Self { row: row.to_owned(), lists, turns, prompt, has_tools: !tools.is_null() })
     }
 
-    /// A conversation of messages alone.
+    /// Creates a conversation of messages alone.
     ///
     /// # Errors
-    /// Messages that are not objects with a role.
+    /// Returns the reason if a message is not an object with a role.
     pub(super) fn of_messages<T: Serialize>(messages: &[T]) -> Result<Self, String> {
         let messages = serde_json::to_string(messages).map_err(|error| error.to_string())?;
         Self::of_row(&format!("{{\"messages\": {messages}}}"))
     }
 
-    /// How many messages there are.
+    /// Number of messages.
     pub(super) fn len(&self) -> usize {
         self.turns.len()
     }
@@ -122,7 +124,8 @@ impl Conversation {
         self.row.len()
     }
 
-    /// Sets what a template sees of a part: as in transformers, tools and documents are none where there are none.
+    /// Sets the variables of a template for a part of the conversation. As in transformers, missing tools and documents
+    /// are `none`.
     pub(super) fn set_variables(&self, variables: &mut Variables<'_>, part: Part) -> Result<(), String> {
         let row = variables.parse(&self.row)?;
         let field = |name: &str| row.field(name).cloned().unwrap_or(Value::None);
@@ -153,18 +156,19 @@ impl Conversation {
     }
 }
 
-/// A part of a conversation to be rendered.
+/// The part of a conversation to render.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Part {
-    /// The first messages.
+    /// Number of messages, from the first.
     pub messages: usize,
-    /// Whether the prompt for an answer follows.
+    /// True if the prompt for an answer follows.
     pub add_generation_prompt: bool,
-    /// The message whose content is [`MARK`].
+    /// The message whose content is replaced by [`MARK`].
     pub marked: Option<usize>,
 }
 
-/// Stands for the content of a message, to see where the template puts it. No text has these characters (Unicode 16, section 23.7).
+/// A replacement for the content of a message, to find out where the template puts it. No text contains these
+/// noncharacters (Unicode 16, section 23.7).
 pub(super) const MARK: &str = "\u{fdd0}\u{fdd1}";
 
 fn marked(variables: &Variables<'_>, message: &Value) -> Result<Value, String> {
@@ -192,7 +196,7 @@ impl Turn {
     }
 }
 
-/// A message with what the assistant thinks under the names by which templates look for it, as transformers gives it.
+/// Adds the assistant's reasoning to a message under the names that templates look for, as transformers does.
 fn with_reasoning(variables: &Variables<'_>, message: &Value) -> Result<Value, String> {
     let Value::Dict(fields) = message else { return Ok(message.clone()) };
     let given = |name: &&str| fields.get_str(name).filter(|value| !matches!(value, Value::None));

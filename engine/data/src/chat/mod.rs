@@ -1,7 +1,8 @@
-//! Conversations to text, by the template of a tokenizer.
+//! Conversations as text, by the chat template of a tokenizer.
 //!
-//! In: a Jinja template as `tokenizer_config.json` or `chat_template.jinja` has it, and conversations. Out: the text that a model was
-//! trained on, and where in it answers stand. Rendered as transformers' `apply_chat_template` does, to the character.
+//! In: a Jinja template from `tokenizer_config.json` or `chat_template.jinja`, and conversations. Out: the text format
+//! that a model was trained on, and the positions of answers in it. The rendering equals that of transformers'
+//! `apply_chat_template`, character for character.
 
 mod answers;
 mod conversation;
@@ -23,24 +24,25 @@ use jinja::{Template, Value, Variables};
 pub use answers::Answers;
 pub use conversation::{Conversation, Message};
 
-/// A template of conversations.
+/// A chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
     path: PathBuf,
     template: Template,
-    /// The one for conversations with tools, where the folder has several.
+    /// The template for conversations with tools, if the folder has several templates.
     with_tools: Option<Template>,
-    /// Names and texts of the tokenizer's special tokens, as `bos_token`.
+    /// Names, such as `bos_token`, and texts of the tokenizer's special tokens.
     special: Vec<(String, String)>,
     bytes: usize,
 }
 
 impl ChatTemplate {
-    /// The template of a Hugging Face folder, if it has one: in chat_template.jinja, else in tokenizer_config.json, where it is one text
-    /// or a list by name. Of a list, `default` is taken, and `tool_use` for conversations with tools.
+    /// Opens the template of a Hugging Face folder, if it has one: chat_template.jinja, or else the entry in
+    /// tokenizer_config.json, which is either one template or a list of named ones. From a list, `default` is used, and
+    /// `tool_use` for conversations with tools.
     ///
     /// # Errors
-    /// A tokenizer_config.json that is not JSON; a template with a mistake.
+    /// Returns an error if tokenizer_config.json is not JSON, or if the template has a mistake.
     pub fn open(folder: &Path) -> Result<Option<Self>, DataError> {
         let config = read_config(folder)?;
         let own = folder.join("chat_template.jinja");
@@ -76,19 +78,21 @@ impl ChatTemplate {
         })
     }
 
-    /// A conversation as text; with `add_generation_prompt`, up to where the assistant's next turn begins. Messages are [`Message`]s,
-    /// or whatever else the template reads.
+    /// Renders a conversation as text; with `add_generation_prompt`, up to the beginning of the assistant's next turn.
+    /// Messages are [`Message`]s, or anything else that the template can read.
     ///
     /// # Errors
-    /// What the template raises, as many do for turns that do not alternate; a rendering that takes too much work or memory.
+    /// Returns an error if the template raises one (many do if turns do not alternate), or if rendering takes too much
+    /// work or memory.
     pub fn render<T: Serialize>(&self, messages: &[T], add_generation_prompt: bool) -> Result<String, DataError> {
         self.render_conversation(&self.conversation(messages)?, add_generation_prompt)
     }
 
-    /// A conversation with its tools, documents and further variables as text, as [`Self::render`] writes messages alone.
+    /// Renders a conversation with its tools, documents and further variables, like [`Self::render`] does for messages
+    /// alone.
     ///
     /// # Errors
-    /// As [`Self::render`].
+    /// Returns an error like [`Self::render`].
     pub fn render_conversation(
         &self,
         conversation: &Conversation,
@@ -98,10 +102,11 @@ impl ChatTemplate {
         Ok(self.render_part(conversation, part)?.0)
     }
 
-    /// A conversation as text, and the bytes of it that the assistant says, as of [`Self::answers_of`] with [`Answers::All`].
+    /// Renders a conversation as text, and returns the byte ranges of the assistant's answers, as [`Self::answers_of`]
+    /// does with [`Answers::All`].
     ///
     /// # Errors
-    /// As [`Self::answers_of`].
+    /// Returns an error like [`Self::answers_of`].
     pub fn answers<T: Serialize>(&self, messages: &[T]) -> Result<(String, Vec<Range<usize>>), DataError> {
         self.answers_of(&self.conversation(messages)?, Answers::All)
     }
@@ -114,7 +119,7 @@ impl ChatTemplate {
         DataError::Template { path: self.path.clone(), reason }
     }
 
-    /// A part of a conversation as text, and the bytes of it within generation blocks.
+    /// Renders a part of a conversation, and returns the byte ranges of its generation blocks.
     fn render_part(&self, conversation: &Conversation, part: Part) -> Result<(String, Vec<Range<usize>>), DataError> {
         let template = self.template_of(conversation);
         let set = |variables: &mut Variables<'_>| {
@@ -133,31 +138,31 @@ impl ChatTemplate {
     }
 }
 
-/// The names of special tokens in tokenizer_config.json, which templates know too.
+/// Names of special tokens in tokenizer_config.json, which are also variables in templates.
 const SPECIAL: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// The file of a tokenizer's settings in addition to tokenizer.json.
+/// The file of a tokenizer's settings besides tokenizer.json.
 const CONFIG: &str = "tokenizer_config.json";
 
-/// tokenizer_config.json; nothing if it is not there.
+/// Reads tokenizer_config.json; `Null` if it does not exist.
 pub(super) fn read_config(folder: &Path) -> Result<Json, DataError> {
     read_json(folder, CONFIG)
 }
 
-/// A JSON file of a folder; nothing if it is not there.
+/// Reads a JSON file of a folder; `Null` if it does not exist.
 pub(super) fn read_json(folder: &Path, file: &str) -> Result<Json, DataError> {
     let path = folder.join(file);
     let Some(text) = read_if_there(&path)? else { return Ok(Json::Null) };
     serde_json::from_str(&text).map_err(|error| DataError::Tokenizer { path, reason: error.to_string() })
 }
 
-/// A special token's text, which is given as such or in an object.
+/// The text of a special token, which is given as a string or in an object.
 pub(super) fn special_token(config: &Json, name: &str) -> Option<String> {
     let token = &config[name];
     token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned)
 }
 
-/// Bytes of a file beside a tokenizer, at most.
+/// The most bytes of a file in a tokenizer's folder.
 const MOST_BYTES: u64 = 64 << 20;
 
 fn read_if_there(path: &Path) -> Result<Option<String>, DataError> {

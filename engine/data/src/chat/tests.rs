@@ -1,4 +1,4 @@
-//! Templates and answers on small cases.
+//! Tests of templates and answers on small cases.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use super::{Answers, ChatTemplate, Conversation, Message};
 /// A conversation with everything that a row may have.
 const ROW: &str = r##"{"messages": [{"role": "user", "zeta": 1, "alpha": 2.0, "content": " One é?\r\n"}, {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "look", "arguments": {"zone": "north", "city": "Oslo", "n": [1180591620717411303424, 1e16, 1e-7, -0.0, 5e-324, 0.5], "none": null, "on": true}}}]}, {"role": "tool", "content": [{"type": "text", "text": "sun"}]}, {"role": "assistant", "content": "It's \"sunny\" <b>.", "reasoning": "looked"}], "tools": [{"type": "function", "function": {"name": "look"}}], "chat_template_kwargs": {"bos_token": "<s>", "enable_thinking": false}}"##;
 
-/// Templates, and what transformers 5.24 makes of them and [`ROW`].
+/// Templates, and the rendering of each with [`ROW`] by transformers 5.24.
 const RENDERED: &[(&str, &str)] = &[
     // keys, tools and variables
     ("{{ messages[0] | tojson }}", "{\"role\": \"user\", \"zeta\": 1, \"alpha\": 2.0, \"content\": \" One é?\\r\\n\"}"),
@@ -170,7 +170,7 @@ const RENDERED: &[(&str, &str)] = &[
     ),
 ];
 
-/// Templates that Jinja 3.1 refuses.
+/// Templates that Jinja 3.1 rejects.
 const REFUSED: &[&str] = &[
     "{{ messages[0].x.y }}",
     "{{ x.y }}",
@@ -233,7 +233,7 @@ fn what_jinja_refuses_is_refused() {
     );
 }
 
-/// What is not supported is an error that names it, and never another text.
+/// An unsupported feature is an error that names it; it never renders as another text.
 #[test]
 fn what_is_not_supported_is_named() {
     for (source, named) in [
@@ -249,7 +249,7 @@ fn what_is_not_supported_is_named() {
     }
 }
 
-/// Small templates that ask for much: of the stack, of memory, of time.
+/// Small templates that require much stack, memory or time.
 #[test]
 fn hostile_templates_end_as_errors() {
     let chain = |link: &str| format!("{{{{ 1{} }}}}", link.repeat(50_000));
@@ -312,13 +312,13 @@ fn hostile_templates_end_as_errors() {
         let error = render(&source, ROW).expect_err(&source[..source.len().min(100)]);
         assert!(error.starts_with("chat template in a test: line 1: "), "{error}");
     }
-    // Chains of what refers to itself are dropped without recursion.
+    // Long chains of nested values are dropped without recursion.
     let chain =
         "{% set ns = namespace(a=none) %}{% for i in range(50000) %}{% set ns.a = namespace(a=ns.a) %}{% endfor %}x";
     assert_eq!(render(chain, ROW).unwrap(), "x");
 }
 
-/// The template's text of a row, its answers in brackets.
+/// Renders a row and puts its answers in brackets.
 fn answers(source: &str, row: &str, which: Answers) -> Result<String, String> {
     let conversation = Conversation::of_row(row)?;
     let (mut text, spans) = template(source)?.answers_of(&conversation, which).map_err(|error| error.to_string())?;
@@ -336,11 +336,11 @@ const TAGGED: &str = "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'us
 const PLAIN: &str =
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}";
 
-/// Drops what the assistant thinks in turns before the last, as Qwen3's template does.
+/// Omits the assistant's reasoning in turns before the last, as Qwen3's template does.
 const THINKS: &str = "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}{% if loop.index0 >= messages | length - 1 %}\
                       ({{ m.thinking or '' }}){% endif %}{% endif %}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}";
 
-/// Writes the system's message in front of the last turn of the user, as Mistral's templates do.
+/// Writes the system message before the user's last turn, as Mistral's templates do.
 const MOVES: &str = "{% for m in messages[1:] %}{{ m.role[0] }}:{% if m.role == 'user' and (messages | selectattr('role', 'eq', 'user') | list)[-1] == m %}\
                      {{ messages[0].content }}{% endif %}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}";
 

@@ -1,7 +1,7 @@
-//! The folder that a dataset is kept in: tokenizer, tokens, and a manifest that says what they are.
+//! The folder that a dataset is kept in: tokenizer, tokens, and a manifest that describes them.
 //!
-//! In: texts, or a folder of an earlier call. Out: the dataset, tokenized once. Never: a folder that is used although its bytes are not
-//! those that were written.
+//! In: texts, or the folder of an earlier call. Out: the dataset, tokenized only once. Never: a folder whose bytes
+//! differ from those that were written.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -17,13 +17,13 @@ use crate::{CorpusReport, DataError, TextOptions, TokenWidth, Tokens, Vocabulary
 pub(super) const TOKENS: &str = "tokens.bin";
 pub(super) const MANIFEST: &str = "dataset.json";
 
-/// `dataset.json`: what the folder holds, written last.
+/// The contents of `dataset.json`, which is written last.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Manifest {
     corpus: CorpusReport,
-    /// Of the bytes, or of `tokenizer.json` with `text`.
+    /// Hash of the byte vocabulary, or of `tokenizer.json` with `text`.
     vocabulary_hash: String,
-    /// What a text becomes by the tokenizer.
+    /// The text options that the tokens were made with.
     #[serde(default)]
     text: TextOptions,
     width: TokenWidth,
@@ -32,8 +32,8 @@ struct Manifest {
     tokens_hash: String,
 }
 
-/// Makes a folder, and locks it until the answer is dropped: waits for a process that prepares the same. The system releases the lock of
-/// a process that ends. A file system without locks has none.
+/// Creates a folder and locks it until the returned file is dropped. Waits for another process that prepares the same
+/// data. The system releases the lock of a process that ends. On a file system without locks, nothing is locked.
 pub(super) fn lock(folder: &Path) -> Result<File, DataError> {
     let path = folder.join("lock");
     fs::create_dir_all(folder).map_err(DataError::write(folder))?;
@@ -51,7 +51,7 @@ pub(super) fn lock(folder: &Path) -> Result<File, DataError> {
 }
 
 impl Dataset {
-    /// Takes what an earlier call kept of these texts, or tokenizes and splits them.
+    /// Reuses what an earlier call kept of these texts, or tokenizes and splits them.
     pub(super) fn from_texts(texts: &dyn Texts, options: &DataOptions) -> Result<Self, DataError> {
         let report = texts.report();
         let (known, name) = match &options.vocabulary {
@@ -64,7 +64,8 @@ impl Dataset {
                 (Some(given), name)
             }
         };
-        // All that shapes the tokens is in the name: a folder that a run still needs is never made anew for another.
+        // The name contains everything that determines the tokens, so a folder that one run needs is never overwritten
+        // for another.
         let folder = options.cache.join(format!("{}-{name}-{}", &report.hash[..16], options.validation_every));
         let kept = |folder| match Self::open_prepared(folder) {
             Ok(dataset) if dataset.corpus.as_ref().is_some_and(|kept| kept.hash == report.hash) => Ok(Some(dataset)),
@@ -73,14 +74,14 @@ impl Dataset {
         };
         let prepared = |dataset: Self| {
             tracing::debug!(folder = %folder.display(), "dataset prepared before");
-            // The vocabulary that was given says where its end of text comes from.
+            // The given vocabulary knows the source of its end of text; the kept one does not.
             let vocabulary = known.clone().unwrap_or_else(|| dataset.vocabulary.clone());
             Ok(Self { corpus: Some(report.clone()), vocabulary, ..dataset })
         };
         if let Ok(Some(dataset)) = kept(&folder) {
             return prepared(dataset);
         }
-        // Of several processes that need it, one prepares it, and the others wait.
+        // If several processes need the folder, one prepares it while the others wait.
         let _alone = lock(&folder)?;
         match kept(&folder) {
             Ok(Some(dataset)) => return prepared(dataset),
@@ -89,7 +90,7 @@ impl Dataset {
         }
         let vocabulary = match (&known, &options.vocabulary) {
             (None, VocabularyChoice::Bpe { size }) => match begun_with(&folder.join(TOKENS), &report.hash) {
-                // That of a preparation that was ended is not trained again.
+                // The vocabulary of an interrupted preparation is not trained again.
                 Some(hash) => Vocabulary::open(&folder.join(TOKENIZER)).ok().filter(|kept| kept.hash() == hash),
                 None => None,
             }
@@ -100,11 +101,11 @@ impl Dataset {
         Ok(Self { vocabulary, ..built })
     }
 
-    /// Opens a folder that [`Dataset::prepare`] made, whatever has become of its source since: a run that resumes opens
-    /// the folder it started with.
+    /// Opens a folder that [`Dataset::prepare`] wrote, even if its source has changed or is gone. A run that resumes
+    /// opens the folder with which it started.
     ///
     /// # Errors
-    /// A folder that is missing or damaged.
+    /// Returns an error if the folder is missing or damaged.
     pub fn open_prepared(folder: &Path) -> Result<Self, DataError> {
         let damaged = |reason: String| DataError::Damaged { path: folder.to_owned(), reason };
         let path = folder.join(MANIFEST);

@@ -1,6 +1,7 @@
-//! Several datasets as one.
+//! Mixtures: several datasets as one.
 //!
-//! In: sources, or datasets, each with its weight. Out: one dataset of one vocabulary. Never: a mixture of two vocabularies.
+//! In: sources, or datasets, each with its weight. Out: one dataset with one vocabulary. Never: a mixture of two
+//! vocabularies.
 
 use super::folder::lock;
 use super::{DataOptions, Dataset, Part, Source, TOKENIZER};
@@ -9,21 +10,24 @@ use crate::tokenize::sample;
 use crate::{DataError, Vocabulary, VocabularyChoice};
 
 impl Dataset {
-    /// [`Self::prepare`] of several sources with one vocabulary, mixed by weights: of the windows of training and of validation, each source
-    /// has the part that its weight is of all weights. A vocabulary that is to be trained is trained on all that are text.
+    /// Prepares several sources with one vocabulary, like [`Self::prepare`], and mixes them: each source's share of the
+    /// training and validation windows is its weight divided by the sum of weights. A vocabulary that must be trained
+    /// is trained on all sources that are text.
     ///
     /// # Errors
-    /// As [`Self::prepare`]; weights that are none, and token ids of another vocabulary.
+    /// Returns an error like [`Self::prepare`], if a weight is not positive and finite, or if token ids have another
+    /// vocabulary.
     pub fn prepare_mixture(sources: &[(Source, f64)], options: &DataOptions) -> Result<Self, DataError> {
         let options = DataOptions { vocabulary: shared_vocabulary(sources, options)?, ..options.clone() };
         let prepared = sources.iter().map(|(source, weight)| Ok((Self::prepare(source, &options)?, *weight)));
         Self::mixture(prepared.collect::<Result<_, DataError>>()?)
     }
 
-    /// Several datasets of one vocabulary as one, mixed as [`Self::prepare_mixture`] does.
+    /// Mixes several datasets of one vocabulary as [`Self::prepare_mixture`] does.
     ///
     /// # Errors
-    /// [`DataError::Mixture`]: weights that are none, other vocabularies, nothing at all.
+    /// Returns [`DataError::Mixture`] if a weight is not positive and finite, if the vocabularies differ, or if there
+    /// is no dataset.
     pub fn mixture(parts: Vec<(Self, f64)>) -> Result<Self, DataError> {
         let fail = |why: String| Err(DataError::Mixture { why });
         if let Some((_, weight)) = parts.iter().find(|(_, weight)| !(*weight > 0.0 && weight.is_finite())) {
@@ -52,7 +56,7 @@ impl Dataset {
     }
 }
 
-/// The vocabulary of a mixture: the one that was chosen, or one that is trained on all of its texts and kept in the cache.
+/// The vocabulary of a mixture: the chosen one, or one that is trained on all of its texts and kept in the cache.
 fn shared_vocabulary(sources: &[(Source, f64)], options: &DataOptions) -> Result<VocabularyChoice, DataError> {
     let VocabularyChoice::Bpe { size } = options.vocabulary else { return Ok(options.vocabulary.clone()) };
     let mut texts = Vec::new();

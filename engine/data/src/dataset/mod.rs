@@ -1,4 +1,4 @@
-//! A prepared dataset: vocabulary, tokens, and which part of them is validation.
+//! A prepared dataset: the vocabulary, the tokens, and the split into training and validation.
 
 mod folder;
 mod mixture;
@@ -23,16 +23,16 @@ pub use source::{DataOptions, Source};
 
 const TOKENIZER: &str = "tokenizer.json";
 
-/// A vocabulary, and a stream of tokens whose front is for training and whose back for validation.
+/// A vocabulary, and one or more streams of tokens, each split into a front for training and a back for validation.
 #[derive(Debug, Clone)]
 pub struct Dataset {
     vocabulary: Vocabulary,
-    /// One, or those of a mixture.
+    /// The stream of tokens, or the streams of a mixture.
     parts: Vec<Part>,
     hash: String,
     corpus: Option<CorpusReport>,
     folder: Option<PathBuf>,
-    /// The largest id.
+    /// The largest token id.
     largest: u32,
 }
 
@@ -42,18 +42,18 @@ struct Part {
     tokens: Arc<Tokens>,
     training: Range<u64>,
     validation: Range<u64>,
-    /// What belongs together and what counts, if that is not all.
+    /// The examples, with their boundaries and the tokens that count in the loss; `None` for plain text.
     examples: Option<Arc<Examples>>,
-    /// What part of all windows is of this stream, relative to the others.
+    /// The share of windows taken from this stream, relative to the weights of the others.
     weight: f64,
 }
 
 impl Dataset {
-    /// Reads, tokenizes and splits a source, or takes what an earlier call kept. Of text files a few pieces are in memory at once; a
-    /// call that was ended, as by a signal, is gone on with.
+    /// Reads, tokenizes and splits a source, or reuses the result of an earlier call. Only a few pieces of text files
+    /// are in memory at a time. A call that was interrupted, by a signal for example, is continued by the next one.
     ///
     /// # Errors
-    /// Whatever is wrong with the source or the vocabulary, or a cache that cannot be written.
+    /// Returns an error if the source or the vocabulary is invalid, or if the cache cannot be written.
     pub fn prepare(source: &Source, options: &DataOptions) -> Result<Self, DataError> {
         if let Source::Path(path) = source
             && let Some((files, validation)) = token_files(path)?
@@ -63,28 +63,29 @@ impl Dataset {
         Self::from_texts(&*source.texts()?, options)
     }
 
-    /// Tokenizes and splits a corpus, or takes what an earlier call kept.
+    /// Tokenizes and splits a corpus, or reuses the result of an earlier call.
     ///
     /// # Errors
-    /// Whatever is wrong with the vocabulary, or a cache that cannot be written.
+    /// Returns an error if the vocabulary is invalid, or if the cache cannot be written.
     pub fn from_corpus(corpus: &Corpus, options: &DataOptions) -> Result<Self, DataError> {
         Self::from_texts(corpus, options)
     }
 
-    /// Token ids that are in memory already; the last n-th is validation.
+    /// Creates a dataset from token ids in memory; the last n-th of them is validation.
     ///
     /// # Errors
-    /// A token outside the vocabulary.
+    /// Returns an error if a token is outside the vocabulary.
     pub fn from_tokens(ids: Vec<u32>, vocabulary: Vocabulary, validation_every: usize) -> Result<Self, DataError> {
         let validation = last_part(ids.len() as u64, validation_every);
         Self::from_stream(Tokens::from_ids(ids), vocabulary, validation, Path::new("tokens in memory"))
     }
 
-    /// Reads examples of answers, every n-th of them for validation, and tokenizes them in memory. Of a tokenizer's file, the folder
-    /// around it says which special tokens there are and how conversations are written.
+    /// Reads examples of answers and tokenizes them in memory; every n-th example is validation. If the vocabulary is a
+    /// tokenizer's file, the folder around it determines the special tokens and the chat template.
     ///
     /// # Errors
-    /// Lines that are no examples; whatever is wrong with the vocabulary; conversations without a template, or that it refuses.
+    /// Returns an error if a line is not an example, if the vocabulary is invalid, or if conversations have no chat
+    /// template or are rejected by it.
     pub fn examples(path: &Path, format: Format, options: &DataOptions) -> Result<Self, DataError> {
         let lines = read_lines(path, format)?;
         let vocabulary = match &options.vocabulary {
@@ -97,7 +98,7 @@ impl Dataset {
             VocabularyChoice::File(file) => file.parent().map(Tokenizer::open).transpose()?,
             _ => None,
         };
-        // Those for validation come last.
+        // Move the examples for validation to the end.
         let every = options.validation_every;
         let is_validation = |index: usize| every > 0 && index % every.max(2) == every.max(2) - 1;
         let encoding = Encoding { path, vocabulary: &vocabulary, folder: folder.as_ref(), answers: options.answers };
@@ -119,32 +120,32 @@ impl Dataset {
         &self.vocabulary
     }
 
-    /// What text was read; nothing for bare tokens and mixtures.
+    /// The report of the text that was read; `None` for bare tokens and mixtures.
     pub fn corpus(&self) -> Option<&CorpusReport> {
         self.corpus.as_ref()
     }
 
-    /// The folder that the tokenizer and the tokens are kept in; nothing for bare tokens and mixtures.
+    /// The folder in which the tokenizer and the tokens are kept; `None` for bare tokens and mixtures.
     pub fn folder(&self) -> Option<&Path> {
         self.folder.as_deref()
     }
 
-    /// Tokens for training.
+    /// Number of tokens for training.
     pub fn training_tokens(&self) -> u64 {
         self.parts.iter().map(|part| part.training.end - part.training.start).sum()
     }
 
-    /// Tokens for validation.
+    /// Number of tokens for validation.
     pub fn validation_tokens(&self) -> u64 {
         self.parts.iter().map(|part| part.validation.end - part.validation.start).sum()
     }
 
-    /// The largest token id in it: a model has more rows in its embedding.
+    /// The largest token id in the data; a model's embedding needs more rows than this.
     pub fn largest_token(&self) -> u32 {
         self.largest
     }
 
-    /// blake3 of the vocabulary, the tokens and the split, in hexadecimal: the same hash gives the same batches.
+    /// blake3 of the vocabulary, the tokens and the split, as hexadecimal digits. Equal hashes mean equal batches.
     pub fn hash(&self) -> &str {
         &self.hash
     }
@@ -152,16 +153,16 @@ impl Dataset {
     /// The batches of a training run.
     ///
     /// # Errors
-    /// Data shorter than one window; a size of zero.
+    /// Returns an error if the data is shorter than one window, or if a size is zero.
     pub fn training(&self, sequence: usize, batch: usize, seed: u64) -> Result<TrainingWindows, DataError> {
         let cut = |part: &Part| Ok((self.cut(part, &part.training, sequence, "training")?, part.weight));
         TrainingWindows::of(self.parts.iter().map(cut).collect::<Result<_, DataError>>()?, batch, seed)
     }
 
-    /// At most `count` windows to evaluate on; nothing when there is no validation part.
+    /// At most `count` windows to evaluate on; `None` if there is no validation part.
     ///
     /// # Errors
-    /// Data shorter than one window; a size of zero.
+    /// Returns an error if the data is shorter than one window, or if a size is zero.
     pub fn validation(&self, sequence: usize, count: usize) -> Result<Option<ValidationWindows>, DataError> {
         let there = self.parts.iter().filter(|part| !part.validation.is_empty());
         let cut = |part: &Part| Ok((self.cut(part, &part.validation, sequence, "validation")?, part.weight));
@@ -169,7 +170,7 @@ impl Dataset {
         if cuts.is_empty() { Ok(None) } else { ValidationWindows::of(cuts, count).map(Some) }
     }
 
-    /// A part of it in windows: of whole examples, or of a stream.
+    /// Cuts a range of a stream into windows: of whole examples if it has examples, otherwise of consecutive tokens.
     fn cut(&self, part: &Part, range: &Range<u64>, sequence: usize, name: &'static str) -> Result<Cut, DataError> {
         let (tokens, range) = (part.tokens.clone(), range.clone());
         match &part.examples {
@@ -178,8 +179,8 @@ impl Dataset {
         }
     }
 
-    /// Files of ids, with the tokenizer beside them, the one that was chosen, or none. The last `validation` files are validation;
-    /// if none is, the last n-th of the tokens.
+    /// Opens files of ids with the chosen tokenizer, or the one in their folder, or none. The last `validation` files
+    /// are for validation; if that is 0, the last n-th of the tokens is.
     fn from_ids(path: &Path, files: &[PathBuf], validation: usize, options: &DataOptions) -> Result<Self, DataError> {
         let beside = if path.is_dir() { path.join(TOKENIZER) } else { path.with_file_name(TOKENIZER) };
         let vocabulary = match &options.vocabulary {
@@ -225,7 +226,7 @@ impl Dataset {
     }
 }
 
-/// How many of `tokens` the last n-th is.
+/// The size of the last n-th of `tokens`.
 fn last_part(tokens: u64, every: usize) -> u64 {
     if every == 0 { 0 } else { tokens / (every as u64).max(2) }
 }

@@ -1,4 +1,4 @@
-//! Where data comes from, and how it is tokenized and split.
+//! Sources of data, and the options for tokenizing and splitting it.
 
 use std::path::PathBuf;
 
@@ -6,17 +6,17 @@ use crate::files::token_files;
 use crate::texts::{TextFiles, Texts};
 use crate::{Answers, Corpus, DataError, RustSources, TextOptions, TokenWidth, VocabularyChoice};
 
-/// Where data comes from.
+/// A source of data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// The Rust sources of a workspace and its locked dependencies.
     RustSources(RustSources),
-    /// A file of text, a folder of them, or token ids as .bin, a file or a folder of them: little-endian, as [`DataOptions::width`] or the
-    /// header of llm.c says.
+    /// A text file, a folder of them, or token ids: a .bin file or a folder of them. Ids are little-endian; their width
+    /// comes from llm.c's header, or else from [`DataOptions::width`].
     Path(PathBuf),
 }
 
-/// A `Cargo.lock` stands for the Rust sources that it names: text that is there wherever Rust is.
+/// A path named `Cargo.lock` stands for the Rust sources of its packages, which exist wherever Rust is used.
 impl From<PathBuf> for Source {
     fn from(path: PathBuf) -> Self {
         let is_lock = path.file_name().is_some_and(|name| name == "Cargo.lock");
@@ -24,23 +24,24 @@ impl From<PathBuf> for Source {
     }
 }
 
-/// How data is tokenized and split.
+/// Options for tokenizing and splitting data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataOptions {
     /// The vocabulary; by default BPE of 4,096 tokens.
     pub vocabulary: VocabularyChoice,
-    /// Every n-th document is validation (so that both parts have the same distribution); with fewer documents than n,
-    /// and for .bin, it is the last n-th of the tokens. 0 means no validation; 1 would leave nothing to train on and is
-    /// taken as 2. By default 32, about 3 %.
+    /// Every n-th document is used for validation, so that both parts have the same distribution. With fewer documents
+    /// than n, and for .bin, the last n-th of the tokens is used. 0 means no validation; 1 would leave nothing to train
+    /// on and counts as 2. By default 32, about 3 %.
     pub validation_every: usize,
-    /// What a document's text becomes.
+    /// The treatment of special tokens in and around a document.
     pub text: TextOptions,
-    /// Bytes of the ids of .bin files without a header. By default 2, or 4 for vocabularies of more than 65,536; ids that look as if they
-    /// were wider are then refused.
+    /// Bytes per id of .bin files without a header. By default 2, or 4 for vocabularies of more than 65,536 tokens;
+    /// files whose ids appear to be wider are then refused.
     pub width: Option<TokenWidth>,
-    /// Which answers of a conversation count.
+    /// The answers of a conversation that count in the loss.
     pub answers: Answers,
-    /// Where tokenizers and tokens are kept, one folder for each corpus, vocabulary and split. By default `.gapless/data`.
+    /// The folder for tokenizers and tokens, with a subfolder for each corpus, vocabulary and split. By default
+    /// `.gapless/data`.
     pub cache: PathBuf,
 }
 
@@ -58,7 +59,7 @@ impl Default for DataOptions {
 }
 
 impl Source {
-    /// Its documents, if it is no file of ids.
+    /// Opens its documents. It must not be a file of ids.
     pub(super) fn texts(&self) -> Result<Box<dyn Texts>, DataError> {
         Ok(match self {
             Self::RustSources(sources) => Box::new(Corpus::rust_sources(sources)?),
@@ -66,10 +67,10 @@ impl Source {
         })
     }
 
-    /// Whether it is a file or a folder of token ids.
+    /// True if it is a file or a folder of token ids.
     ///
     /// # Errors
-    /// A folder that cannot be read.
+    /// Returns an error if a folder cannot be read.
     pub fn is_ids(&self) -> Result<bool, DataError> {
         match self {
             Self::RustSources(_) => Ok(false),

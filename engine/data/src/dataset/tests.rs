@@ -1,4 +1,4 @@
-//! What is validation, what is kept, what is damaged, and ids without a text.
+//! Tests of the split, of kept and damaged folders, and of ids without text.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use super::folder::{MANIFEST, TOKENS};
 use super::*;
 use crate::TokenWidth;
 
-/// Documents that tell themselves apart by their letter.
+/// Documents that can be told apart by their letter.
 fn lettered(count: usize) -> Corpus {
     Corpus::from_texts((0..count).map(|index| char::from(b'a' + index as u8).to_string().repeat(20)))
 }
@@ -15,7 +15,7 @@ fn options(folder: &Path, vocabulary: VocabularyChoice, validation_every: usize)
     DataOptions { vocabulary, validation_every, cache: folder.join("cache"), ..DataOptions::default() }
 }
 
-/// All tokens of a part, as text.
+/// All tokens of a range, as text.
 fn text_of(dataset: &Dataset, range: &Range<u64>) -> String {
     let mut ids = vec![0; (range.end - range.start) as usize];
     dataset.parts[0].tokens.read(range.start, &mut ids).unwrap();
@@ -63,7 +63,7 @@ fn what_is_kept_is_used_and_what_is_damaged_is_made_again() {
         for damaged in [flipped.as_slice(), shorter, b""] {
             fs::write(&path, damaged).unwrap();
             let error = Dataset::open_prepared(&kept).err().map(|error| error.to_string());
-            // A flip in the manifest may hit what is only told, like the number of files.
+            // A flip in the manifest may hit a field that is only reported, such as the number of files.
             assert!(name == MANIFEST || error.is_some_and(|error| error.contains("is damaged")), "{name}");
             assert_eq!(Dataset::from_corpus(&corpus, &options).unwrap().hash(), first.hash(), "{name}");
             assert_eq!(Dataset::open_prepared(&kept).unwrap().hash(), first.hash());
@@ -141,7 +141,7 @@ fn a_given_tokenizer_is_kept_with_the_tokens() {
     assert!(matches!(other.training(1000, 1, 0), Err(DataError::TooShort { .. })));
 }
 
-/// Bare ids that are wider than they would be read have every second number next to nothing.
+/// Bare ids that are wider than the width they are read with: every second value is nearly zero.
 #[test]
 fn ids_of_another_width_are_not_read_in_halves() {
     let folder = tempfile::tempdir().unwrap();
@@ -166,20 +166,20 @@ fn ids_of_another_width_are_not_read_in_halves() {
         let dataset = read(size, Some(written)).unwrap();
         assert_eq!((dataset.training_tokens(), dataset.largest_token()), (400, *ids.iter().max().unwrap()));
     }
-    // Of the width that they seem to have.
+    // Ids of the width that they appear to have.
     for (written, size) in [(U16, 50_257), (U32, 100_000)] {
         fs::write(&file, bytes(written)).unwrap();
         assert_eq!(read(size, None).unwrap().training_tokens(), 400);
     }
-    // Small ids are no halves of larger ones.
+    // Small ids are not mistaken for halves of larger ones.
     fs::write(&file, [1, 0].repeat(300)).unwrap();
     assert_eq!(read(65, None).unwrap().training_tokens(), 300);
-    // What does not fit 32 bits is outside.
+    // An id that exceeds 32 bits is outside the vocabulary.
     fs::write(&file, (1u64 << 40).to_le_bytes().repeat(3)).unwrap();
     assert!(matches!(read(65, Some(U64)), Err(DataError::TokenOutside { .. })));
 }
 
-/// Several processes, or threads, that need the same data at once find what one of them makes.
+/// Several processes, or threads, that need the same data at once reuse what one of them prepares.
 #[test]
 fn one_prepares_and_the_others_wait() {
     let folder = tempfile::tempdir().unwrap();

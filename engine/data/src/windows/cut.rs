@@ -1,7 +1,7 @@
 //! A part of a stream, cut into windows.
 //!
-//! In: tokens, or examples that lie whole in their windows. Out: which window a visit is of, and its inputs and targets in the
-//! caller's slices. Never: a state from one window to the next.
+//! In: tokens, or examples that lie whole in their windows. Out: the window of each visit, and its inputs and targets
+//! in the caller's slices. Never: state that is carried from one window to the next.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,17 +19,17 @@ pub(crate) struct Cut {
     kind: Kind,
 }
 
-/// What a window is.
+/// The two kinds of windows.
 #[derive(Debug, Clone)]
 enum Kind {
-    /// Any tokens that follow each other. Documents end with this token, if there is one.
+    /// Any consecutive tokens. Documents end with `end_of_text`, if it is known.
     Stream { end_of_text: Option<u32> },
-    /// Whole examples side by side.
+    /// Whole examples, packed into rows.
     Rows { examples: Arc<Examples>, rows: Arc<Vec<Vec<Range<u64>>>> },
 }
 
 impl Cut {
-    /// Windows of a stream whose documents end with a token, if that is known.
+    /// Creates windows of consecutive tokens. Documents end with `end_of_text`, if it is known.
     pub fn new(
         tokens: Arc<Tokens>,
         range: Range<u64>,
@@ -48,7 +48,7 @@ impl Cut {
         Ok(Self { tokens, range, sequence, kind: Kind::Stream { end_of_text } })
     }
 
-    /// Windows of whole examples.
+    /// Creates windows of whole examples.
     pub fn of_examples(
         tokens: Arc<Tokens>,
         range: Range<u64>,
@@ -66,7 +66,7 @@ impl Cut {
         Ok(Self { tokens, range, sequence, kind: Kind::Rows { examples, rows: rows.into() } })
     }
 
-    /// How many windows there are side by side.
+    /// Number of windows if they are adjacent and start at the first token.
     pub fn all(&self) -> u64 {
         match &self.kind {
             Kind::Stream { .. } => self.whole_windows(self.length()),
@@ -78,12 +78,12 @@ impl Cut {
         self.range.end - self.range.start
     }
 
-    /// Windows side by side in `tokens` tokens, the last target among them.
+    /// Number of adjacent windows in `tokens` tokens, of which the last one is only a target.
     fn whole_windows(&self, tokens: u64) -> u64 {
         (tokens - 1) / self.sequence as u64
     }
 
-    /// Windows in an epoch.
+    /// Number of windows in an epoch.
     pub fn per_epoch(&self) -> u64 {
         match &self.kind {
             Kind::Stream { .. } => self.whole_windows(self.length() + 1 - self.sequence as u64).max(1),
@@ -91,7 +91,7 @@ impl Cut {
         }
     }
 
-    /// Which of the windows side by side is number `window`, as [`Self::visited`] says it.
+    /// The place of adjacent window number `window`, as [`Self::visited`] returns it.
     pub fn nth(&self, window: u64) -> u64 {
         match self.kind {
             Kind::Stream { .. } => self.range.start + window * self.sequence as u64,
@@ -99,7 +99,8 @@ impl Cut {
         }
     }
 
-    /// Which window a visit is of, counted from the first of a run: the position of its first token, or the number of the row.
+    /// The window of a visit, where visits are counted over the whole run. Returns the position of its first token, or
+    /// the index of its row of examples.
     pub fn visited(&self, visit: u128, seed: u64) -> u64 {
         let windows = self.per_epoch();
         let (epoch, place) = ((visit / u128::from(windows)) as u64, (visit % u128::from(windows)) as u64);
@@ -124,7 +125,7 @@ impl Cut {
         self.tokens.read(start + sequence as u64, &mut targets[sequence - 1..])
     }
 
-    /// Examples one after another, and tokens that don't count behind them.
+    /// Writes the examples of a row one after another, and pads the rest with tokens that do not count.
     fn fill_row(
         &self,
         examples: &Examples,
@@ -148,7 +149,7 @@ impl Cut {
         Ok(())
     }
 
-    /// Where the document of each token begins, in a window that is filled already.
+    /// Writes the start of each token's document within its window, for a window that is already filled.
     pub fn documents(
         &self,
         start: u64,

@@ -1,4 +1,4 @@
-//! Windows of a stream: which tokens belong to which batch.
+//! Windows of a stream: the assignment of tokens to batches.
 
 mod cut;
 #[cfg(test)]
@@ -12,14 +12,15 @@ pub(crate) use cut::Cut;
 pub use training::TrainingWindows;
 pub use validation::ValidationWindows;
 
-/// How many of `count` things each part has by its weight: one at least, and all together as many as there are, if there are enough.
+/// Splits `count` among the parts by their weights. Each part gets at least one; the total is `count` if that is
+/// possible.
 fn shares(parts: &[(Cut, f64)], count: usize) -> Vec<usize> {
     let all: f64 = parts.iter().map(|(_, weight)| weight).sum();
     let (mut weights, mut given) = (0.0, 0);
     let mut shares = Vec::with_capacity(parts.len());
     for (index, (_, weight)) in parts.iter().enumerate() {
         weights += weight;
-        // What is left has room for one of each of those behind.
+        // Leave room for at least one for each of the parts that follow.
         let most = count.saturating_sub(parts.len() - 1 - index).max(given + 1);
         let end = ((count as f64 * weights / all).round() as usize).clamp(given + 1, most);
         shares.push(end - given);
@@ -28,7 +29,7 @@ fn shares(parts: &[(Cut, f64)], count: usize) -> Vec<usize> {
     shares
 }
 
-/// Writes windows `first..` of so many.
+/// Writes windows `first..` into the slices. `windows` is the total number, and `start` gives the place of each.
 fn fill<'a>(
     sequence: usize,
     windows: usize,
@@ -51,7 +52,7 @@ fn fill<'a>(
     Ok(())
 }
 
-/// Where the document of each token begins, in windows that are filled already.
+/// Writes the start of each token's document, for windows that are already filled.
 fn documents<'a>(
     sequence: usize,
     start: impl Fn(usize) -> (&'a Cut, u64),

@@ -1,4 +1,4 @@
-//! The windows of a training run: each epoch all of them, in an order of its own.
+//! The windows of a training run: each epoch visits all of them, in its own order.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,9 +9,8 @@ use crate::{DataError, Permutation, Tokens};
 
 /// The batches of a training run: a pure function of seed, step and index.
 ///
-/// The stream is cut into windows of `sequence` tokens, at a border that every epoch draws anew, and each epoch visits all
-/// its windows once, in an order of its own. Nothing is remembered from step to step: a resumed run needs the step number
-/// alone.
+/// The stream is cut into windows of `sequence` tokens. Each epoch draws a new offset for the cuts, and visits all its
+/// windows once, in its own order. No state is kept from step to step, so a resumed run only needs the step number.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -28,20 +27,22 @@ use crate::{DataError, Permutation, Tokens};
 /// ```
 #[derive(Debug, Clone)]
 pub struct TrainingWindows {
-    /// Each with the places that it has among [`PLACES`].
+    /// Each part, with its slots among [`PLACES`].
     parts: Vec<(Cut, Range<u64>)>,
     batch: usize,
     seed: u64,
 }
 
-/// Windows of a mixture of which every part has as many as its weight says, in an order of their own.
+/// The period of a mixture: in each run of this many windows, every part has the number of windows that its weight
+/// implies, in a new order.
 pub(super) const PLACES: u64 = 4096;
 
 impl TrainingWindows {
     /// Batches of `batch` windows over the tokens of `range`.
     ///
     /// # Errors
-    /// A range shorter than one window and the target of its last token; a size of zero.
+    /// Returns an error if the range is shorter than one window plus the target of its last token, or if a size is
+    /// zero.
     pub fn new(
         tokens: Arc<Tokens>,
         range: Range<u64>,
@@ -52,7 +53,7 @@ impl TrainingWindows {
         Self::of(vec![(Cut::new(tokens, range, None, sequence, "training")?, 1.0)], batch, seed)
     }
 
-    /// Of parts with their weights.
+    /// Batches over weighted parts.
     pub(crate) fn of(parts: Vec<(Cut, f64)>, batch: usize, seed: u64) -> Result<Self, DataError> {
         if batch == 0 {
             return Err(DataError::Zero { what: "the batch size" });
@@ -67,8 +68,9 @@ impl TrainingWindows {
         Ok(Self { parts: parts.into_iter().zip(shares).map(with_places).collect(), batch, seed })
     }
 
-    /// Windows in an epoch; of a mixture, those of all of its parts, of which each has epochs of its own. The borders of a stream's shift by
-    /// up to a window, so that the last one is left out (if there are more).
+    /// Number of windows in an epoch. For a mixture, it is the sum over its parts, each of which has its own epochs. A
+    /// stream's windows are shifted by up to one window per epoch, so the last one is left out (if there is more than
+    /// one).
     pub fn per_epoch(&self) -> u64 {
         self.parts.iter().map(|(cut, _)| cut.per_epoch()).sum()
     }
@@ -83,14 +85,14 @@ impl TrainingWindows {
         self.parts[0].0.sequence
     }
 
-    /// Which window is number `index` of the batch of `step`: its part, and there the position of its first token within the stream; of
-    /// examples, the number of the row.
+    /// Finds window `index` of the batch of `step`: its part, and within that the position of its first token in the
+    /// stream, or the index of its row of examples.
     pub(super) fn start(&self, step: u64, index: usize) -> (&Cut, u64) {
         let visit = u128::from(step) * self.batch as u128 + index as u128;
         if let [(cut, _)] = &self.parts[..] {
             return (cut, cut.visited(visit, self.seed));
         }
-        // Every so many windows, each part has its places, at which it goes on where it was.
+        // In each period, a part has its fixed slots; it continues there with its own next window.
         let (round, at) = (visit / u128::from(PLACES), (visit % u128::from(PLACES)) as u64);
         let place = Permutation::new(PLACES, mix(!self.seed ^ mix(round as u64))).at(at);
         let part = self.parts.iter().find(|(_, places)| places.contains(&place));
@@ -103,16 +105,18 @@ impl TrainingWindows {
     /// Inputs and targets are row-major, windows × sequence; a target is the token after its input. Allocates nothing.
     ///
     /// # Errors
-    /// Slices that don't hold whole windows, or more than the batch has; a read that fails.
+    /// Returns an error if the slices do not hold whole windows, if they hold more than the batch has, or if a read
+    /// fails.
     pub fn fill(&self, step: u64, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         fill(self.sequence(), self.batch, first, |index| self.start(step, index), inputs, targets)
     }
 
-    /// [`Self::fill`], and the place in its window where the document, or the example, of each token begins. Targets that stand in
-    /// another document, or that the loss does not count, are [`IGNORED`](crate::IGNORED). Without room for `starts`, it is [`Self::fill`].
+    /// Like [`Self::fill`], and also writes to `starts`, for each token, where its document or example begins within
+    /// the window. Targets that belong to another document, or that the loss does not count, become
+    /// [`IGNORED`](crate::IGNORED). If `starts` is empty, this is [`Self::fill`].
     ///
     /// # Errors
-    /// As [`Self::fill`]; of bare ids, whose documents are not known.
+    /// Returns an error like [`Self::fill`], or for bare ids, whose documents are not known.
     pub fn fill_documents(
         &self,
         step: u64,

@@ -1,4 +1,4 @@
-//! The windows of an evaluation: the same ones each time, spread evenly.
+//! The windows of an evaluation: always the same ones, evenly spread.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 use super::{Cut, documents, fill, shares};
 use crate::{DataError, Tokens};
 
-/// The same windows at every evaluation, spread evenly over a stream.
+/// The same windows in every evaluation, evenly spread over a stream.
 #[derive(Debug, Clone)]
 pub struct ValidationWindows {
-    /// Each with how many of the windows are its.
+    /// Each part, with its number of windows.
     parts: Vec<(Cut, usize)>,
 }
 
@@ -17,12 +17,13 @@ impl ValidationWindows {
     /// At most `count` windows, evenly spread over the tokens of `range`.
     ///
     /// # Errors
-    /// A range shorter than one window and the target of its last token; a size of zero.
+    /// Returns an error if the range is shorter than one window plus the target of its last token, or if a size is
+    /// zero.
     pub fn new(tokens: Arc<Tokens>, range: Range<u64>, sequence: usize, count: usize) -> Result<Self, DataError> {
         Self::of(vec![(Cut::new(tokens, range, None, sequence, "validation")?, 1.0)], count)
     }
 
-    /// Of parts with their weights.
+    /// Windows over weighted parts.
     pub(crate) fn of(parts: Vec<(Cut, f64)>, count: usize) -> Result<Self, DataError> {
         if count == 0 {
             return Err(DataError::Zero { what: "the number of validation windows" });
@@ -36,7 +37,7 @@ impl ValidationWindows {
         Ok(Self { parts: parts.into_iter().zip(shares).map(with_count).collect() })
     }
 
-    /// How many windows there are.
+    /// Number of windows.
     pub fn count(&self) -> usize {
         self.parts.iter().map(|(_, count)| count).sum()
     }
@@ -46,8 +47,8 @@ impl ValidationWindows {
         self.parts[0].0.sequence
     }
 
-    /// Which window is number `index`: its part, and there the position of its first token within the stream; of examples, the number of
-    /// the row.
+    /// Finds window `index`: its part, and within that the position of its first token in the stream, or the index of
+    /// its row of examples.
     pub(super) fn start(&self, mut index: usize) -> (&Cut, u64) {
         let mut parts = self.parts.iter();
         let (cut, count) = loop {
@@ -64,15 +65,17 @@ impl ValidationWindows {
     /// Writes windows `first..`, as many as the slices hold. Allocates nothing.
     ///
     /// # Errors
-    /// Slices that don't hold whole windows, or more than there are; a read that fails.
+    /// Returns an error if the slices do not hold whole windows, if they reach past the last window, or if a read
+    /// fails.
     pub fn fill(&self, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         fill(self.sequence(), self.count(), first, |index| self.start(index), inputs, targets)
     }
 
-    /// [`Self::fill`], as [`TrainingWindows::fill_documents`](super::TrainingWindows::fill_documents).
+    /// Like [`Self::fill`], with the starts of documents as in
+    /// [`TrainingWindows::fill_documents`](super::TrainingWindows::fill_documents).
     ///
     /// # Errors
-    /// As there.
+    /// Returns an error like that method.
     pub fn fill_documents(
         &self,
         first: usize,

@@ -1,4 +1,4 @@
-//! What a CPU kernel is given: typed slices of the arena, never an address.
+//! The arguments of a CPU kernel: typed slices of the arena, never an address.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -16,36 +16,40 @@ use crate::spec::{MAX_BYTES, Spec};
 /// One tensor of an instruction, at its planned address.
 #[derive(Debug, Clone)]
 pub struct Address {
-    /// Byte offset of the first element that the layout shows.
+    /// Byte offset of the layout's first element.
     pub offset: u64,
-    /// Strides; the start is already in `offset`.
+    /// Shape and strides; the start is already part of `offset`.
     pub layout: Layout,
     /// Element type.
     pub dtype: DType,
-    /// Elements from the first to the last that the layout shows.
+    /// Elements from the layout's first to its last.
     pub span: usize,
     /// For an input: the output that overwrites it.
     pub overwritten_by: Option<usize>,
-    /// If its place and its rows are known only while the program runs.
+    /// For a dynamic buffer, whose place and rows are only known while the program runs.
     pub counted: Option<CountedAddress>,
-    /// For a bf16 of a kernel that knows f32 alone: where it is f32 while the kernel runs.
+    /// For a bf16 operand of a kernel that only supports f32: the f32 copy that the kernel works on.
     pub widened: Option<Box<Widened>>,
 }
 
-/// A copy in f32 of a tensor of bf16.
+/// The f32 copy of a bf16 tensor.
 #[derive(Debug, Clone)]
 pub struct Widened {
     /// Byte offset of its first element.
     pub offset: u64,
-    /// How it lies there: see [`widened_layout`](super::bf16::widened_layout).
+    /// The copy's layout: see [`widened_layout`](super::bf16::widened_layout).
     pub layout: Layout,
-    /// What is copied: see [`distinct`](super::bf16::distinct).
+    /// The elements that are copied: see [`distinct`](super::bf16::distinct).
     pub distinct: Layout,
 }
 
-/// The bytes of its storage that a layout shows, from the first element to the last. None if a tensor cannot lie so: a type whose
-/// elements are no whole bytes, another number of strides than of dimensions, more elements or a longer reach than there are addresses.
-/// All that is given an address has passed this; whether the range lies in the tensor's buffer is then one comparison.
+/// The range of bytes in its storage that a layout covers, from the first element to the last. Every tensor that gets
+/// an address has passed this check, so whether it lies in its buffer is a single comparison.
+///
+/// Returns `None` if no tensor can have this layout:
+/// - its elements are not whole bytes
+/// - its numbers of strides and dimensions differ
+/// - its elements or their reach exceed the address space
 pub fn byte_range(layout: &Layout, dtype: DType) -> Option<Range<u64>> {
     let (dims, strides) = (layout.dims(), layout.stride());
     Spec { shape: layout.shape().clone(), dtype }.checked_bytes().filter(|_| dims.len() == strides.len())?;
@@ -61,37 +65,37 @@ pub fn byte_range(layout: &Layout, dtype: DType) -> Option<Range<u64>> {
     Some(in_bytes(first)?..in_bytes(end).filter(|&end| end <= MAX_BYTES)?)
 }
 
-/// Elements from the first that a layout shows to the last, of a layout that has a [`byte_range`].
+/// Elements from the layout's first to its last. The layout must have a [`byte_range`].
 pub fn span(layout: &Layout) -> usize {
     let reach = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| dim.saturating_sub(1) * stride);
     if layout.dims().contains(&0) { 0 } else { 1 + reach.sum::<usize>() }
 }
 
-/// A tensor whose rows are counted, and whose place is asked for, while the program runs.
+/// A dynamic buffer's request for a place.
 #[derive(Debug, Clone, Copy)]
 pub struct CountedAddress {
-    /// Index of the request for its place.
+    /// Index of the request.
     pub request: u32,
     /// Elements of a row.
     pub row: usize,
 }
 
-/// What has been counted and placed so far.
+/// The places and row counts of the dynamic buffers so far.
 #[derive(Debug, Clone, Copy)]
 pub struct Places<'a> {
     /// Byte offset of every request.
     pub offsets: &'a [u64],
-    /// Rows that every request was served for; 0 of those that were not served in this run.
+    /// The row count for which each request was placed; 0 if it was not placed in this run.
     pub rows: &'a [usize],
-    /// What lies behind the arena.
+    /// The buffers that are placed outside of the arena.
     pub outside: Option<&'a OverflowHeap>,
 }
 
 impl Places<'_> {
-    /// Nothing is.
+    /// No dynamic buffers.
     pub const NONE: Self = Self { offsets: &[], rows: &[], outside: None };
 
-    /// The byte offset and the number of elements of a tensor.
+    /// Returns a tensor's byte offset and element count.
     pub fn find(&self, address: &Address) -> (u64, usize) {
         match address.counted {
             Some(CountedAddress { request, row }) => {
@@ -101,10 +105,10 @@ impl Places<'_> {
         }
     }
 
-    /// The first byte and the number of elements of a tensor.
+    /// Returns a tensor's first byte and its element count.
     ///
     /// # Safety
-    /// A planned tensor lies in the arena at `base`; one that is placed while a program runs, there or outside.
+    /// A planned tensor must lie in the arena at `base`; a dynamic buffer must lie there or outside, as its place says.
     pub unsafe fn locate(&self, base: *mut u8, address: &Address) -> (*mut u8, usize) {
         let (offset, span) = self.find(address);
         let outside = self.outside.filter(|_| address.counted.is_some()).and_then(|outside| outside.find(offset));
@@ -124,31 +128,31 @@ pub struct Args<'a> {
     accumulate: u64,
     stream: Stream,
     taken: Cell<u64>,
-    /// Outputs that the kernel rounds, as bits.
+    /// Bit i: the kernel rounds output i itself.
     rounded: u64,
     arena: PhantomData<&'a mut [u8]>,
 }
 
-/// Bit of [`Args::taken`] that stands for the workspace.
+/// The bit of [`Args::taken`] that stands for the workspace.
 const WORKSPACE: usize = 63;
 
-/// Outputs that an operation may have: each has a bit in [`Args`], beside that of the workspace.
+/// The most outputs that an operation may have: each has a bit in [`Args`], and the workspace has one.
 pub const MAX_OUTPUTS: usize = WORKSPACE;
 
-/// Types that lie in an arena as they are.
+/// An element type that kernels read and write in the arena.
 pub trait Element: Copy + Send + Sync + private::Sealed + 'static {
-    /// candle's name of the type.
+    /// The candle name of the type.
     const DTYPE: DType;
 
-    /// Elements as they lie in memory.
+    /// Returns the elements as bytes.
     fn bytes(data: &[Self]) -> &[u8] {
-        // SAFETY: the types are numbers without padding, and every byte of one is a byte.
+        // SAFETY: the types are numbers without padding, so all of their bytes are initialized.
         unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), size_of_val(data)) }
     }
 
-    /// The elements that some bytes are, if they are aligned and whole.
+    /// Returns the bytes as elements if they are aligned and form whole elements.
     fn elements(bytes: &[u8]) -> Option<&[Self]> {
-        // SAFETY: the types are numbers of which every pattern of bits is one.
+        // SAFETY: every bit pattern is a valid value of these types.
         let (before, elements, behind) = unsafe { bytes.align_to() };
         (before.is_empty() && behind.is_empty()).then_some(elements)
     }
@@ -185,10 +189,14 @@ impl Element for u32 {
 
 impl<'a> Args<'a> {
     /// # Safety
-    /// `base` points to an arena that outlives `'a` and is not touched by anyone else during it; every operand and
-    /// every piece of the workspace lies inside it, aligned for its type and to 64 bytes; outputs and pieces are disjoint
-    /// from each other and from all inputs but those that they overwrite, which have the same offset; outputs have no gaps. The last
-    /// pieces are those of [`Address::widened`], one for each. A compiled program whose plan was checked guarantees all of it.
+    /// - `base` must point to an arena that outlives `'a` and that is not accessed by others meanwhile.
+    /// - Every operand and every piece of the workspace must lie inside the arena, aligned to its type and to 64 bytes.
+    /// - Outputs and pieces must be disjoint from each other and from all inputs, except for an input that an output
+    ///   overwrites, which must have the same offset.
+    /// - Outputs must be contiguous.
+    /// - The last pieces must be those of [`Address::widened`], one for each.
+    ///
+    /// A compiled program whose plan was checked guarantees all of this.
     pub unsafe fn new(
         base: *mut u8,
         inputs: &'a [Address],
@@ -198,7 +206,7 @@ impl<'a> Args<'a> {
         accumulate: u64,
         stream: Stream,
     ) -> Self {
-        // Copies that the kernel reads are no scratch of its own.
+        // The pieces of f32 copies are not part of the kernel's own scratch.
         let copies = inputs.iter().chain(outputs).filter(|operand| operand.widened.is_some()).count();
         let workspace = &workspace[..workspace.len() - copies];
         Self {
@@ -215,28 +223,28 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// The elements of an input that has no gaps.
+    /// Returns the elements of a contiguous input.
     ///
     /// # Panics
-    /// On a kernel's own bug: the wrong type, an input with gaps (see `Op::reads_strides`),
-    /// or one that an output overwrites (see [`Self::is_overwritten`]).
+    /// Panics on a bug in the kernel: if the type is wrong, if the input has gaps (see `Op::reads_strides`), or if an
+    /// output overwrites it (see [`Self::is_overwritten`]).
     pub fn input<T: Element>(&self, index: usize) -> &'a [T] {
         let (data, layout) = self.strided(index);
         assert!(layout.is_contiguous(), "input {index} has gaps: read it with `strided`");
         data
     }
 
-    /// The storage from an input's first element to its last, and the strides to read it with.
+    /// Returns the storage from an input's first element to its last, and the strides to read it with.
     ///
     /// # Panics
-    /// As [`Self::input`], gaps aside.
+    /// Panics like [`Self::input`], except that gaps are allowed.
     pub fn strided<T: Element>(&self, index: usize) -> (&'a [T], &'a Layout) {
         let operand = &self.inputs[index];
         let (dtype, layout) = seen(operand);
         assert_eq!(dtype, T::DTYPE, "type of input {index}");
         assert!(operand.overwritten_by.is_none(), "input {index} is overwritten: read it from the output");
-        // SAFETY: by `new`'s contract the span lies in the arena, is aligned for its type, and is disjoint from every
-        // output but one that overwrites it, which was excluded above; T is plain data.
+        // SAFETY: by `new`'s contract, the span lies in the arena, is aligned for its type, and is disjoint from every
+        // output except one that overwrites it, which the assertion above excludes. T is plain data.
         let slice = unsafe {
             let (start, span) = self.locate(operand);
             std::slice::from_raw_parts(start.cast_const().cast(), span)
@@ -244,10 +252,11 @@ impl<'a> Args<'a> {
         (slice, layout)
     }
 
-    /// The first byte and the number of elements of a tensor as the kernel sees it.
+    /// Returns the first byte and the element count of a tensor as the kernel sees it, that is, of its f32 copy if it
+    /// has one.
     ///
     /// # Safety
-    /// It is one of this instruction's.
+    /// The operand must belong to this instruction.
     unsafe fn locate(&self, operand: &Address) -> (*mut u8, usize) {
         // SAFETY: by `new`'s contract.
         let (start, elements) = unsafe { self.places.locate(self.base, operand) };
@@ -261,17 +270,18 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// Makes the copies in f32 of what the kernel shall read, or add to.
+    /// Fills the f32 copies of bf16 operands that the kernel reads or adds to.
     ///
     /// # Safety
-    /// No operand has been handed out yet.
+    /// No operand may have been handed out yet.
     pub unsafe fn widen(&mut self) {
         let read = self.inputs.iter().filter(|input| input.overwritten_by.is_none());
         let changed = self.outputs.iter().enumerate().filter(|&(index, _)| {
             self.accumulate(index) || self.inputs.iter().any(|input| input.overwritten_by == Some(index))
         });
         for operand in read.chain(changed.map(|(_, output)| output)).filter(|operand| operand.widened.is_some()) {
-            // SAFETY: by `new`'s contract both lie in the arena, apart; by this function's, nothing has been handed out yet.
+            // SAFETY: by `new`'s contract, both lie in the arena and are disjoint; by this function's, nothing has been
+            // handed out yet.
             let (x, out) = unsafe {
                 let (from, len) = self.places.locate(self.base, operand);
                 let (to, wide) = self.locate(operand);
@@ -285,15 +295,16 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// Rounds the results that the kernel has made in f32 and not rounded itself.
+    /// Rounds the results in f32 copies to bf16, except those that the kernel has rounded itself.
     ///
     /// # Safety
-    /// What was handed out is not used any more.
+    /// No slice that was handed out may be used any more.
     pub unsafe fn round(self) {
         let is_left =
             |(index, operand): &(usize, &Address)| operand.widened.is_some() && self.rounded >> index & 1 == 0;
         for (_, operand) in self.outputs.iter().enumerate().filter(is_left) {
-            // SAFETY: by `new`'s contract both lie in the arena, apart; by this function's, nobody reads or writes them.
+            // SAFETY: by `new`'s contract, both lie in the arena and are disjoint; by this function's, no other slice
+            // to them is in use.
             unsafe {
                 let (to, len) = self.places.locate(self.base, operand);
                 let (from, wide) = self.locate(operand);
@@ -303,7 +314,7 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// Whether an output has this input's bytes, so that its values are to be read from there.
+    /// True if an output overwrites this input; its values must then be read from that output.
     pub fn is_overwritten(&self, index: usize) -> bool {
         self.inputs[index].overwritten_by.is_some()
     }
@@ -313,46 +324,48 @@ impl<'a> Args<'a> {
         self.inputs.len()
     }
 
-    /// Extents of an input.
+    /// Extent of every dimension of an input.
     pub fn input_dims(&self, index: usize) -> &'a [usize] {
         self.inputs[index].layout.dims()
     }
 
-    /// Type of an input's elements, as the kernel is given them.
+    /// Element type of an input as the kernel sees it.
     pub fn input_dtype(&self, index: usize) -> DType {
         seen(&self.inputs[index]).0
     }
 
-    /// Type of an output's elements, as the kernel is given them.
+    /// Element type of an output as the kernel sees it.
     pub fn output_dtype(&self, index: usize) -> DType {
         seen(&self.outputs[index]).0
     }
 
-    /// Extents of an output.
+    /// Extent of every dimension of an output.
     pub fn output_dims(&self, index: usize) -> &'a [usize] {
         self.outputs[index].layout.dims()
     }
 
-    /// An output, to be written in full. Holds the old values where it overwrites an input or accumulates, else garbage.
+    /// Returns an output, which the kernel must write in full. It holds the old values if it overwrites an input or
+    /// accumulates, otherwise garbage.
     ///
     /// # Panics
-    /// On a kernel's own bug: the wrong type, or asked for twice.
+    /// Panics on a bug in the kernel: if the type is wrong, or if the output was already taken.
     pub fn output<T: Element>(&mut self, index: usize) -> &'a mut [T] {
         let operand = &self.outputs[index];
         assert_eq!(seen(operand).0, T::DTYPE, "type of output {index}");
         self.take(index);
-        // SAFETY: by `new`'s contract outputs lie in the arena, aligned, disjoint from each other and from what inputs
-        // show; `take` hands each out once.
+        // SAFETY: by `new`'s contract, outputs lie in the arena, are aligned, and are disjoint from each other and from
+        // the inputs; `take` hands each out once.
         unsafe {
             let (start, span) = self.locate(operand);
             std::slice::from_raw_parts_mut(start.cast(), span)
         }
     }
 
-    /// An output as [`Self::output`] gives it in f32, and, if it is stored in bf16, where the kernel rounds it to by itself.
+    /// Returns an output in f32, like [`Self::output`]. If the output is stored in bf16, also returns the stored
+    /// tensor; the kernel must then round its results into it.
     ///
     /// # Panics
-    /// As [`Self::output`].
+    /// Panics like [`Self::output`].
     pub fn output_rounded(&mut self, index: usize) -> (&'a mut [f32], Option<&'a mut [bf16]>) {
         let wide = self.output::<f32>(index);
         let operand = &self.outputs[index];
@@ -360,7 +373,7 @@ impl<'a> Args<'a> {
             return (wide, None);
         }
         self.rounded |= 1 << index;
-        // SAFETY: as of `output`; the copy in f32 lies apart.
+        // SAFETY: as in `output`; the stored tensor is disjoint from the f32 copy.
         let stored = unsafe {
             let (start, len) = self.places.locate(self.base, operand);
             std::slice::from_raw_parts_mut(start.cast(), len)
@@ -368,23 +381,23 @@ impl<'a> Args<'a> {
         (wide, Some(stored))
     }
 
-    /// The pieces of `Op::workspace`, full of garbage.
+    /// Returns the pieces of `Op::workspace`, full of garbage.
     ///
     /// # Panics
-    /// On a kernel's own bug: asked for twice.
+    /// Panics on a bug in the kernel: if the workspace was already taken.
     pub fn workspace(&mut self) -> Scratch<'a> {
         self.take(WORKSPACE);
         // SAFETY: as for outputs.
         unsafe { Scratch::new(self.base, self.workspace) }
     }
 
-    /// Whether to add to an output instead of setting it. Only for outputs that
-    /// `Op::accumulates` names; others hold garbage.
+    /// True if the kernel must add to the output instead of setting it. This only happens for outputs that
+    /// `Op::accumulates` names.
     pub fn accumulate(&self, index: usize) -> bool {
         self.accumulate >> index & 1 == 1
     }
 
-    /// Random numbers of this step and micro-batch.
+    /// The random numbers of this step and micro-batch.
     pub fn random(&self) -> Stream {
         self.stream
     }
@@ -395,7 +408,7 @@ impl<'a> Args<'a> {
     }
 }
 
-/// Type and layout of a tensor as a kernel sees it.
+/// Element type and layout of a tensor as a kernel sees it: of its f32 copy if it has one.
 fn seen(operand: &Address) -> (DType, &Layout) {
     match &operand.widened {
         Some(widened) => (DType::F32, &widened.layout),

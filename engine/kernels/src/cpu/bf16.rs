@@ -1,20 +1,20 @@
-//! Between bf16 as it is stored and f32 as it is computed in.
+//! Conversion between bf16, as tensors are stored, and f32, as kernels compute.
 //!
-//! Every bf16 is an f32, so that widening is exact. Rounding is to the nearest, of two as near to the even one, subnormals and
-//! infinities included: what GPUs and `vcvtneps2bf16` do, but that the latter takes subnormals for zeros.
+//! Every bf16 is an f32, so widening is exact. Rounding is to nearest, ties to even, including subnormals and
+//! infinities. GPUs and `vcvtneps2bf16` do the same, except that the latter flushes subnormals to zero.
 
 use candle_core::Layout;
 use half::bf16;
 
 use super::{BLOCK, InPieces, Pieces, each_row, row_of, vectorize};
 
-/// The same number.
+/// Converts to f32, exactly.
 #[inline(always)]
 pub fn widened(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// The nearest bf16. A NaN stays one.
+/// Rounds to the nearest bf16. A NaN stays a NaN.
 #[inline(always)]
 pub fn rounded(x: f32) -> bf16 {
     let bits = x.to_bits();
@@ -25,16 +25,16 @@ pub fn rounded(x: f32) -> bf16 {
 
 /// A type that kernels load from and store to while they compute in f32.
 pub trait Float: super::Element {
-    /// As f32.
+    /// Converts to f32.
     fn load(self) -> f32;
 
-    /// From f32, rounded if need be.
+    /// Converts from f32, rounding if necessary.
     fn store(x: f32) -> Self;
 
-    /// Loads `len` neighbours.
+    /// Loads `len` contiguous elements.
     ///
     /// # Safety
-    /// There are as many to read and to write, apart.
+    /// `from` must be readable and `to` writable for `len` elements, and they must not overlap.
     #[inline(always)]
     unsafe fn load_all(from: *const Self, to: *mut f32, len: usize) {
         for i in 0..len {
@@ -74,7 +74,7 @@ impl Float for bf16 {
     }
 }
 
-/// Evaluates an expression with the type of floats that a tensor is stored in.
+/// Evaluates an expression with a type alias for the float type that a tensor is stored in.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! with_float {
@@ -94,20 +94,20 @@ macro_rules! with_float {
 #[doc(inline)]
 pub use with_float;
 
-/// The type, as it is stored.
+/// The bf16 type.
 pub use half::bf16 as Stored;
 
-/// candle's name of it.
+/// The candle name of bf16.
 pub const DTYPE: candle_core::DType = candle_core::DType::BF16;
 
-/// Widens what lies side by side.
+/// Widens contiguous elements.
 pub(super) fn widen(x: &[bf16], out: &mut [f32]) {
     out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| {
         vectorize!(out.iter_mut().zip(x).for_each(|(o, &x)| *o = widened(x)));
     });
 }
 
-/// Widens what a layout shows, without gaps.
+/// Widens the elements of a layout to contiguous ones.
 pub(super) fn widen_strided(x: &[bf16], layout: &Layout, out: &mut [f32]) {
     each_row(out, layout, |row, out| {
         let (x, step) = row_of(x, layout, row);
@@ -118,15 +118,15 @@ pub(super) fn widen_strided(x: &[bf16], layout: &Layout, out: &mut [f32]) {
     });
 }
 
-/// Rounds what lies side by side.
+/// Rounds contiguous elements.
 pub(super) fn round(x: &[f32], out: &mut [bf16]) {
     out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| {
         vectorize!(out.iter_mut().zip(x).for_each(|(o, &x)| *o = rounded(x)));
     });
 }
 
-/// The layout of a copy in f32 of what a layout shows, its gaps left out. What is broadcast is copied
-/// once, and what only changes the order of dimensions stays as it is.
+/// The layout of the f32 copy of a tensor with this layout. The copy has no gaps and holds broadcast elements once. A
+/// layout without gaps keeps its order of dimensions.
 pub fn widened_layout(layout: &Layout) -> Layout {
     let stored: usize = distinct(layout).dims().iter().product();
     if stored == super::args::span(layout) {
@@ -143,7 +143,7 @@ pub fn widened_layout(layout: &Layout) -> Layout {
     Layout::new(layout.shape().clone(), strides, 0)
 }
 
-/// A layout with what is broadcast only once.
+/// The layout with each broadcast dimension reduced to one element.
 pub fn distinct(layout: &Layout) -> Layout {
     let dims =
         layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| if stride == 0 { dim.min(1) } else { dim });
@@ -154,7 +154,7 @@ pub fn distinct(layout: &Layout) -> Layout {
 mod tests {
     use super::*;
 
-    /// Against the `half` crate, for numbers between all neighbours, and halfway between them.
+    /// Compares with the `half` crate: all bf16 values, and f32 values between them and halfway.
     #[test]
     fn rounding_is_to_the_nearest() {
         for high in 0..=u16::MAX {

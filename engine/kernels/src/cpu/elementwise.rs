@@ -1,4 +1,5 @@
-//! Loops over elements: cut into blocks of fixed size (never by the number of threads), each vectorised.
+//! Loops over elements, vectorised and cut into blocks of fixed size. The blocks do not depend on the number of
+//! threads.
 
 use std::sync::LazyLock;
 
@@ -6,27 +7,27 @@ use candle_core::Layout;
 
 use super::{Args, Float, InPieces, Pieces, with_float};
 
-/// Elements per task: big enough to outweigh the hand-over, small enough to stay in a core's cache.
+/// Elements per task: enough to outweigh the cost of starting it, few enough to stay in a core's cache.
 pub const BLOCK: usize = 16 * 1024;
 
-/// Elements that are copied at a time to lie side by side.
+/// Elements of a strided input that are copied at a time to make them contiguous.
 const TILE: usize = 1024;
 
 static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
 
-/// The widest vectors that this machine has.
+/// The widest vector instructions of this machine.
 pub fn arch() -> pulp::Arch {
     *ARCH
 }
 
-/// Evaluates an expression compiled for the widest vectors that this machine has. A macro, because only a closure that is
-/// always inlined gets them.
+/// Evaluates an expression compiled for the widest vector instructions of this machine. It is a macro because only a
+/// closure that is always inlined is compiled for them.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! vectorize {
     ($body:expr) => {{
-        // What moves a capture can be called once alone. Others are called through a shim that need not be inlined, and whose code is
-        // then for no instruction set: a call of `fmaf` for each multiply-add.
+        // Moving a capture makes the closure `FnOnce`. Others are called through a shim that need not be inlined. Its
+        // code would be compiled for the baseline instruction set, with a call of `fmaf` for each multiply-add.
         let once = $crate::cpu::CalledOnce;
         $crate::cpu::arch().dispatch(
             #[inline(always)]
@@ -40,17 +41,18 @@ macro_rules! vectorize {
 #[doc(inline)]
 pub use vectorize;
 
-/// What [`vectorize`] moves into its closure.
+/// The value that [`vectorize`] moves into its closure.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct CalledOnce;
 
-/// Rows of `width` elements that make up a task.
+/// Rows of `width` elements in a task.
 pub fn rows_per_task(width: usize) -> usize {
     (BLOCK / width.max(1)).max(1)
 }
 
-/// Calls f with the index of each row of the last dimension of `layout`, and its elements of a dense output.
+/// Calls `f` with the index of each row (along the last dimension of `layout`) and the row's elements in a contiguous
+/// output.
 pub fn each_row<T: Send>(out: &mut [T], layout: &Layout, f: impl Fn(usize, &mut [T]) + Sync) {
     let width = last_extent(layout);
     let rows = rows_per_task(width);
@@ -59,7 +61,7 @@ pub fn each_row<T: Send>(out: &mut [T], layout: &Layout, f: impl Fn(usize, &mut 
     });
 }
 
-/// out = f(x), where the output may overwrite the input. In either type of float.
+/// out = f(x), in f32 or bf16; the output may overwrite the input.
 pub fn map(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
     with_float!(args.output_dtype(0), T => map_in::<T>(args, f));
 }
@@ -76,10 +78,10 @@ fn map_in<T: Float>(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
     });
 }
 
-/// out = f(a, b) for equal shapes or broadcast strides, where the output may overwrite one of them. In either type of float.
+/// out = f(a, b), in f32 or bf16, for equal shapes or broadcast strides; the output may overwrite one of the inputs.
 pub fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
     with_float!(args.output_dtype(0), T => {
-        // Three loops for each f and type. What is around them, for layouts and overwritten inputs, is compiled once for each type.
+        // Only these three loops are compiled for each f and type. The code around them is compiled once for each type.
         let f = |a: T, b: T| T::store(f(a.load(), b.load()));
         zip_in::<T>(
             args,
@@ -105,7 +107,8 @@ fn zip_in<T: Float>(args: &mut Args<'_>, apart: &Apart<'_, T>, onto_a: &Onto<'_,
     }
 }
 
-/// Calls f with pieces of a dense output, and what each input has for them side by side: where it lies, or copied.
+/// Calls `f` with pieces of a contiguous output and the matching elements of each input, which are copied if they are
+/// not contiguous.
 fn in_tiles<T: Float, const N: usize>(
     out: &mut [T],
     inputs: [(&[T], &Layout); N],
@@ -118,7 +121,7 @@ fn in_tiles<T: Float, const N: usize>(
         });
         return;
     };
-    // Of narrow rows as many at once as fit into a tile.
+    // As many narrow rows as fit into a tile.
     let rows_per_tile = (TILE / width).max(1);
     let tiles = rows_per_task(rows_per_tile * width);
     out.pieces_mut(tiles * rows_per_tile * width).enumerate().for_each(|(task, out)| {
@@ -142,7 +145,7 @@ fn in_tiles<T: Float, const N: usize>(
     });
 }
 
-/// The `len` elements that the layout shows from this place on: where they lie, or copied.
+/// Returns the `len` elements that the layout has from (`row`, `column`) on: in place, or copied.
 fn side_by_side<'t, T: Copy>(
     data: &'t [T],
     layout: &Layout,
@@ -173,7 +176,7 @@ pub fn last_extent(layout: &Layout) -> usize {
     layout.dims().last().copied().unwrap_or(1).max(1)
 }
 
-/// The storage from the start of row `row` (counted over all dimensions but the last), and the step along it.
+/// The storage from the start of row `row` (counted over all dimensions but the last), and the stride along the row.
 pub fn row_of<'d, T>(data: &'d [T], layout: &Layout, mut row: usize) -> (&'d [T], usize) {
     let (Some((_, outer)), Some((&step, strides))) = (layout.dims().split_last(), layout.stride().split_last()) else {
         return (data, 0);
@@ -192,7 +195,7 @@ mod tests {
 
     use super::*;
 
-    /// Rows that are narrower than a tile and wider, in tasks that end within them.
+    /// Rows that are narrower and wider than a tile, in tasks that end within rows.
     #[test]
     fn pieces_have_what_their_layouts_show() {
         for dims in [vec![], vec![1], vec![0, 3], vec![TILE], vec![3, 2 * TILE + 9], vec![5000, 7], vec![40, 3, 600]] {

@@ -4,7 +4,7 @@
 //! `pulp::Arch::dispatch` or a `#[target_feature]` function with FMA becomes vector code. The results are the same bits
 //! on every instruction set, because every multiply-add is fused (without FMA hardware, slowly, in software).
 //!
-//! NaN goes through all of them, so that a non-finite loss isn't hidden on its way.
+//! NaN passes through all of them, so that a non-finite loss is not hidden.
 
 /// Adding and subtracting 1.5 × 2²³ rounds an `f32` of moderate size to the nearest integer, which then also sits in
 /// the low bits of the sum.

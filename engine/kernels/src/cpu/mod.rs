@@ -1,4 +1,4 @@
-//! Kernels for CPUs, and what they are made of.
+//! Kernels for the CPU, and their building blocks.
 
 pub mod args;
 pub mod attention;

@@ -1,57 +1,59 @@
-//! Memory for what the arena could not serve, until the arena has grown.
+//! Memory outside of the arena, for dynamic buffers that find no room in it until it has grown.
 //!
-//! In: refused requests. Out: a block each, at addresses that go on behind the arena's. Never: used by a step that finds room.
+//! In: refused requests. Out: one block per request, at offsets beyond the arena's end. Never: used by a step whose
+//! buffers all find room.
 
 use std::cell::UnsafeCell;
 use std::ops::Range;
 
-/// What kernels rely on: a cache line, aligned to it.
+/// The unit of allocation: a cache line, aligned as kernels require.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
 const LINE: u64 = size_of::<Line>() as u64;
 
-/// The blocks of the run under way.
+/// The blocks of the current run.
 #[derive(Debug, Default)]
 pub struct OverflowHeap {
     blocks: Vec<Block>,
-    /// Where the arena ends.
+    /// The first offset beyond the arena.
     start: u64,
-    /// Where the last of all blocks of the run ends.
+    /// The highest end of all blocks of the run so far.
     end: u64,
-    /// Bytes of all blocks.
+    /// Bytes of all live blocks.
     live: u64,
-    /// Whether it knows addresses alone.
+    /// True if only offsets are managed here, and the memory belongs to the user.
     is_elsewhere: bool,
 }
 
 #[derive(Debug)]
 struct Block {
-    /// Number of the request that it serves.
+    /// Index of the request that it serves.
     request: u32,
-    /// Its addresses.
+    /// Its range of offsets.
     range: Range<u64>,
-    /// Written through the addresses that [`OverflowHeap::find`] gives.
+    /// The memory, written through the addresses that [`OverflowHeap::find`] returns.
     lines: Box<[UnsafeCell<Line>]>,
 }
 
 impl OverflowHeap {
-    /// One whose user has the memory itself, at the same addresses.
+    /// Creates a heap that only manages offsets; its user has memory at the same offsets.
     pub fn elsewhere() -> Self {
         Self { is_elsewhere: true, ..Self::default() }
     }
 
-    /// Nothing yet, behind an arena of so many bytes.
+    /// Starts a run with no blocks, beyond an arena of `arena_bytes` bytes.
     pub fn begin(&mut self, arena_bytes: u64) {
         self.blocks.clear();
         let start = arena_bytes.next_multiple_of(LINE) + LINE;
         (self.start, self.end, self.live) = (start, start, 0);
     }
 
-    /// A block for a request at the lowest free address, and its offset; none when the system has no memory.
+    /// Allocates a block for a request at the lowest free offset and returns that offset; `None` if the system has no
+    /// memory.
     pub fn serve(&mut self, request: u32, bytes: u64) -> Option<u64> {
-        // Nobody shares an address, not even what has no rows.
+        // Even a block without rows gets an offset of its own.
         let count = bytes.div_ceil(LINE).max(1);
         let mut lines = Vec::new();
         if !self.is_elsewhere {
@@ -72,7 +74,7 @@ impl OverflowHeap {
         Some(range.start)
     }
 
-    /// Takes a request's block back. Whether there was one.
+    /// Frees a request's block. Returns whether there was one.
     pub fn release(&mut self, request: u32) -> bool {
         let found = self.blocks.iter().position(|block| block.request == request);
         if let Some(block) = found.map(|index| self.blocks.swap_remove(index)) {
@@ -81,7 +83,7 @@ impl OverflowHeap {
         found.is_some()
     }
 
-    /// The first byte of the block at an offset, if it is one.
+    /// Returns the first byte of the block at an offset, or `None` if no block begins there.
     pub fn find(&self, offset: u64) -> Option<*mut u8> {
         if offset < self.start {
             return None;
@@ -90,12 +92,12 @@ impl OverflowHeap {
         Some(UnsafeCell::raw_get(block.lines.as_ptr()).cast())
     }
 
-    /// Offsets of all blocks of this run.
+    /// The range of offsets that the blocks of this run have used.
     pub fn range(&self) -> Range<u64> {
         self.start..self.end
     }
 
-    /// Bytes of all blocks.
+    /// Bytes of all live blocks.
     pub fn live(&self) -> u64 {
         self.live
     }
@@ -122,10 +124,10 @@ mod tests {
                 [None; 2],
                 "beyond the address space"
             );
-            // Nobody is given an address that is none.
+            // An offset that is not a block's start is not found.
             assert!(heap.find(start).is_some() && heap.find(start + 64).is_none() && heap.find(0).is_none());
             if has_memory {
-                // SAFETY: the block has so many bytes, and nobody else has it.
+                // SAFETY: the block is that large, and this is the only slice of it.
                 unsafe { std::slice::from_raw_parts_mut(heap.find(start + 320).unwrap(), 100) }.fill(1);
             }
         }

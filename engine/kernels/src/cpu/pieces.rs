@@ -1,24 +1,25 @@
-//! Slices in pieces, each of which is a task.
+//! Slices that are cut into pieces, each of which is a task.
 //!
-//! They read as rayon's parallel iterators of chunks do. Those are compiled, with all of their splitting and waiting, once for
-//! each chain and closure; of these only what a task does is, and one loop of [`tasks::spread`] hands them all out.
+//! They read like rayon's parallel iterators over chunks. Rayon compiles its splitting and waiting anew for each chain
+//! of adapters and each closure. Here only the task itself is generic, and one loop, [`tasks::spread`], distributes all
+//! of them.
 
 use std::marker::PhantomData;
 
 use super::tasks;
 
-/// Slices that are cut into pieces of so many elements; the last may be shorter.
+/// A slice that can be cut into pieces of `size` elements; the last one may be shorter.
 pub trait InPieces<T> {
-    /// Pieces to read.
+    /// Cuts the slice into pieces to read.
     ///
     /// # Panics
-    /// For pieces of no elements.
+    /// Panics if `size` is 0.
     fn pieces(&self, size: usize) -> Shared<'_, T>;
 
-    /// Pieces to write.
+    /// Cuts the slice into pieces to write.
     ///
     /// # Panics
-    /// For pieces of no elements.
+    /// Panics if `size` is 0.
     fn pieces_mut(&mut self, size: usize) -> Exclusive<'_, T>;
 }
 
@@ -34,26 +35,26 @@ impl<T> InPieces<T> for [T] {
     }
 }
 
-/// The pieces of one slice, or of several side by side.
+/// The pieces of one slice, or of several slices in parallel.
 pub trait Pieces: Sync + Sized {
-    /// What one task is given.
+    /// The argument of one task.
     type Piece;
 
-    /// How many there are.
+    /// The number of pieces.
     fn count(&self) -> usize;
 
-    /// One of them.
+    /// Returns one piece.
     ///
     /// # Safety
-    /// `index` is below [`Self::count`], and is asked for once.
+    /// `index` must be below [`Self::count`], and each index may be used only once.
     unsafe fn piece(&self, index: usize) -> Self::Piece;
 
-    /// Each piece with that of `other` at the same place; as many as the shorter has.
+    /// Pairs each piece with the piece of `other` at the same index, up to the shorter of the two.
     fn zip<O: Pieces>(self, other: O) -> Zip<Self, O> {
         Zip(self, other)
     }
 
-    /// Each piece with its number.
+    /// Pairs each piece with its index.
     fn enumerate(self) -> Enumerate<Self> {
         Enumerate(self)
     }
@@ -63,9 +64,9 @@ pub trait Pieces: Sync + Sized {
         self.for_each_in_runs(1, task);
     }
 
-    /// The same where a piece is little work: no thread takes fewer than `least` in a row.
+    /// Like [`Self::for_each`], for small pieces: no thread takes fewer than `least` in a row.
     fn for_each_in_runs(self, least: usize, task: impl Fn(Self::Piece) + Sync) {
-        // SAFETY: `spread` calls with every number below the count, once.
+        // SAFETY: `spread` calls the closure once with every index below the count.
         tasks::spread(self.count(), least, &|index| task(unsafe { self.piece(index) }));
     }
 }
@@ -89,7 +90,7 @@ impl<'a, T: Sync> Pieces for Shared<'a, T> {
     }
 }
 
-/// Pieces that may not be there, of as many tasks as the others have.
+/// Optional pieces: each task gets `None` if there are none, and the other slices determine the number of tasks.
 impl<P: Pieces> Pieces for Option<P> {
     type Piece = Option<P::Piece>;
 
@@ -98,7 +99,7 @@ impl<P: Pieces> Pieces for Option<P> {
     }
 
     unsafe fn piece(&self, index: usize) -> Self::Piece {
-        // SAFETY: by the contract.
+        // SAFETY: by this function's contract.
         self.as_ref().map(|pieces| unsafe { pieces.piece(index) })
     }
 }
@@ -111,7 +112,7 @@ pub struct Exclusive<'a, T> {
     slice: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: a piece is handed out once, so that no element is reached from two threads.
+// SAFETY: each piece is handed out once, so no element is accessed by two threads.
 unsafe impl<T: Send> Sync for Exclusive<'_, T> {}
 
 impl<'a, T: Send> Pieces for Exclusive<'a, T> {
@@ -124,7 +125,8 @@ impl<'a, T: Send> Pieces for Exclusive<'a, T> {
     unsafe fn piece(&self, index: usize) -> &'a mut [T] {
         let start = index * self.size;
         assert!(start < self.len, "piece {index} of {}", self.count());
-        // SAFETY: inside the slice, which is borrowed for 'a; pieces do not overlap, and by the contract each is made once.
+        // SAFETY: inside the slice, which is borrowed for 'a; pieces do not overlap, and by the contract each is
+        // returned once.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), self.size.min(self.len - start)) }
     }
 }
@@ -140,7 +142,7 @@ impl<A: Pieces, B: Pieces> Pieces for Zip<A, B> {
     }
 
     unsafe fn piece(&self, index: usize) -> Self::Piece {
-        // SAFETY: below both counts, and once each.
+        // SAFETY: the index is below both counts, and used once in each.
         unsafe { (self.0.piece(index), self.1.piece(index)) }
     }
 }
@@ -156,7 +158,7 @@ impl<A: Pieces> Pieces for Enumerate<A> {
     }
 
     unsafe fn piece(&self, index: usize) -> Self::Piece {
-        // SAFETY: by the contract.
+        // SAFETY: by this function's contract.
         (index, unsafe { self.0.piece(index) })
     }
 }
@@ -168,7 +170,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// As the standard library's chunks, on one thread and on three.
+        /// Pieces equal the standard library's chunks, on one thread and on three.
         #[test]
         fn pieces_are_chunks(len in 0..200_usize, shorter in 0..200_usize, size in 1..40_usize, least in 1..9_usize) {
             let read: Vec<u32> = (0..shorter as u32).collect();

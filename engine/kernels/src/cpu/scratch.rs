@@ -1,23 +1,24 @@
-//! Scratch in pieces: what a kernel needs only while it runs, as buffers that need not lie side by side.
+//! Scratch in pieces: the temporary memory of a kernel, as several buffers that need not be adjacent.
 //!
-//! An operation says how many bytes each piece takes (`Op::workspace`), and each is a buffer of the
-//! plan: small pieces fit between the tensors of a small step, where one large buffer would stand above them all. In: the
-//! pieces' planned places. Out: slices and addresses. Never: a heap allocation while a kernel runs.
+//! An operation declares the size of each piece (`Op::workspace`), and each is a buffer of the plan. Small pieces fit
+//! between the tensors of a small step, where one large buffer would need room above all of them. In: the pieces'
+//! planned places. Out: slices and addresses. Never: a heap allocation while a kernel runs.
 
 use std::marker::PhantomData;
 
 use super::args::Element;
 
-/// Where a piece lies in its memory.
+/// The place of a piece in its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// Byte offset of the first byte.
+    /// Byte offset of its first byte.
     pub offset: u64,
-    /// Size.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// The pieces that a kernel may write to while it runs, full of garbage. Each begins at a multiple of 64 bytes.
+/// The pieces that a kernel may write to while it runs, initially full of garbage. Each begins at a multiple of 64
+/// bytes.
 #[derive(Debug)]
 pub struct Scratch<'a> {
     base: *mut u8,
@@ -25,50 +26,50 @@ pub struct Scratch<'a> {
     memory: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: as a `&mut [u8]`; what is shared gives no more than addresses.
+// SAFETY: it is used like a `&mut [u8]`; a shared reference only gives out addresses.
 unsafe impl Send for Scratch<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Scratch<'_> {}
 
 impl<'a> Scratch<'a> {
     /// # Safety
-    /// The pieces lie in memory at `base`, each aligned to 64 bytes and disjoint from the others, and nobody else touches
-    /// them during `'a`.
+    /// The pieces must lie in memory at `base`, each aligned to 64 bytes and disjoint from the others. They must not be
+    /// accessed by others during `'a`.
     pub unsafe fn new(base: *mut u8, pieces: &'a [Piece]) -> Self {
         Self { base, pieces, memory: PhantomData }
     }
 
-    /// Takes the first of the pieces that are left.
+    /// Takes the first of the remaining pieces.
     ///
     /// # Panics
-    /// On a kernel's own bug: there is none left.
+    /// Panics on a bug in the kernel: if there are no pieces left.
     pub fn take<T: Element>(&mut self) -> &'a mut [T] {
         let (first, rest) = self.pieces.split_first().expect("more pieces are taken than `Op::workspace` asks for");
         self.pieces = rest;
-        // SAFETY: by `new`'s contract the piece exists and is aligned for all of `Element`, which are plain data; it is not
-        // among the pieces any more, so it is handed out once.
+        // SAFETY: by `new`'s contract, the piece exists and is aligned for every `Element`, all of which are plain
+        // data. It is removed from the list, so it is handed out once.
         unsafe {
             let start = self.base.add(first.offset as usize).cast();
             std::slice::from_raw_parts_mut(start, first.bytes as usize / size_of::<T>())
         }
     }
 
-    /// The first piece that is smaller than it has to be: the floats that it needs and those that it has, 0 if there is no
-    /// such piece at all.
+    /// Finds the first piece that is too small. Returns its needed and its actual size in floats; the latter is 0 if
+    /// there is no such piece at all.
     pub(super) fn too_short(&self, needed_bytes: impl Iterator<Item = u64>) -> Option<(usize, usize)> {
         let floats = |bytes: u64| bytes as usize / size_of::<f32>();
         let given = self.pieces.iter().map(|piece| piece.bytes).chain(std::iter::repeat(0));
         needed_bytes.zip(given).find(|(needed, given)| given < needed).map(|(n, g)| (floats(n), floats(g)))
     }
 
-    /// The first byte of a piece.
+    /// The address of a piece's first byte.
     fn address(&self, piece: usize) -> *mut u8 {
         // In bounds of the memory by `new`'s contract.
         self.base.wrapping_add(self.pieces[piece].offset as usize)
     }
 }
 
-/// Pieces that are large enough for each of several kernels, which run one after another.
+/// The pieces that suffice for each of several kernels that run one after another.
 pub fn for_each_of(kernels: impl IntoIterator<Item = Vec<u64>>) -> Vec<u64> {
     let mut pieces: Vec<u64> = Vec::new();
     for kernel in kernels {
@@ -78,10 +79,10 @@ pub fn for_each_of(kernels: impl IntoIterator<Item = Vec<u64>>) -> Vec<u64> {
     pieces
 }
 
-/// Scratch outside of an arena, for kernels that are called by themselves.
+/// Scratch outside of an arena, for kernels that are called directly.
 #[derive(Debug)]
 pub struct ScratchMemory {
-    /// In cache lines.
+    /// The memory, in cache lines.
     lines: Vec<Line>,
     pieces: Vec<Piece>,
 }
@@ -90,21 +91,21 @@ pub struct ScratchMemory {
 #[repr(C, align(64))]
 struct Line([f32; LINE_LEN]);
 
-/// Floats of a cache line.
+/// Floats in a cache line.
 const LINE_LEN: usize = 16;
 
 impl ScratchMemory {
-    /// Pieces of so many bytes, full of NaN. They lie apart and in reverse order, so that a kernel that goes beyond one of
-    /// them shows: see [`Self::is_intact`].
+    /// Allocates pieces of the given sizes in bytes, full of NaN. They lie in reverse order with gaps between them, so
+    /// that [`Self::is_intact`] detects a kernel that writes beyond a piece.
     ///
     /// # Panics
-    /// As `Vec` does, when they take more bytes than there can be.
+    /// Panics like `Vec` if the pieces exceed the address space.
     pub fn new(bytes: &[u64]) -> Self {
         let mut pieces = Vec::new();
         let mut lines = 1;
         for &bytes in bytes.iter().rev() {
             pieces.push(Piece { offset: lines * size_of::<Line>() as u64, bytes });
-            // Of all pieces together it neither wraps nor is an offset that does.
+            // Saturates, so that neither the sum nor an offset can wrap.
             lines = lines.saturating_add(bytes.div_ceil(size_of::<Line>() as u64) + 1);
             assert!(lines <= isize::MAX as u64 / size_of::<Line>() as u64, "capacity overflow");
         }
@@ -114,36 +115,38 @@ impl ScratchMemory {
 
     /// Lends all pieces.
     pub fn lend(&mut self) -> Scratch<'_> {
-        // SAFETY: `new` has laid the pieces within the lines, whole lines apart, and the lines are borrowed exclusively.
+        // SAFETY: `new` has placed the pieces within the lines, with whole lines between them, and the lines are
+        // borrowed exclusively.
         unsafe { Scratch::new(self.lines.as_mut_ptr().cast(), &self.pieces) }
     }
 
-    /// Whether all that lies between the pieces is as it was.
+    /// True if the gaps between the pieces are unchanged.
     pub fn is_intact(&self) -> bool {
         let before = |piece: &Piece| &self.lines[piece.offset as usize / size_of::<Line>() - 1];
         self.pieces.iter().map(before).chain(self.lines.last()).all(|line| line.0.iter().all(|x| x.is_nan()))
     }
 }
 
-/// Equal parts of scratch, one or several to a piece: no part lies in two of them.
+/// Equal parts of scratch, such as one per thread. A piece holds one or more whole parts.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Parts {
-    /// The piece of the first part.
+    /// The piece that holds the first part.
     first: usize,
     count: usize,
-    /// Floats of a part, in whole cache lines, so that threads share none.
+    /// Floats of a part: whole cache lines, so that no two threads share one.
     len: usize,
-    /// Binary logarithm of the parts in a piece.
+    /// Binary logarithm of the number of parts in a piece.
     shift: u32,
 }
 
-/// Floats that a piece needn't be smaller than: 32 KiB.
+/// Floats below which it does not pay to make pieces smaller: 32 KiB.
 const ENOUGH_LEN: usize = 8 << 10;
-/// Most pieces of parts of one kind: the planner's work grows with them, and a sixteenth of what a kernel needs is little.
+/// The most pieces for parts of one kind. More would cost the planner time, and a sixteenth of a kernel's need is
+/// already small.
 const MAX_PIECES: usize = 16;
 
 impl Parts {
-    /// `count` parts of at least `len` floats, behind the first `first` pieces.
+    /// `count` parts of at least `len` floats, placed after the first `first` pieces.
     pub fn new(first: usize, count: usize, len: usize) -> Self {
         let len = len.max(1).next_multiple_of(LINE_LEN);
         let by_len = (ENOUGH_LEN / len).max(1).ilog2();
@@ -151,7 +154,7 @@ impl Parts {
         Self { first, count, len, shift: by_len.max(by_count) }
     }
 
-    /// Parts of several kinds, `count` of each of these lengths, in pieces behind each other.
+    /// Parts of several kinds, with `count` parts of each length, in consecutive pieces.
     pub fn of_kinds<const KINDS: usize>(count: usize, lengths: [usize; KINDS]) -> [Self; KINDS] {
         let mut first = 0;
         lengths.map(|len| {
@@ -161,19 +164,19 @@ impl Parts {
         })
     }
 
-    /// Number of pieces up to the last part's.
+    /// The number of pieces up to and including the last part's.
     pub fn end(&self) -> usize {
         self.first + self.count.div_ceil(1 << self.shift)
     }
 
-    /// Bytes of each piece.
+    /// The size in bytes of each piece.
     pub fn bytes(self) -> impl Iterator<Item = u64> {
         let per_piece = 1 << self.shift;
         let parts = (0..self.count).step_by(per_piece).map(move |part| per_piece.min(self.count - part));
         parts.map(move |parts| (parts * self.len * size_of::<f32>()) as u64)
     }
 
-    /// The first float of a part, in scratch that has the pieces of [`Self::bytes`].
+    /// The address of a part's first float, in scratch with the pieces of [`Self::bytes`].
     pub fn start(&self, scratch: &Scratch<'_>, part: usize) -> *mut f32 {
         debug_assert!(part < self.count, "part {part} of {self:?}");
         let within = part & ((1 << self.shift) - 1);
@@ -198,7 +201,8 @@ mod tests {
             prop_assert_eq!(scratch.too_short(bytes.iter().copied()), None);
             for (kind, (parts, len)) in kinds.iter().zip(lengths).enumerate() {
                 for part in 0..count {
-                    // SAFETY: under test: a write beyond a piece would show below, one into another part in the sums.
+                    // SAFETY: this is under test: a write beyond a piece would show in `is_intact`, one into another
+                    // part in the NaN check.
                     let part = unsafe { std::slice::from_raw_parts_mut(parts.start(&scratch, part), len) };
                     prop_assert!(part.as_ptr().addr().is_multiple_of(64));
                     prop_assert!(part.iter().all(|x| x.is_nan()), "nobody else has written here");
@@ -225,7 +229,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "capacity overflow")]
     fn pieces_beyond_the_address_space_are_refused() {
-        // In lines, these are 2^64 together.
+        // Counted in cache lines, these are 2^64 together.
         ScratchMemory::new(&[u64::MAX; 64]);
     }
 

@@ -13,7 +13,7 @@ use half::bf16;
 
 use super::bf16::rounded;
 
-/// Whether this machine multiplies pairs of bf16 (`vdpbf16ps` of AVX-512), asked once.
+/// True if this machine multiplies pairs of bf16 (`vdpbf16ps` of AVX-512). Detected once.
 pub fn multiplies_bf16() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
@@ -24,25 +24,25 @@ pub fn multiplies_bf16() -> bool {
     false
 }
 
-/// An instruction set that kernels are compiled for. All levels compute the same bits, but for products of which both factors are bf16,
-/// which [`Level::Avx512`] may take [in pairs](multiplies_bf16).
+/// An instruction set that kernels are compiled for. All levels compute the same bits, with one exception:
+/// [`Level::Avx512`] may multiply two bf16 factors [in pairs](multiplies_bf16).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
-    /// Arrays of eight that the compiler vectorises as well as the target allows.
+    /// Arrays of eight floats, vectorised by the compiler as well as the target allows.
     Portable,
-    /// Four lanes, NEON, which every 64-bit Arm has.
+    /// NEON, which every 64-bit Arm has: four lanes.
     Neon,
-    /// Eight lanes, AVX2 with fused multiply-add.
+    /// AVX2 with fused multiply-add: eight lanes.
     Avx2,
-    /// Sixteen lanes, AVX-512F.
+    /// AVX-512F: sixteen lanes.
     Avx512,
 }
 
 impl Level {
-    /// Every level, the best last.
+    /// Every level, best last.
     pub const ALL: [Self; 4] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512];
 
-    /// Whether this machine can run it.
+    /// True if this machine supports the level.
     pub fn is_available(self) -> bool {
         match self {
             Self::Portable => true,
@@ -56,14 +56,14 @@ impl Level {
         }
     }
 
-    /// The best level of this machine, asked once.
+    /// The best level of this machine. Detected once.
     pub fn best() -> Self {
         static BEST: OnceLock<Level> = OnceLock::new();
         *BEST.get_or_init(|| Self::ALL.into_iter().rfind(|level| level.is_available()).unwrap_or(Self::Portable))
     }
 }
 
-/// Asks for the cache line at an address that will be read soon. The address may be anything; reading it must not be.
+/// Prefetches the cache line at an address that will be read soon. Any address is allowed; it is never dereferenced.
 #[inline(always)]
 pub(super) fn prefetch(at: *const f32) {
     #[cfg(target_arch = "x86_64")]
@@ -75,7 +75,8 @@ pub(super) fn prefetch(at: *const f32) {
     let _ = at;
 }
 
-/// The same for one that is read after many others: it is brought no nearer than the second level of caches.
+/// Like [`prefetch`], for an address that is read after many others: the line is loaded only into the second-level
+/// cache.
 #[inline(always)]
 pub(super) fn prefetch_far(at: *const f32) {
     #[cfg(target_arch = "x86_64")]
@@ -94,13 +95,13 @@ pub(super) fn prefetch_far(at: *const f32) {
 /// [`Vector::LANES`] floats at the pointer, which need not be aligned.
 pub(super) trait Vector: Copy {
     const LANES: usize;
-    /// Whether a lane of a factor is two neighbours of bf16 along k, which [`Vector::mul_add`] multiplies and adds both.
+    /// True if a lane of a factor holds two bf16 values adjacent along k; [`Vector::mul_add`] then adds both products.
     const IS_PAIRS: bool = false;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
-    /// Stores the nearest bf16, [`rounded`]. The lanes stay in a register where the compiler vectorizes that.
+    /// Stores the lanes [`rounded`] to bf16. The lanes stay in a register if the compiler vectorizes the loop.
     #[inline(always)]
     unsafe fn store_rounded(self, to: *mut bf16) {
         let mut lanes = [0.0; 16];
@@ -115,11 +116,12 @@ pub(super) trait Vector: Copy {
     unsafe fn add(self, other: Self) -> Self;
     /// `self` × `factor` + `term`, rounded once.
     unsafe fn mul_add(self, factor: Self, term: Self) -> Self;
-    /// Transposes the square block whose rows are `from_row` floats apart: gives `to` each column's index and values, in order.
+    /// Transposes the square block whose rows are `from_row` floats apart: calls `to` with each column's index and
+    /// values, in order.
     unsafe fn transpose(from: *const f32, from_row: usize, to: impl FnMut(usize, Self));
 }
 
-/// Implements [`Vector`] by intrinsics that are called as they are.
+/// Implements [`Vector`] by intrinsics that are called without adaptation.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! vector {
     (
@@ -261,7 +263,8 @@ unsafe fn mul_add_4(x: float32x4_t, factor: float32x4_t, term: float32x4_t) -> f
     unsafe { vfmaq_f32(term, x, factor) }
 }
 
-/// [`Vector::transpose`] of 4 × 4: the even and the odd columns of two rows each, then those of all four.
+/// [`Vector::transpose`] for 4 × 4: first pairs the even and the odd columns of two rows each, then combines the pairs
+/// of all four.
 #[cfg(target_arch = "aarch64")]
 #[inline(always)]
 unsafe fn transpose_4(from: *const f32, from_row: usize, mut to: impl FnMut(usize, float32x4_t)) {
@@ -278,8 +281,8 @@ unsafe fn transpose_4(from: *const f32, from_row: usize, mut to: impl FnMut(usiz
     }
 }
 
-/// [`Vector::transpose`] of 8 × 8, four columns at a time: halves of two rows side by side as they are loaded, then neighbours, then
-/// pairs interleaved.
+/// [`Vector::transpose`] for 8 × 8, four columns at a time: each load puts halves of two rows side by side, then
+/// neighbours are interleaved, then pairs.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn transpose_8(from: *const f32, from_row: usize, mut to: impl FnMut(usize, __m256)) {
@@ -302,8 +305,8 @@ unsafe fn transpose_8(from: *const f32, from_row: usize, mut to: impl FnMut(usiz
     }
 }
 
-/// [`Vector::transpose`] of 16 × 16: as the one of 8 × 8, with quarters of four rows side by side. Loads under a mask put them there,
-/// which take none of the time of a shuffle.
+/// [`Vector::transpose`] for 16 × 16: like the one for 8 × 8, but with quarters of four rows side by side. Masked loads
+/// put them there, which costs no shuffles.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn transpose_16(from: *const f32, from_row: usize, mut to: impl FnMut(usize, __m512)) {

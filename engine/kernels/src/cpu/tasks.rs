@@ -1,17 +1,17 @@
-//! Spreading a kernel's tasks over the current rayon pool.
+//! Distributes a kernel's tasks over the current rayon pool.
 
 use rayon::prelude::*;
 
 /// Runs `task` for every index below `tasks`, on all threads, without allocating; a thread takes one at a time.
 ///
 /// A task must not wait for others (by `rayon::join`, say): its thread would start another task meanwhile, which would
-/// find the scratch of the same [`slot`] in use.
+/// use the scratch of the same [`slot`].
 pub(super) fn for_each(tasks: usize, task: &(dyn Fn(usize) + Sync)) {
     in_runs(tasks, 1, 1, task);
 }
 
-/// The same for tasks that are alike: a thread takes a run of at least `least`, and others part of it when they have nothing to
-/// do.
+/// Like [`for_each`], for tasks of similar cost: a thread takes a run of at least `least` tasks, which idle threads may
+/// split.
 pub(super) fn spread(tasks: usize, least: usize, task: &(dyn Fn(usize) + Sync)) {
     in_runs(tasks, least, usize::MAX, task);
 }
@@ -24,7 +24,7 @@ fn in_runs(tasks: usize, least: usize, most: usize, task: &(dyn Fn(usize) + Sync
     }
 }
 
-/// Which part of the per-thread scratch a task may use: below `rayon::current_num_threads()`.
+/// Index of the current thread's part of the scratch, below `rayon::current_num_threads()`.
 pub(super) fn slot() -> usize {
     rayon::current_thread_index().unwrap_or(0)
 }

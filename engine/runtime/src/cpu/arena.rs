@@ -1,4 +1,4 @@
-//! The arena on the CPU: one f32 storage of candle's, so that planned ranges are candle tensors without a copy.
+//! The arena on the CPU: one f32 storage of candle, so that planned ranges are candle tensors without a copy.
 
 use std::cell::RefCell;
 
@@ -7,25 +7,25 @@ use gapless_compile::internal::ALIGNMENT;
 
 use crate::error::{Error, Result};
 
-/// Bytes reserved once. Nothing else is allocated afterwards.
+/// Memory that is reserved once; nothing is allocated afterwards.
 #[derive(Debug)]
 pub(crate) struct Arena {
     storage: Tensor,
-    /// One element of the storage. Candle hands the *whole* storage to an in-place operation on it, under its write
-    /// lock; on a one-element view it has nothing to sort out, and allocates nothing.
+    /// A one-element view of the storage. For an in-place operation, candle hands over the *whole* storage under its
+    /// write lock. On a one-element view it does no work on the layout, and so allocates nothing.
     handle: Tensor,
-    /// Elements in front of the first aligned one.
+    /// Elements of the storage before the first aligned one.
     pad: usize,
-    /// Elements of the storage.
+    /// Total elements of the storage.
     elements: usize,
     bytes: u64,
 }
 
 impl Arena {
-    /// Reserves `bytes`. The system gives the pages as they are touched.
+    /// Reserves `bytes`. The system provides the pages when they are first touched.
     pub(crate) fn new(bytes: u64) -> Result<Self> {
         let elements = bytes.div_ceil(4) as usize + ALIGNMENT as usize / 4;
-        // Where the allocator would abort the process, a trial is refused.
+        // A trial reservation returns an error where candle's allocation would abort the process.
         let mut trial: Vec<f32> = Vec::new();
         trial.try_reserve_exact(elements).map_err(|_| Error::Reserve { bytes })?;
         drop(trial);
@@ -41,13 +41,13 @@ impl Arena {
         self.bytes
     }
 
-    /// A planned range as a candle tensor that shares the arena's bytes.
+    /// Returns a planned range as a candle tensor that shares the arena's bytes.
     pub(crate) fn view(&self, offset: u64, shape: &Shape) -> Result<Tensor> {
         let range = self.storage.narrow(0, self.pad + (offset / 4) as usize, shape.elem_count())?;
         Ok(range.reshape(shape.clone())?)
     }
 
-    /// Calls `f` with the address of byte 0, while candle's lock keeps everyone else out. Allocates nothing.
+    /// Calls `f` with the address of byte 0 while holding candle's write lock. Allocates nothing.
     pub(crate) fn exclusive<R>(&self, f: impl FnOnce(*mut u8) -> R) -> Result<R> {
         let op =
             Exclusive { f: RefCell::new(Some(f)), result: RefCell::new(None), pad: self.pad, elements: self.elements };

@@ -1,4 +1,4 @@
-//! Runs programs: instruction after instruction at planned addresses. No allocation, no name, no free.
+//! The CPU backend: runs instruction after instruction at planned addresses, without an allocation or a lookup by name.
 
 use std::path::Path;
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
@@ -19,37 +19,37 @@ use crate::routed::Routed;
 use crate::session::{Backend, RunOptions, Session, Times};
 use crate::transfers::{Base, Transfers};
 
-/// What its kernels read and write.
+/// The element types that the CPU kernels read and write.
 const KERNELS: [DType; 5] = [DType::F32, DType::BF16, DType::F64, DType::U32, DType::U8];
 
 /// An arena on the CPU, and the threads that compute in it.
 #[derive(Debug)]
 pub struct CpuBackend {
-    /// Only ever locked by the one run under way. First to be dropped: what is under way reads and writes the arena.
+    /// Locked only by the current run. Dropped first, because transfers in progress access the arena.
     transfers: Mutex<Transfers>,
     arena: Arena,
-    /// What is placed while a program runs. Only ever locked by the one run under way.
+    /// The dynamic buffers. Locked only by the current run.
     routed: Mutex<Routed>,
     workers: Workers,
-    /// Where activations wait that are offloaded. Only ever locked by the one run under way.
+    /// The file for offloaded activations. Locked only by the current run.
     file: Mutex<Option<HostFile>>,
-    /// Of the last run. Only ever locked by the one run under way.
+    /// The time of the last run by activity. Locked only by the current run.
     times: Mutex<Times>,
 }
 
 impl Session<CpuBackend> {
-    /// Reserves the arena and fills the persistent tensors. Programs that were lowered for several ranks run once they are
-    /// [connected](Self::connect).
+    /// Reserves the arena and fills the persistent tensors. Programs that were lowered for several ranks can run only
+    /// after [`connect`](Self::connect).
     ///
     /// # Errors
-    /// [`Error::NoKernels`] for an executable that has tensors of another type than f32 and bf16, or f16, [`Error::OtherTarget`] for one
-    /// that was lowered for a GPU and writes as only its kernels do. [`Error::DoesNotFit`], before any byte
-    /// is touched, when the machine has less memory available.
+    /// - [`Error::NoKernels`] if a tensor has an element type without CPU kernels, such as f16
+    /// - [`Error::OtherTarget`] if the executable was lowered for a GPU and writes tensors with gaps
+    /// - [`Error::DoesNotFit`], before any byte is touched, if the machine has too little memory available
     pub fn on_cpu(executable: Executable, workers: Workers, seed: u64) -> Result<Self> {
         if let Some(dtype) = executable.dtypes().find(|dtype| !KERNELS.contains(dtype)) {
             return Err(Error::NoKernels { dtype });
         }
-        // Kernels of the CPU are given outputs without gaps, which would else be each other's.
+        // CPU kernels are given outputs as contiguous slices; the gaps of an output could belong to another one.
         let mut instructions = executable.programs().iter().flat_map(|program| &program.instructions);
         if let Some(other) =
             instructions.find(|other| other.outputs.iter().any(|output| !output.layout.is_contiguous()))
@@ -74,10 +74,10 @@ impl Session<CpuBackend> {
         Self::with_initial_values(executable, CpuBackend { transfers, arena, routed, workers, file, times }, seed)
     }
 
-    /// Makes the file that offloaded activations wait in. An executable that has such cannot run without.
+    /// Creates the file for offloaded activations. An executable that offloads cannot run without it.
     ///
     /// # Errors
-    /// [`Error::Offload`] when it cannot be made in this folder.
+    /// Returns [`Error::Offload`] if the file cannot be created in this folder.
     pub fn offload_to(&mut self, folder: &Path) -> Result<()> {
         let file = HostFile::new(folder, self.executable.host_bytes())?;
         self.backend.file = Mutex::new(Some(file));
@@ -138,12 +138,12 @@ impl Backend for CpuBackend {
     fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()> {
         self.arena.exclusive(|base| {
             let bytes = |address: &&Address| {
-                // SAFETY: a checked plan puts every address inside the arena; `exclusive` keeps everyone else out, and `show`
-                // cannot keep what it is shown.
+                // SAFETY: a checked plan puts every address inside the arena; `exclusive` holds the lock, and `show`
+                // cannot keep the slice beyond its call.
                 unsafe { std::slice::from_raw_parts(base.add(address.offset as usize).cast_const(), len(address)) }
             };
             match addresses {
-                // Without an allocation.
+                // A single address takes no allocation.
                 &[one] => show(&[bytes(&one)]),
                 all => show(&all.iter().map(bytes).collect::<Vec<_>>()),
             }
@@ -153,8 +153,8 @@ impl Backend for CpuBackend {
     fn modify(&mut self, address: &Address, change: &mut dyn FnMut(&mut [u8])) -> Result<()> {
         debug_assert!(address.layout.is_contiguous());
         self.arena.exclusive(|base| {
-            // SAFETY: a checked plan puts every address inside the arena; `exclusive` keeps everyone else out; every pattern of
-            // bits is an element.
+            // SAFETY: a checked plan puts every address inside the arena; `exclusive` holds the lock; every bit pattern
+            // is a valid element.
             change(unsafe { std::slice::from_raw_parts_mut(base.add(address.offset as usize), len(address)) })
         })
     }
@@ -199,7 +199,8 @@ impl Backend for CpuBackend {
         routed.grow(executable, factor, limit, |bytes| {
             let arena = arena_of(bytes)?;
             self.arena.exclusive(|from| {
-                // SAFETY: both arenas begin with the static plan, and are held exclusively; they are two allocations.
+                // SAFETY: both arenas begin with the static plan, are locked by `exclusive`, and are separate
+                // allocations.
                 arena.exclusive(|to| unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, planned) })
             })??;
             self.arena = arena;
@@ -208,8 +209,8 @@ impl Backend for CpuBackend {
     }
 }
 
-/// An arena in large pages, where the system has such: weights that are read once per token are read faster, as hardly any address has
-/// to be translated.
+/// Reserves an arena in large pages where the system supports them. They need far fewer address translations, so
+/// weights that are read once per token are read faster.
 fn arena_of(bytes: u64) -> Result<Arena> {
     let arena = Arena::new(bytes)?;
     #[cfg(target_os = "linux")]
@@ -218,19 +219,19 @@ fn arena_of(bytes: u64) -> Result<Arena> {
         let first = base.addr().next_multiple_of(page) - base.addr();
         let whole = (bytes as usize).saturating_sub(first) / page * page;
         if whole > 0 {
-            // SAFETY: whole pages inside the arena. The advice changes nothing of what is read or written; one that is not taken
-            // leaves the pages as they are.
+            // SAFETY: whole pages inside the arena. The advice does not change their contents, and the system may
+            // ignore it.
             unsafe { libc::madvise(base.add(first).cast(), whole, libc::MADV_HUGEPAGE) };
         }
     })?;
     Ok(arena)
 }
 
-/// Bytes of a large page of x86-64, and of 64-bit Arm with the usual small ones.
+/// Bytes of a large page on x86-64, and on 64-bit Arm with 4 KiB pages.
 #[cfg(target_os = "linux")]
 const LARGE_PAGE: u64 = 2 << 20;
 
-/// Bytes at an address.
+/// Size in bytes of the tensor at an address.
 fn len(address: &Address) -> usize {
     address.span * address.dtype.size_in_bytes()
 }

@@ -1,4 +1,4 @@
-//! The CPU: arena, threads, runs of programs.
+//! The CPU backend: arena, threads, and running programs.
 
 mod arena;
 mod backend;

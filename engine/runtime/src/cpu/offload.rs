@@ -1,4 +1,4 @@
-//! Copies of activations to the file that they wait in for their backward, and back.
+//! The file that activations are offloaded to between forward and backward.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -6,28 +6,28 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// A file without a name: it is gone with the process, whatever ends it.
+/// An unnamed temporary file: it disappears with the process, however that ends.
 #[derive(Debug)]
 pub(super) struct HostFile(File);
 
 impl HostFile {
-    /// One of so many bytes.
+    /// Creates a file of `bytes` bytes.
     ///
     /// # Errors
-    /// When it cannot be made there.
+    /// Returns an error if it cannot be created in `folder`.
     pub fn new(folder: &Path, bytes: u64) -> Result<Self> {
         let file = tempfile::tempfile_in(folder).and_then(|file| file.set_len(bytes).map(|()| file));
         let what = || format!("a file of {bytes} bytes in {}", folder.display());
         file.map(Self).map_err(|source| Error::Offload { what: what(), source })
     }
 
-    /// Copies bytes out.
+    /// Writes bytes at an offset of the file.
     pub fn write(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.0.seek(SeekFrom::Start(offset))?;
         self.0.write_all(bytes)
     }
 
-    /// Copies bytes back.
+    /// Reads bytes at an offset of the file.
     pub fn read(&mut self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
         self.0.seek(SeekFrom::Start(offset))?;
         self.0.read_exact(bytes)

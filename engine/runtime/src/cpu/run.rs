@@ -1,7 +1,7 @@
-//! The instructions of a program, one after another.
+//! Runs the instructions of a program, one after another.
 //!
-//! In: a compiled program, and what it runs on: an arena, the ways to other ranks, room for what is counted, a file. Never: a
-//! decision; everything was decided when the program was compiled, but for the places of what is counted.
+//! In: a compiled program, and the resources it uses: the arena, the communicators, the dynamic buffers, the offload
+//! file. Never: a decision. All were made at compile time, except for the places and the eviction of dynamic buffers.
 
 use std::io;
 use std::ops::Range;
@@ -19,7 +19,7 @@ use crate::routed::{Refusal, Routed, not_finite_before};
 use crate::session::{RunOptions, Times};
 use crate::transfers::{Base, Transfers, begin, range, transfer};
 
-/// What a run reaches beside the planned arena.
+/// The resources of a run besides the planned arena.
 pub(super) struct RunContext<'o> {
     pub transfers: &'o mut Transfers,
     pub routed: &'o mut Routed,
@@ -27,8 +27,9 @@ pub(super) struct RunContext<'o> {
     pub times: &'o mut Times,
 }
 
-/// Runs every instruction; returns the index of the first with a non-finite output when watching, or of the one that
-/// failed. Ranks that watch go on to the end: others wait for what they send.
+/// Runs every instruction. With `watch`, returns the index of the first instruction whose output is not finite; the run
+/// still goes on to the end, because other ranks wait for its messages. On failure, returns the index of the failed
+/// instruction and the reason.
 pub(super) fn run_all(
     program: &CompiledProgram,
     base: Base,
@@ -78,7 +79,7 @@ struct Run<'r> {
 }
 
 impl Run<'_> {
-    /// Does what an instruction says, but for what is decided by it ([`Self::settle`]).
+    /// Executes an instruction, except for the decisions that depend on it ([`Self::settle`]).
     fn execute(&mut self, instruction: &Instruction) -> Result<(), Failure> {
         let &mut Self { program, base, options, .. } = self;
         let RunContext { transfers, routed, file, .. } = &mut self.context;
@@ -87,8 +88,8 @@ impl Run<'_> {
         match &instruction.kind {
             InstrKind::Compute(op) => {
                 let stream = Stream::new(options.seed, options.step, part);
-                // SAFETY: the addresses come from a plan that has passed the checker; the arena is held exclusively, and
-                // what messages under way read or write is alive until their wait.
+                // SAFETY: the addresses come from a plan that has passed the checker, and the arena is held
+                // exclusively. The plan keeps the memory of messages in progress alive until their wait.
                 let mut args = unsafe {
                     Args::new(
                         base.0,
@@ -100,14 +101,14 @@ impl Run<'_> {
                         stream,
                     )
                 };
-                // SAFETY: before and after the kernel, which keeps nothing: what it is handed lives as long as its arguments.
+                // SAFETY: called before and after the kernel, which keeps no reference to its arguments.
                 unsafe { args.widen() };
                 op.run(&mut args);
                 // SAFETY: as above.
                 unsafe { args.round() };
             }
             InstrKind::Send(message) | InstrKind::Receive(message) | InstrKind::Wait(message) => {
-                // SAFETY: as above; a program's last instructions wait for all that is under way.
+                // SAFETY: as above; before a program ends, it waits for all transfers in progress.
                 unsafe { transfer(instruction, *message, base, transfers) }.map_err(Failure::Communicator)?;
             }
             InstrKind::Collective(collective, request) => {
@@ -125,7 +126,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Votes, and counts what an instruction has counted.
+    /// Casts or applies a vote, and records the row count that the instruction has computed.
     fn settle(&mut self, instruction: &Instruction) {
         let (base, routed) = (self.base, &mut *self.context.routed);
         match instruction.kind {
@@ -140,12 +141,12 @@ impl Run<'_> {
             _ => {}
         }
         if let Some(count) = instruction.counts {
-            // SAFETY: as in `execute`; the instruction is over.
+            // SAFETY: as in `execute`; the instruction has finished.
             routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
         }
     }
 
-    /// Overwrites what is dead behind an instruction, if that was asked for.
+    /// Overwrites the ranges that are dead after an instruction with NaN, if `options.poison` is set.
     fn poison(&self, instruction: &Instruction) {
         if self.options.poison {
             instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), self.base, self.bytes));
@@ -153,26 +154,27 @@ impl Run<'_> {
     }
 }
 
-/// Why a program did not run to its end.
+/// The reason why a program did not run to its end.
 #[derive(Debug)]
 pub(super) enum Failure {
     Communicator(CommunicatorError),
     Overflow(Refusal),
-    /// There was no room for what numbers that are not finite have led to; the instruction is what made them.
+    /// Rows found no room because values that are not finite were routed; the instruction is the one that produced
+    /// them.
     NonFinite,
     File(io::Error),
 }
 
-/// Copies an operand to the file, or from it.
+/// Copies an operand to the offload file, or from it.
 ///
 /// # Safety
-/// The operand lies in the arena at `base`, and nobody else touches it meanwhile.
+/// The operand must lie in the arena at `base`, and must not be accessed by others meanwhile.
 unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Option<HostFile>) -> io::Result<()> {
     let none = || io::Error::new(io::ErrorKind::NotFound, "no file was made to offload to");
     let file = file.as_mut().ok_or_else(none)?;
     match &*instruction.outputs {
         [to] => {
-            // SAFETY: by this function's contract; every pattern of bits is an element.
+            // SAFETY: by this function's contract; every bit pattern is a valid element.
             let bytes = unsafe {
                 let (start, bytes) = range(base, to, Places::NONE);
                 std::slice::from_raw_parts_mut(start, bytes)
@@ -190,26 +192,26 @@ unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Op
     }
 }
 
-/// The place of a planned tensor of one f32.
+/// Returns the address of a planned tensor of one f32.
 ///
 /// # Safety
-/// It lies in the arena at `base`.
+/// The tensor must lie in the arena at `base`.
 unsafe fn scalar(base: Base, address: &Address) -> *mut f32 {
     // SAFETY: by this function's contract.
     unsafe { base.0.add(address.offset as usize).cast() }
 }
 
-/// The last element of a tensor of u32 without gaps.
+/// Returns the last element of a contiguous u32 tensor.
 ///
 /// # Safety
-/// It lies in the arena at `base`, and nobody writes it.
+/// The tensor must lie in the arena at `base`, and must not be written meanwhile.
 unsafe fn last_u32(base: Base, address: &Address) -> u32 {
     // SAFETY: by this function's contract; a tensor has at least one element.
     unsafe { base.0.add(address.offset as usize).cast::<u32>().add(address.span - 1).read() }
 }
 
 fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
-    // SAFETY: as for the instruction itself, which is over.
+    // SAFETY: as for the instruction itself, which has finished.
     operands.iter().all(|operand| match operand.dtype {
         f32::DTYPE => unsafe { elements::<f32>(operand, base, places) }.iter().all(|x| x.is_finite()),
         bf16::DTYPE => unsafe { elements::<bf16>(operand, base, places) }.iter().all(|x| x.is_finite()),
@@ -217,10 +219,10 @@ fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
     })
 }
 
-/// What lies at an address.
+/// Returns the elements at an address.
 ///
 /// # Safety
-/// It is of this type, and nobody writes it meanwhile.
+/// The tensor must have type `T`, lie in the arena or where `places` says, and must not be written meanwhile.
 unsafe fn elements<'a, T: Element>(operand: &Address, base: Base, places: Places<'_>) -> &'a [T] {
     // SAFETY: by this function's contract.
     unsafe {
@@ -229,10 +231,10 @@ unsafe fn elements<'a, T: Element>(operand: &Address, base: Base, places: Places
     }
 }
 
-/// Poisons bytes that nobody holds, by the checked plan or because the arena has them back.
+/// Poisons bytes that hold no live buffer, by the checked plan or because a dynamic buffer was released.
 fn fill_with_nan(range: Range<u64>, base: Base, bytes: u64) {
     debug_assert!(range.end <= bytes);
     let elements = ((range.end - range.start) / 4) as usize;
-    // SAFETY: nobody holds these bytes, which lie in the arena.
+    // SAFETY: no live buffer holds these bytes, which lie in the arena.
     unsafe { std::slice::from_raw_parts_mut(base.0.add(range.start as usize).cast::<f32>(), elements) }.fill(f32::NAN);
 }

@@ -15,7 +15,7 @@ use crate::error::Result;
 #[derive(Debug)]
 pub struct Workers {
     mailbox: Arc<Mailbox>,
-    /// Held by whoever has a job under way.
+    /// Held while a job runs, so that jobs of several callers run one after another.
     turn: Mutex<()>,
     threads: usize,
     _pool: ThreadPool,
@@ -52,14 +52,14 @@ struct Job(*const (dyn Fn() + Sync));
 unsafe impl Send for Job {}
 
 impl Workers {
-    /// Starts `threads` threads; 0 for as many as the machine has cores.
+    /// Starts `threads` threads; with 0, as many as the machine has cores.
     ///
     /// # Errors
-    /// When the system gives no threads.
+    /// Returns an error if the system cannot start the threads.
     pub fn new(threads: usize) -> Result<Self> {
         let threads = resolve_threads(threads);
         let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("gapless-{i}")).build()?;
-        // Until all have started: what a thread allocates as it starts would fall into the first steps.
+        // Wait until all threads have started: their start-up allocations would otherwise fall into the first steps.
         pool.broadcast(|_| ());
         let mailbox = Arc::new(Mailbox { state: Mutex::new(State::Idle), changed: Condvar::new() });
         let driver = mailbox.clone();
@@ -72,10 +72,10 @@ impl Workers {
         self.threads
     }
 
-    /// Runs `job` on a thread of the pool, where rayon's parallel iterators use all of them. Allocates nothing.
+    /// Runs `job` on a thread of the pool, where rayon's parallel iterators use all threads. Does not allocate.
     ///
     /// # Panics
-    /// With the job's own panic.
+    /// Panics if the job does, with the same payload.
     pub fn run(&self, job: &(dyn Fn() + Sync)) {
         let _turn = lock(&self.turn);
         let erased: *const (dyn Fn() + Sync + '_) = job;
@@ -126,10 +126,10 @@ impl Drop for Workers {
     }
 }
 
-/// Threads that a rank may have at most: more than any machine has cores, and few enough to be started in a moment.
+/// The most threads that a rank may have: more than any machine has cores, and few enough to start quickly.
 pub const MOST_THREADS: usize = 1024;
 
-/// The number of threads meant by a setting in which 0 is "all cores".
+/// Resolves a thread setting in which 0 means all cores.
 pub fn resolve_threads(threads: usize) -> usize {
     if threads > 0 { threads } else { std::thread::available_parallelism().map_or(1, usize::from) }
 }

@@ -1,7 +1,9 @@
-//! Operations that say anything of themselves: whatever it is, a graph or a program refuses it, or the step that comes of it is sound.
+//! Operations that describe themselves wrongly. Whatever an operation claims, either the graph or the program refuses
+//! it, or the compiled step is sound.
 //!
-//! An operation's kernel judges what it is given: every tensor and piece of scratch holds its own bytes while all others are written.
-//! `.ci/sanitizers` runs the same under the address sanitizer, which sees bytes that are nobody's.
+//! The operation's kernel checks this: every output and piece of scratch keeps its own bytes while all others are
+//! written. `.ci/sanitizers` runs the same tests under the address sanitizer, which also detects accesses outside of
+//! any allocation.
 #![forbid(unsafe_code)]
 
 mod operation;
@@ -28,10 +30,10 @@ use gapless_testing::prelude::*;
 
 use operation::{Answers, Hostile};
 
-/// What became of operations.
+/// The outcome of compiling and running a list of operations.
 #[derive(Debug, PartialEq, Eq)]
 enum Outcome {
-    /// Refused while a graph, a program or a session was made.
+    /// Refused when the graph, the program or the session was built.
     Refused(String),
     /// The run ended with an error.
     Stopped(String),
@@ -42,14 +44,15 @@ enum Outcome {
 
 const DIMS: (usize, usize) = (8, 4);
 
-/// A parameter, and a copy of it; then the operations, each on these, on starts of rows and on all outputs of those before it that the
-/// graph has taken; and what the host reads of the last. Each answers as it did when it was recorded.
+/// Builds and runs a graph: a parameter and a copy of it, then the operations, then a copy of the last output that the
+/// host reads. The inputs of each operation are the parameter's copy, the row offsets, and all outputs of the
+/// operations before it that the graph has accepted. Operations answer the same before and after they are recorded.
 fn outcome(dtype: DType, operations: &[Answers], reserve: Reserve, micro_batches: u32) -> Outcome {
     let operations: Vec<_> = operations.iter().map(|answers| [answers.clone(), answers.clone()]).collect();
     changing(dtype, &operations, reserve, micro_batches)
 }
 
-/// The same of operations that answer one thing while they are recorded, and another afterwards.
+/// Like [`outcome`], but operations give one answer while they are recorded and another afterwards.
 fn changing(dtype: DType, operations: &[[Answers; 2]], reserve: Reserve, micro_batches: u32) -> Outcome {
     let refused = |error: &dyn std::fmt::Display| Outcome::Refused(error.to_string());
     let graph = Arc::new(Mutex::new(Graph::default()));
@@ -108,7 +111,7 @@ fn run_program(program: Program, reserve: Reserve) -> Outcome {
         Ok(executable) => executable,
         Err(error) => return refused(&error),
     };
-    // Memory that this machine may have, but that a test should not take.
+    // The machine may have this much memory, but a test should not take it.
     if executable.arena_bytes() > 1 << 30 {
         return Outcome::Refused("large".into());
     }
@@ -146,7 +149,7 @@ fn layout(dims: &[usize], strides: &[usize], start: usize) -> Layout {
     Layout::new(dims.into(), strides.to_vec(), start)
 }
 
-/// What each says, and words of the outcome; none of a step that runs.
+/// Each case is an operation's answers and a part of the expected refusal; `None` for a step that runs.
 #[test]
 fn what_operations_say_is_checked() {
     let of = || Answers::of(vec![same()]);
@@ -204,7 +207,8 @@ fn what_operations_say_is_checked() {
     }
 }
 
-/// Numbers of rows are the data's. One beyond the tensor's own is an error, wherever there would be room for it: copies in f32 have none.
+/// Row counts come from the data. A count above the tensor's own rows is an error, even if the arena has room: the f32
+/// copies of bf16 operands have not.
 #[test]
 fn rows_are_no_more_than_their_tensors_have() {
     for dtype in [DType::F32, DType::BF16] {
@@ -225,7 +229,7 @@ fn rows_are_no_more_than_their_tensors_have() {
     }
 }
 
-/// Rows are those that there was room for, whatever is counted afterwards.
+/// A dynamic buffer keeps the row count for which it was placed, even if its rows are counted again.
 #[test]
 fn rows_that_are_counted_again_stay_as_many() {
     let mut program = Program { name: "hostile".into(), counts: 1, ..Program::default() };
@@ -252,7 +256,7 @@ fn rows_that_are_counted_again_stay_as_many() {
     assert_eq!(run_program(program, Reserve::Balanced { factor: 1.0 }), Outcome::Ran);
 }
 
-/// Copies in f32 of operands in bf16 are scratch of the plan, but none of the kernel's own.
+/// The f32 copies of bf16 operands are scratch of the plan, but a kernel cannot take them as its own.
 #[test]
 fn scratch_is_no_more_than_was_asked_for() {
     for dtype in [DType::F32, DType::BF16] {
@@ -316,7 +320,7 @@ fn answers() -> impl Strategy<Value = Answers> {
     let number = prop_oneof![4 => 0..10_u32, 1 => any::<u32>()];
     (outputs, view, workspace, pairs(), pairs(), rows, flags, (extreme(), number)).prop_map(
         |(outputs, view, workspace, inplace, mutates, rows, (accumulates, strides, bf16, greed), (cost, number))| {
-            // A view shows what its shape rule says, but for the place.
+            // The view has the dims of its inferred shape; its strides and start are arbitrary.
             let outputs = match &view {
                 Some(layout) => vec![Spec::f32(layout.dims())],
                 None => outputs,
@@ -345,7 +349,7 @@ fn answers() -> impl Strategy<Value = Answers> {
 generated! {
     #![cases(2000)]
 
-    /// Operations that know of counted rows, as many as the first says.
+    /// Operations with dynamic rows; the first one's output is the row count.
     #[test]
     fn rows_are_those_that_there_is_room_for(
         is_bf16: bool,
@@ -359,7 +363,7 @@ generated! {
         let mut operations = vec![Answers { number, ..Answers::of(vec![u32s(3)]) }];
         for (count, kind, is_inplace, bf16, balanced) in others {
             let rows = [Rows::Inherited, Rows::Fixed, Rows::Counted { starts: 2, balanced }][kind];
-            // Behind the copy of the parameter and two starts, an output of an operation before it.
+            // Input 3 follows the parameter's copy and two row offsets: it is an output of an earlier operation.
             let inplace = if is_inplace { vec![(3, 0)] } else { vec![] };
             operations.push(Answers { rows, inplace, bf16, ..of(count) });
         }
@@ -380,7 +384,7 @@ generated! {
         ],
         micro_batches in 1..3_u32,
     ) {
-        // A panic anywhere but in a kernel fails the test, and so does a tensor that another has written to.
+        // A panic outside of a kernel fails the test, and so does a tensor that another one has overwritten.
         let dtype = if is_bf16 { DType::BF16 } else { DType::F32 };
         let operations: Vec<_> = operations.into_iter().map(|[first, later]| match is_constant {
             true => [first.clone(), first],

@@ -1,4 +1,5 @@
-//! An operation that says of itself what it is told to, and whose kernel looks whether its operands are its own.
+//! An operation with arbitrary answers to every question about itself, whose kernel checks that its operands do not
+//! overlap.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +8,7 @@ use candle_core::{DType, Layout};
 use gapless_graph::{Args, Array, Element, Op, Reference, Rows, Spec};
 use half::bf16;
 
-/// What an operation says of itself.
+/// The answers that an operation gives about itself.
 #[derive(Debug, Clone)]
 pub struct Answers {
     pub outputs: Vec<Spec>,
@@ -20,11 +21,11 @@ pub struct Answers {
     pub strides: bool,
     pub bf16: bool,
     pub cost: u64,
-    /// What its outputs of u32 hold: starts of rows, of which another operation has as many.
+    /// The value of its u32 outputs; as row offsets, it is the row count of another operation.
     pub number: u32,
-    /// How many elements its first input has, where that is known.
+    /// The expected element count of its first input, if known.
     pub elements: Option<usize>,
-    /// Pieces of scratch that it takes beyond those that it has asked for.
+    /// Pieces of scratch that it takes beyond those it has declared.
     pub greed: usize,
 }
 
@@ -48,10 +49,10 @@ impl Answers {
     }
 }
 
-/// Elements at either end of a slice that are looked at: what is large is not gone through.
+/// Elements checked at either end of a slice; a large slice is not traversed.
 const ENDS: usize = 8;
 
-/// Writes a number to the ends of a slice.
+/// Writes a value to both ends of a slice.
 fn mark<T: Copy>(slice: &mut [T], x: T) {
     let len = slice.len();
     slice[..len.min(ENDS)].fill(x);
@@ -62,7 +63,7 @@ fn ends<T: Copy>(slice: &[T]) -> Vec<T> {
     [&slice[..slice.len().min(ENDS)], &slice[slice.len().saturating_sub(ENDS)..]].concat()
 }
 
-/// A slice of whatever type a tensor has.
+/// A slice of one of the element types.
 enum Given<'a> {
     F32(&'a mut [f32]),
     Bf16(&'a mut [bf16]),
@@ -71,7 +72,7 @@ enum Given<'a> {
 }
 
 impl Given<'_> {
-    /// Writes a number, or asks whether it is still there.
+    /// Writes a value, or asserts that it is still there.
     fn each(&mut self, number: u32, writes: bool) {
         fn one<T: Element + PartialEq>(slice: &mut [T], x: T, writes: bool) {
             match writes {
@@ -88,7 +89,7 @@ impl Given<'_> {
     }
 }
 
-/// What an input holds, as bytes of its ends.
+/// The bytes at the ends of an input.
 fn seen(args: &Args<'_>, index: usize) -> Vec<u8> {
     match args.input_dtype(index) {
         _ if args.is_overwritten(index) => vec![],
@@ -99,7 +100,7 @@ fn seen(args: &Args<'_>, index: usize) -> Vec<u8> {
     }
 }
 
-/// An operation whose answers may change once it is a node of a graph.
+/// An operation whose answers may change once it is recorded in a graph.
 #[derive(Debug)]
 pub struct Hostile {
     pub answers: [Answers; 2],

@@ -1,4 +1,5 @@
-//! What stands between the thread for MPI and the threads that compute: commands one way, outcomes the other.
+//! The connection between the MPI thread and the threads that compute: commands in one direction, outcomes in the
+//! other.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -14,9 +15,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Default)]
 pub(super) struct Link {
     inner: Mutex<Inner>,
-    /// A command has come.
+    /// Signalled when a command was sent.
     command: Condvar,
-    /// An operation has ended.
+    /// Signalled when an operation has ended.
     ended: Condvar,
 }
 
@@ -24,9 +25,9 @@ pub(super) struct Link {
 struct Inner {
     commands: VecDeque<Command>,
     slots: Vec<Slot>,
-    /// Communicators in use.
+    /// Number of communicators in use.
     handles: usize,
-    /// MPI was left, or is being left.
+    /// True if MPI was left or is being left.
     over: bool,
 }
 
@@ -42,7 +43,7 @@ enum Status {
 }
 
 impl Link {
-    /// Starts an operation: takes a slot, and hands the command for it over.
+    /// Starts an operation: opens a slot, and sends its command.
     pub(super) fn start(
         &self,
         group: usize,
@@ -61,13 +62,13 @@ impl Link {
         index
     }
 
-    /// Hands over a command that has no slot.
+    /// Sends a command without a slot.
     pub(super) fn send(&self, command: Command) {
         self.lock().commands.push_back(command);
         self.command.notify_one();
     }
 
-    /// Waits for an operation's end. Ends all processes when that takes longer than the timeout.
+    /// Waits for an operation to end. Ends all processes if it takes longer than the timeout.
     pub(super) fn wait(&self, rank: usize, slot: usize, timeout: Duration) {
         let deadline = Instant::now().checked_add(timeout);
         let mut inner = self.lock();
@@ -86,14 +87,14 @@ impl Link {
         inner.slots[slot].status = Status::Free;
     }
 
-    /// Counts a communicator.
+    /// Counts a new communicator.
     pub(super) fn open(&self) {
         self.lock().handles += 1;
     }
 
-    /// Drops a group's communicator. True if it was the last one.
+    /// Closes a group's communicator. Returns true if it was the last one.
     ///
-    /// Ends all processes if it leaves operations under way: the others would wait for this one.
+    /// Ends all processes if operations are in progress, because the other ranks would wait for this one.
     pub(super) fn close(&self, rank: usize, group: usize) -> bool {
         let mut inner = self.lock();
         let under_way = |slot: &&Slot| slot.group == group && matches!(slot.status, Status::UnderWay(_));
@@ -107,7 +108,7 @@ impl Link {
         inner.over
     }
 
-    /// Ends all processes, through MPI if its thread answers, or by ending this one.
+    /// Ends all processes through MPI, or just this one if the MPI thread does not respond.
     pub(super) fn end_job(&self, text: String, slot: Option<usize>) -> ! {
         let deadline = Instant::now() + PATIENCE;
         let mut command = Some(Command::Abort { text: text.clone(), slot });
@@ -130,7 +131,7 @@ impl Link {
         std::process::abort();
     }
 
-    /// Whether MPI was left.
+    /// True if MPI was left.
     pub(super) fn is_over(&self) -> bool {
         match self.inner.try_lock() {
             Ok(inner) => inner.over,
@@ -138,7 +139,8 @@ impl Link {
         }
     }
 
-    /// For the thread: new commands. Waits for some if there is nothing else to do, or for `rest` at most.
+    /// Called by the MPI thread: takes new commands. Waits for one if there is nothing else to do, otherwise for at
+    /// most `rest`.
     pub(super) fn take(&self, into: &mut Vec<Command>, nothing_to_do: bool, rest: Option<Duration>) {
         let mut inner = self.lock();
         while nothing_to_do && inner.commands.is_empty() {
@@ -152,7 +154,7 @@ impl Link {
         into.extend(inner.commands.drain(..));
     }
 
-    /// For the thread: an operation has ended.
+    /// Called by the MPI thread: an operation has ended.
     pub(super) fn end(&self, slot: usize) {
         self.lock().slots[slot].status = Status::Ended;
         self.ended.notify_all();

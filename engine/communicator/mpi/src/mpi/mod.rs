@@ -1,13 +1,18 @@
-//! Ranks that are processes, on one host or many, through MPI.
+//! Ranks that are processes, on one host or many, using MPI.
 //!
-//! A thread of its own makes all calls of MPI (`thread`), so that messages and collectives go on while the rank computes,
-//! and MPI need not be safe to call from several threads. Collectives are made of messages (`operation`): MPI promises
-//! no order of summation, and its non-blocking sums make no progress by themselves.
+//! One dedicated thread makes all MPI calls (`thread`). So messages and collectives progress while the rank computes,
+//! and MPI need not be thread-safe. Collectives are composed of messages (`operation`): MPI guarantees no order of
+//! summation, and its non-blocking sums make no progress by themselves.
 //!
-//! Nobody survives a failure: it ends all processes by `MPI_Abort`, naming the rank on its standard error. That is a panic
-//! on any thread, a wait beyond its timeout, a message of another size than expected, [`Communicator::abort`], leaving
-//! with operations under way, and leaving in order while another rank waits for this one. So waits return no error but
-//! that of an unknown request. A rank that is killed is noticed by `mpirun`.
+//! A failure ends all processes by `MPI_Abort`, after naming the rank on its standard error. Failures are:
+//! - a panic on any thread
+//! - a wait that exceeds its timeout
+//! - a message of another size than expected
+//! - [`Communicator::abort`]
+//! - leaving with operations in progress
+//! - leaving properly while another rank waits for this one
+//!
+//! So the only error that a wait returns is that for an unknown request. `mpirun` notices a rank that is killed.
 
 mod link;
 mod operation;
@@ -28,13 +33,13 @@ use gapless_parallel::World;
 use self::link::Link;
 use self::thread::{Command, Started};
 
-/// A rank that is a process under `mpirun`. One per process, made by [`Mpi::world`].
+/// A rank that is a process under `mpirun`. [`Mpi::world`] creates it, once per process.
 pub struct Mpi {
     shared: Arc<Shared>,
     owner: Owner,
-    /// The thread's number for it.
+    /// The MPI thread's index of the group.
     group: usize,
-    /// World ranks.
+    /// World ranks of the members.
     members: Arc<[usize]>,
     rank: usize,
     timeout: Duration,
@@ -46,7 +51,7 @@ impl std::fmt::Debug for Mpi {
     }
 }
 
-/// What the communicators of a process share.
+/// The state that a process's communicators share.
 struct Shared {
     link: Arc<Link>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -54,11 +59,12 @@ struct Shared {
 }
 
 impl Mpi {
-    /// Starts MPI. From here on a panic on any thread ends all processes. MPI is left, which waits for the other ranks,
-    /// when the last communicator is dropped.
+    /// Starts MPI. From then on, a panic on any thread ends all processes. When the last communicator is dropped, the
+    /// process leaves MPI, which waits for the other ranks.
     ///
     /// # Errors
-    /// When it was started before, or when other variables than MPI's (`RANK`, …) give this process another place.
+    /// Returns an error if MPI was started before, or if variables other than MPI's (`RANK`, …) give this process
+    /// another rank.
     pub fn world() -> Result<Self> {
         let timeout = default_timeout()?;
         let link = Arc::new(Link::default());
@@ -70,8 +76,8 @@ impl Mpi {
         };
         let Started { rank, size, largest_tag } =
             place.recv().map_err(|_| CommunicatorError::Thread("it ended while MPI was starting".into()))??;
-        // MPI is trusted. It is not left on an error: that would wait for the others, and a process that ends without
-        // leaving ends the job.
+        // A place in the environment that contradicts MPI's is an error. This error path does not leave MPI, because
+        // leaving waits for the other ranks, while a process that ends without leaving ends the job.
         if let Some(found) = World::discover()? {
             found.agree_with_mpi(rank, size)?;
         }
@@ -81,7 +87,7 @@ impl Mpi {
         Ok(Self { shared, owner: Owner::unique(), group: 0, members: (0..size).collect(), rank, timeout })
     }
 
-    /// This rank in the world.
+    /// This rank's index in the world.
     fn me(&self) -> usize {
         self.members[self.rank]
     }
@@ -99,8 +105,8 @@ impl Mpi {
     }
 }
 
-// SAFETY: an operation has ended when its outcome is there, and its memory is then left alone. `wait` returns with that
-// outcome or not at all. A communicator that is dropped with operations under way ends the process.
+// SAFETY: an operation has ended when its outcome is available, and its memory is then not accessed any more. `wait`
+// only returns with that outcome. Dropping a communicator with operations in progress ends the process.
 unsafe impl Communicator for Mpi {
     fn rank(&self) -> usize {
         self.rank
@@ -179,7 +185,7 @@ impl Drop for Mpi {
     }
 }
 
-/// A rank that panics would leave the others waiting for it.
+/// Ends the job if a thread panics: the other ranks would wait for this one.
 fn end_job_on_panic(link: Arc<Link>, rank: usize) {
     let previous = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -195,10 +201,10 @@ fn end_job_on_panic(link: Arc<Link>, rank: usize) {
     }));
 }
 
-/// A tag as MPI's number.
+/// Encodes a tag as an integer for MPI.
 fn number(tag: Tag, largest: u64) -> Result<i32> {
     let Tag { direction, stage, micro_batch, tensor } = tag;
-    // What belongs to no micro-batch has its bits for tensors.
+    // A tensor of the update has no micro-batch, so those bits hold a part of its index.
     let (micro_batch, tensor) = match direction {
         Direction::Update => (tensor >> 5, tensor & 31),
         Direction::Forward | Direction::Backward => (micro_batch, tensor),
@@ -213,7 +219,7 @@ fn number(tag: Tag, largest: u64) -> Result<i32> {
     Ok(number as i32)
 }
 
-/// Writes a line to standard error in one piece: a launcher mixes what its processes write with what MPI does.
+/// Writes a line to standard error in one piece, because a launcher interleaves the output of processes with MPI's.
 fn say(text: &str) {
     let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("gapless: {text}\n").as_bytes());
 }

@@ -1,10 +1,10 @@
-//! One operation under way, as the messages that it is made of.
+//! An operation in progress, composed of messages.
 //!
-//! Collectives are messages between all pairs of ranks. That moves as few bytes as a ring does, keeps sums in the order
-//! of ranks (MPI promises no order), and knows which rank a hung operation waits for.
+//! Collectives consist of messages between all pairs of ranks. That moves as few bytes as a ring, sums in the order of
+//! ranks (MPI guarantees no order), and shows which rank a hung operation waits for.
 //!
 //! ```text
-//! reduce_scatter   every rank sends part r to rank r, window by window; rank r sums what came, in the order of ranks
+//! reduce_scatter   every rank sends part r to rank r, window by window; rank r sums the parts in the order of ranks
 //! all_reduce       the same, and then every rank sends its sum to all
 //! ```
 
@@ -15,27 +15,27 @@ use gapless_communicator::{Awaited, Collective, CommunicatorError, Result};
 
 use super::raw::{self, LARGEST, Outcome};
 
-/// Elements of a part that are exchanged at a time: bounds the memory for what comes in.
+/// Elements of a part that are exchanged at a time, which bounds the memory for received data.
 const WINDOW: usize = 1 << 18;
 
-/// A communicator, as the thread for MPI knows it.
+/// A communicator, as seen by the MPI thread.
 #[derive(Debug)]
 pub(super) struct Group {
-    /// Carries messages.
+    /// The communicator for messages.
     pub(super) messages: raw::Comm,
-    /// Carries the messages of collectives.
+    /// The communicator for the messages of collectives.
     pub(super) collectives: raw::Comm,
-    /// This rank in the group.
+    /// This rank's index in the group.
     pub(super) rank: usize,
-    /// World ranks.
+    /// World ranks of the members.
     pub(super) members: Arc<[usize]>,
-    /// Collectives started so far.
+    /// Number of collectives started so far.
     pub(super) started: u64,
 }
 
 /// An operation and its unfinished messages.
 pub(super) struct Operation {
-    /// Where its outcome goes.
+    /// The slot that receives its outcome.
     pub(super) slot: usize,
     pub(super) group: usize,
     pub(super) awaited: Awaited,
@@ -43,47 +43,47 @@ pub(super) struct Operation {
     sums: Option<Sums>,
 }
 
-/// A message, or a part of a long one.
+/// A message, or a piece of a long one.
 struct Piece {
     request: raw::Request,
-    /// The other end, in the group.
+    /// The other end's index in the group.
     peer: usize,
-    /// The size that has to come, for a receive.
+    /// The expected size, for a receive.
     expected: Option<usize>,
 }
 
-/// What is left of a collective that sums.
+/// The remaining work of a collective that sums.
 struct Sums {
     tag: i32,
-    /// All parts, of this rank.
+    /// All parts of this rank.
     send: *const f32,
     /// This rank's part of the sum.
     result: *mut f32,
-    /// Where part r begins and ends.
+    /// The sizes of the parts.
     part: Part,
-    /// Where the parts are gathered afterwards.
+    /// The target for gathering the summed parts, if there is one.
     gather: Option<*mut f32>,
-    /// Elements of every part that are done with.
+    /// Elements of every part that are finished.
     done: usize,
     /// Elements of every part that are exchanged at a time.
     width: usize,
-    /// Whether a window was exchanged that is not summed yet.
+    /// True if a window was exchanged but is not summed yet.
     exchanged: bool,
-    /// `width` elements from each rank.
+    /// `width` elements received from each rank.
     received: Vec<f32>,
 }
 
-/// How elements are cut into one part per rank.
+/// The division of elements into one part per rank.
 #[derive(Clone, Copy)]
 enum Part {
-    /// As equal as they get.
+    /// Parts as equal as possible.
     Of { count: usize, ranks: usize },
-    /// Of this size each.
+    /// Parts of this size each.
     Each(usize),
 }
 
 impl Part {
-    /// Start and length.
+    /// Start and length of a rank's part.
     fn of(self, rank: usize) -> (usize, usize) {
         match self {
             Self::Of { count, ranks } => {
@@ -103,7 +103,7 @@ impl Operation {
     /// Starts a message.
     ///
     /// # Safety
-    /// The bytes are lent until the operation has ended.
+    /// The bytes must be lent until the operation has ended.
     pub(super) unsafe fn message(
         slot: usize,
         (index, group): (usize, &Group),
@@ -112,7 +112,7 @@ impl Operation {
         awaited: Awaited,
     ) -> Result<Self> {
         let mut this = Self::new(slot, index, awaited);
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe {
             if sends {
                 this.send(group.messages, address, len, peer, tag)?;
@@ -126,7 +126,7 @@ impl Operation {
     /// Starts a collective.
     ///
     /// # Safety
-    /// Its memory is lent until the operation has ended.
+    /// Its memory must be lent until the operation has ended.
     pub(super) unsafe fn collective(
         slot: usize,
         (index, group): (usize, &mut Group),
@@ -134,12 +134,12 @@ impl Operation {
         awaited: Awaited,
     ) -> Result<Self> {
         let mut this = Self::new(slot, index, awaited);
-        // Few are under way at once, so that tags may come again.
+        // Few collectives are in progress at once, so tags can be reused.
         let tag = (group.started & 0x7FFF) as i32;
         group.started += 1;
         let (me, ranks, comm) = (group.rank, group.members.len(), group.collectives);
         let others = (0..ranks).filter(|rank| *rank != me);
-        // SAFETY: the caller's promise, with sizes and overlaps as `Collective` says.
+        // SAFETY: by this function's contract, with sizes and overlaps as `Collective` says.
         unsafe {
             match collective {
                 Collective::AllReduce { values, count } => {
@@ -161,7 +161,7 @@ impl Operation {
                     let (mut send, mut receive) = (send, receive);
                     for rank in 0..ranks {
                         let (send_len, receive_len) = (*send_lens.add(rank), *receive_lens.add(rank));
-                        // This rank's own part goes through MPI as well, which holds the two sizes against each other.
+                        // This rank's own part goes through MPI as well, which checks that the two sizes are equal.
                         this.receive(comm, receive, receive_len, rank, tag)?;
                         this.send(comm, send, send_len, rank, tag)?;
                         (send, receive) = (send.add(send_len), receive.add(receive_len));
@@ -185,7 +185,8 @@ impl Operation {
         Ok(this)
     }
 
-    /// Does what can be done without waiting. True when the operation has ended, and its memory is left alone.
+    /// Makes all progress that is possible without waiting. Returns true if the operation has ended and its memory is
+    /// not accessed any more.
     pub(super) fn advance(&mut self, group: &Group) -> Result<bool> {
         loop {
             let mut at = 0;
@@ -209,12 +210,12 @@ impl Operation {
         }
     }
 
-    /// Whether it waits for a rank of the world.
+    /// True if it waits for this world rank.
     pub(super) fn waits_for(&self, rank: usize, group: &Group) -> bool {
         self.pieces.iter().any(|piece| group.members[piece.peer] == rank)
     }
 
-    /// The ranks that it waits for, in the world.
+    /// The world ranks that it waits for.
     pub(super) fn missing(&self, group: &Group) -> Vec<usize> {
         let mut ranks: Vec<usize> = self.pieces.iter().map(|piece| group.members[piece.peer]).collect();
         ranks.sort_unstable();
@@ -222,7 +223,7 @@ impl Operation {
         ranks
     }
 
-    /// Whether a piece is through.
+    /// True if a piece has been transferred.
     fn ended(&mut self, at: usize, group: &Group) -> Result<bool> {
         let piece = &mut self.pieces[at];
         let (sent, expected) = match (raw::test(&mut piece.request)?, piece.expected) {
@@ -242,10 +243,10 @@ impl Operation {
     }
 
     /// # Safety
-    /// The bytes are lent until the operation has ended.
+    /// The bytes must be lent until the operation has ended.
     unsafe fn send(&mut self, comm: raw::Comm, bytes: *const u8, len: usize, peer: usize, tag: i32) -> Result<()> {
         for (start, len) in pieces(len) {
-            // SAFETY: the caller's promise.
+            // SAFETY: by this function's contract.
             let request = unsafe { raw::isend(comm, bytes.add(start), len, peer, tag) }?;
             self.pieces.push(Piece { request, peer, expected: None });
         }
@@ -253,10 +254,10 @@ impl Operation {
     }
 
     /// # Safety
-    /// The bytes are lent until the operation has ended.
+    /// The bytes must be lent until the operation has ended.
     unsafe fn receive(&mut self, comm: raw::Comm, bytes: *mut u8, len: usize, peer: usize, tag: i32) -> Result<()> {
         for (start, len) in pieces(len) {
-            // SAFETY: the caller's promise.
+            // SAFETY: by this function's contract.
             let request = unsafe { raw::irecv(comm, bytes.add(start), len, peer, tag) }?;
             self.pieces.push(Piece { request, peer, expected: Some(len) });
         }
@@ -271,14 +272,14 @@ impl Sums {
         Self { tag, send, result, part, gather, done: 0, width, exchanged: false, received: Vec::new() }
     }
 
-    /// Start and length of the window at hand in a rank's part.
+    /// Start and length of the current window in a rank's part.
     fn window(&self, rank: usize) -> (usize, usize) {
         let (start, len) = self.part.of(rank);
         let done = self.done.min(len);
         (start + done, self.width.min(len - done))
     }
 
-    /// Adds up the window that was exchanged.
+    /// Sums the window that was exchanged.
     fn add_up(&mut self, group: &Group) {
         let (start, len) = self.window(group.rank);
         let source = |rank: usize| match rank == group.rank {
@@ -286,8 +287,8 @@ impl Sums {
             true => unsafe { self.send.add(start) },
             false => self.received[rank * self.width..].as_ptr(),
         };
-        // SAFETY: all sources have `len` elements: `received` has a width for each rank, and what comes into it has ended.
-        // The result is lent, and has as many elements as the part. Where it lies in `send`, it is the very part that is
+        // SAFETY: all sources have `len` elements: `received` has room for `width` per rank, and its receives have
+        // ended. The result is lent and as long as the part. If it overlaps `send`, it is exactly the part that is
         // read, block by block, before it is written.
         unsafe {
             let result = self.result.add(self.done);
@@ -299,7 +300,7 @@ impl Sums {
         self.exchanged = false;
     }
 
-    /// Starts to exchange the next window, or the sums. False when nothing is left.
+    /// Starts to exchange the next window, or the sums. Returns false if nothing is left.
     fn exchange(&mut self, operation: &mut Operation, group: &Group) -> Result<bool> {
         let (me, ranks, comm, tag) = (group.rank, group.members.len(), group.collectives, self.tag);
         let others = (0..ranks).filter(|rank| *rank != me);
@@ -309,8 +310,8 @@ impl Sums {
             for rank in others {
                 let (start, len) = self.window(rank);
                 let into = self.received[rank * self.width..].as_mut_ptr();
-                // SAFETY: windows lie within parts, which are lent; `received` has a width for each rank, and is left alone
-                // until the operation's messages have ended.
+                // SAFETY: windows lie within parts, which are lent. `received` has room for `width` per rank, and is
+                // not accessed until the operation's messages have ended.
                 unsafe {
                     operation.receive(comm, into.cast(), 4 * own, rank, tag)?;
                     operation.send(comm, self.send.add(start).cast(), 4 * len, rank, tag)?;
@@ -323,7 +324,7 @@ impl Sums {
         let (own, own_len) = self.part.of(me);
         for rank in others {
             let (start, len) = self.part.of(rank);
-            // SAFETY: parts lie within the values, which are lent. What was sent of them before has ended.
+            // SAFETY: parts lie within the values, which are lent. All earlier sends from them have ended.
             unsafe {
                 operation.receive(comm, values.add(start).cast(), 4 * len, rank, tag)?;
                 operation.send(comm, values.add(own).cast(), 4 * own_len, rank, tag)?;
@@ -333,7 +334,7 @@ impl Sums {
     }
 }
 
-/// Start and length of what a message is cut into; one piece at least.
+/// Start and length of each piece of a message; at least one piece.
 fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..len.div_ceil(LARGEST).max(1)).map(move |i| (i * LARGEST, LARGEST.min(len - i * LARGEST)))
 }

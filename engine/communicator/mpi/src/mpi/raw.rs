@@ -1,4 +1,4 @@
-//! The few calls of MPI that the backend makes, with errors as values. Called by the thread that started MPI alone.
+//! The few MPI calls that the backend makes, with errors as values. Only called by the thread that started MPI.
 
 use std::ffi::c_int;
 
@@ -7,10 +7,10 @@ use mpi::ffi;
 
 pub(super) use mpi::ffi::{MPI_Comm as Comm, MPI_Request as Request, MPI_Status as Status};
 
-/// MPI counts in `i32`: longer messages travel in pieces of this many bytes.
+/// The most bytes per message: MPI counts in `i32`, so longer messages are sent in pieces of this size.
 pub(super) const LARGEST: usize = 1 << 30;
 
-/// The communicator of all processes, with errors returned instead of ending the process.
+/// The communicator of all processes, configured to return errors instead of ending the process.
 pub(super) fn world() -> Result<Comm> {
     // SAFETY: MPI was started by this thread.
     returning_errors(unsafe { ffi::RSMPI_COMM_WORLD })
@@ -22,7 +22,7 @@ fn returning_errors(comm: Comm) -> Result<Comm> {
     checked("MPI_Comm_set_errhandler", code).map(|()| comm)
 }
 
-/// Rank and size.
+/// Rank and size of a communicator.
 pub(super) fn place(comm: Comm) -> Result<(usize, usize)> {
     let (mut rank, mut size) = (0, 0);
     // SAFETY: MPI was started by this thread; the results outlive the calls.
@@ -42,11 +42,11 @@ pub(super) fn largest_tag(comm: Comm) -> Result<u64> {
         let (tag_ub, value) = (ffi::MPI_TAG_UB as c_int, (&raw mut value).cast());
         checked("MPI_Comm_get_attr", ffi::MPI_Comm_get_attr(comm, tag_ub, value, &mut set))?;
     }
-    // SAFETY: as above. The standard promises 32767 at least.
+    // SAFETY: as above. The standard guarantees at least 32767.
     Ok(if set != 0 && !value.is_null() { unsafe { *value as u64 } } else { 32_767 })
 }
 
-/// The part of a communicator with this color. Blocks until all ranks have called it.
+/// Splits a communicator and returns the group with this color. Blocks until all ranks have called it.
 pub(super) fn split(comm: Comm, color: usize, key: usize) -> Result<Comm> {
     // SAFETY: MPI was started by this thread; the result outlives the call.
     unsafe {
@@ -56,7 +56,7 @@ pub(super) fn split(comm: Comm, color: usize, key: usize) -> Result<Comm> {
     }
 }
 
-/// A communicator of the same ranks whose messages do not meet this one's. Blocks until all ranks have called it.
+/// Creates a communicator of the same ranks with separate messages. Blocks until all ranks have called it.
 pub(super) fn duplicate(comm: Comm) -> Result<Comm> {
     // SAFETY: MPI was started by this thread; the result outlives the call.
     unsafe {
@@ -68,7 +68,7 @@ pub(super) fn duplicate(comm: Comm) -> Result<Comm> {
 
 /// Ends all processes.
 pub(super) fn abort() -> ! {
-    // SAFETY: MPI was started by this thread, and is asked for nothing afterwards.
+    // SAFETY: MPI was started by this thread, and is not called afterwards.
     unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, 1) };
     std::process::abort()
 }
@@ -76,9 +76,9 @@ pub(super) fn abort() -> ! {
 /// Starts to send at most [`LARGEST`] bytes.
 ///
 /// # Safety
-/// The bytes are valid for reads, and left alone until the request has ended.
+/// The bytes must be valid for reads, and must not be written until the request has ended.
 pub(super) unsafe fn isend(comm: Comm, bytes: *const u8, len: usize, to: usize, tag: i32) -> Result<Request> {
-    // SAFETY: the caller's promise; MPI was started by this thread.
+    // SAFETY: by this function's contract; MPI was started by this thread.
     unsafe {
         let mut request = ffi::RSMPI_REQUEST_NULL;
         let (kind, to) = (ffi::RSMPI_UINT8_T, to as c_int);
@@ -91,9 +91,9 @@ pub(super) unsafe fn isend(comm: Comm, bytes: *const u8, len: usize, to: usize, 
 /// Starts to receive at most [`LARGEST`] bytes.
 ///
 /// # Safety
-/// The bytes are valid for writes, and left alone until the request has ended.
+/// The bytes must be valid for writes, and must not be accessed until the request has ended.
 pub(super) unsafe fn irecv(comm: Comm, bytes: *mut u8, len: usize, from: usize, tag: i32) -> Result<Request> {
-    // SAFETY: the caller's promise; MPI was started by this thread.
+    // SAFETY: by this function's contract; MPI was started by this thread.
     unsafe {
         let mut request = ffi::RSMPI_REQUEST_NULL;
         let (kind, from) = (ffi::RSMPI_UINT8_T, from as c_int);
@@ -103,16 +103,16 @@ pub(super) unsafe fn irecv(comm: Comm, bytes: *mut u8, len: usize, from: usize, 
     }
 }
 
-/// What became of a request.
+/// The state of a request.
 pub(super) enum Outcome {
     UnderWay,
-    /// Ended, with so many bytes received (of no meaning for a send).
+    /// Ended, with the number of bytes received (meaningless for a send).
     Ended(usize),
-    /// More bytes came than were asked for: so many, if MPI says.
+    /// More bytes arrived than expected; their number, if MPI tells it.
     Truncated(usize),
 }
 
-/// How a request stands. Lets MPI make progress.
+/// Checks a request, and lets MPI make progress.
 pub(super) fn test(request: &mut Request) -> Result<Outcome> {
     // SAFETY: MPI was started by this thread; the status is plain data that MPI fills.
     unsafe {
@@ -136,7 +136,7 @@ pub(super) fn test(request: &mut Request) -> Result<Outcome> {
     }
 }
 
-/// An error code as an error.
+/// Turns a code into an error.
 fn checked(call: &'static str, code: c_int) -> Result<()> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());

@@ -1,4 +1,5 @@
-//! Who has left. A rank that leaves in order says so to all others: whoever still waits for it then waits in vain.
+//! Shutdown notices: a rank that leaves properly notifies all others, because a rank that still waits for it would wait
+//! in vain.
 
 use std::time::{Duration, Instant};
 
@@ -6,11 +7,11 @@ use gapless_communicator::Result;
 
 use super::raw::{self, Outcome};
 
-/// One empty message from each rank to each other, when it leaves.
+/// The shutdown notices: one empty message from each rank to every other.
 pub(super) struct Farewells {
     comm: raw::Comm,
     rank: usize,
-    /// By rank; this one's own is never waited for.
+    /// The notice of each rank; its own is never awaited.
     others: Vec<ShutdownNotice>,
     said: Vec<raw::Request>,
 }
@@ -22,7 +23,7 @@ enum ShutdownNotice {
 }
 
 impl Farewells {
-    /// Listens to all ranks of a communicator that carries nothing else.
+    /// Starts to receive the notices of all ranks, on a communicator that carries nothing else.
     pub(super) fn new(comm: raw::Comm, rank: usize, size: usize) -> Result<Self> {
         let others = (0..size).map(|other| match other == rank {
             true => Ok(ShutdownNotice::Own),
@@ -32,7 +33,7 @@ impl Farewells {
         Ok(Self { comm, rank, others: others.collect::<Result<_>>()?, said: Vec::new() })
     }
 
-    /// Hears what has come.
+    /// Processes the notices that have arrived.
     pub(super) fn listen(&mut self) -> Result<()> {
         for other in &mut self.others {
             if let ShutdownNotice::Awaited(request) = other
@@ -44,13 +45,13 @@ impl Farewells {
         Ok(())
     }
 
-    /// The ranks of the world that said it longer ago.
+    /// The world ranks whose notice arrived longer than `time` ago.
     pub(super) fn longer_ago_than(&self, time: Duration) -> impl Iterator<Item = usize> {
         let heard = move |other: &ShutdownNotice| matches!(other, ShutdownNotice::Heard(at) if at.elapsed() > time);
         self.others.iter().enumerate().filter(move |(_, other)| heard(other)).map(|(rank, _)| rank)
     }
 
-    /// Says it to all others.
+    /// Sends the notice to all other ranks.
     pub(super) fn say(&mut self) -> Result<()> {
         for other in (0..self.others.len()).filter(|other| *other != self.rank) {
             // SAFETY: the message is empty.
@@ -59,7 +60,7 @@ impl Farewells {
         Ok(())
     }
 
-    /// Whether all have said it to all. MPI may then be left.
+    /// True if all notices from and to all ranks have arrived. MPI may then be left.
     pub(super) fn all_said(&mut self) -> Result<bool> {
         self.listen()?;
         while let Some(request) = self.said.last_mut() {

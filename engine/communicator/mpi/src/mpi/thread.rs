@@ -1,4 +1,4 @@
-//! The thread that owns MPI: all calls are made here, and operations go on while the other threads compute.
+//! The thread that owns MPI. It makes all calls, and operations progress while the other threads compute.
 
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -13,7 +13,7 @@ use super::operation::{Group, Operation};
 use super::raw;
 use super::shutdown_notice::Farewells;
 
-/// What the thread is asked to do.
+/// A command to the thread.
 pub(super) enum Command {
     /// Start a message.
     Message {
@@ -28,33 +28,33 @@ pub(super) enum Command {
     },
     /// Start a collective.
     Collective { slot: usize, group: usize, collective: Collective, awaited: Awaited },
-    /// Make a communicator of the ranks of one color. Answers with its number.
+    /// Create a communicator of the ranks of one color, and send its index to `answer`.
     Split { group: usize, color: usize, key: usize, members: Arc<[usize]>, answer: Sender<usize> },
-    /// End all processes. The slot is the operation whose wait took too long.
+    /// End all processes. `slot` is the operation whose wait exceeded the timeout, if any.
     Abort { text: String, slot: Option<usize> },
-    /// Leave MPI in order.
+    /// Leave MPI together with the other ranks.
     Finish,
 }
 
-// SAFETY: addresses are lent until their operation has ended, by the contract of whoever sends the command.
+// SAFETY: addresses are lent until their operation has ended, by the contract of the function that sends the command.
 unsafe impl Send for Command {}
 
-/// What a world is, once MPI has started.
+/// The properties of the world, known once MPI has started.
 pub(super) struct Started {
     pub(super) rank: usize,
     pub(super) size: usize,
     pub(super) largest_tag: u64,
 }
 
-/// Polls without rest this often after the last progress, and then at an interval. The rest leaves the core to whoever
-/// computes; the interval bounds what it adds to a message's time.
+/// Number of polls without sleeping after the last progress; after that, there is an interval. Sleeping leaves the core
+/// to the threads that compute; the interval bounds the delay of a message.
 const EAGER_POLLS: u32 = 2000;
 const INTERVAL: Duration = Duration::from_micros(50);
 
-/// How long messages of a rank that has left may still be on their way.
+/// How long messages of a rank that has left may still be in transit.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// The thread's life. Whatever fails here ends all processes: memory that MPI still works on cannot be given back.
+/// Runs the thread. Any failure here ends all processes, because memory that MPI may still access cannot be returned.
 pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
     let ((world, mut farewells, place), universe) = match begin() {
         Ok(begun) => begun,
@@ -139,7 +139,7 @@ fn end_job(text: &str) -> ! {
     raw::abort()
 }
 
-/// Starts MPI. The world, on communicators of its own, so that nobody else's messages meet these.
+/// Starts MPI. Returns the world with communicators of its own, which do not receive messages of other libraries.
 fn begin() -> Result<((Group, Farewells, Started), Universe)> {
     let (universe, threading) =
         mpi::initialize_with_threading(Threading::Funneled).ok_or(CommunicatorError::StartedTwice)?;

@@ -1,4 +1,4 @@
-//! Attributes, items and slices of values, and methods of what is no text.
+//! Attributes, items and slices of values, and methods of values other than strings.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use super::scope::Loop;
 use super::strings;
 use super::value::{Dict, Namespace, Value, View, range_len};
 
-/// Methods of Python that would change a list or mapping, which the sandbox forbids.
+/// Python methods that would change a list or mapping, which the sandbox forbids.
 const CHANGES: [&str; 10] =
     ["append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort"];
 
-/// What Python's objects have besides, and what no template should need.
+/// Further attributes of Python's objects, which are not supported and which no template should need.
 const NOT_SUPPORTED: [(&str, &[&str]); 5] = [
     ("str", &strings::NOT_SUPPORTED),
     ("Markup", &["encode", "maketrans", "translate", "unescape", "striptags", "escape"]),
@@ -36,7 +36,7 @@ const NOT_SUPPORTED: [(&str, &[&str]); 5] = [
     ("dict", &["fromkeys"]),
 ];
 
-/// `value.name`: what Python's object has by this name, else the item.
+/// `value.name`: the attribute of Python's object, or else the item.
 pub(super) fn attribute(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Value> {
     match own(renderer, value.defined()?, name)? {
         Some(found) => Ok(found),
@@ -52,14 +52,15 @@ fn missing(value: &Value, name: &str) -> Value {
     Value::undefined(format!("'{} object' has no attribute '{name}'", value.type_name()))
 }
 
-/// `value[key]`: the item, else what Python's object has by this name. A key that is none leads to nothing.
+/// `value[key]`: the item, or else the attribute of Python's object. A key that does not exist gives an undefined
+/// value.
 pub(super) fn item(renderer: &Renderer<'_>, value: &Value, key: &Value) -> Outcome<Value> {
     let at = |length: usize| {
         let index = key.as_int()?;
         usize::try_from(if index < 0 { index + length as i128 } else { index }).ok().filter(|&index| index < length)
     };
     let found = match value.defined()? {
-        // No mapping has such a key.
+        // Such a value is never a mapping's key.
         Value::Dict(_) if matches!(key, Value::Undefined(_) | Value::List(_) | Value::Dict(_)) => None,
         Value::Dict(dict) => dict.get(renderer.limits, key)?.cloned(),
         Value::List(items) | Value::Tuple(items) => at(items.items.len()).map(|index| items.items[index].clone()),
@@ -81,7 +82,7 @@ pub(super) fn item(renderer: &Renderer<'_>, value: &Value, key: &Value) -> Outco
     }
 }
 
-/// What Python's object has by this name.
+/// The attribute that Python's object has under this name.
 fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Option<Value>> {
     let kind = value.type_name();
     if name.starts_with("__") && name.ends_with("__") {
@@ -98,7 +99,7 @@ fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Optio
             method()
         }
         (Value::List(_) | Value::Dict(_), name) if CHANGES.contains(&name) || (name == "update" && kind == "dict") => {
-            // Lists have no setdefault and mappings no append, but nobody stores keys under these names.
+            // Lists have no setdefault and mappings no append, but no template stores items under these names.
             let is_of_list = !matches!(name, "popitem" | "setdefault");
             let is_of_dict = matches!(name, "clear" | "pop" | "popitem" | "setdefault" | "update");
             match if kind == "list" { is_of_list } else { is_of_dict } {
@@ -186,7 +187,7 @@ pub(super) fn slice(renderer: &Renderer<'_>, value: &Value, parts: [Option<Value
     if step == 0 {
         return fault("slice step cannot be zero");
     }
-    // The bounds that Python's slice.indices gives.
+    // The bounds that Python's slice.indices returns.
     let (low, high) = if step > 0 { (0, length) } else { (-1, length - 1) };
     let bound = |part: Option<i128>, default: i128| match part {
         None => default,
@@ -238,12 +239,12 @@ pub(super) fn set(limits: &Limits, namespace: &Namespace, name: &Arc<str>, value
     Ok(())
 }
 
-/// The result of a method.
+/// Calls a method.
 pub(super) fn call_method(renderer: &Renderer<'_>, value: &Value, name: &str, given: Given) -> Outcome<Value> {
     let limits = renderer.limits;
     match (value, name) {
         (Value::Str(text, false), name) => strings::call(renderer, text, name, given),
-        // Methods that take no text have no text to escape.
+        // Methods that take no strings have nothing to escape.
         (
             Value::Str(text, true),
             "strip" | "lstrip" | "rstrip" | "upper" | "lower" | "capitalize" | "title" | "swapcase" | "startswith"
@@ -337,7 +338,7 @@ pub(super) fn dict(renderer: &Renderer<'_>, given: Given) -> Outcome<Vec<(Value,
         }
     }
     entries.extend(given.named.into_iter().map(|(name, value)| (Value::text(name), value)));
-    // The last of entries with one key counts, in the place of the first.
+    // Of several entries with one key, the last value counts, at the place of the first.
     let mut dict = Dict::default();
     for (key, value) in entries {
         dict.insert(key, value)?;

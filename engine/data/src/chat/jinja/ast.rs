@@ -12,25 +12,25 @@ pub(crate) struct Statement {
 /// Statements.
 pub(crate) type Body = Vec<Statement>;
 
-/// What a statement does.
+/// The kinds of statements.
 #[derive(Debug)]
 pub(crate) enum Kind {
     Text(Arc<str>),
     Print(Expr),
     For(Arc<For>),
-    /// Conditions with what they guard, and what stands behind `else`.
+    /// Conditions with their bodies, and the body after `else`.
     If(Vec<(Expr, Body)>, Body),
     Set(Target, Expr),
-    /// A target, a filter over [`Expr::Captured`], if any, and what is captured.
+    /// A target, an optional filter over [`Expr::Captured`], and the captured body.
     SetBlock(Target, Option<Expr>, Body),
     Macro(Arc<MacroNode>),
-    /// A call, and the body that it gets as `caller`.
+    /// A call, and the body that is passed to it as `caller`.
     Call(Expr, Arc<MacroNode>),
-    /// Filters over [`Expr::Captured`].
+    /// Filters over [`Expr::Captured`], and the captured body.
     Filter(Expr, Body),
     With(Vec<(Target, Expr)>, Body),
-    /// A named block, which stands where it is: there is nothing that extends a chat template. Unless it is scoped, it sees the
-    /// variables of the template alone.
+    /// A named block, rendered where it is defined, because no template extends a chat template. Unless it is scoped,
+    /// it only sees the variables of the template itself.
     Block {
         is_scoped: bool,
         body: Body,
@@ -55,13 +55,13 @@ pub(crate) struct For {
 #[derive(Debug)]
 pub(crate) struct MacroNode {
     pub name: Arc<str>,
-    /// Parameters with their defaults.
+    /// Parameters with their optional defaults.
     pub parameters: Vec<(Arc<str>, Option<Expr>)>,
     pub body: Body,
     pub uses: Uses,
 }
 
-/// The names that Jinja gives a macro which uses them.
+/// The special variables that Jinja passes to a macro only if its body uses them.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Uses {
     pub varargs: bool,
@@ -69,7 +69,7 @@ pub(crate) struct Uses {
     pub caller: bool,
 }
 
-/// Where a value is put.
+/// The target of an assignment.
 #[derive(Debug)]
 pub(crate) enum Target {
     Name(Arc<str>),
@@ -107,7 +107,7 @@ pub(crate) enum Expr {
     Call(Box<Expr>, Box<Arguments>),
     Filter(Box<Expr>, Arc<str>, Box<Arguments>),
     Test(Box<Expr>, Arc<str>, Box<Arguments>),
-    /// What a filter block or a set block has captured.
+    /// The captured text of a filter block or a set block.
     Captured,
     Not(Box<Expr>),
     Negative(Box<Expr>),
@@ -117,7 +117,7 @@ pub(crate) enum Expr {
     Binary(Operator, Box<Expr>, Box<Expr>),
     Concat(Vec<Expr>),
     Compare(Box<Expr>, Vec<(Comparison, Expr)>),
-    /// Condition, value, and what is taken otherwise.
+    /// Condition, value, and the value otherwise.
     If(Box<Expr>, Box<Expr>, Option<Box<Expr>>),
 }
 

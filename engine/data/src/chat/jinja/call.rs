@@ -1,4 +1,4 @@
-//! Arguments of a call, and the parameters that take them.
+//! Arguments of a call, and their binding to parameters.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub(crate) struct Given {
 }
 
 impl Given {
-    /// The value of each parameter, where it was given.
+    /// Returns the value of each parameter, or `None` if it was not given.
     pub fn bind<const N: usize>(self, function: &str, parameters: [&str; N]) -> Outcome<[Option<Value>; N]> {
         let count = self.positional.len();
         if count > N {
@@ -35,7 +35,7 @@ impl Given {
         Ok(values)
     }
 
-    /// The value of each parameter, all of which must be given.
+    /// Returns the value of each parameter, all of which must be given.
     pub fn require<const N: usize>(self, function: &str, parameters: [&str; N]) -> Outcome<[Value; N]> {
         let values = self.bind(function, parameters)?;
         match values.iter().position(Option::is_none) {

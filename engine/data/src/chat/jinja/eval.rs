@@ -1,4 +1,4 @@
-//! Expressions to values.
+//! Evaluates expressions.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -104,7 +104,7 @@ impl Renderer<'_> {
         })
     }
 
-    /// Whether a comparison holds.
+    /// Evaluates a comparison.
     pub fn compared(&self, comparison: Comparison, left: &Value, right: &Value) -> Outcome<bool> {
         match comparison {
             Comparison::Eq => equal(self.limits, left, right),
@@ -153,7 +153,7 @@ impl Renderer<'_> {
         Ok(Given { positional, named })
     }
 
-    /// The result of a call, whose macro gets a caller.
+    /// Calls a macro with a `caller`.
     pub fn call_with(&self, call: &Expr, scope: &Rc<Scope>, caller: Option<Value>) -> Outcome<Value> {
         let Expr::Call(of, arguments) = call else { return fault("expected a call") };
         let of = self.value(of, scope)?;

@@ -1,4 +1,4 @@
-//! Expressions of a template to a tree, by Jinja's grammar.
+//! Parses expressions, by Jinja's grammar.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::parser::Parser;
 use super::{filters, tests};
 
 impl Parser {
-    /// An expression, or several with commas between them.
+    /// An expression, or a tuple of several separated by commas.
     pub(super) fn tuple(&mut self, with_condition: bool) -> Outcome<Expr> {
         let (mut items, mut is_tuple, mut height) = (Vec::new(), false, 0);
         loop {
@@ -53,7 +53,7 @@ impl Parser {
         })
     }
 
-    /// Notes the height of a node over others.
+    /// Records the height of a node above its children.
     fn above(&mut self, height: usize) -> Outcome<()> {
         self.height = height + 1;
         if height >= NESTING {
@@ -62,7 +62,7 @@ impl Parser {
         Ok(())
     }
 
-    /// Operators by how they bind: `or`, `and`, `not`, comparisons, sums, `~`, products, powers.
+    /// Parses binary operators by level of precedence: `or`, `and`, `not`, comparisons, sums, `~`, products, powers.
     fn binary(&mut self, level: usize) -> Outcome<Expr> {
         match level {
             2 if self.take_word("not") => {
@@ -92,7 +92,7 @@ impl Parser {
         }
     }
 
-    /// Takes an operator of a level; of the first two it is a word.
+    /// Takes an operator of a level; on the first two, it is a word.
     fn operator(&mut self, level: usize) -> Option<Option<Operator>> {
         let signs: &[(&str, Operator)] = match level {
             0 => return self.take_word("or").then_some(None),
@@ -228,7 +228,8 @@ impl Parser {
         }
     }
 
-    /// What stands between commas, up to a bracket, which is taken. The height is that of the highest.
+    /// Parses elements separated by commas up to and including a bracket. The resulting height is that of the highest
+    /// element.
     fn separated<T>(&mut self, end: &str, mut parse: impl FnMut(&mut Self) -> Outcome<T>) -> Outcome<Vec<T>> {
         let (mut items, mut height) = (Vec::new(), 0);
         while !self.take_sign(end) {
@@ -245,7 +246,7 @@ impl Parser {
         Ok(items)
     }
 
-    /// Attributes, items and calls.
+    /// Parses attributes, items and calls after a value.
     fn postfix(&mut self, mut value: Expr) -> Outcome<Expr> {
         loop {
             let height = std::mem::take(&mut self.height);
@@ -329,7 +330,7 @@ impl Parser {
         Ok(arguments)
     }
 
-    /// Filters, tests and calls behind a value; `inline` where the first filter comes without a `|`.
+    /// Parses filters, tests and calls after a value. With `inline`, the first filter has no `|` before it.
     pub(super) fn filters(&mut self, mut value: Expr, mut inline: bool) -> Outcome<Expr> {
         let is_captured = matches!(value, Expr::Captured);
         if is_captured {

@@ -1,4 +1,4 @@
-//! Filters of texts and numbers: `x | upper`. Those of sequences are in [`super::sequences`].
+//! Filters of strings and numbers: `x | upper`. Those of sequences are in [`super::sequences`].
 
 use super::call::Given;
 use super::limits::{Outcome, fault};
@@ -68,17 +68,17 @@ const FILTERS: [&str; 54] = [
     "xmlattr",
 ];
 
-/// Whether there is a filter by this name.
+/// True if there is a filter of this name.
 pub(super) fn is_known(name: &str) -> bool {
     FILTERS.contains(&name)
 }
 
-/// A text with HTML's signs escaped.
+/// Escapes HTML's special characters.
 pub(super) fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('\'', "&#39;").replace('"', "&#34;")
 }
 
-/// A value through a filter.
+/// Applies a filter to a value.
 pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outcome<Value> {
     let limits = renderer.limits;
     limits.step(1)?;
@@ -93,7 +93,7 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
         "attr" => {
             let [attribute] = given.require(name, ["name"])?;
             let attribute = text_of(&attribute, name)?;
-            // Attributes of Python's objects alone, not items.
+            // `attr` only finds attributes of Python's objects, not items.
             match &value {
                 Value::Dict(dict) if dict.get_str(&attribute).is_some() => {
                     fault("attr of a mapping that has the key is not supported; use an index")
@@ -121,7 +121,7 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
         other => (str_of(limits, other)?.into(), false),
     };
     limits.scan(&text)?;
-    // A result of about the size of the text; those that grow charge themselves.
+    // Most results are about as long as the text; filters that lengthen it charge for that themselves.
     limits.grow(text.len())?;
     let same_kind = |text: String| Ok(Value::Str(text.into(), is_safe));
     match name {
@@ -193,7 +193,7 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
             };
             let is_set = |value: Option<Value>| value.is_some_and(|value| value.is_true());
             let (first, blank) = (is_set(first), is_set(blank));
-            // Python adds a line end, so that an empty last line is one.
+            // Like Jinja, append a line end, so that an empty last line counts.
             let text = format!("{text}\n");
             let mut out = Text::new(limits);
             for (index, line) in lines(&text, false).into_iter().enumerate() {
@@ -226,7 +226,7 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
     }
 }
 
-/// Words with a capital first, where words are parted by white space, hyphens and opening brackets.
+/// Capitalizes words, which are separated by white space, hyphens and opening brackets.
 fn title(text: &str) -> String {
     let (mut out, mut starts) = (String::with_capacity(text.len()), true);
     let mut word = String::new();
@@ -326,7 +326,7 @@ fn round(renderer: &Renderer<'_>, value: &Value, given: Given) -> Outcome<Value>
             Some(_) => fault("rounding an integer to tens is not supported"),
             None if !number.is_finite() || precision > 300 => Ok(Value::Float(number)),
             None if precision < 0 => fault("rounding to tens is not supported"),
-            // The nearest decimal, of two the even one, then the nearest float.
+            // Rounds to the nearest decimal, ties to even, and then to the nearest float.
             None => Ok(Value::Float(
                 format!("{number:.*}", precision as usize).parse().expect("it was written as a number"),
             )),

@@ -8,14 +8,14 @@ use super::print::{Text, float_repr, str_of, write_repr};
 use super::render::Renderer;
 use super::value::Value;
 
-/// Splits digits off the front of a text; no number of digits is too large for what follows.
+/// Splits leading digits off a string, as a number; a number that overflows becomes the largest one.
 fn leading_number(text: &str) -> (Option<usize>, &str) {
     let length = text.find(|digit: char| !digit.is_ascii_digit()).unwrap_or(text.len());
     let number = (length > 0).then(|| text[..length].parse().unwrap_or(usize::MAX));
     (number, &text[length..])
 }
 
-/// `repr(value)` with escapes for all that is not ASCII.
+/// `ascii(value)`: `repr(value)` with all non-ASCII characters escaped.
 fn ascii_of(renderer: &Renderer<'_>, value: &Value) -> Outcome<String> {
     let text = repr_of(renderer, value)?;
     let mut out = Text::new(renderer.limits);
@@ -36,7 +36,7 @@ fn repr_of(renderer: &Renderer<'_>, value: &Value) -> Outcome<String> {
     Ok(out.text)
 }
 
-/// The first characters of a text.
+/// The first `count` characters of a string.
 fn first(text: &str, count: usize) -> &str {
     text.char_indices().nth(count).map_or(text, |(end, _)| &text[..end])
 }
@@ -48,7 +48,7 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
         Value::Tuple(items) => items.items.iter().cloned().collect(),
         other => [other.clone()].into(),
     };
-    // Whatever has items counts as a mapping here, none of whose values has to be taken.
+    // Like in Python, every value with items counts as a mapping here, of which no value needs to be used.
     let is_mapping = matches!(values, Value::Dict(_) | Value::List(_) | Value::Range(..) | Value::Undefined(_));
     let mut rest = format;
     while let Some(at) = rest.find('%') {
@@ -182,7 +182,7 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
     Ok(out.text)
 }
 
-/// How a piece of text is padded.
+/// The padding of a formatted value.
 struct Spec {
     width: usize,
     align: char,
@@ -224,12 +224,13 @@ struct Fields<'a> {
     renderer: &'a Renderer<'a>,
     given: &'a Given,
     map: Option<Value>,
-    /// The next field without a number; nothing once a field had one.
+    /// Index of the next field without a number; `None` once a field had a number.
     next: Option<usize>,
 }
 
 impl Fields<'_> {
-    /// A format with its fields replaced; those within a field's format too, once.
+    /// Replaces the fields of a format string, including fields in the format specification of a field, which may nest
+    /// once.
     fn all(&mut self, text: &str, depth: usize) -> Outcome<String> {
         let mut out = Text::new(self.renderer.limits);
         if depth == 0 {
@@ -284,7 +285,7 @@ impl Fields<'_> {
         Ok(out.text)
     }
 
-    /// The value of a field: an argument, with attributes and items.
+    /// The value of a field: an argument, followed by attributes and items.
     fn value(&mut self, name: &str) -> Outcome<Value> {
         let end = name.find(['.', '[']).unwrap_or(name.len());
         let (first, mut rest) = name.split_at(end);
@@ -440,7 +441,7 @@ fn write_formatted(renderer: &Renderer<'_>, out: &mut Text<'_>, value: &Value, s
             let missing = spec.width.saturating_sub(sign.len() + body.len());
             renderer.limits.grow(2 * missing)?;
             body = "0".repeat(missing) + &body;
-            // Zeros that the separators take the place of.
+            // Remove the leading zeros whose place the separators take.
             for _ in 0..missing {
                 if sign.len() + grouped(&body[1..], separator, size).len() >= spec.width {
                     body.remove(0);

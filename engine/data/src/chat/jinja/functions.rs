@@ -11,18 +11,18 @@ use super::render::Renderer;
 use super::strings::{optional_text, text_of};
 use super::value::{Dict, Value, range_len};
 
-/// Elements of a range, as Jinja's sandbox has it.
+/// The most elements of a range, as in Jinja's sandbox.
 const LONGEST_RANGE: usize = 100_000;
 
 const FUNCTIONS: [&str; 8] =
     ["cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now"];
 
-/// A function's name, if there is one.
+/// Returns a function's name if the function exists.
 pub(super) fn find(name: &str) -> Option<&'static str> {
     FUNCTIONS.into_iter().find(|known| *known == name)
 }
 
-/// The result of a function.
+/// Calls a function.
 pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome<Value> {
     match name {
         "range" => {
@@ -73,7 +73,8 @@ pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome
         "strftime_now" => {
             let [format] = given.require(name, ["format"])?;
             let format = text_of(&format, name)?;
-            // Dates of some length; a width within the format could ask for more.
+            // A limit on the format bounds the length of the date, except that a width within the format could exceed
+            // it.
             if format.len() > 256 || has_width(&format) {
                 return fault("the format of strftime_now is longer than 256 bytes or has a width");
             }
@@ -97,7 +98,7 @@ pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome
     }
 }
 
-/// Whether digits follow a percent sign and its flags.
+/// True if digits follow a percent sign and its flags.
 fn has_width(format: &str) -> bool {
     format.split('%').skip(1).any(|behind| {
         behind.trim_start_matches(['-', '_', '^', '#', '0']).starts_with(|letter: char| letter.is_ascii_digit())

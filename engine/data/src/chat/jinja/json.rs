@@ -1,4 +1,4 @@
-//! JSON to values and back, as Python's `json` reads and writes it: keys keep their order, integers all their digits.
+//! Reads and writes JSON like Python's `json`: keys keep their order, and integers all their digits.
 
 use super::call::Given;
 use super::limits::{Limits, NESTING, Outcome, fault};
@@ -8,7 +8,7 @@ use super::render::Renderer;
 use super::strings::count_of;
 use super::value::{Dict, Value};
 
-/// The value of a JSON text.
+/// Parses a JSON text.
 pub(crate) fn parse(limits: &Limits, text: &str) -> Outcome<Value> {
     let mut reader = Reader { limits, text, at: 0 };
     let value = reader.value(0)?;
@@ -41,7 +41,7 @@ impl Reader<'_> {
         is_there
     }
 
-    /// Elements with commas between them, up to a bracket.
+    /// Parses elements separated by commas, up to a bracket.
     fn elements(&mut self, end: &str, mut element: impl FnMut(&mut Self) -> Outcome<()>) -> Outcome<()> {
         self.skip_space();
         if self.take(end) {
@@ -127,7 +127,7 @@ impl Reader<'_> {
         let end =
             rest.find(|letter: char| !matches!(letter, '0'..='9' | '+' | '-' | '.' | 'e' | 'E')).unwrap_or(rest.len());
         let number = &rest[..end];
-        // The grammar of numbers is JSON's, and not Rust's.
+        // Numbers follow the grammar of JSON, which differs from Rust's.
         if serde_json::from_str::<serde_json::Number>(number).is_err() && !is_long_number(number) {
             return self.unexpected();
         }
@@ -141,7 +141,7 @@ impl Reader<'_> {
     }
 }
 
-/// Whether serde refuses a number for its size alone.
+/// True if serde only rejects a number for its size.
 fn is_long_number(number: &str) -> bool {
     let digits = number.strip_prefix('-').unwrap_or(number);
     let starts = digits.starts_with('0') && !digits[1..].starts_with(|digit: char| digit.is_ascii_digit());
@@ -149,10 +149,10 @@ fn is_long_number(number: &str) -> bool {
         && number.parse::<f64>().is_ok_and(f64::is_infinite)
 }
 
-/// How `json.dumps` writes.
+/// The options of `json.dumps`.
 struct Style {
     ensure_ascii: bool,
-    /// What each level of a value is indented by.
+    /// The indentation of each nesting level.
     indent: Option<String>,
     between: String,
     behind_key: String,
@@ -252,7 +252,7 @@ impl Style {
 
     fn string(&self, out: &mut Text<'_>, text: &str) -> Outcome<()> {
         out.push("\"")?;
-        // Stretches without escapes are copied whole.
+        // Stretches without escapes are copied as a whole.
         let is_plain = |letter: char| {
             !matches!(letter, '"' | '\\' | '\0'..' ') && (!self.ensure_ascii || (letter.is_ascii() && letter != '\x7f'))
         };

@@ -1,4 +1,4 @@
-//! A template's source to tokens, as Jinja's lexer does with `trim_blocks` and `lstrip_blocks`.
+//! Splits a template's source into tokens, like Jinja's lexer with `trim_blocks` and `lstrip_blocks`.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ pub(super) struct Token {
     pub kind: TokenKind,
 }
 
-/// What a token is.
+/// The kinds of tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum TokenKind {
     Data(Arc<str>),
@@ -29,7 +29,7 @@ pub(super) enum TokenKind {
     End,
 }
 
-/// Longest first.
+/// Brackets, operators and separators, longest first.
 const SIGNS: [&str; 27] = [
     "//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[", "]", "(", ")", "{", "}", ">", "<", "=", ".",
     ":", "|", ",", ";", "!",
@@ -42,7 +42,7 @@ struct Lexer<'a> {
     tokens: Vec<Token>,
 }
 
-/// The tokens of a template, the last of which is [`TokenKind::End`].
+/// The tokens of a template; the last one is [`TokenKind::End`].
 pub(super) fn tokens(source: &str) -> Outcome<Vec<Token>> {
     let mut source = with_newlines(source);
     if source.ends_with('\n') {
@@ -56,7 +56,7 @@ pub(super) fn tokens(source: &str) -> Outcome<Vec<Token>> {
     Ok(lexer.tokens)
 }
 
-/// All line ends as `\n`.
+/// Replaces all line ends by `\n`.
 pub(super) fn with_newlines(text: &str) -> String {
     text.replace("\r\n", "\n").replace('\r', "\n")
 }
@@ -92,7 +92,7 @@ impl<'a> Lexer<'a> {
         is_there
     }
 
-    /// Text up to the next tag, and the tag.
+    /// Reads text up to the next tag, and the tag.
     fn data(&mut self) -> Outcome<()> {
         let rest = self.rest();
         let is_tag = |&(index, _): &(usize, &str)| {
@@ -134,7 +134,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// Text in front of a tag, without the white space that belongs to the tag.
+    /// Removes the white space before a tag that belongs to the tag.
     fn stripped<'t>(&self, text: &'t str, behind: &str, is_variable: bool) -> &'t str {
         if behind.starts_with('-') {
             return text.trim_end_matches(is_space);
@@ -147,7 +147,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// What follows a tag's end: white space behind `-`, else one line end behind a block or a comment.
+    /// Skips what belongs to a tag's end: all white space after `-`, otherwise one line end after a block or a comment.
     fn behind_tag(&mut self, sign: &str, trims: bool) {
         match sign {
             "-" => self.skip_space(),
@@ -164,7 +164,7 @@ impl<'a> Lexer<'a> {
         Ok(())
     }
 
-    /// The bytes of `raw %}`, if that is what follows.
+    /// The length in bytes of `raw %}`, if that comes next.
     fn raw_begin(&self) -> Option<usize> {
         let rest = self.rest();
         let behind = rest.trim_start_matches(is_space).strip_prefix("raw")?.trim_start_matches(is_space);
@@ -195,7 +195,7 @@ impl<'a> Lexer<'a> {
         self.fail("a raw block has no end; write {% endraw %}")
     }
 
-    /// Tokens up to the end of a tag.
+    /// Reads tokens up to the end of a tag.
     fn inside(&mut self, end: &str, kind: TokenKind) -> Outcome<()> {
         let mut brackets: Vec<&str> = Vec::new();
         loop {
@@ -203,7 +203,7 @@ impl<'a> Lexer<'a> {
             if brackets.is_empty() {
                 let is_block = kind == TokenKind::BlockEnd;
                 for sign in ["-", "+", ""] {
-                    // A variable's end takes no "+", which is an operator there.
+                    // The end of a variable has no `+`, which is an operator there.
                     if (sign != "+" || is_block)
                         && self.rest().strip_prefix(sign).is_some_and(|rest| rest.starts_with(end))
                     {
@@ -253,7 +253,7 @@ impl<'a> Lexer<'a> {
 
     fn number(&mut self) -> Outcome<()> {
         let rest = self.rest();
-        // Digits, which single underscores may part.
+        // Digits, which may be separated by single underscores.
         let digits = |text: &str, radix: u32| {
             let mut length = 0;
             for (index, letter) in text.char_indices() {
@@ -329,7 +329,7 @@ impl<'a> Lexer<'a> {
     }
 }
 
-/// A string's text, as Python's `unicode-escape` reads it.
+/// The value of a string literal, as decoded by Python's `unicode-escape`.
 fn unescaped(text: &str) -> Option<String> {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;

@@ -1,37 +1,40 @@
-//! What a rendering may take: work, memory and depth.
+//! Limits of a rendering: work, memory and depth.
 //!
-//! Every evaluated expression, every element that a filter visits and every byte that a value takes is charged before it is spent, so
-//! that a template of a hundred bytes cannot ask for more than its share. Bytes are those of all values that were made, whether they are
-//! still alive or not: a simple upper bound of what is.
+//! Every evaluated expression, every element that a filter visits and every byte of a value is charged before it is
+//! spent, so that a short template cannot use more than its share. Bytes are counted for all values ever created,
+//! including those already freed: a simple upper bound of the memory in use.
 
 use std::cell::Cell;
 
-/// Steps of a rendering, besides those that it may take for each byte of its input. A conversation of a hundred turns takes some ten
-/// thousand.
+/// Steps of a rendering, in addition to those for each byte of its input. A conversation of a hundred turns takes about
+/// ten thousand.
 const STEPS: u64 = 4_000_000;
 
-/// Steps for each byte of the input.
+/// Additional steps for each byte of the input.
 const STEPS_PER_INPUT: u64 = 2;
 
-/// Bytes of a rendering's values, besides those that it may take for each byte of its input.
+/// Bytes of a rendering's values, in addition to those for each byte of its input.
 const BYTES: usize = 64 << 20;
 
-/// Bytes of values for each byte of the input: a template that collects the conversation in a string copies it once a turn.
+/// Additional bytes of values for each byte of the input: a template that collects the conversation in a string copies
+/// it in every turn.
 const BYTES_PER_INPUT: usize = 64;
 
-/// Expressions, statements and calls within each other.
+/// The deepest nesting of expressions, statements and calls during a rendering.
 const DEPTH: usize = 2_000;
 
-/// Lists within lists; and expressions, blocks and brackets within each other in a template's source, as of CPython's own parser.
+/// The deepest nesting of lists, and of expressions, blocks and brackets in a template's source; CPython's parser has
+/// the same limit.
 pub(crate) const NESTING: usize = 200;
 
-/// Parameters of a macro, and named arguments of a call.
+/// The most parameters of a macro, and the most named arguments of a call.
 pub(crate) const PARAMETERS: usize = 1_000;
 
-/// Bytes of the stack on which a template is parsed and rendered, which [`DEPTH`] and [`NESTING`] do not exceed in an unoptimized build.
+/// Bytes of the stack on which a template is parsed and rendered: enough for [`DEPTH`] and [`NESTING`] in an
+/// unoptimized build.
 pub(crate) const STACK: usize = 64 << 20;
 
-/// Why a template was refused or its rendering ended.
+/// The reason why a template was rejected or its rendering failed.
 #[derive(Debug)]
 pub(crate) struct Fault {
     pub reason: String,
@@ -39,15 +42,15 @@ pub(crate) struct Fault {
     pub line: Option<u32>,
 }
 
-/// A value, or why there is none.
+/// A value, or the reason why there is none.
 pub(crate) type Outcome<T> = Result<T, Fault>;
 
-/// An error without a line yet.
+/// An error whose line is not known yet.
 pub(crate) fn fault<T>(reason: impl Into<String>) -> Outcome<T> {
     Err(Fault { reason: reason.into(), line: None })
 }
 
-/// What is left of a rendering's share.
+/// The remaining limits of a rendering.
 #[derive(Debug)]
 pub(crate) struct Limits {
     steps: Cell<u64>,
@@ -58,7 +61,7 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// The share of a rendering with this many bytes of template and messages.
+    /// The limits of a rendering with this many bytes of template and messages.
     pub fn new(input: usize) -> Self {
         let most_bytes = BYTES + BYTES_PER_INPUT * input;
         let most_steps = STEPS + STEPS_PER_INPUT * input as u64;
@@ -66,7 +69,7 @@ impl Limits {
         Self { steps, most_steps, bytes, most_bytes, depth: Cell::new(0) }
     }
 
-    /// Charges work.
+    /// Charges `count` steps of work.
     pub fn step(&self, count: usize) -> Outcome<()> {
         match self.steps.get().checked_sub(count as u64) {
             Some(left) => {
@@ -77,12 +80,12 @@ impl Limits {
         }
     }
 
-    /// Charges a look at every byte of a text.
+    /// Charges the work of reading every byte of a string.
     pub fn scan(&self, text: &str) -> Outcome<()> {
         self.step(1 + text.len() / 8)
     }
 
-    /// Charges memory, before it is allocated.
+    /// Charges memory before it is allocated.
     pub fn grow(&self, bytes: usize) -> Outcome<()> {
         match self.bytes.get().checked_sub(bytes) {
             Some(left) => {
@@ -97,7 +100,7 @@ impl Limits {
         }
     }
 
-    /// Runs something one level deeper.
+    /// Runs `run` one level deeper.
     pub fn deeper<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         let depth = self.depth.get();
         if depth >= DEPTH {

@@ -1,18 +1,19 @@
-//! Jinja templates, as transformers renders them.
+//! Jinja templates, rendered as transformers does.
 //!
-//! In: the source of a template, and the variables that it is given, as JSON. Out: its text, to the character that of Jinja 3.1's
-//! `ImmutableSandboxedEnvironment` with `trim_blocks`, `lstrip_blocks`, loop controls and transformers' own functions, and the parts
-//! of it within `{% generation %}` blocks. Values are printed, compared and formatted as Python does it. Never: a rendering beyond the
-//! [limits](limits::Limits) of work, memory and depth, nor another text where something is not supported, which is an error.
+//! In: the source of a template, and its variables as JSON. Out: its text, and the parts of it within
+//! `{% generation %}` blocks. The text equals, character for character, that of Jinja 3.1's
+//! `ImmutableSandboxedEnvironment` with `trim_blocks`, `lstrip_blocks`, loop controls and transformers' own functions.
+//! Values are printed, compared and formatted as in Python. Never: a rendering beyond the [limits](limits::Limits) of
+//! work, memory and depth, or a different text because of an unsupported feature; that is an error.
 //!
 //! | file | what |
 //! |---|---|
-//! | `lexer`, `parser`, `expressions`, `ast` | source to tokens to a tree |
-//! | `render`, `eval`, `scope` | statements to text, expressions to values, variables |
-//! | `value`, `operators`, `access` | values, and what can be done with all of them |
-//! | `strings`, `format`, `numbers`, `print`, `json` | texts |
-//! | `filters`, `sequences`, `tests`, `functions`, `call` | Jinja's own, by name, and their arguments |
-//! | `limits` | what a rendering may take |
+//! | `lexer`, `parser`, `expressions`, `ast` | from source to tokens to a tree |
+//! | `render`, `eval`, `scope` | from statements to text and from expressions to values; variables |
+//! | `value`, `operators`, `access` | values, and the operations that all of them share |
+//! | `strings`, `format`, `numbers`, `print`, `json` | strings |
+//! | `filters`, `sequences`, `tests`, `functions`, `call` | Jinja's own operations by name, and their arguments |
+//! | `limits` | the limits of a rendering |
 
 mod access;
 mod ast;
@@ -45,40 +46,40 @@ use render::Renderer;
 
 pub(crate) use value::Value;
 
-/// Bytes of a template's source.
+/// The most bytes of a template's source.
 const LONGEST: usize = 1 << 20;
 
-/// A template that was read.
+/// A parsed template.
 #[derive(Debug)]
 pub(crate) struct Template {
     body: ast::Body,
-    /// Whether it has generation blocks.
+    /// True if it contains generation blocks.
     pub marks_answers: bool,
 }
 
-/// The variables of a rendering, from JSON texts.
+/// The variables of a rendering, created from JSON.
 pub(crate) struct Variables<'a> {
     limits: &'a Limits,
     variables: Vec<(Arc<str>, Value)>,
 }
 
 impl Variables<'_> {
-    /// The value of a JSON text.
+    /// Parses a JSON text.
     pub fn parse(&self, json: &str) -> Result<Value, String> {
         json::parse(self.limits, json).map_err(|fault| fault.reason)
     }
 
-    /// A list of these values.
+    /// Creates a list of these values.
     pub fn list(&self, items: Vec<Value>) -> Result<Value, String> {
         Value::list(self.limits, items).map_err(|fault| fault.reason)
     }
 
-    /// A mapping of these entries, of which the last of each key counts.
+    /// Creates a mapping of these entries; of several with one key, the last counts.
     pub fn dict(&self, entries: impl IntoIterator<Item = (Value, Value)>) -> Result<Value, String> {
         value::Dict::of(self.limits, entries).map_err(|fault| fault.reason)
     }
 
-    /// Sets a variable, in place of what it was.
+    /// Sets a variable, replacing its old value.
     pub fn set(&mut self, name: &str, value: Value) {
         self.variables.retain(|(known, _)| **known != *name);
         self.variables.push((name.into(), value));
@@ -86,10 +87,10 @@ impl Variables<'_> {
 }
 
 impl Template {
-    /// Reads a template's source.
+    /// Parses a template's source.
     ///
     /// # Errors
-    /// What Jinja refuses, and where.
+    /// Returns the reason, with its line, if Jinja would reject the template.
     pub fn parse(source: &str) -> Result<Self, String> {
         if source.len() > LONGEST {
             return Err(format!("the template has {} bytes; at most {LONGEST} are read", source.len()));
@@ -97,10 +98,10 @@ impl Template {
         on_own_stack(|| parser::parse(source)).map(|(body, marks_answers)| Self { body, marks_answers })
     }
 
-    /// The text of the template, and the bytes of it that generation blocks have made.
+    /// Renders the template. Returns its text, and the byte ranges that generation blocks have written.
     ///
     /// # Errors
-    /// What the template raises; what it may not take; what is not supported.
+    /// Returns the reason if the template raises an error, exceeds a limit, or uses an unsupported feature.
     pub fn render(
         &self,
         input_bytes: usize,
@@ -115,7 +116,7 @@ impl Template {
             let mut spans = Vec::with_capacity(answers.len());
             for answer in answers {
                 let span = answer.start..answer.start + answer.text.len();
-                // Within a macro or a filter, only the start of what it makes is known.
+                // Within a macro or a filter, only the start of the captured text is known.
                 if text.get(span.clone()) != Some(&*answer.text) {
                     return fault(
                         "{% generation %} stands within a macro or a block that is captured, so where its text comes in the output is not \
@@ -129,7 +130,7 @@ impl Template {
     }
 }
 
-/// Runs something on a stack that is large enough for the depths that [`limits`] allows.
+/// Runs `run` on a stack that is large enough for the nesting that [`limits`] allows.
 fn on_own_stack<T: Send>(run: impl FnOnce() -> Outcome<T> + Send) -> Result<T, String> {
     let place = |fault: Fault| match fault.line {
         Some(line) => format!("line {line}: {}", fault.reason),

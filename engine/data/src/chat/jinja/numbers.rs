@@ -1,13 +1,13 @@
-//! Numbers as `%` and `str.format` write them, and as texts are read.
+//! Formatting numbers as `%` and `str.format` do, and parsing them.
 
 use super::limits::{Outcome, fault};
 use super::print::float_repr;
 use super::strings::{decimal, is_space};
 
-/// Digits behind the point, at most: those of the smallest double are 1074.
+/// The most digits after the decimal point: the smallest double has 1074.
 const MOST_DIGITS: usize = 1100;
 
-/// A float without its sign, by a letter of `eEfFgG%`, or by `r` as `repr`, with this many digits.
+/// Formats a float without its sign, by a letter of `eEfFgG%` or, like `repr`, by `r`, with this many digits.
 pub(super) fn float_digits(value: f64, letter: char, digits: Option<usize>, alternate: bool) -> Outcome<String> {
     let value = value.abs();
     let digits = digits.unwrap_or(6);
@@ -25,7 +25,7 @@ pub(super) fn float_digits(value: f64, letter: char, digits: Option<usize>, alte
     Ok(if letter.is_ascii_uppercase() { text.to_uppercase() } else { text })
 }
 
-/// A float as `format` writes it with a precision alone: as `g`, but a whole number has a digit behind its point.
+/// Formats a float like `format` with only a precision: as by `g`, but a whole number keeps one digit after the point.
 pub(super) fn short_float(value: f64, digits: usize) -> Outcome<String> {
     if digits > MOST_DIGITS {
         return fault(format!("a number with {digits} digits; at most {MOST_DIGITS} are written"));
@@ -50,7 +50,7 @@ fn general(value: f64, digits: usize, alternate: bool, keeps_digit: bool) -> Str
         Some((_, exponent)) => exponent.parse().expect("an exponent is a number"),
         None => 0,
     };
-    // With a digit behind the point to keep, the last place goes to the exponent.
+    // If one digit after the point is kept, scientific notation begins one place earlier.
     let most = digits as i32 - i32::from(keeps_digit);
     let is_fixed = (-4..most).contains(&exponent);
     let text = match is_fixed {
@@ -72,7 +72,7 @@ fn general(value: f64, digits: usize, alternate: bool, keeps_digit: bool) -> Str
     format!("{mantissa}{digit}{exponent}")
 }
 
-/// The digits of an integer without its sign, by a letter of `dboxX`.
+/// Formats an integer without its sign, by a letter of `dboxX`.
 pub(super) fn int_digits(value: i128, letter: char) -> String {
     let value = value.unsigned_abs();
     match letter {
@@ -84,7 +84,7 @@ pub(super) fn int_digits(value: i128, letter: char) -> String {
     }
 }
 
-/// The digits in front of the point in groups.
+/// Groups the digits before the decimal point.
 pub(super) fn grouped(digits: &str, separator: char, size: usize) -> String {
     let is_digit = |digit: char| digit.is_digit(if size == 4 { 16 } else { 10 });
     let end = digits.find(|digit| !is_digit(digit)).unwrap_or(digits.len());
@@ -98,7 +98,7 @@ pub(super) fn grouped(digits: &str, separator: char, size: usize) -> String {
     out + &digits[end..]
 }
 
-/// An integer as Python's `int(text, base)` reads it; nothing if it is none.
+/// Parses an integer like Python's `int(text, base)`; `None` if it is not one.
 pub(super) fn parse_int(text: &str, base: u32) -> Outcome<Option<i128>> {
     let text = text.trim_matches(is_space);
     let (sign, digits) = match text.strip_prefix('-') {
@@ -128,7 +128,7 @@ pub(super) fn parse_int(text: &str, base: u32) -> Outcome<Option<i128>> {
     }
 }
 
-/// A float as Python's `float(text)` reads it.
+/// Parses a float like Python's `float(text)`.
 pub(super) fn parse_float(text: &str) -> Option<f64> {
     let text = text.trim_matches(is_space);
     let underscores = text.char_indices().filter(|&(_, letter)| letter == '_').all(|(at, _)| {

@@ -1,4 +1,4 @@
-//! Operators of values, as Python's.
+//! Operators on values, as in Python.
 
 use std::cmp::Ordering;
 
@@ -32,7 +32,7 @@ pub(super) fn positive(value: &Value) -> Outcome<Value> {
     }
 }
 
-/// The value of two values under an arithmetic operator.
+/// Applies an arithmetic operator to two values.
 pub(super) fn binary(renderer: &Renderer<'_>, operator: Operator, left: &Value, right: &Value) -> Outcome<Value> {
     let limits = renderer.limits;
     if let (Operator::Mod, Value::Str(format, safe)) = (operator, left) {
@@ -169,7 +169,7 @@ fn of_floats(operator: Operator, a: f64, b: f64) -> Outcome<f64> {
     })
 }
 
-/// Whether two values are equal.
+/// True if two values are equal.
 pub(super) fn equal(limits: &Limits, a: &Value, b: &Value) -> Outcome<bool> {
     limits.step(1)?;
     let all = |a: &[Value], b: &[Value]| {
@@ -222,7 +222,7 @@ pub(super) fn equal(limits: &Limits, a: &Value, b: &Value) -> Outcome<bool> {
     })
 }
 
-/// The order of two numbers, exactly; nothing if one is no number or not a number.
+/// The exact order of two numbers; `None` if one is not a number or is NaN.
 fn order_of_numbers(a: &Value, b: &Value) -> Option<Ordering> {
     match (a.as_int(), b.as_int()) {
         (Some(a), Some(b)) => Some(a.cmp(&b)),
@@ -239,7 +239,7 @@ fn order_of_numbers(a: &Value, b: &Value) -> Option<Ordering> {
     }
 }
 
-/// The order of two values; nothing where one is not a number.
+/// The order of two values; `None` if one is NaN.
 pub(super) fn compare(limits: &Limits, a: &Value, b: &Value, sign: &str) -> Outcome<Option<Ordering>> {
     limits.step(1)?;
     match (a.defined()?, b.defined()?) {
@@ -262,7 +262,7 @@ pub(super) fn compare(limits: &Limits, a: &Value, b: &Value, sign: &str) -> Outc
     }
 }
 
-/// Values in order, as Python's `sorted` puts them; equal ones stay as they are, in reverse too.
+/// Sorts values like Python's `sorted`; equal ones keep their order, also in reverse.
 pub(super) fn sorted<T>(
     limits: &Limits,
     items: Vec<T>,

@@ -1,4 +1,4 @@
-//! Tokens to a syntax tree, by Jinja's grammar with its loop controls and `generation` blocks.
+//! Parses tokens into a syntax tree, by Jinja's grammar with loop controls and `generation` blocks.
 
 use std::sync::Arc;
 
@@ -6,25 +6,25 @@ use super::ast::{Body, Expr, For, Kind, MacroNode, Statement, Target, Uses};
 use super::lexer::{Token, TokenKind, tokens};
 use super::limits::{Fault, NESTING, Outcome, PARAMETERS};
 
-/// A parser at one of its tokens.
+/// A parser, at one of its tokens.
 pub(super) struct Parser {
     pub(super) tokens: Vec<Token>,
     pub(super) at: usize,
     pub(super) depth: usize,
-    /// Nodes from the root of the expression that was parsed last to its deepest leaf.
+    /// Number of nodes from the root of the last parsed expression to its deepest leaf.
     pub(super) height: usize,
-    /// Unknown filters and tests that are refused even if no rendering comes to them.
+    /// Unknown filters and tests that are rejected even if no rendering reaches them.
     pub(super) unknown: Vec<Fault>,
-    /// Of each macro that is open, which special names it uses.
+    /// For each macro being parsed, the special names that it uses.
     pub(super) uses: Vec<Uses>,
-    /// Whether `break` and `continue` have a loop.
+    /// True if `break` and `continue` are inside a loop.
     pub(super) is_in_loop: bool,
-    /// Whether an unknown filter or test is an error of its rendering alone, as within a condition.
+    /// True if an unknown filter or test is only an error when it is rendered, as within a condition.
     pub(super) is_soft: bool,
     pub(super) marks_answers: bool,
 }
 
-/// A template's statements, and whether any of them is a generation block.
+/// Parses a template's statements; also returns whether any of them is a generation block.
 pub(super) fn parse(source: &str) -> Outcome<(Body, bool)> {
     let mut parser = Parser {
         tokens: tokens(source)?,
@@ -127,7 +127,7 @@ impl Parser {
         result
     }
 
-    /// Statements up to a tag with one of these names, which is taken; of the template itself, up to its end.
+    /// Parses statements up to and including a tag with one of these names, or to the end of the template.
     fn body(&mut self, ends: &[&'static str]) -> Outcome<(Body, &'static str)> {
         self.deeper(|parser| {
             let mut body = Vec::new();
@@ -161,14 +161,14 @@ impl Parser {
         })
     }
 
-    /// The statements behind the name of a tag, whose last end tag is taken up to `%}`.
+    /// Parses from the name of a tag to the end of its last end tag.
     fn rest(&mut self, ends: &[&'static str]) -> Outcome<(Body, &'static str)> {
         self.take_sign(":");
         self.block_end()?;
         self.body(ends)
     }
 
-    /// Statements within a frame of their own, in which conditions around it do not count.
+    /// Parses statements within a frame of their own, in which surrounding conditions do not count.
     fn frame(&mut self, in_loop: bool, ends: &[&'static str]) -> Outcome<(Body, &'static str)> {
         let outer = (self.is_in_loop, self.is_soft);
         (self.is_in_loop, self.is_soft) = (in_loop, false);
@@ -317,7 +317,7 @@ impl Parser {
         self.uses.push(Uses::default());
         let body = self.frame(false, &[end])?.0;
         let uses = self.uses.pop().expect("it was pushed");
-        // What a macro within uses, this one uses too.
+        // A macro also uses what the macros within it use.
         let outer = self.uses.last_mut().expect("the template's own is never popped");
         outer.varargs |= uses.varargs;
         outer.kwargs |= uses.kwargs;
@@ -325,7 +325,7 @@ impl Parser {
         Ok(Arc::new(MacroNode { name, parameters, body, uses }))
     }
 
-    /// Where a value is put: a name, a tuple of names, or an attribute of a namespace.
+    /// Parses the target of an assignment: a name, a tuple of names, or an attribute of a namespace.
     fn target(&mut self, with_attribute: bool) -> Outcome<Target> {
         let (mut targets, mut is_tuple) = (Vec::new(), false);
         loop {

@@ -1,11 +1,11 @@
-//! Values as Python prints them: `str` and `repr`.
+//! Printing values like Python's `str` and `repr`.
 
 use std::fmt::Write;
 
 use super::limits::{Limits, Outcome, fault};
 use super::value::{Value, View};
 
-/// A text that grows within the limits.
+/// A string that grows within the limits.
 pub(super) struct Text<'a> {
     pub limits: &'a Limits,
     pub text: String,
@@ -22,7 +22,7 @@ impl<'a> Text<'a> {
         Ok(())
     }
 
-    /// The same text several times.
+    /// Appends `text` `count` times.
     pub fn repeat(&mut self, text: &str, count: usize) -> Outcome<()> {
         self.limits.grow(text.len().saturating_mul(count))?;
         self.text.push_str(&text.repeat(count));
@@ -91,7 +91,7 @@ pub(super) fn write_repr(out: &mut Text<'_>, value: &Value) -> Outcome<()> {
                 None => fault("a loop over a filtered sequence cannot be printed"),
             }
         }
-        // Python prints their addresses.
+        // Python prints the addresses of these.
         Value::Stream(_)
         | Value::Function(_)
         | Value::Method(_)
@@ -112,7 +112,7 @@ fn write_items(out: &mut Text<'_>, start: &str, items: &[Value], end: &str) -> O
     out.push(end)
 }
 
-/// A float as Python prints it: the fewest digits that give it back.
+/// A float as Python prints it: the fewest digits that parse back to it.
 pub(super) fn float_repr(value: f64) -> String {
     if value.is_nan() {
         return "nan".into();
@@ -129,7 +129,7 @@ pub(super) fn float_repr(value: f64) -> String {
     }
 }
 
-/// A text in quotes, with escapes for what Python does not print.
+/// A string in quotes, with escapes for characters that Python does not print.
 pub(super) fn str_repr(text: &str) -> String {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     let mut out = String::with_capacity(text.len() + 2);
@@ -160,7 +160,8 @@ pub(super) fn str_repr(text: &str) -> String {
     out
 }
 
-/// Whether Python prints a character as it is. Rust escapes the same in debug output, but for marks at the start of a text.
+/// True if Python prints a character without escaping it. Rust's debug output escapes the same characters, except for
+/// marks at the start of a string.
 pub(super) fn is_printable(letter: char) -> bool {
     if letter.is_ascii() {
         return !letter.is_ascii_control();

@@ -1,4 +1,4 @@
-//! Statements of a template to text.
+//! Renders the statements of a template.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -12,29 +12,30 @@ use super::print::{Text, str_of, write_repr};
 use super::scope::{Loop, Macro, Scope};
 use super::value::{Dict, Namespace, Value};
 
-/// A rendering that is under way.
+/// A rendering in progress.
 pub(crate) struct Renderer<'a> {
     pub limits: &'a Limits,
     out: RefCell<String>,
-    /// Captures around the present output: macros, blocks of `set`, `call` and `filter`.
+    /// Number of captures around the current output: macros, and `set`, `call` and `filter` blocks.
     captures: Cell<usize>,
-    /// Bytes of the output when the outermost capture began.
+    /// Bytes of output when the outermost capture began.
     outermost: Cell<usize>,
-    /// What filter blocks and set blocks have captured.
+    /// The captured texts of the filter and set blocks in progress.
     captured: RefCell<Vec<Value>>,
     answers: RefCell<Vec<Answer>>,
-    /// What may refer to itself, to be cleared in the end.
+    /// Scopes that may refer to themselves; they are cleared at the end.
     scopes: RefCell<Vec<Rc<Scope>>>,
+    /// Namespaces that may refer to themselves; they are cleared at the end.
     namespaces: RefCell<Vec<Rc<Namespace>>>,
 }
 
-/// What a generation block has made, and where it stands in the output.
+/// The text of a generation block, and its position in the output.
 pub(crate) struct Answer {
     pub start: usize,
     pub text: String,
 }
 
-/// How a statement ends.
+/// The effect of a statement on the loop around it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flow {
     On,
@@ -56,13 +57,13 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    /// The text of a template, and its answers.
+    /// Renders a template; returns its text and its answers.
     pub fn run(&self, body: &Body, variables: Vec<(Arc<str>, Value)>) -> Outcome<(String, Vec<Answer>)> {
         let scope = Rc::new(Scope::default());
         variables.into_iter().for_each(|(name, value)| scope.set(&name, value));
         let result = self.body(body, &scope);
         self.scopes.take().iter().chain([&scope]).for_each(|scope| scope.clear());
-        // Each is held until all are empty, so that a long chain of them is not dropped as one.
+        // All are kept until each is empty, so that a long chain of them is not dropped recursively.
         let namespaces = self.namespaces.take();
         namespaces.iter().for_each(|namespace| drop(namespace.take()));
         result?;
@@ -75,7 +76,7 @@ impl<'a> Renderer<'a> {
         Ok(())
     }
 
-    /// What something writes.
+    /// Runs `run` and returns what it has written.
     fn capture<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<(String, T)> {
         let outer = self.out.take();
         if self.captures.get() == 0 {
@@ -94,7 +95,7 @@ impl<'a> Renderer<'a> {
         Ok(())
     }
 
-    /// A namespace with these variables.
+    /// Creates a namespace with these variables.
     pub fn namespace(&self, variables: Vec<(Arc<str>, Value)>) -> Outcome<Value> {
         self.limits.grow(64 * (1 + variables.len()))?;
         let namespace = Rc::new(RefCell::new(variables));
@@ -189,7 +190,7 @@ impl<'a> Renderer<'a> {
         Ok(Flow::On)
     }
 
-    /// A captured text through filters.
+    /// Applies filters to a captured text.
     fn filtered(&self, filter: &Expr, text: String, scope: &Rc<Scope>) -> Outcome<Value> {
         self.captured.borrow_mut().push(Value::text(text));
         let value = self.value(filter, scope);
@@ -197,7 +198,7 @@ impl<'a> Renderer<'a> {
         value
     }
 
-    /// What the innermost filter block or set block has captured.
+    /// The captured text of the innermost filter or set block.
     pub fn captured(&self) -> Value {
         self.captured.borrow().last().cloned().expect("filters of a block have its text")
     }
@@ -223,7 +224,7 @@ impl<'a> Renderer<'a> {
         if any { Ok(Flow::On) } else { self.body(&node.otherwise, &Scope::within(scope)) }
     }
 
-    /// The text of a recursive loop over other items.
+    /// Calls a recursive loop with other items, and returns its text.
     pub fn call_loop(&self, of: &Loop, given: Given) -> Outcome<Value> {
         let [over] = given.require("loop", ["iterable"])?;
         if !of.node.is_recursive {
@@ -233,7 +234,7 @@ impl<'a> Renderer<'a> {
         Ok(Value::text(text))
     }
 
-    /// The text of a macro.
+    /// Calls a macro, and returns its text.
     pub fn call_macro(&self, of: &Macro, given: Given, caller: Option<Value>) -> Outcome<Value> {
         let MacroNode { name, parameters, body, uses } = &*of.node;
         let Given { positional, mut named } = given;
@@ -274,7 +275,7 @@ impl<'a> Renderer<'a> {
         Ok(Value::text(self.capture(|| self.body(body, &scope))?.0))
     }
 
-    /// Puts a value where a target says.
+    /// Assigns a value to a target.
     pub fn assign(&self, target: &Target, value: Value, scope: &Rc<Scope>) -> Outcome<()> {
         match target {
             Target::Name(name) => {

@@ -1,4 +1,4 @@
-//! Variables of a template: scopes within each other, macros that remember theirs, and loops.
+//! Variables of a template: nested scopes, macros with their scopes, and loops.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -10,7 +10,7 @@ use super::limits::Outcome;
 use super::render::Renderer;
 use super::value::{Items, Stream, Value};
 
-/// Variables, in front of those of the scope around them.
+/// Variables, which shadow those of the enclosing scope.
 #[derive(Default)]
 pub(crate) struct Scope {
     variables: RefCell<Vec<(Arc<str>, Value)>>,
@@ -18,12 +18,12 @@ pub(crate) struct Scope {
 }
 
 impl Scope {
-    /// A scope within another.
+    /// Creates a scope within another.
     pub fn within(around: &Rc<Scope>) -> Rc<Self> {
         Rc::new(Self { variables: RefCell::default(), around: Some(around.clone()) })
     }
 
-    /// The scope of the template.
+    /// The scope of the template itself.
     pub fn outermost(scope: &Rc<Scope>) -> Rc<Self> {
         let mut scope = scope;
         while let Some(around) = &scope.around {
@@ -50,12 +50,12 @@ impl Scope {
         }
     }
 
-    /// How many variables there are.
+    /// Number of variables in this scope.
     pub fn size(&self) -> usize {
         self.variables.borrow().len()
     }
 
-    /// Forgets all variables, those that refer to the scope itself among them.
+    /// Drops all variables, including those that refer to the scope itself.
     pub fn clear(&self) {
         drop(self.variables.take());
     }
@@ -67,12 +67,12 @@ pub(crate) struct Macro {
     pub scope: Rc<Scope>,
 }
 
-/// A loop that is under way.
+/// A loop in progress.
 pub(crate) struct Loop {
     pub node: Arc<For>,
-    /// The scope around it.
+    /// The enclosing scope.
     pub scope: Rc<Scope>,
-    /// Recursive loops around it.
+    /// Number of recursive loops around it.
     pub depth0: usize,
     depth_of_items: usize,
     state: RefCell<State>,
@@ -84,13 +84,13 @@ struct State {
     length: Option<usize>,
     before: Option<Value>,
     current: Option<Value>,
-    /// The next item, where it was looked at already; nothing within is the end.
+    /// The next item, if it was already fetched; `Some(None)` is the end.
     after: Option<Option<Value>>,
     changed: Option<Vec<Value>>,
 }
 
 enum Source {
-    /// What the condition has let pass already.
+    /// Items that have already passed the loop's condition.
     Passed(VecDeque<Value>),
     Items(Rc<Items>, usize),
     Stream(Rc<Stream>),
@@ -141,7 +141,7 @@ impl Loop {
         self.state.borrow().length
     }
 
-    /// The next item that the loop's condition lets pass.
+    /// Fetches the next item that passes the loop's condition.
     fn pull(&self, renderer: &Renderer<'_>) -> Outcome<Option<Value>> {
         loop {
             renderer.limits.step(1)?;
@@ -159,7 +159,7 @@ impl Loop {
         }
     }
 
-    /// Goes on to the next item.
+    /// Moves on to the next item.
     pub fn advance(&self, renderer: &Renderer<'_>) -> Outcome<Option<Value>> {
         let after = self.state.borrow_mut().after.take();
         let item = match after {
@@ -175,7 +175,7 @@ impl Loop {
         Ok(item)
     }
 
-    /// The item behind the present one.
+    /// Returns the item after the current one.
     pub fn peek(&self, renderer: &Renderer<'_>) -> Outcome<Option<Value>> {
         if let Some(after) = &self.state.borrow().after {
             return Ok(after.clone());
@@ -185,7 +185,7 @@ impl Loop {
         Ok(after)
     }
 
-    /// The number of items; of a filtered loop, and of one over a generator, all are looked at.
+    /// Number of items. For a filtered loop or a generator, all items must be fetched to count them.
     pub fn length(&self, renderer: &Renderer<'_>) -> Outcome<usize> {
         if let Some(length) = self.known_length() {
             return Ok(length);
@@ -207,7 +207,7 @@ impl Loop {
         self.state.borrow().before.clone()
     }
 
-    /// Whether values are other ones than at the last call.
+    /// True if the values differ from those of the last call.
     pub fn changed(&self, renderer: &Renderer<'_>, values: Vec<Value>) -> Outcome<bool> {
         let last = self.state.borrow_mut().changed.replace(values.clone());
         let Some(last) = last.filter(|last| last.len() == values.len()) else { return Ok(true) };

@@ -30,7 +30,7 @@ fn path(attribute: Option<&Value>) -> Outcome<Path> {
     }
 }
 
-/// What a path leads to, or a default where that is nothing.
+/// Follows a path from an item; returns the default if it leads to an undefined value.
 fn follow(renderer: &Renderer<'_>, item: &Value, path: &Path, default: Option<&Value>) -> Outcome<Value> {
     let mut value = item.clone();
     for part in path {
@@ -44,7 +44,7 @@ fn follow(renderer: &Renderer<'_>, item: &Value, path: &Path, default: Option<&V
     Ok(value)
 }
 
-/// A value that compares without regard to case, unless that counts.
+/// Lower-cases a string for comparison, unless the comparison is case-sensitive.
 fn folded(renderer: &Renderer<'_>, value: Value, case_sensitive: bool) -> Outcome<Value> {
     match value {
         Value::Str(text, _) if !case_sensitive => {
@@ -60,7 +60,7 @@ fn is_set(value: Option<Value>) -> bool {
     value.is_some_and(|value| value.is_true())
 }
 
-/// A sequence through a filter.
+/// Applies a filter to a sequence.
 pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outcome<Value> {
     let limits = renderer.limits;
     match name {
@@ -103,7 +103,8 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
                 return Ok(Value::Str(text.chars().rev().collect::<String>().into(), safe));
             }
             let items = value.iterate(limits)?.into_iter().rev().collect();
-            // What Python cannot go through backwards, Jinja makes a list of.
+            // Python cannot iterate a generator backwards, so Jinja returns a list for it. For other values, it returns
+            // a generator.
             if matches!(value, Value::Stream(_)) { Value::list(limits, items) } else { Value::stream(limits, items) }
         }
         "items" => {
@@ -169,7 +170,7 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
         "sort" => {
             let [reverse, case, attribute] = given.bind(name, ["reverse", "case_sensitive", "attribute"])?;
             let case = is_set(case);
-            // Several paths may stand between commas.
+            // Several paths may be given, separated by commas.
             let paths = match &attribute {
                 Some(Value::Str(text, _)) => {
                     text.split(',').map(|one| path(Some(&Value::text(one)))).collect::<Outcome<_>>()?
@@ -257,7 +258,7 @@ fn map(renderer: &Renderer<'_>, value: &Value, mut given: Given) -> Outcome<Valu
     Value::stream(limits, mapped)
 }
 
-/// Arguments for one more call.
+/// Copies the arguments for one more call.
 fn again(renderer: &Renderer<'_>, given: &Given) -> Outcome<Given> {
     renderer.limits.step(given.positional.len() + given.named.len())?;
     renderer.limits.grow((given.positional.len() + given.named.len()) * super::value::ELEMENT)?;
@@ -297,7 +298,8 @@ fn batches(
     fill: Option<&Value>,
     limits: &super::limits::Limits,
 ) -> Outcome<Vec<Vec<Value>>> {
-    // A size that no batch reaches makes one batch; Python's first batch of size 0 is empty, and the second grows without end.
+    // A size that overflows makes a single batch. With size 0, Python's first batch is empty and its second grows
+    // without end.
     let size = match usize::try_from(size) {
         Ok(0) | Err(_) if !items.is_empty() => return fault("a batch has at least one item"),
         Ok(size) => size.max(1),

@@ -1,4 +1,4 @@
-//! Methods of texts, as Python's `str` has them.
+//! Methods of strings, as in Python's `str`.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::print::{Text, is_printable};
 use super::render::Renderer;
 use super::value::Value;
 
-/// Methods that are known.
+/// The methods that are supported.
 pub(super) const METHODS: [&str; 44] = [
     "capitalize",
     "casefold",
@@ -58,19 +58,19 @@ pub(super) const METHODS: [&str; 44] = [
     "zfill",
 ];
 
-/// Methods that Python has besides.
+/// Python's other methods.
 pub(super) const NOT_SUPPORTED: [&str; 3] = ["encode", "maketrans", "translate"];
 
-/// White space, as Python's `str.isspace` has it.
+/// White space as defined by Python's `str.isspace`.
 pub(super) fn is_space(letter: char) -> bool {
     letter.is_whitespace() || ('\x1c'..='\x1f').contains(&letter)
 }
 
-/// The result of a method.
+/// Calls a method.
 pub(super) fn call(renderer: &Renderer<'_>, text: &Arc<str>, method: &str, given: Given) -> Outcome<Value> {
     let limits = renderer.limits;
     limits.scan(text)?;
-    // A result of about the size of the text; those that grow charge themselves.
+    // Most results are about as long as the string; methods that lengthen it charge for that themselves.
     limits.grow(text.len())?;
     let of_letters = |test: fn(char) -> bool| Ok(Value::Bool(!text.is_empty() && text.chars().all(test)));
     Ok(match method {
@@ -244,11 +244,11 @@ pub(super) fn call(renderer: &Renderer<'_>, text: &Arc<str>, method: &str, given
 }
 
 fn is_alpha(letter: char) -> bool {
-    // Letters alone: no letter-like numbers, and no marks.
+    // Only letters count: no letter-like numbers, and no combining marks.
     letter.is_alphabetic() && !letter.is_numeric() && (letter.is_ascii() || !is_mark(letter))
 }
 
-/// Whether Rust takes a character for one that belongs to the one before.
+/// True if Rust considers a character a combining mark, which belongs to the one before it.
 fn is_mark(letter: char) -> bool {
     letter.escape_debug().next() == Some('\\')
 }
@@ -259,7 +259,7 @@ fn is_small_digit(letter: char) -> bool {
 
 /// The value of a decimal digit of any script.
 pub(super) fn decimal(letter: char) -> Option<u32> {
-    // The zeros of the scripts that people write numbers with.
+    // The zeros of the scripts that are in common use for numbers.
     const ZEROS: [u32; 22] = [
         0x30, 0x660, 0x6f0, 0x7c0, 0x966, 0x9e6, 0xa66, 0xae6, 0xb66, 0xbe6, 0xc66, 0xce6, 0xd66, 0xde6, 0xe50, 0xed0,
         0xf20, 0x1040, 0x17e0, 0x1810, 0xff10, 0x1d7ce,
@@ -272,11 +272,11 @@ fn is_cased(text: &str) -> bool {
     text.chars().any(|letter| letter.is_uppercase() || letter.is_lowercase())
 }
 
-/// A letter without its case, which is not that of Rust's small letters for ß and ligatures.
+/// Case-folds a letter. For ß and ligatures, this differs from Rust's lower case.
 fn folded(letter: char) -> Vec<char> {
     match letter {
         'ı' => vec![letter],
-        // Cherokee folds to its capitals.
+        // Cherokee folds to its capital letters.
         '\u{13a0}'..='\u{13fd}' | '\u{ab70}'..='\u{abbf}' => letter.to_uppercase().collect(),
         _ if letter.is_lowercase() => letter.to_uppercase().flat_map(char::to_lowercase).collect(),
         _ => letter.to_lowercase().collect(),
@@ -287,14 +287,14 @@ fn swapped(letter: char) -> String {
     if letter.is_uppercase() { letter.to_lowercase().collect() } else { letter.to_uppercase().collect() }
 }
 
-/// A letter as at the start of a title: of several capitals, as of ß, the first alone.
+/// Appends a letter in title case: if its upper case is several letters, as for ß, only the first stays a capital.
 fn title_letter(letter: char, out: &mut String) {
     let mut upper = letter.to_uppercase();
     out.extend(upper.next());
     upper.for_each(|more| out.extend(more.to_lowercase()));
 }
 
-/// The first letter as in a title, the others small.
+/// The first letter in title case, the others in lower case.
 pub(super) fn capitalized(text: &str) -> String {
     let mut letters = text.chars();
     let mut out = String::with_capacity(text.len());
@@ -304,7 +304,7 @@ pub(super) fn capitalized(text: &str) -> String {
     out + &letters.as_str().to_lowercase()
 }
 
-/// The first letter of each word as in a title, the others small.
+/// The first letter of each word in title case, the others in lower case.
 fn titled(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let is_cased = |letter: char| letter.is_uppercase() || letter.is_lowercase();
@@ -312,7 +312,7 @@ fn titled(text: &str) -> String {
     while let Some(start) = rest.find(is_cased) {
         out.push_str(&rest[..start]);
         let length = rest[start..].find(|letter| !is_cased(letter)).unwrap_or(rest.len() - start);
-        // The whole word decides which of its sigmas is the last letter.
+        // Lower-cased as a whole word, because a sigma at the end of a word has its own form.
         let (word, behind) = rest[start..].split_at(length);
         let first = word.chars().next().expect("it was found");
         title_letter(first, &mut out);
@@ -322,7 +322,7 @@ fn titled(text: &str) -> String {
     out + rest
 }
 
-/// A text without white space, or without some characters, at its ends.
+/// Removes white space, or the given characters, from either or both ends.
 pub(super) fn stripped<'a>(text: &'a str, letters: Option<&str>, start: bool, end: bool) -> &'a str {
     let letters: Option<HashSet<char>> = letters.map(|letters| letters.chars().collect());
     let goes = |letter: char| letters.as_ref().map_or_else(|| is_space(letter), |letters| letters.contains(&letter));
@@ -360,7 +360,7 @@ fn split<'a>(text: &'a str, by: Option<&str>, most: i128, from_end: bool) -> Vec
     parts
 }
 
-/// Lines, by all of Python's line ends.
+/// Splits a string into lines, at all of Python's line ends.
 pub(super) fn lines(text: &str, keep_ends: bool) -> Vec<&str> {
     const ENDS: [char; 10] = ['\n', '\r', '\x0b', '\x0c', '\x1c', '\x1d', '\x1e', '\u{85}', '\u{2028}', '\u{2029}'];
     let (mut lines, mut rest) = (Vec::new(), text);
@@ -375,7 +375,7 @@ pub(super) fn lines(text: &str, keep_ends: bool) -> Vec<&str> {
     lines
 }
 
-/// A text with some occurrences of another replaced; a negative count replaces all.
+/// Replaces the first `count` occurrences, or all if `count` is negative.
 pub(super) fn replaced(renderer: &Renderer<'_>, text: &str, old: &str, new: &str, count: i128) -> Outcome<String> {
     let count = usize::try_from(count).unwrap_or(usize::MAX);
     let found = text.matches(old).take(count).count();
@@ -387,13 +387,13 @@ fn missing(text: &str, width: i128) -> usize {
     usize::try_from(width - text.chars().count() as i128).unwrap_or(0)
 }
 
-/// A text in the middle, at the left or at the right of a width.
+/// Pads a string to a width: centered, or at the left or right.
 pub(super) fn padded(renderer: &Renderer<'_>, text: &str, method: &str, width: i128, fill: &str) -> Outcome<String> {
     let missing = missing(text, width);
     let left = match method {
         "ljust" => 0,
         "rjust" => missing,
-        // CPython puts an odd space to the left where the width is odd.
+        // If the padding is odd, CPython puts the extra space on the left for an odd width.
         _ => missing / 2 + (missing & (width as usize) & 1),
     };
     let mut out = Text::new(renderer.limits);
@@ -403,7 +403,8 @@ pub(super) fn padded(renderer: &Renderer<'_>, text: &str, method: &str, width: i
     Ok(out.text)
 }
 
-/// The part between two positions in characters, and how many characters are in front of it; nothing if the start is behind the end.
+/// The part between two character positions, and the number of characters before it; `None` if the start is after the
+/// end.
 fn part(text: &str, start: Option<Value>, end: Option<Value>) -> Outcome<Option<(usize, &str)>> {
     if start.is_none() && end.is_none() {
         return Ok(Some((0, text)));
@@ -425,7 +426,7 @@ fn part(text: &str, start: Option<Value>, end: Option<Value>) -> Outcome<Option<
     Ok(Some((start as usize, &text[byte(start)..byte(end)])))
 }
 
-/// The text of an argument.
+/// The string value of an argument.
 pub(super) fn text_of(value: &Value, method: &str) -> Outcome<Arc<str>> {
     match value.defined()?.as_str() {
         Some(text) => Ok(text.clone()),
@@ -438,7 +439,7 @@ fn one_text(given: Given, method: &str) -> Outcome<Arc<str>> {
     text_of(&text, method)
 }
 
-/// The text of an argument that may be none.
+/// The string value of an optional argument.
 pub(super) fn optional_text(value: Option<Value>, method: &str) -> Outcome<Option<Arc<str>>> {
     match value {
         None | Some(Value::None) => Ok(None),
@@ -446,7 +447,7 @@ pub(super) fn optional_text(value: Option<Value>, method: &str) -> Outcome<Optio
     }
 }
 
-/// The integer of an argument.
+/// The integer value of an argument.
 pub(super) fn count_of(value: Option<Value>, default: i128, method: &str) -> Outcome<i128> {
     match value {
         None => Ok(default),

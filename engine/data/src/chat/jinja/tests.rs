@@ -1,4 +1,4 @@
-//! Tests of values: `x is string`.
+//! Jinja's tests of values: `x is string`.
 
 use std::rc::Rc;
 
@@ -10,7 +10,7 @@ use super::operators::{binary, equal};
 use super::render::Renderer;
 use super::value::Value;
 
-/// Jinja's tests.
+/// The names of Jinja's tests.
 const TESTS: [&str; 39] = [
     "!=",
     "<",
@@ -53,12 +53,12 @@ const TESTS: [&str; 39] = [
     "upper",
 ];
 
-/// Whether there is a test by this name.
+/// True if there is a test of this name.
 pub(super) fn is_known(name: &str) -> bool {
     TESTS.contains(&name)
 }
 
-/// Whether a value passes a test.
+/// Applies a test to a value.
 pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: &Value, given: Given) -> Outcome<bool> {
     let comparison = match name {
         "eq" | "==" | "equalto" => Some(Comparison::Eq),
@@ -137,7 +137,8 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: &Value, given: G
     })
 }
 
-/// Whether two values are one object. Python keeps no two of small integers, truth values and none.
+/// True if two values are the same object. Python has only one object for each small integer, for each truth value, and
+/// for none.
 fn same(a: &Value, b: &Value) -> Outcome<bool> {
     Ok(match (a, b) {
         (Value::None, Value::None) => true,

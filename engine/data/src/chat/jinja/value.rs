@@ -1,4 +1,5 @@
-//! Values of a template: Python's, as far as a sandboxed template can make them. All but namespaces and loops are immutable.
+//! Values of a template: those of Python that a sandboxed template can create. All except namespaces and loops are
+//! immutable.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -12,35 +13,35 @@ use super::scope::{Loop, Macro};
 /// A value.
 #[derive(Clone)]
 pub(crate) enum Value {
-    /// Nothing, and why.
+    /// A missing value, and the reason why it is missing.
     Undefined(Rc<str>),
     None,
     Bool(bool),
     Int(i128),
     Float(f64),
-    /// A text, and whether it is `Markup`: escaped already.
+    /// A string, and whether it is `Markup`, that is, already escaped.
     Str(Arc<str>, bool),
     List(Rc<Items>),
     Tuple(Rc<Items>),
     Dict(Rc<Dict>),
-    /// The keys, values or items of a mapping.
+    /// A view of the keys, values or items of a mapping.
     View(View, Rc<Dict>),
     /// Start, end and step.
     Range(i128, i128, i128),
-    /// A generator, which gives each value once.
+    /// A generator, which yields each value once.
     Stream(Rc<Stream>),
     Namespace(Rc<Namespace>),
     Macro(Rc<Macro>),
     Loop(Rc<Loop>),
     /// A function of the environment.
     Function(&'static str),
-    /// A method with its object.
+    /// A method, bound to its object.
     Method(Rc<(Value, Arc<str>)>),
     Cycler(Rc<(Vec<Value>, Cell<usize>)>),
     Joiner(Rc<(Arc<str>, Cell<bool>)>),
 }
 
-/// Which part of a mapping a view shows.
+/// The part of a mapping that a view shows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum View {
     Keys,
@@ -52,17 +53,17 @@ pub(crate) enum View {
 pub(crate) struct Items {
     pub items: Vec<Value>,
     depth: usize,
-    /// Whether it is a pair of `groupby`, whose members have names.
+    /// True for a pair from `groupby`, whose members have names.
     pub is_group: bool,
 }
 
-/// What a generator has left.
+/// The remaining values of a generator.
 pub(crate) struct Stream {
     pub left: RefCell<VecDeque<Value>>,
     depth: usize,
 }
 
-/// Variables that a template may change, in the order in which they were set.
+/// Variables that a template can change, in the order in which they were first set.
 pub(crate) type Namespace = RefCell<Vec<(Arc<str>, Value)>>;
 
 /// A mapping that keeps the order of its keys.
@@ -73,7 +74,7 @@ pub(crate) struct Dict {
     depth: usize,
 }
 
-/// What decides whether two keys are the same: 1, 1.0 and true are.
+/// A key in the form that is compared: 1, 1.0 and true are the same key.
 #[derive(PartialEq, Eq, Hash)]
 pub(crate) enum Key {
     None,
@@ -83,10 +84,10 @@ pub(crate) enum Key {
     Tuple(Vec<Key>),
 }
 
-/// Bytes that a value takes within a list.
+/// Bytes of a value in a list.
 pub(super) const ELEMENT: usize = size_of::<Value>();
 
-/// Elements of a tuple that is a key, and of those within it.
+/// The most elements of a tuple that is a key, including those nested in it.
 const LONGEST_KEY: usize = 1000;
 
 fn depth_over<'a>(items: impl IntoIterator<Item = &'a Value>) -> Outcome<usize> {
@@ -98,18 +99,18 @@ fn depth_over<'a>(items: impl IntoIterator<Item = &'a Value>) -> Outcome<usize> 
 }
 
 impl Dict {
-    /// The value of a key, if there is one.
+    /// Returns the value of a key, if it exists.
     pub fn get(&self, limits: &Limits, key: &Value) -> Outcome<Option<&Value>> {
         limits.scan(key.as_str().map_or("", |text| text))?;
         Ok(self.places.get(&key.key()?).map(|&place| &self.entries[place].1))
     }
 
-    /// The value of a key that is a text.
+    /// Returns the value of a string key, if it exists.
     pub fn get_str(&self, key: &str) -> Option<&Value> {
         self.places.get(&Key::Str(key.into())).map(|&place| &self.entries[place].1)
     }
 
-    /// Adds an entry, or replaces the value of a key.
+    /// Adds an entry, or replaces the value of an existing key.
     pub fn insert(&mut self, key: Value, value: Value) -> Outcome<()> {
         let next = self.entries.len();
         let place = *self.places.entry(key.key()?).or_insert(next);
@@ -121,7 +122,7 @@ impl Dict {
         Ok(())
     }
 
-    /// A mapping of these entries.
+    /// Creates a mapping of these entries.
     pub fn of(limits: &Limits, entries: impl IntoIterator<Item = (Value, Value)>) -> Outcome<Value> {
         let mut dict = Self::default();
         for (key, value) in entries {
@@ -134,29 +135,29 @@ impl Dict {
 }
 
 impl Value {
-    /// A text.
+    /// Creates a string.
     pub fn text(text: impl Into<Arc<str>>) -> Self {
         Self::Str(text.into(), false)
     }
 
-    /// A list.
+    /// Creates a list.
     pub fn list(limits: &Limits, items: Vec<Value>) -> Outcome<Self> {
         Ok(Self::List(Self::items(limits, items)?))
     }
 
-    /// A tuple.
+    /// Creates a tuple.
     pub fn tuple(limits: &Limits, items: Vec<Value>) -> Outcome<Self> {
         Ok(Self::Tuple(Self::items(limits, items)?))
     }
 
-    /// A pair of `groupby`.
+    /// Creates a pair of `groupby`: a key and its members.
     pub fn group(limits: &Limits, key: Value, members: Vec<Value>) -> Outcome<Self> {
         let items = vec![key, Self::list(limits, members)?];
         let depth = depth_over(&items)?;
         Ok(Self::Tuple(Rc::new(Items { items, depth, is_group: true })))
     }
 
-    /// A generator.
+    /// Creates a generator.
     pub fn stream(limits: &Limits, items: Vec<Value>) -> Outcome<Self> {
         limits.grow(items.len() * ELEMENT)?;
         let depth = depth_over(&items)?;
@@ -169,12 +170,12 @@ impl Value {
         Ok(Rc::new(Items { items, depth, is_group: false }))
     }
 
-    /// A missing value, and why it is missing.
+    /// Creates a missing value, with the reason why it is missing.
     pub fn undefined(reason: impl Into<String>) -> Self {
         Self::Undefined(Rc::from(reason.into()))
     }
 
-    /// Lists within lists.
+    /// The depth of nested lists.
     pub fn depth(&self) -> usize {
         match self {
             Self::List(items) | Self::Tuple(items) => items.depth,
@@ -187,7 +188,7 @@ impl Value {
         }
     }
 
-    /// The name of its type, as Python has it.
+    /// The name of its type in Python.
     pub fn type_name(&self) -> &'static str {
         match self {
             Self::Undefined(_) => "Undefined",
@@ -215,7 +216,7 @@ impl Value {
         }
     }
 
-    /// Whether it counts as true.
+    /// True if it counts as true.
     pub fn is_true(&self) -> bool {
         match self {
             Self::Undefined(_) | Self::None => false,
@@ -228,7 +229,7 @@ impl Value {
         }
     }
 
-    /// How many elements or characters it has, if it knows.
+    /// Number of elements or characters, if it is known.
     pub fn len(&self) -> Option<usize> {
         match self {
             Self::Undefined(_) => Some(0),
@@ -240,7 +241,7 @@ impl Value {
         }
     }
 
-    /// Its elements: keys of a mapping, characters of a text; what a generator has left.
+    /// Returns its elements: the keys of a mapping, the characters of a string, or the remaining values of a generator.
     pub fn iterate(&self, limits: &Limits) -> Outcome<Vec<Value>> {
         limits.step(1)?;
         if let Some(length) = self.len() {
@@ -271,7 +272,7 @@ impl Value {
         })
     }
 
-    /// What decides whether it is the same key as another.
+    /// Converts it to the form in which keys are compared.
     pub fn key(&self) -> Outcome<Key> {
         let mut left = LONGEST_KEY;
         self.key_within(&mut left)
@@ -296,7 +297,7 @@ impl Value {
         })
     }
 
-    /// An integer, where Python takes one: of an integer or a truth value.
+    /// Its value where Python expects an integer: integers and truth values.
     pub fn as_int(&self) -> Option<i128> {
         match self {
             Self::Int(value) => Some(*value),
@@ -313,7 +314,7 @@ impl Value {
         }
     }
 
-    /// The value of a mapping's key, if there is one.
+    /// The value of a mapping's key, if it exists.
     pub fn field(&self, name: &str) -> Option<&Self> {
         match self {
             Self::Dict(dict) => dict.get_str(name),
@@ -321,7 +322,7 @@ impl Value {
         }
     }
 
-    /// The text of a text.
+    /// The string, if it is one.
     pub fn as_str(&self) -> Option<&Arc<str>> {
         match self {
             Self::Str(text, _) => Some(text),
@@ -329,7 +330,7 @@ impl Value {
         }
     }
 
-    /// Fails where it is undefined.
+    /// Returns an error if it is undefined.
     pub fn defined(&self) -> Outcome<&Self> {
         match self {
             Self::Undefined(reason) => fault(&**reason),
@@ -338,7 +339,7 @@ impl Value {
     }
 }
 
-/// The elements of a range.
+/// Number of elements of a range.
 pub(super) fn range_len(start: i128, end: i128, step: i128) -> usize {
     let (from, to, by) = if step > 0 { (start, end, step) } else { (end, start, -step) };
     if to <= from { 0 } else { usize::try_from((to - from - 1) / by + 1).unwrap_or(usize::MAX) }

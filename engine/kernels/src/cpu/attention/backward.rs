@@ -1,12 +1,11 @@
-//! The gradients: probabilities recomputed tile by tile, and five products on each tile.
+//! The backward: recomputes the probabilities tile by tile, and computes five products on each tile.
 //!
-//! With P the probabilities and D the row sums of dO ∘ O: dV = Pᵀ·dO, dP = dO·Vᵀ, dS = scale · P ∘ (dP − D),
-//! dQ = dS·K, dK = dSᵀ·Q (FlashAttention-2, algorithm 2). Where scores S are capped at c, dS has the factor 1 − (S/c)².
+//! With P the probabilities and D the row sums of dO ∘ O: dV = Pᵀ·dO, dP = dO·Vᵀ, dS = scale · P ∘ (dP − D), dQ = dS·K,
+//! dK = dSᵀ·Q (FlashAttention-2, algorithm 2). If scores S are capped at c, dS has the additional factor 1 − (S/c)².
 //!
-//! With many heads, a task computes all three gradients of a key head, and of the query heads that share it. With few,
-//! some tasks compute dK and dV of one block of keys, others dQ of some queries. Either way an element of dQ sums over
-//! the blocks of keys in order, and one of dK or dV over the heads and the tiles of queries in order, so the bits are
-//! equal.
+//! With many heads, a task computes all three gradients for a key head and the query heads that share it. With few,
+//! some tasks compute dK and dV of one block of keys, others dQ of a range of queries. Either way, dQ is summed over
+//! the blocks of keys in order, and dK and dV over the heads and the tiles of queries in order, so the bits are equal.
 
 use std::ops::Range;
 use std::slice::from_raw_parts_mut;
@@ -19,28 +18,28 @@ use crate::cpu::gemm::{Factor, Strides};
 use crate::cpu::scratch::{Parts, Scratch};
 use crate::cpu::tasks::{for_each, slot};
 
-/// Queries of a tile: two tiles and what is packed for them fit a level-2 cache of 1 MiB.
+/// Queries of a tile: two tiles and their packed operands fit a level-2 cache of 1 MiB.
 const TILE_QUERIES: usize = 96;
 
-/// Rows of a tile's scratch: no more than there are queries, in whole panels.
+/// Rows of a tile's scratch, in whole panels; no more than needed for the number of queries.
 fn tile_rows(job: &Attention) -> usize {
     TILE_QUERIES.min(job.queries.next_multiple_of(PANEL_ROWS))
 }
 
-/// Scratch of each thread, in the order of [`Arrays`].
+/// The scratch of each thread, in the order of [`Arrays`].
 pub(super) fn parts(job: &Attention, threads: usize) -> [Parts; 9] {
     let (keys, queries) = (packed_keys_len(job), packed_len(job, tile_rows(job)));
     let (tile, panel) = (tile_rows(job) * ROW_STRIDE, PANEL_ROWS * ROW_STRIDE);
     Parts::of_kinds(threads, [keys, keys, keys, queries, queries, tile, tile, panel, panel])
 }
 
-// SAFETY: tasks write disjoint rows of dq, dk and dv and only read the rest.
+// SAFETY: tasks write disjoint rows of dq, dk and dv, and only read the rest.
 unsafe impl<T> Send for Backward<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Backward<T> {}
 
 /// # Safety
-/// As [`Attention::backward_raw`].
+/// As for [`Attention::backward_raw`].
 pub(super) unsafe fn run<T: Factor>(
     job: &Attention,
     instructions: &Instructions,
@@ -53,7 +52,7 @@ pub(super) unsafe fn run<T: Factor>(
     let run = |pair: usize, part: Part| {
         let operands = &operands;
         let arrays = Arrays::new(parts.map(|part| part.start(scratch, slot())));
-        // SAFETY: the gradients of this part are this task's alone, and so are its thread's arrays.
+        // SAFETY: the gradients of this part, and its thread's arrays, belong to this task alone.
         unsafe {
             let (batch, kv_head) = (pair / job.kv_heads, pair % job.kv_heads);
             let task = Task { job, instructions, operands, batch, kv_head, arrays };
@@ -79,7 +78,7 @@ pub(super) unsafe fn run<T: Factor>(
     });
 }
 
-/// What a task reads of a key head, and which gradients it writes.
+/// The range of a key head that a task reads, and the gradients that it writes.
 #[derive(Debug, Clone)]
 struct Part {
     queries: Range<usize>,
@@ -88,7 +87,7 @@ struct Part {
     dk_dv: bool,
 }
 
-/// A thread's scratch, as large as [`parts`] counts it.
+/// A thread's scratch, with the sizes that [`parts`] returns.
 struct Arrays {
     /// Kᵀ: panels of keys.
     k_transposed: *mut f32,
@@ -100,9 +99,9 @@ struct Arrays {
     q: *mut f32,
     /// dO of a tile: panels of elements.
     dout: *mut f32,
-    /// A tile of probabilities, queries down, keys to the right.
+    /// A tile of probabilities, one row per query, one column per key.
     probabilities: *mut f32,
-    /// The gradients of a tile's scores.
+    /// The gradients of a tile's scores, with the same layout.
     gradients: *mut f32,
     /// Rows of Q for the micro-kernels.
     q_panel: *mut f32,
@@ -129,7 +128,7 @@ struct Task<'a, T> {
 
 impl<T: Factor> Task<'_, T> {
     /// # Safety
-    /// As [`Attention::backward_raw`]; the part's gradients and the arrays are this thread's.
+    /// As for [`Attention::backward_raw`]; the part's gradients and the arrays must belong to this thread alone.
     unsafe fn run(&self, part: Part) {
         let &Self { job, instructions, operands, batch, kv_head, ref arrays } = self;
         let heads = kv_head * job.group()..(kv_head + 1) * job.group();
@@ -167,11 +166,12 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// One tile of scores: P and dS by panels of queries, with their dQ; then what the tile adds to dV and dK.
+    /// Computes one tile of scores: P and dS by panels of queries, with their contribution to dQ; then the tile's
+    /// contribution to dV and dK.
     unsafe fn tile(&self, head: usize, queries: Range<usize>, keys: Range<usize>, part: &Part) {
         let &Self { job, instructions, operands, batch, ref arrays, .. } = self;
         let products = instructions.products;
-        // SAFETY: heads and tokens exist; panels and tiles are as large as `parts` counts them.
+        // SAFETY: heads and tokens exist; panels and tiles have the sizes that `parts` returns.
         unsafe {
             for first in queries.clone().step_by(products.rows()) {
                 let rows = first..queries.end.min(first + products.rows());
@@ -195,7 +195,7 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// A panel's rows of P and dS, and what they add to dQ.
+    /// Computes a panel's rows of P and dS, and their contribution to dQ.
     unsafe fn scores(&self, head: usize, rows: Range<usize>, tile_start: usize, keys: &Range<usize>, dq: bool) {
         let &Self { job, instructions, operands, batch, ref arrays, .. } = self;
         let Instructions { products, rows: row_kernels } = instructions;
@@ -255,7 +255,7 @@ impl<T: Factor> Task<'_, T> {
                 let dq = Head::new(operands.dq, job.d_q, batch, head);
                 let mut factor = gradients;
                 if products.k_of_line > 1 {
-                    // The queries in their panel are no longer needed.
+                    // The panel of queries is no longer needed, so its scratch is reused.
                     factor = arrays.q_panel;
                     instructions.round_rows(gradients, rows.len(), columns, factor);
                 }
@@ -274,21 +274,22 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// Rounds a tile, two queries to a row of pairs, in place: the row of queries 2·i and 2·i + 1 is row i.
+    /// Rounds a tile to bf16 in place, with two queries to a row: queries 2·i and 2·i + 1 become the pairs of row i.
     unsafe fn pair_rows(&self, tile: *mut f32, queries: &Range<usize>, keys: &Range<usize>) {
         let seen = |query: usize| self.job.visible(query).saturating_sub(keys.start).min(keys.len());
         for (line, query) in queries.clone().step_by(2).enumerate() {
             let first = tile.wrapping_add(2 * line * ROW_STRIDE);
             let last = (query + 1).min(queries.end - 1);
             let second = if last > query { first.wrapping_add(ROW_STRIDE) } else { std::ptr::null_mut() };
-            // SAFETY: rows have `ROW_STRIDE` floats, and no row is read behind one that was written before.
+            // SAFETY: rows have `ROW_STRIDE` floats, and each row is read before it is overwritten.
             unsafe {
                 (self.instructions.rows.pair)(first, second, padded(seen(last)), tile.add(line * ROW_STRIDE).cast());
             }
         }
     }
 
-    /// `to` += tileᵀ · `packed`, for the rows of `keys`. Queries that don't see a panel's first key see none of it.
+    /// `to` += tileᵀ · `packed`, for the rows of `keys`. Queries that do not see a panel's first key see none of the
+    /// panel and are skipped.
     unsafe fn add_transposed(
         &self,
         tile: *const f32,
@@ -321,10 +322,10 @@ impl<T: Factor> Task<'_, T> {
     }
 }
 
-/// Clears rows of a gradient.
+/// Sets rows of a gradient to zero.
 unsafe fn zero(head: Head<f32>, tokens: Range<usize>, head_size: usize) {
     for token in tokens {
-        // SAFETY: the caller names tokens that exist and are its own.
+        // SAFETY: the caller passes tokens that exist and belong to it alone.
         unsafe { from_raw_parts_mut(head.at(token), head_size).fill(0.0) };
     }
 }

@@ -1,14 +1,15 @@
-//! Whether an attention can run, and why not.
+//! Checks of an attention's operands.
 //!
-//! In: a shape, slices and scratch. Out: an error that names the operand, before anything is written. Never: a look at an element.
+//! In: a shape, slices and scratch. Out: an error that names the operand, before anything is written. Never: access to
+//! an element.
 
 use super::{Attention, HeadStrides, MAX_HEAD_SIZE, forward};
 use crate::cpu::scratch::{Parts, Scratch};
 
-/// Why an attention cannot run.
+/// The reason why an attention cannot run.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum AttentionError {
-    /// Query heads that cannot share the key heads evenly.
+    /// The number of query heads is not a multiple of the number of key heads.
     #[error("{heads} query heads cannot share {kv_heads} key heads evenly; choose a multiple")]
     Heads {
         /// Heads of queries.
@@ -16,28 +17,28 @@ pub enum AttentionError {
         /// Heads of keys and values.
         kv_heads: usize,
     },
-    /// A head wider than the kernels take.
+    /// A head is larger than the kernels support.
     #[error("a head of {head_size} elements is larger than {MAX_HEAD_SIZE}; use more, smaller heads")]
     HeadSize {
         /// Elements of a head.
         head_size: usize,
     },
-    /// A window in which no key is.
+    /// The window is zero, so that no key is visible.
     #[error("a window of no key; a query sees one key at least, itself")]
     Window,
-    /// A cap that is not a positive number.
+    /// The cap is not positive and finite.
     #[error("the cap of scores is {cap}; it must be positive and finite")]
     Cap {
         /// The cap.
         cap: f32,
     },
-    /// A factor that is not a positive number.
+    /// The scale is not positive and finite.
     #[error("scale is {scale}; it must be positive and finite, as 1/√head_size is")]
     Scale {
-        /// The factor.
+        /// The scale.
         scale: f32,
     },
-    /// A slice ends before the tensor that it should hold.
+    /// A slice is shorter than the tensor that it should hold.
     #[error("{operand} needs {needed} elements, its slice has {given}; give all of the tensor, or correct its strides")]
     TooShort {
         /// Name of the tensor, or "scratch" for one of its pieces.
@@ -47,13 +48,13 @@ pub enum AttentionError {
         /// Elements that were given.
         given: usize,
     },
-    /// A tensor's strides overflow `usize`.
+    /// A tensor's extent overflows the address space.
     #[error("{operand}'s strides reach beyond the address space; correct them")]
     TooLarge {
         /// Name of the tensor.
         operand: &'static str,
     },
-    /// A tensor to be written in which two elements share an address.
+    /// Two elements of a written tensor share an address.
     #[error("heads or tokens of {operand} overlap with strides {strides:?}; keep them apart")]
     Overlap {
         /// Name of the tensor.
@@ -64,19 +65,20 @@ pub enum AttentionError {
 }
 
 impl Attention {
-    /// The address of the queries' first keys, if there are enough of them.
+    /// Returns the address of the queries' first keys, or an error if the slice is too short; null without `starts`.
     pub(super) fn check_starts(&self, starts: Option<&[u32]>) -> Result<*const u32, AttentionError> {
         let Some(starts) = starts else { return Ok(std::ptr::null()) };
         at_least("starts", self.numbers_of(1), starts.len())?;
         Ok(starts.as_ptr())
     }
 
-    /// Elements of a tensor with one for each query of each of so many heads; the most that there are if there would be more.
+    /// Elements of a tensor with one per query of each of `heads` heads. Saturates, so that the length check fails if
+    /// it overflows.
     pub(super) fn numbers_of(&self, heads: usize) -> usize {
         self.batch.saturating_mul(heads).saturating_mul(self.queries)
     }
 
-    /// Whether shape, operands and scratch of a forward fit together.
+    /// Checks the shape, operands and scratch of a forward.
     pub(super) fn check_forward<T>(
         &self,
         q: &[T],
@@ -115,7 +117,7 @@ impl Attention {
         Ok(())
     }
 
-    /// Whether a tensor fits its slice.
+    /// Checks that a slice is long enough for its tensor.
     pub(super) fn check(
         &self,
         operand: &'static str,
@@ -137,8 +139,7 @@ impl Attention {
         at_least(operand, needed, given)
     }
 
-    /// Whether no two elements of a tensor share an address: each stride must step over all that the smaller ones
-    /// reach.
+    /// Checks that no two elements of a tensor share an address: each stride must exceed the reach of all smaller ones.
     pub(super) fn check_apart(
         &self,
         operand: &'static str,

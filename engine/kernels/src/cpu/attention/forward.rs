@@ -1,4 +1,4 @@
-//! The outputs: keys in blocks, queries in panels of a micro-kernel's height.
+//! The forward: keys are taken in blocks, queries in panels as tall as a micro-kernel.
 
 use std::ops::Range;
 use std::slice::from_raw_parts_mut;
@@ -12,10 +12,11 @@ use crate::cpu::scratch::{Parts, Scratch};
 use crate::cpu::simd::prefetch;
 use crate::cpu::tasks::{for_each, slot};
 
-/// Most queries of a head between two packings of the same keys.
+/// The most queries of a head between two packings of the same keys.
 const MAX_CHUNK: usize = 4096;
 
-/// Scratch of each thread: keys and values packed, a panel of queries, one of scores, and the running softmax.
+/// The scratch of each thread: packed keys, packed values, a panel of queries, a panel of scores, and the running
+/// softmax.
 pub(super) fn parts(job: &Attention, threads: usize) -> [Parts; 5] {
     let (packed, panel) = (packed_keys_len(job), PANEL_ROWS * ROW_STRIDE);
     let running = 2 * job.group() * job.queries.next_multiple_of(PANEL_ROWS).min(MAX_CHUNK);
@@ -27,8 +28,8 @@ unsafe impl<T> Send for Forward<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Forward<T> {}
 
-/// Queries of a task: all of a head, unless there are so few heads that threads would be idle. A whole number of
-/// panels, so that a row's panel, and with it its bits, stays the same.
+/// The number of queries per task: all of a head, unless there are so few heads that threads would be idle. It is a
+/// multiple of `panels`, so that a row always falls into the same panel and keeps its bits.
 pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
     let heads = job.batch * job.kv_heads;
     let wanted = (4 * rayon::current_num_threads()).div_ceil(heads.max(1));
@@ -37,7 +38,7 @@ pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
 }
 
 /// # Safety
-/// As [`Attention::forward_raw`].
+/// As for [`Attention::forward_raw`].
 pub(super) unsafe fn run<T: Factor>(
     job: &Attention,
     instructions: &Instructions,
@@ -51,7 +52,7 @@ pub(super) unsafe fn run<T: Factor>(
         let (pair, chunk) = (task / chunks, task % chunks);
         let queries = chunk * per_task..job.queries.min((chunk + 1) * per_task);
         let operands = &operands;
-        // SAFETY: the rows of these heads and queries are this task's alone, and so are its thread's parts.
+        // SAFETY: the rows of these heads and queries, and its thread's parts, belong to this task alone.
         unsafe {
             let (batch, kv_head) = (pair / job.kv_heads, pair % job.kv_heads);
             let job = &operands.placed(job, batch);
@@ -62,21 +63,21 @@ pub(super) unsafe fn run<T: Factor>(
 }
 
 impl<T> Forward<T> {
-    /// The shape as a sequence sees it: from its own position on, if it has one.
+    /// The attention of one sequence: its mask starts at the sequence's own position, if there are positions.
     ///
     /// # Safety
-    /// The sequence exists.
+    /// The sequence must exist.
     unsafe fn placed(&self, job: &Attention, batch: usize) -> Attention {
         if self.positions.is_null() {
             return *job;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         let offset = unsafe { *self.positions.add(batch * job.queries) } as usize;
         Attention { mask: Mask::Causal { offset }, ..*job }
     }
 }
 
-/// Some queries of all heads that share a key head.
+/// A range of queries, for all heads that share a key head.
 struct Task<'a, T> {
     job: &'a Attention,
     instructions: &'a Instructions,
@@ -85,30 +86,30 @@ struct Task<'a, T> {
     kv_head: usize,
 }
 
-/// The current block of keys, packed.
+/// The current block of packed keys and values.
 struct Block {
     keys: Range<usize>,
     /// Kᵀ: panels of keys, `head_size` deep.
     k: *mut f32,
-    /// V: panels of elements, as deep as there are keys.
+    /// V: panels of elements, as deep as the number of keys.
     v: *mut f32,
 }
 
 impl<T: Factor> Task<'_, T> {
     /// # Safety
-    /// As [`Attention::forward_raw`]; `scratch` are this thread's [`parts`].
+    /// As for [`Attention::forward_raw`]; `scratch` must be this thread's [`parts`].
     unsafe fn run(&self, queries: Range<usize>, scratch: [*mut f32; 5]) {
         let &Self { job, operands, batch, kv_head, .. } = self;
         let [k, v, query_panel, scores, running] = scratch;
         let running = running.cast::<Running>();
         let keys = job.visible(queries.end - 1);
-        // SAFETY: the parts are as large as `parts` counts them; heads and tokens exist.
+        // SAFETY: the parts have the sizes that `parts` returns; heads and tokens exist.
         unsafe {
             if keys == 0 {
                 self.write_empty(queries);
                 return;
             }
-            // Blocks that no query of the task sees are passed over.
+            // Blocks that no query of the task sees are skipped.
             let first_block =
                 job.first_key_of(operands.starts, batch, queries.clone()) / job.key_block() * job.key_block();
             for first_key in (first_block..keys).step_by(job.key_block()) {
@@ -140,8 +141,8 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// Takes a block of keys, the first that the panel sees or a later one, into the outputs of one panel of queries, and finishes
-    /// them with their last visible block.
+    /// Adds a block of keys to the outputs of one panel of queries. `is_first` marks the first block that the panel
+    /// sees; after its last visible block, the outputs are finished.
     unsafe fn panel(
         &self,
         head: usize,
@@ -167,7 +168,7 @@ impl<T: Factor> Task<'_, T> {
                 }
             }
             self.instructions.pack_rows(q, rows.clone(), job.head_size, query_panel);
-            // Of bf16, whose numbers would have to be rounded, the scores are scaled.
+            // With bf16, scaled queries would have to be rounded, so the scores are scaled instead.
             if !T::IS_BF16 {
                 for i in 0..rows.len() {
                     let row = from_raw_parts_mut(query_panel.add(i * ROW_STRIDE), job.head_size);
@@ -209,12 +210,13 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// How many of the first keys of a block the mask shows a query.
+    /// The number of keys at the start of a block that the mask lets a query see.
     fn seen(&self, query: usize, block: &Block) -> usize {
         self.job.visible(query).saturating_sub(block.keys.start).min(block.keys.len())
     }
 
-    /// Turns a panel's scores into weights below the running maxima, and scales what was summed below the maxima so far.
+    /// Replaces a panel's scores by exponentials relative to the running maxima, and rescales the outputs so far to new
+    /// maxima.
     unsafe fn weights(
         &self,
         rows: Range<usize>,
@@ -250,7 +252,7 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// Divides the outputs of a panel by the sums of their weights, which have seen all keys.
+    /// Divides the outputs of a panel by their sums of weights, after the last visible key, and writes the log-sum-exp.
     unsafe fn finish(&self, head: usize, rows: Range<usize>, running: &[Running]) {
         let &Self { job, operands, batch, .. } = self;
         // SAFETY: heads and queries exist and are this task's.
@@ -267,7 +269,7 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// The outputs of queries that see nothing.
+    /// Writes the outputs of queries that see no key.
     unsafe fn write_empty(&self, queries: Range<usize>) {
         let &Self { job, operands, batch, .. } = self;
         for head in self.kv_head * job.group()..(self.kv_head + 1) * job.group() {
@@ -289,7 +291,7 @@ impl Instructions {
     /// Packs a `k` × `columns` matrix as panels of B.
     ///
     /// # Safety
-    /// The matrix exists; `to` has room for its panels.
+    /// The matrix must be readable, and `to` must have room for its panels.
     pub(super) unsafe fn pack<T: Factor>(
         &self,
         start: *const T,
@@ -300,7 +302,7 @@ impl Instructions {
     ) {
         let (width, lines) = (self.products.columns, self.products.lines(k));
         for column in (0..columns).step_by(width) {
-            // SAFETY: the caller's promise.
+            // SAFETY: by this function's contract.
             unsafe {
                 let source = Source { start: start.add(column * strides.column), strides };
                 T::pack_panel(self.products, &source, k, width.min(columns - column), to.add(column * lines));
@@ -308,21 +310,21 @@ impl Instructions {
         }
     }
 
-    /// Rounds the first columns of rows of A to pairs, elsewhere or in place.
+    /// Rounds the first `columns` of rows of A to pairs of bf16. `to` may equal `from`.
     ///
     /// # Safety
-    /// Both panels have that many rows of [`ROW_STRIDE`].
+    /// Both panels must have that many rows of [`ROW_STRIDE`].
     pub(super) unsafe fn round_rows(&self, from: *const f32, rows: usize, columns: usize, to: *mut f32) {
         for row in (0..rows).map(|row| row * ROW_STRIDE) {
-            // SAFETY: the caller's promise.
+            // SAFETY: by this function's contract.
             unsafe { (self.rows.round)(from.add(row), columns.next_multiple_of(2), to.add(row).cast()) };
         }
     }
 
-    /// Packs a head's `size` elements of some tokens as rows of A.
+    /// Packs `size` elements of a head's tokens as rows of A.
     ///
     /// # Safety
-    /// The tokens exist; `panel` has room for their rows.
+    /// The tokens must exist, and `panel` must have room for their rows.
     pub(super) unsafe fn pack_rows<T: Factor>(
         &self,
         head: Head<T>,
@@ -330,7 +332,7 @@ impl Instructions {
         size: usize,
         panel: *mut f32,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe {
             let source = Source { start: head.at(tokens.start).cast_const(), strides: Strides::row_major(head.token) };
             T::pack_rows(self.products, &source, tokens.len(), size, Layout::Rows, &PackedA::of(panel));

@@ -1,14 +1,17 @@
-//! softmax(scale · Q·Kᵀ)·V in `f32` and its gradients, without ever holding a matrix of scores.
+//! softmax(scale · Q·Kᵀ)·V in `f32` and its gradients, without ever storing a whole matrix of scores.
 //!
-//! In: queries, keys and values of any strides over (batch, head, token), so that a packed `qkv` is read and its
-//! gradient written in place; in `f32`, or in bf16, which is packed as [`gemm`](crate::cpu::gemm) packs it: where the processor
-//! multiplies pairs of bf16, probabilities and gradients of scores are rounded to it before they are multiplied. Out: the outputs
-//! and the log-sum-exp of each row of scores, in `f32`; from these the gradients. Never: a heap allocation, scratch that grows with
-//! keys × queries, or a result that depends on the number of threads.
+//! In: queries, keys and values with any strides over (batch, head, token), so that a packed `qkv` can be read and its
+//! gradient written in place. Out: the outputs and the log-sum-exp of each row of scores, in `f32`, and from these the
+//! gradients. Never: a heap allocation, scratch that grows with keys × queries, or a result that depends on the number
+//! of threads.
 //!
-//! The scheme is FlashAttention-2's (Dao 2023, algorithms 1 and 2): keys go by in blocks with a running maximum and sum
-//! per query; the backward recomputes the probabilities from the log-sum-exp. The small products are those of
-//! [`gemm`](crate::cpu::gemm), and what the causal mask hides is left out at the grain of their registers.
+//! Operands are `f32` or bf16; bf16 is packed like in [`gemm`](crate::cpu::gemm). Where the processor multiplies pairs
+//! of bf16, probabilities and gradients of scores are rounded to bf16 before they are multiplied.
+//!
+//! The scheme is that of FlashAttention-2 (Dao 2023, algorithms 1 and 2). The forward takes keys in blocks and keeps a
+//! running maximum and sum per query; the backward recomputes the probabilities from the log-sum-exp. The small
+//! products use the micro-kernels of [`gemm`](crate::cpu::gemm), which skip masked scores as far as whole tiles of
+//! registers are masked.
 
 mod backward;
 mod check;
@@ -28,10 +31,10 @@ use crate::cpu::simd::Level;
 
 pub use self::check::AttentionError;
 
-/// Largest head that the kernels take.
+/// The largest head size that the kernels support.
 pub const MAX_HEAD_SIZE: usize = 256;
 
-/// Distances in elements of a tensor over (batch, head, token, element); the elements of a head are neighbours.
+/// Distances, in elements, of a tensor over (batch, head, token, element). The elements of a head are contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadStrides {
     /// From one sequence to the next.
@@ -42,19 +45,19 @@ pub struct HeadStrides {
     pub token: usize,
 }
 
-/// Which keys a query sees.
+/// The keys that a query can see, before [`Attention::window`] restricts them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mask {
-    /// All of them.
+    /// All keys.
     Full,
-    /// Query i sees keys 0 to i + `offset`: with a cache of past keys, `offset` is their number.
+    /// Query i sees keys 0 to i + `offset`, inclusive. With a cache of past keys, `offset` is their number.
     Causal {
         /// Position of the first query among the keys.
         offset: usize,
     },
 }
 
-/// The shape of an attention, and what stands between scores and probabilities.
+/// The shape of an attention, and the operations between scores and probabilities.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     /// Number of sequences.
@@ -73,29 +76,29 @@ pub struct Attention {
     pub value_size: usize,
     /// Factor of the scores, usually 1/√`head_size`; positive.
     pub scale: f32,
-    /// Which keys a query sees.
+    /// The keys that a query can see.
     pub mask: Mask,
-    /// Of these, how many of the last it sees at most; not 0.
+    /// The most keys that a query sees, counted back from its last visible one; not 0.
     pub window: Option<usize>,
-    /// A score s counts as cap · tanh(s/cap); positive.
+    /// Soft cap of the scores: a score s is replaced by cap · tanh(s/cap); positive.
     pub cap: Option<f32>,
-    /// How the queries lie in memory.
+    /// Strides of the queries.
     pub q: HeadStrides,
-    /// How the keys lie in memory.
+    /// Strides of the keys.
     pub k: HeadStrides,
-    /// How the values lie in memory.
+    /// Strides of the values.
     pub v: HeadStrides,
-    /// How the outputs and their gradient lie in memory.
+    /// Strides of the outputs and of their gradient.
     pub out: HeadStrides,
-    /// How the gradient of the queries lies in memory.
+    /// Strides of the gradient of the queries.
     pub d_q: HeadStrides,
-    /// How the gradient of the keys lies in memory.
+    /// Strides of the gradient of the keys.
     pub d_k: HeadStrides,
-    /// How the gradient of the values lies in memory.
+    /// Strides of the gradient of the values.
     pub d_v: HeadStrides,
 }
 
-/// What [`Attention::forward_raw`] reads and writes.
+/// The operands of [`Attention::forward_raw`].
 #[derive(Debug, Clone, Copy)]
 pub struct Forward<T> {
     /// Queries.
@@ -106,15 +109,16 @@ pub struct Forward<T> {
     pub v: *const T,
     /// Outputs, written.
     pub out: *mut f32,
-    /// Log-sum-exp of the scores, \[batch, heads, queries\], written; null if it is not wanted.
+    /// Log-sum-exp of the scores, \[batch, heads, queries\], written; null if it is not needed.
     pub lse: *mut f32,
-    /// Positions of the queries among the keys, \[batch, queries\], consecutive in each sequence; null if the mask says them.
+    /// Positions of the queries among the keys, \[batch, queries\], consecutive in each sequence. If null, the mask's
+    /// offset determines them.
     pub positions: *const u32,
-    /// As [`Backward::starts`].
+    /// The first key that each query sees, \[batch, queries\]; null if every query starts at the first key.
     pub starts: *const u32,
 }
 
-/// What [`Attention::backward_raw`] reads and writes.
+/// The operands of [`Attention::backward_raw`].
 #[derive(Debug, Clone, Copy)]
 pub struct Backward<T> {
     /// Queries.
@@ -129,7 +133,7 @@ pub struct Backward<T> {
     pub lse: *const f32,
     /// Gradient of the outputs.
     pub dout: *const T,
-    /// The first key that each query sees, \[batch, queries\]; null if that is the first of all.
+    /// The first key that each query sees, \[batch, queries\]; null if every query starts at the first key.
     pub starts: *const u32,
     /// Gradient of the queries, overwritten.
     pub dq: *mut f32,
@@ -140,39 +144,44 @@ pub struct Backward<T> {
 }
 
 impl Attention {
-    /// Bytes of each piece of scratch that the forward needs in a pool of `threads` threads.
+    /// The size in bytes of each piece of scratch that the forward needs in a pool of `threads` threads.
     pub fn forward_scratch(&self, threads: usize) -> Vec<u64> {
         forward::parts(self, threads).into_iter().flat_map(Parts::bytes).collect()
     }
 
-    /// Bytes of each piece of scratch that the backward needs in a pool of `threads` threads.
+    /// The size in bytes of each piece of scratch that the backward needs in a pool of `threads` threads.
     pub fn backward_scratch(&self, threads: usize) -> Vec<u64> {
         backward::parts(self, threads).into_iter().flat_map(Parts::bytes).collect()
     }
 
-    /// Floating-point operations of the forward's two products, hidden scores left out.
+    /// Floating-point operations of the forward's two products, without masked scores.
     pub fn forward_flops(&self) -> u64 {
         2 * (self.head_size + self.value_size) as u64 * self.scores()
     }
 
-    /// Floating-point operations of the backward's five products, hidden scores left out.
+    /// Floating-point operations of the backward's five products, without masked scores.
     pub fn backward_flops(&self) -> u64 {
         2 * (3 * self.head_size + 2 * self.value_size) as u64 * self.scores()
     }
 
-    /// Scores that are not hidden, of all heads.
+    /// The number of scores that are not masked, over all heads.
     fn scores(&self) -> u64 {
         let seen = |query| self.visible(query).min(self.window.unwrap_or(usize::MAX)) as u64;
         (self.batch * self.heads) as u64 * (0..self.queries).map(seen).sum::<u64>()
     }
 
     /// Computes the outputs and the log-sum-exp \[batch, heads, queries\] on all threads of the current rayon pool.
-    /// Without keys they are 0 and −∞. With `starts` \[batch, queries\] a query sees no key before its own start; a start behind
-    /// all that the mask shows is taken as the last of these.
+    /// Without keys, they are 0 and −∞.
+    ///
+    /// With `starts` \[batch, queries\], a query sees no key before its own start. A start after its last visible key
+    /// counts as that key.
     ///
     /// # Errors
-    /// An unsound shape, a slice too short for its strides or for [`Attention::forward_scratch`] of the current
-    /// pool, or outputs that overlap. Nothing is written then.
+    /// Returns an error, and writes nothing, if
+    /// - the shape is invalid,
+    /// - a slice is too short for its strides,
+    /// - the scratch is too small for [`Attention::forward_scratch`] of the current pool, or
+    /// - outputs overlap.
     #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
     pub fn forward<T: Factor>(
         &self,
@@ -196,16 +205,17 @@ impl Attention {
             positions: std::ptr::null(),
             starts,
         };
-        // SAFETY: every extent was compared with its slice above; what is written is borrowed exclusively.
+        // SAFETY: every extent was compared with its slice above; the slices that are written are borrowed exclusively.
         unsafe { self.forward_raw(operands, scratch) };
         Ok(())
     }
 
-    /// As [`Attention::forward`], without the log-sum-exp, for queries at `positions` \[batch, queries\] among the keys of a
-    /// cache, consecutive in each sequence: each sees the keys up to its own. The mask is not looked at.
+    /// Computes the outputs, without the log-sum-exp, for queries at `positions` \[batch, queries\] among the keys of a
+    /// cache. Positions must be consecutive in each sequence. Each query sees the keys up to its own position; the mask
+    /// is ignored.
     ///
     /// # Errors
-    /// As [`Attention::forward`]; when a position is not among the keys.
+    /// Returns an error like [`Attention::forward`], or if a position is not among the keys.
     pub fn forward_at<T: Factor>(
         &self,
         q: &[T],
@@ -233,24 +243,28 @@ impl Attention {
         Ok(())
     }
 
-    /// [`Attention::forward`] on addresses, for operands that lie in one arena.
+    /// Like [`Attention::forward`], on addresses, for operands in one arena.
     ///
     /// # Safety
-    /// The shape is one that [`Attention::forward`] takes; the operands exist as far as its strides reach, `scratch`
-    /// has the pieces of [`Attention::forward_scratch`]`(rayon::current_num_threads())`; what is written overlaps nothing
-    /// else, and nothing else writes to any operand during the call.
+    /// - [`Attention::forward`] must accept the shape.
+    /// - The operands must be valid as far as its strides reach, and `scratch` must have the pieces of
+    ///   [`Attention::forward_scratch`]`(rayon::current_num_threads())`.
+    /// - Written operands must not overlap any other one, and no operand may be written by others during the call.
     pub unsafe fn forward_raw<T: Factor>(&self, operands: Forward<T>, scratch: &mut Scratch<'_>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { forward::run(self, &Instructions::of::<T>(Level::best()), operands, scratch) }
     }
 
     /// Computes the gradients of queries, keys and values on all threads of the current rayon pool.
     ///
-    /// Gradients that are interleaved in one tensor, as that of a packed `qkv`, are for [`Attention::backward_raw`].
+    /// Gradients that are interleaved in one tensor, such as that of a packed `qkv`, need [`Attention::backward_raw`].
     ///
     /// # Errors
-    /// An unsound shape, a slice too short for its strides or for [`Attention::backward_scratch`] of the current
-    /// pool, or gradients that overlap. Nothing is written then.
+    /// Returns an error, and writes nothing, if
+    /// - the shape is invalid,
+    /// - a slice is too short for its strides,
+    /// - the scratch is too small for [`Attention::backward_scratch`] of the current pool, or
+    /// - gradients overlap.
     #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
     pub fn backward<T: Factor>(
         &self,
@@ -299,21 +313,21 @@ impl Attention {
             dk: dk.as_mut_ptr(),
             dv: dv.as_mut_ptr(),
         };
-        // SAFETY: every extent was compared with its slice above; what is written is borrowed exclusively.
+        // SAFETY: every extent was compared with its slice above; the slices that are written are borrowed exclusively.
         unsafe { self.backward_raw(operands, scratch) };
         Ok(())
     }
 
-    /// [`Attention::backward`] on addresses, for operands that lie in one arena.
+    /// Like [`Attention::backward`], on addresses, for operands in one arena.
     ///
     /// # Safety
-    /// As [`Attention::forward_raw`], with [`Attention::backward_scratch`].
+    /// As for [`Attention::forward_raw`], with [`Attention::backward_scratch`].
     pub unsafe fn backward_raw<T: Factor>(&self, operands: Backward<T>, scratch: &mut Scratch<'_>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { backward::run(self, &Instructions::of::<T>(Level::best()), operands, scratch) }
     }
 
-    /// Number of the first keys behind which the mask hides all from a query.
+    /// The number of keys up to and including the last one that the mask lets a query see.
     fn visible(&self, query: usize) -> usize {
         match self.mask {
             Mask::Full => self.keys,
@@ -324,28 +338,28 @@ impl Attention {
     /// The first key that a query sees.
     ///
     /// # Safety
-    /// `starts` is null or has a number for each query of each sequence.
+    /// `starts` must be null or valid for one entry per query of each sequence.
     unsafe fn first_key(&self, starts: *const u32, batch: usize, query: usize) -> usize {
         let visible = self.visible(query);
         let in_window = self.window.map_or(0, |window| visible.saturating_sub(window));
         if starts.is_null() {
             return in_window;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         let start = unsafe { *starts.add(batch * self.queries + query) } as usize;
         start.max(in_window).min(visible.saturating_sub(1))
     }
 
-    /// The first key that one of some queries sees.
+    /// The smallest first key of a range of queries.
     ///
     /// # Safety
-    /// As [`Self::first_key`].
+    /// As for [`Self::first_key`].
     unsafe fn first_key_of(&self, starts: *const u32, batch: usize, queries: Range<usize>) -> usize {
         if starts.is_null() {
-            // SAFETY: no start is looked at.
+            // SAFETY: with null `starts`, no start is read.
             return unsafe { self.first_key(starts, batch, queries.start) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         queries.map(|query| unsafe { self.first_key(starts, batch, query) }).min().unwrap_or(0)
     }
 
@@ -354,13 +368,13 @@ impl Attention {
         self.heads / self.kv_heads.max(1)
     }
 
-    /// Keys that are packed together: fewer of wider heads, so that they stay in the level-2 cache.
+    /// The number of keys that are packed together: fewer if heads are wide, so that they stay in the level-2 cache.
     fn key_block(&self) -> usize {
         const FLOATS: usize = BLOCK_K * 64;
         (FLOATS / self.widest().max(1) / 32 * 32).clamp(96, BLOCK_K)
     }
 
-    /// The larger of the two sizes of a head.
+    /// The larger of the head sizes of keys and values.
     fn widest(&self) -> usize {
         self.head_size.max(self.value_size)
     }
@@ -373,29 +387,29 @@ struct Instructions {
 }
 
 impl Instructions {
-    /// Those for operands of a type.
+    /// The kernels of a level for operands of type `T`.
     fn of<T: Factor>(level: Level) -> Self {
         let products = if T::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) };
         Self { products, rows: Rows::of(level) }
     }
 }
 
-/// Rows of the tallest panel of any level.
+/// Rows of the tallest micro-kernel of any level.
 const PANEL_ROWS: usize = 12;
 const _: () = assert!(MAX_HEAD_SIZE <= ROW_STRIDE && BLOCK_K + 16 <= ROW_STRIDE);
 
-/// Floats of a block of keys packed as panels of B, in either direction: of no more keys than there are.
+/// Floats of a block of keys packed as panels of B, in either orientation; never more keys than there are.
 fn packed_keys_len(job: &Attention) -> usize {
     packed_len(job, job.key_block().min(job.keys))
 }
 
-/// Floats of a head's `tokens` packed as panels of B, in either direction.
+/// Floats of `tokens` tokens of a head packed as panels of B, in either orientation.
 fn packed_len(job: &Attention, tokens: usize) -> usize {
     tokens.next_multiple_of(32) * job.widest().next_multiple_of(32)
 }
 
-/// One head of a tensor: its first element and the distance between tokens. Only what the caller gave as writable is
-/// written to.
+/// One head of a tensor: its first element and the distance between tokens. It is only written through if the caller's
+/// tensor is writable.
 #[derive(Clone, Copy)]
 struct Head<T> {
     start: *mut T,
@@ -404,16 +418,16 @@ struct Head<T> {
 
 impl<T: Copy> Head<T> {
     /// # Safety
-    /// The head exists.
+    /// The head must exist.
     unsafe fn new(tensor: *mut T, strides: HeadStrides, batch: usize, head: usize) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         Self { start: unsafe { tensor.add(batch * strides.batch + head * strides.head) }, token: strides.token }
     }
 
     /// # Safety
-    /// The token exists.
+    /// The token must exist.
     unsafe fn at(self, token: usize) -> *mut T {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { self.start.add(token * self.token) }
     }
 }

@@ -1,4 +1,4 @@
-//! What happens to one row of scores between the products: written as plain loops over sixteen lanes, compiled for each
+//! The operations on a row of scores between the two products: plain loops over sixteen lanes, compiled for each
 //! instruction set.
 
 use std::slice::from_raw_parts;
@@ -11,15 +11,16 @@ use crate::cpu::gemm::Factor;
 use crate::cpu::math::{exp, tanh};
 use crate::cpu::simd::Level;
 
-/// Lanes that a sum is spread over, on every level, so that the order of summation is one.
+/// The number of partial sums of a row, the same on every level, so that the order of summation is the same too.
 const LANES: usize = 16;
 
-/// A row's padded length: all keys of a 12-row panel of the transpose lie below it.
+/// The length that must be initialized of a row that sees `visible` keys. It covers every 12-key panel of the transpose
+/// that contains one of them.
 pub(super) fn padded(visible: usize) -> usize {
     (visible + 12).next_multiple_of(LANES)
 }
 
-/// The running softmax of a row: its maximum and the sum of its exponentials below that maximum.
+/// The running softmax of a row: the maximum of its scores so far, and the sum of their exponentials relative to it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Running {
     pub max: f32,
@@ -27,43 +28,43 @@ pub(super) struct Running {
 }
 
 impl Running {
-    /// Of no key at all.
+    /// The state before any key.
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 }
 
-/// The functions of one level. All take rows whose length is a multiple of sixteen.
+/// The row functions of one level. All expect rows whose length is a multiple of sixteen.
 pub(super) struct Rows {
-    /// `x` = `factor` · `x`.
+    /// Scales a row: `x` = `factor` · `x`.
     pub scale: unsafe fn(x: &mut [f32], factor: f32),
     dot_f32: unsafe fn(x: &[f32], y: &[f32]) -> f32,
     dot_bf16: unsafe fn(x: &[bf16], y: &[bf16]) -> f32,
-    /// Takes a row's next scores, of which the first `visible` count, into its running softmax, and turns them into
-    /// exponentials below the new maximum. Returns the factor for all that was summed below the old one.
+    /// Adds a row's next scores, of which the first `visible` are valid, to its running softmax, and replaces them by
+    /// exponentials relative to the new maximum. Returns the factor that rescales earlier sums to the new maximum.
     pub softmax: unsafe fn(scores: &mut [f32], visible: usize, running: &mut Running) -> f32,
-    /// Turns scores, of which the first `visible` count, into probabilities, given the row's log-sum-exp.
+    /// Replaces scores, of which the first `visible` are valid, by probabilities, given the row's log-sum-exp.
     pub probabilities: unsafe fn(scores: &mut [f32], visible: usize, scale: f32, lse: f32),
-    /// x = `cap` · tanh(`factor` · x / `cap`).
+    /// Caps scores: x = `cap` · tanh(`factor` · x / `cap`).
     pub cap: unsafe fn(scores: &mut [f32], factor: f32, cap: f32),
-    /// (dp − `delta`) · (1 − (s/`cap`)²), of gradients of probabilities and scores that are capped.
+    /// Replaces gradients of probabilities by (dp − `delta`) · (1 − (s/`cap`)²), where s are the capped scores.
     pub cap_gradients: unsafe fn(gradients: &mut [f32], capped: &[f32], delta: f32, cap: f32),
-    /// Turns gradients of probabilities into gradients of scores before scaling: `scale` · p · (dp − `delta`).
+    /// Replaces gradients of probabilities by gradients of unscaled scores: `scale` · p · (dp − `delta`).
     pub score_gradients:
         unsafe fn(gradients: &mut [f32], visible: usize, probabilities: &[f32], delta: f32, scale: f32),
-    /// Rounds `len` floats to bf16, or a few more, up to a multiple of sixteen; `to` may begin where `from` does.
+    /// Rounds `len` floats to bf16, in steps of sixteen, so that up to fifteen more are rounded. `to` may equal `from`.
     pub round: unsafe fn(from: *const f32, len: usize, to: *mut bf16),
-    /// Rounds two rows of `len` floats to lanes of two bf16, the first row in the lower halves; without a second row the upper ones are
-    /// 0. `to` may be either row.
+    /// Rounds two rows of `len` floats to lanes of two bf16, with the first row in the lower halves. Without a second
+    /// row, the upper halves are 0. `to` may be either row.
     pub pair: unsafe fn(first: *const f32, second: *const f32, len: usize, to: *mut u32),
 }
 
 impl Rows {
-    /// Σ `x`·`y` of `len` elements.
+    /// Σ `x`·`y` over `len` elements.
     ///
     /// # Safety
-    /// They exist.
+    /// Both must be readable for `len` elements.
     #[inline]
     pub unsafe fn dot<T: Factor>(&self, x: *const T, y: *const T, len: usize) -> f32 {
-        // SAFETY: the caller's promise; a factor that is not f32 is bf16.
+        // SAFETY: by this function's contract; a factor that is not f32 is bf16.
         unsafe {
             match (T::as_f32(x), T::as_f32(y)) {
                 (Some(x), Some(y)) => (self.dot_f32)(from_raw_parts(x, len), from_raw_parts(y, len)),
@@ -72,7 +73,7 @@ impl Rows {
         }
     }
 
-    /// The functions of a level that is available.
+    /// The functions of a level, which must be available.
     pub fn of(level: Level) -> &'static Self {
         match level {
             #[cfg(target_arch = "x86_64")]
@@ -170,7 +171,8 @@ fn score_gradients(gradients: &mut [f32], visible: usize, probabilities: &[f32],
 #[inline(always)]
 unsafe fn round(from: *const f32, len: usize, to: *mut bf16) {
     for start in (0..len).step_by(LANES) {
-        // SAFETY: the caller's promise. Sixteen are read before they are written, over what was read before.
+        // SAFETY: by the function's contract. Each step reads sixteen floats before it writes, and writes only over
+        // floats already read.
         unsafe {
             let x: [f32; LANES] = from.add(start).cast::<[f32; LANES]>().read_unaligned();
             let x: [bf16; LANES] = std::array::from_fn(|lane| rounded(x[lane]));
@@ -194,7 +196,7 @@ unsafe fn pair(first: *const f32, second: *const f32, len: usize, to: *mut u32) 
     }
 }
 
-/// Combines the lanes pairwise: by constant lengths, so that it stays in registers.
+/// Combines the lanes pairwise, in arrays of constant length, which the compiler keeps in registers.
 #[inline(always)]
 fn fold(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
     let lanes: [f32; 8] = std::array::from_fn(|i| combine(lanes[i], lanes[i + 8]));
@@ -223,12 +225,12 @@ macro_rules! level {
             }
             $(#[target_feature(enable = $feature)])?
             unsafe fn round(from: *const f32, len: usize, to: *mut bf16) {
-                // SAFETY: the caller's promise.
+                // SAFETY: by the contract of the inlined function.
                 unsafe { super::round(from, len, to) }
             }
             $(#[target_feature(enable = $feature)])?
             unsafe fn pair(first: *const f32, second: *const f32, len: usize, to: *mut u32) {
-                // SAFETY: the caller's promise.
+                // SAFETY: by the contract of the inlined function.
                 unsafe { super::pair(first, second, len, to) }
             }
             $(#[target_feature(enable = $feature)])?

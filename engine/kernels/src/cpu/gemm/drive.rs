@@ -1,7 +1,7 @@
-//! Which thread computes what, and when panels are packed.
+//! Distributes a product over threads, and decides when panels are packed.
 //!
-//! Work is cut into tiles of C, and a tile belongs to one thread for all of its k. What differs between the two schemes
-//! is only who packs B, so their bits are equal.
+//! C is cut into tiles, and one thread computes a tile for all of k. The two schemes differ only in who packs B, so
+//! they give the same bits.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use super::{Batch, Gemm};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::tasks::{for_each, slot};
 
-/// Rows of a tile when each thread packs B by itself for one of several matrices.
+/// Rows of a tile when each thread packs B itself for one of several matrices.
 const PRIVATE_ROWS: usize = 384;
 
 /// The operands' addresses, shared by the tasks of one call.
@@ -25,7 +25,8 @@ pub(super) struct Operands<'s, A, B> {
     pub epilogue: RawEpilogue,
     pub scratch: &'s Scratch<'s>,
     pub packing: Packing,
-    /// The order of summation also restarts here: counted from the first of them, in order.
+    /// Further boundaries in k at which the order of summation restarts. Positions are relative to the first entry;
+    /// ascending.
     pub cuts: &'s [u32],
 }
 
@@ -37,17 +38,17 @@ impl<A, B> Clone for Operands<'_, A, B> {
 
 impl<A, B> Copy for Operands<'_, A, B> {}
 
-// SAFETY: tasks read A and B, write disjoint tiles of C, and write scratch only in their own thread's slot, or, for
-// panels of B, one task per panel, before a barrier after which they're read.
+// SAFETY: tasks read A and B, write disjoint tiles of C, and write scratch only in their own thread's slot. Panels of B
+// are written by one task each, before a barrier after which they are only read.
 unsafe impl<A, B> Send for Operands<'_, A, B> {}
 // SAFETY: as above.
 unsafe impl<A, B> Sync for Operands<'_, A, B> {}
 
 impl<A, B> Operands<'_, A, B> {
-    /// What a k block does to C from an element on; A, B and the columns are still to be named.
+    /// The tile of C at an element, for one k block. The caller still has to set A, B and the number of columns.
     ///
     /// # Safety
-    /// The element exists.
+    /// The element must exist.
     unsafe fn tile(&self, job: &Gemm, row: usize, column: usize, block: &Range<usize>) -> Tile {
         let at = row * job.c_row + column;
         let epilogue = if block.end == job.k { self.epilogue } else { RawEpilogue::NONE };
@@ -55,7 +56,7 @@ impl<A, B> Operands<'_, A, B> {
             a: std::ptr::null(),
             b: std::ptr::null(),
             k: block.len(),
-            // SAFETY: the caller's promise.
+            // SAFETY: by this function's contract.
             c: unsafe { self.c.add(at) },
             c_row: job.c_row,
             columns: 0,
@@ -66,15 +67,17 @@ impl<A, B> Operands<'_, A, B> {
 }
 
 /// # Safety
-/// A, B, bias and residual are readable, C and its rounded form writable, as far as the shape and strides reach; neither overlaps
-/// another operand, nor itself but as [`Gemm::run`] allows; nothing else writes to any of them during the call; the scratch has the
-/// pieces of the packing, which is for this product; there are no cuts.
+/// - A, B, bias and residual must be readable, C and its rounded form writable, as far as the shape and strides reach.
+/// - An operand must not overlap another one, or itself beyond what [`Gemm::run`] allows.
+/// - None of them may be written by others during the call.
+/// - The scratch must have the pieces of `operands.packing`, which must be made for this product.
+/// - `operands.cuts` must be empty.
 pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let is_nothing = job.k == 0 && operands.accumulate && operands.epilogue.is_none();
     if job.m == 0 || job.n == 0 || job.batch.count == 0 || is_nothing {
         return;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: by this function's contract.
     unsafe {
         if operands.packing.together {
             run_together(job, kernels, operands);
@@ -85,8 +88,8 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, op
 }
 
 impl<A, B> Operands<'_, A, B> {
-    /// The k blocks that begin in `range`, in order, each with the number of packed lines in front of it. An empty k is one empty block,
-    /// so that C is written.
+    /// The k blocks that begin in `range`, in order, each with the number of packed lines before it. An empty k gives
+    /// one empty block, so that C is written.
     fn blocks(
         &self,
         job: &Gemm,
@@ -109,7 +112,7 @@ impl<A, B> Operands<'_, A, B> {
         })
     }
 
-    /// As many whole blocks from `start` on as there is room for when packed, and one at least.
+    /// As many whole blocks from `start` on as fit into the packed buffer, but at least one.
     fn chunk(&self, job: &Gemm, kernels: &Kernels, start: usize) -> Range<usize> {
         let mut end = start;
         for (line, block) in self.blocks(job, kernels, start..job.k) {
@@ -121,10 +124,10 @@ impl<A, B> Operands<'_, A, B> {
         start..end
     }
 
-    /// Packs a block of a panel's columns.
+    /// Packs a k block of a panel's columns.
     ///
     /// # Safety
-    /// The columns exist, and nobody else reads or writes their panel of `to`.
+    /// The columns must exist, and their panel `to` must not be accessed by others.
     unsafe fn pack(&self, job: &Gemm, kernels: &Kernels, block: &Range<usize>, columns: Range<usize>, to: *mut f32)
     where
         B: Factor,
@@ -141,7 +144,7 @@ impl<A, B> Operands<'_, A, B> {
 unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let threads = rayon::current_num_threads();
     let width = kernels.columns;
-    // Enough tasks to even out the threads' speeds, of whole micro-kernels.
+    // Enough tasks to balance threads of different speed, each of whole micro-kernels.
     let rows_per_task = job.m.div_ceil(4 * threads).next_multiple_of(kernels.rows()).min(BLOCK_ROWS);
 
     for first_column in (0..job.n).step_by(CHUNK_COLUMNS) {
@@ -158,7 +161,8 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                     let operands = &operands;
                     let lines = line..line + kernels.lines(block.len());
                     let to = operands.packing.b(operands.scratch, 0, lines).panel(panel * width);
-                    // SAFETY: this panel is this task's alone, and the chunk is no deeper than its part.
+                    // SAFETY: this panel belongs to this task alone, and the chunk is no deeper than its part of the
+                    // scratch.
                     unsafe { operands.pack(job, kernels, &block, here.clone(), to) };
                 }
             });
@@ -170,7 +174,7 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                     let lines = line..line + kernels.lines(block.len());
                     let packed_b = operands.packing.b(operands.scratch, 0, lines);
                     let part = Part { rows: rows.clone(), columns: columns.clone(), block };
-                    // SAFETY: rows are this task's alone; the panels are packed and only read now.
+                    // SAFETY: the rows belong to this task alone; the panels are packed and only read from here on.
                     unsafe { multiply(job, kernels, *operands, part, &packed_a, packed_b) };
                 }
             });
@@ -182,31 +186,35 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
     }
 }
 
-/// Each task computes a tile of one of the batch's matrices, packing all it needs by itself.
+/// Computes tiles of the batch's matrices as independent tasks, each of which packs its own operands.
 unsafe fn run_privately<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let Batch { count, a, b, c } = job.batch;
     let matrix = |index: usize| Group { m: job.m, k: job.k, a: index * a, b: index * b, c: index * c, cuts: None };
-    // SAFETY: the caller's promise.
+    // SAFETY: by the contract of [`run`].
     unsafe { run_groups(job, kernels, operands, count, 4 * rayon::current_num_threads(), &matrix) };
 }
 
-/// One of several products that differ in what they have of rows and of k.
+/// One of several products that differ only in their rows and their k.
 pub(super) struct Group<'s> {
     pub m: usize,
     pub k: usize,
-    /// Distances from the operands' first elements to this product's.
+    /// Distance from A's first element to that of this product.
     pub a: usize,
+    /// Distance from B's first element to that of this product.
     pub b: usize,
+    /// Distance from C's first element to that of this product.
     pub c: usize,
-    /// [`Operands::cuts`]; C is then a sum that begins at zero, or at C, even of no blocks.
+    /// This product's [`Operands::cuts`]. With cuts, C is set to zero first unless the call accumulates, even if there
+    /// is no block to add.
     pub cuts: Option<&'s [u32]>,
 }
 
-/// All groups' tiles as one list of tasks, about `wanted` or more where C is wide enough, of which each packs all it needs by itself.
+/// Runs the tiles of all groups as one list of tasks, each of which packs its own operands. There are at least about
+/// `wanted` tasks if C is wide enough.
 ///
 /// # Safety
-/// As [`run`], for each of `count` groups; the scratch has the pieces of the packing, which is for the largest of them; no
-/// two groups' C overlap.
+/// As for [`run`], for each of `count` groups; the packing and its scratch must be made for the largest of them. The
+/// groups' C must not overlap.
 pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
     most: &Gemm,
     kernels: &Kernels,
@@ -234,7 +242,7 @@ pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
             return;
         }
         let job = Gemm { m: group.m, k: group.k, ..*most };
-        // SAFETY: the tile of C is this task's alone.
+        // SAFETY: the tile of C belongs to this task alone.
         unsafe {
             let mut operands = operands;
             operands.a = operands.a.add(group.a);
@@ -257,10 +265,10 @@ pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
     });
 }
 
-/// A tile of C, by a thread that packs all it needs by itself.
+/// Computes a tile of C on one thread, which packs its own operands.
 ///
 /// # Safety
-/// The tile is the caller's alone; otherwise as [`run_groups`].
+/// The tile must belong to the caller alone; otherwise as for [`run_groups`].
 unsafe fn tile_privately<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
@@ -269,7 +277,7 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
     columns: Range<usize>,
 ) {
     let (width, slot) = (kernels.columns, slot());
-    // SAFETY: the tile is the caller's, the slot this thread's.
+    // SAFETY: the tile belongs to the caller, the slot to this thread.
     unsafe {
         if let (Some(a), Some(b)) = (A::as_f32(operands.a), B::as_f32(operands.b))
             && job.m <= kernels.rows()
@@ -293,7 +301,7 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
                 }
                 blocks += 1;
             }
-            // Rows of C that several blocks are added to stay in the nearest cache meanwhile.
+            // With several blocks, fewer rows at a time, so that their rows of C stay in the first-level cache.
             let height = if blocks > 1 { BLOCK_ROWS / 2 } else { BLOCK_ROWS };
             for first_row in rows.clone().step_by(height) {
                 for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
@@ -321,7 +329,7 @@ struct Part {
 /// Adds one k block to one tile of C.
 ///
 /// # Safety
-/// The tile is the caller's alone, and so is `packed_a`; `packed_b` holds the part's panels of B.
+/// The tile and `packed_a` must belong to the caller alone; `packed_b` must hold the part's panels of B.
 unsafe fn multiply<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
@@ -361,11 +369,11 @@ unsafe fn multiply<A: Factor, B: Factor>(
     }
 }
 
-/// All of k for some columns of a few rows, by factors whose k are neighbours, which are read as they lie in memory. A vector of
-/// columns is read to its end before the next: that is the order of memory, in which what is next is asked for.
+/// Computes some columns of a few rows of C for all of k. Both factors are contiguous along k and read in place. Each
+/// vector of columns is finished before the next, so that B is read, and prefetched, in the order of memory.
 ///
 /// # Safety
-/// The columns are the caller's alone; there are no more rows than the tallest micro-kernel has.
+/// The columns must belong to the caller alone; there must be no more rows than the tallest micro-kernel has.
 unsafe fn multiply_in_place<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
@@ -376,7 +384,8 @@ unsafe fn multiply_in_place<A: Factor, B: Factor>(
     let width = kernels.columns / 2;
     for column in columns.clone().step_by(width) {
         for (_, block) in operands.blocks(job, kernels, 0..job.k) {
-            // SAFETY: every address below is that of an element of the rows or of B's columns, but for `next`.
+            // SAFETY: every address below is that of an element of the rows or of B's columns, except `next`, which is
+            // only prefetched.
             unsafe {
                 let b = offset(b, block.start, column, job.b.row, job.b.column);
                 let tile = Tile {
@@ -395,8 +404,8 @@ unsafe fn multiply_in_place<A: Factor, B: Factor>(
 /// Address of an element of a matrix.
 ///
 /// # Safety
-/// The element exists.
+/// The element must exist.
 unsafe fn offset<T>(start: *const T, row: usize, column: usize, row_stride: usize, column_stride: usize) -> *const T {
-    // SAFETY: the caller's promise.
+    // SAFETY: by this function's contract.
     unsafe { start.add(row * row_stride + column * column_stride) }
 }

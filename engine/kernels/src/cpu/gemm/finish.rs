@@ -1,5 +1,5 @@
-//! What happens to a tile of C once its block of k is summed: sums of blocks before, bias and residual are added, and it is stored,
-//! rounded if asked for.
+//! The end of a tile: once its k block is summed, the sums of earlier blocks, the bias and the residual are added, and
+//! it is stored, optionally rounded.
 
 use half::bf16;
 
@@ -8,7 +8,7 @@ use super::kernel::Tile;
 use crate::cpu::bf16::rounded;
 use crate::cpu::simd::Vector;
 
-/// [`Epilogue`] as addresses; null for none.
+/// [`Epilogue`] as addresses; null where there is none.
 #[derive(Clone, Copy)]
 pub struct RawEpilogue {
     bias: *const f32,
@@ -17,7 +17,7 @@ pub struct RawEpilogue {
 }
 
 impl RawEpilogue {
-    /// Nothing happens.
+    /// An epilogue that does nothing.
     pub const NONE: Self = Self { bias: std::ptr::null(), residual: std::ptr::null(), rounded: std::ptr::null_mut() };
 
     pub fn of(epilogue: Epilogue<'_>) -> Self {
@@ -32,7 +32,7 @@ impl RawEpilogue {
         self.bias.is_null() && self.residual.is_null() && self.rounded.is_null()
     }
 
-    /// That of a tile which begins `at` elements of C further on, and so many columns.
+    /// The epilogue of a tile that begins `at` elements of C and `columns` columns further on.
     pub fn from(mut self, at: usize, columns: usize) -> Self {
         if !self.bias.is_null() {
             self.bias = self.bias.wrapping_add(columns);
@@ -47,10 +47,10 @@ impl RawEpilogue {
     }
 }
 
-/// Writes whole vectors of a tile.
+/// Finishes a tile of whole vectors.
 ///
 /// # Safety
-/// The tile's promise, for `ROWS` rows of `VECTORS` vectors.
+/// The tile's addresses must be valid for `ROWS` rows of `VECTORS` vectors.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
 pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
@@ -60,8 +60,8 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
     let RawEpilogue { bias, residual, rounded } = tile.epilogue;
     // SAFETY: by this function's contract.
     unsafe {
-        // One short loop for each addition: a longer body would not be unrolled, and then the sums would live in
-        // memory.
+        // One short loop for each addition: the compiler would not unroll a longer body, and would then keep the sums
+        // in memory.
         if tile.accumulate {
             for row in 0..ROWS {
                 let c = tile.c.add(row * tile.c_row);
@@ -104,10 +104,10 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
     }
 }
 
-/// Sums as rows of floats.
+/// Stores the sums as rows of floats.
 ///
 /// # Safety
-/// The caller has the level's features.
+/// The caller must have the level's features.
 #[inline(always)]
 pub(super) unsafe fn lines_of<V: Vector, const ROWS: usize, const VECTORS: usize>(
     sums: &[[V; VECTORS]; ROWS],
@@ -122,14 +122,14 @@ pub(super) unsafe fn lines_of<V: Vector, const ROWS: usize, const VECTORS: usize
     lines
 }
 
-/// Writes the columns that exist of a tile at C's right edge, adding in the same order as the full width does.
+/// Finishes a tile at C's right edge, writing only the columns that exist, with the same order of additions.
 pub(super) unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
     let RawEpilogue { bias, residual, rounded: stored } = tile.epilogue;
     for (row, line) in lines.iter().enumerate() {
         for (column, &sum) in line[..tile.columns].iter().enumerate() {
             let at = row * tile.c_row + column;
             let mut value = sum;
-            // SAFETY: the tile's promise, for columns below `tile.columns`.
+            // SAFETY: the tile's addresses are valid for columns below `tile.columns`.
             unsafe {
                 if tile.accumulate {
                     value += *tile.c.add(at);

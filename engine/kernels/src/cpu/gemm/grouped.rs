@@ -1,7 +1,8 @@
-//! Products of rows that lie group by group: those of an expert each.
+//! Grouped products: each group of rows, such as the tokens of an expert, has a product of its own.
 //!
-//! In: operands of all groups, one behind another, and where each begins, which only the data says. Out: every group's product, by
-//! one list of tasks for all of them. Never: a wait between two groups, or another order of summation than of a product by itself.
+//! In: the operands of all groups, stored one after another, and the groups' boundaries, which only the data
+//! determines. Out: every group's product, computed by one list of tasks. Never: a wait between two groups, or another
+//! order of summation than in a separate product.
 
 use std::ops::Range;
 
@@ -15,20 +16,20 @@ use super::{Epilogue, Gemm, GemmError, Mode, Strides, extent, kernels_of};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::simd::Level;
 
-/// Where rows of groups lie: each group has as many runs, which may be empty and lie one behind another.
+/// The boundaries of groups of rows. Each group has the same number of runs, which are consecutive and may be empty.
 #[derive(Debug, Clone, Copy)]
 pub struct Groups<'a> {
     starts: &'a [u32],
     count: usize,
-    /// Runs of a group.
+    /// Runs per group.
     runs: usize,
 }
 
 impl<'a> Groups<'a> {
-    /// From the starts of all runs, and behind them, where the last ends.
+    /// Creates the groups from the start of each run, followed by the end of the last run.
     ///
     /// # Errors
-    /// When starts descend, or groups would not have as many runs each.
+    /// Returns an error if the starts descend, or if they do not give each group the same number of runs.
     pub fn new(starts: &'a [u32], count: usize) -> Result<Self, GemmError> {
         let runs = starts.len().checked_sub(1).and_then(|all| all.checked_div(count));
         match runs {
@@ -37,7 +38,7 @@ impl<'a> Groups<'a> {
         }
     }
 
-    /// Where a group's runs begin, and where the last ends.
+    /// The starts of a group's runs, followed by the end of the last one.
     fn cuts(&self, group: usize) -> &'a [u32] {
         &self.starts[group * self.runs..][..=self.runs]
     }
@@ -47,24 +48,25 @@ impl<'a> Groups<'a> {
         self.starts[first] as usize..self.starts[end] as usize
     }
 
-    /// Behind the last row of all.
+    /// The end of the last group.
     fn end(&self) -> usize {
         self.starts[self.starts.len() - 1] as usize
     }
 }
 
 impl Gemm {
-    /// Bytes of each piece of scratch that groups need of which none is larger than this product.
+    /// The size in bytes of each piece of scratch for groups that are at most as large as this product.
     pub fn scratch_grouped(&self, threads: usize) -> Vec<u64> {
         Packing::of_groups(self, threads).bytes().collect()
     }
 
-    /// C = A·B for the rows of each group, which have matrix number *group modulo `matrices`* of B. These lie one behind another. `self`
-    /// is the product if one group had all rows. If C is to be rounded, it goes there, and C holds anything afterwards.
+    /// C = A·B for the rows of each group. Group g uses matrix g modulo `matrices` of B; the matrices are stored one
+    /// after another. `self` describes the product as if one group had all rows. If `rounded` is given, the result is
+    /// stored there and C is undefined afterwards.
     ///
     /// # Errors
-    /// A slice too short for the groups or for [`Gemm::scratch_grouped`] of the current pool, or more rows than `self` has. Nothing is
-    /// written then.
+    /// Returns an error, and writes nothing, if a slice is too short for the groups, if the scratch is too small for
+    /// [`Gemm::scratch_grouped`] of the current pool, or if there are more rows than `self` has.
     pub fn run_grouped<A: Factor, B: Factor>(
         &self,
         groups: Groups<'_>,
@@ -83,17 +85,18 @@ impl Gemm {
             Group { m: rows.len(), k: self.k, a, b: index % matrices * size, c, cuts: None }
         };
         let epilogue = RawEpilogue::of(Epilogue { rounded, ..Epilogue::default() });
-        // SAFETY: every extent has been compared with its slice; rows of groups do not overlap, C and the scratch are borrowed
-        // exclusively.
+        // SAFETY: every extent has been compared with its slice; the groups' rows do not overlap; C and the scratch are
+        // borrowed exclusively.
         unsafe { self.drive_groups(groups.count, &group, a, b, (c, epilogue), Mode::Overwrite, scratch) };
         Ok(())
     }
 
-    /// C = A·B, or C + A·B, where k are the rows of each group, which has a matrix of its own in C. These lie one behind another. The
-    /// order of summation restarts with each run, from zero or from C. `self` is the product if one group had all rows.
+    /// C = A·B or C + A·B, where k runs over the rows of each group. Each group has its own matrix in C; the matrices
+    /// are stored one after another. The order of summation restarts with each run: from C, or from zero with
+    /// [`Mode::Overwrite`]. `self` describes the product as if one group had all rows.
     ///
     /// # Errors
-    /// As [`Gemm::run_grouped`].
+    /// Returns an error like [`Gemm::run_grouped`].
     pub fn sum_grouped<A: Factor, B: Factor>(
         &self,
         groups: Groups<'_>,
@@ -111,12 +114,13 @@ impl Gemm {
             let c = index * self.m * self.c_row;
             Group { m: self.m, k: rows.len(), a, b, c, cuts: Some(groups.cuts(index)) }
         };
-        // SAFETY: as above; matrices of C do not overlap.
+        // SAFETY: as above; the matrices of C do not overlap.
         unsafe { self.drive_groups(groups.count, &group, a, b, (c, RawEpilogue::NONE), mode, scratch) };
         Ok(())
     }
 
-    /// Compares extents with slices: of all rows, with so many matrices of C and of B, in the scratch for `most`.
+    /// Compares the operands' extents with their slices, for all rows and the given numbers of matrices in C and in B.
+    /// The scratch must suffice for `most`.
     fn check_grouped<A, B>(
         &self,
         most: &Self,
@@ -154,7 +158,8 @@ impl Gemm {
     }
 
     /// # Safety
-    /// Of each group, A and B are readable and C writable as far as its shape and the strides reach; no two groups' C overlap.
+    /// For each group, A and B must be readable and C writable as far as its shape and the strides reach. The groups' C
+    /// must not overlap.
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
     unsafe fn drive_groups<'s, A: Factor, B: Factor>(
         &self,
@@ -178,8 +183,8 @@ impl Gemm {
             cuts: &[],
         };
         let kernels = kernels_of::<A, B>(Level::best());
-        // Groups are uneven, so there are more tasks than for products that are alike.
-        // SAFETY: the caller's promise; the scratch was checked.
+        // Groups are of uneven size, so there are more tasks than for equal products.
+        // SAFETY: by this function's contract; the scratch was checked.
         unsafe { drive::run_groups(self, kernels, operands, count, 8 * threads, group) };
     }
 }
@@ -202,7 +207,7 @@ mod tests {
         values.iter().map(|x| x.to_bits()).collect()
     }
 
-    /// `from` and what lies behind it, run by run.
+    /// The start of each run, from `from` on, and the end of the last one.
     fn starts_of(from: u32, runs: &[u32]) -> Vec<u32> {
         let ends = runs.iter().scan(from, |end, rows| {
             *end += rows;
@@ -215,13 +220,13 @@ mod tests {
         c.iter().map(|&c| rounded(c)).collect()
     }
 
-    /// One product by itself.
+    /// Runs a single product on one thread.
     fn run<T: Factor>(job: &Gemm, a: &[T], b: &[T], c: &mut [f32], mode: Mode) {
         let mut memory = ScratchMemory::new(&job.scratch(1));
         pool(1).install(|| job.run(a, b, c, mode, Epilogue::default(), &mut memory.lend())).expect("it fits");
     }
 
-    /// Each group's rows by its matrix.
+    /// Compares each group's rows with a separate product by the group's matrix.
     fn check_rows<T: Factor>(starts: &[u32], count: usize, matrices: usize, (n, k): (usize, usize), transposed: bool) {
         let groups = Groups::new(starts, count).expect("they are");
         let rows = groups.end();
@@ -247,7 +252,7 @@ mod tests {
         assert_eq!(bits(&together), bits(&one_by_one), "{starts:?} in {count} groups by {n} × {k}");
     }
 
-    /// Each group's sum, run by run.
+    /// Compares each group's sum with separate products, run by run.
     fn check_sums<T: Factor>(starts: &[u32], count: usize, (m, n): (usize, usize), mode: Mode) {
         let groups = Groups::new(starts, count).expect("they are");
         let k = groups.end();
@@ -290,7 +295,7 @@ mod tests {
         }
     }
 
-    /// Runs longer than a block, several blocks to what is packed at once, more rows and columns than a tile has.
+    /// Runs longer than a block, several blocks per chunk, and more rows and columns than a tile has.
     #[test]
     fn groups_may_be_large() {
         for runs in [&[4, 0, 5, 1, 0, 0][..], &[1, 3, 889, 800, 0, 11], &[100, 120, 130, 90, 60, 35]] {

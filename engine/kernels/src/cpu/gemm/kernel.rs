@@ -1,4 +1,4 @@
-//! The innermost product: a few rows of C by one panel of B, in registers.
+//! The micro-kernels: a few rows of C by one panel of B, in registers.
 //!
 //! In: one k block of A (rows in one of two fixed layouts) and of B (a packed panel). Out: a tile of C. Never: a second
 //! accumulator per element, which would change the order of summation.
@@ -18,19 +18,20 @@ use crate::cpu::simd::{Lanes, Level, Vector, prefetch_far};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::{Pairs, multiplies_bf16};
 
-/// Distance between rows of A in [`Layout::Rows`]. Not a multiple of 1024, or the rows would share cache sets.
+/// Distance between rows of A in [`Layout::Rows`]. It is not a multiple of 1024, because the rows would then share
+/// cache sets.
 pub const ROW_STRIDE: usize = 400;
 /// Distance between successive k of A in [`Layout::Columns`]: the rows of two of the tallest micro-kernels.
 pub const COLUMN_STRIDE: usize = 24;
 
-/// How a k block of A lies in scratch.
+/// The layout of a packed k block of A.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// A row's k are neighbours; rows are [`ROW_STRIDE`] apart.
+    /// Contiguous along k; rows are [`ROW_STRIDE`] apart.
     Rows,
-    /// The rows of one k are neighbours; successive k are [`COLUMN_STRIDE`] apart.
+    /// Contiguous along rows; successive k are [`COLUMN_STRIDE`] apart.
     Columns,
-    /// The rows of one k are neighbours; successive k are [`ROW_STRIDE`] apart: [`Layout::Rows`] seen transposed.
+    /// Contiguous along rows; successive k are [`ROW_STRIDE`] apart. This is [`Layout::Rows`] read as its transpose.
     WideColumns,
 }
 
@@ -41,36 +42,36 @@ impl Layout {
     }
 }
 
-/// One call's operands.
+/// The operands of one micro-kernel call.
 pub struct Tile {
-    /// First row of A's block, in the layout of the micro-kernel called.
+    /// First row of A's block, in the layout that the micro-kernel expects.
     pub a: *const f32,
-    /// The packed panel: `k` × [`Kernels::columns`] floats.
+    /// The packed panel of B: `k` × [`Kernels::columns`] floats.
     pub b: *const f32,
     /// Lines of the k block.
     pub k: usize,
-    /// The tile of C.
+    /// First element of the tile in C.
     pub c: *mut f32,
     /// Distance between rows of C and of `residual`.
     pub c_row: usize,
     /// Columns of C that exist, at most [`Kernels::columns`].
     pub columns: usize,
-    /// Whether C's values are added to.
+    /// True if the sums are added to C's values.
     pub accumulate: bool,
-    /// What happens in the end, from the tile's first element on.
+    /// Final operations, with addresses at the tile's first element.
     pub epilogue: RawEpilogue,
 }
 
-/// What products have factors of.
+/// An element type of factors: f32 or bf16.
 pub trait Factor: Float {
-    /// Whether it is bf16.
+    /// True for bf16.
     const IS_BF16: bool;
 
     /// Packs rows of A.
     ///
     /// # Safety
-    /// `source` has that many rows and columns; `to` has a part for all rows, with room for them; `k` and `rows` fit the strides of
-    /// the layout.
+    /// `source` must have that many rows and columns. `to` must have parts for all rows, and `k` and `rows` must fit
+    /// the strides of the layout.
     unsafe fn pack_rows(
         kernels: &Kernels,
         source: &pack::Source<Self>,
@@ -83,10 +84,10 @@ pub trait Factor: Float {
     /// Packs a panel of B.
     ///
     /// # Safety
-    /// As of [`Kernels::pack_panel`].
+    /// As for [`Kernels::pack_panel`].
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32);
 
-    /// Factors as the f32 that they are, if they are.
+    /// Returns the factors if they are f32.
     fn as_f32(factors: *const Self) -> Option<*const f32>;
 }
 
@@ -95,13 +96,13 @@ impl Factor for f32 {
 
     #[inline]
     unsafe fn pack_rows(_: &Kernels, source: &pack::Source, rows: usize, k: usize, layout: Layout, to: &PackedA) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { pack::rows(source, rows, k, layout, to) }
     }
 
     #[inline]
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { (kernels.pack_panel)(source, k, columns, to) }
     }
 
@@ -123,13 +124,13 @@ impl Factor for bf16 {
         layout: Layout,
         to: &PackedA,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { (kernels.pack_rows_bf16)(source, rows, k, layout, to) }
     }
 
     #[inline]
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { (kernels.pack_panel_bf16)(source, k, columns, to) }
     }
 
@@ -139,19 +140,20 @@ impl Factor for bf16 {
     }
 }
 
-/// A few rows of A by columns of B, both as they lie in memory, where their k are neighbours.
+/// A product of a few rows of A by columns of B that reads both in place; both must be contiguous along k.
 pub struct InPlace {
-    /// The operands: A and B at the k block's first k, and no more columns than a vector has lanes.
+    /// The operands. A and B point to the k block's first k, and there are at most as many columns as a vector has
+    /// lanes.
     pub tile: Tile,
     /// Distance between rows of A.
     pub a_row: usize,
     /// Distance between columns of B.
     pub b_column: usize,
-    /// What is read after these columns, for as many bytes; any address will do.
+    /// Address of the data that is read after these columns, to be prefetched; any address is allowed.
     pub next: *const f32,
 }
 
-/// Floats of a cache line.
+/// Floats in a cache line.
 const LINE: usize = 16;
 
 type Micro = unsafe fn(&Tile);
@@ -160,22 +162,22 @@ type Micro = unsafe fn(&Tile);
 pub struct Kernels {
     /// Columns of a panel of B.
     pub columns: usize,
-    /// How many k a line of packed factors has: 1, or 2 of bf16.
+    /// Number of k in a line of packed factors: 1, or 2 for pairs of bf16.
     pub k_of_line: usize,
-    /// Micro-kernels by layout of A and by number of rows − 1.
+    /// Micro-kernels, indexed by layout of A, then by number of rows − 1.
     micro: [&'static [Micro]; 3],
-    /// Packs a panel of one of the factors.
+    /// Packs a panel of f32.
     pub pack_panel: unsafe fn(&pack::Source, usize, usize, *mut f32),
-    /// The same of bf16.
+    /// Packs a panel of bf16.
     pub pack_panel_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, *mut f32),
-    /// Packs rows of A of bf16.
+    /// Packs rows of A in bf16.
     pub pack_rows_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, Layout, &PackedA),
-    /// Kernels of operands as they lie in memory, by number of rows − 1.
+    /// In-place kernels, indexed by number of rows − 1.
     in_place: &'static [unsafe fn(&InPlace)],
 }
 
 impl Kernels {
-    /// The kernels of a level that [is available](Level::is_available).
+    /// The kernels of a level, which must be [available](Level::is_available).
     pub fn of(level: Level) -> &'static Self {
         assert!(level.is_available(), "kernels of {level:?} asked for on a machine without it");
         match level {
@@ -189,7 +191,7 @@ impl Kernels {
         }
     }
 
-    /// Those for two factors of bf16.
+    /// The kernels for two bf16 factors.
     pub fn of_bf16(level: Level) -> &'static Self {
         match level {
             #[cfg(target_arch = "x86_64")]
@@ -203,22 +205,23 @@ impl Kernels {
         self.micro[0].len()
     }
 
-    /// Lines of so many k, packed.
+    /// The number of packed lines for `k`.
     pub fn lines(&self, k: usize) -> usize {
         k.div_ceil(self.k_of_line)
     }
 
-    /// Computes `rows` rows of one panel, tall micro-kernels first.
+    /// Computes `rows` rows of one panel, with the tallest micro-kernels first.
     ///
     /// # Safety
-    /// `tile` describes memory that exists for `rows` rows, and no other thread touches its part of C.
+    /// `tile` must describe memory that is valid for `rows` rows, and its part of C must not be accessed by others.
     #[inline]
     pub unsafe fn panel(&self, layout: Layout, rows: usize, mut tile: Tile) {
         let micro = self.micro[layout as usize];
         let mut left = rows;
         while left > 0 {
             let height = left.min(micro.len());
-            // SAFETY: the level was checked when this table was handed out; the tile is the caller's promise.
+            // SAFETY: the level was checked when this table was handed out; the tile is valid by this function's
+            // contract.
             unsafe { micro[height - 1](&tile) };
             tile.a = tile.a.wrapping_add(height * layout.row());
             tile.c = tile.c.wrapping_add(height * tile.c_row);
@@ -227,20 +230,20 @@ impl Kernels {
         }
     }
 
-    /// Computes `rows` rows, no more than of the tallest micro-kernel, of one vector of columns at most.
+    /// Computes at most one vector of columns for `rows` rows, which must not exceed the tallest micro-kernel's.
     ///
     /// # Safety
-    /// As [`Kernels::panel`].
+    /// As for [`Kernels::panel`].
     #[inline]
     pub unsafe fn in_place(&self, rows: usize, job: &InPlace) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         unsafe { self.in_place[rows - 1](job) };
     }
 
-    /// C (+)= A·B for `rows` × `product.columns` of C, without bias or residual.
+    /// C = A·B or C += A·B for `rows` × `product.columns` of C, without bias or residual.
     ///
     /// # Safety
-    /// As [`Kernels::panel`], for all panels of `product`.
+    /// As for [`Kernels::panel`], for all panels of `product`.
     pub unsafe fn block(&self, layout: Layout, rows: usize, product: &Product) {
         for column in (0..product.columns).step_by(self.columns) {
             let tile = Tile {
@@ -253,21 +256,21 @@ impl Kernels {
                 accumulate: product.accumulate,
                 epilogue: RawEpilogue::NONE,
             };
-            // SAFETY: the caller's promise.
+            // SAFETY: by this function's contract.
             unsafe { self.panel(layout, rows, tile) };
         }
     }
 }
 
-/// A small product from packed operands, for [`Kernels::block`].
+/// A small product of packed operands, for [`Kernels::block`].
 pub struct Product {
-    /// First row of A, in the layout named in the call.
+    /// First row of A, in the layout given to the call.
     pub a: *const f32,
-    /// First line of the first packed panel that takes part.
+    /// First line of the first packed panel to multiply by.
     pub b: *const f32,
-    /// Lines of a packed panel, those that take no part included.
+    /// Total lines of a packed panel, including those that are not multiplied.
     pub depth: usize,
-    /// Lines that take part.
+    /// Lines to multiply.
     pub k: usize,
     /// First element of C.
     pub c: *mut f32,
@@ -275,15 +278,16 @@ pub struct Product {
     pub c_row: usize,
     /// Columns of C.
     pub columns: usize,
-    /// Whether C's values are added to.
+    /// True if the product is added to C's values.
     pub accumulate: bool,
 }
 
-/// `ROWS` × 2 vectors of C. Fused multiply-adds in the order of k, or of pairs of k, one accumulator per element.
+/// Computes `ROWS` × 2 vectors of C by fused multiply-adds in the order of k, or of pairs of k, with one accumulator
+/// per element.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
 unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usize>(tile: &Tile) {
-    // SAFETY: the tile's promise; the features are those of the wrapper that this is inlined into.
+    // SAFETY: the tile is valid; the features are those of the wrapper that this is inlined into.
     unsafe {
         let mut sums = [[V::splat(0.0); 2]; ROWS];
         let (mut a, mut b) = (tile.a, tile.b);
@@ -305,13 +309,13 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
     }
 }
 
-/// A few rows of C, with the order of summation of [`micro`], by columns of B as they lie in memory: a decoded token reads each
-/// weight once, so that packing it first would take longer than using it.
+/// Computes a few rows of C by columns of B that are read in place, with the order of summation of [`micro`]. When a
+/// token is decoded, each weight is read once, so packing it would take longer than using it.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
 unsafe fn in_place<V: Vector, const ROWS: usize>(job: &InPlace) {
     let &InPlace { ref tile, a_row, b_column, next } = job;
-    // SAFETY: the job's promise; the features are those of the wrapper that this is inlined into.
+    // SAFETY: the job's addresses are valid; the features are those of the wrapper that this is inlined into.
     unsafe {
         let (mut sums, mut done) = ([[V::splat(0.0)]; ROWS], 0);
         if tile.columns == V::LANES {
@@ -351,19 +355,19 @@ macro_rules! level {
 
             $(#[target_feature(enable = $feature)])?
             unsafe fn micro<const ROWS: usize, const A_ROW: usize, const A_K: usize>(tile: &Tile) {
-                // SAFETY: the caller's promise.
+                // SAFETY: by the contract of the inlined function.
                 unsafe { super::micro::<$vector, ROWS, A_ROW, A_K>(tile) }
             }
 
             $(#[target_feature(enable = $feature)])?
             unsafe fn pack_panel(source: &pack::Source, k: usize, columns: usize, to: *mut f32) {
-                // SAFETY: the caller's promise.
+                // SAFETY: by the contract of the inlined function.
                 unsafe { pack::panel::<$vector>(source, k, columns, to) }
             }
 
             $(#[target_feature(enable = $feature)])?
             unsafe fn pack_panel_bf16(source: &pack::Source<bf16>, k: usize, columns: usize, to: *mut f32) {
-                // SAFETY: the caller's promise.
+                // SAFETY: by the contract of the inlined function.
                 unsafe { pack::panel_bf16::<$vector>(source, k, columns, to) }
             }
 
@@ -375,7 +379,7 @@ macro_rules! level {
                 layout: Layout,
                 to: &PackedA,
             ) {
-                // SAFETY: the caller's promise.
+                // SAFETY: by the contract of the inlined function.
                 unsafe {
                     match <$vector>::IS_PAIRS {
                         true => pack::rows_of_pairs(source, rows, k, layout, to),
@@ -386,7 +390,7 @@ macro_rules! level {
 
             $(#[target_feature(enable = $feature)])?
             unsafe fn in_place<const ROWS: usize>(job: &InPlace) {
-                // SAFETY: the caller's promise.
+                // SAFETY: by the contract of the inlined function.
                 unsafe { super::in_place::<$vector, ROWS>(job) }
             }
 
@@ -407,7 +411,8 @@ macro_rules! level {
     };
 }
 
-// 24, 12, 24 and 12 accumulators of 32, 16, 32 and unknown registers.
+// Registers for accumulators: 24 of 32 for AVX-512, 12 of 16 for AVX2, 24 of 32 for NEON, 12 of an unknown number for
+// the portable level.
 #[cfg(target_arch = "x86_64")]
 level!(avx512, __m512, [1 2 3 4 5 6 7 8 9 10 11 12], "avx512f,avx2,fma");
 #[cfg(target_arch = "x86_64")]

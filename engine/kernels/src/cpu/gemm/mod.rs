@@ -1,23 +1,30 @@
-//! C = A·B in `f32`, out of the caller's scratch, with a fixed order of summation.
+//! C = A·B in `f32`, using the caller's scratch, with a fixed order of summation.
 //!
-//! In: two matrices with any strides, so that all four combinations of transposes are one code. Out: row-major C, with
-//! an optional bias and residual added while a tile is hot, and rounded to bf16 if asked for. Factors may be bf16, which are packed
-//! as the f32 that they are: the bits are those of the product of these; two such factors are packed as pairs along k where the
-//! processor multiplies these (`vdpbf16ps`). Never: a heap allocation, or a result that depends on the number of threads.
+//! In: two matrices with any strides, so that one implementation covers all four combinations of transposes. Out:
+//! row-major C, with an optional bias and residual added while a tile is in cache, optionally rounded to bf16. Never: a
+//! heap allocation, or a result that depends on the number of threads.
+//!
+//! Factors may be bf16. They are widened as they are packed, so the bits are those of the f32 product of the same
+//! values. If both are bf16 and the processor has `vdpbf16ps`, they are packed as pairs along k instead.
 //!
 //! # Order of summation
-//! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`], of pairs twice as many. Within a
-//! block, an element of C is one accumulator that starts at zero and takes fused multiply-adds in the order of k; the blocks'
-//! sums are added to C in order, then the bias, then the residual. So one call with k = 8·s and `k_segment` = s gives
-//! the bits of eight accumulating calls with k = s, and neither tiles, threads nor the instruction set change a bit. Of two factors of
-//! bf16 in pairs, an accumulator takes two products at a time, in the order of `vdpbf16ps`, which rounds after each and takes
-//! subnormals for zeros; a block's odd last k is a pair with 0. All but the instruction set holds there, too.
+//! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`] (twice as many
+//! for pairs). Within a block, each element of C has one accumulator that starts at zero and takes fused multiply-adds
+//! in the order of k. The blocks' sums are added to C in order, then the bias, then the residual. It follows that:
+//! - One call with k = 8·s and `k_segment` = s gives the bits of eight accumulating calls with k = s.
+//! - Tiles, threads and the instruction set do not change a bit.
+//!
+//! With pairs of bf16, an accumulator takes two products at a time, in the order of `vdpbf16ps`, which rounds after
+//! each and treats subnormals as zeros. An odd last k of a block is paired with 0. Everything above holds there too,
+//! except that the bits differ from those of other instruction sets.
 //!
 //! # How it runs
-//! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008): B is packed
-//! into panels by all threads, then each thread takes blocks of rows, packs its rows of A into its own scratch,
-//! and multiplies them from cache. With few rows, or many matrices (an expert's each), each thread packs what it needs of B by itself;
-//! the few rows of a decoded token, or of several sequences' tokens, read B as it is.
+//! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008): all threads
+//! pack B into panels; then each thread takes blocks of rows, packs its rows of A into its own scratch, and multiplies
+//! them from cache. There are two exceptions:
+//! - With few rows, or many matrices (one per expert), each thread packs the columns of B that it needs itself.
+//! - With no more rows than a micro-kernel has, as for decoded tokens, f32 factors that are contiguous along k are read
+//!   in place.
 
 mod drive;
 mod finish;
@@ -41,7 +48,7 @@ pub use self::grouped::Groups;
 pub use self::kernel::Factor;
 pub use self::place::BLOCK_K;
 
-/// Distances, in elements, from an element to the next one down and to the next one to the right.
+/// Distances, in elements, to the next element below and to the next one on the right.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Strides {
     /// From one row to the next.
@@ -51,7 +58,7 @@ pub struct Strides {
 }
 
 impl Strides {
-    /// A matrix stored row by row, rows `row` elements apart.
+    /// A matrix stored row by row, with rows `row` elements apart.
     pub fn row_major(row: usize) -> Self {
         Self { row, column: 1 }
     }
@@ -62,7 +69,7 @@ impl Strides {
     }
 }
 
-/// Several products of one shape: matrix i of each operand begins `i` × its distance after the first.
+/// Several products of one shape: matrix i of each operand begins i × its distance after the first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
     /// Number of products.
@@ -89,42 +96,44 @@ pub struct Gemm {
     pub n: usize,
     /// Columns of A, rows of B.
     pub k: usize,
-    /// How A lies in memory.
+    /// Strides of A.
     pub a: Strides,
-    /// How B lies in memory.
+    /// Strides of B.
     pub b: Strides,
     /// Distance between rows of C, and of the residual.
     pub c_row: usize,
-    /// The order of summation restarts at each multiple of this; `usize::MAX` for never.
+    /// Length of a segment of k: the order of summation restarts at each multiple of it. `usize::MAX` for a single
+    /// segment.
     pub k_segment: usize,
-    /// How often, and where.
+    /// The number of products, and the distances between their operands.
     pub batch: Batch,
 }
 
-/// What happens to the old values of C.
+/// Treatment of the old values of C.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// C = A·B; C may hold anything before, NaN too.
+    /// C = A·B. C may hold anything before, including NaN.
     Overwrite,
     /// C = C + A·B.
     Accumulate,
 }
 
-/// What happens to each tile of C in the end.
+/// Final operations on each tile of C.
 #[derive(Debug, Default)]
 pub struct Epilogue<'a> {
-    /// One value per column is added.
+    /// One value per column to add.
     pub bias: Option<&'a [f32]>,
-    /// A matrix laid out as C is added.
+    /// A matrix to add, with the layout of C.
     pub residual: Option<&'a [f32]>,
-    /// C goes here, laid out alike and rounded to the nearest bf16. C itself has sums of blocks of k meanwhile, and anything afterwards.
+    /// Destination of the result, with the layout of C, rounded to the nearest bf16. C itself then only holds partial
+    /// sums, and is undefined afterwards.
     pub rounded: Option<&'a mut [bf16]>,
 }
 
-/// Why a product cannot run.
+/// The reason why a product cannot run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GemmError {
-    /// A slice ends before the matrix that it should hold.
+    /// A slice is shorter than the matrix that it should hold.
     #[error(
         "{operand} of a {m}×{n}×{k} product needs {needed} elements, its slice has {given}; \
          give all of the matrix, or correct its strides"
@@ -143,7 +152,7 @@ pub enum GemmError {
         /// Elements that were given.
         given: usize,
     },
-    /// An extent overflows `usize`.
+    /// An operand's extent overflows the address space.
     #[error("{operand}'s strides reach beyond the address space; correct them")]
     TooLarge {
         /// "A", "B" or "C".
@@ -161,23 +170,23 @@ pub enum GemmError {
         /// Distance between matrices.
         batch_c: usize,
     },
-    /// Starts of runs that descend, or are not as many for each group.
+    /// Run boundaries that descend, or that do not give each group the same number of runs.
     #[error(
         "{starts} starts cannot be those of {groups} groups; give as many runs to each, in order, and where the last ends"
     )]
     Groups {
-        /// How many there are.
+        /// The number of run boundaries.
         starts: usize,
-        /// Whose they should be.
+        /// The number of groups.
         groups: usize,
     },
-    /// A segment of zero elements.
+    /// A segment length of zero.
     #[error("k_segment is 0; give its length, or usize::MAX for a single segment")]
     EmptySegment,
 }
 
 impl Gemm {
-    /// A single product over one segment, with C's rows next to each other.
+    /// A single product with one segment, and with C's rows adjacent.
     pub fn new(m: usize, n: usize, k: usize, a: Strides, b: Strides) -> Self {
         Self { m, n, k, a, b, c_row: n, k_segment: usize::MAX, batch: Batch::ONE }
     }
@@ -192,12 +201,12 @@ impl Gemm {
         Self { batch, ..self }
     }
 
-    /// Floating-point operations of one run.
+    /// Floating-point operations of one call.
     pub fn flops(&self) -> u64 {
         2 * (self.batch.count as u64) * (self.m as u64) * (self.n as u64) * (self.k as u64)
     }
 
-    /// Bytes of each piece of scratch that [`Gemm::run`] needs in a pool of `threads` threads.
+    /// The size in bytes of each piece of scratch that [`Gemm::run`] needs in a pool of `threads` threads.
     pub fn scratch(&self, threads: usize) -> Vec<u64> {
         Packing::new(self, threads).bytes().collect()
     }
@@ -205,8 +214,11 @@ impl Gemm {
     /// Multiplies on all threads of the current rayon pool.
     ///
     /// # Errors
-    /// A slice too short for its strides or for [`Gemm::scratch`] of the current pool, overlapping rows or matrices
-    /// of C, or an empty segment. Nothing is written then.
+    /// Returns an error, and writes nothing, if
+    /// - a slice is too short for its strides,
+    /// - the scratch is too small for [`Gemm::scratch`] of the current pool,
+    /// - rows or matrices of C overlap, or
+    /// - a segment has length zero.
     pub fn run<A: Factor, B: Factor>(
         &self,
         a: &[A],
@@ -219,10 +231,10 @@ impl Gemm {
         self.run_at(Level::best(), a, b, c, mode, epilogue, scratch)
     }
 
-    /// [`Gemm::run`] on a chosen level, which must be available; for comparing levels.
+    /// Like [`Gemm::run`], on a chosen level, which must be available; for comparing levels.
     ///
     /// # Errors
-    /// As [`Gemm::run`].
+    /// Returns an error like [`Gemm::run`].
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
     pub fn run_at<A: Factor, B: Factor>(
         &self,
@@ -286,7 +298,7 @@ impl Gemm {
         }
         let one = extent("C", m, n, c_strides, 1, 0)?;
         let rows_apart = m <= 1 || c_row >= n;
-        // Matrices lie one after the other, or side by side in wider rows.
+        // Matrices may follow each other, or stand side by side in wider rows.
         let beside = batch.c >= n && (m <= 1 || batch.count.saturating_mul(batch.c) <= c_row);
         let matrices_apart = batch.count <= 1 || batch.c >= one || beside;
         if c_needed > 0 && !(rows_apart && matrices_apart) {
@@ -301,7 +313,7 @@ fn kernels_of<A: Factor, B: Factor>(level: Level) -> &'static Kernels {
     if A::IS_BF16 && B::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) }
 }
 
-/// Elements from the first to the last one that a batch of matrices reaches, both included.
+/// Elements from the first to the last, inclusive, that a batch of matrices reaches.
 fn extent(
     operand: &'static str,
     rows: usize,

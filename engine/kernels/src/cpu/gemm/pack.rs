@@ -1,4 +1,4 @@
-//! Copies of A and B in the order in which the micro-kernels read them.
+//! Packing: copies of A and B in the order in which the micro-kernels read them.
 
 use super::Strides;
 use super::kernel::{COLUMN_STRIDE, Layout};
@@ -9,28 +9,28 @@ use crate::cpu::simd::{Vector, prefetch};
 
 use half::bf16;
 
-/// A block of a matrix: where it begins and how to walk it.
+/// A block of a matrix: its first element and its strides.
 #[derive(Clone, Copy)]
 pub struct Source<T = f32> {
     /// The first element.
     pub start: *const T,
-    /// Steps between rows and between columns.
+    /// Distances between rows and between columns.
     pub strides: Strides,
 }
 
-/// Rows of B that are asked for ahead of those being copied: rows that are far apart (a head's, in a packed `qkv`) are
-/// beyond what processors guess.
+/// Rows of B that are prefetched ahead of the copy. Hardware does not predict rows that are far apart, such as those of
+/// a head in a packed `qkv`.
 const AHEAD: usize = 16;
 
-/// Packs `k` × `columns` of B as `k` lines of two vectors, the missing columns as zeros.
+/// Packs `k` × `columns` of B as `k` lines of two vectors, with zeros for missing columns.
 ///
 /// # Safety
-/// `source` has `k` rows and `columns` ≤ 2 × lanes columns; `to` has room for `k` × 2 × lanes floats.
+/// `source` must have `k` rows and `columns` ≤ 2 × lanes columns; `to` must have room for `k` × 2 × lanes floats.
 #[inline(always)]
 pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize, to: *mut f32) {
     let Strides { row, column } = source.strides;
     let width = 2 * V::LANES;
-    // SAFETY: rows below `k`, columns below `columns`, lines of `width` floats: all within the caller's promise.
+    // SAFETY: rows below `k`, columns below `columns`, lines of `width` floats: all within this function's contract.
     unsafe {
         if columns == width && column == 1 {
             for i in 0..k {
@@ -43,7 +43,7 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
             return;
         }
         clear_behind(to, k, columns, width);
-        // Square blocks are transposed in registers; whatever is left at the edges goes float by float.
+        // Square blocks are transposed in registers; the edges are copied float by float.
         let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
         let (whole_k, whole_columns) = (whole(k), whole(columns));
         for j in (0..whole_columns).step_by(V::LANES) {
@@ -68,30 +68,30 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
 /// Zeros the columns that do not exist.
 ///
 /// # Safety
-/// `to` has `k` lines of `width` floats.
+/// `to` must have `k` lines of `width` floats.
 #[inline(always)]
 unsafe fn clear_behind(to: *mut f32, k: usize, columns: usize, width: usize) {
     for i in 0..k {
         for j in columns..width {
-            // SAFETY: by the caller's promise.
+            // SAFETY: by this function's contract.
             unsafe { *to.add(i * width + j) = 0.0 };
         }
     }
 }
 
-/// [`panel`] of bf16, as the f32 that they are, or two k to a line.
+/// Like [`panel`], for bf16: widened to f32, or two k to a line if the vectors are pairs.
 ///
 /// # Safety
-/// As of [`panel`].
+/// As for [`panel`].
 #[inline(always)]
 pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
     if V::IS_PAIRS {
-        // SAFETY: the caller's promise.
+        // SAFETY: by this function's contract.
         return unsafe { panel_of_pairs::<V>(source, k, columns, to) };
     }
     let Strides { row, column } = source.strides;
     let width = 2 * V::LANES;
-    // SAFETY: rows below `k`, columns below `columns`, lines of `width` floats: all within the caller's promise.
+    // SAFETY: rows below `k`, columns below `columns`, lines of `width` floats: all within this function's contract.
     unsafe {
         if columns == width && column == 1 {
             for i in 0..k {
@@ -100,7 +100,7 @@ pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, colu
             return;
         }
         clear_behind(to, k, columns, width);
-        // Square blocks are widened beside, and transposed in registers; whatever is left at the edges goes float by float.
+        // Square blocks are widened into a buffer and transposed in registers; the edges are copied value by value.
         let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
         let (whole_k, whole_columns) = (whole(k), whole(columns));
         let mut block = [[0.0f32; 16]; 16];
@@ -123,16 +123,16 @@ pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, colu
     }
 }
 
-/// Two neighbours along k as one lane: the first in the lower half. What is behind the last is 0.
+/// Two values adjacent along k as one lane, the first in the lower half. A missing second one is 0.
 #[inline(always)]
 fn pair(first: bf16, second: Option<bf16>) -> u32 {
     u32::from(first.to_bits()) | u32::from(second.map_or(0, bf16::to_bits)) << 16
 }
 
-/// [`pair`]s of two lines of `len` neighbours.
+/// Writes the [`pair`]s of two lines of `len` contiguous values.
 ///
 /// # Safety
-/// They can be read, the second if there is one, and as many lanes written.
+/// `first`, and `second` if there is one, must be readable and `to` writable for `len` values.
 #[inline(always)]
 unsafe fn pairs(first: *const bf16, second: Option<*const bf16>, len: usize, to: *mut u32) {
     // SAFETY: by this function's contract.
@@ -144,16 +144,16 @@ unsafe fn pairs(first: *const bf16, second: Option<*const bf16>, len: usize, to:
     }
 }
 
-/// [`panel`] of bf16, two k to a line.
+/// Like [`panel`], for bf16 with two k to a line.
 ///
 /// # Safety
-/// As of [`panel`].
+/// As for [`panel`].
 #[inline(always)]
 unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
     let Strides { row, column } = source.strides;
     let (width, lines) = (2 * V::LANES, k.div_ceil(2));
     let lanes = to.cast::<u32>();
-    // SAFETY: rows below `k`, columns below `columns`, lines of `width` lanes: all within the caller's promise.
+    // SAFETY: rows below `k`, columns below `columns`, lines of `width` lanes: all within this function's contract.
     unsafe {
         let at = |i: usize, j: usize| source.start.add(i * row + j * column);
         if columns == width && column == 1 {
@@ -167,12 +167,12 @@ unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: us
             return;
         }
         clear_behind(to, lines, columns, width);
-        // Where k are neighbours, a pair is a lane as it lies in memory.
+        // Where B is contiguous along k, two adjacent values in memory already form a lane.
         let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
         let (whole_lines, whole_columns) = (whole(k / 2), whole(columns));
         for j in (0..whole_columns).step_by(V::LANES) {
             for line in (0..whole_lines).step_by(V::LANES) {
-                // Rows that begin at any bf16 are copied to where floats are.
+                // Copied, because bf16 rows may begin at addresses that are not aligned for floats.
                 let mut block = [[0u32; 16]; 16];
                 for (i, block) in block.iter_mut().enumerate().take(V::LANES) {
                     prefetch(source.start.wrapping_add(2 * line + (j + V::LANES + i) * column).cast());
@@ -193,14 +193,14 @@ unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: us
     }
 }
 
-/// [`rows`] of bf16, two k to a line.
+/// Like [`rows`], for bf16 with two k to a line.
 ///
 /// # Safety
-/// As of [`rows`].
+/// As for [`rows`].
 #[inline(always)]
 pub(super) unsafe fn rows_of_pairs(source: &Source<bf16>, rows: usize, k: usize, layout: Layout, to: &PackedA) {
     let Strides { row, column } = source.strides;
-    // SAFETY: rows below `rows` and columns below `k` of both sides.
+    // SAFETY: rows below `rows` and columns below `k` on both sides.
     unsafe {
         let at = |i: usize, p: usize| source.start.add(i * row + p * column);
         let second = |i: usize, line: usize| (2 * line + 1 < k).then(|| at(i, 2 * line + 1));
@@ -232,14 +232,15 @@ pub(super) unsafe fn rows_of_pairs(source: &Source<bf16>, rows: usize, k: usize,
     }
 }
 
-/// Packs `rows` × `k` of A in `layout`, which is [`Layout::Rows`] or [`Layout::Columns`], [`PART_ROWS`] rows to a part.
+/// Packs `rows` × `k` of A in `layout`, which is [`Layout::Rows`] or [`Layout::Columns`], with [`PART_ROWS`] rows to a
+/// part.
 ///
 /// # Safety
-/// `source` has that many rows and columns; `to` has a part for all rows, with room for them; `k` and `rows` fit the strides
-/// of the layout.
+/// `source` must have that many rows and columns. `to` must have parts for all rows, and `k` and `rows` must fit the
+/// strides of the layout.
 pub(super) unsafe fn rows<T: Float>(source: &Source<T>, rows: usize, k: usize, layout: Layout, to: &PackedA) {
     let Strides { row, column } = source.strides;
-    // SAFETY: rows below `rows` and columns below `k` of both sides.
+    // SAFETY: rows below `rows` and columns below `k` on both sides.
     unsafe {
         match layout {
             Layout::Rows if column == 1 => {
@@ -256,7 +257,7 @@ pub(super) unsafe fn rows<T: Float>(source: &Source<T>, rows: usize, k: usize, l
                 }
             }
             Layout::Columns => {
-                // Whole parts in copies of a length that the compiler knows.
+                // Whole parts use copies of a constant length, which the compiler can unroll.
                 let (whole, rest) = (rows / PART_ROWS, rows % PART_ROWS);
                 for p in 0..k {
                     let from = source.start.add(p * column);

@@ -1,4 +1,4 @@
-//! The products against a naive one in `f64`, and their bits against each other.
+//! Products compared with a naive implementation in `f64`, and bit by bit with each other.
 
 use gapless_testing::few;
 use gapless_testing::prelude::*;
@@ -8,7 +8,7 @@ use crate::cpu::ScratchMemory;
 use crate::cpu::bf16::{rounded, widened};
 use half::bf16;
 
-/// A tiny generator, so that a failing case is its seed.
+/// A tiny generator, so that a failing case can be reproduced from its seed.
 pub fn random(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -24,7 +24,7 @@ pub(crate) fn pool(threads: usize) -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool starts")
 }
 
-/// What a case adds to the plain product.
+/// Additions of a case to the plain product.
 #[derive(Debug, Clone, Copy)]
 struct Extras {
     mode: Mode,
@@ -34,7 +34,7 @@ struct Extras {
 
 const PLAIN: Extras = Extras { mode: Mode::Overwrite, bias: false, residual: false };
 
-/// Operands that fit a job exactly, C pre-filled.
+/// Operands of exactly the size that a job needs, with C pre-filled.
 struct Operands {
     a: Vec<f32>,
     b: Vec<f32>,
@@ -61,7 +61,7 @@ impl Operands {
         self.run_with(&self.a, &self.b, job, level, threads, extras)
     }
 
-    /// The same of bf16, rounded.
+    /// Like [`Self::run`], with factors rounded to bf16.
     fn run_bf16(&self, job: &Gemm, threads: usize, extras: Extras) -> Vec<f32> {
         let [a, b] = [&self.a, &self.b].map(|x| x.iter().map(|&x| rounded(x)).collect::<Vec<bf16>>());
         self.run_with(&a, &b, job, Level::best(), threads, extras)
@@ -78,7 +78,7 @@ impl Operands {
     ) -> Vec<f32> {
         let run = |to: Option<&mut [bf16]>| {
             let mut c = self.c.clone();
-            // Full of NaN, so that a float that is read before it is written shows.
+            // Filled with NaN, so that a float which is read before it is written shows up in the result.
             let mut memory = ScratchMemory::new(&job.scratch(threads));
             let epilogue = Epilogue {
                 bias: extras.bias.then_some(&self.bias[..]),
@@ -101,7 +101,7 @@ impl Operands {
         c
     }
 
-    /// Each element of C as the exact sum, with the sum of its terms' magnitudes.
+    /// The exact value of each element of C, and the sum of the magnitudes of its terms.
     fn reference(&self, job: &Gemm, extras: Extras) -> Vec<(f64, f64)> {
         let mut c: Vec<(f64, f64)> = self.c.iter().map(|&c| (f64::from(c), 0.0)).collect();
         for matrix in 0..job.batch.count {
@@ -131,7 +131,7 @@ impl Operands {
     }
 }
 
-/// All available levels agree with the reference, and with each other bit by bit.
+/// Checks that all available levels agree with the reference, and bit by bit with each other.
 fn check(job: &Gemm, threads: usize, extras: Extras) {
     check_bf16(job, threads, extras);
     let operands = Operands::of(job);
@@ -152,7 +152,8 @@ fn check(job: &Gemm, threads: usize, extras: Extras) {
     }
 }
 
-/// Factors of bf16 have the bits of the f32 that they are; in pairs, others, no further from the truth.
+/// Checks that bf16 factors give the bits of the same values in f32. In pairs the bits may differ, within the same
+/// error bound.
 fn check_bf16(job: &Gemm, threads: usize, extras: Extras) {
     let mut operands = Operands::of(job);
     let [a, b] = [&operands.a, &operands.b].map(|x| x.iter().map(|&x| rounded(x)).collect::<Vec<bf16>>());
@@ -167,7 +168,7 @@ fn check_bf16(job: &Gemm, threads: usize, extras: Extras) {
             assert_eq!(bits(&c), bits(&expected), "{level:?}, {job:?} {extras:?}");
         }
         for (at, (&got, &(expected, magnitude))) in c.iter().zip(&reference).enumerate() {
-            // As above, and subnormal products are zeros.
+            // As above; in addition, subnormal products are flushed to zero.
             let bound = (job.k + 4) as f64 * (f64::from(f32::EPSILON) / 2.0 * magnitude + f64::from(f32::MIN_POSITIVE));
             let error = (f64::from(got) - expected).abs();
             assert!(error <= bound, "{level:?} C[{at}]: {got} for {expected}, off by {error:e}, {job:?} {extras:?}");
@@ -273,7 +274,7 @@ fn bits_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// Of few rows, which read B as it lies in memory, as of many; at the edges of blocks, too.
+/// A few rows, which read B in place, have the same bits as among many; also at the edges of blocks.
 #[test]
 fn bits_of_rows_do_not_depend_on_the_other_rows() {
     let (m, n, k) = (160, 90, 500);
@@ -299,7 +300,7 @@ fn bits_of_rows_do_not_depend_on_the_other_rows() {
     }
 }
 
-/// What makes micro-batches of 1 × 8 and 8 × 1 agree bit by bit.
+/// This is why micro-batches of 1 × 8 and 8 × 1 agree bit by bit.
 #[test]
 fn segments_in_one_call_are_accumulating_calls() {
     segments_are_calls(|x| x);

@@ -1,4 +1,5 @@
-//! Attention against a naive one in `f64`, whose gradient is itself judged by finite differences.
+//! Attention compared with a naive implementation in `f64`, whose gradients are themselves checked by finite
+//! differences.
 
 mod reference;
 
@@ -11,7 +12,7 @@ use super::*;
 use crate::cpu::ScratchMemory;
 use crate::cpu::gemm::tests::{pool, random};
 
-/// What the kernels computed.
+/// The results of the kernels.
 struct Computed {
     out: Vec<f32>,
     lse: Vec<f32>,
@@ -20,14 +21,14 @@ struct Computed {
     dv: Vec<f32>,
 }
 
-/// A job with its operands.
+/// An attention with its operands.
 struct Case {
     job: Attention,
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
     dout: Vec<f32>,
-    /// First keys of the queries; none if all see the first.
+    /// First keys of the queries; empty if all start at the first key.
     starts: Vec<u32>,
 }
 
@@ -51,7 +52,7 @@ impl Case {
         reference(job, starts, &q, &k, &v, &dout)
     }
 
-    /// The same with operands that are bf16.
+    /// The case with operands rounded to bf16.
     fn rounded(&self) -> Self {
         let rounded = |x: &Vec<f32>| x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
         let Self { job, q, k, v, dout, starts } = self;
@@ -62,7 +63,8 @@ impl Case {
     fn compute<T: Factor>(&self, level: Level, threads: usize) -> Computed {
         let Self { job, q, k, v, dout, starts } = self;
         let stored = |x: &Vec<f32>| x.iter().map(|&x| T::store(x)).collect::<Vec<T>>();
-        // Zeros where strides leave gaps; scratch is full of NaN, so that a float that is read before it is written shows.
+        // Gaps between strides are zeros. Scratch is filled with NaN, so that a float which is read before it is
+        // written shows up in the result.
         let mut got = Computed {
             out: vec![0.0; dout.len()],
             lse: vec![0.0; job.batch * job.heads * job.queries],
@@ -85,7 +87,7 @@ impl Case {
                 positions: std::ptr::null(),
                 starts,
             };
-            // SAFETY: `Case::of` makes slices that reach beyond the strides.
+            // SAFETY: `Case::of` allocates slices that reach beyond the strides.
             unsafe { forward::run(job, &instructions, operands, &memory.lend()) };
             assert!(memory.is_intact(), "the forward of {job:?} writes beyond its scratch");
 
@@ -111,14 +113,15 @@ impl Case {
     }
 }
 
-/// All available levels agree with the reference.
+/// Checks that all available levels agree with the reference.
 fn check(job: Attention, threads: usize) {
     check_case(&Case::of(job), threads);
 }
 
 fn check_case(case: &Case, threads: usize) {
     check_stored::<f32>(case, threads);
-    // Probabilities, gradients of scores, and the outputs that the backward reads are rounded once, to 2⁻⁹ of each, or less.
+    // Probabilities, gradients of scores, and the outputs that the backward reads are rounded once: a relative error of
+    // at most 2⁻⁹ each.
     check_stored::<bf16>(&case.rounded(), threads);
 }
 
@@ -133,9 +136,9 @@ fn check_stored<T: Factor>(case: &Case, threads: usize) {
                 let is_equal = f64::from(got) == expected;
                 if is_equal { 0.0 } else { (f64::from(got) - expected).powi(2) }
             };
-            // Scores of size up to 4·head_size·scale carry rounding errors of their size into the exponent; the
-            // gradients are sums over hundreds of such probabilities. In a norm, that stays below 2⁻²³ × 40. Dot
-            // products over a head and an exponential are in front of it: head_size + 8 roundings of what is added up.
+            // Scores of magnitude up to 4·head_size·scale carry rounding errors of their magnitude into the exponent;
+            // the gradients are sums over hundreds of such probabilities. In a norm, that stays below 2⁻²³ × 40. Before
+            // that, dot products over a head and an exponential round each term head_size + 8 times.
             let of_storage = if T::IS_BF16 { 2f64.powi(-8) } else { 0.0 };
             let rounding = f64::from(f32::EPSILON) * (job.widest() + 8) as f64 + of_storage;
             let (error, bound) = (
@@ -153,7 +156,7 @@ fn check_stored<T: Factor>(case: &Case, threads: usize) {
     }
 }
 
-/// [batch, token, head, element] for all, as linear layers make them.
+/// An attention over [batch, token, head, element] tensors, the layout that linear layers produce.
 fn job(
     batch: usize,
     (heads, kv_heads): (usize, usize),
@@ -247,13 +250,13 @@ fn long_sequences_agree_with_the_reference() {
     }
 }
 
-/// For each token of documents of these lengths, one behind the other: where its document begins.
+/// For each token of consecutive documents of these lengths: the start of its document.
 fn starts_of(lengths: &[usize]) -> Vec<u32> {
     let begins = lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + length)));
     begins.zip(lengths).flat_map(|(begin, &length)| vec![begin as u32; length]).collect()
 }
 
-/// Documents from one token to several blocks of keys, two sequences of them, of which one is a single document.
+/// Documents of one token up to several blocks of keys, in two sequences, one of which is a single document.
 #[test]
 fn packed_documents_agree_with_the_reference() {
     for (lengths, heads, head_size, threads) in
@@ -265,7 +268,7 @@ fn packed_documents_agree_with_the_reference() {
     }
 }
 
-/// What is in one document has no bit of what comes out of the others, nor of their gradients.
+/// A change in one document changes no bit of the other documents' outputs and gradients.
 #[test]
 fn a_changed_document_changes_no_other() {
     let (lengths, changed) = ([70, 250, 33, 147], 70..320);
@@ -313,8 +316,8 @@ fn bits_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// A packed [batch, token, (q, k, v), head, element] tensor gives the same bits as separate ones, and its gradient
-/// comes back packed.
+/// A packed [batch, token, (q, k, v), head, element] tensor gives the same bits as separate ones, and its gradient is
+/// written packed.
 #[test]
 fn a_packed_qkv_is_read_and_written_in_place() {
     let separate = job(2, (3, 3), (50, 50), 16);
@@ -362,7 +365,7 @@ fn a_packed_qkv_is_read_and_written_in_place() {
     assert_eq!(unpack(&dqkv, 2), expected.dv);
 }
 
-/// Judges the judge: its gradients are the slopes of Σ dO ∘ O.
+/// Checks the reference itself: its gradients are the slopes of Σ dO ∘ O.
 #[test]
 fn the_reference_gradients_are_finite_differences() {
     let causal = Mask::Causal { offset: 2 };

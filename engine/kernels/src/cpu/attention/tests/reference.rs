@@ -1,4 +1,4 @@
-//! Attention as simply as possible, in `f64`: outputs, gradients, and the sizes of what is added up.
+//! The reference implementation of attention in `f64`: outputs, gradients, and the magnitudes of their terms.
 
 use super::{Attention, HeadStrides, Mask};
 
@@ -23,32 +23,35 @@ impl Tensor {
     }
 }
 
-/// What the kernels must compute.
+/// The expected results.
 pub(super) struct Reference {
     pub out: Tensor,
     pub lse: Vec<f64>,
     pub dq: Tensor,
     pub dk: Tensor,
     pub dv: Tensor,
-    /// The same of the absolute values of all that is added up: what rounding errors are relative to where the exact values
-    /// cancel (gradients entirely, with a single key).
+    /// For each output, the sum of the absolute values of its terms. Where terms cancel, rounding errors are relative
+    /// to this sum, not to the exact value. (With a single key, gradients cancel entirely.)
     pub out_size: Tensor,
+    /// Like `out_size`, for the gradients of the queries.
     pub dq_size: Tensor,
+    /// Like `out_size`, for the gradients of the keys.
     pub dk_size: Tensor,
+    /// Like `out_size`, for the gradients of the values.
     pub dv_size: Tensor,
 }
 
 /// The scores of a query.
 struct Row {
-    /// Its number among all.
+    /// Its index among all rows.
     number: usize,
     probabilities: Vec<f64>,
-    /// How much of its gradient each score passes on.
+    /// The derivative of each capped score by the uncapped one; 1 without a cap.
     slopes: Vec<f64>,
     lse: f64,
 }
 
-/// Calls back for each query head and query.
+/// Calls `row` for each query head and query.
 fn for_each_row(
     job: &Attention,
     starts: &[u32],
@@ -89,7 +92,7 @@ fn for_each_row(
     }
 }
 
-/// Outputs and gradients, row by row.
+/// Computes outputs and gradients, row by row.
 pub(super) fn reference(
     job: &Attention,
     starts: &[u32],
