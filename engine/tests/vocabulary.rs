@@ -85,7 +85,7 @@ fn masks() {
         let hidden = Tensor::tril2(5, DType::U8, x[0].device())?.eq(0u8)?;
         x[0].masked_fill(&hidden, f32::NEG_INFINITY)?.softmax_last_dim()
     });
-    // Masks as numbers, through strides, and masks of masks.
+    // Masks cast to f32, read through strides, and masks of masks.
     check(&[&[3, 4], &[4, 3]], |x| x[0].ge(&x[1].t()?)?.to_dtype(DType::F32)? * &x[0]);
     check(&[&[3, 4]], |x| x[0].ne(0.0)?.t()?.contiguous()?.eq(1u8)?.to_dtype(DType::F32)?.t()? * &x[0]);
 }

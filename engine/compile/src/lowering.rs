@@ -53,7 +53,7 @@ pub struct Output {
     pub name: String,
     /// The value.
     pub value: ValueId,
-    /// Whether every rank receives it, rather than only the rank that computes it having it.
+    /// True if every rank gets it. Otherwise only the rank that computes it has it.
     pub everywhere: bool,
 }
 

@@ -47,7 +47,7 @@ pub struct Buffer {
     pub bytes: u64,
     /// Names and role.
     pub label: Label,
-    /// How long the buffer lives beyond its uses.
+    /// The lifetime of the buffer beyond its uses.
     pub kind: BufferKind,
     /// Set if the number of rows is known only while the step runs.
     pub counted: Option<DynamicRows>,
@@ -87,14 +87,14 @@ pub struct DynamicRows {
     pub balanced: u64,
 }
 
-/// How long a buffer lives beyond its uses by instructions.
+/// The lifetime of a buffer beyond its uses by instructions.
 #[derive(Debug, Clone)]
 pub enum BufferKind {
     /// The buffer is used by instructions only.
     No,
     /// The buffer lives for the whole run: parameters, optimizer states, constants. Programs share it by name.
     Always {
-        /// What it holds before the first step.
+        /// Its contents before the first step.
         fill: Initializer,
         /// The shape and type it was declared with; instructions may read it through views of other shapes.
         spec: Spec,

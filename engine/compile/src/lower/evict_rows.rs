@@ -97,7 +97,7 @@ impl Rows {
     }
 }
 
-/// True if a root can be computed again, by an ordinary operation or by repeating its exchange.
+/// True if a root can be recomputed, by an ordinary operation or by repeating its exchange.
 fn is_repeatable(graph: &Graph, saved: &SavedActivations<'_>, root: ValueId) -> bool {
     let is_exchange = |node: &Node| matches!(collective_of(node), Some(Collective::AllToAllRows { .. }));
     saved.is_repeatable(root) || graph.producer(root).is_some_and(is_exchange)

@@ -11,7 +11,7 @@ use crate::lowering::Lowering;
 use crate::program::Origin;
 use crate::recompute::Variant;
 
-/// Which computation of a value an instruction performs.
+/// The computation of a value that an instruction performs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Occurrence {
     /// The one of the forward, or the only one.

@@ -8,7 +8,7 @@
 //! which of the candidates that W reads are freed at the end of I and recomputed for W. These may be candidates kept
 //! for I or recomputed for it. The choice then also has a cost for what is kept between I and W.
 //!
-//! How many choices are tried depends on the number of candidates; a candidate that W reads counts twice:
+//! The number of choices tried depends on the number of candidates, where a candidate that W reads counts twice:
 //!
 //! - Up to [`EXACT`], all pairs of subsets for I and W are tried.
 //! - Beyond that, either all or none of the candidates that W reads are freed at the end of I.

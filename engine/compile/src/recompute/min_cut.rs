@@ -11,7 +11,7 @@
 //!
 //! ```text
 //! source ──bytes──▶ n          cut where candidate n is kept
-//!             n ──∞──▶ m       n reads what m makes and nobody keeps: m runs too
+//!             n ──∞──▶ m       n reads a value of m that is not kept: m runs too
 //!             n ──λ·time──▶ sink   cut where n runs again
 //! ```
 //!

@@ -53,7 +53,7 @@ pub struct Variant {
     /// Recomputed nodes, in order.
     nodes: Vec<NodeId>,
     /// Roots that are freed at the end of the input gradients of a split backward, whether kept or recomputed for them.
-    /// They are computed again before the weight gradients that read them.
+    /// They are recomputed before the weight gradients that read them.
     end_with_input: BTreeSet<ValueId>,
     /// Roots that are compressed or offloaded between forward and backward.
     stash: BTreeMap<ValueId, Stash>,
@@ -86,7 +86,7 @@ impl Variant {
         outputs.copied().filter(|&root| self.is_rematerialized(root))
     }
 
-    /// How a root is stored until the backward, if it is compressed or offloaded.
+    /// The way a root is stored until the backward, if it is compressed or offloaded.
     pub fn stash(&self, root: ValueId) -> Option<Stash> {
         self.stash.get(&root).copied()
     }

@@ -13,7 +13,7 @@ use super::budget::{Budget, first_backward, in_flight};
 use super::{RematPlan, SavedActivations, Stashing, Variant};
 use crate::error::{Error, Result};
 
-/// Which forward values a micro-batch recomputes in its backward instead of keeping.
+/// The forward values that a micro-batch recomputes in its backward instead of keeping them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub enum Recompute {
     /// Everything is kept.

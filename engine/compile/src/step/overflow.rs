@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 
-/// What happens in a step in which a rank receives more rows than
+/// The behaviour of a step in which a rank receives more rows than
 /// [`MemoryOptions::routing`](super::MemoryOptions::routing) reserves. A router with a capacity drops rows before that.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]

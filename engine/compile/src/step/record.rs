@@ -33,7 +33,7 @@ pub(super) struct TrainStep {
     roles: HashMap<ValueId, Role>,
     /// Number of trained parameters over all ranks.
     pub parameters: u64,
-    /// Which stages read each parameter.
+    /// The stages that read each parameter.
     pub stages: ParameterStages,
     /// The tensors that ranks keep between steps.
     pub layout: CheckpointLayout,

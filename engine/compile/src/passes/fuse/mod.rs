@@ -414,7 +414,7 @@ impl<'a> Fusion<'a> {
     }
 }
 
-/// How an instruction can be fused, if at all.
+/// The way in which an instruction can be fused, if at all.
 fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let InstrKind::Compute(op) = &instr.kind else { return None };
     let fusible = op.cuda_fusible()?;
