@@ -112,7 +112,7 @@ pub enum When {
 pub struct Named {
     /// The name it was declared with.
     pub name: String,
-    /// The micro-batch, for what exists once per micro-batch.
+    /// The micro-batch, for tensors that exist once per micro-batch.
     pub micro_batch: u32,
     /// Shape and type.
     pub spec: Spec,

@@ -223,7 +223,7 @@ pub struct Instr {
 pub struct IoTensor {
     /// The name it was declared with.
     pub name: String,
-    /// The micro-batch, for what exists once per micro-batch.
+    /// The micro-batch, for tensors that exist once per micro-batch.
     pub micro_batch: u32,
     /// The tensor in its buffer.
     pub operand: Operand,

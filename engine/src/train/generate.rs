@@ -1,6 +1,6 @@
 //! Text generation, token by token.
 //!
-//! With caches ([`TrainOptions::generation`](super::TrainOptions::generation)), a prompt is read in chunks, and every
+//! With caches ([`StepOptions::generation`](gapless_compile::step::StepOptions::generation)), a prompt is read in chunks, and every
 //! further token only takes the computation of one token. Without caches, each token takes a forward pass over the
 //! whole window. Both ways use the same context and choose the same tokens.
 

@@ -58,7 +58,7 @@ impl LossParts {
 }
 
 impl std::fmt::Display for LossParts {
-    /// "likelihood 3.141, balance 0.021, router z 0.001".
+    /// Formats the terms, e.g. "likelihood 3.141, balance 0.021, router z 0.001".
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "likelihood {:.3}", self.likelihood)?;
         let parts = [("balance", self.balance), ("router z", self.router_z), ("regularization", self.regularization)];

@@ -56,7 +56,8 @@ impl TrainOptions {
         Target::Cpu { threads: resolve_threads(self.threads) }
     }
 
-    /// The settings that must be equal on all ranks, with their names. Device, threads, planning work and debugging aids may differ.
+    /// The settings that must be equal on all ranks, with their names. Device, threads, planning work and debugging aids
+    /// may differ.
     pub(super) fn shared_by_ranks(&self) -> Vec<(&'static str, String)> {
         let Self { step, learning_rate, seed, device: _, threads: _, poison: _ } = self;
         let StepOptions { batch, micro_batches, sequence, precision, mesh, pipeline, memory, .. } = step;

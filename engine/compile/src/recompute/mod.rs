@@ -9,7 +9,7 @@
 //! that is read (full recomputation: Chen et al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198).
 //! Dropout draws the same random numbers again and kernels are deterministic, so every policy gives the same bits.
 //!
-//! Kept values can also be compressed to eight bits, or offloaded to a file ([`Stash`]).
+//! Kept values can also be compressed to eight bits, or offloaded to a file (`stash`).
 //!
 //! Recomputation never crosses a stage boundary: values that another stage reads are kept.
 

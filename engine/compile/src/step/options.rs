@@ -1,5 +1,7 @@
-//! The description of a training step: everything that decides its programs and their memory. Run files, the flags of the command and
-//! the options of a trainer are built from these types, so each setting has its documentation, its default and its check here only.
+//! The description of a training step: everything that decides its programs and their memory.
+//!
+//! Run files, the flags of the command and the options of a trainer are built from these types. So each setting has its
+//! documentation, its default and its check only here.
 
 use std::path::PathBuf;
 use std::str::FromStr;
