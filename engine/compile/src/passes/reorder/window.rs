@@ -57,7 +57,7 @@ impl Window {
         self.resources.len() - 1
     }
 
-    /// Appends an instruction: the resources that it touches, each with whether it writes it.
+    /// Appends an instruction: the resources that it touches, and for each whether it writes it.
     pub fn push(&mut self, touches: Vec<(usize, bool)>, workspace: u64) {
         let own = 1 << self.touches.len();
         let mut before = 0;
