@@ -1,16 +1,16 @@
-//! How ranks exchange tensors: [`gapless_communicator`], for what returns a trainer's error.
+//! The [`gapless_communicator`] crate, with [`on_threads`] for functions that return a trainer's error.
 
 use crate::error::TrainError;
 
 pub use gapless_communicator::*;
 
-/// [`gapless_communicator::on_threads`] for what returns a trainer's error.
+/// [`gapless_communicator::on_threads`] for functions that return a [`TrainError`].
 ///
 /// # Errors
-/// The first rank's error that is not the mere echo of another rank's failure.
+/// Returns the first rank's error that is not a mere consequence of another rank's failure.
 ///
 /// # Panics
-/// When a rank does, once all have ended; its end makes the others' waits fail.
+/// Panics if a rank panics, after all ranks have ended. The waits of the other ranks fail when one rank ends.
 pub fn on_threads<T: Send>(
     ranks: usize,
     f: impl Fn(Box<dyn Communicator>) -> Result<T, TrainError> + Sync,

@@ -1,4 +1,4 @@
-//! What can go wrong between a model's source and its last step.
+//! Errors of a trainer.
 
 use gapless_checkpoint::CheckpointError;
 use gapless_communicator::CommunicatorError;
@@ -8,12 +8,12 @@ use crate::learning_rate::LearningRateError;
 /// `Result` with [`TrainError`].
 pub type Result<T, E = TrainError> = std::result::Result<T, E>;
 
-/// Every error of a trainer: its own, and those of the layers below, each as it is there.
+/// All errors of a trainer: its own, and those of the layers below, unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum TrainError {
-    /// The model's source.
+    /// Building the model.
     #[error(transparent)]
     Graph(gapless_graph::Error),
     /// Compiling and planning.
@@ -51,12 +51,12 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// A setting that is refused: its name, why it is refused, and what to do instead.
+    /// A refused setting: its name, the reason, and what to do instead.
     pub fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         gapless_graph::Error::config(what, why, remedy).into()
     }
 
-    /// The name of a refused setting, why it is refused, and what to do instead, if this is such an error.
+    /// The name of a refused setting, the reason, and what to do instead, if this is such an error.
     pub fn refused(&self) -> Option<(&'static str, &str, &'static str)> {
         match self {
             Self::Graph(gapless_graph::Error::Config { what, why, remedy }) => Some((what, why, remedy)),
@@ -77,7 +77,7 @@ impl From<candle_core::Error> for TrainError {
     }
 }
 
-/// What is the graph's stays the graph's.
+/// Keeps errors of the graph as such.
 impl From<gapless_compile::Error> for TrainError {
     fn from(error: gapless_compile::Error) -> Self {
         match error {
@@ -87,7 +87,7 @@ impl From<gapless_compile::Error> for TrainError {
     }
 }
 
-/// What is a lower layer's stays that layer's.
+/// Keeps errors of lower layers as such.
 impl From<gapless_runtime::Error> for TrainError {
     fn from(error: gapless_runtime::Error) -> Self {
         match error {
@@ -117,7 +117,7 @@ impl From<gapless_runtime::cuda::DeviceError> for TrainError {
     }
 }
 
-/// So that what returns a model's error may use a trainer.
+/// Lets functions that return a model's error use a trainer.
 impl From<TrainError> for gapless_graph::Error {
     fn from(error: TrainError) -> Self {
         match error {

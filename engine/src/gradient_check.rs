@@ -1,4 +1,5 @@
-//! Judges an operation: its gradient by finite differences of the f64 reference, its kernel by the reference itself.
+//! Checks an operation: its gradient against finite differences of the f64 reference, and its kernel against the
+//! reference itself.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -18,21 +19,24 @@ use half::bf16;
 
 use crate::error::Result;
 
-/// How far an operation is from its judges: ‖a − b‖ / ‖b‖, the worst over all inputs.
+/// The deviations of an operation, ‖a − b‖ / ‖b‖, each the maximum over all inputs.
 #[derive(Debug, Clone, Copy)]
 pub struct GradientError {
-    /// The recorded gradient, evaluated in f64, against central differences of the f64 reference.
+    /// The recorded gradient, evaluated in f64, compared with central differences of the f64 reference.
     pub finite_difference: f64,
-    /// The compiled f32 program's output and gradients against the f64 reference's.
+    /// The output and gradients of the compiled f32 program, compared with the f64 reference.
     pub kernel: f64,
-    /// The compiled bf16 program, operation by operation: its results against the f64 reference's of the same bf16 inputs, as a
-    /// part of what one rounding of each number, by 2⁻⁸ of it at most, and sums in f32, to 1e-5 of the whole, allow; or sums of
-    /// factors that [were rounded](gapless_graph::Op::rounds_factors), to 2⁻⁸ of the whole. None if the function is one of f32 alone.
+    /// The results of the compiled bf16 program, compared operation by operation with the f64 reference of the same
+    /// bf16 inputs. The value is the error as a fraction of the allowed error, so it should be below 1.
+    ///
+    /// Each element may be off by one rounding (2⁻⁸ of it) plus a part of the norm of the whole: 1e-5 for sums in f32,
+    /// or 2⁻⁸ if the operation [rounds its factors](gapless_graph::Op::rounds_factors). `None` if the function only
+    /// supports f32.
     pub bf16: Option<f64>,
 }
 
-/// Checks a function of tensors: `parameters` are filled with standard normal numbers, `ids` with the numbers given.
-/// Its output is weighted at random and summed to a loss; a scalar is the loss itself.
+/// Checks a function of tensors. `parameters` are filled with standard normal values, `ids` with the given ones. The
+/// output is multiplied by random weights and summed to a loss; a scalar output is the loss itself.
 ///
 /// ```
 /// use gapless_engine::gradient_check;
@@ -43,7 +47,7 @@ pub struct GradientError {
 /// ```
 ///
 /// # Errors
-/// What building, compiling or running the function returns.
+/// Passes on errors of building, compiling or running the function.
 pub fn gradient_check(
     parameters: &[&[usize]],
     ids: &[(&[usize], &[u32])],
@@ -80,7 +84,7 @@ pub fn gradient_check(
     Ok(error)
 }
 
-/// What the compiled program makes of what is given.
+/// Runs the compiled program on the given inputs, and returns its outputs.
 fn run(graph: &Graph, given: &HashMap<String, Array>, outputs: &[Output]) -> Result<Vec<Vec<f64>>> {
     let mut session = session(graph, outputs)?;
     let program = session.executable().program("check").expect("it was compiled");
@@ -104,7 +108,8 @@ fn run(graph: &Graph, given: &HashMap<String, Array>, outputs: &[Output]) -> Res
     outputs.iter().map(read).collect()
 }
 
-/// Judges each operation of a function and its gradients in bf16 on the numbers that it had; see [`GradientError::bf16`].
+/// Checks each operation of a function and its gradients in bf16, on the inputs that it had in the run; see
+/// [`GradientError::bf16`].
 fn judge_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) -> Result<f64> {
     let gradients = differentiate(&graph, &loss, 1.0)?;
     let graph = lock(&graph);
@@ -112,7 +117,7 @@ fn judge_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) 
     for (_, array) in given.iter_mut().filter(|(name, _)| !name.starts_with("ids")) {
         array.data = array.data.iter().map(rounded).collect();
     }
-    // All results, and those alone that are asked for, where others are overwritten.
+    // Run once with all results as outputs, and once with only the requested ones, so that others are overwritten.
     let made = graph.nodes().iter().flat_map(|node| &node.outputs).filter(|&&id| !graph.is_view(id));
     let all: Vec<Output> = made.map(|&id| Output::local(format!("made {}", id.index()), id)).collect();
     let asked = [y.id()].into_iter().chain(gradients.iter().flat_map(|gradient| gradient.summands.iter().copied()));
@@ -155,7 +160,7 @@ fn judge_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) 
     Ok(worst)
 }
 
-/// A graph's forward and backward, once.
+/// A session that runs a graph's forward and backward once.
 pub(crate) fn session(graph: &Graph, outputs: &[Output]) -> Result<Session<CpuBackend>> {
     let workers = Workers::new(2)?;
     let program = lower(&Lowering {
@@ -174,7 +179,7 @@ pub(crate) fn session(graph: &Graph, outputs: &[Output]) -> Result<Session<CpuBa
 
 /// Central differences of the loss with respect to every element of a parameter.
 fn differences(graph: &Graph, given: &HashMap<String, Array>, name: &str, loss: ValueId, stream: Stream) -> Vec<f64> {
-    // The error of central differences is h²/6·f‴ + ε/h: least near h = ε^⅓.
+    // The error of central differences is h²/6·f‴ + ε/h, which is minimal near h = ε^⅓.
     const H: f64 = 1e-5;
     let mut given = given.clone();
     let mut at = |index: usize, shift: f64| {
@@ -189,12 +194,12 @@ fn differences(graph: &Graph, given: &HashMap<String, Array>, name: &str, loss: 
     (0..elements).map(|i| (at(i, H) - at(i, -H)) / (2.0 * H)).collect()
 }
 
-/// The larger error; a NaN is larger than any number.
+/// The larger error; NaN counts as larger than any number.
 fn worse(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }
 
-/// ‖a − b‖ / ‖b‖; the plain distance where b vanishes.
+/// ‖a − b‖ / ‖b‖, or ‖a − b‖ if b is zero.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
     let difference = norm(&mut a.iter().zip(b).map(|(a, b)| a - b));
@@ -202,18 +207,18 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     if scale < 1e-12 { difference } else { difference / scale }
 }
 
-/// A function as graph, up to a loss, with the numbers of its parameters and inputs.
+/// A function recorded as a graph up to a loss, with the values of its parameters and inputs.
 pub(crate) struct Recorded {
     pub graph: Arc<Mutex<Graph>>,
-    /// By name: parameters `x0`…, `ids0`…, and the `weights` of what is summed.
+    /// Values by name: parameters `x0`…, ids `ids0`…, and `weights` for the sum of the output.
     pub given: HashMap<String, Array>,
-    /// What the function returned.
+    /// The output of the function.
     pub y: Tensor,
     pub loss: Tensor,
 }
 
 impl Recorded {
-    /// As [`gradient_check`] has it, in any type.
+    /// Records a function as [`gradient_check`] describes, with parameters of any type.
     pub fn new(
         dtype: DType,
         parameters: &[&[usize]],
@@ -247,10 +252,10 @@ impl Recorded {
     }
 }
 
-/// Standard normal numbers.
+/// Standard normal values.
 pub(crate) fn random_array(dims: &[usize], seed: u64) -> Array {
     let numbers = Numbers::from_seed(seed + 1);
-    // Rounded to f32, so that the f32 program starts from the same numbers.
+    // Rounded to f32, so that the f32 program starts from the same values.
     let normal = |i| f64::from(numbers.normal(i) as f32);
     Array::new(dims, (0..dims.iter().product()).map(normal).collect())
 }

@@ -1,4 +1,4 @@
-//! Learning rates: pure functions of the step.
+//! Learning rate schedules, as pure functions of the step.
 //!
 //! ```
 //! use gapless_engine::learning_rate::{LearningRate, Shape};
@@ -21,45 +21,47 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A learning-rate schedule as it is configured; [`LearningRate::check`] makes a [`Schedule`] of it.
+/// The configuration of a schedule. [`LearningRate::check`] turns it into a [`Schedule`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LearningRate {
-    /// The highest rate, reached with the last step of the warm-up.
+    /// The highest rate, reached at the last step of the warm-up.
     pub peak: f64,
-    /// The rate at the end; not used by [`Shape::Constant`].
+    /// The final rate; unused by [`Shape::Constant`].
     #[serde(default)]
     pub floor: f64,
-    /// Steps of the linear warm-up.
+    /// Number of steps of the linear warm-up.
     #[serde(default)]
     pub warmup_steps: u64,
-    /// Steps of the whole run, the warm-up among them. From there on the rate is `floor`, but for shapes that do not depend on the end.
+    /// Number of steps of the whole run, the warm-up included. From then on the rate is `floor`, except for shapes that
+    /// do not depend on the end.
     pub steps: u64,
-    /// What comes after the warm-up.
+    /// The shape of the schedule after the warm-up.
     pub shape: Shape,
 }
 
-/// What the rate does after the warm-up.
+/// The shape of a schedule after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Shape {
-    /// It stays at the peak.
+    /// The rate stays at the peak.
     Constant,
-    /// It falls linearly to the floor.
+    /// The rate falls linearly to the floor.
     Linear,
-    /// It falls with the inverse root of the step: a step after four times the warm-up has half the peak (Vaswani et al., arXiv
-    /// 1706.03762, section 5.3). It does not fall below the floor, and does not depend on when the run ends.
+    /// The rate falls with the inverse square root of the step: after four times the warm-up it is half the peak
+    /// (Vaswani et al., arXiv 1706.03762, section 5.3). It never falls below the floor, and does not depend on the end
+    /// of the run.
     InverseSqrt,
-    /// It falls by half a cosine to the floor (Loshchilov and Hutter, 2017, without restarts).
+    /// The rate falls to the floor by half a cosine (Loshchilov and Hutter, 2017, without restarts).
     Cosine,
-    /// Warm-up, stable, decay: it stays at the peak, then falls linearly over the last steps (Hu et al., 2024).
+    /// Warm-up, stable, decay: the rate stays at the peak, then falls linearly over the last steps (Hu et al., 2024).
     Wsd {
-        /// Steps of the decay.
+        /// Number of steps of the decay.
         decay_steps: u64,
     },
 }
 
-/// Why a configuration is no schedule.
+/// The reason why a configuration is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LearningRateError {
@@ -68,27 +70,27 @@ pub enum LearningRateError {
     Rate {
         /// `peak` or `floor`.
         which: &'static str,
-        /// The rate given.
+        /// The given rate.
         rate: f64,
     },
-    /// An end above the top.
+    /// The floor is above the peak.
     #[error("the learning rate's floor {floor} is above its peak {peak}; lower the floor")]
     FloorAbovePeak {
-        /// The rate at the end.
+        /// The final rate.
         floor: f64,
         /// The highest rate.
         peak: f64,
     },
-    /// Parts that take longer than the whole.
+    /// Warm-up and decay take more steps than the run.
     #[error(
         "a warm-up of {warmup_steps} steps and a decay of {decay_steps} don't fit into {steps} steps; shorten one, or train longer"
     )]
     TooLong {
-        /// Steps of the warm-up.
+        /// Number of steps of the warm-up.
         warmup_steps: u64,
-        /// Steps of the decay.
+        /// Number of steps of the decay.
         decay_steps: u64,
-        /// Steps in all.
+        /// Number of steps of the run.
         steps: u64,
     },
 }
@@ -100,12 +102,13 @@ pub struct Schedule {
 }
 
 impl LearningRate {
-    /// A warm-up of twenty steps, or a quarter of all if that is fewer, then half a cosine down to a tenth.
+    /// A warm-up of 20 steps, or a quarter of all steps if that is fewer, then half a cosine down to a tenth of the
+    /// peak.
     pub fn cosine(peak: f64, steps: u64) -> Self {
         Self { peak, floor: peak / 10.0, warmup_steps: 20.min(steps / 4), steps, shape: Shape::Cosine }
     }
 
-    /// The same at every step.
+    /// The same rate at every step.
     pub fn constant(rate: f64) -> Self {
         Self { peak: rate, floor: rate, warmup_steps: 0, steps: 0, shape: Shape::Constant }
     }
@@ -113,7 +116,8 @@ impl LearningRate {
     /// Checks the configuration.
     ///
     /// # Errors
-    /// Rates that are not finite and at least 0, a floor above the peak, or parts longer than the whole.
+    /// Returns an error if a rate is not finite or negative, if the floor is above the peak, or if the phases take more
+    /// steps than the run.
     pub fn check(self) -> Result<Schedule, LearningRateError> {
         for (which, rate) in [("peak", self.peak), ("floor", self.floor)] {
             if !rate.is_finite() || rate < 0.0 {
@@ -136,8 +140,8 @@ impl LearningRate {
 }
 
 impl Schedule {
-    /// The rate of a step, counted from 0. Step `warmup_steps - 1` is the first at the peak; step `steps` would be the first at
-    /// the floor, so that the last step of the run still learns.
+    /// The rate of a step, counted from 0. Step `warmup_steps - 1` is the first at the peak. Step `steps` would be the
+    /// first at the floor, so the last step of the run still has a higher rate.
     pub fn at(&self, step: u64) -> f64 {
         let LearningRate { peak, floor, warmup_steps, steps, shape } = self.config;
         if step < warmup_steps {
@@ -166,7 +170,7 @@ impl Schedule {
         }
     }
 
-    /// What it was made of.
+    /// The configuration of the schedule.
     pub fn config(&self) -> &LearningRate {
         &self.config
     }
@@ -226,7 +230,7 @@ mod tests {
     }
 
     generated! {
-        /// Up to the peak, never up again, and always within the bounds.
+        /// The rate rises to the peak, never rises again, and stays within its bounds.
         #[test]
         fn rises_once_and_falls_once(warmup_steps in 0u64..20, decay_steps in 0u64..20, rest in 0u64..20, cosine: bool) {
             let steps = warmup_steps + decay_steps + rest;

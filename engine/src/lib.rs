@@ -1,9 +1,9 @@
 //! Compiles a training step into one planned arena, and runs it.
 //!
-//! A model is written with candle's vocabulary over symbolic [`Tensor`]s. [`autodiff`] appends its gradients, [`optim`]
-//! the update, [`compile`] lowers everything along a schedule into one list of instructions. That list is the lifetime of
-//! every tensor, so all memory is planned before the first step; [`runtime`] then runs it without allocating.
-//! [`Trainer`] ties it together.
+//! A model is written with candle's API over symbolic [`Tensor`]s. [`autodiff`] appends its gradients and [`optim`] the
+//! update. [`compile`] lowers everything along a schedule into one list of instructions. The list defines the lifetime
+//! of every tensor, so all memory is planned before the first step. [`runtime`] then runs the list without allocating.
+//! [`Trainer`] ties these together.
 //!
 //! ```
 //! use gapless_engine::nn::{Linear, Module, VarBuilder, embedding, linear};

@@ -1,4 +1,4 @@
-//! What a run tells of itself: one JSON object per line, and the memory of the process.
+//! Metrics of a run: a writer of JSON lines, and the memory of the process.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -10,9 +10,9 @@ pub use gapless_runtime::process_memory::{available_memory_bytes, current_rss_by
 
 /// Writes rows as JSON, one per line.
 ///
-/// A row is built in a buffer that is kept from row to row, and handed to the file in one piece: a reader never sees half
-/// of one, and a steady run allocates nothing for it. A row that could not be written (a full disk) is an error to the
-/// caller, who may go on training; the next one starts a line of its own.
+/// A row is built in a reused buffer and written in one piece. So a reader never sees half a row, and a steady run does
+/// not allocate. If a row cannot be written (for example to a full disk), the caller gets an error and may continue;
+/// the next row starts on a new line.
 ///
 /// ```
 /// use gapless_engine::metrics::JsonLines;
@@ -36,7 +36,7 @@ pub struct JsonLines<W: Write = File> {
     out: W,
     path: PathBuf,
     row: Vec<u8>,
-    /// Whether what was written so far may end within a line.
+    /// Whether the file may end in the middle of a line.
     torn: bool,
 }
 
@@ -46,26 +46,26 @@ pub struct JsonLines<W: Write = File> {
 pub struct MetricsError {
     /// The file.
     pub path: PathBuf,
-    /// What went wrong.
+    /// The underlying error.
     pub source: io::Error,
 }
 
 impl JsonLines {
-    /// Starts a file, in place of one that may be there.
+    /// Creates a file, or replaces an existing one.
     ///
     /// # Errors
-    /// A file that cannot be created.
+    /// Returns an error if the file cannot be created.
     pub fn create(path: &Path) -> Result<Self, MetricsError> {
         Self::opened(path, File::create(path), false)
     }
 
-    /// Goes on with a file, as a resumed run does.
+    /// Appends to a file, as a resumed run does.
     ///
     /// # Errors
-    /// A file that cannot be opened.
+    /// Returns an error if the file cannot be opened.
     pub fn append(path: &Path) -> Result<Self, MetricsError> {
         let file = File::options().append(true).create(true).open(path);
-        // The run before may have been killed within a line; an empty line between rows does no harm.
+        // The previous run may have been killed in the middle of a line. An empty line between rows is harmless.
         let torn = file.as_ref().is_ok_and(|file| file.metadata().is_ok_and(|metadata| metadata.len() > 0))
             && !ends_with_newline(path);
         Self::opened(path, file, torn)
@@ -78,7 +78,7 @@ impl JsonLines {
 }
 
 impl<W: Write> JsonLines<W> {
-    /// Writes to anything; `name` is for messages.
+    /// Writes to any writer; `name` appears in error messages.
     pub fn new(out: W, name: impl Into<PathBuf>) -> Self {
         Self { out, path: name.into(), row: Vec::with_capacity(1024), torn: false }
     }
@@ -86,7 +86,7 @@ impl<W: Write> JsonLines<W> {
     /// Writes one row.
     ///
     /// # Errors
-    /// A row that serde_json refuses (a map whose keys are no strings), or a write that fails.
+    /// Returns an error if serde_json refuses the row (a map whose keys are not strings), or if a write fails.
     pub fn write(&mut self, row: &impl Serialize) -> Result<(), MetricsError> {
         self.row.clear();
         if self.torn {
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// Takes `room` bytes, then fails, then (room again) takes more.
+    /// A writer that takes `room` bytes, fails once, and then takes everything.
     struct Full {
         written: Vec<u8>,
         room: usize,

@@ -1,4 +1,4 @@
-//! Layers of experts against their judges: every way of routing, forward and backward.
+//! Layers of experts compared with finite differences and f64 references: every kind of routing, forward and backward.
 
 use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
 use gapless_engine::ops::{
@@ -7,7 +7,7 @@ use gapless_engine::ops::{
 };
 use gapless_engine::{Result, Tensor, gradient_check};
 
-/// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
+/// Central differences in f64 are accurate to about 1e-9, f32 kernels to a multiple of 2⁻²⁴ = 6e-8.
 const FINITE_DIFFERENCE: f64 = 1e-6;
 const KERNEL: f64 = 1e-5;
 
@@ -21,7 +21,7 @@ fn check(shapes: &[&[usize]], ids: &[(&[usize], &[u32])], f: impl Fn(&[Tensor], 
 const TOKENS: usize = 7;
 const EXPERTS: usize = 4;
 
-/// Two sequences of seven tokens with two choices each; nobody chooses expert 2.
+/// Two sequences of seven tokens with two choices each. No token chooses expert 2.
 const IDS: [u32; 28] = [0, 1, 3, 0, 1, 3, 1, 0, 0, 3, 3, 1, 1, 0, 3, 1, 3, 0, 0, 1, 1, 3, 3, 0, 1, 0, 0, 3];
 const IDS_DIMS: &[usize] = &[2, TOKENS, 2];
 
@@ -44,7 +44,7 @@ fn rows_to_experts_and_back() {
 
 #[test]
 fn products_by_expert() {
-    // Widths below, at and above those of the kernels' tiles; rows of few and of many.
+    // Widths below and above those of the kernels' tiles; few and many rows.
     for (width, out) in [(5, 3), (33, 17)] {
         for capacity in [None, Some((3, DropPolicy::Last))] {
             check(&[&[2, TOKENS, width], &[EXPERTS, out, width]], &[(IDS_DIMS, &IDS)], |x, ids| {
@@ -131,7 +131,7 @@ fn losses_and_noise() {
     }
 }
 
-/// Padding behind the fifth token of the second sequence, whose other tokens are of two documents.
+/// Inputs with padding after the fifth token of the second sequence, whose other tokens form two documents.
 fn padded(x: &Tensor) -> Result<[Tensor; 3]> {
     let routed: Vec<f32> = (0..2 * TOKENS).map(|token| if token < TOKENS + 5 { 1.2 } else { 0.0 }).collect();
     let starts: Vec<u32> = vec![0, 0, 0, 0, 4, 4, 4, 0, 0, 2, 2, 2, 5, 5];
@@ -174,7 +174,7 @@ fn padding_has_no_experts() {
     });
 }
 
-/// Whole routers, whose parameters the finite differences move.
+/// Whole routers, with finite differences of their parameters.
 #[test]
 fn routers() {
     let capacity = |factor, drop| Some(Capacity { factor, drop });

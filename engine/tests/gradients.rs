@@ -1,10 +1,11 @@
-//! Every operation against its judges: gradients by finite differences in f64, kernels by the f64 reference.
+//! Every operation compared with its references: gradients with finite differences in f64, kernels with the f64
+//! reference.
 
 use gapless_engine::LossTerms;
 use gapless_engine::ops::{Attention, CrossEntropy, LinearCrossEntropy, Rope, RopeScaling};
 use gapless_engine::{DType, Result, Tensor, gradient_check};
 
-/// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
+/// Central differences in f64 are accurate to about 1e-9, f32 kernels to a multiple of 2⁻²⁴ = 6e-8.
 const FINITE_DIFFERENCE: f64 = 1e-6;
 const KERNEL: f64 = 1e-5;
 
@@ -105,7 +106,7 @@ fn rotation() {
         check(&[&[2, 2, 5, 8]], |x| x[0].rope_scaled(100.0, scaling));
         check(&[&[2, 2, 5, 8]], |x| x[0].rope_i_scaled(100.0, scaling));
     }
-    // At places that are given.
+    // At given positions.
     let op = Rope { frequencies: RopeScaling::None.frequencies(100.0), neighbours: false, inverse: false };
     check_ids(&[&[2, 3, 2, 8]], &[(&[2, 3], &[0, 1, 0, 7, 8, 0])], |x, ids| {
         Tensor::apply_op(op, &[&x[0], &ids[0]]).map(|[rotated]| rotated)
@@ -117,11 +118,11 @@ fn attention() {
     // Equal heads, grouped heads, and a packed qkv read through strides.
     check(&[&[2, 2, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
     check(&[&[1, 4, 3, 8], &[1, 2, 3, 8], &[1, 2, 3, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
-    // Documents that are packed into a sequence; a start behind a token's own place is its own place.
+    // Documents packed into a sequence. A start after a token's own position counts as that position.
     let shapes: &[&[usize]] = &[&[2, 4, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]];
     let starts: (&[usize], &[u32]) = (&[2, 5], &[0, 0, 2, 2, 4, 0, 1, 1, 1, 9]);
     check_ids(shapes, &[starts], |x, ids| x[0].document_attention(&x[1], &x[2], &ids[0], 0.3));
-    // Windows, capped scores, and values of another size; all of it over packed documents.
+    // Windows, capped scores, and values of another size; all of them also over packed documents.
     let how = Attention { window: Some(2), cap: Some(0.5), ..Attention::causal(0.3) };
     let of_another_size: &[&[usize]] = &[&[2, 4, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 3]];
     for how in [
@@ -135,7 +136,7 @@ fn attention() {
     check_ids(of_another_size, &[starts], |x, ids| {
         Tensor::apply_op::<2>(how, &[&x[0], &x[1], &x[2], &ids[0]]).map(|[out, _]| out)
     });
-    // Heads whose elements do not lie side by side are copied first.
+    // Heads with strided elements are copied first.
     check(&[&[1, 2, 8, 5], &[1, 2, 5, 8]], |x| x[0].transpose(2, 3)?.causal_attention(&x[1], &x[1], 0.3));
     check(&[&[2, 5, 48]], |x| {
         let heads = |i: usize| x[0].narrow(2, 16 * i, 16)?.reshape((2, 5, 2, 8))?.transpose(1, 2);
@@ -153,19 +154,20 @@ fn lookups_and_losses() {
 #[test]
 fn a_head_fused_with_its_loss() {
     let ids: &[(&[usize], &[u32])] = &[(&[2, 3], &[1, 0, 6, 1, 2, 3])];
-    // Each loss with a gradient of its own: made in the backward. The same for all: made in the forward.
+    // If each loss has its own gradient, the head's gradient is computed in the backward; if all have the same, in the
+    // forward.
     check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0]));
     check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0])?.mean_all());
     check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| {
         x[0].linear_cross_entropy(&x[1], &ids[0])?.affine(-3.0, 1.0)?.sum(1)?.mean_all()
     });
-    // Tied to a table, and read through a view; x itself an activation, or the row of a token.
+    // A head tied to an embedding, and one read through a view; x is an activation, or the row of a token.
     check_ids(&[&[7, 4]], ids, |x, ids| {
         x[0].embedding(&ids[0])?.gelu()?.linear_cross_entropy(&x[0], &ids[0])?.mean_all()
     });
     check_ids(&[&[2, 3, 5], &[5, 7]], ids, |x, ids| x[0].sqr()?.linear_cross_entropy(&x[1].t()?, &ids[0])?.mean_all());
     check_ids(&[&[5], &[7, 5]], &[(&[], &[2])], |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0]));
-    // Losses that count by weights, one of them nothing; the same under a mean.
+    // Weighted losses, one of them with weight zero; then the same under a mean.
     let weighed: &[(&[usize], &[u32])] = &[ids[0], (&[2, 3], &[1, 0, 2, 1, 3, 1])];
     let weighted = |x: &[Tensor], ids: &[Tensor]| {
         let weights = ids[1].to_dtype(DType::F32)?;
@@ -190,7 +192,7 @@ fn smoothed_labels_the_z_loss_and_capped_logits() {
             };
             check_ids(&[&[2, 3, 5], &[7, 5]], ids, head);
             check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| head(x, ids)?.mean_all());
-            // With the likelihoods apart.
+            // With the likelihoods as a separate output.
             let apart = |x: &[Tensor], ids: &[Tensor]| {
                 let head = LinearCrossEntropy::new(None).with_terms(terms).with_cap(cap).with_likelihoods();
                 Tensor::apply_op(head, &[&x[0], &x[1], &ids[0]]).map(|[losses, _]| losses)

@@ -1,4 +1,4 @@
-//! A counting allocator proves that the CPU's kernels take no heap memory, on any thread of the pool.
+//! Checks with a counting allocator that CPU kernels do not allocate heap memory, on any thread of the pool.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,16 +13,16 @@ struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: everything is passed on to the system's allocator.
+// SAFETY: every call is passed on to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -30,7 +30,8 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Heap allocations of a second and third run; the first one may fill what is detected once and the pool's own queues.
+/// Heap allocations of a second and third run. The first run may allocate for detection of the processor and for the
+/// pool's queues.
 fn allocations(mut kernel: impl FnMut()) -> u64 {
     kernel();
     let before = ALLOCATIONS.load(Ordering::Relaxed);
@@ -39,7 +40,7 @@ fn allocations(mut kernel: impl FnMut()) -> u64 {
     ALLOCATIONS.load(Ordering::Relaxed) - before
 }
 
-/// Without the harness, whose own thread allocates now and then.
+/// Runs without the test harness, whose own thread allocates now and then.
 fn main() {
     gapless_testing::only_test("kernels_do_not_allocate", kernels_do_not_allocate);
 }
@@ -103,7 +104,8 @@ fn kernels_do_not_allocate() {
             ..Default::default()
         };
         let mut trainer = Trainer::new(|vb| Bigram::new(weighted, vb), options).expect("the model fits");
-        // The planner has woken rayon's global pool, whose threads allocate as they start: until all have.
+        // The planner has started rayon's global pool, whose threads allocate as they start. Wait until all have
+        // started.
         rayon::broadcast(|_| ());
         let ids: Vec<u32> = (0..1200).map(|i| i * i % 64).collect();
         let counted = allocations(|| _ = trainer.step(&ids, &ids).expect("a step"));
@@ -111,7 +113,8 @@ fn kernels_do_not_allocate() {
     }
 }
 
-/// A head fused with its loss, whose gradients are made in the forward, or, where losses have weights, in the backward.
+/// A model whose head is fused with its loss. Gradients of the head are computed in the forward or, if losses have
+/// weights, in the backward.
 struct Bigram {
     embed: Embedding,
     head: Linear,

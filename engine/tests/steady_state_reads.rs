@@ -1,4 +1,4 @@
-//! What a training step asks of data and metrics, with an allocator that counts.
+//! Checks with a counting allocator that reading data and writing metrics does not allocate in a training step.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -13,16 +13,17 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: every request goes to the system's allocator as it came; counting touches a thread-local that needs no memory.
+// SAFETY: every call is passed on to the system's allocator unchanged, and counting touches a thread-local that needs
+// no memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -64,7 +65,7 @@ fn batches_metrics_and_memory_figures_allocate_nothing() {
     let mut metrics = JsonLines::create(&folder.path().join("metrics.jsonl")).unwrap();
     let (mut inputs, mut targets) = (vec![0; 256], vec![0; 256]);
 
-    // Its control groups are found once.
+    // The first call finds the process's control groups, and allocates.
     assert!(available_memory_bytes().is_some());
     let counted = allocations(|| {
         for step in 0..100 {

@@ -1,8 +1,9 @@
-//! Which values cross from rank to rank, and when a sender may let go of one.
+//! Determines which values cross between ranks, and when a sender may free one.
 //!
-//! In: a graph whose nodes have places, and the actions of all ranks. Out: for each value, who else reads it; for each
-//! message, the action of its sender by which the order of the step itself says that it was taken, so that waiting for a
-//! send never blocks between actions. Never: a buffer or an instruction.
+//! - In: a graph whose nodes have places, and the actions of all ranks.
+//! - Out: for each value, the other ranks that read it; for each message, the sender's first action before which the
+//!   schedule proves that it was received. With this, waiting for a send never blocks between actions.
+//! - Never: a buffer or an instruction.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -23,20 +24,21 @@ pub fn phases(kind: Kind) -> &'static [Phase] {
     }
 }
 
-/// What is read on other ranks than where it is made.
+/// The values that are read on other ranks than the one that computes them.
 #[derive(Debug, Default)]
 pub struct CrossRankValues {
     ranks: usize,
     rank_of: HashMap<StageId, usize>,
-    /// Roots made by F, I or W: the ranks that read them in F, I or W, once per micro-batch.
+    /// Roots computed by F, I or W, with the other ranks that read them in F, I or W, once per micro-batch.
     per_micro_batch: BTreeMap<ValueId, BTreeSet<usize>>,
-    /// Roots that updates or the host read: the ranks that do, once per step.
+    /// Roots that the update or the host reads, with the other ranks that do so, once per step.
     per_step: BTreeMap<ValueId, BTreeSet<usize>>,
-    /// Persistent tensors that are changed on one rank and read on others.
+    /// Persistent tensors that one rank changes, with the other ranks that read them.
     replicas: BTreeMap<ValueId, BTreeSet<usize>>,
-    /// What each part of a stage needs from other ranks, in order.
+    /// The values that each stage needs from other ranks in each phase, in order.
     needs: HashMap<(StageId, Phase), Vec<ValueId>>,
-    /// What tells messages apart, but for the micro-batch: of roots per micro-batch, and of those per step.
+    /// The tags of messages without their micro-batch: of roots that cross per micro-batch, and of roots that cross
+    /// once per step.
     tags: [HashMap<ValueId, Tag>; 2],
 }
 
@@ -84,9 +86,9 @@ impl CrossRankValues {
         crossings
     }
 
-    /// Numbers the tensors that cross, the same way on every rank.
+    /// Assigns tags to the values that cross, identically on every rank.
     fn number(&mut self, graph: &Graph) {
-        // What goes to an earlier stage is a gradient, even one that a head has made in its forward.
+        // A value for an earlier stage is a gradient, even if a head computes it in its forward.
         let goes_back = |root: ValueId, maker: StageId| {
             let mut readers = self.needs.iter().filter(|(_, roots)| roots.contains(&root));
             readers.all(|(&(reader, phase), _)| phase != Phase::Forward && reader < maker)
@@ -112,7 +114,7 @@ impl CrossRankValues {
         self.tags = [per_micro_batch, per_step];
     }
 
-    /// The tag of a root of one micro-batch, or of one that crosses once per step.
+    /// The tag of a root in one micro-batch or, with `None`, of a root that crosses once per step.
     pub fn tag(&self, root: ValueId, micro_batch: Option<u32>) -> Tag {
         match micro_batch {
             Some(micro_batch) => Tag { micro_batch, ..self.tags[0][&root] },
@@ -141,7 +143,7 @@ impl CrossRankValues {
         }
     }
 
-    /// Ranks that run nodes of a place.
+    /// The ranks that run nodes of a place.
     pub fn ranks_of(&self, place: Place) -> std::ops::Range<usize> {
         match place {
             Place::Stage(stage) => self.rank_of[&stage]..self.rank_of[&stage] + 1,
@@ -149,37 +151,37 @@ impl CrossRankValues {
         }
     }
 
-    /// What an action needs of other ranks, in order.
+    /// The values that an action needs from other ranks, in order.
     pub fn needs(&self, action: &Action) -> impl Iterator<Item = ValueId> {
         let parts = phases(action.kind).iter().filter_map(|&phase| self.needs.get(&(action.stage, phase)));
         parts.flatten().copied()
     }
 
-    /// Who else reads a root, once per micro-batch.
+    /// The other ranks that read a root once per micro-batch.
     pub fn per_micro_batch(&self, root: ValueId) -> impl Iterator<Item = usize> {
         self.per_micro_batch.get(&root).into_iter().flatten().copied()
     }
 
-    /// Who else reads a root or its sum, once per step.
+    /// The other ranks that read a root or its sum once per step.
     pub fn per_step(&self, root: ValueId) -> impl Iterator<Item = usize> {
         self.per_step.get(&root).into_iter().flatten().copied()
     }
 
-    /// All that is read once per step elsewhere, in the order of the graph.
+    /// All values that other ranks read once per step, in graph order.
     pub fn all_per_step(&self) -> impl Iterator<Item = ValueId> {
         self.per_step.keys().copied()
     }
 
-    /// Who else holds a persistent tensor that changes here.
+    /// The other ranks that hold a persistent tensor changed by one rank.
     pub fn replicas(&self, root: ValueId) -> impl Iterator<Item = usize> {
         self.replicas.get(&root).into_iter().flatten().copied()
     }
 
-    /// For each message of `rank` between actions, by (root, micro-batch, receiver): the first of its own actions before
-    /// which the message has been taken. Missing: none says so.
+    /// For each message of `rank` between actions, by (root, micro-batch, receiver): the first of the rank's own
+    /// actions before which the message has certainly been received. Messages without such an action are missing.
     ///
     /// # Errors
-    /// When the actions wait for each other in a circle.
+    /// Returns an error if the actions wait for each other in a cycle, or if one needs a value that is never computed.
     pub fn taken(
         &self,
         graph: &Graph,
@@ -213,11 +215,11 @@ impl CrossRankValues {
         }
     }
 
-    /// `known[action][other]`: how many actions of `other` are over for certain when an action of `rank` starts, because
-    /// something that came of them was received.
+    /// `known[action][other]`: the number of actions of `other` that have certainly ended when an action of `rank`
+    /// starts, because a value that depends on them was received.
     ///
-    /// Those are vector clocks (Fidge, Mattern), one per action of every rank. Another rank's is let go of with its last
-    /// reader, so that there are never more of them than messages under way.
+    /// The entries are vector clocks (Fidge, Mattern), one per action of every rank. The clock of another rank's action
+    /// is dropped after its last reader, so there are never more clocks than messages in flight.
     fn known(&self, graph: &Graph, table: &[Vec<Action>], rank: usize) -> Result<Vec<Vec<u32>>> {
         let mut made: HashMap<(StageId, Phase, u32), (usize, usize)> = HashMap::new();
         for (rank, row) in table.iter().enumerate() {
@@ -227,7 +229,7 @@ impl CrossRankValues {
                 }
             }
         }
-        // The actions that each action receives of.
+        // For each action, the actions that it receives values from.
         let mut sources: Vec<Vec<Vec<(usize, usize)>>> = Vec::with_capacity(table.len());
         let mut readers: HashMap<(usize, usize), usize> = HashMap::new();
         for row in table {

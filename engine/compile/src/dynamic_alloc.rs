@@ -1,7 +1,7 @@
-//! What an arena is asked for while programs run: buffers whose rows are counted then.
+//! Requests to the online arena: buffers with dynamic rows, whose size is known only while programs run.
 //!
-//! In: programs, and the ticks of their buffers. Out: requests in the order of their first tick, and which instruction makes and
-//! ends each.
+//! - In: programs, and the ticks of their buffers.
+//! - Out: requests in the order of their first tick, and the instructions that start and end each.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -17,11 +17,12 @@ use crate::lifetimes::{ALIGNMENT, tick_of};
 use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
 
 impl Executable {
-    /// Plans the arena of counted buffers with another reserve, and goes on with it if `accept` says so. Nothing happens if nothing is
-    /// counted.
+    /// Plans the arena of dynamic rows with another reserve, and keeps the new plan if `accept` returns true. Does
+    /// nothing if there are no dynamic rows.
     ///
     /// # Errors
-    /// When the reserve leaves the address space, or is no number; what `accept` returns.
+    /// Returns an error if the reserve exceeds the address space or its factor is not a valid number. Passes on errors
+    /// of `accept`.
     pub fn reserve_anew<E: From<Error>>(
         &mut self,
         reserve: Reserve,
@@ -40,7 +41,7 @@ impl Executable {
 }
 
 fn options(reserve: Reserve) -> ArenaOptions {
-    // About a tenth of a second, where the reserve is not proven lowest before.
+    // About a tenth of a second, unless the reserve is proven minimal earlier.
     ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() }
 }
 
@@ -48,27 +49,29 @@ fn options(reserve: Reserve) -> ArenaOptions {
 #[derive(Debug)]
 pub(super) struct Requests {
     requests: Vec<Request>,
-    /// By program and buffer: the one whose place instructions look at.
+    /// By program and buffer: the request under whose id instructions look up the buffer's offset.
     of: HashMap<(usize, BufferId), RequestId>,
-    /// Of buffers that need not wait for the backward: for when they do not, before and behind that.
+    /// For each evictable buffer: the two requests used when it is evicted, one for the forward and one for the
+    /// backward.
     parts: HashMap<(usize, BufferId), [RequestId; 2]>,
-    /// By program.
+    /// By program: the evictable buffers.
     waits: Vec<HashMap<BufferId, Waits>>,
 }
 
-/// The steps that use a buffer which need not wait for the backward.
+/// The instructions that use an evictable buffer.
 #[derive(Debug, Clone, Copy)]
 struct Waits {
-    /// The one that looks for room for it.
+    /// The one that votes on its rows.
     offer: usize,
-    /// The first and the last of the forward.
+    /// The first and the last in the forward.
     forward: [usize; 2],
-    /// The first and the last of the backward; the first is one of those that may make it again.
+    /// The first and the last in the backward. The first belongs to the recomputation of evicted rows.
     backward: [usize; 2],
 }
 
 impl Requests {
-    /// `of[program][buffer]` is a buffer's index in `problem`; `spans` are the ticks of the programs.
+    /// Collects the requests of all programs. `of[program][buffer]` is a buffer's index in `problem`, and `spans` has
+    /// the ticks of each program.
     pub fn of<P: std::borrow::Borrow<Program>>(
         programs: &[P],
         of: &[Vec<usize>],
@@ -112,12 +115,12 @@ impl Requests {
         Self { requests: counted.into_iter().map(|(request, _)| request).collect(), of, parts, waits }
     }
 
-    /// Whether nothing is asked for.
+    /// True if no program has dynamic rows.
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// The arena beside a static plan; none if nothing is asked for.
+    /// Plans the arena in addition to a static plan; `None` if there are no requests.
     pub fn plan(&self, problem: &Problem, solution: &Solution, reserve: Reserve) -> Result<Option<ArenaPlan>> {
         if self.is_empty() {
             return Ok(None);
@@ -125,7 +128,7 @@ impl Requests {
         Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &options(reserve))?))
     }
 
-    /// How an operand is found while its program runs, if it has no address before.
+    /// The run-time address of an operand, if it has dynamic rows.
     pub fn address(&self, number: usize, program: &Program, operand: &Operand) -> Option<CountedAddress> {
         let counted = program.buffers[operand.buffer.index()].counted?;
         let request = self.of[&(number, operand.buffer)].0;
@@ -133,7 +136,7 @@ impl Requests {
         Some(CountedAddress { request, row })
     }
 
-    /// What every step of a program is the first to write, and what the last to use.
+    /// For each instruction of a program: the requests that start at it, and those that end after it.
     pub fn by_step(&self, number: usize, program: &Program) -> Vec<(Vec<DynamicAlloc>, Vec<DynamicFree>)> {
         let mut by_step = vec![(Vec::new(), Vec::new()); program.instrs.len()];
         if self.is_empty() {
@@ -164,7 +167,7 @@ impl Requests {
                 add(buffer, self.parts[&key][part], used, When::Evicted);
             }
         }
-        // What is settled is what was offered.
+        // Applying a vote concerns the same requests as the vote.
         let offers: HashMap<u32, usize> = offers(program);
         for (index, instr) in program.instrs.iter().enumerate() {
             if let InstrKind::ApplyVote(count) = instr.kind {
@@ -178,7 +181,7 @@ impl Requests {
     }
 }
 
-/// The steps that look for room for rows, by their count.
+/// The index of the instruction that votes on each row count.
 fn offers(program: &Program) -> HashMap<u32, usize> {
     let offer = |(index, instr): (usize, &Instr)| match instr.kind {
         InstrKind::Vote(count) => Some((count, index)),
@@ -187,7 +190,7 @@ fn offers(program: &Program) -> HashMap<u32, usize> {
     program.instrs.iter().enumerate().filter_map(offer).collect()
 }
 
-/// The buffers that need not wait for the backward: those that are written a second time, if at all.
+/// The evictable buffers: those that conditional instructions write a second time.
 fn waits(program: &Program) -> HashMap<BufferId, Waits> {
     let offers = offers(program);
     let mut waits: HashMap<BufferId, Waits> = HashMap::new();
@@ -203,7 +206,7 @@ fn waits(program: &Program) -> HashMap<BufferId, Waits> {
             };
             match (waits.get_mut(&buffer), uses.get(&buffer)) {
                 (Some(waits), _) => waits.backward[1] = index,
-                // Between, there is nothing to be made again.
+                // A temporary that only the recomputation writes is not evictable.
                 (None, Some(&forward))
                     if is_written && instr.predicate.is_some() && program.instrs[forward[0]].predicate.is_none() =>
                 {

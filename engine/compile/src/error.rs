@@ -1,4 +1,4 @@
-//! What can go wrong between a graph and instructions with addresses.
+//! Errors of compiling a graph to instructions with addresses.
 
 use gapless_alloc::draw::Bytes;
 
@@ -44,7 +44,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// A setting that is refused: its name, why it is refused, and what to do instead.
+    /// A refused setting: its name, the reason, and what to do instead.
     pub(crate) fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         gapless_graph::Error::config(what, why, remedy).into()
     }

@@ -13,13 +13,13 @@ use crate::error::Result;
 use crate::instruction::{CompiledProgram, Persistent, unknown};
 use crate::offload_plan::HostPlan;
 
-/// How to compile.
+/// Options of [`compile`](crate::compile).
 #[derive(Debug, Clone)]
 pub struct CompileOptions {
-    /// What the planner may spend. By default three quarters of what it spends on its own: a few seconds at most, where the
-    /// bound is not met before.
+    /// Limits of the planner. The default is three quarters of its own default: at most a few seconds, spent only if
+    /// the lower bound is not reached earlier.
     pub planner: Options,
-    /// Room for what is counted while a program runs.
+    /// The reserve for dynamic rows.
     pub reserve: Reserve,
 }
 
@@ -32,7 +32,8 @@ impl Default for CompileOptions {
 }
 
 impl CompileOptions {
-    /// An arena that must fit so many bytes, if any, planned with so much work; [`compile`](crate::compile) refuses what doesn't.
+    /// Options for an arena of at most `capacity` bytes, planned with this much work. [`compile`](crate::compile)
+    /// refuses a larger arena.
     pub fn within(capacity: Option<u64>, work: u64, reserve: Reserve) -> Self {
         let Self { planner, .. } = Self::default();
         Self { planner: Options { capacity, work, ..planner }, reserve }
@@ -43,8 +44,8 @@ impl CompileOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProgramId(#[doc(hidden)] pub usize);
 
-/// Programs over one arena: what is left to do at run time is to run them. Only [`compile`](crate::compile) makes one, of programs that it
-/// has checked, and nobody changes its addresses: kernels follow them.
+/// Programs over one arena, ready to run. Only [`compile`](crate::compile) creates an executable, from programs that it
+/// has checked. Its addresses cannot be changed afterwards, because kernels rely on them.
 ///
 /// ```compile_fail,E0616
 /// fn shrink(executable: &mut gapless_compile::Executable) {
@@ -84,12 +85,12 @@ impl Executable {
         &self.problem
     }
 
-    /// Its plan; it has passed the checker.
+    /// The plan of that problem; it has passed the checker.
     pub fn solution(&self) -> &Solution {
         &self.solution
     }
 
-    /// The arena of what is counted while a program runs, above and between what the plan has placed; none if nothing is.
+    /// The arena of dynamic rows, above and between the planned buffers; `None` if there are no dynamic rows.
     pub fn routing(&self) -> Option<&ArenaPlan> {
         self.routing.as_ref()
     }
@@ -104,22 +105,22 @@ impl Executable {
         &self.parts
     }
 
-    /// The identity of the plan.
+    /// The hash that identifies the plan.
     pub fn plan_hash(&self) -> PlanHash {
         self.plan_hash
     }
 
-    /// Time spent planning.
+    /// Time spent planning, in milliseconds.
     pub fn plan_ms(&self) -> f64 {
         self.plan_ms
     }
 
-    /// The file that offloaded activations wait in.
+    /// The plan of the file for offloaded activations.
     pub fn host(&self) -> &HostPlan {
         &self.host
     }
 
-    /// Arithmetic of one run of each program.
+    /// Floating-point operations of one run of each program.
     pub fn flops(&self) -> &[u64] {
         &self.flops
     }
@@ -129,24 +130,24 @@ impl Executable {
         self.routing.as_ref().map_or(self.solution.height, ArenaPlan::height)
     }
 
-    /// Writes what was planned as a table, in minimalloc's columns: of each buffer a number and its tensor's name, its ticks, bytes and
-    /// address.
+    /// Writes the plan as a table in minimalloc's columns. Each buffer has an id of its index and its tensor's name,
+    /// its ticks, its bytes and its address.
     ///
     /// # Errors
-    /// Only what the writer returns.
+    /// Only passes on errors of the writer.
     pub fn write_plan(&self, out: impl Write) -> std::result::Result<(), gapless_alloc::Error> {
-        // Names may stand twice, and have commas.
+        // Names may repeat and contain commas.
         let name = |(index, label): (usize, &Label)| format!("{index} {}", label.tensor.replace(',', ";"));
         let ids = self.labels.iter().enumerate().map(name).collect();
         Table::new(ids, self.problem.clone()).write(out, Some(&self.solution.offsets))
     }
 
-    /// Size of the file that offloaded activations wait in.
+    /// Size of the file for offloaded activations.
     pub fn host_bytes(&self) -> u64 {
         self.host.solution.height
     }
 
-    /// Messages and collectives that a program has, at most.
+    /// The largest number of messages and collectives in one program.
     pub fn requests(&self) -> usize {
         self.programs.iter().map(|program| program.requests).max().unwrap_or(0)
     }
@@ -156,7 +157,7 @@ impl Executable {
         self.programs.iter().position(|program| program.name == name).map(ProgramId)
     }
 
-    /// Whether a program reads an input of this name.
+    /// True if a program reads an input of this name.
     pub fn has_input(&self, id: ProgramId, name: &str) -> bool {
         self.programs[id.0].inputs.iter().any(|input| input.name == name)
     }
@@ -173,7 +174,7 @@ impl Executable {
         found.ok_or_else(|| unknown(name, self.persistent.iter().map(|p| p.label.tensor.as_str())))
     }
 
-    /// The types of all its tensors, each perhaps many times.
+    /// The types of all tensors, with repetitions.
     pub fn dtypes(&self) -> impl Iterator<Item = DType> {
         let instructions = self.programs.iter().flat_map(|program| &program.instructions);
         let operands = instructions.flat_map(|instruction| instruction.inputs.iter().chain(&*instruction.outputs));

@@ -1,4 +1,4 @@
-//! What is executed: instructions with resolved addresses.
+//! Instructions with resolved addresses, as the runtime executes them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,34 +16,34 @@ use gapless_kernels::cpu::scratch::Piece;
 use crate::error::{Error, Result};
 use crate::program::{Activity, InstrKind};
 
-/// One operation at its addresses.
+/// One instruction at its addresses.
 #[derive(Debug)]
 pub struct Instruction {
-    /// What is done.
+    /// The operation, message or copy.
     pub kind: InstrKind,
-    /// What its time counts as.
+    /// The category of its time.
     pub activity: Activity,
-    /// From what.
+    /// Tensors that it reads.
     pub inputs: Box<[Address]>,
-    /// Into what.
+    /// Tensors that it writes.
     pub outputs: Box<[Address]>,
-    /// The pieces of its scratch.
+    /// Pieces of scratch memory.
     pub workspace: Box<[Piece]>,
-    /// Bit i: output i is added to.
+    /// Bit mask: if bit i is set, output i is accumulated into.
     pub accumulate: u64,
-    /// The micro-batch whose random numbers it draws.
+    /// The micro-batch, which is part of the key of its random numbers.
     pub micro_batch: u32,
-    /// The layer it belongs to.
+    /// Name of the layer it belongs to.
     pub layer: Arc<str>,
-    /// Ranges of bytes that nobody reads after this instruction.
+    /// Ranges of bytes that are not read after this instruction.
     pub dead_after: Box<[Range<u64>]>,
-    /// The count that the last element of output 0 is.
+    /// The row count that it produces, as the last element of output 0.
     pub counts: Option<u32>,
-    /// If it is left out unless the rows of this count were let go.
+    /// If set, the instruction runs only if the rows of this count were evicted.
     pub predicate: Option<u32>,
-    /// What it is the first to write, of what is placed while the program runs.
+    /// Arena requests to make before it, for dynamic buffers that it is the first to use.
     pub requests: Box<[DynamicAlloc]>,
-    /// What nobody reads after it.
+    /// Arena requests that end after it.
     pub releases: Box<[DynamicFree]>,
 }
 
@@ -54,8 +54,8 @@ impl Instruction {
         format!("{} in {layer}, micro-batch {}", self.kind.name(), self.micro_batch)
     }
 
-    /// What it has made, of which a run that watches asks whether it is finite. What is being received is not looked at before the wait
-    /// for it.
+    /// Tensors to check for non-finite values when a run is watched. A received tensor is checked at its wait, not
+    /// before.
     pub fn made(&self) -> &[Address] {
         match &self.kind {
             InstrKind::Compute(_) | InstrKind::Fetch(_) => &self.outputs,
@@ -64,85 +64,85 @@ impl Instruction {
         }
     }
 
-    /// Whether it has to do with other ranks.
+    /// True if it communicates with other ranks.
     pub fn is_exchange(&self) -> bool {
         self.activity == Activity::Communication
     }
 }
 
-/// A request for as many bytes as a count says.
+/// An arena request whose size depends on a row count.
 #[derive(Debug, Clone, Copy)]
 pub struct DynamicAlloc {
     /// The request.
     pub request: RequestId,
-    /// The request whose place instructions look at.
+    /// The request under whose id instructions look up the offset.
     pub place: RequestId,
-    /// The count that says how many rows.
+    /// The row count.
     pub count: u32,
     /// Bytes of a row.
     pub row_bytes: u64,
-    /// In which runs.
+    /// The condition under which the request is made.
     pub when: When,
 }
 
-/// A request that ends.
+/// The end of an arena request.
 #[derive(Debug, Clone, Copy)]
 pub struct DynamicFree {
     /// The request.
     pub request: RequestId,
-    /// The count of its rows.
+    /// The row count of its buffer.
     pub count: u32,
-    /// In which runs.
+    /// The condition under which the request was made.
     pub when: When,
 }
 
-/// In which runs a request is made.
+/// The condition under which an arena request is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum When {
-    /// In all.
+    /// In every run.
     Always,
-    /// In those in which the rows wait for their backward.
+    /// In runs that keep the rows until the backward.
     Kept,
-    /// In those in which they were let go.
+    /// In runs that evict the rows.
     Evicted,
 }
 
-/// A tensor at its address, with the name that the host knows it by.
+/// A tensor at its address, with the name by which the host refers to it.
 #[derive(Debug, Clone)]
 pub struct Named {
     /// The name it was declared with.
     pub name: String,
-    /// The micro-batch, for what exists once per micro-batch.
+    /// The micro-batch, for tensors that exist once per micro-batch.
     pub micro_batch: u32,
     /// Shape and type.
     pub spec: Spec,
-    /// Where it lies.
+    /// Its address.
     pub address: Address,
 }
 
 /// A program whose tensors have addresses.
 #[derive(Debug)]
 pub struct CompiledProgram {
-    /// `train`, `evaluate`, ….
+    /// Name: `train`, `evaluate`, ….
     pub name: String,
-    /// In order.
+    /// Instructions in execution order.
     pub instructions: Vec<Instruction>,
-    /// What the host writes before it starts.
+    /// Tensors that the host writes before the program starts.
     pub inputs: Vec<Named>,
-    /// What the host reads after it ends.
+    /// Tensors that the host reads after the program ends.
     pub outputs: Vec<Named>,
-    /// Messages and collectives that it has.
+    /// Number of messages and collectives.
     pub requests: usize,
-    /// What it does with the pipeline's communicator, for ranks that have to agree on an order of messages.
+    /// Calls to the pipeline's communicator, for ranks that must agree on an order of messages.
     pub messages: Vec<Call>,
-    /// Where in the file what is offloaded waits, by [`HostId`](super::HostId).
+    /// Offsets in the offload file, indexed by [`HostId`](super::HostId).
     pub host: Vec<u64>,
-    /// Numbers of rows that are counted while it runs.
+    /// Number of row counts that are determined while the program runs.
     pub counts: usize,
 }
 
 impl CompiledProgram {
-    /// Where an input lies that takes these elements.
+    /// The address of an input. Checks that it has the type and number of elements of `data`.
     pub fn input_for<T: Element>(&self, name: &str, micro_batch: u32, data: &[T]) -> Result<&Address> {
         let found = self.inputs.iter().find(|input| input.name == name && input.micro_batch == micro_batch);
         let Some(Named { address, spec, .. }) = found else {
@@ -154,7 +154,7 @@ impl CompiledProgram {
         Ok(address)
     }
 
-    /// An output by its name.
+    /// Finds an output by its name.
     pub fn output(&self, name: &str) -> Result<&Named> {
         let found = self.outputs.iter().find(|output| output.name == name);
         found.ok_or_else(|| unknown(name, self.outputs.iter().map(|output| output.name.as_str())))
@@ -166,24 +166,24 @@ impl CompiledProgram {
 pub struct Persistent {
     /// Name and role.
     pub label: Label,
-    /// Where it lies.
+    /// Its address.
     pub address: Address,
     /// Shape and type.
     pub spec: Spec,
-    /// What it holds before the first step.
+    /// Its contents before the first step.
     pub fill: Initializer,
-    /// Whether an instruction of this rank changes it, rather than a message from the rank that does.
+    /// Whether an instruction of this rank changes it. Otherwise it may be received from the rank that changes it.
     pub changes_here: bool,
 }
 
 impl Named {
-    /// Whether the host reads and writes it as f32.
+    /// True if the host reads and writes it as f32.
     pub fn is_f32(&self) -> bool {
         self.spec.dtype == DType::F32
     }
 }
 
-/// Names the nearest of those that there are.
+/// An error for an unknown name, with the existing name that is most similar.
 pub(crate) fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
     let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
     let nearest = names.max_by_key(common).unwrap_or("there are none").to_owned();

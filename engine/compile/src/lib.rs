@@ -1,7 +1,8 @@
-//! From a graph to instructions with planned addresses.
+//! Compiles a graph to instructions with planned addresses.
 //!
-//! In: a model's source and what a step is to be ([`step::StepOptions`]), or a graph. Out: an [`Executable`]: programs over one
-//! arena whose plan has passed the checker. Never: a device, a thread, or a byte of memory.
+//! - In: a model's source and the options of a step ([`step::StepOptions`]), or a graph.
+//! - Out: an [`Executable`]: programs over one arena whose plan has passed the checker.
+//! - Never: a device, a thread, or memory of the arena.
 //!
 //! ```text
 //! record ─▶ partition ─▶ autodiff ─▶ update ─▶ recompute ─▶ lower ─▶ passes ─▶ lifetimes ─▶ plan ─▶ check ─▶ resolve
@@ -43,7 +44,7 @@ pub use program::{
     Origin, Part, Program,
 };
 
-/// What the runtime needs of it, and nobody else.
+/// Internals for the runtime only.
 #[doc(hidden)]
 pub mod internal {
     pub use crate::instruction::{CompiledProgram, DynamicAlloc, DynamicFree, Instruction, Persistent, When};

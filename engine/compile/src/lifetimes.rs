@@ -1,9 +1,12 @@
-//! When every buffer lives, in ticks.
+//! Computes the lifetime of every buffer in ticks.
 //!
-//! In: programs that run one after another in one arena. Out: the planning problem over all of them. A program of n steps
-//! owns 2n + 4 ticks: two for the host to write its inputs, two per step, two for the host to read its outputs. Inputs
-//! of a step are read at its first tick and still there at its second; outputs are born at the second; an overwritten
-//! input is the same buffer as the output, so it needs no tick of its own.
+//! - In: programs that run one after another in one arena.
+//! - Out: the planning problem over all of them.
+//!
+//! A program of n instructions has 2n + 4 ticks: two in which the host writes its inputs, two per instruction, and two
+//! in which the host reads its outputs. An instruction's inputs are read at its first tick and still exist at its
+//! second; its outputs are created at the second. An input that is overwritten shares its buffer with the output, so it
+//! needs no ticks of its own.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,29 +17,29 @@ use crate::error::{Error, Result};
 use crate::program::{BufferKind, Program};
 use crate::verify::check_sizes;
 
-/// All arena addresses are multiples of this: a cache line, and an AVX-512 vector.
+/// Alignment of all arena addresses: a cache line, and an AVX-512 vector.
 pub const ALIGNMENT: u64 = 64;
 
-/// The problem of several programs, and which of its buffers each program's buffers are.
+/// The planning problem of several programs, and the mapping of their buffers to it.
 #[derive(Debug)]
 pub struct Lifetimes<'p> {
     pub problem: Problem,
     pub labels: Vec<&'p Label>,
     /// `of[program][buffer]` is an index into the problem.
     pub of: Vec<Vec<usize>>,
-    /// Ticks of every program.
+    /// The range of ticks of every program.
     pub spans: Vec<Range<u64>>,
 }
 
-/// The tick at which step `index` of a program that starts at `start` reads its inputs.
+/// The tick at which instruction `index` of a program reads its inputs; `start` is the program's first tick.
 pub fn tick_of(start: u64, index: usize) -> u64 {
     start + 2 + 2 * index as u64
 }
 
-/// The table that a program's plan is made for, without names.
+/// The planning problem of one program, without names.
 ///
 /// # Errors
-/// When the live bytes exceed `u64`.
+/// Returns an error if the live bytes exceed `u64`.
 pub fn table(program: &Program) -> Result<Problem> {
     Ok(lifetimes(&[program])?.problem)
 }
@@ -85,8 +88,8 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
             if is_shared {
                 shared.insert(&buffer.label.tensor, (index, &buffer.kind));
             }
-            // Whole cache lines, so that neighbours never share one between threads.
-            // What is counted while the step runs takes nothing of the plan; its lifetime is known all the same.
+            // Sizes are whole cache lines, so that two buffers never share a line between threads. Dynamic buffers take
+            // no space in the static plan, but their lifetimes are needed.
             let bytes = if buffer.counted.is_some() { 0 } else { buffer.bytes.next_multiple_of(ALIGNMENT) };
             buffers.push(Buffer::new(lifetime, bytes).aligned(ALIGNMENT));
             labels.push(&buffer.label);
@@ -97,8 +100,8 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
     Ok(Lifetimes { problem: Problem::new(buffers)?, labels, of, spans })
 }
 
-/// From the start of the first program that names each cache to the end of the last: the programs run in any order between, and any
-/// number of times.
+/// The lifetime of each cache: from the start of the first program that names it to the end of the last. In between,
+/// these programs run in any order and any number of times.
 fn cache_lifetimes<'p>(programs: &[&'p Program], spans: &[Range<u64>]) -> HashMap<&'p str, Range<u64>> {
     let mut lifetimes: HashMap<&str, Range<u64>> = HashMap::new();
     for (program, span) in programs.iter().zip(spans) {
@@ -109,7 +112,7 @@ fn cache_lifetimes<'p>(programs: &[&'p Program], spans: &[Range<u64>]) -> HashMa
     lifetimes
 }
 
-/// First to last use of every buffer by the steps of a program; backwards where there is none.
+/// The range from first to last use of every buffer by instructions. Reversed, and so empty, if there is none.
 fn uses(program: &Program, span: &Range<u64>) -> Vec<Range<u64>> {
     let mut uses = vec![span.end..span.start; program.buffers.len()];
     for (index, instr) in program.instrs.iter().enumerate() {

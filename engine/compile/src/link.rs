@@ -1,7 +1,8 @@
-//! Programs to an executable: lifetimes, plan, check, resolve.
+//! Links programs to an executable: lifetimes, plan, check, addresses.
 //!
-//! In: programs in their last form. Out: the same with addresses in one arena, whose plan has passed the checker. Never: another
-//! order of instructions.
+//! - In: programs in their final form.
+//! - Out: the same programs with addresses in one arena, whose plan has passed the checker.
+//! - Never: a change to the order of instructions.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -28,18 +29,20 @@ use crate::verify::verify;
 /// Plans all `programs` into one arena and resolves their addresses.
 ///
 /// # Errors
-/// [`Error::Unsound`] for a program that could not run, and [`Error::TooLarge`] for one of more bytes than any machine has;
-/// [`Error::OverBudget`] when no plan was found within the planner's capacity; [`Error::BadPlan`] if the planner is broken.
+/// - [`Error::Unsound`] if a program could not run correctly.
+/// - [`Error::TooLarge`] if a program has more bytes than any machine.
+/// - [`Error::OverBudget`] if no plan was found within the planner's capacity.
+/// - [`Error::BadPlan`] if the planner has a bug.
 pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executable> {
     programs.iter().try_for_each(verify)?;
-    // Lifetimes, and the plan of what is known beforehand.
+    // Lifetimes, and the static plan.
     let Lifetimes { problem, labels, of, spans } = lifetimes(&programs.iter().collect::<Vec<_>>())?;
     let started = Instant::now();
     let solution = {
         let _span = tracing::info_span!("plan", buffers = problem.len()).entered();
         lowest_within(&problem, &options.planner)?
     };
-    // Room for what is counted while a program runs, and the file that activations wait in.
+    // The arena of dynamic rows, and the file for offloaded activations.
     let requests = Requests::of(programs, &of, &spans, &problem);
     let routing = requests.plan(&problem, &solution, options.reserve)?;
     let height = routing.as_ref().map_or(solution.height, ArenaPlan::height);
@@ -66,7 +69,8 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     Ok(Executable { programs, persistent, problem, solution, routing, labels, parts, plan_hash, plan_ms, host, flops })
 }
 
-/// The size of the arena of all `programs`; above the capacity, only that it is at least so much.
+/// The size of the arena of all `programs`. If the lower bound is above the capacity, returns the bound without
+/// planning.
 pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: CompileOptions) -> Result<u64> {
     let Lifetimes { problem, of, spans, .. } = lifetimes(programs)?;
     let bound = lower_bound(&problem);
@@ -74,7 +78,7 @@ pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: Compil
         return Ok(bound);
     }
     let requests = Requests::of(programs, &of, &spans, &problem);
-    // What is counted stands above the plan that `compile` makes, and between its buffers.
+    // The arena of dynamic rows depends on the static plan, so the latter must be the one that `compile` makes.
     let solution = match requests.is_empty() {
         true => planned(&problem, &planner),
         false => lowest_within(&problem, &planner),
@@ -83,13 +87,13 @@ pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: Compil
     Ok(routing.as_ref().map_or(solution.height, ArenaPlan::height))
 }
 
-/// Gives one program its addresses.
+/// Assigns addresses to one program.
 struct Linker<'a> {
     number: usize,
     program: &'a Program,
-    /// The problem's index of each of its buffers.
+    /// For each of its buffers, the index in the problem.
     indices: &'a [usize],
-    /// Its ticks.
+    /// The ticks of the program.
     span: &'a Range<u64>,
     problem: &'a Problem,
     solution: &'a Solution,
@@ -165,18 +169,18 @@ impl Linker<'_> {
         Named { name: name.clone(), micro_batch: *micro_batch, spec: spec.clone(), address: self.address(operand) }
     }
 
-    /// The bytes of a buffer of the problem.
+    /// The address range of a buffer of the problem.
     fn range(&self, index: usize) -> Range<u64> {
         let offset = self.solution.offsets[index];
         offset..offset + self.problem.buffers()[index].bytes
     }
 
-    /// The buffers that die with the step that reads at a tick, by that tick.
+    /// The buffers that die at each instruction, by the instruction's first tick.
     fn deaths(&self) -> HashMap<u64, Vec<usize>> {
         let mut deaths: HashMap<u64, Vec<usize>> = HashMap::new();
         for &index in self.indices {
             let end = self.problem.buffers()[index].lifetime.end;
-            // The end is one past the second tick of the last step that uses the buffer.
+            // A lifetime ends one past the second tick of the last instruction that uses the buffer.
             if let Some(tick) = end.checked_sub(2).filter(|&tick| tick >= self.span.start && end < self.span.end) {
                 deaths.entry(tick).or_default().push(index);
             }
@@ -184,7 +188,7 @@ impl Linker<'_> {
         deaths
     }
 
-    /// Its parts, for pictures.
+    /// The parts of the program, for pictures.
     fn marks(&self) -> impl Iterator<Item = Mark> {
         self.program.parts.iter().map(|Part { instrs, name, .. }| {
             let ticks = tick_of(self.span.start, instrs.start)..tick_of(self.span.start, instrs.end);
@@ -193,7 +197,7 @@ impl Linker<'_> {
     }
 }
 
-/// The tensors that outlive a step, in the order of their declaration, which is that of the problem.
+/// The tensors that outlive a step, in the order of their declaration, which is their order in the problem.
 fn persistent(programs: &[Program], of: &[Vec<usize>], solution: &Solution) -> Vec<Persistent> {
     let mut persistent: BTreeMap<usize, Persistent> = BTreeMap::new();
     for (program, indices) in programs.iter().zip(of) {

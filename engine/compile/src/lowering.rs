@@ -1,4 +1,4 @@
-//! What is lowered, and for whom.
+//! The input of lowering.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use gapless_parallel::Action;
 
 use crate::recompute::RematPlan;
 
-/// What to lower, and how.
+/// A graph to lower, with everything that lowering depends on.
 #[derive(Debug)]
 pub struct Lowering<'a> {
     /// The name of the program.
@@ -17,53 +17,53 @@ pub struct Lowering<'a> {
     pub graph: &'a Graph,
     /// The actions of every rank, in order.
     pub table: &'a [Vec<Action>],
-    /// The rank whose program it is.
+    /// The rank to lower for.
     pub rank: usize,
-    /// What the host reads after the program. Values of the update, or of the only micro-batch.
+    /// Values that the host reads after the program: values of the update, or of the only micro-batch.
     pub outputs: &'a [Output],
     /// Roles of persistent values that are not parameters.
     pub roles: &'a HashMap<ValueId, Role>,
-    /// What is computed again in the backward.
+    /// The values that are recomputed in the backward.
     pub recomputation: &'a RematPlan,
-    /// Whether rows that are received need not wait for their backward: if there is no room for them while the program runs,
-    /// they are exchanged again.
+    /// Whether received rows may be evicted before their backward. If there is no room for them at run time, they are
+    /// exchanged again.
     pub evicts: bool,
-    /// What it is for.
+    /// The device that the program is for.
     pub target: Target,
 }
 
-/// Whose kernels run a program: workspaces are sized for them.
+/// The kernels that run a program. They determine the sizes of workspaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
-    /// The CPU's.
+    /// CPU kernels.
     Cpu {
-        /// Threads of the run.
+        /// Number of threads of the run.
         threads: usize,
     },
-    /// A GPU's.
+    /// GPU kernels.
     Cuda,
-    /// A GPU's, each operation with kernels of its own: the reference of those that do several operations.
+    /// GPU kernels without fusion: the reference implementation of fused kernels.
     CudaUnfused,
 }
 
 /// A value that the host reads after a program.
 #[derive(Debug, Clone)]
 pub struct Output {
-    /// The name it is read by.
+    /// The name by which the host reads it.
     pub name: String,
-    /// What it is.
+    /// The value.
     pub value: ValueId,
-    /// Whether every rank has it, or only the one that makes it.
+    /// True if every rank gets it. Otherwise only the rank that computes it has it.
     pub everywhere: bool,
 }
 
 impl Output {
-    /// A value that every rank has in the end.
+    /// A value that every rank has at the end.
     pub fn everywhere(name: impl Into<String>, value: ValueId) -> Self {
         Self { name: name.into(), value, everywhere: true }
     }
 
-    /// A value that stays on the rank that makes it.
+    /// A value that stays on the rank that computes it.
     pub fn local(name: impl Into<String>, value: ValueId) -> Self {
         Self { name: name.into(), value, everywhere: false }
     }

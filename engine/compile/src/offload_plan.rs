@@ -1,7 +1,9 @@
-//! The file that activations wait in for their backward, planned like the arena.
+//! Plans the file for offloaded activations like an arena.
 //!
-//! In: programs, and the ticks that they own. Out: an offset per [`HostBuffer`](super::HostBuffer), checked. A buffer lives from
-//! the instruction that writes it to the one that reads it back. Never: a file.
+//! - In: programs, and their ticks.
+//! - Out: a checked offset for each [`HostBuffer`](super::HostBuffer). A buffer lives from the instruction that writes
+//!   it to the one that reads it back.
+//! - Never: opens a file.
 
 use std::ops::Range;
 
@@ -12,7 +14,7 @@ use crate::error::Result;
 use crate::plan::planned;
 use crate::program::{InstrKind, Program};
 
-/// All offsets are multiples of this: a page.
+/// Alignment of all offsets: a page.
 const PAGE: u64 = 4096;
 
 /// The planned file.
@@ -20,16 +22,17 @@ const PAGE: u64 = 4096;
 pub struct HostPlan {
     /// The problem that was planned, in the arena's ticks.
     pub problem: Problem,
-    /// Its plan; it has passed the checker.
+    /// The plan of that problem; it has passed the checker.
     pub solution: Solution,
     /// Offsets by program and buffer.
     pub(crate) offsets: Vec<Vec<u64>>,
 }
 
-/// Plans the file of `programs`, which own these ticks.
+/// Plans the file of `programs`, which have these ranges of ticks.
 ///
 /// # Errors
-/// When the live bytes exceed `u64`; [`Error::BadPlan`](crate::Error::BadPlan) if the planner is broken.
+/// Returns an error if the live bytes exceed `u64`, or [`Error::BadPlan`](crate::Error::BadPlan) if the planner has a
+/// bug.
 pub(super) fn plan_host(programs: &[Program], spans: &[Range<u64>], options: &Options) -> Result<HostPlan> {
     let mut buffers: Vec<Buffer> = Vec::new();
     for (program, span) in programs.iter().zip(spans) {

@@ -1,7 +1,9 @@
-//! Which stage runs which part of a model.
+//! Partitions a model into pipeline stages.
 //!
-//! In: a graph that has only its forward part. Out: the same graph, every node marked with its stage; autodiff hands the
-//! marks on. Stages are runs of nodes in the order of the graph. Never: ranks, or an order of execution.
+//! - In: a graph with only its forward.
+//! - Out: the same graph, with every node assigned to a stage. Each stage is a run of nodes in graph order. Autodiff
+//!   later assigns gradient nodes to the stages of their forward nodes.
+//! - Never: ranks, or an order of execution.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -10,25 +12,26 @@ use gapless_parallel::StageId;
 
 use crate::error::{Error, Result};
 
-/// Where a model is cut into stages.
+/// The stage boundaries of a model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum StagePartition {
-    /// So that the slowest stage is as fast as can be, counting the arithmetic of each stage and the bytes that it hands
-    /// over.
+    /// Minimizes the cost of the slowest stage: its floating-point operations, and the bytes that it sends and
+    /// receives.
     #[default]
     Balanced,
-    /// In front of these layers, e.g. `h.3`: one fewer than there are stages, in the order of the model.
+    /// Stages begin at these layers, e.g. `h.3`, in the order of the model. There is one fewer than stages.
     Before(Vec<String>),
 }
 
-/// Arithmetic operations in whose time one byte goes from a rank to another: what machines of today have, give or take
-/// a factor of four. Only the choice between nearly equal cuts depends on it.
+/// The number of floating-point operations that take as long as sending one byte to another rank. Current machines have
+/// this ratio within a factor of four, and only the choice between nearly equal cuts depends on it.
 const FLOPS_PER_BYTE: u64 = 64;
 
-/// Marks the forward nodes of `graph` with `stages` stages.
+/// Assigns the forward nodes of `graph` to `stages` stages.
 ///
 /// # Errors
-/// When there are fewer nodes than stages, or a layer to cut in front of doesn't exist or comes too early.
+/// Returns an error if there are fewer nodes than stages, or if a layer that should begin a stage does not exist or
+/// comes too early.
 pub fn cut(graph: &mut Graph, stages: usize, cut: &StagePartition) -> Result<()> {
     let nodes: Vec<NodeId> = graph.node_ids().collect();
     let starts = match cut {
@@ -42,7 +45,7 @@ pub fn cut(graph: &mut Graph, stages: usize, cut: &StagePartition) -> Result<()>
     Ok(())
 }
 
-/// Which stages read each parameter, by its name.
+/// The stages that read each parameter, by its name.
 pub type ParameterStages = HashMap<String, BTreeSet<StageId>>;
 
 /// The stages whose forward nodes read each parameter.
@@ -57,8 +60,9 @@ pub fn parameter_stages(graph: &Graph) -> ParameterStages {
     stages
 }
 
-/// Marks the forward nodes of another graph of the same model, so that every parameter is read where it was before: each
-/// node goes into the earliest stage, not before its predecessors', that has its parameters.
+/// Assigns the forward nodes of another graph of the same model to stages, so that every parameter is read in a stage
+/// that already reads it. Each node goes to the earliest stage that has its parameters and is not before the stages of
+/// earlier nodes.
 pub fn cut_like(graph: &mut Graph, stages: &ParameterStages) {
     let nodes: Vec<NodeId> = graph.node_ids().collect();
     let mut stage = StageId(0);
@@ -85,7 +89,7 @@ fn place(stage: usize) -> Place {
     Place::Stage(StageId(stage as u32))
 }
 
-/// The first node of each stage but stage 0.
+/// The first node of each stage after stage 0.
 fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>> {
     let fail = |why| Err(Error::config("pipeline.cut", why, "name one layer per stage but the first, in order"));
     if layers.len() + 1 != stages {
@@ -111,8 +115,8 @@ fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>>
     Ok(starts)
 }
 
-/// Dynamic programming over (stages so far, nodes so far): the least possible cost of the slowest stage, then the fewest
-/// bytes handed over.
+/// Finds the stage boundaries by dynamic programming over (number of stages, number of nodes). Minimizes the cost of
+/// the slowest stage, then the bytes sent.
 fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
     let work: Vec<usize> = (0..graph.nodes().len()).filter(|&i| !graph.is_view(graph.nodes()[i].outputs[0])).collect();
     if work.len() < stages {
@@ -127,12 +131,13 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
         flops.push(of_node.saturating_add(flops[flops.len() - 1]));
     }
     let bytes_at = |k: usize| if k == 0 || k == work.len() { 0 } else { crossing[work[k]] };
-    // Forward and both gradients; activations one way, their gradients the other.
+    // Forward and two gradients; activations are sent one way, their gradients the other.
     let arithmetic = |from: usize, to: usize| (flops[to] - flops[from]).saturating_mul(3);
     let cost = |from: usize, to: usize| {
         arithmetic(from, to).saturating_add((2 * FLOPS_PER_BYTE).saturating_mul(bytes_at(from) + bytes_at(to)))
     };
-    // best[k]: (slowest stage, bytes handed over) of the first k operations; with where the last stage begins.
+    // best[k]: (cost of the slowest stage, bytes sent) for the first k operations. `begins` has the start of the last
+    // stage.
     let mut best: Vec<Option<(u64, u64)>> = vec![None; work.len() + 1];
     best[0] = Some((0, 0));
     let mut begins = Vec::new();
@@ -165,7 +170,7 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
     Ok(starts.split_off(1))
 }
 
-/// Bytes that cross a cut in front of each node: made before it, read at or after it.
+/// For each node, the bytes that cross a cut before it: values computed before the cut and read after it.
 fn crossing_bytes(graph: &Graph) -> Vec<u64> {
     let mut last_read = vec![0; graph.values().len()];
     for (index, node) in graph.nodes().iter().enumerate() {

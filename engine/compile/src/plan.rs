@@ -4,10 +4,10 @@ use gapless_alloc::{Options, Problem, Solution, check, plan};
 
 use crate::error::{Error, Result};
 
-/// A plan, and that it is one.
+/// Makes a plan and checks it.
 ///
 /// # Errors
-/// [`Error::BadPlan`] if the planner is broken.
+/// Returns [`Error::BadPlan`] if the planner has a bug.
 pub fn planned(problem: &Problem, options: &Options) -> Result<Solution> {
     let solution = plan(problem, options);
     check(problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {
@@ -16,10 +16,10 @@ pub fn planned(problem: &Problem, options: &Options) -> Result<Solution> {
     Ok(solution)
 }
 
-/// The lowest plan that is found, unless that is above the capacity: then one that is looked for below it.
+/// The lowest plan found. If it is above the capacity, a plan that was searched for within the capacity.
 ///
 /// # Errors
-/// As [`planned`].
+/// Returns the errors of [`planned`].
 pub(super) fn lowest_within(problem: &Problem, options: &Options) -> Result<Solution> {
     let lowest = planned(problem, &Options { capacity: None, ..options.clone() })?;
     match options.capacity {

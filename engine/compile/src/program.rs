@@ -1,4 +1,4 @@
-//! What is executed, before anything has an address: operations over buffers, in order.
+//! The program of one rank: a list of instructions over buffers that have no addresses yet.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ impl BufferId {
     }
 }
 
-/// Index of a buffer outside of the arena in its program.
+/// Index of a buffer in the offload file of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostId(pub(crate) u32);
 
@@ -33,53 +33,53 @@ impl HostId {
     }
 }
 
-/// Bytes of the file that activations wait in, from the instruction that writes them to the one that reads them.
+/// A range of the offload file that holds an activation from the instruction that writes it to the one that reads it.
 #[derive(Debug, Clone)]
 pub struct HostBuffer {
-    /// Size.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// Bytes that live from their first use to their last, unless something outside holds them longer.
+/// A piece of memory that is live from its first use to its last, or longer if its [`kind`](Self::kind) says so.
 #[derive(Debug, Clone)]
 pub struct Buffer {
-    /// Size.
+    /// Size in bytes; the largest possible size if the rows are dynamic.
     pub bytes: u64,
     /// Names and role.
     pub label: Label,
-    /// Who holds it beyond its uses.
+    /// The lifetime of the buffer beyond its uses.
     pub kind: BufferKind,
-    /// If its rows are counted while the step runs: `bytes` is then the most that they may take.
+    /// Set if the number of rows is known only while the step runs.
     pub counted: Option<DynamicRows>,
 }
 
-/// One making of a value: of a micro-batch, or once per step.
+/// One instance of a value: that of a micro-batch, or the one of the whole step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Origin {
-    /// The value: the root of all that show it.
+    /// The root of the value. All views of a root share its instance.
     pub root: ValueId,
-    /// The micro-batch; 0 for what exists once per step.
+    /// The micro-batch; 0 for values that exist once per step.
     pub micro_batch: u32,
-    /// Whether it is the sum over micro-batches.
+    /// Whether this is the sum over the micro-batches.
     pub is_sum: bool,
 }
 
 impl Origin {
-    /// A value of a micro-batch.
+    /// The instance of a value in one micro-batch.
     pub fn of(root: ValueId, micro_batch: u32) -> Self {
         Self { root, micro_batch, is_sum: false }
     }
 
-    /// The sum over the micro-batches.
+    /// The sum of a value over the micro-batches.
     pub fn sum(root: ValueId) -> Self {
         Self { root, micro_batch: 0, is_sum: true }
     }
 }
 
-/// How large a buffer is whose rows are counted.
+/// Size of a buffer whose number of rows is known only while the step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DynamicRows {
-    /// Which of the program's counts it goes by.
+    /// Index of the program's row count that gives the number of rows.
     pub count: u32,
     /// Bytes of a row.
     pub row_bytes: u64,
@@ -87,24 +87,24 @@ pub struct DynamicRows {
     pub balanced: u64,
 }
 
-/// Who holds a buffer beyond its uses by instructions.
+/// The lifetime of a buffer beyond its uses by instructions.
 #[derive(Debug, Clone)]
 pub enum BufferKind {
-    /// Nobody.
+    /// The buffer is used by instructions only.
     No,
-    /// The run: parameters, optimizer states, constants. Shared between programs by name.
+    /// The buffer lives for the whole run: parameters, optimizer states, constants. Programs share it by name.
     Always {
-        /// What it holds before the first step.
+        /// Its contents before the first step.
         fill: Initializer,
-        /// What it was declared as; instructions may read it through views of other shapes.
+        /// The shape and type it was declared with; instructions may read it through views of other shapes.
         spec: Spec,
     },
-    /// The runs of the programs that name it, which hand it on to each other. Shared between them by name; other programs may use
-    /// its bytes.
+    /// The buffer carries its contents from one run of the programs that name it to the next. These programs share it
+    /// by name; others may use its bytes.
     Cache,
-    /// The host writes it before the program starts.
+    /// An input: the host writes it before the program starts.
     FromStart,
-    /// The host reads it after the program ends.
+    /// An output: the host reads it after the program ends.
     ToEnd,
 }
 
@@ -113,23 +113,23 @@ pub enum BufferKind {
 pub struct Operand {
     /// The buffer that holds it.
     pub buffer: BufferId,
-    /// Where in the buffer, in elements.
+    /// Shape, strides and offset in the buffer, in elements.
     pub layout: Layout,
     /// Element type.
     pub dtype: DType,
-    /// For inputs: the output that has the same bytes.
+    /// For inputs: the index of the output that overwrites this operand in place.
     pub overwritten_by: Option<usize>,
-    /// The piece of the instruction's scratch that has it in f32.
+    /// The piece of the instruction's scratch that holds an f32 copy of the operand.
     pub widened: Option<BufferId>,
 }
 
 impl Operand {
-    /// A value as it lies in its root's buffer.
+    /// A value, with its layout in its root's buffer.
     pub fn new(buffer: BufferId, value: &Value) -> Self {
         Self { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None, widened: None }
     }
 
-    /// One f32.
+    /// A single f32.
     pub fn scalar(buffer: BufferId) -> Self {
         Self { buffer, layout: Layout::contiguous(()), dtype: DType::F32, overwritten_by: None, widened: None }
     }
@@ -140,35 +140,36 @@ impl Operand {
 pub struct Message {
     /// The other rank.
     pub peer: usize,
-    /// The same on both sides, and different for any two messages that are under way between them at a time.
+    /// Identifies the message: the same on both sides, and unique among the messages in flight between the two ranks.
     pub tag: Tag,
-    /// Which of the program's requests it is.
+    /// Index of the request in its program.
     pub request: usize,
 }
 
-/// What a step does.
+/// The kind of an instruction.
 #[derive(Debug, Clone)]
 pub enum InstrKind {
     /// An operation of the graph.
     Compute(Arc<dyn Op>),
-    /// Begins to send input 0, which stays as it is until the wait.
+    /// Starts sending input 0, which must not change until the matching wait.
     Send(Message),
-    /// Begins to receive output 0, which nobody touches until the wait.
+    /// Starts receiving into output 0, which must not be used until the matching wait.
     Receive(Message),
-    /// Waits for a message; input 0 is what is sent or received.
+    /// Waits for a send or receive to complete; input 0 is the tensor sent or received.
     Wait(Message),
-    /// Begins an operation of the data ranks together, as request number so-and-so. Its operands are left alone until it
-    /// is finished.
+    /// Starts a collective operation; the second field is the index of its request. Its operands must not be used until
+    /// the matching `Finish`.
     Collective(Collective, usize),
-    /// Waits for a collective; its inputs are all that it read or wrote.
+    /// Waits for the collective with this request; its inputs are all operands of the collective.
     Finish(usize),
-    /// Copies input 0 out of the arena.
+    /// Copies input 0 from the arena to the offload file.
     Offload(HostId),
-    /// Copies output 0 into the arena.
+    /// Copies output 0 from the offload file to the arena.
     Fetch(HostId),
-    /// Looks for room for all rows of a count that are to wait for the backward. Output 0: a number, 1 if there is none.
+    /// Tries to reserve arena space until the backward for all rows of this count. Output 0 is an f32: 1 if there is no
+    /// space, 0 otherwise.
     Vote(u32),
-    /// Lets the rows of a count go if input 0, a number, is not 0.
+    /// Evicts the rows of this count if input 0, the sum of all ranks' votes, is not 0.
     ApplyVote(u32),
 }
 
@@ -193,27 +194,27 @@ impl InstrKind {
 /// One instruction on buffers.
 #[derive(Debug, Clone)]
 pub struct Instr {
-    /// What is done.
+    /// The operation, message or copy.
     pub kind: InstrKind,
-    /// From what.
+    /// Tensors that it reads.
     pub inputs: Vec<Operand>,
-    /// Into what.
+    /// Tensors that it writes.
     pub outputs: Vec<Operand>,
-    /// The pieces of its scratch.
+    /// Pieces of scratch memory.
     pub workspace: Vec<BufferId>,
-    /// Bit i: output i is added to instead of set.
+    /// Bit mask: if bit i is set, output i is accumulated into instead of overwritten.
     pub accumulate: u64,
-    /// The micro-batch whose random numbers it draws.
+    /// The micro-batch, which is part of the key of its random numbers.
     pub micro_batch: u32,
-    /// The layer it belongs to.
+    /// Name of the layer it belongs to.
     pub layer: Arc<str>,
-    /// Whether the forward has done this before.
+    /// Whether it recomputes what the forward has already computed.
     pub rematerialized: bool,
-    /// The count that the last element of output 0 is.
+    /// The row count that it produces, as the last element of output 0.
     pub counts: Option<u32>,
-    /// If it is left out unless the rows of this count were let go.
+    /// If set, the instruction runs only if the rows of this count were evicted.
     pub predicate: Option<u32>,
-    /// The node of the graph that it was laid down for.
+    /// The graph node that it was lowered from.
     pub node: Option<NodeId>,
 }
 
@@ -222,64 +223,64 @@ pub struct Instr {
 pub struct IoTensor {
     /// The name it was declared with.
     pub name: String,
-    /// The micro-batch, for what exists once per micro-batch.
+    /// The micro-batch, for tensors that exist once per micro-batch.
     pub micro_batch: u32,
-    /// The tensor.
+    /// The tensor in its buffer.
     pub operand: Operand,
     /// Shape and type.
     pub spec: Spec,
 }
 
-/// A list of operations over buffers. It *is* the lifetime of every buffer.
+/// A list of instructions over buffers. The position of a buffer's uses in this list defines its lifetime.
 #[derive(Debug, Clone, Default)]
 pub struct Program {
-    /// `train`, `evaluate`, ….
+    /// Name: `train`, `evaluate`, ….
     pub name: String,
     /// Buffers, indexed by [`BufferId`].
     pub buffers: Vec<Buffer>,
-    /// Operations in order.
+    /// Instructions in execution order.
     pub instrs: Vec<Instr>,
-    /// What the host writes before it starts.
+    /// Tensors that the host writes before the program starts.
     pub inputs: Vec<IoTensor>,
-    /// What the host reads after it ends.
+    /// Tensors that the host reads after the program ends.
     pub outputs: Vec<IoTensor>,
-    /// Messages that it sends or receives.
+    /// Number of requests: messages and collectives together.
     pub requests: usize,
-    /// Numbers of rows that are counted while it runs.
+    /// Number of row counts that are determined while the program runs.
     pub counts: usize,
-    /// Steps that belong together, in order.
+    /// Named ranges of instructions, in order.
     pub parts: Vec<Part>,
-    /// What waits outside of the arena, indexed by [`HostId`].
+    /// Buffers in the offload file, indexed by [`HostId`].
     pub host: Vec<HostBuffer>,
 }
 
-/// Steps that belong together, e.g. `0F3`: an action with the messages around it, or what happens once per step; of either, a
-/// piece, where one was moved into the other.
+/// Consecutive instructions that belong together, e.g. `0F3`: an action with its messages, or the work done once per
+/// step. An action has several parts if a pass has moved other instructions into its middle.
 #[derive(Debug, Clone)]
 pub struct Part {
-    /// Which steps.
+    /// The instructions of the part.
     pub instrs: std::ops::Range<usize>,
-    /// What pictures and traces call it.
+    /// The name shown in pictures and traces.
     pub name: String,
-    /// The action, if it is one.
+    /// The action that the part belongs to, if any.
     pub action: Option<Action>,
 }
 
-/// What an instruction's time counts as.
+/// The category to which an instruction's time is attributed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activity {
     /// The forward pass.
     Forward,
-    /// The backward pass, with what it computes again.
+    /// The backward pass, recomputation included.
     Backward,
-    /// What is done once per step: norm, clipping, optimizer.
+    /// Work done once per step: norm, clipping, optimizer.
     Update,
-    /// Messages and collectives: beginning them, and waiting.
+    /// Starting messages and collectives, and waiting for them.
     Communication,
 }
 
 impl Instr {
-    /// A step without scratch that sets its outputs, for the first time.
+    /// An instruction without scratch, accumulation or predicate that is not a recomputation.
     pub fn plain(
         kind: InstrKind,
         inputs: Vec<Operand>,
@@ -303,12 +304,12 @@ impl Instr {
         }
     }
 
-    /// Shapes and types of operands, as operations are asked about them.
+    /// Shapes and types of operands, as the methods of operations take them.
     pub fn specs(operands: &[Operand]) -> Vec<Spec> {
         operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
     }
 
-    /// Arithmetic; none of what is only done if rows were let go.
+    /// Floating-point operations. Counted as 0 if the instruction only runs when rows were evicted.
     pub fn flops(&self) -> u64 {
         match &self.kind {
             InstrKind::Compute(op) if self.predicate.is_none() => {
@@ -318,7 +319,8 @@ impl Instr {
         }
     }
 
-    /// Modelled time on a device; none for messages, copies out of the arena and back, and what is only done if rows were let go.
+    /// Modelled time on a device. It is 0 for messages, offload copies, and instructions that only run when rows were
+    /// evicted.
     pub fn nanoseconds(&self, rates: &Rates) -> u64 {
         match &self.kind {
             InstrKind::Compute(op) if self.predicate.is_none() => {
@@ -331,7 +333,7 @@ impl Instr {
 }
 
 impl Program {
-    /// What each instruction's time counts as.
+    /// The activity of each instruction.
     pub(crate) fn activities(&self) -> Vec<Activity> {
         let mut activities = vec![Activity::Update; self.instrs.len()];
         for part in &self.parts {
@@ -355,17 +357,17 @@ impl Program {
         activities
     }
 
-    /// Arithmetic of one run.
+    /// Floating-point operations of one run.
     pub fn flops(&self) -> u64 {
         self.flops_of(0..self.instrs.len())
     }
 
-    /// Arithmetic of what a run computes again.
+    /// Floating-point operations spent on recomputation in one run.
     pub fn rematerialized_flops(&self) -> u64 {
         sum(self.instrs.iter().filter(|instr| instr.rematerialized))
     }
 
-    /// Modelled time of one run on a device, and how much of it goes into what is computed again.
+    /// Modelled time of one run on a device, and the share of it that is spent on recomputation.
     pub fn nanoseconds(&self, rates: &Rates) -> [u64; 2] {
         let time = |instrs: &mut dyn Iterator<Item = &Instr>| {
             instrs.map(|instr| instr.nanoseconds(rates)).fold(0, u64::saturating_add)
@@ -373,13 +375,13 @@ impl Program {
         [time(&mut self.instrs.iter()), time(&mut self.instrs.iter().filter(|instr| instr.rematerialized))]
     }
 
-    /// Arithmetic of every action, in the order in which they begin: what a simulator makes durations of.
+    /// Floating-point operations of every action, in order of their start. The simulator derives durations from them.
     pub fn action_flops(&self) -> Vec<(Action, u64)> {
         let mut flops: Vec<(Action, u64)> = Vec::new();
         for part in &self.parts {
             let Some(action) = part.action else { continue };
             let more = self.flops_of(part.instrs.clone());
-            // What moved into an action has cut it in two.
+            // An action that other instructions were moved into has several parts.
             match flops.iter_mut().rev().find(|(known, _)| *known == action) {
                 Some((_, flops)) => *flops = flops.saturating_add(more),
                 None => flops.push((action, more)),
@@ -392,8 +394,7 @@ impl Program {
         sum(self.instrs[instrs].iter())
     }
 
-    /// Puts the steps in another order. What has moved is still of the part that it was of, and cuts in two the part that it has
-    /// moved into.
+    /// Reorders the instructions. A moved instruction stays in its part, and splits the part that it has moved into.
     pub(crate) fn rearrange(&mut self, order: &[usize]) {
         let old = std::mem::take(&mut self.parts);
         let mut part_of = vec![usize::MAX; order.len()];
@@ -411,9 +412,9 @@ impl Program {
         self.instrs = order.iter().filter_map(|&index| instrs[index].take()).collect();
     }
 
-    /// Takes out the steps that are not kept, and buffers that nobody uses any more.
+    /// Removes the instructions that are not kept, and the buffers that nothing uses any more.
     pub(crate) fn keep(&mut self, is_kept: &[bool]) {
-        // Kept steps in front of each.
+        // Number of kept instructions before each.
         let mut before = vec![0; is_kept.len() + 1];
         for (at, &is_kept) in is_kept.iter().enumerate() {
             before[at + 1] = before[at] + usize::from(is_kept);
@@ -446,13 +447,13 @@ impl Program {
         self.inputs.iter_mut().chain(&mut self.outputs).for_each(|instance| f(&mut instance.operand.buffer));
     }
 
-    /// The number of a message or collective.
+    /// Allocates the index of a new message or collective.
     pub(crate) fn add_request(&mut self) -> usize {
         self.requests += 1;
         self.requests - 1
     }
 
-    /// A new buffer.
+    /// Adds a buffer.
     pub fn add(&mut self, bytes: u64, label: Label, kind: BufferKind) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
         self.buffers.push(Buffer { bytes, label, kind, counted: None });
@@ -460,12 +461,12 @@ impl Program {
     }
 }
 
-/// Arithmetic of instructions. What an operation says of its own may be anything.
+/// Floating-point operations of instructions. Saturates, because a user's operation may report any number.
 fn sum<'i>(instrs: impl Iterator<Item = &'i Instr>) -> u64 {
     instrs.map(Instr::flops).fold(0, u64::saturating_add)
 }
 
-/// The role of a buffer that holds a value made in a given phase.
+/// The role of a buffer that holds a value computed in the given phase.
 pub fn role_of_node(phase: gapless_graph::Phase) -> Role {
     match phase {
         gapless_graph::Phase::BackwardWeight => Role::Gradient,

@@ -1,4 +1,4 @@
-//! What judges of passes over small programs have in common.
+//! Helpers of the tests that check passes on small programs.
 
 use gapless_alloc::lower_bound;
 use gapless_parallel::{Action, Kind};
@@ -6,12 +6,12 @@ use gapless_parallel::{Action, Kind};
 use super::lifetimes::lifetimes;
 use crate::program::{Part, Program};
 
-/// The most live bytes, by the planner's own bound.
+/// The peak of live bytes, computed as the planner's lower bound.
 pub fn most(program: &Program) -> u64 {
     lower_bound(&lifetimes(&[program]).unwrap().problem)
 }
 
-/// The same program in parts of so many instrs.
+/// Divides a program into parts of this many instructions.
 pub fn in_parts(mut program: Program, length: usize) -> Program {
     let count = program.instrs.len();
     for (number, start) in (0..count).step_by(length).enumerate() {

@@ -1,4 +1,4 @@
-//! A program as text, one instruction a line: what golden tests of passes compare, and what `GAPLESS_DUMP` prints.
+//! Programs as text, one instruction per line, for snapshot tests of passes and for `GAPLESS_DUMP`.
 //!
 //! ```text
 //! program train: 2 buffers, 1 instruction
@@ -8,8 +8,8 @@
 //!   %1 f32[8,8] = embedding %2 f32[16,8], %0 u32[8] @ embed, micro-batch 0
 //! ```
 //!
-//! An operand that an output overwrites ends in `!`, one that shows only a part of its buffer, or in other strides, in
-//! `+start` and `/strides`. `+=` adds to the output.
+//! An operand that an output overwrites ends in `!`. An operand at an offset in its buffer ends in `+start`, and one
+//! with other strides in `/strides`. `+=` accumulates into the output.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -24,7 +24,7 @@ impl Display for Program {
         }
         let mut next = 0;
         for part in &self.parts {
-            // What no part has stands by itself.
+            // Instructions outside of parts.
             self.instrs[next..part.instrs.start].iter().try_for_each(|instr| writeln!(f, "  {instr}"))?;
             writeln!(f, "{}:", part.name)?;
             self.instrs[part.instrs.clone()].iter().try_for_each(|instr| writeln!(f, "  {instr}"))?;

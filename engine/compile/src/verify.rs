@@ -1,7 +1,10 @@
-//! Whether a program is one that can run: all that kernels, messages and the runtime rely on, and that the planner knows nothing of.
+//! Verifies that a program can run: every property that kernels, messages and the runtime rely on, and that the plan
+//! does not guarantee.
 //!
-//! In: programs, which anybody may have changed, and which hold what operations ([`Op`](gapless_graph::Op)) say of themselves. Out: what
-//! is wrong with one. Never: a look at an address; a program that passes has sound ones, by the plan of its buffers.
+//! - In: programs, which a user may have changed, with what operations ([`Op`](gapless_graph::Op)) report about
+//!   themselves.
+//! - Out: the first problem found, in words.
+//! - Never: addresses. They are sound for any program that passes, because its buffers are planned.
 
 use std::collections::HashSet;
 
@@ -13,13 +16,14 @@ use gapless_kernels::cpu::bf16::widened_layout;
 use crate::error::{Error, Result};
 use crate::program::{Buffer, BufferId, BufferKind, DynamicRows, Instr, InstrKind, IoTensor, Operand, Program};
 
-/// Bytes of a program's tensors at most, all together: an exbibyte. No sum of some of them, nor of them rounded up, overflows.
+/// Maximum bytes of all tensors of a program together: an exbibyte. Sums of sizes, also of rounded ones, then cannot
+/// overflow.
 const MOST_BYTES: u64 = 1 << 60;
 
-/// Why a program cannot run, in words.
+/// The reason, in words, why a program cannot run.
 type Verdict<T = ()> = Result<T, String>;
 
-/// Refuses a program of more bytes than any machine has.
+/// Refuses a program with more bytes than any machine has.
 pub(crate) fn check_sizes(program: &Program) -> Result<()> {
     let mut all: u64 = 0;
     for buffer in &program.buffers {
@@ -37,7 +41,7 @@ pub(crate) fn check_sizes(program: &Program) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a program that could not run.
+/// Refuses a program that could not run correctly.
 pub(crate) fn verify(program: &Program) -> Result<()> {
     check_sizes(program)?;
     check(program).map_err(|what| Error::Unsound { program: program.name.clone(), what })
@@ -72,7 +76,8 @@ fn check(program: &Program) -> Verdict {
     }
 }
 
-/// What is counted is whole rows, and nothing that somebody looks for at a planned address.
+/// A dynamic buffer has a size of whole rows, and must be a temporary: the host and other programs need planned
+/// addresses.
 fn buffer_is_sound(program: &Program, buffer: &Buffer) -> Verdict {
     let Buffer { bytes, label, kind, counted } = buffer;
     if let BufferKind::Always { spec, .. } = kind
@@ -93,7 +98,7 @@ fn buffer_is_sound(program: &Program, buffer: &Buffer) -> Verdict {
     }
 }
 
-/// Tensors that are shared by name are one where they have one name.
+/// Tensors that programs share by name must have distinct names within a program.
 fn names_are_apart(program: &Program) -> Verdict {
     let shared = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Always { .. } | BufferKind::Cache));
     let mut names = HashSet::new();
@@ -110,7 +115,7 @@ fn buffer(program: &Program, id: BufferId) -> Verdict<&Buffer> {
         .ok_or_else(|| format!("it has a buffer {} of {}", id.index(), program.buffers.len()))
 }
 
-/// Every operand lies in its buffer, and its copy in f32 in a piece of scratch.
+/// Every operand lies within its buffer, and its f32 copy within a piece of scratch.
 fn operands_are_inside(program: &Program, instr: &Instr) -> Verdict {
     let mut copies = Vec::new();
     for operand in instr.inputs.iter().chain(&instr.outputs) {
@@ -122,7 +127,7 @@ fn operands_are_inside(program: &Program, instr: &Instr) -> Verdict {
         }
         copies.push(piece);
     }
-    // The last pieces are the copies, in any order; the others are the operation's own.
+    // The last pieces of scratch are the copies, in any order; the others belong to the operation.
     let own = instr.workspace.len().checked_sub(copies.len());
     let mut last: Vec<BufferId> = own.map_or_else(Vec::new, |own| instr.workspace[own..].to_vec());
     last.sort_unstable();
@@ -151,7 +156,7 @@ fn operand_is_inside(program: &Program, operand: &Operand) -> Verdict {
     }
 }
 
-/// No byte that it writes is another operand's, but of an input that an output overwrites as a whole.
+/// No output overlaps another operand, except an input that it overwrites as a whole.
 fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
     let Instr { inputs, outputs, workspace, .. } = instr;
     if outputs.len() > MAX_OUTPUTS {
@@ -181,7 +186,7 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
     }
     for (index, output) in outputs.iter().enumerate() {
         for other in outputs[..index].iter().filter(|other| other.buffer == output.buffer) {
-            // Parts of a whole that kernels of a GPU write may be interleaved (`passes::join`).
+            // GPU kernels may write interleaved parts of one tensor (`passes::join`).
             let is_static = buffer(program, output.buffer)?.counted.is_none();
             let are_strided = !output.layout.is_contiguous() && !other.layout.is_contiguous();
             let [a, b] = [output, other].map(|of| byte_range(&of.layout, of.dtype).unwrap_or(0..u64::MAX));
@@ -200,7 +205,7 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
     Ok(())
 }
 
-/// What it counts is a number of rows, and counts that it goes by are the program's.
+/// A row count that the instruction produces is valid, and one that it depends on exists.
 fn counts_exist(program: &Program, instr: &Instr) -> Verdict {
     let known = |count: u32| (count as usize) < program.counts;
     if !instr.predicate.is_none_or(known) {
@@ -214,14 +219,14 @@ fn counts_exist(program: &Program, instr: &Instr) -> Verdict {
     }
 }
 
-/// Whether a tensor is of such elements, one at least, without gaps at a planned address.
+/// True if an operand is contiguous, not empty, of this type, and at a planned address.
 fn is_planned(program: &Program, operand: &Operand, dtype: DType) -> bool {
     let is_dense = operand.layout.is_contiguous() && span(&operand.layout) > 0;
     operand.dtype == dtype && is_dense && buffer(program, operand.buffer).is_ok_and(|b| b.counted.is_none())
 }
 
-/// An instruction that is no kernel has the operands that its kind needs. `votes` are the counts that were voted on so far; what was voted
-/// on last is what is applied.
+/// Every instruction other than a computation has the operands that its kind needs. `votes` lists the row counts voted
+/// on so far; a vote is applied right after it is taken, so only the last one may be.
 fn kind_fits(program: &Program, instr: &Instr, votes: &mut Vec<u32>) -> Verdict {
     let Instr { kind, inputs, outputs, .. } = instr;
     let dense = |operand: &Operand| is_planned(program, operand, operand.dtype);
@@ -250,7 +255,7 @@ fn kind_fits(program: &Program, instr: &Instr, votes: &mut Vec<u32>) -> Verdict 
     if fits { Ok(()) } else { Err("its operands are not those of such an instruction".into()) }
 }
 
-/// Whether a collective reads and writes no more than its operands are.
+/// True if the sizes of a collective's operands match what it reads and writes.
 fn collective_fits(program: &Program, collective: Collective, inputs: &[Operand], outputs: &[Operand]) -> bool {
     let [output] = outputs else { return false };
     let len = |operand: &Operand| span(&operand.layout);
@@ -285,9 +290,9 @@ fn collective_fits(program: &Program, collective: Collective, inputs: &[Operand]
     }
 }
 
-/// What a message or a collective is lent stays alive and as it is until the instruction that waits for it.
+/// Operands of a message or collective stay unchanged until the instruction that waits for it.
 fn lent_is_left_alone(program: &Program) -> Verdict {
-    // By buffer: who reads it meanwhile, and whether somebody writes it.
+    // By buffer: the number of transfers that read it, and whether one writes it.
     let mut lent: Vec<(usize, bool)> = vec![(0, false); program.buffers.len()];
     let mut under_way: Vec<Option<&Instr>> = vec![None; program.requests];
     let mut was_begun = vec![false; program.requests];
@@ -336,7 +341,7 @@ fn lent_is_left_alone(program: &Program) -> Verdict {
     }
 }
 
-/// A tensor of the host has no gaps, and is what it is called.
+/// A tensor of the host is contiguous, and has its declared shape and type.
 fn host_can_reach(program: &Program, IoTensor { name, operand, spec, .. }: &IoTensor) -> Verdict {
     operand_is_inside(program, operand).map_err(|what| format!("{name:?}: {what}"))?;
     let is_called = operand.dtype == spec.dtype && operand.layout.dims() == spec.dims();

@@ -1,4 +1,4 @@
-//! Programs that somebody has changed: none is compiled whose tensors would not be their own.
+//! Programs changed by a user: none compiles if its tensors would not have their own memory.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -47,10 +47,10 @@ fn message(request: usize) -> Message {
     Message { peer: 1, tag: Tag::default(), request }
 }
 
-/// What it is called, or what is said of it, and what it does.
+/// The name of a change, or a part of the expected message; and the change.
 type Change = (&'static str, fn(&mut Case));
 
-/// `parameter` is copied to `x`, and that to `y`, which the host reads.
+/// A program that copies `parameter` to `x`, and `x` to `y`, which the host reads.
 struct Case {
     program: Program,
     parameter: BufferId,
@@ -82,13 +82,13 @@ impl Case {
         self.program.instrs[1].inputs[0].layout = Layout::new(dims.into(), strides.to_vec(), start);
     }
 
-    /// `x` has counted rows of 16 bytes.
+    /// Makes the rows of `x` dynamic, at 16 bytes each.
     fn counted(&mut self, rows: DynamicRows) {
         self.program.counts = 1;
         self.program.buffers[self.x.index()].counted = Some(rows);
     }
 
-    /// Behind the first instruction, `begin` and what waits for it.
+    /// Inserts `begin` and its wait after the first instruction.
     fn exchange(&mut self, begin: Instr, end: InstrKind) {
         let held = begin.inputs.iter().chain(&begin.outputs).cloned().collect();
         self.program.requests = 1;
@@ -146,9 +146,9 @@ fn sound_programs_compile() {
     compiled(case).unwrap();
 }
 
-/// Each change, and words of what is said of it.
+/// Each change, with a part of the expected message.
 const UNSOUND: [Change; 58] = [
-    // Where operands lie.
+    // Positions of operands.
     ("beyond its buffer", |case| case.layout(&[1 << 62], 0)),
     ("beyond its buffer", |case| case.layout(&[usize::MAX], 0)),
     ("beyond its buffer", |case| case.layout(&[1 << 31, 1 << 31], 0)),
@@ -182,7 +182,7 @@ const UNSOUND: [Change; 58] = [
     ("2^60", |case| case.program.buffers[3].bytes = 1 << 62),
     ("2^60", |case| (0..20).for_each(|_| _ = case.buffer(1 << 60))),
     ("2^60", |case| case.program.host.push(HostBuffer { bytes: u64::MAX })),
-    // Whose bytes are whose.
+    // Overlap of operands.
     ("the same bytes", |case| {
         let output = case.program.instrs[0].outputs[0].clone();
         case.program.instrs[0].outputs.push(output);
@@ -224,7 +224,7 @@ const UNSOUND: [Change; 58] = [
         let again = case.program.add(BYTES, label("parameter"), BufferKind::Cache);
         case.program.instrs.push(copy(case.x, again));
     }),
-    // Rows that are counted.
+    // Dynamic rows.
     ("cannot have", |case| case.counted(DynamicRows { count: 1, ..ROWS })),
     ("cannot have", |case| case.counted(DynamicRows { row_bytes: 0, ..ROWS })),
     ("cannot have", |case| case.counted(DynamicRows { row_bytes: 1 << 62, ..ROWS })),
@@ -296,7 +296,7 @@ const UNSOUND: [Change; 58] = [
 ];
 
 impl Case {
-    /// A buffer that only another program has.
+    /// The id of a buffer that only another program has.
     fn another() -> BufferId {
         let mut case = Self::new();
         case.buffer(64)
@@ -314,7 +314,7 @@ fn unsound_programs_are_refused() {
     }
 }
 
-/// What programs share by name is of one kind, size and type in all of them.
+/// Tensors that programs share by name must have the same kind, size and type in all of them.
 #[test]
 fn tensors_of_one_name_are_one() {
     let kinds = [

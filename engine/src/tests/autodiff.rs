@@ -1,12 +1,12 @@
-//! Gradients in the types that are asked for.
+//! Gradients in requested types.
 
 use gapless_graph::autodiff::{ParameterGradient, differentiate_in};
 use gapless_graph::{DType, ValueId, lock};
 
 use crate::gradient_check::Recorded;
 
-/// Both parts of a weight that is a sum have the weight's gradient, each in the type that it is asked for in: made so, or
-/// changed.
+/// A weight is the sum of two parameters, so both have the weight's gradient. Each gets it in its requested type,
+/// directly or by a cast.
 #[test]
 fn gradients_are_in_the_types_that_are_asked_for() {
     for types in [
@@ -26,7 +26,7 @@ fn gradients_are_in_the_types_that_are_asked_for() {
             let got = summands.iter().map(|&summand| graph.value(summand).spec.dtype);
             assert!(got.eq([types[number(parameter)]]), "{parameter:?} of {types:?}");
         }
-        // Nothing reads what is of another type than its own rule has it.
+        // Every node has inputs and outputs of the types that its shape rule expects.
         for node in graph.nodes() {
             let specs = node.op.infer(&graph.specs(&node.inputs)).unwrap();
             assert_eq!(specs, graph.specs(&node.outputs), "{:?}", node.op);

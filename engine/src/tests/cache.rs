@@ -1,4 +1,4 @@
-//! What continues sequences, judged by its f64 reference: these operations have no gradients.
+//! Operations on caches, compared with their f64 references. They have no gradients.
 
 use gapless_compile::Output;
 use gapless_graph::ops::{Attention, CacheWrite, CachedAttention};
@@ -9,7 +9,7 @@ use gapless_runtime::RunOptions;
 use crate::DType;
 use crate::gradient_check::{Recorded, session};
 
-/// The largest difference from the reference, relative to the largest element: some multiples of 2⁻²⁴ = 6e-8.
+/// The tolerance relative to the largest element: a multiple of 2⁻²⁴ = 6e-8.
 const KERNEL: f64 = 1e-5;
 
 fn check(shapes: &[&[usize]], positions: (&[usize], &[u32]), f: impl Fn(&[Tensor], &Tensor) -> Result<Tensor>) {
@@ -38,13 +38,13 @@ fn check(shapes: &[&[usize]], positions: (&[usize], &[u32]), f: impl Fn(&[Tensor
 
 #[test]
 fn kernels_agree_with_their_references() {
-    // A chunk, and one token, of sequences at different places; written through strides.
+    // A chunk, and a single token, of sequences at different positions; the latter from a strided view.
     let write = |x: &[Tensor], positions: &Tensor| Tensor::apply_op(CacheWrite, &[&x[0], &x[1], positions]);
     check(&[&[2, 3, 7, 4], &[2, 3, 2, 4]], (&[2, 2], &[0, 1, 5, 6]), |x, p| write(x, p).map(|[y]| y));
     check(&[&[2, 3, 7, 4], &[2, 1, 3, 4]], (&[2, 1], &[6, 2]), |x, p| {
         write(&[x[0].clone(), x[1].transpose(1, 2)?], p).map(|[y]| y)
     });
-    // Grouped heads, over more keys than are packed together.
+    // Grouped heads, and more keys than are packed at once.
     let attend = |x: &[Tensor], p: &Tensor| {
         Tensor::apply_op(CachedAttention(Attention::causal(0.3)), &[&x[0], &x[1], &x[2], p]).map(|[y]| y)
     };
@@ -53,20 +53,20 @@ fn kernels_agree_with_their_references() {
     check(&[&[2, 1, 4, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]], (&[2, 1], &[3, 4]), |x, p| {
         attend(&[x[0].transpose(1, 2)?, x[1].clone(), x[2].clone()], p)
     });
-    // Keys and values that are parts of a wider tensor, and a head that all share.
+    // Keys and values that are views of a wider tensor, with a head shared by all.
     check(&[&[2, 4, 3, 8], &[2, 9, 4, 13], &[2, 1, 9, 3]], (&[2, 3], &[6, 7, 8, 0, 1, 2]), |x, p| {
         let of_heads = x[1].transpose(1, 2)?;
         let k = Tensor::cat(&[&of_heads.narrow(3, 0, 5)?, &x[2].broadcast_as((2, 4, 9, 3))?], 3)?;
         attend(&[x[0].clone(), k, of_heads.narrow(3, 5, 8)?], p)
     });
-    // The last keys alone, scores that are capped, values of another size.
+    // A window over the last keys, capped scores, and values of another size than keys.
     let windowed = |x: &[Tensor], p: &Tensor| {
         let how = Attention { window: Some(5), cap: Some(0.7), ..Attention::causal(0.3) };
         Tensor::apply_op(CachedAttention(how), &[&x[0], &x[1], &x[2], p]).map(|[y]| y)
     };
     check(&[&[2, 4, 3, 8], &[2, 2, 9, 8], &[2, 2, 9, 3]], (&[2, 3], &[6, 7, 8, 0, 1, 2]), windowed);
     check(&[&[1, 2, 1, 8], &[1, 2, 900, 8], &[1, 2, 900, 13]], (&[1, 1], &[899]), windowed);
-    // Rotation by places that are given.
+    // Rotation by given positions.
     check(&[&[2, 3, 2, 8]], (&[2, 2], &[0, 1, 40, 41]), |x, positions| {
         let [cache] = Tensor::apply_op(
             gapless_graph::ops::Rope {

@@ -1,4 +1,4 @@
-//! Activations in eight bits, compiled and run, beside their references.
+//! Compression of activations to eight bits, compared with its reference.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,8 @@ use gapless_runtime::RunOptions;
 
 use crate::gradient_check::session;
 
-/// A number that lies half way between two codes may go either way; rounding itself is ten times what is allowed.
+/// An element half way between two codes may be rounded either way, hence the tolerance. Rounding itself causes a
+/// larger error, which is checked too.
 #[test]
 fn kernels_are_their_references() {
     for dims in [vec![3, 64, 96], vec![3, 50, 300], vec![2, 7, 5], vec![700], vec![4, 8, 32, 16]] {

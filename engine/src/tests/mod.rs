@@ -1,4 +1,4 @@
-//! What only a run of the compiled whole can show of the layers below.
+//! Tests of the lower layers that need a compiled program to run.
 
 mod autodiff;
 mod cache;

@@ -1,4 +1,5 @@
-//! Every rule against the f64 reference of its own graph, step after step, each from where the kernels were.
+//! Every update rule compared with the f64 reference of its own graph. Each step of the reference starts from the
+//! kernels' state.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -21,13 +22,13 @@ use gapless_runtime::{RunOptions, Session};
 
 const LR: f64 = 1e-2;
 
-/// The update of one parameter, compiled.
+/// The compiled update of one parameter.
 struct Update {
     graph: Arc<Mutex<Graph>>,
     session: Session<CpuBackend>,
     program: ProgramId,
     rule: Arc<dyn Optimizer>,
-    /// Of the parameter and its states.
+    /// Names of the parameter and its states.
     names: Vec<String>,
     dims: Vec<usize>,
     step: u64,
@@ -100,7 +101,7 @@ impl Update {
         self.names.iter().map(|name| self.read(name)).collect()
     }
 
-    /// A gradient whose columns differ in size, and its norm, which clips it.
+    /// A gradient whose columns differ in size, and its norm. The norm is large enough for clipping.
     fn gradient(&self) -> (Vec<f32>, f32) {
         let numbers = Numbers::from_seed(100 + self.step);
         let columns = self.dims.last().copied().unwrap_or(1);
@@ -110,7 +111,7 @@ impl Update {
         (g, norm)
     }
 
-    /// Steps, and returns what the reference makes of the same start.
+    /// Runs a step, and returns the reference's results from the same state.
     fn step(&mut self) -> Vec<Array> {
         let (gradient, norm) = self.gradient();
         let scalars = self.rule.scalars(self.step, LR);
@@ -146,8 +147,8 @@ fn distance(a: &Array, b: &Array) -> f64 {
     a.zip(b, |a, b| a - b).data.iter().map(|x| x * x).sum::<f64>().sqrt()
 }
 
-/// f32 rounds at 6e-8, and sums of some hundred products lose a digit or two. What GaLore finds anew is orthonormalised with
-/// the condition of a random matrix, which costs another.
+/// f32 rounds at 6e-8, and sums of some hundred products lose a digit or two. GaLore's new projections lose another
+/// one, because orthonormalization depends on the condition of a random matrix.
 fn check(rule: impl Into<Arc<dyn Optimizer>>, dims: &[usize], tolerance: f64) {
     let mut update = Update::new(rule, dims, 2);
     for step in 0..7 {
@@ -158,7 +159,7 @@ fn check(rule: impl Into<Arc<dyn Optimizer>>, dims: &[usize], tolerance: f64) {
             let place = format!("{name} of {dims:?} at step {step} of {:?}", update.rule);
             assert_eq!(got.dims, expected.dims, "{place}");
             if name.ends_with("8bit") {
-                // A number that lies half way between two codes may go either way.
+                // A value half way between two codes may be rounded either way.
                 let differing = got.data.iter().zip(&expected.data).filter(|(a, b)| a != b).count();
                 assert!(differing <= 1 + got.data.len() / 1000, "{place}: {differing} codes differ");
                 continue;
@@ -177,7 +178,7 @@ fn check(rule: impl Into<Arc<dyn Optimizer>>, dims: &[usize], tolerance: f64) {
 fn kernels_are_their_references() {
     check(AdamW::default(), &[40, 300], 1e-5);
     let eight_bit = AdamW8bit { smallest: 0, ..AdamW8bit::default() };
-    // Whole blocks; a last one that is short; a single element.
+    // Whole blocks; a short last block; a single element.
     for dims in [&[64, 512][..], &[37, 301], &[5000], &[1]] {
         check(eight_bit, dims, 1e-5);
     }
@@ -186,7 +187,8 @@ fn kernels_are_their_references() {
         check(galore, &dims, 1e-3);
     }
     check(Lion::default(), &[40, 300], 1e-5);
-    // Iterations multiply what is small in a matrix, and its rounding, by 500. Experts are matrices each.
+    // Newton–Schulz iterations amplify small components of a matrix, and their rounding, by 500. Each expert is a
+    // matrix of its own.
     for dims in [&[40, 100][..], &[100, 40], &[64, 64], &[3, 20, 30]] {
         check(Muon::default(), dims, 1e-4);
     }
@@ -197,7 +199,7 @@ fn kernels_are_their_references() {
     }
 }
 
-/// What Newton–Schulz iterations make of a matrix: singular values near 1, and a step of AdamW's usual size.
+/// Newton–Schulz iterations bring the singular values near 1, and the step has AdamW's usual size.
 #[test]
 fn steps_of_muon_are_nearly_orthogonal() {
     let mut update =
@@ -207,7 +209,7 @@ fn steps_of_muon_are_nearly_orthogonal() {
     let step = update.read("weight").zip(&before, |after, before| (before - after) / LR);
     let mean_square = step.data.iter().map(|x| x * x).sum::<f64>() / step.data.len() as f64;
     assert!((0.15..0.25).contains(&mean_square.sqrt()), "{}", mean_square.sqrt());
-    // Its rows are nearly orthonormal, but for the scale.
+    // Apart from the scale, the rows are nearly orthonormal.
     let scale = 0.2 * 60f64.sqrt();
     let row = |i: usize| step.data[i * 60..(i + 1) * 60].iter().map(|x| x / scale);
     for i in 0..24 {

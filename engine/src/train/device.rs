@@ -1,7 +1,8 @@
-//! Where a trainer runs: chosen by its options, found when it is made.
+//! The device of a trainer: chosen by its options, found when the trainer is built.
 //!
-//! In: a choice, and what the options ask for. Out: an executor on that device, with a word on why it is no other. Never: a silent
-//! change of device, or a GPU asked for in vain that is not an error.
+//! - In: a choice, and the options that the device must support.
+//! - Out: the device, and the reason if it is not a GPU.
+//! - Never: a silent change of device. A GPU that was explicitly requested but is missing is an error.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,17 +10,18 @@ use std::str::FromStr;
 #[cfg(not(feature = "cuda"))]
 use crate::error::TrainError;
 
-/// Which device a trainer is to use.
+/// The requested device of a trainer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceChoice {
-    /// An NVIDIA GPU if there is one that can do what the options ask for, else the CPU;
-    /// [`Trainer::device`](super::Trainer::device) says which, and why. It is the first; of several ranks each takes the one
-    /// of its own number, and where there are fewer GPUs they take turns.
+    /// The first NVIDIA GPU if there is one that supports the options, otherwise the CPU.
+    /// [`Trainer::device`](super::Trainer::device) returns the device and the reason. If there are several ranks, each
+    /// uses the GPU with its own index, modulo the number of GPUs.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// The NVIDIA GPU of this number, or an error. Of several ranks each says which is its own; they may share one.
+    /// The NVIDIA GPU with this index, or an error. If there are several ranks, each has its own setting; ranks may
+    /// share a GPU.
     Cuda(usize),
 }
 
@@ -54,11 +56,11 @@ impl fmt::Display for DeviceChoice {
 /// The device that a trainer runs on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunsOn {
-    /// The device, in words.
+    /// Description of the device.
     pub name: String,
-    /// Whether it is a GPU.
+    /// Whether the device is a GPU.
     pub is_gpu: bool,
-    /// Why it is not the GPU that was to be used if there is one.
+    /// The reason why it is not the GPU that [`DeviceChoice::Auto`] would have used.
     pub because: Option<String>,
 }
 
@@ -79,7 +81,7 @@ impl fmt::Display for RunsOn {
     }
 }
 
-/// That this build knows no GPU.
+/// The error for a GPU in a build without GPU support.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn without_cuda() -> TrainError {
     let why = "this build knows no GPU";

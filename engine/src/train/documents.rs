@@ -1,32 +1,33 @@
-//! Packed documents: what a step is told of them beside its tokens and targets.
+//! Packed documents: the inputs of a step in addition to tokens and targets.
 
 use crate::error::{Result, TrainError};
 
-/// The target of a token whose loss does not count.
+/// The target of a token that does not count in the loss.
 pub const IGNORED: u32 = u32::MAX;
 #[cfg(feature = "data")]
 const _: () = assert!(IGNORED == gapless_data::IGNORED);
 
-/// What a step, or an evaluation, is given: as many sequences as the batch has, one after another.
+/// The data of a training step or an evaluation: the sequences of the batch, one after another.
 #[derive(Debug, Clone, Copy)]
 pub struct Batch<'a> {
-    /// Ids [batch × sequence].
+    /// Token ids [batch × sequence].
     pub tokens: &'a [u32],
-    /// The id that follows each of them; [`IGNORED`] where the loss does not count it, which needs
+    /// The next token id after each token, or [`IGNORED`] for tokens that do not count in the loss, which requires
     /// [`StepOptions::documents`](gapless_compile::step::StepOptions::documents).
     pub targets: &'a [u32],
-    /// Where in its sequence the document of each token begins. A document of which no target counts is padding: routers of experts pay
-    /// no attention to it. Empty where each sequence is one document, and padding what follows its last target that counts.
+    /// For each token, the index in its sequence at which its document starts. A document without targets that count is
+    /// padding, which routers of experts ignore. If empty, each sequence is one document, followed by padding after its
+    /// last target that counts.
     pub starts: &'a [u32],
 }
 
 impl Batch<'_> {
-    /// The targets that count.
+    /// Number of targets that count.
     pub fn counted(&self) -> usize {
         self.targets.iter().filter(|&&target| target != IGNORED).count()
     }
 
-    /// That nothing of it needs documents.
+    /// Checks that the batch needs no support for documents.
     pub(super) fn expect_none(&self) -> Result<()> {
         let fail = |why: &str| Err(TrainError::config("documents", why, "set TrainOptions::documents"));
         if !self.starts.is_empty() {
@@ -39,7 +40,7 @@ impl Batch<'_> {
     }
 }
 
-/// The inputs of a step over documents, whose bytes are there from the first step on.
+/// The inputs of a step over documents. Their buffers are allocated before the first step.
 #[derive(Debug, Default)]
 pub(super) struct DocumentInputs {
     pub starts: Vec<u32>,
@@ -50,23 +51,25 @@ pub(super) struct DocumentInputs {
 }
 
 impl DocumentInputs {
-    /// For batches of at most so many tokens.
+    /// Allocates for batches of at most this many tokens.
     pub fn new(tokens: usize) -> Self {
         let ids = || Vec::with_capacity(tokens);
         let numbers = || Vec::with_capacity(tokens);
         Self { starts: ids(), positions: ids(), targets: ids(), weights: numbers(), routed: numbers() }
     }
 
-    /// Takes a batch of sequences of so many tokens. A loss that counts is weighted so that the mean over all tokens of the batch,
-    /// wherever they are computed, is the mean over those that count; what routers count of a token, by those that are no padding.
+    /// Computes the inputs for a batch of sequences of this length.
+    ///
+    /// The loss weights are such that the mean over all tokens of the batch, on whichever rank, is the mean over the
+    /// targets that count. The router weights do the same for tokens that are not padding.
     ///
     /// # Errors
-    /// Documents that begin behind their tokens, or are not contiguous; a batch in which no target counts.
+    /// Returns an error if a document starts after its tokens or is not contiguous, or if no target counts.
     pub fn fill(&mut self, batch: &Batch<'_>, sequence: usize) -> Result<()> {
         let fail = |why, remedy| Err(TrainError::config("documents", why, remedy));
         let tokens = batch.tokens.len();
         let Self { starts, positions, targets, weights, routed } = self;
-        // The first token of each document, and the place of each token in its own.
+        // The start of each token's document, and the position of each token in it.
         starts.clear();
         starts.extend_from_slice(batch.starts);
         if batch.starts.is_empty() {
@@ -78,7 +81,7 @@ impl DocumentInputs {
         positions.clear();
         for (index, &start) in starts.iter().enumerate() {
             let at = (index % sequence) as u32;
-            // A document begins with this token, or is that of the token before.
+            // Each token starts a document, or belongs to that of the token before.
             if start != at && (at == 0 || starts[index - 1] != start) {
                 let why =
                     format!("token {at} of sequence {} is said to be of one that begins at {start}", index / sequence);
@@ -86,7 +89,7 @@ impl DocumentInputs {
             }
             positions.push(at - start);
         }
-        // What counts.
+        // Loss weights.
         let counted = batch.counted();
         if counted == 0 {
             return fail("all targets are ignored".to_owned(), "give batches with a target that counts");
@@ -96,7 +99,7 @@ impl DocumentInputs {
         targets.extend(batch.targets.iter().map(|&target| if target == IGNORED { 0 } else { target }));
         weights.clear();
         weights.extend(batch.targets.iter().map(|&target| if target == IGNORED { 0.0 } else { weight }));
-        // What is routed: documents of which a target counts.
+        // Router weights: documents with a target that counts.
         routed.clear();
         for (starts, mut targets) in starts.chunks_exact(sequence).zip(batch.targets.chunks_exact(sequence)) {
             for document in starts.chunk_by(|a, b| a == b) {

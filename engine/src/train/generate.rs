@@ -1,7 +1,8 @@
-//! Text out of a model, token by token.
+//! Text generation, token by token.
 //!
-//! With caches ([`TrainOptions::generation`](super::TrainOptions::generation)) a prompt is read in chunks and every further token costs
-//! one token's arithmetic; without, a forward pass over the whole window. Both see the same tokens, and choose alike.
+//! With caches ([`StepOptions::generation`](gapless_compile::step::StepOptions::generation)), a prompt is read in chunks, and every
+//! further token only takes the computation of one token. Without caches, each token takes a forward pass over the
+//! whole window. Both ways use the same context and choose the same tokens.
 
 use std::ops::ControlFlow;
 
@@ -12,20 +13,21 @@ use super::sampling::Sampler;
 use super::{Sampling, Trainer};
 use crate::error::{Result, TrainError};
 
-/// What to generate.
+/// Options of text generation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerateOptions {
-    /// Tokens to add at most.
+    /// Maximum number of tokens to add.
     pub tokens: usize,
-    /// How they are drawn.
+    /// Sampling options.
     pub sampling: Sampling,
-    /// Tokens that end a sequence; they are part of it.
+    /// Tokens that end a sequence. The sequence includes them.
     pub stop: Vec<u32>,
-    /// So many tokens are added before one of `stop` may come.
+    /// Number of tokens to add before one of `stop` may be drawn.
     pub min_tokens: usize,
-    /// Sequences of tokens that do not come: the last token of one is not drawn behind the others. One of one token never is.
+    /// Sequences of tokens that must not occur: the last token of one is never drawn after the others. A sequence of
+    /// one token bans that token.
     pub banned: Vec<Vec<u32>>,
-    /// Tokens that are not drawn as the first.
+    /// Tokens that must not be drawn first.
     pub banned_first: Vec<u32>,
 }
 
@@ -43,12 +45,12 @@ impl Default for GenerateOptions {
 }
 
 impl GenerateOptions {
-    /// So many tokens, always the likeliest.
+    /// Adds this many tokens, each the most likely one.
     pub fn greedy(tokens: usize) -> Self {
         Self { tokens, sampling: Sampling::greedy(), ..Self::default() }
     }
 
-    /// Whether some token may not come at some time.
+    /// True if any token is ever banned.
     fn has_bans(&self) -> bool {
         let has_first = !self.banned_first.is_empty() || self.min_tokens > 0 && !self.stop.is_empty();
         has_first || !self.banned.is_empty() || self.sampling.no_repeat_ngram_size > 0
@@ -58,26 +60,28 @@ impl GenerateOptions {
 /// A token that was drawn.
 #[derive(Debug, Clone, Copy)]
 pub struct NextToken<'a> {
-    /// The number of the prompt that it continues.
+    /// Index of the prompt that it continues.
     pub sequence: usize,
     /// The token.
     pub token: u32,
-    /// What it was drawn from: a number for each id.
+    /// The logits that it was drawn from, one per id.
     pub logits: &'a [f32],
 }
 
 impl Trainer {
-    /// Continues prompts, as many side by side as there are caches for. Returns the tokens that were added to each. `each` is called
-    /// with every token as soon as it is drawn, and may end its sequence. Once the prompts are read, nothing is allocated for a token
-    /// where there are caches, but by `each`.
+    /// Continues prompts, and returns the tokens added to each. As many prompts are continued at the same time as there
+    /// are caches.
     ///
-    /// When a sequence has filled the window, the newer half of it is read again, and goes on as a sequence of its own; of a longer
-    /// prompt, the window's last tokens are read. The text of a prompt does not depend on those beside it, unless experts choose
-    /// tokens or drop them.
+    /// `each` is called with every token as soon as it is drawn, and may end its sequence. With caches, no memory is
+    /// allocated once the prompts have been read, except by `each`.
+    ///
+    /// When a sequence has filled the window, the newer half of it is read again, and continues as a new context. Of a
+    /// prompt longer than the window, only its last tokens are read. The continuation of a prompt does not depend on
+    /// the other prompts, unless experts choose tokens or drop them.
     ///
     /// # Errors
-    /// An empty prompt, ids outside the vocabulary, unsound sampling, logits that are not finite, no token that may come; else as
-    /// [`Self::evaluate`].
+    /// Returns an error for an empty prompt, for ids outside the vocabulary, for invalid sampling options, if logits
+    /// are not finite, or if every token is banned. Otherwise as [`Self::evaluate`].
     pub fn generate(
         &mut self,
         prompts: &[&[u32]],
@@ -107,7 +111,7 @@ impl Trainer {
         Ok(added)
     }
 
-    /// Continues sequences side by side until all of them have ended.
+    /// Continues sequences at the same time until all of them have ended.
     fn continue_all(
         &mut self,
         way: &mut Way,
@@ -118,7 +122,7 @@ impl Trainer {
     ) -> Result<()> {
         let mut must_prefill = true;
         for index in 0..options.tokens {
-            // The logits of the next tokens.
+            // Compute the logits of the next tokens.
             let program = match way {
                 Way::Cached(cached) if must_prefill => self.prefill(cached, sequences)?,
                 Way::Cached(cached) => self.decode(cached, sequences)?,
@@ -127,7 +131,7 @@ impl Trainer {
                     None
                 }
             };
-            // The tokens.
+            // Choose the tokens.
             let vocabulary = self.vocabulary;
             let mut choose = |logits: &[f32]| {
                 let width = logits.len() / way.batch();
@@ -153,15 +157,15 @@ impl Trainer {
             if sequences.iter().all(|sequence| sequence.has_ended) {
                 break;
             }
-            // Sequences that have filled the window.
+            // Discard old tokens of sequences that have filled the window.
             let slides = sequences.iter_mut().map(|sequence| sequence.slide(way.window()));
             must_prefill = slides.fold(false, |any, slid| any | slid);
         }
         Ok(())
     }
 
-    /// Reads the windows of all sequences, a chunk at a time. One of several chunks ends with a whole one, which may take in tokens of
-    /// the chunk before: what was written for them is written again.
+    /// Reads the contexts of all sequences, chunk by chunk. The last of several chunks is moved back so that it is
+    /// full. It may repeat tokens of the chunk before, whose cache entries are written again.
     fn prefill(&mut self, cached: &mut Cached, sequences: &[Sequence]) -> Result<Option<ProgramId>> {
         let Cached { prefill, chunk, batch, window, .. } = *cached;
         let context = |slot: usize| sequences.get(slot).map_or(&[][..], |sequence| sequence.context(window));
@@ -171,7 +175,7 @@ impl Trainer {
                 let context = context(slot);
                 let first = (run * chunk).min(context.len().saturating_sub(chunk));
                 for i in 0..chunk {
-                    // What stands behind a prompt is overwritten before it is seen.
+                    // Cache entries after a prompt are overwritten before they are read.
                     cached.ids[slot * chunk + i] = context.get(first + i).copied().unwrap_or(0);
                     cached.positions[slot * chunk + i] = (first + i) as u32;
                 }
@@ -206,11 +210,11 @@ impl Trainer {
         Ok(Some(decode))
     }
 
-    /// A forward pass over the window of the one sequence.
+    /// Runs a forward pass over the window of the only sequence.
     fn whole_windows(&mut self, whole: &mut Whole, sequences: &[Sequence]) -> Result<()> {
         let context = sequences[0].context(whole.ids.len());
-        // Causal attention: what stands behind the context does not reach its last token; but where experts choose, or drop the
-        // lightest, it competes with it.
+        // Attention is causal, so padding after the context does not affect the last token. Exception: where experts
+        // choose tokens or drop the lightest, padding competes with it.
         whole.ids[..context.len()].copy_from_slice(context);
         whole.ids[context.len()..].fill(0);
         let logits = self.logits(&whole.ids)?.get(0)?.get(context.len() - 1)?;
@@ -219,14 +223,14 @@ impl Trainer {
     }
 }
 
-/// How the logits of the next token are found.
+/// The way to compute the logits of the next token: with caches, or over whole windows.
 #[derive(Debug)]
 enum Way {
     Cached(Cached),
     Whole(Whole),
 }
 
-/// What the programs with caches are given.
+/// The inputs of the programs with caches.
 #[derive(Debug)]
 struct Cached {
     prefill: ProgramId,
@@ -239,7 +243,7 @@ struct Cached {
     rows: Vec<u32>,
 }
 
-/// What a forward pass is given, and its logits of one token.
+/// The input of a forward pass, and the logits of one token.
 #[derive(Debug)]
 struct Whole {
     ids: Vec<u32>,
@@ -274,26 +278,26 @@ impl Way {
     }
 }
 
-/// A prompt and what was added to it.
+/// A prompt, and the tokens added to it.
 #[derive(Debug)]
 struct Sequence {
     number: usize,
     tokens: Vec<u32>,
-    /// Tokens of the prompt.
+    /// Number of tokens of the prompt.
     prompt: usize,
-    /// The first token that is still seen.
+    /// Index of the first token in the current context.
     first: usize,
     has_ended: bool,
-    /// Of every id, whether it is there; empty if nobody asks.
+    /// By id: whether it occurs in the sequence; empty if no rule needs this.
     seen: Vec<bool>,
-    /// Of every id, whether it may not come next; empty if all may.
+    /// By id: whether it is banned next; empty if no token is ever banned.
     banned: Vec<bool>,
     numbers: Numbers,
 }
 
 impl Sequence {
     fn new(number: usize, prompt: &[u32], options: &GenerateOptions, window: usize, vocabulary: usize) -> Self {
-        // No more than a generous text is reserved for one that only a stop token ends.
+        // Limit the reservation, because `options.tokens` may be huge if only a stop token should end the sequence.
         let mut tokens = Vec::with_capacity(prompt.len() + options.tokens.min(1 << 16));
         tokens.extend_from_slice(prompt);
         let mut seen = Vec::new();
@@ -307,13 +311,13 @@ impl Sequence {
         Self { number, tokens, prompt: prompt.len(), first, has_ended: false, seen, banned, numbers }
     }
 
-    /// The tokens that the next one is drawn from; of a sequence that has ended, as many as fit.
+    /// The context from which the next token is drawn. For a sequence that has ended, the part that fits the window.
     fn context(&self, window: usize) -> &[u32] {
         let seen = &self.tokens[self.first..];
         &seen[..seen.len().min(window)]
     }
 
-    /// Adds the next token; nothing if the logits are not finite.
+    /// Draws and adds the next token; `None` if the logits are not finite or every token is banned.
     fn choose(
         &mut self,
         logits: &[f32],
@@ -330,7 +334,7 @@ impl Sequence {
         Some(token)
     }
 
-    /// Marks the tokens that may not come next.
+    /// Marks the tokens that must not be drawn next.
     fn ban(&mut self, options: &GenerateOptions, index: usize) {
         let Self { tokens, banned, .. } = self;
         banned.fill(false);
@@ -359,7 +363,7 @@ impl Sequence {
         }
     }
 
-    /// Lets go of the older half if the window cannot hold all; whether it did.
+    /// Discards the older half of the context if it exceeds the window. Returns whether it did.
     fn slide(&mut self, window: usize) -> bool {
         let is_full = !self.has_ended && self.tokens.len() - self.first > window;
         if is_full {

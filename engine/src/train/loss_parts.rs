@@ -1,4 +1,4 @@
-//! What the loss of a step is made of.
+//! The terms of a step's loss.
 
 use gapless_compile::ProgramId;
 use gapless_compile::step::LOSS_PARTS;
@@ -7,7 +7,7 @@ use gapless_runtime::Session;
 
 use crate::error::Result;
 
-/// The summands of a training loss, each weighted as in the loss.
+/// The terms of a training loss, each with its weight in the loss.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct LossParts {
     /// The mean of −log p over the targets that count.
@@ -19,20 +19,21 @@ pub struct LossParts {
     /// The z-losses of all routers.
     #[serde(rename = "loss_router_z", skip_serializing_if = "Option::is_none")]
     pub router_z: Option<f32>,
-    /// Label smoothing and z-loss of the head ([`StepOptions::loss`](gapless_compile::step::StepOptions::loss)), together.
+    /// The sum of label smoothing and z-loss of the head
+    /// ([`StepOptions::loss`](gapless_compile::step::StepOptions::loss)).
     #[serde(rename = "loss_regularization", skip_serializing_if = "Option::is_none")]
     pub regularization: Option<f32>,
 }
 
 impl LossParts {
-    /// The outputs of a training step that [`Self::read`] needs.
+    /// The outputs of the training step that [`Self::read`] needs.
     pub(super) fn outputs(session: &Session, program: Option<ProgramId>) -> Vec<(LossPart, &'static str)> {
         let Some(program) = program else { return Vec::new() };
         let has_output = |name: &str| session.has_output(program, name);
         LOSS_PARTS.into_iter().filter(|(_, name)| has_output(name)).collect()
     }
 
-    /// The parts of the loss of the last step; none where it is the likelihood alone.
+    /// The terms of the last step's loss; `None` if it is the likelihood alone.
     pub(super) fn read(
         session: &Session,
         program: ProgramId,
@@ -48,7 +49,7 @@ impl LossParts {
                 LossPart::RouterZ => router_z = value,
             }
         }
-        // What the head counts in all.
+        // The loss of the head, likelihood included.
         let of_head = loss - balance.unwrap_or_default() - router_z.unwrap_or_default();
         let regularization = likelihood.map(|likelihood| of_head - likelihood);
         let parts = Self { likelihood: likelihood.unwrap_or(of_head), balance, router_z, regularization };
@@ -57,7 +58,7 @@ impl LossParts {
 }
 
 impl std::fmt::Display for LossParts {
-    /// "likelihood 3.141, balance 0.021, router z 0.001".
+    /// Formats the terms, e.g. "likelihood 3.141, balance 0.021, router z 0.001".
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "likelihood {:.3}", self.likelihood)?;
         let parts = [("balance", self.balance), ("router z", self.router_z), ("regularization", self.regularization)];

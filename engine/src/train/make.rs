@@ -1,7 +1,8 @@
-//! How a trainer is made: for which rank, and on which device.
+//! Builds trainers, for one or several ranks, on a CPU or GPU.
 //!
-//! In: a model, options, and perhaps the way to other ranks or a device. Out: a trainer whose arena is reserved and filled. Never:
-//! ranks of one mesh on CPUs and on GPUs, whose copies of a parameter would drift apart.
+//! - In: a model, options, and optionally a communicator to other ranks or a device.
+//! - Out: a trainer whose arena is reserved and initialized.
+//! - Never: CPU and GPU ranks in one mesh, whose copies of a parameter would drift apart.
 
 use gapless_compile::Executable;
 use gapless_compile::Target;
@@ -67,10 +68,12 @@ impl TrainerBuilder<'_> {
         Self { purpose: Purpose::Inference, ..self }
     }
 
-    /// One rank's share of a trainer. All ranks of `world`, which are as many as the mesh has, make theirs with the same
-    /// model and options, and then step, evaluate, sample and save together, with the same arguments: [`Trainer::step`] with
-    /// the whole batch, of which every rank takes its share. What a rank can name of its tensors is what its stages have;
-    /// of states that data ranks share, its flat part. Where one of them finds no GPU under [`DeviceChoice::Auto`], all run on
+    /// Builds one rank of a distributed trainer.
+    ///
+    /// `world` must have as many ranks as the mesh. All ranks build their trainers with the same model and options, and
+    /// then step, evaluate, sample and save together, with the same arguments. [`Trainer::step`] takes the whole batch,
+    /// of which each rank uses its share. A rank can only read tensors of its own stages, and only its own part of
+    /// states that are divided among data ranks. If one rank finds no GPU under [`DeviceChoice::Auto`], all run on
     /// CPUs.
     pub fn on(self, world: Box<dyn Communicator>) -> Self {
         Self { world: Some(world), ..self }
@@ -82,12 +85,13 @@ impl TrainerBuilder<'_> {
         Self { device: Some(device), ..self }
     }
 
-    /// Plans a rank of the mesh without reserving memory: training step, evaluation and sampling in one arena. [`Trainer::report`] of a
-    /// trainer with these options returns the same. The plan is for the CPU, unless the options name a GPU.
+    /// Plans one rank of the mesh without reserving memory: training step, evaluation and sampling in one arena.
+    /// [`Trainer::report`] of a trainer with these options returns the same figures. The plan is for the CPU, unless
+    /// the options name a GPU.
     ///
     /// # Errors
-    /// When the options or the model's shapes do not fit together, or there is no such rank;
-    /// [`OverBudget`](gapless_compile::Error::OverBudget).
+    /// Returns an error if the options or the model's shapes do not fit together, if there is no such rank, or if
+    /// nothing fits the budget ([`OverBudget`](gapless_compile::Error::OverBudget)).
     pub fn plan(&self, rank: usize) -> Result<Report> {
         let Self { build, options, .. } = self;
         options.check()?;
@@ -99,7 +103,7 @@ impl TrainerBuilder<'_> {
     /// Plans all ranks of the mesh. Ranks that share the batch or the experts of a stage have the plan of its first rank.
     ///
     /// # Errors
-    /// As [`Self::plan`].
+    /// Returns the errors of [`Self::plan`].
     pub fn plan_all(&self) -> Result<Vec<Report>> {
         let mesh = self.options.step.mesh;
         let ranks = mesh.ranks()?;
@@ -107,13 +111,18 @@ impl TrainerBuilder<'_> {
         Ok((0..ranks).map(|rank| stages[mesh.coordinate(rank).pipeline].clone()).collect())
     }
 
-    /// Compiles the training step, the evaluation and the generation of a model into one arena, and fills its parameters.
+    /// Compiles the training step, the evaluation and the generation of a model into one arena, and initializes its
+    /// parameters.
     ///
     /// # Errors
-    /// As [`Self::plan`]; when the arena does not fit the device's memory; [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when
-    /// its file cannot be made; `RuntimeError::Device` and `RuntimeError::NoDeviceKernels` when there is no GPU that was asked for, or it has
-    /// no kernels for a step. With other ranks, when the mesh does not have as many as `world`, and when another one fails or runs on another
-    /// kind of device.
+    /// Returns the errors of [`Self::plan`], and an error
+    ///
+    /// - if the arena does not fit the device's memory;
+    /// - if the offload file cannot be created ([`RuntimeError::Offload`](gapless_runtime::Error::Offload));
+    /// - if a requested GPU is missing or has no kernels for a step (`RuntimeError::Device`,
+    ///   `RuntimeError::NoDeviceKernels`);
+    /// - with several ranks, if `world` has another number of ranks than the mesh, or if another rank fails or runs on
+    ///   another kind of device.
     pub fn build(mut self) -> Result<Trainer> {
         let Some(mut world) = self.world.take() else {
             expect_one_rank(self.options.step.mesh)?;
@@ -158,10 +167,10 @@ impl TrainerBuilder<'_> {
 }
 
 impl Trainer {
-    /// A trainer of one rank: [`Self::builder`] makes others.
+    /// Builds a trainer with one rank. Use [`Self::builder`] for other trainers.
     ///
     /// # Errors
-    /// As [`TrainerBuilder::build`].
+    /// Returns the errors of [`TrainerBuilder::build`].
     pub fn new<M: Model>(
         build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
         options: impl Into<TrainOptions>,
@@ -169,7 +178,8 @@ impl Trainer {
         Self::builder(build, options).build()
     }
 
-    /// Starts a builder from a model and options. It makes trainers of several ranks, on a given device or for inference, and plans them.
+    /// Starts a builder from a model and options. A builder can also build trainers for several ranks, for a given
+    /// device or for inference, and plan them.
     pub fn builder<'a, M: Model + 'a>(
         build: impl Fn(VarBuilder) -> gapless_graph::Result<M> + 'a,
         options: impl Into<TrainOptions>,
@@ -276,7 +286,7 @@ impl Trainer {
         })
     }
 
-    /// A trainer on a GPU, or why there is none although one might have been used.
+    /// A trainer on a GPU, or the reason why there is none although one would have been used.
     #[cfg(feature = "cuda")]
     fn on_gpu(
         build: &Build<'_>,
@@ -293,7 +303,8 @@ impl Trainer {
             DeviceChoice::Cpu => Ok(Err(None)),
             DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
             DeviceChoice::Auto => match on(number_here(rank) % cuda::Nvidia::count().max(1)) {
-                // A card that is full, or fails, is no reason to train slowly; nor is a model that is wrong.
+                // A GPU that is full or fails must not lead to slow training on the CPU, so it is an error. An invalid
+                // model is one as well.
                 Err(TrainError::Runtime(RuntimeError::Device(why))) if !why.is_absence() => Err(why.into()),
                 Err(why @ TrainError::Runtime(RuntimeError::Device(_) | RuntimeError::NoDeviceKernels { .. })) => {
                     Ok(Err(Some(why.to_string())))
@@ -304,7 +315,7 @@ impl Trainer {
         }
     }
 
-    /// That there is none.
+    /// Without GPU support there is never a GPU.
     #[cfg(not(feature = "cuda"))]
     fn on_gpu(_: &Build<'_>, options: &TrainOptions, _: usize, _: Purpose) -> Result<Result<Self, Option<String>>> {
         match options.device {
@@ -315,17 +326,18 @@ impl Trainer {
     }
 }
 
-/// A rank's number among those of its host: what the launcher says of a process; threads are all on one.
+/// A rank's index among those of its host. For processes the launcher provides it; threads are all on one host.
 #[cfg(feature = "cuda")]
 fn number_here(rank: usize) -> usize {
     let launched = gapless_parallel::World::discover().ok().flatten();
     launched.and_then(|world| world.local_rank).unwrap_or(rank)
 }
 
-/// Whether all ranks run on the same kind of device. Where they don't, those that only hoped for a GPU do without.
+/// Checks whether all ranks run on the same kind of device. If they don't, ranks under [`DeviceChoice::Auto`] should
+/// use the CPU.
 ///
 /// # Errors
-/// When some were told to use a GPU and others don't.
+/// Returns an error if some ranks must use a GPU and others don't.
 fn agree(world: &mut dyn Communicator, is_gpu: bool, choice: DeviceChoice) -> Result<bool> {
     const CPU: u8 = 0;
     const HOPED_FOR: u8 = 1;

@@ -1,4 +1,4 @@
-//! Training as a user's own binary calls it: build, report, step, evaluate, generate. How one is made is in `make`.
+//! The trainer: report, step, evaluate, generate. Trainers are built in `make`.
 
 mod device;
 mod documents;
@@ -41,31 +41,32 @@ use gapless_runtime::RunOptions;
 #[cfg(feature = "cuda")]
 use gapless_runtime::cuda;
 
-/// What a step did.
+/// The result of a step.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct StepReport {
     /// The step, counted from 0.
     pub step: u64,
-    /// Mean loss over the batch, before the update: all that is minimised.
+    /// Mean loss over the batch before the update: the quantity that is minimized.
     pub loss: f32,
-    /// What it is made of, where it is more than the likelihood.
+    /// The terms of the loss, if there are others than the likelihood.
     #[serde(flatten)]
     pub loss_parts: Option<LossParts>,
     /// Norm of all gradients together, before clipping.
     pub gradient_norm: f32,
     /// Learning rate of the update.
     pub lr: f64,
-    /// Whether the step was left out, because the loss or the norm was above its [`Limits`] or not finite.
+    /// Whether the step was skipped, because the loss or the norm exceeded its [`Limits`] or was not finite.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub skipped: bool,
 }
 
-/// Above what a guarded step is left out ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)).
+/// The thresholds above which a guarded step is skipped
+/// ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
-    /// Of the loss.
+    /// Maximum loss.
     pub loss: f32,
-    /// Of the norm of all gradients together, before clipping.
+    /// Maximum norm of all gradients together, before clipping.
     pub gradient_norm: f32,
 }
 
@@ -76,7 +77,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Whether a step is to be done.
+    /// True if a step is within the limits.
     fn allow(self, loss: f32, gradient_norm: f32) -> bool {
         let is_within = |x: f32, limit: f32| x.is_finite() && x <= limit;
         is_within(loss, self.loss) && is_within(gradient_norm, self.gradient_norm)
@@ -93,23 +94,23 @@ pub struct Trainer {
     programs: Programs,
     parameters: u64,
     vocabulary: usize,
-    /// What the ranks keep between steps.
+    /// The tensors that ranks keep between steps.
     layout: CheckpointLayout,
-    /// Names of what a step shows beside the loss.
+    /// Names of the watched values that a step outputs.
     watched: Vec<String>,
-    /// Which of the ranks this is.
+    /// The coordinate of this rank.
     at: Coordinate,
     /// This rank's share of a training batch.
     share: Share,
     step: u64,
     limits: Limits,
-    /// Outputs of the training step that say what its loss is made of.
+    /// Outputs of the training step with the terms of its loss.
     loss_parts: Vec<(LossPart, &'static str)>,
-    /// Of each group's rule.
+    /// Inputs with the scalars of each group's rule.
     scalars_inputs: Vec<String>,
     /// A digest of the model's graph.
     model: String,
-    /// The way to all ranks, if there are others.
+    /// The communicator to all ranks, if there are others.
     world: Option<Box<dyn Communicator>>,
     batch_check: Option<BatchCheck>,
     documents: DocumentInputs,
@@ -117,35 +118,35 @@ pub struct Trainer {
 
 #[derive(Debug, Clone, Copy)]
 struct Programs {
-    /// None of a model that is not trained.
+    /// `None` if the model is not trained.
     train: Option<ProgramId>,
     evaluate: ProgramId,
-    /// None of a model that is not trained, if it has caches.
+    /// `None` if the model is not trained and has caches.
     logits: Option<ProgramId>,
-    /// Prefill and decode, if there are caches.
+    /// The programs `prefill` and `decode`, if there are caches.
     generation: Option<(ProgramId, ProgramId)>,
 }
 
 impl Trainer {
-    /// The options it was made with.
+    /// The options that the trainer was built with.
     pub fn options(&self) -> &TrainOptions {
         &self.options
     }
 
-    /// Steps taken so far.
+    /// Number of steps taken so far.
     pub fn steps(&self) -> u64 {
         self.step
     }
 
-    /// The device that it runs on.
+    /// The device that the trainer runs on.
     pub fn device(&self) -> &RunsOn {
         &self.device
     }
 
-    /// What of a GPU's memory is in use, and for what; nothing on the CPU.
+    /// The GPU memory in use, by purpose; `None` on the CPU.
     ///
     /// # Errors
-    /// `RuntimeError::Device`.
+    /// Returns `RuntimeError::Device` if the driver fails.
     #[cfg(feature = "cuda")]
     pub fn device_memory(&self) -> Result<Option<cuda::DeviceMemory>> {
         Ok(self.session.device_memory()?)
@@ -156,7 +157,7 @@ impl Trainer {
         self.session.threads()
     }
 
-    /// The plan in figures.
+    /// The memory report of the plan.
     pub fn report(&self) -> Report {
         Report::of(self.session.executable(), self.parameters)
     }
@@ -164,31 +165,36 @@ impl Trainer {
     /// The plan as a table ([`Executable::write_plan`](gapless_compile::Executable::write_plan)).
     ///
     /// # Errors
-    /// Only what the writer returns.
+    /// Only passes on errors of the writer.
     pub fn write_plan(&self, out: impl std::io::Write) -> std::result::Result<(), gapless_alloc::Error> {
         self.session.executable().write_plan(out)
     }
 
-    /// The plan as a picture.
+    /// The plan as a memory map, which can be drawn.
     pub fn memory_map(&self) -> MemoryMap<'_> {
         report::memory_map(self.session.executable())
     }
 
-    /// One step on a batch of ids and their targets, [batch × sequence] each. Allocates nothing.
+    /// Trains one step on a batch of token ids and their targets, [batch × sequence] each. Allocates no memory.
     ///
     /// # Errors
-    /// [`TrainError::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step, unless
-    /// [`MemoryOptions::release_gradients`](gapless_compile::step::MemoryOptions::release_gradients). Ids outside the vocabulary, and batches of the wrong size. [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) when
-    /// another rank fails, [`RuntimeError::Routing`](gapless_runtime::Error::Routing) and [`RuntimeError::Growth`](gapless_runtime::Error::Growth) when rows find no room, [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when a file cannot be written or read.
+    /// - [`TrainError::NonFinite`] if the loss or a gradient is not finite. The model is then unchanged, unless
+    ///   [`MemoryOptions::release_gradients`](gapless_compile::step::MemoryOptions::release_gradients) is set.
+    /// - Errors for ids outside the vocabulary, and for batches of the wrong size.
+    /// - [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) if another rank fails.
+    /// - [`RuntimeError::Routing`](gapless_runtime::Error::Routing) and
+    ///   [`RuntimeError::Growth`](gapless_runtime::Error::Growth) if there is no room for received rows.
+    /// - [`RuntimeError::Offload`](gapless_runtime::Error::Offload) if the offload file cannot be written or read.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         self.step_batch(&Batch { tokens, targets, starts: &[] })
     }
 
-    /// [`Self::step`] on sequences that hold several documents each, or have targets that don't count, for which
-    /// [`StepOptions::documents`](gapless_compile::step::StepOptions::documents) are needed. The loss is the mean over the targets that count.
+    /// Like [`Self::step`], for sequences that hold several documents each, or that have targets which don't count. It
+    /// requires [`StepOptions::documents`](gapless_compile::step::StepOptions::documents). The loss is the mean over
+    /// the targets that count.
     ///
     /// # Errors
-    /// As [`Self::step`]; documents that are not contiguous; no target that counts.
+    /// Returns the errors of [`Self::step`], and an error if a document is not contiguous or if no target counts.
     pub fn step_batch(&mut self, batch: &Batch<'_>) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
         let program = self.training()?;
@@ -206,7 +212,7 @@ impl Trainer {
                     "a step whose gradients were let go of: the model has changed, go back to a checkpoint".into();
                 return Err(TrainError::NonFinite { step: self.step, loss, culprit });
             }
-            // The step has reused the bytes of its inputs.
+            // The step has overwritten its inputs.
             self.write_step(batch, lr)?;
             let culprit = self.run(program, true)?;
             let culprit = culprit.unwrap_or_else(|| match self.world {
@@ -222,22 +228,23 @@ impl Trainer {
         Ok(report)
     }
 
-    /// Above what the steps from now on are left out, if they are guarded
-    /// ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)); nothing by default, but what is not finite. With several
-    /// ranks, the same on all.
+    /// Sets the limits above which later guarded steps are skipped
+    /// ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)). By default, only steps that are not
+    /// finite are skipped. All ranks must set the same limits.
     pub fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
     }
 
-    /// Where the time of the last step or evaluation went; nothing on a GPU, which runs a step as one graph.
+    /// The time of the last step or evaluation by activity; `None` on a GPU, which runs a step as one graph.
     pub fn times(&self) -> Option<Times> {
         self.session.times()
     }
 
-    /// A step on a GPU whose instructions are timed one by one; the model is what it would be after [`Self::step`].
+    /// Trains one step on a GPU with each instruction timed. The model is then the same as after [`Self::step`].
     ///
     /// # Errors
-    /// As [`Self::step`], but for [`TrainError::NonFinite`]; on the CPU, whose steps are timed by their `tracing` spans.
+    /// Returns the errors of [`Self::step`] except [`TrainError::NonFinite`], and an error on the CPU, which reports
+    /// times in `tracing` spans instead.
     #[cfg(feature = "cuda")]
     pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
         self.write_step(&Batch { tokens, targets, starts: &[] }, self.schedule.at(self.step))?;
@@ -250,27 +257,27 @@ impl Trainer {
         Ok(timed)
     }
 
-    /// [`Self::step`] on candle tensors: ids and targets [batch, sequence] of u32.
+    /// Like [`Self::step`], for candle tensors: ids and targets [batch, sequence] of u32.
     ///
     /// # Errors
-    /// As [`Self::step`].
+    /// Returns the errors of [`Self::step`].
     pub fn step_on(&mut self, tokens: &candle_core::Tensor, targets: &candle_core::Tensor) -> Result<StepReport> {
         let flat = |t: &candle_core::Tensor| t.flatten_all()?.to_dtype(DType::U32)?.to_vec1::<u32>();
         self.step(&flat(tokens)?, &flat(targets)?)
     }
 
-    /// Mean loss over `evaluation_batch` sequences, without dropout.
+    /// The mean loss over `evaluation_batch` sequences, without dropout.
     ///
     /// # Errors
-    /// As [`Self::step`], but for [`TrainError::NonFinite`].
+    /// Returns the errors of [`Self::step`] except [`TrainError::NonFinite`].
     pub fn evaluate(&mut self, tokens: &[u32], targets: &[u32]) -> Result<f32> {
         self.evaluate_batch(&Batch { tokens, targets, starts: &[] })
     }
 
-    /// [`Self::evaluate`] on sequences that hold several documents each, or have targets that don't count.
+    /// Like [`Self::evaluate`], for sequences that hold several documents each, or that have targets which don't count.
     ///
     /// # Errors
-    /// As [`Self::step_batch`], but for [`TrainError::NonFinite`].
+    /// Returns the errors of [`Self::step_batch`] except [`TrainError::NonFinite`].
     pub fn evaluate_batch(&mut self, batch: &Batch<'_>) -> Result<f32> {
         let program = self.programs.evaluate;
         let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
@@ -280,11 +287,11 @@ impl Trainer {
         Ok(self.session.scalar(program, "loss")?)
     }
 
-    /// Logits [1, sequence, vocabulary] of one sequence, in f32. On the CPU, a candle tensor over the arena's own bytes, valid until the next
-    /// call that runs something.
+    /// The logits [1, sequence, vocabulary] of one sequence, in f32. On the CPU, the candle tensor is a view of the
+    /// arena, valid until the next call that runs a program.
     ///
     /// # Errors
-    /// As [`Self::evaluate`]; of a model that was made for inference with caches.
+    /// Returns the errors of [`Self::evaluate`], and an error for a model that was built for inference with caches.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<candle_core::Tensor> {
         let Some(program) = self.programs.logits else {
             let why = "a model that was made for inference has those of the next token alone";
@@ -303,22 +310,22 @@ impl Trainer {
         Ok(self.session.output(program, "logits")?.to_dtype(DType::F32)?)
     }
 
-    /// What the arena of expert ranks' rows has done so far ([`MemoryOptions::routing`](gapless_compile::step::MemoryOptions::routing)); nothing where every size is known
-    /// beforehand.
+    /// The statistics so far of the arena for received rows
+    /// ([`MemoryOptions::routing`](gapless_compile::step::MemoryOptions::routing)); `None` if every size is static.
     pub fn routing(&self) -> Option<ArenaReport> {
         self.session.routing()
     }
 
-    /// Judges the addresses of the last run, planned ones and those that were found while it ran: no two that lived at the same
-    /// time have a byte in common. Returns how many of the latter there were.
+    /// Checks the addresses of the last run, both planned and allocated at run time: buffers that lived at the same
+    /// time must not overlap. Returns the number of buffers allocated at run time.
     ///
     /// # Errors
-    /// [`RuntimeError::BadRun`](gapless_runtime::Error::BadRun) with all that do.
+    /// Returns [`RuntimeError::BadRun`](gapless_runtime::Error::BadRun) with all overlaps.
     pub fn check_run(&self) -> Result<usize> {
         Ok(self.session.check_run()?)
     }
 
-    /// The training step.
+    /// The program of the training step.
     fn training(&self) -> Result<ProgramId> {
         self.programs.train.ok_or_else(|| {
             let why = "the model was made for inference";
@@ -355,7 +362,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Writes a rank's share of a batch of so many sequences.
+    /// Writes a rank's share of a batch of this many sequences.
     fn write_batch(&mut self, program: ProgramId, share: Share, sequences: usize, batch: &Batch<'_>) -> Result<()> {
         let expected = sequences * self.options.step.sequence;
         let given = [("tokens", batch.tokens), ("targets", batch.targets), ("starts", batch.starts)];
@@ -383,9 +390,9 @@ impl Trainer {
         written
     }
 
-    /// Writes a rank's share of inputs that have a number for each token of the batch.
+    /// Writes a rank's share of inputs with one element per token of the batch.
     fn write_inputs<T: Element>(&mut self, program: ProgramId, share: Share, inputs: &[(&str, &[T])]) -> Result<()> {
-        // Only the ranks that read one have it.
+        // Only ranks that read an input have it.
         for (name, data) in inputs {
             if !self.session.has_input(program, name) {
                 continue;

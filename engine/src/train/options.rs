@@ -1,4 +1,4 @@
-//! How to train.
+//! The options of a trainer.
 
 use gapless_compile::Target;
 use gapless_compile::step::{MemoryOptions, StepOptions};
@@ -13,16 +13,17 @@ use crate::learning_rate::{LearningRate, Shape};
 pub struct TrainOptions {
     /// The training step: everything that decides its programs and their memory.
     pub step: StepOptions,
-    /// Step → learning rate.
+    /// The learning rate schedule.
     pub learning_rate: LearningRate,
     /// Seed of the initial parameters and of dropout.
     pub seed: u64,
     /// The device. A plan without a device is for the CPU, unless this names a GPU.
     pub device: DeviceChoice,
-    /// Worker threads of each rank; 0 for all cores, which is too many where ranks are threads of one machine. The bits of
-    /// the results do not depend on it.
+    /// Number of worker threads of each rank; 0 uses all cores, which is too many if several ranks are threads of one
+    /// machine. The results do not depend on it.
     pub threads: usize,
-    /// Fill every dead range of the arena with NaN between instructions (for tests; results must not change).
+    /// Whether dead ranges of the arena are filled with NaN between instructions. For tests; the results must not
+    /// change.
     pub poison: bool,
 }
 
@@ -55,7 +56,8 @@ impl TrainOptions {
         Target::Cpu { threads: resolve_threads(self.threads) }
     }
 
-    /// The settings that must be equal on all ranks, with their names. Device, threads, planning work and debugging aids may differ.
+    /// The settings that must be equal on all ranks, with their names. Device, threads, planning work and debugging aids
+    /// may differ.
     pub(super) fn shared_by_ranks(&self) -> Vec<(&'static str, String)> {
         let Self { step, learning_rate, seed, device: _, threads: _, poison: _ } = self;
         let StepOptions { batch, micro_batches, sequence, precision, mesh, pipeline, memory, .. } = step;
@@ -96,7 +98,7 @@ impl TrainOptions {
     /// Checks the options.
     ///
     /// # Errors
-    /// [`TrainError::refused`] says which.
+    /// Returns an error for a setting that is refused; [`TrainError::refused`] names it.
     pub fn check(&self) -> Result<()> {
         if self.threads > MOST_THREADS {
             let why = format!("{} are more than {MOST_THREADS}", self.threads);

@@ -1,4 +1,4 @@
-//! Ways to the other ranks of a mesh, and what must be the same on all of them.
+//! Communicators between the ranks of a mesh, and checks that all ranks agree.
 
 use gapless_kernels::Element;
 use gapless_parallel::Mesh;
@@ -8,7 +8,7 @@ use super::Batch;
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
-/// Refuses what is for several ranks.
+/// Refuses a mesh of several ranks.
 pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
     let ranks = mesh.ranks()?;
     if ranks != 1 {
@@ -18,7 +18,7 @@ pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
     Ok(())
 }
 
-/// Expects as many ranks as a mesh has.
+/// Checks that there are as many ranks as the mesh has.
 pub(super) fn expect_ranks(world: &dyn Communicator, mesh: Mesh) -> Result<()> {
     let (size, ranks) = (world.size(), mesh.ranks()?);
     if size != ranks {
@@ -28,7 +28,7 @@ pub(super) fn expect_ranks(world: &dyn Communicator, mesh: Mesh) -> Result<()> {
     Ok(())
 }
 
-/// A rank's communicators with those that it has to do with, out of that of all ranks of a mesh.
+/// Splits the communicator of all ranks into those for this rank's pipeline, batch, experts and replicas.
 pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<Communicators> {
     let at = mesh.coordinate(world.rank());
     let Mesh { expert, .. } = mesh;
@@ -46,12 +46,12 @@ pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<
 /// Bytes of a value's digest.
 const DIGEST: usize = 8;
 
-/// Expects the same values on all ranks: each with its name. All ranks come to the same verdict.
+/// Checks that named values are equal on all ranks. All ranks get the same result.
 ///
 /// # Errors
-/// [`TrainError::RanksDiffer`] with the first rank that differs from rank 0, and in what.
+/// Returns [`TrainError::RanksDiffer`] with the first rank that differs from rank 0, and the name of the value.
 pub(super) fn expect_equal(world: &mut dyn Communicator, values: &[(&'static str, String)]) -> Result<()> {
-    // Of the names first: another build may have others, and so another number of them.
+    // Compare the names first, because another build may have other values, and another number of them.
     let names: String = values.iter().map(|(name, _)| format!("{name} ")).collect();
     let build = [("program version", format!("{} {names}", env!("CARGO_PKG_VERSION")))];
     compare_digests(world, &build)?;
@@ -78,10 +78,10 @@ fn digest(bytes: &[u8]) -> [u8; DIGEST] {
     *blake3::hash(bytes).as_bytes().first_chunk().expect("a hash has 32 bytes")
 }
 
-/// How often ranks compare what they are given: at the first step, and every so many after it.
+/// The interval, in steps, at which ranks compare their batches, starting with the first step.
 const COMPARED_EVERY: u64 = 100;
 
-/// Compares the batches that ranks are given, at some steps, without an allocation.
+/// Compares the batches given to all ranks at some steps, without allocating memory.
 #[derive(Debug)]
 pub(super) struct BatchCheck {
     all: Vec<u8>,
@@ -92,10 +92,10 @@ impl BatchCheck {
         Self { all: vec![0; ranks * 2 * DIGEST] }
     }
 
-    /// Expects the same step and batch on all ranks.
+    /// Checks that all ranks have the same step and batch.
     ///
     /// # Errors
-    /// [`TrainError::RanksDiffer`], on all ranks.
+    /// Returns [`TrainError::RanksDiffer`] on all ranks.
     pub fn run(&mut self, world: &mut dyn Communicator, step: u64, batch: &Batch<'_>) -> Result<()> {
         if !step.is_multiple_of(COMPARED_EVERY) {
             return Ok(());

@@ -1,36 +1,42 @@
-//! Which token comes next: one of its logits, by a rule and a random number.
+//! Sampling of the next token from its logits.
 //!
-//! In: the logits of one token, those that were there already, a number in [0, 1). Out: an id. Never: a heap allocation, or a choice
-//! that depends on anything else.
+//! - In: the logits of one token, the ids seen so far, and a random number in [0, 1).
+//! - Out: an id.
+//! - Never: a heap allocation, or a choice that depends on anything else.
 
 use crate::error::{Result, TrainError};
 
-/// How tokens are drawn, in this order: the penalty, repeated sequences, the temperature, then the likeliest that all of `top_k`, `top_p`
-/// and `min_p` leave, and of these what `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave, one after the other. Where the
-/// temperature is 0, nothing after it counts.
+/// Sampling options. They apply in this order:
+///
+/// 1. the repetition penalty, and bans of repeated sequences;
+/// 2. the temperature. At 0 the most likely token is taken, and the remaining options have no effect;
+/// 3. `top_k`, `top_p` and `min_p`, which together keep the most likely tokens;
+/// 4. `typical_p`, `epsilon_cutoff` and `eta_cutoff`, one after the other, on the tokens that are left.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Divides the logits; 0 takes the likeliest token.
+    /// Divisor of the logits; 0 takes the most likely token.
     pub temperature: f32,
-    /// Only the so many likeliest tokens; 0 for all.
+    /// Keeps this many of the most likely tokens; 0 keeps all.
     pub top_k: usize,
-    /// Only the fewest likeliest tokens that have this much of the probability together (Holtzman et al., arXiv 1904.09751).
+    /// Keeps the smallest set of most likely tokens with at least this total probability (Holtzman et al., arXiv
+    /// 1904.09751).
     pub top_p: f32,
-    /// Only tokens that are at least so likely as this part of the likeliest (Nguyen et al., arXiv 2407.01082).
+    /// Keeps tokens with at least this fraction of the probability of the most likely one (Nguyen et al., arXiv
+    /// 2407.01082).
     pub min_p: f32,
-    /// Only the tokens whose information is nearest to what is expected of one, that have this much of the probability together
-    /// (locally typical sampling: Meister et al., arXiv 2202.00666, section 4).
+    /// Keeps the tokens whose information is closest to the entropy, up to this total probability (locally typical
+    /// sampling: Meister et al., arXiv 2202.00666, section 4).
     pub typical_p: f32,
-    /// Only tokens that are at least so likely; 0 for all (Hewitt et al., arXiv 2210.15191).
+    /// Keeps tokens with at least this probability; 0 keeps all (Hewitt et al., arXiv 2210.15191).
     pub epsilon_cutoff: f32,
-    /// The same with η = min(ε, √ε·exp(−entropy)), where this is ε; 0 for all (the same paper, section 4).
+    /// The ε of a cutoff at probability min(ε, √ε·exp(−entropy)); 0 keeps all (same paper, section 4).
     pub eta_cutoff: f32,
-    /// Divides the logits of tokens that are there already, if they are positive, else multiplies them (Keskar et al., arXiv
+    /// Penalty on tokens that already occur: positive logits are divided by it, others multiplied (Keskar et al., arXiv
     /// 1909.05858).
     pub repetition_penalty: f32,
-    /// No sequence of so many tokens comes twice, the prompt's included; 0 for any.
+    /// Bans sequences of this many tokens from occurring twice, the prompt included; 0 bans none.
     pub no_repeat_ngram_size: usize,
-    /// Same seed, same text.
+    /// Seed of the random numbers. The same seed gives the same text.
     pub seed: u64,
 }
 
@@ -52,12 +58,12 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Always the likeliest token.
+    /// Options that always take the most likely token.
     pub fn greedy() -> Self {
         Self { temperature: 0.0, top_k: 0, ..Self::default() }
     }
 
-    /// Whether a rule goes by the probabilities of what the others leave.
+    /// True if a rule depends on the probabilities of the tokens left by other rules.
     fn goes_by_probability(&self) -> bool {
         self.typical_p < 1.0 || self.epsilon_cutoff > 0.0 || self.eta_cutoff > 0.0
     }
@@ -83,7 +89,7 @@ impl Sampling {
     }
 }
 
-/// Draws tokens, in memory of its own.
+/// Draws tokens in preallocated memory.
 #[derive(Debug)]
 pub(super) struct Sampler {
     sampling: Sampling,
@@ -97,13 +103,13 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// Likeliest first; of equals, the lower id.
+    /// Orders by descending logit, then by ascending id.
     fn order(a: &Self, b: &Self) -> std::cmp::Ordering {
         b.logit.total_cmp(&a.logit).then(a.id.cmp(&b.id))
     }
 }
 
-/// How many of the likeliest are put in order at first; eight times as many whenever they are not enough.
+/// Number of most likely tokens to sort first. Whenever they are not enough, eight times as many are sorted.
 const SORTED: usize = 64;
 
 impl Sampler {
@@ -111,8 +117,8 @@ impl Sampler {
         Self { sampling, candidates: Vec::with_capacity(vocabulary) }
     }
 
-    /// The token at `point`, in [0, 1), of the cumulative distribution of what is left, likeliest first; none of those that are
-    /// banned. None if a logit is not a number, or none that may come is finite.
+    /// Draws the token at `point`, in [0, 1), of the cumulative distribution of the remaining tokens, most likely
+    /// first. Banned tokens are never drawn. `None` if a logit is NaN, or if no allowed token has a finite logit.
     pub fn choose(&mut self, logits: &[f32], seen: &[bool], banned: &[bool], point: f32) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, repetition_penalty, .. } = self.sampling;
         let penalised = |(id, &logit): (usize, &f32)| {
@@ -138,11 +144,12 @@ impl Sampler {
             self.candidates.select_nth_unstable_by(top_k - 1, Candidate::order);
             self.candidates.truncate(top_k);
         }
-        // Relative to the likeliest.
+        // Weights relative to the most likely token.
         let weight = |candidate: &Candidate| f64::from(((candidate.logit - best.logit) / temperature).exp());
         let total: f64 = self.candidates.iter().map(weight).sum();
 
-        // As much of the order as holds what is asked for, and how much that is: all of it where a later rule looks at all.
+        // Sort only as many tokens as needed: up to the probability that `top_p` or `point` asks for, or all of them if
+        // a later rule needs all.
         let is_cut_later = self.sampling.goes_by_probability();
         let wanted = match (top_p < 1.0, is_cut_later) {
             (true, _) => total * f64::from(top_p),
@@ -173,7 +180,7 @@ impl Sampler {
             self.keep_by_probability();
             (kept, sum) = (self.candidates.len(), self.candidates.iter().map(weight).sum());
         }
-        // What is kept is all that is drawn from; without a limit, the whole distribution.
+        // With a limit, only the kept tokens can be drawn; otherwise `point` refers to the whole distribution.
         let has_limit = top_p < 1.0 || min_p > 0.0 || is_cut_later;
         let mut left = f64::from(point) * if has_limit { sum } else { total };
         let drawn = self.candidates[..kept].iter().find(|candidate| {
@@ -183,8 +190,8 @@ impl Sampler {
         Some(drawn.unwrap_or(&self.candidates[kept - 1]).id)
     }
 
-    /// Keeps the candidates that `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave, each of those that the one before has left.
-    /// Likeliest first, before and after.
+    /// Keeps the candidates that `typical_p`, `epsilon_cutoff` and `eta_cutoff` allow, each applied to the result of
+    /// the one before. Candidates are sorted by likelihood before and after.
     fn keep_by_probability(&mut self) {
         let Sampling { temperature, typical_p, epsilon_cutoff, eta_cutoff, .. } = self.sampling;
         let all = &mut self.candidates;
@@ -216,7 +223,7 @@ impl Sampler {
     }
 }
 
-/// What the probabilities of some candidates are made of.
+/// Probabilities and entropy of some candidates.
 struct Distribution {
     best: f32,
     temperature: f32,
@@ -225,7 +232,7 @@ struct Distribution {
 }
 
 impl Distribution {
-    /// Of at least one candidate.
+    /// The distribution of at least one candidate.
     fn of(candidates: &[Candidate], temperature: f32) -> Self {
         let best = candidates.iter().map(|one| one.logit).fold(f32::NEG_INFINITY, f32::max);
         let mut new = Self { best, temperature, log_total: 0.0, entropy: 0.0 };
@@ -234,7 +241,7 @@ impl Distribution {
         new
     }
 
-    /// −log of a probability.
+    /// −log of a candidate's probability.
     fn information(&self, of: &Candidate) -> f64 {
         self.log_total + f64::from((self.best - of.logit) / self.temperature)
     }
@@ -250,7 +257,7 @@ mod tests {
 
     use super::*;
 
-    /// The distribution that a sampling leaves, as its definition says: all in order, then what each rule keeps.
+    /// The distribution after all rules, computed directly from their definitions on a fully sorted list.
     fn left(sampling: &Sampling, logits: &[f32], seen: &[bool]) -> Vec<(u32, f64)> {
         let penalty = sampling.repetition_penalty;
         let penalised = |(id, &x): (usize, &f32)| match seen[id] {
@@ -281,7 +288,7 @@ mod tests {
         kept.into_iter().map(|(id, logit)| (id, weight(logit) / sum)).collect()
     }
 
-    /// What `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave of ids and logits, likeliest first.
+    /// The ids and logits that `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave, most likely first.
     fn by_probability(sampling: &Sampling, left: impl Iterator<Item = (u32, f32)>) -> Vec<(u32, f32)> {
         let mut left: Vec<(u32, f32)> = left.collect();
         let probabilities = |left: &[(u32, f32)]| {
@@ -332,7 +339,7 @@ mod tests {
             let left = left(&sampling, &logits, &seen);
             let at = left.iter().position(|&(kept, _)| kept == id);
             prop_assert!(at.is_some(), "{id} is not among {left:?}");
-            // The point lies in its part of the cumulative distribution, but for the rounding of its sums.
+            // The point lies in the token's interval of the cumulative distribution, up to rounding of the sums.
             let before: f64 = left[..at.unwrap()].iter().map(|x| x.1).sum();
             let within = before - 1e-9 <= f64::from(point) && f64::from(point) <= before + left[at.unwrap()].1 + 1e-9;
             prop_assert!(within, "{point} is not in the part of {id}: {left:?}");
@@ -356,7 +363,7 @@ mod tests {
         assert_eq!((banned(Sampling::greedy()), banned(Sampling::default())), (Some(1), Some(1)));
     }
 
-    /// Probabilities 0.5, 0.3, 0.15 and 0.05, whose entropy is 1.142: information 0.693, 1.204, 1.897 and 2.996.
+    /// Probabilities 0.5, 0.3, 0.15 and 0.05 with entropy 1.142, and information 0.693, 1.204, 1.897 and 2.996.
     #[test]
     fn cutoffs_by_hand() {
         let logits = [0.5f32, 0.3, 0.15, 0.05].map(f32::ln);
@@ -370,7 +377,7 @@ mod tests {
         };
         for (sampling, expected) in [
             (plain, &[0, 1, 2, 3][..]),
-            // The second is nearest to the entropy, then the first.
+            // The second is closest to the entropy, then the first.
             (Sampling { typical_p: 0.2, ..plain }, &[1]),
             (Sampling { typical_p: 0.7, ..plain }, &[0, 1]),
             (Sampling { typical_p: 0.9, ..plain }, &[0, 1, 2]),
@@ -379,7 +386,7 @@ mod tests {
             // min(0.2, 0.447 · exp(−1.142) = 0.143)
             (Sampling { eta_cutoff: 0.2, ..plain }, &[0, 1, 2]),
             (Sampling { eta_cutoff: 0.01, ..plain }, &[0, 1, 2, 3]),
-            // Of the first three, whose probabilities are 0.526, 0.316 and 0.158 then.
+            // Applied to the first three, whose probabilities are then 0.526, 0.316 and 0.158.
             (Sampling { top_k: 3, epsilon_cutoff: 0.155, ..plain }, &[0, 1, 2]),
             (Sampling { typical_p: 0.2, ..Sampling::greedy() }, &[0]),
         ] {

@@ -1,8 +1,8 @@
-//! A trainer's state on disk: all it takes to go on with the same bits, on this mesh of ranks or on another.
+//! A trainer's state on disk: everything needed to continue with the same bits, on the same mesh of ranks or another.
 //!
-//! Every tensor is saved by one rank: the one that changes it, or the first of those that do. Of states that data ranks
-//! share, each saves its part, a flat range of the elements. Which rank has what is settled anew on resuming: each reads
-//! the ranges that it needs out of whatever files have them.
+//! Every tensor is saved by one rank: the one that changes it, or the first of several. States that are divided among
+//! data ranks are saved in parts, each a flat range of elements. A resuming rank reads the ranges that it needs from
+//! whatever files contain them, so the mesh may differ from the one that saved.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,26 +22,29 @@ use crate::error::{Result, TrainError};
 
 const ROLES: [(&str, Role); 2] = [("model", Role::Parameter), ("optimizer", Role::OptimizerState)];
 
-/// What a rank has written, for the one that commits it: or why it couldn't.
+/// The files that a rank has written, or its error, for the rank that commits the checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 struct Written {
     files: WrittenFiles,
-    /// First elements of the parts of tensors, by file and name.
+    /// Index of the first element of each tensor part, by file and name.
     parts: Map<String, Value>,
     error: Option<String>,
 }
 
-/// Hashes of parameters by name.
+/// Hashes of parameters, by name.
 type Copies = BTreeMap<String, String>;
 
 impl Trainer {
-    /// Saves parameters, optimizer states, step and seed as `dir/step-…`, with `run` (what the caller needs to go on: its
-    /// data, its model's configuration) in the manifest. Returns the checkpoint's folder. With several ranks, all call
-    /// it, and `dir` is the same folder for all; it counts once all have written.
+    /// Saves parameters, optimizer states, step and seed as `dir/step-…`. `run` goes into the manifest; it holds what
+    /// the caller needs to continue, such as its data and its model's configuration. Returns the folder of the
+    /// checkpoint.
+    ///
+    /// With several ranks, all must call it, and `dir` must be the same folder for all. The checkpoint becomes valid
+    /// once all have written.
     ///
     /// # Errors
-    /// A full disk, or any other failure to write, on any rank; what was there before stays. [`TrainError::CopiesDiffer`] where a
-    /// parameter that several ranks have is not the same on all of them.
+    /// Returns an error if writing fails on any rank, for example because the disk is full. Earlier checkpoints stay.
+    /// Returns [`TrainError::CopiesDiffer`] if copies of a parameter on several ranks are not equal.
     pub fn save(&mut self, dir: &Path, run: Value) -> Result<PathBuf> {
         self.training()?;
         let _span = tracing::info_span!("save", step = self.step).entered();
@@ -63,19 +66,20 @@ impl Trainer {
         if path.is_err() {
             draft.discard();
         }
-        // The first rank's path, or its error; the folder may have another path for others.
+        // The name of the first rank's folder, or its error. Other ranks may reach the folder by another path.
         let name = path.as_ref().ok().and_then(|path| Some(path.as_ref()?.file_name()?.to_string_lossy().into_owned()));
         let (names, errors): (Vec<Option<String>>, _) = self.all((name, path.err()))?.into_iter().unzip();
         agree(errors)?;
         Ok(dir.join(names.into_iter().flatten().next().expect("the first rank has committed it")))
     }
 
-    /// Goes on from a checkpoint: parameters, optimizer states, step and seed become those that were saved, by whatever
-    /// mesh of ranks. Returns the `run` part of what was given to [`Self::save`].
+    /// Continues from a checkpoint: restores parameters, optimizer states, step and seed, which any mesh of ranks may
+    /// have saved. Returns the `run` value that was passed to [`Self::save`].
     ///
     /// # Errors
-    /// A checkpoint of another model; it is left untouched, and so is the trainer. A file that cannot be read, or has changed since
-    /// the checkpoint was opened: then the trainer holds tensors of both, and is to be made anew.
+    /// Returns an error for a checkpoint of another model; the trainer is then unchanged. Returns an error if a file
+    /// cannot be read, or has changed since the checkpoint was opened. The trainer then holds a mixture of tensors, and
+    /// must be rebuilt.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<Value> {
         self.training()?;
         checkpoint.expect("tensors", &self.saved_shapes())?;
@@ -88,10 +92,11 @@ impl Trainer {
         Ok(metadata["run"].clone())
     }
 
-    /// Takes the parameters of a checkpoint and nothing else, for a model that evaluates and generates ([`for_inference`](super::TrainerBuilder::for_inference)).
+    /// Loads only the parameters of a checkpoint, for a model that evaluates and generates
+    /// ([`for_inference`](super::TrainerBuilder::for_inference)).
     ///
     /// # Errors
-    /// As [`Self::resume`], of the parameters alone.
+    /// Returns the errors of [`Self::resume`], as far as parameters are concerned.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let expected = self.session.executable().specs(Role::Parameter);
         let expected: Map<String, Value> = expected.map(|(name, spec)| (name.to_owned(), json!(spec.dims()))).collect();
@@ -107,11 +112,11 @@ impl Trainer {
         self.fill_from(checkpoint, ROLES[0])
     }
 
-    /// [`Self::load`], with the averages of those parameters that have one
+    /// Like [`Self::load`], with averages in place of the parameters that have one
     /// ([`UpdateOptions::average`](gapless_compile::step::UpdateOptions::average)).
     ///
     /// # Errors
-    /// As [`Self::load`]; a checkpoint without averages.
+    /// Returns the errors of [`Self::load`], and an error for a checkpoint without averages.
     pub fn load_average(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load(checkpoint)?;
         let [_, (optimizer, _)] = ROLES;
@@ -122,7 +127,7 @@ impl Trainer {
         let mut found = false;
         for (name, elements) in own {
             let average = format!("average/{name}");
-            // What is frozen has none.
+            // Frozen parameters have no average.
             if sections.iter().all(|section| section.find(&average).is_none()) {
                 continue;
             }
@@ -141,7 +146,7 @@ impl Trainer {
         }
     }
 
-    /// Reads the tensors of a role.
+    /// Reads all tensors of a role.
     fn fill_from(&mut self, checkpoint: &Checkpoint, (kind, role): (&str, Role)) -> Result<()> {
         let sections: Vec<&SavedSection> =
             checkpoint.sections().iter().filter(|section| section.file().starts_with(kind)).collect();
@@ -155,7 +160,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Hashes of the parameters that other ranks may have, too, by name and first element.
+    /// Hashes of the parameters that other ranks may hold too, by name and first element.
     fn copies(&self) -> Result<Copies> {
         if self.world.is_none() {
             return Ok(Copies::new());
@@ -170,7 +175,7 @@ impl Trainer {
         })?)
     }
 
-    /// Writes the tensors that this rank answers for.
+    /// Writes the tensors that this rank is responsible for.
     fn write_own(&self, draft: &Draft) -> Result<Written> {
         let mesh = &self.options.step.mesh;
         let suffix = match mesh.ranks()? {
@@ -183,7 +188,8 @@ impl Trainer {
             let mut sections = Vec::new();
             for (file, (_, role)) in files.iter().zip(ROLES) {
                 let part_of = |name: &str| self.layout.parts.get(name).copied();
-                // Copies are equal: of what several ranks have, the first writes; frozen parameters, whoever has them.
+                // Copies are equal, so only the first of the ranks with copies writes. Frozen parameters change nowhere, so
+                // every stage that has them writes them.
                 let frozen = |name: &str| self.layout.frozen.contains(name) || !self.layout.shapes.contains_key(name);
                 let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
@@ -235,15 +241,15 @@ impl Trainer {
         draft.commit(files, metadata)
     }
 
-    /// The rank in the world; 0 without one.
+    /// The index of this rank in the world; 0 without one.
     pub fn rank(&self) -> usize {
         self.world.as_ref().map_or(0, |world| world.rank())
     }
 
-    /// Whether it is so on any rank: with several, all call it.
+    /// True if `mine` is true on any rank. With several ranks, all must call it.
     ///
     /// # Errors
-    /// Another rank that fails.
+    /// Returns an error if another rank fails.
     pub fn any(&mut self, mine: bool) -> Result<bool> {
         let Some(world) = &mut self.world else { return Ok(mine) };
         let mut all = vec![0; world.size()];
@@ -251,7 +257,7 @@ impl Trainer {
         Ok(all.contains(&1))
     }
 
-    /// What every rank has to say, in the order of ranks.
+    /// The values of all ranks, in rank order.
     fn all<T: Serialize + for<'a> Deserialize<'a>>(&mut self, mine: T) -> Result<Vec<T>> {
         match &mut self.world {
             Some(world) => exchange(world.as_mut(), &mine),
@@ -259,7 +265,7 @@ impl Trainer {
         }
     }
 
-    /// Name and shape of every tensor that a checkpoint holds: what makes a model this model.
+    /// Name and shape of every tensor in a checkpoint. They identify the model.
     fn saved_shapes(&self) -> Value {
         let mut shapes: Map<String, Value> =
             self.layout.shapes.iter().map(|(name, shape)| (name.clone(), json!(shape))).collect();
@@ -274,7 +280,7 @@ impl Trainer {
     }
 }
 
-/// Expects the same hash on all ranks that have a parameter. All come to the same verdict.
+/// Checks that all ranks with a copy of a parameter have the same hash. All ranks get the same result.
 fn expect_equal_copies(all: &[Copies]) -> Result<()> {
     let mut firsts: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
     for (rank, copies) in all.iter().enumerate() {
@@ -288,7 +294,7 @@ fn expect_equal_copies(all: &[Copies]) -> Result<()> {
     Ok(())
 }
 
-/// The first error that any rank had.
+/// Returns the error of the first rank that has one.
 fn agree(errors: Vec<Option<String>>) -> Result<()> {
     match errors.into_iter().enumerate().find_map(|(rank, error)| Some((rank, error?))) {
         None => Ok(()),
@@ -296,7 +302,7 @@ fn agree(errors: Vec<Option<String>>) -> Result<()> {
     }
 }
 
-/// Everyone's value, as JSON: sizes first, then texts of the longest's size.
+/// Exchanges one value per rank as JSON: first the sizes, then texts padded to the longest.
 fn exchange<T: Serialize + for<'a> Deserialize<'a>>(world: &mut dyn Communicator, mine: &T) -> Result<Vec<T>> {
     let mut text = serde_json::to_vec(mine).expect("strings and numbers make valid JSON");
     let mut sizes = vec![0; 8 * world.size()];
@@ -313,7 +319,7 @@ fn exchange<T: Serialize + for<'a> Deserialize<'a>>(world: &mut dyn Communicator
     texts.chunks_exact(longest.max(1)).zip(&sizes).map(read).collect()
 }
 
-/// Reads the bytes from `start` on of a tensor, out of all the parts of it that there are.
+/// Reads the bytes of a tensor from `start` on, from all saved parts of it.
 fn fill(
     sections: &[&SavedSection],
     metadata: &Value,

@@ -1,4 +1,4 @@
-//! A trainer's tensors by name: parameters, optimizer states, gradients, and what the model shows.
+//! Access to a trainer's tensors by name: parameters, optimizer states, gradients, and watched values.
 
 use candle_core::DType;
 use gapless_compile::step::{self, RankPlan};
@@ -10,16 +10,16 @@ use super::Trainer;
 use crate::error::{Result, TrainError};
 
 impl Trainer {
-    /// A parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name: a candle tensor over the arena's own
-    /// bytes; on a GPU, or of a state in another type than f32, a copy.
+    /// A parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name. The candle tensor is a view of the
+    /// arena; on a GPU, and for states in another type than f32, it is a copy.
     ///
     /// # Errors
-    /// When there is none of that name.
+    /// Returns an error if no tensor has this name.
     pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
         self.session.tensor(name).map_err(|error| self.elsewhere(name).unwrap_or_else(|| error.into()))
     }
 
-    /// The error for a tensor that another rank of the pipeline has.
+    /// The error for a tensor that belongs to another rank of the pipeline.
     fn elsewhere(&self, name: &str) -> Option<TrainError> {
         let stage = *self.layout.stages.get(name)?;
         let StepOptions { mesh, pipeline, micro_batches, .. } = &self.options.step;
@@ -29,11 +29,11 @@ impl Trainer {
         (rank != mesh.rank(self.at)).then(|| TrainError::OnAnotherRank { name: name.into(), rank })
     }
 
-    /// The gradient of a parameter after a step, before clipping: a candle tensor over the arena's own bytes, valid until
-    /// the next run. Needs [`StepOptions::keep_gradients`].
+    /// The gradient of a parameter after a step, before clipping. The candle tensor is a view of the arena, valid until
+    /// the next run. It requires [`StepOptions::keep_gradients`].
     ///
     /// # Errors
-    /// When gradients are not kept or there is no such parameter.
+    /// Returns an error if gradients are not kept, or if no parameter has this name.
     pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
         if !self.options.step.keep_gradients {
             let (why, remedy) = (format!("the gradient of {name:?} is not kept"), "set StepOptions::keep_gradients");
@@ -42,16 +42,16 @@ impl Trainer {
         Ok(self.session.output(self.training()?, &step::gradient_output(name))?)
     }
 
-    /// What the model shows of the last step under this name ([`Tensor::watch`](gapless_graph::Tensor::watch)): a candle tensor over the arena's own bytes, valid
-    /// until the next run.
+    /// A value that the model watches under this name ([`Tensor::watch`](gapless_graph::Tensor::watch)), from the last
+    /// step. The candle tensor is a view of the arena, valid until the next run.
     ///
     /// # Errors
-    /// When nothing is watched under that name.
+    /// Returns an error if nothing is watched under this name.
     pub fn watched(&self, name: &str) -> Result<candle_core::Tensor> {
         Ok(self.session.output(self.training()?, &step::watched_output(name))?)
     }
 
-    /// What the model shows of each step, in the order in which it was built.
+    /// Names of the watched values, in the order in which the model was built.
     pub fn watched_names(&self) -> impl Iterator<Item = &str> {
         self.watched.iter().map(String::as_str)
     }
@@ -61,10 +61,11 @@ impl Trainer {
         self.session.executable().specs(gapless_alloc::Role::Parameter).map(|(name, _)| name)
     }
 
-    /// Overwrites a parameter, and the master that it is updated in if it has one, or an optimizer state.
+    /// Overwrites a parameter, together with its f32 master if it has one, or an optimizer state. If a tensor is
+    /// divided among ranks, `value` is this rank's part, flattened.
     ///
     /// # Errors
-    /// When there is none of that name or shape. Of a tensor that is divided over ranks, `value` is this rank's part, flat.
+    /// Returns an error if no tensor has this name and shape.
     pub fn set_tensor(&mut self, name: &str, value: &candle_core::Tensor) -> Result<()> {
         let expected =
             self.session.executable().find_persistent(name).map_err(gapless_runtime::Error::from)?.spec.dims();
@@ -75,13 +76,14 @@ impl Trainer {
         self.set_elements(name, &value.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?)
     }
 
-    /// [`Self::set_tensor`] from row-major elements.
+    /// Like [`Self::set_tensor`], from row-major elements.
     ///
     /// # Errors
-    /// When there is none of that name or size.
+    /// Returns an error if no tensor has this name and size.
     pub fn set_elements(&mut self, name: &str, data: &[f32]) -> Result<()> {
         for copy in self.layout.copies.get(name).into_iter().flatten() {
-            // A stage that only reads the parameter has no master of it; of several ranks each has a part of it.
+            // A stage that only reads the parameter has no master of it, and each of several data ranks has only a
+            // part.
             let first = |name: &str| self.layout.parts.get(name).map_or(0, |part| part.first);
             let own = first(copy) - first(name);
             if let Ok(found) = self.session.executable().find_persistent(copy) {

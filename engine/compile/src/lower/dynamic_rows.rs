@@ -1,9 +1,12 @@
-//! Values whose rows are counted while the step runs: which of them need not be planned for the most rows that they may have.
+//! Decides which values can have dynamic rows: buffers sized by a row count that is known only while the step runs.
 //!
-//! Operations that know of counted rows ([`Rows`]) read and write no more than those; so their buffers may be as large as the
-//! count says, which only an arena that serves them while the step runs can use. Where anything else looks at one of the values
-//! that share a count (an operation that knows of shapes alone, another rank, the update), all of them are planned at their
-//! largest.
+//! An operation that supports dynamic rows ([`Rows`]) touches only as many rows as the count says, so its buffers need
+//! no more. They are allocated at run time by the online arena. All values that share a count are planned at their
+//! maximum size instead if one of them is used by
+//!
+//! - an operation that only knows static shapes,
+//! - another rank, or
+//! - the update.
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,14 +18,14 @@ use crate::cross_rank::CrossRankValues;
 use crate::program::DynamicRows;
 use crate::recompute::Variant;
 
-/// The counts of a program.
+/// The row counts of a program.
 #[derive(Debug)]
 pub(super) struct Counts {
-    /// Roots that are counted here.
+    /// Roots with dynamic rows.
     roots: HashMap<ValueId, RowCount>,
-    /// What counts them.
+    /// Roots that hold row offsets; their last element is the row count.
     starts: HashSet<ValueId>,
-    /// The number of each count, by what counts and its micro-batch.
+    /// The index of each row count, by its offsets value and micro-batch.
     numbers: HashMap<(ValueId, u32), u32>,
 }
 
@@ -50,7 +53,8 @@ impl Counts {
             }
             let counts: HashSet<ValueId> =
                 node.inputs.iter().chain(&node.outputs).filter_map(|&id| Some(counted(id)?.starts)).collect();
-            // Rows of two counts do not go together; and what is counted is the first output of what counts.
+            // A node cannot combine rows of two counts. The runtime reads a count from its producer's first output
+            // only.
             if counts.len() > 1 {
                 refused.extend(&counts);
             }
@@ -60,7 +64,7 @@ impl Counts {
             };
             refused.extend(counts.into_iter().filter(|starts| !counts_first(starts)));
         }
-        // Putting away knows of shapes alone.
+        // Compression and offloading only support static shapes.
         for (root, _) in of.recomputation.variants().iter().flat_map(Variant::stashed) {
             refused.extend(counted(root).map(|rows| rows.starts));
         }
@@ -74,13 +78,13 @@ impl Counts {
 }
 
 impl Counts {
-    /// What counts the rows of a root, if they are counted.
+    /// The value that counts the rows of a root, if its rows are dynamic.
     pub(super) fn starts_of(&self, graph: &Graph, root: ValueId) -> Option<ValueId> {
         self.roots.get(&root).map(|rows| graph.value(rows.starts).root)
     }
 }
 
-/// Whether a value shows its root as it lies.
+/// True if a value is its whole root, in the root's layout.
 fn is_whole(graph: &Graph, id: ValueId) -> bool {
     let value = graph.value(id);
     let Value { spec, layout, .. } = value;
@@ -88,7 +92,7 @@ fn is_whole(graph: &Graph, id: ValueId) -> bool {
 }
 
 impl Lowerer<'_> {
-    /// What is counted of a value's rows, if they are.
+    /// The dynamic size of a value, if its rows are dynamic.
     pub(super) fn counted(&mut self, id: ValueId, micro_batch: u32) -> Option<DynamicRows> {
         let rows = *self.counts.roots.get(&id)?;
         let spec = &self.of.graph.value(id).spec;
@@ -97,7 +101,7 @@ impl Lowerer<'_> {
         Some(DynamicRows { count, row_bytes, balanced: (rows.balanced as u64).saturating_mul(row_bytes) })
     }
 
-    /// The count that a value makes, if any is made of it.
+    /// The row count that a value defines, if it defines one.
     pub(super) fn count_made(&mut self, root: ValueId, micro_batch: u32) -> Option<u32> {
         self.counts.starts.contains(&root).then(|| self.number(root, micro_batch))
     }

@@ -1,11 +1,14 @@
-//! DynamicRows rows that wait for their backward if there is room for them, and are exchanged and computed again if not. Which of
-//! the two, the ranks that exchange them decide together while the step runs, as soon as the rows of a layer and micro-batch
-//! are counted: *offer*, a sum over the ranks of those that have no room, *settle*.
+//! Dynamic rows that are kept for the backward if the arena has space, and otherwise evicted, re-exchanged and
+//! recomputed.
 //!
-//! Here are both ways. The instructions that make the rows again stand in front of the first reader of the backward, and run
-//! only if the rows were let go; they write to the buffers that the forward has written to. So everybody else reads those,
-//! and only the arena knows whether a buffer has waited or was given up in between. All ranks that exchange rows have these
-//! instructions at the same place among their collectives, whatever else each of them computes again.
+//! The ranks that exchange the rows decide this together while the step runs, as soon as the rows of a layer and
+//! micro-batch are counted. Each rank votes ([`InstrKind::Vote`]), an all-reduce adds the votes, and
+//! [`InstrKind::ApplyVote`] evicts the rows if any rank has no space.
+//!
+//! The program contains the instructions for both cases. Those that recompute the rows come before the first reader in
+//! the backward, and run only if the rows were evicted. They write the buffers that the forward wrote, so readers need
+//! not distinguish the cases; only the arena knows whether a buffer was kept. All ranks that exchange rows have these
+//! instructions at the same position among their collectives, whatever else each of them recomputes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -19,24 +22,25 @@ use super::{BufferId, Lowerer, Lowering, collective_of};
 use crate::program::{BufferKind, Instr, InstrKind, Operand, Origin};
 use crate::recompute::{SavedActivations, Variant};
 
-/// What may be let go, by what counts it; per way of recomputing, as [`RematPlan`](crate::recompute::RematPlan) counts them.
+/// Rows that may be evicted: per recomputation variant (indexed by
+/// [`RematPlan::table`](crate::recompute::RematPlan::table)), by the value that counts them.
 #[derive(Debug, Default)]
 pub(super) struct Evicted {
     of: Vec<BTreeMap<ValueId, Rows>>,
-    /// DynamicRows roots of the forward that the backward reads, by what counts them.
+    /// Roots with dynamic rows that the forward computes and the backward reads, each with the value that counts it.
     read: HashMap<ValueId, ValueId>,
-    /// Counts and micro-batches whose rows are there again.
+    /// Counts and micro-batches whose recomputation has been emitted.
     back: HashSet<(ValueId, u32)>,
 }
 
 /// The rows of one count.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Rows {
-    /// Roots that wait for the backward, or are made again.
+    /// Roots that are kept for the backward, or recomputed.
     roots: BTreeSet<ValueId>,
-    /// The nodes that make them again, in order.
+    /// The nodes that recompute them, in order.
     rematerialized: BTreeSet<NodeId>,
-    /// Other roots that these make and read, for the time being.
+    /// Other roots that this recomputation produces and reads, and that are not kept.
     between: BTreeSet<ValueId>,
 }
 
@@ -75,7 +79,7 @@ impl Evicted {
 }
 
 impl Rows {
-    /// The nodes on the way to the roots from what is there anyway.
+    /// Finds the nodes that compute the roots from values that are available in any case.
     fn find_way(&mut self, graph: &Graph, saved: &SavedActivations<'_>, variant: &Variant) {
         let mut missing: Vec<ValueId> = self.roots.iter().copied().collect();
         while let Some(root) = missing.pop() {
@@ -93,14 +97,14 @@ impl Rows {
     }
 }
 
-/// Whether a root can be made again: as any other, or by an exchange.
+/// True if a root can be recomputed, by an ordinary operation or by repeating its exchange.
 fn is_repeatable(graph: &Graph, saved: &SavedActivations<'_>, root: ValueId) -> bool {
     let is_exchange = |node: &Node| matches!(collective_of(node), Some(Collective::AllToAllRows { .. }));
     saved.is_repeatable(root) || graph.producer(root).is_some_and(is_exchange)
 }
 
 impl Lowerer<'_> {
-    /// What a micro-batch may let go, by what counts it.
+    /// Rows that a micro-batch may evict, by the value that counts them.
     fn evicted(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, Rows>> {
         self.evicted.of.get(self.of.recomputation.table(micro_batch))
     }
@@ -109,7 +113,7 @@ impl Lowerer<'_> {
         self.evicted(micro_batch)?.get(&starts)
     }
 
-    /// Lets the ranks that exchange rows decide whether those of a count can wait, now that they are counted.
+    /// After the node that counts rows: emits the vote of the exchanging ranks on whether these rows can be kept.
     pub(super) fn settle(&mut self, node: &Node, micro_batch: u32) {
         let Some(count) = self.program.instrs.last().and_then(|instr| instr.counts) else { return };
         let starts = node.outputs[0];
@@ -133,7 +137,8 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Makes rows again, if they were let go, that one of these nodes is the first to read in the backward.
+    /// Emits the conditional recomputation of evicted rows that one of these nodes is the first to read in the
+    /// backward.
     pub(super) fn bring_rows_back(&mut self, readers: &[&Node], micro_batch: u32) {
         let graph = self.of.graph;
         let inputs = readers.iter().flat_map(|node| &node.inputs);
@@ -155,12 +160,12 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Whether a root is made for the time being, for rows that come back.
+    /// True if a root is only a temporary of the recomputation of evicted rows.
     pub(super) fn is_between(&self, root: ValueId, micro_batch: u32) -> bool {
         self.evicted(micro_batch).is_some_and(|all| all.values().any(|rows| rows.between.contains(&root)))
     }
 
-    /// The buffer of a root that was or was not let go.
+    /// The buffer of a root that may have been evicted.
     pub(super) fn still_placed(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
         let starts = self.evicted.read.get(&root)?;
         let waits = self.rows_of(*starts, micro_batch)?.roots.contains(&root);

@@ -1,11 +1,14 @@
-//! One list of instructions per rank: walks the rank's actions and lays down the nodes of each part.
+//! Lowering: one list of instructions per rank, built by walking the rank's actions and emitting the nodes of each.
 //!
-//! In: a graph whose nodes are marked F, I, W or update, and the actions of a schedule. Out: a [`Program`] in which every making
-//! of a value has a buffer of its own, and values of other ranks are read as if they were there; the passes send and receive
-//! them, let outputs take over inputs, and more ([`passes`](crate::passes)). Never: an address.
+//! - In: a graph whose nodes are marked forward (F), input gradient (I), weight gradient (W) or update, and the actions
+//!   of a schedule.
+//! - Out: a [`Program`] in which every instance of a value has its own buffer, and values of other ranks are read as if
+//!   they were local. The [`passes`](crate::passes) then insert messages, let outputs overwrite inputs, and more.
+//! - Never: an address.
 //!
-//! Values of the forward and backward parts exist once per micro-batch. What the update reads of them is their *sum* over
-//! the micro-batches: operations that can add to their output do so in place, others get an addition behind them.
+//! Values of the forward and backward exist once per micro-batch. If the update reads such a value, it reads the *sum*
+//! over the micro-batches. Operations that can accumulate into their output build this sum in place; after any other
+//! operation, lowering emits an addition.
 
 mod dynamic_rows;
 mod evict_rows;
@@ -33,18 +36,19 @@ use crate::passes::{self, Context, FINISH, UPDATE, dump};
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, IoTensor, Operand, Origin, Part, Program, role_of_node};
 use crate::verify::check_sizes;
 
-/// Instructions of a program at most: each takes some 5 KB until it has an address.
+/// The maximum number of instructions of a program. Each takes some 5 KB until it has an address.
 const MOST_INSTRUCTIONS: usize = 1 << 20;
 
 /// Lowers a graph along a schedule, for one rank, and runs all passes over the program.
 ///
 /// # Errors
-/// When the actions wait for each other in a circle, or for what is never made.
+/// Returns an error if the actions wait for each other in a cycle, or for a value that no action computes, or if the
+/// program would have too many instructions.
 pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
     lower_observed(lowering, &mut |stage, program| dump(stage, program))
 }
 
-/// As [`lower`], with a look at the program behind every stage.
+/// Like [`lower`], but calls `observe` with the program after every stage.
 pub(crate) fn lower_observed(
     lowering: &Lowering<'_>,
     observe: &mut dyn FnMut(&'static str, &Program),
@@ -76,26 +80,26 @@ struct Lowerer<'a> {
     program: Program,
     /// Nodes that are still to run.
     alive: Vec<bool>,
-    /// Roots made per micro-batch that the update reads summed.
+    /// By root: whether it is computed per micro-batch and its sum is read by the update.
     accumulated: Vec<bool>,
-    /// Roots that are read, or handed to another rank, within their micro-batch.
+    /// By root: whether it is read, or sent to another rank, within its micro-batch.
     read_within: Vec<bool>,
-    /// The buffer of each making of a value that is there.
+    /// The buffer of each instance that is currently live.
     placed: HashMap<Origin, BufferId>,
-    /// The buffer of the first making of each.
+    /// The first buffer of each instance.
     made: HashMap<Origin, BufferId>,
-    /// The nodes to run of each place and phase, in the order of the graph.
+    /// The nodes of each place and phase, in graph order.
     nodes: HashMap<(Place, Phase), Vec<NodeId>>,
-    /// Nodes of the update that can run before the last action is over: what sums gradients over the data ranks.
+    /// Nodes of the update that can run before the last action ends: the sums of gradients over the data ranks.
     early: Vec<Early>,
-    /// Values whose rows are counted.
+    /// Values with dynamic rows.
     counts: Counts,
-    /// Those that need not wait for the backward.
+    /// Dynamic rows that may be evicted between forward and backward.
     evicted: Evicted,
-    /// By way to recompute: what takes fewer bytes than what it is made of while it waits for W, by the node that it is made behind
-    /// or in front of.
+    /// Per [`Variant`](crate::recompute::Variant): nodes that I runs early because their outputs are smaller to keep
+    /// until W than their inputs.
     smaller_for_weights: Vec<SmallerForWeights>,
-    /// Whether the action is an I, whose W comes later.
+    /// Whether the current action is an I, with a W to follow.
     is_split: bool,
 }
 
@@ -142,7 +146,6 @@ impl<'a> Lowerer<'a> {
         Self { early: lowerer.early_nodes(), ..lowerer }
     }
 
-    /// F, B, I or W of one stage and micro-batch.
     /// The nodes that an action runs, phase by phase.
     fn nodes_of(&self, action: &Action) -> impl Iterator<Item = NodeId> {
         let place = Place::Stage(action.stage);
@@ -169,7 +172,7 @@ impl<'a> Lowerer<'a> {
         self.end_part(first, action.to_string(), Some(*action));
     }
 
-    /// What happens once per step, after the last action.
+    /// Emits the work that is done once per step, after the last action.
     fn update(&mut self) {
         let graph = self.of.graph;
         let first = self.program.instrs.len();
@@ -195,7 +198,7 @@ impl<'a> Lowerer<'a> {
         self.settle(self.of.graph.node(id), micro_batch);
     }
 
-    /// Lays down a node, with what belongs behind it.
+    /// Emits a node, and the sums over micro-batches that follow it.
     fn instruct(&mut self, id: NodeId, micro_batch: u32, occurrence: Occurrence) {
         let graph = self.of.graph;
         let node = graph.node(id);
@@ -238,8 +241,8 @@ impl<'a> Lowerer<'a> {
         }
     }
 
-    /// The buffer of an output, and whether the operation adds to what is there. An output that the update reads is summed over the
-    /// micro-batches: in the operation, or by a step behind it.
+    /// The buffer of an output, and whether the operation accumulates into it. An output that the update reads is
+    /// summed over the micro-batches: by the operation itself, or by an instruction after it.
     fn output(
         &mut self,
         node: &Node,
@@ -275,7 +278,8 @@ impl<'a> Lowerer<'a> {
                 let op = Arc::new(Binary { kind: BinaryKind::Add });
                 behind.push(Behind { op, inputs: vec![(sum, Some(0)), (buffer, None)], output: sum, value });
             }
-            // The first micro-batch to come begins the sum: with its own bytes, unless they are still read.
+            // The first micro-batch starts the sum: in its own buffer, or in a copy if the buffer is also read within
+            // the micro-batch.
             (true, None) if !is_read => {
                 self.place(Origin::sum(id), buffer);
             }
@@ -285,8 +289,8 @@ impl<'a> Lowerer<'a> {
                 behind.push(Behind { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
             }
         }
-        // What is still there from its first occurrence stays where it is. What is made beside rows that come back, and not for them,
-        // is nobody's: whoever wants it has it made as well.
+        // A value that is still live keeps its first buffer. A node that recomputes evicted rows may have other
+        // outputs; they are not registered, so a reader that needs one recomputes it itself.
         let key = self.key(id, node.phase, micro_batch);
         let is_wanted = occurrence.predicate().is_none() || self.is_between(id, micro_batch);
         if is_wanted && (occurrence == Occurrence::First || !self.placed.contains_key(&key)) {
@@ -295,7 +299,7 @@ impl<'a> Lowerer<'a> {
         (buffer, false)
     }
 
-    /// The making of `root` that a node of `phase` sees.
+    /// The instance of `root` that a node of `phase` reads or writes.
     fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> Origin {
         let once = match &self.of.graph.value(root).source {
             Source::Node { node, .. } => self.of.graph.node(*node).phase == Phase::Update,
@@ -309,7 +313,7 @@ impl<'a> Lowerer<'a> {
         }
     }
 
-    /// The buffer of a value that is read, declared on first sight if it comes from outside or from another rank.
+    /// The buffer of a value to read. Values from outside or from another rank are declared at their first use.
     fn instance(&mut self, root: ValueId, phase: Phase, micro_batch: u32) -> BufferId {
         let key = self.key(root, phase, micro_batch);
         if let Some(&buffer) = self.placed.get(&key) {
@@ -325,7 +329,7 @@ impl<'a> Lowerer<'a> {
                 self.program.add(value.spec.bytes(), label, kind)
             }
             Source::Constant(number) => {
-                // Programs share by name, and one number of two types is two tensors.
+                // Programs share constants by name, so the same number in two types needs two names.
                 let name = match value.spec.dtype {
                     DType::F32 => format!("constant {number}"),
                     other => format!("constant {number} ({})", other.as_str()),
@@ -366,7 +370,7 @@ impl<'a> Lowerer<'a> {
         buffer
     }
 
-    /// A value that another rank makes.
+    /// Declares a value that another rank computes.
     fn of_another_rank(&mut self, root: ValueId, key: Origin) -> BufferId {
         let maker = self.of.graph.producer(root).expect("it is made by a node");
         debug_assert!(!self.is_here(maker.place), "inputs are made before they are read");
@@ -414,7 +418,7 @@ impl<'a> Lowerer<'a> {
         pieces.into_iter().enumerate().map(add).collect()
     }
 
-    /// Names what the host reads, and holds it until the end.
+    /// Declares the values that the host reads, and keeps their buffers until the end of the program.
     fn outputs(&mut self) {
         let graph = self.of.graph;
         for output in self.of.outputs {
@@ -434,25 +438,26 @@ impl<'a> Lowerer<'a> {
     }
 }
 
-/// A step behind a node's own, on buffers of one of its outputs.
+/// An instruction to emit after a node's own, on the buffers of one of its outputs.
 struct Behind<'a> {
     op: Arc<dyn Op>,
-    /// Each with the output that overwrites it.
+    /// Each input, with the output that overwrites it.
     inputs: Vec<(BufferId, Option<usize>)>,
     output: BufferId,
     value: &'a Value,
 }
 
-/// The collective that a node is, if it is one.
+/// The collective that a node performs, if it is one.
 pub(crate) fn collective_of(node: &Node) -> Option<Collective> {
     let op: &dyn std::any::Any = &*node.op;
     op.downcast_ref().copied()
 }
 
-/// Inputs whose name begins so are written once per step instead of once per micro-batch.
+/// Prefix of the names of inputs that are written once per step instead of once per micro-batch.
 pub const PER_STEP: &str = "step.";
 
-/// Nodes to run: those that the update's states or the outputs depend on, but for views, which do nothing.
+/// By node, whether it runs: the update's states or the outputs depend on it. Views are left out because they compute
+/// nothing.
 pub fn alive_nodes(graph: &Graph, outputs: &[Output]) -> Vec<bool> {
     let mut wanted = vec![false; graph.values().len()];
     for id in outputs.iter().map(|output| output.value) {

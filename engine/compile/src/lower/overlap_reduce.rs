@@ -1,5 +1,5 @@
-//! What of the update need not wait for the last action: gradients are summed over the data ranks as soon as this rank has
-//! completed them, while its backward goes on.
+//! Overlaps gradient reduction with the backward: gradients are summed over the data ranks as soon as this rank has
+//! completed them.
 
 use std::collections::HashSet;
 
@@ -9,16 +9,16 @@ use gapless_parallel::Action;
 use super::{Lowerer, collective_of};
 use crate::cross_rank::phases;
 
-/// A node of the update that waits for the last of its inputs.
+/// A node of the update that runs as soon as its last input is complete.
 #[derive(Debug)]
 pub(super) struct Early {
     node: NodeId,
-    /// Roots that are not complete yet.
+    /// Input roots that are not complete yet.
     waits_for: Vec<ValueId>,
 }
 
 impl Lowerer<'_> {
-    /// What leads from gradients that are summed here to the collectives that sum them over the data ranks.
+    /// The nodes that lead from gradients summed on this rank to the collectives that sum them over the data ranks.
     pub(super) fn early_nodes(&self) -> Vec<Early> {
         let graph = self.of.graph;
         let mut early: Vec<Early> = Vec::new();
@@ -42,7 +42,7 @@ impl Lowerer<'_> {
                 early.push(Early { node: id, waits_for: roots });
             }
         }
-        // Only what a collective needs has reason to hurry.
+        // Keep only nodes that a collective needs; the others gain nothing from running early.
         let mut wanted = HashSet::new();
         for Early { node, waits_for } in early.iter().rev() {
             let node = graph.node(*node);
@@ -57,7 +57,7 @@ impl Lowerer<'_> {
         early
     }
 
-    /// Runs the early nodes that waited for these values alone.
+    /// Marks these values complete, and emits the early nodes whose inputs are now all complete.
     pub(super) fn complete(&mut self, values: &[ValueId]) {
         let graph = self.of.graph;
         let mut complete: Vec<ValueId> = values.to_vec();
@@ -75,7 +75,7 @@ impl Lowerer<'_> {
         self.early = waiting;
     }
 
-    /// The phases of an action's stage that no later action runs, if anybody waits for that.
+    /// The phases of an action's stage that no later action runs. Empty if no early nodes are left.
     pub(super) fn last_phases(&self, index: usize, action: &Action) -> Vec<Phase> {
         if self.early.is_empty() {
             return Vec::new();

@@ -1,5 +1,5 @@
-//! A value's second occurrence: computed again in front of its first reader in the backward; and where the backward is split into
-//! I (gradients of inputs) and W (gradients of weights), its third, in front of the first reader of W.
+//! Recomputation of values in the backward, before their first reader there. If the backward is split into I (gradients
+//! of inputs) and W (gradients of weights), a value can be computed a third time, before its first reader in W.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -11,19 +11,19 @@ use crate::lowering::Lowering;
 use crate::program::Origin;
 use crate::recompute::Variant;
 
-/// Which making of a value is meant.
+/// The computation of a value that an instruction performs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Occurrence {
-    /// The forward's, or the only one.
+    /// The one of the forward, or the only one.
     First,
-    /// One in front of its first reader in the backward, or in a half of it.
+    /// A recomputation before its first reader in the backward, or in one half of a split backward.
     Second,
-    /// That too, but only if the rows of this count were let go.
+    /// A recomputation that runs only if the rows of this count were evicted.
     IfEvicted(u32),
 }
 
 impl Occurrence {
-    /// The count that it depends on.
+    /// The row count that decides whether the instruction runs.
     pub(super) fn predicate(self) -> Option<u32> {
         match self {
             Self::First | Self::Second => None,
@@ -32,11 +32,13 @@ impl Occurrence {
     }
 }
 
-/// Nodes whose results W reads, and that are smaller than what of their inputs would wait for W otherwise, each by the node that
-/// says when it is made: what makes the last of those inputs again, or if they are kept, the first of I that reads one of them.
+/// Recomputed nodes that I runs early for W, because their outputs are smaller to keep until W than their inputs.
+///
+/// Each is listed under the node that triggers it: the node that recomputes the last of those inputs or, if the inputs
+/// are kept, the first node of I that reads one of them.
 pub(super) type SmallerForWeights = HashMap<NodeId, Vec<NodeId>>;
 
-/// Such nodes of each way to recompute.
+/// Finds such nodes for each variant.
 pub(super) fn smaller_for_weights(
     of: &Lowering<'_>,
     nodes: &HashMap<(Place, Phase), Vec<NodeId>>,
@@ -80,7 +82,7 @@ pub(super) fn smaller_for_weights(
 }
 
 impl Lowerer<'_> {
-    /// Ends the lives of a stage's values behind its forward, and behind the input gradients of a split backward.
+    /// Ends the lifetimes of a stage's recomputed values after its forward, and after the I of a split backward.
     pub(super) fn drop_rematerialized(&mut self, action: &Action) {
         let (graph, micro_batch) = (self.of.graph, action.micro_batch.0);
         let Some(variant) = self.variant(micro_batch) else { return };
@@ -94,7 +96,7 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Makes again what this node is the first to read in the backward.
+    /// Emits the recomputation of all values that this node is the first to read in the backward.
     pub(super) fn restore(&mut self, id: NodeId, micro_batch: u32) {
         let graph = self.of.graph;
         let node = graph.node(id);
@@ -110,11 +112,11 @@ impl Lowerer<'_> {
         }
     }
 
-    /// The same, but for rows that may have been let go.
+    /// Like [`restore`](Self::restore), but without rows that may have been evicted.
     pub(super) fn restore_inputs(&mut self, node: &Node, micro_batch: u32) {
         let graph = self.of.graph;
         for maker in self.missing(node, micro_batch) {
-            // What was made for W on the way.
+            // An earlier iteration may have computed it early for W.
             let is_there = |output: &ValueId| self.placed.contains_key(&Origin::of(*output, micro_batch));
             if graph.node(maker).outputs.iter().all(is_there) {
                 continue;
@@ -126,8 +128,9 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Makes what only the weight-gradients will read, where it takes fewer bytes than what it is made of: of a layer
-    /// x → gate, up → swiglu, I reads gate and up, and W swiglu alone. Made at W, both would wait for it.
+    /// Recomputes values that only W reads, if they take fewer bytes than their inputs. Example: in x → gate, up →
+    /// swiglu, I reads gate and up, and W reads only swiglu. If W recomputed swiglu, both gate and up would have to be
+    /// kept until then.
     fn make_for_weights(&mut self, when: NodeId, micro_batch: u32) {
         let graph = self.of.graph;
         let Some(index) = self.of.recomputation.of(micro_batch) else { return };
@@ -149,7 +152,7 @@ impl Lowerer<'_> {
         recomputation.of(micro_batch).map(|index| &recomputation.variants()[index])
     }
 
-    /// The nodes that must run again for a node.
+    /// The nodes that must be recomputed before a node can run.
     fn missing(&self, node: &Node, micro_batch: u32) -> BTreeSet<NodeId> {
         let of = self.of;
         let mut missing = BTreeSet::new();

@@ -1,8 +1,9 @@
-//! Lets outputs take over the bytes of inputs that nobody reads any more, where the operation allows it.
+//! Lets outputs overwrite inputs that are not read again, where the operation supports it.
 //!
-//! In: a program in which every value has a buffer of its own. Out: the same program with fewer buffers. An input is taken over
-//! as a whole: by an output of as many bytes, if it is no other operand of the operation, was made by this program, and is used
-//! by nothing later. Never: what the host, another rank, or a collective under way still needs.
+//! - In: a program in which every value has its own buffer.
+//! - Out: the same program with fewer buffers. An output may overwrite an input of the same size that is not another
+//!   operand of the operation, is a temporary of this program, and is not used later.
+//! - Never: overwrites what the host, another rank, or a collective in flight still needs.
 
 use super::Context;
 use crate::error::Result;
@@ -10,7 +11,7 @@ use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     let mut last_use = last_uses(program);
-    // The buffer that stands for each, once its bytes are another's.
+    // For each buffer, the buffer that has replaced it.
     let mut taken_over: Vec<BufferId> = (0..program.buffers.len() as u32).map(BufferId).collect();
     let mut steps = std::mem::take(&mut program.instrs);
     for (index, instr) in steps.iter_mut().enumerate() {
@@ -44,7 +45,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Whether an output's buffer may be the whole of an input's.
+/// True if an output may reuse the whole buffer of an input.
 fn can_take(program: &Program, instr: &Instr, input: usize, output: usize) -> bool {
     let (operand, made) = (&instr.inputs[input], &instr.outputs[output]);
     let (from, to) = (&program.buffers[operand.buffer.index()], &program.buffers[made.buffer.index()]);
@@ -54,7 +55,7 @@ fn can_take(program: &Program, instr: &Instr, input: usize, output: usize) -> bo
     is_whole && is_alone && is_equal && matches!(from.kind, BufferKind::No) && operand.overwritten_by.is_none()
 }
 
-/// The last instruction that touches each buffer; what the host reads is never given up.
+/// The last instruction that touches each buffer. Buffers that the host reads are never free.
 fn last_uses(program: &Program) -> Vec<usize> {
     let mut last = vec![0; program.buffers.len()];
     for (index, instr) in program.instrs.iter().enumerate() {

@@ -1,10 +1,14 @@
-//! Brings values from rank to rank, and waits for what is under way.
+//! Inserts the messages between ranks, and the waits for messages and collectives.
 //!
-//! In: a program that reads values of other ranks as if they were there. Out: the same program with messages. What is made here
-//! and read on another rank is sent behind the action that makes it, and received in front of the first action that reads it; in
-//! the update both stand right behind and right in front of the node. The wait for a send stands where the order of the step says
-//! that the message was taken, so it never blocks between actions; until then the bytes stay as they are. A collective is waited
-//! for in front of whoever touches one of its operands next. Never: a buffer.
+//! - In: a program that reads values of other ranks as if they were local.
+//! - Out: the same program with messages. A value that another rank reads is sent after the action that computes it,
+//!   and received before the first action that reads it. In the update, a value is sent right after its node, and
+//!   received right before the first node that reads it.
+//! - Never: a buffer.
+//!
+//! The wait for a send is placed where the schedule proves that the message has been received, so it never blocks
+//! between actions. Until then the sent buffer must not change. The wait for a collective comes before the next
+//! instruction that touches one of its operands.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -44,28 +48,28 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
 struct Messages<'a> {
     context: Context<'a>,
     program: &'a mut Program,
-    /// What is still to be laid down.
+    /// Instructions that are still to be emitted.
     instrs: VecDeque<Instr>,
-    /// The action before which a message has been taken, by root, micro-batch and receiver.
+    /// The first action before which a message has certainly been received, by root, micro-batch and receiver.
     taken: HashMap<(ValueId, u32, usize), usize>,
-    /// Sends that nobody has waited for yet.
+    /// Sends without a wait so far.
     sending: Vec<Sending>,
-    /// Collectives that nobody has waited for yet.
+    /// Collectives without a wait so far.
     collecting: Vec<Collecting>,
-    /// What has come from other ranks.
+    /// Values that have been received from other ranks.
     received: HashSet<Origin>,
 }
 
-/// A send under way.
+/// A send in flight.
 #[derive(Debug, Clone, Copy)]
 struct Sending {
     of: Origin,
     message: Message,
-    /// The action before which it has been taken; none for all that is certain only in the end.
+    /// The action before which it has certainly been received; `None` if that is only certain at the end.
     taken: Option<usize>,
 }
 
-/// A collective under way: its number, all that it reads and writes, and where it stands.
+/// A collective in flight, with all operands that it reads or writes.
 #[derive(Debug)]
 struct Collecting {
     request: usize,
@@ -75,7 +79,7 @@ struct Collecting {
 }
 
 impl Messages<'_> {
-    /// F, B, I or W of a stage and micro-batch.
+    /// Emits an action: F, B, I or W of one stage and micro-batch.
     fn action(&mut self, index: usize, part: &Part, count: usize) {
         let graph = self.context.lowering.graph;
         let action = part.action.expect("the part of an action");
@@ -84,7 +88,7 @@ impl Messages<'_> {
             self.receive(Origin::of(root, micro_batch), Some(micro_batch));
         }
         self.wait_for_sends(|sending| sending.taken.is_some_and(|taken| taken <= index));
-        // What is computed again stays on its rank.
+        // Recomputed values stay on this rank.
         let mut made: Vec<NodeId> = Vec::new();
         for _ in 0..count {
             let instr = self.instrs.pop_front().expect("as many as the part has");
@@ -101,7 +105,7 @@ impl Messages<'_> {
         }
     }
 
-    /// What happens once per step, after the last action.
+    /// Emits the update, which runs once per step after the last action.
     fn update(&mut self, count: usize) {
         let Context { lowering, alive, crossings, .. } = self.context;
         let graph = lowering.graph;
@@ -132,7 +136,7 @@ impl Messages<'_> {
         }
     }
 
-    /// What the host reads everywhere; then everything is waited for.
+    /// Receives the outputs that the host reads on every rank, then waits for everything in flight.
     fn finish(&mut self) {
         for output in self.context.lowering.outputs.iter().filter(|output| output.everywhere) {
             self.receive_per_step(self.context.lowering.graph.value(output.value).root);
@@ -141,7 +145,7 @@ impl Messages<'_> {
         self.wait_for_sends(|_| true);
     }
 
-    /// Lays down a step, behind the waits for what it touches.
+    /// Emits an instruction, after the waits for collectives that use its operands.
     fn lay(&mut self, instr: Instr) {
         match &instr.kind {
             InstrKind::Finish(request) => self.collecting.retain(|collecting| collecting.request != *request),
@@ -166,20 +170,20 @@ impl Messages<'_> {
         self.context.crossings.ranks_of(place).contains(&self.context.lowering.rank)
     }
 
-    /// What the update and the host see of a root.
+    /// The instance of a root that the update and the host read.
     fn per_step(&self, root: ValueId) -> Origin {
         let is_summed = self.context.made.contains_key(&Origin::sum(root));
         if is_summed { Origin::sum(root) } else { Origin::of(root, 0) }
     }
 
-    /// Sends what was just made for the update, or for the host, to everyone else who reads it.
+    /// Sends a value that was just computed for the update or the host to all other ranks that read it.
     fn send_per_step(&mut self, root: ValueId) {
         for to in self.context.crossings.per_step(root).collect::<Vec<_>>() {
             self.send(self.per_step(root), to, None);
         }
     }
 
-    /// Receives what the update, or the host, reads, if it is made elsewhere and not here yet.
+    /// Receives a value that the update or the host reads, if another rank computes it and it is not here yet.
     fn receive_per_step(&mut self, root: ValueId) {
         let is_elsewhere = self.context.lowering.graph.place_of(root).is_some_and(|place| !self.is_here(place));
         if is_elsewhere {
@@ -187,7 +191,7 @@ impl Messages<'_> {
         }
     }
 
-    /// Brings a persistent tensor that changed on one rank to the others that read it.
+    /// Sends a persistent tensor from the rank that changes it to the others that read it.
     fn refresh(&mut self, root: ValueId, place: Place, is_here: bool) {
         let Context { lowering, crossings, .. } = self.context;
         let replicas: Vec<usize> = crossings.replicas(root).collect();
@@ -198,7 +202,7 @@ impl Messages<'_> {
         }
     }
 
-    /// Receives a making of a value once, where this rank reads it.
+    /// Receives an instance of a value once, if this rank reads it.
     fn receive(&mut self, of: Origin, micro_batch: Option<u32>) {
         let Context { lowering, crossings, .. } = self.context;
         let Source::Node { node, .. } = lowering.graph.value(of.root).source else { return };

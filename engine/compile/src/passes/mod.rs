@@ -1,7 +1,7 @@
-//! What is done to a rank's program between lowering and planning, in order.
+//! The passes over a rank's program between lowering and planning, in order.
 //!
-//! Each pass is one file with one function of one signature. `GAPLESS_DUMP=lower,messages,fuse` (or `all`) prints a program
-//! behind the stages that it names, as text, to the standard error.
+//! Each pass is a file with one function, and all functions have the same signature. `GAPLESS_DUMP=lower,messages,fuse`
+//! (or `all`) prints the program after each of these stages to the standard error.
 
 mod fuse;
 mod hoist_update;
@@ -23,22 +23,22 @@ use crate::error::Result;
 use crate::lowering::{Lowering, Target};
 use crate::program::{BufferId, Origin, Program};
 
-/// The name of the part that is once per step.
+/// The name of the part with the update, which runs once per step.
 pub(crate) const UPDATE: &str = "update";
 
-/// The name of the part behind it, in which the host's outputs come together.
+/// The name of the last part, which collects the outputs for the host.
 pub(crate) const FINISH: &str = "finish";
 
-/// What a pass may look at besides the program.
+/// The data besides the program that a pass may read.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
-    /// What was lowered.
+    /// The input of lowering.
     pub lowering: &'a Lowering<'a>,
-    /// Nodes of its graph that run on some rank.
+    /// By node of the graph: whether it runs on any rank.
     pub alive: &'a [bool],
-    /// Values that are read on other ranks than where they are made.
+    /// Values that are read on other ranks than the one that computes them.
     pub crossings: &'a CrossRankValues,
-    /// The buffer of the first making of each value, as lowering has laid it down.
+    /// The first buffer of each instance, as lowering has created it.
     pub made: &'a HashMap<Origin, BufferId>,
 }
 
@@ -50,24 +50,25 @@ struct Pass {
 
 /// All passes, in order.
 const PASSES: [Pass; 10] = [
-    // Activations that wait for their backward in eight bits or in a file.
+    // Compresses or offloads activations until their backward.
     Pass { name: "offload", run: offload::run },
-    // What other ranks make is received, what they read is sent; whatever is under way is waited for.
+    // Sends and receives values between ranks, and waits for everything in flight.
     Pass { name: "messages", run: messages::run },
-    // Parts that are written where they would be copied to.
+    // Writes parts directly into the tensor that concatenates them.
     Pass { name: "join", run: join::run },
-    // Outputs that take over the bytes of an input that nobody reads any more.
+    // Lets outputs overwrite inputs that are not read again.
     Pass { name: "in_place", run: in_place::run },
+    // Renumbers buffers by first use.
     Pass { name: "renumber", run: renumber::run },
-    // Sums over ranks, in f32.
+    // Sums over ranks in f32.
     Pass { name: "sum_in_f32", run: sum_in_f32::run },
-    // Room for copies in f32 of what is stored in bf16, for kernels that know f32 alone.
+    // Adds scratch for f32 copies of bf16 operands, for kernels that only support f32.
     Pass { name: "widen", run: widen::run },
-    // Sums and updates that let go of memory, as soon as all they need is there.
+    // Moves sums and updates that free memory forward.
     Pass { name: "hoist_update", run: hoist_update::run },
-    // Neighbours in the order in which fewest bytes are alive.
+    // Reorders neighbours to lower the peak of live bytes.
     Pass { name: "reorder", run: reorder::run },
-    // Operations of elements that hand each other registers.
+    // Fuses elementwise operations, which then pass values in registers.
     Pass { name: "fuse", run: fuse::run },
 ];
 
@@ -92,7 +93,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Prints a stage that the environment asks for.
+/// Prints a stage if the environment variable `GAPLESS_DUMP` names it.
 pub(crate) fn dump(stage: &str, text: &dyn std::fmt::Display) {
     let Ok(wanted) = std::env::var("GAPLESS_DUMP") else { return };
     if wanted.split(',').any(|name| name == stage || name == "all") {

@@ -1,8 +1,10 @@
-//! Puts activations away behind their last reader of the forward, and brings them back in front of their first of the backward.
+//! Compresses or offloads activations after their last reader in the forward, and restores them before their first
+//! reader in the backward.
 //!
-//! In: a program whose activations wait for their backward as they are. Out: the same program, in which those that
-//! [`recompute`](crate::recompute) names wait in eight bits, or in a file. What is brought back has a buffer of its own. Never:
-//! which values these are.
+//! - In: a program whose activations are kept unchanged until their backward.
+//! - Out: the same program, in which the activations named by [`recompute`](crate::recompute) are kept in eight bits or
+//!   in a file. A restored activation has a new buffer.
+//! - Never: the choice of activations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -26,7 +28,7 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let stashed = pass.stashed();
     let uses = uses_of(program, stashed.iter().map(|&(buffer, ..)| buffer));
     for (buffer, origin, stash) in stashed {
-        // What the backward reads.
+        // Only values that the backward reads.
         if let Uses { last: Some(last), first: Some(first) } = uses[&buffer] {
             pass.put_away(program, buffer, origin, stash, (last, first));
         }
@@ -38,7 +40,7 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Where a buffer is used: in the forward for the last time, and elsewhere for the first.
+/// The last use of a buffer in the forward, and its first use elsewhere.
 #[derive(Debug, Clone, Copy, Default)]
 struct Uses {
     last: Option<usize>,
@@ -71,15 +73,16 @@ fn is_forward(part: &Part) -> bool {
 
 struct Offload<'a> {
     context: Context<'a>,
-    /// What is laid down behind a step, and in front of one.
+    /// Instructions to insert after a given instruction.
     behind: BTreeMap<usize, Vec<Instr>>,
+    /// Instructions to insert before a given instruction.
     before: BTreeMap<usize, Vec<Instr>>,
-    /// By buffer, the one in which it comes back.
+    /// For each buffer, the one that it is restored into.
     back: HashMap<BufferId, BufferId>,
 }
 
 impl Offload<'_> {
-    /// The buffers of the forward that wait otherwise than as they are.
+    /// The buffers of the forward that are compressed or offloaded.
     fn stashed(&self) -> Vec<(BufferId, Origin, Stash)> {
         let recomputation = self.context.lowering.recomputation;
         let of = |(&origin, &buffer): (&Origin, &BufferId)| {
@@ -92,7 +95,7 @@ impl Offload<'_> {
         stashed
     }
 
-    /// Puts one buffer away behind its last use in the forward, and brings it back in front of its first one elsewhere.
+    /// Stores one buffer after its last use in the forward, and restores it before its first use elsewhere.
     fn put_away(
         &mut self,
         program: &mut Program,
@@ -105,7 +108,7 @@ impl Offload<'_> {
         let (value, micro_batch) = (graph.value(origin.root), origin.micro_batch);
         let maker = graph.producer(origin.root).expect("what is put away is made by a node");
         let from = Operand::new(buffer, value);
-        // What comes back.
+        // The restored value.
         let label = program.buffers[buffer.index()].label.clone();
         let back = program.add(value.spec.bytes(), label, BufferKind::No);
         let to = Operand::new(back, value);
@@ -137,7 +140,7 @@ impl Offload<'_> {
         self.back.insert(buffer, back);
     }
 
-    /// Has the backward read what came back.
+    /// Makes the backward read the restored buffers.
     fn read_back(&self, program: &mut Program) {
         for part in program.parts.iter().filter(|part| !is_forward(part)) {
             for instr in &mut program.instrs[part.instrs.clone()] {
@@ -148,7 +151,7 @@ impl Offload<'_> {
         }
     }
 
-    /// Lays all of it down.
+    /// Inserts all new instructions.
     fn insert(mut self, program: &mut Program) {
         let mut steps = std::mem::take(&mut program.instrs).into_iter().enumerate();
         for part in &mut program.parts {

@@ -1,4 +1,4 @@
-//! Numbers the buffers in the order in which they are first used, and leaves out those that nobody uses.
+//! Renumbers the buffers in the order of their first use, and removes unused ones.
 
 use super::Context;
 use crate::error::Result;
@@ -13,7 +13,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
             order.push(*buffer);
         }
     });
-    // The new number of each.
+    // The new id of each buffer.
     let mut number = vec![BufferId(u32::MAX); program.buffers.len()];
     for (new, old) in order.iter().enumerate() {
         number[old.index()] = BufferId(new as u32);

@@ -1,8 +1,9 @@
-//! Sums over ranks are in f32, as everywhere ([`Collective`](gapless_communicator::Collective)): what is stored in bf16 is copied in
-//! front of its sum, and rounded once behind it.
+//! Computes sums over ranks in f32, as the communicator requires ([`Collective`](gapless_communicator::Collective)). A
+//! bf16 tensor is copied to f32 before its sum, and rounded once after it.
 //!
-//! In: a program. Out: the same with a buffer in f32 for each operand of a sum of bf16, and the copies. Never: a change to a
-//! program of f32.
+//! - In: a program.
+//! - Out: the same program with an f32 buffer for each operand of a bf16 sum, and the copies.
+//! - Never: a change to an f32 program.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use super::Context;
 use crate::error::Result;
 use crate::program::{BufferKind, Instr, InstrKind, Operand, Program};
 
-/// Room for an operand in f32.
+/// Adds an f32 buffer for an operand.
 fn wide(program: &mut Program, of: &Instr, operand: &Operand) -> Operand {
     let name = of.kind.name();
     let tensor = format!("{}/{name} in f32 of micro-batch {}", of.layer, of.micro_batch);
@@ -35,7 +36,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     if !program.instrs.iter().any(is_sum) {
         return Ok(());
     }
-    // By request: the buffers that stand for those of bf16, and the cast of the sum.
+    // By request: the f32 operands that replace those in bf16, and the instruction that rounds the sum.
     let mut under_way: Vec<Option<(Vec<Operand>, Instr)>> = vec![None; program.requests];
     let mut starts = Vec::new();
     let mut instrs = Vec::new();

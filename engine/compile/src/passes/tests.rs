@@ -1,4 +1,4 @@
-//! Passes on small programs, as text.
+//! Passes on small programs, compared as text.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
@@ -15,20 +15,21 @@ use crate::lowering::{Lowering, Output, Target};
 use crate::partition::{StagePartition, cut};
 use crate::recompute::{Recompute, Resolving, Stashing};
 
-/// What a case adds to a loss of `x` [2, 4] and its gradients.
+/// A test case: a loss of `x` [2, 4] and its gradients, with these options.
 #[derive(Default)]
 struct Case {
     stages: usize,
     rank: usize,
     recompute: Recompute,
-    /// Whether the backward is split, and whether it computes twice again.
+    /// Whether the backward is split into I and W.
     split: bool,
+    /// Whether dropped values are recomputed in both halves.
     twice: bool,
     compress: Vec<String>,
     target: Option<Target>,
 }
 
-/// The program behind every stage: instructions alone.
+/// The program after every stage, as text without declarations.
 fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BTreeMap<&'static str, String> {
     let graph = Arc::new(Mutex::new(Graph::default()));
     let x = lock(&graph).add_input("x", Spec::f32((2, 4))).unwrap();
@@ -211,7 +212,7 @@ fn what_is_dropped_runs_again_in_front_of_its_reader() {
     ");
 }
 
-/// The product comes back for I, and once more for W.
+/// The first product is recomputed for I, and once more for W.
 #[test]
 fn what_is_dropped_runs_again_in_both_halves() {
     let recompute = Recompute::Ops(vec!["linear".into(), "gelu".into()]);
@@ -244,7 +245,7 @@ fn what_is_dropped_runs_again_in_both_halves() {
     ");
 }
 
-/// A product that both halves read, and that is smaller than its factors.
+/// A product that both halves read, and that is smaller than its factors, is computed once.
 #[test]
 fn what_is_made_for_weights_on_the_way_is_made_once() {
     let recompute = Recompute::Ops(vec!["linear".into(), "mul".into()]);

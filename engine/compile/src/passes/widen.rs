@@ -1,7 +1,9 @@
-//! Room for copies in f32 of what is stored in bf16, for kernels of the CPU that know f32 alone.
+//! Adds scratch for f32 copies of bf16 operands, for CPU kernels that only support f32.
 //!
-//! In: a program for the CPU. Out: the same with a piece of scratch for each operand of bf16 of an operation that does not
-//! [run in bf16](gapless_graph::Op::runs_in_bf16). Never: a change to a program of f32.
+//! - In: a program for the CPU.
+//! - Out: the same program, with a piece of scratch for each bf16 operand of an operation that does not [run in
+//!   bf16](gapless_graph::Op::runs_in_bf16).
+//! - Never: a change to an f32 program.
 
 use candle_core::{DType, Layout};
 use gapless_alloc::{Label, Role};
@@ -34,7 +36,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A buffer for what a layout shows, in f32.
+/// Adds a buffer for the f32 copy of the elements of a layout.
 fn room(program: &mut Program, of: &Instr, layout: &Layout) -> BufferId {
     let name = of.kind.name();
     let tensor = format!("{}/{name} in f32 of micro-batch {}", of.layer, of.micro_batch);

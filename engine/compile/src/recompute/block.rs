@@ -1,11 +1,12 @@
-//! One layer by itself: every way to keep and drop what its backward reads, and what each costs.
+//! The recomputation choices of one layer on its own, and what each costs.
 //!
-//! In: a graph, and the time that each node takes. Out: per layer, the [`Choice`]s that no other beats in all of kept
-//! bytes, bytes at the peak of the layer's own backward, and time. Layers of one shape are looked at once. Never: a
-//! budget, or what other layers do.
+//! - In: a graph, and the time that each node takes.
+//! - Out: per layer, the Pareto-optimal [`Choice`]s in three costs: bytes kept, peak bytes of the layer's own backward,
+//!   and time. Layers of the same shape share one result.
+//! - Never: a budget, or the choices of other layers.
 //!
-//! What a layer is, [`Groups`] says. Nodes whose results the backward reads are the candidates. A layer with more of them than
-//! [`CANDIDATES`] is looked at in runs of so many.
+//! [`Groups`] defines what a layer is. The candidates of a layer are the nodes whose results the backward reads. A
+//! layer with more than [`CANDIDATES`] of them is split into runs of that many.
 
 #[cfg(test)]
 mod reference;
@@ -19,14 +20,14 @@ use super::SavedActivations;
 use super::groups::{Group, Groups};
 use super::layer::{CANDIDATES, Candidates, Choice, Layer, Local};
 
-/// A layer, or a part of one.
+/// A layer, or a run of a layer's candidates.
 #[derive(Debug)]
 pub struct Block {
-    /// Where it runs.
+    /// The stage that runs it.
     pub place: Place,
-    /// What each candidate saves.
+    /// The saved values of each candidate.
     candidates: Vec<Vec<ValueId>>,
-    /// From the one that keeps everything, which comes first, to the one that takes longest.
+    /// The choices: first the one that keeps everything, last the slowest.
     pub choices: Rc<[Choice]>,
 }
 
@@ -36,7 +37,7 @@ impl Block {
         self.chosen(choice.dropped)
     }
 
-    /// The values that it ends with the input gradients of a split backward.
+    /// The values that a choice frees at the end of the input gradients (I) of a split backward.
     pub fn again(&self, choice: &Choice) -> impl Iterator<Item = ValueId> + '_ {
         self.chosen(choice.again)
     }
@@ -47,7 +48,8 @@ impl Block {
     }
 }
 
-/// The layers of the nodes that are `alive`, in the order of the graph; whether their backward is split into its two gradients.
+/// The layers of the nodes that are `alive`, in graph order. `is_split` says whether the backward is split into input
+/// and weight gradients.
 pub fn blocks(
     graph: &Graph,
     alive: &[bool],
@@ -78,7 +80,7 @@ fn parts(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>) -> Vec<Par
     let mut parts: Vec<PartOfGraph> = Vec::new();
     let groups = Groups::of(graph);
     let mut last: HashMap<(Place, Group), usize> = HashMap::new();
-    // By value, the part that makes it.
+    // The part that computes each value.
     let mut made_in: HashMap<ValueId, usize> = HashMap::new();
     for id in graph.node_ids().filter(|id| alive[id.index()]) {
         let node = graph.node(id);
@@ -101,7 +103,8 @@ fn parts(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>) -> Vec<Par
                 made_in.extend(node.outputs.iter().map(|&output| (output, part)));
             }
             Phase::BackwardInput | Phase::BackwardWeight => {
-                // A run of a layer has the nodes that read of it; other layers, those that read what they may drop.
+                // A backward node belongs to the run whose values it reads last, and to every other part with a
+                // candidate that it reads.
                 let roots = || node.inputs.iter().map(|&input| graph.value(input).root);
                 let of_layer = |part: &usize| parts[*part].group == group && parts[*part].place == node.place;
                 let own = roots().filter_map(|root| made_in.get(&root).copied()).filter(of_layer).max().or(known);
@@ -125,7 +128,7 @@ fn candidates_of<'a>(node: &'a Node, saved: &'a SavedActivations<'_>) -> impl It
 }
 
 impl PartOfGraph {
-    /// The part by itself, and the values that its candidates save.
+    /// Builds the [`Layer`] of this part, and lists the saved values of each of its candidates.
     fn layer(
         &self,
         graph: &Graph,
@@ -137,7 +140,7 @@ impl PartOfGraph {
         let root = |value: ValueId| graph.value(value).root;
         for node in self.forward.iter().map(|&id| graph.node(id)) {
             let makes: Vec<usize> = node.outputs.iter().map(|&output| locals.index(graph, output)).collect();
-            // What comes from other layers is theirs to keep, but for W to wait with, if it reads it.
+            // Values of other layers are kept by those layers. They only count here if W needs them.
             let is_of_forward = |root: &ValueId| graph.producer(*root).is_some_and(|p| p.phase == Phase::Forward);
             for root in node.inputs.iter().map(|&input| root(input)).filter(|of| is_split && is_of_forward(of)) {
                 locals.index(graph, root);
@@ -179,7 +182,7 @@ impl PartOfGraph {
     }
 }
 
-/// Values by the order in which a layer meets them.
+/// Numbers values in the order in which a layer first uses them.
 #[derive(Default)]
 struct Locals {
     indices: HashMap<ValueId, usize>,

@@ -1,23 +1,29 @@
-//! The cheapest step that fits into a number of bytes.
+//! The search for the fastest step whose arena fits a byte budget.
 //!
-//! In: the layers of a rank with their [`Choice`]s, how many micro-batches of each are under way at once, and a judge that
-//! compiles and plans a [`RematPlan`] for real. Out: the one that costs least time of those that fit. Never: bytes
-//! that were not planned.
+//! - In: the layers of a rank with their [`Choice`]s, the number of micro-batches in flight per stage, and a callback
+//!   that lowers and plans a [`RematPlan`].
+//! - Out: the fastest plan found that fits.
+//! - Never: an estimate. Every returned plan has really been planned within the budget.
 //!
-//! The layers together: while layer l runs backward, the layers before it hold what they keep, and every other
-//! micro-batch under way all that it keeps. So a choice per layer is sought (a multiple-choice knapsack) with
+//! The search picks one choice per layer (a multiple-choice knapsack). While layer l runs its backward, the layers
+//! before it hold what they keep, and every other micro-batch in flight holds all that it keeps. So the choices with
+//! the least time are wanted under the constraint
 //!
 //! ```text
-//! (held by other micro-batches) + Σ kept of layers before l + peak of l  ≤  limit,   for every l,
+//! (held by other micro-batches) + Σ kept of layers before l + peak of l  ≤  limit,   for every l.
 //! ```
 //!
-//! least in time; from the first layer to the last by dynamic programming over what no other state beats in bytes and
-//! time. Others hold what they keep between forward and backward, and where the backward is split, what waits between its halves;
-//! they are counted when most do the one, and when most do the other. The limit starts at the budget less what else the plan
-//! holds, and is corrected by what the real plans come to.
+//! Dynamic programming from the first layer to the last finds them. After each layer it keeps only the states that are
+//! Pareto-optimal in bytes and time.
 //!
-//! All micro-batches have these choices but for the first to run backward: while it does, the gradients that the others find
-//! complete are still being born, so that there is room to keep more. Its limit is raised as far as the real plans allow.
+//! Other micro-batches hold what they keep from forward to backward or, if the backward is split, what they keep from I
+//! to W. Two moments are counted: when most micro-batches are in the former state, and when most are in the latter.
+//!
+//! The initial limit is the budget minus what else the plan holds. It is then corrected by the sizes of the real plans.
+//!
+//! All micro-batches use these choices, except for the first one to run its backward. During that backward the
+//! accumulated gradients do not all exist yet, so there is room to keep more. Its own limit is raised as far as the
+//! real plans allow.
 
 use std::collections::HashMap;
 
@@ -29,40 +35,43 @@ use super::layer::Choice;
 use super::{RematPlan, SavedActivations, Variant};
 use crate::error::{Error, Result};
 
-/// States that the dynamic programming keeps per layer, about, where it would look at more than [`MANY`].
+/// Approximate number of states that the dynamic programming keeps per layer, if there are more than [`MANY`].
 const STATES: usize = 4096;
 
-/// States that it looks at one by one.
+/// Number of states up to which all are kept.
 const MANY: usize = 1 << 16;
 
-/// Guesses at what other micro-batches hold.
+/// Number of guesses at what other micro-batches hold.
 const GUESSES: u64 = 32;
 
-/// Plans that are made for one budget, at most.
+/// Maximum number of plans made for one budget.
 const PLANS: usize = 24;
 
-/// The same for the micro-batch that begins the gradients.
+/// Maximum number of plans made for the choices of the first micro-batch.
 const PLANS_OF_FIRST: usize = 8;
 
-/// What is to be fitted into what.
+/// A budget, and the layers that must fit it.
 pub struct Budget<'a> {
-    /// Bytes of the arena.
+    /// Maximum size of the arena in bytes.
     pub bytes: u64,
     pub saved: &'a SavedActivations<'a>,
-    /// Of this rank, in the order of the graph.
+    /// The layers of this rank, in graph order.
     pub blocks: &'a [Block],
-    /// Micro-batches under way at once, by place.
+    /// Micro-batches in flight at once, by stage.
     pub in_flight: HashMap<Place, InFlight>,
-    /// The micro-batch that runs backward first, if there are others.
+    /// The micro-batch that runs its backward first, if there are others.
     pub first: Option<u32>,
 }
 
 impl Budget<'_> {
-    /// Finds it. `place` gives the size of an arena planned for a capacity, or if that is above it anyway, at least a lower
-    /// bound; without a capacity, that of the lowest plan.
+    /// Finds the fastest plan that fits.
+    ///
+    /// `place` lowers and plans a recomputation and returns the size of its arena. It may stop early if the arena
+    /// exceeds the given capacity anyway, and then returns a lower bound above the capacity. Without a capacity it
+    /// returns the size of the lowest plan.
     ///
     /// # Errors
-    /// [`Error::OverBudget`] with the smallest arena found, when none fits; what `place` returns.
+    /// Returns [`Error::OverBudget`] with the smallest arena found if none fits, and passes on errors of `place`.
     pub fn fit(&self, mut place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>) -> Result<RematPlan> {
         let plain: Vec<usize> = vec![0; self.blocks.len()];
         let height = place(&self.recomputation(&plain), Some(self.bytes))?;
@@ -81,14 +90,14 @@ impl Budget<'_> {
         }
     }
 
-    /// The same choices for all micro-batches, with the limit that they were found at.
+    /// Finds choices for all micro-batches alike, and the limit at which they were found.
     fn search(
         &self,
         plain: &[usize],
         height: u64,
         mut place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
     ) -> Result<Option<(Vec<usize>, u64)>> {
-        // What the model does not see: parameters, workspaces, what the update holds.
+        // Bytes that the model of the layers leaves out: parameters, workspaces, the update.
         let unseen = i128::from(height) - i128::from(self.peak(plain));
         let (mut low, mut high) = (0i128, i128::from(height) - unseen);
         let mut limit = i128::from(self.bytes) - unseen;
@@ -119,7 +128,8 @@ impl Budget<'_> {
             } else {
                 high = high.min(limit);
             }
-            // Where the model says that it would just fit; between what is known where it was wrong before, or says the same.
+            // Next, try the limit at which the model predicts an exact fit. Bisect if that is outside of the known
+            // range, or if these choices were planned before.
             let next = limit + slack;
             limit = if before.is_none() && next > low && next < high { next } else { (low + high) / 2 };
             if high - low <= i128::from(self.bytes / 4096) {
@@ -129,7 +139,7 @@ impl Budget<'_> {
         Ok(best)
     }
 
-    /// Choices of its own for the micro-batch that begins the gradients, above the limit of the others.
+    /// Finds separate choices for the first micro-batch to run its backward, starting from the limit of the others.
     fn spare_first(
         &self,
         rest: Vec<usize>,
@@ -139,7 +149,7 @@ impl Budget<'_> {
         let (mut best, all) = (self.recomputation(&rest), self.peak(&vec![0; self.blocks.len()]));
         let (Some(first), mut low, mut high) = (self.first, limit, all) else { return Ok(best) };
         let mut taken = rest.clone();
-        // Everything kept comes first.
+        // Try keeping everything first.
         let mut limit = all;
         for _ in 0..PLANS_OF_FIRST {
             let Some(choices) = self.solve(limit) else { break };
@@ -160,7 +170,7 @@ impl Budget<'_> {
         Ok(best)
     }
 
-    /// The choices that hold least by the model.
+    /// The choices that hold the fewest bytes according to the model.
     fn least(&self) -> Vec<usize> {
         let plain: Vec<usize> = vec![0; self.blocks.len()];
         let most = self.peak(&plain);
@@ -181,13 +191,13 @@ impl Budget<'_> {
         times.fold(0, u64::saturating_add)
     }
 
-    /// What other micro-batches than the one at work hold of a block, at either moment.
+    /// Bytes of a block that all micro-batches but the current one hold, at each of the two moments.
     fn others(&self, block: usize, choice: &Choice) -> [u64; 2] {
         let moments = self.in_flight.get(&self.blocks[block].place).copied().unwrap_or_default();
         moments.map(|[kept, waits]| kept.saturating_sub(1) * choice.kept + waits * choice.waits)
     }
 
-    /// The most bytes that layers hold, by the model.
+    /// The maximum bytes that the layers hold, according to the model.
     fn peak(&self, choices: &[usize]) -> u64 {
         let chosen = || choices.iter().enumerate().map(|(block, &choice)| (block, self.choice(block, choice)));
         let others = chosen().map(|(block, choice)| self.others(block, choice)).fold([0, 0], added);
@@ -200,7 +210,7 @@ impl Budget<'_> {
         others.into_iter().max().unwrap_or(0) + at_layer.max().unwrap_or(0)
     }
 
-    /// The choices that take least time below a limit; none if there are none.
+    /// The fastest choices below a limit, if there are any.
     fn solve(&self, limit: u64) -> Option<Vec<usize>> {
         let alone = self.in_flight.values().flatten().all(|&[kept, waits]| kept <= 1 && waits == 0);
         let guesses = if alone { 0..1 } else { 0..GUESSES };
@@ -216,7 +226,8 @@ impl Budget<'_> {
         best.map(|best| best.0)
     }
 
-    /// The same with `others` bytes for the other micro-batches, if it takes less than so much time.
+    /// The fastest choices with `others` bytes reserved for the other micro-batches, if they take less time than
+    /// `below`.
     fn solve_beside(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
         let mut layers: Vec<Vec<State>> = vec![vec![State::default()]];
         for (index, block) in self.blocks.iter().enumerate() {
@@ -242,7 +253,7 @@ impl Budget<'_> {
             }
             layers.push(next.undominated());
         }
-        // Sorted by bytes, and so the other way around by time: the last takes least.
+        // States are sorted by ascending bytes, so by descending time: the last is the fastest.
         let mut at = layers.last()?.len().checked_sub(1)?;
         let mut choices = Vec::with_capacity(self.blocks.len());
         for states in layers[1..].iter().rev() {
@@ -265,30 +276,31 @@ impl Budget<'_> {
     }
 }
 
-/// Choices for the first layers.
+/// The choices for the first layers, summarized.
 #[derive(Debug, Clone, Copy, Default)]
 struct State {
     kept: u64,
-    /// Held by other micro-batches, at either moment.
+    /// Bytes held by other micro-batches, at each of the two moments.
     others: [u64; 2],
     nanoseconds: u64,
-    /// The state of the layers before, and the last layer's choice.
+    /// Index of the state after the layer before.
     from: u32,
+    /// Index of the last layer's choice.
     choice: u32,
 }
 
 impl State {
-    /// Bytes of the work at hand and of other micro-batches are added: as many micro-batches of one stage as of another make
-    /// them go together; where they don't, a state may be missed.
+    /// Bytes of the current micro-batch and of the others, added. Stages with equally many micro-batches reach their
+    /// maxima together, so the sum is exact for them; otherwise a good state may be missed.
     fn bytes(&self) -> u64 {
         self.kept + self.others[0].max(self.others[1])
     }
 }
 
-/// The states behind a layer: all of them, or where they are many, the fastest of those that are about as large.
+/// The states after a layer. If there are too many, only the fastest state of each size class is kept.
 struct States {
     all: Vec<State>,
-    /// By bytes above the least, in steps; none where all are there.
+    /// The fastest state of each size class; empty if all states are kept.
     fastest: Vec<Option<State>>,
     smallest: Option<State>,
     least: u64,
@@ -296,7 +308,7 @@ struct States {
 }
 
 impl States {
-    /// What will be pushed comes from a state before and a choice of a layer.
+    /// Prepares for the states that combine a state before the layer with a choice of the layer.
     fn new(before: &[State], block: &Block, others: &[[u64; 2]]) -> Self {
         let of_choices = |of: fn(u64, u64) -> u64| {
             block.choices.iter().zip(others).map(move |(choice, others)| choice.kept + of(others[0], others[1]))
@@ -323,7 +335,7 @@ impl States {
         }
     }
 
-    /// Those that no other beats in bytes and time, by bytes.
+    /// The Pareto-optimal states in bytes and time, by ascending bytes.
     fn undominated(mut self) -> Vec<State> {
         self.all.extend(self.fastest.into_iter().chain([self.smallest]).flatten());
         self.all.sort_unstable_by_key(|s| (s.bytes(), s.nanoseconds, s.from, s.choice));
@@ -337,15 +349,15 @@ impl States {
     }
 }
 
-/// Micro-batches of a stage between forward and backward, and between the halves of a split backward: when most are in the former
-/// state, and when most are in the latter.
+/// Number of micro-batches of a stage between forward and backward, and between I and W, at two moments: when the
+/// former number is highest, and when the latter is.
 pub type InFlight = [[u64; 2]; 2];
 
 fn added(one: [u64; 2], other: [u64; 2]) -> [u64; 2] {
     [one[0] + other[0], one[1] + other[1]]
 }
 
-/// The most micro-batches of each stage that a rank's row of actions holds at once.
+/// Per stage, the numbers of micro-batches that a rank's actions hold at once.
 pub fn in_flight(row: &[Action]) -> HashMap<Place, InFlight> {
     let mut now: HashMap<Place, [u64; 2]> = HashMap::new();
     let mut most: HashMap<Place, InFlight> = HashMap::new();
@@ -367,7 +379,7 @@ pub fn in_flight(row: &[Action]) -> HashMap<Place, InFlight> {
     most
 }
 
-/// The micro-batch whose backward comes first in a rank's row of actions, if there are others.
+/// The micro-batch whose backward comes first among a rank's actions, if there are others.
 pub fn first_backward(row: &[Action]) -> Option<u32> {
     let mut backward = row.iter().filter(|action| action.kind != Kind::Forward).map(|action| action.micro_batch.0);
     let first = backward.next()?;

@@ -1,7 +1,8 @@
-//! What counts as a layer where layers are looked at one by one.
+//! The grouping of nodes into layers, which are then examined one by one.
 //!
-//! A layer is all that has one name up to its number, e.g. `h.3`. What stands outside of numbered layers is one layer more in
-//! front of them (embeddings), and one behind them (the last norm, the head); all of a model that has no numbered ones.
+//! A numbered layer consists of all nodes whose names share a prefix that ends in a number, e.g. `h.3`. The other nodes
+//! form two more layers: one before the numbered layers (embeddings), and one after them (the last norm, the head). A
+//! model without numbered layers is one layer.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,13 +11,13 @@ use gapless_graph::{Graph, Node, Phase};
 
 use crate::recompute::policy::block_of;
 
-/// Layers of a graph, by the names of its nodes.
+/// The layer of each node name.
 #[derive(Debug)]
 pub(super) struct Groups {
     of: HashMap<Arc<str>, Group>,
 }
 
-/// A layer.
+/// A layer of the model.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum Group {
     Front,
@@ -41,7 +42,7 @@ impl Groups {
         Self { of }
     }
 
-    /// The layer of a node; gradients are of the layer that they are gradients of.
+    /// The layer of a node. Gradient nodes belong to the layer of their forward node.
     pub(super) fn of_node(&self, node: &Node) -> Group {
         self.of.get(&node.layer).cloned().unwrap_or(Group::Back)
     }

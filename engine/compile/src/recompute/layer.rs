@@ -1,54 +1,60 @@
-//! What a layer's backward reads, and every way to keep it or to compute it again.
+//! The cost model of one layer: every choice of keeping or recomputing the values that its backward reads.
 //!
-//! In: a [`Layer`], cut out of its graph. Out: the [`Choice`]s that no other beats in all of kept bytes, bytes at the peak of
-//! the layer's own backward, and time. Never: what other layers do.
+//! - In: a [`Layer`], extracted from its graph.
+//! - Out: the Pareto-optimal [`Choice`]s in bytes kept, peak bytes of the layer's own backward, and time.
+//! - Never: the choices of other layers.
 //!
-//! Where a schedule splits the backward into I (gradients of inputs) and W (gradients of weights), a choice also says which of the
-//! candidates that W reads end with I and are computed again for W, whether they were kept for I or came back for it; and what
-//! waits between the two.
+//! If a schedule splits the backward into I (gradients of inputs) and W (gradients of weights), a choice also says
+//! which of the candidates that W reads are freed at the end of I and recomputed for W. These may be candidates kept
+//! for I or recomputed for it. The choice then also has a cost for what is kept between I and W.
 //!
-//! Up to [`EXACT`] candidates, those that W reads counted twice, all subsets are tried for both halves. Beyond, all that W reads ends
-//! with I, or none of it; and with more than [`EXACT`] candidates, the subsets of runs of [`RUN`] are joined run by run, and those are
-//! added that minimal cuts find in the layer as a whole ([`min_cut`](super::min_cut)), with what lies between two of them.
+//! The number of choices tried depends on the number of candidates, where a candidate that W reads counts twice:
+//!
+//! - Up to [`EXACT`], all pairs of subsets for I and W are tried.
+//! - Beyond that, either all or none of the candidates that W reads are freed at the end of I.
+//! - If there are more than [`EXACT`] candidates even when counted once, they are divided into runs of [`RUN`]. The
+//!   best subsets of the runs are combined run by run. Minimal cuts of the whole layer are added
+//!   ([`min_cut`](super::min_cut)), with subsets between neighbouring cuts.
 
 use super::min_cut::hull;
 
-/// Candidates of a layer, at most.
+/// Maximum number of candidates of a layer.
 pub(super) const CANDIDATES: usize = u64::BITS as usize;
 
-/// Candidates of which all subsets are tried.
+/// Maximum number of candidates for which all subsets are tried.
 pub(super) const EXACT: usize = 16;
 
-/// The same in a layer that has more.
+/// Number of candidates per run in a larger layer.
 pub(super) const RUN: usize = 12;
 
-/// Candidates between two neighbouring cuts of which all subsets are tried.
+/// Maximum number of candidates between two neighbouring cuts for which all subsets are tried.
 const BETWEEN: usize = 8;
 
-/// Choices of a layer, at most; above that, those are left out that others are as good as within a small part of its bytes.
+/// Maximum number of choices of a layer. If there are more, choices that differ from a better one by only a small part
+/// of the layer's bytes are removed.
 const CHOICES: usize = 256;
 
-/// A set of candidates.
+/// A set of candidates, as a bit mask.
 pub(super) type Candidates = u64;
 
-/// One way to keep and drop.
+/// One way to recompute a layer, with its costs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    /// The candidates that are dropped.
+    /// The candidates that are dropped after the forward.
     pub(super) dropped: Candidates,
-    /// Those that end with I, where the backward is split.
+    /// The candidates that are freed at the end of I, if the backward is split.
     pub(super) again: Candidates,
     /// Bytes that one micro-batch keeps from the layer's forward to its backward.
     pub kept: u64,
-    /// Bytes of the forward's values that one micro-batch keeps from I to W; none where the backward is whole.
+    /// Bytes of forward values that one micro-batch keeps from I to W; 0 if the backward is not split.
     pub waits: u64,
-    /// The most bytes of the layer that are alive at once in its backward, kept ones included.
+    /// Peak bytes of the layer during its backward, kept values included.
     pub peak: u64,
-    /// Time of what is computed again, in nanoseconds.
+    /// Time of the recomputation, in nanoseconds.
     pub nanoseconds: u64,
 }
 
-/// A node as its layer sees it, by the indices of values.
+/// A node within its layer; values are indices into [`Layer::bytes`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Local {
     pub reads: Vec<usize>,
@@ -56,28 +62,29 @@ pub(super) struct Local {
     pub nanoseconds: u64,
 }
 
-/// All that the choices of a layer depend on: layers that are equal have the same.
+/// Everything that the choices of a layer depend on. Equal layers have equal choices.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Layer {
     /// Bytes of each value.
     pub bytes: Vec<u64>,
-    /// What can run again, in order.
+    /// Forward nodes that can be recomputed, in order.
     pub forward: Vec<Local>,
     pub backward: Vec<Local>,
-    /// Its nodes for the gradients of weights, if they come apart from the others.
+    /// Nodes for weight gradients, if the backward is split.
     pub weights: Vec<Local>,
-    /// So many values come first that the forward makes or reads.
+    /// Number of values that the forward reads or produces; they come first in [`Self::bytes`].
     pub of_forward: usize,
-    /// What is kept from the forward to the backward where nothing is dropped.
+    /// Values kept from forward to backward if nothing is dropped.
     pub saved: Vec<usize>,
-    /// What each candidate saves; in the order in which they are made.
+    /// The values that each candidate saves, in the order in which they are computed.
     pub candidates: Vec<Vec<usize>>,
-    /// What others read of the backward's results.
+    /// Results of the backward that other layers read.
     pub leaves: Vec<usize>,
 }
 
 impl Layer {
-    /// The one that keeps everything, which comes first, and others from the cheapest to the one that takes longest.
+    /// All choices worth considering: first the one that keeps everything, then the others from the fastest to the
+    /// slowest.
     pub fn choices(&self) -> Vec<Choice> {
         let mut costs = Costs::new(self);
         let for_weights = self.candidates_for_weights();
@@ -103,19 +110,19 @@ impl Layer {
                 undominated(choices)
             }
         };
-        // Nothing dropped is among them, unless something is to be had in no time at all.
+        // The choice that keeps everything is normally among them, unless something can be dropped at no cost in time.
         let others = thinned(choices).into_iter().filter(|choice| (choice.dropped, choice.again) != (0, 0));
         [costs.of(0, 0)].into_iter().chain(others).collect()
     }
 
-    /// The candidates that W reads some of.
+    /// The candidates with a value that W reads.
     fn candidates_for_weights(&self) -> Vec<u32> {
         let is_read = |value: &usize| self.weights.iter().any(|local| local.reads.contains(value));
         let candidates = (0..).zip(&self.candidates);
         candidates.filter(|(_, values)| values.iter().any(is_read)).map(|(index, _)| index).collect()
     }
 
-    /// What minimal cuts drop, with what lies between two that are neighbours.
+    /// The sets that minimal cuts drop, and subsets between neighbouring cuts.
     fn cuts(&self) -> Vec<Candidates> {
         let hull = hull(self);
         let mut cuts = hull.clone();
@@ -127,12 +134,12 @@ impl Layer {
         cuts
     }
 
-    /// The bytes of a candidate.
+    /// Bytes saved by dropping a candidate.
     pub fn candidate_bytes(&self, candidate: usize) -> u64 {
         self.candidates[candidate].iter().map(|&value| self.bytes[value]).sum()
     }
 
-    /// By value, the node that can make it again.
+    /// For each value, the node that can recompute it.
     pub fn makers(&self) -> Vec<Option<usize>> {
         let mut makers = vec![None; self.bytes.len()];
         for (index, local) in self.forward.iter().enumerate() {
@@ -142,27 +149,31 @@ impl Layer {
     }
 }
 
-/// The bits of a subset, moved to these places.
+/// Moves the bits of a subset to these positions.
 fn spread(subset: u64, places: &[u32]) -> Candidates {
     places.iter().enumerate().fold(0, |all, (bit, &place)| all | (subset >> bit & 1) << place)
 }
 
-/// Says what choices cost.
+/// Computes the costs of choices.
 pub(super) struct Costs<'l> {
     layer: &'l Layer,
     makers: Vec<Option<usize>>,
-    /// Values of candidates; values that W reads, and nodes that make some of them.
+    /// By value: whether it belongs to a candidate.
     is_candidate: Vec<bool>,
+    /// By value: whether W reads it.
     by_weights: Vec<bool>,
+    /// Nodes that compute some value that W reads.
     makes_for_weights: Vec<usize>,
-    /// Scratch: values that are there, and that will be read.
+    /// Scratch: which values are available.
     there: Vec<bool>,
+    /// Scratch: which values will still be read.
     alive: Vec<bool>,
     sequence: Vec<&'l Local>,
     wanted: Vec<usize>,
     missing: Vec<usize>,
-    /// Values that end with I, and nodes that I runs for W.
+    /// Values that are freed at the end of I.
     ends: Vec<usize>,
+    /// Nodes that I runs early for W.
     smaller: Vec<usize>,
 }
 
@@ -191,7 +202,7 @@ impl<'l> Costs<'l> {
         }
     }
 
-    /// What it costs to drop these candidates, and to end those with I.
+    /// The choice that drops these candidates and frees `again` at the end of I.
     pub fn of(&mut self, dropped: Candidates, again: Candidates) -> Choice {
         let layer = self.layer;
         self.there.fill(false);
@@ -201,7 +212,7 @@ impl<'l> Costs<'l> {
         chosen.flat_map(|(_, values)| values).for_each(|&value| self.there[value] = false);
         self.find_smaller();
         let kept = layer.saved.iter().filter(|&&value| self.there[value]).map(|&value| layer.bytes[value]).sum();
-        // What runs in the backward, in order: its own nodes, and in front of them what they miss.
+        // The execution order of the backward: its own nodes, each preceded by the recomputation that it needs.
         self.sequence.clear();
         let mut nanoseconds = 0u64;
         for own in &layer.backward {
@@ -219,7 +230,7 @@ impl<'l> Costs<'l> {
         Choice { dropped, again, kept, waits, peak, nanoseconds }
     }
 
-    /// Lays down what a node misses, and says how long it takes.
+    /// Appends the recomputation that a node needs, and returns how long it takes.
     fn bring_back(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         self.wanted.extend(&own.reads);
@@ -240,7 +251,8 @@ impl<'l> Costs<'l> {
         nanoseconds
     }
 
-    /// Says which values end with I: these candidates, and what leads to them from what else W reads, or what is kept for good.
+    /// Finds the values that are freed at the end of I: the given candidates, and the values they are computed from,
+    /// back to values that W also reads or that are always kept.
     fn find_ends(&mut self, again: Candidates) {
         let layer = self.layer;
         self.ends.clear();
@@ -257,7 +269,7 @@ impl<'l> Costs<'l> {
         }
     }
 
-    /// Says which nodes I runs for W: those whose results are smaller than what of their inputs would wait for them.
+    /// Finds the nodes that I runs early for W, because their outputs are smaller to keep than their inputs.
     fn find_smaller(&mut self) {
         let Self { layer, by_weights, there, ends, smaller, .. } = self;
         let bytes = |values: &mut dyn Iterator<Item = &usize>| values.map(|&value| layer.bytes[value]).sum::<u64>();
@@ -270,7 +282,8 @@ impl<'l> Costs<'l> {
         }));
     }
 
-    /// Lays down what I makes for W in front of one of its nodes, which reads some of its inputs, and says how long it takes.
+    /// Appends nodes that I runs early for W before one of its own nodes, which reads some of their inputs. Returns how
+    /// long they take.
     fn make_for_weights(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         let mut nanoseconds = 0u64;
@@ -287,8 +300,8 @@ impl<'l> Costs<'l> {
         nanoseconds
     }
 
-    /// Bytes that wait for W, and the most that are alive at once while the sequence runs, found from its end. What W brings back comes
-    /// on top of what another micro-batch keeps.
+    /// Bytes kept until W, and the peak bytes of the whole sequence, found by walking it backwards. Recomputation in W
+    /// happens while another micro-batch holds all that it keeps, so it counts on top of that.
     fn bytes(&mut self, kept: u64, until_input: usize) -> (u64, u64) {
         self.alive.fill(false);
         let mut alive = Alive { values: &mut self.alive, bytes: &self.layer.bytes, now: 0 };
@@ -301,7 +314,8 @@ impl<'l> Costs<'l> {
         (waits, alive.most(for_input).max(kept + back))
     }
 
-    /// The choices of runs of candidates, each found where all others are kept, joined one after another; `again` of them end with I.
+    /// The choices of all runs of candidates, combined run by run. Each run is examined while all other candidates are
+    /// kept; `again` is freed at the end of I.
     fn joined_runs(&mut self, again: Candidates) -> Vec<Choice> {
         let mut joined = vec![self.of(0, again)];
         for first in (0..self.layer.candidates.len()).step_by(RUN) {
@@ -314,13 +328,13 @@ impl<'l> Costs<'l> {
     }
 }
 
-/// Those that no other is at least as good as in every way, by time.
+/// The Pareto-optimal choices, by time.
 fn undominated(mut choices: Vec<Choice>) -> Vec<Choice> {
     choices.sort_unstable_by_key(|c| (c.nanoseconds, c.kept, c.waits, c.peak, c.dropped, c.again));
     without(&choices, 0)
 }
 
-/// At most [`CHOICES`], and those that keep least and are least at their peak.
+/// At most [`CHOICES`] choices, plus those with the fewest bytes kept and the lowest peak.
 fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     let all = choices.iter().map(|choice| choice.peak).max().unwrap_or(0);
     let (mut thinned, mut part) = (choices.clone(), all / 16_384);
@@ -328,7 +342,7 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
         thinned = without(&choices, part);
         part = 2 * part + 1;
     }
-    // What fits into least is never given up for time: it says which budgets can be kept at all.
+    // The smallest choices always stay: they decide which budgets can be met at all.
     let least_of = |bytes: fn(&Choice) -> u64| choices.iter().min_by_key(|choice| bytes(choice));
     let least =
         [least_of(|of| of.kept), least_of(|of| of.waits), least_of(|of| of.kept + of.waits), least_of(|of| of.peak)];
@@ -341,7 +355,7 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     thinned
 }
 
-/// Leaves out what another of no more time is as good as within so many bytes.
+/// Removes each choice that is beaten, within a tolerance in bytes, by another that takes no more time.
 fn without(choices: &[Choice], bytes: u64) -> Vec<Choice> {
     let mut best: Vec<Choice> = Vec::new();
     for &choice in choices {
@@ -356,7 +370,7 @@ fn without(choices: &[Choice], bytes: u64) -> Vec<Choice> {
     best
 }
 
-/// What is alive while nodes are walked from the last to the first.
+/// The set of live values while nodes are walked from last to first.
 struct Alive<'c> {
     values: &'c mut [bool],
     bytes: &'c [u64],
@@ -374,7 +388,8 @@ impl Alive<'_> {
         }
     }
 
-    /// The most bytes while these nodes run; what is alive behind them is, in the end, what was in front of them.
+    /// Peak bytes while these nodes run. On entry, `self` is the set of values live after them; on exit, the set live
+    /// before them.
     fn most(&mut self, nodes: &[&Local]) -> u64 {
         let mut most = self.now;
         for local in nodes.iter().rev() {

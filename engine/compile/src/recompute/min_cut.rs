@@ -1,32 +1,35 @@
-//! The best choices of a layer by bytes and time alone, found by minimal cuts instead of trying all subsets.
+//! The best choices of a layer in bytes and time alone, found by minimal cuts instead of trying all subsets.
 //!
-//! In: a [`Layer`]. Out: for every weight λ, what to drop so that (bytes kept) + λ · (time of what is computed again) is least:
-//! the corners of the lower convex hull of all its choices. Never: the peak of its backward.
+//! - In: a [`Layer`].
+//! - Out: for every weight λ, the candidates to drop so that (bytes kept) + λ · (recomputation time) is minimal. These
+//!   are the corners of the lower convex hull of all choices.
+//! - Never: the peak of the layer's backward.
 //!
-//! For one λ that is a minimal cut, as in the partitioner of PyTorch's compiler (He and Yu, *Transcending Runtime-Memory
-//! Tradeoffs in Checkpointing by being Fusion Aware*, MLSys 2023), here as a maximal closure (Picard, Management Science 22,
-//! 1976). A node stands on the source's side if it runs again:
+//! For one λ this is a minimal cut, as in the partitioner of PyTorch's compiler (He and Yu, *Transcending
+//! Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware*, MLSys 2023), solved here as a maximal closure
+//! (Picard, Management Science 22, 1976). A node is on the source's side if it is recomputed:
 //!
 //! ```text
 //! source ──bytes──▶ n          cut where candidate n is kept
-//!             n ──∞──▶ m       n reads what m makes and nobody keeps: m runs too
+//!             n ──∞──▶ m       n reads a value of m that is not kept: m runs too
 //!             n ──λ·time──▶ sink   cut where n runs again
 //! ```
 //!
-//! A value that the backward reads is wanted in any case, so that of its two nodes (wanted, and made again) in the partitioner's
-//! network the first coincides with the source. Which λ there are to ask for, the corners that are known say: the slope between
-//! two neighbours finds the corner between them, or that there is none (Eisner and
-//! Severance, Journal of the ACM 23, 1976).
+//! The partitioner's network has two nodes per value: needed, and recomputed. A value that the backward reads is always
+//! needed, so here its first node is merged with the source.
+//!
+//! The values of λ to try come from the known corners: the slope between two neighbours either finds a corner between
+//! them or proves that there is none (Eisner and Severance, Journal of the ACM 23, 1976).
 
 use super::layer::{Candidates, Layer};
 
-/// What to drop at the corners, from nothing to everything.
+/// The sets to drop at the corners, from nothing to everything.
 pub(super) fn hull(layer: &Layer) -> Vec<Candidates> {
     let network = Network::new(layer);
     let all = Candidates::MAX.checked_shr(Candidates::BITS - layer.candidates.len() as u32).unwrap_or(0);
     let (nothing, everything) = (network.corner(0), network.corner(all));
     let mut corners = vec![nothing];
-    // To do, the nearest last.
+    // Corners still to visit, the nearest last.
     let mut ahead = vec![everything];
     while let (Some(&from), Some(&to)) = (corners.last(), ahead.last()) {
         match network.between(&from, &to) {
@@ -37,7 +40,7 @@ pub(super) fn hull(layer: &Layer) -> Vec<Candidates> {
     corners.iter().map(|corner| corner.dropped).collect()
 }
 
-/// A layer's choice by bytes and time alone.
+/// A choice, with the bytes and time of a corner of the hull.
 #[derive(Debug, Clone, Copy)]
 struct Corner {
     dropped: Candidates,
@@ -45,12 +48,13 @@ struct Corner {
     nanoseconds: u64,
 }
 
-/// What is cut.
+/// The flow network of a layer.
 struct Network {
-    /// By node that can run again: its candidate, if it is one, with its bytes; and its time.
+    /// By recomputable node: the candidate that it computes, with its bytes.
     candidates: Vec<Option<(usize, u64)>>,
+    /// By recomputable node: its time.
     nanoseconds: Vec<u64>,
-    /// Nodes that have to run where this one does.
+    /// By node: the nodes that must be recomputed with it.
     needs: Vec<Vec<usize>>,
 }
 
@@ -73,12 +77,12 @@ impl Network {
         Self { candidates, nanoseconds: layer.forward.iter().map(|local| local.nanoseconds).collect(), needs }
     }
 
-    /// What dropping these candidates saves and takes.
+    /// Bytes saved by dropping these candidates, and the time it costs.
     fn corner(&self, dropped: Candidates) -> Corner {
         let is_dropped =
             |candidate: &Option<(usize, u64)>| candidate.is_some_and(|(index, _)| dropped >> index & 1 == 1);
         let mut runs: Vec<bool> = self.candidates.iter().map(is_dropped).collect();
-        // What is read is made before.
+        // Nodes before a dropped one may have to run as well.
         for node in (0..runs.len()).rev().filter(|&node| runs[node]).collect::<Vec<_>>() {
             let mut wanted = vec![node];
             while let Some(node) = wanted.pop() {
@@ -89,7 +93,7 @@ impl Network {
         self.corner_of(&runs)
     }
 
-    /// The corner at which these nodes run again. A candidate that does need not be kept.
+    /// The corner at which these nodes are recomputed. All candidates among them are dropped.
     fn corner_of(&self, runs: &[bool]) -> Corner {
         let mut corner = Corner { dropped: 0, saved_bytes: 0, nanoseconds: 0 };
         for node in (0..runs.len()).filter(|&node| runs[node]) {
@@ -102,13 +106,13 @@ impl Network {
         corner
     }
 
-    /// The corner between two that is farthest from the line through them, if one is beyond it.
+    /// The corner between two others that is farthest beyond the line through them, if there is one.
     fn between(&self, from: &Corner, to: &Corner) -> Option<Corner> {
         let bytes = u128::from(to.saved_bytes.checked_sub(from.saved_bytes)?);
         let nanoseconds = u128::from(to.nanoseconds.checked_sub(from.nanoseconds)?);
         let runs = self.cut(nanoseconds, bytes);
         let found = self.corner_of(&runs);
-        // What is gained by bytes, less what is lost by time, against the same at one end of the line.
+        // The weighted gain in bytes and the weighted loss in time, to compare with those at one end of the line.
         let gain = |corner: &Corner| {
             let gain = nanoseconds.saturating_mul(corner.saved_bytes.into());
             (gain, bytes.saturating_mul(corner.nanoseconds.into()))
@@ -117,8 +121,8 @@ impl Network {
         (more.saturating_add(less_before) > more_before.saturating_add(less)).then_some(found)
     }
 
-    /// The nodes that run again at the least of (a byte's weight) · (bytes kept) + (a nanosecond's weight) · (time); of several
-    /// such sets, the smallest.
+    /// The nodes that are recomputed if `byte` · (bytes kept) + `nanosecond` · (time) is minimal. Of several such sets,
+    /// returns the smallest.
     fn cut(&self, byte: u128, nanosecond: u128) -> Vec<bool> {
         let nodes = self.needs.len();
         let (source, sink) = (nodes, nodes + 1);
@@ -136,11 +140,11 @@ impl Network {
     }
 }
 
-/// A flow, by what may still flow along each edge. Edge i and i ^ 1 are each other's reverse.
+/// A flow network with residual capacities. Edges i and i ^ 1 are each other's reverse.
 struct Flow {
     to: Vec<usize>,
     left: Vec<u128>,
-    /// Edges that leave each node.
+    /// Outgoing edges of each node.
     leave: Vec<Vec<usize>>,
 }
 
@@ -157,8 +161,8 @@ impl Flow {
         }
     }
 
-    /// Lets flow all that can, along shortest ways (Edmonds and Karp, 1972). What the source still reaches then is its side
-    /// of the smallest minimal cut.
+    /// Computes a maximum flow along shortest augmenting paths (Edmonds and Karp, 1972). Returns the nodes that the
+    /// source still reaches: its side of the smallest minimal cut.
     fn saturate(&mut self, source: usize, sink: usize) -> Vec<bool> {
         loop {
             let mut by: Vec<Option<usize>> = vec![None; self.leave.len()];

@@ -1,4 +1,4 @@
-//! What users say about recomputation, turned into values of a graph.
+//! Recomputation policies as users write them, and their resolution against a graph.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,33 +13,33 @@ use super::budget::{Budget, first_backward, in_flight};
 use super::{RematPlan, SavedActivations, Stashing, Variant};
 use crate::error::{Error, Result};
 
-/// What the forward of a micro-batch does not keep for its backward.
+/// The forward values that a micro-batch recomputes in its backward instead of keeping them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub enum Recompute {
     /// Everything is kept.
     #[default]
     None,
-    /// Of these layers only their results are kept; what happens inside is computed again. A layer is a part of the model
-    /// whose name ends in its number, e.g. `h.3` or `model.layers.7` (full recomputation).
+    /// Only the results of these layers are kept; everything inside is recomputed (full recomputation). A layer is a
+    /// part of the model whose name ends in its number, e.g. `h.3` or `model.layers.7`.
     Layers(Layers),
-    /// What these operations make, by the names that profiles and memory maps use, e.g. `layer_norm`, `gelu`, `swiglu`
-    /// (selective recomputation).
+    /// The results of these operations are recomputed (selective recomputation). Operations have the names that
+    /// profiles and memory maps use, e.g. `layer_norm`, `gelu`, `swiglu`.
     Ops(Vec<String>),
-    /// Micro-batch m has policy number m modulo their count. With one `None` among n micro-batches in flight this is
+    /// Micro-batch m uses policy m modulo their number. With one `None` for n micro-batches in flight, this is
     /// Megatron's partial checkpointing.
     Cycle(Vec<Recompute>),
-    /// What a policy of one's own drops.
+    /// The values chosen by a policy of your own are recomputed.
     Custom(CustomPolicy),
 }
 
-/// Which of the values that a backward reads are dropped and computed again.
+/// Decides which of the values that a backward reads are dropped and recomputed.
 pub trait RecomputePolicy: fmt::Debug + Send + Sync {
-    /// Whether a value is: of this shape and type, made by this node of the forward. Asked of all values that can be computed again, in
-    /// the order in which they are made; it must answer the same each time.
+    /// Returns true if a value of this shape and type, computed by this forward node, is recomputed. Called for every
+    /// value that can be recomputed, in the order in which they are computed. The answer must be the same each time.
     fn drops(&self, value: &Spec, maker: &Node) -> bool;
 }
 
-/// A policy of one's own; equal to itself alone.
+/// A user's policy. Equal only to itself.
 #[derive(Debug, Clone)]
 pub struct CustomPolicy(pub Arc<dyn RecomputePolicy>);
 
@@ -49,7 +49,7 @@ impl PartialEq for CustomPolicy {
     }
 }
 
-/// As it is read; a policy that no text means says what it is.
+/// Formats the policy as it is parsed. A policy without a textual form is formatted with `Debug`.
 impl fmt::Display for Recompute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -63,7 +63,7 @@ impl fmt::Display for Recompute {
     }
 }
 
-/// As `none`, `layers` (all of them), `first:8`, `layers:h.3,h.7`, or `ops:layer_norm,gelu`.
+/// Parses `none`, `layers` (all layers), `first:8`, `layers:h.3,h.7`, or `ops:layer_norm,gelu`.
 impl FromStr for Recompute {
     type Err = Error;
 
@@ -86,35 +86,38 @@ impl FromStr for Recompute {
     }
 }
 
-/// Some of the layers.
+/// A selection of layers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Layers {
     /// All of them.
     All,
-    /// The first so many.
+    /// The first N layers.
     First(usize),
-    /// These.
+    /// The layers with these names.
     Named(Vec<String>),
 }
 
-/// What a policy is resolved against.
+/// The context in which a policy is resolved.
 pub struct Resolving<'a> {
-    /// The graph of a whole step, and what of it runs.
+    /// The graph of a whole step.
     pub graph: &'a Graph,
+    /// By node of the graph: whether it runs.
     pub alive: &'a [bool],
     /// The actions of this rank.
     pub row: &'a [Action],
-    /// What is kept otherwise than as it is.
+    /// The activations that are compressed or offloaded.
     pub stashing: Stashing<'a>,
-    /// Whether what comes back for the input gradients of a split backward may end with them, and come back once more.
+    /// Whether values recomputed for the input gradients of a split backward may be freed with them, and recomputed
+    /// again for the weight gradients.
     pub can_be_twice: bool,
 }
 
 impl Resolving<'_> {
-    /// Says what a budget or a policy means. `place` is what [`Budget::fit`] asks.
+    /// Resolves a policy, or searches for one that meets a budget. See [`Budget::fit`] for `place`.
     ///
     /// # Errors
-    /// When there is no layer or operation of a name, or nothing to take turns among; [`Error::OverBudget`].
+    /// Returns an error if the model has no layer or operation of a given name, if a cycle is empty or nested, or if
+    /// nothing fits the budget ([`Error::OverBudget`]).
     pub fn resolve(
         &self,
         policy: &Recompute,

@@ -1,4 +1,4 @@
-//! What the backward reads of the forward, and what can be had again.
+//! The values that the backward reads of the forward, and which of them can be recomputed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,21 +12,22 @@ use super::{Stash, Variant};
 #[derive(Debug)]
 pub struct SavedActivations<'g> {
     graph: &'g Graph,
-    /// What may be dropped, in the order in which it is made.
+    /// Values that may be dropped, in the order in which they are computed.
     roots: Vec<ValueId>,
-    /// Whether a value's maker can run again, by index of the value.
+    /// By value index: whether its producer can run again.
     repeatable: Vec<bool>,
-    /// Whether a backward part reads the value, and whether one of the gradients of weights does.
+    /// By value index: whether the backward reads it.
     is_read: Vec<bool>,
+    /// By value index: whether a weight gradient reads it.
     by_weights: Vec<bool>,
-    /// Whether a forward part of another layer reads the value.
+    /// By value index: whether a forward node of another layer reads it.
     leaves_layer: Vec<bool>,
-    /// What waits for the backward otherwise than as it is, where it is kept.
+    /// Values that are compressed or offloaded if they are kept.
     stash: BTreeMap<ValueId, Stash>,
 }
 
 impl<'g> SavedActivations<'g> {
-    /// Looks at the nodes that are `alive`.
+    /// Analyses the nodes that are `alive`.
     pub fn new(graph: &'g Graph, alive: &[bool]) -> Self {
         let (values, groups) = (graph.values().len(), Groups::of(graph));
         let [mut is_read, mut by_weights, mut leaves_layer, mut leaves_stage, mut is_summed] =
@@ -55,8 +56,9 @@ impl<'g> SavedActivations<'g> {
         Self { graph, roots, repeatable, is_read, by_weights, leaves_layer, stash: BTreeMap::new() }
     }
 
-    /// The same, with how some of [`Self::roots`] wait for the backward where they are kept. If some are rounded, choices
-    /// (numbers that are no floats, and what is made with them) are kept: made again, they might be others.
+    /// Sets how some of [`Self::roots`] are stored until the backward. If some are compressed, then discrete choices
+    /// (values that are not floats, and other outputs of the same nodes) can no longer be recomputed: from rounded
+    /// inputs they might turn out differently.
     pub fn stashing(mut self, stash: impl IntoIterator<Item = (ValueId, Stash)>) -> Self {
         self.stash = stash.into_iter().collect();
         if self.stash.values().any(|&stash| stash == Stash::Compressed) {
@@ -70,12 +72,12 @@ impl<'g> SavedActivations<'g> {
         self
     }
 
-    /// What may be dropped, in the order in which it is made.
+    /// Values that may be dropped, in the order in which they are computed.
     pub fn roots(&self) -> &[ValueId] {
         &self.roots
     }
 
-    /// The node that makes a root.
+    /// The node that computes a root.
     pub fn maker(&self, root: ValueId) -> &'g Node {
         self.graph.producer(root).expect("what is saved is made by a node")
     }
@@ -85,30 +87,31 @@ impl<'g> SavedActivations<'g> {
         &self.graph.value(root).spec
     }
 
-    /// Whether a value's maker can run again.
+    /// True if a value's producer can run again.
     pub fn is_repeatable(&self, root: ValueId) -> bool {
         self.repeatable[root.index()]
     }
 
-    /// Whether a backward part reads a value.
+    /// True if the backward reads a value.
     pub fn is_read(&self, root: ValueId) -> bool {
         self.is_read[root.index()]
     }
 
-    /// Whether a value is one of [`Self::roots`], and none that its layer hands on or that waits otherwise than as it is.
+    /// True if a value is one of [`Self::roots`], stays within its layer, and is neither compressed nor offloaded.
     pub fn is_candidate(&self, root: ValueId) -> bool {
         let is_candidate = self.is_read(root) && self.is_repeatable(root) && !self.leaves_layer(root);
         is_candidate && !self.stash.contains_key(&root)
     }
 
-    /// Whether a value is what a layer hands on to others.
+    /// True if other layers read a value.
     pub fn leaves_layer(&self, root: ValueId) -> bool {
         self.leaves_layer[root.index()]
     }
 
-    /// What it takes to drop some of [`Self::roots`]: the nodes on the way to them from what is kept. What the backward
-    /// does not read, and can be made again, is not kept for that, unless a layer hands it on: so no way leads through
-    /// more layers than those of what is dropped.
+    /// The variant that drops some of [`Self::roots`], with the nodes needed to recompute them.
+    ///
+    /// Recomputation starts from values that are kept: those that the backward reads and those that a layer passes to
+    /// another. So it never runs through more layers than those of the dropped values.
     pub fn dropping(&self, dropped: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut rematerialized = vec![false; self.graph.values().len()];
         let mut missing: Vec<ValueId> = dropped.into_iter().collect();
@@ -134,8 +137,9 @@ impl<'g> SavedActivations<'g> {
         Variant { rematerialized, nodes, end_with_input, stash }
     }
 
-    /// The same way, but these of [`Self::roots`] end with the input gradients where the backward is split. They are made again for the
-    /// weight gradients from what those read too, and from what is kept for good.
+    /// The same variant, except that these of [`Self::roots`] are freed at the end of the input gradients of a split
+    /// backward. For the weight gradients they are recomputed from values that the weight gradients also read, or that
+    /// are kept until then in any case.
     pub fn ending_with_input(&self, variant: Variant, ends: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut missing: Vec<ValueId> = ends.into_iter().collect();
         let mut end_with_input: BTreeSet<ValueId> = missing.iter().copied().collect();

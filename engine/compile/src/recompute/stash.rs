@@ -1,7 +1,8 @@
-//! What is kept from the forward to the backward otherwise than as it is.
+//! Activations that are compressed or offloaded between forward and backward.
 //!
-//! In: names of operations, and what the backward reads. Out: per value, whether it waits in eight bits or in a file. Never:
-//! whether it is kept at all; what is computed again is not.
+//! - In: names of operations, and the values that the backward reads.
+//! - Out: per value, whether it is compressed to eight bits or offloaded to a file.
+//! - Never: whether a value is kept at all. A value that is recomputed is not stored.
 
 use std::collections::BTreeSet;
 
@@ -10,16 +11,16 @@ use gapless_graph::{FLOATS, ValueId};
 use super::SavedActivations;
 use crate::error::{Error, Result};
 
-/// How a value waits for its backward, if not as it is.
+/// The storage of a kept value between forward and backward, if it is not simply left in the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stash {
-    /// In eight bits per number: it comes back rounded.
+    /// Compressed to eight bits per element; it comes back rounded.
     Compressed,
-    /// In a file: it comes back as it was.
+    /// Offloaded to a file; it comes back unchanged.
     Offloaded,
 }
 
-/// Which operations' results wait otherwise than as they are.
+/// Names of the operations whose results are compressed, and of those whose results are offloaded.
 #[derive(Debug, Clone, Copy)]
 pub struct Stashing<'a> {
     pub compress: &'a [String],
@@ -27,10 +28,10 @@ pub struct Stashing<'a> {
 }
 
 impl Stashing<'_> {
-    /// Resolves the names.
+    /// Finds the values that the names refer to.
     ///
     /// # Errors
-    /// When the backward reads no result of an operation of a name, or one is asked to wait in two ways.
+    /// Returns an error if the backward reads no suitable result of a named operation, or if a name is in both lists.
     pub(super) fn resolve(&self, saved: &SavedActivations<'_>) -> Result<Vec<(ValueId, Stash)>> {
         if let Some(name) = self.compress.iter().find(|name| self.offload.contains(name)) {
             let why = format!("{name:?} is to be both compressed and offloaded");
@@ -39,7 +40,7 @@ impl Stashing<'_> {
         let mut stash = Vec::new();
         for (how, names) in [(Stash::Compressed, self.compress), (Stash::Offloaded, self.offload)] {
             let can = |root: &ValueId| how == Stash::Offloaded || FLOATS.contains(&saved.spec(*root).dtype);
-            // Its result, not the statistics that it makes beside it.
+            // Only the main result counts, not the statistics that an operation computes along with it.
             let results = saved.roots().iter().copied().filter(|&root| saved.maker(root).outputs[0] == root);
             let results: Vec<ValueId> = results.filter(can).collect();
             let op = |root: ValueId| saved.maker(root).op.name();

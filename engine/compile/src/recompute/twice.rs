@@ -1,18 +1,20 @@
-//! Where what is computed again for the input gradients of a split backward (I) ends with them, and is computed once more for the
+//! Chooses the stages that recompute twice: once for the input gradients (I) of a split backward, and once more for the
 //! weight gradients (W).
 //!
-//! In: the stages of a rank, and the most bytes that are alive there with some of them so. Out: those stages, and the bytes.
-//! Never: what is computed again.
+//! - In: the stages of a rank, and a function from a set of such stages to the maximum live bytes.
+//! - Out: the best set of stages, and its maximum live bytes.
+//! - Never: which values are recomputed.
 
 use std::collections::BTreeSet;
 
 use gapless_parallel::StageId;
 
-/// The stages in which it pays: all of them, without those whose values may as well wait for W, as long as no more bytes are alive. Of
-/// two ways that hold the same, the one with fewer stages is the faster. And the most bytes alive with those.
+/// The stages that should recompute twice, and the maximum live bytes with them. Starts from all stages, and removes a
+/// stage if its values can be kept from I to W without more live bytes. Of two sets with equal bytes, the one with
+/// fewer stages is faster.
 ///
 /// # Errors
-/// What `most_alive` returns.
+/// Passes on errors of `most_alive`.
 pub fn stages_twice<E>(
     all: BTreeSet<StageId>,
     mut most_alive: impl FnMut(&BTreeSet<StageId>) -> Result<u64, E>,
@@ -20,7 +22,7 @@ pub fn stages_twice<E>(
     let mut least = most_alive(&all)?;
     let mut twice = all.clone();
     let one_less = all.iter().map(|&stage| BTreeSet::from([stage]));
-    // One by one, and in the end all that is left: what is worse for each alone may be better together.
+    // First one by one, then all that are left: removals that raise the bytes one at a time may lower them together.
     let together = (all.len() > 1).then(|| all.clone());
     for once in one_less.chain(together) {
         let fewer: BTreeSet<StageId> = twice.difference(&once).copied().collect();
@@ -39,7 +41,7 @@ pub fn stages_twice<E>(
 mod tests {
     use super::*;
 
-    /// Bytes by set of stages, as bits, and the set that is to be found.
+    /// Each case has the bytes of every set of stages (as a bit mask), and the expected set.
     #[test]
     fn stages_are_left_out_as_long_as_no_more_bytes_are_alive() {
         for (bytes, expected) in [
@@ -49,7 +51,7 @@ mod tests {
             (&[10, 8, 9, 7], 0b11),
             (&[10, 7, 9, 7], 0b01),
             (&[10, 9, 7, 7], 0b10),
-            // Each alone is worse, none at all is best.
+            // Removing either stage raises the bytes; removing both gives the minimum.
             (&[5, 9, 9, 8], 0),
             (&[8, 8, 8, 8], 0),
         ] {

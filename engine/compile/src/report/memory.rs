@@ -1,4 +1,4 @@
-//! What a compiled step costs in bytes, before it runs.
+//! The memory report of a compiled step, before it runs.
 
 use std::fmt;
 
@@ -7,37 +7,37 @@ use serde::Serialize;
 
 use crate::Executable;
 
-/// The plan of a run in figures.
+/// The figures of a plan.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// Trained numbers.
+    /// Number of trained parameters.
     pub parameters: u64,
     /// Size of the arena.
     pub arena_bytes: u64,
-    /// Size of the file that offloaded activations wait in.
+    /// Size of the file for offloaded activations.
     pub host_bytes: u64,
-    /// The most bytes alive at any tick: nothing lower exists.
+    /// The peak of live bytes. No plan can be lower.
     pub lower_bound_bytes: u64,
-    /// What the arena has above its planned part, for rows that are counted while the step runs.
+    /// Bytes above the planned part of the arena, for dynamic rows.
     pub reserve_bytes: u64,
     /// Planned part of the arena ÷ lower bound.
     pub gap: f64,
-    /// Buffers that were planned.
+    /// Number of planned buffers.
     pub buffers: usize,
-    /// Instructions of one training step.
+    /// Number of instructions of one training step.
     pub instructions: usize,
-    /// Arithmetic of one training step.
+    /// Floating-point operations of one training step.
     pub flops_per_step: u64,
-    /// Time spent planning.
+    /// Time spent planning, in milliseconds.
     pub plan_ms: f64,
-    /// Identity of the plan: same hash, same addresses.
+    /// Hash of the plan: equal hashes mean equal addresses.
     pub plan_hash: String,
     /// Bytes by role at the peak, and the largest tensors there.
     pub summary: Summary,
 }
 
 impl Report {
-    /// The figures of a plan.
+    /// The report of an executable.
     pub fn of(executable: &Executable, parameters: u64) -> Self {
         let solution = &executable.solution;
         Self {

@@ -1,16 +1,16 @@
-//! What a program does with the pipeline's communicator, for ranks that have to agree on an order of messages.
+//! The calls of a program to the pipeline's communicator, for ranks that must agree on an order of messages.
 
 use gapless_communicator::launch_order::{Call, Start};
 
 use crate::program::{InstrKind, Operand, Program};
 
 impl Program {
-    /// Starts and waits of messages, and the arithmetic between them, in order: what
-    /// [`LaunchOrder::agree`](gapless_communicator::launch_order::LaunchOrder::agree) asks for. The data ranks' collectives
-    /// are another communicator's, and keep the order of the program.
+    /// Starts and waits of messages, with the computation between them, in order.
+    /// [`LaunchOrder::agree`](gapless_communicator::launch_order::LaunchOrder::agree) takes this list. Collectives of
+    /// data ranks belong to another communicator, and keep the order of the program.
     pub fn messages(&self) -> Vec<Call> {
         let mut calls = Vec::new();
-        // By request: its number among the starts.
+        // By request: the index of its start.
         let mut numbers = vec![0; self.requests];
         let mut starts = 0;
         for (index, instr) in self.instrs.iter().enumerate() {
@@ -64,7 +64,7 @@ mod tests {
     use crate::step::{Pipeline, StepOptions, program};
     use crate::{Error, Target};
 
-    /// A table at both ends, and 16 layers that each add to what went before.
+    /// A model with an embedding tied to its head, and 16 residual layers between them.
     struct Tied {
         embed: Embedding,
         layers: Vec<Linear>,
@@ -97,7 +97,7 @@ mod tests {
         (0..ranks).map(|rank| Ok(program(Tied::new, &options, rank, Target::Cpu { threads: 1 })?.messages())).collect()
     }
 
-    /// Sends of a rank that are launched behind one that its program starts later.
+    /// Number of a rank's sends that are launched after one that its program starts later.
     fn held_back(order: &LaunchOrder) -> usize {
         let starts = order.launches().iter().map(|launch| match *launch {
             Launch::One(start) | Launch::Oneself { send: start, .. } => start,
@@ -117,7 +117,7 @@ mod tests {
         for schedule in all() {
             let mut most = 0;
             for (ranks, chunks) in [(2, 1), (4, 1), (2, 2), (4, 2), (4, 4)] {
-                // Not all schedules exist for all shapes.
+                // Some schedules do not support all shapes.
                 let Ok(programs) = programs(schedule.name(), ranks, chunks) else { continue };
                 let orders = LaunchOrder::of(&programs).unwrap();
                 most = most.max(orders.iter().map(held_back).max().unwrap());
@@ -129,7 +129,8 @@ mod tests {
         assert!(cases > 30, "{cases} cases");
     }
 
-    /// What the order is for: launched as their programs start them, messages of 1F1B wait for each other in a circle.
+    /// Without the agreed order, launching messages in program order makes ranks of 1F1B wait for each other in a
+    /// cycle.
     #[test]
     #[should_panic(expected = "hangs")]
     fn the_order_of_the_programs_themselves_hangs() {

@@ -1,4 +1,5 @@
-//! What a program or a plan says of itself: bytes by role, recomputed layers, messages, its actions as a schedule's table.
+//! Reports about programs and plans: bytes by role, recomputed layers, messages, and the actions as a row of a schedule
+//! table.
 
 mod memory;
 mod message_order;

@@ -1,4 +1,4 @@
-//! What a program computes again, layer by layer.
+//! Lists what a program recomputes, by layer.
 
 use gapless_parallel::Kind;
 use serde::Serialize;
@@ -6,19 +6,19 @@ use serde::Serialize;
 use crate::recompute::policy::block_of;
 use crate::{InstrKind, Program};
 
-/// What is computed again in a layer.
+/// The recomputation in one layer.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct RecomputedLayer {
-    /// Name of the layer, e.g. `h.3`; or of what stands outside of layers.
+    /// Name of the layer, e.g. `h.3`, or of a module outside of numbered layers.
     pub layer: String,
-    /// Operations that run a second time in a micro-batch, in order.
+    /// Operations that a micro-batch recomputes, in order.
     pub ops: Vec<&'static str>,
-    /// The same for the weight gradients alone, where the schedule splits the backward; these may run a third time.
+    /// Operations recomputed only for the weight gradients of a split backward. These may run a third time.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ops_for_weights: Vec<&'static str>,
 }
 
-/// How many operations each micro-batch runs a second time.
+/// Number of operations that each micro-batch recomputes.
 pub fn recomputed_per_micro_batch(program: &Program) -> Vec<usize> {
     let mut counts = Vec::new();
     for instr in &program.instrs {
@@ -29,7 +29,8 @@ pub fn recomputed_per_micro_batch(program: &Program) -> Vec<usize> {
     counts
 }
 
-/// The layers of a program in the order in which they run, with what a micro-batch computes again: the one that does most.
+/// The layers of a program in the order in which they run, with what they recompute in the micro-batch that recomputes
+/// most.
 pub fn recomputed_layers(program: &Program) -> Vec<RecomputedLayer> {
     let counts = recomputed_per_micro_batch(program);
     let most = counts.iter().max().copied().unwrap_or(0);

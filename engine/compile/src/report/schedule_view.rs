@@ -1,8 +1,9 @@
-//! A rank's program seen from outside: its cells, and what is alive from one cell to another.
+//! Views a rank's program as a row of a schedule table.
 //!
-//! In: a program. Out: the row of a table that it runs, messages included, for the checker and the simulator of
-//! `parallel`; and the activations and messages that outlive the cell they are born in. What lives and dies within a cell
-//! is that cell's own affair. Never: an address.
+//! - In: a program.
+//! - Out: the cells of the row, messages included, for the checker and the simulator of `parallel`; and the activations
+//!   and messages that live across several cells. Values that live within one cell are left out.
+//! - Never: an address.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,13 +14,13 @@ use gapless_parallel::{Action, Cell, Communication, CommunicationKind, Kept, Kin
 use crate::program::{BufferKind, InstrKind, Message, Program};
 
 impl Program {
-    /// The row of a table that this program runs: its actions, and the messages between them. A last stage that holds nothing but a
-    /// head that makes its gradients in the forward has its backward there, too.
+    /// The row of a schedule table that this program runs: its actions, and the messages between them. If the last
+    /// stage is only a head that computes its gradients in the forward, its backward is listed there too.
     pub fn cells(&self) -> Vec<Cell> {
         self.steps_by_cell().0
     }
 
-    /// The most bytes of activations and messages that are alive in any cell, beside what lives in one cell alone.
+    /// The peak bytes of activations and messages that live across several cells.
     pub fn peak_bytes_between_cells(&self) -> u64 {
         let (cells, cell_of) = self.steps_by_cell();
         let mut change = vec![0i128; cells.len() + 1];
@@ -34,7 +35,7 @@ impl Program {
         live.max().unwrap_or(0) as u64
     }
 
-    /// What outlives the cell that it is born in: for the simulator, from a program of one micro-batch.
+    /// The values that live across several cells. The simulator takes them from a program of one micro-batch.
     pub fn kept(&self) -> Vec<Kept> {
         let (cells, cell_of) = self.steps_by_cell();
         self.outliving(&cell_of)
@@ -42,7 +43,7 @@ impl Program {
             .collect()
     }
 
-    /// Bytes, and the cells of the first and last use, of activations and messages that are used in several cells.
+    /// The bytes of such activations and messages, with the cells of their first and last use.
     fn outliving(&self, cell_of: &[Option<usize>]) -> impl Iterator<Item = (u64, usize, usize)> {
         let mut used: Vec<Option<(usize, usize)>> = vec![None; self.buffers.len()];
         for (instr, cell) in self.instrs.iter().zip(cell_of) {
@@ -59,7 +60,7 @@ impl Program {
         })
     }
 
-    /// The cells, and the cell of each step; none for what happens once per step.
+    /// The cells, and the cell of each instruction; `None` for work that is done once per step.
     fn steps_by_cell(&self) -> (Vec<Cell>, Vec<Option<usize>>) {
         let mut cells: Vec<Cell> = Vec::new();
         let mut cell_of = vec![None; self.instrs.len()];
@@ -97,7 +98,8 @@ impl Program {
         (cells, cell_of)
     }
 
-    /// By stage and micro-batch, backwards of which there are no instructions of their own, though a gradient is sent.
+    /// Backwards without instructions of their own, by stage and micro-batch. Their gradient is computed in the forward
+    /// and sent.
     fn backwards_within_forwards(&self) -> HashMap<(StageId, MicroBatch), Action> {
         let of = |action: &Action| (action.stage, action.micro_batch);
         let actions = || self.parts.iter().filter(|part| !part.instrs.is_empty()).filter_map(|part| part.action);
@@ -122,7 +124,7 @@ enum Act {
     Wait,
 }
 
-/// A message in PyTorch's words: a send and its wait are the sender's stage's, a receive is the receiver's.
+/// A message in PyTorch's terms: a send and its wait belong to the sender's stage, a receive to the receiver's.
 fn communication(tag: Tag, act: Act, receiver: Option<StageId>) -> Option<Cell> {
     let kind = match (tag.direction, act) {
         (Direction::Forward, Act::Send) => CommunicationKind::SendForward,

@@ -1,8 +1,8 @@
-//! The programs that continue sequences: of a prompt a chunk at a time, then one token at a time.
+//! The programs that continue sequences: `prefill` reads a prompt chunk by chunk, `decode` reads one token at a time.
 //!
-//! Both are the model's forward over tokens whose places in their sequences are an input, and which see the keys and values of those
-//! before in a cache ([`Sequences::Continued`]). They differ in the number of tokens alone, and no operation's order of summation depends on
-//! it, so the logits have the bits of the forward over whole sequences.
+//! Both are the model's forward over tokens whose positions are an input, and which attend to earlier keys and values
+//! in a cache ([`Sequences::Continued`]). They differ only in the number of tokens. No operation's order of summation
+//! depends on that number, so the logits have the bits of a forward over whole sequences.
 
 use std::collections::HashMap;
 
@@ -20,14 +20,15 @@ use crate::partition::ParameterStages;
 use crate::passes::dump;
 use crate::program::{BufferKind, Program};
 
-/// How sequences are continued.
+/// Options for continuing sequences with caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Generation {
-    /// Sequences side by side.
+    /// Number of sequences that are continued at the same time.
     pub batch: usize,
-    /// Tokens that are seen at most, the newest included; by default as many as a training sequence has.
+    /// Maximum number of tokens that the model attends to, the newest included. The default is the length of a training
+    /// sequence.
     pub window: Option<usize>,
-    /// Tokens of a prompt that are read at a time.
+    /// Number of prompt tokens per `prefill` run.
     pub chunk: usize,
 }
 
@@ -38,13 +39,13 @@ impl Default for Generation {
 }
 
 impl Generation {
-    /// Tokens of a sequence that there is room for, and those that are read at a time.
+    /// The capacity of the cache in tokens per sequence, and the number of tokens per `prefill` run.
     pub fn window(&self, options: &StepOptions) -> (usize, usize) {
         let window = self.window.unwrap_or(options.sequence);
         (window, self.chunk.min(window))
     }
 
-    /// `prefill` and `decode`.
+    /// The programs `prefill` and `decode`.
     pub(super) fn programs(
         &self,
         build: &Build<'_>,
@@ -65,7 +66,7 @@ impl Generation {
         Ok(vec![program("prefill", chunk)?, program("decode", 1)?])
     }
 
-    /// The logits of one token of each sequence, f32 [batch, 1, vocabulary].
+    /// A program that returns the logits of one token of each sequence, f32 [batch, 1, vocabulary].
     fn program(
         &self,
         build: &Build<'_>,
@@ -84,8 +85,8 @@ impl Generation {
     }
 }
 
-/// The logits of the tokens that the input `rows` names, one of each sequence, as u32 [batch, 1] over all tokens in order. Where a
-/// model ends in a linear layer, the layer computes no others.
+/// The logits of one token per sequence. The input `rows`, u32 [batch, 1], selects them by their index over all tokens
+/// of the batch. If the model ends in a linear layer, that layer only computes the selected rows.
 fn one_of_each(trace: &Trace, logits: &Tensor) -> Result<Tensor> {
     let (batch, ..) = logits.dims3()?;
     let rows = trace.input("rows", Spec { shape: (batch, 1).into(), dtype: DType::U32 })?;
@@ -104,11 +105,11 @@ fn one_of_each(trace: &Trace, logits: &Tensor) -> Result<Tensor> {
     Ok(pick(&inputs[0])?.linear(&inputs[1], inputs.get(2))?)
 }
 
-/// Compiles what needs no training into one arena: the evaluation, and what continues sequences or, without caches, the logits of
-/// one sequence.
+/// Compiles the programs of a model that is not trained into one arena: the evaluation, and either `prefill` and
+/// `decode` or, without caches, the logits of one sequence.
 ///
 /// # Errors
-/// As [`compile_step`](super::compile_step).
+/// Returns the errors of [`compile_step`](super::compile_step).
 pub fn compile_inference(
     build: &Build<'_>,
     options: &StepOptions,
@@ -124,7 +125,7 @@ pub fn compile_inference(
     }
     programs.iter().for_each(|program| dump("compile", program));
     let executable = compile(&programs, &options.planning())?;
-    // Every parameter once, whichever program reads it.
+    // Each parameter counts once, even if several programs read it.
     let mut parameters: HashMap<&str, u64> = HashMap::new();
     for buffer in programs.iter().flat_map(|program| &program.buffers) {
         if let BufferKind::Always { spec, .. } = &buffer.kind

@@ -1,7 +1,9 @@
-//! A step's graph, recorded once for everything that is lowered from it.
+//! The graph of a step, recorded once and lowered many times.
 //!
-//! In: a model's source and the options of a step. Out: the programs of any rank of its pipeline, under any schedule of as many stages
-//! and any recompute policy. Never: a graph that the options were not recorded with.
+//! - In: a model's source, and the options of a step.
+//! - Out: the programs of any rank of its pipeline, under any schedule with the same number of stages and any recompute
+//!   policy.
+//! - Never: a program for options that the graph was not recorded with.
 
 use std::sync::MutexGuard;
 
@@ -22,8 +24,8 @@ pub struct StepGraph {
 }
 
 impl StepGraph {
-    /// What of the options decides the graph, as text: equal texts, equal graphs of one model. Neither the order of a schedule nor what
-    /// is recomputed, compressed or offloaded is in it.
+    /// A text of all options that the graph depends on: for one model, equal texts mean equal graphs. It contains
+    /// neither the schedule's order nor what is recomputed, compressed or offloaded.
     pub fn key(options: &StepOptions) -> String {
         let StepOptions { batch, micro_batches, sequence, documents, precision, mesh, memory, .. } = options;
         let StepOptions { trainable, loss, optimizer, update, pipeline, keep_gradients, .. } = options;
@@ -35,43 +37,44 @@ impl StepGraph {
         )
     }
 
-    /// Records the graph that the first rank of every stage has.
+    /// Records the graph of a step. It is the same for the first rank of every stage.
     ///
     /// # Errors
-    /// When the options or the model's shapes do not fit together.
+    /// Returns an error if the options or the model's shapes do not fit together.
     pub fn record(build: &Build<'_>, options: &StepOptions) -> Result<Self> {
         options.check()?;
-        // Which rank does what when is asked about when it is lowered.
+        // The actions of each rank are given later, when it is lowered.
         let (mesh, stages) = (options.mesh, options.stages());
         let ranks = RankPlan { mesh, at: mesh.coordinate(0), stages, table: Vec::new() };
         Ok(Self { step: record(build, options, &ranks)?, key: Self::key(options) })
     }
 
-    /// What is recorded; nothing is lowered while it is held.
+    /// Locks the recorded graph. Nothing can be lowered while the guard is held.
     pub fn graph(&self) -> MutexGuard<'_, Graph> {
         self.step.graph()
     }
 
-    /// Trained numbers, of all ranks together.
+    /// Number of trained parameters over all ranks.
     pub fn parameters(&self) -> u64 {
         self.step.parameters
     }
 
-    /// The program of a rank of the pipeline: of the first with its stages.
+    /// The program of a rank of the pipeline. If several ranks have the same stages, it is that of the first.
     ///
     /// # Errors
-    /// As [`program`](super::program), and when the graph was recorded with other options.
+    /// Returns the errors of [`program`](super::program), and one if the graph was recorded with other options.
     pub fn program(&self, options: &StepOptions, rank: usize, target: Target) -> Result<Program> {
         let first = self.first_of(options, rank)?;
         let ranks = RankPlan::of(options, first)?;
         self.lower(options, &ranks, target)
     }
 
-    /// The program of the same rank for a table of fewer micro-batches: what each of them costs and keeps, it does in the whole step.
-    /// Where the schedule may have a split backward compute twice again, the program that never does, and the one that always does.
+    /// The programs of the same rank for a table of fewer micro-batches, each of which costs and keeps what it does in
+    /// the whole step. There is one program. If the policy may recompute twice in a split backward, a second one always
+    /// does so, and the first never does.
     ///
     /// # Errors
-    /// As [`Self::program`].
+    /// Returns the errors of [`Self::program`].
     pub fn sketch(
         &self,
         options: &StepOptions,
@@ -91,7 +94,7 @@ impl StepGraph {
         Ok(programs)
     }
 
-    /// The first rank with the stages of a rank of the pipeline, if the graph is that of such a step.
+    /// The first rank that has the stages of a pipeline rank. Checks that the graph was recorded with these options.
     fn first_of(&self, options: &StepOptions, rank: usize) -> Result<usize> {
         if Self::key(options) != self.key {
             let why = "the step's graph was recorded with others";

@@ -1,6 +1,6 @@
-//! From a model's source to the executable of everything that a trainer runs.
+//! Compiles a model's source to the executable of everything that a trainer runs.
 //!
-//! [`compile_step`] is the table of contents of this crate. What it calls stands in a file of its own each: recording
+//! [`compile_step`] is the table of contents of this crate. Each part that it calls has its own file: recording
 //! (`record`), the update (`update`), recomputation ([`recompute`](crate::recompute)), lowering and the passes
 //! (`lower`, `passes`), and addresses (`link`).
 
@@ -43,59 +43,65 @@ use crate::passes::dump;
 use crate::program::{BufferKind, Program};
 use crate::recompute::{RematPlan, Resolving, stages_twice};
 
-/// What makes a model, whichever it is: so what records and compiles steps is compiled once, and not for every model anew.
+/// A function that builds any model. It is a trait object so that recording and compiling steps need not be
+/// instantiated for every model type.
 pub type Build<'a> = dyn Fn(VarBuilder) -> gapless_graph::Result<Box<dyn Model + 'a>> + 'a;
 
-/// The same for any model.
+/// Makes a [`Build`] of a function that builds one type of model.
 pub fn of_any<'a, M: Model + 'a>(
     build: impl Fn(VarBuilder) -> gapless_graph::Result<M> + 'a,
 ) -> impl Fn(VarBuilder) -> gapless_graph::Result<Box<dyn Model + 'a>> + 'a {
     move |vb| Ok(Box::new(build(vb)?))
 }
 
-/// Micro-batches, by ranks of a pipeline, after which its schedules repeat what they keep.
+/// Number of micro-batches per pipeline rank after which every schedule only repeats what it keeps.
 const MICRO_BATCHES_PER_RANK: usize = 3;
 
-/// The input that carries the optimizer's numbers of a step.
+/// The input that carries the optimizer's scalars of a step.
 pub const SCALARS_INPUT: &str = "step.scalars";
 
-/// The input that says above which loss and above which norm a guarded step is left out.
+/// The input with the loss and the norm above which a guarded step is skipped.
 pub const LIMITS_INPUT: &str = "step.limits";
 
-/// The inputs of a step over packed documents, beside `tokens` and `targets`, all [batch, sequence]: the first token of each token's
-/// document and its place therein (u32), what its loss is multiplied by, and what it counts in the statistics of routers (f32).
+/// Inputs of a step over packed documents, in addition to `tokens` and `targets`. All are [batch, sequence]:
+///
+/// - `starts` (u32): index of the first token of each token's document;
+/// - `positions` (u32): position of each token in its document;
+/// - `weights` (f32): weight of each token's loss;
+/// - `routed` (f32): weight of each token in the statistics of routers.
 pub const DOCUMENT_INPUTS: [&str; 4] = ["starts", "positions", "weights", "routed"];
 
-/// The outputs of a training step that say what parts its loss has, of those that it has.
+/// The outputs of a training step that hold the terms of the loss. A step has only the outputs of terms that its loss
+/// has.
 pub const LOSS_PARTS: [(LossPart, &str); 3] = [
     (LossPart::Likelihood, "likelihood"),
     (LossPart::Balance, "loss of balance"),
     (LossPart::RouterZ, "z-loss of routers"),
 ];
 
-/// What there is to know of a trainer's programs beside the executable.
+/// Information about a trainer's programs, in addition to the executable.
 #[derive(Debug)]
 pub struct CompiledStep {
-    /// Trained numbers.
+    /// Number of trained parameters.
     pub parameters: u64,
-    /// Ids that tokens may have.
+    /// Number of token ids.
     pub vocabulary: usize,
-    /// What the ranks keep between steps.
+    /// The tensors that ranks keep between steps.
     pub layout: CheckpointLayout,
-    /// Names of what the step shows beside the loss.
+    /// Names of the watched values that the step outputs.
     pub watched: Vec<String>,
-    /// A digest of the model's graph and its gradients, the same on all ranks of a mesh.
+    /// A digest of the model's graph before its gradients are added. It is the same on all ranks of a mesh.
     pub model: String,
-    /// The program of the training step; none if the model is not trained.
+    /// The program of the training step; `None` if the model is not trained.
     pub program: Option<Program>,
 }
 
-/// The name under which a gradient can be read.
+/// The name of the output with a parameter's gradient.
 pub fn gradient_output(parameter: &str) -> String {
     format!("gradient of {parameter}")
 }
 
-/// The name under which a watched value can be read.
+/// The name of the output with a watched value.
 pub fn watched_output(name: &str) -> String {
     format!("watched {name}")
 }
@@ -103,7 +109,8 @@ pub fn watched_output(name: &str) -> String {
 /// Compiles the training step, the evaluation and the logits of one sequence into one arena.
 ///
 /// # Errors
-/// When the options or the model's shapes do not fit together; [`Error::OverBudget`].
+/// Returns an error if the options or the model's shapes do not fit together, or if nothing fits the budget
+/// ([`Error::OverBudget`]).
 pub fn compile_step(
     build: &Build<'_>,
     options: &StepOptions,
@@ -111,17 +118,17 @@ pub fn compile_step(
     target: Target,
 ) -> Result<(Executable, CompiledStep)> {
     options.check()?;
-    // What is computed: the forward, its stages, its gradients, the update.
+    // The graph: the forward, its stages, its gradients, the update.
     let step = record(build, options, ranks)?;
-    // The forward alone, twice, with its parameters where the training step has them.
+    // Two programs of the forward alone, with parameters at the same ranks as in the training step.
     let evaluate = evaluation(build, options, ranks, &step.stages, target)?;
     let (logits, vocabulary) = logits(build, options, ranks, &step.stages, target)?;
-    // What continues sequences, whose caches lie where the training step has its activations.
+    // The programs that continue sequences. Their caches share memory with the activations of the training step.
     let generation = match options.caches(target) {
         Some(generation) => generation.programs(build, options, ranks, target)?,
         None => Vec::new(),
     };
-    // What of it is computed again, so that all fit; instructions, and the passes over them.
+    // The choice of what is recomputed so that all programs fit; then instructions, and the passes over them.
     let recomputation = {
         let others: Vec<&Program> = [&evaluate, &logits].into_iter().chain(&generation).collect();
         recompute(&step, options, ranks, target, &others)?
@@ -139,11 +146,11 @@ pub fn compile_step(
     Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model, program }))
 }
 
-/// The program of a rank's training step, before anything has an address: what the checker and the simulator of `parallel` can be asked
-/// about.
+/// The program of a rank's training step, before anything has an address. The checker and the simulator of `parallel`
+/// work on it.
 ///
 /// # Errors
-/// When the options or the model's shapes do not fit together, or there is no such rank.
+/// Returns an error if the options or the model's shapes do not fit together, or if there is no such rank.
 pub fn program<M: Model>(
     build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
     options: &StepOptions,
@@ -153,10 +160,11 @@ pub fn program<M: Model>(
     lowered(&of_any(build), options, rank, target)
 }
 
-/// The plan of a rank's training step alone, without the evaluation and the sampling that a trainer has in the same arena. Reserves nothing.
+/// The plan of a rank's training step alone, without the evaluation and sampling programs that share a trainer's arena.
+/// Reserves no memory.
 ///
 /// # Errors
-/// As [`program`]; [`Error::OverBudget`].
+/// Returns the errors of [`program`], and [`Error::OverBudget`].
 pub fn plan<M: Model>(
     build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
     options: &StepOptions,
@@ -174,7 +182,7 @@ fn lowered(build: &Build<'_>, options: &StepOptions, rank: usize, target: Target
     step.lower(&ranks, target, &recomputation)
 }
 
-/// The graph of a training step.
+/// Records the graph of a training step.
 fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<TrainStep> {
     let mut step = TrainStep::forward(build, options, ranks)?;
     step.partition(options, ranks)?;
@@ -186,7 +194,8 @@ fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<
     Ok(step)
 }
 
-/// What a step computes again; twice in those stages of a split backward where that lowers the most bytes that are alive on the rank.
+/// Decides what a step recomputes. In a split backward, a stage recomputes twice if that lowers the peak live bytes of
+/// the rank.
 fn recompute(
     step: &TrainStep,
     options: &StepOptions,
@@ -207,8 +216,8 @@ fn recompute(
     Ok(once.twice_in(&graph, &twice))
 }
 
-/// The same rank in a step of as many micro-batches as are ever under way in the schedules of this repository, with some behind them: once
-/// as many are alive as ever will be, more of them repeat what was there.
+/// The same rank in a shorter step, with enough micro-batches for a schedule to reach its steady state. After that,
+/// further micro-batches only repeat it.
 fn fewer_micro_batches(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     let fewer = MICRO_BATCHES_PER_RANK * options.mesh.pipeline;
     let short = (fewer < options.micro_batches)
@@ -216,8 +225,8 @@ fn fewer_micro_batches(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     short.flatten().unwrap_or_else(|| ranks.clone())
 }
 
-/// The stages of a rank that may compute twice again: those whose backward is split, by a policy that names what it drops. Where rows
-/// are let go while the step runs, what makes them again reads what waits.
+/// The stages of a rank that may recompute twice: those with a split backward, if a policy names what is dropped. Not
+/// with [`Overflow::Recompute`], because the recomputation of evicted rows reads values that are kept.
 fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Option<BTreeSet<StageId>> {
     let row = &ranks.table[ranks.at.pipeline];
     let split = row.iter().filter(|action| action.kind == Kind::BackwardInput);
@@ -226,7 +235,8 @@ fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Op
     (is_named && options.memory.overflow != Overflow::Recompute && !stages.is_empty()).then_some(stages)
 }
 
-/// What the policy says. A budget is for the step and `others` in one arena: each way that the search tries is lowered and placed.
+/// Resolves the policy or the budget. A budget covers the step and `others` in one arena: each plan that the search
+/// tries is lowered and placed.
 fn policy(
     step: &TrainStep,
     options: &StepOptions,
@@ -247,7 +257,7 @@ fn policy(
     })
 }
 
-/// The loss of as many sequences as a micro-batch has, without dropout.
+/// A program that returns the loss of as many sequences as a micro-batch has, without dropout.
 fn evaluation(
     build: &Build<'_>,
     options: &StepOptions,
@@ -260,7 +270,7 @@ fn evaluation(
     forward(&trace, "evaluate", Output::everywhere("loss", loss.id()), ranks, stages, target)
 }
 
-/// The logits of one sequence in f32, and how many ids tokens may have.
+/// A program that returns the logits of one sequence in f32, and the number of token ids.
 fn logits(
     build: &Build<'_>,
     options: &StepOptions,
@@ -276,7 +286,7 @@ fn logits(
     Ok((program, vocabulary))
 }
 
-/// A program of the forward pass alone, cut where the training step is.
+/// A program of the forward alone, partitioned like the training step.
 fn forward(
     trace: &Trace,
     name: &str,
@@ -299,7 +309,7 @@ fn forward(
     })
 }
 
-/// What only a later program reads would not follow the training.
+/// Checks that later programs read only parameters of the training step; any other would not be updated.
 fn expect_same_parameters(programs: &[Program]) -> Result<()> {
     let held = |program: &Program| -> BTreeSet<String> {
         let always = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Always { .. }));

@@ -1,5 +1,7 @@
-//! The description of a training step: everything that decides its programs and their memory. Run files, the flags of the command and
-//! the options of a trainer are built from these types, so each setting has its documentation, its default and its check here only.
+//! The description of a training step: everything that decides its programs and their memory.
+//!
+//! Run files, the flags of the command and the options of a trainer are built from these types. So each setting has its
+//! documentation, its default and its check only here.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -106,7 +108,7 @@ impl Precision {
     }
 }
 
-/// As a run's file writes it.
+/// Parses the precision as run files write it.
 impl FromStr for Precision {
     type Err = Error;
 
@@ -120,7 +122,7 @@ impl FromStr for Precision {
     }
 }
 
-/// The precision with masters of a type that a model can be stored in.
+/// The precision with f32 masters for a type that a model can be stored in.
 impl TryFrom<DType> for Precision {
     type Error = Error;
 
@@ -203,13 +205,16 @@ impl Default for MemoryOptions {
 /// Settings of the update that apply to any rule.
 #[derive(Debug, Clone, Default)]
 pub struct UpdateOptions {
-    /// Parameters with a rule or a learning rate of their own; of several that name one, the first counts.
+    /// Parameter groups with their own rule or learning rate. If several groups name a parameter, the first one
+    /// applies.
     pub groups: Vec<ParameterGroup>,
     /// The absolute value to which gradient elements are clamped, before the norm is computed.
     pub max_value: Option<f64>,
-    /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds the limits.
+    /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds
+    /// the limits.
     pub guarded: bool,
-    /// Keep an exponential moving average of every trained parameter, `average/NAME`, in f32: what stays of it in a step, 0.999 or more.
+    /// The decay of an exponential moving average of every trained parameter, kept in f32 as `average/NAME`. Usual
+    /// values are 0.999 and above.
     pub average: Option<f64>,
 }
 
@@ -225,16 +230,16 @@ pub struct ParameterGroup {
 }
 
 impl UpdateOptions {
-    /// Groups of one update, at most: every parameter is compared with each, and each has an input of its own.
+    /// The maximum number of groups. Every parameter is compared with each group, and each group has its own input.
     pub const MAX_GROUPS: usize = 256;
 
-    /// The number of a parameter's group, counted from 1; 0 for the rest.
+    /// The index of a parameter's group, counted from 1; 0 if it is in none.
     pub fn group_of(&self, parameter: &str) -> usize {
         let is_in = |group: &ParameterGroup| group.names.iter().any(|pattern| names(pattern, parameter));
         self.groups.iter().position(is_in).map_or(0, |group| group + 1)
     }
 
-    /// The rules that parameters are updated by, in the order of their groups, each with what its learning rate is multiplied by.
+    /// The rules of parameters without a group and of each group in order, each with its learning rate factor.
     pub fn rules<'a>(
         &'a self,
         rest: &'a Arc<dyn Optimizer>,
@@ -243,13 +248,13 @@ impl UpdateOptions {
         std::iter::once((rest, 1.0)).chain(groups)
     }
 
-    /// The inputs that carry their numbers of a step, in the same order.
+    /// The inputs that carry the scalars of these rules, in the same order.
     pub fn scalars_inputs(&self) -> Vec<String> {
         let of_group = |group: usize| format!("{SCALARS_INPUT}.{group}");
         std::iter::once(SCALARS_INPUT.to_owned()).chain((1..=self.groups.len()).map(of_group)).collect()
     }
 
-    /// Checks the numbers.
+    /// Checks the settings.
     fn check(&self) -> Result<()> {
         if let Some(value) = self.max_value.filter(|value| value.is_nan() || *value <= 0.0) {
             return Err(Error::config("optimizer.max_value", format!("is {value}"), "it is above 0"));
@@ -302,17 +307,17 @@ impl Default for StepOptions {
 }
 
 impl StepOptions {
-    /// Tokens of a step, at most.
+    /// The maximum number of tokens per step.
     const MOST_TOKENS: usize = 1 << 28;
-    /// Micro-batches of a step, ranks along one axis, and chunks of one, at most.
+    /// The maximum number of micro-batches per step, of ranks along one axis, and of chunks per rank.
     const MOST_PARTS: usize = 1 << 16;
 
-    /// Parts into which the batch is cut: micro-batches of all ranks that share it.
+    /// The number of parts into which the batch is split: micro-batches of all ranks that share it.
     pub fn parts(&self) -> usize {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
     }
 
-    /// The rule that a parameter is updated by, if the model says nothing else.
+    /// The rule that updates a parameter, unless the model sets its own.
     pub fn rule_of(&self, parameter: &str) -> &Arc<dyn Optimizer> {
         match self.update.group_of(parameter) {
             0 => &self.optimizer,
@@ -320,12 +325,12 @@ impl StepOptions {
         }
     }
 
-    /// Sequences per evaluation: as many as a micro-batch has.
+    /// The number of sequences per evaluation, as many as a micro-batch has.
     pub fn evaluation_batch(&self) -> usize {
         self.batch / self.parts().max(1)
     }
 
-    /// Stages of the pipeline.
+    /// The number of pipeline stages.
     pub fn stages(&self) -> usize {
         self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
@@ -354,7 +359,7 @@ impl StepOptions {
     /// Checks all settings. Errors name the key of the run file.
     ///
     /// # Errors
-    /// The refused key, and those of [`Optimizer::check`].
+    /// Returns an error with the refused key, and the errors of [`Optimizer::check`].
     pub fn check(&self) -> Result<()> {
         self.check_values()?;
         let Self { batch, micro_batches, memory, .. } = self;
@@ -389,7 +394,7 @@ impl StepOptions {
     /// Checks each setting on its own, regardless of the others.
     ///
     /// # Errors
-    /// As [`Self::check`].
+    /// Returns the errors of [`Self::check`].
     pub fn check_values(&self) -> Result<()> {
         let Self { batch, sequence, mesh, memory, .. } = self;
         let extents = [

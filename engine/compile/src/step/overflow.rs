@@ -1,4 +1,4 @@
-//! When there is no room for rows that expert ranks receive.
+//! The policy for steps whose received rows exceed the reserve.
 
 use std::str::FromStr;
 
@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 
-/// What becomes of a step in which a rank receives more rows than [`MemoryOptions::routing`](super::MemoryOptions::routing) has
-/// room for. A capacity of the router leaves rows out before that.
+/// The behaviour of a step in which a rank receives more rows than
+/// [`MemoryOptions::routing`](super::MemoryOptions::routing) reserves. A router with a capacity drops rows before that.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Overflow {
@@ -26,7 +26,7 @@ pub enum Overflow {
     Recompute,
 }
 
-/// As `error`, `grow` or `recompute`.
+/// Parses `error`, `grow` or `recompute`.
 impl FromStr for Overflow {
     type Err = Error;
 

@@ -1,4 +1,4 @@
-//! How a step is spread over ranks: which stage runs where, and in which order.
+//! The distribution of a step over ranks: which stage runs where, and in which order.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,15 +14,15 @@ use super::StepOptions;
 use crate::error::{Error, Result};
 use crate::partition::StagePartition;
 
-/// The order of work in a pipeline, and how the model is cut for it.
+/// The order of work in a pipeline, and how the model is partitioned for it.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(try_from = "Named", into = "Named")]
 pub struct Pipeline {
-    /// Each rank's actions, in order.
+    /// The schedule, which gives each rank's actions in order.
     pub schedule: Arc<dyn Schedule + Send + Sync>,
     /// Stages per rank.
     pub chunks: usize,
-    /// Where stages begin.
+    /// The stage boundaries.
     pub cut: StagePartition,
 }
 
@@ -33,7 +33,7 @@ impl Default for Pipeline {
     }
 }
 
-/// A pipeline as a run's `[pipeline]` says it.
+/// A pipeline as a run file's `[pipeline]` describes it.
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Named {
@@ -98,32 +98,32 @@ impl fmt::Debug for Pipeline {
     }
 }
 
-/// What one rank of a mesh needs to know to compile its programs.
+/// Everything that one rank needs to know of the mesh to compile its programs.
 #[derive(Debug, Clone)]
 pub struct RankPlan {
-    /// How many ranks there are, and of what kinds.
+    /// The number of ranks along each axis.
     pub mesh: Mesh,
-    /// Which of them this is.
+    /// The coordinate of this rank.
     pub at: Coordinate,
-    /// Stages of the pipeline.
+    /// Number of pipeline stages.
     pub stages: usize,
-    /// The actions of a training step, of every rank of the pipeline.
+    /// The actions of a training step, for every rank of the pipeline.
     pub table: Vec<Vec<Action>>,
 }
 
 impl RankPlan {
-    /// The plan of a rank of this step.
+    /// The plan of one rank of this step.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// Returns the errors of [`Self::new`].
     pub fn of(options: &StepOptions, rank: usize) -> Result<Self> {
         Self::new(options.mesh, rank, &options.pipeline, options.micro_batches)
     }
 
-    /// A rank's place in the mesh, and the actions of its pipeline.
+    /// A rank's coordinate in the mesh, and the actions of its pipeline.
     ///
     /// # Errors
-    /// When the mesh has no such rank, or the schedule does not exist for its shape.
+    /// Returns an error if the mesh has no such rank, or if the schedule does not support its shape.
     pub fn new(mesh: Mesh, rank: usize, pipeline: &Pipeline, micro_batches: usize) -> Result<Self> {
         let ranks = mesh.ranks()?;
         let fail = |why, remedy| Err(Error::config("mesh", why, remedy));
@@ -148,17 +148,17 @@ impl RankPlan {
         Ok(Self { mesh, at: mesh.coordinate(rank), stages, table })
     }
 
-    /// Ranks with the same stages: each has a share of the batch.
+    /// Number of ranks with the same stages; each has a share of the batch.
     pub fn batch_ranks(&self) -> usize {
         self.mesh.data * self.mesh.expert
     }
 
-    /// Which of them this is.
+    /// The index of this rank among them.
     pub fn batch_rank(&self) -> usize {
         self.at.data * self.mesh.expert + self.at.expert
     }
 
-    /// Only the forward pass of one micro-batch.
+    /// A table with only the forward of one micro-batch.
     pub fn forward_table(&self) -> Vec<Vec<Action>> {
         let forward = |row: &Vec<Action>| {
             let mut stages: Vec<StageId> = row.iter().map(|action| action.stage).collect();
@@ -170,21 +170,22 @@ impl RankPlan {
     }
 }
 
-/// Which of the equal parts of a batch a rank computes.
+/// The share of a batch that a rank computes, in equal parts.
 #[derive(Debug, Clone, Copy)]
 pub struct Share {
-    /// Equal parts of the batch.
+    /// Number of equal parts of the batch.
     pub parts: usize,
-    /// This rank's first.
+    /// Index of this rank's first part.
     pub first: usize,
-    /// How many parts on the next is: expert ranks take turns, so that an expert's rows come in the order of the batch.
+    /// Distance to this rank's next part. Expert ranks take parts in turn, so that an expert's rows arrive in batch
+    /// order.
     pub stride: usize,
-    /// Parts of this rank.
+    /// Number of parts of this rank.
     pub count: usize,
 }
 
 impl Share {
-    /// A rank's of a training batch.
+    /// The share of a training batch of the rank at `at`.
     pub fn of(options: &StepOptions, at: Coordinate) -> Self {
         let &StepOptions { micro_batches, mesh, .. } = options;
         let first = at.data * micro_batches * mesh.expert + at.expert;

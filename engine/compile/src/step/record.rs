@@ -1,4 +1,4 @@
-//! The graph of a training step, stage by stage: forward, partition, autodiff, update.
+//! Records the graph of a training step in stages: forward, partition, autodiff, update.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -20,33 +20,33 @@ use crate::partition::{ParameterStages, cut, parameter_stages};
 use crate::program::Program;
 use crate::recompute::RematPlan;
 
-/// The graph of a training step. Each of its stages builds on those before.
+/// The graph of a training step. Each recording stage builds on those before it.
 #[derive(Debug)]
 pub(super) struct TrainStep {
     trace: Trace,
     /// The loss of a micro-batch.
     loss: Tensor,
-    /// What a micro-batch's loss counts of the batch's.
+    /// The weight of a micro-batch's loss in the loss of the batch.
     share: f64,
     gradients: Vec<Parameter>,
     outputs: Vec<Output>,
     roles: HashMap<ValueId, Role>,
-    /// Trained numbers, of all ranks together.
+    /// Number of trained parameters over all ranks.
     pub parameters: u64,
-    /// Which stages read each parameter.
+    /// The stages that read each parameter.
     pub stages: ParameterStages,
-    /// What the ranks keep between steps.
+    /// The tensors that ranks keep between steps.
     pub layout: CheckpointLayout,
-    /// Names of what it shows beside the loss.
+    /// Names of the watched values that the step outputs.
     pub watched: Vec<String>,
     /// A digest of the graph before its gradients.
     pub model: String,
-    /// Whether rows that are received need not wait for their backward.
+    /// Whether received rows may be evicted before their backward.
     evicts: bool,
 }
 
 impl TrainStep {
-    /// The forward of a micro-batch.
+    /// Records the forward of a micro-batch.
     pub fn forward(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<Self> {
         let _span = tracing::info_span!("forward").entered();
         let parts = options.micro_batches * ranks.batch_ranks();
@@ -69,18 +69,18 @@ impl TrainStep {
         })
     }
 
-    /// Which stage runs which node.
+    /// Assigns each node to a stage.
     pub fn partition(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
         cut(&mut self.trace.lock(), ranks.stages, &options.pipeline.cut)?;
         self.stages = parameter_stages(&self.trace.lock());
         Ok(())
     }
 
-    /// The gradient of every parameter, on the rank that updates it.
+    /// Records the gradient of every parameter, on the rank that updates it.
     pub fn differentiate(&mut self, options: &StepOptions) -> Result<()> {
         let _span = tracing::info_span!("autodiff").entered();
         let Self { trace, stages, .. } = self;
-        // What is summed up over micro-batches loses more than what isn't.
+        // A sum over micro-batches loses more to rounding, so the optimizer may ask for a wider type.
         let several = options.micro_batches > 1;
         let looked_up = trace.looked_up();
         let gradients = differentiate_in(&trace.graph, &self.loss, self.share, &|parameter| {
@@ -94,7 +94,7 @@ impl TrainStep {
         for gradient in gradients {
             let parameter = trace.tensor(gradient.parameter);
             let name = trace.name(gradient.parameter);
-            // The first stage that reads a parameter owns it; others are brought its new value.
+            // The first stage that reads a parameter owns it; other stages receive its new value.
             let owner = stages.get(&name).and_then(|stages| stages.first()).copied().unwrap_or(StageId(0));
             trace.lock().set_place(Place::Stage(owner));
             let summands = gradient.summands.iter().map(|&id| trace.tensor(id));
@@ -108,7 +108,7 @@ impl TrainStep {
         Ok(())
     }
 
-    /// Loss, norm and every parameter's update; and what the host reads.
+    /// Records loss, norm and the update of every parameter, and the outputs that the host reads.
     pub fn update(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
         let Self { trace, gradients, .. } = &*self;
         let trained = |p: &&Parameter| trace.lock().rule(p.tensor.id()).is_none();
@@ -136,7 +136,7 @@ impl TrainStep {
         Ok(())
     }
 
-    /// Persistent tensors that the forward reads and no update changes.
+    /// Adds persistent tensors to the layout that the forward reads and no update changes.
     fn keep_frozen(&self, update: &Update<'_>, layout: &mut CheckpointLayout) {
         let graph = self.trace.lock();
         for (id, name) in graph.persistent().filter(|(_, name)| self.stages.contains_key(*name)) {
@@ -152,12 +152,12 @@ impl TrainStep {
         }
     }
 
-    /// The program of one rank.
+    /// Lowers the program of one rank.
     pub fn lower(&self, ranks: &RankPlan, target: Target, recomputation: &RematPlan) -> Result<Program> {
         self.lower_graph(&self.graph(), ranks, target, recomputation)
     }
 
-    /// The same, of a graph that the caller has locked.
+    /// Lowers a graph that the caller has locked.
     pub fn lower_graph(
         &self,
         graph: &Graph,
@@ -187,7 +187,7 @@ impl TrainStep {
     }
 }
 
-/// A graph over tokens.
+/// A graph over an input of tokens.
 #[derive(Debug)]
 pub(super) struct Trace {
     graph: Arc<Mutex<Graph>>,
@@ -195,8 +195,7 @@ pub(super) struct Trace {
 }
 
 impl Trace {
-    /// A graph with the model that is to be applied to its tokens, so many sequences of so many, and
-    /// whether it is then trained.
+    /// A graph with a `tokens` input of these extents (sequences, tokens), and the model to apply to it.
     pub fn new<'a>(
         build: &Build<'a>,
         options: &StepOptions,
@@ -214,24 +213,24 @@ impl Trace {
         Ok((Self { graph, tokens }, model))
     }
 
-    /// The tables whose rows are looked up, by tokens or anything else.
+    /// The tables that are looked up by any ids, of tokens or otherwise.
     pub fn looked_up(&self) -> HashSet<ValueId> {
         let graph = self.lock();
         let lookups = graph.nodes().iter().filter(|node| node.op.name() == "embedding");
         lookups.map(|node| graph.value(node.inputs[0]).root).collect()
     }
 
-    /// Rows of the smallest table that tokens are looked up in.
+    /// Number of rows of the smallest table that tokens are looked up in.
     pub fn smallest_table(&self) -> usize {
         let graph = self.lock();
         let lookups = graph.nodes().iter().filter(|n| n.op.name() == "embedding" && n.inputs[1] == self.tokens.id());
         lookups.map(|n| graph.value(n.inputs[0]).spec.dims()[0]).min().unwrap_or(usize::MAX)
     }
 
-    /// The model's loss of the tokens, whose sequences may hold several documents.
+    /// The model's loss of the tokens; sequences may hold several documents.
     ///
     /// # Errors
-    /// The model's own; when tokens that are to count by their weights all count the same.
+    /// Returns the model's own errors, and an error if the loss ignores the tokens' weights.
     pub fn loss(&self, model: &dyn Model, documents: bool, train: bool) -> Result<Tensor> {
         let input = |name, dtype| self.input(name, Spec { shape: self.tokens.shape().clone(), dtype });
         let targets = input("targets", DType::U32)?;

@@ -1,5 +1,5 @@
-//! Judges what is computed again where a schedule splits the backward into I and W: every set of stages that compute twice again,
-//! and every way to keep and drop for each half, lowered one by one.
+//! Checks recomputation in split backwards (I and W) against brute-force searches, which lower every set of stages that
+//! recompute twice, and every choice of dropped values for each half.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -35,20 +35,20 @@ fn recorded(hidden: &[usize], options: &StepOptions, rank: usize) -> (TrainStep,
     (record(&of_any(|vb| Chain::new(hidden, vb)), options, &ranks).unwrap(), ranks)
 }
 
-/// The most bytes that are alive at once, and the time of what is computed again.
+/// The peak live bytes, and the time of the recomputation.
 fn cost(program: &Program) -> (u64, u64) {
     (lower_bound(&table(program).unwrap()), program.nanoseconds(&RATES)[1])
 }
 
-/// By policies that name what they drop, what is computed again comes back twice in the stages where fewest bytes are alive so; of two
-/// that hold the same, in those that take less time.
+/// Under policies that name what they drop, the stages that recompute twice are those with the fewest live bytes. Among
+/// equal ones, they take the least time.
 #[test]
 fn no_other_stages_hold_less() {
     let layers = Recompute::Layers(Layers::All);
     let gelu = Recompute::Ops(vec!["gelu".into()]);
     let (mut once, mut twice) = (0, 0);
     for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2), ("interleaved-zb", 2), ("v-min", 2)] {
-        // With ten micro-batches they are chosen by the first few.
+        // With ten micro-batches, the choice is made from the first few.
         for (rank, recomputed, micro_batches) in [(0, &layers, 4), (1, &layers, 10), (1, &gelu, 4), (0, &gelu, 10)] {
             let options = options(schedule, chunks, micro_batches, dropping(recomputed));
             let (step, ranks) = recorded(&[64, 96, 32, 64], &options, rank);
@@ -71,7 +71,7 @@ fn no_other_stages_hold_less() {
     assert!(once > 0 && twice > 0, "{once} once, {twice} twice");
 }
 
-/// All pairs of what is dropped behind F and what ends with I, of the candidates of a rank.
+/// Costs of all pairs of candidates dropped after F and candidates freed at the end of I.
 fn all_ways(step: &TrainStep, ranks: &RankPlan) -> Vec<(u64, u64)> {
     let graph = step.graph();
     let alive = alive_nodes(&graph, step.outputs());
@@ -98,7 +98,8 @@ fn all_ways(step: &TrainStep, ranks: &RankPlan) -> Vec<(u64, u64)> {
     (0..1 << candidates.len()).flat_map(|dropped| (0..all_again).map(move |again| (dropped, again))).map(way).collect()
 }
 
-/// A budget finds the cheapest of all ways for both halves, beside that of the first micro-batch, which is better still.
+/// A budget finds the cheapest pair of choices for both halves, apart from the separate choice for the first
+/// micro-batch, which is cheaper still.
 #[test]
 fn no_way_for_both_halves_is_cheaper() {
     let all: [(&str, usize, &[usize]); 4] =
@@ -125,7 +126,7 @@ fn no_way_for_both_halves_is_cheaper() {
             (again, at_best) = (again + time, at_best + best);
         }
         println!("{again} ns again, {at_best} at best");
-        // The search counts what W brings back on top of all that another micro-batch keeps of the layers before, not of all layers.
+        // The search adds what W recomputes to what another micro-batch keeps of the layers before, not of all layers.
         assert!(again as f64 <= 1.03 * at_best as f64, "{again} ns again, {at_best} at best");
     }
 }

@@ -16,7 +16,7 @@ pub fn deserialize<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(from: D)
     String::deserialize(from)?.parse().map_err(D::Error::custom)
 }
 
-/// Deserializes a number or a string, as a string.
+/// Deserializes a number or a string to a string.
 pub fn number_or_text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     let (number, text) = (|number: f64| number.to_string(), |text: &str| Ok(text.to_owned()));
     from.deserialize_any(NumberOrText { expected: "a number or a text", number, text })
@@ -44,7 +44,7 @@ impl<V, N: Fn(f64) -> V, T: Fn(&str) -> Result<V, String>> Visitor<'_> for Numbe
     }
 
     fn visit_u64<E: Error>(self, number: u64) -> Result<V, E> {
-        // Exactly, however large.
+        // As text, to keep all digits of large numbers.
         (self.text)(&number.to_string()).map_err(E::custom)
     }
 
@@ -57,14 +57,14 @@ impl<V, N: Fn(f64) -> V, T: Fn(&str) -> Result<V, String>> Visitor<'_> for Numbe
     }
 }
 
-/// A number of bytes, or a text that means one.
+/// An optional number of bytes, written as a number or as text with a unit.
 pub mod size {
     use gapless_alloc::draw::Bytes;
     use schemars::{Schema, SchemaGenerator, json_schema};
 
     use super::*;
 
-    /// As a number.
+    /// Serializes as a number.
     pub fn serialize<S: Serializer>(bytes: &Option<u64>, to: S) -> Result<S::Ok, S::Error> {
         match bytes {
             Some(bytes) => to.serialize_u64(*bytes),
@@ -72,7 +72,7 @@ pub mod size {
         }
     }
 
-    /// A number, or a text with a unit.
+    /// Deserializes a number, or text with a unit.
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
         let text = |text: &str| Bytes::read(text).map(Some).map_err(|why| why.to_string());
         let expected = "a number of bytes, like 4096 or \"600MiB\"";
@@ -86,7 +86,7 @@ pub mod size {
     }
 }
 
-/// Room for routed rows: a factor, or a text.
+/// The reserve for routed rows, written as a factor or as text.
 pub mod reserve {
     use gapless_alloc::arena::Reserve;
     use gapless_alloc::draw::Bytes;
@@ -94,7 +94,7 @@ pub mod reserve {
 
     use super::*;
 
-    /// As a factor, or as a text.
+    /// Serializes as a factor, or as text.
     pub fn serialize<S: Serializer>(reserve: &Reserve, to: S) -> Result<S::Ok, S::Error> {
         match reserve {
             Reserve::Worst => to.serialize_str("worst"),
@@ -103,7 +103,7 @@ pub mod reserve {
         }
     }
 
-    /// A factor, or a text.
+    /// Deserializes a factor, or text.
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Reserve, D::Error> {
         let number = |factor| Reserve::Balanced { factor };
         let text = |text: &str| match (text, text.parse()) {

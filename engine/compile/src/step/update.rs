@@ -1,9 +1,9 @@
-//! The update part of a step: loss and norm for everyone, every parameter changed by whoever owns it.
+//! The update of a step: loss and norm for every rank, and the update of every parameter by the ranks that own it.
 //!
-//! With several ranks that share the batch the gradient of a parameter is summed over them in parts (reduce-scatter), each rank
-//! updates its part with its part of the optimizer's states, and the parts are brought together again (all-gather): ZeRO stage 1
-//! (Rajbhandari et al., arXiv 1910.02054, section 5). Parameters that do not divide as the optimizer needs it, or are too
-//! small to be worth it, are summed and updated whole by all.
+//! If several ranks share the batch, each parameter is updated in parts as in ZeRO stage 1 (Rajbhandari et al., arXiv
+//! 1910.02054, section 5). A reduce-scatter sums the gradient, each rank updates its part with its part of the
+//! optimizer states, and an all-gather completes the parameter. Parameters that do not divide as the optimizer
+//! requires, or that are too small, are summed and updated whole by every rank.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -22,22 +22,22 @@ use gapless_parallel::StageId;
 use super::record::Trace;
 use super::{LIMITS_INPUT, RankPlan, StepOptions};
 
-/// A parameter with the gradient that this rank has of it.
+/// A parameter, with the gradient that this rank has of it.
 #[derive(Debug)]
 pub(super) struct Parameter {
     pub name: String,
     pub tensor: Tensor,
-    /// Extents of all of it.
+    /// Extents of the whole parameter.
     pub dims: Vec<usize>,
-    /// Whether `tensor` is this expert rank's share.
+    /// Whether `tensor` is this expert rank's share of the parameter.
     pub shared: bool,
-    /// Summed over this rank's micro-batches.
+    /// The gradient, summed over this rank's micro-batches.
     pub gradient: Tensor,
     /// The stage whose ranks update it.
     pub owner: StageId,
 }
 
-/// Elements per rank below which a parameter is updated whole.
+/// A parameter is updated whole if its parts would have fewer elements than this.
 const SMALLEST_PART: usize = 256;
 
 pub(super) struct Update<'a> {
@@ -46,65 +46,65 @@ pub(super) struct Update<'a> {
     pub options: &'a StepOptions,
 }
 
-/// What there is to update on this rank: a parameter, or its part of it.
+/// A parameter, or the part of it that this rank updates.
 struct Target<'a> {
     parameter: &'a Parameter,
     of: ParameterInfo<'a>,
     gradient: Tensor,
     part: Part,
     rule: Arc<dyn Optimizer>,
-    /// Which group's numbers the rule reads.
+    /// Index of the group whose scalars the rule reads.
     group: usize,
-    /// Whether the model says itself how it changes.
+    /// Whether the model sets the rule of this parameter itself.
     is_own: bool,
 }
 
-/// What all updates of a step read.
+/// Inputs of all updates of a step.
 struct Inputs {
     norm: Tensor,
-    /// Of each group.
+    /// The scalars of each group.
     scalars: Vec<Tensor>,
 }
 
-/// What part of a parameter a rank has and updates.
+/// The part of a parameter that a rank holds and updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Part {
-    /// All of it, as all others do.
+    /// The rank updates the whole parameter, as all other ranks do.
     Whole,
-    /// It has all of it, and updates its part, as each of the batch's ranks does.
+    /// The rank holds the whole parameter and updates its part, as each rank that shares the batch does.
     OfBatch,
-    /// It has and updates a share of it, as each of the expert ranks does.
+    /// The rank holds and updates a share of the parameter, as each expert rank does.
     OfExperts,
 }
 
 /// Roles of the states that an update declares.
 type Roles = HashMap<ValueId, Role>;
 
-/// What the whole mesh keeps between steps.
+/// The tensors that the whole mesh keeps between steps.
 #[derive(Debug, Default)]
 pub struct CheckpointLayout {
     /// Extents of every parameter and state, by name.
     pub shapes: BTreeMap<String, Vec<usize>>,
-    /// The stage of those that an update changes.
+    /// The owning stage of each tensor that an update changes.
     pub stages: BTreeMap<String, StageId>,
-    /// Those that no update changes.
+    /// Tensors that no update changes.
     pub frozen: BTreeSet<String>,
-    /// Those of which this rank has only a part.
+    /// Tensors of which this rank has only a part.
     pub parts: HashMap<String, KeptPart>,
-    /// States that begin as their parameter, by its name: masters and averages.
+    /// States that are initialized from their parameter (masters and averages), by the parameter's name.
     pub copies: HashMap<String, Vec<String>>,
 }
 
-/// A flat part of a tensor.
+/// A contiguous part of a flattened tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct KeptPart {
-    /// The first element.
+    /// Index of the first element.
     pub first: usize,
-    /// Whether no rank before this one has the same part.
+    /// Whether this rank is the first of those with the same part.
     pub alone: bool,
 }
 
-/// What recording an update gives.
+/// The result of recording an update.
 pub(super) struct Recorded {
     /// The norm of all gradients.
     pub norm: Tensor,
@@ -121,7 +121,8 @@ impl Update<'_> {
         self.all_reduce(&mean, Group::Batch)
     }
 
-    /// A part of that loss: each stage adds up its summands, and everyone those of the stages. None if the loss has no such part.
+    /// A term of that loss: each stage adds its summands, then every rank adds the sums of the stages. `None` if the
+    /// loss has no such term.
     pub fn mean_loss_part(&self, part: LossPart, loss: &Tensor, share: f64) -> Result<Option<Tensor>> {
         let mut stages: BTreeMap<Place, Vec<Tensor>> = BTreeMap::new();
         let summands = self.trace.lock().parts_of_loss(loss.id(), part);
@@ -141,7 +142,7 @@ impl Update<'_> {
         sum(means)
     }
 
-    /// What a value of every micro-batch is in all, for whoever trains.
+    /// The total of a per-micro-batch value over all micro-batches and all ranks that share the batch.
     pub fn total(&self, value: &Tensor) -> Result<Tensor> {
         let place = self.trace.lock().place_of(value.id()).unwrap_or_default();
         self.place(place);
@@ -157,7 +158,7 @@ impl Update<'_> {
         self.check_groups(&targets)?;
         let norm = self.norm(&targets, loss)?;
         let inputs = Inputs {
-            // Nothing to wait for: neither clipped nor left out.
+            // With released gradients, updates must not wait for the norm. They neither clip nor skip.
             norm: if self.options.memory.release_gradients {
                 loss.constant(0.0, ())
             } else {
@@ -221,7 +222,7 @@ impl Update<'_> {
         Ok(())
     }
 
-    /// Declares what this rank has of a parameter's state.
+    /// Declares this rank's part of a parameter's state.
     fn state(
         &self,
         target: &Target<'_>,
@@ -256,7 +257,7 @@ impl Update<'_> {
         Ok(self.trace.tensor(id))
     }
 
-    /// Whether every pattern names a parameter that is trained.
+    /// Checks that every pattern names a trained parameter.
     fn check_groups(&self, targets: &[Target<'_>]) -> Result<()> {
         let is_there = |pattern: &String| targets.iter().any(|target| names(pattern, &target.parameter.name));
         match self.options.update.groups.iter().flat_map(|group| &group.names).find(|pattern| !is_there(pattern)) {
@@ -268,7 +269,7 @@ impl Update<'_> {
         }
     }
 
-    /// The norm, or infinity where the step is to be left out.
+    /// The norm, or infinity if the step must be skipped.
     fn guarded(&self, norm: &Tensor, loss: &Tensor) -> Result<Tensor> {
         if !self.options.update.guarded {
             return Ok(norm.clone());
@@ -297,7 +298,7 @@ impl Update<'_> {
         Ok(Target { parameter, of, gradient, part, rule, group, is_own })
     }
 
-    /// A parameter's gradient over all ranks that share the batch, and what part of it this rank updates.
+    /// A parameter's gradient summed over all ranks that share the batch, and the part of it that this rank updates.
     fn summed(
         &self,
         gradient: &Tensor,
@@ -329,16 +330,17 @@ impl Update<'_> {
         }
     }
 
-    /// A copy: what is summed in place must be nobody else's, and two parameters may have one gradient.
+    /// A copy of a gradient. An in-place sum needs its own tensor, and two parameters may share one gradient.
     fn own(&self, gradient: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(Contiguous, &[gradient]).map(|[own]| own)
     }
 
-    /// The norm of all gradients: each stage squares its own, and everyone adds up. What changes by a rule of its own has none.
+    /// The norm of all gradients: each stage squares its own, and every rank adds them up. Parameters with a rule set
+    /// by the model are left out.
     fn norm(&self, targets: &[Target<'_>], loss: &Tensor) -> Result<Tensor> {
         let mut groups: BTreeMap<(StageId, Part, usize), Vec<&Tensor>> = BTreeMap::new();
         for (index, target) in targets.iter().enumerate().filter(|(_, target)| !target.is_own) {
-            // A gradient that is let go of is squared by itself.
+            // A gradient that is released early is squared on its own.
             let group = if self.options.memory.release_gradients { index } else { 0 };
             groups.entry((target.parameter.owner, target.part, group)).or_default().push(&target.gradient);
         }
@@ -359,11 +361,11 @@ impl Update<'_> {
         }
         self.place(Place::Everywhere);
         let [norm] = Tensor::apply_op(GlobalNorm, &squares.iter().collect::<Vec<_>>())?;
-        // A loss that is not finite makes the norm not finite, and the update then leaves the model alone.
+        // A non-finite loss makes the norm non-finite, so that the update leaves the model unchanged.
         norm.add(&loss.affine(0.0, 0.0)?)
     }
 
-    /// What a rank has of a state.
+    /// Shape and type of this rank's part of a state.
     fn part_of_state(&self, name: &str, whole: Spec, part: Part) -> Result<Spec> {
         let ranks = self.ranks(part);
         if part == Part::Whole {
@@ -377,14 +379,14 @@ impl Update<'_> {
         Ok(Spec { shape: (whole.elements() / ranks).into(), dtype: whole.dtype })
     }
 
-    /// A copy of this rank's part of a parameter that it has all of.
+    /// A copy of this rank's part of a parameter that it holds whole.
     fn part_of(&self, whole: &Tensor) -> Result<Tensor> {
         let part = whole.elem_count() / self.ranks(Part::OfBatch);
         let view = whole.reshape(whole.elem_count())?.narrow(0, self.plan.batch_rank() * part, part)?;
         self.own(&view)
     }
 
-    /// How many ranks have a part of what is shared so.
+    /// Number of ranks among which a parameter is divided.
     fn ranks(&self, part: Part) -> usize {
         match part {
             Part::Whole => 1,
@@ -393,7 +395,7 @@ impl Update<'_> {
         }
     }
 
-    /// This rank's part, of so many elements.
+    /// This rank's part, which has this many elements.
     fn kept_part(&self, part: Part, elements: usize) -> KeptPart {
         match part {
             Part::Whole | Part::OfBatch => KeptPart { first: self.plan.batch_rank() * elements, alone: true },
@@ -401,12 +403,12 @@ impl Update<'_> {
         }
     }
 
-    /// This expert rank's share, of so many elements.
+    /// This expert rank's share, which has this many elements.
     pub fn share(&self, elements: usize) -> KeptPart {
         KeptPart { first: self.plan.at.expert * elements, alone: self.plan.at.data == 0 }
     }
 
-    /// The sum over some ranks, in place; the value itself for one.
+    /// The sum over the ranks of a group, in place. Returns the value itself if there is only one rank.
     fn all_reduce(&self, x: &Tensor, group: Group) -> Result<Tensor> {
         if group == Group::Batch && self.plan.batch_ranks() == 1 {
             return Ok(x.clone());

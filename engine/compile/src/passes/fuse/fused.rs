@@ -1,8 +1,9 @@
-//! Operations that one kernel does together, so that what they hand each other stays in registers.
+//! Several operations that run as one kernel, so that intermediate values stay in registers.
 //!
-//! In: operations in order, each with where its inputs come from: memory, or an operation before it. Out: one operation, with
-//! one launch: of a kernel that is generated for it ([`generate`]), or of a product with an epilogue (`product`). Between them
-//! numbers are f32, whatever the unfused operations would have stored. Never: a choice of what belongs together; that is `fuse/mod.rs`.
+//! - In: operations in order, each with the sources of its inputs: memory, or an earlier operation.
+//! - Out: one operation with one launch, either of a kernel generated for it ([`generate`]) or of a matrix product with
+//!   an epilogue (`product`). Intermediate values are f32, whatever type the unfused operations would have stored.
+//! - Never: the choice of operations to fuse; that is made in `fuse/mod.rs`.
 
 use std::sync::Arc;
 
@@ -15,28 +16,28 @@ use gapless_kernels::cuda::{Fusible, Launch, Operands, launch};
 
 use super::product;
 
-/// One of the operations.
+/// One of the fused operations.
 #[derive(Debug, Clone)]
 pub struct Member {
     pub op: Arc<dyn Op>,
-    /// Where each input comes from, and its extents.
+    /// The source of each input, and its extents.
     pub inputs: Vec<(Source, Vec<usize>)>,
 }
 
-/// Several operations as one.
+/// Several operations fused into one.
 #[derive(Debug)]
 pub struct Fused {
-    /// In order.
+    /// The operations, in order.
     pub members: Vec<Member>,
-    /// What each output is: a member's output.
+    /// For each output, the member and the index of that member's output.
     pub outputs: Vec<(usize, usize)>,
     /// Shapes and types of the outputs.
     pub specs: Vec<Spec>,
-    /// (input, output) with the same bytes.
+    /// Pairs (input, output) that share a buffer.
     pub overwrites: Vec<(usize, usize)>,
-    /// Scratch of a product, or of sums over rows, among them.
+    /// Sizes of the scratch pieces that a matrix product or a sum over rows needs.
     pub workspace: Vec<u64>,
-    /// Arithmetic of all members.
+    /// Floating-point operations of all members.
     pub flops: u64,
 }
 
@@ -57,7 +58,7 @@ impl Op for Fused {
         &self.overwrites
     }
 
-    /// By the reference: on a processor there is nothing to gain.
+    /// Runs the reference implementation, because fusing gains nothing on a CPU.
     fn run(&self, args: &mut Args<'_>) {
         let outputs: Vec<&mut [f32]> = (0..self.outputs.len()).map(|index| args.output(index)).collect();
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect();

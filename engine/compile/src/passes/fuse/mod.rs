@@ -1,13 +1,19 @@
-//! Merges operations that a GPU does element by element, and what stands beside them, into one instruction, so that they hand each
-//! other numbers in registers.
+//! Fuses elementwise GPU operations and some of their neighbours, so that intermediate values stay in registers.
 //!
-//! In: a program in its last order. Out: the same program with fewer instructions, and perhaps fewer buffers. An operation joins
-//! a later one that reads what it makes; they then happen where the last of them did. What nobody else reads stays in registers,
-//! and has no buffer any more unless they write over it; anything else is stored beside. Rows may be normalised in the end, and
-//! their gradient, or a product of matrices with an epilogue, may be the beginning; with the gradient of rows go those of the
-//! normalisation's weight and bias, which read the same rows. The gradient of a table is added where the sum with another is. The
-//! most live bytes never rise. Never: over a message, a collective, or from one action into another, that last one's sum in the update
-//! aside; with rows that are counted; or what is computed again with what is not, so that reports know one from the other.
+//! In: a program in its final order. Out: the same program with fewer instructions, and possibly fewer buffers. An
+//! operation is fused into a later one that reads its result, and the group runs at the position of its last member.
+//!
+//! - A result that only the group reads stays in registers. Its buffer is removed unless a member overwrites it in
+//!   place. Other results are also stored.
+//! - A group may end with a normalization of rows.
+//! - A group may begin with the input gradient of a normalization, which then takes the gradients of its weight and
+//!   bias along, because they read the same rows.
+//! - A matrix product takes one operation as its epilogue.
+//! - An embedding gradient is accumulated into the other summand of the sum that reads it.
+//! - The peak of live bytes never rises.
+//!
+//! Never: fuses across a message or collective, or across actions, except that an embedding gradient may move into a
+//! sum in the update. Never fuses dynamic rows, or recomputed with other operations, because reports distinguish these.
 
 mod fused;
 mod product;
@@ -30,14 +36,15 @@ use crate::error::Result;
 use crate::passes::reorder::Profile;
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 
-/// How far in front of the last of them the first may stand.
+/// Maximum distance between the first and the last member, in instructions.
 const REACH: usize = 64;
 
-/// Operations, and operands of the whole: beyond that, registers run out before launches cost anything.
+/// Maximum number of members. Larger kernels run out of registers before they save launches.
 const MOST_MEMBERS: usize = 24;
+/// Maximum number of operands of the fused instruction, for the same reason.
 const MOST_OPERANDS: usize = 16;
 
-/// Inputs, and constants, that expressions have a digit for.
+/// Maximum number of inputs, and of constants, because an expression names each by one digit.
 const MOST_NAMED: usize = 10;
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
@@ -45,7 +52,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Merges what can be merged.
+/// Fuses all groups that it finds.
 fn fuse(program: &mut Program) {
     let mut fusion = Fusion::new(program);
     let mut merged: Vec<(usize, Instr)> = Vec::new();
@@ -63,34 +70,35 @@ fn fuse(program: &mut Program) {
     program.keep(&is_kept);
 }
 
-/// What a buffer holds from one write to the next.
+/// The contents of a buffer from one write to the next.
 #[derive(Debug, Default)]
 struct Version {
-    /// The output of a step; none of what is there from the start.
+    /// The instruction and output that writes it; `None` for contents that exist before the program starts.
     made: Option<(usize, usize)>,
-    /// Steps that read it, or let it be.
+    /// Instructions that read it, or that preserve some of it while writing the rest.
     readers: Vec<usize>,
-    /// Whether the host, or the next program, finds it.
+    /// Whether the host or the next program reads it after the program ends.
     is_left: bool,
 }
 
-/// A program, and what is known of it.
+/// A program, with the data that fusion decisions need.
 struct Fusion<'a> {
     program: &'a Program,
     profile: Profile,
-    /// The most live bytes.
+    /// The peak of live bytes.
     most: u64,
     versions: Vec<Version>,
-    /// By step and input, or output.
+    /// By instruction and input: the version that is read.
     read: Vec<Vec<usize>>,
+    /// By instruction and output: the version that is written.
     made: Vec<Vec<usize>>,
-    /// By buffer: the steps that touch it.
+    /// By buffer: the instructions that touch it.
     users: Vec<Vec<usize>>,
-    /// By step: what it brings.
+    /// By instruction: how it can be fused, if at all.
     fusible: Vec<Option<Fusible>>,
-    /// By step: what it may be merged with stands in here.
+    /// By instruction: the range of instructions that it may be fused with.
     within: Vec<Range<usize>>,
-    /// Steps that have joined a later one.
+    /// Instructions that were fused into a later one.
     is_taken: Vec<bool>,
 }
 
@@ -141,7 +149,7 @@ impl<'a> Fusion<'a> {
         Self { program, profile, most, versions, read, made, users, fusible, within, is_taken }
     }
 
-    /// All that can be merged with a step and stands in front of it; takes them.
+    /// Collects all earlier instructions that can be fused with `last`, and marks them as taken.
     fn grow(&mut self, last: usize) -> BTreeSet<usize> {
         let mut group = BTreeSet::from([last]);
         let begins = !self.is_taken[last]
@@ -149,7 +157,7 @@ impl<'a> Fusion<'a> {
                 self.fusible[last],
                 Some(Fusible::Each { .. } | Fusible::Norm { .. } | Fusible::NormGradInput { .. })
             );
-        // Whoever joins may bring others.
+        // Each new member can make further ones possible.
         while begins && group.len() < MOST_MEMBERS {
             let makers = group.iter().flat_map(|&member| &self.read[member]).filter_map(|&v| self.versions[v].made);
             let makers = makers.map(|(maker, _)| maker);
@@ -161,7 +169,7 @@ impl<'a> Fusion<'a> {
         group
     }
 
-    /// Whether a step can be merged with a group of later ones.
+    /// True if an instruction can be fused with a group of later ones.
     fn joins(&self, group: &BTreeSet<usize>, maker: usize) -> bool {
         let last = *group.last().expect("a group has members");
         let (of_maker, of_last) = (&self.program.instrs[maker], &self.program.instrs[last]);
@@ -172,7 +180,7 @@ impl<'a> Fusion<'a> {
         let has_head =
             || group.iter().any(|&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
         let is_norm = matches!(self.fusible[last], Some(Fusible::Norm { .. }));
-        // Neither a product nor the gradient of a table has more than one operation behind it.
+        // A product or an embedding gradient takes only one following operation.
         let stands_alone = |of: &Fusible| matches!(of, Fusible::Product | Fusible::EmbeddingGrad { .. });
         let is_closed = || group.iter().any(|&member| self.fusible[member].as_ref().is_some_and(stands_alone));
         let may_begin = match fusible {
@@ -199,7 +207,8 @@ impl<'a> Fusion<'a> {
         }
     }
 
-    /// The sums for a normalisation's weight and bias in front of a group's last, over the rows whose gradient the group begins with.
+    /// The sums for a normalization's weight and bias that precede the group's last member, and read the same rows as
+    /// the input gradient that the group begins with.
     fn sums_beside(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
         let last = group.last().copied().unwrap_or(0);
         let has_sums = group.iter().any(|&member| self.fusible[member] == Some(Fusible::NormGradWeight));
@@ -216,7 +225,7 @@ impl<'a> Fusion<'a> {
         readers.iter().copied().filter(is_beside)
     }
 
-    /// Whether what a reader gets from a maker is the element at the same place.
+    /// True if everything that a reader takes from a maker is read element by element at the same index.
     fn reads_in_place(&self, maker: usize, reader: usize) -> bool {
         let steps = &self.program.instrs;
         self.read[reader].iter().enumerate().all(|(index, version)| {
@@ -231,14 +240,14 @@ impl<'a> Fusion<'a> {
         })
     }
 
-    /// Whether a group reads it, and nobody else.
+    /// True if only members of the group read a version.
     fn is_private(&self, group: &BTreeSet<usize>, version: usize) -> bool {
         let Version { readers, is_left, .. } = &self.versions[version];
         !is_left && !readers.is_empty() && readers.iter().all(|reader| group.contains(reader))
     }
 
-    /// Whether a step may happen where the last of a group does: whoever stands in between, and has not joined, neither writes
-    /// what it reads nor touches what it writes.
+    /// True if an instruction can run at the position of the group's last member. No instruction in between, other than
+    /// members, may write its inputs or touch its outputs.
     fn may_move(&self, group: &BTreeSet<usize>, maker: usize, last: usize) -> bool {
         let instr = &self.program.instrs[maker];
         let others = (maker + 1..last).filter(|at| !group.contains(at) && !self.is_taken[*at]);
@@ -251,7 +260,7 @@ impl<'a> Fusion<'a> {
         })
     }
 
-    /// By place: bytes that are alive there because a step joins a group, and bytes that are not any more.
+    /// By position: bytes that become live there if an instruction joins a group, and bytes that are no longer live.
     fn rise(&self, with: &BTreeSet<usize>, maker: usize, last: usize) -> impl Fn(usize) -> [u64; 2] + use<'_> {
         let held = |buffer: &BufferId| {
             let buffer = buffer.index();
@@ -264,7 +273,7 @@ impl<'a> Fusion<'a> {
             _ => None,
         });
         let scratch: u64 = instr.workspace.iter().map(|piece| self.profile.bytes[piece.index()]).sum();
-        // Of what nobody reads there is none behind its maker, but beside it.
+        // An output that is dead before the last member is now live only at the last member.
         let unread = instr.outputs.iter().filter(|output| !self.vanishes(with, output.buffer));
         let unread = unread.filter_map(|output| match held(&output.buffer) {
             (bytes, _, Some(dies)) if dies < last => Some((bytes, last..last + 1)),
@@ -282,7 +291,7 @@ impl<'a> Fusion<'a> {
         move |at| [&longer, &gone].map(|all| all.iter().filter(|(_, at_all)| at_all.contains(&at)).map(|b| b.0).sum())
     }
 
-    /// Whether a group keeps all that a buffer ever holds in registers.
+    /// True if a group keeps everything that a buffer ever holds in registers.
     fn vanishes(&self, group: &BTreeSet<usize>, buffer: BufferId) -> bool {
         self.users[buffer.index()].iter().all(|user| {
             let instr = &self.program.instrs[*user];
@@ -295,7 +304,7 @@ impl<'a> Fusion<'a> {
         })
     }
 
-    /// Lets a step join.
+    /// Adds an instruction to a group.
     fn take(&mut self, group: &mut BTreeSet<usize>, maker: usize) {
         let last = *group.last().expect("a group has members");
         group.insert(maker);
@@ -313,7 +322,7 @@ impl<'a> Fusion<'a> {
         self.is_taken[maker] = true;
     }
 
-    /// One step for all of a group; none if they do not fit one kernel.
+    /// The fused instruction of a group; `None` if its members do not fit one kernel.
     fn merge(&self, group: &BTreeSet<usize>) -> Option<Instr> {
         let order: Vec<usize> = group.iter().copied().collect();
         let member_of = |version: usize| {
@@ -339,7 +348,7 @@ impl<'a> Fusion<'a> {
                 (source, input.layout.dims().to_vec())
             });
             let sources: Vec<(Source, Vec<usize>)> = sources.collect();
-            // Their kernel goes by the extents that it finds.
+            // The kernel for these sums takes its extents from its operands in memory.
             let is_found = |(source, dims): &(Source, Vec<usize>)| match *source {
                 Source::Memory(index) => inputs[index].layout.dims() == dims,
                 Source::Member(..) => false,
@@ -372,18 +381,20 @@ impl<'a> Fusion<'a> {
         let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.instrs[at].workspace).copied().collect();
         let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
         let work = InstrKind::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
-        // A sum behind a product is nobody's, the product some layer's.
+        // A sum after a product may belong to no layer, so the product's layer is used.
         let named = if self.fusible[order[0]] == Some(Fusible::Product) { order[0] } else { *last_at };
         let layer = self.program.instrs[named].layer.clone();
         let instr = Instr::plain(work, inputs, outputs, last.micro_batch, layer);
         Some(Instr { workspace: pieces, accumulate, rematerialized: last.rematerialized, ..instr })
     }
 
-    /// Marks the inputs that outputs lie over: (input, output). None where one kernel could not do that.
+    /// Marks the inputs that are overwritten in place and returns pairs (input, output). `None` if one kernel could not
+    /// do that.
     fn overwrites(&self, order: &[usize], inputs: &mut [Operand], outputs: &[Operand]) -> Option<Vec<(usize, usize)>> {
         let mut overwrites = Vec::new();
         for (index, output) in outputs.iter().enumerate() {
-            // What is written twice, or read elsewhere than where it is written, would have to be in order.
+            // A buffer that is written twice, or read at other elements than it is written, would need ordered
+            // accesses.
             let is_twice = outputs[..index].iter().any(|other| other.buffer == output.buffer);
             let mut over = (0..inputs.len()).filter(|&input| inputs[input].buffer == output.buffer);
             let first = over.next();
@@ -403,7 +414,7 @@ impl<'a> Fusion<'a> {
     }
 }
 
-/// What a step brings, if it can share a kernel at all.
+/// The way in which an instruction can be fused, if at all.
 fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let InstrKind::Compute(op) = &instr.kind else { return None };
     let fusible = op.cuda_fusible()?;
@@ -435,7 +446,7 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
         .then_some(fusible)
 }
 
-/// Whether it is all of its buffer, in order.
+/// True if an operand is its whole buffer, in order.
 fn is_whole(program: &Program, operand: &Operand) -> bool {
     let bytes = count(operand) * operand.dtype.size_in_bytes();
     operand.layout.is_contiguous()
@@ -451,7 +462,7 @@ fn count(operand: &Operand) -> usize {
     operand.layout.shape().elem_count()
 }
 
-/// Whether two operands are the same elements in the same order.
+/// True if two operands are the same elements in the same order.
 fn is_same(a: &Operand, b: &Operand) -> bool {
     let dense =
         |operand: &Operand| operand.layout.is_contiguous().then(|| (operand.layout.start_offset(), count(operand)));

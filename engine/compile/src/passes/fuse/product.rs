@@ -1,4 +1,4 @@
-//! A product of matrices with what follows it.
+//! Matrix products fused with the operation that follows them.
 
 use std::collections::BTreeSet;
 
@@ -10,19 +10,19 @@ use gapless_kernels::cuda::generate::Source;
 use super::{Fused, Fusible, Fusion, count};
 use crate::program::{BufferId, Instr, InstrKind, Operand as Placed};
 
-/// What may follow a product.
+/// An operation that can follow a product in one kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Follows {
-    /// GELU of it.
+    /// GELU of the product.
     Gelu,
-    /// The gradient of GELU, with the product for input 1.
+    /// The gradient of GELU, with the product as input 1.
     GeluGrad,
-    /// The sum of it and another tensor, either of which may be input 0.
+    /// The sum of the product and another tensor; the product may be either input.
     Add,
 }
 
 impl Follows {
-    /// What an operation is to the product in front of it; none if it cannot follow.
+    /// Classifies an operation that reads a product; `None` if it cannot be fused.
     pub fn of(fusible: &Fusible) -> Option<Self> {
         let Fusible::Each { outputs, .. } = fusible else { return None };
         match &outputs[..] {
@@ -33,7 +33,7 @@ impl Follows {
         }
     }
 
-    /// The inputs that the product may be.
+    /// The inputs at which the product may be read.
     pub fn inputs(self) -> &'static [usize] {
         match self {
             Self::Gelu => &[0],
@@ -44,9 +44,9 @@ impl Follows {
 }
 
 impl Fusion<'_> {
-    /// Whether a step can be the epilogue of a product. What a library keeps or reads beside the product lies in columns in whole packs:
-    /// a row of it is a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`). What a product is added to lies as
-    /// its result does.
+    /// True if `last` can be the epilogue of a product. An extra tensor that the library reads or writes must have rows
+    /// of a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`). A tensor that the product is
+    /// added to must be contiguous, like the result.
     pub(super) fn follows(&self, product: usize, last: usize) -> bool {
         const PACK: usize = 8;
         let Some(follows) = self.fusible[last].as_ref().and_then(Follows::of) else { return false };
@@ -61,9 +61,9 @@ impl Fusion<'_> {
         is_only
             && match follows {
                 Follows::Gelu => fits && columns,
-                // There is no keeping a gradient that is not yet one.
+                // The library cannot also store the product before the gradient of GELU is applied.
                 Follows::GeluGrad => fits && columns && !is_kept,
-                // Extents may differ: of neither are there gaps.
+                // The extents may differ, because both tensors are contiguous.
                 Follows::Add => {
                     let lies_alike = |(other, _): (&Placed, _)| {
                         other.layout.is_contiguous() && other.dtype == to.dtype && count(other) == count(to)
@@ -73,7 +73,7 @@ impl Fusion<'_> {
             }
     }
 
-    /// Whether a step adds a table's gradient, of which nobody asks for anything else, to another tensor in its place.
+    /// True if `last` adds an embedding gradient, which nothing else reads, to another tensor in place.
     pub(super) fn adds_in_place(&self, rows: usize, last: usize) -> bool {
         let version = self.made[rows][0];
         let of_last = &self.program.instrs[last];
@@ -89,15 +89,16 @@ impl Fusion<'_> {
         is_sum && is_other && is_alike && self.is_private(&BTreeSet::from([rows, last]), version)
     }
 
-    /// Whether a step makes a table's gradient in the last action, which the update adds to another before any rank hears of it.
+    /// True if `rows` is an embedding gradient and only computation runs from it to `last`. The sum may then be in the
+    /// update, after the action of the gradient.
     pub(super) fn adds_in_update(&self, rows: usize, last: usize) -> bool {
         let computes = |instr: &Instr| matches!(instr.kind, InstrKind::Compute(_)) && instr.predicate.is_none();
         let is_rows = matches!(self.fusible[rows], Some(Fusible::EmbeddingGrad { .. }));
         is_rows && self.program.instrs[rows..=last].iter().all(computes)
     }
 
-    /// Whether a sum would rather be made by a product in front of it than by what reads it: then what is added is neither written nor
-    /// read.
+    /// True if a sum is better fused with the product before it than with its reader. The product then accumulates into
+    /// the other summand, which needs no separate read and write.
     pub(super) fn is_products(&self, sum: usize) -> bool {
         let makers = self.read[sum].iter().filter_map(|&version| self.versions[version].made);
         let mut products =
@@ -105,8 +106,8 @@ impl Fusion<'_> {
         products.any(|product| self.joins(&BTreeSet::from([sum]), product))
     }
 
-    /// Whether steps may write over a buffer that they read. A library writes in an order of its own: over nothing but what it adds a
-    /// product to.
+    /// True if fused instructions may overwrite a buffer that they read. A library writes in its own order, so it may
+    /// only overwrite the tensor that a product is added to.
     pub(super) fn may_overwrite(&self, order: &[usize], buffer: BufferId) -> bool {
         let [first, .., last] = *order else { return true };
         let is_sum = || self.fusible[last].as_ref().and_then(Follows::of) == Some(Follows::Add);
@@ -115,7 +116,7 @@ impl Fusion<'_> {
     }
 }
 
-/// What is asked for, for a product and the one operation that follows.
+/// The library call for a product and the one operation that follows.
 pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Product> {
     let [first, second] = &fused.members[..] else { return None };
     let output = |member: usize| {

@@ -1,5 +1,5 @@
-//! Judges what is merged, on random programs: instructions compute hashes of what they are and of what they read, one after
-//! another, and nobody may see another hash than before.
+//! Checks fusion on random programs. Each instruction computes a hash of itself and its inputs, and fusion must not
+//! change any hash that is read.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -18,7 +18,7 @@ use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 use crate::test_support::{in_parts, most};
 use gapless_kernels::cuda::generate::Source;
 
-/// Elements of a tensor.
+/// Number of elements of a tensor.
 const WIDTH: usize = 4;
 
 fn buffer(program: &mut Program, elements: usize, kind: BufferKind) -> BufferId {
@@ -37,8 +37,9 @@ fn operand(buffer: BufferId, dims: &[usize]) -> Operand {
     }
 }
 
-/// Programs of functions of elements, normalisations, and a function that merges with nothing; each step reads some of the
-/// last buffers and makes one, writes over one that it reads, or writes one anew. In parts of so many steps.
+/// Random programs of elementwise functions, normalizations, and a function that cannot be fused. Each instruction
+/// reads some of the latest buffers; it writes a new buffer, overwrites one that it reads, or rewrites another one.
+/// Parts have `part` instructions each.
 fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
     let instr = (0..9u8, 0..8u8, any::<[u8; 4]>());
     prop::collection::vec(instr, instrs).prop_map(move |described| {
@@ -72,7 +73,7 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
             if kind == 6 {
                 outputs.push(operand(buffer(&mut program, 2, BufferKind::No), &[1, 2]));
             }
-            // What is computed again merges with its kind alone.
+            // Recomputed instructions may only be fused with each other.
             let mut instr = Instr::plain(InstrKind::Compute(op), inputs, outputs, 0, "".into());
             instr.rematerialized = picks[3] < 16;
             program.instrs.push(instr);
@@ -87,7 +88,7 @@ fn hash(of: impl Hash) -> u64 {
     hasher.finish()
 }
 
-/// What an operation makes of its inputs.
+/// The hashes that an operation computes from its inputs.
 fn made(op: &dyn Op, inputs: &[u64], outputs: usize) -> Vec<u64> {
     let Some(fused) = (op as &dyn Any).downcast_ref::<Fused>() else {
         return (0..outputs).map(|output| hash((format!("{op:?}"), inputs, output))).collect();
@@ -104,7 +105,8 @@ fn made(op: &dyn Op, inputs: &[u64], outputs: usize) -> Vec<u64> {
     fused.outputs.iter().map(|&(member, output)| all[member][output]).collect()
 }
 
-/// What a program shows: what is in the buffers that the host reads, and what those saw who have not been merged.
+/// The visible results of a program: the contents of buffers that the host reads, and the inputs of instructions that
+/// cannot be fused.
 fn shown(program: &Program) -> (Vec<(String, u64)>, Vec<Vec<u64>>) {
     let name = |buffer: BufferId| program.buffers[buffer.index()].label.tensor.clone();
     let mut there: HashMap<String, u64> = HashMap::new();
@@ -136,7 +138,7 @@ generated! {
         fuse(&mut merged);
         prop_assert_eq!(shown(&merged), shown(&program));
         prop_assert!(most(&merged) <= most(&program), "{} bytes, before {}", most(&merged), most(&program));
-        // Parts go on where the one before ends, and nothing is computed twice or left out.
+        // Parts are adjacent, and nothing is computed twice or left out.
         let mut end = 0;
         for part in &merged.parts {
             prop_assert_eq!(part.instrs.start, end);
@@ -151,7 +153,7 @@ generated! {
             program.instrs.iter().map(count).sum()
         };
         prop_assert_eq!(members(&merged), program.instrs.len());
-        // Operands that lie over each other are told apart from others.
+        // Operands that share a buffer are marked as such.
         for instr in &merged.instrs {
             for output in &instr.outputs {
                 let same = instr.inputs.iter().filter(|input| input.buffer == output.buffer);
@@ -161,7 +163,7 @@ generated! {
     }
 }
 
-/// A chain, a diamond, and what stands between them and must not see it.
+/// A chain, a diamond, and an instruction in between that prevents fusion.
 #[test]
 fn what_is_merged() {
     let check = |instrs: &[(&str, &[usize], usize)], expected: usize| {
@@ -200,10 +202,10 @@ fn what_is_merged() {
     check(&[("tanh", &[0], 1), ("tanh", &[1], 7)], 1);
     check(&[("tanh", &[0], 1), ("tanh", &[1], 1), ("sub", &[0, 1], 7)], 1);
     check(&[("tanh", &[0], 1), ("tanh", &[1], 2), ("tanh", &[1], 3), ("sub", &[2, 3], 7)], 1);
-    // The softmax needs what the first makes, and makes what the last needs.
+    // The softmax needs the result of the first, and the last needs the softmax.
     check(&[("tanh", &[0], 1), ("softmax", &[1], 2), ("sub", &[1, 2], 7)], 3);
-    // It reads beside them, so they go past it.
+    // The softmax does not depend on the others, so they can be fused across it.
     check(&[("tanh", &[0], 1), ("softmax", &[0], 2), ("sub", &[1, 2], 7)], 2);
-    // It writes what the first has read.
+    // The softmax overwrites an input of the first.
     check(&[("tanh", &[0], 1), ("softmax", &[1], 0), ("tanh", &[1], 7), ("softmax", &[0], 2)], 4);
 }

@@ -1,11 +1,15 @@
-//! Puts operations in an order in which less is alive at once.
+//! Reorders instructions to lower the peak of live bytes.
 //!
-//! In: a program. Out: the same program, its most live bytes lower or as they were. Around the instruction at which most bytes
-//! are alive, all orders of [`WINDOW`] neighbours that their data allow are searched for the one whose own most is least, again
-//! and again until that place cannot be helped. (OLLA, Steiner et al., arXiv 2210.12924, and ROAM, Shu et al., arXiv 2310.19295,
-//! give whole graphs to a solver.) Instructions keep their order where they touch the same bytes, so no result changes, nor the
-//! order in which a gradient is summed. Never: over a message, a collective, a copy out of the arena, or from one action into
-//! another.
+//! - In: a program.
+//! - Out: the same program, with a lower or equal peak.
+//! - Never: moves an instruction across a message, a collective, a copy out of the arena, or from one action into
+//!   another.
+//!
+//! The pass takes a window of up to [`WINDOW`] neighbouring instructions around the peak, and searches all orders that
+//! respect their data dependencies for the one with the lowest peak. It repeats this until the highest point cannot be
+//! lowered. (OLLA, Steiner et al., arXiv 2210.12924, and ROAM, Shu et al., arXiv 2310.19295, give whole graphs to a
+//! solver instead.) Instructions keep their order if they touch the same bytes and one of them writes. So no result
+//! changes, nor the order in which gradients are summed.
 
 mod window;
 
@@ -27,15 +31,15 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Lowers the most live bytes of a program.
+/// Lowers the peak of live bytes of a program.
 fn order(program: &mut Program) {
     let mut profile = Profile::new(program);
-    // Windows that are alike have the same best order: those of layers, and of micro-batches.
+    // Solved windows. Layers and micro-batches repeat, so many windows are equal and share their best order.
     let mut known: HashMap<Window, Option<Vec<usize>>> = HashMap::new();
-    // Places by the bytes that are alive there; some are of before, and no longer true.
+    // Positions by live bytes. Entries whose bytes have changed since are skipped.
     let places = profile.live.iter().enumerate().map(|(at, &live)| (live, Reverse(at)));
     let mut highest: BinaryHeap<(u64, Reverse<usize>)> = places.collect();
-    // At most as many windows as there are instructions.
+    // Solve at most as many windows as there are instructions.
     for _ in 0..program.instrs.len() {
         let is_true = |&(live, Reverse(at)): &(u64, Reverse<usize>)| profile.live[at] == live;
         let Some((_, Reverse(at))) = std::iter::from_fn(|| highest.pop()).find(is_true) else { break };
@@ -52,28 +56,30 @@ fn order(program: &mut Program) {
     program.rearrange(&order);
 }
 
-/// What an instruction does to a resource: a buffer, or a count of rows.
+/// An access of an instruction to a resource: a buffer, or a row count.
 #[derive(Debug, Clone, Copy)]
 struct Touch {
     resource: usize,
     writes: bool,
 }
 
-/// The bytes that are alive at every place of an order, and what decides about them.
+/// The live bytes at every position of an order, and the data they depend on.
 pub(crate) struct Profile {
-    /// The instruction at each place.
+    /// The instruction at each position.
     order: Vec<usize>,
-    /// By instruction.
+    /// By instruction: its accesses.
     touches: Vec<Vec<Touch>>,
+    /// By instruction: its scratch bytes.
     workspace: Vec<u64>,
-    /// By resource.
+    /// By resource: its size.
     pub bytes: Vec<u64>,
-    /// The places of its first and of its last use; none if something outside holds it before, or after.
+    /// By resource: the position of its first use; `None` if it is live before.
     pub born: Vec<Option<usize>>,
+    /// By resource: the position of its last use; `None` if it is live after.
     pub dies: Vec<Option<usize>>,
-    /// By place.
+    /// By position: live bytes.
     pub live: Vec<u64>,
-    /// The places, one after another, within which the instruction of each may move.
+    /// Ranges of positions, in order, within which instructions may move.
     pub segments: Vec<Range<usize>>,
 }
 
@@ -92,7 +98,7 @@ impl Profile {
         }
         let mut change = vec![0i128; instrs + 1];
         for (resource, buffer) in program.buffers.iter().enumerate() {
-            // What nothing touches but the host is there in any order.
+            // A buffer that only the host touches is live in any order.
             let (Some(first), Some(last)) = (born[resource], dies[resource]) else { continue };
             let before = matches!(buffer.kind, BufferKind::FromStart | BufferKind::Always { .. } | BufferKind::Cache);
             let after = matches!(buffer.kind, BufferKind::ToEnd | BufferKind::Always { .. } | BufferKind::Cache);
@@ -113,7 +119,7 @@ impl Profile {
         Self { order: (0..instrs).collect(), touches, workspace, bytes, born, dies, live, segments: segments(program) }
     }
 
-    /// Where to look for an order around a place: on both sides of it alike, most of it behind, and most of it in front.
+    /// Candidate windows around a position: centred on it, mostly after it, and mostly before it.
     fn windows(&self, at: usize) -> Vec<Range<usize>> {
         let segment = self.segments.partition_point(|segment| segment.end <= at);
         let segment = self.segments.get(segment).filter(|segment| segment.contains(&at));
@@ -130,7 +136,7 @@ impl Profile {
         windows
     }
 
-    /// What may change its place, and the bytes that are alive there in any case.
+    /// The window of these positions, and the bytes that are live there in any order.
     fn window(&self, places: Range<usize>) -> (Window, u64) {
         let mut window = Window::default();
         let mut local: HashMap<usize, usize> = HashMap::new();
@@ -149,7 +155,7 @@ impl Profile {
         (window.clone(), self.live[places.start] - window.live(&[0])[0])
     }
 
-    /// Puts the instructions of a window in another order.
+    /// Applies a new order to a window.
     fn rearrange(&mut self, places: Range<usize>, base: u64, better: &[usize]) {
         let (window, _) = self.window(places.clone());
         let old = self.order[places.clone()].to_vec();
@@ -172,7 +178,8 @@ impl Profile {
     }
 }
 
-/// Who made a count, and what goes by it, keep their order too.
+/// The accesses of an instruction. An instruction that defines a row count, and those with buffers of that count, must
+/// keep their order too.
 fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     let mut touches: Vec<Touch> = Vec::new();
     let mut touch = |resource: usize, writes: bool| match touches.iter_mut().find(|known| known.resource == resource) {
@@ -192,7 +199,8 @@ fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     touches
 }
 
-/// Runs of operations of one action, with what of the update has moved in between; and runs of the update.
+/// The ranges within which instructions may move. Each is a run of computation of one action, update work moved into it
+/// included, or a run of the update.
 fn segments(program: &Program) -> Vec<Range<usize>> {
     let last_action = program.parts.iter().rposition(|part| part.action.is_some());
     let mut segments: Vec<Range<usize>> = Vec::new();
@@ -203,8 +211,8 @@ fn segments(program: &Program) -> Vec<Range<usize>> {
         continues &= moved_in || part.action == action;
         action = if moved_in { action } else { part.action };
         for at in part.instrs.clone() {
-            // What makes rows again that were let go stays in front of whoever reads them first: their places are given back
-            // behind that reader, and what is left out gives nothing back.
+            // The recomputation of evicted rows must stay before the first reader of the rows, because that reader
+            // frees their memory. An instruction that is skipped frees nothing.
             let instr = &program.instrs[at];
             let moves = matches!(instr.kind, InstrKind::Compute(_)) && instr.predicate.is_none();
             match segments.last_mut().filter(|_| continues && moves) {

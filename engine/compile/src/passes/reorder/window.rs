@@ -1,43 +1,46 @@
-//! A few instructions that may change places, and the order of them in which least is alive.
+//! A window of instructions, and the search for its order with the lowest peak of live bytes.
 //!
-//! What is alive depends on the set of instructions that have run, not on their order. So the sets are searched, from none to
-//! all, those first whose way has needed least so far (Dijkstra's way for a greatest edge instead of a sum); and an
-//! instruction that lets go of as much as it makes, and needs no more than was needed before, is taken at once: no order is
-//! worse for that.
+//! The live bytes depend only on the set of instructions that have run, not on their order. So the search runs over
+//! sets, from the empty to the full one, in the order of the peak needed to reach them. This is Dijkstra's algorithm
+//! with the maximum edge of a path instead of the sum. An instruction that frees at least what it allocates, and needs
+//! no higher peak than before, is taken at once, because no order is worse for it.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
-/// Instructions of a window, at most: the bits of a [`Done`].
+/// Maximum number of instructions in a window: the bits of a [`Done`].
 pub(super) const WINDOW: usize = 64;
 
-/// Sets that are looked at before a window is left as it is.
+/// Maximum number of sets to examine before the window is left unchanged.
 const SETS: usize = 4096;
 
-/// Instructions that have run.
+/// The set of instructions that have run.
 type Done = u64;
 
-/// Instructions in the order that they have.
+/// Instructions in their current order.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Window {
     resources: Vec<Resource>,
-    /// By instruction: the resources that it touches, and its scratch.
+    /// By instruction: the resources that it touches.
     touches: Vec<Vec<usize>>,
+    /// By instruction: its scratch bytes.
     workspace: Vec<u64>,
-    /// By instruction: those that must have run.
+    /// By instruction: the ones that must run before it.
     before: Vec<Done>,
 }
 
-/// Bytes that several of the instructions may use.
+/// A buffer or row count that several of the instructions may use.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 struct Resource {
     bytes: u64,
     users: Done,
-    /// Users that write, and those behind the last of them in the order that there was.
+    /// The last instruction that writes it, in the current order.
     last_write: Done,
+    /// Readers after the last write.
     behind: Done,
-    /// Whether it is there before its first user here, and behind its last.
+    /// Whether its first use lies in this window, so that it is not live before.
     born: bool,
+    /// Whether its last use lies in this window, so that it is not live after.
     dies: bool,
 }
 
@@ -48,13 +51,13 @@ impl Resource {
 }
 
 impl Window {
-    /// A resource that is born with its first user here, or dies with its last.
+    /// Adds a resource. `born` and `dies` say whether its lifetime starts and ends in this window.
     pub fn add(&mut self, bytes: u64, born: bool, dies: bool) -> usize {
         self.resources.push(Resource { bytes, born, dies, ..Resource::default() });
         self.resources.len() - 1
     }
 
-    /// The next instruction: what it touches, and whether it writes that.
+    /// Appends an instruction: the resources that it touches, and for each whether it writes it.
     pub fn push(&mut self, touches: Vec<(usize, bool)>, workspace: u64) {
         let own = 1 << self.touches.len();
         let mut before = 0;
@@ -74,7 +77,7 @@ impl Window {
         self.workspace.push(workspace);
     }
 
-    /// The bytes that are alive while each runs, in an order or the beginning of one.
+    /// The live bytes while each instruction of an order, or of the beginning of one, runs.
     pub fn live(&self, order: &[usize]) -> Vec<u64> {
         let mut done = 0;
         let mut now = self.at_first();
@@ -90,7 +93,7 @@ impl Window {
         self.resources.iter().filter(|resource| resource.is_alive(0)).map(|resource| resource.bytes).sum()
     }
 
-    /// The bytes that are alive while an instruction runs, and behind it.
+    /// The live bytes while an instruction runs, and after it.
     fn run(&self, index: usize, done: Done, now: u64) -> (u64, u64) {
         let resources = || self.touches[index].iter().map(|&resource| &self.resources[resource]);
         let born = resources().filter(|resource| !resource.is_alive(done));
@@ -99,15 +102,15 @@ impl Window {
         (all + self.workspace[index], all - dies.map(|resource| resource.bytes).sum::<u64>())
     }
 
-    /// The order whose most live bytes are least, unless none was found that has less than the one there is.
+    /// The order with the lowest peak, or `None` if none better than the current order was found.
     pub fn solve(&self) -> Option<Vec<usize>> {
         let count = self.touches.len();
         let there: Vec<usize> = (0..count).collect();
         let limit = self.live(&there).into_iter().max()?;
         let all = Done::MAX >> (Done::BITS as usize - count);
-        // By set: the most bytes on the best way to it, and its last instruction.
+        // By set: the lowest peak needed to reach it, and the last instruction on that path.
         let mut best: HashMap<Done, (u64, usize)> = HashMap::new();
-        // What was needed so far, how many have run, which, and what is alive then.
+        // Queue entries: the peak so far, the number of instructions run, their set, and the live bytes after them.
         let mut ahead = BinaryHeap::from([Reverse((0, Reverse(0), 0, self.at_first()))]);
         let mut looked_at = 0;
         while let Some(Reverse((most, Reverse(ran), done, now))) = ahead.pop() {
@@ -143,7 +146,7 @@ impl Window {
     }
 }
 
-/// The order that leads to a set.
+/// Reconstructs the order that leads to a set.
 fn backwards(best: &HashMap<Done, (u64, usize)>, mut done: Done) -> Vec<usize> {
     let mut order = Vec::new();
     while let Some(&(_, last)) = best.get(&done) {
