@@ -106,7 +106,7 @@ impl Precision {
     }
 }
 
-/// As a run's file writes it.
+/// Parses the name that a run file uses.
 impl FromStr for Precision {
     type Err = Error;
 
@@ -120,7 +120,7 @@ impl FromStr for Precision {
     }
 }
 
-/// The precision with masters of a type that a model can be stored in.
+/// Returns the precision whose stored type is `dtype`; for bf16, the one with f32 masters.
 impl TryFrom<DType> for Precision {
     type Error = Error;
 
@@ -203,13 +203,15 @@ impl Default for MemoryOptions {
 /// Settings of the update that apply to any rule.
 #[derive(Debug, Clone, Default)]
 pub struct UpdateOptions {
-    /// Parameters with a rule or a learning rate of their own; of several that name one, the first counts.
+    /// Groups of parameters with their own update rule or learning rate. If several groups match a parameter, the first
+    /// applies.
     pub groups: Vec<ParameterGroup>,
     /// The absolute value to which gradient elements are clamped, before the norm is computed.
     pub max_value: Option<f64>,
     /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds the limits.
     pub guarded: bool,
-    /// Keep an exponential moving average of every trained parameter, `average/NAME`, in f32: what stays of it in a step, 0.999 or more.
+    /// Decay rate of an exponential moving average in f32 of every trained parameter, stored as `average/NAME`; 0.999
+    /// or more is usual.
     pub average: Option<f64>,
 }
 
@@ -225,16 +227,17 @@ pub struct ParameterGroup {
 }
 
 impl UpdateOptions {
-    /// Groups of one update, at most: every parameter is compared with each, and each has an input of its own.
+    /// Maximum number of groups. Every parameter is compared with each of them, and each has an input of its own.
     pub const MAX_GROUPS: usize = 256;
 
-    /// The number of a parameter's group, counted from 1; 0 for the rest.
+    /// Index of a parameter's group, counted from 1; 0 if no group matches.
     pub fn group_of(&self, parameter: &str) -> usize {
         let is_in = |group: &ParameterGroup| group.names.iter().any(|pattern| names(pattern, parameter));
         self.groups.iter().position(is_in).map_or(0, |group| group + 1)
     }
 
-    /// The rules that parameters are updated by, in the order of their groups, each with what its learning rate is multiplied by.
+    /// The update rules with the factors of their learning rates: first `rest`, for parameters without a group, then
+    /// those of the groups.
     pub fn rules<'a>(
         &'a self,
         rest: &'a Arc<dyn Optimizer>,
@@ -243,13 +246,13 @@ impl UpdateOptions {
         std::iter::once((rest, 1.0)).chain(groups)
     }
 
-    /// The inputs that carry their numbers of a step, in the same order.
+    /// Names of the inputs that hold each rule's scalars of a step, in the order of [`Self::rules`].
     pub fn scalars_inputs(&self) -> Vec<String> {
         let of_group = |group: usize| format!("{SCALARS_INPUT}.{group}");
         std::iter::once(SCALARS_INPUT.to_owned()).chain((1..=self.groups.len()).map(of_group)).collect()
     }
 
-    /// Checks the numbers.
+    /// Checks each value.
     fn check(&self) -> Result<()> {
         if let Some(value) = self.max_value.filter(|value| value.is_nan() || *value <= 0.0) {
             return Err(Error::config("optimizer.max_value", format!("is {value}"), "it is above 0"));
@@ -302,17 +305,17 @@ impl Default for StepOptions {
 }
 
 impl StepOptions {
-    /// Tokens of a step, at most.
+    /// Maximum number of tokens per step.
     const MOST_TOKENS: usize = 1 << 28;
-    /// Micro-batches of a step, ranks along one axis, and chunks of one, at most.
+    /// Maximum number of micro-batches, of ranks along one axis, and of chunks per rank.
     const MOST_PARTS: usize = 1 << 16;
 
-    /// Parts into which the batch is cut: micro-batches of all ranks that share it.
+    /// Number of parts into which the batch is split: the micro-batches of all ranks that share it.
     pub fn parts(&self) -> usize {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
     }
 
-    /// The rule that a parameter is updated by, if the model says nothing else.
+    /// The update rule of a parameter, unless the model itself sets another one.
     pub fn rule_of(&self, parameter: &str) -> &Arc<dyn Optimizer> {
         match self.update.group_of(parameter) {
             0 => &self.optimizer,
@@ -320,12 +323,12 @@ impl StepOptions {
         }
     }
 
-    /// Sequences per evaluation: as many as a micro-batch has.
+    /// Number of sequences per evaluation; the same as in a micro-batch.
     pub fn evaluation_batch(&self) -> usize {
         self.batch / self.parts().max(1)
     }
 
-    /// Stages of the pipeline.
+    /// Number of pipeline stages.
     pub fn stages(&self) -> usize {
         self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
@@ -354,7 +357,7 @@ impl StepOptions {
     /// Checks all settings. Errors name the key of the run file.
     ///
     /// # Errors
-    /// The refused key, and those of [`Optimizer::check`].
+    /// Returns an error for the first setting that is refused, and the errors of [`Optimizer::check`].
     pub fn check(&self) -> Result<()> {
         self.check_values()?;
         let Self { batch, micro_batches, memory, .. } = self;
@@ -389,7 +392,7 @@ impl StepOptions {
     /// Checks each setting on its own, regardless of the others.
     ///
     /// # Errors
-    /// As [`Self::check`].
+    /// Returns an error for the first setting that is refused.
     pub fn check_values(&self) -> Result<()> {
         let Self { batch, sequence, mesh, memory, .. } = self;
         let extents = [
