@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""PyTorch's side of `cargo bench -p gapless --bench train_step -- --pytorch PYTHON`: a line in, a training step, its measurement out.
+"""PyTorch's side of `cargo bench -p gapless --bench train_step -- --pytorch PYTHON`: for each line of input, does a training step and
+prints its measurement.
 
-The GPT is that of benches/gpu/pytorch.py; Llama and Mixtral are those of the package `transformers`, as they are without options. The
-tokens are those of side.rs, as on the other sides."""
+The GPT is that of benches/gpu/pytorch.py; Llama and Mixtral are those of the package `transformers` with default options. The tokens are
+those of side.rs, as on the other sides."""
 
 import argparse
 import importlib.util
@@ -50,7 +51,7 @@ def main():
 
 
 def made(options):
-    """A model that gives the loss of (tokens, targets)."""
+    """Returns a model that computes the loss of (tokens, targets)."""
     if options.model == "gpt":
         return peer().gpt(options.vocabulary, options.sequence, options.layers, options.heads, options.width)
     import transformers
@@ -84,7 +85,7 @@ def made(options):
 
 
 def peer():
-    """benches/gpu/pytorch.py, whose name is this one's."""
+    """Imports benches/gpu/pytorch.py, which has the same name as this file."""
     spec = importlib.util.spec_from_file_location("peer", HERE.parent / "gpu" / "pytorch.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
