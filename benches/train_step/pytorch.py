@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""PyTorch's side of `cargo bench -p gapless --bench train_step -- --pytorch PYTHON`: for each line of input, does a training step and
-prints its measurement.
+"""PyTorch's side of `cargo bench -p gapless --bench train_step -- --pytorch PYTHON`: a line in, a training step, its measurement out.
 
-The GPT is that of benches/gpu/pytorch.py; Llama and Mixtral are those of the package `transformers` with default options. The tokens are
-those of side.rs, as on the other sides."""
+The GPT is that of benches/gpu/pytorch.py; Llama and Mixtral are those of the package `transformers`, as they are without options. The
+tokens are those of side.rs, as on the other sides."""
 
 import argparse
 import importlib.util
