@@ -1,4 +1,4 @@
-//! Training on ranks that are processes. The results must have the bits of one rank or, if ranks share experts, of the
+//! Training on ranks that are processes. The results must be bit-identical to those of one rank or, if ranks share experts, of the
 //! same number of threads. If a rank is killed, the whole job ends, and it can be resumed from its last checkpoint.
 //!
 //! The program runs itself under `mpirun`, so it has its own `main`. Without the feature `mpi`, or without `mpirun`, it

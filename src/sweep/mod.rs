@@ -101,7 +101,7 @@ pub fn run(
     let reused = rows.values().filter(|row| row.is_final()).count();
     let evaluator = Evaluator::new(sweep);
     let done = rows.values().map(weight).sum();
-    // Operations that are timed on this machine must not run beside other work.
+    // Operations that are timed on this machine must not compete with other work.
     let is_timed = sweep.configurations.iter().any(|of| of.step.as_ref().is_ok_and(|step| step.device.is_measured()));
     let threads = if is_timed { 1 } else { threads.max(1) };
     let mut run = Run { sweep, evaluator, threads, store, lines, rows, done, show };

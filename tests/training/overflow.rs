@@ -1,4 +1,4 @@
-//! Steps whose routed rows exceed the reserve: the results have the bits of a run with enough room.
+//! Steps whose routed rows exceed the reserve: the results are bit-identical to those of a run with enough room.
 
 use gapless::alloc::arena::ArenaReport;
 use gapless::communicator;

@@ -110,7 +110,7 @@ fn keeps_its_promise(report: &ArenaReport, requests: usize, what: &str) {
     assert!(report.most_live_bytes <= report.high_water_bytes, "{what}: {report}");
 }
 
-/// A reserve affects only the addresses of rows: the results have the bits of the worst-case reserve.
+/// A reserve affects only the addresses of rows: the results are bit-identical to those with the worst-case reserve.
 #[test]
 fn a_generous_factor_serves_uneven_routing() {
     let (mut reused, mut smaller) = (0, 0);

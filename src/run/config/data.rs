@@ -42,7 +42,7 @@ pub struct DataConfig {
     /// Whether each document starts with the tokens that the tokenizer adds to a text, such as `<s>` of Llama 2 or
     /// `<bos>` of Gemma. GPT-2 and Qwen add none.
     pub begin_of_text: bool,
-    /// The text of the token that ends a document. The default is the token that the files beside the tokenizer name.
+    /// The text of the token that ends a document. The default is the token that the files next to the tokenizer name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_of_text: Option<String>,
     /// Whether special tokens that are spelled out in a text, such as `<|im_end|>`, are converted to their ids.
