@@ -5,8 +5,8 @@ use toml::{Table, Value};
 
 use super::{ConfigError, ModelConfig};
 
-/// Short names and their keys. A flag of the command is a short name with dashes: `--micro-batches 4` means `--set
-/// step.micro_batches=4`.
+/// Short names and their keys. A flag of the command is a short name with dashes: `--micro-batches 4` means
+/// `--set step.micro_batches=4`.
 pub const NAMES: [(&str, &str); 28] = [
     ("model", "model"),
     ("batch", "step.batch"),

@@ -60,8 +60,8 @@ pub struct StepOptions {
     pub update: UpdateOptions,
     /// Whether a sequence may hold several documents, which do not attend to each other and have their own positions
     /// ([`DOCUMENT_INPUTS`](super::DOCUMENT_INPUTS)), and targets that are ignored. The loss is the mean over the
-    /// targets that count. Auxiliary losses, such as those of routers, cover all tokens. Only models with causal
-    /// attention support it, and only the CPU.
+    /// targets that count. Auxiliary losses, such as those of routers, cover all tokens except padding. Only models
+    /// with causal attention support it, and only the CPU.
     #[serde(skip)]
     pub documents: bool,
     /// Whether gradients are kept until the next step, so that they can be read. This costs their size in memory.
