@@ -8,7 +8,7 @@ import sys
 
 
 def loops(path):
-    """Each loop without a branch into its middle: (function, instructions)."""
+    """Yields each loop that no branch enters in the middle, as (function, instructions)."""
     labels, function = {}, ""
     lines = open(path).read().splitlines()
     for at, line in enumerate(lines):
@@ -30,7 +30,7 @@ every = [loop for path in sys.argv[1:] for loop in loops(path)]
 shown = {
     "product, 12 rows by 8 columns": [b for f, b in every if "4neon5micro" in f],
     "attention, exponentials of scores and their sums": [b for f, b in every if "rows8portable7softmax" in f],
-    # Four elements of parameter, gradient and two moments, of which three are stored; the only subtraction is the parameter's.
+    # Loads four elements of the parameter, the gradient and two moments, and stores three of these; only the parameter is subtracted from.
     "AdamW in f32": [
         b
         for f, b in every

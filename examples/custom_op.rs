@@ -1,7 +1,7 @@
 //! An operation of your own, with its gradient: squared ReLU (Primer, So et al., arXiv 2109.08668).
 //!
-//! An operation says its shape rule, its gradient as more graph, its CPU kernel, and the same once more in f64 as simply as
-//! possible. `gradient_check` then judges the gradient by finite differences and the kernel by the f64 form.
+//! An operation defines its shape rule, its gradient as more graph, its CPU kernel, and a simple f64 reference.
+//! `gradient_check` compares the gradient with finite differences, and the kernel with the reference.
 
 use gapless::engine::kernels::cuda::Fusible;
 use gapless::engine::{Args, Array, Gradient, Op, Reference, Spec, gradient_check};
@@ -22,13 +22,13 @@ impl Op for SquaredRelu {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        // dy/dx = 2·max(x, 0), out of operations that are there already.
+        // dy/dx = 2·max(x, 0), composed of existing operations.
         let dx = g.input(0).relu()?.affine(2.0, 0.0)?.mul(&g.grad(0))?;
         g.send(0, dx);
         Ok(())
     }
 
-    /// The planner may give the output the bytes of the input, where nobody needs the input any more.
+    /// Allows the planner to put the output into the input's bytes, if nothing reads the input afterwards.
     fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
@@ -41,7 +41,7 @@ impl Op for SquaredRelu {
         y.iter_mut().for_each(|y| *y = y.max(0.0) * y.max(0.0));
     }
 
-    /// The same in C, for a GPU, where it is fused with its neighbours.
+    /// The formula in C, for a GPU kernel that is fused with its neighbors.
     fn cuda_fusible(&self) -> Option<Fusible> {
         Some(Fusible::each("fmaxf($0, 0.0f) * fmaxf($0, 0.0f)"))
     }
@@ -55,7 +55,7 @@ fn squared_relu(x: &Tensor) -> Result<Tensor> {
     Tensor::apply_op::<1>(SquaredRelu, &[x]).map(|[y]| y)
 }
 
-/// A model that uses it: the next byte from this one.
+/// A model that uses the operation: it predicts the next byte from the current one.
 struct Next {
     embed: Embedding,
     hidden: Linear,

@@ -1,7 +1,7 @@
-//! A model in four stages, one rank each, all in this process: every schedule's order of work, its bubble, the bytes that
-//! each rank takes for it, and the losses, which are the same for all.
+//! Trains a model in four stages, one rank each, all in this process. Prints every schedule's timeline, its bubble, the
+//! bytes of each rank, and the losses, which are the same for all schedules.
 //!
-//! Across processes the same code runs with the MPI communicator in the place of `on_threads`.
+//! To run the same code with several processes, use the MPI communicator in place of `on_threads`.
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
@@ -27,7 +27,7 @@ struct Args {
     width: usize,
 }
 
-/// What a rank has to say of its steps.
+/// The results of a rank.
 struct RankReport {
     losses: Vec<f32>,
     arena_bytes: u64,
@@ -60,7 +60,7 @@ fn main() -> Result<()> {
     };
     for schedule in schedules {
         let name = schedule.name();
-        // Two stages per rank, unless the schedule is made for one.
+        // Two stages per rank, unless the schedule only supports one.
         let shape = |chunks| Shape { ranks: args.ranks as u32, chunks, micro_batches: args.micro_batches as u32 };
         let found = [2, 1].into_iter().find(|&chunks| schedule.actions(&shape(chunks)).is_ok());
         let Some(chunks) = found else {
@@ -88,7 +88,7 @@ fn main() -> Result<()> {
         let furthest = losses.iter().zip(&alone.losses).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         match furthest {
             0.0 => println!("  losses: the same bits as one rank alone\n"),
-            // Its backward takes the micro-batches in reverse: gradients are sums in another order.
+            // The backwards take the micro-batches in reverse order, so gradients are summed in another order.
             _ => println!("  losses: within {furthest:.1e} of one rank alone (another order of summation)\n"),
         }
         ensure!(furthest < 1e-4, "{name}: {losses:?} instead of {:?}", alone.losses);
@@ -96,7 +96,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Some steps on as many ranks as the mesh has.
+/// Does some steps on all ranks of the mesh.
 fn train(options: &TrainOptions, steps: usize) -> Result<Vec<RankReport>> {
     let text = include_bytes!("pipeline.rs");
     let tokens: Vec<u32> = text.iter().map(|&byte| byte.into()).collect();

@@ -1,5 +1,6 @@
-//! Trains a small GPT on real text: the binary to copy. `--resume` goes on where the last run of the same `--out` stopped, to the
-//! same bits, with its flags unless others are given. Signals save first; the exit code is then 128 + the signal.
+//! Trains a small GPT on real text; a template for programs of your own. `--resume` continues the last run with the
+//! same `--out`, to the same bits; it uses that run's flags unless others are given. On a signal, it saves a checkpoint
+//! and exits with 128 + the signal.
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -60,7 +61,7 @@ struct Args {
     dtype: String,
 }
 
-/// Flags that may differ when a run goes on: none of them changes what the steps so far have done.
+/// Flags that may change when a run is resumed: none of them affects the steps done so far.
 const MAY_CHANGE: &[&str] =
     &["out", "steps", "lr", "eval_every", "save_every", "prompt", "sample", "json", "budget", "device"];
 
@@ -69,7 +70,7 @@ fn main() -> Result<ExitCode> {
     let (mut args, mut console) = (Args::from_arg_matches(&flags)?, Console::default());
     let errors = console.errors();
     tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(move || errors.clone()).init();
-    // All that may be refused comes before the folder is changed.
+    // Everything that may be refused is checked before the folder is changed.
     let folder = RunFolder::open(&args.out)?;
     let checkpoint = if args.resume { Some(folder.newest()?) } else { None };
     if let Some(checkpoint) = &checkpoint {

@@ -1,7 +1,7 @@
-//! Trains a small mixture of experts on real text, and shows where its tokens go.
+//! Trains a small mixture of experts on real text, and shows how its tokens are routed.
 //!
-//! `--style` picks a way of routing; `--expert-ranks 2` shares the experts over threads that exchange rows, as GPUs would. The
-//! line of each step shows how even the load of all layers together is, one bar per expert.
+//! `--style` selects the kind of routing. With `--expert-ranks 2`, two threads share the experts and exchange rows, as
+//! GPUs would. The line of each step shows the load over all layers, with one bar per expert.
 
 use std::ops::ControlFlow::Continue;
 use std::path::PathBuf;
@@ -69,11 +69,11 @@ struct Args {
     threads: usize,
 }
 
-/// Flags that may differ when a run goes on: none of them changes what the steps so far have done.
+/// Flags that may change when a run is resumed: none of them affects the steps done so far.
 const MAY_CHANGE: &[&str] =
     &["out", "steps", "save_every", "expert_ranks", "device", "reserve", "overflow", "lr", "threads"];
 
-/// What docs/moe.md describes.
+/// The styles of routing that docs/moe.md describes.
 #[derive(Debug, Clone, Copy, ValueEnum, Serialize, Deserialize)]
 enum Style {
     Switch,
@@ -148,7 +148,7 @@ fn options(args: &Args) -> Result<TrainOptions> {
     })
 }
 
-/// What one rank does; the first says it.
+/// Trains on one rank. Only the first rank prints.
 fn train(
     trainer: &mut Trainer,
     fit: &Fit,
@@ -178,17 +178,17 @@ fn train(
     Ok(())
 }
 
-/// Where the tokens of a step went.
+/// The routing of a step.
 struct Balance {
-    /// One bar per expert, full for the most tokens.
+    /// One bar per expert; the highest is that of the expert with the most tokens.
     bars: String,
-    /// The most tokens of an expert ÷ the mean.
+    /// Tokens of the busiest expert divided by the mean.
     most: f32,
-    /// Choices that found no room, or tokens that no expert took.
+    /// Choices that found no room, or tokens that no expert chose.
     dropped: f32,
 }
 
-/// All layers together.
+/// Sums the routing over all layers.
 fn balance(trainer: &Trainer) -> Result<Balance> {
     let (mut load, mut dropped): (Vec<f32>, f32) = (Vec::new(), 0.0);
     for name in trainer.watched_names() {
@@ -203,7 +203,7 @@ fn balance(trainer: &Trainer) -> Result<Balance> {
     let most = load.iter().copied().fold(0.0, f32::max);
     let bar = |tokens: &f32| ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'][(7.0 * tokens / most.max(1.0)) as usize];
     let mean = load.iter().sum::<f32>() / load.len().max(1) as f32;
-    // Experts that choose have an even load: nothing is counted.
+    // If experts choose tokens, the load is even, and is not counted.
     let bars = if load.is_empty() { "even".into() } else { load.iter().map(bar).collect() };
     Ok(Balance { bars, most: if mean > 0.0 { most / mean } else { 1.0 }, dropped })
 }

@@ -1,4 +1,5 @@
-//! How ranks exchange tensors: threads ([`on_threads`]), or whatever started this process ([`world`]).
+//! Communication between ranks: ranks that are threads ([`on_threads`]), or processes that a launcher has started
+//! ([`world`]).
 
 pub use gapless_engine::communicator::*;
 pub use gapless_mpi::*;

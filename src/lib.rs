@@ -1,7 +1,7 @@
 //! gapless: an LLM training engine whose memory has no gaps.
 //!
-//! The engine compiles a training step into one list of instructions. That list is the lifetime of every tensor, so all
-//! memory is planned before the first step, at the proven lower bound, and the step runs out of one arena without
+//! The engine compiles a training step into one list of instructions. The list determines the lifetime of every tensor,
+//! so all memory is planned before the first step, at the proven lower bound, and the step runs in one arena without
 //! allocating.
 //!
 //! ```
@@ -30,22 +30,23 @@
 //!                     parallel: schedule ──┘
 //! ```
 //!
-//! - [`models`]: GPT and Llama, written with candle's vocabulary; [`models::hf`] reads and writes pretrained weights.
-//! - [`engine`]: what compiles and runs them; [`Trainer`] is the entry point.
-//! - [`communicator`]: how ranks exchange tensors, and the world that this process was started in.
-//! - [`alloc`]: planning of bytes × time, on its own.
-//! - [`allocators`]: models of the allocators that people use today, to compare with.
-//! - [`parallel`]: schedules of pipeline stages.
-//! - [`plan`]: what a run takes, before there is one.
-//! - [`run`]: what a training program needs around its trainer.
-//! - [`step`]: one training step by name: its programs, plans and time.
-//! - [`sweep`]: many steps, and which of them fit under which allocator.
-//! - [`timeline`]: each rank's actions over time, as a page.
+//! - [`models`]: GPT, Llama and mixtures of experts, written with candle's API; [`models::hf`] reads and writes
+//!   pretrained weights.
+//! - [`engine`]: the compiler and the runtime; [`Trainer`] is the entry point.
+//! - [`communicator`]: exchange of tensors between ranks, and the world in which this process was started.
+//! - [`alloc`]: the memory planner, usable on its own.
+//! - [`allocators`]: models of the allocators that people use today, for comparison.
+//! - [`parallel`]: pipeline schedules.
+//! - [`plan`]: the memory that a run takes, before it runs.
+//! - [`run`]: run files, run folders, the training loop and reports.
+//! - [`step`]: a single training step: its programs, plans and estimated time.
+//! - [`sweep`]: many steps: their bytes under each allocator, and their estimated time.
+//! - [`timeline`]: a page with each rank's actions over time.
 //! - [`prelude`]: the names that most programs use.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
-/// The examples of the pages, compiled.
+/// Compiles the examples of the documentation pages.
 #[cfg(doctest)]
 mod pages {
     macro_rules! pages {

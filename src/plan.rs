@@ -1,7 +1,8 @@
-//! What a run takes, before there is one: for a user's own tests, and for `gapless plan`.
+//! The memory that a run takes, before it runs: for your own tests, and for `gapless plan`.
 //!
-//! In: a configuration and options. Out: every rank's plan, of the training step, the evaluation and the sampling in one arena, which
-//! is what a [`Trainer`] reserves, to the byte. Never: weights, a device, or an arena.
+//! In: a configuration and options. Out: the plan of every rank, which covers the training step, the evaluation and the
+//! generation in one arena; its size is exactly what a [`Trainer`] reserves. It loads no weights, opens no device and
+//! reserves no arena.
 //!
 //! ```
 //! use gapless::models::hf::Config;
@@ -25,11 +26,11 @@ use crate::{Model, TrainError, TrainOptions};
 #[cfg(feature = "hugging-face")]
 use crate::{Report, Trainer};
 
-/// The program of a rank's training step, before anything has an address: what the checker and the simulator of
-/// [`parallel`](crate::parallel) can be asked about.
+/// Returns the program of a rank's training step, before its buffers have addresses. The checker and the simulator of
+/// [`parallel`](crate::parallel) accept such programs.
 ///
 /// # Errors
-/// When the options or the model's shapes do not fit together, or there is no such rank.
+/// Returns an error if the options or the model's shapes do not fit together, or there is no such rank.
 pub fn program<M: Model>(
     build: impl Fn(VarBuilder) -> crate::Result<M>,
     options: &TrainOptions,
@@ -38,10 +39,10 @@ pub fn program<M: Model>(
     Ok(compile::step::program(build, &options.step, rank, options.target())?)
 }
 
-/// The plan of a rank's training step alone, without the evaluation and the sampling that a trainer has in the same arena.
+/// Plans the training step of a rank alone, without the evaluation and generation that share the arena of a trainer.
 ///
 /// # Errors
-/// As [`program`], or when a budget is too small.
+/// Returns the errors of [`program`], and an error if a budget is too small.
 pub fn step<M: Model>(
     build: impl Fn(VarBuilder) -> crate::Result<M>,
     options: &TrainOptions,
@@ -50,19 +51,19 @@ pub fn step<M: Model>(
     Ok(compile::step::plan(build, &options.step, rank, options.target())?)
 }
 
-/// The plan of every rank of the options' mesh, in figures.
+/// Plans every rank of the options' mesh, and returns the reports.
 ///
 /// # Errors
-/// When the options or the model's shapes do not fit together, or a budget is too small.
+/// Returns an error if the options or the model's shapes do not fit together, or a budget is too small.
 #[cfg(feature = "hugging-face")]
 pub fn ranks(config: &Config, options: &TrainOptions) -> Result<Vec<Report>, TrainError> {
     Trainer::builder(|vb| config.model(vb), options.clone()).plan_all()
 }
 
-/// Asserts that a run takes at most so many bytes on every rank.
+/// Asserts that a run takes at most `bytes` bytes on every rank.
 ///
 /// # Panics
-/// When it does not, with the bytes of each role, or when there is no such run.
+/// Panics if a rank takes more, with the bytes of each role, or if the run cannot be planned.
 #[cfg(feature = "hugging-face")]
 #[track_caller]
 pub fn assert_fits(config: &Config, options: &TrainOptions, bytes: u64) {

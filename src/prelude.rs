@@ -1,4 +1,4 @@
-//! What most models and training programs name: `use gapless::prelude::*;`.
+//! The names that most models and training programs use: `use gapless::prelude::*;`.
 //!
 //! ```
 //! use gapless::prelude::*;

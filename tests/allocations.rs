@@ -1,4 +1,4 @@
-//! A steady-state step touches neither the heap nor new pages.
+//! Steady-state steps allocate no heap memory and touch no new pages.
 
 mod common;
 
@@ -20,16 +20,16 @@ struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: everything is passed on to the system's allocator.
+// SAFETY: every call is passed on to the system allocator, which upholds the contract of `GlobalAlloc`.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
@@ -37,8 +37,8 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// One test without the harness, so that no other thread of this process allocates meanwhile: the harness's does when it first
-/// waits, and when it says that a test takes long.
+/// A single test without the test harness, so that no other thread of this process allocates in the meantime: the
+/// harness allocates when it starts to wait, and when it reports a slow test.
 fn main() {
     only_test("steady_state_steps_allocate_nothing", || {
         one_rank_and_memory_stays_flat();
@@ -51,12 +51,12 @@ fn main() {
     });
 }
 
-/// Steps whose allocations are counted; asking allocates.
+/// The number of steps whose allocations are counted. The call itself allocates.
 fn counted() -> usize {
     few(&[20, 100], 1).last().copied().unwrap()
 }
 
-/// Tokens of several sequences, drawn by all rules, with caches.
+/// Counts allocations per token: several sequences, every sampling rule, with caches.
 fn tokens() {
     for kind in [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral)] {
         let mut run = Run { kind, ..Run::default() };
@@ -71,12 +71,12 @@ fn tokens() {
         };
         trainer.generate(&[&[1, 2, 3], &[4], &[5; 20]], &options, count).unwrap();
         assert_eq!(counts.len(), 300);
-        // The window is filled, and read again, many times over.
+        // The window is filled and read again many times.
         assert_eq!(counts[299] - counts[30], 0, "{kind:?}: heap allocations in 90 tokens of three sequences");
     }
 }
 
-/// Rows that are let go and come back, and an arena that has grown.
+/// Counts allocations of steps whose routed rows are evicted and recomputed, and after an arena has grown.
 fn rows_without_room() {
     let mesh = Mesh { expert: 2, ..Mesh::default() };
     for (overflow, factor) in [(Overflow::Recompute, 1.0), (Overflow::Grow, 0.5)] {
@@ -96,7 +96,8 @@ fn rows_without_room() {
     }
 }
 
-/// Heap allocations, as each rank counts those of all, in steps behind the first ten; and what its arena did in all of them.
+/// Counts the heap allocations of all ranks in the steps after the first ten. Returns each rank's count, and its
+/// arena's report on all steps.
 fn allocations_on_ranks(run: &Run) -> (Vec<u64>, Vec<Option<ArenaReport>>) {
     let counted = counted();
     let together = Barrier::new(run.options.step.mesh.ranks().unwrap());
@@ -113,14 +114,15 @@ fn allocations_on_ranks(run: &Run) -> (Vec<u64>, Vec<Option<ArenaReport>>) {
         steps(counted);
         together.wait();
         let after = ALLOCATIONS.load(Ordering::Relaxed);
-        // Nobody ends, and allocates for it, before all have counted.
+        // Ending a thread allocates, so no rank ends before all have counted.
         together.wait();
         (after - before, trainer.routing())
     });
     ranks.into_iter().unzip()
 }
 
-/// Ranks as threads, messages and collectives included; those that share experts find room for other rows in every step.
+/// Counts allocations with ranks as threads, including messages and collectives. Ranks that share experts place other
+/// rows in every step.
 fn several_ranks() {
     let both = Mesh { data: 2, pipeline: 2, expert: 1 };
     let experts = Mesh { expert: 2, ..Mesh::default() };
@@ -144,7 +146,7 @@ fn several_ranks() {
     }
 }
 
-/// Of steps behind ten.
+/// Counts the heap allocations of the steps after the first ten.
 fn allocations_of_steps(run: &Run) -> u64 {
     let (mut trainer, counted) = (run.trainer(), counted());
     let (tokens, targets) = run.batch(0);
@@ -155,7 +157,7 @@ fn allocations_of_steps(run: &Run) -> u64 {
     ALLOCATIONS.load(Ordering::Relaxed) - before
 }
 
-/// GaLore finds its projections many times over.
+/// Includes several refreshes of GaLore's projections.
 fn optimizers_of_fewer_bytes() {
     let galore = GaLore { rank: 12, refresh_steps: 3, ..GaLore::default() };
     let rules: [Arc<dyn Optimizer>; 2] = [AdamW8bit::default().into(), galore.into()];
@@ -166,7 +168,7 @@ fn optimizers_of_fewer_bytes() {
     }
 }
 
-/// Groups, cut gradients, averages, and steps that might be left out.
+/// Covers groups, clamped gradients, averages, and guarded steps.
 fn what_an_update_does_beside_its_rule() {
     let mut run = Run::default();
     let (names, optimizer) = (vec!["h.0".to_owned()], run.options.step.optimizer.clone());
@@ -175,7 +177,7 @@ fn what_an_update_does_beside_its_rule() {
     assert_eq!(allocations_of_steps(&run), 0, "{:?}: heap allocations", run.options.step.update);
 }
 
-/// Activations that are packed, and that are copied to a file and back.
+/// Covers compressed activations, and activations that are offloaded to a file.
 fn what_waits_otherwise_than_as_it_is() {
     for dtype in [DType::F32, DType::BF16] {
         let mut run = Run::default();
@@ -205,15 +207,15 @@ fn one_rank_and_memory_stays_flat() {
         let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
         assert_eq!(allocations, 0, "{kind:?}: heap allocations in {steps} steps");
         match (resident, own_pages()) {
-            // A stack may be deeper by a page or two when a thread is interrupted there.
+            // The stack may grow by a page or two if a thread is interrupted at a deep point.
             (Some(before), Some(after)) => assert!(after <= before + (64 << 10), "{kind:?}: {before} to {after} bytes"),
             _ => not_checked("resident memory is not known on this system"),
         }
     }
 }
 
-/// Bytes in pages of the process's own, counted one by one: the figures of /proc/self/status are off by some dozen pages per
-/// processor. Huge pages are left out, which the kernel makes of small ones and of what nobody has touched.
+/// Counts the bytes in private pages of this process one by one: the figures in /proc/self/status are off by some dozen
+/// pages per core. Huge pages are left out: the kernel builds them from small pages, including untouched ones.
 fn own_pages() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").ok()?;
     let kib = |name: &str| -> Option<u64> {

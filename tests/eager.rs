@@ -1,7 +1,8 @@
-//! The eager lowering against recordings of the real library: the most bytes alive, exactly, and what PyTorch's allocator wastes on them
-//! within half a point; experts have the recorded rows. With `GAPLESS_SLOW_TESTS`, on all recordings beside the project.
+//! Compares the eager lowering with recordings of PyTorch: the peak of live bytes must be equal, and the waste of
+//! PyTorch's allocator within half a percentage point. Experts get the recorded rows. With `GAPLESS_SLOW_TESTS`, all
+//! recordings next to the repository are used.
 //!
-//! Not judged: sequences of changing lengths.
+//! Recordings with changing sequence lengths are not compared.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -14,18 +15,19 @@ use gapless::step::{ConfigError, Step};
 use gapless_testing::evidence;
 use serde_json::Value;
 
-/// The step of some keys, a line each.
+/// The step described by some keys, one per line.
 fn step(keys: &str) -> Result<Step, ConfigError> {
     let keys: Vec<String> = keys.lines().map(str::to_owned).collect();
     Step::new(&RunConfig::parse("", &keys)?)
 }
 
-/// The step that a recording is of, and its rank; none if our models cannot say it.
+/// The step and the rank of a recording, with the places where stages begin; `None` if our models cannot express the
+/// step.
 fn step_of(entry: &Value) -> Option<(Step, Vec<String>, usize)> {
     let config = &entry["config"];
     let number = |key: &str| config[key].as_u64().unwrap_or(0) as usize;
     let (layers, heads, width, hidden) = (number("L"), number("H"), number("D"), number("FF"));
-    // Eight experts are two on each of four ranks.
+    // Each of four ranks has two of the eight experts.
     let expert_ranks = if config["moe"] == "ep" { 4 } else { 1 };
     let (ranks, chunks) = (number("p").max(1), number("v").max(1));
     let model = match config["kind"].as_str()? {
@@ -52,14 +54,15 @@ fn step_of(entry: &Value) -> Option<(Step, Vec<String>, usize)> {
          lowering = '{lowering}'\npipeline_ranks = {ranks}\nexpert_ranks = {expert_ranks}\nschedule = '{schedule}'\nchunks = {chunks}\n\
          recompute = '{recompute}'"
     ));
-    // Equal numbers of layers on all stages.
+    // All stages have the same number of layers.
     let per_stage = layers / chunks;
     let cuts = (1..ranks * chunks).map(|stage| format!("model.layers.{}", stage * per_stage)).collect();
     Some((step.unwrap(), cuts, number("rank")))
 }
 
-/// The rows of each expert that some come to, layer by layer, in the order of forwards: as in `recorded_moe` of `gapless-allocators`, an
-/// expert is known by its gate, silu, up and product, and what comes to a rank by its rows, their places, and the rows again.
+/// The row counts of all experts that get rows, layer by layer, in the order of the forwards. As in `recorded_moe` of
+/// `gapless-allocators`, an expert is recognized by the sizes of its gate, silu, up and product. The rows that a rank
+/// receives are recognized by the sizes of the rows, their indices, and the gathered rows.
 fn recorded_rows(entry: &Value) -> Vec<Vec<u64>> {
     let config = &entry["config"];
     if config.get("moe").is_none() {
@@ -72,7 +75,7 @@ fn recorded_rows(entry: &Value) -> Vec<Vec<u64>> {
     let mut buffers: Vec<_> = table.buffers().iter().filter(|buffer| buffer.bytes != 8_519_680).collect();
     buffers.sort_by_key(|buffer| buffer.lifetime.start);
     let sizes: Vec<u64> = buffers.iter().map(|buffer| buffer.bytes).collect();
-    // Of a loop over all experts, two for each token.
+    // For the loop over all experts: two choices per token.
     let mut of_rank = 2 * number("mb") * number("seq");
     let (mut layers, mut layer): (Vec<Vec<u64>>, Vec<u64>) = Default::default();
     for window in sizes.windows(5) {
@@ -106,7 +109,7 @@ fn steps_allocate_what_the_library_does() {
         let Some((mut step, cuts, rank)) = step_of(entry) else { continue };
         step.options.pipeline.cut = StagePartition::Before(cuts);
         let graph = step.record().unwrap();
-        // In the order of forwards when first asked for, and the same when a layer is recomputed.
+        // Row counts are used in the order of the forwards; a layer that is recomputed gets the same counts again.
         let recorded = RefCell::new((recorded_rows(entry).into_iter(), HashMap::new()));
         let rows = |micro_batch: usize, layer: &str| -> Vec<u64> {
             let (next, known) = &mut *recorded.borrow_mut();

@@ -1,4 +1,5 @@
-//! benches/gpu/run with stand-ins for what it calls: what is kept, what is done again, what is said.
+//! Runs benches/gpu/run with stand-ins for the programs that it calls, and checks which results are kept, which parts
+//! are repeated, and what is printed.
 #![cfg(unix)]
 
 use std::collections::BTreeMap;
@@ -9,7 +10,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// Writes figures of its command, notes that it was called, and is cut off with whoever called it where CUT names its command.
+/// Writes figures for its command and records the call. If CUT names the command, it kills its caller and fails.
 const GPU: &str = r#"#!/bin/sh
 echo "$@" >>"$CALLED"
 command=$1
@@ -41,7 +42,7 @@ const TESTS: &str =
 
 const SANITIZER: &str = "#!/bin/sh\necho \"sanitizer $*\" >>\"$CALLED\"\necho '========= ERROR SUMMARY: 0 errors'\n";
 
-/// A folder of stand-ins, and what calls on them left.
+/// A folder with the stand-ins and the record of their calls.
 struct Machine {
     folder: tempfile::TempDir,
 }
@@ -54,7 +55,7 @@ impl Machine {
         machine.program("bin/compute-sanitizer", SANITIZER);
         machine.program("bin/nvidia-smi", "#!/bin/sh\n[ -z \"$NO_GPU\" ] && echo 'NVIDIA H200, 580.1, 143771 MiB'\n");
         machine.file("binaries/commit", "0123abc\n");
-        // Whether there is a PyTorch here, and a GPU that it sees, is not to matter.
+        // Makes the result independent of whether this machine has a PyTorch with a GPU.
         machine.file("python/torch.py", "raise ImportError('not in this test')\n");
         machine
     }
@@ -73,7 +74,7 @@ impl Machine {
         fs::set_permissions(self.at(path), fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// Calls benches/gpu/run with these arguments, after a space, and variables.
+    /// Runs benches/gpu/run with `out`, further arguments and environment variables.
     fn run(&self, out: &str, arguments: &str, variables: &[(&str, &str)]) -> Output {
         let path = format!("{}:{}", self.at("bin").display(), std::env::var("PATH").unwrap());
         Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/gpu/run"))
@@ -87,14 +88,14 @@ impl Machine {
             .unwrap()
     }
 
-    /// What was called since this was last asked.
+    /// Returns the calls since the last time, and clears the record.
     fn called(&self) -> Vec<String> {
         let called = fs::read_to_string(self.at("called")).unwrap_or_default();
         let _ = fs::remove_file(self.at("called"));
         called.lines().map(str::to_owned).collect()
     }
 
-    /// Entries of the record, by part.
+    /// The entries of found.json, by part.
     fn found(&self, out: &str) -> BTreeMap<String, Value> {
         let text = fs::read(self.at(out).join("found.json")).unwrap();
         let mut found: Value = serde_json::from_slice(&text).unwrap();
@@ -103,7 +104,7 @@ impl Machine {
     }
 }
 
-/// Whether there is what the script needs; otherwise a line that there is not.
+/// True if bash and python3 are installed; otherwise reports that the test was skipped.
 fn is_there() -> bool {
     let runs = |name: &str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
     let is_there = runs("bash") && runs("python3");
@@ -137,7 +138,7 @@ fn what_was_found_is_kept_with_its_date_card_driver_and_commit() {
     assert_eq!(found["judge: norm"]["figures"]["passed"], 3);
     assert_eq!(found["sanitizer: initcheck"]["figures"]["sanitizer"], "ERROR SUMMARY: 0 errors");
     assert!(found["gpt2: gapless in 0.7"]["why"].as_str().unwrap().contains("not in this test"), "{found:?}");
-    // In the order in which they tell most; each with what it is to have.
+    // Parts run in the order of their importance, and each gets the arguments that it needs.
     let called = machine.called();
     let at = |words: &str| called.iter().position(|line| line.contains(words)).expect(words);
     let order = ["device", "parity --model small", "speed --micro-batch 16", "kernels --micro-batch 16"];
@@ -147,7 +148,7 @@ fn what_was_found_is_kept_with_its_date_card_driver_and_commit() {
     assert!(called[at("compile")].contains("--architectures sm_90 --require-gpu"), "{called:#?}");
     assert!(called[at("sanitizer")].contains("--kernel-name regex=^(adamw|"), "{called:#?}");
     assert!(machine.at("out/cache.tgz").is_file() && machine.at("out/log").is_file());
-    // Nothing is left but to look for the GPU, and for what was not to be had.
+    // Only the GPU is looked up, and nothing else is repeated.
     machine.run("out", "--seconds 10000", &[]);
     assert_eq!(machine.called().len(), 1);
 }
@@ -164,12 +165,12 @@ fn a_machine_without_a_gpu_says_so() {
     let found = machine.found("out");
     let skipped = found.values().filter(|entry| entry["why"] == "there is no NVIDIA driver").count();
     assert!(skipped == found.len() && skipped > 30, "{found:?}");
-    // With one it goes on.
+    // Once there is a GPU, the parts run.
     machine.run("out", "--seconds 10000 --parts speed", &[]);
     assert_eq!(machine.found("out")["speed"]["card"], "NVIDIA H200");
 }
 
-/// A call that is cut off in a part has lost that part alone; after two, the part is passed over.
+/// A call that is cut off loses only the part that it was in. After two such calls, the part is skipped.
 #[test]
 fn a_call_that_is_cut_off_leaves_what_was_finished() {
     if !is_there() {
@@ -183,7 +184,7 @@ fn a_call_that_is_cut_off_leaves_what_was_finished() {
         assert_eq!(found[part]["state"], state, "{found:?}");
     }
     assert!(!found.contains_key("judge: norm"));
-    // Carried to another machine beside the binaries, with the kernels.
+    // The results and kernels are carried to another machine together with the binaries.
     for name in ["found.json", "cache.tgz"] {
         fs::copy(machine.at("out").join(name), machine.at("binaries").join(name)).unwrap();
     }
@@ -196,14 +197,14 @@ fn a_call_that_is_cut_off_leaves_what_was_finished() {
     let found = machine.found("elsewhere");
     assert_eq!((&found["kernels"]["state"], &found["memory"]["state"]), (&"failed".into(), &"ok".into()));
     assert!(said(&output).contains("two calls were cut off in it"));
-    // Another commit has nothing yet.
+    // For another commit nothing has been measured yet.
     machine.file("binaries/commit", "4567def\n");
     machine.called();
     machine.run("elsewhere", "--seconds 10000 --parts speed", &[]);
     assert_eq!(machine.called().len(), 3);
 }
 
-/// No part begins whose limit is not left, and every part fits into a call of nine minutes.
+/// No part starts without enough time left for its limit, and every part fits into a call of nine minutes.
 #[test]
 fn a_slice_has_what_fits() {
     if !is_there() {
@@ -222,14 +223,14 @@ fn a_slice_has_what_fits() {
     assert_eq!(machine.found("out")["parity"]["state"], "ok");
 }
 
-/// Runs a piece of Python beside the scripts.
+/// Runs Python code in the folder of the scripts.
 fn python(code: &str) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/gpu");
     let output = Command::new("python3").args(["-B", "-c", code]).env("PYTHONPATH", folder).output().unwrap();
     assert!(output.status.success(), "{}", said(&output));
 }
 
-/// What never ends is ended, with what it has started.
+/// A program that never ends is ended together with the processes that it has started.
 #[test]
 fn a_part_is_ended_at_its_limit() {
     if is_there() {
@@ -245,7 +246,8 @@ fn a_part_is_ended_at_its_limit() {
     }
 }
 
-/// The search for PyTorch's largest micro-batch ends within a sixteenth below what fits, after few tries where the bytes are told.
+/// The search for PyTorch's largest micro-batch ends within a sixteenth below the maximum, and takes few attempts if
+/// the needed bytes are known.
 #[test]
 fn the_largest_micro_batch_is_found_in_few_tries() {
     if is_there() {

@@ -1,4 +1,4 @@
-//! Crates and modules use those below them, never one above.
+//! Checks that crates and modules only use those below them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// All crates, from the lowest up. `gapless-testing` is for tests alone.
+/// All crates, from the lowest to the highest. `gapless-testing` is only used in tests.
 const CRATES: [&str; 17] = [
     "gapless-testing",
     "gapless-alloc",
@@ -27,7 +27,7 @@ const CRATES: [&str; 17] = [
     "gapless-examples",
 ];
 
-/// Modules that use each other: a tensor's methods are the operations, which are made of tensors.
+/// Modules that may use each other: a tensor's methods are operations, and operations are built from tensors.
 const CIRCLES: [(&str, &[&str]); 1] = [("gapless-graph", &["graph", "nn", "ops", "optim", "tensor"])];
 
 struct Crate {
@@ -66,7 +66,7 @@ fn no_crate_depends_on_one_above() {
     }
 }
 
-/// Rust files under a folder but for tests.
+/// Rust files below a folder, except tests.
 fn sources(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for path in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
@@ -83,7 +83,7 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The first names of paths that begin with `crate::`, outside of comments and tests.
+/// The first components of paths that begin with `crate::`, outside of comments and tests.
 fn used_modules(text: &str) -> BTreeSet<String> {
     let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     let lines: Vec<&str> = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
@@ -92,13 +92,13 @@ fn used_modules(text: &str) -> BTreeSet<String> {
     code.split("crate::").skip(1).map(word).filter(|word| !word.is_empty()).collect()
 }
 
-/// The top-level modules of a crate, each with those that it uses.
+/// The top-level modules of a crate, with the modules that each uses.
 fn modules(source: &Path) -> BTreeMap<String, BTreeSet<String>> {
     let mut uses: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for path in sources(source) {
         let inside = path.strip_prefix(source).unwrap();
         let module = inside.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs").to_owned();
-        // A crate's error type wraps those of its modules.
+        // A crate's error type wraps the errors of its modules.
         if !["lib", "main", "bin", "error"].contains(&module.as_str()) {
             uses.entry(module).or_default().extend(used_modules(&std::fs::read_to_string(&path).unwrap()));
         }
@@ -108,7 +108,7 @@ fn modules(source: &Path) -> BTreeMap<String, BTreeSet<String>> {
     uses
 }
 
-/// Modules that reach themselves.
+/// Modules that depend on themselves through others.
 fn circles(uses: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<&str> {
     let reaches_itself = |module: &&String| {
         let (mut seen, mut next) = (BTreeSet::new(), vec![*module]);
@@ -122,7 +122,7 @@ fn circles(uses: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<&str> {
 
 #[test]
 fn modules_of_a_crate_use_each_other_one_way() {
-    // The examples' crate has none.
+    // The package of examples has no src folder.
     for Crate { name, source, .. } in crates().into_iter().filter(|of| of.source.exists()) {
         let uses = modules(&source);
         let allowed = CIRCLES.iter().find(|(of, _)| *of == name).map_or(&[][..], |(_, modules)| modules);

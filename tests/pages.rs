@@ -1,4 +1,4 @@
-//! The pages: the book has them all, and what they link to is there.
+//! Checks the documentation pages: the book has all of them, and their links lead somewhere.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,14 +11,14 @@ fn pages() -> Vec<PathBuf> {
     pages.chain(["README.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root.join(name))).collect()
 }
 
-/// Targets of `[…](…)`, outside of code.
+/// The targets of Markdown links, outside of code.
 fn links(text: &str) -> Vec<String> {
     let prose = text.split("```").step_by(2);
     let found = prose.flat_map(|prose| prose.split("](").skip(1).filter_map(|rest| rest.split_once(')')));
     found.map(|(target, _)| target.to_owned()).filter(|target| !target.contains("://")).collect()
 }
 
-/// What headings are called in links.
+/// The anchors of a page's headings.
 fn anchors(text: &str) -> BTreeSet<String> {
     let prose = text.split("```").step_by(2).flat_map(str::lines);
     let headings = prose.filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
@@ -47,7 +47,7 @@ fn links_lead_somewhere() {
     assert!(seen > 100, "{seen} links");
 }
 
-/// Every page is a chapter, and every page with an example in Rust is among those whose examples are compiled.
+/// The book has every page, and src/lib.rs compiles the Rust examples of every page that has some.
 #[test]
 fn the_book_has_every_page() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,6 +1,6 @@
-//! What a run really takes of the machine's memory falls with its budget and with what it offloads, as planned.
+//! The memory that a process really takes falls with its budget and with the activations that it offloads, as planned.
 //!
-//! The program runs itself once per budget, so it has a `main` of its own. Linux only: it reads /proc.
+//! The program runs itself once per budget, so it has its own `main`. It reads /proc, so it runs on Linux only.
 
 use std::process::Command;
 
@@ -23,7 +23,7 @@ fn main() {
         }
         let (all, file, held) = run(None, "");
         assert_eq!(file, 0);
-        // The rest of the process.
+        // Memory of the process outside of the arena.
         let beside = held.saturating_sub(all);
         assert!(beside < 48 * MIB, "{beside} bytes beside the arena");
         measured_memory_falls_with_the_budget(all, beside);
@@ -31,15 +31,15 @@ fn main() {
     });
 }
 
-/// Bytes that this process held at most.
+/// Peak resident memory of this process in bytes.
 fn resident_peak() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
 }
 
-/// A step under a budget, or without, with the results of some operations in a file; prints the arena, the file, and what
-/// was held.
+/// Does a step with or without a budget, with the results of some operations offloaded. Prints the sizes of the arena
+/// and the file, and the peak resident memory.
 fn train(budget: Option<u64>, offload: &str) {
     let config = GptConfig {
         vocabulary: 512,
@@ -77,7 +77,7 @@ fn train(budget: Option<u64>, offload: &str) {
     println!("{} {} {}", report.arena_bytes, report.host_bytes, resident_peak().unwrap());
 }
 
-/// Arena, file and resident peak of a run of its own.
+/// Runs [`train`] in a process of its own; returns the arena, the file and the peak resident memory.
 fn run(budget: Option<u64>, offload: &str) -> (u64, u64, u64) {
     let budget = budget.map_or("none".to_owned(), |bytes| bytes.to_string());
     let program = std::env::current_exe().unwrap();
@@ -103,7 +103,7 @@ fn measured_memory_falls_with_the_budget(all: u64, beside: u64) {
     }
 }
 
-/// The file is the kernel's to keep or write out: it is no part of the process.
+/// The kernel may keep the file in memory or write it out, so it does not count as memory of the process.
 fn measured_memory_falls_with_what_is_offloaded(all: u64, beside: u64) {
     for ops in few(&["linear,gelu,layer_norm,attention,add", "linear"], 1) {
         let (arena, file, held) = run(None, ops);

@@ -1,11 +1,12 @@
-//! What `gapless::step` says of a step beforehand, beside what the step then takes on this machine: bytes and time of dense models, on one
-//! rank and on two that are threads, or processes over MPI.
+//! Compares the bytes and times that `gapless::step` predicts with those of steps that then run on this machine. The
+//! models are dense, on one rank or on two, which are threads or MPI processes.
 //!
-//! `cargo bench -p gapless --bench predicted`; `-- --every N` for every Nth configuration. With `--features mpi`, `-- --processes`: the
-//! configurations of two ranks, each a process that `mpirun` starts.
+//! `cargo bench -p gapless --bench predicted` runs all configurations, `-- --every N` every Nth. With `--features mpi`
+//! and `-- --processes`, it runs the configurations of two ranks as processes that `mpirun` starts.
 //!
-//! Bytes are those of each rank's arena, and must be equal. Time is predicted from single operations, timed each on its own by
-//! [`gapless::step::ThisMachine`]; no whole step is timed for it. What is measured is the median step, of the slowest rank.
+//! Bytes are those of each rank's arena, and must be equal. Time is predicted from operations that
+//! [`gapless::step::ThisMachine`] times one by one, without running a whole step. It is compared with the median step
+//! of the slowest rank.
 
 use std::time::Instant;
 
@@ -36,13 +37,13 @@ struct Options {
     bench: bool,
 }
 
-/// What ranks of two mebibytes to some hundreds take.
+/// Models whose ranks take from two to some hundreds of mebibytes.
 const MODELS: [&str; 3] = [
     "gpt:vocabulary=512,layers=4,heads=4,width=128",
     "gpt:vocabulary=2048,layers=6,heads=6,width=384",
     "llama:vocabulary=1024,layers=4,heads=4,kv_heads=2,width=256,hidden=704,tied=true",
 ];
-/// The keys of a step beside its model.
+/// Further keys of the step.
 const STEPS: [&str; 12] = [
     "batch = 4\nsequence = 128",
     "batch = 8\nsequence = 128\nmicro_batches = 4",
@@ -58,7 +59,7 @@ const STEPS: [&str; 12] = [
     "batch = 8\nsequence = 128\nmicro_batches = 2\ndata_ranks = 2",
 ];
 
-/// Of a rank.
+/// The measurement of a rank.
 #[derive(Debug, Clone, Copy)]
 struct Measured {
     arena_bytes: u64,
@@ -105,7 +106,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// A step and its ranks, with as many threads as there are cores for all of them together.
+/// The step with these keys and its number of ranks. The ranks share the cores.
 fn step(keys: &str) -> Result<(Step, usize)> {
     let keys: Vec<String> = keys.lines().map(str::to_owned).collect();
     let mut step = Step::new(&RunConfig::parse("", &keys)?)?;
@@ -114,7 +115,7 @@ fn step(keys: &str) -> Result<(Step, usize)> {
     Ok((step, ranks))
 }
 
-/// What its trainers are made with.
+/// The options of its trainers.
 fn options(step: &Step) -> TrainOptions {
     TrainOptions {
         step: step.options.clone(),
@@ -124,7 +125,7 @@ fn options(step: &Step) -> TrainOptions {
     }
 }
 
-/// Bytes of each rank's arena, and milliseconds.
+/// Predicts the bytes of each rank's arena, and the milliseconds of a step.
 fn predicted(step: &Step, ranks: usize) -> Result<(Vec<u64>, f64)> {
     let runs = (0..ranks).map(|rank| Ok(Trainer::builder(|vb| step.build(vb), options(step)).plan(rank)?.arena_bytes));
     let bytes = runs.collect::<Result<Vec<u64>, TrainError>>()?;
@@ -132,7 +133,7 @@ fn predicted(step: &Step, ranks: usize) -> Result<(Vec<u64>, f64)> {
     Ok((bytes, step.timing(&programs)?.nanoseconds() as f64 / 1e6))
 }
 
-/// What the ranks' trainers take.
+/// Runs the step with ranks that are threads.
 fn measured(step: &Step, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
     let run = |trainer| timed(step, trainer, steps);
     let build = |vb| step.build(vb);
@@ -143,7 +144,7 @@ fn measured(step: &Step, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
     Ok(measured?)
 }
 
-/// The steps of a rank.
+/// Runs the steps of a rank and measures them.
 fn timed(step: &Step, mut trainer: Trainer, steps: usize) -> Result<Measured, TrainError> {
     let tokens: Vec<u32> = (0..=step.options.batch * step.options.sequence).map(|i| (i * i % 499) as u32).collect();
     let (inputs, targets) = (&tokens[..tokens.len() - 1], &tokens[1..]);
@@ -158,7 +159,7 @@ fn timed(step: &Step, mut trainer: Trainer, steps: usize) -> Result<Measured, Tr
     Ok(Measured { arena_bytes: trainer.report().arena_bytes, milliseconds: times[times.len() / 2] })
 }
 
-/// The same of ranks that are processes: this program, started again.
+/// Runs the step with ranks that are processes, each of which is this program.
 fn on_processes(keys: &str, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
     let output = mpirun(ranks)
         .args(["--bind-to", "none"])
@@ -180,7 +181,7 @@ fn on_processes(keys: &str, ranks: usize, steps: usize) -> Result<Vec<Measured>>
     Ok(all.into_iter().map(|(_, measured)| measured).collect())
 }
 
-/// What such a process says.
+/// Runs the rank of this process, and prints its measurement.
 fn one_process(step: &Step, steps: usize) -> Result<()> {
     let world = world()?;
     let rank = world.rank();

@@ -1,13 +1,16 @@
-//! Training steps of gapless beside candle's eager ones (and PyTorch's): the same model, the same batch, f32, AdamW.
+//! Compares training steps of gapless with candle's eager ones, and optionally with PyTorch's: the same model, the same
+//! batch, AdamW.
 //!
-//! `cargo bench -p gapless --bench train_step`, with `-- --quick` for a small model, with `-- --profile` for the time of
-//! each kind of instruction on our side, with `-- --pytorch PYTHON` beside PyTorch, too. `-- --model llama` and `-- --model mixtral`
-//! have no side in candle; PyTorch's is that of the package `transformers`.
+//! `cargo bench -p gapless --bench train_step` compares with candle in f32. Options after `--`:
+//! - `--quick`: a small model;
+//! - `--profile`: the time of each kind of instruction in gapless;
+//! - `--pytorch PYTHON`: also compare with PyTorch;
+//! - `--model llama` or `--model mixtral`: without candle; PyTorch's side is that of the package `transformers`.
 //!
-//! Each side is a process of its own, so that its peak memory is its own; the sides take their steps in turn, so that the
-//! machine's other work hits all. None computes what another leaves out, but for one thing: candle's does not clip by the
-//! gradients' global norm. With `-p`, candle is built as its users get it; built with the whole workspace, its matrix
-//! products would take over the AVX-512 feature that the engine's own benches turn on.
+//! Each side is a process of its own, so that its peak memory can be measured. The sides take their steps in turn, so
+//! that other work on the machine affects all of them. All do the same work, except that candle's side does not clip
+//! gradients by their global norm. With `-p`, candle is built as its users get it; if the whole workspace were built,
+//! its matrix products would use the AVX-512 feature that the engine's own benchmarks turn on.
 
 mod model;
 mod profile;
@@ -112,7 +115,7 @@ fn compare(options: &Options) -> anyhow::Result<()> {
     for round in 0..=options.steps {
         for (process, measurements) in processes.iter_mut().zip(&mut measurements) {
             let measurement = process.step()?;
-            // The first step warms the caches and the allocator, and touches memory for the first time.
+            // The first step warms up caches and the allocator, and touches memory for the first time.
             if round > 0 {
                 measurements.push(measurement);
             }
@@ -137,7 +140,7 @@ fn compare(options: &Options) -> anyhow::Result<()> {
             last.loss,
         );
     }
-    // Steps that were taken one after the other saw the same machine: the median of their ratios, not the ratio of medians.
+    // Consecutive steps ran under the same conditions, so this is the median of their ratios, not the ratio of medians.
     if sides.len() > 1 {
         println!("\ngapless beside     tokens/s   tokens per CPU second   peak resident memory");
     }
@@ -164,7 +167,7 @@ fn median(sorted: &[f64]) -> f64 {
     sorted[sorted.len() / 2]
 }
 
-/// PyTorch's side of the same step.
+/// The command for PyTorch's side of the same step.
 fn pytorch(python: &Path, side: Side, options: &Options) -> Command {
     let mut command = Command::new(python);
     command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/benches/train_step/pytorch.py"));
@@ -180,7 +183,7 @@ fn pytorch(python: &Path, side: Side, options: &Options) -> Command {
     command
 }
 
-/// One side, running.
+/// The running process of one side.
 struct Process {
     child: Child,
     answers: BufReader<ChildStdout>,
@@ -208,7 +211,7 @@ impl Process {
         serde_json::from_str(&line).context("the process of one side ended early")
     }
 
-    /// Closing its input ends it.
+    /// Closes the standard input, which ends the process.
     fn finish(mut self) -> anyhow::Result<()> {
         drop(self.child.stdin.take());
         anyhow::ensure!(self.child.wait()?.success(), "the process of one side failed");

@@ -1,11 +1,11 @@
-//! What all sides train.
+//! The models that all sides train.
 
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::{TrainOptions, Trainer};
 
 use crate::Options;
 
-/// The kinds of model that there are.
+/// The kinds of models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     /// Layer norms, GELU, one head for each key; 256 tokens.
@@ -16,7 +16,7 @@ pub enum Kind {
     Mixtral,
 }
 
-/// A model's extents.
+/// A model with its sizes.
 #[derive(Debug, Clone)]
 pub enum Model {
     Gpt(GptConfig),
@@ -25,7 +25,7 @@ pub enum Model {
 }
 
 impl Model {
-    /// That of the command line, or of the kind where this says nothing.
+    /// The model of the command line, with the defaults of its kind.
     pub fn new(options: &Options) -> Self {
         let (layers, width, heads) = match (options.model, options.quick) {
             (_, true) => (2, 64, 2),
@@ -57,7 +57,7 @@ impl Model {
         }
     }
 
-    /// Its kind, and its extents as pytorch.py is told of them.
+    /// The kind, and the sizes under the names of pytorch.py.
     fn extents(&self) -> (&'static str, [(&'static str, usize); 6]) {
         let of_llama = |llama: &LlamaConfig, hidden| {
             [llama.vocabulary, llama.layers, llama.width, llama.heads, llama.kv_heads, hidden]
@@ -71,7 +71,7 @@ impl Model {
         (kind, std::array::from_fn(|at| (names[at], extents[at])))
     }
 
-    /// With its extents.
+    /// A description with the sizes.
     pub fn describe(&self) -> String {
         let (name, parameters) = match self {
             Self::Gpt(gpt) => ("GPT", gpt.parameters()),
@@ -83,14 +83,14 @@ impl Model {
         format!("{name} of {layers} layers, width {width}, {heads} heads ({millions:.1} M parameters)")
     }
 
-    /// What pytorch.py is told.
+    /// The arguments for pytorch.py.
     pub fn flags(&self) -> Vec<(&'static str, String)> {
         let (kind, extents) = self.extents();
         let extents = extents.map(|(name, extent)| (name, extent.to_string()));
         std::iter::once(("model", kind.to_owned())).chain(extents).collect()
     }
 
-    /// Our side.
+    /// Creates gapless's trainer.
     pub fn trainer(&self, train: TrainOptions) -> anyhow::Result<Trainer> {
         Ok(match self {
             Self::Gpt(gpt) => Trainer::new(|vb| Gpt::new(gpt, vb), train)?,

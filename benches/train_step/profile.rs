@@ -1,6 +1,6 @@
-//! Where the time of a step goes: the engine opens a span per instruction, and this sums them.
+//! Prints where the time of a step goes. The engine opens a span for each instruction, and this sums them up.
 //!
-//! On one thread it is CPU time, which other work on the machine hardly changes.
+//! With one thread, CPU time is measured, which other work on the machine hardly affects.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -41,13 +41,13 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One layer stands for all of its kind: h.3.mlp becomes h.*.mlp.
+/// Replaces the block numbers of a layer, so that all blocks are summed: h.3.mlp becomes h.*.mlp.
 fn any_block(layer: &str) -> String {
     let star = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
     layer.split('.').map(star).collect::<Vec<_>>().join(".")
 }
 
-/// A table of median times per step, the longest first.
+/// Prints a table of median times per step, the longest first.
 fn print(title: &str, whole: f64, steps: &[Times], group: impl Fn(&Key) -> String) {
     let mut rows: BTreeMap<String, (usize, Vec<f64>)> = BTreeMap::new();
     for (index, times) in steps.iter().enumerate() {
@@ -70,7 +70,7 @@ fn print(title: &str, whole: f64, steps: &[Times], group: impl Fn(&Key) -> Strin
 
 type Times = BTreeMap<Key, (usize, Duration)>;
 
-/// One instruction of the program, whatever its micro-batch.
+/// An instruction of the program, without its micro-batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     name: String,
@@ -89,14 +89,14 @@ impl Visit for Key {
     fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
 }
 
-/// Sums the time inside spans called `op`.
+/// Sums the time inside spans named `op`.
 #[derive(Debug, Clone, Default)]
 struct Profile {
     times: Arc<Mutex<Times>>,
     cpu: bool,
 }
 
-/// When an instruction began.
+/// The start of an instruction.
 #[derive(Debug, Clone, Copy)]
 enum Start {
     Wall(Instant),

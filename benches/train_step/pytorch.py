@@ -50,7 +50,7 @@ def main():
 
 
 def made(options):
-    """A model that gives the loss of (tokens, targets)."""
+    """Returns a model that computes the loss of (tokens, targets)."""
     if options.model == "gpt":
         return peer().gpt(options.vocabulary, options.sequence, options.layers, options.heads, options.width)
     import transformers
@@ -84,7 +84,7 @@ def made(options):
 
 
 def peer():
-    """benches/gpu/pytorch.py, whose name is this one's."""
+    """Imports benches/gpu/pytorch.py, which has the same name as this file."""
     spec = importlib.util.spec_from_file_location("peer", HERE.parent / "gpu" / "pytorch.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

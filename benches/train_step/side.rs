@@ -1,4 +1,4 @@
-//! One side of the comparison, as a process: a line in, a training step, its measurement out.
+//! A side of the comparison as a process: for each line of input, does a training step and prints its measurement.
 
 #[path = "../../tests/candle/mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::Options;
 use crate::model::Model;
 
-/// Who trains.
+/// A side of the comparison.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum Side {
     /// This project.
@@ -32,7 +32,7 @@ pub enum Side {
 }
 
 impl Side {
-    /// As it is written on the command line.
+    /// Its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gapless => "gapless",
@@ -44,18 +44,18 @@ impl Side {
     }
 }
 
-/// What one step took.
+/// The measurement of a step.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct Measurement {
     pub ms: f64,
-    /// Of all threads together: what other work on the machine hardly changes.
+    /// CPU time of all threads, which other work on the machine hardly affects.
     pub cpu_ms: f64,
     pub loss: f32,
-    /// Of the process, since its start.
+    /// Peak memory of the process since its start.
     pub peak_rss_bytes: Option<u64>,
 }
 
-/// Takes a step for every line of standard input.
+/// Does a step for every line of the standard input.
 pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
     let (tokens, targets) = batch(options);
     match side {
@@ -79,7 +79,7 @@ pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
     }
 }
 
-/// Our side.
+/// Creates gapless's trainer.
 pub fn trainer(options: &Options, dtype: DType) -> anyhow::Result<Trainer> {
     let train = TrainOptions {
         step: StepOptions {
@@ -95,7 +95,8 @@ pub fn trainer(options: &Options, dtype: DType) -> anyhow::Result<Trainer> {
     Model::new(options).trainer(train)
 }
 
-/// Of this file, pairs of neighbouring bytes, the first the lower, modulo the vocabulary (of 256: bytes); and those that follow them.
+/// The batch: pairs of adjacent bytes of this file, little-endian, modulo the vocabulary size (single bytes for 256);
+/// and the targets after them.
 pub fn batch(options: &Options) -> (Vec<u32>, Vec<u32>) {
     let text = || include_bytes!("side.rs").iter().map(|&byte| u32::from(byte)).cycle();
     let vocabulary = options.vocabulary() as u32;
@@ -105,7 +106,7 @@ pub fn batch(options: &Options) -> (Vec<u32>, Vec<u32>) {
     (tokens, targets)
 }
 
-/// The update rule of our side; candle-nn decays all parameters alike.
+/// The update rule of our side, except that candle-nn applies weight decay to all parameters.
 fn candle_optimizer(twin: &candle::Twin) -> candle_core::Result<AdamW> {
     let variables: Vec<Var> = twin.variables().into_iter().map(|(_, variable)| variable).collect();
     let lr = TrainOptions::default().learning_rate.peak;

@@ -1,4 +1,5 @@
-//! An allocator of one's own: segments of powers of two, each for one tensor at a time, kept for the next of its size.
+//! An allocator of your own: segments whose sizes are powers of two. Each holds one tensor at a time and is kept for
+//! the next of its size.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +9,7 @@ use gapless::step::Step;
 
 #[derive(Debug, Default)]
 struct PowersOfTwo {
-    /// Idle segments by size, and the end of the addresses that were given out.
+    /// Free segments by size, and the end of the address range in use.
     idle: BTreeMap<u64, Vec<u64>>,
     end: u64,
     statistics: Statistics,
@@ -45,7 +46,7 @@ impl Allocator for PowersOfTwo {
     }
 }
 
-/// Beside PyTorch's, on what an eager framework would ask for.
+/// Compares it with PyTorch's allocator on the requests of an eager framework.
 pub fn run(step: &Step) -> Result<()> {
     let problem = step.eager(&step.record()?, 0)?;
     let requests = Requests::new(&problem);

@@ -1,10 +1,10 @@
-//! A cost model of one's own: a device on which small products are slow.
+//! A cost model of your own: a device on which small products are slow.
 
 use anyhow::Result;
 use gapless::engine::compile::{Instr, InstrKind};
 use gapless::step::{CostModel, DeviceProfile, Precision, Step};
 
-/// Tiles of the device's products.
+/// Elements in a tile of the device's products.
 const TILE: f64 = 128.0 * 128.0;
 
 #[derive(Debug)]
@@ -16,7 +16,7 @@ impl CostModel for Tiled {
         match &instr.kind {
             InstrKind::Compute(op) if op.name().starts_with("linear") => {
                 let elements = instr.outputs[0].layout.shape().elem_count() as f64;
-                // Tiles that are not full take as long as those that are, and 132 run at a time.
+                // 132 tiles run at a time, and a partial tile takes as long as a full one.
                 let waves = (elements / TILE / 132.0).ceil();
                 (whole as f64 * (waves * 132.0 * TILE / elements).min(4.0)) as u64
             }
@@ -33,7 +33,7 @@ impl CostModel for Tiled {
     }
 }
 
-/// The step's time by it and by its device.
+/// Compares the step's time under this model with that of its device.
 pub fn run(step: &Step) -> Result<()> {
     let programs = step.programs(&step.record()?)?;
     let device = step.timing(&programs)?;

@@ -1,5 +1,5 @@
-//! What a researcher can put in the place of ours, each by a trait and in a file of its own: an allocator, a schedule, a cost model, a
-//! recompute policy. All of them meet the tables of the same training step.
+//! Components that a researcher can replace, each implemented by a trait in a file of its own: an allocator, a
+//! schedule, a cost model and a recompute policy. All are compared on the same training step.
 //!
 //! `cargo run --release --example own`
 
@@ -12,7 +12,7 @@ use anyhow::Result;
 use gapless::run::RunConfig;
 use gapless::step::Step;
 
-/// A small GPT on two ranks of a pipeline.
+/// A small GPT on two pipeline ranks.
 fn step() -> Result<Step> {
     let run = RunConfig::parse(
         r#"

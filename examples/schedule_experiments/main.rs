@@ -1,8 +1,8 @@
-//! What papers about allocators measured, beside what the same steps take here: each allocator's peer on the lifetimes that an eager
-//! framework has, and gapless on its own.
+//! Compares figures of papers about allocators with the same steps here: each allocator on the lifetimes of an eager
+//! framework, and gapless on its own lifetimes.
 //!
-//! `cargo run --release --example schedule_experiments` goes through some rows in half a minute, with `--all` through all of them. The papers' figures are
-//! in `papers.csv`, the steps in `rows.toml` beside this file.
+//! `cargo run --release --example schedule_experiments` runs some rows in half a minute; `--all` runs all of them. The
+//! papers' figures are in `papers.csv`, and the steps in `rows.toml`, next to this file.
 
 use anyhow::{Context, Result};
 use clap::Parser;
@@ -36,21 +36,21 @@ struct Rows {
 #[derive(Deserialize)]
 struct Row {
     name: String,
-    /// What of it can be compared, and what not.
+    /// The part of the step that can be compared, and the reason for the rest.
     comparable: String,
     #[serde(default)]
     quick: bool,
     run: RunConfig,
 }
 
-/// A figure of a paper, about an allocator.
+/// A paper's figure about an allocator.
 struct Fact {
     paper: String,
     allocator: String,
     text: String,
 }
 
-/// What an allocator comes to on a step.
+/// The result of an allocator on a step.
 struct Outcome {
     name: &'static str,
     reserved: Option<u64>,
@@ -73,7 +73,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// gapless on its own lifetimes first, then all of them on an eager framework's.
+/// Measures gapless on its own lifetimes first, then all allocators on those of an eager framework.
 fn measure(row: &Row) -> Result<Vec<Outcome>> {
     let mut step = Step::new(&row.run)?;
     step.options.pipeline.cut = equal_stages(&step);
@@ -92,7 +92,7 @@ fn measure(row: &Row) -> Result<Vec<Outcome>> {
     Ok(outcomes)
 }
 
-/// As many layers in each stage, as Megatron cuts a model.
+/// Stages with the same number of layers, as in Megatron.
 fn equal_stages(step: &Step) -> StagePartition {
     let stages = step.options.stages();
     let (prefix, layers) = match step.architecture() {
@@ -127,7 +127,7 @@ fn facts(row: &str) -> Result<Vec<Fact>> {
         .collect()
 }
 
-/// Fields between commas, some in quotation marks.
+/// Parses comma-separated fields, some of which are quoted.
 fn csv(text: &str) -> Vec<Vec<String>> {
     let line = |line: &str| {
         let (mut fields, mut is_quoted) = (vec![String::new()], false);

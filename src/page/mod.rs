@@ -1,25 +1,25 @@
-//! One HTML page: style, script and data inside, nothing fetched.
+//! Self-contained HTML pages: style, script and data are inside, and nothing is fetched.
 //!
-//! In: what is on the page. Out: the page, with the style and the plots that all pages of this crate have. Never: a word of its data
-//! that the browser could take for more than data.
+//! In: the contents of a page. Out: the page, with the style and plots that all pages of this crate share. Data are
+//! escaped, so the browser never interprets them as HTML or script.
 
 use gapless_alloc::draw::{THEME, escape};
 use serde::Serialize;
 
-/// The parts of a page.
+/// The contents of a page.
 pub(crate) struct Page<'a> {
     pub title: &'a str,
-    /// What the title is of.
+    /// The kind of the page, shown with the title.
     pub kind: &'a str,
-    /// Behind what all pages have.
+    /// Style that follows the shared style.
     pub style: &'a str,
-    /// HTML.
+    /// The body as HTML.
     pub body: &'a str,
-    /// Behind what all pages have.
+    /// Script that follows the shared script.
     pub script: &'a str,
-    /// What [`json`] returns; the script reads it from the element `data`.
+    /// The result of [`json`]; the script reads it from the element with the id `data`.
     pub data: &'a str,
-    /// Whether it may ask the server that it comes from; otherwise it may ask nobody.
+    /// Whether the page may fetch data from the server that it was loaded from. Otherwise it may fetch nothing.
     pub is_served: bool,
 }
 
@@ -40,12 +40,14 @@ impl Page<'_> {
     }
 }
 
-/// A value for an element of data: within a script element only `<` can end it, and as an escape it is the same JSON.
+/// Serializes a value for a data element. Inside a script element only `<` can end it, so `<` is escaped, which is
+/// still the same JSON.
 pub(crate) fn json(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("strings and numbers are always JSON").replace('<', "\\u003c")
 }
 
-/// The template with each part once, in its order. What stands in a part is not looked at.
+/// Fills each part into the template. The parts must be in the order of the template; placeholders inside a part are
+/// left as they are.
 fn filled(template: &str, parts: &[(&str, &str)]) -> String {
     let mut page = String::with_capacity(template.len() + parts.iter().map(|(_, text)| text.len()).sum::<usize>());
     let mut rest = template;

@@ -1,4 +1,4 @@
-//! What a run says. That nobody hears it (a closed pipe, a full disk) does not end the run, but its exit code tells.
+//! Output of a run. A failed write, as to a closed pipe or a full disk, does not end the run but changes its exit code.
 
 use std::fmt::{self, Display};
 use std::fs::File;
@@ -13,36 +13,37 @@ use serde::Serialize;
 
 use super::{Answer, Event, Stop};
 
-/// Lines for the standard output, rows for a file, warnings for the standard error. What cannot be written is counted, said once
-/// on the standard error, and an error at the end.
+/// Writes lines to the standard output, rows to a file, and warnings to the standard error. Failed writes are counted.
+/// The first failure of each output is reported on the standard error, and [`Self::finish`] returns them all.
 #[derive(Debug, Default)]
 pub struct Console {
-    /// Where rows are written, and its path.
+    /// The file of rows, and its path.
     rows: Option<(PathBuf, JsonLines)>,
     errors: ErrorOutput,
     is_silent: bool,
 }
 
 impl Console {
-    /// One that says nothing to the standard output: what all ranks know, one says.
+    /// Creates a console without standard output, for ranks whose messages another rank already prints.
     pub fn silent() -> Self {
         Self { is_silent: true, ..Self::default() }
     }
 
-    /// Also writes rows, as JSON, one per line: to a file that is made anew, or behind what is in it.
+    /// Also writes rows to a file, as one line of JSON each. The file is created anew, or appended to if `is_appended`.
     ///
     /// # Errors
-    /// A file that cannot be opened.
+    /// Returns an error if the file cannot be opened.
     pub fn write_rows(&mut self, path: &Path, is_appended: bool) -> Result<(), MetricsError> {
         let rows = if is_appended { JsonLines::append(path) } else { JsonLines::create(path) }?;
         self.rows = Some((path.to_owned(), rows));
         Ok(())
     }
 
-    /// Keeps what is said and warned of in a file, too, and what has been so far: one that is made anew, or behind what is in it.
+    /// Also writes everything that is said to a log file, including what has been said so far. The file is created
+    /// anew, or appended to if `is_appended`.
     ///
     /// # Errors
-    /// A file that cannot be opened.
+    /// Returns an error if the file cannot be opened.
     pub fn write_log(&self, path: &Path, is_appended: bool) -> io::Result<()> {
         let file = File::options().create(true).write(true).truncate(!is_appended).append(is_appended).open(path)?;
         self.errors.heard().log = Some((path.display().to_string(), file));
@@ -59,18 +60,18 @@ impl Console {
         self.errors.note("the standard output", say_to(&mut io::stdout().lock(), line));
     }
 
-    /// Writes a row, if rows are written.
+    /// Writes a row if [`Self::write_rows`] has opened a file.
     pub fn row(&mut self, row: &impl Serialize) {
         if let Some(Err(MetricsError { path, source })) = self.rows.as_mut().map(|(_, rows)| rows.write(row)) {
             self.errors.note(&path.display().to_string(), Err(source));
         }
     }
 
-    /// A callback of [`Fit::run`](super::Fit::run): says every tenth step, every evaluation and every checkpoint, and writes a row
-    /// for each step and evaluation.
+    /// A callback for [`Fit::run`](super::Fit::run). Prints every tenth step, every evaluation and every checkpoint,
+    /// and writes a row for each step and evaluation.
     ///
     /// # Errors
-    /// None: training goes on when nobody listens.
+    /// Never returns an error: failed writes do not end the training.
     pub fn event(&mut self, event: &Event) -> Answer {
         if !matches!(event, Event::Step { report, .. } if !(report.step + 1).is_multiple_of(10)) {
             self.say(event);
@@ -81,23 +82,23 @@ impl Console {
         Ok(ControlFlow::Continue(()))
     }
 
-    /// The standard error, for warnings: writing to it never fails.
+    /// Returns a writer to the standard error, for warnings. Writing to it never fails.
     pub fn errors(&self) -> ErrorOutput {
         self.errors.clone()
     }
 
-    /// The end of a program: 128 + the signal that has stopped it, or success.
+    /// Returns the exit code of the program: 128 + the signal that stopped it, or success.
     ///
     /// # Errors
-    /// When something could not be written, and no signal has come.
+    /// Returns an error if some output could not be written and no signal arrived.
     pub fn exit_code(self, stop: &Stop) -> Result<ExitCode, OutputLost> {
         stop.exit_code().map_or_else(|| self.finish().map(|()| ExitCode::SUCCESS), Ok)
     }
 
-    /// The end of the run.
+    /// Ends the output of a run.
     ///
     /// # Errors
-    /// When something could not be written, or was deleted since.
+    /// Returns an error if some output could not be written, or if its file was deleted since.
     pub fn finish(self) -> Result<(), OutputLost> {
         let log = self.errors.heard().log.as_ref().map(|(path, _)| PathBuf::from(path));
         for path in self.rows.into_iter().map(|(path, _)| path).chain(log) {
@@ -115,7 +116,7 @@ fn say_to(out: &mut impl Write, line: impl Display) -> io::Result<()> {
     out.flush()
 }
 
-/// The standard error, and what could not be written to any output.
+/// A writer to the standard error that also keeps the log and the failed writes of all outputs.
 #[derive(Debug, Clone, Default)]
 pub struct ErrorOutput {
     heard: Arc<Mutex<Heard>>,
@@ -124,13 +125,13 @@ pub struct ErrorOutput {
 #[derive(Debug, Default)]
 struct Heard {
     lost: Vec<Lost>,
-    /// The log, and its path.
+    /// The log file, and its path.
     log: Option<(String, File)>,
-    /// What was said before there is one.
+    /// Output from before the log file was opened.
     before: Vec<u8>,
 }
 
-/// Of what is said before there is a log, so many bytes are kept for it.
+/// Limit of the bytes that are kept for the log before its file is opened.
 const MOST_BEFORE: usize = 1 << 20;
 
 #[derive(Debug)]
@@ -141,7 +142,7 @@ struct Lost {
 }
 
 impl ErrorOutput {
-    /// Counts a failure; the first of an output is said.
+    /// Counts a failure; reports the first one of each output.
     fn note(&self, output: &str, result: io::Result<()>) {
         let Err(error) = result else { return };
         let line = format!("cannot write to {output}: {error}; training goes on without it\n");
@@ -154,7 +155,7 @@ impl ErrorOutput {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps what is said, without colours.
+    /// Adds text to the log, without color sequences.
     fn log(&self, said: &[u8]) {
         let mut heard = self.heard();
         let Heard { log, before, .. } = &mut *heard;
@@ -203,7 +204,7 @@ impl Write for ErrorOutput {
     }
 }
 
-/// Text without the sequences that colour it (ECMA-48: ESC, `[`, and what follows up to a letter).
+/// Removes color sequences from a text (ECMA-48: ESC, `[`, and everything up to a letter).
 fn plain(text: &[u8]) -> impl Iterator<Item = u8> {
     let mut is_inside = false;
     text.iter().copied().filter(move |&byte| {
@@ -213,7 +214,7 @@ fn plain(text: &[u8]) -> impl Iterator<Item = u8> {
     })
 }
 
-/// What a run could not write.
+/// Failed writes of a run.
 #[derive(Debug)]
 pub struct OutputLost {
     lost: Vec<Lost>,
@@ -232,7 +233,7 @@ impl std::error::Error for OutputLost {}
 mod tests {
     use super::*;
 
-    /// The device to which nothing can be written is there on Linux alone.
+    /// `/dev/full` exists only on Linux.
     #[cfg(target_os = "linux")]
     #[test]
     fn rows_that_cannot_be_written_are_told_at_the_end() {

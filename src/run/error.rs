@@ -1,4 +1,4 @@
-//! Why a run ends before its last step.
+//! Errors that end a run before its last step.
 
 use std::path::PathBuf;
 
@@ -11,81 +11,81 @@ use gapless_models::hf::HfError;
 
 use super::ConfigError;
 
-/// Why a run ended before its last step.
+/// The error that ended a run before its last step.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
-    /// The configuration.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The data.
+    /// The data cannot be used.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// A Hugging Face folder.
+    /// A Hugging Face folder cannot be used.
     #[error(transparent)]
     Pretrained(Box<HfError>),
-    /// The trainer.
+    /// The trainer failed.
     #[error(transparent)]
     Train(Box<TrainError>),
-    /// The folder or its checkpoints.
+    /// The run's folder or a checkpoint cannot be used.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// Figures that cannot be written.
+    /// Metrics cannot be written.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
-    /// Nothing to go on from.
+    /// There is no checkpoint to resume from.
     #[error("there is no checkpoint in {}; run without --resume first", path.display())]
     NothingToResume {
-        /// Where checkpoints would be.
+        /// Folder in which checkpoints are expected.
         path: PathBuf,
     },
     /// No step is left to do.
     #[error("{} has done {done} steps, as many as the run is to have, or more; raise steps (it is {steps})", path.display())]
     NothingLeft {
-        /// The checkpoint.
+        /// Path of the checkpoint.
         path: PathBuf,
-        /// Its steps.
+        /// Number of steps that are done.
         done: u64,
-        /// Steps in all.
+        /// Number of steps that the run should have.
         steps: u64,
     },
-    /// The saved run was another one.
+    /// The checkpoint is of a run with other settings.
     #[error("the run in {} was of another configuration: {}; these keys cannot change: set them back (run.toml beside its checkpoints has them) or choose another --out", path.display(), differences.join(", "))]
     Changed {
-        /// The checkpoint.
+        /// Path of the checkpoint.
         path: PathBuf,
-        /// Each key with its values.
+        /// Each key that differs, with both values.
         differences: Vec<String>,
     },
-    /// Loss spikes without end.
+    /// Loss spikes went on for too long.
     #[error(
         "{skipped} steps in a row, the last of them {step}, were far above those before them and were left out; the last checkpoint is from before: let guard.rollbacks go back to it, go on from it with --fork and a lower learning_rate.peak or another seed, or raise guard.norm and guard.loss"
     )]
     Spikes {
-        /// The last.
+        /// The last skipped step.
         step: u64,
-        /// How many.
+        /// Number of steps skipped in a row.
         skipped: u64,
     },
-    /// The folder of a run was deleted or moved while the run went on.
+    /// The folder of a run was deleted or moved during the run.
     #[error(
         "{} was deleted, moved or replaced while the run was writing into it, and the run has ended; its checkpoints are where the folder \
          is now: go on from there with --resume, or run it again",
         path.display()
     )]
     FolderGone {
-        /// Where the folder was.
+        /// Path that the folder had.
         path: PathBuf,
     },
-    /// What a callback of [`Fit::run`](super::Fit::run) answered.
+    /// The error that a callback of [`Fit::run`](super::Fit::run) returned.
     #[error(transparent)]
     Callback(#[from] Box<dyn std::error::Error + Send + Sync>),
-    /// A file of the run's folder that cannot be written, or signals that cannot be listened to.
+    /// A file of the run's folder cannot be written, or signals cannot be handled.
     #[error("{what}: {source}")]
     Io {
-        /// What was to be done.
+        /// The operation that failed.
         what: String,
-        /// Why it cannot be done.
+        /// The system's error.
         source: std::io::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! What a loop tells whoever follows it.
+//! Events that a training loop reports to its callback.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -7,72 +7,75 @@ use std::time::Duration;
 use gapless_engine::{StepReport, Times, Trainer};
 use serde::Serialize;
 
-/// What has happened in a [`Fit`](super::Fit): a line to read, or a row for a file ([`Console::row`](super::Console::row)).
+/// An event of a [`Fit`](super::Fit). Displayed, it is a line to read; serialized, a row for a file
+/// ([`Console::row`](super::Console::row)).
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
 pub enum Event {
-    /// A step.
+    /// A step was done.
     Step {
-        /// What it says.
+        /// The trainer's report.
         #[serde(flatten)]
         report: StepReport,
-        /// Mean since the loop began, of steps alone.
+        /// Mean tokens per second since the loop began, counting only the time of steps.
         tokens_per_second: f64,
-        /// Where its time went.
+        /// Times of this step.
         seconds: Seconds,
     },
-    /// An evaluation.
+    /// The validation loss was measured.
     Evaluation {
-        /// The last step before it, counted from 0.
+        /// Last step before the evaluation, counted from 0.
         step: u64,
-        /// Mean −log p over the targets of the validation windows, without whatever else a training loss counts; none where no target
-        /// counts.
+        /// Mean −log p over the targets of the validation windows, without the other terms of a training loss. `None`
+        /// if no target counts.
         val_loss: Option<f32>,
-        /// Where its time went.
+        /// Time of this evaluation.
         seconds: Seconds,
     },
-    /// A checkpoint.
+    /// A checkpoint was saved.
     Saved {
-        /// Its folder.
+        /// Folder of the checkpoint.
         saved: PathBuf,
     },
-    /// Too many steps in a row were left out, and the run has gone back ([`GuardConfig::rollbacks`](super::GuardConfig::rollbacks)).
+    /// Too many steps in a row were skipped, and the run returned to a checkpoint
+    /// ([`GuardConfig::rollbacks`](super::GuardConfig::rollbacks)).
     RolledBack {
-        /// Steps that were done.
+        /// Number of steps that were done before the rollback.
         from: u64,
-        /// Those of the checkpoint.
+        /// Number of steps of the checkpoint.
         to: u64,
     },
 }
 
-/// Where time went, in seconds; what there was none of, or what is not known, is not said.
+/// Times of the parts of a step or evaluation, in seconds. A part that took no time, or whose time is not known, is
+/// `None`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Seconds {
-    /// Reading tokens.
+    /// Reading the tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<f32>,
-    /// The step: what is below, and what is around it.
+    /// The whole step except for reading the tokens; includes the parts below.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step: Option<f32>,
     /// The forward pass.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub forward: Option<f32>,
-    /// The backward pass, with what it computes again.
+    /// The backward pass, including recomputation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backward: Option<f32>,
-    /// Norm, clipping, optimizer.
+    /// The update: gradient norm, clipping and optimizer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub update: Option<f32>,
-    /// Messages and collectives: beginning them, and waiting.
+    /// Starting messages and collectives, and waiting for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub communication: Option<f32>,
-    /// An evaluation.
+    /// The evaluation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evaluation: Option<f32>,
 }
 
 impl Seconds {
-    /// Of a step that has just been done.
+    /// Returns the times of the step that the trainer has just done.
     pub(super) fn of_step(trainer: &Trainer, data: Duration, step: Duration) -> Self {
         let there = |time: Duration| Some(time.as_secs_f32()).filter(|_| !time.is_zero());
         let part = |of: fn(Times) -> Duration| trainer.times().and_then(|times| there(of(times)));

@@ -1,4 +1,5 @@
-//! The loop of a training program: data and a trainer → steps, evaluations and checkpoints, each told to a callback.
+//! The loop of a training program: takes data and a trainer, does steps, evaluations and checkpoints, and reports each
+//! to a callback.
 
 use std::error::Error;
 use std::ops::ControlFlow;
@@ -13,10 +14,11 @@ use serde_json::{Value, json};
 use super::guard::Recent;
 use super::{Event, GuardConfig, RunError, RunFolder, Seconds, Stop, validation_loss};
 
-/// What a callback of [`Fit::run`] answers: whether to go on, or why it cannot.
+/// The result of a callback of [`Fit::run`]: whether to continue, or an error that ends the run.
 pub type Answer = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
 
-/// The loop of a training program. It begins where its trainer stands, so that it goes on after [`Trainer::resume`].
+/// The loop of a training program. It starts at the trainer's current step, so a trainer after [`Trainer::resume`]
+/// continues its run.
 ///
 /// ```no_run
 /// # use gapless::{Dataset, Trainer};
@@ -53,95 +55,98 @@ pub struct Fit<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 struct Best {
     val_loss: f32,
-    /// Evaluations behind it.
+    /// Evaluations since then.
     since: u64,
 }
 
-/// Why a [`Fit`] ended.
+/// The reason for which a [`Fit`] ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ended {
     /// All steps are done.
     #[default]
     Complete,
-    /// The validation loss has not fallen for as many evaluations as [`Fit::patience`] says.
+    /// The validation loss has not fallen for the number of evaluations given to [`Fit::patience`].
     NoImprovement,
-    /// The time of [`Fit::limit`] is over.
+    /// The time limit given to [`Fit::limit`] has passed.
     TimeLimit,
-    /// A signal has come, or a callback has answered so.
+    /// A signal arrived, or a callback returned `Break`.
     Asked,
 }
 
-/// How a [`Fit`] ended.
+/// The outcome of a [`Fit`].
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Fitted {
-    /// Loss of the last step; none where no step was left to do.
+    /// Loss of the last step; `None` if there was no step left to do.
     pub loss: Option<f32>,
-    /// Of the last evaluation.
+    /// Validation loss of the last evaluation.
     pub val_loss: Option<f32>,
-    /// Mean since the loop began, of steps alone.
+    /// Mean tokens per second since the loop began, counting only the time of steps.
     pub tokens_per_second: f64,
-    /// Why it ended.
+    /// The reason for which it ended.
     pub ended: Ended,
 }
 
 impl<'a> Fit<'a> {
-    /// Trains until there have been so many steps, those before a resume among them.
+    /// Creates a loop that trains until `steps` steps are done in total; steps before a resume count.
     pub fn new(training: &'a TrainingWindows, steps: u64) -> Self {
         let (evaluation, checkpoints, saves_after, stop) = (None, None, None, None);
         let (limit, patience, best, guard, recent) = (None, None, None, None, Recent::default());
         Self { training, steps, evaluation, checkpoints, saves_after, stop, limit, patience, best, guard, recent }
     }
 
-    /// Measures the loss on these windows every so many steps, and at the end; 0 for the end alone.
+    /// Measures the loss on these windows every `every` steps and after the last step; with 0 only after the last step.
     pub fn evaluate(self, windows: Option<&'a ValidationWindows>, every: u64) -> Self {
         Self { evaluation: windows.map(|windows| (windows, every)), ..self }
     }
 
-    /// Saves a checkpoint every so many steps, and at the end; 0 for the end alone. `run` is what it says besides: what the program
-    /// needs to build the same trainer again.
+    /// Saves a checkpoint every `every` steps and at the end; with 0 only at the end. `run` is stored in each
+    /// checkpoint: it should hold whatever the program needs to build the same trainer again.
     pub fn save(self, folder: &'a RunFolder, every: u64, run: Value) -> Self {
         Self { checkpoints: Some((folder, every, run)), ..self }
     }
 
-    /// Saves also when so much time has passed since the last checkpoint.
+    /// Also saves a checkpoint when this much time has passed since the last one.
     pub fn save_after(self, time: Duration) -> Self {
         Self { saves_after: Some(time), ..self }
     }
 
-    /// Ends behind the step at which so much time has passed since the loop began, with a checkpoint.
+    /// Ends with a checkpoint after the step at which this much time has passed since the loop began.
     pub fn limit(self, time: Duration) -> Self {
         Self { limit: Some(time), ..self }
     }
 
-    /// Ends when so many evaluations in a row have not lowered the validation loss (early stopping).
+    /// Early stopping: ends when this many evaluations in a row have not lowered the validation loss.
     pub fn patience(self, evaluations: u64) -> Self {
         Self { patience: Some(evaluations), ..self }
     }
 
-    /// Goes on from a checkpoint that a loop like this has saved: what the evaluations before it have found counts.
+    /// Continues from a checkpoint that such a loop has saved. The results of earlier evaluations count for early
+    /// stopping.
     pub fn go_on(self, checkpoint: &Checkpoint) -> Self {
         let (best, recent) = found(checkpoint);
         Self { best, recent, ..self }
     }
 
-    /// Leaves out steps far above those before them, of a trainer whose update is guarded
-    /// ([`UpdateOptions::guarded`](gapless_engine::UpdateOptions::guarded)). Too many in a row are an error, or take it back to a
-    /// checkpoint of [`Self::save`] as often as [`GuardConfig::rollbacks`] says.
+    /// Skips steps whose loss or norm is far above that of the steps before. The trainer's update must be guarded
+    /// ([`UpdateOptions::guarded`](gapless_engine::UpdateOptions::guarded)). Too many skipped steps in a row end the
+    /// run with an error or, up to [`GuardConfig::rollbacks`] times, take it back to a checkpoint of [`Self::save`].
     pub fn guard(self, guard: GuardConfig) -> Self {
         Self { guard: Some(guard), ..self }
     }
 
-    /// Ends at a signal, with a checkpoint.
+    /// Ends with a checkpoint when a signal arrives.
     pub fn stop(self, stop: &'a Stop) -> Self {
         Self { stop: Some(stop), ..self }
     }
 
-    /// Trains until the last step, a signal, or a callback that breaks; then saves. The callback gets the trainer too, to sample
-    /// or to look at it. With several ranks all call it; what ends one ends all, behind the same step.
+    /// Trains until the last step, a signal, or a `Break` from the callback, then saves. The callback also gets the
+    /// trainer, for example to sample from it. With several ranks, all must call this; whatever ends one rank ends all
+    /// of them after the same step.
     ///
     /// # Errors
-    /// [`RunError`]: of the data, the trainer, a checkpoint, or the callback's own ([`RunError::Callback`]).
+    /// Returns a [`RunError`] if the data cannot be read, the trainer fails, or a checkpoint cannot be saved; and
+    /// [`RunError::Callback`] if the callback returns an error.
     pub fn run(
         &self,
         trainer: &mut Trainer,
@@ -207,7 +212,8 @@ impl<'a> Fit<'a> {
         Ok(fitted)
     }
 
-    /// Whether there is no further step, and why. With several ranks, what one sees ends all.
+    /// Returns the reason to end before the next step, if there is one. With several ranks, a reason on one rank ends
+    /// all.
     fn end(
         &self,
         trainer: &mut Trainer,
@@ -230,11 +236,13 @@ impl<'a> Fit<'a> {
         }
     }
 
-    /// Goes back to the newest checkpoint from before the steps that were left out in a row; what was found since is forgotten, but not
-    /// which data was seen. Checkpoints in between go: a run that is ended now goes the same way again.
+    /// Returns to the newest checkpoint from before the series of skipped steps. Everything found since then is
+    /// forgotten, except for the position in the data. Later checkpoints are removed, so that a run that is interrupted
+    /// now takes the same course when it is resumed.
     ///
     /// # Errors
-    /// [`RunError::Spikes`] where there is no such checkpoint, or the run has gone back often enough; those of [`Trainer::resume`].
+    /// Returns [`RunError::Spikes`] if there is no such checkpoint or no rollback left, and the errors of
+    /// [`Trainer::resume`].
     fn roll_back(
         &self,
         trainer: &mut Trainer,
@@ -249,7 +257,7 @@ impl<'a> Fit<'a> {
             return Err(RunError::Spikes { step: done - 1, skipped });
         };
         trainer.resume(&checkpoint)?;
-        // No rank looks for it any more.
+        // A barrier: every rank has opened the checkpoint before the first rank removes others.
         trainer.any(false)?;
         if trainer.rank() == 0 {
             folder.remove_behind(checkpoint.step())?;
@@ -258,8 +266,8 @@ impl<'a> Fit<'a> {
         Ok((best, before.rolled_back(recent, done - checkpoint.step())))
     }
 
-    /// What a checkpoint says besides: the evaluation right before it and the best of all, and the last steps; anything but a table stays
-    /// as it is.
+    /// Adds to `run` the results of the last evaluation, the best evaluation and the recent steps. A `run` that is not
+    /// a JSON object is returned unchanged.
     fn with_state(&self, run: &Value, val_loss: Option<f32>, best: Option<Best>, recent: &Recent) -> Value {
         let mut run = run.clone();
         if let Value::Object(run) = &mut run {
@@ -282,7 +290,7 @@ impl<'a> Fit<'a> {
     }
 }
 
-/// What a checkpoint says that [`Fit::with_state`] has said.
+/// Reads what [`Fit::with_state`] has added to the checkpoint's metadata.
 fn found(checkpoint: &Checkpoint) -> (Option<Best>, Recent) {
     let said = |key: &str| checkpoint.metadata().get("run").and_then(|run| run.get(key));
     let best = said("best").and_then(|best| Best::deserialize(best).ok());
@@ -290,7 +298,7 @@ fn found(checkpoint: &Checkpoint) -> (Option<Best>, Recent) {
 }
 
 impl Best {
-    /// With one more evaluation.
+    /// Counts one more evaluation.
     fn with(before: Option<Self>, val_loss: Option<f32>) -> Option<Self> {
         let Some(val_loss) = val_loss else { return before };
         let is_lower = before.is_none_or(|best| val_loss < best.val_loss);
@@ -301,7 +309,8 @@ impl Best {
     }
 }
 
-/// The last checkpoint of this loop: how many steps were done, and when it was; before the first, when the loop began.
+/// The last checkpoint of this loop: its number of steps, and when it was saved. Before the first, the time when the
+/// loop began.
 #[derive(Clone, Copy)]
 struct Saved {
     steps: Option<u64>,
@@ -312,15 +321,15 @@ fn is_due(count: u64, every: u64) -> bool {
     every > 0 && count.is_multiple_of(every)
 }
 
-/// Room for the tokens and targets of a batch, and for where documents begin if the trainer tells them apart.
+/// Buffers for the tokens and targets of a batch, and for document starts if the trainer uses them.
 fn buffers(trainer: &Trainer, size: usize) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     (vec![0; size], vec![0; size], vec![0; if trainer.options().step.documents { size } else { 0 }])
 }
 
-/// How a prompt goes on: its text with what the model adds, drawn as the options say.
+/// Continues a prompt. Returns the prompt followed by the text that the model generates with these options.
 ///
 /// # Errors
-/// Those of [`Vocabulary::encode`], [`Trainer::generate`] and [`Vocabulary::decode`].
+/// Returns the errors of [`Vocabulary::encode`], [`Trainer::generate`] and [`Vocabulary::decode`].
 pub fn sample(
     trainer: &mut Trainer,
     vocabulary: &Vocabulary,
@@ -332,10 +341,11 @@ pub fn sample(
     Ok(format!("{prompt}{}", vocabulary.decode(&added)?))
 }
 
-/// At most `count` windows to measure the loss on, spread evenly, or all for 0; none, and a warning, where the data is too short for one.
+/// Returns at most `count` validation windows, spread evenly over the data, or all of them if `count` is 0. If the data
+/// is too short for one window, logs a warning and returns `None`.
 ///
 /// # Errors
-/// A read that fails; a sequence of zero.
+/// Returns an error if reading fails or `sequence` is 0.
 pub fn validation_windows(
     dataset: &Dataset,
     sequence: usize,
@@ -367,8 +377,8 @@ mod tests {
         lr: f64,
     }
 
-    /// One rank of two has enough behind the third step: both save it, once, and a run that goes on ends where it is to. What it does
-    /// not say anew is what the checkpoint says.
+    /// One of two ranks breaks after step 3: both save that step, once, and a resumed run continues to the end.
+    /// Settings that the resuming program does not give come from the checkpoint.
     #[test]
     fn what_ends_one_rank_ends_all_and_another_run_goes_on() {
         let place = tempfile::tempdir().unwrap();

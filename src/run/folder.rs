@@ -1,4 +1,4 @@
-//! The folder of a run: one run at a time, and its checkpoints.
+//! The folder of a run, which one run at a time can use, and its checkpoints.
 
 use std::fs;
 use std::io;
@@ -10,23 +10,24 @@ use gapless_engine::{TrainError, Trainer};
 
 use super::{Console, RunError};
 
-/// Checkpoints that are kept, unless it is said otherwise.
+/// Default number of checkpoints that are kept.
 const KEPT: usize = 2;
 
-/// The folder of checkpoints in a run's folder.
+/// Name of the subfolder with the checkpoints.
 const CHECKPOINTS: &str = "checkpoints";
 
-/// What runs write into their folders. A folder that no run has locked and that has one of them is somebody else's.
+/// Files and folders that a run writes. A folder that contains one of them but no run's lock file belongs to someone
+/// else.
 const WRITTEN: [&str; 7] =
     [CHECKPOINTS, "metrics.jsonl", "log.txt", "samples.txt", "summary.json", "memory.html", "plan.csv"];
 
-/// What says how an earlier run's checkpoints are to be read.
+/// Files that are needed to read an earlier run's checkpoints.
 const NEEDED: [&str; 2] = ["run.toml", "tokenizer.json"];
 
-/// A folder that one run at a time writes into. Its checkpoints are in `checkpoints`.
+/// A folder that one run at a time writes into. Its checkpoints are in the subfolder `checkpoints`.
 ///
-/// [`Self::open`] is for the start of a program: it refuses a folder that is in use, and changes nothing. [`Self::claim`] is for
-/// when there is a trainer, and nothing else can be refused.
+/// Call [`Self::open`] at the start of a program: it refuses a folder that is in use, and changes nothing. Call
+/// [`Self::claim`] when the trainer exists and nothing else can be refused.
 #[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,
@@ -37,11 +38,12 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Locks the folder of a run that is there. Any other folder stays as it is until [`Self::claim`].
+    /// Locks a folder that earlier runs have used. Any other folder is left unchanged until [`Self::claim`].
     ///
     /// # Errors
-    /// [`CheckpointError::Locked`], which names the process that has it; [`CheckpointError::Foreign`] for a folder that is no run's and
-    /// has a file that a run would replace; a folder that cannot be written into.
+    /// Returns [`CheckpointError::Locked`], which names the process that holds the lock; [`CheckpointError::Foreign`]
+    /// if no run has used the folder, but it contains a file that a run would replace; and an error if the folder
+    /// cannot be written to.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let folder = Self::of_another_rank(path);
         match fs::metadata(path) {
@@ -58,32 +60,32 @@ impl RunFolder {
         }
     }
 
-    /// Whether it was a run's when it was opened.
+    /// True if earlier runs had used the folder when it was opened.
     pub(super) fn was_run(&self) -> bool {
         self.lock.get().is_some()
     }
 
-    /// The folder as another rank than the first has it: the first locks it.
+    /// The folder as seen by ranks other than the first, which do not lock it.
     pub(super) fn of_another_rank(path: &Path) -> Self {
         let (keep_last, keep_best, lock) = (KEPT, 0, OnceLock::new());
         Self { path: path.to_owned(), checkpoints: path.join(CHECKPOINTS), keep_last, keep_best, lock }
     }
 
-    /// Keeps as many of the newest checkpoints; two by default.
+    /// Sets how many of the newest checkpoints are kept; 2 by default.
     pub fn keep_last(self, keep_last: usize) -> Self {
         Self { keep_last, ..self }
     }
 
-    /// Keeps as many of those with the lowest validation loss besides; none by default. Those count that were saved right behind an
-    /// evaluation ([`Fit`](super::Fit)).
+    /// Sets how many of the checkpoints with the lowest validation loss are kept in addition; 0 by default. Only
+    /// checkpoints that were saved right after an evaluation compete ([`Fit`](super::Fit)).
     pub fn keep_best(self, keep_best: usize) -> Self {
         Self { keep_best, ..self }
     }
 
-    /// Makes the folder and locks it, unless it was there.
+    /// Creates the folder if it is missing, and locks it unless [`Self::open`] has.
     ///
     /// # Errors
-    /// As [`Self::open`].
+    /// Returns an error if the folder cannot be created or locked, as [`Self::open`].
     pub fn claim(&self) -> Result<(), CheckpointError> {
         if self.lock.get().is_none() {
             let path = self.path.clone();
@@ -93,11 +95,12 @@ impl RunFolder {
         Ok(())
     }
 
-    /// That the folder is still the one that was claimed: what is written after it was deleted or moved is lost, or lies in a folder
-    /// that another run may claim. Other ranks than the first, which claim nothing, see nothing.
+    /// Checks that the folder is still the one that was claimed. After it was deleted or moved, whatever the run writes
+    /// would be lost, or would end up in a folder that another run may use. Ranks other than the first hold no lock and
+    /// always pass.
     ///
     /// # Errors
-    /// [`RunError::FolderGone`].
+    /// Returns [`RunError::FolderGone`] if the folder is gone.
     pub fn expect_there(&self) -> Result<(), RunError> {
         match self.lock.get() {
             Some(lock) if !lock.holds(&self.path) => Err(RunError::FolderGone { path: self.path.clone() }),
@@ -105,38 +108,38 @@ impl RunFolder {
         }
     }
 
-    /// Where it lies.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Where its checkpoints are.
+    /// Path of the subfolder with the checkpoints.
     pub fn checkpoints(&self) -> &Path {
         &self.checkpoints
     }
 
-    /// The newest sound checkpoint, to go on from.
+    /// Opens the newest sound checkpoint.
     ///
     /// # Errors
-    /// [`RunError::NothingToResume`]; a folder that cannot be read.
+    /// Returns [`RunError::NothingToResume`] if there is none, and an error if the folder cannot be read.
     pub fn newest(&self) -> Result<Checkpoint, RunError> {
         let path = &self.checkpoints;
         Checkpoint::latest(path)?.ok_or_else(|| RunError::NothingToResume { path: path.clone() })
     }
 
-    /// The newest sound checkpoint of at most so many steps.
+    /// Opens the newest sound checkpoint of at most `steps` steps.
     ///
     /// # Errors
-    /// A folder that cannot be read.
+    /// Returns an error if the folder cannot be read.
     pub(super) fn newest_until(&self, steps: u64) -> Result<Option<Checkpoint>, CheckpointError> {
         let mut all = Checkpoint::list(&self.checkpoints)?.into_iter().filter(|listed| listed.step <= steps);
         Ok(all.find_map(|listed| Checkpoint::open(&listed.path).ok()))
     }
 
-    /// Removes the checkpoints of more steps.
+    /// Removes all checkpoints of more than `steps` steps.
     ///
     /// # Errors
-    /// A removal that fails.
+    /// Returns an error if a removal fails.
     pub(super) fn remove_behind(&self, steps: u64) -> Result<(), CheckpointError> {
         for listed in Checkpoint::list(&self.checkpoints)?.into_iter().filter(|listed| listed.step > steps) {
             fs::remove_dir_all(&listed.path).map_err(|source| CheckpointError::Write { path: listed.path, source })?;
@@ -144,21 +147,25 @@ impl RunFolder {
         Ok(())
     }
 
-    /// The start of a run that is new, or that goes on from a checkpoint of this folder: [`Self::fork`] is that of one that goes on
-    /// from another run. The trainer resumes from the checkpoint. Then nothing can refuse the run any more: the folder is locked, an
-    /// earlier run in it is set aside where this one is new, the memory map is written, and all of it is said. With several ranks all
-    /// call it, and the first does it.
+    /// Begins a run that is new or continues this folder's own run; a run that continues another one calls
+    /// [`Self::fork`].
+    ///
+    /// The trainer resumes from the checkpoint, if there is one. Then the folder is locked. If the run is new, an
+    /// earlier run in the folder is moved away ([`Self::set_aside`]). Finally the memory map and the plan are written,
+    /// and a summary is printed. With several ranks all call it; the first rank does the work on files.
     ///
     /// # Errors
-    /// As [`Trainer::resume`], [`Self::claim`] and [`Self::set_aside`]; a memory map that cannot be written.
+    /// Returns the errors of [`Trainer::resume`], [`Self::claim`] and [`Self::set_aside`], and an error if the memory
+    /// map or the plan cannot be written.
     pub fn begin(&self, trainer: &mut Trainer, from: Option<&Checkpoint>, console: &Console) -> Result<(), RunError> {
         self.start(trainer, from, from.is_none(), console)
     }
 
-    /// [`Self::begin`] of a new run that goes on from a checkpoint of another one, be it one that this folder has so far.
+    /// Begins a new run that continues from a checkpoint of another run, which may be the run that this folder has had
+    /// so far.
     ///
     /// # Errors
-    /// As [`Self::begin`].
+    /// Returns the errors of [`Self::begin`].
     pub fn fork(&self, trainer: &mut Trainer, from: &Checkpoint, console: &Console) -> Result<(), RunError> {
         self.start(trainer, Some(from), true, console)
     }
@@ -200,12 +207,12 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Moves what an earlier run has written, with copies of its run.toml and tokenizer.json, into a folder `earlier.N`, which is a
-    /// run's folder then, and answers which; nothing where there is no earlier run. To be called when nothing can refuse the new run
-    /// any more.
+    /// Moves the files of an earlier run into a new subfolder `earlier.N` and returns its path, or `None` if there is
+    /// no earlier run. The subfolder also gets copies of run.toml and tokenizer.json, so that it is a complete run's
+    /// folder. Call this only when nothing can refuse the new run any more.
     ///
     /// # Errors
-    /// A rename or a copy that fails.
+    /// Returns an error if a file cannot be moved or copied.
     pub fn set_aside(&self) -> Result<Option<PathBuf>, CheckpointError> {
         let is_there = |name: &&str| fs::symlink_metadata(self.path.join(name)).is_ok();
         let written: Vec<&str> = WRITTEN.into_iter().filter(is_there).collect();
@@ -227,10 +234,11 @@ impl RunFolder {
         Ok(Some(earlier))
     }
 
-    /// Saves a checkpoint, and removes old ones but for the newest that are sound. That one cannot be removed is a warning.
+    /// Saves a checkpoint, then removes old ones, except for those that [`Self::keep_last`] and [`Self::keep_best`]
+    /// keep. If one cannot be removed, a warning is logged.
     ///
     /// # Errors
-    /// As [`Trainer::save`].
+    /// Returns the errors of [`Trainer::save`].
     pub fn save(&self, trainer: &mut Trainer, run: serde_json::Value) -> Result<PathBuf, TrainError> {
         let path = trainer.save(&self.checkpoints, run)?;
         if trainer.rank() == 0
@@ -241,7 +249,7 @@ impl RunFolder {
         Ok(path)
     }
 
-    /// The steps of the checkpoints that are kept for their validation loss.
+    /// Steps of the checkpoints that are kept for their validation loss.
     fn best(&self) -> Result<Vec<u64>, CheckpointError> {
         if self.keep_best == 0 {
             return Ok(Vec::new());
@@ -254,7 +262,7 @@ impl RunFolder {
     }
 }
 
-/// The first path that is free of `path.FIRST`, `path.FIRST+1`, and so on.
+/// The first of the paths `path.FIRST`, `path.FIRST+1`, … that does not exist.
 pub(super) fn free_name(path: &Path, first: u64) -> PathBuf {
     let numbered = |number| {
         let mut name = path.as_os_str().to_owned();
@@ -265,7 +273,7 @@ pub(super) fn free_name(path: &Path, first: u64) -> PathBuf {
     free.next().expect("numbers do not end")
 }
 
-/// Writes a file whole.
+/// Writes a whole file.
 pub(super) fn write(path: &Path, text: &str) -> Result<(), RunError> {
     fs::write(path, text).map_err(|source| RunError::Io { what: format!("cannot write {}", path.display()), source })
 }
@@ -311,7 +319,7 @@ mod tests {
         fs::rename(&out, &moved).unwrap();
         let is_gone = || matches!(folder.expect_there(), Err(RunError::FolderGone { path }) if path == out);
         assert!(is_gone());
-        // Another one in its place.
+        // Another folder at the same path.
         let other = RunFolder::open(&out).unwrap();
         other.claim().unwrap();
         assert!(is_gone() == cfg!(unix) && other.expect_there().is_ok());
@@ -330,7 +338,7 @@ mod tests {
             assert!(matches!(error, CheckpointError::Foreign { name: found, .. } if found == name), "{error}");
             assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
         }
-        // What a run does not write is nobody's business.
+        // Files that no run writes do not matter.
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("notes.txt"), "mine").unwrap();
         RunFolder::open(folder.path()).unwrap();

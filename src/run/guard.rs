@@ -1,4 +1,5 @@
-//! Loss spikes: steps whose loss or norm is far above those before them are left out, and a run goes back behind too many of them.
+//! Protection against loss spikes: steps whose loss or norm is far above the recent ones are skipped, and after too
+//! many of them the run returns to a checkpoint.
 
 use std::collections::VecDeque;
 
@@ -6,7 +7,8 @@ use gapless_engine::{Limits, StepReport};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// `[guard]`: what is no longer a step as those before it. It changes no parameter and no state, and a row of metrics.jsonl says so.
+/// `[guard]`: the conditions under which a step is skipped. A skipped step changes no parameter and no optimizer state,
+/// and its row in metrics.jsonl says so.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct GuardConfig {
@@ -33,29 +35,29 @@ impl Default for GuardConfig {
 }
 
 impl GuardConfig {
-    /// Whether any step is left out.
+    /// True if any step can be skipped.
     pub fn is_on(&self) -> bool {
         self.norm.is_some() || self.loss.is_some()
     }
 }
 
-/// The last steps: what a checkpoint says of them, for a run that goes on to leave out the same ones.
+/// Recent losses and norms. Checkpoints store them, so that a resumed run skips the same steps.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub(super) struct Recent {
     losses: VecDeque<f32>,
     norms: VecDeque<f32>,
-    /// Steps in a row that were left out.
+    /// Number of steps skipped in a row, up to now.
     pub skipped: u64,
-    /// How often the run has gone back.
+    /// Number of rollbacks so far.
     #[serde(default)]
     pub rollbacks: u64,
-    /// How far its data is ahead of its steps: the batches that it had seen when it went back.
+    /// Number of batches by which the data is ahead of the steps: those that were seen before the rollbacks.
     #[serde(default)]
     pub ahead: u64,
 }
 
 impl Recent {
-    /// Above what the next step is left out.
+    /// Limits above which the next step is skipped.
     pub fn limits(&self, guard: &GuardConfig) -> Limits {
         if self.losses.len() < guard.window {
             return Limits::default();
@@ -78,13 +80,14 @@ impl Recent {
         }
     }
 
-    /// What a checkpoint says of them, for a run that goes back to it `now`, so many steps.
+    /// The state after a rollback to the checkpoint that holds `self`; `now` is the state before it, `steps` steps
+    /// later.
     pub fn rolled_back(self, now: &Self, steps: u64) -> Self {
         Self { skipped: 0, rollbacks: now.rollbacks + 1, ahead: now.ahead + steps, ..self }
     }
 }
 
-/// The upper one of an even number; they are finite.
+/// The median; the upper one of an even number of values, which must be finite.
 fn median(of: &VecDeque<f32>) -> f32 {
     let mut sorted: Vec<f32> = of.iter().copied().collect();
     sorted.sort_unstable_by(f32::total_cmp);

@@ -1,45 +1,46 @@
-//! The loss of windows, whatever the batch of the trainer that measures it.
+//! The loss of validation windows, independent of the batch size of the trainer that measures it.
 
 use gapless_engine::{Batch, TrainError, Trainer};
 use gapless_engine::{IGNORED, data::ValidationWindows};
 
 use super::RunError;
 
-/// Room for a batch of an evaluation.
+/// Buffers for one batch of an evaluation.
 #[derive(Debug, Clone, Default)]
 pub struct EvaluationBatch {
-    /// Ids [batch × sequence].
+    /// Token ids, [batch × sequence].
     pub tokens: Vec<u32>,
-    /// The id that follows each of them, or [`IGNORED`].
+    /// The id that follows each token, or [`IGNORED`].
     pub targets: Vec<u32>,
-    /// Where in its sequence the document of each token begins; empty if the trainer does not tell documents apart.
+    /// For each token, the position in its sequence at which its document begins. Empty if the trainer does not
+    /// separate documents.
     pub starts: Vec<u32>,
 }
 
 /// The loss of some tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Measured {
-    /// Summed over the targets that count.
+    /// Sum of the losses of the targets that count.
     pub sum: f64,
-    /// How many these are.
+    /// Number of targets that count.
     pub counted: usize,
 }
 
 impl Measured {
-    /// With others.
+    /// Adds the loss of other tokens.
     #[must_use]
     pub fn with(self, other: Self) -> Self {
         Self { sum: self.sum + other.sum, counted: self.counted + other.counted }
     }
 
-    /// The mean over the targets that count, if there are any.
+    /// Mean over the targets that count, if there are any.
     pub fn mean(self) -> Option<f64> {
         (self.counted > 0).then(|| self.sum / self.counted as f64)
     }
 }
 
 impl EvaluationBatch {
-    /// For an evaluation of this trainer.
+    /// Creates buffers for the evaluation of this trainer.
     pub fn new(trainer: &Trainer) -> Self {
         let options = trainer.options();
         let size = options.step.evaluation_batch() * options.step.sequence;
@@ -47,18 +48,20 @@ impl EvaluationBatch {
         Self { tokens: vec![0; size], targets: vec![0; size], starts: vec![0; starts] }
     }
 
-    /// The first `windows` of the batch: tokens, targets, and where documents begin.
+    /// Returns the first `windows` windows of the batch: tokens, targets and document starts.
     pub fn windows(&mut self, windows: usize, sequence: usize) -> [&mut [u32]; 3] {
         let size = windows * sequence;
         let starts = size.min(self.starts.len());
         [&mut self.tokens[..size], &mut self.targets[..size], &mut self.starts[..starts]]
     }
 
-    /// The loss of the first `windows` of the batch. What the evaluation computes besides does not count: padding, where the trainer
-    /// knows of it; else the same windows again as often as they fit, and the first, whose own loss is then measured and taken off.
+    /// Measures the loss of the first `windows` windows of the batch. The rest of the batch does not change the result:
+    /// - If the trainer separates documents, the rest is filled with padding.
+    /// - If not, the windows are repeated as often as they fit, and the first one fills what remains. Its loss is
+    ///   measured alone and subtracted.
     ///
     /// # Errors
-    /// Those of [`Trainer::evaluate_batch`].
+    /// Returns the errors of [`Trainer::evaluate_batch`].
     pub fn measure(&mut self, trainer: &mut Trainer, windows: usize) -> Result<Measured, TrainError> {
         let (batch, sequence) = (trainer.options().step.evaluation_batch(), trainer.options().step.sequence);
         let size = windows * sequence;
@@ -88,7 +91,8 @@ impl EvaluationBatch {
         trainer.evaluate_batch(&Batch { tokens, targets, starts }).map(f64::from)
     }
 
-    /// Fills the batch with its first `windows`, whole times, and then with the first of all.
+    /// Repeats the first `windows` windows as often as they fit as a whole, and fills the rest of the batch with the
+    /// first window.
     fn repeat(&mut self, windows: usize, sequence: usize) {
         for ids in [&mut self.tokens, &mut self.targets] {
             let batch = ids.len() / sequence;
@@ -100,11 +104,11 @@ impl EvaluationBatch {
     }
 }
 
-/// Mean loss over what counts of all validation windows: −log p alone, without whatever else a training loss counts. It is that of the
-/// windows, to rounding, whatever the batch, its micro-batches and ranks. None if no target counts.
+/// Returns the mean −log p over the targets of all validation windows, without the other terms of a training loss. Up
+/// to rounding, the result does not depend on the batch, the micro-batches or the ranks. `None` if no target counts.
 ///
 /// # Errors
-/// A read that fails; those of [`Trainer::evaluate_batch`].
+/// Returns an error if reading fails, and the errors of [`Trainer::evaluate_batch`].
 pub fn validation_loss(trainer: &mut Trainer, windows: &ValidationWindows) -> Result<Option<f32>, RunError> {
     let (batch, sequence) = (trainer.options().step.evaluation_batch(), trainer.options().step.sequence);
     if windows.sequence() != sequence {

@@ -1,10 +1,10 @@
-//! What a training program needs around its [`Trainer`](crate::Trainer): a folder that is its own, words that may be lost, an
-//! end by a signal.
+//! Building blocks for training programs: run files, run folders, the training loop, reports, signals and console
+//! output.
 //!
-//! In: a folder, lines and rows, signals. Out: checkpoints of one run at a time, and an exit code that tells what was lost. Never:
-//! an end of the training because nobody listens.
+//! In: a folder, lines and rows of output, signals. Out: the checkpoints of one run at a time, and an exit code that
+//! tells whether any output was lost. A failed write to a console or log never ends a training.
 //!
-//! [`train`] does a whole run as a file says it ([`RunConfig`]); its parts serve a program of one's own:
+//! [`train`] does a whole run as its run file ([`RunConfig`]) says. The parts can also be used on their own:
 //!
 //! ```
 //! use gapless::run::{Console, RunFolder, Stop};

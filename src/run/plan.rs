@@ -1,4 +1,4 @@
-//! What a run's file takes, before the run.
+//! The memory that a run will take, planned from its run file.
 
 use gapless_engine::data::Vocabulary;
 use gapless_engine::{Report, Trainer};
@@ -6,18 +6,20 @@ use gapless_engine::{Report, Trainer};
 use super::{ModelConfig, RunConfig, RunError};
 
 impl RunConfig {
-    /// The plan of every rank: the bytes that [`train`](super::train) reserves, to the byte. Reads neither data nor weights, only what
-    /// gives extents: a model folder's config.json, or the tokenizer that the file names. A vocabulary that is trained on the data is
-    /// taken to become as large as the file asks for.
+    /// Plans every rank; the reports give the bytes that [`train`](super::train) reserves, exactly. Reads neither data
+    /// nor weights, only files that determine sizes: the config.json of a model folder, or the tokenizer that the file
+    /// names. If a vocabulary will be trained on the data, it is assumed to reach the size that the file asks for.
     ///
     /// # Errors
-    /// As [`TrainerBuilder::plan`](crate::TrainerBuilder::plan); a tokenizer or a config.json that cannot be read.
+    /// Returns the errors of [`TrainerBuilder::plan`](crate::TrainerBuilder::plan), and an error if a tokenizer or
+    /// config.json cannot be read.
     pub fn plan(&self) -> Result<Vec<Report>, RunError> {
         let architecture = self.planned_model()?.architecture()?;
         Ok(Trainer::builder(|vb| architecture.model(vb), self.options()).plan_all()?)
     }
 
-    /// The model with the vocabulary that data will give it, as far as that is known without them. A model's folder has its own number.
+    /// The model with the vocabulary size that the data will give it, as far as that is known without reading them. A
+    /// model folder keeps its own.
     pub fn planned_model(&self) -> Result<ModelConfig, RunError> {
         match (&self.model, &self.data.tokenizer) {
             (ModelConfig::Folder(_), _) => Ok(self.model.clone()),

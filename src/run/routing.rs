@@ -1,11 +1,11 @@
-//! Where the tokens of a mixture of experts went, as rows of metrics say it.
+//! Routing statistics of a mixture of experts, for the rows of metrics.jsonl.
 
 use gapless_engine::{TrainError, Trainer};
 use serde::Serialize;
 
 use super::Event;
 
-/// A step's row of metrics.jsonl.
+/// The row of a step in metrics.jsonl.
 #[derive(Serialize)]
 pub(super) struct StepRow<'a> {
     #[serde(flatten)]
@@ -14,19 +14,21 @@ pub(super) struct StepRow<'a> {
     routing: Option<Routing>,
 }
 
-/// Layer by layer, of those that this rank has, and of the tokens that it saw.
+/// Statistics by layer, of the layers and tokens of this rank.
 #[derive(Serialize)]
 struct Routing {
-    /// The most that an expert had to do, as a multiple of the mean; empty where experts choose, for it is even.
+    /// Load of the busiest expert divided by the mean load. Empty if experts choose tokens, since the load is then
+    /// even.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     expert_load: Vec<f32>,
-    /// Choices that found no room; where experts choose, tokens that none took. Empty without a capacity.
+    /// Choices that exceeded the capacity; if experts choose tokens, the tokens that no expert chose. Empty without a
+    /// capacity.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     expert_dropped: Vec<f32>,
 }
 
 impl<'a> StepRow<'a> {
-    /// Of the step that the trainer has just done.
+    /// Creates the row of the step that the trainer has just done.
     pub(super) fn new(event: &'a Event, trainer: &Trainer) -> Result<Self, TrainError> {
         let mut routing = Routing { expert_load: Vec::new(), expert_dropped: Vec::new() };
         for name in trainer.watched_names() {

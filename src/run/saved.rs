@@ -1,5 +1,5 @@
-//! What a checkpoint says of its run, beside what the program says that goes on with it: settings that were not given come from
-//! the checkpoint, and what differs is said or refused.
+//! Comparison of a checkpoint's settings with those of the program that resumes it. Settings that were not given are
+//! taken from the checkpoint; differences are printed or refused.
 
 use std::path::Path;
 
@@ -11,11 +11,12 @@ use serde_json::{Value, json};
 
 use super::{Console, RunConfig, RunError};
 
-/// The settings of a run that goes on: those that are given now, and the checkpoint's for the rest; `part` is where the run's
-/// saved value ([`Fit::save`](super::Fit::save)) has them. Then as [`expect_same`].
+/// Returns the settings of a resumed run: those for which `is_given` is true from `now`, all others from the
+/// checkpoint. `part` is their key in the value that was saved with the run ([`Fit::save`](super::Fit::save)). The
+/// result is checked by [`expect_same`].
 ///
 /// # Errors
-/// As [`expect_same`]; saved settings that are none of this program.
+/// Returns the errors of [`expect_same`], and an error if the saved settings are not of type `T`.
 pub fn with_saved<T: Serialize + DeserializeOwned>(
     now: &T,
     is_given: impl Fn(&str) -> bool,
@@ -36,10 +37,11 @@ pub fn with_saved<T: Serialize + DeserializeOwned>(
         .map_err(|error| RunError::Changed { path: checkpoint.path().to_owned(), differences: vec![error.to_string()] })
 }
 
-/// Says what has changed since a checkpoint, and refuses what cannot: of `may_change`, each name stands for a key and all below.
+/// Prints the settings that have changed since the checkpoint, and refuses changes outside of `may_change`, whose names
+/// each stand for a key and all keys below it.
 ///
 /// # Errors
-/// [`RunError::Changed`], with each key that is not among `may_change` and its two values.
+/// Returns [`RunError::Changed`] with each key that must not change and its two values.
 pub fn expect_same(
     checkpoint: &Checkpoint,
     part: &str,
@@ -63,25 +65,26 @@ pub fn expect_same(
     Err(RunError::Changed { path: checkpoint.path().to_owned(), differences })
 }
 
-/// Says what has changed since a checkpoint.
+/// Prints the settings that have changed since the checkpoint.
 pub(super) fn say_changes(checkpoint: &Checkpoint, part: &str, now: &Value, console: &Console) {
     for difference in differences(&saved_part(checkpoint, part), now) {
         console.say(format_args!("changed since the checkpoint: {}", in_words(&difference, part)));
     }
 }
 
-/// The saved metadata of a run. A configuration is converted to the current layout.
+/// Returns the saved settings under `part`. If they are a run configuration, they are converted to its current layout.
 fn saved_part(checkpoint: &Checkpoint, part: &str) -> Value {
     let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
     let config = || RunConfig::of_table(&toml::Table::try_from(saved).ok()?).ok();
     config().map_or_else(|| saved.clone(), |config| json!(config))
 }
 
-/// The data of a run: prepared anew, or, for one that goes on, what the checkpoint's run had prepared (`"data"` of the saved value).
-/// Its hash has to be the checkpoint's (`"data_hash"`).
+/// Opens the data of a run. A new run prepares it. A resumed run opens the prepared data that the checkpoint names
+/// (`"data"` of the saved value); its hash must be the checkpoint's (`"data_hash"`).
 ///
 /// # Errors
-/// As [`Dataset::prepare`] and [`Dataset::open_prepared`]; [`RunError::Changed`].
+/// Returns the errors of [`Dataset::prepare`] and [`Dataset::open_prepared`], and [`RunError::Changed`] if the hash
+/// differs.
 pub fn dataset(source: &Source, options: &DataOptions, resumed: Option<&Checkpoint>) -> Result<Dataset, RunError> {
     let Some(checkpoint) = resumed else { return Ok(Dataset::prepare(source, options)?) };
     let dataset = match checkpoint.metadata()["run"]["data"].as_str() {

@@ -1,5 +1,5 @@
-//! Signals that ask a run to end: it saves, and exits by the convention of 128 + signal, so that who sent it sees that the run is
-//! not complete.
+//! Signals that ask a run to end. The run saves a checkpoint and exits with 128 + signal, so that the sender can see
+//! that it is incomplete.
 
 use std::io;
 use std::process::ExitCode;
@@ -18,28 +18,31 @@ const SIGNALS: [i32; 4] = [SIGINT, SIGTERM, SIGHUP, SIGXCPU];
 #[cfg(not(unix))]
 const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
 
-/// Signals within this time of the first count as the same one: `timeout` and cluster schedulers signal a process and its group.
+/// Signals that arrive within this time count as one: `timeout` and cluster schedulers signal both a process and its
+/// group.
 #[cfg(unix)]
 const SAME: Duration = Duration::from_secs(1);
 
-/// Whether a signal has asked the process to end. The first is noted; another one, a second later, ends the process.
+/// Records whether a signal has asked the process to end. The first signal is recorded; another one, at least a second
+/// later, ends the process at once.
 #[derive(Debug, Clone)]
 pub struct Stop {
     signal: Arc<AtomicUsize>,
 }
 
 impl Stop {
-    /// Listens for Ctrl-C, SIGTERM, SIGHUP and the end of the time that the process may compute (`ulimit -t`, SIGXCPU). A signal that
-    /// whoever started the process told it to ignore (`nohup`) stays ignored.
+    /// Handles Ctrl-C, SIGTERM, SIGHUP and SIGXCPU (the CPU time limit of `ulimit -t`). Signals that the process was
+    /// started to ignore, as by `nohup`, stay ignored.
     ///
     /// # Errors
-    /// When the operating system refuses a handler.
+    /// Returns an error if the operating system refuses a handler.
     pub fn on_signals() -> io::Result<Self> {
         fail_at_file_limit()?;
         let (signal, asked) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         let heard: Vec<i32> = SIGNALS.into_iter().filter(|&number| !is_ignored(number)).collect();
         for &number in &heard {
-            // The end of its time is told again each second, and gives the process until its hard limit to save.
+            // SIGXCPU is repeated every second until the hard limit ends the process. The repetitions must not end it
+            // earlier, while it saves.
             if !is_time_limit(number) {
                 flag::register_conditional_shutdown(number, 128 + number, asked.clone())?;
             }
@@ -60,22 +63,22 @@ impl Stop {
         Ok(Self { signal })
     }
 
-    /// The signal that has come.
+    /// Returns the signal that has arrived, if any.
     pub fn signal(&self) -> Option<u8> {
         u8::try_from(self.signal.load(Ordering::Relaxed)).ok().filter(|&signal| signal > 0)
     }
 
-    /// How a process ends that a signal has stopped.
+    /// The exit code of a process that was stopped by a signal.
     pub fn exit_code(&self) -> Option<ExitCode> {
         self.signal().map(|signal| ExitCode::from(128 + signal))
     }
 }
 
-/// Makes writes past the largest size of a file (`ulimit -f`) fail as on a full disk, which is told, where they would end the process
-/// in silence (SIGXFSZ).
+/// Makes writes beyond the maximum file size (`ulimit -f`) return an error, like those to a full disk. Without this,
+/// SIGXFSZ would end the process without a message.
 ///
 /// # Errors
-/// When the operating system refuses a handler.
+/// Returns an error if the operating system refuses a handler.
 pub fn fail_at_file_limit() -> io::Result<()> {
     #[cfg(unix)]
     flag::register(SIGXFSZ, Arc::default())?;
@@ -92,7 +95,7 @@ fn is_time_limit(_: i32) -> bool {
     false
 }
 
-/// Whether the process was started to ignore the signal; false where the operating system does not say.
+/// True if the process was started with this signal ignored; false if the operating system does not tell.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());

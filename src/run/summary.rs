@@ -1,4 +1,4 @@
-//! How a run ended: what it says last, and `summary.json`.
+//! The summary of a run that has ended: `summary.json` and the last line of output.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,42 +9,42 @@ use serde::Serialize;
 
 use super::{Ended, Fitted};
 
-/// How a run ended: `summary.json`.
+/// The summary of a run that has ended: `summary.json`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
-    /// Loss of the last step; none where no step was left to do.
+    /// Loss of the last step; null if no step was left to do.
     pub final_loss: Option<f32>,
-    /// Mean loss over the validation windows; none where there are too few.
+    /// Validation loss of the last evaluation; null if there was none.
     pub val_loss: Option<f32>,
-    /// Mean since the start of the process.
+    /// Mean tokens per second of this process, counting only the time of steps.
     pub tokens_per_second: f64,
-    /// Steps done.
+    /// Number of steps done in total.
     pub steps: u64,
-    /// Numbers that are trained.
+    /// Number of trained parameters.
     pub parameters: u64,
-    /// Of the planned arena.
+    /// Size of the planned arena.
     pub arena_bytes: u64,
-    /// No plan is smaller.
+    /// Lower bound of the arena: no plan is smaller.
     pub lower_bound_bytes: u64,
-    /// Arena ÷ lower bound.
+    /// Arena divided by lower bound.
     pub gap: f64,
-    /// Most memory that the process has held.
+    /// Peak resident memory of the process.
     pub peak_rss_bytes: Option<u64>,
-    /// Of planning.
+    /// Time that planning took.
     pub plan_ms: f64,
-    /// Same hash, same plan.
+    /// Hash of the plan; equal plans have equal hashes.
     pub plan_hash: String,
-    /// Why it ended.
+    /// The reason for which the run ended.
     pub ended: Ended,
-    /// The signal that ended it early.
+    /// The signal that ended it early, if any.
     pub signal: Option<u8>,
-    /// The folder of the trained weights within the run's folder, where the model came as a folder.
+    /// Subfolder with the trained weights, if the model came from a folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights: Option<PathBuf>,
 }
 
 impl Summary {
-    /// Of a run that has ended, by a signal or not.
+    /// Summarizes a run that has ended, by itself or by a signal.
     pub fn new(trainer: &Trainer, fitted: &Fitted, signal: Option<u8>) -> Self {
         let report = trainer.report();
         Self {

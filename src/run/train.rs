@@ -1,4 +1,5 @@
-//! A whole run: data, model, steps, evaluations, samples, checkpoints, and a folder that holds all that there is to know of it.
+//! A whole run: reads data, builds the model, and does steps, evaluations, samples and checkpoints. Its folder holds
+//! every result.
 
 use std::fs;
 use std::io::Write;
@@ -24,19 +25,20 @@ use super::{
     Summary, expect_same, sample, say_changes, validation_windows,
 };
 
-/// How a run begins.
+/// The starting point of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Start {
-    /// From random numbers, or from the weights of `model.folder`.
+    /// Starts from random weights, or from those of `model.folder`.
     #[default]
     Anew,
-    /// From the newest checkpoint in its own folder.
+    /// Continues from the newest checkpoint in the run's own folder.
     Resume,
-    /// From a checkpoint of another run: its folder, whose newest is taken, or the checkpoint itself.
+    /// Starts from a checkpoint of another run: give the run's folder, for its newest checkpoint, or the checkpoint
+    /// itself.
     Fork(PathBuf),
 }
 
-/// Keys that a run may go on with other values of: none of them changes what the steps so far have done.
+/// Keys that may change when a run is resumed: none of them affects the steps done so far.
 const MAY_CHANGE: &[&str] = &[
     "steps",
     "max_minutes",
@@ -54,28 +56,28 @@ const MAY_CHANGE: &[&str] = &[
     "estimate",
 ];
 
-/// The configuration in a run's folder.
+/// Name of the configuration in a run's folder.
 pub(super) const CONFIG: &str = "run.toml";
 
-/// The vocabulary in a run's folder.
+/// Name of the vocabulary in a run's folder.
 pub(super) const TOKENIZER: &str = "tokenizer.json";
 
-/// Where a run is, for whoever shows it.
+/// The state of a run after a step, for progress displays.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
-    /// Steps done.
+    /// Number of steps done.
     pub done: u64,
-    /// Steps in all.
+    /// Number of steps in total.
     pub steps: u64,
-    /// Of the last step.
+    /// Loss of the last step.
     pub loss: f32,
-    /// Of the last step.
+    /// Learning rate of the last step.
     pub learning_rate: f64,
-    /// Mean since the start of the process.
+    /// Mean tokens per second of this process, counting only the time of steps.
     pub tokens_per_second: f64,
 }
 
-/// Trains as the configuration says, into a folder that is this run's own:
+/// Trains a model as the configuration says, into a folder of its own:
 ///
 /// ```text
 /// run.toml        the configuration with all defaults
@@ -91,17 +93,18 @@ pub struct Progress {
 /// earlier.1/      the run that was in the folder before, with all of the above; then earlier.2/ and so on
 /// ```
 ///
-/// A folder that is no run's is refused where it has one of these files, `model/` and `adapter/` aside: where they are there, the
-/// trained weights go to `model.1/` and so on.
+/// A folder that no run has used is refused if it has one of these files. `model/` and `adapter/` are exceptions: if
+/// they exist, the trained weights go to `model.1/` and so on.
 ///
-/// Resumed, it goes on to the same bits as without the break; a fork is a new run that goes on under any configuration that has the same
-/// parameters.
-/// `show` is called after each step. A signal ([`Stop`]) ends it with a checkpoint.
+/// A resumed run computes the same bits as an uninterrupted one. A fork is a new run with a configuration of its own,
+/// which must have the same parameters. `show` is called after each step. A signal ([`Stop`]) ends the run with a
+/// checkpoint.
 ///
-/// The ranks of `mesh` are threads of this process, or, where a launcher has started as many processes (`mpirun`), one process each.
+/// The ranks of `mesh` are threads of this process. If a launcher such as `mpirun` has started one process per rank,
+/// each rank is a process.
 ///
 /// # Errors
-/// [`RunError`]. Until there is a trainer nothing is written.
+/// Returns a [`RunError`]. Nothing is written before the trainer exists.
 pub fn train(
     config: &RunConfig,
     out: &Path,
@@ -121,7 +124,7 @@ pub fn train(
         let why = format!("the keys of its ranks make {ranks}, and {} processes were started", world.size());
         return Err(ConfigError::value("mesh", why, "start one process, or one for each rank").into());
     }
-    // The first rank is who shows and says.
+    // Only the first rank prints and shows progress.
     let first = Mutex::new(Some((console, show)));
     let summaries = on_threads(ranks, |world| {
         let first = if world.rank() == 0 { first.lock().unwrap_or_else(PoisonError::into_inner).take() } else { None };
@@ -133,7 +136,7 @@ pub fn train(
     Ok(summaries.into_iter().next().expect("there is at least one rank"))
 }
 
-/// A rank of a run, before it has data and a trainer.
+/// A rank of a run, before its data and its trainer exist.
 struct Rank<'a> {
     config: &'a RunConfig,
     out: &'a Path,
@@ -142,10 +145,10 @@ struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    /// All of a run, as one of its ranks does it. The first locks and writes the folder, and reads the data before the others do, which
-    /// then find them read.
+    /// Does the whole run on this rank. The first rank locks and writes the folder. It also prepares the data before
+    /// the others read them, so that these find them in the cache.
     fn train(self, mut world: Box<dyn Communicator>, show: impl FnMut(Progress)) -> Result<Summary, RunError> {
-        // All that may be refused comes before the folder is changed.
+        // Everything that may be refused is checked before the folder is changed.
         let Self { config, out, start, console } = self;
         let is_first = world.rank() == 0;
         let folder = if is_first { RunFolder::open(out)? } else { RunFolder::of_another_rank(out) };
@@ -181,7 +184,7 @@ impl<'a> Rank<'a> {
         expect_known(&dataset, &config.model, console)?;
         let writes_vocabulary = is_first && may_write_vocabulary(dataset.vocabulary(), &folder)?;
         let mut run = Run::new(world, config, out, dataset, checkpoint.is_none(), console)?;
-        // From here on the folder is this run's.
+        // From here on the folder belongs to this run.
         match (start, &checkpoint) {
             (Start::Fork(_), Some(from)) => folder.fork(&mut run.trainer, from, run.console)?,
             (_, from) => folder.begin(&mut run.trainer, from.as_ref(), run.console)?,
@@ -205,7 +208,7 @@ impl<'a> Rank<'a> {
         let mut summary = Summary::new(&run.trainer, &fitted, stop.signal());
         if is_first {
             let path = out.join("summary.json");
-            // There may be none yet of a run that was killed after its last step.
+            // A run that was killed after its last step has no summary yet.
             let before = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
             let before = before.filter(|_| summary.final_loss.is_none() && resumed.is_some());
             if before.is_some() {
@@ -227,7 +230,7 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// What a run has besides its folder.
+/// A rank of a run with its data and its trainer.
 struct Run<'a> {
     config: &'a RunConfig,
     out: &'a Path,
@@ -257,7 +260,7 @@ impl<'a> Run<'a> {
         Ok(Self { config, out, console, dataset, training, validation, trainer })
     }
 
-    /// Until the last step, or a signal.
+    /// Trains until the last step or a signal.
     fn fit(
         &mut self,
         folder: &RunFolder,
@@ -306,8 +309,9 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Saves a finished run of somebody's weights in the form that they came in, in a folder that was not there before, and answers its name.
-    /// Where ranks have parts of the model, a trainer that has all of it takes them from the checkpoint.
+    /// Saves the trained weights of a finished run in the form in which they came in (a model folder or an adapter), in
+    /// a folder that did not exist before, and returns its name. If the ranks hold only parts of the model, a trainer
+    /// of the whole model loads the last checkpoint.
     fn export(self, saved: &RunFolder) -> Result<Option<PathBuf>, RunError> {
         let Self { config, out, console, dataset, mut trainer, .. } = self;
         let ModelConfig::Folder(path) = &config.model else { return Ok(None) };
@@ -321,7 +325,7 @@ impl<'a> Run<'a> {
         }
         let mut to = out.join(if is_lora { "adapter" } else { "model" });
         if fs::symlink_metadata(&to).is_ok() {
-            // It may be the folder that this run began with, or one that somebody uses.
+            // The folder may be the one that this run started from, or may be in use.
             console.say(format_args!("{} is there already, and stays as it is", to.display()));
             to = free_name(&to, 1);
         }
@@ -334,10 +338,11 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Whether the run may write its run.toml: not over one that says the same, which may be the very file that the run is of.
+/// True if the run should write its run.toml. An existing file with the same configuration is kept: it may be the file
+/// that the user gave. A file that an earlier run wrote, by [`RunConfig::resolved`], may be replaced.
 ///
 /// # Errors
-/// One that says something else, and that no run wrote: those are as [`RunConfig::resolved`] makes them.
+/// Returns an error if there is a run.toml with another configuration that no run has written.
 fn may_write_config(config: &RunConfig, out: &Path) -> Result<bool, RunError> {
     let path = out.join(CONFIG);
     if fs::symlink_metadata(&path).is_err() {
@@ -351,10 +356,10 @@ fn may_write_config(config: &RunConfig, out: &Path) -> Result<bool, RunError> {
     }
 }
 
-/// Whether the run may write its tokenizer.json: not over the same one.
+/// True if the run should write its tokenizer.json; false if the same vocabulary is already there.
 ///
 /// # Errors
-/// Another one, in a folder that was no run's.
+/// Returns an error if there is another tokenizer.json in a folder that no run has used.
 fn may_write_vocabulary(vocabulary: &Vocabulary, folder: &RunFolder) -> Result<bool, RunError> {
     let path = folder.path().join(TOKENIZER);
     match fs::symlink_metadata(&path) {
@@ -365,7 +370,8 @@ fn may_write_vocabulary(vocabulary: &Vocabulary, folder: &RunFolder) -> Result<b
     }
 }
 
-/// Refuses data with ids that a folder's model does not know: its embedding has no rows for them. Says what of the folder is left out.
+/// Refuses token ids that are outside of the embedding of a model folder. Prints which parts of the folder are not
+/// used.
 fn expect_known(dataset: &Dataset, model: &ModelConfig, console: &Console) -> Result<(), RunError> {
     let ModelConfig::Folder(path) = model else { return Ok(()) };
     let config = hf::Config::read(path)?;
@@ -378,7 +384,7 @@ fn expect_known(dataset: &Dataset, model: &ModelConfig, console: &Console) -> Re
     Err(ConfigError::value("data", why, "use the tokenizer that the model was trained with").into())
 }
 
-/// The checkpoint at a path, or the newest of the run whose folder it is.
+/// Opens the checkpoint at a path, or the newest one of the run whose folder it is.
 pub(super) fn checkpoint_of(path: &Path) -> Result<Checkpoint, RunError> {
     let checkpoints = path.join("checkpoints");
     Ok(match checkpoints.exists() {
@@ -395,7 +401,7 @@ fn forked(from: &Path, steps: u64) -> Result<Checkpoint, RunError> {
     }
 }
 
-/// Says how the prompt goes on, if there is one, and keeps it.
+/// Samples a continuation of the prompt, if there is one; prints it and appends it to samples.txt.
 fn sampled(
     config: &RunConfig,
     vocabulary: &Vocabulary,
@@ -408,7 +414,7 @@ fn sampled(
         return Ok(());
     }
     let sampling = Sampling { seed: config.seed, ..config.sample.sampling() };
-    // What has learned answers has learned where they end.
+    // A model that was trained on answers ends them with the end-of-text token.
     let stop = vocabulary.end_of_text().filter(|_| config.data.format.has_answers()).into_iter().collect();
     let text = sample(
         trainer,
@@ -429,7 +435,7 @@ fn sampled(
     Ok(())
 }
 
-/// A rank's trainer, planned; with its weights, where a run begins from somebody's.
+/// Builds a rank's trainer; a new run from a model folder loads its weights.
 fn trainer(
     world: Box<dyn Communicator>,
     config: &RunConfig,

@@ -1,4 +1,4 @@
-//! The model of a run, to be used.
+//! A run's model, opened for inference.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use gapless_models::hf::{Config, Folder};
 use super::train::{CONFIG, TOKENIZER, checkpoint_of};
 use super::{ModelConfig, RunConfig, RunError};
 
-/// What a run has made so far: its configuration, its vocabulary, and a checkpoint.
+/// The configuration, the vocabulary and a checkpoint of a run.
 ///
 /// ```no_run
 /// use gapless::run::{TrainedRun, sample};
@@ -23,27 +23,28 @@ use super::{ModelConfig, RunConfig, RunError};
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct TrainedRun {
-    /// As its run.toml has it.
+    /// The configuration in the run's run.toml.
     pub config: RunConfig,
-    /// Text to token ids and back.
+    /// The vocabulary, which converts text to token ids and back.
     pub vocabulary: Vocabulary,
-    /// Its newest, or the one that was named.
+    /// The newest checkpoint, or the one that was named.
     pub checkpoint: Checkpoint,
-    /// Whether its models take the averages of weights (`optimizer.average`) in place of the weights.
+    /// Whether models get the averaged weights (`optimizer.average`) in place of the trained ones.
     pub average: bool,
 }
 
 impl TrainedRun {
-    /// Whether there is a run's folder, or one of its checkpoints.
+    /// True if the path is a run's folder or one of its checkpoints.
     pub fn is_at(path: &Path) -> bool {
         folder_of(path).is_some()
     }
 
-    /// Opens a run's folder, of which the newest sound checkpoint is taken, or one of its checkpoints. Nothing is locked: the run may
-    /// go on meanwhile.
+    /// Opens a run's folder with its newest sound checkpoint, or one of its checkpoints. Nothing is locked: the run may
+    /// still be training.
     ///
     /// # Errors
-    /// A folder without a run or without a checkpoint; a tokenizer.json that is missing or none.
+    /// Returns an error if there is no run or no checkpoint at the path, or if a tokenizer.json that is needed is
+    /// missing or invalid.
     pub fn open(path: &Path) -> Result<Self, RunError> {
         let folder = folder_of(path).unwrap_or(path);
         let config = RunConfig::read_without_data(Some(&folder.join(CONFIG)), &[])?;
@@ -52,7 +53,7 @@ impl TrainedRun {
         let vocabulary = match (config.data.vocabulary, &config.model) {
             _ if tokenizer.exists() => Vocabulary::open_with(&tokenizer, &config.data.text_options())?,
             (Some(256), _) => Vocabulary::bytes(),
-            // Of token ids without a tokenizer.
+            // A run on token ids has no tokenizer.
             (Some(size), _) => Vocabulary::ids(size),
             (None, ModelConfig::Folder(model)) => Vocabulary::ids(Config::read(model)?.vocabulary()),
             (None, _) => Vocabulary::open(&tokenizer)?,
@@ -60,10 +61,11 @@ impl TrainedRun {
         Ok(Self { config, vocabulary, checkpoint, average: false })
     }
 
-    /// Its model with its weights on the CPU, to generate; `threads` is 0 for all cores.
+    /// Builds the model with its weights on the CPU, for generation. `threads` is the number of threads; 0 uses all
+    /// cores.
     ///
     /// # Errors
-    /// As [`Self::for_inference`].
+    /// Returns the errors of [`Self::for_inference`].
     pub fn model(&self, generation: Generation, threads: usize) -> Result<Trainer, RunError> {
         let sequence = generation.window.unwrap_or(usize::MAX).min(generation.chunk);
         let device = DeviceChoice::Cpu;
@@ -76,10 +78,11 @@ impl TrainedRun {
         })
     }
 
-    /// Its model with its weights. The options' types and adapters (`precision`, `trainable`) are replaced by the run's.
+    /// Builds the model with its weights. `precision` and `trainable` of the options are replaced by the run's.
     ///
     /// # Errors
-    /// As [`TrainerBuilder::build`](gapless_engine::TrainerBuilder::build), [`Trainer::load`] and [`Trainer::load_average`].
+    /// Returns the errors of [`TrainerBuilder::build`](gapless_engine::TrainerBuilder::build), [`Trainer::load`] and
+    /// [`Trainer::load_average`].
     pub fn for_inference(&self, options: TrainOptions) -> Result<Trainer, RunError> {
         let (precision, trainable) = (self.config.step.precision, self.config.trainable.clone());
         let options = TrainOptions { step: StepOptions { precision, trainable, ..options.step }, ..options };
@@ -92,10 +95,10 @@ impl TrainedRun {
         Ok(trainer)
     }
 
-    /// Tokens that it can see at most, if there is a limit.
+    /// Returns the maximum number of tokens that the model can read, if there is a limit.
     ///
     /// # Errors
-    /// A Hugging Face folder that is no longer there.
+    /// Returns an error if the model is a Hugging Face folder that cannot be read any more.
     pub fn longest_sequence(&self) -> Result<Option<usize>, RunError> {
         Ok(match &self.config.model {
             ModelConfig::Gpt(_) => Some(self.config.step.sequence),
@@ -105,7 +108,7 @@ impl TrainedRun {
     }
 }
 
-/// The run's folder at a path that is one, or one of its checkpoints.
+/// Returns the run's folder if the path is one, or is one of its checkpoints.
 fn folder_of(path: &Path) -> Option<&Path> {
     let checkpoints = path.parent().filter(|folder| folder.file_name().is_some_and(|name| name == "checkpoints"));
     [Some(path), checkpoints.and_then(Path::parent)].into_iter().flatten().find(|folder| folder.join(CONFIG).exists())

@@ -1,7 +1,7 @@
-//! What a device does per second, and how much of its published peaks a step reaches.
+//! Device profiles: the published peaks of a device, and the fractions of them that a step is assumed to reach.
 //!
-//! Peaks are the vendor's, dense (without sparsity), per GPU. What is reached of them is an assumption, written beside each; a file
-//! of one's own replaces all of it.
+//! Peaks are the vendor's dense peaks (without sparsity) per GPU. Each assumed fraction has its source beside it. A
+//! profile in a TOML file replaces all of these values.
 
 use std::path::Path;
 
@@ -12,57 +12,59 @@ use serde::{Deserialize, Serialize};
 use super::{ConfigError, Precision, machine};
 use crate::run::{EstimateConfig, RunConfig};
 
-/// A device, for estimates of time: a name of [`DeviceProfile::known`], `this-machine`, or a TOML file with these keys.
+/// A device whose speed time estimates assume: one of [`DeviceProfile::known`], `this-machine`, or a TOML file with
+/// these keys.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceProfile {
-    /// The name in reports.
+    /// Name in reports.
     pub name: String,
-    /// Bytes of memory.
+    /// Memory in bytes.
     pub memory: u64,
-    /// FLOP/s in f32, at the peak.
+    /// Peak FLOP/s in f32.
     pub f32_flops: f64,
-    /// FLOP/s in bf16, at the peak.
+    /// Peak FLOP/s in bf16.
     pub bf16_flops: f64,
-    /// The part of them that matrix products reach.
+    /// Fraction of the peak FLOP/s that matrix products reach.
     pub products: f64,
-    /// The part of them that attention reaches.
+    /// Fraction of the peak FLOP/s that attention reaches.
     pub attention: f64,
-    /// Bytes of memory that are read and written per second, as reached.
+    /// Memory bandwidth that operations reach: bytes read and written per second.
     pub bytes: f64,
-    /// Seconds that an operation takes at least.
+    /// Minimum time of an operation, in seconds.
     pub launch: f64,
-    /// Bytes per second from a rank to its neighbour, one way, as reached.
+    /// Link bandwidth that messages reach: bytes per second from a rank to its neighbor, in one direction.
     pub link: f64,
-    /// Seconds until the first of them arrives.
+    /// Seconds until the first byte of a message arrives.
     pub latency: f64,
-    /// The part of the sums and gatherings over data ranks that is hidden behind computation.
+    /// Fraction of the collectives over data ranks that overlaps with computation.
     pub overlap: f64,
 }
 
-/// There is no such profile.
+/// The reason for which there is no such device profile.
 #[derive(Debug, thiserror::Error)]
 pub enum UnknownDevice {
-    /// Neither a name nor a file.
+    /// The name is neither a known profile nor a file.
     #[error("no device {name:?}; there are {known}, this-machine, and files of one's own", known = DeviceProfile::known().map(|known| known.name).join(", "))]
     Name {
-        /// As given.
+        /// The name as given.
         name: String,
     },
-    /// A file that is none.
+    /// The file is not a valid profile.
     #[error("{path}: {why}")]
     File {
-        /// Which.
+        /// Path of the file.
         path: String,
-        /// Why not.
+        /// The fault in the file.
         why: String,
     },
 }
 
 const GIB: u64 = 1 << 30;
 
-/// What is assumed where a device has nothing of its own: an operation of a recorded graph of launches takes 2 µs at least, a message
-/// over NVLink begins to arrive after 10 µs and reaches 80 % of the link, half of the gradients' sums are hidden.
+/// Values that are assumed for every GPU unless its profile has its own: an operation replayed from a CUDA graph takes
+/// at least 2 µs, a message over NVLink begins to arrive after 10 µs and reaches 80 % of the link, and half of the
+/// gradient reduction is hidden.
 fn assumed() -> DeviceProfile {
     DeviceProfile {
         name: String::new(),
@@ -79,9 +81,9 @@ fn assumed() -> DeviceProfile {
     }
 }
 
-/// NVIDIA A100 Tensor Core GPU datasheet (2021), 80 GB SXM: 312 TFLOP/s in bf16, 19.5 in f32, 2,039 GB/s, NVLink 600 GB/s both ways
-/// together. Of its tensor cores large products reach four fifths; FlashAttention-2 (arXiv 2307.08691, figures 5 and 6) reaches up to
-/// 73 % in the forward and 63 % in the backward.
+/// NVIDIA A100 Tensor Core GPU datasheet (2021), 80 GB SXM: 312 TFLOP/s in bf16, 19.5 in f32, 2,039 GB/s, NVLink 600
+/// GB/s both ways together. Large products reach four fifths of the tensor cores' peak; FlashAttention-2 (arXiv
+/// 2307.08691, figures 5 and 6) reaches up to 73 % in the forward and 63 % in the backward.
 fn a100_80() -> DeviceProfile {
     DeviceProfile {
         name: "a100-80".to_owned(),
@@ -96,9 +98,9 @@ fn a100_80() -> DeviceProfile {
     }
 }
 
-/// NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 989.4 TFLOP/s in bf16, 67 in f32, 3.35 TB/s, NVLink 900 GB/s both ways together.
-/// 770 TFLOP/s and 3.0 TB/s are what a large product and a copy reach; FlashAttention-3 (arXiv 2407.08608, figures 5 and 6) reaches up
-/// to 75 % in the forward, less in the backward.
+/// NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 989.4 TFLOP/s in bf16, 67 in f32, 3.35 TB/s, NVLink 900 GB/s both
+/// ways together. A large product reaches 770 TFLOP/s and a copy 3.0 TB/s; FlashAttention-3 (arXiv 2407.08608, figures
+/// 5 and 6) reaches up to 75 % in the forward, less in the backward.
 fn h100() -> DeviceProfile {
     DeviceProfile {
         name: "h100".to_owned(),
@@ -113,13 +115,13 @@ fn h100() -> DeviceProfile {
     }
 }
 
-/// NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: an H100 with 141 GB of 4.8 TB/s.
+/// NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: an H100 with 141 GB of memory at 4.8 TB/s.
 fn h200() -> DeviceProfile {
     DeviceProfile { name: "h200".to_owned(), memory: 141_000_000_000, bytes: 0.9 * 4.8e12, ..h100() }
 }
 
-/// NVIDIA HGX B200 datasheet (2025), an eighth of the board: 2.25 PFLOP/s in bf16, 75 TFLOP/s in f32, 180 GB of 7.7 TB/s, NVLink 1.8 TB/s
-/// both ways together. The parts reached are assumed to be an H100's.
+/// NVIDIA HGX B200 datasheet (2025), an eighth of the board: 2.25 PFLOP/s in bf16, 75 TFLOP/s in f32, 180 GB of memory
+/// at 7.7 TB/s, NVLink 1.8 TB/s both ways together. The fractions are those that are assumed for every GPU.
 fn b200() -> DeviceProfile {
     DeviceProfile {
         name: "b200".to_owned(),
@@ -133,26 +135,26 @@ fn b200() -> DeviceProfile {
     }
 }
 
-/// Whether an operation is attention, or its gradient.
+/// True if an operation is attention or its gradient.
 pub(super) fn is_attention(operation: &str) -> bool {
     operation.contains("attention")
 }
 
 impl DeviceProfile {
-    /// Those that are known by name.
+    /// The profiles with a name of their own.
     pub fn known() -> [Self; 4] {
         [a100_80(), h100(), h200(), b200()]
     }
 
-    /// Whether it is the CPU at hand, on which each operation is timed.
+    /// True if the device is this machine's CPU, on which each operation is timed.
     pub fn is_measured(&self) -> bool {
         self.name == machine::NAME
     }
 
-    /// The device of a run's estimates, with what its keys say of it.
+    /// The device of a run's `[estimate]`: its profile, with the values that other keys replace.
     ///
     /// # Errors
-    /// [`ConfigError::Value`].
+    /// Returns a [`ConfigError::Value`] if there is no such profile, or a value is not above 0.
     pub fn of(run: &RunConfig) -> Result<Self, ConfigError> {
         let EstimateConfig { profile, tflops, terabytes, .. } = &run.estimate;
         let mut device = Self::find(profile)
@@ -171,10 +173,10 @@ impl DeviceProfile {
         Ok(device)
     }
 
-    /// The profile of a name or in a file.
+    /// Returns the profile with this name, or the one in this file.
     ///
     /// # Errors
-    /// [`UnknownDevice`].
+    /// Returns an [`UnknownDevice`] if there is none.
     pub fn find(name: &str) -> Result<Self, UnknownDevice> {
         if let Some(known) = Self::known().into_iter().find(|known| known.name == name) {
             return Ok(known);
@@ -190,18 +192,18 @@ impl DeviceProfile {
         toml::from_str(&text).map_err(|error| fail(crate::run::with_nearest(error.to_string())))
     }
 
-    /// What matrix products and copies reach.
+    /// FLOP/s that matrix products reach, and the bandwidth.
     pub fn rates(&self, precision: Precision) -> Rates {
         Rates { flops: self.products * self.peak(precision), bytes: self.bytes }
     }
 
-    /// What an operation reaches.
+    /// FLOP/s that this operation reaches, and the bandwidth.
     pub(super) fn rates_of(&self, operation: &str, precision: Precision) -> Rates {
         let reached = if is_attention(operation) { self.attention } else { self.products };
         Rates { flops: reached * self.peak(precision), bytes: self.bytes }
     }
 
-    /// Products reach so many FLOP/s, whatever their type.
+    /// Sets the FLOP/s that products reach, in both precisions.
     pub(super) fn set_flops(&mut self, flops: f64) {
         (self.f32_flops, self.bf16_flops) = (flops / self.products, flops / self.products);
     }
@@ -214,21 +216,22 @@ impl DeviceProfile {
     }
 }
 
-/// What the parts of a step cost in time.
+/// The time that each part of a step takes.
 pub trait CostModel {
-    /// Nanoseconds of an operation; 0 of what is no operation.
+    /// Returns the nanoseconds of an operation; 0 for any other instruction.
     fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64;
 
-    /// Nanoseconds until a message of so many bytes is with a neighbour.
+    /// Returns the nanoseconds until a message of `bytes` bytes has reached a neighbor.
     fn transfer(&self, bytes: u64) -> u64;
 
-    /// Nanoseconds of a sum or gathering for which a rank sends so many bytes, as far as nothing hides them. `can_hide`: gradients and
-    /// parameters can be computed with meanwhile, experts' rows cannot.
+    /// Returns the nanoseconds of a collective for which a rank sends `bytes` bytes, without the part that is hidden by
+    /// computation. `can_hide` is true for gradients and parameters, and false for experts' rows, which the next
+    /// operation waits for.
     fn collective(&self, bytes: f64, can_hide: bool) -> u64;
 }
 
 impl CostModel for DeviceProfile {
-    /// Held up by arithmetic or by memory, whichever takes longer, and at least by its launch.
+    /// The longest of the times for arithmetic, for memory traffic and for the launch.
     fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
         instr.nanoseconds(&self.rates_of(op.name(), precision)).max((self.launch * 1e9) as u64)

@@ -1,21 +1,22 @@
-//! What people compute by hand before they train: the formulas that a plan is compared with.
+//! Rules of thumb for training memory, with which a plan is compared.
 
 use gapless_models::hf::Architecture;
 
 use super::{Precision, Step};
 
-/// Bytes of the fullest rank, by formula.
+/// Estimated bytes of the fullest rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Estimate {
-    /// 18 bytes per parameter of an equal share of the model, and nothing else: bf16 parameters, f32 gradients, masters and two moments
-    /// (16 of ZeRO's, arXiv 1910.02054, section 3.1, and 2 more for gradients in f32).
+    /// Bytes of parameters, gradients, masters and moments for an equal share of the model, and nothing else. In bf16
+    /// with f32 masters this is 18 bytes per parameter: the 16 of ZeRO (arXiv 1910.02054, section 3.1), and 2 more
+    /// because gradients are f32.
     pub bytes_per_parameter: f64,
-    /// Megatron-LM's `theoretical_memory_usage.py`: those bytes for the first stage with its embedding, and activations after
-    /// arXiv 2205.05198, table 2, with selective recomputation.
+    /// Megatron-LM's `theoretical_memory_usage.py`: the same bytes for the first stage with its embedding, plus
+    /// activations by arXiv 2205.05198, table 2, with selective recomputation.
     pub megatron: f64,
 }
 
-/// The extents that Megatron's formulas know.
+/// The sizes that Megatron-LM's formulas use.
 struct Extents {
     layers: f64,
     width: f64,
@@ -65,7 +66,7 @@ impl Extents {
         }
     }
 
-    /// Of the layers and their norms.
+    /// Number of parameters in the layers and their norms.
     fn parameters_in_layers(&self) -> f64 {
         let gate = if self.is_gated { 1.5 } else { 1.0 };
         let attention = (1.0 + self.kv_heads / self.heads) * (self.head_size * self.heads / self.width);
@@ -75,20 +76,20 @@ impl Extents {
     }
 }
 
-/// The usual formulas for a step of a model with so many parameters.
+/// Computes both estimates for a step of a model with `parameters` parameters.
 pub fn estimate(step: &Step, parameters: u64) -> Estimate {
     let extents = Extents::of(step.architecture());
     let options = &step.options;
     let [stages, data, micro_batches, chunks] =
         [options.mesh.pipeline, options.mesh.data, options.micro_batches, options.pipeline.chunks].map(|n| n as f64);
     let per_parameter = match step.precision() {
-        // Everything in one type: parameter, gradient, two moments.
+        // Parameter, gradient and two moments, all in one type.
         Precision::F32 => 16.0,
         Precision::PureBf16 => 8.0,
         Precision::Bf16 if data > 1.0 => 6.0 + 12.0 / data,
         Precision::Bf16 => 18.0,
     };
-    // The most loaded rank has an equal share of the layers, and an embedding.
+    // The fullest rank has an equal share of the layers, and the embedding.
     let table = extents.width * extents.vocabulary;
     let head = if stages == 1.0 && !extents.is_tied { table } else { 0.0 };
     let first = extents.parameters_in_layers() / stages + table + head;
@@ -114,7 +115,7 @@ mod tests {
     use super::*;
     use crate::run::RunConfig;
 
-    /// By hand, from the formulas.
+    /// Expected values computed by hand from the formulas.
     #[test]
     fn what_the_formulas_say_of_a_7b_model() {
         let run = RunConfig::parse(

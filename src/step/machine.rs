@@ -1,7 +1,8 @@
-//! What a step takes on the CPU at hand: every operation is timed here, on operands of its own.
+//! Estimates a step's time on this machine's CPU by timing each operation alone.
 //!
-//! In: instructions of programs for the CPU. Out: their nanoseconds, each measured once in a process, while as many ranks as the step
-//! has do the same beside it. Never: a whole step, or the time of what data decide (the rows of experts).
+//! In: instructions of programs for the CPU. Out: their nanoseconds. Each operation is measured once per process, on
+//! operands of its own, while all ranks of the step run it at the same time. No whole step is run. Operations whose
+//! work the data decide (the rows of experts) are timed at the sizes in the program.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -25,12 +26,12 @@ use rayon::prelude::*;
 
 use super::{CostModel, DeviceProfile, Precision};
 
-/// Runs of an operation that are measured; what counts is their median.
+/// Measured runs of each operation; the median counts.
 const ROUNDS: usize = 5;
-/// Operations run at a time, at most.
+/// Maximum number of copies of an operation in one measured run.
 const MOST_COPIES: u64 = 48;
 
-/// The CPU that this process runs on, as a step's ranks find it that are threads of one process.
+/// This machine's CPU, shared by the step's ranks, which are threads of one process.
 #[derive(Debug)]
 pub struct ThisMachine {
     threads: usize,
@@ -38,33 +39,35 @@ pub struct ThisMachine {
     footprint: u64,
 }
 
-/// What is known of this machine, by ranks, threads, copies and operation. Held while something is measured: nothing else is then.
+/// Measured nanoseconds by ranks, threads, copies and operation. The lock is held during a measurement, so only one
+/// runs at a time.
 static KNOWN: Mutex<BTreeMap<(usize, usize, u64, String), u64>> = Mutex::new(BTreeMap::new());
 
-/// What a message takes from one thread to another.
+/// Cost of a message from one thread to another.
 #[derive(Debug, Clone, Copy)]
 struct Link {
-    /// Nanoseconds of the smallest.
+    /// Nanoseconds of the smallest message.
     latency: f64,
-    /// Nanoseconds of each byte more.
+    /// Nanoseconds per additional byte.
     byte: f64,
 }
 
 impl ThisMachine {
-    /// A machine on which `ranks` ranks compute at a time, with `threads` threads each (0 for all of its cores), in arenas of about
-    /// `footprint` bytes: an operation finds its operands in the caches or in memory accordingly.
+    /// Creates the model of a machine on which `ranks` ranks compute at the same time, with `threads` threads each (0
+    /// for all cores). `footprint` is the size of their arenas in bytes; it decides whether an operation finds its
+    /// operands in the caches or in memory.
     pub fn new(ranks: usize, threads: usize, footprint: u64) -> Self {
         Self { ranks: ranks.max(1), threads: resolve_threads(threads), footprint }
     }
 
-    /// How many times an operation is run in a row, on other operands each time, so that these were touched half an arena ago, as they
-    /// are on average in a step.
+    /// Number of copies of an operation that are run in a row, each on operands of its own. Between two uses of the
+    /// same operands, half an arena is touched, as on average in a step.
     fn copies(&self, instr: &Instr) -> u64 {
         let bytes: u64 = buffers(instr).into_values().map(|(bytes, _)| bytes).sum();
         (self.footprint / 2 / bytes.max(1)).clamp(1, MOST_COPIES)
     }
 
-    /// An operation's nanoseconds, the mean over the ranks that do it at the same time.
+    /// Times an operation; returns the mean over the ranks, which run it at the same time.
     fn measured(&self, instr: &Instr, copies: u64) -> Result<u64, TrainError> {
         let rank = |mut world: Box<dyn Communicator>| -> Result<u64, TrainError> {
             let mut session = self.session(instr, copies)?;
@@ -82,7 +85,7 @@ impl ThisMachine {
         Ok(on_threads(self.ranks, rank)?.iter().sum::<u64>() / self.ranks as u64)
     }
 
-    /// A program of nothing but copies of an operation.
+    /// A session whose program contains only copies of the operation.
     fn session(&self, instr: &Instr, copies: u64) -> Result<Session<CpuBackend>, TrainError> {
         let workers = Workers::new(self.threads)?;
         let mut program = Program { name: "one operation".into(), ..Program::default() };
@@ -95,7 +98,7 @@ impl ThisMachine {
 }
 
 impl CostModel for ThisMachine {
-    /// As measured; 0 of what cannot be run alone, with a warning.
+    /// The measured time. An operation that cannot be run alone counts 0 and logs a warning.
     fn nanoseconds(&self, instr: &Instr, _: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
         let operands = |operands: &[Operand]| {
@@ -119,16 +122,17 @@ impl CostModel for ThisMachine {
         Link::known().nanoseconds(bytes as f64)
     }
 
-    /// All of it: what sums in the meantime takes a core that would compute.
+    /// The full time: summing on this CPU takes cores that would otherwise compute, so nothing is hidden.
     fn collective(&self, bytes: f64, _: bool) -> u64 {
         Link::known().nanoseconds(bytes)
     }
 }
 
-/// The name of [`profile`].
+/// Name of the device that [`profile`] returns.
 pub(super) const NAME: &str = "this-machine";
 
-/// This machine as a device: the memory that is free, and rates of large products and copies, measured when first asked for.
+/// This machine as a device profile: the free memory, and the rates of large products and copies, measured on first
+/// use.
 pub(super) fn profile() -> DeviceProfile {
     static PROFILE: OnceLock<DeviceProfile> = OnceLock::new();
     let measured = || {
@@ -168,7 +172,7 @@ fn products_per_second<T: Factor>() -> f64 {
     gemm.flops() as f64 / least
 }
 
-/// Bytes that all cores read and write in a second.
+/// Bytes per second that all cores together read and write.
 fn bytes_per_second() -> f64 {
     const BYTES: usize = 64 << 20;
     let (from, mut to) = (vec![1u8; BYTES], vec![0u8; BYTES]);
@@ -184,7 +188,7 @@ fn bytes_per_second() -> f64 {
 }
 
 impl Link {
-    /// Measured when first asked for.
+    /// The link, measured on first use.
     fn known() -> Self {
         static LINK: OnceLock<Link> = OnceLock::new();
         *LINK.get_or_init(Self::measured)
@@ -194,7 +198,8 @@ impl Link {
         (self.latency + self.byte * bytes) as u64
     }
 
-    /// By messages from one thread to another and back; nothing, with a warning, where there cannot be two.
+    /// Measures messages from one thread to another and back. If two threads cannot be started, logs a warning and
+    /// returns a free link.
     fn measured() -> Self {
         const LARGE: usize = 4 << 20;
         let there_and_back = |bytes: usize| {
@@ -232,7 +237,7 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The buffers that an operation reads or writes: bytes, and the type of their elements.
+/// Size in bytes and element type of each buffer that an operation reads or writes.
 fn buffers(instr: &Instr) -> HashMap<BufferId, (u64, DType)> {
     let mut buffers = HashMap::new();
     for operand in instr.inputs.iter().chain(&instr.outputs) {
@@ -243,7 +248,7 @@ fn buffers(instr: &Instr) -> HashMap<BufferId, (u64, DType)> {
     buffers
 }
 
-/// Adds an operation once more, on buffers of its own that hold numbers of usual size.
+/// Adds a copy of an operation, with buffers of its own that hold values of ordinary magnitude.
 fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
     let InstrKind::Compute(op) = &instr.kind else { return };
     let mut own = HashMap::new();
@@ -252,7 +257,7 @@ fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
         let elements = bytes as usize / dtype.size_in_bytes();
         let init = if dtype.is_float() { Init::Uniform { lo: 0.25, up: 0.75 } } else { Init::Const(0.0) };
         let kind = match dtype {
-            // Sums, which nothing but the program itself writes.
+            // Sums, which only the program itself writes.
             DType::F64 => BufferKind::FromStart,
             _ => BufferKind::Always {
                 fill: Initializer { init, name: name.clone(), first: 0, given: None },
@@ -294,7 +299,7 @@ mod tests {
     use crate::run::RunConfig;
     use crate::step::Step;
 
-    /// In f32, in bf16 with its scratch, with operations that overwrite and that add to what is there.
+    /// Covers f32, bf16 with its scratch, and operations that overwrite an input or add to an output.
     #[test]
     fn every_operation_of_a_step_can_be_run_alone() {
         for keys in [

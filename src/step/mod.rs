@@ -1,8 +1,9 @@
-//! One training step by name: what `gapless plan`, `compare`, `schedule` and `sweep` are asked about.
+//! A single training step, described by the keys of a run file. `gapless plan`, `compare`, `schedule` and `sweep` are
+//! built on it.
 //!
-//! In: a run's file or flags of the same keys ([`RunConfig`](crate::run::RunConfig)), whose data and weights need not be there. Out: a
-//! [`Step`]: the programs of every rank of its pipeline, their plans, and when everything happens on a [`DeviceProfile`] ([`Timing`]).
-//! Never: weights, a device, or an arena.
+//! In: a run file or flags with the same keys ([`RunConfig`](crate::run::RunConfig)); its data and weights need not
+//! exist. Out: a [`Step`], which gives the programs of every pipeline rank, their plans, and the time of every action
+//! on a [`DeviceProfile`] ([`Timing`]). It loads no weights, opens no device and reserves no arena.
 //!
 //! ```
 //! use gapless::run::RunConfig;

@@ -1,4 +1,4 @@
-//! The training step of a run, before it runs.
+//! The training step of a run, which can be compiled, planned and timed without running it.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use super::device::DeviceProfile;
 use super::machine;
 use crate::run::{ConfigError, Lowering, ModelConfig, Rule, RunConfig};
 
-/// A training step that can be recorded, compiled and timed.
+/// A training step that can be recorded, compiled, planned and timed.
 #[derive(Debug, Clone)]
 pub struct Step {
     /// The description of the step.
@@ -22,9 +22,9 @@ pub struct Step {
     pub device: DeviceProfile,
     /// The source of the tensor lifetimes.
     pub lowering: Lowering,
-    /// Ranks of the pipeline that are asked about.
+    /// The pipeline ranks that the commands report on.
     pub ranks: Vec<usize>,
-    /// Worker threads of a rank; 0 for all cores.
+    /// Worker threads per rank; 0 uses all cores.
     pub threads: usize,
     target: Target,
     title: String,
@@ -34,10 +34,10 @@ pub struct Step {
 }
 
 impl Step {
-    /// The step of a run, whose data and weights need not be there.
+    /// Creates the step of a run. Its data and weights need not exist.
     ///
     /// # Errors
-    /// [`ConfigError::Value`] with the key of a value that means nothing.
+    /// Returns a [`ConfigError::Value`] that names the key of the first invalid value.
     pub fn new(run: &RunConfig) -> Result<Self, ConfigError> {
         let model =
             run.planned_model().map_err(|why| ConfigError::value("model", why, "name a model that is there"))?;
@@ -75,12 +75,12 @@ impl Step {
         &self.title
     }
 
-    /// The type of its numbers.
+    /// The precision of parameters, activations and gradients.
     pub fn precision(&self) -> Precision {
         self.options.precision
     }
 
-    /// Its family and extents.
+    /// The family and sizes of the model.
     pub fn architecture(&self) -> &Architecture {
         &self.architecture
     }
@@ -95,48 +95,51 @@ impl Step {
         format!("{:?} {}", self.architecture, StepGraph::key(&self.options))
     }
 
-    /// Makes the model.
+    /// Builds the model.
     ///
     /// # Errors
-    /// When its shapes do not fit together.
+    /// Returns an error if the model's shapes do not fit together.
     pub fn build(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
         self.architecture.model(vb)
     }
 
-    /// Its graph.
+    /// Records the graph of the step.
     ///
     /// # Errors
-    /// When the options or the model's shapes do not fit together.
+    /// Returns an error if the options or the model's shapes do not fit together.
     pub fn record(&self) -> Result<StepGraph, TrainError> {
         Ok(StepGraph::record(&of_any(|vb| self.build(vb)), &self.options)?)
     }
 
-    /// Everything that a rank of the pipeline runs in one arena: training step, evaluation and sampling, as a trainer compiles it.
+    /// Compiles everything that a pipeline rank runs in one arena, as a trainer does: the training step, the evaluation
+    /// and the generation.
     ///
     /// # Errors
-    /// When the options or the model's shapes do not fit together; [`OverBudget`](gapless_engine::compile::Error::OverBudget).
+    /// Returns an error if the options or the model's shapes do not fit together, and
+    /// [`OverBudget`](gapless_engine::compile::Error::OverBudget) if no recomputation fits the budget.
     pub fn compile(&self, rank: usize) -> Result<(Executable, CompiledStep), TrainError> {
         let ranks = RankPlan::of(&self.options, rank * self.options.mesh.expert)?;
         Ok(compile_step(&of_any(|vb| self.build(vb)), &self.options, &ranks, self.target)?)
     }
 
-    /// The program of a rank of the pipeline.
+    /// Lowers the training step of a pipeline rank to a program.
     ///
     /// # Errors
-    /// When it was not recorded with such options; [`OverBudget`](gapless_engine::compile::Error::OverBudget).
+    /// Returns an error if the graph was recorded with other options, and
+    /// [`OverBudget`](gapless_engine::compile::Error::OverBudget) if no recomputation fits the budget.
     pub fn program(&self, graph: &StepGraph, rank: usize) -> Result<Program, TrainError> {
         Ok(graph.program(&self.options, rank, self.target)?)
     }
 
-    /// The programs of all pipeline ranks.
+    /// Lowers the training step of every pipeline rank.
     ///
     /// # Errors
-    /// As [`Self::program`].
+    /// Returns the errors of [`Self::program`].
     pub fn programs(&self, graph: &StepGraph) -> Result<Vec<Program>, TrainError> {
         (0..self.options.mesh.pipeline).map(|rank| self.program(graph, rank)).collect()
     }
 
-    /// The kind of its kernels, for reports.
+    /// The kind of the kernels, for reports: `CPU` or `CUDA`.
     pub fn kernels(&self) -> &'static str {
         match self.target {
             Target::Cpu { .. } => "CPU",
@@ -149,15 +152,15 @@ impl Step {
         self.target
     }
 
-    /// The plan of a program.
+    /// Plans the arena of a program.
     ///
     /// # Errors
-    /// As [`compile`].
+    /// Returns the errors of [`compile`].
     pub fn plan(&self, program: &Program) -> Result<Executable, TrainError> {
         Ok(compile(std::slice::from_ref(program), &self.options.planning())?)
     }
 
-    /// The step with this memory budget, or without recomputation.
+    /// The same step with this memory budget; with `None`, without recomputation.
     pub fn within(&self, budget: Option<u64>) -> Self {
         let mut step = self.clone();
         (step.options.memory.budget, step.options.memory.recompute) = (budget, Recompute::None);
@@ -169,7 +172,7 @@ fn read(path: &Path) -> Result<Config, ConfigError> {
     Config::read(path).map_err(|why| ConfigError::value("model", why, "name a folder with a config.json"))
 }
 
-/// Checks that the lowering of an eager framework supports the settings.
+/// Checks that the settings can be lowered as an eager framework does.
 fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
     let remedy = "leave estimate.lowering out, or the other key";
     let refuse = |key, why| Err(ConfigError::value(key, format!("{why} of an eager framework"), remedy));
@@ -185,7 +188,7 @@ fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
     }
 }
 
-/// The ranks of a text.
+/// Parses a list of ranks, or `all`.
 fn ranks(text: &str, all: usize) -> Result<Vec<usize>, ConfigError> {
     if text == "all" {
         return Ok((0..all).collect());

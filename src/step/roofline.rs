@@ -1,9 +1,10 @@
-//! A step on a GPU, kernel by kernel, before there is one: launches, arithmetic, bytes, and the time that they take at least.
+//! Estimates a step on a GPU kernel by kernel, without a GPU: launches, arithmetic, memory traffic, and a lower bound
+//! of the time.
 //!
-//! In: a planned rank of a step, lowered for CUDA. Out: rows, each of the instructions that launch the same kernels. The model is the
-//! roofline's (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model"): a launch takes as long as its
-//! arithmetic or its bytes at the rates that a [`DeviceProfile`](super::DeviceProfile) says are reached, or as the launch itself does.
-//! Caches and clocks under load are not modelled.
+//! In: a planned rank of a step, lowered for CUDA. Out: rows, each for the instructions that launch the same kernels.
+//! The model is the roofline (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance
+//! model"): a launch takes as long as its arithmetic, its memory traffic or the launch itself, whichever is longest, at
+//! the rates of a [`DeviceProfile`](super::DeviceProfile). It does not model caches, or clock rates under load.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,63 +17,63 @@ use super::device::is_attention;
 use super::{DeviceProfile, Precision, Step};
 use crate::TrainError;
 
-/// What holds an instruction up.
+/// The resource that limits an instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Bound {
-    /// Arithmetic.
+    /// Arithmetic throughput.
     Flops,
-    /// Memory.
+    /// Memory bandwidth.
     Bytes,
-    /// The launches themselves.
+    /// Launch overhead.
     Launches,
 }
 
-/// Instructions that launch the same kernels.
+/// All instructions that launch the same kernels.
 #[derive(Debug, Clone, Serialize)]
 pub struct RooflineRow {
-    /// The operation's name.
+    /// Name of the operation.
     pub operation: String,
-    /// What each of them launches, by name; products by their extents.
+    /// Names of the kernels that each instruction launches; products have their sizes in the name.
     pub kernels: Vec<String>,
-    /// How many.
+    /// Number of instructions.
     pub count: usize,
-    /// Launches of all of them.
+    /// Number of launches of all these instructions.
     pub launches: usize,
-    /// Arithmetic of all of them.
+    /// Floating-point operations of all these instructions.
     pub flops: u64,
-    /// Bytes read and written by all of them.
+    /// Bytes that all these instructions read and write.
     pub bytes: u64,
-    /// Estimated time of all of them.
+    /// Estimated time of all these instructions.
     pub milliseconds: f64,
-    /// What holds them up.
+    /// The resource that limits them.
     pub bound: Bound,
 }
 
-/// An estimate of a rank's step.
+/// The estimate of a rank's step.
 #[derive(Debug, Clone, Serialize)]
 pub struct Roofline {
-    /// The device's name.
+    /// Name of the device.
     pub device: String,
-    /// Launches of a step.
+    /// Number of launches per step.
     pub launches: usize,
-    /// Its arithmetic.
+    /// Floating-point operations per step.
     pub flops: u64,
-    /// Bytes that it reads and writes.
+    /// Bytes read and written per step.
     pub bytes: u64,
-    /// Bytes of all but products and attention.
+    /// Bytes read and written by everything except products and attention.
     pub other_bytes: u64,
-    /// Estimated time, messages to other ranks left out.
+    /// Estimated time, without messages to other ranks.
     pub milliseconds: f64,
-    /// By kernels, the longest first.
+    /// Rows by kernels, the longest first.
     pub rows: Vec<RooflineRow>,
 }
 
 impl Step {
-    /// What a planned rank launches on a GPU, and how long that takes on the step's device.
+    /// Estimates the kernels that a planned rank launches on a GPU, and their time on the step's device.
     ///
     /// # Errors
-    /// [`TrainError::Runtime`] when it was not lowered for CUDA.
+    /// Returns [`TrainError::Runtime`] if the rank was not lowered for CUDA.
     pub fn roofline(&self, executable: &Executable) -> Result<Roofline, TrainError> {
         let mut rows: BTreeMap<(&str, Vec<String>, Bound), RooflineRow> = BTreeMap::new();
         for work in CudaBackend::work(executable)?.into_iter().flatten() {
@@ -105,7 +106,7 @@ impl Step {
     }
 }
 
-/// The time of an instruction's launches, and what holds the longest of them up.
+/// The time of an instruction's launches, and the resource that decides the longest of them.
 fn seconds(work: &Work, device: &DeviceProfile, precision: Precision) -> (f64, Bound) {
     let rates = device.rates_of(work.operation, precision);
     let of_launch = |launch: &LaunchWork| {
@@ -151,7 +152,7 @@ impl fmt::Display for Roofline {
     }
 }
 
-/// Each name once, in order, with how often it is there.
+/// Displays each name once, in order, with its number of occurrences.
 struct Counted<'a>(&'a [String]);
 
 impl fmt::Display for Counted<'_> {
@@ -176,8 +177,9 @@ mod tests {
     use crate::run::RunConfig;
     use crate::step::Step;
 
-    /// GPT-2 124M, 16 sequences of 1024, when its launches were first listed: 507. What they moved besides products and attention is
-    /// the 10.75 GB of 446 launches, and 36 copies of 16384 × 768 numbers of bf16, each read and written.
+    /// Launches and memory traffic besides products and attention of GPT-2 124M, 16 sequences of 1024, when they were
+    /// first listed. The traffic is the 10.75 GB of a later version with 446 launches, plus 36 copies of 16384 × 768
+    /// bf16 elements, each read and written.
     const AT_FIRST: (usize, u64) = (507, 10_746_000_000 + 36 * 2 * 2 * 16_384 * 768);
 
     #[test]
@@ -258,7 +260,7 @@ mod tests {
             roofline.rows.iter().any(|row| row.kernels.iter().any(|name| name.starts_with("product 128×"))),
             "{shown}"
         );
-        // What was lowered for the CPU has no kernels.
+        // A program that was lowered for the CPU has no kernels.
         assert!(planned("cpu").0.is_err());
     }
 }

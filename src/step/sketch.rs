@@ -1,8 +1,9 @@
-//! What two micro-batches tell of a whole step: its time, and bytes that are surely alive.
+//! Sketches a whole step from two of its micro-batches: its time, and bytes that are surely alive at once.
 //!
-//! In: the graph of a step. Out: what each action of each stage takes and keeps, from programs of two micro-batches one after the
-//! other; the same for every schedule that gives stages to the same ranks and splits the backward alike. Never: a search, so steps
-//! under a budget have no sketch.
+//! In: the graph of a step. Out: the time that each action of each stage takes and the bytes that it keeps, from
+//! programs that run two micro-batches one after the other. A sketch is valid for every schedule that gives the same
+//! stages to the same ranks and splits the backward alike. Steps under a budget have no sketch, since that would take a
+//! search.
 
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
@@ -17,24 +18,24 @@ use gapless_parallel::{Action, Kind, MicroBatch, StageId};
 use super::timing::Measured;
 use super::{Step, Timing, TimingError};
 
-/// What decides a sketch, beside all that is not the schedule.
+/// The properties of a schedule that decide a sketch.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SketchKey {
-    /// The stages of each rank, from the first on.
+    /// Stages of each rank, in ascending order.
     stages: Vec<Vec<u32>>,
-    /// Whether there are input gradients apart from weight gradients, and whole backwards.
+    /// Whether the schedule has split backwards, and whether it has whole ones.
     kinds: [bool; 2],
 }
 
-/// An action of any micro-batch.
+/// An action without its micro-batch.
 type Place = (Kind, StageId);
 
-/// Costs and bytes by action.
+/// Times and bytes by action.
 #[derive(Debug, Clone)]
 pub struct Sketch {
     once: Way,
-    /// The same where all that is computed again for the input gradients of a split backward is computed once more for the weight
-    /// gradients, if the policy can mean that.
+    /// The same, if everything that a split backward recomputes for the input gradients is recomputed again for the
+    /// weight gradients. `None` if the recompute policy does not allow this.
     twice: Option<Way>,
 }
 
@@ -44,22 +45,22 @@ struct Way {
     ranks: Vec<Kept>,
 }
 
-/// What a rank keeps.
+/// Bytes that a rank keeps across actions.
 #[derive(Debug, Clone, Default)]
 struct Kept {
-    /// Bytes that live through the step.
+    /// Bytes that live through the whole step.
     always: u64,
-    /// Of each micro-batch: bytes from one action to another.
+    /// For each micro-batch: bytes that live from one action to another.
     each: HashMap<(Place, Place), u64>,
-    /// Sums over micro-batches: bytes from the first action of a kind to the last.
+    /// Sums over micro-batches: bytes that live from the first action of a kind to the last.
     sums: HashMap<Place, u64>,
 }
 
 impl Step {
-    /// The key of its sketch, and its table; none if it has no sketch.
+    /// The key of the step's sketch; `None` if it has no sketch.
     ///
     /// # Errors
-    /// When the schedule does not exist for the step's shape.
+    /// Returns an error if the schedule does not exist for the step's shape.
     pub fn sketch_key(&self) -> Result<Option<SketchKey>, TimingError> {
         if self.options.memory.budget.is_some() {
             return Ok(None);
@@ -76,10 +77,10 @@ impl Step {
         Ok(Some(SketchKey { stages: table.iter().map(of_row).collect(), kinds }))
     }
 
-    /// What two of its micro-batches take and keep.
+    /// Sketches the step from two of its micro-batches.
     ///
     /// # Errors
-    /// As [`Self::program`].
+    /// Returns the errors of [`Self::program`].
     pub fn sketch(&self, graph: &StepGraph, key: &SketchKey) -> Result<Sketch, TrainError> {
         let last = self.options.micro_batches.clamp(1, 2) as u32 - 1;
         let mut sketch: Option<Sketch> = None;
@@ -104,15 +105,16 @@ impl Step {
         Ok(sketch.expect("a table has backwards of one kind or the other"))
     }
 
-    /// When everything happens, by a sketch of the step.
+    /// Estimates the timeline of the step from its sketch.
     ///
     /// # Errors
-    /// As [`Self::timing`].
+    /// Returns the errors of [`Self::timing`].
     pub fn timing_by(&self, sketch: &Sketch) -> Result<Timing, TimingError> {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
         let mut measured = sketch.once.measured.clone();
         for (rank, row) in table.iter().enumerate() {
-            // Where it saves hardly anything, what lives within an action decides, which is not known here: then the faster way.
+            // If recomputing twice saves less than a hundredth, the compiled step depends on buffers within an action,
+            // which a sketch does not know. The faster variant is assumed then.
             let (twice, least) = sketch.stages_twice(rank, row);
             let once = sketch.once.ranks[rank].most(row);
             if least < once - once / 100 {
@@ -122,11 +124,12 @@ impl Step {
         self.simulated(measured)
     }
 
-    /// Bytes that are surely alive at once on each rank: parameters and states, what micro-batches keep from one action to another, and
-    /// sums of gradients, but nothing that lives and dies within an action.
+    /// Returns a lower bound of the bytes alive at once, by rank. It counts parameters and states, the bytes that
+    /// micro-batches keep from one action to another, and sums of gradients, but nothing that lives only within an
+    /// action.
     ///
     /// # Errors
-    /// When the schedule does not exist for the step's shape.
+    /// Returns an error if the schedule does not exist for the step's shape.
     pub fn surely_alive(&self, sketch: &Sketch) -> Result<Vec<u64>, TimingError> {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
         let of_rank = |(rank, row): (usize, &Vec<Action>)| sketch.stages_twice(rank, row).1;
@@ -134,7 +137,7 @@ impl Step {
     }
 }
 
-/// Each micro-batch down the stages and up again, before the next.
+/// The actions that take each micro-batch through all stages forward and backward, before the next one starts.
 fn one_after_another(stages: &[u32], last: u32, split: bool) -> Vec<Action> {
     let kinds: &[Kind] = if split { &[Kind::BackwardInput, Kind::BackwardWeight] } else { &[Kind::Backward] };
     let of = |micro_batch: u32| {
@@ -146,15 +149,15 @@ fn one_after_another(stages: &[u32], last: u32, split: bool) -> Vec<Action> {
 }
 
 impl Sketch {
-    /// Takes the actions that another one knows beside its own.
+    /// Adds the actions of another sketch, which has the other kind of backward.
     fn join(&mut self, other: Self) {
-        // Whole backwards compute nothing twice.
+        // Whole backwards have only one variant.
         self.twice.iter_mut().for_each(|twice| twice.join(other.once.clone()));
         self.once.join(other.once);
     }
 
-    /// The stages of a rank that compute twice again, as they are chosen when it is compiled, but by the bytes that are known here; and
-    /// these.
+    /// The stages of a rank that recompute in both halves of a split backward, and the peak bytes with that choice. It
+    /// is the choice of the compiler, except that only the bytes of the sketch are counted.
     fn stages_twice(&self, rank: usize, row: &[Action]) -> (BTreeSet<StageId>, u64) {
         let split = row.iter().filter(|action| self.twice.is_some() && action.kind == Kind::BackwardInput);
         let all = split.map(|action| action.stage).collect();
@@ -162,7 +165,7 @@ impl Sketch {
         found
     }
 
-    /// What a rank keeps with these stages computing twice again.
+    /// The bytes that a rank keeps if these stages recompute in both halves.
     fn kept(&self, rank: usize, twice: &BTreeSet<StageId>) -> Kept {
         let mut kept = self.once.ranks[rank].clone();
         if let Some(other) = self.twice.as_ref().filter(|_| !twice.is_empty()) {
@@ -173,7 +176,7 @@ impl Sketch {
         kept
     }
 
-    /// Replaces the times of these stages.
+    /// Replaces the times of these stages by those of the variant that recomputes twice.
     fn take_twice(&self, stages: &BTreeSet<StageId>, measured: &mut Measured) {
         let Some(Way { measured: twice, .. }) = &self.twice else { return };
         for (mine, other) in [(&mut measured.actions, &twice.actions), (&mut measured.recomputed, &twice.recomputed)] {
@@ -190,7 +193,8 @@ impl Way {
         for (mine, theirs) in self.ranks.iter_mut().zip(other.ranks) {
             mine.always = mine.always.min(theirs.always);
             mine.each.extend(theirs.each);
-            // Of sums that both kinds of backward add to, no more is known than that one of them does.
+            // If both kinds of backward add to a sum, its lifetime is not known. It is left out, which keeps the bound
+            // valid.
             mine.sums.clear();
         }
     }
@@ -201,7 +205,7 @@ impl Kept {
         let mut used: Vec<Option<(Action, Action)>> = vec![None; program.buffers.len()];
         for part in &program.parts {
             let Some(action) = part.action else { continue };
-            // When a message is waited for depends on the schedule.
+            // The position of a wait depends on the schedule, so messages do not count as uses.
             let computes = |instr: &&Instr| matches!(instr.kind, InstrKind::Compute(_));
             for instr in program.instrs[part.instrs.clone()].iter().filter(computes) {
                 for operand in instr.inputs.iter().chain(&instr.outputs) {
@@ -233,10 +237,10 @@ impl Kept {
         kept
     }
 
-    /// The most bytes that are alive between two actions of a row.
+    /// The peak of the bytes that are alive between two actions of a row.
     fn most(&self, row: &[Action]) -> u64 {
         let at: HashMap<Action, usize> = row.iter().enumerate().map(|(index, &action)| (action, index)).collect();
-        // By action: bytes born in it, and dead in it.
+        // Bytes allocated in each action, and bytes freed in it.
         let mut changes = vec![(0u64, 0u64); row.len()];
         let mut ends: HashMap<Place, (usize, usize)> = HashMap::new();
         for (index, action) in row.iter().enumerate() {
@@ -259,7 +263,8 @@ impl Kept {
                 changes[last].1 += bytes;
             }
         }
-        // Between two actions: within one, what it makes and what it is the last to read need not meet.
+        // Only times between actions count: within an action, its outputs and the inputs that it frees need not be
+        // alive together.
         let most = changes.into_iter().scan(0, |live, (born, dead)| {
             *live = *live + born - dead;
             Some(*live)

@@ -1,8 +1,8 @@
-//! When everything of a step happens on a device.
+//! Simulates when each action of a step happens on a device.
 //!
-//! In: the programs of all ranks of a pipeline, and a device. Out: the timeline of `parallel`'s simulator in nanoseconds. Messages
-//! between stages take the link, not the ranks; what is summed or gathered over data ranks is partly hidden; experts' rows are waited
-//! for.
+//! In: the programs of all pipeline ranks, and a device. Out: the timeline of `parallel`'s simulator in nanoseconds.
+//! Messages between stages occupy the link, not the ranks. Collectives over data ranks are partly hidden by
+//! computation; the exchange of experts' rows is not.
 
 use std::collections::HashMap;
 
@@ -15,37 +15,38 @@ use gapless_parallel::{
 
 use super::{CostModel, Precision, Step, ThisMachine};
 
-/// A step in time.
+/// The simulated times of a step.
 #[derive(Debug, Clone)]
 pub struct Timing {
-    /// Spans in nanoseconds, of one copy of the model; each rank's update is at its end.
+    /// Timeline of one model replica in nanoseconds; each row ends with the rank's update.
     pub timeline: Timeline,
-    /// Costs of each stage in nanoseconds, as the mean of its actions; a split backward's halves, or a whole one as its first.
+    /// Costs of each stage in nanoseconds: the means over its actions. A backward that is not split counts as
+    /// `backward_input`.
     pub stages: Vec<Costs>,
-    /// What each rank does once per step.
+    /// Nanoseconds of what each rank does once per step.
     pub updates: Vec<u64>,
-    /// Of each rank, what goes into what is computed again.
+    /// Nanoseconds that each rank spends on recomputation.
     pub recomputed: Vec<u64>,
 }
 
-/// There is no timeline.
+/// The reason for which there is no timeline.
 #[derive(Debug, thiserror::Error)]
 pub enum TimingError {
-    /// The schedule does not exist for the shape.
+    /// The schedule does not exist for the step's shape.
     #[error(transparent)]
     Schedule(#[from] Error),
-    /// It waits for ever.
+    /// The actions wait for each other in a cycle.
     #[error(transparent)]
     Stuck(#[from] Stuck),
 }
 
 impl Timing {
-    /// From the first start to the last end.
+    /// Time from the first start to the last end.
     pub fn nanoseconds(&self) -> u64 {
         self.timeline.makespan()
     }
 
-    /// Time of what is computed again, as a part of the time of the rest, on the ranks together.
+    /// Recomputation time divided by the time of everything else, over all ranks.
     pub fn overhead(&self) -> f64 {
         let busy: u64 = self.timeline.ranks.iter().flatten().map(|span| span.end - span.start).sum();
         let again: u64 = self.recomputed.iter().sum();
@@ -54,18 +55,18 @@ impl Timing {
 }
 
 impl Step {
-    /// When everything happens; the programs are those of all ranks of the pipeline.
+    /// Simulates the step on its device. `programs` has the programs of all pipeline ranks.
     ///
     /// # Errors
-    /// When the schedule does not exist for the step's shape.
+    /// Returns an error if the schedule does not exist for the step's shape.
     pub fn timing(&self, programs: &[Program]) -> Result<Timing, TimingError> {
         self.simulated(self.measured(programs))
     }
 
-    /// The same, by costs of one's own instead of the step's device.
+    /// Simulates the step with a cost model of your own in place of the step's device.
     ///
     /// # Errors
-    /// As [`Self::timing`].
+    /// Returns the errors of [`Self::timing`].
     pub fn timing_with(&self, programs: &[Program], costs: &dyn CostModel) -> Result<Timing, TimingError> {
         self.simulated(Measured::of(programs, costs, self.precision(), self.options.mesh))
     }
@@ -78,7 +79,7 @@ impl Step {
         }
     }
 
-    /// This machine, if the step is to run on it: its ranks share the cores.
+    /// The cost model that measures on this machine, if the step's device is this machine. The ranks share its cores.
     fn machine(&self, programs: &[Program]) -> Option<ThisMachine> {
         if !self.device.is_measured() {
             return None;
@@ -92,7 +93,7 @@ impl Step {
         Some(ThisMachine::new(ranks, threads, programs.iter().map(alive).max().unwrap_or(0)))
     }
 
-    /// When everything happens, by known durations.
+    /// Simulates the step with known durations.
     pub(super) fn simulated(&self, measured: Measured) -> Result<Timing, TimingError> {
         let shape = self.shape();
         let actions = self.options.pipeline.schedule.actions(&shape)?;
@@ -107,7 +108,7 @@ impl Step {
         Ok(Timing { timeline, stages, updates: measured.updates, recomputed })
     }
 
-    /// The extents of its pipeline.
+    /// The shape of the step's pipeline.
     pub fn shape(&self) -> Shape {
         let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         Shape {
@@ -118,15 +119,15 @@ impl Step {
     }
 }
 
-/// Durations out of programs.
+/// Durations of actions, computed from programs.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Measured {
     pub actions: HashMap<Action, u64>,
     pub transfers: HashMap<Action, u64>,
     pub updates: Vec<u64>,
-    /// Of each action, what goes into what is computed again.
+    /// Time of each action that is spent on recomputation.
     pub recomputed: HashMap<Action, u64>,
-    /// The micro-batch that stands for all, if it is one.
+    /// The micro-batch whose durations apply to all, if only one is known.
     pub all_as: Option<MicroBatch>,
 }
 
@@ -139,7 +140,7 @@ impl Durations for Measured {
         self.transfers.get(&self.known(from)).copied().unwrap_or(0)
     }
 
-    /// The update of the rank with this number.
+    /// `rank` is a rank's number: each rank has one update.
     fn update(&self, rank: StageId) -> u64 {
         self.updates.get(rank.0 as usize).copied().unwrap_or(0)
     }
@@ -172,7 +173,7 @@ impl Measured {
                     again += if instr.rematerialized { here } else { 0 };
                 }
                 match part.action {
-                    // What moved into an action has cut it in two.
+                    // An action may have several parts: instructions that moved into it split it.
                     Some(action) => {
                         *measured.actions.entry(action).or_default() += time;
                         *measured.recomputed.entry(action).or_default() += again;
@@ -189,7 +190,7 @@ impl Measured {
         measured
     }
 
-    /// The means of a stage's actions.
+    /// Costs of a stage: the means over its actions.
     fn mean(&self, stage: StageId) -> Costs {
         let of = |kind, map: &HashMap<Action, u64>| {
             let is_it =
@@ -212,14 +213,14 @@ impl Measured {
     }
 }
 
-/// Times of instructions by what they are: each node runs once per micro-batch, on the same shapes.
+/// Times of operations that were computed before. A node runs once per micro-batch, always on the same shapes.
 #[derive(Debug, Default)]
 struct Known(HashMap<(usize, u64, bool), u64>);
 
 impl Known {
     fn nanoseconds(&mut self, instr: &Instr, device: &dyn CostModel, precision: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
-        // An operation that a node shares is one allocation; what lowering adds behind a node has one of its own.
+        // A node's instructions share one operation. Instructions that lowering adds have no node, and are not cached.
         let Some(node) = instr.node else { return device.nanoseconds(instr, precision) };
         let address = std::sync::Arc::as_ptr(op).cast::<()>() as usize;
         let key = (address, node.index() as u64, instr.predicate.is_some());
@@ -227,7 +228,7 @@ impl Known {
     }
 }
 
-/// Bytes of tensors; of rows that are counted while the step runs, those of even routing.
+/// Bytes of these tensors. Routed rows, whose number is only known at run time, count as balanced.
 fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     let of = |operand: &Operand| {
         let buffer = &program.buffers[operand.buffer.index()];
@@ -237,7 +238,7 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     operands.iter().map(of).sum()
 }
 
-/// The time of a collective that nothing hides: by rings, as NCCL's documentation counts them.
+/// The time of a collective that is not hidden, by ring algorithms as in NCCL's documentation.
 fn exposed(program: &Program, instr: &Instr, collective: Collective, device: &dyn CostModel, mesh: Mesh) -> u64 {
     let ranks = match collective.group() {
         Group::Batch => mesh.data * mesh.expert,

@@ -1,8 +1,9 @@
-//! Configurations to rows: time and sure bytes of all, plans and allocators only of what can fit and where the order of the results
-//! could depend on it.
+//! Computes the rows of configurations: time and sure bytes of all of them, plans and allocators only of those that can
+//! fit and can influence the results.
 //!
-//! What is surely alive at once bounds every allocator from below. So a configuration needs no more of an allocator's bytes than that, where one
-//! that is as fast has been found to reserve no more than that already: it is on no Pareto front of that allocator.
+//! The bytes that are surely alive at once are a lower bound for every allocator. If an allocator is already known to
+//! reserve no more than that for a configuration that is at least as fast, the new configuration cannot be on the
+//! allocator's Pareto front.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -19,17 +20,18 @@ use super::{Configuration, Planned, Row, Status, Sweep};
 use crate::run::key_of;
 use crate::step::{EagerError, Lowering, Sketch, SketchKey, Step, TimingError, estimate};
 
-/// What rows are made with.
+/// Computes rows; the cache of replayed tables is shared by all threads.
 pub(super) struct Evaluator<'a> {
     sweep: &'a Sweep,
-    /// What allocators reserve for a table, by its digest: ranks and configurations that differ in less have the same.
+    /// Bytes that allocators reserve, by the digest of the replayed table. Equal tables of different ranks or
+    /// configurations are replayed once.
     reserved: Mutex<HashMap<PlanHash, Reserved>>,
 }
 
-/// Bytes by allocator.
+/// Reserved bytes by allocator.
 type Reserved = BTreeMap<Kind, u64>;
 
-/// Why a configuration has no figures.
+/// The reasons for which a configuration has no figures.
 enum Refused {
     OverBudget(String),
     Invalid(String),
@@ -56,7 +58,8 @@ impl From<TimingError> for Refused {
     }
 }
 
-/// The least that is reserved by what is as fast: of the plan, and of each allocator; by menu.
+/// The fewest bytes reserved by any configuration so far, per menu. Configurations come in order of speed, so these are
+/// all at least as fast as those to come.
 pub(super) struct Least {
     plan: Vec<u64>,
     of: BTreeMap<Kind, Vec<u64>>,
@@ -67,7 +70,7 @@ impl<'a> Evaluator<'a> {
         Self { sweep, reserved: Mutex::default() }
     }
 
-    /// Time and sure bytes of configurations that share a graph, until `give` wants no more.
+    /// Computes time and sure bytes of configurations that share a graph. Stops when `give` returns false.
     pub fn sketch(&self, group: &[&Configuration], give: &mut dyn FnMut(Row) -> bool) {
         let first = group.iter().find_map(|of| of.step.as_ref().ok());
         let graph = first.map(|step| step.record().map_err(|error| error.to_string()));
@@ -87,7 +90,8 @@ impl<'a> Evaluator<'a> {
         }
     }
 
-    /// The row of a configuration that need not be planned: it cannot fit, or is on no front.
+    /// The final row of a configuration that need not be planned because it cannot fit or is on no front; `None` if it
+    /// has to be planned.
     pub fn left_out(&self, of: &Configuration, sketched: &Row, least: &Least) -> Option<Row> {
         let figures = sketched.figures.as_ref()?;
         let sure = figures.at_least.iter().copied().max().unwrap_or(0);
@@ -99,13 +103,14 @@ impl<'a> Evaluator<'a> {
         Some(Row { status, ..sketched.clone() })
     }
 
-    /// Bytes of each rank's device.
+    /// Memory of each rank's device, in bytes.
     fn capacity(&self, of: &Configuration) -> u64 {
         let device = of.step.as_ref().map_or(u64::MAX, |step| step.device.memory);
         self.sweep.options.capacity.unwrap_or(device)
     }
 
-    /// Plans and replays a configuration as far as nothing that is as fast is known to take less.
+    /// Plans and replays a configuration, except where a configuration that is as fast is already known to take no more
+    /// bytes.
     pub fn place(&self, of: &Configuration, mut row: Row, least: &Least) -> Row {
         let placed = match (&of.step, &mut row.figures) {
             (Ok(step), Some(figures)) => self.figures(of, step, least, figures),
@@ -161,7 +166,7 @@ impl<'a> Evaluator<'a> {
         })
     }
 
-    /// What allocators reserve for a table.
+    /// Returns the bytes that each allocator reserves for a table, from the cache where possible.
     fn reserved(&self, problem: &Problem, kinds: &[Kind]) -> Reserved {
         let digest = plan_hash(problem, &vec![0; problem.len()]);
         let lock = || self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
@@ -185,7 +190,7 @@ impl Least {
         Self { of: sweep.allocators.iter().map(|&kind| (kind, nothing.clone())).collect(), plan: nothing }
     }
 
-    /// Learns of a configuration that is no slower than those to come.
+    /// Records the bytes of a configuration. Later configurations must not be faster.
     pub fn see(&mut self, of: &Configuration, row: &Row) {
         let Some(figures) = &row.figures else { return };
         for &menu in &of.menus {
@@ -196,17 +201,18 @@ impl Least {
         }
     }
 
-    /// Of plans: what this one has to come below, to be on the front of some menu.
+    /// The arena of this configuration must be smaller than this to be on the front of plans of any of its menus.
     fn plan(&self, of: &Configuration) -> u64 {
         of.menus.iter().map(|&menu| self.plan[menu]).max().unwrap_or(u64::MAX)
     }
 
-    /// The same of an allocator.
+    /// The same bound for the bytes that an allocator reserves.
     fn reserved(&self, of: &Configuration, kind: Kind) -> u64 {
         of.menus.iter().map(|&menu| self.of[&kind][menu]).max().unwrap_or(u64::MAX)
     }
 
-    /// Whether in each of its menus something that is as fast takes no more than so many bytes, of whatever allocator.
+    /// True if, in each of its menus, the plan and every allocator already take no more than `bytes` for something as
+    /// fast.
     fn is_no_front(&self, of: &Configuration, bytes: u64) -> bool {
         self.plan(of) <= bytes && self.of.keys().all(|&kind| self.reserved(of, kind) <= bytes)
     }
@@ -222,8 +228,9 @@ impl Refused {
     }
 }
 
-/// Plans all ranks with little work. Where an arena ends above the bytes that the fullest rank has alive anyway, it decides what the
-/// step takes: if the step can be on a front, its rank is planned with all of the step's work.
+/// Plans all ranks with little work first. A rank whose arena is larger than the live bytes of the fullest rank decides
+/// how much memory the step takes. If the step can be on a front, such a rank is planned again with all of the step's
+/// planning work.
 fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut Figures) -> Result<(), Refused> {
     let (most, whole) = (figures.live(), step.options.memory.planning);
     let quick = whole.min(Options::QUICK_WORK);
@@ -246,7 +253,8 @@ fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut 
     Ok(())
 }
 
-/// What is known of a step without its plan. Configurations that differ in their schedule alone may share a sketch.
+/// Computes what can be known of a step without planning it. Configurations that differ only in their schedule may
+/// share a sketch.
 fn sketch(
     of: &Configuration,
     step: &Step,
@@ -301,7 +309,7 @@ fn row(of: &Configuration, status: Status, why: Option<String>, figures: Option<
     Row { key: of.key.clone(), configuration, status, why, figures }
 }
 
-/// What is alive at the peak, by role.
+/// Bytes that are alive at the peak, by role.
 fn roles_at_peak(executable: &Executable) -> BTreeMap<String, u64> {
     let mut roles = BTreeMap::new();
     if let Some(tick) = peak_tick(executable.problem()) {

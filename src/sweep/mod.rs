@@ -1,8 +1,9 @@
-//! Many training steps, and which of them fit: for each configuration of a product of lists its exact bytes under the plan and under
-//! other allocators, and its time on a device.
+//! Sweeps over many training steps: computes the exact bytes and the estimated time of every combination of given
+//! values.
 //!
-//! In: a [`Sweep`], read from a file of lists. Out: a [`Row`] for each configuration, in `results.jsonl` as they come, and in the end
-//! `results.csv`, `throughput.csv` and `report.html` ([`Results`]). Never: a row twice: what is there from an earlier run is taken from there.
+//! In: a [`Sweep`], read from a file of value lists. Out: a [`Row`] per configuration, appended to `results.jsonl` as
+//! soon as it is known; at the end `results.csv`, `throughput.csv` and `report.html` ([`Results`]). Rows that an
+//! earlier run has already written are reused, never computed again.
 //!
 //! ```
 //! use std::ops::ControlFlow;
@@ -51,36 +52,39 @@ use self::store::{Known, Store};
 pub use self::summary::{Fragmentation, Gain, Throughput, above_bound, fragmentation, gains, throughput};
 use crate::step::Step;
 
-/// Configurations that are planned at a time.
+/// Configurations that are planned in one round; each round uses the results of those before it.
 const ROUND: usize = 16;
 
-/// How far a sweep is. Each configuration counts twice: its time and sure bytes, and what comes of them.
+/// Progress of a sweep. Each configuration counts twice: once for its sketch (time and sure bytes), and once for its
+/// final status.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
-    /// So much is there.
+    /// Work items finished.
     pub done: usize,
-    /// Of so much.
+    /// Work items in total.
     pub all: usize,
 }
 
-/// All rows of a sweep, in its order.
+/// All rows of a sweep, in the order of its configurations.
 #[derive(Debug)]
 pub struct Results {
-    /// One for each configuration.
+    /// One row per configuration.
     pub rows: Vec<Row>,
-    /// How many of them an earlier run had left.
+    /// Rows that were taken from an earlier run.
     pub reused: usize,
-    /// Rows in the folder's file that were not as they were written, and so were not used.
+    /// Rows of the folder's file that were edited since they were written, and therefore ignored.
     pub changed: usize,
-    /// The fastest of what fits each budget.
+    /// For each budget, the throughput of the fastest configuration that fits.
     pub throughput: Vec<Throughput>,
 }
 
-/// Makes the rows that are not in the folder yet, each written as soon as it is there, and then the table and the page. `show` is called
-/// after each and may stop the sweep; the same call goes on then: `None`.
+/// Computes the rows that the folder does not have yet and writes each one as soon as it is known; then writes the
+/// tables and the page. Calls `show` after each row. If `show` breaks, the sweep stops and returns `None`; the same
+/// call later resumes it.
 ///
 /// # Errors
-/// When the folder cannot be written, is used by another process, or has other results.
+/// Returns an error if the folder cannot be written, is in use by another process, or has a line that is not a row, or
+/// if no thread can be started.
 pub fn run(
     sweep: &Sweep,
     folder: &Path,
@@ -97,7 +101,7 @@ pub fn run(
     let reused = rows.values().filter(|row| row.is_final()).count();
     let evaluator = Evaluator::new(sweep);
     let done = rows.values().map(weight).sum();
-    // What is timed here has the machine for itself.
+    // Operations that are timed on this machine must not compete with other work.
     let is_timed = sweep.configurations.iter().any(|of| of.step.as_ref().is_ok_and(|step| step.device.is_measured()));
     let threads = if is_timed { 1 } else { threads.max(1) };
     let mut run = Run { sweep, evaluator, threads, store, lines, rows, done, show };
@@ -108,27 +112,27 @@ pub fn run(
     }
 }
 
-/// A sweep under way.
+/// A sweep in progress.
 struct Run<'a, F> {
     sweep: &'a Sweep,
     evaluator: Evaluator<'a>,
     threads: usize,
     store: Store,
-    /// What is written, by key: the last line of each.
+    /// Lines of the file by key; of several lines with the same key, the last.
     lines: HashMap<String, String>,
-    /// The same as rows, of this sweep.
+    /// Rows of this sweep by key.
     rows: HashMap<String, Row>,
-    /// Of [`Progress`].
+    /// See [`Progress::done`].
     done: usize,
     show: F,
 }
 
-/// What a row counts in [`Progress`].
+/// The number of work items that a row completes (see [`Progress`]).
 fn weight(row: &Row) -> usize {
     1 + usize::from(row.is_final())
 }
 
-/// Why a sweep ends before it is done.
+/// The reasons for which a sweep ends early.
 enum End {
     Stopped,
     Failed(StoreError),
@@ -141,7 +145,8 @@ impl From<StoreError> for End {
 }
 
 impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
-    /// Time and sure bytes of all configurations, those that share a graph together.
+    /// Computes time and sure bytes of all configurations that have no row yet. Configurations with the same graph
+    /// share one job.
     fn sketch(&mut self) -> Result<(), End> {
         let graph = |of: &Configuration| of.step.as_ref().ok().map(Step::graph_key);
         let missing: Vec<&Configuration> =
@@ -150,12 +155,13 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
         self.each(&groups, |evaluator, group, give| evaluator.sketch(group, give))
     }
 
-    /// Plans and allocators of what can be on a front, the fastest first, in rounds: what a round leaves out is decided by the rounds before
-    /// it, so that it depends neither on threads nor on where an earlier run was stopped.
+    /// Plans the configurations that can be on a front and replays them through the allocators, the fastest first and
+    /// in rounds. A round only uses the results of earlier rounds to leave configurations out. So the rows depend
+    /// neither on the number of threads nor on where an earlier run was stopped.
     fn place(&mut self) -> Result<(), End> {
         let mut order: Vec<&Configuration> =
             self.sweep.configurations.iter().filter(|of| self.rows[&of.key].figures.is_some()).collect();
-        // Time counts per token, as steps may have more or fewer of them.
+        // Time is compared per token, because steps may differ in their number of tokens.
         let speed_and_bytes = |of: &Configuration| {
             let figures = self.rows[&of.key].figures.as_ref();
             figures.map_or((0.0, None), |of| (of.tokens_per_second, of.at_least.iter().max().copied()))
@@ -189,7 +195,8 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
         Ok(())
     }
 
-    /// Does work on all threads, and writes the rows that it gives until it is told that no more are wanted.
+    /// Runs `job` on every item, on all threads, and writes the rows that the jobs produce, until all are done or the
+    /// sweep is stopped.
     fn each<T: Sync>(
         &mut self,
         work: &[T],
@@ -211,7 +218,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
                     }
                 });
                 match thread {
-                    // A system that starts no more of them still has those.
+                    // If the system refuses further threads, those that were started do the work.
                     Err(_) if started > 0 => break,
                     thread => drop(thread.map_err(StoreError::Threads)?),
                 }
@@ -225,10 +232,10 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
         written
     }
 
-    /// Writes a row, and says so.
+    /// Writes a row and reports the progress.
     fn write(&mut self, row: Row) -> Result<(), End> {
         let line = self.store.append(&row)?;
-        // As whoever reads the file finds it.
+        // Parsed back from its line, so that the figures are exactly those that a later run reads from the file.
         let row = self.store.parse(&line)?;
         self.lines.insert(row.key.clone(), line);
         self.done += weight(&row);
@@ -239,7 +246,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
         }
     }
 
-    /// Puts the rows in order, and writes the table and the page.
+    /// Writes the rows in the sweep's order, then the tables and the page.
     fn finish(mut self, folder: &Path, reused: usize, changed: usize) -> Result<Results, StoreError> {
         let keys = || self.sweep.configurations.iter().map(|of| &of.key);
         let lines: Vec<String> = keys().filter_map(|key| self.lines.get(key).cloned()).collect();

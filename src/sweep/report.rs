@@ -1,7 +1,7 @@
-//! The rows as one HTML page: style, script and data inside, nothing fetched, drawn as SVG by the page's own script.
+//! The report of a sweep as one HTML page: style, script and data are inside, and its script draws the plots as SVG.
 //!
-//! Gantts are not in the data: the tables of the schedules are, each once, and each row's times of its stages; the page does what
-//! `parallel`'s simulator does.
+//! The page's data has no timelines. It has each schedule's table once, and each row's times per stage; from these the
+//! page computes a timeline as the simulator of `parallel` does.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use crate::run::{NAMES, key_of};
 use crate::step::Step;
 use crate::{Recompute, StepOptions};
 
-/// What the page reads from its data element.
+/// The JSON in the page's data element.
 #[derive(Serialize)]
 struct Page<'a> {
     title: &'a str,
@@ -28,33 +28,35 @@ struct Page<'a> {
     allocators: Vec<&'static str>,
     menus: &'a [String],
     fragmentation: Vec<Fragmentation>,
-    /// Keys of the rows whose plan ends above its bound.
+    /// Keys of the rows whose arena is larger than the lower bound.
     above: Vec<&'a str>,
     gains: Vec<Gain>,
     throughput: &'a [Throughput],
     rows: Vec<PageRow<'a>>,
-    /// Rows of cells of the schedules, by `schedule ranks chunks micro-batches`.
+    /// Table of each schedule, one string of cells per rank, keyed by `schedule ranks chunks micro-batches`.
     tables: BTreeMap<String, Vec<String>>,
 }
 
-/// A row that has figures.
+/// A row that has figures, as the page reads it.
 #[derive(Serialize)]
 struct PageRow<'a> {
     key: &'a str,
     values: Vec<String>,
     menus: &'a [usize],
-    /// `plain`, or letters: R recomputed, V several chunks per rank, Z data ranks, O offloaded, C compressed.
+    /// `plain`, or a letter for each measure taken: R recomputation, V several chunks per rank, Z data ranks, O
+    /// offloading, C compression.
     class: String,
     schedule: &'a str,
     table: String,
     micro_batch: usize,
     fits: bool,
     live: u64,
-    /// Bytes that the other allocators have to hold.
+    /// Bytes that the other allocators have to hold at the peak.
     allocated: u64,
-    /// Whether that is exact, rather than a bound.
+    /// True if the live bytes are exact; false if they are the sure bytes.
     exact: bool,
-    /// By allocator, in their order; null where nothing was replayed.
+    /// Bytes reserved by the plan and each allocator, in the order of `allocators`; null where nothing was planned or
+    /// replayed.
     reserved: Vec<Option<u64>>,
     formula: u64,
     megatron: u64,
@@ -142,7 +144,7 @@ fn page_row<'a>(
     }
 }
 
-/// What is done to save bytes, in letters.
+/// The letters of [`PageRow::class`].
 fn class(step: &Step) -> String {
     let StepOptions { memory, pipeline, mesh, .. } = &step.options;
     let letters = [
@@ -162,7 +164,7 @@ fn table_key(step: &Step) -> String {
     format!("{name} {} {} {}", mesh.pipeline, options.pipeline.chunks, options.micro_batches)
 }
 
-/// Each rank's cells, with blanks between them.
+/// Each rank's cells, separated by blanks.
 fn cells(step: &Step) -> Vec<String> {
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let options = &step.options;
@@ -171,7 +173,7 @@ fn cells(step: &Step) -> Vec<String> {
         chunks: number(options.pipeline.chunks),
         micro_batches: number(options.micro_batches),
     };
-    // What has figures has a table.
+    // A step with figures always has a table.
     let table = options.pipeline.schedule.table(&shape).unwrap_or_default();
     let text = |cell: &Cell| match cell {
         Cell::Overlap(first, second) => format!("{first}+{second}"),
@@ -180,7 +182,7 @@ fn cells(step: &Step) -> Vec<String> {
     table.iter().map(|row| row.iter().map(text).collect::<Vec<_>>().join(" ")).collect()
 }
 
-/// The command that draws its memory map.
+/// The command line that draws the memory map of this configuration.
 fn command(of: &Configuration) -> String {
     let mut command = "gapless plan".to_owned();
     for (name, value) in of.keys.iter().map(|(name, value)| (key_of(name), plain(value))) {

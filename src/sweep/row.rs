@@ -1,4 +1,4 @@
-//! What is known of one configuration.
+//! The results of one configuration.
 
 use std::collections::BTreeMap;
 
@@ -7,37 +7,37 @@ use toml::Value;
 
 use super::Sweep;
 
-/// Whether a configuration can be run on the device.
+/// The outcome of a configuration, or the stage that it has reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Status {
-    /// Its time and sure bytes are known, and nothing else yet.
+    /// Only its time and sure bytes are known so far.
     Sketched,
     /// Its plan fits.
     Fits,
-    /// It was not planned, for something that is as fast takes no more bytes than it has alive.
+    /// Not planned: a configuration that is as fast reserves no more than this one has alive.
     Dominated,
-    /// It fits nowhere: more bytes are alive at once than the device has, or its plan is larger.
+    /// More bytes are alive at once than the device has, or the plan is larger than the device.
     TooLarge,
-    /// No recomputation makes it fit its budget.
+    /// No recomputation makes it fit the budget.
     OverBudget,
-    /// Its extents do not fit together, or its schedule has no such shape.
+    /// There is no such step: its sizes do not fit together, or its schedule does not exist for this shape.
     Invalid,
 }
 
-/// A configuration's row. Bytes and times are of the rank that has most of them, and of one step.
+/// The results of one configuration. Bytes are those of the rank that has most, times those of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// A digest of all that decides it.
+    /// Digest of everything that decides the row.
     pub key: String,
-    /// Its values of what varies.
+    /// The configuration's values of the keys that vary.
     pub configuration: BTreeMap<String, Value>,
-    /// Whether it fits.
+    /// The outcome, or the stage that the configuration has reached.
     pub status: Status,
-    /// Why there is no more to say.
+    /// The reason, if the step is invalid or over its budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
-    /// What is known of it, if it can be compiled.
+    /// The figures, if the step can be compiled.
     #[serde(flatten)]
     pub figures: Option<Figures>,
 }
@@ -45,62 +45,64 @@ pub struct Row {
 /// The figures of a step that can be compiled.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Figures {
-    /// Trained numbers, of all ranks together.
+    /// Number of trained parameters, over all ranks.
     pub parameters: u64,
-    /// Sequences of a micro-batch.
+    /// Sequences per micro-batch.
     pub micro_batch: usize,
-    /// Bytes that are surely alive at once on each rank, from two of its micro-batches.
+    /// Bytes that are surely alive at once, by rank; a bound computed from the programs of two micro-batches.
     pub at_least: Vec<u64>,
-    /// Each rank's most bytes alive at once: no allocator needs less. None where the step was not compiled.
+    /// Peak of the live bytes, by rank: no allocator needs less. Empty if the step was not compiled.
     pub live_bytes: Vec<u64>,
-    /// Each rank's arena; none where it was not planned.
+    /// Arena bytes, by rank. Empty if the step was not planned.
     pub arena_bytes: Vec<u64>,
-    /// Each rank's plan.
+    /// Plan hashes, by rank.
     pub plans: Vec<String>,
-    /// Bytes at the fullest rank's peak, by role.
+    /// Bytes at the peak of the fullest rank, by role.
     pub roles: BTreeMap<String, u64>,
-    /// The most bytes alive in the tables that were replayed: [`Self::live`], or that of an eager framework's lifetimes.
+    /// Peak of the live bytes in the tables that were replayed: [`Self::live`], or the peak under an eager framework's
+    /// lifetimes.
     pub allocated: u64,
-    /// What each allocator reserves, on a device without end; of those that it was replayed through.
+    /// Bytes reserved by each allocator that the step was replayed through, on a device without a limit.
     pub reserved: BTreeMap<String, u64>,
-    /// Time of the step.
+    /// Time of the step in nanoseconds.
     pub nanoseconds: u64,
-    /// The part of the ranks' time in which they wait.
+    /// Fraction of the ranks' time that is spent waiting.
     pub bubble: f64,
-    /// Time of what is computed again, as a part of that of the rest.
+    /// Recomputation time divided by the time of everything else.
     pub overhead: f64,
     /// Tokens per second, of all ranks together.
     pub tokens_per_second: f64,
-    /// What 18 bytes per parameter come to (of that type of numbers).
+    /// Estimate by a rule of thumb: 18 bytes per parameter in bf16 with f32 masters, 16 in f32, 8 in pure bf16.
     pub formula_bytes: u64,
-    /// What Megatron's estimator comes to.
+    /// Estimate by Megatron-LM's formulas.
     pub megatron_bytes: u64,
-    /// Of each stage: nanoseconds of F, of I or B, of W, of a message.
+    /// Nanoseconds of each stage: a forward, a backward (or its input-gradient half), a weight-gradient half, and a
+    /// message.
     pub stages: Vec<[u64; 4]>,
-    /// Of each rank: nanoseconds of what is done once per step.
+    /// Nanoseconds of what runs once per step, by rank.
     pub updates: Vec<u64>,
 }
 
 impl Row {
-    /// Whether no more will be known of it.
+    /// True unless the row will still be planned.
     pub fn is_final(&self) -> bool {
         self.status != Status::Sketched
     }
 }
 
 impl Figures {
-    /// The most bytes alive at once on a rank, or as many as are sure.
+    /// Peak of the live bytes over all ranks; the sure bytes where the step was not compiled.
     pub fn live(&self) -> u64 {
         self.live_bytes.iter().chain(&self.at_least).copied().max().unwrap_or(0)
     }
 
-    /// The largest arena, if there are plans.
+    /// The largest arena of a rank, if the step was planned.
     pub fn arena(&self) -> Option<u64> {
         self.arena_bytes.iter().copied().max()
     }
 }
 
-/// The rows as a table.
+/// The contents of `results.csv`.
 pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
     let mut head: Vec<String> = sweep.varied.clone();
     head.extend(["status", "micro_batch", "sure_bytes", "live_bytes", "arena_bytes"].map(str::to_owned));
@@ -139,7 +141,7 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
     text
 }
 
-/// A value as a user writes it.
+/// A value as a user writes it, without quotes.
 pub(super) fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

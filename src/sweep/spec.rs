@@ -1,4 +1,4 @@
-//! What is swept: a file's steps, as the product of lists.
+//! The sweep file: keys of a run, and lists of values whose product is swept.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -10,47 +10,49 @@ use toml::{Table, Value};
 use crate::run::{ConfigError, RunConfig, flat, insert, key_of, line_of, text_of, value_at, with_nearest};
 use crate::step::Step;
 
-/// Configurations of one sweep, at most: some hundred megabytes, and seconds before the first is timed.
+/// Limit of configurations in one sweep. So many take some hundred megabytes, and seconds before the first is timed.
 const MAX_CONFIGURATIONS: usize = 100_000;
 
-/// Menus of one sweep, at most: each has fronts of its own.
+/// Limit of menus in one sweep; each has fronts of its own.
 const MAX_MENUS: usize = 100;
 
-/// Values of conditions × configurations, at most: each configuration is compared with all of them.
+/// Limit of (values of conditions) × (configurations): each configuration is compared with every value.
 const MAX_COMPARISONS: usize = 1 << 24;
 
-/// The tables of a sweep file, in addition to the keys of a run that all configurations share.
+/// The tables that only a sweep file has. Its other keys are those of a run and apply to all configurations.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
     /// Lists of values of a run's keys: each configuration has one of each.
     vary: Table,
-    /// Combinations that are left out: every key has that value, or one of those.
+    /// Combinations that are left out. A configuration is skipped if each of the table's keys has the given value, or
+    /// one of the given list.
     #[serde(default)]
     skip: Vec<Table>,
-    /// Parts with fronts of their own: a name, and conditions as those of `skip`.
+    /// Subsets with fronts of their own: each table has a name, and conditions like those of `skip`.
     #[serde(default)]
     menu: Vec<Table>,
     #[serde(default)]
     sweep: SweepOptions,
 }
 
-/// The tables of a [`File`].
+/// The names of the tables in [`File`].
 const TABLES: [&str; 4] = ["vary", "skip", "menu", "sweep"];
 
-/// How a sweep is done: its `[sweep]`.
+/// Settings of a sweep: its table `[sweep]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SweepOptions {
-    /// The allocators that tables are replayed through, beside the plan. One that wastes much keeps much on its front: with `bfc`, whose
-    /// regions double, most of what fits has to be replayed.
+    /// Allocators that each step is replayed through, in addition to the plan. An allocator that wastes much keeps many
+    /// configurations on its front: with `bfc`, whose regions double, most configurations that fit must be replayed.
     pub allocators: Vec<String>,
-    /// Bytes of each rank's device; the profile's where it is absent. What has more bytes alive is neither planned nor replayed.
+    /// Bytes of each rank's device; by default the memory of the profile. Configurations with more live bytes are
+    /// neither planned nor replayed.
     #[serde(skip_serializing_if = "Option::is_none", with = "gapless_engine::compile::step::text::size")]
     pub capacity: Option<u64>,
-    /// Which configurations are planned and replayed, of those that can fit.
+    /// The configurations that are planned and replayed, among those that can fit.
     pub plan: Planned,
-    /// Ranks are replayed that have at least this part of the live bytes of the fullest.
+    /// A rank is replayed if it has at least this fraction of the fullest rank's live bytes.
     pub fullest: f64,
 }
 
@@ -61,56 +63,56 @@ impl Default for SweepOptions {
     }
 }
 
-/// Which configurations are planned and replayed.
+/// The configurations that are planned and replayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Planned {
-    /// Those that can be on a Pareto front of bytes and time, among the configurations that share a graph.
+    /// Configurations that can be on a Pareto front of bytes and time, among those that share a graph.
     #[default]
     Front,
     /// All that can fit.
     All,
 }
 
-/// A checked sweep.
+/// A sweep whose file was checked.
 #[derive(Debug, Clone)]
 pub struct Sweep {
-    /// Its configurations, in order: those that share a graph stand together.
+    /// The configurations; those that share a graph are adjacent.
     pub configurations: Vec<Configuration>,
-    /// The keys that vary, in order.
+    /// The keys that vary, in the order of the file's lists.
     pub varied: Vec<String>,
-    /// The allocators beside the plan.
+    /// The allocators that steps are replayed through, in addition to the plan.
     pub allocators: Vec<Kind>,
-    /// The menus to choose a configuration from: `all`, and those that the file names.
+    /// Names of the menus: `all`, then those of the file.
     pub menus: Vec<String>,
-    /// How it is done.
+    /// Settings of the sweep.
     pub options: SweepOptions,
-    /// The name of the model, if all have the same.
+    /// Name of the model, if all configurations have the same.
     pub title: String,
     /// Messages about keys that have moved.
     pub notices: Vec<String>,
 }
 
-/// One step of a sweep.
+/// One combination of values.
 #[derive(Debug, Clone)]
 pub struct Configuration {
-    /// A digest of all that decides its row.
+    /// Digest of everything that decides its row.
     pub key: String,
-    /// Its values of what varies.
+    /// Its values of the keys that vary.
     pub values: Table,
-    /// The menus that have it, as indices of [`Sweep::menus`]: 0, and others.
+    /// The menus that contain it, as indices of [`Sweep::menus`]; always 0, which is `all`.
     pub menus: Vec<usize>,
-    /// The keys and values of the file for this configuration.
+    /// All keys and values of its run, as the file gives them.
     pub keys: Vec<(String, Value)>,
-    /// The step, or why there is none.
+    /// The step, or the reason why there is none.
     pub step: Result<Step, String>,
 }
 
 impl Sweep {
-    /// Reads a file.
+    /// Reads and checks a sweep file.
     ///
     /// # Errors
-    /// [`ConfigError`], with line, key and remedy.
+    /// Returns a [`ConfigError`] with line, key and remedy if the file cannot be read or has an invalid setting.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let text = text_of(path)?;
         Self::parse(&text).map_err(|error| match error {
@@ -119,10 +121,10 @@ impl Sweep {
         })
     }
 
-    /// Parses a text.
+    /// Parses and checks the text of a sweep file.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// Returns a [`ConfigError`] if the text has an invalid setting.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let syntax = |message| ConfigError::Syntax { path: "sweep".into(), message };
         let mut base: Table = toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?;
@@ -133,7 +135,7 @@ impl Sweep {
         }
         let file = File::deserialize(tables).map_err(|error| syntax(with_nearest(error.to_string())))?;
         let here = |error: ConfigError, table: &str| in_table(error, text, table);
-        // What is counted comes before what takes time for each of them.
+        // Counts are checked first: all later checks take time for each value.
         let lists = lists(&file.vary).map_err(|error| here(error, "vary"))?;
         count_conditions(&file, count(&lists)).map_err(|error| {
             let table = if names(&error, "menu") { "menu" } else { "skip" };
@@ -144,7 +146,7 @@ impl Sweep {
         for skip in &file.skip {
             check_condition("skip", skip).map_err(|error| here(error, "skip"))?;
         }
-        // Every value by itself, beside the first of each other list.
+        // Each value is checked once, together with the first value of every other list.
         let mut first = base.clone();
         for (name, values) in &lists {
             put(&mut first, name, &values[0]).map_err(|error| here(error, "vary"))?;
@@ -174,7 +176,7 @@ impl Sweep {
     }
 }
 
-/// An error with the table of its key, and the line of that.
+/// Prefixes the key of an error with its table, and finds its line.
 fn in_table(error: ConfigError, text: &str, table: &str) -> ConfigError {
     let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
     let key = if key == table || table.is_empty() { key } else { format!("{table}.{key}") };
@@ -185,7 +187,7 @@ fn names(error: &ConfigError, key: &str) -> bool {
     matches!(error, ConfigError::Value { key: of, .. } if of == key)
 }
 
-/// Assigns a key of a run by its name.
+/// Sets a key of a run by its long or short name.
 fn put(root: &mut Table, name: &str, value: &Value) -> Result<(), ConfigError> {
     insert(root, key_of(name), value.clone()).map_err(|why| ConfigError::value(name, why, "name a key of a run"))
 }
@@ -198,7 +200,7 @@ fn named(error: ConfigError, name: &str) -> ConfigError {
     }
 }
 
-/// The lists of what varies.
+/// Reads and checks the lists of `[vary]`.
 fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
     let list = |(key, value): (String, Value)| {
         let key = &key;
@@ -229,7 +231,7 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
     Ok(lists)
 }
 
-/// How many configurations the product of lists has.
+/// The number of configurations in the product of the lists.
 fn count(lists: &[(String, Vec<Value>)]) -> usize {
     lists.iter().fold(1, |count, (_, values)| count.saturating_mul(values.len()))
 }
@@ -243,7 +245,7 @@ fn count_conditions(file: &File, configurations: usize) -> Result<(), ConfigErro
     let values = |value: &Value| value.as_array().map_or(1, Vec::len);
     let of = |table: &Table| 1 + table.iter().map(|(_, value)| values(value)).sum::<usize>();
     let conditions: usize = file.skip.iter().chain(&file.menu).map(of).sum();
-    // A condition takes longer to check than to compare.
+    // Checking a condition takes longer than comparing with it, so few configurations count as 1000.
     if conditions.saturating_mul(configurations.max(1000)) > MAX_COMPARISONS {
         let why = format!("the {conditions} values of skip and menu are too many for {configurations} configurations");
         return Err(ConfigError::value("skip", why, "skip less, or vary less at a time"));
@@ -251,7 +253,7 @@ fn count_conditions(file: &File, configurations: usize) -> Result<(), ConfigErro
     Ok(())
 }
 
-/// Names and conditions of the menus that a file has.
+/// Reads the names and conditions of the file's menus.
 fn menus(tables: &[Table]) -> Result<Vec<(String, Table)>, ConfigError> {
     let mut menus: Vec<(String, Table)> = Vec::new();
     for table in tables {
@@ -268,7 +270,7 @@ fn menus(tables: &[Table]) -> Result<Vec<(String, Table)>, ConfigError> {
     Ok(menus)
 }
 
-/// That a condition of such a table has keys of steps, with values of their types.
+/// Checks that a condition has at least one key, and that its keys and values are those of a run.
 fn check_condition(table: &str, condition: &Table) -> Result<(), ConfigError> {
     for (key, value) in &flat(condition, "") {
         let one = |value: &Value| {
@@ -277,7 +279,7 @@ fn check_condition(table: &str, condition: &Table) -> Result<(), ConfigError> {
             RunConfig::of_table(&root).map_err(|error| named(error, key))
         };
         match value {
-            // A list of a key that is one by itself, or of values.
+            // Either the value of a key that takes a list, or a list of values.
             Value::Array(values) if one(value).is_err() => values.iter().try_for_each(|value| one(value).map(drop)),
             value => one(value).map(drop),
         }?;
@@ -306,7 +308,8 @@ fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
     options.allocators.iter().map(kind).collect()
 }
 
-/// The product of the lists over what all have, without what is skipped; those of one graph one after another.
+/// Builds the product of the lists on top of the shared keys and drops the skipped combinations. Configurations with
+/// the same graph become adjacent.
 fn configurations(
     base: &Table,
     file: &File,
@@ -339,7 +342,7 @@ fn configurations(
             all.push(Configuration { key, values, menus, keys, step });
         }
     }
-    // Stable: what shares a graph keeps its order, and stands where the first of it does.
+    // A stable sort: configurations with the same graph move to the first of them and keep their order.
     let mut first = HashMap::new();
     let graph = |of: &Configuration| of.step.as_ref().map_or_else(Clone::clone, Step::graph_key);
     let order: Vec<usize> = all
@@ -352,12 +355,13 @@ fn configurations(
     Ok(ordered.into_iter().map(|(_, configuration)| configuration).collect())
 }
 
-/// Whether a value equals this one, or one in this list.
+/// True if `here` equals `value`, or one of its elements if `value` is a list.
 fn is_one_of(here: Option<&Value>, value: &Value) -> bool {
     here == Some(value) || value.as_array().is_some_and(|values| here.is_some_and(|here| values.contains(here)))
 }
 
-/// Of all that decides a row, what files of models and devices say among it. What is measured here is another number each time.
+/// Digest of everything that decides a row, including the contents of model and device files. A device that is measured
+/// is left out, since its measurements differ each time.
 fn digest(keys: &Table, step: &Result<Step, String>, file: &File) -> String {
     let read = match step {
         Ok(step) => format!("{} {:?}", step.graph_key(), (!step.device.is_measured()).then_some(&step.device)),

@@ -1,8 +1,8 @@
-//! The rows of a sweep in a file, one a line, each there whole or not at all.
+//! The file of a sweep's rows: one line per row, each written as a whole.
 //!
-//! In: rows, as they come. Out: the lines of earlier runs, by key. A last line without an end, of a process that was killed, is
-//! dropped, and so is a row that is not as it was written: each line begins with a hash of its row. Never: a line that is rewritten
-//! while rows still come.
+//! In: rows, as they are computed. Out: the lines of earlier runs, by key. Two kinds of lines are dropped: an
+//! incomplete last line, which a killed process leaves, and a row that was edited, which the hash at the start of its
+//! line reveals. While rows are still being computed, the file is only appended to.
 
 use std::collections::HashMap;
 use std::fs::{self, File, TryLockError};
@@ -11,46 +11,47 @@ use std::path::{Path, PathBuf};
 
 use super::Row;
 
-/// Why rows cannot be kept.
+/// Errors of reading or writing the rows of a sweep.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// A file or folder.
+    /// A file or folder cannot be used.
     #[error("cannot use {}: {source}", path.display())]
     File {
-        /// Which.
+        /// Path of the file or folder.
         path: PathBuf,
-        /// Why not.
+        /// The system's error.
         source: io::Error,
     },
-    /// Another process writes rows there.
+    /// Another process writes to the same file.
     #[error("{} is used by another sweep; wait for it, or use another folder", path.display())]
     InUse {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
     },
     /// The system starts no thread.
     #[error("cannot start a thread: {0}; raise the limit of processes (ulimit -u) or of memory (ulimit -v)")]
     Threads(io::Error),
-    /// A line that is no row.
+    /// A line of the file is not a row.
     #[error("{}, line {line}: {why}; take it out, or use another folder", path.display())]
     Line {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Counted from 1.
+        /// Line number, counted from 1.
         line: usize,
-        /// What is wrong.
+        /// The fault in the line.
         why: String,
     },
 }
 
-/// `results.jsonl` of a folder.
+/// The `results.jsonl` of a folder, locked for this process.
 pub(super) struct Store {
     path: PathBuf,
     file: File,
 }
 
-/// As [`FolderLock`](gapless_engine::checkpoint::FolderLock)'s: a process that another thread starts has a copy of the file for a moment.
+/// Unlocks explicitly: a child process that another thread starts holds a copy of the file descriptor for a moment (see
+/// [`FolderLock`](gapless_engine::checkpoint::FolderLock)).
 impl Drop for Store {
     fn drop(&mut self) {
         let _ = self.file.unlock();
@@ -61,25 +62,25 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> StoreError + '_ {
     move |source| StoreError::File { path: path.to_owned(), source }
 }
 
-/// The lines of earlier runs.
+/// The rows that earlier runs have left.
 pub(super) struct Known {
     pub by_key: HashMap<String, String>,
-    /// Rows that are not as they were written.
+    /// Number of rows that were edited since they were written.
     pub changed: usize,
 }
 
-/// A row's line, with a hash before what is hashed.
+/// Returns a row's line: its JSON object, with the hash of that JSON as the first field.
 fn sealed(row: &str) -> String {
     format!("{{\"hash\":\"{}\",{}", &blake3::hash(row.as_bytes()).to_hex()[..16], &row[1..])
 }
 
-/// Whether a line is as it was written.
+/// True if the line's hash matches its row.
 fn is_sealed(line: &str) -> bool {
     line.split_once(',').is_some_and(|(_, rest)| sealed(&format!("{{{rest}")) == line)
 }
 
 impl Store {
-    /// Opens or makes it; answers the lines that are there.
+    /// Opens the folder's file, or creates it, and reads the lines that it has.
     pub fn open(folder: &Path) -> Result<(Self, Known), StoreError> {
         fs::create_dir_all(folder).map_err(failed(folder))?;
         let path = folder.join("results.jsonl");
@@ -93,7 +94,7 @@ impl Store {
         }
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(&cannot)?;
-        // Up to the last end of a line.
+        // Everything after the last end of line is an incomplete row.
         bytes.truncate(bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1));
         file.set_len(bytes.len() as u64).map_err(&cannot)?;
         file.seek(SeekFrom::End(0)).map_err(&cannot)?;
@@ -111,14 +112,14 @@ impl Store {
         Ok((Self { path, file }, known))
     }
 
-    /// Writes a row, and answers its line.
+    /// Appends a row and returns its line.
     pub fn append(&mut self, row: &Row) -> Result<String, StoreError> {
         let line = sealed(&serde_json::to_string(row).expect("a row is plain data"));
         self.file.write_all(format!("{line}\n").as_bytes()).map_err(failed(&self.path))?;
         Ok(line)
     }
 
-    /// A line as a row: numbers are those that whoever reads the file finds.
+    /// Parses a line. Its figures are those that any reader of the file gets.
     pub fn parse(&self, line: &str) -> Result<Row, StoreError> {
         serde_json::from_str(line).map_err(|error| StoreError::Line {
             path: self.path.clone(),
@@ -127,7 +128,7 @@ impl Store {
         })
     }
 
-    /// Puts the lines in order; behind them, those of other sweeps, by key.
+    /// Rewrites the file: first these lines in their order, then the lines of other sweeps, sorted by key.
     pub fn finish(&self, lines: &[String], others: HashMap<String, String>) -> Result<(), StoreError> {
         let mut others: Vec<(String, String)> = others.into_iter().collect();
         others.sort();
@@ -136,7 +137,7 @@ impl Store {
     }
 }
 
-/// Writes a file beside the one that has its name, and renames it.
+/// Writes a temporary file next to `path` and renames it, so that `path` is always complete.
 pub(super) fn replace(path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
     let beside = path.with_extension("tmp");
     fs::write(&beside, bytes).and_then(|()| fs::rename(&beside, path)).map_err(failed(path))

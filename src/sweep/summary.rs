@@ -1,7 +1,9 @@
-//! What a sweep's rows say together: what each allocator wastes, and how fast the fastest step is that fits a budget under it.
+//! Summaries over all rows of a sweep: how much each allocator wastes, and the throughput of the fastest step within
+//! each budget.
 //!
-//! Fragmentation is what is reserved beyond what is allocated, at their peaks; of a plan, what its arena has beyond the live bytes. What a
-//! plan takes off it is counted in bytes, as STAlloc's paper does (arXiv 2507.16274, figure 8).
+//! Fragmentation is (reserved − allocated) ÷ reserved at the peak; for a plan, the arena counts as reserved and the
+//! live bytes as allocated. A plan's reduction of it is counted in bytes, as STAlloc's paper does (arXiv 2507.16274,
+//! figure 8).
 
 use gapless_allocators::Kind;
 use serde::Serialize;
@@ -9,60 +11,62 @@ use serde::Serialize;
 use super::row::Figures;
 use super::{Row, Sweep};
 
-/// Budgets that throughput is compared at, about.
+/// Approximate number of budgets at which throughput is compared.
 const BUDGETS: u64 = 64;
-/// A plan that is further above its bound is an exception, by this part.
+/// A plan that exceeds its lower bound by at least this fraction is listed as an exception.
 const EXCEPTION: f64 = 0.0005;
 
-/// What an allocator wastes on the configurations that were both planned and replayed through it.
+/// Waste of an allocator, over the configurations that were both planned and replayed through it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Fragmentation {
-    /// Its name.
+    /// Name of the allocator.
     pub allocator: &'static str,
-    /// So many configurations.
+    /// Number of configurations counted.
     pub configurations: usize,
-    /// Its mean fragmentation.
+    /// Mean fragmentation of the allocator.
     pub mean: f64,
-    /// The most.
+    /// Largest fragmentation of the allocator.
     pub most: f64,
-    /// The plans' mean on the same configurations.
+    /// Mean fragmentation of the plans of the same configurations.
     pub planned: f64,
-    /// The mean of what plans take off it, each as a part of it; of the configurations where there is something to take off.
+    /// Mean fraction of the wasted bytes that a plan saves, over the configurations in which the allocator wastes any.
     pub reduction: f64,
 }
 
-/// The most tokens per second of what fits a budget.
+/// Throughput of the fastest configurations that fit a budget.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Throughput {
-    /// Bytes of each rank.
+    /// Budget in bytes per rank.
     pub budget: u64,
-    /// By menu ([`Sweep::menus`]), then of plans and of each allocator ([`Sweep::allocators`]); none where nothing fits.
+    /// Tokens per second, indexed by menu ([`Sweep::menus`]) and then by allocator: 0 is the plan, the rest are
+    /// [`Sweep::allocators`]. `None` if nothing fits.
     pub tokens_per_second: Vec<Vec<Option<f64>>>,
 }
 
-/// How much faster the fastest step is that fits under plans, than the one that fits under an allocator, over the same budgets.
+/// Speedup by plans: the fastest step that fits a budget under plans, compared with the fastest that fits it under an
+/// allocator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Gain {
-    /// The allocator.
+    /// Name of the allocator.
     pub allocator: &'static str,
-    /// The menu to choose from.
+    /// Menu that the steps are chosen from.
     pub menu: String,
-    /// Budgets at which something fits under both.
+    /// Number of budgets at which something fits under both.
     pub budgets: usize,
-    /// Those of them at which nothing is gained.
+    /// Number of these budgets at which plans gain nothing.
     pub without: usize,
-    /// Budgets at which something fits under plans alone.
+    /// Number of budgets at which something fits only under plans.
     pub only_planned: usize,
-    /// The mean gain over the former, as a part of the allocator's tokens per second.
+    /// Mean gain over the `budgets`, as a fraction of the allocator's tokens per second.
     pub mean: f64,
-    /// The most.
+    /// Largest gain.
     pub most: f64,
-    /// At that budget, the least of them.
+    /// Smallest budget in bytes with the largest gain.
     pub most_at: u64,
 }
 
 impl Figures {
-    /// Bytes that an allocator reserves, `None` being the plan, beside those that it has to hold.
+    /// Returns the peak bytes that an allocator reserves and those that it has to hold. `None` stands for the plan.
     fn reserved_and_allocated(&self, kind: Option<Kind>) -> Option<(u64, u64)> {
         match kind {
             None => Some((self.arena()?, self.live())),
@@ -70,13 +74,13 @@ impl Figures {
         }
     }
 
-    /// The part of what is reserved that nothing is in.
+    /// Fraction of the reserved bytes that hold nothing.
     pub fn fragmentation(&self, kind: Option<Kind>) -> Option<f64> {
         let (reserved, allocated) = self.reserved_and_allocated(kind)?;
         (reserved > 0).then(|| 1.0 - allocated as f64 / reserved as f64)
     }
 
-    /// The part of an allocator's wasted bytes that the plan takes off, where there are any.
+    /// Fraction of an allocator's wasted bytes that the plan saves; `None` if it wastes none.
     pub fn reduction(&self, kind: Kind) -> Option<f64> {
         let wasted = |kind| {
             let (reserved, allocated) = self.reserved_and_allocated(kind)?;
@@ -87,7 +91,7 @@ impl Figures {
     }
 }
 
-/// What each allocator wastes; those that no configuration was replayed through are left out.
+/// Computes the waste of each allocator. Allocators that no configuration was replayed through are left out.
 pub fn fragmentation(sweep: &Sweep, rows: &[Row]) -> Vec<Fragmentation> {
     let of_kind = |&kind: &Kind| {
         let both = |figures: &Figures| {
@@ -114,7 +118,7 @@ fn mean(of: &[f64]) -> f64 {
     of.iter().sum::<f64>() / of.len().max(1) as f64
 }
 
-/// The fastest of what fits, over budgets in equal steps up to the largest device.
+/// Computes the best throughput at equally spaced budgets, up to the largest arena.
 pub fn throughput(sweep: &Sweep, rows: &[Row]) -> Vec<Throughput> {
     let capacity = |row: &Row| row.figures.as_ref().and_then(Figures::arena);
     let Some(largest) = rows.iter().filter_map(capacity).max() else { return Vec::new() };
@@ -140,7 +144,7 @@ pub fn throughput(sweep: &Sweep, rows: &[Row]) -> Vec<Throughput> {
     all.filter(|of| of.tokens_per_second.iter().flatten().any(Option::is_some)).collect()
 }
 
-/// What plans gain over each allocator, from each menu.
+/// Computes what plans gain over each allocator, for each menu.
 pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
     let mut gains = Vec::new();
     for (menu, name) in sweep.menus.iter().enumerate() {
@@ -177,7 +181,7 @@ pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
     gains
 }
 
-/// Throughput as a table: a line for each budget and menu.
+/// The contents of `throughput.csv`: a line for each budget and menu.
 pub(super) fn csv(sweep: &Sweep, throughput: &[Throughput]) -> String {
     let names: Vec<&str> = [Kind::Gapless].iter().chain(&sweep.allocators).map(|kind| kind.name()).collect();
     let mut text = format!("budget_bytes,menu,{}\n", names.join(","));
@@ -190,7 +194,7 @@ pub(super) fn csv(sweep: &Sweep, throughput: &[Throughput]) -> String {
     text
 }
 
-/// The rows whose plan ends above the bytes that are alive at once, by more than rounding to a tenth of a percent shows.
+/// Returns the rows whose plan exceeds the live bytes by so much that it shows in tenths of a percent.
 pub fn above_bound(rows: &[Row]) -> Vec<&Row> {
     let is_above = |row: &&Row| {
         let fragmentation = row.figures.as_ref().and_then(|figures| figures.fragmentation(None));

@@ -40,7 +40,8 @@ fn rows_are_what_planning_one_by_one_says() {
         let options = &of.step.as_ref().unwrap().options;
         let plan = |rank| crate::plan::step(|vb| Gpt::new(&gpt, vb), &options.clone().into(), rank);
         let Some(figures) = &row.figures else {
-            // Eight sequences are not three micro-batches, and a V wants as many as it has ranks.
+            // Eight sequences do not divide into three micro-batches, and `zbv` needs at least as many micro-batches as
+            // ranks.
             assert_eq!(row.status, Status::Invalid);
             assert_eq!(row.why.as_deref(), Some(&*plan(0).unwrap_err().to_string()), "{:?}", of.values);
             continue;
@@ -61,7 +62,7 @@ fn rows_are_what_planning_one_by_one_says() {
     assert!(results.rows.iter().filter(|row| row.status == Status::Fits).count() >= 16);
 }
 
-/// What is left out is on no front of any menu: neither of the plan nor of an allocator.
+/// Configurations that are left out are on no front of any menu, neither of the plan nor of an allocator.
 #[test]
 fn fronts_are_those_of_all_plans() {
     let wide = TINY.replace("[1, 2, 3, 4]", "[2, 4]").replace("[\"none\", \"layers\"]", RECOMPUTE);
@@ -96,7 +97,8 @@ fn fronts_are_those_of_all_plans() {
     assert!(few < all, "{few} of {all}");
 }
 
-/// Of three rows: one without a plan, one of which an allocator wastes a tenth, and one that fits only by its plan.
+/// Summarizes three rows: one without a plan, one for which an allocator wastes a tenth, and one that fits only by its
+/// plan.
 #[test]
 fn rows_are_summed_up_by_allocator_and_budget() {
     let text = TINY.replace("[1, 2, 3, 4]", "[1, 2, 4]").replace("[\"1f1b\", \"gpipe\", \"zbv\"]", "[\"1f1b\"]");
@@ -124,12 +126,12 @@ fn rows_are_summed_up_by_allocator_and_budget() {
     assert_eq!(at(608), Some(vec![Some(2.0), None]));
     assert_eq!(at(912), Some(vec![Some(3.0), None]));
     let [gain] = &gains(&sweep, &throughput)[..] else { panic!("one menu, one allocator") };
-    // Budgets are multiples of 16, up to 912: nothing fits under the allocator.
+    // Budgets are multiples of 16, up to 912; under the allocator, nothing fits.
     assert_eq!((gain.budgets, gain.only_planned), (0, 20));
     rows[1].figures.as_mut().unwrap().arena_bytes = vec![1080];
     assert_eq!(above_bound(&rows).len(), 1);
     let [of] = &fragmentation(&sweep, &rows)[..] else { panic!("one allocator") };
-    // 180 bytes instead of 100, and none of 600.
+    // The plan wastes 180 bytes where the allocator wastes 100, and 0 where it wastes 600.
     assert!((of.reduction - (1.0 - 1.8 + 1.0) / 2.0).abs() < 1e-12, "{of:?}");
 }
 
@@ -145,7 +147,7 @@ fn what_was_stopped_goes_on_to_the_same_files() {
             if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         assert!(run(&sweep, stopped.path(), 2, stop).unwrap().is_none());
-        // A process that was killed while it wrote.
+        // As left by a process that was killed while writing.
         let path = stopped.path().join("results.jsonl");
         let lines = fs::read_to_string(&path).unwrap();
         assert_eq!(lines.lines().count(), lines_then);
@@ -157,12 +159,12 @@ fn what_was_stopped_goes_on_to_the_same_files() {
         let [a, b] = [&whole, &stopped].map(|folder| fs::read(folder.path().join(name)).unwrap());
         assert!(a == b, "{name}");
     }
-    // Another sweep in the same folder loses nothing, and makes nothing twice.
+    // Another sweep in the same folder loses no row and computes none twice.
     let wider = Sweep::parse(&TINY.replace("[1, 2, 3, 4]", "[2, 8]")).unwrap();
     let results = all(&wider, whole.path(), 2);
     assert_eq!((results.rows.len(), results.reused), (12, 6));
     assert_eq!(all(&sweep, whole.path(), 1).reused, 24);
-    // A row that somebody has edited, and one without a hash, are computed again.
+    // Rows that were edited, or have no hash, are computed again.
     let (path, file) =
         (whole.path().join("results.jsonl"), || fs::read_to_string(whole.path().join("results.jsonl")).unwrap());
     let lines = file();
@@ -229,7 +231,7 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
     check(&step("[vary]\nbatch = [1]\n[swep]"), &["swep (line 5): unknown field `swep`"]);
     check(&step("[vary]\nrouting = [1.0, nan]"), &["vary.routing (line 4): is NaN", "at least 0"]);
     check(&step("[vary]\nrouting = [nan, nan]"), &["vary.routing (line 4): nan stands twice"]);
-    // What is counted is refused before any of it is looked at: none of these values means anything.
+    // Counts are refused before any value is looked at: none of these values is valid.
     let numbers = |count: usize| vec!["0"; count].join(",");
     check(&step(&format!("[vary]\nbatch = [{0}]\nsequence = [{0}]", numbers(400))), &["vary", "more than 100000"]);
     check(&step(&format!("[vary]\nbatch = [{}]", numbers(100_001))), &["vary", "more than 100000", "vary less"]);
@@ -241,7 +243,8 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
     check(&step(&format!("[vary]\nbatch = [1]\n{skip}")), &["skip", "20001 values of skip and menu"]);
 }
 
-/// Under every schedule, what two micro-batches tell is no more than what is alive, and the time within a hundredth.
+/// Under every schedule, the sure bytes from two micro-batches are at most the live bytes, and the estimated time is
+/// within 1 %.
 #[test]
 fn a_sketch_bounds_the_step() {
     let mut checked = 0;
@@ -270,7 +273,7 @@ fn a_sketch_bounds_the_step() {
     assert!(checked > 40, "{checked}");
 }
 
-/// The time of one rank is that of its operations, one after another.
+/// The time of a single rank is the sum of its operations' times.
 #[test]
 fn one_rank_takes_what_its_operations_take() {
     let text = "model = 'gpt:vocabulary=64,layers=2,heads=2,width=32'\nstep.sequence = 16";

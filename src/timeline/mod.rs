@@ -1,4 +1,5 @@
-//! Each rank's actions over time, as one HTML page to zoom into: a row per rank, and the activations that it keeps under it.
+//! A page that shows each rank's actions over time: a row per rank, with its kept activations below it. The page can be
+//! zoomed.
 //!
 //! ```
 //! use gapless::parallel::{Costs, Shape, by_name, simulate};
@@ -15,7 +16,7 @@ use serde::Serialize;
 
 use crate::page::{self, Page};
 
-/// What the page reads from its data element.
+/// The JSON in the page's data element.
 #[derive(Serialize)]
 struct Data<'a> {
     unit: &'a str,
@@ -26,19 +27,19 @@ struct Data<'a> {
 
 #[derive(Serialize)]
 struct Rank {
-    /// With blanks between them; of a pair with `+`.
+    /// Cells, separated by blanks; the two actions of an overlapped cell are joined by `+`.
     cells: String,
-    /// Of each cell its start and its end.
+    /// Start and end of each cell.
     times: Vec<(u64, u64)>,
-    /// Activations alive, from a time on.
+    /// Number of activations alive from each time on.
     live: Vec<(u64, i64)>,
     idle: u64,
 }
 
-/// The page; times are in `unit`, of which `ns` are shown as milliseconds.
+/// Returns the page as HTML. Times are in `unit`; nanoseconds (`ns`) are shown as milliseconds.
 pub fn page(title: &str, timeline: &Timeline, unit: &str) -> String {
     let rank = |rank: usize| {
-        // What takes no time cannot be seen.
+        // Spans without duration would be invisible.
         let spans = timeline.ranks[rank].iter().filter(|span| span.end > span.start);
         let cell = |cell: &Cell| match cell {
             Cell::Overlap(first, second) => format!("{first}+{second}"),

@@ -16,7 +16,7 @@ const top_ = (rank) => rank * (ROW + CURVE + SPACE);
 const words = (time) => (data.unit === "ns" ? `${+(time / 1e6).toPrecision(5)} ms` : `${+time.toPrecision(6)}`);
 const kindOf = (action) => (/^\d+([FBIW])\d+$/.exec(action) || [, "other"])[1];
 
-// The first of sorted spans that ends behind a time.
+// The index of the first span that ends after a time; spans are sorted.
 function firstBehind(times, time) {
   let [low, high] = [0, times.length];
   while (low < high) {
@@ -86,7 +86,7 @@ function boxes(pen, rank, y, fills, ground) {
   }
 }
 
-// Activations that are kept, as a line of steps; as high as the most of any rank.
+// Draws the number of kept activations as a stepped line. All ranks share one scale, set by the highest peak.
 function curve(pen, rank, bottom, color) {
   pen.beginPath();
   pen.moveTo(MARGIN, bottom);
@@ -104,7 +104,7 @@ function curve(pen, rank, bottom, color) {
   pen.globalAlpha = 1;
 }
 
-// What is being chosen.
+// Draws the range that is being selected.
 function over(pen, color) {
   if (state.drag === null || state.at === null) return;
   const [from, to] = [state.drag, state.at].sort((a, b) => a - b).map(x);

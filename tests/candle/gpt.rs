@@ -6,7 +6,7 @@ use gapless::models::GptConfig;
 
 use super::{WEIGHT, causal_attention, linear};
 
-/// The twin of [`gapless::models::Gpt`].
+/// The reference implementation of [`gapless::models::Gpt`].
 pub struct Gpt {
     wte: Tensor,
     wpe: Tensor,

@@ -6,7 +6,7 @@ use gapless::models::LlamaConfig;
 
 use super::{WEIGHT, causal_attention, linear_no_bias};
 
-/// The twin of [`gapless::models::Llama`].
+/// The reference implementation of [`gapless::models::Llama`].
 pub struct Llama {
     embed_tokens: Tensor,
     blocks: Vec<Block>,
@@ -116,13 +116,13 @@ impl Mlp {
     }
 }
 
-/// Query heads that share a key-value head lie next to each other.
+/// Repeats each key-value head for its query heads, which are adjacent.
 fn repeat_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let (b, kv_heads, t, head_size) = x.dims4()?;
     x.unsqueeze(2)?.expand((b, kv_heads, heads / kv_heads, t, head_size))?.reshape((b, heads, t, head_size))
 }
 
-/// Rotates the halves of each head against each other, by angles in the precision of `x`.
+/// Rotates the two halves of each head against each other. The angles have the precision of `x`.
 fn rope(x: &Tensor, theta: f64) -> Result<Tensor> {
     let (.., t, head_size) = x.dims4()?;
     let frequencies = (0..head_size / 2).map(|i| theta.powf(-2.0 * i as f64 / head_size as f64));

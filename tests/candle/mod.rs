@@ -1,8 +1,8 @@
-//! Text-book twins of the models over candle's eager tensors and its autograd: the judge of gradients in the tests, the
-//! peer in the benches.
+//! Textbook implementations of the models with candle's eager tensors and autograd. They are the reference for
+//! gradients in the tests, and the peer in the benchmarks.
 //!
-//! They share nothing with the engine but the names and shapes of parameters. Norms, softmax and rotary positions are
-//! candle-nn's differentiable forms: its fused ones have no backward.
+//! They share only the names and shapes of parameters with the engine. Norms, softmax and rotary positions use
+//! candle-nn's differentiable forms, because its fused ones have no backward.
 
 mod gpt;
 mod llama;
@@ -16,43 +16,43 @@ use gapless::models::{GptConfig, LlamaConfig, MoeConfig};
 
 pub use moe::Choice;
 
-/// A model over candle's variables.
+/// A model with candle's variables.
 pub struct Twin {
     model: Box<dyn Judge>,
     variables: VarMap,
 }
 
 impl Twin {
-    /// A GPT: `variables` that are there already are taken by name, others are initialized as GPT-2's are.
+    /// Creates a GPT. Existing `variables` are used by name; missing ones are initialized as in GPT-2.
     pub fn gpt(config: &GptConfig, variables: VarMap, dtype: DType) -> Result<Self> {
         let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
         Ok(Self { model: Box::new(gpt::Gpt::new(config, vb)?), variables })
     }
 
-    /// A Llama, likewise.
+    /// Creates a Llama in the same way.
     pub fn llama(config: &LlamaConfig, variables: VarMap, dtype: DType) -> Result<Self> {
         let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
         Ok(Self { model: Box::new(llama::Llama::new(config, vb)?), variables })
     }
 
-    /// A mixture of experts, likewise.
+    /// Creates a mixture of experts in the same way.
     pub fn moe(config: &MoeConfig, variables: VarMap, dtype: DType) -> Result<Self> {
         let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
         Ok(Self { model: Box::new(moe::Moe::new(config, vb)?), variables })
     }
 
-    /// Logits [batch, tokens, vocabulary] of ids [batch, tokens].
+    /// Logits [batch, tokens, vocabulary] for ids [batch, tokens].
     pub fn logits(&self, tokens: &Tensor) -> Result<Tensor> {
         self.model.forward(tokens)
     }
 
-    /// The mean cross-entropy over all tokens: a scalar.
+    /// The mean cross-entropy over all tokens, as a scalar.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let logits = self.logits(tokens)?;
         candle_nn::loss::cross_entropy(&logits.flatten_to(1)?, &targets.flatten_all()?)
     }
 
-    /// The loss of training, and the gradient of every variable.
+    /// The training loss, and the gradient of every variable.
     pub fn backward(&self, tokens: &Tensor, targets: &Tensor) -> Result<(Tensor, GradStore)> {
         let mut loss = self.loss(tokens, targets)?;
         if let Some(more) = self.model.training_loss(tokens)? {
@@ -62,7 +62,7 @@ impl Twin {
         Ok((loss, gradients))
     }
 
-    /// What the routers choose, by layer, for ids [batch, tokens].
+    /// The routers' choices by layer, for ids [batch, tokens].
     pub fn choices(&self, tokens: &Tensor) -> Result<Vec<(String, Choice)>> {
         self.model.choices(tokens)
     }
@@ -74,9 +74,9 @@ impl Twin {
     }
 }
 
-/// A model, and what a mixture of experts has beside its logits.
+/// A model, with the additional results of a mixture of experts.
 trait Judge: Module {
-    /// What training adds to the loss: a scalar.
+    /// The terms that training adds to the loss, as a scalar.
     fn training_loss(&self, _tokens: &Tensor) -> Result<Option<Tensor>> {
         Ok(None)
     }
@@ -89,11 +89,11 @@ trait Judge: Module {
 impl Judge for gpt::Gpt {}
 impl Judge for llama::Llama {}
 
-/// The parameters of a trainer as they are now, copied.
+/// Copies the current parameters of a trainer.
 pub fn variables_of(trainer: &Trainer, dtype: DType) -> gapless::Result<VarMap> {
     let variables = VarMap::new();
     for name in trainer.parameter_names() {
-        // A cast to the same type would hand over the arena's own bytes, which the next step overwrites.
+        // A cast to the same type would share the arena's bytes, which the next step overwrites.
         let value = trainer.tensor(name)?.copy()?.to_dtype(dtype)?;
         let variable = Var::from_tensor(&value)?;
         variables.data().lock().expect("no holder of the variables panics").insert(name.to_owned(), variable);
@@ -101,12 +101,13 @@ pub fn variables_of(trainer: &Trainer, dtype: DType) -> gapless::Result<VarMap> 
     Ok(variables)
 }
 
-/// Ids as candle takes them: [rows, ids ÷ rows].
+/// Converts ids to a candle tensor [rows, ids ÷ rows].
 pub fn ids(ids: &[u32], rows: usize) -> Result<Tensor> {
     Tensor::from_slice(ids, (rows, ids.len() / rows), &Device::Cpu)
 }
 
-/// GPT-2's initial weights: candle-nn's own for linear layers and embeddings make the first losses large.
+/// GPT-2's initial weights. With candle-nn's defaults for linear layers and embeddings, the first losses would be
+/// large.
 const WEIGHT: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
 
 fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
@@ -118,7 +119,7 @@ fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linea
     Ok(Linear::new(vb.get_with_hints((out_dim, in_dim), "weight", WEIGHT)?, None))
 }
 
-/// softmax(q·kᵀ/√d + mask)·v for [batch, heads, tokens, head size]; a token sees itself and those before it.
+/// softmax(q·kᵀ/√d + mask)·v for [batch, heads, tokens, head size]; a token attends to itself and earlier tokens.
 fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     let (.., t, head_size) = q.dims4()?;
     let scores = (q.contiguous()?.matmul(&k.t()?.contiguous()?)? / (head_size as f64).sqrt())?;

@@ -1,7 +1,8 @@
-//! Llama with experts, eager and dense: every expert computes every token, and what was not chosen is multiplied by zero.
+//! An eager, dense Llama with experts: every expert computes every token, and the results that were not chosen are
+//! multiplied by zero.
 //!
-//! Choosing is done on plain numbers, by sorting, and leaves its margin: how near another choice was. A judge of another
-//! precision has to look at it, for a choice is not continuous.
+//! Experts are chosen by sorting plain numbers. Each choice has a margin, the distance to the nearest other choice.
+//! Choices are not continuous, so a comparison at another precision must check the margin.
 
 use candle_core::{D, Module, Result, Tensor};
 use candle_nn::{Linear, RmsNorm, VarBuilder};
@@ -12,7 +13,7 @@ use gapless::models::MoeConfig;
 use super::llama::{Attention, Mlp, rms_norm};
 use super::{Judge, WEIGHT, linear_no_bias};
 
-/// The twin of [`gapless::models::Moe`], without jitter.
+/// The reference implementation of [`gapless::models::Moe`], without jitter.
 pub struct Moe {
     embed_tokens: Tensor,
     blocks: Vec<Block>,
@@ -20,19 +21,20 @@ pub struct Moe {
     lm_head: Linear,
 }
 
-/// What the tokens of a batch got.
+/// The routing of a batch.
 #[derive(Debug, Clone)]
 pub struct Choice {
-    /// Tokens that chose each expert, whether it took them or not.
+    /// Number of tokens that chose each expert, whether or not it processed them.
     pub load: Vec<f64>,
-    /// Choices that found no room; of experts that choose, tokens that none took.
+    /// Number of choices that exceeded the capacity; if experts choose tokens, the number of tokens that no expert
+    /// chose.
     pub dropped: usize,
-    /// The least relative difference between what was chosen and what was not, or what was kept and what was dropped. Exact
-    /// ties are decided by order, and do not count.
+    /// The smallest relative difference between a score that was chosen and one that was not, or between one that was
+    /// kept and one that was dropped. Exact ties are decided by order and do not count.
     pub margin: f64,
-    /// Whether expert e took token t of sequence s, at (s × tokens + t) × experts + e.
+    /// Whether expert e processed token t of sequence s, at (s × tokens + t) × experts + e.
     kept: Vec<bool>,
-    /// Whether the token wanted it.
+    /// Whether the token chose the expert, with the same index.
     wanted: Vec<bool>,
 }
 
@@ -49,7 +51,7 @@ impl Moe {
         })
     }
 
-    /// What the head reads, and what each router did.
+    /// The head's input, and the results of each router.
     fn hidden(&self, tokens: &Tensor) -> Result<(Tensor, Vec<(String, Routed)>)> {
         let (b, t) = tokens.dims2()?;
         let mut x = self.embed_tokens.index_select(&tokens.flatten_all()?, 0)?.reshape((b, t, ()))?;
@@ -124,7 +126,7 @@ struct Sparse {
     config: MoeConfig,
     gate: Linear,
     bias: Option<Tensor>,
-    /// [experts, hidden, width], the last one [experts, width, hidden].
+    /// [experts, hidden, width]; `down_proj` is [experts, width, hidden].
     gate_proj: Tensor,
     up_proj: Tensor,
     down_proj: Tensor,
@@ -132,7 +134,7 @@ struct Sparse {
     shared_gate: Option<Linear>,
 }
 
-/// What a router did with a batch.
+/// The results of a router for a batch.
 struct Routed {
     choice: Choice,
     loss: Tensor,
@@ -193,7 +195,8 @@ impl Sparse {
         Ok((y, Routed { choice, loss }))
     }
 
-    /// α·Σ f·P of every sequence (DeepSeek-V3, equations 17 to 20), the mean over them, and the z-loss (ST-MoE, equation 5).
+    /// The balance loss α·Σ f·P of every sequence (DeepSeek-V3, equations 17 to 20), averaged over sequences, plus the
+    /// z-loss (ST-MoE, equation 5).
     fn loss(&self, logits: &Tensor, scores: &Tensor, wanted: &Tensor) -> Result<Tensor> {
         let router = &self.config.router;
         let shares = scores.broadcast_div(&scores.sum_keepdim(2)?)?;
@@ -262,7 +265,7 @@ impl Sparse {
 }
 
 impl Choice {
-    /// The experts that a token wants.
+    /// Marks the experts that a token chooses.
     fn of_token(&mut self, scores: &[f64], top_k: usize, groups: Option<ExpertGroups>, wanted: &mut [bool]) {
         let mut allowed: Vec<usize> = (0..scores.len()).collect();
         if let Some(ExpertGroups { count, limit }) = groups {
@@ -280,7 +283,7 @@ impl Choice {
         chosen.into_iter().for_each(|expert| wanted[expert] = true);
     }
 
-    /// The `count` best of some, of equal ones the first, and the others.
+    /// Returns the `count` best elements (the first among equals) and the others.
     fn best<T>(&mut self, mut of: Vec<T>, worth: impl Fn(&T) -> f64, count: usize) -> (Vec<T>, Vec<T>) {
         of.sort_by(|a, b| worth(b).total_cmp(&worth(a)));
         let others = of.split_off(count.min(of.len()));

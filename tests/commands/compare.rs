@@ -1,4 +1,4 @@
-//! `gapless compare` as a user meets it.
+//! Tests of `gapless compare` from the user's side.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// A file with this content, in a folder that goes away with the test.
+/// Writes a file with this content into a temporary folder.
 fn file(folder: &tempfile::TempDir, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
     let path = folder.path().join(name);
     fs::write(&path, content).unwrap();
@@ -43,9 +43,9 @@ fn json_has_every_allocator_by_reserved_bytes() {
         assert_eq!(allocator["fragmentation"].as_f64().unwrap(), 1.0 - allocated as f64 / reserved as f64);
         assert!(allocator["segments"].is_u64() && allocator["device_calls"].is_u64());
         match allocator["allocator"].as_str().unwrap() {
-            // w, a and b at ticks 2 and 3; c takes a's place.
+            // At ticks 2 and 3, w, a and b are alive; then c reuses a's place.
             "ideal" | "gapless" => assert_eq!((allocated, reserved), (48_000_000, 48_000_000)),
-            // Two large segments of 20 MiB, one of 40 MB rounded to 2 MiB.
+            // Two segments of 20 MiB, and one of 40 MB, rounded up to a multiple of 2 MiB.
             "pytorch" => assert_eq!(reserved, (20 + 40) << 20),
             _ => {}
         }
@@ -118,7 +118,7 @@ fn bad_input_is_named() {
     assert!(!compare(&["--trace", "a", "--snapshot", "b"]).status.success());
 }
 
-/// A snapshot of a program that ran out of memory: the request is named, and what each allocator would have done with it.
+/// For a snapshot of a program that ran out of memory, the failed request is shown with the result of each allocator.
 #[test]
 fn the_request_that_was_refused_is_named() {
     let snapshot = concat!(env!("CARGO_MANIFEST_DIR"), "/alloc/allocators/tests/snapshots/step.pickle");

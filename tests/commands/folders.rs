@@ -1,4 +1,4 @@
-//! Hugging Face folders on the command line: types, lengths, texts that end, adapters.
+//! Tests of Hugging Face folders on the command line: types, lengths, ends of texts, adapters.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::generate::{error, gapless, text};
 
-/// A model of 300 tokens, an adapter for it, and a tokenizer whose tokens are the bytes.
+/// A model with 300 tokens, an adapter for it, and a tokenizer whose tokens are bytes.
 struct Folders {
     folder: tempfile::TempDir,
 }
@@ -30,7 +30,7 @@ impl Folders {
         self.path(name).to_str().unwrap().to_owned()
     }
 
-    /// Changes options of a file.
+    /// Changes options of a JSON file.
     fn set(&self, file: &str, options: Value) {
         let path = self.path(file);
         let mut all: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -44,7 +44,7 @@ impl Folders {
         serde_json::from_str::<Value>(&text(&arguments)).unwrap()["loss"].as_f64().unwrap()
     }
 
-    /// What follows a prompt in the text that is sampled, which the prompt begins.
+    /// Samples a text and returns the part after the prompt.
     fn sampled(&self, name: &str, more: &[&str]) -> String {
         let text = text(&[&["sample", &self.name(name), "--prompt", "Hello"], more].concat());
         text.strip_prefix("Hello").and_then(|text| text.strip_suffix('\n')).unwrap().to_owned()
@@ -61,7 +61,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Id n is byte n, and has GPT-2's character for it.
+/// A tokenizer in which id n is byte n, spelled as in GPT-2.
 fn byte_tokenizer() -> Value {
     let is_shown = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut others = 256..;
@@ -78,7 +78,7 @@ fn byte_tokenizer() -> Value {
     })
 }
 
-/// Only the letters a to z come, in whichever order the model likes.
+/// Suppresses every token except the letters a to z.
 fn letters_only() -> Vec<u32> {
     (0..300).filter(|id| !(97..123).contains(id)).collect()
 }
@@ -99,7 +99,8 @@ fn generation_options_of_the_folder_are_followed() {
     assert_eq!(folders.sampled("base", &[]), whole[..3]);
     let name = folders.name("base");
     assert!(error(&["sample", &name, "--prompt", "Hello world"]).contains("max_length"));
-    // A text ends with the token that completes a stop string, which may begin in the prompt; an end token comes late enough.
+    // A text ends with the token that completes a stop string, which may begin in the prompt. The end token would come
+    // later.
     folders.set(config, json!({ "max_length": null, "max_new_tokens": 9, "stop_strings": [&whole[2..4], "Hell"] }));
     assert_eq!(folders.sampled("base", &[]), whole[..4]);
     folders.set(config, json!({ "stop_strings": format!("llo{}", &whole[..1]) }));
@@ -116,7 +117,7 @@ fn generation_options_of_the_folder_are_followed() {
 #[test]
 fn a_character_that_is_not_whole_is_shown_at_the_end() {
     let folders = Folders::new();
-    // Only the first byte of a character of two may come.
+    // Only the first byte of a two-byte character is allowed.
     let others: Vec<u32> = (0..300).filter(|&id| id != 0xc3).collect();
     folders.set("base/generation_config.json", json!({ "suppress_tokens": others }));
     assert_eq!(folders.sampled("base", &["--tokens", "1"]), "\u{fffd}");
@@ -149,7 +150,7 @@ fn adapters_are_sampled_evaluated_and_merged() {
     assert!(error(&["merge", &base, &folders.name("new")]).contains("no adapter"));
     assert!(error(&["eval", &base, TEXT, "--base", &out]).contains("no adapter"));
 
-    // A base in another place, and a tokenizer of the adapter's own, which goes where the merged model goes.
+    // The base is in another place, and the adapter has its own tokenizer, which is copied to the merged model.
     copy(&folders.path("base"), &folders.path("elsewhere"));
     std::fs::remove_dir_all(folders.path("base")).unwrap();
     assert!(error(&["eval", &adapter, TEXT]).contains("../base"));
@@ -164,7 +165,7 @@ fn adapters_are_sampled_evaluated_and_merged() {
     assert_eq!(loss("second", &[]), loss("out", &[]));
 }
 
-/// Positions are those of the table, and a prompt that has more tokens is not cut in silence.
+/// The model has as many positions as its table. A longer prompt is refused rather than silently cut.
 #[test]
 fn prompts_longer_than_the_model_are_refused() {
     let Some(gpt2) = gapless_testing::shared("hf/models/gpt2/checkpoint").filter(|folder| folder.is_dir()) else {
@@ -178,7 +179,7 @@ fn prompts_longer_than_the_model_are_refused() {
     assert!(text(&["sample", folder, "--prompt", &prompt, "--window", "16", "--tokens", "2"]).starts_with(&prompt));
 }
 
-/// Rotary positions go on, which is told.
+/// Rotary positions have no limit, but the user is warned.
 #[test]
 fn sequences_longer_than_the_model_was_trained_on_are_told() {
     let folders = Folders::new();

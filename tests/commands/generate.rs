@@ -1,4 +1,4 @@
-//! `gapless sample` and `gapless eval` as their users see them.
+//! Tests of `gapless sample` and `gapless eval` from the user's side.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -9,21 +9,21 @@ pub fn gapless(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_gapless")).args(arguments).stdin(Stdio::null()).output().unwrap()
 }
 
-/// What it writes, of a run that succeeds.
+/// The standard output of a command that must succeed.
 pub fn text(arguments: &[&str]) -> String {
     let output = gapless(arguments);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// What it says, of a run that fails.
+/// The standard error of a command that must fail.
 pub fn error(arguments: &[&str]) -> String {
     let output = gapless(arguments);
     assert_eq!(output.status.code(), Some(2), "{output:?}");
     String::from_utf8(output.stderr).unwrap()
 }
 
-/// A model with a tokenizer.
+/// A model with a tokenizer, if the larger collection is there.
 fn case() -> Option<PathBuf> {
     let case = gapless_testing::shared("hf").map(|hf| hf.join("models/smollm")).filter(|case| case.exists());
     if case.is_none() {
@@ -32,7 +32,7 @@ fn case() -> Option<PathBuf> {
     case
 }
 
-/// The folder with a chat template.
+/// Copies the folder and adds a chat template.
 fn with_template(from: &Path, to: &Path) {
     for entry in std::fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
@@ -59,7 +59,7 @@ fn text_comes_as_it_is_asked_for() {
     assert_eq!(sample(&["--temperature", "1.5", "--top-p", "0.9", "--min-p", "0.01", "--seed", "3"]), drawn);
     assert_ne!(drawn, greedy);
     assert_ne!(sample(&["--repetition-penalty", "1.5"]), greedy);
-    // A window that slides, and a conversation.
+    // With a sliding window, and as a conversation.
     assert!(sample(&["--window", "8"]).starts_with("Hello"));
     let copy = tempfile::tempdir().unwrap();
     with_template(Path::new(folder), copy.path());
@@ -69,7 +69,7 @@ fn text_comes_as_it_is_asked_for() {
     let chat = text(&["sample", copy, "--chat", "--system", "s", "--prompt", "Hello", "--tokens", "9", "--ignore-eos"]);
     assert_eq!(format!("system: s\nuser: Hello\nassistant: {chat}"), plain);
 
-    // GPT-2 has neither a template nor a token that every text begins with.
+    // GPT-2 has neither a chat template nor a token that begins every text.
     let gpt2 = case.with_file_name("gpt2").join("checkpoint");
     let gpt2 = gpt2.to_str().unwrap();
     assert!(error(&["sample", gpt2, "--prompt", "x", "--chat"]).contains("chat template"));
@@ -99,12 +99,12 @@ fn perplexity_is_that_of_the_logits_of_transformers() {
     let object: serde_json::Value =
         serde_json::from_str(&text(&["eval", folder, bin.to_str().unwrap(), "--json"])).unwrap();
     let found = object["loss"].as_f64().unwrap();
-    // That of the losses in tests/hugging_face.
+    // The tolerance of the losses in tests/hugging_face.
     assert!((found - expected).abs() <= 2e-5, "{found} is not {expected}");
     assert_eq!(object["perplexity"], found.exp());
     assert_eq!(object["tokens"], ids.len() - 1);
 
-    // Several windows, several at a time, some left over; and a text.
+    // Several windows, several per batch, with some left over; then a text.
     std::fs::write(&bin, bytes(&ids.repeat(3))).unwrap();
     let eval = |batch: &str| -> serde_json::Value {
         let sequence = ["--sequence", "7", "--json", "--batch", batch];
@@ -112,7 +112,7 @@ fn perplexity_is_that_of_the_logits_of_transformers() {
     };
     let (one, four) = (eval("1"), eval("4"));
     let difference = (one["loss"].as_f64().unwrap() - four["loss"].as_f64().unwrap()).abs();
-    // Means of means, rounded in f32.
+    // Means of means, rounded to f32.
     assert!(difference <= 1e-6 * one["loss"].as_f64().unwrap(), "{one} {four}");
     let file = data.path().join("a.txt");
     std::fs::write(&file, "Hello world. ".repeat(9)).unwrap();

@@ -1,4 +1,4 @@
-//! The command line, as its users see it.
+//! Tests of the command line from the user's side.
 
 mod compare;
 mod folders;

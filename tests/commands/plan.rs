@@ -1,4 +1,4 @@
-//! `gapless plan` as its users see it: exit codes, JSON, the table it writes.
+//! Tests of `gapless plan` from the user's side: exit codes, JSON, and the table that it writes.
 
 use std::fs;
 use std::process::{Command, Output};
@@ -44,7 +44,7 @@ fn exit_codes_tell_what_happened() {
     check(TABLE, &["--draw", "map.png"], 2, ".html, .svg, .txt");
 }
 
-/// Too many for a first plan to be a proven one.
+/// A table with so many buffers that the first plan is not yet proven optimal.
 fn hard_table() -> String {
     let mut state = 1u64;
     let mut below = |most: u64| {
@@ -84,7 +84,7 @@ fn a_deadline_is_for_the_explanation_too_and_both_say_so() {
     assert_eq!(words(&json(&["--capacity", "1535"])), ["proven", "impossible"]);
 }
 
-/// A table's offsets are pins, as for minimalloc; or what a plan made again keeps where it can; or nothing.
+/// The table's offsets are pinned, as in minimalloc, kept where that costs no height, or ignored.
 #[test]
 fn an_offset_is_what_the_user_says() {
     let folder = tempfile::tempdir().unwrap();
@@ -100,7 +100,7 @@ fn an_offset_is_what_the_user_says() {
     };
     let (first, text) = offsets(pinned, &[], "2 of 3 buffers are pinned by their offset");
     assert_eq!(first, [512, 0, 2048]);
-    // What was written, planned again: as it stands, as low as it gets, and with another buffer.
+    // The written table is planned again: as it is, as low as possible, and with another buffer.
     assert_eq!(offsets(&text, &[], "3 of 3 buffers are pinned").0, first);
     let (low, text) = offsets(&text, &["--offsets", "ignore"], "");
     assert_eq!(low.iter().zip([1024, 512, 512]).map(|(at, bytes)| at + bytes).max(), Some(1536));
@@ -110,11 +110,12 @@ fn an_offset_is_what_the_user_says() {
     assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(text.contains("line 6: the offset puts \"d\" onto "), "{text}");
-    // A hint is kept where it can be.
+    // A hint is kept where possible.
     assert_eq!(offsets("id,lower,upper,size,hint\na,0,3,8,4\nb,0,3,4,-1\n", &[], "").0, [4, 0]);
 }
 
-/// A plan that doesn't use gaps is no proof that there is none lower, unless it is as low as a bound that knows of them.
+/// A plan that ignores gaps does not prove that there is no lower plan, unless it reaches a bound that takes gaps into
+/// account.
 #[test]
 fn what_gaps_are_not_used_for_is_not_claimed() {
     let folder = tempfile::tempdir().unwrap();
@@ -131,13 +132,13 @@ fn what_gaps_are_not_used_for_is_not_claimed() {
     assert_eq!(open["stop_reason"], "exhausted");
     let closed = json("1-2 3-4@0:2", "10");
     assert_eq!((&closed["proof"], &closed["fit"]), (&"max-live".into(), &"impossible".into()));
-    // What lies in a gap by minimalloc's plan is where it may not be by ours.
+    // minimalloc's plan may place a buffer into a gap, where our checker does not allow it.
     let output = gapless(&folder, "id,lower,upper,size,gaps,offset\na,0,9,8,3-5,0\nb,3,5,4,,0\n", &[]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("alive with it; gaps are not made use of"));
 }
 
-/// Whoever stops reading is not met by a panic, and the exit code says what it would have.
+/// If the reader closes the pipe, the command does not panic, and its exit code is unchanged.
 #[test]
 fn a_closed_pipe_is_no_error() {
     let folder = tempfile::tempdir().unwrap();
@@ -225,7 +226,7 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     };
     let plain = json(&[]);
     let all = plain["arena_bytes"].as_u64().unwrap();
-    // Another device's kernels need other scratch.
+    // Kernels of another device need other scratch.
     assert_ne!(json(&["--kernels", "cuda"])["arena_bytes"], plain["arena_bytes"]);
     let error = String::from_utf8(plan_model(&["--kernels", "tpu"]).stderr).unwrap();
     assert!(error.contains("there are auto, cpu, cuda"), "{error}");
@@ -240,7 +241,8 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     assert_eq!(json(&["--recompute", "ops:gelu"])["layers"][0]["ops"], serde_json::json!(["gelu"]));
     for (arguments, code, words) in [
         (&["--budget", "1MiB"][..], 3, "the smallest step found"),
-        // Where the peak is and what is alive there, by role; what would have to change, by name.
+        // The message has the tick of the peak, the bytes alive there by role, and the names of what would have to
+        // change.
         (&["--budget", "1MiB"], 3, "buffers alive at tick "),
         (&["--budget", "1MiB"], 3, ", in train 0B0"),
         (&["--budget", "1MiB"], 3, " × optimizer state"),
@@ -259,7 +261,7 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     }
 }
 
-/// What is written of every rank is a table that the other commands read, and the plan that they have.
+/// The table that is written for every rank can be read by the other commands, and contains the plan that they use.
 #[test]
 fn every_rank_of_a_step_writes_its_plan() {
     let folder = tempfile::tempdir().unwrap();
@@ -276,7 +278,7 @@ fn every_rank_of_a_step_writes_its_plan() {
             String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr),
         )
     };
-    // The file's batch, under the flags' extents.
+    // The batch comes from the file, the other sizes from flags.
     let step = "step.toml --micro-batches 2 --sequence 64 --rank all --json";
     let (code, text) = run(&format!("plan {step} --out plan.csv"));
     assert_eq!(code, Some(0), "{text}");
@@ -307,7 +309,8 @@ fn every_rank_of_a_step_writes_its_plan() {
     }
 }
 
-/// Mixtral on two expert ranks: the rows that come are beside the plan, as many as even routing has or as there can be.
+/// Mixtral on two expert ranks: the reserve for received rows is added to the plan, for even routing or for the worst
+/// case.
 #[test]
 fn an_expert_rank_is_planned_with_its_reserve() {
     let plan = |routing: &[&str]| -> serde_json::Value {
@@ -342,7 +345,7 @@ fn a_folder_of_weights_plans_as_a_trainer_of_it_does() {
         ..Default::default()
     };
     let expected = gapless::plan::step(|vb| config.model(vb), &options, 0).unwrap().arena_bytes();
-    // The weights are not needed.
+    // Weights are not needed.
     let alone = tempfile::tempdir().unwrap();
     let alone = alone.path().join("mine.json");
     fs::copy(format!("{folder}/config.json"), &alone).unwrap();
@@ -360,7 +363,7 @@ fn a_folder_of_weights_plans_as_a_trainer_of_it_does() {
     }
 }
 
-/// What a run takes on every rank, evaluation and sampling included, is what trainers then reserve.
+/// The planned memory of a run on every rank, including evaluation and generation, equals what trainers reserve.
 #[test]
 fn what_is_planned_of_a_folder_is_what_a_run_takes() {
     use std::panic;

@@ -1,4 +1,4 @@
-//! `gapless schedule` as its users see it: exit codes, tables, pictures, JSON.
+//! Tests of `gapless schedule` from the user's side: exit codes, tables, pictures, JSON.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ fn gapless(folder: &Path, arguments: &str) -> Output {
         .unwrap()
 }
 
-/// What a command that must succeed prints.
+/// The standard output of a command that must succeed.
 fn printed(folder: &Path, arguments: &str) -> String {
     let output = gapless(folder, arguments);
     assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
@@ -36,7 +36,8 @@ fn exit_codes_tell_what_happened() {
     ] {
         fs::write(folder.path().join(name), table).unwrap();
     }
-    // A stage on each of 100,000 ranks; two ranks that wait for each other in each micro-batch, and 50,000 idle ones between them.
+    // One table has a stage on each of 100,000 ranks. In the other, two ranks wait for each other in each micro-batch,
+    // with 50,000 idle ranks between them.
     let wide: String = (0..100_000).map(|stage| format!("{stage}F0,{stage}B0\n")).collect();
     let row = |stage| (0..1000).map(|m| format!("{stage}F{m},{stage}B{m},")).collect::<String>();
     fs::write(folder.path().join("wide.csv"), wide).unwrap();
@@ -155,7 +156,7 @@ fn prints_json_and_draws() {
         "1f1b --ranks 2 --micro-batches 2 --forward 3,4 --transfer 1 --json --svg a.svg --trace a.json",
     ));
     assert_eq!(json["table"][1], serde_json::json!(["1F0", "1B0", "1F1", "1B1"]));
-    // 0F0 takes 3 and its message 1; 1F0 4, 1B0 2, 1F1 4, 1B1 2, message 1, 0B1 2.
+    // 0F0 takes 3 and its message 1; then 1F0 4, 1B0 2, 1F1 4, 1B1 2, a message 1, and 0B1 2.
     assert_eq!((&json["spans"][1][0]["start"], &json["spans"][1][0]["end"]), (&4.into(), &8.into()));
     assert_eq!((&json["makespan"], &json["peak"]), (&19.into(), &serde_json::json!([2, 1])));
     assert_eq!(json["bubble"], serde_json::json!([9, 7]));

@@ -19,12 +19,12 @@ pub enum Kind {
     Gpt,
     Llama,
     Moe(MoeStyle),
-    /// A mixture with DeepSeek's latent attention.
+    /// A mixture of experts with DeepSeek's latent attention.
     Latent,
 }
 
 impl Kind {
-    /// Mixtures of experts of every style.
+    /// Mixtures of experts in every style.
     pub const MOE: [Self; 5] = [
         Self::Moe(MoeStyle::Mixtral),
         Self::Moe(MoeStyle::Switch),
@@ -33,13 +33,13 @@ impl Kind {
         Self::Moe(MoeStyle::ExpertChoice),
     ];
 
-    /// All models.
+    /// All kinds of models.
     pub fn all() -> impl Iterator<Item = Self> {
         [Self::Gpt, Self::Llama].into_iter().chain(Self::MOE)
     }
 }
 
-/// A few small experts, of which each style makes what it is about.
+/// A mixture of a few small experts that keeps the characteristics of its style.
 pub fn moe(style: MoeStyle) -> MoeConfig {
     let small = MoeConfig::small(style, VOCABULARY as usize);
     let llama = LlamaConfig { layers: 2, width: 48, hidden: 80, ..small.llama };
@@ -47,7 +47,7 @@ pub fn moe(style: MoeStyle) -> MoeConfig {
     MoeConfig { llama, router, expert_hidden: 40, shared_hidden: small.shared_hidden.min(56), ..small }
 }
 
-/// Options of a training that is the same on every machine.
+/// Training options that give the same results on every machine.
 pub fn on_cpu() -> TrainOptions {
     TrainOptions { device: DeviceChoice::Cpu, ..TrainOptions::default() }
 }
@@ -77,21 +77,21 @@ impl Default for Run {
     }
 }
 
-/// What a run ends with, as bits.
+/// The results of a run, as bits.
 #[derive(Debug, PartialEq)]
 pub struct Outcome {
     pub losses: Vec<u32>,
     pub gradient_norms: Vec<u32>,
-    /// Name and hash of every parameter's bits.
+    /// Name and hash of the bits of each parameter.
     pub parameters: Vec<(String, u64)>,
 }
 
 pub const VOCABULARY: u32 = 50;
 
-/// Widths of the latent and of the rotated key of [`Kind::Latent`].
+/// The widths of the latent and of the rotated key in [`Kind::Latent`].
 pub const LATENT: (usize, usize) = (24, 6);
 
-/// What planning may cost where a judge is about what a step computes: the last thousandth of a small arena takes seconds.
+/// Planning work for tests about computed results: planning the last thousandth of a small arena takes seconds.
 pub const PLANNING: u64 = 1 << 20;
 
 impl Run {
@@ -99,17 +99,17 @@ impl Run {
         self.rank(None)
     }
 
-    /// The trainer, or why there is none.
+    /// Creates the trainer, or returns the error.
     pub fn try_trainer(&self) -> Result<Trainer, gapless::TrainError> {
         self.try_rank(None)
     }
 
-    /// The trainer of one rank, or the only one.
+    /// Creates the trainer of one rank, or the only trainer.
     pub fn rank(&self, world: Option<Box<dyn Communicator>>) -> Trainer {
         self.try_rank(world).expect("the model is sound")
     }
 
-    /// The trainer of one rank, or why there is none.
+    /// Creates the trainer of one rank, or returns the error.
     pub fn try_rank(&self, world: Option<Box<dyn Communicator>>) -> Result<Trainer, gapless::TrainError> {
         let vocabulary = VOCABULARY as usize;
         match self.kind {
@@ -165,18 +165,18 @@ impl Run {
         }
     }
 
-    /// Runs `f` on a trainer per rank of the mesh, as threads.
+    /// Runs `f` with one trainer per rank of the mesh, as threads.
     pub fn on_ranks<T: Send>(&self, f: impl Fn(Trainer) -> T + Sync) -> Vec<T> {
         let ranks = self.options.step.mesh.ranks().unwrap();
         communicator::on_threads(ranks, |world| Ok(f(self.rank(Some(world))))).expect("no rank fails")
     }
 
-    /// [`Self::steps`] on all ranks: what they all see, and the parameters of all.
+    /// Does [`Self::steps`] on all ranks. Returns what all ranks see, and the parameters of all.
     pub fn steps_on_ranks(&self, count: u64) -> Outcome {
         merge(self.on_ranks(|mut trainer| self.go_on(&mut trainer, count)))
     }
 
-    /// Some steps on all ranks, and a checkpoint.
+    /// Does some steps on all ranks and saves a checkpoint.
     pub fn save_on_ranks(&self, count: u64, dir: &Path) {
         self.on_ranks(|mut trainer| {
             self.go_on(&mut trainer, count);
@@ -184,7 +184,7 @@ impl Run {
         });
     }
 
-    /// Some steps on all ranks, from the newest checkpoint on.
+    /// Resumes from the newest checkpoint on all ranks and does some steps.
     pub fn resume_on_ranks(&self, dir: &Path, count: u64) -> Outcome {
         merge(self.on_ranks(|mut trainer| {
             trainer.resume(&Checkpoint::latest(dir).unwrap().unwrap()).unwrap();
@@ -199,7 +199,8 @@ impl Run {
         ((0..count).map(id).collect(), (1..=count).map(id).collect())
     }
 
-    /// Where the document of each token begins, with [`TrainOptions::documents`]: some of 1 to 9 tokens, others in every sequence.
+    /// For each token, the position at which its document begins, with [`TrainOptions::documents`]. Documents have 1 to
+    /// 9 tokens and differ between sequences.
     fn starts(&self) -> Vec<u32> {
         let mut starts = Vec::new();
         for index in
@@ -214,7 +215,7 @@ impl Run {
 
     pub fn step(&self, trainer: &mut Trainer) -> StepReport {
         let ((tokens, mut targets), starts) = (self.batch(trainer.steps()), self.starts());
-        // What follows the last token of a document is another.
+        // The last token of a document has no target: the next token belongs to another document.
         for (target, next) in targets.iter_mut().zip(starts.iter().skip(1).zip(&starts)) {
             *target = if next.0 == next.1 { *target } else { IGNORED };
         }
@@ -236,7 +237,7 @@ impl Run {
     }
 }
 
-/// What all ranks see, which has to be the same, and the parameters of all.
+/// Combines the outcomes of all ranks. What all ranks see must be equal; the parameters are merged.
 fn merge(outcomes: Vec<Outcome>) -> Outcome {
     let mut parameters = BTreeMap::new();
     for (name, hash) in outcomes.iter().flat_map(|outcome| &outcome.parameters) {

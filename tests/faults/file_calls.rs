@@ -1,4 +1,5 @@
-//! A kill, or an error, at each file call of a resume, a save and the removal of old checkpoints, by `strace`.
+//! Injects a kill or an error at each file system call of a resume, a save and a removal of old checkpoints, by means
+//! of `strace`.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -11,7 +12,7 @@ use crate::{Budget, Draw, Judge, copy, two_steps, victim_command};
 
 const ERRORS: [&str; 6] = ["EIO", "ENOSPC", "EACCES", "EMFILE", "EINTR", "EROFS"];
 
-/// The nth call of a name.
+/// The nth call with a name.
 type Call = (String, usize);
 
 pub fn a_kill_loses_nothing() {
@@ -19,7 +20,7 @@ pub fn a_kill_loses_nothing() {
     at_calls(Budget::new(25, 20), &["signal=KILL".to_owned()], is_told);
 }
 
-/// Each error at each call: it is got over, or told with the folder's name.
+/// Injects each error at each call: the run either recovers, or reports the error with the folder's name.
 pub fn an_error_loses_nothing() {
     let is_told = |output: &Output, dir: &str| match output.status.code() {
         Some(0) => true,
@@ -29,7 +30,7 @@ pub fn an_error_loses_nothing() {
     at_calls(Budget::new(25, 20), &ERRORS.map(|error| format!("error={error}")), is_told);
 }
 
-/// Injects each of the faults at each call, in a random order, until the budget is spent.
+/// Injects each fault at each call, in random order, until the budget is used up.
 fn at_calls(budget: Budget, faults: &[String], is_allowed: impl Fn(&Output, &str) -> bool) {
     let (template, mut judge, mut draw) = (two_steps(), Judge::new(), Draw::new());
     let Some(calls) = calls(template.path()) else { return };
@@ -56,7 +57,7 @@ fn at_calls(budget: Budget, faults: &[String], is_allowed: impl Fn(&Output, &str
     println!("{done} of {all} faults at file calls");
 }
 
-/// The victim's calls that are about the run's folder. Nothing where they cannot be had.
+/// The victim's file system calls that concern the run's folder; `None` if strace is not available.
 fn calls(template: &Path) -> Option<Vec<Call>> {
     let work = tempfile::tempdir().unwrap();
     let (dir, log) = (work.path().join("run"), work.path().join("log"));
@@ -79,7 +80,7 @@ fn calls(template: &Path) -> Option<Vec<Call>> {
         };
         let count = counts.entry(name.to_owned()).or_insert(0);
         *count += 1;
-        // The standard library asserts that a folder's descriptor can be closed.
+        // The standard library asserts that closing a directory's descriptor succeeds.
         if rest.contains(dir.to_str().unwrap()) && name != "close" && name != "execve" {
             calls.push((name.to_owned(), *count));
         }
@@ -88,7 +89,7 @@ fn calls(template: &Path) -> Option<Vec<Call>> {
     Some(calls)
 }
 
-/// The victim, a step on from the template.
+/// Runs the victim under strace for one step beyond the template.
 fn strace(arguments: &[&str], dir: &Path) -> Output {
     let victim = victim_command(dir, 3);
     let mut command = Command::new("strace");

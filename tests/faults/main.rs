@@ -1,9 +1,9 @@
-//! Fault injection: whatever happens to a run or to its files, it goes on to the bits of a run that was never stopped, or is refused
-//! by an error that names the file; and no checkpoint that it has told of is lost.
+//! Fault injection. Whatever happens to a run or its files, the run must resume with the bits of an uninterrupted run,
+//! or must be refused with an error that names the file. No checkpoint that it has reported as saved may be lost.
 //!
-//! The program runs itself a second time as the run to be hurt, so it has a `main` of its own. By default each test tries a
-//! sample; `GAPLESS_FAULTS=SECONDS` shares that time among them, `GAPLESS_SEED=N` draws another sample, and
-//! `GAPLESS_SOAK=MINUTES` has the run of four ranks go on for so long, with a kill in each.
+//! The program runs itself a second time as the victim, so it has its own `main`. By default, each test tries a sample
+//! of cases. `GAPLESS_FAULTS=SECONDS` divides that time among the tests, `GAPLESS_SEED=N` draws another sample, and
+//! `GAPLESS_SOAK=MINUTES` keeps a run of four ranks going for that time, with a kill every minute.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -64,7 +64,8 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// A run as `train_gpt` is one: goes on from the newest checkpoint in a folder, saves after every step, and says so.
+/// A run like `train_gpt`: resumes from the newest checkpoint of a folder, saves after every step, and reports each
+/// save.
 fn victim(dir: &Path, steps: u64) -> anyhow::Result<ExitCode> {
     let folder = RunFolder::open(dir)?;
     let checkpoint = Checkpoint::latest(folder.checkpoints())?;
@@ -91,7 +92,7 @@ fn victim_command(dir: &Path, steps: u64) -> Command {
     command
 }
 
-/// A model whose checkpoint is a few kilobytes, and the run that has its batches.
+/// A model whose checkpoint has only a few kilobytes, and the run with its batches.
 fn tiny() -> (Run, Trainer) {
     let options = TrainOptions {
         step: StepOptions {
@@ -118,7 +119,7 @@ fn tiny() -> (Run, Trainer) {
     (run, trainer)
 }
 
-/// Compares what a folder resumes to with a run that was never stopped.
+/// Compares a resumed run with one that was never interrupted.
 struct Judge {
     run: Run,
     straight: Trainer,
@@ -142,7 +143,8 @@ impl Judge {
         &self.reference[step as usize]
     }
 
-    /// Goes on from a checkpoint, a step, to see its optimizer states as well. Answers from which step, or why not.
+    /// Resumes from a checkpoint and does one step, which also reveals wrong optimizer states. Returns the step of the
+    /// checkpoint, or the error.
     fn goes_on(&mut self, checkpoint: &Checkpoint) -> Result<u64, String> {
         self.resumed.resume(checkpoint).map_err(|error| error.to_string())?;
         let step = checkpoint.step();
@@ -153,14 +155,14 @@ impl Judge {
         Ok(step)
     }
 
-    /// Goes on from the newest checkpoint of a run's folder; 0 where there is none.
+    /// Resumes from the newest checkpoint of a run's folder; returns 0 if there is none.
     fn resumes(&mut self, dir: &Path) -> u64 {
         let checkpoint = Checkpoint::latest(&dir.join("checkpoints")).expect("what is left is sound");
         checkpoint.map_or(0, |checkpoint| self.goes_on(&checkpoint).expect("what is left is sound"))
     }
 }
 
-/// A run's folder with checkpoints of two steps.
+/// A run's folder with the checkpoints of two steps.
 fn two_steps() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let status = victim_command(dir.path(), 2).stdout(std::process::Stdio::null()).status().unwrap();
@@ -181,7 +183,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// How many cases a test tries: as many as it declares, or for its share, in percent, of the time that is given.
+/// The number of cases that a test tries: its declared number, or as many as fit into its percentage of the given time.
 struct Budget {
     cases: usize,
     until: Option<Instant>,
@@ -198,7 +200,7 @@ impl Budget {
     }
 }
 
-/// Numbers that depend on the seed alone.
+/// Random numbers that depend only on the seed.
 struct Draw(u64);
 
 impl Draw {

@@ -1,4 +1,4 @@
-//! Outputs that cannot be written, and a disk that is full.
+//! Outputs that cannot be written, and full disks.
 
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;
@@ -38,7 +38,7 @@ pub fn training_goes_on_unheard() {
 }
 
 pub fn a_full_disk_loses_nothing() {
-    // A file system of its own for the victim, which ends with it.
+    // The victim gets a file system of its own, which disappears with it.
     let script = r#"mount -t tmpfs -o "size=$3k" none "$0" || exit 99
 "$1" --victim "$0" 4; code=$?; cp -r "$0/." "$2"; exit $code"#;
     let mut judge = Judge::new();
@@ -64,7 +64,7 @@ pub fn a_full_disk_loses_nothing() {
     assert_eq!((codes[0], codes[3]), (Some(1), Some(0)), "{codes:?}");
 }
 
-/// Writes past the largest size of a file fail as on a full disk, and do not end the process in silence.
+/// Writes beyond the maximum file size fail like those to a full disk, and do not end the process silently.
 pub fn a_limit_of_file_sizes_loses_nothing() {
     let mut judge = Judge::new();
     let mut codes = Vec::new();

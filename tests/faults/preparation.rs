@@ -1,4 +1,4 @@
-//! Kills while text is tokenized.
+//! Kills during the tokenization of text.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -12,16 +12,16 @@ use gapless_testing::may_take_long;
 
 use crate::Draw;
 
-/// Lines of text: more than twice as much as is lost by a kill.
+/// Number of lines; more than twice the text whose work a kill can lose.
 const LINES: u64 = 3_000_000;
 
-/// Tokenizes `text.txt` of a folder, into `cache` there.
+/// Tokenizes `text.txt` of a folder into the subfolder `cache`.
 pub fn prepare(dir: &Path, cache: &str) -> anyhow::Result<Dataset> {
     let options = DataOptions { vocabulary: VocabularyChoice::Bytes, cache: dir.join(cache), ..DataOptions::default() };
     Ok(Dataset::prepare(&Source::Path(dir.join("text.txt")), &options)?)
 }
 
-/// How far the only preparation of a cache is, in its own words.
+/// The progress file of the only preparation in a cache.
 fn progress(cache: &Path) -> Option<String> {
     let folder = fs::read_dir(cache).ok()?.next()?.ok()?.path();
     fs::read_to_string(folder.join("tokens.bin.progress")).ok()
@@ -43,7 +43,7 @@ pub fn a_kill_loses_nothing() {
         let before = progress();
         let mut child =
             Command::new(std::env::current_exe().unwrap()).arg("--prepare").arg(dir.path()).spawn().unwrap();
-        // Behind the next 64 MiB.
+        // Waits until the next 64 MiB are done.
         while progress() == before && child.try_wait().unwrap().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -1,4 +1,4 @@
-//! Spoiled folders end in one error that names what is wrong, and leave nothing behind.
+//! Damaged folders give a single error that names the fault, and leave nothing behind.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use gapless::models::hf::{Adapter, Folder, HfError, TensorFile};
 use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
 use serde_json::Value;
 
-/// What loading takes: from the folder to the weights in an arena.
+/// Loads a folder completely, up to the weights in an arena.
 fn load(folder: &Path) -> Result<(), HfError> {
     let folder = Folder::open(folder)?;
     let options = TrainOptions {
@@ -20,13 +20,13 @@ fn load(folder: &Path) -> Result<(), HfError> {
     folder.load(&mut Trainer::new(|vb| folder.model(vb), options)?)
 }
 
-/// A template with one message.
+/// Renders one message with the folder's template.
 fn render(folder: &Path) -> Result<(), DataError> {
     let template = ChatTemplate::open(folder)?.expect("it is there");
     template.render(&[Message::new("user", "Hello")], true).map(drop)
 }
 
-/// An adapter and the base that it names.
+/// Loads an adapter and the base that it names.
 fn load_adapter(folder: &Path) -> Result<(), HfError> {
     let adapter = Adapter::open(folder)?;
     let base = Folder::open(adapter.base()?)?;
@@ -83,7 +83,7 @@ fn spoiled_folders_are_refused() {
     }
 }
 
-/// Copies a checkpoint with a tensor changed, or one more.
+/// Copies a checkpoint with one tensor changed or added.
 fn changed(from: &Path, to: &Path, name: &str, change: impl Fn(Option<&Tensor>) -> Tensor) {
     for entry in std::fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
@@ -110,7 +110,7 @@ fn weights_that_are_not_finite_are_named() {
     }
 }
 
-/// Layers of DeepSeek-V3 that predict further tokens are left out where config.json announces them, and their user is told.
+/// DeepSeek-V3's layers for predicting further tokens are left out if config.json declares them, and the user is told.
 #[test]
 fn layers_for_further_tokens_are_left_out() {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/deepseek_v3_bf16/checkpoint");

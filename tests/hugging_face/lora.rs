@@ -1,4 +1,4 @@
-//! Adapters in PEFT's format: what PEFT computes with them, and what is read and written.
+//! Adapters in PEFT's format: their results compared with PEFT's, and their reading and writing.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ impl Case {
         folders.map(case).collect()
     }
 
-    /// The base, the adapter, and a trainer that has both.
+    /// Opens the base and the adapter, and creates a trainer with both.
     fn trainer(&self) -> Result<(Folder, Adapter, Trainer), HfError> {
         let adapter = Adapter::open(self.folder.join("adapter"))?;
         let base = Folder::open(adapter.base()?)?;
@@ -50,7 +50,7 @@ impl Case {
         ids.chunks_exact(self.expected["input_ids"].dims()[1]).map(<[u32]>::to_vec).collect()
     }
 
-    /// Expected tensors whose keys have this prefix, by the rest of them.
+    /// Expected tensors whose keys begin with `prefix`, by the rest of the key.
     fn of<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a Tensor)> {
         self.expected.iter().filter_map(move |(key, tensor)| Some((key.strip_prefix(prefix)?, tensor)))
     }
@@ -60,7 +60,7 @@ impl Case {
     }
 }
 
-/// A parameter by PEFT's name of it.
+/// Converts PEFT's name of a parameter.
 fn parameter(stored: &str) -> &str {
     let module = stored.strip_prefix("base_model.model.").unwrap();
     module.strip_prefix("transformer.").unwrap_or(module)
@@ -112,7 +112,8 @@ fn what_peft_computes() {
     assert!(checked > 0);
 }
 
-/// By how much logits differ. A trainer's window is one token shorter than the ids: the last of theirs is not compared.
+/// The largest difference of logits. A trainer's window is one token shorter than the ids, so their last position is
+/// not compared.
 fn logits(trainer: &mut Trainer, ids: &[Vec<u32>], expected: &Tensor) -> f64 {
     let mut worst = 0.0f64;
     for (row, ids) in ids.iter().enumerate() {
@@ -123,7 +124,7 @@ fn logits(trainer: &mut Trainer, ids: &[Vec<u32>], expected: &Tensor) -> f64 {
     worst
 }
 
-/// Tensors of a file, by name.
+/// The tensors of a file, by name.
 fn tensors(file: &Path) -> BTreeMap<String, Tensor> {
     candle_core::safetensors::load(file, &Device::Cpu).unwrap().into_iter().collect()
 }
@@ -149,7 +150,7 @@ fn an_adapter_that_is_saved_is_the_one_that_was_opened() {
                 assert!(*saved == new || bits(tensor) == bits(&after[name]), "{}: {name} has changed", case.name);
                 assert_eq!(tensor.dims(), after[name].dims(), "{}: {name}", case.name);
             }
-            // Every option that PEFT reads means the same.
+            // Every option that PEFT reads has the same meaning.
             let ours = config(saved);
             for (option, value) in &ours {
                 let same = theirs.get(option) == Some(value) || option == "base_model_name_or_path";
@@ -188,7 +189,7 @@ fn a_merged_folder_is_the_base_with_the_adapter_added() {
                 }
             }
         }
-        // The same model, without adapters.
+        // The same model without adapters.
         let folder = Folder::open(&out).unwrap();
         let options = TrainOptions {
             step: StepOptions { trainable: Trainable::All, ..trainer.options().step.clone() },
@@ -203,7 +204,8 @@ fn a_merged_folder_is_the_base_with_the_adapter_added() {
     }
 }
 
-/// Every family with adapters beside all its linear layers: what is saved is what is read, and merged it is the same model.
+/// For every model family, with adapters on all linear layers: the saved adapter is read back unchanged, and the merged
+/// model is equivalent.
 #[test]
 fn adapters_of_every_family_are_saved_read_and_merged() {
     for case in crate::case::Case::all() {
@@ -253,7 +255,7 @@ fn adapters_of_every_family_are_saved_read_and_merged() {
     }
 }
 
-/// An option that would change what is computed is refused by its name.
+/// An option that would change the computation is refused by name.
 #[test]
 fn options_that_are_not_supported_are_named() {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/lora/llama_qv/adapter");
@@ -293,7 +295,7 @@ fn options_that_are_not_supported_are_named() {
     };
     assert_eq!(scale(open("use_rslora", json!(true)).unwrap()), 4.0);
     assert_eq!(scale(open("rank_pattern", json!({})).unwrap()), 2.0);
-    // A trainer of another scale is not filled.
+    // A trainer with another scale is refused.
     let adapter = open("lora_alpha", json!(9)).unwrap();
     let case = Case::all().swap_remove(0);
     let (base, _, mut trainer) = case.trainer().unwrap();

@@ -1,6 +1,7 @@
-//! Somebody's weights: what transformers computes from a folder, and what is made of a spoiled one.
+//! Pretrained weights: compares the results of Hugging Face folders with those of transformers, and checks how damaged
+//! folders are refused.
 //!
-//! The cases are folders: those of `tests/evidence/hf`, and those of `$GAPLESS_HF` or else `../shared/hf`, where there are some.
+//! The cases are the folders of `tests/evidence/hf`, and those of `$GAPLESS_HF` or `../shared/hf`, if these exist.
 
 mod case;
 mod generation;
@@ -15,7 +16,7 @@ mod tokenizers;
 
 use std::path::{Path, PathBuf};
 
-/// Places with cases.
+/// The folders that contain cases.
 fn roots() -> Vec<PathBuf> {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf");
     let others = match std::env::var_os("GAPLESS_HF") {
@@ -25,7 +26,7 @@ fn roots() -> Vec<PathBuf> {
     [own].into_iter().chain(others).collect()
 }
 
-/// Folders in a folder, by name.
+/// The subfolders of a folder, by name.
 fn folders(path: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(path).into_iter().flatten().map(|entry| entry.unwrap().path());
     let mut found: Vec<PathBuf> = entries.filter(|path| path.is_dir()).collect();

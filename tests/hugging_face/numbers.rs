@@ -1,7 +1,7 @@
-//! Logits, losses, gradients and parameters after three steps, against transformers' in f32.
+//! Compares logits, losses, gradients, and parameters after three steps with those of transformers in f32.
 //!
-//! Tolerances are those of the cases' README: five to ten times what f32 itself is off in the worst case, and a tenth or less of
-//! what the smallest wrong option moves. A case whose own noise is larger has five times that.
+//! Tolerances are those of the cases' README: five to ten times the worst error of f32 itself, and at most a tenth of
+//! the change that the smallest wrong option causes. A case whose own noise is larger gets five times that noise.
 
 use candle_core::{DType, Tensor};
 use gapless::Trainer;
@@ -11,14 +11,15 @@ use crate::case::{Case, on_disk, unsupported};
 pub const LOGITS: f64 = 1e-5;
 pub const LOSS: f64 = 2e-5;
 pub const GRADIENT: f64 = 1e-4;
-/// Root mean square: one element with a gradient near zero may step either way in Adam.
+/// Tolerance of the root mean square. With Adam, a single element with a gradient near zero may move in either
+/// direction.
 pub const PARAMETERS: f64 = 5e-5;
 
 pub fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// The largest difference, relative to the largest element.
+/// The largest difference divided by the largest element.
 pub fn relative(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     assert!(found.iter().all(|x| x.is_finite()));
@@ -33,7 +34,7 @@ pub fn root_mean_square(found: &[f64], expected: &[f64]) -> f64 {
     (squares / found.len() as f64).sqrt()
 }
 
-/// Each row against (j + 1)/width.
+/// The dot product of each row with (j + 1)/width.
 fn row_dots(tensor: &Tensor) -> Vec<f64> {
     let width = tensor.dims()[1];
     let dot = |row: &[f64]| row.iter().enumerate().map(|(j, x)| x * (j + 1) as f64 / width as f64).sum();
@@ -44,7 +45,7 @@ fn norm(tensor: &Tensor) -> f64 {
     values(tensor).iter().map(|x| x * x).sum::<f64>().sqrt()
 }
 
-/// What a case was off by, at most.
+/// The largest errors of a case.
 #[derive(Default)]
 struct Worst {
     logits: f64,
@@ -79,7 +80,7 @@ fn what_transformers_computes() {
     }
 }
 
-/// Of a longer window, whose end no earlier position sees.
+/// Compares logits of a longer window, whose end does not affect earlier positions.
 fn logits(case: &Case) -> f64 {
     let length = case.ids()[0].len();
     let window = length + 3;
@@ -126,7 +127,7 @@ fn train(case: &Case, mut trainer: Trainer, worst: &mut Worst) {
     assert!(worst.losses <= LOSS, "{}: losses {losses:?}", case.name);
 }
 
-/// Whole tensors, rows of large ones, and the norms of all.
+/// Compares whole tensors, rows of large tensors, and the norms of all tensors.
 fn judge(
     case: &Case,
     [whole, rows, norms]: [&str; 3],
@@ -137,12 +138,12 @@ fn judge(
     let mut worst: f64 = 0.0;
     let mut judged = 0;
     for (key, expected) in &case.expected {
-        // A sum over a row may be off by more than its elements are.
+        // The sum over a row may have a larger error than its elements.
         let (off, limit) = if let Some(name) = key.strip_prefix(whole) {
             let found = found(name);
             assert_eq!(found.dims(), expected.dims(), "{}: {name}", case.name);
             match name.ends_with("c_attn.bias") {
-                // The middle third, the keys', has a gradient of zero but for noise.
+                // The middle third belongs to the keys, whose gradient is zero except for noise.
                 true => (without_keys(&found, expected, measure), limit),
                 false => (measure(&values(&found), &values(expected)), limit),
             }

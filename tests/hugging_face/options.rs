@@ -1,4 +1,4 @@
-//! Options of config.json: both styles mean the same, and what is not supported is refused by its name.
+//! Options of config.json: both styles have the same meaning, and unsupported options are refused by name.
 
 use gapless::models::hf::{Architecture, Config};
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ pub fn read(config: &Value) -> Result<Config, String> {
     Config::read(folder.path()).map_err(|error| error.to_string())
 }
 
-/// A small model with some options changed.
+/// The configuration of a small model with some options changed.
 pub fn with(model_type: &str, changes: &Value) -> Value {
     let mut config = json!({
         "model_type": model_type, "vocab_size": 10, "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2,
@@ -30,7 +30,7 @@ pub fn with(model_type: &str, changes: &Value) -> Value {
     config
 }
 
-/// What a configuration counts is what the model declares, but for a bias that is not trained.
+/// The number of parameters computed from the configuration is that of the model, without a bias that is not trained.
 #[test]
 fn parameters_are_counted() {
     for case in Case::all() {
@@ -84,7 +84,7 @@ fn what_is_not_supported_is_named() {
     check("qwen3_moe", json!({ "num_experts": 8, "num_local_experts": 4 }), &["num_local_experts"]);
     check("gpt2", json!({ "scale_attn_by_inverse_layer_idx": true }), &["scale_attn_by_inverse_layer_idx"]);
     check("gpt2", json!({ "activation_function": "relu" }), &["activation_function", "relu"]);
-    // All that is wrong, together.
+    // All faults are reported together.
     check("llama", json!({ "vocab_size": 0, "rms_norm_eps": -1, "foo": 1 }), &["vocab_size", "rms_norm_eps", "foo"]);
 }
 

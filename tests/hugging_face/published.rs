@@ -1,11 +1,11 @@
-//! Options that published config.json files have and that change nothing, and their neighbours that would.
+//! Options that occur in published config.json files without effect, and similar options that would have one.
 
 use gapless::models::hf::{Architecture, Config};
 use serde_json::{Value, json};
 
 use crate::options::{read, with};
 
-/// What `PretrainedConfig.to_dict()` of transformers 4 and before has beside a family's own options.
+/// The generic options that `PretrainedConfig.to_dict()` of transformers 4 and earlier adds to a family's own.
 const DUMP: &str = r#"{
     "_attn_implementation_autoset": true, "_commit_hash": null, "_name_or_path": "x/y", "_num_labels": 2,
     "add_cross_attention": false, "architectures": null, "bad_words_ids": null, "begin_suppress_tokens": null,
@@ -24,7 +24,7 @@ const DUMP: &str = r#"{
     "xla_device": false, "output_past": true, "gradient_checkpointing": false, "use_cache": true
 }"#;
 
-/// Families, and what is added to a small model of each.
+/// Model families, each with harmless options to add to a small model.
 fn harmless() -> Vec<(&'static str, Value)> {
     let mut all = vec![
         ("llama", json!({ "is_llama_config": true, "rope_interleaved": false, "transformers.js_config": { "a": 1 } })),
@@ -95,7 +95,7 @@ fn what_changes_nothing_is_passed_over() {
         let plain = read(&with(family, &json!({}))).unwrap();
         let found = read(&with(family, &changes)).unwrap_or_else(|error| panic!("{family}, {changes}: {error}"));
         let mut expected = plain.architecture().clone();
-        // A negative token counts from the end; a scaling by 1 scales nothing, but is one.
+        // A negative token id counts from the end. A scaling by 1 scales nothing, but is stored as a scaling.
         if let (Architecture::Llama(expected), Architecture::Llama(found)) = (&mut expected, found.architecture()) {
             expected.padding = found.padding;
             if changes["rope_scaling"].is_object() {
@@ -142,7 +142,7 @@ fn what_would_change_something_is_refused() {
     }
 }
 
-/// The window, and the layers without it, of four layers.
+/// The size of the window and the layers without one, for models of four layers.
 #[test]
 fn windows_are_those_of_transformers() {
     let [full, sliding] = ["full_attention", "sliding_attention"];
@@ -193,7 +193,7 @@ fn windows_are_those_of_transformers() {
     }
 }
 
-/// Files that were published. Those beside the project are read where they are there.
+/// Published files can be read. Those next to the repository are read if they exist.
 #[test]
 fn published_files_are_read() {
     let Some(folder) = gapless_testing::shared("cases/configs").filter(|folder| folder.is_dir()) else {

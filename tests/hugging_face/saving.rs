@@ -1,4 +1,4 @@
-//! What is loaded and saved again has the bits that it had, file by file.
+//! Folders that are loaded and saved again keep their bits, file by file.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,7 +9,7 @@ use gapless::models::hf::{Folder, HfError};
 
 use crate::case::{Case, on_disk};
 
-/// Tensors of all files of a folder, with the file of each.
+/// The tensors of all files of a folder, with the file of each.
 fn tensors(folder: &Path) -> BTreeMap<String, (String, Tensor)> {
     let mut all = BTreeMap::new();
     for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
@@ -29,7 +29,7 @@ pub fn bits(tensor: &Tensor) -> (candle_core::DType, Vec<usize>, Vec<u64>) {
     (tensor.dtype(), tensor.dims().to_vec(), bits)
 }
 
-/// Cases that are supported.
+/// The supported cases.
 fn supported() -> Vec<Case> {
     Case::all().into_iter().filter(|case| case.trainer(4).is_ok()).collect()
 }
@@ -47,7 +47,7 @@ fn a_round_trip_keeps_all_bits() {
             assert_eq!(*file, after[name].0, "{}: {name}", case.name);
             assert!(bits(tensor) == bits(&after[name].1), "{}: {name} has changed", case.name);
         }
-        // Every other file is as it was, but for the index, whose total is counted anew.
+        // All other files are unchanged, except for the index, whose total size is recomputed.
         for entry in std::fs::read_dir(&case.checkpoint).unwrap().map(Result::unwrap) {
             let name = entry.file_name().into_string().unwrap();
             if !name.contains("safetensors") {
@@ -77,7 +77,7 @@ fn shards_of_a_given_size_hold_the_same() {
                 of_file.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).collect();
             assert!(sizes.len() == 1 || sizes.iter().sum::<usize>() <= most as usize, "{}: {file}", case.name);
         }
-        // What was saved is what the trainer has, in the stored type; and loading it again gives just that.
+        // The saved tensors are those of the trainer in the stored type, and loading them gives the same values again.
         let is_ours = |name: &str, tensor: &Tensor| {
             let is_mask = name.ends_with(".attn.bias") && tensor.rank() == 4;
             !is_mask && !["experts.gate_up_proj", "experts.down_proj"].iter().any(|fused| name.ends_with(fused))
@@ -92,7 +92,7 @@ fn shards_of_a_given_size_hold_the_same() {
         let before: Vec<Tensor> = names.iter().map(|name| trained(&trainer, name)).collect();
         Folder::open(&out).unwrap().load(&mut trainer).unwrap();
         for (name, before) in names.iter().zip(before) {
-            // DeepSeek's bias stays f32 in files of bf16.
+            // DeepSeek's bias stays f32 in bf16 files.
             let stored = saved.get(name).map_or(stored, |(_, tensor)| tensor.dtype());
             let rounded = before.to_dtype(stored).unwrap().to_dtype(before.dtype()).unwrap();
             assert!(bits(&rounded) == bits(&trained(&trainer, name)), "{}: {name} after loading", case.name);

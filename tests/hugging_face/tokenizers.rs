@@ -1,4 +1,4 @@
-//! Tokenizers and chat templates, against those of transformers.
+//! Compares tokenizers and chat templates with those of transformers.
 
 use std::fmt::Write;
 
@@ -35,7 +35,7 @@ fn check_text(tokenizer: &Tokenizer, case: &Value) {
     assert_eq!(tokenizer.decode(&with_special, true).unwrap(), case["decoded"].as_str().unwrap(), "{text:?}");
     let plain = case["decoded_skip_special"].as_str().unwrap();
     assert_eq!(tokenizer.decode(&with_special, false).unwrap(), plain, "{text:?}");
-    // Token by token it is the same text, from wherever it goes on.
+    // Decoding token by token gives the same text, wherever it starts.
     for cut in 0..with_special.len().min(40) {
         let (prompt, rest) = with_special.split_at(cut);
         let begun = tokenizer.decode(prompt, false).unwrap();
@@ -63,7 +63,7 @@ fn check_chat(tokenizer: &Tokenizer, case: &Value) {
     check_answers(tokenizer, case, messages, &text);
 }
 
-/// Every token that has to count counts, and none that may not.
+/// Checks that exactly the tokens of the answers count.
 fn check_answers(tokenizer: &Tokenizer, case: &Value, messages: &[Value], text: &str) {
     let answers = tokenizer.chat_template().unwrap().answers(messages);
     if case["assistant_spans_chars"].is_null() {

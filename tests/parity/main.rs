@@ -1,8 +1,9 @@
-//! The engine against candle's autograd: the same weights, the same batch, in every model.
+//! Compares the engine with candle's autograd, for every model with the same weights and the same batch.
 //!
-//! The twin computes in f64, so that what is judged is our rounding alone. A gradient here is a sum of some 10² to 10⁴
-//! products of numbers that went through 2 to 3 blocks in f32 (ε = 6e-8): errors of a few ε each that add up like a random
-//! walk leave about 1e-6 of the norm. 1e-5 of it is the goal for every parameter, and any wrong term is orders above that.
+//! The reference computes in f64, so only our rounding is measured. A gradient is a sum of 10² to 10⁴ products of
+//! values that went through 2 to 3 blocks in f32 (ε = 6e-8). Errors of a few ε each add up like a random walk to about
+//! 1e-6 of the norm. The goal is 1e-5 of the norm for every parameter; a wrong term would cause an error orders of
+//! magnitude larger.
 
 #[path = "../candle/mod.rs"]
 mod candle;
@@ -31,7 +32,7 @@ enum Config {
     Moe(Box<MoeConfig>),
 }
 
-/// A model, and the tokens per sequence to train it on.
+/// Models, each with the number of tokens per sequence for its training.
 fn models() -> Vec<(Config, usize)> {
     let gpt = |vocabulary, sequence, layers, heads, width| {
         Config::Gpt(GptConfig { vocabulary, sequence, layers, heads, width, dropout: 0.0, ..GptConfig::default() })
@@ -68,9 +69,9 @@ impl Config {
             Self::Gpt(config) => Trainer::new(|vb| Gpt::new(config, vb), options)?,
             Self::Llama(config) => Trainer::new(|vb| Llama::new(config, vb), options)?,
             Self::Moe(config) => {
-                // A seed with which no choice is near another.
+                // With this seed, no choice of a router is close to another.
                 let mut trainer = Trainer::new(|vb| Moe::new(config, vb), TrainOptions { seed: 4, ..options })?;
-                // Routers that hardly prefer anything would choose by rounding.
+                // With almost equal scores, rounding would decide the routers' choices.
                 for gate in gates(&trainer) {
                     let name = format!("{gate}.weight");
                     let decided = trainer.tensor(&name)?.affine(10.0, 0.0)?;
@@ -81,7 +82,7 @@ impl Config {
         })
     }
 
-    /// The twin of a trainer as it is now.
+    /// The reference implementation with the trainer's current parameters.
     fn twin(&self, trainer: &Trainer) -> Result<Twin> {
         let variables = variables_of(trainer, DType::F64)?;
         Ok(match self {
@@ -106,7 +107,7 @@ impl Config {
         }
     }
 
-    /// Ids without a pattern, other ones for each step.
+    /// Ids without a pattern, different for each step.
     fn batch(&self, sequence: usize, step: u32) -> (Vec<u32>, Vec<u32>) {
         let id = |i: u32| (i.wrapping_mul(2_654_435_761) >> 12) % self.vocabulary() as u32;
         let count = (BATCH * sequence) as u32;
@@ -116,7 +117,7 @@ impl Config {
 }
 
 fn options(sequence: usize, micro_batches: usize) -> TrainOptions {
-    // Poisoned: a plan that hands out bytes too early would show as NaN.
+    // Dead memory is filled with NaN, so that a plan that reuses bytes too early is detected.
     let mut options = TrainOptions {
         step: StepOptions { batch: BATCH, sequence, micro_batches, ..StepOptions::default() },
         poison: true,
@@ -134,7 +135,7 @@ fn gradients_of_every_parameter_are_those_of_candle() -> Result {
     for (config, sequence) in models() {
         for micro_batches in [1, 3] {
             let mut trainer = config.trainer(options(sequence, micro_batches))?;
-            // At step 0 biases are zero and scales one, which would hide a lot; at step 3 nothing is.
+            // At step 0, biases are zero and scales are one, which could hide errors; at step 3 all values are general.
             for step in 0..4 {
                 let twin = config.twin(&trainer)?;
                 let (tokens, targets) = config.batch(sequence, step);
@@ -175,11 +176,11 @@ fn logits_are_those_of_candle() -> Result {
     Ok(())
 }
 
-/// Whole steps: candle-nn's AdamW on candle's own gradients, clipped by a few lines here.
+/// Compares whole steps: candle-nn's AdamW with candle's gradients, clipped by a few lines here.
 ///
-/// Adam divides a gradient by its own size: with its usual ε of 1e-8, rounding noise in place of a gradient that is zero
-/// (the bias of attention's keys) becomes whole steps, and so do the few elements that happen to be near zero. So it is
-/// judged loosely with that ε, and as strictly as the gradients with one that is larger than the noise.
+/// Adam divides a gradient by its own magnitude. With the usual ε of 1e-8, rounding noise in a gradient that is zero
+/// (of the bias of attention's keys) turns into full steps, and so do the few elements that happen to be near zero. So
+/// the comparison is loose with that ε, and as strict as that of gradients with an ε above the noise.
 #[test]
 fn training_steps_are_those_of_candle() -> Result {
     const STEPS: u32 = 5;
@@ -223,8 +224,8 @@ fn training_steps_are_those_of_candle() -> Result {
             }
             let start: std::collections::HashMap<_, _> = start.into_iter().collect();
             for (name, expected) in twin.variables() {
-                // What is compared is how far a parameter went: its start is the same on both sides. Each of our steps
-                // rounds it to f32.
+                // The distance that a parameter has moved is compared, since both sides start at the same value. Each
+                // of our steps rounds it to f32.
                 let rounding = f64::from(STEPS) * f64::from(f32::EPSILON) / 2.0 * norm(&expected)?;
                 let expected = (expected.as_tensor() - start[&name].as_tensor())?;
                 let change = (trainer.tensor(&name)?.to_dtype(DType::F64)? - start[&name].as_tensor())?;
@@ -237,7 +238,7 @@ fn training_steps_are_those_of_candle() -> Result {
     Ok(())
 }
 
-/// One for matrices, and one without decay for vectors, as ours does it.
+/// Two optimizers, as in our rule: one for matrices, and one without weight decay for vectors.
 fn optimizers(twin: &Twin, rule: Rule, lr: f64) -> Result<[AdamW; 2]> {
     let (matrices, vectors): (Vec<_>, Vec<_>) =
         twin.variables().into_iter().map(|(_, variable)| variable).partition(|variable| variable.rank() >= 2);
@@ -247,7 +248,7 @@ fn optimizers(twin: &Twin, rule: Rule, lr: f64) -> Result<[AdamW; 2]> {
     Ok([AdamW::new(matrices, decayed)?, AdamW::new(vectors, plain)?])
 }
 
-/// Scales all gradients to a global norm, if theirs is larger.
+/// Scales all gradients down to a global norm, if theirs is larger.
 fn clip(twin: &Twin, gradients: &mut candle_core::backprop::GradStore, max_norm: f64) -> Result {
     let mut variables = twin.variables();
     variables.retain(|(name, _)| !name.ends_with(LOAD_BIAS));

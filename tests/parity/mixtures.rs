@@ -1,4 +1,4 @@
-//! Layers of experts: every way of routing, and inputs that push it to its ends.
+//! Layers of experts: every kind of routing, with inputs that drive it to its extremes.
 
 use candle_core::{Device, Tensor};
 use gapless::Trainer;
@@ -11,7 +11,7 @@ use crate::candle::{Choice, Twin, ids};
 use crate::verdict::Verdict;
 use crate::{BATCH, Config, Result, options};
 
-/// Every way of routing, with losses that are large enough to be seen in the gradients.
+/// Every kind of routing, with auxiliary losses large enough to affect the gradients.
 pub fn all() -> Vec<MoeConfig> {
     let small = |style| {
         let MoeConfig { llama, router, .. } = MoeConfig::small(style, 61);
@@ -47,7 +47,7 @@ pub fn all() -> Vec<MoeConfig> {
     ]
 }
 
-/// The layers that choose.
+/// The layers that have a router.
 pub fn gates(trainer: &Trainer) -> Vec<String> {
     trainer
         .parameter_names()
@@ -56,11 +56,11 @@ pub fn gates(trainer: &Trainer) -> Vec<String> {
         .collect()
 }
 
-/// A router's bias: the loss has no gradient by it, and what stands in its place is the load.
+/// A router's load bias. The loss has no gradient with respect to it; the load is stored in its place.
 pub const LOAD_BIAS: &str = ".e_score_correction_bias";
 
-/// Whether the engine chose in f32 what its twin did in f64: a choice is not continuous, so nothing else can be compared
-/// before.
+/// Checks that the engine made the same choices in f32 as the reference in f64. Choices are not continuous, so nothing
+/// else can be compared otherwise.
 pub fn expect_choices(twin: &Twin, trainer: &Trainer, tokens: &Tensor, place: &str) -> Result<Vec<(String, Choice)>> {
     let choices = decided_choices(twin, tokens, place)?;
     for (gate, choice) in &choices {
@@ -81,7 +81,7 @@ pub fn expect_choices(twin: &Twin, trainer: &Trainer, tokens: &Tensor, place: &s
     Ok(choices)
 }
 
-/// What a twin chooses. Scores come with relative errors of some 1e-7, so no choice may be as near as that.
+/// The choices of the reference. Scores have relative errors of about 1e-7, so no choice may have a smaller margin.
 pub fn decided_choices(twin: &Twin, tokens: &Tensor, place: &str) -> Result<Vec<(String, Choice)>> {
     let choices = twin.choices(tokens)?;
     for (gate, Choice { margin, .. }) in &choices {
@@ -90,7 +90,7 @@ pub fn decided_choices(twin: &Twin, tokens: &Tensor, place: &str) -> Result<Vec<
     Ok(choices)
 }
 
-/// Moves the biases of routers (Wang et al., arXiv 2408.15664, algorithm 1).
+/// Updates the routers' biases (Wang et al., arXiv 2408.15664, algorithm 1).
 pub fn balance(twin: &Twin, choices: &[(String, Choice)], rate: f64) -> Result {
     for (name, variable) in twin.variables() {
         let Some(gate) = name.strip_suffix(LOAD_BIAS) else { continue };
@@ -103,16 +103,16 @@ pub fn balance(twin: &Twin, choices: &[(String, Choice)], rate: f64) -> Result {
     Ok(())
 }
 
-/// What is done to the routers of a model before a step.
+/// A change to the routers of a model before a step.
 #[derive(Debug, Clone, Copy)]
 enum Push {
-    /// Every token prefers one expert to all others.
+    /// Every token prefers the same expert.
     ToOne,
-    /// No token wants one expert.
+    /// No token chooses one of the experts.
     FromOne,
-    /// What was preferred is avoided, and the other way round, with every step.
+    /// The preferred experts become the avoided ones, and vice versa, with every step.
     Oscillate,
-    /// All experts are worth the same to all tokens: the order decides.
+    /// All scores are equal, so the order decides.
     Nowhere,
 }
 
@@ -129,7 +129,7 @@ impl Push {
             every.for_each(|(i, j, x)| *x = change(i, j, *x));
             Ok(trainer.set_tensor(name, &Tensor::new(rows, &Device::Cpu)?)?)
         };
-        // Something that all tokens have in common, for routers to go by.
+        // Gives all tokens a common component, on which routers can act.
         change(trainer, "model.embed_tokens.weight", &|_, j, x| if j == 0 { 0.2 } else { x })?;
         let towards = |push: f32| {
             move |i: usize, j: usize, x: f32| match (i, j) {
@@ -150,7 +150,7 @@ impl Push {
         Ok(())
     }
 
-    /// Whether the routing is what the push is for.
+    /// Checks that the routing is the intended one.
     fn expect(self, config: &RouterConfig, choice: &Choice, tokens: usize, place: &str) {
         let all = (BATCH * tokens) as f64;
         let taken = config.capacity.map_or(usize::MAX, |capacity| {

@@ -1,4 +1,4 @@
-//! What a step is held against.
+//! Comparison of a step with its reference.
 
 use candle_core::{DType, Device, Tensor};
 use gapless::{StepReport, Trainer};
@@ -18,7 +18,7 @@ pub fn norm(x: &Tensor) -> Result<f64> {
     Ok(x.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt())
 }
 
-/// Collects what is off, so that one run shows all of it.
+/// Collects all deviations, so that one run shows them together.
 #[derive(Default)]
 pub struct Verdict {
     violations: Vec<String>,
@@ -34,7 +34,7 @@ impl Verdict {
         }
     }
 
-    /// Holds the loss, the gradients and their norm of a step against those of the twin of the trainer before it.
+    /// Compares the loss, the gradients and their norm with those of the reference before the step.
     pub fn expect_step(
         &mut self,
         trainer: &Trainer,

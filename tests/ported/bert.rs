@@ -1,4 +1,4 @@
-// An encoder as BERT's: three embeddings, every token sees every other that is no padding, a head over the vocabulary.
+// An encoder like BERT: three embeddings, attention to all tokens except padding, and a head over the vocabulary.
 
 #[derive(Debug, Clone)]
 pub struct Config {

@@ -1,7 +1,8 @@
-//! Models in candle-transformers' style, ported by changing imports: each source here is compiled twice, over candle's tensors and
-//! over gapless's, and must give the same logits, losses and gradients from the same weights. candle computes in f64.
+//! Models in candle-transformers' style that are ported by changing imports. Each source here is compiled twice, with
+//! candle's tensors and with gapless's, and must give the same logits, losses and gradients from the same weights.
+//! candle computes in f64.
 //!
-//! Norms on candle's side are its differentiable forms: its fused ones have no backward.
+//! On candle's side, norms use its differentiable forms, because its fused ones have no backward.
 
 use candle_core::{DType, Device, Var};
 use candle_nn::VarMap;
@@ -93,17 +94,18 @@ mod on_gapless {
     }
 }
 
-/// Sums of some thousand f32 products leave about 1e-6 of a tensor's norm; any wrong term is orders above this.
+/// Sums of some thousand f32 products have errors of about 1e-6 of a tensor's norm; a wrong term causes errors orders
+/// of magnitude larger.
 const TOLERANCE: f64 = 1e-5;
 
-/// The gradient of a bias of keys cancels to nothing but rounding under a softmax over keys: it is held against this, a tenth and less
-/// of the norms of other gradients.
+/// The gradient of a keys' bias cancels under the softmax, except for rounding. So it is compared with this value,
+/// which is at most a tenth of the norms of other gradients.
 const LEAST: f64 = 1e-3;
 
 /// Sequences per step.
 const BATCH: usize = 3;
 
-/// What a model makes of ids [batch, tokens]: logits for every token, or for the whole sequence.
+/// A model's function of ids [batch, tokens], which returns logits per token or per sequence.
 struct Ported<F> {
     forward: F,
     by_sequence: bool,
@@ -133,7 +135,7 @@ fn distance(got: &candle_core::Tensor, expected: &candle_core::Tensor) -> Checke
     Ok(difference / norm(expected)?.max(LEAST))
 }
 
-/// Trains a model for two steps, and holds logits, loss and gradients of the next against candle's.
+/// Trains a model for two steps, and compares logits, loss and gradients of the next step with candle's.
 fn compare<M, F: Fn(&candle_core::Tensor) -> candle_core::Result<candle_core::Tensor>>(
     sequence: usize,
     ids_below: u32,

@@ -1,4 +1,5 @@
-// A vision transformer: patches by a convolution, a class token, a head over labels. A pixel is a token: its brightness.
+// A vision transformer: patches by a convolution, a class token, and a head over labels. Each token is a pixel's
+// brightness.
 
 #[derive(Debug, Clone)]
 pub struct Config {

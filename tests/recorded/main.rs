@@ -1,8 +1,9 @@
-//! What is promised to stay: the same plan hash, arena bytes, loss bits and norm bits as were recorded in `steps.txt`.
+//! Results that must not change: the plan hash, arena bytes, loss bits and norm bits that are recorded in `steps.txt`.
 //!
-//! Covers the default run of `train_gpt`, the presets of the command line, every schedule on four ranks, mixtures of experts
-//! and byte budgets. A change of the planner may change hashes and lower heights; nothing may change bits.
-//! `GAPLESS_RECORD=1 cargo test --test recorded` writes the file anew: read its difference before you commit it.
+//! The records cover the default run of `train_gpt`, the presets of the command line, every schedule on four ranks,
+//! mixtures of experts and byte budgets. A change of the planner may change hashes and lower heights; no change may
+//! alter bits. `GAPLESS_RECORD=1 cargo test --test recorded` rewrites the file; review the difference before you commit
+//! it.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -18,7 +19,7 @@ use gapless::{
     DeviceChoice, MemoryOptions, Mesh, Model, Pipeline, Precision, Report, StepOptions, TrainOptions, Trainer,
 };
 
-/// As the other tests' run, with enough work for the planner that heights say how good it is.
+/// The run of the other tests, with enough planning work that heights show the planner's quality.
 fn run() -> Run {
     Run {
         kind: Kind::Gpt,
@@ -36,7 +37,8 @@ fn options() -> TrainOptions {
     run().options
 }
 
-/// Rows of one kind: their name, then the arena's bytes, the hash of its plan, and bits of losses and norms.
+/// Compares the rows of one kind with the record. A row has a name, arena bytes, plan hash, and the bits of losses and
+/// norms.
 fn expect(kind: &str, rows: &str) {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/recorded/steps.txt");
     let recorded = std::fs::read_to_string(path).unwrap_or_default();
@@ -60,7 +62,7 @@ fn planned(rows: &mut String, name: &str, executable: &Executable) {
     writeln!(rows, "{name} {} {}", executable.arena_bytes(), executable.plan_hash()).unwrap();
 }
 
-/// The arena of a run and what its first steps give.
+/// Appends the row of a run: its arena, and the results of its first steps.
 fn stepped(rows: &mut String, name: &str, report: &Report, outcome: &common::Outcome) {
     let bits = |bits: &[u32]| bits.iter().map(|bits| format!("{bits:08x}")).collect::<Vec<_>>().join(",");
     let (losses, norms) = (bits(&outcome.losses), bits(&outcome.gradient_norms));
@@ -113,7 +115,7 @@ fn default_run() {
     expect("default", &rows);
 }
 
-/// Steps of every rank of a mesh.
+/// Appends the rows of every rank of a mesh.
 fn on_ranks(rows: &mut String, name: &str, run: &Run) {
     let ranks = run.on_ranks(|mut trainer| {
         let outcome = run.go_on(&mut trainer, 2);

@@ -1,11 +1,11 @@
-//! Which checkpoints a run leaves and when it ends, and what may go on from them.
+//! The checkpoints that a run keeps, the end of a run, and what may be resumed from its checkpoints.
 
 use gapless::Checkpoint;
 use gapless::run::{Console, Ended, RunConfig, RunError, Start, TrainedRun, train};
 
 use crate::{Place, TINY, losses, rows};
 
-/// A run that is gone on with differently: some keys may change, others not, and then nothing is touched.
+/// A resumed run may change some keys. If others are changed, it is refused and nothing is written.
 #[test]
 fn what_has_been_done_cannot_change() {
     let place = Place::new();
@@ -32,7 +32,7 @@ fn what_has_been_done_cannot_change() {
     assert!(error.contains("data_hash was"), "{error}");
 }
 
-/// From a checkpoint of another run, in a folder of its own: as that run went on, or otherwise.
+/// A fork continues from another run's checkpoint in its own folder, with the same or with another configuration.
 #[test]
 fn a_fork_goes_on_from_another_run() {
     let place = Place::new();
@@ -56,7 +56,8 @@ fn a_fork_goes_on_from_another_run() {
     assert!(!out("none").exists());
 }
 
-/// A fork into the folder that its checkpoint is in is a new run: what the earlier one left is a run of its own.
+/// A fork into the folder of its own checkpoint is a new run; the earlier run's files become a run's folder of their
+/// own.
 #[test]
 fn a_fork_into_its_own_folder_sets_the_earlier_run_aside() {
     let place = Place::new();
@@ -87,7 +88,7 @@ fn a_fork_into_its_own_folder_sets_the_earlier_run_aside() {
     assert_eq!(steps(&out), [7, 6]);
 }
 
-/// When a run ends before its last step, and which checkpoints are left, by what the rows say of it.
+/// Checks when a run ends before its last step, and which checkpoints are kept, against the rows of its metrics.
 #[test]
 fn evaluations_and_time_end_a_run_and_choose_its_checkpoints() {
     let place = Place::new();
@@ -100,7 +101,7 @@ fn evaluations_and_time_end_a_run_and_choose_its_checkpoints() {
         let saved = Checkpoint::list(&out.join("checkpoints")).unwrap();
         (summary, saved.iter().rev().map(|saved| saved.step).collect::<Vec<_>>())
     };
-    // It learns at first, and then takes steps that are too long.
+    // The run learns at first, and then diverges because its steps are too large.
     let unstable =
         ["steps=40", "learning_rate.peak=0.3", "learning_rate.shape=constant", "learning_rate.warmup_steps=10"];
     let keep = ["checkpoints.keep_last=1", "checkpoints.keep_best=1"];
@@ -112,7 +113,7 @@ fn evaluations_and_time_end_a_run_and_choose_its_checkpoints() {
     assert!(best < 40, "the last is the best: the test shows nothing");
     assert_eq!(saved, [best, 40]);
 
-    // Three evaluations later than the best, and not a step more when it is resumed.
+    // The run ends three evaluations after the best one, and does no further step when it is resumed.
     let patient = [&unstable[..], &["evaluation.patience=3"]].concat();
     let (summary, _) = go("patient", &patient);
     assert_eq!((summary.steps, summary.ended), (best + 3 * 2, Ended::NoImprovement));

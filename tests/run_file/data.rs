@@ -1,11 +1,12 @@
-//! What a run learns from: answers to prompts, documents that do not see each other, and mixtures.
+//! Training data: answers to prompts, isolated documents, and mixtures of sources.
 
 use gapless::run::{Console, RateConfig, RateShape, RunConfig, Start, train};
 use gapless::{DataOptions, Dataset, Source, VocabularyChoice};
 
 use crate::{Place, TINY, losses};
 
-/// Answers to prompts, and documents that do not see each other: they are learned, a file's run is the library's, and it resumes.
+/// Answers to prompts and isolated documents are learned. A run from a file gives the same results as the library, and
+/// can be resumed.
 #[test]
 fn answers_and_isolated_documents_are_learned() {
     let place = Place::new();
@@ -30,7 +31,7 @@ fn answers_and_isolated_documents_are_learned() {
         let (first, last) = (f32::from_bits(rows[0].1), whole.final_loss.unwrap());
         assert!(last < 0.6 * first, "{to}: {first} became {last}");
         assert!(whole.val_loss.is_some_and(|loss| loss < 0.7 * first), "{to}: {whole:?}");
-        // The same in two halves.
+        // The same run in two halves.
         let cut = place.path().join("cut");
         let half = RunConfig { steps: 30, ..config.clone() };
         let constant = |config: &RunConfig| RunConfig {
@@ -46,8 +47,8 @@ fn answers_and_isolated_documents_are_learned() {
     }
 }
 
-/// Sources of a mixture have the windows that their weights say, with one vocabulary that is trained on all of them, and a run goes on in
-/// the same windows.
+/// Each source of a mixture has the share of windows that its weight states. All share one vocabulary, which is trained
+/// on all of them. A resumed run continues with the same windows.
 #[test]
 fn sources_are_mixed_by_weight() {
     let place = Place::new();
@@ -78,7 +79,8 @@ fn sources_are_mixed_by_weight() {
     assert_eq!(rows("whole")[..2], rows("parts")[..2]);
 }
 
-/// Ids need no tokenizer, and may be few; ids that a folder's model does not know are refused before anything is written.
+/// Ids need no tokenizer, and their vocabulary may be small. Ids outside of a model folder's vocabulary are refused
+/// before anything is written.
 #[test]
 fn ids_are_trained_on_as_the_model_knows_them() {
     let place = Place::new();
@@ -99,7 +101,7 @@ fn ids_are_trained_on_as_the_model_knows_them() {
     go(&few, "few").unwrap();
     assert!(go(&silent.replace("= 256", "= 65"), "text").unwrap_err().contains("do not even hold the bytes"));
 
-    // A model's folder without a tokenizer.
+    // A model folder without a tokenizer.
     let base =
         std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
     assert!(!base.join("tokenizer.json").exists());
@@ -113,7 +115,7 @@ fn ids_are_trained_on_as_the_model_knows_them() {
     assert_eq!(opened.vocabulary.size(), known);
     assert!(go(&folder, "text").unwrap_err().contains("there is no tokenizer"));
     assert!(go(&folder.replace("text.txt", "many.bin"), "many").unwrap_err().contains("is outside the vocabulary of"));
-    // A tokenizer of more tokens than the model knows, where the data has one of them.
+    // A tokenizer with more tokens than the model has, and data that contains one of these.
     let larger = VocabularyChoice::Bpe { size: 700 };
     let text: String = (0..800).map(|i| format!("{} and {}\n", i * i, (i * 7919) % 1000)).collect();
     std::fs::write(place.path().join("numbers.txt"), text).unwrap();
@@ -126,7 +128,7 @@ fn ids_are_trained_on_as_the_model_knows_them() {
     assert!(!place.path().join("larger/run.toml").exists() && !place.path().join("many").exists());
 }
 
-/// The table in docs/runs.md of what options make of a text.
+/// Checks the table in docs/runs.md of the ids for a text under several options.
 #[test]
 fn the_ids_in_the_docs_are_those_of_the_options() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -152,7 +154,7 @@ fn the_ids_in_the_docs_are_those_of_the_options() {
     }
 }
 
-/// `eval` reads what `train` reads: the documents of lines and folders, not their braces, and ids of their own width.
+/// `eval` reads data as `train` does: documents of .jsonl lines and folders, and ids of the given width.
 #[test]
 fn data_is_measured_as_it_is_trained_on() {
     let place = Place::new();
@@ -178,13 +180,13 @@ fn data_is_measured_as_it_is_trained_on() {
     for same in ["b.txt", "c.NDJSON"] {
         assert_eq!(eval(same, &[]).unwrap(), expected, "{same}");
     }
-    // Three documents, each with its end.
+    // Three documents, each followed by an end token.
     assert_eq!(eval("texts", &[]).unwrap()["windows"], (3 * (text.len() + 1) - 1) / 16);
     assert!(eval("wide.bin", &[]).unwrap_err().contains("--token-width"));
     assert_eq!(eval("wide.bin", &["--token-width", "u32"]).unwrap()["windows"], 399 / 16);
 }
 
-/// The last answer of a conversation alone, and those of weight 0, as a run's file asks for them.
+/// Only the last answer of a conversation counts, and answers of weight 0 don't, if the run file says so.
 #[test]
 fn conversations_count_the_answers_that_are_asked_for() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));

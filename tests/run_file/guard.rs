@@ -1,4 +1,4 @@
-//! Steps far above the others: they are left out, and too many of them end a run or take it back.
+//! Loss spikes: outlying steps are skipped, and too many of them end the run or take it back to a checkpoint.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use gapless::run::{Console, RunConfig, RunError, Start, Summary, train};
 
 use crate::{Place, TINY, losses, rows};
 
-/// Groups, averages, cut gradients, terms of the loss and a guard.
+/// Groups, averages, clamped gradients, loss terms and a guard.
 const GUARDED: &str = r#"
 [loss]
 label_smoothing = 0.1
@@ -33,7 +33,7 @@ learning_rate = 0.3
 
 [sample]"#;
 
-/// A run that learns at first, and then takes steps that are too long.
+/// A run that learns at first, and then diverges because its steps are too large.
 fn unstable(place: &Place, last: &str) -> RunConfig {
     let assignments = [
         "steps=30",
@@ -50,7 +50,7 @@ fn run(config: &RunConfig, out: &Path, start: Start) -> Result<Summary, RunError
     train(config, out, &start, &mut Console::default(), |_| {})
 }
 
-/// Resumed, the same steps are left out, to the same bits.
+/// A resumed run skips the same steps and gives the same bits.
 #[test]
 fn steps_far_above_the_others_are_left_out() {
     let place = Place::new();
@@ -67,7 +67,7 @@ fn steps_far_above_the_others_are_left_out() {
     assert!(skipped(&whole).len() > 2, "{:?}", rows(&whole));
     assert_eq!(skipped(&whole), skipped(&parts));
     assert_eq!(losses(&whole), losses(&parts));
-    // The averages are another model than the weights.
+    // The averaged weights are different from the weights.
     let sampled = |more: &[&str]| {
         let asked = [&["sample", "whole", "--prompt", "to", "--tokens", "20", "--temperature", "0"], more].concat();
         let output = place.gapless(&asked);
@@ -83,8 +83,8 @@ fn steps_far_above_the_others_are_left_out() {
     );
 }
 
-/// Too many in a row end a run; or they take it back to the checkpoint from before them, and on with other data, twice. Gone on with,
-/// it goes the same way again.
+/// Too many skipped steps in a row end the run, or take it back to an earlier checkpoint and on with other data, up to
+/// twice. A resumed run takes the same course.
 #[test]
 fn too_many_of_them_end_a_run_or_take_it_back() {
     let place = Place::new();

@@ -1,4 +1,4 @@
-//! Limits of the system, and a folder that goes away: each is told, and the exit code is 1.
+//! Limits of the system, and a run's folder that disappears: each is reported, and the exit code is 1.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 use crate::{Place, TINY};
 
-/// The command in a shell that has set limits; stacks of so many bytes make threads rare under a limit of memory.
+/// Runs the command in a shell with limits. Large thread stacks make threads scarce under a memory limit.
 fn limited(place: &Place, limits: &str, stack: u64, arguments: &[&str]) -> Output {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("{limits} exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_gapless")]).args(arguments);
@@ -16,7 +16,7 @@ fn limited(place: &Place, limits: &str, stack: u64, arguments: &[&str]) -> Outpu
 
 const MIB: u64 = 1 << 20;
 
-/// Eight threads have room, and what they do.
+/// A memory limit and a stack size that leave room for about eight threads and their work.
 const FEW_THREADS: (&str, u64) = ("ulimit -v 9175040;", 1024 * MIB);
 
 #[test]
@@ -83,7 +83,7 @@ fn a_trace_that_cannot_be_written_is_told() {
     assert_eq!(spans.iter().filter(|span| span["name"] == "save").count(), 2);
 }
 
-/// Deleted, moved, or with another folder in its place.
+/// The folder is deleted, moved, or replaced by another folder.
 #[test]
 fn a_folder_that_goes_away_ends_its_run() {
     let place = Place::new();

@@ -1,4 +1,5 @@
-//! Runs that are files: what is refused, what a run's folder holds, and that a file's run is the library's.
+//! Run files: what is refused, what a run's folder contains, and that a run from a file gives the same results as the
+//! library.
 
 mod checkpoints;
 mod data;
@@ -20,7 +21,7 @@ use gapless::run::{Console, ModelConfig, RunConfig, Start, train};
 use gapless::{DataOptions, Dataset, Source, Trainer, VocabularyChoice};
 use serde_json::Value;
 
-/// A tiny run on bytes; the folder is where its text is.
+/// A tiny run on bytes. Its text is in the test's folder.
 const TINY: &str = r#"threads = 1
 steps = 4
 seed = 3
@@ -74,7 +75,7 @@ impl Place {
         self.folder.path()
     }
 
-    /// A file of a run, by its text.
+    /// Writes a run file with this text.
     fn file(&self, text: &str) -> PathBuf {
         let path = self.path().join("run.toml");
         std::fs::write(&path, text.replace("DIR", &self.path().display().to_string())).unwrap();
@@ -92,13 +93,13 @@ fn rows(metrics: &Path) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Each step with the bits of its loss.
+/// The bits of each step's loss.
 fn losses(metrics: &Path) -> Vec<(u64, u32)> {
     let loss = |row: Value| Some((row["step"].as_u64()?, (row.get("loss")?.as_f64()? as f32).to_bits()));
     rows(metrics).into_iter().filter_map(loss).collect()
 }
 
-/// A tokenizer of as many tokens as the model in the repository knows.
+/// A tokenizer with as many tokens as the vocabulary of the model in the repository.
 fn tokenizer(place: &Place) -> PathBuf {
     let vocabulary = VocabularyChoice::Bpe { size: 300 };
     let options = DataOptions { vocabulary, cache: place.path().join("bpe"), ..DataOptions::default() };
@@ -106,7 +107,7 @@ fn tokenizer(place: &Place) -> PathBuf {
     prepared.folder().unwrap().join("tokenizer.json")
 }
 
-/// By file, broken off and resumed, and by the library alone: the same bits.
+/// A run from a file, the same run interrupted and resumed, and the same run with the library alone give the same bits.
 #[test]
 fn a_file_is_a_run_of_the_library() {
     let place = Place::new();
@@ -117,7 +118,7 @@ fn a_file_is_a_run_of_the_library() {
     let expected = losses(&place.path().join("whole/metrics.jsonl"));
     assert_eq!(expected.len(), 4);
 
-    // The same, with what the library has.
+    // The same run with the library alone.
     let dataset = config.dataset().unwrap();
     let ModelConfig::Gpt(gpt) = config.model(dataset.vocabulary().size()) else { panic!("{config:?}") };
     assert_eq!(
@@ -132,7 +133,7 @@ fn a_file_is_a_run_of_the_library() {
         assert_eq!(trainer.step(&tokens, &targets).unwrap().loss.to_bits(), bits, "step {step}");
     }
 
-    // Two steps, and two more. The learning rate is that of four steps all along.
+    // Two steps, and then two more, with the learning rates of a run of four steps.
     let file = file.display().to_string();
     let name = |name: &str| place.path().join(name).display().to_string();
     let half = place.gapless(&["train", &file, "--out", &name("half"), "--set", "learning_rate.shape=constant"]);
@@ -152,7 +153,7 @@ fn a_file_is_a_run_of_the_library() {
     assert_eq!(losses(&place.path().join("cut/metrics.jsonl")), losses(&place.path().join("uncut/metrics.jsonl")));
 }
 
-/// What a run's folder holds, and that its own file is a run again.
+/// Checks the contents of a run's folder, and that its run.toml can be run again.
 #[test]
 fn a_folder_holds_all_of_a_run() {
     let place = Place::new();
@@ -168,12 +169,12 @@ fn a_folder_holds_all_of_a_run() {
     assert_eq!(summary["steps"], 4);
     assert!(summary["val_loss"].is_f64());
     assert!(std::fs::read_to_string(out.join("memory.html")).unwrap().contains("<html"));
-    // Resumed behind its last step, it says so and leaves its figures alone.
+    // If the run is resumed after its last step, it reports that and keeps its summary.
     train(&config, &out, &Start::Resume, &mut Console::default(), |_| {}).unwrap();
     let after: Value = serde_json::from_slice(&std::fs::read(out.join("summary.json")).unwrap()).unwrap();
     assert_eq!(after, summary);
     assert!(std::fs::read_to_string(out.join("log.txt")).unwrap().contains("all of its 4 steps were done before"));
-    // The log has what was said, and the plan is one for the planner's own command.
+    // The log has the printed lines, and the planner's command can read the plan.
     let log = std::fs::read_to_string(out.join("log.txt")).unwrap();
     assert!(log.contains("training tokens") && log.contains("step     3 validation loss"), "{log}");
     let output = place.gapless(&["plan", "run/plan.csv", "--json"]);
@@ -184,7 +185,8 @@ fn a_folder_holds_all_of_a_run() {
     assert_eq!(names, ["step-00000004"]);
 }
 
-/// Rows of a mixture say where its tokens went: at least the mean to the busiest expert, at most all; and what found no room.
+/// Rows of a mixture have its routing: the busiest expert has at least the mean load, at most all of it; dropped
+/// choices are counted.
 #[test]
 fn rows_of_a_mixture_say_where_tokens_go() {
     let place = Place::new();
@@ -201,16 +203,16 @@ fn rows_of_a_mixture_say_where_tokens_go() {
             |key: &str| -> Vec<f64> { row[key].as_array().unwrap().iter().filter_map(|x| x.as_f64()).collect() };
         let (load, dropped) = (layers("expert_load"), layers("expert_dropped"));
         assert!(load.len() == 3 && load.iter().all(|most| (1.0..=2.0).contains(most)), "{row}");
-        // 64 tokens choose two, and there is room for half.
+        // 64 tokens choose two experts each, and there is room for half.
         let part = |key: &str| row[key].as_f64().unwrap();
         let (loss, likelihood, balance) = (part("loss"), part("loss_likelihood"), part("loss_balance"));
-        // Of f32, to three layers of 0.02 each.
+        // The balance loss is at least 0.02 for each of three layers, up to f32 rounding.
         assert!(balance >= 0.06 - 1e-6 && (likelihood + balance - loss).abs() < 1e-5, "{row}");
         assert!(dropped.len() == 3 && dropped.iter().all(|&choices| (64.0..128.0).contains(&choices)), "{row}");
     }
 }
 
-/// The printed files are runs, but for their paths.
+/// The run files that `init` prints can be run once their paths are set.
 #[test]
 fn printed_files_are_runs() {
     let place = Place::new();

@@ -1,4 +1,4 @@
-//! `gapless plan RUN.toml`: what a run will take is what it takes.
+//! `gapless plan RUN.toml` predicts what a run takes.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ fn reserved(config: &RunConfig, vocabulary: usize) -> Vec<Report> {
     .unwrap()
 }
 
-/// On every rank, to the byte and by the same plan; and what the run then says of itself.
+/// On every rank, the planned bytes and the plan are those of the trainer, and those that the run reports.
 #[test]
 fn a_plan_is_what_the_run_reserves() {
     let place = Place::new();
@@ -82,7 +82,7 @@ fn a_plan_is_what_the_run_reserves() {
     }
 }
 
-/// What `gapless init` prints, smaller.
+/// Checks smaller versions of the files that `gapless init` prints.
 #[test]
 fn a_plan_of_an_example_is_what_it_reserves() {
     let place = Place::new();
@@ -109,7 +109,7 @@ fn a_plan_of_an_example_is_what_it_reserves() {
     }
 }
 
-/// Keys that have moved mean what they meant, and it is said.
+/// Keys with former names have the same meaning, and a notice is printed.
 #[test]
 fn former_names_are_understood() {
     let place = Place::new();
@@ -127,7 +127,8 @@ fn former_names_are_understood() {
     assert!(error.contains("step.data_ranks") && error.contains("stands beside mesh.data"), "{error}");
 }
 
-/// By the command, without the data; what cannot fit has its own exit code, and flags of tables are refused.
+/// The command plans a file without its data. A step that cannot fit has its own exit code, and flags for tables are
+/// refused.
 #[test]
 fn the_command_plans_a_file() {
     let place = Place::new();
@@ -142,7 +143,7 @@ fn the_command_plans_a_file() {
     assert_eq!(code, Some(0), "{text}");
     let config = RunConfig::read_without_data(Some(file.as_ref()), &[]).unwrap();
     let [of_run] = &config.plan().unwrap()[..] else { panic!("one rank") };
-    // One number and one plan, wherever it is said.
+    // All places of the output show the same numbers and the same plan.
     for of in [&one, &one["ranks"][0]] {
         assert_eq!(
             (&of["arena_bytes"], &of["plan_hash"]),

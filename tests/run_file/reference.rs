@@ -1,4 +1,5 @@
-//! docs/run_file.md: every key of a run's file, as the types say it. `GAPLESS_RECORD=1` writes it anew.
+//! Generates docs/run_file.md, which lists every key of a run file, from the types. `GAPLESS_RECORD=1` rewrites the
+//! page.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -18,12 +19,13 @@ its table is present.
 struct Reference {
     schema: Value,
     page: String,
-    /// Types that have their table.
+    /// Names of the types that have a table already.
     done: BTreeSet<String>,
 }
 
 impl Reference {
-    /// What a reference refers to, and its name; of several, what is not null.
+    /// The value that a reference points to, with the name of its type; of several alternatives, the one that is not
+    /// null.
     fn resolved<'a>(&'a self, mut value: &'a Value) -> (&'a Value, Option<&'a str>) {
         if let Some(any) = value["anyOf"].as_array() {
             value = any.iter().find(|one| one["type"] != "null").expect("not null alone");
@@ -34,7 +36,7 @@ impl Reference {
         }
     }
 
-    /// The tables of a table: its own, and those below.
+    /// Writes the table of a type, followed by the tables below it.
     fn table(&mut self, path: &str, value: &Value) {
         let properties = value["properties"].as_object().expect("a table has keys").clone();
         let mut below = Vec::new();
@@ -46,7 +48,7 @@ impl Reference {
                 Value::Object(_) => String::new(),
                 Value::Null if is_optional => "optional".to_owned(),
                 Value::Null => String::new(),
-                // As it is written, not as the next number of 64 bits.
+                // Printed as an f32, so that conversion to f64 adds no digits.
                 Value::Number(number) if property["format"] == "float" => {
                     format!("`{}`", number.as_f64().expect("a number") as f32)
                 }
@@ -82,7 +84,7 @@ impl Reference {
         }
     }
 
-    /// What each variant means; those with keys of their own have a table below.
+    /// The meaning of each variant. Variants with keys get a table below.
     fn variants(&self, path: &str, all: &[Value], below: &mut Vec<(String, Value, Option<String>)>) -> String {
         let mut said = String::new();
         for variant in all {
@@ -117,12 +119,12 @@ impl Reference {
     }
 }
 
-/// Where a page has a heading.
+/// The anchor of a heading.
 fn anchor(heading: &str) -> String {
     heading.replace('.', "")
 }
 
-/// A doc comment in one line, without links into the code.
+/// A doc comment as one line, with links into the code as plain names.
 fn text(description: &Value) -> String {
     let mut rest = description.as_str().unwrap_or_default().replace('\n', " ").replace('|', "\\|");
     while let Some((before, link)) = rest.split_once("[`") {
@@ -150,7 +152,7 @@ fn the_reference_is_that_of_the_types() {
     assert!(page == reference.page, "docs/run_file.md is not what the types say: GAPLESS_RECORD=1 writes it anew");
 }
 
-/// What the schema takes and what reading takes is the same, of whole files and of wrong ones.
+/// The schema accepts the same keys as reading does, in complete files and in wrong ones.
 #[test]
 fn the_schema_names_the_keys_that_are_read() {
     let schema = RunConfig::schema();

@@ -1,4 +1,4 @@
-//! What a run leaves: weights in the form that they came in, and a model that continues texts.
+//! The results of a run: weights in the form in which they came in, and a model that can continue texts.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{Place, TINY, tokenizer};
 
-/// A folder in; the same folder with other weights out, or an adapter.
+/// A model folder comes in; the same folder with trained weights, or an adapter, comes out.
 #[test]
 fn trained_weights_leave_in_the_form_that_they_came_in() {
     let place = Place::new();
@@ -40,7 +40,7 @@ fn trained_weights_leave_in_the_form_that_they_came_in() {
     assert!(!out.join("model").exists());
 }
 
-/// Nothing of the user's is replaced: neither the folder that the model comes from, nor files that have the names of a run's.
+/// The user's files are never replaced: neither the model's folder, nor files with the names of a run's files.
 #[test]
 fn what_no_run_wrote_stays() {
     let place = Place::new();
@@ -71,7 +71,7 @@ fn what_no_run_wrote_stays() {
     }
     assert!(!place.path().join("model.3").exists() && place.path().join("earlier.1/checkpoints").exists());
 
-    // Another configuration, or another vocabulary, in a folder that is no run's.
+    // Another configuration or another vocabulary in a folder that is not a run's.
     let refused = |arguments: &[&str], name: &str| {
         let output = place.gapless(arguments);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -85,8 +85,9 @@ fn what_no_run_wrote_stays() {
     assert_eq!(contents(&other).len(), 1);
 }
 
-/// The command, given a run's folder or a checkpoint, writes what the run did when it was there, and measures what the library does: of
-/// a model of one rank and of a pipeline, in bf16, of bytes and of trained tokens, of documents apart, and of adapters.
+/// `sample` and `eval`, given a run's folder or a checkpoint, print what the run printed at that checkpoint, and
+/// measure what the library measures. Covers models of one rank and of a pipeline, bf16, bytes and trained
+/// vocabularies, isolated documents, and adapters.
 #[test]
 fn what_was_trained_continues_texts_and_is_measured() {
     let place = Place::new();
@@ -112,7 +113,8 @@ fn what_was_trained_continues_texts_and_is_measured() {
         for (of, expected) in [(name.to_owned(), last), (format!("{name}/checkpoints/step-00000002"), second)] {
             let asked = ["sample", &of, "--prompt", "to be", "--tokens", "4", "--seed", "3", "--ignore-eos"];
             let output = place.gapless(&asked);
-            // What is written as it comes leaves out ends of text. A letter that has only begun is told as one.
+            // The printed text has no end-of-text tokens, and an incomplete character is printed as a replacement
+            // character.
             let bare = |text: &str| text.replace('\0', "").trim_end_matches(['\u{fffd}', '\n']).to_owned();
             assert_eq!(bare(&String::from_utf8_lossy(&output.stdout)), bare(expected), "{of}: {output:?}");
         }
@@ -133,7 +135,7 @@ fn what_was_trained_continues_texts_and_is_measured() {
             let output = place.gapless(&asked);
             let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
             let difference = (said["loss"].as_f64().unwrap() - f64::from(expected)).abs();
-            // All of the text is the same sentence as its validation part.
+            // The whole text repeats the sentence of its validation part.
             let allowed = if data == folder { 1e-6 } else { 0.2 };
             assert!(difference <= allowed * f64::from(expected), "{name} {batch} {data}: {said} is not {expected}");
         }
@@ -146,11 +148,11 @@ fn what_was_trained_continues_texts_and_is_measured() {
     refused(&["eval", "bytes", "text.txt", "--average"], "average/");
     refused(&["eval", base.to_str().unwrap(), "text.txt", "--average"], "has no averages");
     refused(&["sample", "bytes", "--prompt", "to be", "--chat"], "chat template");
-    // A folder two levels below a run.toml is no run.
+    // A folder two levels below a run.toml is not a run's.
     assert!(place.path().join("run.toml").exists() && !TrainedRun::is_at(&place.path().join("models/llama")));
 }
 
-/// Of token ids without a tokenizer: there is no text, but a perplexity.
+/// A run on bare token ids cannot print text, but has a perplexity.
 #[test]
 fn runs_of_bare_ids_are_measured() {
     let place = Place::new();
@@ -175,7 +177,7 @@ fn runs_of_bare_ids_are_measured() {
     }
 }
 
-/// What a run has trained is used without the text that it learned from.
+/// A trained run can be sampled without the text that it was trained on.
 #[test]
 fn a_run_is_sampled_without_its_data() {
     let place = Place::new();

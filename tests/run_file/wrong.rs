@@ -1,10 +1,10 @@
-//! A hundred files that are no runs.
+//! A hundred invalid run files.
 
 use gapless::run::RunConfig;
 
 use crate::{Place, TINY};
 
-/// What is to be changed in the tiny file, and what the error then names.
+/// A change to the tiny file, and what the error must mention.
 const WRONG: &[(&str, &str, &[&str])] = &[
     ("steps = 4", "steps = 0", &["steps (line 2)", "at least one"]),
     ("steps = 4", "steps = -1", &["line 2", "steps", "invalid value"]),
@@ -150,7 +150,7 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("[sample]", "[[optimizer.groups]]\nnames = []\n[sample]", &["optimizer.groups", "names nothing"]),
 ];
 
-/// Exit code 2, the key with its line and a remedy, and nothing is written.
+/// The exit code is 2, the error has the key with its line and a remedy, and nothing is written.
 #[test]
 fn wrong_files_are_refused_by_key_line_and_remedy() {
     let place = Place::new();
@@ -181,10 +181,10 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
         (&["step.bach=4"], "did you mean `batch`"),
         (&["steps.more=4"], "steps is no table"),
         (&["step.batch=3"], "step.micro_batches"),
-        // The wrong one alone is blamed.
+        // Only the wrong assignment is blamed.
         (&["step.batch=4", "step.precision=f64"], "--set step.precision=f64: unknown variant `f64`"),
         (&["step.precision=f64", "step.batch=4"], "--set step.precision=f64: unknown variant `f64`"),
-        // By its former name.
+        // The error has the former name that was given.
         (&["step.dtype=f64"], "--set step.dtype=f64: unknown variant `f64`"),
     ] {
         let flags = assignments.iter().flat_map(|assignment| ["--set", assignment]);
@@ -192,7 +192,7 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(2) && said.contains(part), "{assignments:?}: {said}");
     }
-    // Nothing is suggested where nothing is near.
+    // If no key is similar, none is suggested.
     let output = place.gapless(&["train", &file, "--set", "step.quux=4"]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("unknown field `quux`") && !said.contains("did you mean"), "{said}");
@@ -202,7 +202,7 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
     );
 }
 
-/// What would end the process, or never end it: refused when the file is read, with the limit.
+/// Values that would crash the process, or keep it busy forever, are refused with their limit when the file is read.
 #[test]
 fn numbers_without_measure_and_lists_for_tables_are_refused() {
     let place = Place::new();

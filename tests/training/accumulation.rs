@@ -1,4 +1,4 @@
-//! Gradients summed over micro-batches, in models that use their weights in unusual ways.
+//! Sums of gradients over micro-batches, in models that use their weights in unusual ways.
 
 use gapless::Error as GraphError;
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
@@ -6,8 +6,8 @@ use gapless::{Model, Result, StepOptions, Tensor, TrainError, TrainOptions, Trai
 
 use crate::common::on_cpu;
 
-/// A weight that is computed with before it is used, beside a bias that is not; a weight that the loss sees directly; one
-/// that is used twice; one read through a broadcast.
+/// A model with unusual weights: one that is computed with before it is used (next to a bias that is not), one that the
+/// loss reads directly, one that is used twice, and one that is broadcast.
 struct Unusual {
     embed: Embedding,
     scale: Tensor,
@@ -56,7 +56,7 @@ impl Model for Unusual {
     }
 }
 
-/// The same with a head that has no bias, and is fused with its loss or not: a weight that is computed with and tied.
+/// The same model with a head without a bias, optionally fused with its loss. The head's weight is computed and tied.
 struct Headed {
     of: Unusual,
     fused: bool,
@@ -92,7 +92,8 @@ fn gradients<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, micro_batches: u
     trainer.parameter_names().map(|name| (name.to_owned(), read(name))).collect()
 }
 
-/// Other orders of summation: a few roundings of numbers of this size, or of `least`.
+/// Checks that results agree up to rounding in another order of summation: within a few roundings of the largest
+/// element, or of `least`.
 fn expect_close(what: &str, least: f32, whole: &[(String, Vec<f32>)], other: Vec<(String, Vec<f32>)>) {
     assert_eq!(whole.len(), other.len());
     for ((name, a), (_, b)) in whole.iter().zip(other) {
@@ -117,7 +118,8 @@ fn a_head_fused_with_its_loss_gives_the_gradients_of_the_pair() {
     let pair = gradients(headed(false), 1);
     for micro_batches in [1, 2, 4] {
         let name = format!("fused, {micro_batches} micro-batches");
-        // A token's shift is lost in the norm: its gradient is what rounding leaves of a sum of numbers of this size.
+        // The norm removes a shift of a whole token. So the gradient is only the rounding error of a sum of values of
+        // this size.
         expect_close(&name, 1.0, &pair, gradients(headed(true), micro_batches));
     }
 }

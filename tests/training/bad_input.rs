@@ -1,4 +1,4 @@
-//! What a user gets wrong is said clearly, and nothing is lost.
+//! Mistakes of the user give clear errors, and no state is lost.
 
 use gapless::engine::compile::Error as CompileError;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};

@@ -1,4 +1,4 @@
-//! A step in bf16: planned in half the bytes but for scratch, and run as in f32 but for roundings.
+//! Steps in bf16: they need half the bytes, except for scratch, and compute the same as in f32, except for rounding.
 
 use std::collections::BTreeMap;
 
@@ -33,19 +33,19 @@ fn llama(vb: VarBuilder) -> Result<Llama> {
     Llama::new(&LlamaConfig { vocabulary, layers, heads, kv_heads, width, hidden, ..LlamaConfig::default() }, vb)
 }
 
-/// What is f32 (or wider) in any case: statistics of norms, log-sum-exps, losses, squares for the gradients' norm. And
-/// scalars: means of losses, the norm.
+/// True for tensors that are f32 or wider in every precision: statistics of norms, log-sum-exps, losses, squares for
+/// the gradient norm, and scalars such as mean losses and the norm.
 fn is_wide(tensor: &str, bytes: u64) -> bool {
     let wide =
         ["layer_norm.1", "rms_norm.1", "attention.1", "linear_cross_entropy.0", "squared_norms.0", "all_gather.0"];
     let made = tensor.rsplit_once('/').map_or(tensor, |(_, made)| made);
     let made = made.split_once(' ').map_or(made, |(made, _)| made);
-    // Gathered are the squares of norms; parameters are gathered in their own place.
+    // Only the squares of norms are gathered into a buffer; parameters are gathered in place.
     wide.contains(&made) || bytes == 4
 }
 
 fn check(name: &str, [f32, bf16]: [Program; 2]) {
-    // Copies in f32 are scratch of their own, and between ranks.
+    // The f32 copies that are scratch or are exchanged between ranks are left out.
     let stored = |program: &Program| {
         let buffers = program.buffers.iter().filter(|buffer| !buffer.label.tensor.contains(" in f32 of micro-batch "));
         buffers.cloned().collect::<Vec<_>>()
@@ -57,7 +57,8 @@ fn check(name: &str, [f32, bf16]: [Program; 2]) {
         let label = &f32.label;
         assert_eq!(label.tensor, bf16.label.tensor, "{name}");
         let same = match label.role {
-            // Ids, and the optimizer's numbers; scratch is for kernels that compute in f32. Constants are single elements.
+            // Ids, and the optimizer's scalars; scratch is for kernels that compute in f32. Constants are single
+            // elements.
             Role::Input | Role::Workspace => !label.tensor.starts_with("constant"),
             _ => is_wide(&label.tensor, f32.bytes),
         };
@@ -83,14 +84,14 @@ fn a_plan_in_bf16_has_half_the_bytes_of_all_that_is_not_f32_in_any_case() {
     }
 }
 
-/// Bytes of a role in all persistent tensors and at most at a time in others, of a plan.
+/// The bytes of all buffers of a role in a plan.
 fn bytes(plan: &Executable, role: Role) -> u64 {
     let all = plan.labels().iter().zip(plan.problem().buffers());
     all.filter(|(label, _)| label.role == role).map(|(_, buffer)| buffer.bytes).sum()
 }
 
-/// With masters, 2 bytes of a parameter are 12 more of states, and what is summed over micro-batches is f32; ranks that share the
-/// batch share masters too.
+/// With masters, each bf16 parameter has 12 bytes of states, and sums over micro-batches are f32. Data ranks share the
+/// masters, too.
 #[test]
 fn masters_take_what_they_are_said_to() {
     for (mesh, parts) in [(Mesh::default(), 1), (Mesh { data: 2, ..Mesh::default() }, 2)] {
@@ -123,10 +124,10 @@ fn run(kind: Kind) -> Run {
     run
 }
 
-/// Models that have all operations of the others.
+/// Models that together have all operations of the others.
 const KINDS: [Kind; 3] = [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral)];
 
-/// Neither threads, nor what dead memory holds, nor what is computed again.
+/// Threads, the contents of dead memory and recomputation change no bit.
 #[test]
 fn what_changes_no_bit_in_f32_changes_none_in_bf16() {
     for kind in KINDS {
@@ -140,7 +141,7 @@ fn what_changes_no_bit_in_f32_changes_none_in_bf16() {
     }
 }
 
-/// On the stages of a pipeline; sums over data ranks are rounded to bf16 once.
+/// Pipeline stages change no bit; sums over data ranks are rounded to bf16 once.
 #[test]
 fn ranks_train_in_bf16() {
     for kind in KINDS {
@@ -158,12 +159,12 @@ fn ranks_train_in_bf16() {
         for (mesh, micro_batches) in meshes {
             ranks.options.step.mesh = mesh;
             ranks.options.step.micro_batches = micro_batches;
-            // Expert ranks have parameters of their own, and the same losses.
+            // Expert ranks have different parameters but the same losses.
             let outcome = &ranks.on_ranks(|mut trainer| ranks.go_on(&mut trainer, 2))[0];
             let pairs = outcome.losses.iter().zip(&plain.losses);
             for (&found, &expected) in pairs.chain(outcome.gradient_norms.iter().zip(&plain.gradient_norms)) {
                 let (found, expected) = (f32::from_bits(found), f32::from_bits(expected));
-                // A gradient is rounded by 2⁻⁸ of it at most, and a step moves a loss by less.
+                // A gradient has a rounding error of at most 2⁻⁸, and a step changes a loss by less than that.
                 assert!((found - expected).abs() <= 1e-2 * expected, "{kind:?}: {found} instead of {expected}");
             }
         }
@@ -183,7 +184,7 @@ fn a_resumed_run_in_bf16_goes_on_with_the_same_bits() {
     assert_eq!(run.go_on(&mut resumed, 2), expected);
 }
 
-/// Losses follow those of f32, with masters and without, and parameters are what their masters say.
+/// Losses follow those of f32, with and without masters, and parameters are the rounded masters.
 #[test]
 fn bf16_follows_f32() {
     for (kind, micro_batches, masters) in
@@ -199,7 +200,7 @@ fn bf16_follows_f32() {
         let (mut narrow, mut wide) = (in_bf16.trainer(), in_f32.trainer());
         for _ in 0..6 {
             let (found, expected) = (in_bf16.step(&mut narrow), in_f32.step(&mut wide));
-            // Some roundings of 2⁻⁸ each, of signs as they come.
+            // Some roundings of 2⁻⁸ each, with random signs.
             let near = |found: f32, expected: f32, part: f32| (found - expected).abs() <= part * expected;
             assert!(near(found.loss, expected.loss, 1e-2), "{kind:?}: {} instead of {}", found.loss, expected.loss);
             let (found, expected) = (found.gradient_norm, expected.gradient_norm);

@@ -1,4 +1,4 @@
-//! The same numbers whatever the threads, the micro-batches, and what dead memory holds.
+//! Results do not depend on the number of threads, the micro-batches, or the contents of dead memory.
 
 use crate::common::{Kind, Run};
 
@@ -18,8 +18,8 @@ fn any_number_of_threads_gives_the_same_bits() {
     }
 }
 
-/// 8 sequences at once, in halves, one by one: sums over the batch are taken sequence by sequence, and with powers of two
-/// the scaling by 1/8 is exact.
+/// 8 sequences at once, in halves, or one by one. Sums over the batch are taken sequence by sequence, and with powers
+/// of two the scaling by 1/8 is exact.
 #[test]
 fn any_cut_into_micro_batches_gives_the_same_bits() {
     for micro_batches in [2, 8] {
@@ -36,7 +36,7 @@ fn nan_in_every_dead_range_changes_nothing() {
     });
 }
 
-/// The judge of the two tests above: another seed must differ.
+/// Checks that the two tests above can fail: another seed must give different results.
 #[test]
 fn another_seed_gives_other_bits() {
     let plain = Run::default().steps(2);

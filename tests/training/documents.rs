@@ -12,11 +12,11 @@ use gapless::{Layers, Recompute};
 
 use crate::common::{Kind, PLANNING, Run, VOCABULARY, on_cpu};
 
-/// Tokens of the documents of each sequence.
+/// Lengths of the documents in each sequence, in tokens.
 const LENGTHS: [&[usize]; 2] = [&[5, 1, 10], &[9, 7]];
 const SEQUENCE: usize = 16;
 
-/// Two sequences of them.
+/// Two sequences of packed documents.
 struct Packed {
     tokens: Vec<u32>,
     targets: Vec<u32>,
@@ -90,7 +90,7 @@ fn trainer(kind: Kind, options: TrainOptions) -> Trainer {
     .unwrap()
 }
 
-/// Names and elements of the gradients of the last step; 0 without a sign.
+/// Names and elements of the last step's gradients; −0 is replaced by 0.
 fn gradients(trainer: &Trainer) -> Vec<(String, Vec<f32>)> {
     let elements = |name: &str| {
         let gradient = trainer.gradient(name).unwrap().to_dtype(DType::F32).unwrap();
@@ -103,7 +103,7 @@ fn gradients(trainer: &Trainer) -> Vec<(String, Vec<f32>)> {
 fn the_loss_and_its_gradients_are_the_mean_of_the_documents_alone() {
     for kind in [Kind::Gpt, Kind::Llama] {
         let packed = Packed::new();
-        // Each document by itself, by a trainer that knows of no documents.
+        // Each document alone, with a trainer that does not know about documents.
         let (mut count, mut loss, mut sums) = (0.0, 0.0, BTreeMap::new());
         for document in packed.alone() {
             let (tokens, targets) = (&document[..document.len() - 1], &document[1..]);
@@ -116,12 +116,12 @@ fn the_loss_and_its_gradients_are_the_mean_of_the_documents_alone() {
                 sum.iter_mut().zip(gradient).for_each(|(sum, x)| *sum += weight * f64::from(x));
             }
         }
-        // All of them in two sequences.
+        // All documents in two sequences.
         let mut together = trainer(kind, options(2, SEQUENCE, true));
         let evaluated = together.evaluate_batch(&packed.batch()).unwrap();
         let report = together.step_batch(&packed.batch()).unwrap();
         assert_eq!(evaluated.to_bits(), report.loss.to_bits(), "{kind:?}");
-        // Sums of some hundreds of numbers in f32, in another order.
+        // Sums of some hundreds of f32 values, in another order.
         let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
         assert!(close(f64::from(report.loss), loss / count), "{kind:?}: {} is not {}", report.loss, loss / count);
         for (name, gradient) in gradients(&together) {
@@ -144,7 +144,7 @@ fn a_document_changes_no_bit_of_others() {
         };
         let outcome = |change: u32| {
             let mut packed = Packed::new();
-            // The last document of the first sequence, which counts nothing itself.
+            // The last document of the first sequence; its own loss is not counted.
             for index in 6..SEQUENCE {
                 packed.tokens[index] = (packed.tokens[index] + change) % VOCABULARY;
                 packed.targets[index] = IGNORED;
@@ -182,7 +182,8 @@ fn the_bits_do_not_depend_on_micro_batches_ranks_recomputation_or_idle_bytes() {
         let schedule: Box<dyn Schedule + Send + Sync> = parallel::by_name("zb-h1").unwrap();
         ranks.options.step.pipeline = Pipeline { schedule: schedule.into(), ..Pipeline::default() };
         assert_eq!(ranks.steps_on_ranks(2), plain, "{kind:?} in a pipeline");
-        // Of two data ranks each counts its own targets by their share of all; gradients are summed in another order.
+        // Each of two data ranks weights its own targets by their share of all targets; gradients are summed in another
+        // order.
         (ranks.options.step.micro_batches, ranks.options.step.mesh) = (2, Mesh { data: 2, ..Mesh::default() });
         ranks.options.step.pipeline = Pipeline::default();
         let found = ranks.steps_on_ranks(2);
@@ -195,7 +196,8 @@ fn the_bits_do_not_depend_on_micro_batches_ranks_recomputation_or_idle_bytes() {
     }
 }
 
-/// The weights of tokens are known beforehand, so the head still makes its gradients on the way, and no logits exist whole.
+/// The weights of tokens are known in advance. So the head still computes its gradients in the forward, and whole
+/// logits never exist.
 #[test]
 fn the_head_is_differentiated_in_the_forward() {
     let config = LlamaConfig { vocabulary: 4096, ..LlamaConfig::default() };
@@ -225,7 +227,7 @@ fn batches_that_make_no_sense_are_refused() {
     refused(&mut plain, &|packed| packed.starts.clear(), "do not count");
 }
 
-/// A model with a loss of its own.
+/// A model with its own loss function.
 struct Unweighted(Embedding);
 
 impl Model for Unweighted {

@@ -1,4 +1,4 @@
-//! Experts that ranks share: the numbers of one rank, whatever the routing.
+//! Experts that ranks share: the results are those of one rank, for any routing.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
     Mesh { data, pipeline, expert }
 }
 
-/// Every way of routing, in small.
+/// Small models with every kind of routing.
 fn styles() -> [(&'static str, MoeConfig); 4] {
     let llama = LlamaConfig {
         vocabulary: VOCABULARY,
@@ -86,11 +86,11 @@ fn batch(step: u64) -> (Vec<u32>, Vec<u32>) {
     ((0..count).map(id).collect(), (1..=count).map(id).collect())
 }
 
-/// What a run ends with.
+/// The results of a run.
 struct Outcome {
     losses: Vec<f32>,
     norms: Vec<f32>,
-    /// Parameters by name, those that are shared put together.
+    /// Parameters by name; the shares of all ranks are joined.
     parameters: BTreeMap<String, Vec<f32>>,
     watched: Vec<(String, Vec<f32>)>,
 }
@@ -100,12 +100,12 @@ fn outcome(trainer: &mut Trainer, steps: u64) -> Outcome {
     for _ in 0..steps {
         let (tokens, targets) = batch(trainer.steps());
         let report = trainer.step(&tokens, &targets).unwrap();
-        // Static and executed addresses together.
+        // Checks both planned addresses and those that were assigned during the run.
         let served = trainer.check_run().unwrap();
         let has_experts = trainer.parameter_names().any(|name| name.contains(".experts."));
         let StepOptions { mesh, memory: MemoryOptions { offload, compress, .. }, .. } = &trainer.options().step;
         let receives = has_experts && mesh.expert > 1;
-        // What waits elsewhere is planned at its largest.
+        // A buffer that is compressed or offloaded is planned with its maximum number of rows.
         let waits = !offload.is_empty() || !compress.is_empty();
         assert!(served > 0 || !receives || waits, "rows that are received are counted");
         assert!(served == 0 || receives, "nothing else is");
@@ -118,7 +118,7 @@ fn outcome(trainer: &mut Trainer, steps: u64) -> Outcome {
     Outcome { losses, norms, parameters: parameters.collect(), watched: watched.collect() }
 }
 
-/// The outcomes of all ranks as one: equal where they should be, put together where each has a share.
+/// Combines the outcomes of all ranks: checks what must be equal, and joins what is shared.
 fn merge(outcomes: Vec<Outcome>, mesh: Mesh) -> Outcome {
     let mut parameters: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     for (rank, outcome) in outcomes.iter().enumerate() {
@@ -152,9 +152,10 @@ fn run(config: &MoeConfig, options: TrainOptions, steps: u64) -> Outcome {
     merge(ranks.unwrap(), mesh)
 }
 
-/// f32 rounds at 6e-8. Ranks sum losses and gradients of their shares of the batch first, one rank those of the batch in its
-/// order; sums of a few thousand terms of mixed signs differ by some hundred roundings. After two steps of AdamW, which
-/// divides by the root of their squares, parameters differ by that share of the learning rate.
+/// Compares results that differ only in the order of summation. f32 rounds at 6e-8. Ranks first sum losses and
+/// gradients of their shares of the batch, while one rank sums over the batch in order. Sums of a few thousand terms of
+/// mixed signs then differ by some hundred roundings. AdamW divides by the root of squared gradients, so after two
+/// steps parameters differ by that fraction of the learning rate.
 fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
     let pairs = outcome.losses.iter().zip(&expected.losses).chain(outcome.norms.iter().zip(&expected.norms));
     for (a, b) in pairs {
@@ -186,7 +187,7 @@ fn expert_ranks_train_as_one_rank_does() {
     }
 }
 
-/// Nothing that the pipeline or recomputation do changes a bit of what expert ranks compute.
+/// The pipeline and recomputation change no bit of the results of expert ranks.
 #[test]
 fn pipelines_and_recomputation_change_no_bit() {
     let (_, config) = &styles()[0];
@@ -237,9 +238,9 @@ fn pipelines_and_recomputation_change_no_bit() {
     }
 }
 
-/// What waits in a file comes back as it was, routes and all. Of what waits in eight bits the first loss is none, and the second
-/// is off by what rounding does to one step; routes are kept where the rest is computed again, for from rounded numbers they
-/// might be others, and ranks would not agree on how many rows they exchange.
+/// Offloaded activations come back unchanged, including routes. With 8-bit activations, the first loss is exact, and
+/// the second differs by the effect of rounding on one step. Routes are kept if the rest is recomputed: from rounded
+/// values they could differ, and the ranks would not agree on the number of exchanged rows.
 #[test]
 fn experts_read_what_waited_in_a_file_or_in_eight_bits() {
     let names = |names: &[&str]| -> Vec<String> { names.iter().map(|&name| name.to_owned()).collect() };
@@ -316,7 +317,7 @@ fn a_checkpoint_of_one_layout_of_experts_resumes_on_another() {
     }
 }
 
-/// The plan and the reserve of every rank together fit what they were given.
+/// The plan and the reserve of every rank together fit their budget.
 #[test]
 fn budgets_count_the_rows_that_ranks_receive() {
     let (_, config) = &styles()[0];
@@ -364,7 +365,7 @@ fn budgets_count_the_rows_that_ranks_receive() {
     }
 }
 
-/// A model that gives its layers what does not go together, on two expert ranks.
+/// A model that passes mismatched inputs to its layers, on two expert ranks.
 struct Mismatched {
     embed: Embedding,
     gate: Router,

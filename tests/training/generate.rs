@@ -1,4 +1,4 @@
-//! Sequences that are continued with caches: the bits of whole windows, and the same text.
+//! Generation with caches gives the same bits and the same text as forward passes over whole windows.
 
 use std::ops::ControlFlow;
 
@@ -7,7 +7,7 @@ use gapless::{DType, GenerateOptions, Generation, NextToken, Sampling, Trainer};
 
 use crate::common::{Kind, Run};
 
-/// Models of which a token's expert does not depend on other tokens.
+/// Models in which the expert of a token does not depend on other tokens.
 const KINDS: [Kind; 6] = [
     Kind::Gpt,
     Kind::Llama,
@@ -27,7 +27,7 @@ fn go_on(_: &NextToken<'_>) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// Prompts of one token, of less than a chunk, of several, and of more than the window.
+/// Prompts of one token, of less than a chunk, of several chunks, and of more than the window.
 fn prompts() -> [Vec<u32>; 4] {
     [1, 3, 13, 30].map(|length| (0..length).map(|i| (i * i * 7 + length) % crate::common::VOCABULARY).collect())
 }
@@ -37,7 +37,8 @@ fn texts(trainer: &mut Trainer, options: &GenerateOptions) -> Vec<Vec<u32>> {
     trainer.generate(&prompts.each_ref().map(Vec::as_slice), options, go_on).unwrap()
 }
 
-/// The logits of every token, of prompts side by side, are those of a forward pass over its whole window, bit for bit.
+/// The logits of every token, for prompts that are generated together, are bit-identical to those of a forward pass
+/// over the whole window.
 #[test]
 fn logits_have_the_bits_of_the_whole_window() {
     let in_f32 = KINDS.into_iter().flat_map(|kind| [(kind, 1, 5, DType::F32), (kind, 2, 8, DType::F32)]);
@@ -47,7 +48,7 @@ fn logits_have_the_bits_of_the_whole_window() {
         (run.options.threads, run.options.step.precision) = (threads, dtype.try_into().unwrap());
         run.options.poison = true;
         let mut trainer = run.trainer();
-        // Away from the initial values, among which are zeros.
+        // A step changes the initial values, some of which are zero.
         run.step(&mut trainer);
         let prompts: Vec<Vec<u32>> = prompts().into_iter().take(3).collect();
         let mut sequences = prompts.clone();
@@ -71,14 +72,15 @@ fn logits_have_the_bits_of_the_whole_window() {
     }
 }
 
-/// Of latent attention the latent and the rotated key of a token are cached, which all heads share; of any other, keys and values.
+/// Latent attention caches the latent and the rotated key of each token, which all heads share. Other attention caches
+/// keys and values.
 #[test]
 fn caches_hold_what_heads_share() {
     let cached = |kind| {
         let trainer = run(kind, Some(Generation { batch: 3, window: Some(16), chunk: 4 })).trainer();
         let mut plan = Vec::new();
         trainer.write_plan(&mut plan).unwrap();
-        // The name, its number in front; when it lives, from and to; its bytes.
+        // The columns: the name with its number in front, the start and end of its lifetime, its bytes.
         let rows: Vec<Vec<String>> =
             String::from_utf8(plan).unwrap().lines().map(|l| l.split(',').map(str::to_owned).collect()).collect();
         let cache = |row: &Vec<String>| {
@@ -100,8 +102,8 @@ fn caches_hold_what_heads_share() {
     assert!(cached(Kind::Llama).values().all(|&found| found == heads_of_llama));
 }
 
-/// With caches or without, alone or beside others, with a training step around it or not: one seed, one text. The window is filled
-/// several times.
+/// A seed gives the same text with or without caches, alone or together with other sequences, with or without a
+/// training step in the same arena. The window is filled several times.
 #[test]
 fn one_seed_is_one_text() {
     let sampling = Sampling { temperature: 1.5, top_k: 0, top_p: 0.95, repetition_penalty: 1.2, ..Sampling::default() };
@@ -122,7 +124,8 @@ fn one_seed_is_one_text() {
     assert_ne!(texts(&mut trainer, &other), texts(&mut trainer, &options));
 }
 
-/// Generating between steps, in bytes that the steps use, changes nothing of them; and what was learned is what generates.
+/// Generating between steps, in memory that the steps use, does not change the steps. The generated text is that of the
+/// current weights.
 #[test]
 fn training_goes_on_as_if_nothing_was_generated() {
     for kind in [Kind::Gpt, Kind::Moe(MoeStyle::Mixtral)] {
@@ -142,7 +145,7 @@ fn training_goes_on_as_if_nothing_was_generated() {
     }
 }
 
-/// A model that is not trained has no gradients and no states, and writes the same text.
+/// A model for inference has no gradients and no states, and generates the same text.
 #[test]
 fn inference_needs_no_training() {
     use gapless::models::{Llama, LlamaConfig};
@@ -172,7 +175,7 @@ fn inference_needs_no_training() {
     }
 }
 
-/// A sequence ends with a stop token, which is part of it, or when the caller says so; others go on.
+/// A sequence ends with a stop token, which is part of it, or when the callback breaks; other sequences continue.
 #[test]
 fn sequences_end_one_by_one() {
     let mut trainer = run(Kind::Gpt, Some(Generation { batch: 3, window: None, chunk: 4 })).trainer();
@@ -195,7 +198,7 @@ fn sequences_end_one_by_one() {
     assert_eq!(texts(&mut trainer, &GenerateOptions { tokens: 0, ..options }), vec![vec![0; 0]; 4]);
 }
 
-/// What may not come: every token is the likeliest of those that a slow reading of the rules leaves.
+/// Banned tokens: every token is the most likely one among those that a slow implementation of the rules allows.
 #[test]
 fn tokens_that_may_not_come_do_not() {
     let mut trainer = run(Kind::Gpt, Some(Generation { batch: 2, window: Some(16), chunk: 4 })).trainer();
@@ -229,7 +232,7 @@ fn tokens_that_may_not_come_do_not() {
                 !repeats && !is_early && !is_first && !is_banned
             };
             let ids = (0..next.logits.len() as u32).filter(may_come);
-            // Of equals, the first.
+            // Among equals, the first.
             let best = ids.rev().max_by(|&a, &b| next.logits[a as usize].total_cmp(&next.logits[b as usize]));
             assert_eq!(Some(next.token), best, "{options:?}, {text:?}");
             text.push(next.token);
@@ -255,7 +258,7 @@ fn mistakes_are_refused() {
     assert!(refused(&[], Sampling::default()).contains("prompt"));
     assert!(refused(&[50], Sampling::default()).contains("token 50"));
     assert!(refused(&[1], Sampling { top_p: 0.0, ..Sampling::default() }).contains("top_p"));
-    // Positions that the table does not have, and extents of nothing.
+    // More positions than the table has, and sizes of zero.
     let fails = |generation| run(Kind::Gpt, Some(generation)).try_trainer().unwrap_err();
     assert!(fails(Generation { window: Some(33), ..Generation::default() }).to_string().contains("positions for 32"));
     let small = Generation { window: Some(33), chunk: 8, ..Generation::default() };

@@ -1,11 +1,11 @@
-//! Something to learn in seconds.
+//! A task that can be learned in seconds.
 
 use gapless::engine::Numbers;
 use gapless::engine::learning_rate::{LearningRate, Shape};
 
 use crate::common::{Run, VOCABULARY};
 
-/// A walk over the vocabulary that is left to chance one time in ten: learned, its loss is about 0.7.
+/// A walk over the vocabulary with a random step one time in ten. A model that has learned it has a loss of about 0.7.
 pub fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
     let numbers = Numbers::from_seed(step);
     let count = run.options.step.batch * run.options.step.sequence;
@@ -18,15 +18,15 @@ pub fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
     (ids[..count].to_vec(), ids[1..].to_vec())
 }
 
-/// The learning rate that most rules learn by.
+/// The learning rate that suits most rules.
 pub const PEAK: f64 = 3e-3;
 
-/// Mean loss of the first and of the last ten of 200 steps.
+/// Mean losses of the first and the last ten of 200 steps.
 pub fn learn(run: Run) -> [f32; 2] {
     learn_at(run, PEAK)
 }
 
-/// [`learn`] at another learning rate.
+/// Like [`learn`], with another learning rate.
 pub fn learn_at(mut run: Run, peak: f64) -> [f32; 2] {
     const STEPS: u64 = 200;
     run.options.learning_rate =

@@ -1,6 +1,6 @@
-//! Training steps on the CPU, whole: their numbers, their memory, and what is refused.
+//! Whole training steps on the CPU: their results, their memory, and what is refused.
 //!
-//! One binary, as linking one for each file would take longer than to run them.
+//! These tests are one binary, because linking one per file would take longer than running them.
 
 mod accumulation;
 mod bad_input;

@@ -1,4 +1,4 @@
-//! Layers of experts while they train: the bias that balances them, what can be watched, and what is refused.
+//! Layers of experts in training: the load-balancing bias, watched values, and what is refused.
 
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::compile::Error as CompileError;
@@ -12,7 +12,7 @@ use crate::common::{Kind, Run, moe, parameters};
 
 const DEEP_SEEK: Kind = Kind::Moe(MoeStyle::DeepSeek);
 
-/// Layer 0 of [`DEEP_SEEK`] is dense.
+/// Layer 0 of [`DEEP_SEEK`] is dense, so this is the first router.
 const GATE: &str = "model.layers.1.mlp.gate";
 const BIAS: &str = "model.layers.1.mlp.gate.e_score_correction_bias";
 
@@ -32,7 +32,7 @@ fn the_bias_of_an_overloaded_expert_falls_by_the_rate_and_that_of_an_idle_one_ri
     let rate = moe(MoeStyle::DeepSeek).router.bias_rate as f32;
     let mut run = Run { kind: DEEP_SEEK, ..Run::default() };
     run.options.step.micro_batches = 2;
-    // Neither a learning rate nor decay is for it.
+    // Neither the learning rate nor weight decay applies to the bias.
     run.options.learning_rate.peak = 0.1;
     run.options.step.optimizer = AdamW { weight_decay: 0.9, ..AdamW::default() }.into();
     let mut trainer = run.trainer();
@@ -71,7 +71,7 @@ fn the_bias_has_no_part_in_the_norm_and_no_state() {
         gradient.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>()
     });
     let norm = squares.sum::<f64>().sqrt();
-    // A sum in f32 of some 10⁵ squares, in blocks.
+    // A blockwise f32 sum of about 10⁵ squares.
     assert!((f64::from(report.gradient_norm) / norm - 1.0).abs() < 1e-6, "{} of {norm}", report.gradient_norm);
     assert!(trainer.tensor("exp_avg/model.layers.1.mlp.gate.weight").is_ok());
     for state in ["exp_avg", "exp_avg_sq"] {
@@ -97,7 +97,7 @@ fn a_step_that_is_not_finite_moves_no_bias() {
     assert_eq!(parameters(&trainer), before);
 }
 
-/// Whatever is chosen by scores that are not numbers: every expert there is, once, and the step is not taken.
+/// If a router's scores are not finite, the step is refused, the error names the router, and no parameter changes.
 #[test]
 fn routers_that_are_not_finite_are_named() {
     for kind in Kind::MOE {
@@ -115,7 +115,7 @@ fn routers_that_are_not_finite_are_named() {
     }
 }
 
-/// From one rank to several and back: the bias goes on as if it had never stopped.
+/// The bias continues correctly from a checkpoint, from one rank to several and back.
 #[test]
 fn a_bias_goes_on_from_a_checkpoint_on_any_mesh() {
     let on = |mesh: Mesh| {
@@ -140,7 +140,7 @@ fn a_bias_goes_on_from_a_checkpoint_on_any_mesh() {
     }
 }
 
-/// All that is watched after a step.
+/// All watched values after a step.
 fn watched(trainer: &Trainer) -> Vec<(String, Vec<f32>)> {
     trainer.watched_names().map(|name| (name.to_owned(), values(trainer.watched(name)))).collect()
 }

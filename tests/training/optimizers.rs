@@ -1,4 +1,4 @@
-//! Optimizers whose states take fewer bytes, and one from outside: bits, bytes, checkpoints, ranks, and what they learn.
+//! Optimizers with smaller states, and one implemented by a user: bits, bytes, checkpoints, ranks, and learning.
 
 use std::sync::Arc;
 
@@ -17,17 +17,17 @@ use crate::learning::{PEAK, learn, learn_at, walk};
 
 type Rule = Arc<dyn Optimizer>;
 
-/// Of the small models' weights, some are large enough for 8 bits, and some of those divide into parts of whole blocks.
+/// Some weights of the small models are large enough for 8 bits, and some of those divide into shards of whole blocks.
 fn eight_bit() -> Rule {
     AdamW8bit::default().into()
 }
 
-/// Finds its projections anew at steps 0, 3 and 6.
+/// Recomputes its projections at steps 0, 3 and 6.
 fn galore() -> Rule {
     GaLore { rank: 12, refresh_steps: 3, ..GaLore::default() }.into()
 }
 
-/// Matrices are updated whole by every data rank, the rest in parts.
+/// Every data rank updates whole matrices; the other parameters are sharded.
 fn muon() -> Rule {
     Muon::default().into()
 }
@@ -70,7 +70,7 @@ fn threads_micro_batches_and_poison_change_no_bit() {
 fn a_resumed_run_goes_on_with_the_same_bits() {
     for rule in [eight_bit(), galore(), muon()] {
         let dir = tempfile::tempdir().unwrap();
-        // Galore's projection is two steps old, and is to stay for one more.
+        // GaLore's projection is two steps old and is used for one more step.
         let run = run(Kind::Gpt, rule);
         let mut straight = run.trainer();
         run.go_on(&mut straight, 2);
@@ -92,7 +92,7 @@ fn states_of_another_rule_are_refused() {
     assert!(error.contains("exp_avg/h.0.attn.c_attn.weight is missing"), "{error}");
 }
 
-/// What the report says of the optimizer, against the formula of each rule's page. Every tensor takes whole cache lines.
+/// Compares the reported bytes with the formula of each rule. Every tensor takes whole cache lines.
 #[test]
 fn states_take_the_bytes_of_their_formulas() {
     const LINE: usize = 64;
@@ -118,7 +118,7 @@ fn states_take_the_bytes_of_their_formulas() {
         let (mut expected, mut reduced) = (0, 0);
         for name in trainer.parameter_names() {
             let tensor = trainer.tensor(name).unwrap();
-            // Tokens look rows up in it.
+            // The embedding is read by lookups.
             let is_reduced = applies(tensor.dims()) && !name.starts_with("wte");
             expected += if is_reduced { bytes(tensor.dims()) } else { adam(tensor.dims()) };
             reduced += usize::from(is_reduced);
@@ -138,7 +138,8 @@ fn on_data_ranks(rule: Rule, data: usize) -> Run {
     run
 }
 
-/// Sums over ranks are rounded in another order (see tests/training/ranks.rs), which now and then rounds a state to the code beside it.
+/// Sums over ranks are rounded in another order (see tests/training/ranks.rs), which sometimes rounds a state to an
+/// adjacent code.
 fn close(outcome: &Outcome, losses: &[u32], what: &str) {
     for (&a, &b) in outcome.losses.iter().zip(losses) {
         let (a, b) = (f32::from_bits(a), f32::from_bits(b));
@@ -175,12 +176,12 @@ fn stages_of_a_pipeline_change_no_bit() {
     }
 }
 
-/// Two ranks hold half of the bytes of what divides into whole blocks, and all of the rest.
+/// Two ranks each hold half of the states that divide into whole blocks, and all of the others.
 #[test]
 fn parts_are_of_whole_blocks() {
     let halves = on_data_ranks(eight_bit(), 2).on_ranks(|trainer| {
         let elements = |name: &str| trainer.tensor(name).unwrap().elem_count();
-        // 192 × 48 is 36 blocks; 144 × 48 is 27.
+        // 192 × 48 elements are 36 blocks; 144 × 48 are 27.
         [
             elements("exp_avg_8bit/h.0.mlp.c_fc.weight"),
             elements("exp_avg_scale/h.0.mlp.c_fc.weight"),
@@ -194,10 +195,10 @@ fn parts_are_of_whole_blocks() {
 fn fewer_bytes_learn_about_as_much() {
     let [start, adam] = learn(run(Kind::Gpt, AdamW::default().into()));
     assert!(adam < 0.4 * start);
-    // Everything in 8 bits: biases, norms and embeddings too. They round a state by 2 % of itself, to either side: less than what
-    // one batch differs from the next. A rule that is wrong stays near the start.
+    // All states in 8 bits, including those of biases, norms and embeddings. A state is rounded by 2 % to either side,
+    // which is less than the difference between batches. A wrong rule would stay near the initial loss.
     let all_8bit = AdamW8bit { smallest: 0, embeddings: true, ..AdamW8bit::default() };
-    // A quarter of the directions is not all of them: it lags a little behind.
+    // A quarter of the directions: it lags a little behind.
     let galore = GaLore { rank: 12, refresh_steps: 20, alpha: 1.0, ..GaLore::default() };
     let rules: [(Rule, f64, std::ops::Range<f32>); 4] = [
         (all_8bit.into(), PEAK, 0.99..1.01),
@@ -212,10 +213,10 @@ fn fewer_bytes_learn_about_as_much() {
     }
 }
 
-/// Momentum without anything else, as a user writes it.
+/// Plain momentum, as a user would write it.
 #[derive(Debug)]
 struct Momentum {
-    /// Elements of a state that nobody reads.
+    /// Number of elements of a state that is never read.
     spare: usize,
 }
 
@@ -239,7 +240,7 @@ impl Optimizer for Momentum {
     }
 }
 
-/// (parameter, velocity) changed in place, from (parameter, gradient, velocity, scalars).
+/// Updates (parameter, velocity) in place from (parameter, gradient, velocity, scalars).
 #[derive(Debug)]
 struct MomentumUpdate;
 

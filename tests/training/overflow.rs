@@ -1,4 +1,4 @@
-//! What becomes of steps whose rows find no room: the bits are those of a run that had room for all of them.
+//! Steps whose routed rows exceed the reserve: the results are bit-identical to those of a run with enough room.
 
 use gapless::alloc::arena::ArenaReport;
 use gapless::communicator;
@@ -15,21 +15,21 @@ use gapless_testing::{few, in_turn};
 
 use crate::uneven::{Case, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
 
-/// What a rank sees of a run.
+/// The results of a rank.
 #[derive(Debug)]
 struct Seen {
-    /// Loss and norm of every step.
+    /// Loss and gradient norm of every step.
     steps: Vec<(f32, f32)>,
     evaluated: f32,
-    /// Parameters and optimizer states in the end.
+    /// Parameters and optimizer states at the end.
     tensors: Vec<Vec<f32>>,
-    /// After every step.
+    /// The arena's report after every step.
     reports: Vec<ArenaReport>,
-    /// The arena before the first step and after the last.
+    /// Size of the arena before the first step and after the last.
     arena_bytes: [u64; 2],
 }
 
-/// Every rank's run. Judged on the way: the addresses of each step.
+/// Runs every rank. Also checks the addresses of each step.
 fn run(case: &Case, options: &TrainOptions) -> Vec<Seen> {
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
         let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
@@ -52,7 +52,7 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<Seen> {
         let names: Vec<String> = trainer.parameter_names().map(Into::into).collect();
         let states = names.iter().map(|name| format!("exp_avg/{name}"));
         let all: Vec<String> = names.iter().cloned().chain(states).collect();
-        // Who changes by a rule of its own has no states.
+        // Parameters with an update rule of their own have no such states.
         let tensors = all.iter().filter_map(|name| trainer.tensor(name).ok());
         let tensors = tensors.map(|tensor| tensor.flatten_all().unwrap().to_vec1().unwrap()).collect();
         Ok(Seen { steps, evaluated, tensors, reports, arena_bytes })
@@ -70,12 +70,12 @@ fn same_bits(seen: &[Seen], expected: &[Seen], what: &str) {
     }
 }
 
-/// Expert ranks alone, and in a pipeline; with copies of all of them.
+/// Expert ranks alone, in a pipeline, and with data ranks.
 fn meshes() -> [Mesh; 4] {
     [experts(2), experts(4), Mesh { pipeline: 2, ..experts(2) }, Mesh { data: 2, ..experts(2) }]
 }
 
-/// `micro_batches` as [`options`] has them for this mesh.
+/// Options for this mesh, with `micro_batches` as in [`options`].
 fn on(mesh: Mesh, routing: Reserve, overflow: Overflow) -> TrainOptions {
     TrainOptions {
         step: StepOptions {
@@ -87,14 +87,14 @@ fn on(mesh: Mesh, routing: Reserve, overflow: Overflow) -> TrainOptions {
     }
 }
 
-/// Cases that ask for more than even routing would.
+/// Cases that need more rows than even routing.
 fn uneven_cases() -> impl Iterator<Item = Case> {
     let cases = cases().into_iter().filter(|case| case.config.router.capacity.is_none());
     cases.filter(|case| (case.pattern)(0) != Pattern::Alike)
 }
 
-/// A rank grows behind a step that overflows, at most once, and from then on has room for what that step had; whoever has
-/// room stays as it is.
+/// A rank whose step overflows grows at most once, after the step, and then has room for the rows of that step. Other
+/// ranks do not grow.
 #[test]
 fn growing_changes_no_bit_and_lasts() {
     let balanced = |factor| Reserve::Balanced { factor };
@@ -128,7 +128,7 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
         let overflows = report.overflows - before.overflows;
         assert_eq!(report.growths - before.growths, u64::from(overflows > 0), "{what}: once, if at all");
         assert_eq!(report.outside_bytes > before.outside_bytes, overflows > 0, "{what}");
-        // With all tokens where they were in the step before, there is nothing left to refuse.
+        // If all tokens go where they went in the step before, nothing can overflow.
         let to = (case.pattern)(step as u64);
         let is_repeated = step > 0 && matches!(to, Pattern::One(_)) && to == (case.pattern)(step as u64 - 1);
         assert!(!is_repeated || overflows == 0, "{what}");
@@ -143,8 +143,8 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
     assert_eq!(after > before, last.growths > 0, "{what}: {before} to {after} bytes");
 }
 
-/// Rows that find no room to wait for their backward are exchanged and computed again, and nobody notices: not with other
-/// recomputation beside, in pipelines, or with copies. Nothing ever overflows.
+/// Rows that don't fit are evicted, and then re-exchanged and recomputed with the same bits, also together with other
+/// recomputation, in pipelines, and with data ranks. Nothing ever overflows.
 #[test]
 fn what_is_let_go_comes_back_with_the_same_bits() {
     let [two, four, pipeline, copies] = meshes();
@@ -179,7 +179,7 @@ fn what_is_let_go_comes_back_with_the_same_bits() {
                 let what = format!("{what}, rank {rank}: {report}");
                 assert_eq!((report.overflows, report.growths), (0, 0), "{what}");
                 assert_eq!(seen.arena_bytes[0], seen.arena_bytes[1], "{what}");
-                // Who shares experts lets go of the same.
+                // Ranks that share experts evict the same rows.
                 let first = mesh.rank(Coordinate { expert: 0, ..mesh.coordinate(rank) });
                 assert_eq!(report.evicted, last(&again[first]).evicted, "{what}");
                 assert!(report.evicted <= all, "{what}");
@@ -189,7 +189,7 @@ fn what_is_let_go_comes_back_with_the_same_bits() {
     }
 }
 
-/// Wherever a schedule has weight gradients, whatever waits in a file, and whatever each rank computes again to fit a budget.
+/// Eviction works with every schedule that splits backwards, with offloading, and with budgets.
 #[test]
 fn letting_go_goes_with_all_that_moves_the_backward() {
     let mut case = uneven_cases().find(|case| case.name == "oscillating").unwrap();
@@ -274,7 +274,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
     assert!(again.iter().all(|seen| seen.arena_bytes[1] <= least && seen.reports.last().unwrap().evicted > 0));
 }
 
-/// With room for all that a step asks for, nothing is let go; and there always is room for even routing.
+/// If there is room for everything that a step requests, nothing is evicted. There is always room for even routing.
 #[test]
 fn what_there_is_room_for_is_kept() {
     let case = uneven_cases().find(|case| case.name == "Zipf").unwrap();
@@ -287,7 +287,8 @@ fn what_there_is_room_for_is_kept() {
     }
 }
 
-/// A reserve for many layers at their worst is larger than one for one layer at its worst and the others as they mostly are.
+/// A reserve for the worst case of many layers is larger than one for the worst case of one layer and the usual case of
+/// the others.
 #[test]
 fn letting_go_needs_less_than_the_worst_case() {
     let mut config = config(2);
@@ -326,7 +327,7 @@ fn what_cannot_be_made_again_is_refused() {
     assert!(plan(rounded).contains("others than the forward's"));
 }
 
-/// What a budget has no room for is an error that says so, and the model is as it was.
+/// If growing would exceed the budget, the step fails with an error, and the model is unchanged.
 #[test]
 fn growing_keeps_to_the_budget() {
     let (mesh, config) = (experts(2), config(1));
@@ -362,7 +363,8 @@ fn growing_keeps_to_the_budget() {
     assert!(matches!(second, Err(TrainError::Runtime(RuntimeError::Communicator { .. }))), "{second:?}");
 }
 
-/// Scores that are not numbers send all tokens to the first experts, which the reserve has no room for. It is their fault.
+/// Non-finite scores send all tokens to the first experts, which exceeds the reserve. The error names the router rather
+/// than the overflow.
 #[test]
 fn a_router_of_no_numbers_is_named_instead_of_what_it_leads_to() {
     for overflow in [Overflow::Error, Overflow::Grow] {

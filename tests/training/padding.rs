@@ -1,4 +1,4 @@
-//! Padding behind the examples of a sequence teaches a mixture's routers nothing.
+//! Padding after the examples of a sequence does not affect a mixture's routers.
 
 use gapless::engine::nn::{Capacity, Choice, RouterConfig, Score};
 use gapless::engine::ops::{DropPolicy, ExpertGroups};
@@ -11,11 +11,11 @@ use gapless::{
 
 use crate::common::{PLANNING, VOCABULARY, moe, on_cpu};
 
-/// Tokens of a prompt, whose targets do not count.
+/// Number of prompt tokens, whose targets do not count.
 const PROMPT: usize = 9;
 const STEPS: usize = 3;
 
-/// Routers of every kind, each with its name.
+/// Routers of every kind, with their names.
 fn routers() -> Vec<(&'static str, RouterConfig)> {
     let capacity = |drop| Some(Capacity { factor: 0.6, drop });
     let base = RouterConfig { experts: 8, balance_loss: 0.5, ..RouterConfig::default() };
@@ -61,7 +61,7 @@ fn options(batch: usize, sequence: usize) -> TrainOptions {
     }
 }
 
-/// Rows of examples of these lengths, with padding behind them.
+/// Sequences with examples of the given lengths, followed by padding.
 struct Rows {
     tokens: Vec<u32>,
     targets: Vec<u32>,
@@ -93,11 +93,11 @@ impl Rows {
     }
 }
 
-/// What some steps report and show.
+/// The results of some steps.
 #[derive(Debug, PartialEq)]
 struct Seen {
     reports: Vec<StepReport>,
-    /// Loads and dropped choices of all routers in all steps, and their biases in the end.
+    /// Loads and dropped choices of all routers in all steps, and their final biases.
     statistics: Vec<(String, Vec<f32>)>,
 }
 
@@ -120,7 +120,7 @@ fn steps(router: &RouterConfig, options: TrainOptions, batch: &Batch<'_>) -> See
     run(&mut Trainer::new(|vb| Moe::new(&config(router), vb), options).unwrap(), batch)
 }
 
-/// Sums of some hundreds of numbers in f32, in another order; and after a step of Adam, what that made of them.
+/// Compares sums of some hundreds of f32 values in another order, and their effect on a step of Adam.
 fn expect_close(what: &str, seen: &Seen, expected: &Seen) {
     assert_eq!(seen.statistics, expected.statistics, "{what}");
     for (a, b) in seen.reports.iter().zip(&expected.reports) {
@@ -142,7 +142,7 @@ fn an_example_is_the_same_whatever_pads_its_sequence() {
             let padded = Rows::new(&[&[33]], sequence, 0);
             let seen = steps(&router, options(1, sequence), &padded.batch());
             expect_close(&format!("{name} in {sequence}"), &seen, &expected);
-            // Where nothing says where documents begin.
+            // A batch without document starts.
             let bare = Batch { starts: &[], ..padded.batch() };
             assert_eq!(steps(&router, options(1, sequence), &bare), seen, "{name} in {sequence}");
             let other = Rows::new(&[&[33]], sequence, 5);
@@ -151,7 +151,8 @@ fn an_example_is_the_same_whatever_pads_its_sequence() {
     }
 }
 
-/// As by a trainer that knows of no documents: prompts are routed and count.
+/// Without padding, the results are those of a trainer that does not know about documents: prompts are routed and count
+/// as load.
 #[test]
 fn a_sequence_without_padding_is_what_it_is_without_documents() {
     for (name, router) in routers() {
@@ -166,7 +167,7 @@ fn a_sequence_without_padding_is_what_it_is_without_documents() {
     }
 }
 
-/// A capacity is that of a sequence, which documents share; all else is of each document, or of all tokens.
+/// The capacity is that of a sequence, which its documents share. Everything else is per document or over all tokens.
 #[test]
 fn examples_in_one_sequence_are_those_of_sequences_of_their_own() {
     for (name, router) in routers().into_iter().filter(|(_, router)| router.capacity.is_none()) {
@@ -174,7 +175,7 @@ fn examples_in_one_sequence_are_those_of_sequences_of_their_own() {
         let expected = steps(&router, options(2, 40), &apart.batch());
         let together = Rows::new(&[&[33, 20]], 64, 0);
         expect_close(name, &steps(&router, options(1, 64), &together.batch()), &expected);
-        // And beside a sequence that holds nothing.
+        // Next to a sequence that has only padding.
         let beside = Rows::new(&[&[], &[20, 33]], 64, 0);
         expect_close(name, &steps(&router, options(2, 64), &beside.batch()), &expected);
     }

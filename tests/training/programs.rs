@@ -1,4 +1,4 @@
-//! Every kind of training step that the engine emits, in the ring with the allocators people use.
+//! Compares the plans of every kind of training step with the allocators that people use.
 
 use gapless::allocators::{Comparison, Kind, Requests, compare};
 use gapless::engine::compile::Executable;

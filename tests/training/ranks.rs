@@ -1,4 +1,4 @@
-//! The same numbers on any number of ranks, in any order of work.
+//! The results are the same on any number of ranks, in any order of work.
 
 use std::sync::Arc;
 
@@ -25,12 +25,12 @@ fn run(kind: Kind, mesh: Mesh, chunks: usize, name: &str) -> Run {
     run
 }
 
-/// The outcome on one rank, the whole batch at once.
+/// The outcome on one rank, with the whole batch at once.
 fn plain(kind: Kind) -> Outcome {
     Run { kind, ..Run::default() }.steps(2)
 }
 
-/// (ranks, chunks) of 1, 2 and 4 for which a schedule exists.
+/// The combinations (ranks, chunks) of 1, 2 and 4 for which a schedule exists.
 fn shapes(name: &str) -> Vec<(usize, usize)> {
     let exists = |&(ranks, chunks): &(usize, usize)| {
         let shape = parallel::Shape { ranks: ranks as u32, chunks: chunks as u32, micro_batches: MICRO_BATCHES as u32 };
@@ -42,7 +42,7 @@ fn shapes(name: &str) -> Vec<(usize, usize)> {
     shapes
 }
 
-/// Schedules whose backward passes take the micro-batches in reverse order, so that gradients are sums in another order.
+/// Schedules whose backwards take the micro-batches in reverse order, so that gradients are summed in another order.
 const REVERSED: [&str; 3] = ["looped-bfs", "layered-accumulation", "modular-pipeline"];
 
 fn names() -> impl Iterator<Item = &'static str> {
@@ -79,7 +79,8 @@ fn mixtures_of_experts_on_two_ranks_give_the_same_bits() {
     }
 }
 
-/// The first loss has the same bits, as nothing was summed yet; the second differs by the rounding of f32 sums.
+/// The first loss has the same bits, because nothing has been summed yet. The second differs by the rounding of f32
+/// sums.
 #[test]
 fn reversed_micro_batches_differ_by_rounding_alone() {
     let plain = plain(Kind::Gpt);
@@ -101,7 +102,7 @@ fn data_ranks_differ_by_rounding_alone() {
             let mesh = Mesh { data, pipeline, expert: 1 };
             let outcome = run(kind, mesh, 1, "1f1b").steps_on_ranks(2);
             close(&outcome, &plain, &format!("{kind:?} on {mesh:?}"));
-            // Biases go by loads, which are whole numbers: their sum is the same in any order.
+            // Biases depend on loads, which are integers: their sum is the same in any order.
             for (name, bias) in plain.parameters.iter().filter(|(name, _)| name.ends_with("e_score_correction_bias")) {
                 let (_, on_ranks) = outcome.parameters.iter().find(|(other, _)| other == name).expect("someone has it");
                 assert_eq!(on_ranks, bias, "{name} of {kind:?} on {mesh:?}");
@@ -119,7 +120,7 @@ fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
     }
 }
 
-/// The judge of the tests above: what is under way between ranks is not touched, and dead bytes are never read.
+/// Checks the tests above: buffers in transit between ranks are not touched, and dead bytes are never read.
 #[test]
 fn nan_in_every_dead_range_changes_nothing() {
     let plain = plain(Kind::Gpt);
@@ -135,7 +136,7 @@ fn nan_in_every_dead_range_changes_nothing() {
     assert_eq!(run.steps_on_ranks(2), clean);
 }
 
-/// Saved on one mesh, resumed on another: the files say what is where.
+/// A checkpoint that was saved on one mesh can be resumed on another.
 #[test]
 fn a_checkpoint_of_one_mesh_resumes_on_another() {
     let mesh = |data, pipeline| Mesh { data, pipeline, expert: 1 };
@@ -153,7 +154,7 @@ fn a_checkpoint_of_one_mesh_resumes_on_another() {
         let what = format!("{:?} to {:?}", from.options.step.mesh, to.options.step.mesh);
         from.save_on_ranks(2, dir.path());
         let resumed = to.resume_on_ranks(dir.path(), 2);
-        // The same steps without a stop, on the mesh that went on: bits, where no data ranks sum in between.
+        // The same steps without interruption, on the second mesh: bit-identical unless data ranks sum.
         let straight = to.steps_on_ranks(4);
         assert_eq!(resumed.losses.len(), 2);
         if from.options.step.mesh.data == 1 && to.options.step.mesh.data == 1
@@ -172,8 +173,9 @@ fn a_checkpoint_of_one_mesh_resumes_on_another() {
     }
 }
 
-/// What text-book models don't have: one scale used by all stages through a view, two biases with one gradient, a skip
-/// from the first stage to the last, a table looked up and used again as the head, a stage without parameters.
+/// A model with properties that textbook models lack: one scale that all stages use through a view, two biases with the
+/// same gradient, a skip from the first stage to the last, a table that is looked up and used again as the head, and a
+/// stage without parameters.
 struct Odd {
     embed: Embedding,
     scale: Tensor,

@@ -1,4 +1,5 @@
-//! Ranks that were started differently, or are given other data, stop at once and say which and why.
+//! Ranks that were started differently, or are given different data, stop at once with an error that names the rank and
+//! the difference.
 
 use gapless::communicator;
 use gapless::engine::learning_rate::LearningRate;
@@ -9,7 +10,7 @@ use crate::common::{Kind, Run};
 
 type Change = dyn Fn(&mut Run) + Sync;
 
-/// What the two ranks of a run answer, of which the second is changed, and trains on the batch of another step.
+/// The errors of the two ranks of a run. The second has changed options, and trains on the batch of another step.
 fn answers(change: &Change, batch_of: u64) -> Vec<String> {
     let answer = |rank: usize, world| {
         let mut run = Run::default();
@@ -49,7 +50,7 @@ fn ranks_that_differ_are_stopped_by_name() {
     assert_eq!(answers(&|_| {}, 0), ["trained", "trained"]);
 }
 
-/// A bit that is lost on one of two data ranks is found when they save.
+/// A bit that changes on one of two data ranks is found when they save.
 #[test]
 fn copies_of_a_parameter_are_compared_when_they_are_saved() {
     let place = tempfile::tempdir().unwrap();

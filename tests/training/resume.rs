@@ -1,4 +1,5 @@
-//! Stopping, saving and going on: the same bits as never stopping, and clear words when that cannot be.
+//! Interrupting, saving and resuming: the same bits as without interruption, and clear errors if resuming is
+//! impossible.
 
 use std::fs;
 use std::path::{Path, PathBuf};

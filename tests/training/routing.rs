@@ -1,5 +1,5 @@
-//! Routing as uneven as it gets, over expert ranks: no row is lost, no byte is used twice, and the reserve keeps what it
-//! promises.
+//! Extremely uneven routing over expert ranks: no row is lost, no byte is used twice, and the reserve suffices where it
+//! should.
 
 use std::sync::Barrier;
 
@@ -11,26 +11,26 @@ use gapless::{Mesh, Reserve, TrainError, TrainOptions, Trainer};
 
 use crate::uneven::{BATCH, Case, EXPERTS, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
 
-/// What a rank sees of a step.
+/// The results of a step on a rank.
 #[derive(Debug)]
 struct Seen {
     loss: f32,
     norm: f32,
-    /// Loads and numbers of dropped choices by name.
+    /// Loads and numbers of dropped choices, by name.
     watched: Vec<(String, Vec<f32>)>,
-    /// Bytes that its arena was asked for.
+    /// Bytes that were requested from the rank's arena.
     asked: u64,
 }
 
 impl Seen {
-    /// The sum of what is watched under names that end so.
+    /// The sum of the watched values whose names have this ending.
     fn total(&self, end: &str) -> f32 {
         self.watched.iter().filter(|(name, _)| name.ends_with(end)).flat_map(|(_, values)| values).sum()
     }
 }
 
-/// Every step as every rank sees it, and what its arena did. Judged on the way: the addresses of each step, and where its
-/// tokens went.
+/// Runs every rank; returns its steps and the report of its arena. Also checks the addresses of each step, and where
+/// its tokens went.
 fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaReport>)> {
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
         let rank = world.rank();
@@ -56,17 +56,18 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaRepor
     ranks.unwrap()
 }
 
-/// What a rank's step asks its arena for: bytes of a row, by request.
+/// The requests of a rank's step to its arena, as bytes per row.
 fn requests(case: &Case, options: &TrainOptions, rank: usize) -> Vec<u64> {
     let plan = gapless::plan::step(|vb| Moe::new(&case.config, vb), options, rank).unwrap();
     plan.routing().iter().flat_map(|plan| plan.requests()).map(|request| request.bytes_per_row).collect()
 }
 
-/// With room for the worst case: what one rank computes, to rounding. f32 rounds at 6e-8, and ranks sum losses and gradients
-/// of their shares of the batch first; sums of a few thousand terms of mixed signs differ by some hundred roundings.
+/// With room for the worst case, the results are those of one rank, up to rounding. f32 rounds at 6e-8, and ranks first
+/// sum losses and gradients of their shares of the batch; sums of a few thousand terms of mixed signs differ by some
+/// hundred roundings.
 ///
-/// That no row is lost, counts say too: a row is asked for on the rank of its expert, once by each of a layer's buffers. So all
-/// ranks together ask for the bytes of all choices that were not dropped, whoever they went to.
+/// The requested bytes also show that no row is lost. A row is requested on the rank of its expert, once for each
+/// buffer of a layer. So all ranks together request the bytes of all choices that were not dropped.
 #[test]
 fn no_row_is_lost() {
     for (turn, case) in cases().iter().enumerate() {
@@ -100,7 +101,7 @@ fn no_row_is_lost() {
     }
 }
 
-/// A report of all steps, none of which overflowed.
+/// Checks the report of all steps, none of which overflowed.
 fn keeps_its_promise(report: &ArenaReport, requests: usize, what: &str) {
     assert_eq!(report.requests, STEPS * requests as u64, "{what}");
     assert_eq!((report.overflows, report.refused_bytes), (0, 0), "{what}");
@@ -109,7 +110,7 @@ fn keeps_its_promise(report: &ArenaReport, requests: usize, what: &str) {
     assert!(report.most_live_bytes <= report.high_water_bytes, "{what}: {report}");
 }
 
-/// A reserve says where rows lie, not what becomes of them: the bits are those of the worst case's.
+/// A reserve affects only the addresses of rows: the results are bit-identical to those with the worst-case reserve.
 #[test]
 fn a_generous_factor_serves_uneven_routing() {
     let (mut reused, mut smaller) = (0, 0);
@@ -136,8 +137,8 @@ fn a_generous_factor_serves_uneven_routing() {
     assert!(smaller > 0, "three times the balanced sizes are as large as the worst case everywhere");
 }
 
-/// The rank of the expert that all tokens choose says what it lacks; no other rank waits for it, although it stays where it is;
-/// and the model is as it was.
+/// The rank of the expert that all tokens choose reports the overflow. No other rank hangs, although that rank keeps
+/// running; and the model is unchanged.
 #[test]
 fn an_overflow_ends_the_step_on_all_ranks() {
     for (mesh, expert) in [
@@ -160,7 +161,7 @@ fn an_overflow_ends_the_step_on_all_ranks() {
             let outcome = trainer.step(&tokens, &targets);
             let checked = trainer.check_run();
             let unchanged = parameters(&trainer) == before;
-            // Nobody goes before all have ended: an error that came of that would be no answer.
+            // No rank leaves before all have failed: the error would otherwise be that of a rank that has gone.
             together.wait();
             let again = trainer.step(&tokens, &targets);
             together.wait();
@@ -181,7 +182,7 @@ fn an_overflow_ends_the_step_on_all_ranks() {
                     overflown.push(mesh.coordinate(rank).expert);
                     1
                 }
-                // Not `Timeout`: nobody waited for nothing.
+                // Not `Timeout`: no rank has waited in vain.
                 TrainError::Runtime(RuntimeError::Communicator {
                     source: CommunicatorError::PeerGone { .. }, ..
                 }) => 0,
@@ -194,8 +195,8 @@ fn an_overflow_ends_the_step_on_all_ranks() {
     }
 }
 
-/// Scores that are not numbers are alike: all tokens go to the first experts, which there is room for, and the step says what
-/// was not finite. Nothing changes, and the trainers go on.
+/// Non-finite scores are all equal, so all tokens go to the first experts, which have room. The step reports what was
+/// not finite, nothing changes, and the trainers can continue.
 #[test]
 fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     let config = config(2);
@@ -225,7 +226,8 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     }
 }
 
-/// A row's products do not depend on which rows stand beside it, and all ranks evaluate the same: the bits of one rank.
+/// A row's product does not depend on the other rows, and all ranks evaluate the same tokens, so the bits are those of
+/// one rank.
 #[test]
 fn evaluation_and_logits_have_the_bits_of_one_rank() {
     for case in &cases() {
@@ -255,7 +257,7 @@ fn evaluation_and_logits_have_the_bits_of_one_rank() {
     }
 }
 
-/// Layer, rows, bytes and remedies.
+/// Checks that the error has the layer, the rows, the bytes and the remedies.
 fn says_what_helps(error: &TrainError) {
     let TrainError::Runtime(RuntimeError::Routing { source, .. }) = error else {
         unreachable!("matched by the caller")

@@ -1,4 +1,4 @@
-//! Activations that wait for their backward in eight bits or in a file: bits, bytes, ranks, and what is learned.
+//! Activations that are compressed to eight bits or offloaded to a file: bits, bytes, ranks and learning.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ fn names(names: &[&str]) -> Vec<String> {
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
-/// What takes most of what a layer of a model keeps, residual stream and all.
+/// The operations whose results take most of the memory that a layer keeps, including the residual stream.
 fn most(kind: Kind) -> Vec<String> {
     match kind {
         Kind::Gpt => names(&["linear", "gelu", "layer_norm", "attention", "add", "dropout"]),
@@ -34,7 +34,7 @@ fn put_on_pipeline(options: &mut TrainOptions, schedule: &str, ranks: usize, chu
     options.step.pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
 }
 
-/// With dropout (GPT), NaN in every dead range, alone and with what is computed again.
+/// With dropout (GPT) and NaN in all dead memory; alone and with recomputation.
 #[test]
 fn a_file_gives_the_bits_of_none() {
     for kind in [Kind::Gpt, Kind::Llama, Kind::MOE[1]] {
@@ -78,7 +78,7 @@ fn a_file_per_rank_gives_the_bits_of_one_rank() {
     }
 }
 
-/// The smallest budget that is enough.
+/// The smallest sufficient budget.
 fn smallest(run: &Run) -> u64 {
     let mut run = run.clone();
     run.options.step.memory.budget = Some(1);
@@ -88,7 +88,7 @@ fn smallest(run: &Run) -> u64 {
     }
 }
 
-/// What is in the file need not be computed again: the same budget costs less, and one fits that did not.
+/// Offloaded values need not be recomputed: the same budget costs less time, and a smaller one becomes possible.
 #[test]
 fn a_budget_counts_what_is_in_the_file() {
     let mut run = Run::default();
@@ -106,7 +106,7 @@ fn a_budget_counts_what_is_in_the_file() {
     assert_eq!(plain, run.steps(2));
 }
 
-/// A file that many share: what has been read makes room for what comes.
+/// The space in the file is reused: values that have been read make room for later ones.
 #[test]
 fn the_file_is_planned() {
     let mut run = Run::default();
@@ -115,12 +115,12 @@ fn the_file_is_planned() {
     let trainer = run.trainer();
     let one = trainer.report().host_bytes;
     run.options.step.micro_batches = 1;
-    // Micro-batches run one after another, so a quarter of the batch takes a quarter of the file, up to whole pages.
+    // Micro-batches run one after another, so a quarter of the batch takes a quarter of the file, rounded up to pages.
     let all = run.trainer().report().host_bytes;
     assert!(one < all / 4 + all / 8, "{one} of {all}");
 }
 
-/// The forward is exact, so the first loss is; all else depends on the seed and the data alone, as ever.
+/// The forward is exact, and so is the first loss. As always, all other results depend only on the seed and the data.
 #[test]
 fn eight_bits_are_the_same_bits_however_they_are_run() {
     for kind in [Kind::Gpt, Kind::Llama] {
@@ -140,7 +140,7 @@ fn eight_bits_are_the_same_bits_however_they_are_run() {
             change(&mut run.options);
             assert_eq!(plain, run.steps(3), "{kind:?}, change {index}");
         }
-        // What one stage hands to another is not rounded, so here it is not on one rank either.
+        // Values that are sent to another stage are not rounded, so the reference must not round them either.
         run.options.step.memory.compress.retain(|name| name != "add");
         let plain = run.steps(3);
         for (schedule, chunks) in [("1f1b", 1), ("interleaved-zb", 1), ("zbv", 2)] {
@@ -151,7 +151,7 @@ fn eight_bits_are_the_same_bits_however_they_are_run() {
     }
 }
 
-/// Under a budget the rest is dropped or kept, and what is dropped comes from rounded numbers where those lie on the way.
+/// Under a budget, the other values are dropped or kept; recomputation from rounded values uses the rounded ones.
 #[test]
 fn eight_bits_and_a_budget_go_together() {
     let mut run = Run::default();
@@ -166,9 +166,10 @@ fn eight_bits_and_a_budget_go_together() {
     assert_eq!(run.steps(1).losses, exact.losses);
 }
 
-/// How far a gradient is from that of exact activations, in units of its norm. A number is off by at most 1/510 of its group's
-/// range, evenly to both sides: about 1/880 of it, and a range is some five times the spread of what is in it. So an
-/// activation is off by 0.6 % of its spread, and so is about each factor of a gradient; a few of them add up like a random walk.
+/// The distance of gradients from those of exact activations, in units of their norm. An element is rounded by at most
+/// 1/510 of its group's range, evenly to both sides; that is about 1/880 of the range on average. A range is about five
+/// times the standard deviation. So the error of an activation is 0.6 % of its standard deviation, and so is about that
+/// of each factor of a gradient; a few of them add up like a random walk.
 #[test]
 fn gradients_stay_near_those_of_exact_activations() {
     const TOLERANCE: f64 = 0.03;
@@ -207,7 +208,7 @@ fn eight_bits_learn_as_much() {
     let [_, rounded] = learn(most(Kind::Gpt));
     println!("from {start}: {exact} with exact activations, {rounded} with eight bits");
     assert!(exact < 0.4 * start);
-    // Gradients off by a percent, to either side: less than what one batch differs from the next.
+    // Gradients are off by a percent to either side, which is less than the difference between batches.
     assert!((rounded - exact).abs() < 0.01 * exact, "{rounded} instead of {exact}");
 }
 
@@ -216,7 +217,7 @@ fn what_cannot_be_is_refused() {
     let cases: [(Change, [&str; 2]); 5] = [
         (|options| options.step.memory.compress = names(&["gelo"]), ["gelo", "gelu"]),
         (|options| options.step.memory.offload = names(&["gelo"]), ["gelo", "gelu"]),
-        // The backward reads nothing of it.
+        // The backward does not read its result.
         (|options| options.step.memory.compress = names(&["linear_cross_entropy"]), ["linear_cross_entropy", "gelu"]),
         (
             |options| {
@@ -240,7 +241,7 @@ fn what_cannot_be_is_refused() {
     }
 }
 
-/// Planned for a device: a number of 2 bytes waits in 1 and its share of a range.
+/// Planned for a GPU: a 2-byte element is stored in 1 byte plus its share of a range.
 #[test]
 fn a_step_in_bf16_is_planned_with_fewer_bytes() {
     let config = gapless::models::GptConfig { layers: 4, ..Default::default() };

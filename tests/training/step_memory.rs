@@ -1,4 +1,5 @@
-//! What steps of real size take, planned without a device: beside recorded PyTorch runs, and under budgets.
+//! The memory of steps of realistic size, planned without a device: compared with recorded PyTorch runs, and under
+//! budgets.
 //!
 //! `cargo test --workspace --test training step_memory -- --nocapture` prints the tables.
 
@@ -11,11 +12,11 @@ use gapless::{DeviceChoice, MemoryOptions, Precision, Recompute, StepOptions, Tr
 
 use crate::common::on_cpu;
 
-/// A planned step in figures.
+/// The figures of a planned step.
 struct Step {
     arena: u64,
     roles: Vec<(Role, u64)>,
-    /// Arithmetic and modelled time of what is computed again, as a part of the rest.
+    /// FLOPs and estimated time of recomputation, as fractions of everything else.
     extra_flops: f64,
     overhead: f64,
 }
@@ -25,13 +26,14 @@ impl Step {
         self.roles.iter().find(|(other, _)| *other == role).map_or(0, |(_, bytes)| *bytes)
     }
 
-    /// Parameters, states of the optimizer, and gradients, which with several micro-batches are there throughout.
+    /// Bytes of parameters, optimizer states, and gradients. With several micro-batches, gradients are alive
+    /// throughout.
     fn persistent(&self) -> u64 {
         2 * self.of(Role::Parameter) + self.of(Role::OptimizerState)
     }
 }
 
-/// What a copy and a bf16 matrix product reach on an H100 (see docs/recompute.md).
+/// FLOP/s of a bf16 matrix product, and bytes per second of a copy, on an H100 (see docs/recompute.md).
 const H100: Rates = Rates { flops: 770e12, bytes: 3e12 };
 
 fn plan(options: &TrainOptions, model: &Model) -> Step {
@@ -62,16 +64,16 @@ enum Model {
     Llama(LlamaConfig),
 }
 
-/// A run that PyTorch 2.15 was recorded with: bf16 model, four micro-batches of 1024 tokens per sequence, fused AdamW.
+/// A recorded run of PyTorch 2.15: bf16 model, four micro-batches of 1024 tokens per sequence, fused AdamW.
 struct Recorded {
     name: &'static str,
     layers: usize,
     heads: usize,
     width: usize,
     sequences: usize,
-    /// Peak allocated less what was there throughout.
+    /// Peak of allocated bytes without those that are alive throughout.
     activations: f64,
-    /// Peak that its allocator reserved.
+    /// Peak of the bytes that the allocator reserved.
     reserved: u64,
 }
 
@@ -107,7 +109,7 @@ const RECORDED: [Recorded; 3] = [
     },
 ];
 
-/// The same for the 1.5B with every layer checkpointed.
+/// The same for the 1.5B model with every layer checkpointed.
 const CHECKPOINTED: (f64, u64) = (1.762 * GIB, 30_792_482_816);
 
 #[test]
@@ -194,8 +196,9 @@ fn llama_2_7b_under_budgets() {
     let all = plan(&options, &model);
     let activations = all.arena - all.persistent();
     println!("everything kept: {}, of which activations {}", Bytes(all.arena), Bytes(activations));
-    // Parts of the activations, and percent of the step's time: half of what is asked for, as the first of the two micro-batches
-    // has room that the gradients do not take yet. The time is a part of a step's whose norms and residuals take fewer kernels.
+    // Percentages of the activations, and upper limits for the additional time in percent. The limits are half of what
+    // is required, because the first of the two micro-batches has room that gradients do not take yet. The time is
+    // relative to a step with fused norms and residuals.
     for (percent, most) in [(80, 0.55), (70, 1.15), (50, 4.75), (20, 10.5)] {
         let bytes = all.persistent() + activations / 100 * percent;
         (options.step.memory.budget, options.step.memory.rates) = (Some(bytes), H100);

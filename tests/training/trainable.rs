@@ -1,4 +1,5 @@
-//! Training a part of a model: the gradients of the trained part, the bits of the rest, and what is kept for it.
+//! Training a part of a model: the gradients of that part, the bits of the rest, and the activations that are kept for
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -32,7 +33,7 @@ fn run(kind: Kind, trainable: Trainable) -> Run {
     run
 }
 
-/// Parts of models of every kind.
+/// Runs that train parts of models of every kind.
 fn parts() -> Vec<Run> {
     vec![
         run(Kind::Gpt, only(&["h.1", "ln_f.bias"])),
@@ -53,7 +54,7 @@ fn bits(tensor: &Data) -> Vec<u32> {
     tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Gradients by name, after one step.
+/// The gradients after one step, by name.
 fn gradients(run: &Run) -> BTreeMap<String, Vec<u32>> {
     let mut run = run.clone();
     run.options.step.keep_gradients = true;
@@ -83,7 +84,7 @@ fn the_trained_part_has_the_gradients_of_the_whole() {
     }
 }
 
-/// With W' = W + s·B·A in the whole model: dA = s·Bᵀ·dW', dB = s·dW'·Aᵀ.
+/// With W' = W + s·B·A in the merged model: dA = s·Bᵀ·dW', dB = s·dW'·Aᵀ.
 #[test]
 fn an_adapter_has_the_gradients_that_follow_from_the_merged_weight() {
     for (kind, targets) in [
@@ -121,7 +122,7 @@ fn an_adapter_has_the_gradients_that_follow_from_the_merged_weight() {
         let before: BTreeMap<String, Data> =
             names.iter().map(|n| (n.clone(), adapted.tensor(n).unwrap().copy().unwrap())).collect();
         let losses = [run.step(&mut adapted).loss, run.step(&mut whole).loss];
-        // Rounding of f32 in another order of the same sums.
+        // f32 rounding of the same sums in another order.
         assert!((losses[0] - losses[1]).abs() <= 1e-5, "{losses:?}");
         for layer in &layers {
             let [a, b] = Lora::parameters(layer);
@@ -146,7 +147,7 @@ fn what_is_frozen_keeps_its_bits_and_has_no_state() {
         let before = parameters(&trainer);
         run.go_on(&mut trainer, 2);
         for ((name, before), (_, after)) in before.iter().zip(parameters(&trainer)) {
-            // B is zero at first, so A has a gradient of zero; but it decays.
+            // B is zero at first, so the gradient of A is zero; but A decays.
             assert_eq!(*before != after, trainable.trains(name), "{trainable:?}: {name}");
             assert_eq!(trainer.tensor(&format!("exp_avg/{name}")).is_ok(), trainable.trains(name), "{name}");
         }
@@ -168,7 +169,7 @@ fn micro_batches_recomputation_and_pipelines_change_no_bit() {
         let what = format!("{:?} {:?}", plain.kind, plain.options.step.trainable);
         let mut other = plain.clone();
         (other.options.step.micro_batches, other.options.poison) = (4, true);
-        // Statistics of routers are those of a micro-batch.
+        // Statistics of routers are per micro-batch.
         if !matches!(plain.kind, Kind::Moe(_)) {
             assert_eq!(other.steps(2), expected, "{what} in micro-batches");
         }
@@ -184,7 +185,7 @@ fn micro_batches_recomputation_and_pipelines_change_no_bit() {
 
 #[test]
 fn data_ranks_agree_with_one() {
-    // What routers count is of a rank's own micro-batch.
+    // Routers count a rank's own micro-batch.
     for plain in parts().into_iter().filter(|run| !matches!(run.kind, Kind::Moe(_))) {
         let expected = plain.steps(2);
         let mut other = plain.clone();
@@ -193,7 +194,7 @@ fn data_ranks_agree_with_one() {
         let outcome = other.steps_on_ranks(2);
         for (a, b) in outcome.losses.iter().zip(&expected.losses) {
             let (a, b) = (f32::from_bits(*a), f32::from_bits(*b));
-            // What docs/architecture.md calls rounding.
+            // The tolerance that docs/architecture.md calls rounding.
             assert!((a - b).abs() <= 1e-5 * b, "{:?}: {a} {b}", plain.options.step.trainable);
         }
     }
@@ -267,7 +268,8 @@ fn small() -> LlamaConfig {
     LlamaConfig { hidden: 128, ..base }
 }
 
-/// The slow reference of what a backward needs of a forward: from the operations alone, by what each one's gradient is made of.
+/// A slow reference for the bytes that a backward needs from the forward, derived from the operands of each operation's
+/// gradient.
 fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
     let trainable = &options.step.trainable;
     let graph = Arc::new(Mutex::new(Graph::default()));
@@ -281,7 +283,7 @@ fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
     model.loss(&ids("tokens"), &ids("targets"), true).unwrap();
     let graph = lock(&graph);
     let names: BTreeMap<ValueId, &str> = graph.persistent().collect();
-    // Whether anything trained is above a value, looked up from the value each time.
+    // True if a trained parameter is among the ancestors of a value; searched anew for each value.
     let made = graph.nodes().iter().flat_map(|node| node.outputs.iter().map(move |&output| (output, node)));
     let makers: BTreeMap<ValueId, &Node> = made.collect();
     let trains = |value: ValueId| {
@@ -307,10 +309,10 @@ fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
             "rms_norm" if any => kept.extend([of(0), makes[1]]),
             "attention" if any => kept.extend(node.inputs.iter().chain(makes)),
             "swiglu" if any => kept.extend(&node.inputs),
-            // Its gradients are made in the forward: that of x waits.
+            // Its gradients are computed in the forward; that of x is kept.
             "linear_cross_entropy" if any => bytes += graph.value(of(0)).spec.bytes(),
             "linear" | "rms_norm" | "attention" | "swiglu" | "linear_cross_entropy" => {}
-            // Their gradients need nothing but the output's.
+            // Their gradients need only the output's gradient.
             "embedding" | "rope" | "add" | "affine" | "reshape" | "transpose" | "scaled_sum" | "contiguous" => {}
             other => panic!("what does the gradient of {other} need?"),
         }
@@ -320,7 +322,7 @@ fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
     bytes + made.map(|&root| graph.value(root).spec.bytes()).sum::<u64>()
 }
 
-/// What a step keeps between forward and backward, which the slow reference judges.
+/// The bytes that a step keeps between forward and backward, checked against the slow reference.
 fn kept(config: &LlamaConfig, options: &TrainOptions) -> u64 {
     let program = gapless::plan::program(|vb| Llama::new(config, vb), options, 0).unwrap();
     let kept = program.kept().iter().map(|kept| kept.bytes).sum();
@@ -345,7 +347,7 @@ fn the_forward_keeps_what_the_trained_part_needs() {
     assert!(of(only(&["model.norm"])) < of(only(&["model.layers.2.mlp.down_proj"])));
 }
 
-/// The table of docs/hugging_face.md: `cargo test --test training llama_of_1b -- --nocapture`.
+/// Prints the table of docs/hugging_face.md: `cargo test --test training llama_of_1b -- --nocapture`.
 #[test]
 fn a_llama_of_1b_is_planned_in_part() {
     let extents =

@@ -1,9 +1,15 @@
-//! Decoding a Llama of 100 million parameters in f32, beside candle-transformers' with the same weights, in turn in one process.
+//! Decodes a Llama of 100 million parameters in f32 with gapless and with candle-transformers, with the same weights,
+//! in turn in one process.
 //!
-//! `cargo run --release -p gapless-bench-generate --features candle-transformers` prints for 1 and 8 sequences the tokens per second of
-//! both and their ratio, and what share that is of what reading every weight once per token allows by the memory bandwidth that is
-//! measured beside it; then how fast prompts are read, beside the forward pass that evaluates. `RAYON_NUM_THREADS` bounds the threads
-//! of both. The ratio of processor times, of all threads, is there for machines that do other things too.
+//! `cargo run --release -p gapless-bench-generate --features candle-transformers` prints the following for 1 and 8
+//! sequences:
+//! - the tokens per second of both, and their ratio;
+//! - the fraction that gapless reaches of the limit by memory bandwidth, which is measured here: each token reads every
+//!   weight once;
+//! - the speed of reading prompts, compared with a forward pass for evaluation;
+//! - the ratio of CPU times of all threads, for machines that also do other work.
+//!
+//! `RAYON_NUM_THREADS` limits the threads of both.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -23,7 +29,7 @@ const ADDED: usize = 17;
 const ROUNDS: usize = 3;
 const SEQUENCE: usize = 512;
 
-/// When something began.
+/// The start of a measurement.
 #[derive(Clone, Copy)]
 struct Begun {
     wall: Instant,
@@ -35,7 +41,7 @@ impl Begun {
         Self { wall: Instant::now(), processors: ProcessTime::now() }
     }
 
-    /// Seconds since, of the clock and of all processors.
+    /// Seconds since then: wall-clock time, and CPU time of all threads.
     fn seconds(self) -> [f64; 2] {
         [self.wall.elapsed().as_secs_f64(), self.processors.elapsed().as_secs_f64()]
     }
@@ -65,7 +71,7 @@ fn main() -> Result<()> {
             let (their_tokens, their_time) = generate_with_candle(&theirs, &prompts)?;
             let bandwidth = bandwidth(weight_bytes as usize);
             ensure!(tokens == their_tokens, "other tokens than candle-transformers': {tokens:?} {their_tokens:?}");
-            // The first round is to warm up.
+            // The first round is a warm-up.
             if round > 0 {
                 let rate = |time: [f64; 2]| (batch * (ADDED - 1)) as f64 / time[0];
                 rates.push((rate(our_time), rate(their_time)));
@@ -104,7 +110,7 @@ fn ours(config: &LlamaConfig, batch: usize) -> Result<Trainer> {
     Ok(Trainer::builder(|vb| Llama::new(config, vb), options(batch)).for_inference().build()?)
 }
 
-/// Greedy tokens, and the time of all but the first, which come of the prompts.
+/// Generates tokens greedily. Returns them, and the time of all but the first, which is computed with the prompts.
 fn generate(trainer: &mut Trainer, prompts: &[Vec<u32>]) -> Result<(Vec<Vec<u32>>, [f64; 2])> {
     let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
     let (mut first, mut count) = (Begun::now(), 0);
@@ -119,7 +125,7 @@ fn generate(trainer: &mut Trainer, prompts: &[Vec<u32>]) -> Result<(Vec<Vec<u32>
     Ok((tokens, first.seconds()))
 }
 
-/// The same weights.
+/// Creates candle-transformers' model with the same weights.
 fn theirs(config: &LlamaConfig, ours: &Trainer) -> Result<(CandleLlama, Config)> {
     let their_config = Config {
         hidden_size: config.width,
@@ -164,7 +170,7 @@ fn generate_with_candle(
     Ok((tokens, first.seconds()))
 }
 
-/// Bytes per second of reading so many once, by all threads: the best of three.
+/// Bytes per second at which all threads read `bytes` bytes; the best of three attempts.
 fn bandwidth(bytes: usize) -> f64 {
     let data = vec![1u64; bytes / 8];
     let read = || {
@@ -177,7 +183,7 @@ fn bandwidth(bytes: usize) -> f64 {
     bytes as f64 / best.as_secs_f64()
 }
 
-/// Reading a prompt of a window beside evaluating as many tokens.
+/// Compares reading a prompt of a whole window with evaluating as many tokens.
 fn prefill(config: &LlamaConfig) -> Result<()> {
     let generation = Some(Generation { window: Some(SEQUENCE), ..Generation::default() });
     let mut trainer = Trainer::builder(

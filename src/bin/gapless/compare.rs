@@ -1,4 +1,4 @@
-//! `gapless compare`: what every allocator would reserve for a program.
+//! `gapless compare`: what each allocator would reserve for a table of lifetimes, a snapshot or a training step.
 
 use std::fmt::{self, Display};
 use std::fs::File;
@@ -65,7 +65,7 @@ pub struct Arguments {
     run: RunArguments,
 }
 
-/// Does what the arguments ask and says how it went.
+/// Runs the command and reports errors.
 pub fn run(arguments: &Arguments) -> ExitCode {
     exit_code("compare", compare_all(arguments))
 }
@@ -92,19 +92,19 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
     print(|out| out.write_all(text.as_bytes()))
 }
 
-/// A program under every allocator.
+/// The results of all allocators for one program.
 #[derive(Serialize)]
 struct Outcome {
     #[serde(skip)]
     title: String,
     #[serde(flatten)]
     compared: Compared,
-    /// The last request of a snapshot that PyTorch could not serve.
+    /// The last request of a snapshot that PyTorch could not serve, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     refused: Option<OutOfMemory>,
 }
 
-/// A request that PyTorch could not serve, and the program up to it under every allocator.
+/// A request that PyTorch could not serve, and the results of all allocators for the program up to it.
 #[derive(Serialize)]
 struct OutOfMemory {
     #[serde(flatten)]
@@ -143,15 +143,15 @@ impl Display for Outcome {
     }
 }
 
-/// What is replayed.
+/// An allocation program that is replayed.
 #[derive(Clone)]
 struct Program {
     title: String,
     problem: Problem,
     requests: Requests,
-    /// The plan of it, if there is one already.
+    /// Its plan, if it has been planned already.
     plan: Option<Solution>,
-    /// The last request that was refused, and the program up to it.
+    /// The last refused request, and the program up to it.
     refused: Option<(Refused, Box<Program>)>,
 }
 
@@ -187,7 +187,7 @@ fn replayed(arguments: &Arguments, program: Program, capacity: Option<u64>) -> a
     ))
 }
 
-/// What to replay, and what to call it: a table, a snapshot, or the ranks of a step.
+/// Reads the program to replay: a table, a snapshot, or the ranks of a step.
 fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
     let title = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let cannot = |path: &Path| format!("cannot read {}", path.display());
@@ -226,7 +226,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
     }
 }
 
-/// The plans of a step's ranks, or their lifetimes in an eager framework.
+/// The programs of a step's ranks: their plans, or their lifetimes in an eager framework.
 fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
     let graph = step.record()?;
     let planned = |&rank: &usize| {
@@ -247,7 +247,7 @@ fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
     step.ranks.iter().map(planned).collect()
 }
 
-/// A file, unpacked if it is gzipped.
+/// Opens a file; a gzipped one is decompressed.
 fn open(path: &Path) -> anyhow::Result<Box<dyn BufRead>> {
     let cannot = || format!("cannot open {}", path.display());
     let mut file = BufReader::new(File::open(path).with_context(cannot)?);

@@ -1,4 +1,4 @@
-//! `gapless eval`: the perplexity of a run's or a Hugging Face folder's model over a text.
+//! `gapless eval`: the perplexity of a model on a text. The model is a run's or a Hugging Face folder's.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -56,13 +56,13 @@ fn token_width(text: &str) -> Result<TokenWidth, String> {
     serde_json::from_value(text.into()).map_err(|_| "a width is u16, u32 or u64".to_owned())
 }
 
-/// Does what the arguments ask and says how it went.
+/// Runs the command and reports errors.
 pub fn run(arguments: &Arguments) -> ExitCode {
     exit_code("eval", evaluate(arguments))
 }
 
 fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
-    // Windows of the data, and a model for as many at a time.
+    // Open the windows of data, and a model for one batch of them.
     let source = Source::open(arguments)?;
     let mut sequence = arguments.sequence as usize;
     if let Some(longest) = source.longest_sequence()?.filter(|&longest| longest < sequence) {
@@ -79,7 +79,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     let documents = windows.has_documents(&source);
     let mut model = source.model(arguments, batch, sequence, documents)?;
 
-    // The loss of all of them.
+    // Measure the loss of all windows.
     let style = ProgressStyle::with_template("{pos}/{len} windows {wide_bar} perplexity {msg} ETA {eta}");
     let progress = ProgressBar::new(count as u64).with_style(style.context("the bar's template")?);
     let (mut room, mut measured, mut done) = (EvaluationBatch::new(&model), Measured::default(), 0);
@@ -93,7 +93,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     }
     progress.finish_and_clear();
 
-    // What came out.
+    // Print the result.
     let (loss, measured) = (measured.mean().context("no target counts")?, measured.counted);
     let perplexity = loss.exp();
     print(|out| match arguments.json {
@@ -110,7 +110,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     })
 }
 
-/// Whose weights they are.
+/// The origin of the weights.
 enum Source {
     Run(Box<TrainedRun>),
     Folder(Box<Pretrained>),
@@ -132,7 +132,7 @@ impl Source {
         })
     }
 
-    /// Tokens that the model knows.
+    /// Number of tokens in the model's vocabulary.
     fn vocabulary(&self) -> usize {
         match self {
             Self::Run(run) => run.vocabulary.size(),
@@ -140,8 +140,8 @@ impl Source {
         }
     }
 
-    /// The tokens of a text. Several documents, as the lines of a .jsonl file or the files of a folder are, each end as the run or the
-    /// folder says, and begin with the special tokens that belong before a text.
+    /// Tokenizes a text. Each document begins with the tokenizer's special tokens. If there are several documents
+    /// (lines of a .jsonl file, or files of a folder), each ends with the end-of-text token of the run or folder.
     fn encode(&self, arguments: &Arguments) -> anyhow::Result<Vec<u32>> {
         let corpus = Corpus::read(&arguments.data)?;
         let texts = corpus.documents();
@@ -177,16 +177,16 @@ impl Source {
     }
 }
 
-/// Token ids, and how they are cut.
+/// Token ids, divided into windows.
 enum Windows {
-    /// Side by side from the first token on: each with the token behind it as its last target.
+    /// Adjacent windows from the first token on. The last target of each is the token after it.
     Tokens(Tokens),
-    /// As the dataset cuts them.
+    /// Windows of a prepared dataset.
     Dataset(ValidationWindows),
 }
 
 impl Windows {
-    /// Opens a text, token ids or a dataset. A text that is shorter than a window makes the window shorter.
+    /// Opens a text, token ids or a dataset. If a text is shorter than a window, the window is shortened.
     fn open(source: &Source, arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
         let path = &arguments.data;
         if path.join("dataset.json").exists() {
@@ -218,7 +218,7 @@ impl Windows {
         }
     }
 
-    /// Whether the documents of a window do not see each other, as the run has trained.
+    /// Whether the documents of a window are isolated from each other, as they were in training.
     fn has_documents(&self, source: &Source) -> bool {
         match (self, source) {
             (Self::Dataset(_), Source::Run(run)) => run.config.data.has_documents(),
@@ -226,7 +226,7 @@ impl Windows {
         }
     }
 
-    /// Writes windows from the `first`th on, and where the documents in them start, if that is asked for.
+    /// Fills in windows from window `first` on, and the document starts if `starts` is not empty.
     fn fill(
         &self,
         first: usize,

@@ -1,4 +1,4 @@
-//! `gapless init NAME`: a commented run to begin with.
+//! `gapless init NAME`: prints a commented run file to start from.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Limits of the system that would end the command in silence or by a panic, made into errors before it begins.
+//! Turns limits of the system that would end the command silently or by a panic into errors, before the command starts.
 
 use std::thread::{self, available_parallelism};
 
@@ -7,14 +7,14 @@ use gapless::run::fail_at_file_limit;
 
 use crate::output::tell;
 
-/// Makes writes past the largest size of a file fail, and starts the threads that the command computes on besides those of ranks.
+/// Makes writes beyond the file size limit fail, and starts the thread pool that the command computes on.
 pub fn prepare() -> anyhow::Result<()> {
     fail_at_file_limit().context("cannot listen to signals")?;
     let cores = available_parallelism().map_or(1, usize::from);
     let wanted = std::env::var("RAYON_NUM_THREADS").ok().and_then(|number| number.parse().ok()).filter(|&n| n > 0);
     let wanted = wanted.unwrap_or(cores);
     let threads = threads(wanted)?;
-    // The pool can be built once: it is asked for no more threads than there were a moment ago.
+    // The pool can be built only once, so it must not ask for more threads than can be started.
     match rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
         Ok(()) => Ok(()),
         Err(error) => bail!("cannot start {threads} threads: {error}; {REMEDY}"),
@@ -23,8 +23,8 @@ pub fn prepare() -> anyhow::Result<()> {
 
 const REMEDY: &str = "raise the limit of processes (ulimit -u) or of memory (ulimit -v)";
 
-/// As many threads as are wanted, where the system starts them; else half of what it starts, for the others and the memory that they
-/// take are wanted elsewhere.
+/// Returns `wanted` if the system can start that many threads; otherwise half of what it can start, which leaves
+/// threads and memory for the rest of the process.
 pub fn threads(wanted: usize) -> anyhow::Result<usize> {
     match startable(wanted) {
         0 => bail!("the system starts no thread for this process; {REMEDY}"),
@@ -36,7 +36,7 @@ pub fn threads(wanted: usize) -> anyhow::Result<usize> {
     }
 }
 
-/// How many threads, up to `wanted`, the system has at once.
+/// The number of threads, up to `wanted`, that the system can run at the same time.
 fn startable(wanted: usize) -> usize {
     let (keep, wait) = std::sync::mpsc::channel::<()>();
     let wait = std::sync::Mutex::new(wait);

@@ -1,4 +1,4 @@
-//! `gapless merge`: a model's folder with an adapter added to its weights.
+//! `gapless merge`: adds an adapter to the weights of its base model.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -23,7 +23,7 @@ pub struct Arguments {
     base: Option<PathBuf>,
 }
 
-/// Does what the arguments ask and says how it went.
+/// Runs the command and reports errors.
 pub fn run(arguments: &Arguments) -> ExitCode {
     exit_code("merge", merge(arguments))
 }

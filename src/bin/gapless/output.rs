@@ -1,4 +1,4 @@
-//! What the program says: to whoever reads it, and in silence where nobody does any more (`gapless … | head`).
+//! Output of the commands. A closed standard output, as in `gapless … | head`, is not an error.
 
 use std::fmt::{self, Display};
 use std::fs::{self, File};
@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use serde::Serialize;
 
-/// Writes a result to the standard output. That its reader has left is no error: the exit code says what it would have.
+/// Writes a result to the standard output. A closed pipe counts as success, so the exit code is that of the command.
 pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
     match write(&mut out).and_then(|()| out.flush()) {
@@ -18,7 +18,7 @@ pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Re
     }
 }
 
-/// Bytes as people read them, and exactly.
+/// Formats bytes in MiB or GiB, with the exact number in parentheses.
 pub struct Size(pub u64);
 
 impl Display for Size {
@@ -31,7 +31,7 @@ impl Display for Size {
     }
 }
 
-/// What several may be asked of as JSON: one answer as itself, others as a list.
+/// Formats answers as JSON: a single one as an object, several as a list.
 pub fn to_json<T: Serialize>(answers: &[T]) -> serde_json::Result<String> {
     match answers {
         [one] => serde_json::to_string_pretty(one),
@@ -39,7 +39,7 @@ pub fn to_json<T: Serialize>(answers: &[T]) -> serde_json::Result<String> {
     }
 }
 
-/// The end of a command that either does what is asked, or refuses it and says why.
+/// The exit code of a command: 0, or 2 after printing the error.
 pub fn exit_code(command: &str, done: anyhow::Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -50,13 +50,13 @@ pub fn exit_code(command: &str, done: anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// Says something beside the result.
+/// Prints a message to the standard error.
 pub fn tell(what: impl Display) {
-    // Nobody is left to be told of an error here.
+    // There is no further output on which this error could be reported.
     let _ = writeln!(io::stderr(), "{what}");
 }
 
-/// Says why a command ended: the error and its causes, each once. Some errors say their cause themselves.
+/// Prints the error that ended a command with its causes. A cause that the message already ends with is not repeated.
 pub fn tell_error(who: &str, error: &anyhow::Error) {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -67,7 +67,7 @@ pub fn tell_error(who: &str, error: &anyhow::Error) {
     tell(format_args!("{who}: {text}"));
 }
 
-/// A file that a picture is written to: its extension names the format, one of those.
+/// Parses the path of a picture, whose extension must be one of `formats`.
 pub fn picture(path: &str, formats: &[&str]) -> anyhow::Result<PathBuf> {
     let path = PathBuf::from(path);
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
@@ -78,15 +78,15 @@ pub fn picture(path: &str, formats: &[&str]) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// Writes a file beside the one that has its name, and renames it: a reader sees the old one or the new one, whole, and so does the
-/// next run of a command that was killed. What is no file, like a pipe, is written to.
+/// Replaces a file: writes a temporary file next to it and renames that. So readers, and a command that runs after this
+/// one was killed, see either the old file or the new one as a whole. A pipe or device is written to directly.
 pub fn replace(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
     let write_to = |file: File| {
         let mut out = BufWriter::new(file);
         write(&mut out)?;
         out.into_inner().map_err(io::IntoInnerError::into_error)
     };
-    // The file that a link names, not the link.
+    // If the path is a link, the file that it points to is replaced, not the link.
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let metadata = fs::metadata(&path).ok();
     if metadata.as_ref().is_some_and(|metadata| !metadata.is_file()) {
@@ -103,7 +103,7 @@ pub fn replace(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>
         fs::rename(&beside, &path)
     })();
     if written.is_err() {
-        // The first error is told.
+        // The first error is the one to report.
         let _ = fs::remove_file(&beside);
     }
     written

@@ -30,7 +30,7 @@ pub struct Arguments {
     port: u16,
 }
 
-/// Does what the arguments ask and says how it went.
+/// Runs the command and reports errors.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let fail = |error: &dyn std::fmt::Display, code| {
         tell(format_args!("gapless report: {error}"));
@@ -66,10 +66,10 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// An event file for each run, over that of an earlier call.
+/// Writes an event file for each run, replacing that of an earlier call.
 fn events(report: &Report, folder: &Path) -> anyhow::Result<()> {
     for run in report.runs() {
-        // A name that tells runs apart may be a path.
+        // The name may be a path, if the last components of the paths are equal.
         let name = run.name().trim_matches(|c| c == '/' || c == '.').replace(['/', '\\'], "-");
         let folder = folder.join(if name.is_empty() { "run" } else { &name });
         let file = folder.join("events.out.tfevents.0.gapless");
@@ -85,7 +85,7 @@ fn events(report: &Report, folder: &Path) -> anyhow::Result<()> {
 
 fn watch(report: Report, port: u16) -> std::io::Result<()> {
     let server = report.listen(port)?;
-    // Its reader may have left; browsers may come all the same.
+    // The standard output may be closed; browsers can connect all the same.
     let _ = print(|out| writeln!(out, "{} (Ctrl-C ends it)", server.url()));
     server.run()
 }

@@ -1,4 +1,4 @@
-//! `gapless sample`: text out of a run or a Hugging Face folder, as it comes.
+//! `gapless sample`: prints text as a model generates it. The model is a run's or a Hugging Face folder's.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::ControlFlow;
@@ -15,10 +15,10 @@ use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, Sampling, St
 use crate::output::{exit_code, tell};
 use crate::weights::{self, FolderArguments, Pretrained};
 
-/// Tokens of a prompt that are read at a time.
+/// Number of prompt tokens that are read at a time.
 const CHUNK: usize = 128;
 
-/// Tokens to add at most where nothing else is said.
+/// Default for the maximum number of tokens to add.
 const TOKENS: usize = 256;
 
 /// Continue a text, or answer a question, with the weights of a run or of a Hugging Face folder.
@@ -76,18 +76,18 @@ pub struct Arguments {
     of_folder: FolderArguments,
 }
 
-/// Does what the arguments ask and says how it went.
+/// Runs the command and reports errors.
 pub fn run(arguments: &Arguments) -> ExitCode {
     exit_code("sample", sample(arguments))
 }
 
 fn sample(arguments: &Arguments) -> anyhow::Result<()> {
-    // What is asked for.
+    // Read the source of the weights, the prompt and the options.
     let source = Source::open(arguments)?;
     let (prompt, ids) = source.prompt(arguments)?;
     let options = source.options(arguments, ids.len())?;
 
-    // The model.
+    // Build the model.
     let wanted = ids.len().saturating_add(options.tokens);
     let limit = source.longest_sequence()?;
     if let Some(limit) = limit.filter(|&limit| limit < ids.len() && arguments.window.is_none()) {
@@ -106,7 +106,7 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
         tell(format_args!("a window of {window} tokens: when it is full, its newer half is read again"));
     }
 
-    // The text, as it comes.
+    // Print the text while it is generated.
     let mut out = Stream::default();
     out.write(&prompt);
     let mut text = source.stream().after(&ids)?;
@@ -138,7 +138,7 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whose weights they are.
+/// The origin of the weights.
 enum Source {
     Run(Box<TrainedRun>),
     Folder(Box<(Pretrained, Tokenizer, GenerationConfig)>),
@@ -163,7 +163,7 @@ impl Source {
         Ok(Self::Folder(Box::new((pretrained, tokenizer, config))))
     }
 
-    /// What is shown in front of the continuation, and the ids of the prompt.
+    /// The text to print before the continuation, and the token ids of the prompt.
     fn prompt(&self, arguments: &Arguments) -> anyhow::Result<(String, Vec<u32>)> {
         let mut text = arguments.prompt.clone().unwrap_or_default();
         if arguments.prompt.is_none() {
@@ -186,7 +186,7 @@ impl Source {
         Ok((text, ids))
     }
 
-    /// How a prompt of so many tokens is continued.
+    /// The options for continuing a prompt of `prompt` tokens.
     fn options(&self, arguments: &Arguments, prompt: usize) -> anyhow::Result<GenerateOptions> {
         let mut options = match self {
             Self::Run(run) => {
@@ -212,7 +212,7 @@ impl Source {
         Ok(options)
     }
 
-    /// The texts that end a text, if there are any.
+    /// Strings that end the text, if the folder names any.
     fn stop_strings(&self, prompt: &[u32]) -> Option<StopStrings<'_>> {
         match self {
             Self::Run(_) => None,
@@ -220,7 +220,7 @@ impl Source {
         }
     }
 
-    /// Its own rule, with what is asked for instead.
+    /// The sampling settings of the run or folder, with those of the arguments in their place.
     fn sampling(&self, arguments: &Arguments) -> Sampling {
         let &Arguments { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = arguments;
         let is_drawn = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
@@ -264,7 +264,7 @@ impl Source {
         }
     }
 
-    /// Text as its tokens come.
+    /// A stream that converts tokens to text.
     fn stream(&self) -> TextStream<'_> {
         match self {
             Self::Run(run) => run.vocabulary.stream(),
@@ -275,7 +275,7 @@ impl Source {
 
 fn report(read: usize, reading: Duration, added: usize, adding: Duration) {
     let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
-    // The first token comes of the prompt.
+    // The first token is computed together with the prompt.
     tell(format_args!(
         "{read} tokens read ({:.1}/s), {added} added ({:.1}/s)",
         rate(read, reading),
@@ -283,7 +283,7 @@ fn report(read: usize, reading: Duration, added: usize, adding: Duration) {
     ));
 }
 
-/// The standard output, piece by piece; silence once nobody reads it any more.
+/// The standard output, written piece by piece; does nothing once it is closed.
 #[derive(Default)]
 struct Stream {
     failed: Option<io::Error>,

@@ -1,4 +1,4 @@
-//! `gapless schedule`: who does what when, checked, simulated and drawn.
+//! `gapless schedule`: checks, simulates and draws a pipeline schedule.
 
 use std::io::Read;
 use std::num::NonZeroUsize;
@@ -16,7 +16,7 @@ use gapless_parallel::{
 use crate::output::{picture, print, tell, tell_error};
 use crate::step::{RunArguments, is_run};
 
-/// The largest [`Shape::extent`] that is made, checked, simulated and drawn: within seconds.
+/// The largest [`Shape::extent`] that is accepted; such a table takes seconds to generate, check, simulate and draw.
 const MAX_EXTENT: u128 = 1 << 17;
 
 /// Print a pipeline schedule, in ticks or with the times of a model's step (--model), or check and draw a table of your own.
@@ -114,7 +114,7 @@ struct Durations {
     transfer: Vec<u32>,
 }
 
-/// Does what the arguments ask and says how it went.
+/// Runs the command and reports errors.
 pub fn run(arguments: &Arguments) -> ExitCode {
     match show(arguments) {
         Ok(violations) if violations.is_empty() => ExitCode::SUCCESS,
@@ -130,7 +130,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// Shows nothing of a table that the checker refuses.
+/// Checks and shows the table. A table that the checker refuses is not shown; its violations are returned.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     if arguments.table.is_some() && !arguments.run.is_empty() {
         bail!("a table of your own has no keys of a run, and cannot be used with them");
@@ -158,12 +158,12 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     Ok(violations)
 }
 
-/// The file of a run.
+/// The run file, if the name is one.
 fn file(arguments: &Arguments) -> Option<&Path> {
     arguments.name.as_deref().map(Path::new).filter(|name| is_run(name))
 }
 
-/// What is said of the run, with a schedule that is named in its place.
+/// The keys of the run, including a schedule that is given by name.
 fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
     let mut keys = arguments.run.clone();
     if let (Some(name), None) = (&arguments.name, file(arguments)) {
@@ -175,7 +175,7 @@ fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
     Ok(keys)
 }
 
-/// The step of a run, in nanoseconds of a device.
+/// Shows the step of a run, in nanoseconds of its device.
 fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     let step = keys(arguments)?.step(file(arguments))?;
     expect_few(&Shape {
@@ -191,7 +191,7 @@ fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     Ok(Vec::new())
 }
 
-/// Writes and prints what is asked for.
+/// Writes the files and prints the text that the arguments ask for.
 fn give(
     arguments: &Arguments,
     title: &str,
@@ -215,7 +215,7 @@ fn give(
     print(|out| out.write_all(text.as_bytes()))
 }
 
-/// The table that is meant, and what to call it.
+/// Returns the title and the table of the named schedule, or of the given file.
 fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     if let Some(path) = &arguments.table {
         return read_file(path).with_context(|| format!("cannot read {}", path.display()));
@@ -231,7 +231,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
             bail!("how many {what}? give {flag}");
         }
     }
-    // A schedule is drawn whatever the model.
+    // Only the schedule is drawn, so any model will do.
     keys.assign("model", "small");
     let run = keys.unchecked()?;
     let name = run.pipeline.schedule.name().to_owned();
@@ -260,7 +260,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     Ok((name, schedule.table(&shape)?))
 }
 
-/// Refuses a table that is too large to look at, before it is made or checked.
+/// Refuses a table that is too large to show, before it is generated or checked.
 fn expect_few(shape: &Shape) -> anyhow::Result<()> {
     let &Shape { ranks, chunks, micro_batches } = shape;
     if shape.extent() > MAX_EXTENT {
@@ -272,13 +272,14 @@ fn expect_few(shape: &Shape) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The order for the ticks that are given, if that is what this name stands for.
+/// The schedule that is searched for the given ticks, if the name stands for one.
 fn made_to_measure(
     arguments: &Arguments,
     name: &str,
     shape: &Shape,
 ) -> anyhow::Result<Option<Box<dyn Schedule + Send + Sync>>> {
-    // A V turns back at every chunk: only with an even number of them does it come back to where it began.
+    // In a V, the path of the stages turns back after every chunk, so it ends on its first rank only with an even
+    // number of chunks.
     let placement = if shape.chunks.is_multiple_of(2) { Placement::V } else { Placement::Loop };
     let (peak, saved) = (arguments.peak, arguments.saved.unwrap_or_default());
     let costs = || arguments.durations.costs(shape.ranks * shape.chunks);
@@ -302,12 +303,12 @@ fn read_file(path: &Path) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     if text.len() as u64 > MOST_BYTES {
         bail!("{} is longer than {MOST_BYTES} bytes", path.display());
     }
-    // An empty row is a rank with nothing to do, but at the end it is an editor's.
+    // An empty row is a rank without actions, except at the end, where editors add one.
     let table = read_table(text.trim_end())?;
     Ok((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), table))
 }
 
-/// How far a table reaches.
+/// The number of ranks, stages and micro-batches of a table.
 struct Extent {
     ranks: usize,
     stages: u32,
@@ -323,7 +324,7 @@ impl Extent {
             bail!("there are no actions in the table");
         };
         let (stages, micro_batches) = (u128::from(stage) + 1, u128::from(micro_batch) + 1);
-        // A slip of a digit would else be answered by a list of all that is missing.
+        // Without this check, a mistyped digit would lead to a very long list of missing actions.
         let count = actions().count() as u128;
         if stages * micro_batches > 2 * count + 64 {
             bail!("stage {stage} and micro-batch {micro_batch} are in a table of {count} actions; one is a slip");

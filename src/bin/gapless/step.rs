@@ -1,4 +1,5 @@
-//! The arguments that name a run: its file, `--set`, and flags for common keys. Each flag is a shorthand for a `--set`.
+//! The arguments that describe a run: its file, `--set`, and a flag for each common key. Each flag is a shorthand for a
+//! `--set`.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -10,15 +11,15 @@ use serde_json::Value;
 
 use crate::output::tell;
 
-/// The keys that go before what a run's file says.
+/// Keys that override those of the run file.
 #[derive(Debug, Clone, Default)]
 pub struct RunArguments {
-    /// A file that is named by a flag.
+    /// The run file of the hidden flag `--step`.
     file: Option<PathBuf>,
     assignments: Vec<String>,
 }
 
-/// A flag for a key.
+/// A flag that sets a key.
 struct Flag {
     name: &'static str,
     key: &'static str,
@@ -44,7 +45,7 @@ static FLAGS: LazyLock<Vec<Flag>> = LazyLock::new(|| {
     NAMES.iter().map(flag).collect()
 });
 
-/// The words that a key allows, if it allows only some.
+/// The allowed words of a key, for its help text, if only some words are allowed.
 fn values(root: &Value, described: Option<&Value>) -> String {
     let named = described.and_then(|it| it["$ref"].as_str()).and_then(|name| root.pointer(name.strip_prefix('#')?));
     let all = named.and_then(|it| it["oneOf"].as_array()).into_iter().flatten();
@@ -52,7 +53,7 @@ fn values(root: &Value, described: Option<&Value>) -> String {
     if words.is_empty() { String::new() } else { format!(" One of {}.", words.join(", ")) }
 }
 
-/// A key of a table in a schema, through references and alternatives.
+/// Finds a key of a table in a schema, through references and alternatives.
 fn property<'a>(root: &'a Value, at: &'a Value, key: &str) -> Option<&'a Value> {
     if let Some(found) = at["properties"].get(key) {
         return Some(found);
@@ -120,24 +121,24 @@ impl clap::FromArgMatches for RunArguments {
 }
 
 impl RunArguments {
-    /// Whether no flag or assignment of a run is given.
+    /// True if no flag and no assignment is given.
     pub fn is_empty(&self) -> bool {
         self.file.is_none() && self.assignments.is_empty()
     }
 
-    /// Whether the key with this short name is given by a flag or an assignment.
+    /// True if a flag or an assignment sets the key with this short name.
     pub fn has(&self, name: &str) -> bool {
         let key = NAMES.iter().find(|(short, _)| *short == name).map_or(name, |(_, key)| key);
         let is_assigned = |text: &String| text.split('=').next().is_some_and(|of| [name, key].contains(&of.trim()));
         self.assignments.iter().any(is_assigned)
     }
 
-    /// Assigns a key, unless a flag does.
+    /// Sets a key, unless a flag or an assignment does.
     pub fn assign(&mut self, key: &str, value: &str) {
         self.assignments.insert(0, format!("{key}={value}"));
     }
 
-    /// The run of a file, or of the flags alone.
+    /// Reads the run from a file, or from the flags alone.
     pub fn run(&self, file: Option<&Path>) -> anyhow::Result<RunConfig> {
         let run = RunConfig::read_without_data(file.or(self.file.as_deref()), &self.assignments)?;
         run.notices.iter().for_each(tell);
@@ -149,18 +150,18 @@ impl RunArguments {
         Ok(RunConfig::parse("", &self.assignments)?)
     }
 
-    /// The step of it.
+    /// Reads the run and returns its training step.
     pub fn step(&self, file: Option<&Path>) -> anyhow::Result<Step> {
         Ok(Step::new(&self.run(file)?)?)
     }
 
-    /// Whether a run is named: by a file, or by a model.
+    /// True if a file or a model is given.
     pub fn names_a_run(&self, file: Option<&Path>) -> bool {
         file.is_some() || self.file.is_some() || self.has("model")
     }
 }
 
-/// Whether the file name is that of a run file.
+/// True if the file's extension is that of a run file.
 pub fn is_run(file: &Path) -> bool {
     file.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("toml"))
 }

@@ -1,4 +1,4 @@
-//! `gapless sweep SPEC.toml`: many training steps, and which of them fit.
+//! `gapless sweep SPEC.toml`: compares many training steps by bytes and time.
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ pub struct Arguments {
     threads: Option<u16>,
 }
 
-/// Does what the arguments ask and says how it went.
+/// Runs the command and reports errors.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let fail = |error: &dyn std::fmt::Display, code| {
         tell(format_args!("gapless sweep: {error}"));
@@ -111,7 +111,7 @@ fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Re
     })
 }
 
-/// What each allocator wastes, what plans gain over it, and which plans end above their bound.
+/// Prints what each allocator wastes, what plans gain over it, and which plans exceed their lower bound.
 fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> std::io::Result<()> {
     let Results { rows, throughput, .. } = results;
     for of in fragmentation(spec, rows) {

@@ -1,7 +1,7 @@
-//! `gapless train --trace`: spans as a file for chrome://tracing and Perfetto.
+//! `gapless train --trace`: writes spans to a file for chrome://tracing and Perfetto.
 //!
-//! In: spans and events of this program's crates. Out: a JSON list with an object for each span that has ended, a line each, until
-//! the file is full. Never: half a line, or an error that nobody is told of.
+//! In: spans and events of this program's crates. Out: a JSON list with one line for each span that has ended, up to
+//! the maximum size. The file never has an incomplete line, and every error is reported.
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Debug;
@@ -20,10 +20,10 @@ use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 
-/// Bytes of a trace, at most: viewers open no more.
+/// Maximum size of a trace; viewers cannot open larger ones.
 pub const MAX_BYTES: u64 = 256 << 20;
 
-/// A trace that is being written. Its clones are the same.
+/// A trace file that is being written. Clones write to the same file.
 #[derive(Clone)]
 pub struct Trace {
     begun: Instant,
@@ -32,18 +32,18 @@ pub struct Trace {
 
 struct Output {
     out: BufWriter<Box<dyn Write + Send>>,
-    /// Bytes that may still be written.
+    /// Number of bytes that may still be written.
     left: u64,
     lines: u64,
     left_out: u64,
     error: Option<io::Error>,
 }
 
-/// What closes the list.
+/// The end of the JSON list.
 const END: &[u8] = b"\n]\n";
 
 impl Trace {
-    /// Starts a file, in place of one that may be there.
+    /// Creates the file, or replaces it.
     pub fn create(path: &Path) -> io::Result<Self> {
         Ok(Self::new(File::create(path)?, MAX_BYTES))
     }
@@ -54,7 +54,7 @@ impl Trace {
         Self { begun: Instant::now(), output: Arc::new(Mutex::new(output)) }
     }
 
-    /// Ends the list, and answers how many spans and events had no room.
+    /// Ends the list. Returns the number of spans and events that did not fit.
     pub fn finish(&self) -> io::Result<u64> {
         let mut output = self.output();
         if let Some(error) = output.error.take() {
@@ -71,7 +71,7 @@ impl Trace {
         self.output.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An object of the list: where and when, beside what is given.
+    /// Writes an object of the list, with its thread, time and name added.
     fn write(&self, metadata: &Metadata<'_>, start: Instant, mut object: Value) {
         let (thread, is_new) = this_thread();
         let mut output = self.output();
@@ -105,7 +105,7 @@ fn microseconds(time: std::time::Duration) -> f64 {
     time.as_nanos() as f64 / 1e3
 }
 
-/// The number of this thread, and whether it is asked for the first time.
+/// The number of this thread, and whether this is the first call on it.
 fn this_thread() -> (u64, bool) {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     thread_local! {
@@ -122,11 +122,11 @@ fn this_thread() -> (u64, bool) {
 }
 
 thread_local! {
-    /// The spans that this thread is in, and since when.
+    /// The spans that this thread is inside of, and the time at which it entered each.
     static ENTERED: RefCell<Vec<(Id, Instant)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Values of a span or an event.
+/// The fields of a span or an event, as JSON.
 #[derive(Default)]
 struct Fields(Map<String, Value>);
 
@@ -190,7 +190,7 @@ mod tests {
 
     use super::*;
 
-    /// What is written, to look at afterwards.
+    /// A writer that keeps everything in memory, for inspection.
     #[derive(Clone, Default)]
     struct Written(Arc<Mutex<Vec<u8>>>);
 
@@ -204,7 +204,8 @@ mod tests {
         }
     }
 
-    /// What a trace of so many bytes holds of 50 spans in one another's place, and how many lines it has no room for.
+    /// Writes 50 pairs of nested spans to a trace of at most `most` bytes. Returns its lines, the number left out, and
+    /// its size.
     fn traced(most: u64) -> (Vec<Value>, u64, u64) {
         let written = Written::default();
         let trace = Trace::new(written.clone(), most);

@@ -1,4 +1,4 @@
-//! `gapless train RUN.toml`: a whole run, as a file says it.
+//! `gapless train RUN.toml`: does a whole run.
 
 use std::fmt::Debug;
 use std::io::IsTerminal;
@@ -41,8 +41,8 @@ pub struct Arguments {
     trace: Option<PathBuf>,
 }
 
-/// Exit code 0: done; 1: ended by an error; 2: refused before anything was written; 3: ended by its time limit, after a checkpoint; 128 + n:
-/// ended by signal n, after a checkpoint.
+/// Exit code 0: the run is complete. 1: an error ended it. 2: it was refused before anything was written. 3: its time
+/// limit ended it, after a checkpoint. 128 + n: signal n ended it, after a checkpoint.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let console = Console::default();
     let config = match RunConfig::read(&arguments.config, &arguments.assignments) {
@@ -78,7 +78,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// The run itself.
+/// Does the run and reports its end.
 fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -> ExitCode {
     let name = arguments.config.file_stem().unwrap_or_default();
     let out = arguments.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(name));
@@ -124,7 +124,7 @@ fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -
     }
 }
 
-/// Whether nothing was written.
+/// True if the error occurred before anything was written.
 fn is_refused(error: &RunError) -> bool {
     use RunError::{Changed, Checkpoint, Config, Data, NothingLeft, NothingToResume, Train};
     matches!(
@@ -135,16 +135,17 @@ fn is_refused(error: &RunError) -> bool {
             | Changed { .. }
             | Checkpoint(CheckpointError::Foreign { .. } | CheckpointError::Locked { .. })
     ) || matches!(error, Data(error) if !matches!(error, DataError::Read { .. }))
-        // What is compiled is compiled before the folder is the run's.
+        // Steps are compiled before the folder is claimed.
         || matches!(error, Train(error) if error.refused().is_some() || matches!(**error, TrainError::Compile(_)))
 }
 
-/// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until that is finished.
+/// Sends warnings and the progress of data preparation to the standard error, and spans to the file at `path`, if one
+/// is given.
 fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<Trace>, String> {
     let (errors, is_terminal) = (console.errors(), std::io::stderr().is_terminal());
     let warnings =
         tracing_subscriber::fmt::layer().without_time().with_ansi(is_terminal).with_writer(move || errors.clone());
-    // What takes long before the first step is said, too, or a bar where there is somebody to see it.
+    // On a terminal, data preparation shows a bar in place of messages.
     let said = Targets::new().with_default(LevelFilter::WARN).with_target("gapless_data", LevelFilter::INFO);
     let said = if is_terminal { said.with_target(DATA_PROGRESS, LevelFilter::OFF) } else { said };
     let shown = Targets::new().with_target(DATA_PROGRESS, LevelFilter::INFO);
@@ -155,15 +156,15 @@ fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<Trace>
         return Ok(None);
     };
     let trace = Trace::create(path).map_err(|error| format!("cannot create {}: {error}", path.display()))?;
-    // A tokenizer's training has spans in its inner loops.
+    // Other crates are left out: the tokenizer's training has spans in its inner loops.
     registry.with(trace.clone().with_filter(filter_fn(|metadata| metadata.target().starts_with("gapless")))).init();
     Ok(Some(trace))
 }
 
-/// Where it is told how much of the data is tokenized.
+/// The target of events that report the progress of tokenization.
 const DATA_PROGRESS: &str = "gapless_data::progress";
 
-/// A bar for data that is tokenized before the first step.
+/// A progress bar for the tokenization before the first step.
 struct DataBar(ProgressBar);
 
 impl DataBar {
@@ -182,7 +183,7 @@ impl<S: Subscriber> Layer<S> for DataBar {
     }
 }
 
-/// Takes a bar to where an event says that the data is.
+/// Moves a bar to the position that an event reports.
 struct BytesOf<'a>(&'a ProgressBar);
 
 impl Visit for BytesOf<'_> {

@@ -1,4 +1,4 @@
-//! Trained weights, in a model that is not trained.
+//! Opens trained weights for inference.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use gapless::{Precision, StepOptions, TrainOptions, Trainer};
 
 use crate::output::tell;
 
-/// The type that a folder's weights have in memory and are computed with.
+/// The type in which a folder's weights are stored in memory and computed with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum WeightType {
     /// Stored weights as they are, or widened; nothing is rounded to 16 bits.
@@ -30,7 +30,8 @@ pub struct FolderArguments {
     base: Option<PathBuf>,
 }
 
-/// The run at a path, if there is one. A Hugging Face folder, which it is else, has no averages to ask for.
+/// Opens the run at a path. Returns `None` if the path is not a run's, and so should be a Hugging Face folder, which
+/// has no averages.
 pub fn run_at(path: &Path, average: bool, of_folder: &FolderArguments) -> anyhow::Result<Option<TrainedRun>> {
     if !TrainedRun::is_at(path) {
         ensure!(!average, "a Hugging Face folder has no averages; leave --average out");
@@ -43,18 +44,18 @@ pub fn run_at(path: &Path, average: bool, of_folder: &FolderArguments) -> anyhow
     Ok(Some(run))
 }
 
-/// A Hugging Face folder: a model's, or an adapter's with that of its base.
+/// A Hugging Face folder: a model's folder, or an adapter's together with that of its base.
 pub struct Pretrained {
-    /// The model's folder, an adapter's base.
+    /// The folder of the model, or of the adapter's base.
     pub folder: Folder,
     adapter: Option<Adapter>,
-    /// The folder that has the tokenizer.
+    /// The folder with the tokenizer.
     pub tokenizer: PathBuf,
     precision: Precision,
 }
 
 impl Pretrained {
-    /// Opens a folder, and says what its user should know.
+    /// Opens a folder, and prints its notices.
     pub fn open(path: &Path, arguments: &FolderArguments) -> anyhow::Result<Self> {
         let precision = match arguments.dtype {
             None | Some(WeightType::F32) => Precision::F32,
@@ -74,7 +75,7 @@ impl Pretrained {
         Ok(opened)
     }
 
-    /// The model with its weights. The options' type and adapters are replaced by the folder's.
+    /// Builds the model with its weights. The options' precision is replaced by that of the arguments.
     pub fn model(&self, options: TrainOptions) -> Result<Trainer, HfError> {
         let options = TrainOptions { step: StepOptions { precision: self.precision, ..options.step }, ..options };
         if let Some(adapter) = &self.adapter {
@@ -86,7 +87,7 @@ impl Pretrained {
     }
 }
 
-/// The adapter at a path, if there is one, with its base.
+/// Opens the adapter at a path with its base. Returns `None` if there is no adapter.
 pub fn with_base(path: &Path, base: Option<&Path>) -> anyhow::Result<Option<(Adapter, Folder)>> {
     if !Adapter::is_at(path) {
         return Ok(None);
@@ -100,7 +101,8 @@ pub fn with_base(path: &Path, base: Option<&Path>) -> anyhow::Result<Option<(Ada
     Ok(Some((adapter, folder)))
 }
 
-/// Says that a sequence goes beyond those that a folder's model was trained on; a model with a limit does not.
+/// Warns if a sequence is longer than those that the model was trained on. Models with a fixed limit are never given
+/// such a sequence.
 pub fn tell_of_positions(config: &Config, tokens: usize) {
     if let Some(trained) =
         config.trained_positions().filter(|&trained| trained < tokens && config.longest_sequence().is_none())

@@ -1,4 +1,4 @@
-// Axes and marks: what all plots share.
+// Axes and marks that all plots share.
 const SVG = "http://www.w3.org/2000/svg";
 
 function element(parent, name, attributes = {}, text) {
@@ -8,7 +8,7 @@ function element(parent, name, attributes = {}, text) {
   return parent.appendChild(made);
 }
 
-// Round numbers between two, about so many.
+// About `count` round numbers between two values.
 function ticks(from, to, count) {
   const rough = (to - from) / Math.max(1, count) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -29,7 +29,8 @@ function powers(from, to) {
 
 const short = (n) => (n >= 1e4 ? (n / 1e3).toLocaleString("en") + "k" : +n.toPrecision(4) + "");
 
-// A plot in a box: {x, y} map values to pixels. x and y are {from, to, log, name, format}; names replaces x's ticks by words.
+// Draws the axes of a plot in a box and returns {x, y}, which map values to pixels. The arguments x and y are {from,
+// to, log, name, format}; names replaces x's ticks by words.
 function plot(box, { x, y, height = 320, names }) {
   box.replaceChildren();
   const width = Math.max(320, box.clientWidth);
@@ -60,13 +61,13 @@ function plot(box, { x, y, height = 320, names }) {
   return at;
 }
 
-// Small squares as one path: ten thousand of them are one element.
+// Draws small squares as one path, so that ten thousand of them are a single element.
 function dots(at, points, color, size = 3, opacity = 0.55) {
   const square = ([x, y]) => `M${(at.x(x) - size / 2).toFixed(1)} ${(at.y(y) - size / 2).toFixed(1)}h${size}v${size}h-${size}z`;
   return element(at.svg, "path", { d: points.map(square).join(""), fill: color, "fill-opacity": opacity });
 }
 
-// From point to point in steps: across, then down.
+// Draws a stepped line through points: first across, then down.
 function steps(at, points, color, dash = "") {
   if (!points.length) return;
   const [first, ...rest] = points.map(([x, y]) => [at.x(x).toFixed(1), at.y(y).toFixed(1)]);

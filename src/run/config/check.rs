@@ -1,4 +1,4 @@
-//! What can be refused of a run before data, model and device are looked at.
+//! Checks of a run's settings that need neither data nor model nor device.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,14 +10,14 @@ use gapless_models::limits;
 
 use super::{ConfigError, ModelConfig, RunConfig};
 
-/// Tokens of a vocabulary that is trained, at most.
+/// Maximum size of a vocabulary that is trained on the data.
 const MOST_TRAINED: usize = 1 << 24;
 
 fn fail(key: &str, why: String, remedy: &'static str) -> Result<(), ConfigError> {
     Err(ConfigError::value(key, why, remedy))
 }
 
-/// Converts an error of the check of a step.
+/// Converts an error from the check of a training step.
 pub(crate) fn refused(error: TrainError) -> ConfigError {
     match (&error, error.refused()) {
         (_, Some((key, why, remedy))) => ConfigError::value(key, why, remedy),
@@ -27,10 +27,10 @@ pub(crate) fn refused(error: TrainError) -> ConfigError {
 }
 
 impl RunConfig {
-    /// Refuses what can be refused before data are read.
+    /// Checks all settings, and that the data and tokenizer files exist.
     ///
     /// # Errors
-    /// [`ConfigError::Value`].
+    /// Returns a [`ConfigError::Value`] for the first setting that is refused.
     pub fn check(&self) -> Result<(), ConfigError> {
         self.check_keys()?;
         self.check_files()
@@ -39,7 +39,7 @@ impl RunConfig {
     /// Checks everything except the data and tokenizer files.
     ///
     /// # Errors
-    /// [`ConfigError::Value`].
+    /// Returns a [`ConfigError::Value`] for the first setting that is refused.
     pub fn check_keys(&self) -> Result<(), ConfigError> {
         if self.steps == 0 {
             return fail("steps", "is 0".into(), "train at least one step");
@@ -47,7 +47,8 @@ impl RunConfig {
         let options = self.options();
         options.check().map_err(refused)?;
         self.check_model()?;
-        // The schedule must support this shape. One rank stands for all.
+        // The schedule must exist for this number of ranks, chunks and micro-batches. If rank 0 has a plan, all ranks
+        // do.
         RankPlan::of(&options.step, 0).map_err(|error| {
             ConfigError::value("pipeline.schedule", error, "choose another pipeline.chunks or step.micro_batches")
         })?;
@@ -83,14 +84,14 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Refuses a model of which nothing can be made, or whose experts the ranks cannot share.
+    /// Refuses an invalid model, and an expert mesh that its experts cannot be divided by.
     fn check_model(&self) -> Result<(), ConfigError> {
         let model = self.model.with_positions(self.step.sequence);
         let (checked, experts) = match &model {
             ModelConfig::Gpt(gpt) => (gpt.check(), None),
             ModelConfig::Llama(llama) => (llama.check(), None),
             ModelConfig::Moe(moe) => (moe.check(), Some(moe.router.experts)),
-            // What a folder's model has is known when it is opened.
+            // A folder's model is checked when the folder is opened.
             ModelConfig::Folder(_) => return Ok(()),
         };
         checked.map_err(|error| match error {
@@ -105,7 +106,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Refuses what the keys of the data say, whatever the data are.
+    /// Checks the data keys without looking at the data.
     fn check_data(&self) -> Result<(), ConfigError> {
         let weights: f64 = self.data.mix.iter().map(|source| source.weight).sum();
         if self.data.mix.iter().any(|source| source.weight.is_nan() || source.weight <= 0.0) || weights >= 1.0 {
@@ -139,7 +140,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Refuses data and a tokenizer that are not there, or are not what the keys take them for.
+    /// Checks that the data and the tokenizer exist and match the keys.
     fn check_files(&self) -> Result<(), ConfigError> {
         if self.data.path.as_os_str().is_empty() {
             return fail("data.path", "is missing".into(), "name a file or folder to learn from");

@@ -1,4 +1,4 @@
-//! `[data]`: what a run learns from.
+//! `[data]`: the training data.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::{ModelConfig, RunConfig};
 use crate::run::RunError;
 
-/// `[data]`.
+/// The table `[data]` of a run file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataConfig {
@@ -42,7 +42,7 @@ pub struct DataConfig {
     /// Whether each document starts with the tokens that the tokenizer adds to a text, such as `<s>` of Llama 2 or
     /// `<bos>` of Gemma. GPT-2 and Qwen add none.
     pub begin_of_text: bool,
-    /// The text of the token that ends a document. The default is the token that the files beside the tokenizer name.
+    /// The text of the token that ends a document. The default is the token that the files next to the tokenizer name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_of_text: Option<String>,
     /// Whether special tokens that are spelled out in a text, such as `<|im_end|>`, are converted to their ids.
@@ -59,7 +59,7 @@ pub struct DataConfig {
     pub cache: PathBuf,
 }
 
-/// `[[data.mix]]`.
+/// An entry of `[[data.mix]]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SourceConfig {
@@ -90,7 +90,7 @@ impl Default for DataConfig {
     }
 }
 
-/// Tokens of the byte-pair encoding that is trained where the file says nothing.
+/// Default size of the byte-pair encoding that is trained on the data.
 const TRAINED_VOCABULARY: usize = 4096;
 
 impl DataConfig {
@@ -99,17 +99,17 @@ impl DataConfig {
         !self.path.as_os_str().is_empty() || self.vocabulary.is_some() || self.tokenizer.is_some()
     }
 
-    /// Tokens of the vocabulary that is trained where there is no tokenizer.
+    /// Size of the vocabulary that is trained if there is no tokenizer.
     pub(in crate::run) fn vocabulary_size(&self) -> usize {
         self.vocabulary.unwrap_or(TRAINED_VOCABULARY)
     }
 
-    /// Whether several documents, or examples, share a sequence without seeing each other.
+    /// Whether a sequence may hold several documents or examples that do not attend to each other.
     pub fn has_documents(&self) -> bool {
         self.isolate_documents || self.format.has_answers()
     }
 
-    /// What a document's text becomes.
+    /// Options for converting a document to tokens.
     pub fn text_options(&self) -> TextOptions {
         let special = self.special_tokens || self.format.has_answers();
         TextOptions { begin: self.begin_of_text, end: self.end_of_text.clone(), special }
@@ -117,10 +117,10 @@ impl DataConfig {
 }
 
 impl RunConfig {
-    /// The data, tokenized: read anew, or as an earlier run left them.
+    /// Tokenizes the data, or opens what an earlier run has tokenized.
     ///
     /// # Errors
-    /// As [`Dataset::prepare`]; a model's folder that cannot be read.
+    /// Returns the errors of [`Dataset::prepare`], and an error if the model folder cannot be read.
     pub fn dataset(&self) -> Result<Dataset, RunError> {
         let DataConfig { path, mix, tokenizer, format, answers, validation_every, cache, .. } = self.data.clone();
         let beside = match &self.model {
@@ -129,7 +129,7 @@ impl RunConfig {
         };
         let vocabulary = match (tokenizer.or(beside), &self.model) {
             (Some(file), ..) if file.exists() => VocabularyChoice::File(file),
-            // Ids need no tokenizer.
+            // Data of token ids need no tokenizer; the model's config gives the vocabulary size.
             (_, ModelConfig::Folder(folder)) => VocabularyChoice::Ids { size: Config::read(folder)?.vocabulary() },
             (Some(file), ..) => VocabularyChoice::File(file),
             (None, _) => VocabularyChoice::of_size(self.data.vocabulary_size()),

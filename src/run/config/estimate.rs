@@ -4,7 +4,7 @@ use gapless_engine::compile::step::text;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// `[estimate]`.
+/// The table `[estimate]` of a run file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EstimateConfig {

@@ -1,4 +1,4 @@
-//! `[learning_rate]`: step → learning rate.
+//! `[learning_rate]`: the learning rate of each step.
 
 use gapless_engine::learning_rate::{LearningRate, Shape};
 use schemars::JsonSchema;
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::RunConfig;
 
-/// `[learning_rate]`.
+/// The table `[learning_rate]` of a run file.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RateConfig {
@@ -24,7 +24,7 @@ pub struct RateConfig {
     pub decay_steps: Option<u64>,
 }
 
-/// What a learning rate does after the warm-up.
+/// The shape of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RateShape {
@@ -47,7 +47,7 @@ impl Default for RateConfig {
 }
 
 impl RunConfig {
-    /// The schedule of all steps.
+    /// The learning rate schedule of this run.
     pub(super) fn learning_rate(&self) -> LearningRate {
         let RateConfig { peak, floor, warmup_steps, shape, decay_steps } = self.learning_rate;
         let shape = match shape {
@@ -57,7 +57,7 @@ impl RunConfig {
             RateShape::InverseSqrt => Shape::InverseSqrt,
             RateShape::Wsd => Shape::Wsd { decay_steps: decay_steps.unwrap_or(self.steps / 5) },
         };
-        // A short run is no reason to shorten the warm-up by hand.
+        // So that users need not shorten the warm-up by hand for a short run.
         let warmup_steps = warmup_steps.min(self.steps / 4);
         LearningRate { peak, floor: floor.unwrap_or(peak / 10.0), warmup_steps, steps: self.steps, shape }
     }

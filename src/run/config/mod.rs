@@ -1,7 +1,8 @@
-//! A run as a file says it: TOML → [`RunConfig`] → what a [`Trainer`](crate::Trainer) and a [`Dataset`](crate::Dataset) are made of.
+//! The description of a run: a TOML file is read into a [`RunConfig`], from which a [`Trainer`](crate::Trainer) and a
+//! [`Dataset`](crate::Dataset) are created.
 //!
-//! Two stages. Reading refuses keys that do not exist and values of the wrong type, with their line. [`RunConfig::options`] and
-//! [`RunConfig::check`] refuse what cannot be together, with the keys' names.
+//! Settings are checked in two stages. Reading refuses unknown keys and values of the wrong type, with their line.
+//! [`RunConfig::check`] refuses invalid values and combinations, with the names of their keys.
 
 mod check;
 mod data;
@@ -98,7 +99,7 @@ pub struct RunConfig {
     /// Settings that trade memory for time, and the limits of the arena.
     #[serde(default)]
     pub memory: MemoryOptions,
-    /// How often and on how much data the validation loss is measured.
+    /// The interval of evaluations, and the amount of validation data that they use.
     #[serde(default)]
     pub evaluation: EvaluationConfig,
     /// When checkpoints are saved, and how many are kept.
@@ -196,7 +197,7 @@ impl Default for SampleConfig {
 }
 
 impl SampleConfig {
-    /// How tokens are drawn, of seed 0.
+    /// Sampling settings, with seed 0.
     pub fn sampling(&self) -> Sampling {
         let &Self { temperature, top_k, top_p, .. } = self;
         Sampling { temperature, top_k, top_p, ..Sampling::default() }
@@ -204,7 +205,8 @@ impl SampleConfig {
 }
 
 impl RunConfig {
-    /// As TOML, with all defaults, and with what the data say of the model and of the end of their documents.
+    /// Writes the configuration as TOML, with all defaults, the vocabulary size of the data, and the token that ends
+    /// their documents.
     pub fn resolved(&self, vocabulary: &Vocabulary) -> String {
         let mut resolved = Self { model: self.model(vocabulary.size()), ..self.clone() };
         let is_given = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));
@@ -212,12 +214,12 @@ impl RunConfig {
         toml::to_string(&resolved).expect("tables of numbers and texts are TOML")
     }
 
-    /// Whether a text is this configuration as [`Self::resolved`] writes it.
+    /// True if `text` is exactly what [`Self::resolved`] writes for this configuration.
     pub(in crate::run) fn is_written_as(&self, text: &str) -> bool {
         toml::to_string(self).is_ok_and(|written| written == text)
     }
 
-    /// The model for data of a vocabulary. Without data, what it is trained on is not known, and it stays as it is.
+    /// The model with the given vocabulary size. A model folder keeps its own.
     pub fn model(&self, vocabulary: usize) -> ModelConfig {
         let llama = |llama: &LlamaConfig| LlamaConfig { vocabulary, ..llama.clone() };
         match &self.model {
@@ -269,8 +271,9 @@ impl RunConfig {
         }
     }
 
-    /// A [JSON schema](https://json-schema.org/draft/2020-12) of run files: keys, types, defaults and what each means. Editors that
-    /// know TOML complete and check by it. That reading accepts a file says more: not all that is of the right type can be together.
+    /// Returns a [JSON schema](https://json-schema.org/draft/2020-12) of run files: keys, types, defaults and
+    /// descriptions. Editors with TOML support use it to complete and check keys. A file that the schema accepts may
+    /// still be refused, because the schema does not describe which values can be combined.
     pub fn schema() -> serde_json::Value {
         schemars::schema_for!(Self).into()
     }

@@ -1,4 +1,4 @@
-//! `model`: what is trained, by its extents, by name, or as somebody's folder.
+//! `model`: the model to train, given by its sizes, by a preset's name, or as a folder.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,9 +12,10 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::read::with_nearest;
 
-/// `[model.gpt]`, `[model.llama]`, `[model.moe]` with the extents of one that starts from random numbers, or `model.folder`. The
-/// vocabulary is the data's, and a GPT's positions are as many as a sequence has tokens. As a text, the name of a preset (`"gpt2"`), a
-/// family with extents (`"llama:layers=4,width=256"`), or a folder.
+/// The model of a run file: `[model.gpt]`, `[model.llama]` or `[model.moe]` with the sizes of a model that starts from
+/// random weights, or `model.folder`. The data determine the vocabulary size; a GPT has as many positions as a sequence
+/// has tokens. In place of a table, a string may give a preset (`"gpt2"`), a family with sizes
+/// (`"llama:layers=4,width=256"`) or a folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 #[expect(clippy::large_enum_variant, reason = "there is one of it")]
@@ -30,7 +31,7 @@ pub enum ModelConfig {
     Folder(PathBuf),
 }
 
-/// Models that are known by name, what people call them, and their tables.
+/// Preset models: their names, their titles in reports, and their tables.
 pub const PRESETS: [(&str, &str, &str); 9] = [
     (
         "small",
@@ -64,7 +65,7 @@ rms_norm_eps = 1e-6
 ";
 
 impl ModelConfig {
-    /// The model of a preset name, a family with sizes, or a folder.
+    /// Parses the name of a preset, a family with sizes, or the path of a folder.
     pub(super) fn named(text: &str) -> Result<Self, String> {
         if let Some((.., table)) = PRESETS.iter().find(|(name, ..)| *name == text) {
             return toml::from_str(table).map_err(|error| error.to_string());
@@ -84,7 +85,7 @@ impl ModelConfig {
         }
     }
 
-    /// The model with positions for at least this many tokens.
+    /// The model with room for at least this many token positions.
     pub(in crate::run) fn with_positions(&self, tokens: usize) -> Self {
         match self {
             Self::Gpt(gpt) => Self::Gpt(GptConfig { sequence: gpt.sequence.max(tokens), ..gpt.clone() }),
@@ -92,7 +93,7 @@ impl ModelConfig {
         }
     }
 
-    /// The key of its extents.
+    /// The key of the table with its sizes.
     pub(super) fn key(&self) -> &'static str {
         match self {
             Self::Gpt(_) => "model.gpt",
@@ -102,7 +103,7 @@ impl ModelConfig {
         }
     }
 
-    /// The name for reports.
+    /// Its title in reports.
     pub fn title(&self) -> String {
         if let Some((_, title, _)) = PRESETS.iter().find(|(name, ..)| Self::named(name).is_ok_and(|it| it == *self)) {
             return (*title).to_owned();
@@ -116,10 +117,10 @@ impl ModelConfig {
         }
     }
 
-    /// Its family and extents. Of a folder they are in its config.json, and its weights are not looked at.
+    /// The family and sizes of the model. For a folder they are read from its config.json; its weights are not read.
     ///
     /// # Errors
-    /// As [`Config::read`].
+    /// Returns the errors of [`Config::read`].
     pub fn architecture(&self) -> hf::Result<Architecture> {
         Ok(match self {
             Self::Gpt(gpt) => Architecture::Gpt(gpt.clone()),
@@ -129,7 +130,7 @@ impl ModelConfig {
         })
     }
 
-    /// The architecture, and the folder if the model is one. Its weight files must exist.
+    /// The architecture, and the folder if the model is one. The folder's weight files must exist.
     pub(in crate::run) fn open(&self) -> hf::Result<(Architecture, Option<Folder>)> {
         let Self::Folder(path) = self else { return Ok((self.architecture()?, None)) };
         let folder = Folder::open(path)?;
@@ -137,7 +138,7 @@ impl ModelConfig {
     }
 }
 
-/// `layers=4,width=256`: a configuration with these values.
+/// Parses sizes such as `layers=4,width=256` into a configuration.
 fn with_extents<T: DeserializeOwned>(extents: &str) -> Result<T, String> {
     let lines = extents.replace(',', "\n");
     toml::from_str(&lines).map_err(|error| with_nearest(error.message().to_owned()))

@@ -1,11 +1,12 @@
-//! Short names of keys: the command's flags, and what a sweep varies. Until they had tables of their own, these were keys of `[step]`,
-//! and still are understood there.
+//! Short names of keys, for the command's flags and the lists of a sweep. Former versions had these keys in `[step]`,
+//! where they are still accepted.
 
 use toml::{Table, Value};
 
 use super::{ConfigError, ModelConfig};
 
-/// Short names, and the keys that they mean. A flag of the command (`--micro-batches 4`) is `--set step.micro_batches=4`.
+/// Short names and their keys. A flag of the command is a short name with dashes: `--micro-batches 4` means
+/// `--set step.micro_batches=4`.
 pub const NAMES: [(&str, &str); 28] = [
     ("model", "model"),
     ("batch", "step.batch"),
@@ -37,10 +38,10 @@ pub const NAMES: [(&str, &str); 28] = [
     ("rank", "estimate.rank"),
 ];
 
-/// Former short names.
+/// Former short names and their present ones.
 const OLD: [(&str, &str); 2] = [("dtype", "precision"), ("kernels", "device")];
 
-/// The key of a name. The name may be a short name, a former name (with or without `step.`), or the key itself.
+/// Returns the key of a name. The name may be a short name, a former name (with or without `step.`), or the key itself.
 pub(crate) fn key_of(name: &str) -> &str {
     let bare = name.strip_prefix("step.").unwrap_or(name);
     let short = OLD.iter().find(|(old, _)| *old == bare).map_or(bare, |(_, short)| short);
@@ -67,7 +68,7 @@ pub(super) fn rename(root: &mut Table) -> Result<Vec<String>, ConfigError> {
     Ok(notices)
 }
 
-/// The value of a key.
+/// Returns the value of a key with dots, if it is there.
 pub(crate) fn value_at<'a>(root: &'a Table, key: &str) -> Option<&'a Value> {
     let mut parts = key.split('.');
     let first = root.get(parts.next()?)?;
@@ -77,7 +78,8 @@ pub(crate) fn value_at<'a>(root: &'a Table, key: &str) -> Option<&'a Value> {
 /// Assigns a value to a key. Missing tables are created.
 pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), String> {
     let (tables, last) = key.rsplit_once('.').map_or((None, key), |(tables, last)| (Some(tables), last));
-    // An enum holds one of several tables: assigning to another variant replaces it, and a preset is expanded to its table.
+    // An enum has one variant's table: assigning to another variant replaces it. A preset's name is expanded to its
+    // table first.
     if let Some((which @ ("model" | "trainable"), below)) = key.split_once('.') {
         let kept = match root.get(which) {
             Some(Value::String(name)) if which == "model" => {
@@ -99,7 +101,7 @@ pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), St
     Ok(())
 }
 
-/// The keys of a table and of those in it, whole, with their values.
+/// The keys of a table and of all tables in it, as full names with dots, with their values.
 pub(crate) fn flat(table: &Table, path: &str) -> Vec<(String, Value)> {
     let inner = |(key, value): (&String, &Value)| {
         let key = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };

@@ -1,4 +1,4 @@
-//! `[optimizer]`: the update rule, and the parameters that have another one.
+//! `[optimizer]`: the update rule, and groups of parameters with another one.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use gapless_engine::{ParameterGroup, UpdateOptions};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// `[optimizer]`: `name`, and the keys of that rule.
+/// The table `[optimizer]` of a run file: `name`, and the keys of that rule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimizerConfig {
@@ -40,7 +40,7 @@ pub struct OptimizerConfig {
     pub groups: Vec<GroupConfig>,
 }
 
-/// `[[optimizer.groups]]`.
+/// An entry of `[[optimizer.groups]]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct GroupConfig {
@@ -89,7 +89,7 @@ impl Default for OptimizerConfig {
 }
 
 impl OptimizerConfig {
-    /// The rule.
+    /// The update rule.
     pub fn optimizer(&self) -> Arc<dyn Optimizer> {
         let &Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum, .. } = self;
         let adamw = AdamW { beta1, beta2, weight_decay, max_norm, ..AdamW::default() };
@@ -103,7 +103,7 @@ impl OptimizerConfig {
         }
     }
 
-    /// What the update does beside that; `guarded` says whether steps may be left out.
+    /// The settings of the update that apply to any rule. `guarded` tells whether steps may be skipped.
     pub fn update(&self, guarded: bool) -> UpdateOptions {
         let group = |group: &GroupConfig| {
             let name = group.name.unwrap_or(self.name);

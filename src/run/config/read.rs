@@ -1,4 +1,4 @@
-//! Reading: TOML and assignments → [`RunConfig`], and where mistakes are.
+//! Reads TOML and assignments into a [`RunConfig`], and finds the lines of errors.
 
 use std::path::{Path, PathBuf};
 
@@ -10,69 +10,70 @@ use toml::{Table, Value};
 use super::RunConfig;
 use super::names::{NAMES, flat, insert, key_of, rename};
 
-/// Why a file is no run.
+/// The reason for which a run file, or an assignment of the command line, is refused.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// No TOML, a key that does not exist, or a value of another type; says where.
+    /// The text is not TOML, or has an unknown key or a value of the wrong type.
     #[error("{}: {message}", path.display())]
     Syntax {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What and where.
+        /// The fault and its position.
         message: String,
     },
-    /// An assignment of the command line that is none.
+    /// An assignment of the command line that cannot be parsed.
     #[error("{assignment:?} is no assignment: {why}; write, for example, step.batch=16")]
     Assignment {
-        /// As given.
+        /// The assignment as given.
         assignment: String,
-        /// What is wrong.
+        /// The fault.
         why: String,
     },
     /// Assignments of the command line whose key or value is refused.
     #[error("--set {assignment}: {why}")]
     Refused {
-        /// As given; several where only all of them together are refused.
+        /// The assignment as given; all of them if they are refused only together.
         assignment: String,
-        /// What is wrong.
+        /// The fault.
         why: String,
     },
-    /// Values that cannot be, or not together.
+    /// A value that is invalid, or that cannot be combined with others.
     #[error("{key}{}: {why}; {remedy}", line.map_or(String::new(), |line| format!(" (line {line})")))]
     Value {
         /// The key.
         key: String,
-        /// Where it stands, unless it is a default or of the command line.
+        /// The line of the key; `None` for a default and for an assignment of the command line.
         line: Option<usize>,
-        /// What is wrong.
+        /// The fault.
         why: String,
-        /// What would do.
+        /// The way to correct it.
         remedy: &'static str,
     },
 }
 
 impl ConfigError {
-    /// A wrong value, wherever it stands.
+    /// Creates an error for a value whose line is not known.
     pub(crate) fn value(key: &str, why: impl ToString, remedy: &'static str) -> Self {
         Self::Value { key: key.to_owned(), line: None, why: why.to_string(), remedy }
     }
 }
 
 impl RunConfig {
-    /// Reads a file, with assignments (`step.batch=16`) that go before what it says, and checks all that can be checked without
-    /// data and without a device. Paths in it are relative to where the process runs.
+    /// Reads a run file and checks everything that can be checked without opening the data and without a device.
+    /// Assignments (`step.batch=16`) override the file. Relative paths in the file are relative to the working
+    /// directory.
     ///
     /// # Errors
-    /// [`ConfigError`], with line, key and remedy.
+    /// Returns a [`ConfigError`] with line, key and remedy.
     pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
         let text = text_of(path)?;
         let config = parse(&text, path, assignments)?;
@@ -80,10 +81,11 @@ impl RunConfig {
         Ok(config)
     }
 
-    /// Reads a file whose data need not exist, to plan a run or to use a trained model. Without a file, the assignments give all keys.
+    /// Reads a run file whose data need not exist, to plan a run or to use a trained model. Without a file, the
+    /// assignments give all keys.
     ///
     /// # Errors
-    /// [`ConfigError`], with line, key and remedy.
+    /// Returns a [`ConfigError`] with line, key and remedy.
     pub fn read_without_data(path: Option<&Path>, assignments: &[String]) -> Result<Self, ConfigError> {
         let text = path.map(text_of).transpose()?.unwrap_or_default();
         let config = parse(&text, path.unwrap_or(Path::new("the run")), assignments)?;
@@ -91,18 +93,18 @@ impl RunConfig {
         Ok(config)
     }
 
-    /// Parses a text. Constraints between keys are not checked.
+    /// Parses the text of a run file. Constraints between keys are not checked.
     ///
     /// # Errors
-    /// [`ConfigError`], with line, key and remedy.
+    /// Returns a [`ConfigError`] with line, key and remedy.
     pub fn parse(text: &str, assignments: &[String]) -> Result<Self, ConfigError> {
         parse(text, Path::new("the run"), assignments)
     }
 
-    /// Parses a table.
+    /// Converts a table to a configuration. Constraints between keys are not checked.
     ///
     /// # Errors
-    /// [`ConfigError::Value`]: keys that do not exist, values of another type.
+    /// Returns a [`ConfigError::Value`] for an unknown key or a value of the wrong type.
     pub(crate) fn of_table(table: &Table) -> Result<Self, ConfigError> {
         let mut root = table.clone();
         let notices = rename(&mut root)?;
@@ -110,7 +112,7 @@ impl RunConfig {
             Ok(config) => return Ok(Self { notices, ..config }.with_targets()),
             Err(error) => error,
         };
-        // The key that is no good by itself.
+        // The error has no key, so each key is tried on its own to find the faulty one.
         let mut root = table.clone();
         rename(&mut root)?;
         let alone = |(key, value): (String, Value)| {
@@ -127,14 +129,14 @@ impl RunConfig {
     }
 }
 
-/// A text and assignments, of which each is of the right type by itself.
+/// Parses a text and applies the assignments. Each value must have the right type on its own.
 fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, ConfigError> {
     let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
     let mut root: Table = toml::from_str(text).map_err(|error| syntax(error.to_string()))?;
     expect_tables(&root).map_err(|error| at_line(error, text, &[]))?;
     let notices = rename(&mut root).map_err(|error| at_line(error, text, &[]))?;
     let config = match (assignments, &notices[..]) {
-        // By its text, for the lines of its mistakes.
+        // Deserialized from the text, so that errors have line numbers.
         ([], []) => toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?,
         ([], _) => RunConfig::deserialize(root).map_err(|error| syntax(with_nearest(error.to_string())))?,
         _ => {
@@ -147,14 +149,14 @@ fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, C
     Ok(RunConfig { notices, ..config }.with_targets())
 }
 
-/// Bytes of a file that somebody writes by hand, at most.
+/// Maximum size of a file that is written by hand.
 const MOST_BYTES: u64 = 16 << 20;
 
 pub(crate) fn text_of(path: &Path) -> Result<String, ConfigError> {
     read_text(path, MOST_BYTES).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
 }
 
-/// Refuses lists where tables belong: they would be taken for the values of the table's keys in their order.
+/// Refuses lists in place of tables, which serde would read as the values of the table's keys in their order.
 fn expect_tables(table: &Table) -> Result<(), ConfigError> {
     let schema = RunConfig::schema();
     match list_for_table(&schema, &schema, &Value::Table(table.clone())) {
@@ -166,7 +168,7 @@ fn expect_tables(table: &Table) -> Result<(), ConfigError> {
     }
 }
 
-/// The keys, from the last to the first, of a list in the place of a table.
+/// The path of a list in place of a table, if there is one; its keys from the last to the first.
 fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<String>> {
     let forms = forms(root, schema);
     match value {
@@ -189,7 +191,7 @@ fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<Strin
     }
 }
 
-/// All forms that a schema allows.
+/// All alternatives that a schema allows for a value.
 fn forms<'a>(root: &'a Json, schema: &'a Json) -> Vec<&'a Json> {
     let named = schema["$ref"].as_str().and_then(|name| root.pointer(name.strip_prefix('#')?));
     let several = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|of| schema[of].as_array()).flatten();
@@ -197,13 +199,13 @@ fn forms<'a>(root: &'a Json, schema: &'a Json) -> Vec<&'a Json> {
     inner.into_iter().chain([schema]).collect()
 }
 
-/// The file's configuration with other values.
+/// The file's configuration with the assignments applied.
 fn assigned(root: &Table, assignments: &[String]) -> Result<RunConfig, ConfigError> {
     let refused = match with_assignments(root, assignments)? {
         Ok(config) => return Ok(config),
         Err(refused) => refused,
     };
-    // Values may need each other, so one is blamed only where it is refused by itself.
+    // Values may depend on each other, so an assignment is blamed only if it is refused on its own.
     let mut root = root.clone();
     root.entry("model").or_insert("small".into());
     for assignment in assignments {
@@ -214,13 +216,13 @@ fn assigned(root: &Table, assignments: &[String]) -> Result<RunConfig, ConfigErr
     Err(ConfigError::Refused { assignment: assignments.join(" --set "), why: refused })
 }
 
-/// The same, or why its keys and values are refused.
+/// Applies the assignments; the inner error is the reason for which the result is refused.
 fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunConfig, String>, ConfigError> {
     let mut root = root.clone();
     for assignment in assignments {
         let wrong = |why: &str| ConfigError::Assignment { assignment: assignment.clone(), why: why.to_owned() };
         let (key, value) = assignment.split_once('=').ok_or_else(|| wrong("it has no ="))?;
-        // As TOML, or else as a text without its quotes.
+        // A value is TOML or, failing that, a string without quotes.
         let value = value.trim();
         let parsed = toml::from_str::<Table>(&format!("x = {value}")).ok().and_then(|mut table| table.remove("x"));
         let value = parsed.unwrap_or_else(|| Value::String(value.to_owned()));
@@ -234,7 +236,7 @@ fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunCo
     Ok(RunConfig::deserialize(root).map_err(|error| with_nearest_name(error.to_string())))
 }
 
-/// A message about a key or value that does not exist, with the nearest that does, where one is near.
+/// Adds the nearest valid name to a message about an unknown key or value, if one is near.
 pub(crate) fn with_nearest(message: String) -> String {
     let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     let Some((wrong, known)) = quoted.split_first().filter(|_| message.contains("unknown")) else { return message };
@@ -244,7 +246,7 @@ pub(crate) fn with_nearest(message: String) -> String {
     }
 }
 
-/// Suggests short names too, for places that accept them.
+/// Like [`with_nearest`], but also suggests short names, for places that accept them.
 fn with_nearest_name(message: String) -> String {
     let Some(wrong) = message.strip_prefix("unknown field `").and_then(|rest| rest.split('`').next()) else {
         return with_nearest(message);
@@ -256,9 +258,9 @@ fn with_nearest_name(message: String) -> String {
     }
 }
 
-/// The name that somebody is likely to have meant: a third of it may be wrong, or it may be cut short.
+/// The name that was probably meant: up to a third of it may be misspelled, or it may be an abbreviation.
 fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
-    // What begins alike is nearer than what is as long.
+    // A common beginning counts more than an equal length.
     let alike = |name: &str| wrong.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
     let distance = |name: &str| strsim::damerau_levenshtein(wrong, name);
     let is_near = |name: &str| {
@@ -268,7 +270,7 @@ fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
     known.iter().copied().filter(|name| is_near(name)).min_by_key(|name| distance(name) as isize - alike(name) as isize)
 }
 
-/// Where the key of an error stands.
+/// Adds the line of its key to an error.
 fn at_line(error: ConfigError, text: &str, assignments: &[String]) -> ConfigError {
     let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
     let is_assigned = assignments
@@ -278,7 +280,7 @@ fn at_line(error: ConfigError, text: &str, assignments: &[String]) -> ConfigErro
     ConfigError::Value { key, line, why, remedy }
 }
 
-/// The line on which a key stands, from 1 on, by its name or a former one.
+/// The line of a key, counted from 1. The key may have its present or a former name in the text.
 pub(crate) fn line_of(text: &str, key: &str) -> Option<usize> {
     let former = NAMES.iter().filter(|(_, name)| *name == key).map(|(short, _)| format!("step.{short}"));
     std::iter::once(key.to_owned()).chain(former).find_map(|key| line_of_name(text, &key))

@@ -1,4 +1,4 @@
-//! `metrics.jsonl` → one curve per number of its rows.
+//! Reads `metrics.jsonl` into one curve for each of its numbers.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,26 +14,26 @@ use serde_json::Value;
 use super::tensorboard::Events;
 use super::{ReportError, open};
 
-/// The rows of a file that may still be written: what is behind the last line's end is read again next time.
+/// The rows of a file that may still grow. An incomplete last line is read again by the next refresh.
 #[derive(Debug, Default)]
 pub(super) struct Metrics {
     path: Option<PathBuf>,
-    /// Bytes of whole lines.
+    /// Number of bytes read, up to the end of the last complete line.
     read: u64,
-    /// By name, then by step. Of a step that was done again, after a resume, the last row counts.
+    /// Values by name, then by step. If a step was repeated after a resume, its last row counts.
     values: BTreeMap<String, BTreeMap<u64, f32>>,
-    /// The last row that has no step.
+    /// The last row without a step.
     pub summary: Option<Value>,
-    /// Whole lines that are no rows.
+    /// Number of complete lines that are not rows.
     pub broken: usize,
 }
 
-/// A curve for the page: 100,000 points are half a megabyte.
+/// A curve for the page, in a compact form: 100,000 points take half a megabyte.
 #[derive(Debug, Serialize)]
 pub(super) struct Curve {
-    /// Its steps: so many (the third) from the first, at a distance (the second).
+    /// The steps, as runs of (first step, distance between steps, number of steps).
     steps: Vec<(u64, u64, u64)>,
-    /// `f32`, little-endian, in base64; NaN for what JSON cannot say.
+    /// The values as little-endian `f32` in base64; NaN for values that JSON cannot express.
     values: String,
 }
 
@@ -50,7 +50,7 @@ impl Metrics {
         self.values.iter().map(|(name, points)| (name.as_str(), Curve::new(points))).collect()
     }
 
-    /// The rows as a TensorBoard event file, each with the time of the last.
+    /// The rows as a TensorBoard event file. Every row gets the time at which the file was last modified.
     pub fn events(&self) -> Vec<u8> {
         let modified = self.path.as_ref().and_then(|path| fs::metadata(path).ok()?.modified().ok());
         let time = modified.and_then(|time| time.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
@@ -63,7 +63,7 @@ impl Metrics {
         events.into_bytes()
     }
 
-    /// Reads the rows that are new. A file that is shorter than before is another run's.
+    /// Reads new rows. If the file is shorter than before, it belongs to another run and is read from the start.
     pub fn refresh(&mut self, folder: &Path) -> Result<(), ReportError> {
         let Some(path) = find(folder) else {
             *self = Self::default();
@@ -85,12 +85,13 @@ impl Metrics {
         for line in text[..whole].split(|&byte| byte == b'\n').filter(|line| !line.trim_ascii().is_empty()) {
             self.broken += usize::from(!self.add(line));
         }
-        // The end of a file that somebody has made by hand. What is cut off is no JSON.
+        // A complete last line without a line break, as in a file written by hand. An incomplete line is not valid
+        // JSON.
         self.add(&text[whole..]);
         Ok(())
     }
 
-    /// Takes a row; false if it is none.
+    /// Adds the values of a row; false if the line is not a row.
     fn add(&mut self, line: &[u8]) -> bool {
         let Ok(Value::Object(row)) = serde_json::from_slice(line) else { return false };
         let Some(step) = row.get("step").and_then(Value::as_u64) else {
@@ -106,7 +107,7 @@ impl Metrics {
     fn put(&mut self, name: &str, step: u64, value: &Value) {
         let number = match value {
             Value::Number(number) => number.as_f64().map_or(f32::NAN, |number| number as f32),
-            // What is not finite, or was not measured.
+            // A value that is not finite, or was not measured.
             Value::Null => f32::NAN,
             Value::Array(parts) => {
                 parts.iter().enumerate().for_each(|(index, part)| self.put(&format!("{name}.{index}"), step, part));
@@ -116,7 +117,7 @@ impl Metrics {
                 parts.iter().for_each(|(key, part)| self.put(&format!("{name}.{key}"), step, part));
                 return;
             }
-            // A row says only what is so.
+            // Rows contain a boolean only if it is true.
             Value::Bool(is_so) => f32::from(u8::from(*is_so)),
             Value::String(_) => return,
         };
@@ -142,7 +143,7 @@ impl Curve {
     }
 }
 
-/// `metrics.jsonl`; where a program has written its rows under another name, the only file of such a kind.
+/// The path of `metrics.jsonl`, or of the folder's only .jsonl file if its program has given it another name.
 fn find(folder: &Path) -> Option<PathBuf> {
     let usual = folder.join("metrics.jsonl");
     if usual.is_file() {
@@ -153,7 +154,7 @@ fn find(folder: &Path) -> Option<PathBuf> {
     found.next().filter(|_| found.next().is_none())
 }
 
-/// What is behind so many bytes; none of a file that is shorter.
+/// Reads a file from the given byte on; `None` if the file does not exist or is shorter.
 fn read_from(path: &Path, start: u64) -> io::Result<Option<Vec<u8>>> {
     let Some(mut file) = open(path)? else { return Ok(None) };
     if file.metadata()?.len() < start {

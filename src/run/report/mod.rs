@@ -1,7 +1,8 @@
-//! The folders of runs as one HTML page: curves, configurations, samples, memory maps and how they ended.
+//! The report of one or more runs as an HTML page: curves, configurations, samples, memory maps and summaries.
 //!
-//! In: folders as [`train`](super::train) leaves them, or is writing them. Out: a page that needs nothing but itself, or one that is
-//! served on the loopback address and follows the runs. Never: an error for what a run has not written yet, or only in part.
+//! In: folders that [`train`](super::train) has written, or is still writing. Out: a self-contained page, or a page
+//! that is served on the loopback address and follows the runs. Files that a run has not written yet, or only in part,
+//! are not an error.
 
 mod metrics;
 mod serve;
@@ -23,27 +24,27 @@ use self::metrics::{Curve, Metrics};
 pub use self::serve::ReportServer;
 use crate::page::{self, Page};
 
-/// Why there is no report.
+/// The reason for which there is no report.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReportError {
-    /// A path at which there is nothing of a run.
+    /// The path contains no run.
     #[error("{} is not the folder of a run: it has none of run.toml, metrics.jsonl and summary.json", path.display())]
     NoRun {
-        /// As given.
+        /// The path as given.
         path: PathBuf,
     },
-    /// A file that is there and cannot be read.
+    /// A file exists but cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// The folders of runs, as far as they have been read.
+/// A report on the folders of runs, with the contents that were read so far.
 ///
 /// ```
 /// use gapless::run::Report;
@@ -62,11 +63,11 @@ pub struct Report {
 }
 
 impl Report {
-    /// Reads the folders of runs, those that go on among them.
+    /// Reads the folders of finished or running runs.
     ///
     /// # Errors
-    /// [`ReportError`]: a path that is no run's folder, a file that cannot be read. A file that is not there is none
-    /// ([`RunRecord::missing`]).
+    /// Returns a [`ReportError`] if a path is not the folder of a run, or a file cannot be read. A missing file is not
+    /// an error ([`RunRecord::missing`]).
     pub fn open(folders: &[PathBuf]) -> Result<Self, ReportError> {
         let mut report = Self { runs: names(folders).into_iter().zip(folders).map(RunRecord::new).collect() };
         report.refresh()?;
@@ -76,23 +77,23 @@ impl Report {
         }
     }
 
-    /// In the order in which they were given.
+    /// The runs, in the order in which they were given.
     pub fn runs(&self) -> &[RunRecord] {
         &self.runs
     }
 
-    /// Reads what the runs have written since.
+    /// Reads what the runs have written since the last call.
     ///
     /// # Errors
-    /// [`ReportError::Read`].
+    /// Returns [`ReportError::Read`] if a file cannot be read.
     pub fn refresh(&mut self) -> Result<(), ReportError> {
         self.runs.iter_mut().try_for_each(RunRecord::refresh)
     }
 
-    /// A page that needs nothing but itself, with the memory maps that are there.
+    /// Returns the report as a self-contained HTML page, including the memory maps.
     ///
     /// # Errors
-    /// [`ReportError::Read`], of a memory map.
+    /// Returns [`ReportError::Read`] if a memory map cannot be read.
     pub fn html(&self) -> Result<String, ReportError> {
         self.page(false)
     }
@@ -118,7 +119,7 @@ impl Report {
         .html())
     }
 
-    /// What the page draws, as JSON.
+    /// The data of the page, as JSON.
     fn data(&self, is_served: bool) -> String {
         #[derive(Serialize)]
         struct Data<'a> {
@@ -138,7 +139,7 @@ impl Report {
     }
 }
 
-/// Last parts of the paths, or the paths where those are not told apart by them.
+/// The last components of the paths, or the whole paths if two of these are equal.
 fn names(folders: &[PathBuf]) -> Vec<String> {
     let last = |path: &PathBuf| {
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
@@ -151,16 +152,16 @@ fn names(folders: &[PathBuf]) -> Vec<String> {
     folders.iter().map(|path| path.display().to_string()).collect()
 }
 
-/// What a run's folder holds.
+/// The contents of a run's folder.
 #[derive(Debug)]
 pub struct RunRecord {
     name: String,
     path: PathBuf,
     metrics: Metrics,
-    /// `run.toml`.
+    /// Text of `run.toml`.
     config: Option<String>,
     summary: Option<Value>,
-    /// By steps done.
+    /// Samples, by the number of steps done.
     samples: BTreeMap<u64, String>,
 }
 
@@ -182,32 +183,33 @@ impl RunRecord {
         self.config.is_none() && self.summary().is_none() && !self.metrics.is_there()
     }
 
-    /// What it is called on the page.
+    /// The run's name on the page.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where it lies.
+    /// Path of the run's folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its numbers as a TensorBoard event file, whose name has to hold `tfevents`.
+    /// Returns the run's metrics as a TensorBoard event file. TensorBoard requires a file name that contains
+    /// `tfevents`.
     pub fn events(&self) -> Vec<u8> {
         self.metrics.events()
     }
 
-    /// Steps up to the last row; none without rows.
+    /// Number of steps up to the last row; `None` without rows.
     pub fn steps(&self) -> Option<u64> {
         self.metrics.last_step().map(|step| step + 1)
     }
 
-    /// How it ended: `summary.json`, or the row without a step that `examples/train_gpt.rs` ends with.
+    /// The summary: `summary.json`, or the last row of `examples/train_gpt.rs`, which has no step.
     fn summary(&self) -> Option<&Value> {
         self.summary.as_ref().or(self.metrics.summary.as_ref())
     }
 
-    /// What the folder has not, in words; empty where all is there.
+    /// Describes what is missing from the folder; empty if it is complete.
     pub fn missing(&self) -> Vec<String> {
         let files = [
             ("run.toml", self.config.is_some()),
@@ -233,13 +235,13 @@ impl fmt::Display for RunRecord {
     }
 }
 
-/// A run as the page reads it.
+/// The JSON of a run, as the page reads it.
 #[derive(Serialize)]
 struct PageRun<'a> {
     name: &'a str,
     missing: Vec<String>,
     curves: BTreeMap<&'a str, Curve>,
-    /// Values of `run.toml` as text, by their keys with dots between their parts.
+    /// Values of `run.toml` as text, by their full keys with dots.
     config: BTreeMap<String, String>,
     toml: Option<&'a str>,
     summary: Option<&'a Value>,
@@ -274,7 +276,8 @@ fn flatten(key: String, value: toml::Value, to: &mut BTreeMap<String, String>) {
     }
 }
 
-/// What [`train`](super::train) has sampled, by steps done. A run that goes on may sample again: the last one counts.
+/// Parses the samples that [`train`](super::train) has written, by steps done. If a resumed run has sampled a step
+/// again, the last sample counts.
 fn samples(text: &str) -> BTreeMap<u64, String> {
     let mut samples = BTreeMap::new();
     let mut last: Option<&mut String> = None;
@@ -291,7 +294,8 @@ fn samples(text: &str) -> BTreeMap<u64, String> {
     samples
 }
 
-/// A file's text; none if it is not there. What is no UTF-8 is replaced: a sample may be cut within a character.
+/// Reads a file as text; `None` if it does not exist. Invalid UTF-8 is replaced, since a sample may end within a
+/// character.
 fn text_of(path: &Path) -> Result<Option<String>, ReportError> {
     let read = || {
         let Some(mut file) = open(path)? else { return Ok(None) };
@@ -302,7 +306,8 @@ fn text_of(path: &Path) -> Result<Option<String>, ReportError> {
     read().map_err(|source| ReportError::Read { path: path.to_owned(), source })
 }
 
-/// A file to read; none if it is not there. Opening a pipe would wait for somebody to write to it, and a device may have no end.
+/// Opens a regular file; `None` if it does not exist. Pipes and devices are refused: opening a pipe could block, and a
+/// device may never end.
 fn open(path: &Path) -> io::Result<Option<File>> {
     match fs::metadata(path) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),

@@ -1,4 +1,5 @@
-//! A report on the loopback address, which follows its runs: two paths, and nothing of the file system by name.
+//! Serves a report on the loopback address and keeps it up to date. It answers two fixed paths and never maps a request
+//! to a file.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -9,16 +10,16 @@ use std::time::{Duration, Instant};
 
 use super::{Report, ReportError};
 
-/// How long a client may take for its whole request, and then for taking what it has asked for.
+/// The maximum time for reading a whole request, and again for writing its answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// No request of a browser is longer, in bytes.
+/// The maximum size of a request in bytes; browsers send less.
 const LONGEST: usize = 16 << 10;
 
-/// Connections that are served at once: a browser opens six. A further one is told to come again.
+/// The maximum number of simultaneous connections; a browser opens about six. Further ones are refused with 503.
 const MAX_CONNECTIONS: usize = 64;
 
-/// How long nobody is accepted after the system has refused a connection, as where no more files may be open.
+/// The pause after the system has refused a connection, for example because too many files are open.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// A report that is served on 127.0.0.1.
@@ -30,10 +31,10 @@ pub struct ReportServer {
 }
 
 impl Report {
-    /// Listens on 127.0.0.1 for browsers of this machine; port 0 is any that is free.
+    /// Listens on 127.0.0.1, for browsers on this machine. Port 0 chooses any free port.
     ///
     /// # Errors
-    /// A port that cannot be had.
+    /// Returns an error if the port is not available.
     pub fn listen(self, port: u16) -> io::Result<ReportServer> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port))?;
         let address = listener.local_addr()?;
@@ -42,13 +43,13 @@ impl Report {
 }
 
 impl ReportServer {
-    /// Where a browser finds it.
+    /// The address to open in a browser.
     pub fn url(&self) -> String {
         format!("http://{}/", self.address)
     }
 
-    /// Answers until the process ends. What the system refuses (no more open files, no more threads) ends a connection, never the
-    /// server.
+    /// Serves requests until the process ends. If the system refuses a connection or a thread, only that connection
+    /// ends.
     pub fn run(&self) -> ! {
         let open = Arc::new(AtomicUsize::new(0));
         loop {
@@ -60,7 +61,8 @@ impl ReportServer {
         }
     }
 
-    /// Serves a connection on a thread of its own: a browser opens connections before it needs them. Who has left misses nothing.
+    /// Serves a connection on its own thread, because browsers open connections before they need them. If the client
+    /// disconnects, the error is ignored.
     fn start(&self, stream: TcpStream, open: &Arc<AtomicUsize>) {
         let place = Place::take(open);
         if open.load(Ordering::Relaxed) > MAX_CONNECTIONS {
@@ -71,12 +73,12 @@ impl ReportServer {
             let _place = place;
             drop(serve(&report, address, stream));
         };
-        // The connection that gets no thread is closed.
+        // If no thread can be started, the connection is closed.
         drop(thread::Builder::new().name("report".into()).spawn(serve));
     }
 }
 
-/// A connection that counts until it is dropped.
+/// Counts an open connection until it is dropped.
 struct Place(Arc<AtomicUsize>);
 
 impl Place {
@@ -92,7 +94,7 @@ impl Drop for Place {
     }
 }
 
-/// Tells a client to come again, without waiting for what it asks or for it to listen.
+/// Answers 503 without reading the request and without blocking.
 fn refuse(mut stream: TcpStream) {
     if stream.set_nonblocking(true).is_ok() {
         let body = "the server is busy; come again\n";
@@ -122,7 +124,7 @@ fn serve(report: &Mutex<Report>, address: SocketAddr, stream: TcpStream) -> io::
     )
 }
 
-/// A connection of which all reads, or all writes, together end within [`PATIENCE`].
+/// A connection whose reads (or writes) must together finish within [`PATIENCE`].
 struct Timed<'a> {
     stream: &'a TcpStream,
     until: Instant,
@@ -133,7 +135,7 @@ impl<'a> Timed<'a> {
         Self { stream, until: Instant::now() + PATIENCE }
     }
 
-    /// The time that is left; an error where there is none.
+    /// Returns the remaining time, or an error if there is none.
     fn left(&self) -> io::Result<Option<Duration>> {
         match self.until.saturating_duration_since(Instant::now()) {
             Duration::ZERO => Err(ErrorKind::TimedOut.into()),
@@ -160,7 +162,7 @@ impl Write for Timed<'_> {
     }
 }
 
-/// What there is.
+/// The resources that are served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Served {
     Page,
@@ -184,7 +186,8 @@ fn answer(report: &mut Report, path: Served) -> Result<String, ReportError> {
     }
 }
 
-/// What a request asks for. One that names another host is of a page that has given its own name to this address (DNS rebinding).
+/// Parses a request. A request with another host name is refused: it may come from a page whose own host name was
+/// pointed at this address (DNS rebinding).
 fn route(request: &str, address: SocketAddr) -> Option<Served> {
     let (first, headers) = request.split_once("\r\n")?;
     let mut hosts = headers.lines().filter_map(|line| line.split_once(':'));
@@ -199,7 +202,7 @@ fn route(request: &str, address: SocketAddr) -> Option<Served> {
     }
 }
 
-/// The first line and the headers of a request.
+/// Reads the request line and the headers of a request.
 fn head(stream: &mut impl Read) -> io::Result<String> {
     let (mut request, mut part) = (Vec::new(), [0; 1024]);
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
@@ -218,12 +221,12 @@ mod tests {
 
     fn answer(stream: &mut TcpStream) -> String {
         let mut text = String::new();
-        // Who is refused may find the connection reset behind the answer.
+        // A refused connection may be reset after the answer.
         let _ = stream.read_to_string(&mut text);
         text
     }
 
-    /// As many connections as are served at once, which ask nothing; one more; and another when they have left.
+    /// Opens as many idle connections as are allowed, then one more, and another after these are closed.
     #[test]
     fn connections_are_bounded() {
         let folder = tempfile::tempdir().unwrap();
@@ -244,7 +247,7 @@ mod tests {
         assert!(asked.any(|answer| answer.starts_with("HTTP/1.1 200 OK")));
     }
 
-    /// The time is that of all reads together: bytes that come one by one do not prolong it.
+    /// The time limit covers all reads together: bytes that arrive one at a time do not extend it.
     #[test]
     fn a_request_has_an_end() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();

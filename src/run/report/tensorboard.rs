@@ -1,16 +1,17 @@
-//! Curves as a TensorBoard event file: records of `tensorflow/core/util/event.proto` and `framework/summary.proto`, framed as TFRecords
-//! (tensorflow.org/tutorials/load_data/tfrecord, "TFRecords format details").
+//! Writes curves as a TensorBoard event file: the records of `tensorflow/core/util/event.proto` and
+//! `framework/summary.proto`, framed as TFRecords (tensorflow.org/tutorials/load_data/tfrecord, "TFRecords format
+//! details").
 
-/// The records of a file.
+/// An event file in memory.
 #[derive(Debug)]
 pub(super) struct Events {
     bytes: Vec<u8>,
-    /// Seconds since 1970, of all.
+    /// Time of all records, in seconds since 1970.
     time: f64,
 }
 
 impl Events {
-    /// A file that has only begun.
+    /// Creates a file that has only its version record.
     pub fn new(time: f64) -> Self {
         let mut events = Self { bytes: Vec::new(), time };
         let mut event = Message::default();
@@ -20,7 +21,7 @@ impl Events {
         events
     }
 
-    /// The numbers of a step.
+    /// Adds the values of a step.
     pub fn step<'a>(&mut self, step: u64, values: impl IntoIterator<Item = (&'a str, f32)>) {
         let (mut event, mut summary) = (Message::default(), Message::default());
         for (tag, number) in values {
@@ -39,7 +40,7 @@ impl Events {
         self.bytes
     }
 
-    /// Length, its checksum, data, its checksum.
+    /// Appends a framed record: length, its checksum, data, their checksum.
     fn record(&mut self, data: &[u8]) {
         let length = (data.len() as u64).to_le_bytes();
         for part in [&length[..], &masked(crc32c(&length)).to_le_bytes(), data, &masked(crc32c(data)).to_le_bytes()] {
@@ -76,7 +77,7 @@ impl Message {
         self.0.extend_from_slice(&number.to_le_bytes());
     }
 
-    /// A text, bytes, or another message.
+    /// Adds a field that is a string, bytes, or another message.
     fn text(&mut self, field: u64, bytes: &[u8]) {
         self.varint(field << 3 | 2);
         self.varint(bytes.len() as u64);
@@ -84,7 +85,7 @@ impl Message {
     }
 }
 
-/// CRC-32C (Castagnoli; RFC 3720, appendix B.4), bit by bit: a record has some hundred bytes.
+/// CRC-32C (Castagnoli; RFC 3720, appendix B.4), computed bit by bit, since a record has only some hundred bytes.
 fn crc32c(bytes: &[u8]) -> u32 {
     let of_byte = |crc: u32, byte: &u8| {
         let bit = |crc: u32, _| if crc & 1 == 1 { crc >> 1 ^ 0x82f6_3b78 } else { crc >> 1 };
@@ -93,7 +94,7 @@ fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, of_byte)
 }
 
-/// As TFRecords keep checksums.
+/// The masked form in which TFRecords store checksums.
 fn masked(crc: u32) -> u32 {
     crc.rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -115,7 +116,7 @@ mod tests {
         let begun = events.bytes.len();
         events.step(300, [("loss", 2.0)]);
         let bytes = events.into_bytes();
-        // 9 bytes of time, 2 + 13 of the version.
+        // 9 bytes of time, and 2 + 13 bytes of version.
         assert_eq!((bytes[0], begun), (24, 8 + 4 + 24 + 4));
         let record = &bytes[begun + 12..bytes.len() - 4];
         let time = [&[0x09][..], &1f64.to_le_bytes()].concat();

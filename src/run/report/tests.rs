@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// What the page would draw, of the only run.
+/// The data that the page would draw, for the only run.
 fn drawn(report: &Report) -> Value {
     let mut data: Value = serde_json::from_str(&report.data(false)).unwrap();
     data["runs"][0].take()
 }
 
-/// The points of a curve, as the page unpacks them.
+/// The points of a curve, decoded as the page does it.
 fn points(run: &Value, name: &str) -> Vec<(u64, f32)> {
     let curve = &run["curves"][name];
     let steps: Vec<(u64, u64, u64)> = serde_json::from_value(curve["steps"].clone()).unwrap();
@@ -30,8 +30,8 @@ fn append(path: &Path, text: &str) {
     File::options().create(true).append(true).open(path).unwrap().write_all(text.as_bytes()).unwrap();
 }
 
-/// Rows as they come: one in two halves, one that was cut off by the end of a process, steps that are done again, a number that is
-/// none, and then another run in the same place.
+/// Reads rows while they are written: a row in two halves, a row cut off by the end of a process, repeated steps, a
+/// null value, and then another run in the same folder.
 #[test]
 fn rows_are_read_as_they_come() {
     let folder = tempfile::tempdir().unwrap();
@@ -86,7 +86,7 @@ fn a_folder_has_what_it_has() {
     assert_eq!(html.matches("</script>").count(), 3, "of the map, of the data, of the script");
 }
 
-/// Served: the page, rows that have come since, and nothing else to anybody.
+/// The server returns the page and the rows that were written since, and refuses everything else.
 #[test]
 fn a_served_report_follows_its_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -98,7 +98,7 @@ fn a_served_report_follows_its_run() {
     std::thread::spawn(move || server.run());
     let ask = |first: &str, named: &str| {
         let mut stream = TcpStream::connect(&host).unwrap();
-        // In two parts, as a network may.
+        // In two parts, as they may arrive over a network.
         write!(stream, "{first} HTTP/1.1\r\nAccept: */*\r\nHo").unwrap();
         write!(stream, "st: {named}\r\n\r\n").unwrap();
         let mut answer = String::new();
@@ -120,7 +120,7 @@ fn a_served_report_follows_its_run() {
     assert_eq!(ask("GET /data.json", "rebound.example").0, "404", "another name for this address");
 }
 
-/// A pipe that nobody writes to is told of, and neither read nor waited for.
+/// A pipe is reported as an error; it is neither read nor waited for.
 #[cfg(unix)]
 #[test]
 fn what_is_no_regular_file_is_not_read() {

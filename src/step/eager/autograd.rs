@@ -1,6 +1,11 @@
-//! PyTorch's autograd as far as memory sees it: nodes that hold what they saved, an engine that runs them by descending number and
-//! adds gradients in place where nobody else refers to them, and checkpoints whose saved tensors come back when the first is read.
-//! After `torch/csrc/autograd/engine.cpp`, `input_buffer.cpp` and, without reentry, `torch/utils/checkpoint.py`.
+//! A model of PyTorch's autograd, limited to what affects memory:
+//! - nodes that hold the tensors they saved;
+//! - an engine that runs nodes in descending order of creation, and accumulates gradients in place if no one else
+//!   refers to them;
+//! - checkpoints, which recompute all their saved tensors when the first of them is read.
+//!
+//! Follows `torch/csrc/autograd/engine.cpp`, `input_buffer.cpp` and, for checkpoints without reentry,
+//! `torch/utils/checkpoint.py`.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BinaryHeap, HashMap};
@@ -12,36 +17,36 @@ use gapless_engine::graph::ValueId;
 
 use super::tape::{Tape, Tensor};
 
-/// A tensor that knows how it was made.
+/// A tensor with its position in the backward graph.
 #[derive(Debug, Clone)]
 pub struct Var {
     pub data: Tensor,
-    /// Where its gradient goes; none if it needs none.
+    /// The node input that takes its gradient; `None` if it needs no gradient.
     pub edge: Option<Edge>,
 }
 
-/// An input of a node of the backward.
+/// A node of the backward graph, and the index of one of its inputs.
 pub type Edge = (Rc<Node>, usize);
 
-/// The gradients of a node's inputs, from those of its outputs.
+/// Computes the gradients of an operation's inputs from those of its outputs.
 type Formula = Box<dyn Fn(&Tape, &[Option<Tensor>]) -> Vec<Option<Tensor>>>;
 
-/// A node of the backward.
+/// A node of the backward graph.
 pub struct Node {
-    /// Nodes with a higher number run first.
+    /// Position in the order of creation; nodes with a higher number run first.
     order: u64,
     outputs: usize,
     next: Vec<Option<Edge>>,
     saved: RefCell<Vec<Slot>>,
-    /// None of a leaf.
+    /// `None` for a leaf.
     formula: Option<Formula>,
     leaf: Leaf,
 }
 
-/// What becomes of a leaf's gradient.
+/// The gradient of a leaf.
 #[derive(Debug, Default)]
 pub struct Leaf {
-    /// Whether it is kept until the step ends, rather than added to a sum that was there before.
+    /// Whether the gradient is kept until the step ends; if not, it is added to a sum that exists before the step.
     keeps: bool,
     pub grad: RefCell<Option<Tensor>>,
 }
@@ -56,18 +61,18 @@ impl fmt::Debug for Node {
 enum Slot {
     #[expect(dead_code, reason = "it is held, not read")]
     Kept(Tensor),
-    /// A checkpoint's tensor of this number.
+    /// A tensor of a checkpoint, by its index among the tensors that the checkpoint would save.
     Again(Rc<Frame>, usize),
 }
 
-/// A part of the forward that keeps its inputs alone.
+/// A checkpoint: a part of the forward that saves only its inputs.
 #[derive(Debug)]
 pub struct Frame {
-    /// Positions of its nodes in the stage.
+    /// Positions of its nodes within the stage.
     pub nodes: Range<usize>,
     pub inputs: Vec<(ValueId, Var)>,
     saves: Cell<usize>,
-    /// What has come back, once it is needed.
+    /// The recomputed tensors; empty until the first of them is needed.
     tensors: RefCell<Vec<Option<Tensor>>>,
 }
 
@@ -77,19 +82,19 @@ impl Frame {
     }
 }
 
-/// How what is saved is kept.
+/// Treatment of the tensors that operations save.
 #[derive(Debug, Clone, Default)]
 pub enum Mode {
-    /// As it is.
+    /// They are saved.
     #[default]
     Keep,
-    /// Not at all: the frame runs again.
+    /// They are dropped; the frame can recompute them.
     Forget(Rc<Frame>),
-    /// The frame runs again, until all is back that was forgotten.
+    /// The frame's forward runs again, until all dropped tensors have been recomputed.
     Recall(Rc<Frame>),
 }
 
-/// Records nodes and runs them.
+/// Records operations and runs their backward.
 #[derive(Debug, Default)]
 pub struct Autograd {
     pub tape: Tape,
@@ -109,19 +114,19 @@ impl Autograd {
         *self.mode.borrow_mut() = mode;
     }
 
-    /// A leaf that needs a gradient.
+    /// Creates a leaf that needs a gradient.
     pub fn leaf(&self, data: Tensor, keeps: bool) -> Var {
         let leaf = Leaf { keeps, grad: RefCell::default() };
         let node = Node { order: u64::MAX, outputs: 1, next: vec![], saved: RefCell::default(), formula: None, leaf };
         Var { data, edge: Some((Rc::new(node), 0)) }
     }
 
-    /// Begins an operation on these inputs.
+    /// Starts to record an operation on these inputs.
     pub fn record(&self, inputs: &[&Var]) -> Recording<'_> {
         Recording { autograd: self, next: inputs.iter().map(|input| input.edge.clone()).collect(), saved: Vec::new() }
     }
 
-    /// Runs the backward from outputs with their gradients. `again` runs the forward of a frame.
+    /// Runs the backward from some outputs, given their gradients. `again` runs the forward of a frame.
     pub fn backward(&self, roots: Vec<(Edge, Tensor)>, again: &dyn Fn(&Frame)) {
         let nodes: Vec<Rc<Node>> = roots.iter().map(|((node, _), _)| node.clone()).collect();
         let mut waiting = dependencies(&nodes);
@@ -129,7 +134,7 @@ impl Autograd {
         for ((node, input), gradient) in roots {
             buffers.entry(Rc::as_ptr(&node)).or_insert_with(|| vec![None; node.outputs])[input] = Some(gradient);
         }
-        // Of equal numbers, the one that is ready first.
+        // Among equal numbers, the node that became ready first runs first.
         let (mut ready, mut turn) = (BinaryHeap::new(), u64::MAX);
         for node in nodes {
             if waiting[&Rc::as_ptr(&node)] == 0 && !ready.iter().any(|Ready(_, _, other)| Rc::ptr_eq(other, &node)) {
@@ -154,7 +159,8 @@ impl Autograd {
         }
     }
 
-    /// The gradients of a node's inputs. Those of its outputs go first, then what it saved.
+    /// Computes the gradients of a node's inputs. The output gradients are freed first, then the tensors that the node
+    /// saved.
     fn run(&self, node: &Node, gradients: Vec<Option<Tensor>>, again: &dyn Fn(&Frame)) -> Vec<Option<Tensor>> {
         let Some(formula) = &node.formula else {
             let mut kept = node.leaf.grad.borrow_mut();
@@ -178,7 +184,7 @@ impl Autograd {
         outputs
     }
 
-    /// Runs a frame's forward, once.
+    /// Recomputes a frame's tensors, unless this has been done.
     fn recall(&self, frame: &Rc<Frame>, again: &dyn Fn(&Frame)) {
         if frame.tensors.borrow().is_empty() {
             let before = self.mode.replace(Mode::Recall(frame.clone()));
@@ -188,7 +194,7 @@ impl Autograd {
         }
     }
 
-    /// Adds a gradient to what has come of it so far.
+    /// Adds a gradient to the sum so far, in place if the sum can be reused.
     fn accumulate(&self, sum: &mut Option<Tensor>, new: Option<Tensor>) {
         match (sum.take(), new) {
             (Some(old), Some(_)) if old.is_stealable() => *sum = Some(old),
@@ -199,12 +205,13 @@ impl Autograd {
 }
 
 impl Recording<'_> {
-    /// Whether the gradient of an input is wanted.
+    /// True if the gradient of this input is needed.
     pub fn needs(&self, input: usize) -> bool {
         self.next[input].is_some()
     }
 
-    /// Keeps a tensor for the backward; an input before the operation's output is allocated.
+    /// Saves a tensor for the backward. Inputs must be saved before the operation's output is allocated, outputs after
+    /// it.
     pub fn save(&mut self, tensor: &Tensor) {
         if self.next.iter().all(Option::is_none) {
             return;
@@ -220,13 +227,13 @@ impl Recording<'_> {
                 if tensors.len() < frame.saves.get() {
                     tensors.push(Some(tensor.clone()));
                 }
-                // Nothing more is needed of it (`_StopRecomputationError`).
+                // All saved tensors are back, so the rest of the forward is not run (`_StopRecomputationError`).
                 self.autograd.tape.mute(tensors.len() == frame.saves.get());
             }
         }
     }
 
-    /// Ends an operation of several outputs.
+    /// Ends an operation with several outputs.
     pub fn outputs(
         self,
         outputs: Vec<Tensor>,
@@ -242,7 +249,7 @@ impl Recording<'_> {
         outputs.into_iter().enumerate().map(|(output, data)| Var { data, edge: Some((node.clone(), output)) }).collect()
     }
 
-    /// Ends an operation of one output.
+    /// Ends an operation with one output.
     pub fn output(self, output: Tensor, formula: impl Fn(&Tape, &Tensor) -> Vec<Option<Tensor>> + 'static) -> Var {
         let formula = move |tape: &Tape, gradients: &[Option<Tensor>]| match gradients {
             [Some(gradient)] => formula(tape, gradient),
@@ -252,7 +259,7 @@ impl Recording<'_> {
     }
 }
 
-/// How many gradients come to each node before it can run.
+/// Number of gradients that each node waits for before it can run.
 fn dependencies(roots: &[Rc<Node>]) -> HashMap<*const Node, usize> {
     let mut counts = HashMap::new();
     let mut stack = Vec::new();
@@ -273,7 +280,7 @@ fn dependencies(roots: &[Rc<Node>]) -> HashMap<*const Node, usize> {
     counts
 }
 
-/// A node that can run: its number, its turn among equals.
+/// A node that can run: its number, and its rank among nodes with equal numbers.
 struct Ready(u64, u64, Rc<Node>);
 
 impl Ord for Ready {
@@ -297,7 +304,7 @@ impl PartialEq for Ready {
 impl Eq for Ready {}
 
 impl Var {
-    /// The leaf that it is, if it is one that needs a gradient.
+    /// The leaf, if the variable is one that needs a gradient.
     pub fn leaf(&self) -> Option<&Leaf> {
         self.edge.as_ref().filter(|(node, _)| node.formula.is_none()).map(|(node, _)| &node.leaf)
     }

@@ -1,12 +1,12 @@
-//! Mixtures of experts as programs of PyTorch run them, which of them by the number of ranks that share the experts:
+//! Mixtures of experts as PyTorch programs run them. The program depends on whether ranks share the experts:
 //!
 //! | experts | program |
 //! |---|---|
-//! | all on one rank | `transformers`' loop over experts (`MixtralSparseMoeBlock`): each reads its tokens' rows, and adds what it makes of them to a sum in place |
-//! | shared | rows by `all_to_all`, sorted by expert, experts one by one, sorted and sent back, put in their tokens' order, weighted and summed |
+//! | all on one rank | `transformers`' loop over experts (`MixtralSparseMoeBlock`): each expert gathers its tokens' rows and adds its results to the output in place |
+//! | shared by ranks | rows are exchanged by `all_to_all` and sorted by expert; experts run one by one; their results are sorted back and returned, put into the order of the tokens, weighted and summed |
 //!
-//! Both have each expert's weights as parameters of their own, and leave out experts that no row comes to. Functions read as those in
-//! `rules`.
+//! In both, each expert has parameters of its own, and an expert that gets no row is skipped. The functions are to be
+//! read like those in `rules`.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -16,24 +16,25 @@ use super::autograd::{Autograd, Var};
 use super::rules::sort_workspace;
 use super::tape::{INT64, Tape, Tensor};
 
-/// How many rows each expert of a rank has, by micro-batch and the layer of the experts.
+/// Number of rows of each expert of a rank, given the micro-batch and the layer of the experts.
 pub type ExpertRows<'a> = dyn Fn(usize, &str) -> Vec<u64> + 'a;
 
-/// Tokens through their experts, which a graph has as nodes of one layer.
+/// A layer's experts, as nodes of a graph.
 #[derive(Debug)]
 pub struct Mixture {
-    /// The first of its nodes, in whose place all of it runs.
+    /// The first of the layer's nodes; the whole program runs in its place.
     pub dispatch: NodeId,
-    /// What each token's choices weigh.
+    /// Weights of each token's choices.
     pub weights: ValueId,
-    /// Weights of experts for the gate, up and down.
+    /// Weights of the experts' projections: gate, up and down.
     pub projections: [ValueId; 3],
-    /// The tokens behind their experts.
+    /// Output of the experts for each token.
     pub output: ValueId,
 }
 
 impl Mixture {
-    /// Those of a graph, by layer; not those whose experts choose tokens, or that a stage begins inside of.
+    /// Finds the mixtures of a graph, by layer. Layers whose experts choose tokens, and layers that are split between
+    /// stages, are left out.
     pub fn find(graph: &Graph) -> BTreeMap<String, Self> {
         let mut layers: BTreeMap<String, Vec<NodeId>> = BTreeMap::new();
         for id in graph.node_ids().filter(|&id| graph.node(id).phase == Phase::Forward) {
@@ -60,8 +61,8 @@ impl Mixture {
     }
 }
 
-/// Rows of the first `here` of `experts`, if each of all rows comes to any of them with the same chance. Counts are normal, as binomial
-/// ones nearly are.
+/// Draws the row counts of the first `here` of `experts` experts, if each of `rows` rows goes to any expert with equal
+/// probability. The counts are drawn from a normal distribution, which approximates the binomial one.
 pub fn drawn(rows: u64, experts: u64, here: u64, numbers: Numbers) -> Vec<u64> {
     let mut left = rows;
     let mut draw = |expert: u64| {
@@ -75,14 +76,14 @@ pub fn drawn(rows: u64, experts: u64, here: u64, numbers: Numbers) -> Vec<u64> {
     (0..here).map(&mut draw).collect()
 }
 
-/// An expert of this rank on its rows.
+/// Computes one of this rank's experts on its rows.
 type Expert<'a> = &'a dyn Fn(usize, &Var) -> Var;
 
 impl Autograd {
-    /// Experts that are all here.
+    /// The program for experts that are all on this rank.
     pub fn experts_in_turn(&self, x: &Var, weights: &Var, rows: &[u64], expert: Expert<'_>) -> Var {
         let mut sum = Var { data: self.tape.like(&x.data), edge: None };
-        // Variables of the loop, which keep what they have until the next expert's is there.
+        // The loop variables of the Python program. Each keeps its tensor until the next expert's is assigned.
         let (mut _made, mut _state): (Option<Var>, Option<Var>) = (None, None);
         let (mut _tokens, mut _choices): (Option<Tensor>, Option<Tensor>) = (None, None);
         for (index, &count) in rows.iter().enumerate().filter(|(_, count)| **count > 0) {
@@ -105,7 +106,7 @@ impl Autograd {
         sum
     }
 
-    /// Experts that other ranks have, too: what comes to this rank's is of all ranks' tokens.
+    /// The program for experts that ranks share: this rank's experts get rows of all ranks' tokens.
     pub fn experts_over_ranks(&self, x: &Var, weights: &Var, rows: &[u64], expert: Expert<'_>) -> Var {
         let (sent, received) = (weights.data.elements, rows.iter().sum());
         let [places, tokens] = [(); 2].map(|()| self.tape.new_tensor(sent, 1, INT64));
@@ -127,13 +128,13 @@ impl Autograd {
         let in_order = self.index_copy(&returned, &places);
         let output = self.sum(&self.mul(&in_order, weights), x.data.elements, x.data.width);
         drop(by_rank);
-        // A list lets go of its last first.
+        // CPython frees the elements of a list from the last to the first.
         made.reverse();
         drop(made);
         output
     }
 
-    /// `softmax`, which saves its output.
+    /// `softmax`; saves its output.
     pub fn softmax(&self, x: &Var) -> Var {
         let mut op = self.record(&[x]);
         let y = self.tape.like(&x.data);
@@ -145,7 +146,7 @@ impl Autograd {
         })
     }
 
-    /// `sigmoid`, which saves its output.
+    /// `sigmoid`; saves its output.
     pub fn sigmoid(&self, x: &Var) -> Var {
         let mut op = self.record(&[x]);
         let y = self.tape.like(&x.data);
@@ -153,7 +154,7 @@ impl Autograd {
         op.output(y, |t, g| vec![Some(t.like(g))])
     }
 
-    /// `topk` of the last dimension: values, and their places.
+    /// `topk` over the last dimension: values and indices.
     pub fn top_k(&self, x: &Var, k: u64) -> [Var; 2] {
         let mut op = self.record(&[x]);
         let [values, places] = [x.data.dtype, INT64].map(|dtype| self.tape.new_tensor(x.data.rows() * k, k, dtype));
@@ -163,14 +164,14 @@ impl Autograd {
         [values, Var { data: places, edge: None }]
     }
 
-    /// `sum` of a dimension, of whose gradient all elements of the dimension are the same one.
+    /// `sum` over a dimension. Its gradient is an expanded view, so it allocates nothing.
     pub fn sum(&self, x: &Var, elements: u64, width: u64) -> Var {
         let y = self.tape.new_tensor(elements, width, x.data.dtype);
         let (elements, width) = (x.data.elements, x.data.width);
         self.record(&[x]).output(y, move |_, g| vec![Some(Tensor { elements, width, ..g.view() })])
     }
 
-    /// `div` by something that is not larger. The second gradient, −g·((a ÷ b) ÷ b), comes before the first.
+    /// `div` by a divisor that is not larger. The second gradient, −g·((a ÷ b) ÷ b), is computed before the first.
     pub fn div(&self, a: &Var, b: &Var) -> Var {
         let mut op = self.record(&[a, b]);
         op.save(&b.data);
@@ -187,7 +188,7 @@ impl Autograd {
         })
     }
 
-    /// `index_select` of rows: `index_add_` into zeros in the backward.
+    /// `index_select` of rows; its backward is an `index_add_` into zeros.
     fn index_select(&self, x: &Var, index: &Tensor, rows: u64) -> Var {
         let mut op = self.record(&[x]);
         op.save(index);
@@ -197,7 +198,8 @@ impl Autograd {
         })
     }
 
-    /// `x[i, j]`: `index_put_` into zeros in the backward, which sorts by place (`aten/src/ATen/native/cuda/Indexing.cu`).
+    /// `x[i, j]`; its backward is an `index_put_` into zeros, which sorts by index
+    /// (`aten/src/ATen/native/cuda/Indexing.cu`).
     fn index(&self, x: &Var, [i, j]: [&Tensor; 2]) -> Var {
         let mut op = self.record(&[x]);
         op.save(j);
@@ -212,12 +214,13 @@ impl Autograd {
             drop([places(), places()]);
             let [_sorted, _order, _range] = [(); 3].map(|()| places());
             drop(t.bytes(sort_workspace(count)));
-            // The engine does not add to it in place, as recorded.
+            // In the recordings, the engine does not accumulate into this gradient in place.
             vec![Some(gradient.view())]
         })
     }
 
-    /// `index_add_` of rows to a sum: nothing new, but what is added is kept, for its extents alone.
+    /// `index_add_` of rows to a sum. It allocates nothing, but the added rows are saved, because the backward needs
+    /// their shape.
     fn index_add(&self, sum: &Var, index: &Tensor, rows: &Var) -> Var {
         let mut op = self.record(&[sum, rows]);
         op.save(index);
@@ -229,7 +232,8 @@ impl Autograd {
         })
     }
 
-    /// `index_copy` of rows to zeros, which are copied before; what is written is kept, for its extents alone.
+    /// `index_copy` of rows into zeros, which are copied first. The rows are saved, because the backward needs their
+    /// shape.
     fn index_copy(&self, rows: &Var, index: &Tensor) -> Var {
         let mut op = self.record(&[rows]);
         op.save(index);
@@ -238,7 +242,7 @@ impl Autograd {
         op.output(self.tape.like(&rows.data), |t, g| vec![Some(t.like(g))])
     }
 
-    /// `all_to_all_single` into so many rows, as a function of autograd.
+    /// `all_to_all_single` into `rows` rows, as an autograd function.
     fn all_to_all(&self, x: &Var, rows: u64) -> Var {
         let (elements, width) = (x.data.elements, x.data.width);
         self.record(&[x]).output(self.tape.new_tensor(rows * width, width, x.data.dtype), move |t, g| {
@@ -246,7 +250,7 @@ impl Autograd {
         })
     }
 
-    /// `split` of rows: one tensor takes the gradients of all parts.
+    /// `split` of rows; the gradients of all parts are written into one tensor.
     fn split_rows(&self, x: &Var, rows: &[u64]) -> Vec<Var> {
         let (elements, width, dtype) = (x.data.elements, x.data.width, x.data.dtype);
         let part = |count: &u64| Tensor { elements: count * width, ..x.data.view() };
@@ -254,7 +258,7 @@ impl Autograd {
         self.record(&[x]).outputs(rows.iter().map(part).collect(), whole)
     }
 
-    /// `cat` of rows, as wide as `like`: gradients are views.
+    /// `cat` of rows with the width of `like`; its gradients are views.
     fn cat_rows(&self, parts: &[Var], like: &Var) -> Var {
         let counts: Vec<u64> = parts.iter().map(|part| part.data.elements).collect();
         let dtype = parts.first().unwrap_or(like).data.dtype;
@@ -274,7 +278,7 @@ mod tests {
             let drawn = |here, seed| drawn(rows, experts, here, Numbers::from_seed(seed));
             let all = drawn(experts, 3);
             assert_eq!(all.iter().sum::<u64>(), rows);
-            // A rank's experts have what they have among all.
+            // A rank draws the same counts for its experts as a rank that has all of them.
             assert_eq!(drawn(experts.div_ceil(2), 3)[..], all[..experts.div_ceil(2) as usize]);
             assert!(rows < 100 || drawn(experts, 4) != all);
         }

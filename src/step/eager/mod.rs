@@ -1,11 +1,13 @@
-//! A step as an eager framework runs it: what PyTorch 2 would allocate and free, in order.
+//! Lowers a step as an eager framework runs it: the allocations and frees that PyTorch 2 would do, in order.
 //!
-//! In: the forward of a recorded graph. Out: a table of lifetimes, one tick per allocation and per free, as the recordings of the real
-//! library have it: operations one by one, what autograd saves of each, temporaries and workspaces, gradients as they are added, frees
-//! when the last reference goes. Never: a kernel, or a number.
+//! In: the forward of a recorded graph. Out: a table of lifetimes with one tick per allocation and per free, like the
+//! recordings of the real library. It models operations run one by one, the tensors that autograd saves, temporaries
+//! and workspaces, gradient accumulation, and frees when the last reference is dropped. It runs no kernel and computes
+//! no value.
 //!
-//! `rules` says what each operation allocates, `experts` how mixtures are written; `tape` counts references; `autograd` runs
-//! backwards; `stage` takes from the graph what a rank runs, and `run` walks it.
+//! - `rules` has the allocations of each operation, `experts` those of mixtures of experts.
+//! - `tape` counts references; `autograd` runs backwards.
+//! - `stage` selects the part of the graph that a rank runs, and `run` walks it.
 
 mod autograd;
 mod experts;
@@ -25,21 +27,21 @@ use self::run::{Run, Style};
 use self::tape::{BF16, F32};
 use super::{Lowering, Precision, Step};
 
-/// There is no table of a step as an eager framework runs it.
+/// The reason for which a step has no table as an eager framework runs it.
 #[derive(Debug, thiserror::Error)]
 pub enum EagerError {
-    /// An operation that has no rule.
+    /// An operation has no rule.
     #[error("{layer}: no rule says what {op} allocates in an eager framework; use --lowering gapless")]
     Op {
-        /// The operation's name.
+        /// Name of the operation.
         op: String,
-        /// Where it stands.
+        /// Layer of the operation.
         layer: String,
     },
-    /// A policy or a schedule that eager frameworks do not have.
+    /// A recompute policy or a schedule that eager frameworks do not have.
     #[error("{0} is not known of eager frameworks; use --lowering gapless")]
     Unknown(String),
-    /// A schedule that does not exist for the step's shape.
+    /// The schedule does not exist for the step's shape.
     #[error(transparent)]
     Schedule(#[from] gapless_parallel::Error),
     /// The table is too large.
@@ -48,19 +50,22 @@ pub enum EagerError {
 }
 
 impl Step {
-    /// The lifetimes of a rank of the pipeline as an eager framework has them, whatever this step's lowering but for autocast. Each
-    /// row comes to any of a layer's experts with the same chance.
+    /// Returns the lifetimes of a pipeline rank as an eager framework has them. The step's own lowering does not
+    /// matter, except that `eager-amp` selects autocast. Each row goes to any of a layer's experts with equal
+    /// probability.
     ///
     /// # Errors
+    /// Returns an [`EagerError`] if the step has a part that is not modelled.
     /// [`EagerError`].
     pub fn eager(&self, graph: &StepGraph, rank: usize) -> Result<Problem, EagerError> {
         self.eager_with(graph, rank, None)
     }
 
-    /// The same with so many rows for each expert: a pure function, for layers that are recomputed ask again.
+    /// Like [`Self::eager`], with the given number of rows for each expert. `rows` must be a pure function, because
+    /// recomputed layers call it again.
     ///
     /// # Errors
-    /// [`EagerError`].
+    /// Returns an [`EagerError`] if the step has a part that is not modelled.
     pub fn eager_routed(&self, graph: &StepGraph, rank: usize, rows: &ExpertRows<'_>) -> Result<Problem, EagerError> {
         self.eager_with(graph, rank, Some(rows))
     }
@@ -102,7 +107,7 @@ impl Step {
         }
     }
 
-    /// Which of the blocks keep their inputs alone.
+    /// The blocks that are checkpointed: only their inputs are saved.
     fn checkpoints(&self, blocks: &[String]) -> Result<Vec<String>, EagerError> {
         let layers = match &self.options.memory.recompute {
             _ if self.options.memory.budget.is_some() => return Err(EagerError::Unknown("a budget".to_owned())),

@@ -1,23 +1,24 @@
-//! What each operation of PyTorch allocates, saves and makes of gradients: one function each, read as a table.
+//! The allocations of each PyTorch operation: one function each, which can be read as a table.
 //!
-//! | of a function | what it says |
+//! | in a function | meaning |
 //! |---|---|
-//! | `save` | what autograd keeps, from `tools/autograd/derivatives.yaml`; an input in front of the output, an output behind it |
-//! | what is bound to a name | temporaries, freed in reverse order when the function or formula ends |
-//! | the last line | the output, and of its formula the gradients, in the order in which they are allocated |
+//! | `save` | a tensor that autograd saves, from `tools/autograd/derivatives.yaml`; inputs are saved before the output is allocated, outputs after |
+//! | a variable | a temporary; temporaries are freed in reverse order when the function or formula ends |
+//! | the last line | the output, and in its formula the gradients, in the order in which they are allocated |
 //!
-//! Arguments by value are expressions that nobody else holds. Sizes of workspaces are those of PyTorch 2.15 on an A100-like device, as
-//! recorded; what computes them is named beside each.
+//! An argument passed by value is a temporary that nothing else refers to. Sizes of workspaces are those of PyTorch
+//! 2.15 on a device like an A100, as recorded; the code that computes them is named beside each.
 
 use super::autograd::{Autograd, Var};
 use super::tape::{F32, INT64, Tape, Tensor};
 
 /// cuBLAS's workspace, allocated for each product (`aten/src/ATen/cuda/CublasHandlePool.cpp`).
 const CUBLAS: u64 = 8_519_680;
-/// cublasLt's, which adds a bias as it stores (`aten/src/ATen/cuda/CUDABlas.cpp`).
+/// The workspace of cublasLt, which adds a bias while it stores the product (`aten/src/ATen/cuda/CUDABlas.cpp`).
 const CUBLAS_LT: u64 = 1 << 20;
 
-/// What sorting so many int64 by keys of theirs takes beside its operands, as recorded of `cub::DeviceRadixSort`; a few fit into a block.
+/// Bytes that `cub::DeviceRadixSort` takes for sorting `count` int64 values by int64 keys, without its operands, as
+/// recorded. A short array is sorted in one block.
 pub fn sort_workspace(count: u64) -> u64 {
     if count > 2300 { count * 65 / 4 + 5631 } else { 1 }
 }
@@ -35,7 +36,7 @@ pub fn sum_rows(tape: &Tape, of: &Tensor, dtype: u64) -> Tensor {
 }
 
 impl Autograd {
-    /// `torch.Tensor.to`: nothing is saved.
+    /// `torch.Tensor.to`; saves nothing.
     pub fn cast(&self, x: &Var, dtype: u64) -> Var {
         if x.data.dtype == dtype {
             return x.clone();
@@ -44,7 +45,7 @@ impl Autograd {
         op.output(self.tape.cast(&x.data, dtype), move |t, g| vec![Some(t.cast(g, back))])
     }
 
-    /// A view that leaves the order of elements as it is.
+    /// A view that keeps the order of the elements, with another width. A transposed tensor must be copied.
     pub fn view(&self, x: &Var, width: u64) -> Var {
         let copies = x.data.is_transposed;
         let y = if copies { self.tape.new_tensor(x.data.elements, width, x.data.dtype) } else { x.data.clone() };
@@ -62,7 +63,7 @@ impl Autograd {
         self.record(&[x]).output(swapped(&x.data), move |_, g| vec![Some(view(g))])
     }
 
-    /// `split` or `chunk` of the last dimension: one tensor takes the gradients of all parts.
+    /// `split` or `chunk` of the last dimension; the gradients of all parts are written into one tensor.
     pub fn split(&self, x: &Var, parts: u64) -> Vec<Var> {
         let part = Tensor { elements: x.data.elements / parts, width: x.data.width / parts, ..x.data.view() };
         let like = (x.data.elements, x.data.width, x.data.dtype);
@@ -70,7 +71,7 @@ impl Autograd {
             .outputs(vec![part; parts as usize], move |t, _| vec![Some(t.new_tensor(like.0, like.1, like.2))])
     }
 
-    /// `cat` of two halves: gradients are views.
+    /// `cat` of two halves; its gradients are views.
     fn cat(&self, a: Var, b: &Var) -> Var {
         let y = self.tape.new_tensor(2 * a.data.elements, 2 * a.data.width, a.data.dtype);
         self.record(&[&a, b]).output(y, |_, g| {
@@ -79,12 +80,12 @@ impl Autograd {
         })
     }
 
-    /// An operation of elements whose gradient needs nothing: `neg`, adding or multiplying by a number.
+    /// An elementwise operation whose gradient needs no saved tensor: `neg`, or adding or multiplying by a number.
     pub fn scale(&self, x: &Var) -> Var {
         self.record(&[x]).output(self.tape.like(&x.data), |t, g| vec![Some(t.like(g))])
     }
 
-    /// `add`: both get the same gradient, cast or summed to what they are (`validate_outputs`).
+    /// `add`. Both inputs get the same gradient, cast or summed to their type and shape (`validate_outputs`).
     pub fn add(&self, a: &Var, b: &Var) -> Var {
         let dtype = a.data.dtype.max(b.data.dtype);
         let long = if a.data.elements >= b.data.elements { a } else { b };
@@ -99,7 +100,8 @@ impl Autograd {
         })
     }
 
-    /// `mul`: products of gradients first, of the second factor before the first, and then what sums them to a smaller factor.
+    /// `mul`. The backward computes the two products, the second factor's first, and then sums them to the shape of a
+    /// smaller factor.
     pub fn mul(&self, a: &Var, b: &Var) -> Var {
         let mut op = self.record(&[a, b]);
         let needs = [op.needs(0), op.needs(1)];
@@ -124,14 +126,14 @@ impl Autograd {
         })
     }
 
-    /// Operations of elements whose gradient reads the input: `gelu`, `silu`.
+    /// An elementwise operation whose gradient reads the input: `gelu`, `silu`.
     pub fn activation(&self, x: &Var) -> Var {
         let mut op = self.record(&[x]);
         op.save(&x.data);
         op.output(self.tape.like(&x.data), |t, g| vec![Some(t.like(g))])
     }
 
-    /// `native_dropout`: a mask of one byte per element.
+    /// `native_dropout`; saves a mask of one byte per element.
     pub fn dropout(&self, x: &Var) -> Var {
         let mut op = self.record(&[x]);
         let y = self.tape.like(&x.data);
@@ -139,7 +141,7 @@ impl Autograd {
         op.output(y, |t, g| vec![Some(t.like(g))])
     }
 
-    /// `pow(2)`: 2·g·xⁿ⁻¹, factor by factor.
+    /// `pow(2)`; the gradient 2·g·xⁿ⁻¹ is computed factor by factor.
     fn square(&self, x: &Var) -> Var {
         let mut op = self.record(&[x]);
         op.save(&x.data);
@@ -162,7 +164,7 @@ impl Autograd {
         self.record(&[&x]).output(self.tape.like(&x.data), |_, g| vec![Some(g.clone())])
     }
 
-    /// `rsqrt`: −½·g·y³.
+    /// `rsqrt`; the gradient is −½·g·y³.
     fn rsqrt(&self, x: Var) -> Var {
         let mut op = self.record(&[&x]);
         let y = self.tape.like(&x.data);
@@ -174,7 +176,7 @@ impl Autograd {
         })
     }
 
-    /// RMS norm as `transformers` writes it (`LlamaRMSNorm.forward`), in float32 throughout.
+    /// RMS norm as written in `transformers` (`LlamaRMSNorm.forward`), in float32 throughout.
     pub fn rms_norm(&self, x: &Var, weight: &Var) -> Var {
         let normed = {
             let x32 = self.cast(x, F32);
@@ -185,7 +187,7 @@ impl Autograd {
         self.mul(weight, &rounded)
     }
 
-    /// `native_layer_norm`: statistics of rows in float32; all three gradients at once.
+    /// `native_layer_norm`: row statistics are float32, and all three gradients are computed by one kernel.
     pub fn layer_norm(&self, x: &Var, weight: &Var, bias: &Var) -> Var {
         let x = &self.cast(x, weight.data.dtype);
         let (width, rows, dtype) = (x.data.width, x.data.rows(), weight.data.dtype);
@@ -206,7 +208,7 @@ impl Autograd {
         })
     }
 
-    /// `F.linear` of more than two dimensions: views around that of two.
+    /// `F.linear` of a tensor with more than two dimensions: a two-dimensional product between two views.
     pub fn linear(&self, x: &Var, weight: &Var, bias: Option<&Var>) -> Var {
         let (inner, outer) = (x.data.width, weight.data.elements / x.data.width);
         let turned = self.turned(weight);
@@ -219,12 +221,13 @@ impl Autograd {
         self.product(x, &self.turned(weight), None)
     }
 
-    /// `t()`.
+    /// `t()`, the transposed view of a weight.
     fn turned(&self, weight: &Var) -> Var {
         self.record(&[weight]).output(weight.data.clone(), |_, g| vec![Some(g.view())])
     }
 
-    /// `addmm` with a bias, else `mm`. The weight's gradient comes before the input's in `mm`, behind it in `addmm`.
+    /// `addmm` with a bias, otherwise `mm`. The weight's gradient is computed before the input's in `mm`, after it in
+    /// `addmm`.
     fn product(&self, flat: &Var, turned: &Var, bias: Option<&Var>) -> Var {
         let (inner, outer) = (flat.data.width, turned.data.elements / flat.data.width);
         let mut op = match bias {
@@ -258,7 +261,7 @@ impl Autograd {
         })
     }
 
-    /// Rotary positions as `transformers` writes them (`apply_rotary_pos_emb`): x·cos + cat(−x₂, x₁)·sin.
+    /// Rotary positions as written in `transformers` (`apply_rotary_pos_emb`): x·cos + cat(−x₂, x₁)·sin.
     pub fn rope(&self, x: &Var) -> Var {
         let a = self.scale(x);
         let rotated = {
@@ -270,8 +273,8 @@ impl Autograd {
         self.add(&a, &b)
     }
 
-    /// `_flash_attention_forward`: the logarithms of sums of each head and token in float32, and the state of the random numbers. The
-    /// backward sums the queries' gradients in float32.
+    /// `_flash_attention_forward`; saves the log-sum-exp of each head and token in float32, and the state of the random
+    /// number generator. The backward accumulates the queries' gradient in float32.
     pub fn attention(&self, [q, k, v]: [&Var; 3], sums: u64) -> Var {
         let mut op = self.record(&[q, k, v]);
         for x in [k, q, v] {
@@ -295,7 +298,8 @@ impl Autograd {
         })
     }
 
-    /// `embedding`, whose dense backward sorts the ids (`aten/src/ATen/native/cuda/Embedding.cu`, `EmbeddingBackwardKernel.cu`).
+    /// `embedding`; its dense backward sorts the ids (`aten/src/ATen/native/cuda/Embedding.cu`,
+    /// `EmbeddingBackwardKernel.cu`).
     pub fn embedding(&self, table: &Var, ids: &Tensor) -> Var {
         let mut op = self.record(&[table]);
         op.save(ids);
@@ -323,7 +327,8 @@ impl Autograd {
         })
     }
 
-    /// `cross_entropy`: `log_softmax`, which saves its output, and `nll_loss`. Autocast does the second in float32.
+    /// `cross_entropy`: `log_softmax`, which saves its output, and `nll_loss`. Under autocast the latter runs in
+    /// float32.
     pub fn cross_entropy(&self, logits: &Var, targets: Tensor, in_f32: bool) -> Var {
         let mut op = self.record(&[logits]);
         let y = self.tape.like(&logits.data);

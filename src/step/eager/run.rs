@@ -1,4 +1,4 @@
-//! Walks the forward of a graph, action by action, and calls what is recorded of it back.
+//! Runs the forward of a graph action by action, and the recorded backwards.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -15,30 +15,30 @@ use super::experts::{ExpertRows, Mixture, drawn};
 use super::stage::{Stage, is_sum};
 use super::tape::{BF16, F32, INT64, Tensor};
 
-/// What of a step is a matter of how its program is written.
+/// Properties of a step that depend on how its program is written.
 #[derive(Debug, Clone, Copy)]
 pub struct Style {
-    /// Bytes of a parameter's element.
+    /// Bytes per parameter element.
     pub parameter: u64,
-    /// Whether products are cast to bfloat16.
+    /// Whether autocast casts the operands of products to bfloat16.
     pub is_amp: bool,
-    /// Whether sums of gradients and masters are there before the step.
+    /// Whether sums of gradients and masters are allocated before the step.
     pub is_mixed: bool,
-    /// Whether it is written as in transformers, rather than as in nanoGPT: the loss is of logits in float32, and attention is a function
-    /// of its own.
+    /// Whether the program is written like transformers' models, rather than like nanoGPT: the loss is computed from
+    /// float32 logits, and attention is a function of its own.
     pub is_transformers: bool,
     pub micro_batches: usize,
     pub stages: usize,
-    /// Ranks that share the optimizer's states.
+    /// Number of ranks that share the optimizer's states.
     pub data_ranks: u64,
-    /// Ranks that share the experts.
+    /// Number of ranks that share the experts.
     pub expert_ranks: u64,
 }
 
-/// In order, so that what goes together goes in the same order each time.
+/// Values by id. The map is ordered, so that values that are freed together are always freed in the same order.
 type Environment = BTreeMap<ValueId, Var>;
 
-/// A rank's step under way.
+/// The step of a rank, while it runs.
 pub struct Run<'g> {
     graph: &'g Graph,
     style: Style,
@@ -46,27 +46,27 @@ pub struct Run<'g> {
     /// The nodes of each stage of this rank.
     stages: HashMap<StageId, Stage>,
     parameters: HashMap<ValueId, Var>,
-    /// Parameters of which each of a rank's experts has one of its own.
+    /// Parameters that exist once per expert of this rank.
     of_experts: HashMap<ValueId, Vec<Var>>,
-    /// In the order of the model.
+    /// Trained parameters, in the order of the model.
     trained: Vec<Var>,
-    /// What lives through the step beside them.
+    /// Other tensors that live through the step.
     persistent: Vec<Tensor>,
-    /// Autocast's cache, by parameter and expert.
+    /// The cache of autocast, by parameter and expert.
     casts: RefCell<BTreeMap<(ValueId, usize), Var>>,
-    /// What swiglu takes the silu of, which is done as soon as it is there.
+    /// Inputs of `swiglu` that are passed through `silu`, which is applied as soon as they are computed.
     gates: HashSet<ValueId>,
-    /// By layer.
+    /// Mixtures of experts by layer.
     mixtures: BTreeMap<String, Mixture>,
-    /// Drawn if there is none.
+    /// Row counts of experts; drawn at random if absent.
     rows: Option<&'g ExpertRows<'g>>,
     micro_batch: Cell<usize>,
     blocks: Vec<String>,
     checkpointed: HashSet<String>,
     in_flight: HashMap<Action, InFlight>,
-    /// Gradients of the next action's outputs, if they are there before it.
+    /// Gradients of the next action's outputs, if they are received before it.
     received: Vec<Tensor>,
-    /// What the last backward leaves until the next action has received.
+    /// Tensors that the last backward keeps until the next action has received its inputs.
     left: Vec<Tensor>,
 }
 
@@ -77,7 +77,7 @@ struct InFlight {
 }
 
 impl<'g> Run<'g> {
-    /// Allocates what is there before a step.
+    /// Creates a run and allocates everything that exists before the step.
     pub fn new(graph: &'g Graph, style: Style, row: &[Action]) -> Self {
         let (stages, blocks) = Stage::of_rank(graph, row, style.is_transformers);
         let mut run = Self {
@@ -104,22 +104,22 @@ impl<'g> Run<'g> {
         run
     }
 
-    /// Blocks of the model, in order.
+    /// Names of the model's blocks, in order.
     pub fn blocks(&self) -> &[String] {
         &self.blocks
     }
 
-    /// Lets blocks keep their inputs alone.
+    /// Sets the blocks that are checkpointed.
     pub fn checkpoint(&mut self, blocks: Vec<String>) {
         self.checkpointed = blocks.into_iter().collect();
     }
 
-    /// Says which rows come to which experts.
+    /// Sets the row counts of experts.
     pub fn route(&mut self, rows: Option<&'g ExpertRows<'g>>) {
         self.rows = rows;
     }
 
-    /// Parameters, tables of rotary positions, and the optimizer's states.
+    /// Allocates parameters, rotary tables and optimizer states.
     fn allocate_persistent(&mut self) {
         let Self { graph, style, .. } = *self;
         let read: HashSet<ValueId> = self.stages.values().flat_map(|stage| stage.last.keys().copied()).collect();
@@ -162,7 +162,7 @@ impl<'g> Run<'g> {
         }
     }
 
-    /// Does an action of the schedule, in front of the next one.
+    /// Does an action of the schedule; `next` is the one after it.
     pub fn act(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
         self.micro_batch.set(action.micro_batch.0 as usize);
         match action.kind {
@@ -196,7 +196,7 @@ impl<'g> Run<'g> {
             };
             environment.insert(id, var);
         }
-        // Where stages are interleaved, one exchange brings what the backward behind needs, too.
+        // With interleaved stages, the same exchange also receives the gradients for the backward that follows.
         if let Some(next) = next.filter(|_| self.stages.len() > 1) {
             let is_received = |next: &&InFlight| next.outputs.iter().all(|output| output.data.elements > 1);
             let outputs = self.in_flight.get(next).filter(is_received).map_or(&[][..], |next| &next.outputs);
@@ -236,7 +236,8 @@ impl<'g> Run<'g> {
         }
     }
 
-    /// Norms of all gradients, and nothing more: a fused update works in place. Gradients go with the step.
+    /// Does the update. Besides the gradient norms it allocates nothing, because a fused update works in place. Frees
+    /// the gradients.
     pub fn update(&mut self) {
         self.left.clear();
         let tape = &self.autograd.tape;
@@ -248,16 +249,16 @@ impl<'g> Run<'g> {
         }
     }
 
-    /// The table.
+    /// Returns the table of lifetimes.
     pub fn into_buffers(self) -> Vec<Buffer> {
         self.autograd.tape.clone().into_buffers()
     }
 
-    /// Runs a stage's forward; what other stages read of it, or the loss.
+    /// Runs a stage's forward. Returns the values that other stages read or, for the last stage, the loss.
     fn run_stage(&self, stage: &Stage, mut environment: Environment) -> Result<Vec<Var>, EagerError> {
         let block = |position: usize| block_of(&self.graph.node(stage.nodes[position]).layer);
         let mut start = 0;
-        // What the loop over blocks began with is a variable of its own, in the programs of dense models.
+        // In the programs of dense models, the input of the loop over blocks is a variable that stays alive.
         let mut first: Option<Vec<(ValueId, Var)>> = None;
         while start < stage.nodes.len() {
             let name = block(start);
@@ -270,7 +271,7 @@ impl<'g> Run<'g> {
             if let Some(frame) = &frame {
                 self.autograd.set_mode(Mode::Forget(frame.clone()));
             }
-            // A caller holds what it calls a block with until that returns; between blocks nobody does.
+            // While a block runs, its caller holds the block's inputs. Outside of blocks no caller does.
             let mut inside: Environment = inputs.into_iter().collect();
             if name.is_none() {
                 environment
@@ -286,7 +287,7 @@ impl<'g> Run<'g> {
         Ok(stage.outputs.iter().filter_map(|id| environment.remove(id)).collect())
     }
 
-    /// What some nodes read of those before.
+    /// Values that these nodes read from earlier nodes.
     fn inputs(&self, stage: &Stage, nodes: Range<usize>, environment: &Environment) -> Vec<(ValueId, Var)> {
         let read = stage.nodes[nodes].iter().flat_map(|&id| &self.graph.node(id).inputs);
         let mut ids: Vec<ValueId> = read.copied().collect();
@@ -295,16 +296,16 @@ impl<'g> Run<'g> {
         ids.into_iter().filter_map(|id| environment.get(&id).map(|var| (id, var.clone()))).collect()
     }
 
-    /// Runs a checkpoint's forward again.
+    /// Recomputes a checkpoint's forward.
     fn recall(&self, stage: &Stage, frame: &Frame) {
         let mut environment = frame.inputs.iter().cloned().collect();
-        // It has run before.
+        // Errors cannot occur: the same nodes have run before.
         let _ = self.run_nodes(stage, frame.nodes.clone(), &mut environment);
         self.casts.take();
     }
 
     fn run_nodes(&self, stage: &Stage, nodes: Range<usize>, values: &mut Environment) -> Result<(), EagerError> {
-        // Local variables of a function around attention.
+        // Local variables of the function around attention, which stay alive until it returns.
         let mut locals: Vec<Var> = Vec::new();
         let mut scope = String::new();
         for position in nodes.clone() {
@@ -325,7 +326,7 @@ impl<'g> Run<'g> {
         Ok(())
     }
 
-    /// Calls the rule of a node.
+    /// Applies the rule of a node.
     fn apply(&self, id: NodeId, values: &mut Environment) -> Result<(), EagerError> {
         let (node, autograd) = (self.graph.node(id), &self.autograd);
         let value = |index: usize| {
@@ -335,7 +336,7 @@ impl<'g> Run<'g> {
         let unknown = || EagerError::Op { op: node.op.name().to_owned(), layer: node.layer.to_string() };
         let input = |index: usize| value(index).ok_or_else(unknown);
         if let Some(mixture) = self.mixtures.get(&*node.layer) {
-            // One program does what its other nodes do, too.
+            // The program of the experts covers all nodes of the layer; the others do nothing.
             if id == mixture.dispatch {
                 let weights = values.get(&mixture.weights).cloned().ok_or_else(unknown)?;
                 values.insert(mixture.output, self.experts(mixture, &node.layer, &input(0)?, &weights));
@@ -347,7 +348,7 @@ impl<'g> Run<'g> {
         let width = spec.dims().last().copied().unwrap_or(1) as u64;
         let made = match node.op.name() {
             "embedding" => autograd.embedding(&input(0)?, &input(1)?.data),
-            // The rows of a table of positions.
+            // Rows of a table of positions.
             "narrow" | "broadcast_as" if self.parameters.contains_key(&node.inputs[0]) => {
                 let rows = self.graph.value(node.inputs[0]).spec.dims()[0].min(spec.elements() / width as usize);
                 let positions = autograd.tape.new_tensor(rows as u64, 1, INT64);
@@ -355,7 +356,7 @@ impl<'g> Run<'g> {
             }
             "narrow" => return self.split(id, &input(0)?, values),
             "broadcast_as" | "contiguous" | "scaled_sum" => input(0)?,
-            // Numbers beside a sum are a part of it.
+            // A constant that is added to or multiplied with a sum is part of the sum.
             "affine" if is_sum(self.graph, node.inputs[0]) => input(0)?,
             "to_dtype" => autograd.cast(&input(0)?, self.dtype(spec)),
             "softmax_last_dim" => autograd.softmax(&input(0)?),
@@ -368,7 +369,7 @@ impl<'g> Run<'g> {
                 return Ok(());
             }
             "expert_load" => Var { data: autograd.tape.new_tensor(spec.elements() as u64, width, F32), edge: None },
-            // A part of what the experts' program sorts.
+            // Covered by the sorting in the experts' program.
             "route" => return Ok(()),
             "reshape" => autograd.view(&input(0)?, width),
             "transpose" => autograd.transpose(&input(0)?),
@@ -380,7 +381,7 @@ impl<'g> Run<'g> {
             "attention" => {
                 let head = self.graph.value(node.inputs[0]).spec.dims().last().copied().unwrap_or(1) as u64;
                 let [q, k, v] = [input(0)?, input(1)?, input(2)?];
-                // Ours is [batch, tokens, heads, size].
+                // The attention operation of this engine uses [batch, tokens, heads, size].
                 autograd.transpose(&autograd.attention([&q, &k, &v], q.data.elements / head))
             }
             "add" => autograd.add(&input(0)?, &input(1)?),
@@ -407,20 +408,20 @@ impl<'g> Run<'g> {
         Ok(())
     }
 
-    /// A product of the last dimension.
+    /// A linear layer over the last dimension.
     fn linear(&self, id: ValueId, x: &Var, weight: &Var, bias: Option<(ValueId, Var)>) -> Var {
-        // C++ casts a call's arguments from the last to the first.
+        // C++ casts the arguments of a call from the last to the first.
         let bias = bias.map(|(id, bias)| self.autocast((id, 0), &bias));
         let weight = self.autocast((id, 0), weight);
         self.autograd.linear(&self.operand(x), &weight, bias.as_ref())
     }
 
-    /// What a product reads of an activation.
+    /// The activation that a product reads; cast under autocast.
     fn operand(&self, x: &Var) -> Var {
         if self.style.is_amp { self.autograd.cast(x, BF16) } else { x.clone() }
     }
 
-    /// What a product reads of a parameter, or of one of an expert: under autocast a cast, which is kept until the forward's end.
+    /// The parameter that a product reads. Under autocast it is a cast, which is cached until the forward ends.
     fn autocast(&self, id: (ValueId, usize), parameter: &Var) -> Var {
         if !self.style.is_amp {
             return parameter.clone();
@@ -433,7 +434,7 @@ impl<'g> Run<'g> {
         })
     }
 
-    /// Tokens through their experts, down(silu(gate(x))·up(x)), as many rows each as routing says.
+    /// The experts of a layer, each computing down(silu(gate(x))·up(x)) on its rows.
     fn experts(&self, mixture: &Mixture, layer: &str, x: &Var, weights: &Var) -> Var {
         let Self { autograd, style, .. } = self;
         let [gate, up, down] = mixture.projections;
@@ -467,12 +468,12 @@ impl<'g> Run<'g> {
         }
     }
 
-    /// Bytes of an element.
+    /// Bytes per element.
     fn dtype(&self, spec: &Spec) -> u64 {
         if spec.dtype == DType::F32 { F32 } else { self.style.parameter }
     }
 
-    /// All parts of a tensor that is narrowed into parts that lie side by side.
+    /// Splits a tensor into all its adjacent `narrow`ed parts at once.
     fn split(&self, id: NodeId, whole: &Var, values: &mut Environment) -> Result<(), EagerError> {
         let node = self.graph.node(id);
         if values.contains_key(&node.outputs[0]) {

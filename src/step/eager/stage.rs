@@ -1,4 +1,4 @@
-//! What of a graph's forward a stage of the pipeline runs, in the order of an eager program.
+//! The part of a graph's forward that a pipeline stage runs, in the order of an eager program.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -6,18 +6,18 @@ use gapless_engine::graph::{Graph, NodeId, Phase, Place, Source, ValueId};
 use gapless_engine::recompute::block_of;
 use gapless_parallel::{Action, StageId};
 
-/// Nodes of a stage.
+/// A pipeline stage.
 #[derive(Debug, Default)]
 pub struct Stage {
     pub nodes: Vec<NodeId>,
-    /// The last node that reads a value, by position.
+    /// Position of the last node that reads each value.
     pub last: BTreeMap<ValueId, usize>,
-    /// What other stages read of it; the loss of the last one.
+    /// Values that other stages read; for the last stage, the loss.
     pub outputs: Vec<ValueId>,
 }
 
 impl Stage {
-    /// The stages of a rank's actions, and all blocks of the model, in order.
+    /// Returns the stages of a rank's actions, and all blocks of the model in order.
     pub fn of_rank(graph: &Graph, row: &[Action], is_transformers: bool) -> (HashMap<StageId, Self>, Vec<String>) {
         let mut stages: HashMap<StageId, Self> = HashMap::new();
         let here: HashSet<StageId> = row.iter().map(|action| action.stage).collect();
@@ -49,13 +49,13 @@ impl Stage {
     }
 }
 
-/// Whether a value is what `sum` makes.
+/// True if the value is the output of a `sum`.
 pub fn is_sum(graph: &Graph, id: ValueId) -> bool {
     matches!(graph.value(id).source, Source::Node { node, .. } if graph.node(node).op.name() == "sum")
 }
 
-/// Puts products of the same tensor behind each other, with the views of each: queries, keys and values are made before any of them is
-/// rotated.
+/// Moves linear layers of the same input next to each other, together with the views of their outputs: queries, keys
+/// and values are all computed before any of them is rotated.
 fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
     let name = |id: NodeId| graph.node(id).op.name();
     let read = |id: NodeId| Some(graph.node(id)).filter(|node| node.op.name() == "linear").map(|node| node.inputs[0]);
@@ -64,7 +64,7 @@ fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
         let Some(input) = read(nodes[position]) else { continue };
         let views = |from: usize, nodes: &[NodeId]| from + 1 + nodes[from + 1..].iter().take_while(is_view).count();
         let end = views(position, nodes);
-        // A router has chosen before a shared expert begins.
+        // The shared expert's products come after the router's choice.
         let mut near = (end..nodes.len()).take(32).take_while(|&next| name(nodes[next]) != "top_k");
         if let Some(next) = near.find(|&next| read(nodes[next]) == Some(input)) {
             let moved = views(next, nodes);
@@ -73,7 +73,7 @@ fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
     }
 }
 
-/// The values of a stage that others read, in order; its last one if they read none.
+/// Values of a stage that other stages read, in order; if there are none, its last value.
 fn outputs(graph: &Graph, place: StageId, stage: &Stage) -> Vec<ValueId> {
     let made: HashSet<ValueId> = stage.nodes.iter().flat_map(|&id| &graph.node(id).outputs).copied().collect();
     let elsewhere =

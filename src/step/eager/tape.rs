@@ -1,4 +1,4 @@
-//! Storage that is counted by its references, and the table of when each was allocated and freed.
+//! Reference-counted storage, and the table of its allocations and frees.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -6,13 +6,13 @@ use std::rc::Rc;
 
 use gapless_alloc::Buffer;
 
-/// Bytes of an element of float32 and bfloat16.
+/// Bytes per element of float32 and bfloat16.
 pub const F32: u64 = 4;
 pub const BF16: u64 = 2;
-/// Of a token's id: PyTorch's int64.
+/// Bytes per token id: PyTorch's int64.
 pub const INT64: u64 = 8;
 
-/// What was allocated so far. Each allocation and each free takes one tick.
+/// The allocations so far. Each allocation and each free takes one tick.
 #[derive(Debug, Clone, Default)]
 pub struct Tape(Rc<RefCell<Events>>);
 
@@ -23,11 +23,11 @@ struct Events {
     is_muted: bool,
 }
 
-/// Memory of one allocation, freed when its last reference goes.
+/// The memory of one allocation; freed with its last reference.
 #[derive(Debug)]
 pub struct Storage {
     tape: Tape,
-    /// None if nothing was allocated.
+    /// Index of its buffer; `None` if nothing was allocated.
     index: Option<usize>,
 }
 
@@ -41,18 +41,18 @@ impl Drop for Storage {
     }
 }
 
-/// A tensor of eager mode: its extents, and a reference to its memory.
+/// A tensor of eager mode: its shape, and a reference to its memory.
 #[derive(Debug, Clone)]
 pub struct Tensor {
     pub storage: Rc<Storage>,
     pub elements: u64,
     /// Extent of the last dimension.
     pub width: u64,
-    /// Bytes of an element.
+    /// Bytes per element.
     pub dtype: u64,
-    /// Whether it is a view: its base keeps a reference of its own.
+    /// Whether it is a view, whose base holds a reference of its own.
     pub is_view: bool,
-    /// Whether the middle dimensions are swapped in memory, so that another shape needs a copy.
+    /// Whether the middle dimensions are swapped in memory, so that a change of shape needs a copy.
     pub is_transposed: bool,
 }
 
@@ -62,38 +62,38 @@ impl Tensor {
         self.elements / self.width
     }
 
-    /// Whether an engine may add to it instead of making a new one: nobody else refers to its memory.
-    /// `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp.
+    /// True if a gradient may be added to it in place, because nothing else refers to its memory
+    /// (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
     pub fn is_stealable(&self) -> bool {
         Rc::strong_count(&self.storage) == 1 && !self.is_view
     }
 
-    /// A view of it.
+    /// A view of the tensor.
     pub fn view(&self) -> Self {
         Self { is_view: true, ..self.clone() }
     }
 }
 
 impl Tape {
-    /// Allocates so many elements.
+    /// Allocates a tensor of `elements` elements.
     pub fn new_tensor(&self, elements: u64, width: u64, dtype: u64) -> Tensor {
         let index = self.allocate(elements * dtype);
         let storage = Rc::new(Storage { tape: self.clone(), index });
         Tensor { storage, elements, width, dtype, is_view: false, is_transposed: false }
     }
 
-    /// A tensor of the same extents and strides.
+    /// Allocates a tensor of the same shape and strides.
     pub fn like(&self, tensor: &Tensor) -> Tensor {
         self.cast(tensor, tensor.dtype)
     }
 
-    /// The same, of another type.
+    /// Allocates a tensor of the same shape and strides with another element type.
     pub fn cast(&self, tensor: &Tensor, dtype: u64) -> Tensor {
         let new = self.new_tensor(tensor.elements, tensor.width, dtype);
         Tensor { is_transposed: tensor.is_transposed, ..new }
     }
 
-    /// Allocates bytes and frees them as soon as the result is dropped.
+    /// Allocates `bytes` bytes, which are freed when the result is dropped.
     pub fn bytes(&self, bytes: u64) -> Tensor {
         self.new_tensor(bytes, 1, 1)
     }
@@ -109,12 +109,12 @@ impl Tape {
         Some(events.buffers.len() - 1)
     }
 
-    /// From now on nothing is allocated, or it is again.
+    /// Turns recording of allocations off or on.
     pub fn mute(&self, is_muted: bool) {
         self.0.borrow_mut().is_muted = is_muted;
     }
 
-    /// The table; what is not freed lives to its end, and what lives so was there before it began.
+    /// Returns the table of lifetimes. A buffer that is never freed counts as alive from the first tick to the last.
     pub fn into_buffers(self) -> Vec<Buffer> {
         let events = self.0.borrow();
         let buffer = |(lifetime, bytes): &(Range<u64>, u64)| match lifetime.end {

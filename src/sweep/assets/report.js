@@ -4,7 +4,7 @@ const gib = (bytes) => (bytes / GIB < 1 ? (bytes / 2 ** 20).toFixed(1) + " MiB" 
 const ms = (n) => (n >= 1000 ? (n / 1000).toFixed(2) + " s" : n.toFixed(n < 10 ? 2 : 1) + " ms");
 const color = (index) => `var(--c${index % 8})`;
 const shown = new Set(data.allocators.keys());
-// Those of the menu that is shown.
+// The rows of the menu that is shown.
 let menu, rows, planned, exact, replayed;
 function show(index) {
   menu = index;
@@ -14,13 +14,14 @@ function show(index) {
   replayed = exact.filter((row) => row.reserved.some((bytes) => bytes !== null));
 }
 let chosen = null;
-// Steps of as many tokens are compared by their time, others by that of a token.
+// Steps with the same number of tokens are compared by step time, others by time per token.
 const perToken = new Set(data.rows.map((row) => Math.round(row.ms * row.tokens))).size > 1;
 const time = (row) => (perToken ? 1e6 / row.tokens : row.ms);
 const timeText = (row) => (perToken ? time(row).toFixed(2) + " µs per token" : ms(row.ms));
 const faster = (best, row) => (!best || time(row) < time(best) ? row : best);
 const percent = (part, digits = 2) => (100 * part).toFixed(digits) + " %";
-// What an allocator, by its index, has to hold: plans have lifetimes of their own.
+// Bytes that an allocator has to hold. Index 0 is the plan, whose lifetimes may differ from those that the others
+// replay.
 const held = (row, index) => (index ? row.allocated : row.live);
 
 const extent = (numbers, part = 0.04) => {
@@ -31,7 +32,7 @@ const extent = (numbers, part = 0.04) => {
 const values = (row) => data.varied.map((key, index) => `${key} ${row.values[index] || "none"}`).join(", ");
 const group = (list, by) => list.reduce((map, item) => map.set(by(item), [...(map.get(by(item)) || []), item]), new Map());
 
-// What nothing is both smaller and faster than.
+// The Pareto front: rows to which no other row is both smaller and faster.
 function front(allocator) {
   const points = rows.filter((row) => row.reserved[allocator] !== null);
   points.sort((a, b) => a.reserved[allocator] - b.reserved[allocator] || time(a) - time(b));
@@ -88,7 +89,7 @@ function toggles() {
 function memoryTime() {
   const box = document.querySelector("#memory-time .plot");
   const bytes = replayed.flatMap((row) => row.reserved.filter((n, index) => n !== null && (shown.has(index) || !index)));
-  // What is far beyond the device is cut off.
+  // Rows far beyond the device's capacity are not shown.
   const most = Math.max(data.capacity * 1.05, ...planned.map((row) => row.reserved[0]));
   const at = plot(box, {
     x: { ...extent(bytes.map((n) => Math.min(n, most) / GIB)), name: "GiB of the fullest rank" },
@@ -161,7 +162,7 @@ function estimate() {
   }
 }
 
-// Means and ranges of live ÷ reserved, by a property.
+// Means and ranges of live ÷ reserved bytes, grouped by a property.
 function efficiency(id, name, by, order) {
   const groups = [...group(replayed, by)].sort(order);
   const part = (row, index) => (100 * held(row, index)) / row.reserved[index];
@@ -186,7 +187,7 @@ function efficiency(id, name, by, order) {
   });
 }
 
-// A table of rows of text.
+// Draws a table of text.
 function table(box, head, lines) {
   box.replaceChildren();
   const made = element(box, "table");
@@ -244,7 +245,7 @@ function fits() {
   const sizes = planned.map((row) => row.reserved[0]).sort((a, b) => a - b);
   const wanted = [8, 16, 24, 32, 40, 48, 64, 80, 96, 141, 180].map((n) => n * GIB).concat(data.capacity);
   let budgets = [...new Set(wanted)].filter((n) => n >= sizes[0] && n <= Math.max(data.capacity, sizes.at(-1) ?? 0)).sort((a, b) => a - b);
-  // Small models: some of their own sizes.
+  // For small models, some of their own sizes serve as budgets.
   if (budgets.length < 3) budgets = [0.1, 0.25, 0.5, 0.75, 1].map((part) => sizes[Math.floor((sizes.length - 1) * part)]).filter((n) => n);
   const here = [...shown].sort((a, b) => a - b);
   const table = element(box, "table");
@@ -319,7 +320,7 @@ function bars(table, title, entries) {
   }
 }
 
-// Forward, input gradient or whole backward, weight gradient, update.
+// Colors: forward; whole backward or input gradient; weight gradient.
 const CELLS = { F: "var(--c0)", B: "var(--c1)", I: "var(--c1)", W: "var(--c5)" };
 
 function gantt(box, row) {

@@ -1,4 +1,5 @@
-// What gapless-parallel's simulator does, for one row: each cell begins as soon as its rank is free and its inputs are there.
+// The simulation of gapless-parallel, for one row: each cell starts as soon as its rank is free and its inputs are
+// available.
 function simulate(table, stages, updates) {
   const ranks = table.map((row) => row.split(" ").map((cell) => cell.split("+").map(read)));
   const last = Math.max(...ranks.flat(2).map((action) => action.stage));

@@ -1,10 +1,10 @@
-// What a reader does with a report, and what they see then.
+// Uses a report as a reader would, and returns what is visible then.
 const one = (selector) => document.querySelector(selector);
 const curves = (name) => [...document.querySelectorAll(`#chart-${name} path.curve`)].map((path) => path.getAttribute("d"));
 const labels = (name) => [...document.querySelectorAll(`#chart-${name} svg text`)].map((text) => text.textContent);
 async function act() {
   const plot = one("#chart-loss .plot");
-  // There is no pointer to be captured.
+  // Synthetic events have no pointer that could be captured.
   plot.setPointerCapture = () => {};
   const point = (type, part) => {
     const frame = one("#chart-loss .cross").ownerSVGElement.getBoundingClientRect();

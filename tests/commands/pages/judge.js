@@ -1,10 +1,10 @@
-// Put into a page in front of all that it has.
+// Inserted at the beginning of a page, before its own scripts.
 const errors = [];
 addEventListener("error", (event) => errors.push(event.message));
 addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
 addEventListener("securitypolicyviolation", (event) => errors.push(`${event.violatedDirective}: ${event.blockedURI}`));
 
-// rgb(0 to 255), or color(srgb 0 to 1) of a mixture.
+// Parses rgb(0 to 255), or color(srgb 0 to 1), which mixed colors have.
 const rgb = (color) => (color.match(/[\d.]+/g) || []).map((n, index) => (color.startsWith("color(") && index < 3 ? n * 255 : +n));
 // WCAG 2.2, relative luminance and contrast ratio.
 const luminance = (color) => rgb(color).slice(0, 3).map((n) => n / 255).map((n) => (n <= 0.04045 ? n / 12.92 : ((n + 0.055) / 1.055) ** 2.4))
@@ -19,7 +19,7 @@ function ground(node) {
   return "rgb(255, 255, 255)";
 }
 
-// Text that is hard to read on what is behind it.
+// Text with too little contrast to its background.
 function faint() {
   const found = [];
   for (const node of document.querySelectorAll("body *")) {

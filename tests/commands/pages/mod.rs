@@ -1,4 +1,4 @@
-//! The pages in a browser: light and dark, narrow and wide, each opens without an error and can be read.
+//! Opens the pages in a browser, light and dark, narrow and wide: each opens without an error and is readable.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -9,7 +9,7 @@ use std::process::Command;
 use gapless_testing::{may_take_long, not_checked};
 use serde_json::{Value, json};
 
-/// Width of the window, and whether its reader likes it dark.
+/// The width of the window, and whether the color scheme is dark.
 const WINDOWS: [(u32, bool); 4] = [(1280, false), (1920, true), (1280, true), (1920, false)];
 
 fn gapless(arguments: &[&str]) -> String {
@@ -28,7 +28,7 @@ fn chromium() -> Option<&'static str> {
     found
 }
 
-/// Opens a page, does what the script says, and judges what can be judged of any page. Returns what the script has told.
+/// Opens a page, runs the script `act` and checks what holds for every page. Returns what the script reports.
 fn open(chromium: &str, page: &Path, (width, is_dark): (u32, bool), act: &str) -> Value {
     let name = format!("{} {width} {}", page.display(), if is_dark { "dark" } else { "light" });
     let folder = tempfile::tempdir().unwrap();
@@ -39,7 +39,7 @@ fn open(chromium: &str, page: &Path, (width, is_dark): (u32, bool), act: &str) -
 
     let mut command = Command::new(chromium);
     command.args(["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]);
-    // Its clock runs ahead while nothing is to be done, so that timers cost no time.
+    // The browser's clock runs ahead while it is idle, so timers take no real time.
     command.args(["--v=0", "--virtual-time-budget=8000", "--dump-dom"]).arg(format!("--window-size={width},1500"));
     command.arg(format!("--user-data-dir={}", profile.display()));
     command.arg(format!("--screenshot={}", picture.display()));
@@ -62,7 +62,7 @@ fn open(chromium: &str, page: &Path, (width, is_dark): (u32, bool), act: &str) -
     verdict["told"].take()
 }
 
-/// A picture that is not blank, and as light or dark as is asked for.
+/// Checks that a screenshot is not blank, and is as light or dark as expected.
 fn look(picture: &Path, name: &str, is_dark: bool) {
     if let Some(folder) = std::env::var_os("GAPLESS_SCREENSHOTS") {
         let file = PathBuf::from(name.replace(".html ", "-").replace(' ', "-"));
@@ -98,7 +98,7 @@ micro_batches = [2, 4]
 allocators = ["bfc"]
 "#;
 
-/// The folder of a run of 400 steps; the loss of step n is `first` + 1 / (n + 1).
+/// Writes the folder of a run with 400 steps; the loss of step n is `first` + 1 / (n + 1).
 fn run(folder: &Path, name: &str, first: f64, map: &Path) -> String {
     let path = folder.join(name);
     fs::create_dir(&path).unwrap();
@@ -144,7 +144,7 @@ fn pages_open_in_a_browser() {
     fs::copy(path("sweep/report.html"), &swept).unwrap();
     let pages = [&map, &compared, &schedule, &swept].map(|page| (page.clone(), "const act = () => null;"));
     let pages = [&pages[..], &[(report.clone(), include_str!("act.js"))]].concat();
-    // Some at a time: a browser takes a second, and not all of it of one core.
+    // Three pages at a time: a browser takes a second, but does not use a core all the time.
     for window in WINDOWS {
         for some in pages.chunks(3) {
             std::thread::scope(|scope| {
@@ -161,14 +161,14 @@ fn pages_open_in_a_browser() {
     }
 }
 
-/// What `act.js` has seen.
+/// Checks the report of `act.js`.
 fn read_and_zoomed(told: &Value) {
     assert_eq!(told["runs"], json!(["first", "second"]));
-    // Smoothed and not, of two runs; what is steady once; each part of a list.
+    // Two runs: smoothed curves also show the raw values, steady ones do not; lists have a curve per element.
     let curves = json!({ "chart-loss": 4, "chart-val_loss": 2, "chart-lr": 2, "chart-gradient_norm": 4,
         "chart-tokens_per_second": 2, "chart-load": 8 });
     assert_eq!(told["curves"], curves);
-    // The middle of 0 to 399: step 200, of which the loss is that of 1 / 201.
+    // The middle of steps 0 to 399 is step 200, whose loss adds 1 / 201.
     let tip = told["tip"].as_str().unwrap();
     assert!(["step 200", "first", "3.005", "second", "2.505"].iter().all(|word| tip.contains(word)), "{tip}");
     assert_eq!(told["crosses"], json!(6), "one in every chart");

@@ -8,11 +8,11 @@ use flate2::read::GzDecoder;
 
 use crate::skipped::is_slow_asked;
 
-/// A folder of `tests/evidence`; with `GAPLESS_SLOW_TESTS`, the same folder of the larger collection beside the project, where
-/// there is one.
+/// Returns a folder of `tests/evidence`. With `GAPLESS_SLOW_TESTS`, returns the same folder of the larger collection
+/// next to the repository, if that exists.
 ///
 /// # Panics
-/// When the repository lacks it.
+/// Panics if the repository has no such folder.
 pub fn evidence(name: &str) -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let larger = Some(here.join("../../../shared").join(name)).filter(|folder| is_slow_asked() && folder.exists());
@@ -21,17 +21,17 @@ pub fn evidence(name: &str) -> PathBuf {
     found
 }
 
-/// Opens a file of it, and decompresses it if its name ends in `.gz`.
+/// Opens a file of the evidence; decompresses it if its name ends in `.gz`.
 ///
 /// # Errors
-/// When it cannot be opened.
+/// Returns an error if the file cannot be opened.
 pub fn open(path: &Path) -> io::Result<BufReader<Box<dyn Read>>> {
     let file = File::open(path)?;
     let is_compressed = path.extension().is_some_and(|extension| extension == "gz");
     Ok(BufReader::new(if is_compressed { Box::new(GzDecoder::new(file)) } else { Box::new(file) }))
 }
 
-/// The name of a table without folder and endings, if it is one (`.csv` or `.csv.gz`).
+/// The name of a table without its folder and extension, if the file is a table (`.csv` or `.csv.gz`).
 pub fn table_name(path: &Path) -> Option<&str> {
     let name = path.file_name()?.to_str()?;
     name.strip_suffix(".gz").unwrap_or(name).strip_suffix(".csv")

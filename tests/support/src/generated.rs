@@ -1,4 +1,4 @@
-//! Generated tests: the same cases on every machine, or as many new ones as there is time for.
+//! Generated tests: the same cases on every machine or, on request, new cases for a given time.
 
 use std::any::Any;
 use std::hash::{BuildHasher, RandomState};
@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 
 use proptest::test_runner::{Config, FailurePersistence, FileFailurePersistence, PersistedSeed, RngSeed};
 
-/// The seed of all generated cases, unless another one is asked for.
+/// The seed of all generated cases, unless another one is set.
 pub const SEED: u64 = 20_250_716;
 
-/// Seconds for which each generated test draws new cases.
+/// The environment variable for the seconds during which each generated test draws new cases.
 const EXPLORE_VARIABLE: &str = "GAPLESS_EXPLORE";
 
-/// Another seed than [`SEED`], or than the one drawn for exploring.
+/// The environment variable for a seed in place of [`SEED`], or of the random one for exploring.
 const SEED_VARIABLE: &str = "GAPLESS_SEED";
 
-/// Declares tests of generated cases, in a module `generated`, so that `cargo test generated::` runs them alone. Parameters are
-/// proptest's: `x in strategy` or `x: type`. A module has one such block; `#![cases(n)]` at its top says how many cases each
-/// of its tests draws ([`Generated::cases`]), 256 without it.
+/// Declares tests with generated cases in a module `generated`, so that `cargo test generated::` runs only these.
+/// Parameters are proptest's: `x in strategy` or `x: type`. A module has one such block. `#![cases(n)]` at its top sets
+/// the number of cases of each of its tests ([`Generated::cases`]); the default is 256.
 #[macro_export]
 macro_rules! generated {
     (#![cases($cases:expr)] $($(#[$meta:meta])* fn $name:ident($($parameters:tt)+) $body:block)+) => {
@@ -40,20 +40,20 @@ macro_rules! generated {
     };
 }
 
-/// A generated test, as [`generated!`](crate::generated!) declares it.
+/// A generated test, as declared by [`generated!`](crate::generated!).
 #[derive(Debug)]
 pub struct Generated {
-    /// Its path.
+    /// Path of the test.
     pub name: &'static str,
-    /// How many cases it draws where `GAPLESS_SLOW_TESTS` is set; otherwise a quarter of them.
+    /// Number of cases that it draws with `GAPLESS_SLOW_TESTS`; without it, a quarter of these.
     pub cases: u32,
 }
 
 impl Generated {
-    /// Has `draw` draw cases by one configuration after another.
+    /// Calls `draw` with one configuration after another; each call draws the cases of its configuration.
     ///
     /// # Panics
-    /// When a case fails, and when a variable of the environment is no number.
+    /// Panics if a case fails, or if an environment variable is not a number.
     pub fn run(&self, draw: impl Fn(Config)) {
         let asked = variable::<u64>(SEED_VARIABLE);
         let Some(seconds) = variable::<f64>(EXPLORE_VARIABLE) else {
@@ -62,7 +62,7 @@ impl Generated {
         };
         let begun = Instant::now();
         let first = asked.unwrap_or_else(drawn_seed);
-        // Cases that were found before come first; then each case has a seed of its own, by which it can be drawn again.
+        // Known regressions come first. Then each case has a seed of its own, with which it can be drawn again.
         draw(Config { cases: 0, ..config(first, Regressions::Replayed) });
         let mut seed = first;
         let limit = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
@@ -76,7 +76,7 @@ impl Generated {
     }
 }
 
-/// Says how a case is drawn again when it fails.
+/// Prints how to draw a case again if it fails.
 struct Named(u64);
 
 impl Drop for Named {
@@ -91,27 +91,27 @@ fn config(seed: u64, regressions: Regressions) -> Config {
     Config {
         rng_seed: RngSeed::Fixed(seed),
         failure_persistence: Some(Box::new(regressions)),
-        // Per failure, not per case, which proptest's default would be.
+        // These limits are per failure; proptest's default would be per case.
         max_shrink_iters: 1024,
         max_shrink_time: 60_000,
         ..Config::default()
     }
 }
 
-/// A number from the environment.
+/// Reads a number from the environment.
 fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is {text:?}, which is no number of its kind")))
 }
 
-/// A new seed for this process, the same for all of its tests.
+/// A random seed, which all tests of this process share.
 fn drawn_seed() -> u64 {
     static DRAWN: OnceLock<u64> = OnceLock::new();
-    // Half of the range, so that nobody has to think about what comes after the last one.
+    // Half of the range, so that the seeds after it never wrap around.
     *DRAWN.get_or_init(|| RandomState::new().hash_one(Instant::now()) >> 1)
 }
 
-/// The seeds of cases that exploring has found, in a file beside the test's source.
+/// The seeds of failed cases that exploring has found, in a file next to the test's source.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Regressions {
     Replayed,
@@ -124,7 +124,7 @@ impl FailurePersistence for Regressions {
     fn load_persisted_failures2(&self, source_file: Option<&'static str>) -> Vec<PersistedSeed> {
         match self {
             Self::Replayed => FILE.load_persisted_failures2(source_file),
-            // Replayed once, before.
+            // They were replayed before exploring.
             Self::Added => Vec::new(),
         }
     }

@@ -1,8 +1,9 @@
-//! What the tests of all crates share: generated cases that are the same everywhere, one line for each test that checked
-//! nothing, and the way to files beside the project.
+//! Shared by the tests of all crates: generated cases that are the same everywhere, reports of skipped checks, and
+//! access to files next to the repository.
 //!
-//! In: cases as proptest's strategies describe them. Out: tests whose verdict does not depend on the machine or the day, and on
-//! request (`GAPLESS_EXPLORE`) tests that look for new cases. Never: an assertion about gapless.
+//! In: cases, as proptest's strategies describe them. Out: tests whose verdict depends neither on the machine nor on
+//! the day, and on request (`GAPLESS_EXPLORE`) tests that look for new cases. This crate makes no assertions about
+//! gapless.
 //!
 //! ```
 //! use gapless_testing::prelude::*;
@@ -25,8 +26,8 @@
 //! GAPLESS_EXPLORE=60     for 60 s      new, printed    replayed, and added
 //! ```
 //!
-//! Where a test goes through all combinations of something, and each takes seconds, it takes them in turn ([`in_turn`]) or the
-//! first of them ([`few`]) unless `GAPLESS_SLOW_TESTS` is set.
+//! A test whose combinations take seconds each can go through them in turn ([`in_turn`]), or run only the first ones
+//! ([`few`]), unless `GAPLESS_SLOW_TESTS` is set.
 
 #![warn(missing_docs)]
 #![allow(clippy::test_attr_in_doctest, reason = "the example shows how a test is declared")]
@@ -44,7 +45,8 @@ pub use processes::mpirun;
 pub use proptest;
 pub use skipped::{few, in_turn, may_take_long, not_checked, shared};
 
-/// What a file with generated tests imports. Proptest's own `proptest!` is left out: it draws other cases on every run.
+/// The imports of a file with generated tests. `proptest!` itself is left out, because it draws different cases in
+/// every run.
 pub mod prelude {
     pub use proptest::prelude::{
         Just, Strategy, TestCaseError, any, prop, prop_assert, prop_assert_eq, prop_assert_ne, prop_assume, prop_oneof,

@@ -1,22 +1,22 @@
-//! Test programs that do without the harness, because they start themselves again or count what the process does.
+//! Test programs without the test harness, for tests that start themselves again or measure their own process.
 
 use std::panic::resume_unwind;
 use std::thread;
 
-/// The `main` of a program that is one test: lists it, or runs it unless the filters of `cargo test` leave it out.
+/// The `main` of a program with a single test: lists it, or runs it unless the filters of `cargo test` exclude it.
 pub fn only_test(name: &str, run: impl FnOnce() + Send + 'static) {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.iter().any(|argument| argument == "--list") {
         println!("{name}: test");
     } else if is_chosen(name, &arguments) {
-        // On a thread of its name, as the harness does it.
+        // On a thread with the test's name, as in the harness.
         let test = thread::Builder::new().name(name.to_owned()).spawn(run).expect("a thread starts");
         test.join().unwrap_or_else(|panic| resume_unwind(panic));
         println!("test {name} ... ok");
     }
 }
 
-/// Whether a test is among those that the harness's arguments choose.
+/// True if the harness's arguments select the test.
 fn is_chosen(name: &str, arguments: &[String]) -> bool {
     let (mut filters, mut skips, mut is_exact) = (Vec::new(), Vec::new(), false);
     let mut rest = arguments.iter();
@@ -24,7 +24,7 @@ fn is_chosen(name: &str, arguments: &[String]) -> bool {
         match argument.as_str() {
             "--skip" => skips.extend(rest.next()),
             "--exact" => is_exact = true,
-            // There is none that is ignored.
+            // No test is ignored.
             "--ignored" => return false,
             "--test-threads" | "--format" | "--color" | "--logfile" | "-Z" => _ = rest.next(),
             option if option.starts_with('-') => {}

@@ -2,8 +2,8 @@
 
 use std::process::Command;
 
-/// `mpirun` for so many processes of this host, whatever its cores and whoever starts it; options of its own, the program and its
-/// arguments are still to be added.
+/// Returns an `mpirun` command for `ranks` processes on this host, whatever its number of cores and whichever user runs
+/// it. The caller adds further options, the program and its arguments.
 pub fn mpirun(ranks: usize) -> Command {
     let mut command = Command::new("mpirun");
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);

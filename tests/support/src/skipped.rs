@@ -1,4 +1,4 @@
-//! What was not checked, and why: for want of a compiler, a device, or files beside the project.
+//! Reports of skipped checks, for example because a compiler, a device or files next to the repository are missing.
 
 use std::collections::BTreeSet;
 use std::fmt::{Arguments, Display};
@@ -7,8 +7,8 @@ use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Says in one line that the running test did not check something: `not checked: TEST: WHY`. Once, however often it is said.
-/// Where tests run one after another on the main thread, which has no name of theirs, TEST is the place that says it.
+/// Reports once that the running test skipped a check: `not checked: TEST: WHY`. If tests run on the main thread, which
+/// has no test's name, TEST is the caller's source location.
 #[track_caller]
 pub fn not_checked(why: impl Display) {
     let thread = std::thread::current();
@@ -18,12 +18,12 @@ pub fn not_checked(why: impl Display) {
     }
 }
 
-/// Whether `GAPLESS_SLOW_TESTS` is set.
+/// True if `GAPLESS_SLOW_TESTS` is set.
 pub(crate) fn is_slow_asked() -> bool {
     std::env::var_os("GAPLESS_SLOW_TESTS").is_some_and(|value| value != "0")
 }
 
-/// Whether a test may take long: where `GAPLESS_SLOW_TESTS` is set. Otherwise says that it does not run.
+/// True if slow tests may run, which is the case with `GAPLESS_SLOW_TESTS`. Otherwise reports that the test is skipped.
 #[track_caller]
 pub fn may_take_long() -> bool {
     let is_asked = is_slow_asked();
@@ -33,8 +33,8 @@ pub fn may_take_long() -> bool {
     is_asked
 }
 
-/// All of them where `GAPLESS_SLOW_TESTS` is set; otherwise one, the `turn`-th, round and round: a loop over something else that
-/// counts its turns meets each of them, but not every combination. Says so.
+/// Returns all elements with `GAPLESS_SLOW_TESTS`. Without it, returns the element at `turn` (modulo the length), and
+/// reports that. A loop that counts its turns then uses every element, but not every combination.
 #[track_caller]
 pub fn in_turn<T>(all: &[T], turn: usize) -> &[T] {
     if is_slow_asked() || all.len() < 2 {
@@ -44,7 +44,7 @@ pub fn in_turn<T>(all: &[T], turn: usize) -> &[T] {
     std::slice::from_ref(&all[turn % all.len()])
 }
 
-/// All of them where `GAPLESS_SLOW_TESTS` is set; otherwise the first `count`. Says so.
+/// Returns all elements with `GAPLESS_SLOW_TESTS`. Without it, returns the first `count`, and reports that.
 #[track_caller]
 pub fn few<T>(all: &[T], count: usize) -> &[T] {
     if is_slow_asked() || all.len() <= count {
@@ -54,7 +54,7 @@ pub fn few<T>(all: &[T], count: usize) -> &[T] {
     &all[..count]
 }
 
-/// A file or folder of those that lie beside the project, which are not part of it; if it is not there, says so.
+/// Returns the path of a file or folder next to the repository, outside of it. If it does not exist, reports that.
 #[track_caller]
 pub fn shared(path: &str) -> Option<PathBuf> {
     let found = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared").join(path);
@@ -65,15 +65,15 @@ pub fn shared(path: &str) -> Option<PathBuf> {
     Some(found)
 }
 
-/// Writes a line past the test harness, which keeps what a test prints; once.
+/// Prints a line once, bypassing the test harness, which would capture it.
 pub(crate) fn say(line: Arguments<'_>) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    // One line, whatever the reason's own text is.
+    // Line breaks in the reason are replaced, so that this is always one line.
     let words: Vec<String> = line.to_string().split_whitespace().map(str::to_owned).collect();
     let line = words.join(" ") + "\n";
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
     if said.insert(line.clone()) {
-        // Whoever closes stderr wants no lines.
+        // If stderr is closed, there is no one to report to.
         let _ = std::io::stderr().write_all(line.as_bytes());
     }
 }

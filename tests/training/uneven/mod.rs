@@ -1,4 +1,4 @@
-//! Models whose routers are told where tokens go: as unevenly as it gets.
+//! Models whose routers are steered to extremely uneven routing.
 #![allow(dead_code, reason = "not every test uses all of it")]
 
 use candle_core::{Device, Tensor};
@@ -17,16 +17,16 @@ pub const BATCH: usize = 8;
 pub const SEQUENCE: usize = 24;
 pub const STEPS: u64 = 4;
 
-/// Where the tokens of a step go.
+/// The experts to which the tokens of a step go.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Pattern {
     /// To one expert, by its bias.
     One(usize),
-    /// To the first expert, as all scores are alike.
+    /// To the first expert, because all scores are equal.
     Alike,
-    /// To the second half of the experts: nobody chooses the first.
+    /// To the second half of the experts.
     NotTheFirstHalf,
-    /// To each expert fewer than to the one before.
+    /// To each expert fewer than to the one before it.
     Zipf,
 }
 
@@ -44,14 +44,14 @@ impl Pattern {
         }
     }
 
-    /// Logits of a token are spread by 1 or so, unless all are 0.
+    /// Logits of a token are spread by about 1, unless all are 0.
     fn weight(self) -> Vec<f32> {
         let spread = if self == Self::Alike { 0.0 } else { 0.3 };
         let mixed = |i: usize| (i as u32).wrapping_mul(2_654_435_761) >> 16;
         (0..EXPERTS * WIDTH).map(|i| spread * (mixed(i + 1) as f32 / 32_768.0 - 1.0)).collect()
     }
 
-    /// Scores are between 0 and 1.
+    /// Large compared with scores, which are between 0 and 1.
     fn bias(self) -> Vec<f32> {
         let bias = |expert: usize| match self {
             Self::One(chosen) => f32::from(u8::from(expert == chosen)) * 10.0,
@@ -62,7 +62,7 @@ impl Pattern {
         (0..EXPERTS).map(bias).collect()
     }
 
-    /// Whether tokens went there: how many chose each expert.
+    /// Checks that the loads, the number of tokens that chose each expert, follow the pattern.
     pub fn judge(self, load: &[f32], what: &str) {
         let all: f32 = load.iter().sum();
         let fits = match self {
@@ -75,7 +75,7 @@ impl Pattern {
     }
 }
 
-/// A model, and where its tokens go at each step.
+/// A model, and the pattern of its routing at each step.
 pub struct Case {
     pub name: &'static str,
     pub config: MoeConfig,

@@ -1,7 +1,5 @@
-//! The description of a training step: everything that decides its programs and their memory.
-//!
-//! Run files, the flags of the command and the options of a trainer are built from these types. So each setting has its
-//! documentation, its default and its check only here.
+//! The description of a training step: everything that decides its programs and their memory. Run files, the flags of the command and
+//! the options of a trainer are built from these types, so each setting has its documentation, its default and its check here only.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -62,8 +60,8 @@ pub struct StepOptions {
     pub update: UpdateOptions,
     /// Whether a sequence may hold several documents, which do not attend to each other and have their own positions
     /// ([`DOCUMENT_INPUTS`](super::DOCUMENT_INPUTS)), and targets that are ignored. The loss is the mean over the
-    /// targets that count. Auxiliary losses, such as those of routers, cover all tokens. Only models with causal
-    /// attention support it, and only the CPU.
+    /// targets that count. Auxiliary losses, such as those of routers, cover all tokens except padding. Only models
+    /// with causal attention support it, and only the CPU.
     #[serde(skip)]
     pub documents: bool,
     /// Whether gradients are kept until the next step, so that they can be read. This costs their size in memory.
@@ -108,7 +106,7 @@ impl Precision {
     }
 }
 
-/// Parses the precision as run files write it.
+/// Parses the name that a run file uses.
 impl FromStr for Precision {
     type Err = Error;
 
@@ -122,7 +120,7 @@ impl FromStr for Precision {
     }
 }
 
-/// The precision with f32 masters for a type that a model can be stored in.
+/// Returns the precision whose stored type is `dtype`; for bf16, the one with f32 masters.
 impl TryFrom<DType> for Precision {
     type Error = Error;
 
@@ -205,16 +203,15 @@ impl Default for MemoryOptions {
 /// Settings of the update that apply to any rule.
 #[derive(Debug, Clone, Default)]
 pub struct UpdateOptions {
-    /// Parameter groups with their own rule or learning rate. If several groups name a parameter, the first one
+    /// Groups of parameters with their own update rule or learning rate. If several groups match a parameter, the first
     /// applies.
     pub groups: Vec<ParameterGroup>,
     /// The absolute value to which gradient elements are clamped, before the norm is computed.
     pub max_value: Option<f64>,
-    /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds
-    /// the limits.
+    /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds the limits.
     pub guarded: bool,
-    /// The decay of an exponential moving average of every trained parameter, kept in f32 as `average/NAME`. Usual
-    /// values are 0.999 and above.
+    /// Decay rate of an exponential moving average in f32 of every trained parameter, stored as `average/NAME`; 0.999
+    /// or more is usual.
     pub average: Option<f64>,
 }
 
@@ -230,16 +227,17 @@ pub struct ParameterGroup {
 }
 
 impl UpdateOptions {
-    /// The maximum number of groups. Every parameter is compared with each group, and each group has its own input.
+    /// Maximum number of groups. Every parameter is compared with each of them, and each has an input of its own.
     pub const MAX_GROUPS: usize = 256;
 
-    /// The index of a parameter's group, counted from 1; 0 if it is in none.
+    /// Index of a parameter's group, counted from 1; 0 if no group matches.
     pub fn group_of(&self, parameter: &str) -> usize {
         let is_in = |group: &ParameterGroup| group.names.iter().any(|pattern| names(pattern, parameter));
         self.groups.iter().position(is_in).map_or(0, |group| group + 1)
     }
 
-    /// The rules of parameters without a group and of each group in order, each with its learning rate factor.
+    /// The update rules with the factors of their learning rates: first `rest`, for parameters without a group, then
+    /// those of the groups.
     pub fn rules<'a>(
         &'a self,
         rest: &'a Arc<dyn Optimizer>,
@@ -248,13 +246,13 @@ impl UpdateOptions {
         std::iter::once((rest, 1.0)).chain(groups)
     }
 
-    /// The inputs that carry the scalars of these rules, in the same order.
+    /// Names of the inputs that hold each rule's scalars of a step, in the order of [`Self::rules`].
     pub fn scalars_inputs(&self) -> Vec<String> {
         let of_group = |group: usize| format!("{SCALARS_INPUT}.{group}");
         std::iter::once(SCALARS_INPUT.to_owned()).chain((1..=self.groups.len()).map(of_group)).collect()
     }
 
-    /// Checks the settings.
+    /// Checks each value.
     fn check(&self) -> Result<()> {
         if let Some(value) = self.max_value.filter(|value| value.is_nan() || *value <= 0.0) {
             return Err(Error::config("optimizer.max_value", format!("is {value}"), "it is above 0"));
@@ -307,17 +305,17 @@ impl Default for StepOptions {
 }
 
 impl StepOptions {
-    /// The maximum number of tokens per step.
+    /// Maximum number of tokens per step.
     const MOST_TOKENS: usize = 1 << 28;
-    /// The maximum number of micro-batches per step, of ranks along one axis, and of chunks per rank.
+    /// Maximum number of micro-batches, of ranks along one axis, and of chunks per rank.
     const MOST_PARTS: usize = 1 << 16;
 
-    /// The number of parts into which the batch is split: micro-batches of all ranks that share it.
+    /// Number of parts into which the batch is split: the micro-batches of all ranks that share it.
     pub fn parts(&self) -> usize {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
     }
 
-    /// The rule that updates a parameter, unless the model sets its own.
+    /// The update rule of a parameter, unless the model itself sets another one.
     pub fn rule_of(&self, parameter: &str) -> &Arc<dyn Optimizer> {
         match self.update.group_of(parameter) {
             0 => &self.optimizer,
@@ -325,12 +323,12 @@ impl StepOptions {
         }
     }
 
-    /// The number of sequences per evaluation, as many as a micro-batch has.
+    /// Number of sequences per evaluation; the same as in a micro-batch.
     pub fn evaluation_batch(&self) -> usize {
         self.batch / self.parts().max(1)
     }
 
-    /// The number of pipeline stages.
+    /// Number of pipeline stages.
     pub fn stages(&self) -> usize {
         self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
@@ -359,7 +357,7 @@ impl StepOptions {
     /// Checks all settings. Errors name the key of the run file.
     ///
     /// # Errors
-    /// Returns an error with the refused key, and the errors of [`Optimizer::check`].
+    /// Returns an error for the first setting that is refused, and the errors of [`Optimizer::check`].
     pub fn check(&self) -> Result<()> {
         self.check_values()?;
         let Self { batch, micro_batches, memory, .. } = self;
@@ -394,7 +392,7 @@ impl StepOptions {
     /// Checks each setting on its own, regardless of the others.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::check`].
+    /// Returns an error for the first setting that is refused.
     pub fn check_values(&self) -> Result<()> {
         let Self { batch, sequence, mesh, memory, .. } = self;
         let extents = [

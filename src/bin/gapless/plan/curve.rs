@@ -1,4 +1,4 @@
-//! Budget against time: what each smaller arena costs.
+//! The curve of time over budget: the cost of each smaller arena.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::step::{Planned, plan_rank};
 
-/// Steps of one model under budgets, from the smallest to everything kept.
+/// Plans of one step under several budgets, from the smallest that works to one that needs no recomputation.
 #[derive(Debug, Serialize)]
 pub struct Curve {
     points: Vec<Point>,
@@ -24,7 +24,7 @@ struct Point {
     overhead: f64,
 }
 
-/// Plans `count` budgets of a rank, evenly spaced from the smallest that works to what takes no recomputation.
+/// Plans `count` budgets of a rank, evenly spaced from the smallest that works to the one that needs no recomputation.
 pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError> {
     let all = plan_rank(&step.within(None), rank)?.0.arena_bytes;
     let under = |bytes| plan_rank(&step.within(Some(bytes)), rank);
@@ -41,7 +41,7 @@ pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError
                 let Planned { arena_bytes, step_ms, overhead, .. } = planned;
                 points.push(Point { budget, arena_bytes, step_ms, overhead });
             }
-            // So close to the smallest that the search does not meet it again.
+            // The budget is so close to the smallest that the search finds no recomputation for it.
             Err(TrainError::Compile(CompileError::OverBudget { .. })) => {}
             Err(error) => return Err(error),
         }
@@ -63,19 +63,20 @@ impl fmt::Display for Curve {
 
 const WIDTH: f64 = 720.0;
 const HEIGHT: f64 = 420.0;
-/// Pixels around the plot, for titles and ticks: left, top, right, bottom.
+/// Space around the plot in pixels, for titles and ticks: left, top, right, bottom.
 const MARGINS: [f64; 4] = [72.0, 64.0, 28.0, 56.0];
 
-/// One of the axes: values to pixels.
+/// An axis, which maps values to pixels.
 struct Axis {
     values: [f64; 2],
     pixels: [f64; 2],
-    /// Between ticks.
+    /// Distance between ticks.
     step: f64,
 }
 
 impl Axis {
-    /// Over all values, with ticks at multiples of a step that `steps` has; there are at most about seven.
+    /// Creates an axis for all values. The distance of its ticks is the first of `steps` that gives at most about seven
+    /// ticks.
     fn new(values: impl Iterator<Item = f64> + Clone, pixels: [f64; 2], mut steps: impl Iterator<Item = f64>) -> Self {
         let (least, most) = (values.clone().fold(f64::INFINITY, f64::min), values.fold(0.0, f64::max));
         let step = steps.find(|step| (most - least) / step <= 6.0).unwrap_or(1.0);
@@ -88,7 +89,7 @@ impl Axis {
         from + (value - first) / (last - first) * (to - from)
     }
 
-    /// Values and their places.
+    /// The ticks: values and pixels.
     fn ticks(&self) -> impl Iterator<Item = (f64, f64)> {
         let count = ((self.values[1] - self.values[0]) / self.step).round() as u32;
         (0..=count).map(|i| self.values[0] + f64::from(i) * self.step).map(|value| (value, self.at(value)))
@@ -96,7 +97,8 @@ impl Axis {
 }
 
 impl Curve {
-    /// Arena bytes to the right, time of a step upwards; a ring is the plan that was `chosen`, its bytes and milliseconds.
+    /// Draws the curve: arena bytes on the x axis, time per step on the y axis. `chosen` is the plan that is marked by
+    /// a ring: bytes, milliseconds.
     pub fn svg(&self, title: &str, chosen: (u64, f64)) -> String {
         let [left, top, right, bottom] = [MARGINS[0], MARGINS[1], WIDTH - MARGINS[2], HEIGHT - MARGINS[3]];
         let points = || self.points.iter().map(|point| (point.arena_bytes, point.step_ms)).chain([chosen]);
@@ -112,7 +114,7 @@ impl Curve {
             drawn += &format!("<text x=\"{x:.1}\" y=\"{}\" text-anchor=\"middle\">{bytes}</text>\n", bottom + 18.0);
         }
         for (time, y) in y.ticks() {
-            // Without what adding steps has rounded.
+            // Removes the rounding error of the sum.
             let time = (time * 1e9).round() / 1e9;
             drawn += &format!("<path class=\"line\" d=\"M{left} {y:.1}H{right}\"/>");
             drawn += &format!("<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{time}</text>\n", left - 8.0, y + 4.0);

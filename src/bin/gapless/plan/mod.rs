@@ -1,4 +1,4 @@
-//! `gapless plan`: places a table of buffers, or says what a run or a model's training step takes.
+//! `gapless plan`: plans a table of buffers, a run, or a model's training step.
 
 mod curve;
 mod step;
@@ -57,7 +57,7 @@ pub struct Arguments {
     roofline: bool,
 }
 
-/// Does what the arguments ask and says how it went.
+/// Runs the command and reports errors.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let fit = match &arguments.file {
         Some(file) if !is_run(file) && !arguments.run.is_empty() => Err(anyhow!(
@@ -94,7 +94,7 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
     }
 }
 
-/// As a page, as SVG or as text: by the file's name, which was checked.
+/// Draws a map as a page, as SVG or as text, by the extension, which was checked.
 fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
     let drawn = match path.extension().and_then(|extension| extension.to_str()) {
         Some("svg") => map.svg(&SvgOptions::default()),
@@ -104,13 +104,13 @@ fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
     std::fs::write(path, drawn).with_context(|| format!("cannot draw {}", path.display()))
 }
 
-/// The file of one of several ranks: with its number in front of the extension.
+/// The path of one of several ranks' files: the rank's number is put before the extension.
 fn of_rank(path: &Path, rank: usize, ranks: usize) -> PathBuf {
     let extension = path.extension().unwrap_or_default().to_string_lossy();
     if ranks == 1 { path.to_owned() } else { path.with_extension(format!("{rank}.{extension}")) }
 }
 
-/// A number of seconds.
+/// Parses a number of seconds.
 pub(crate) fn seconds(text: &str) -> anyhow::Result<Duration> {
     let seconds: f64 = text.parse().map_err(|_| anyhow!("not a number of seconds"))?;
     if seconds < 0.0 {

@@ -1,4 +1,4 @@
-//! `gapless plan RUN.toml`: what a run takes, and its training step, layer by layer and role by role, and what fewer bytes would cost.
+//! `gapless plan RUN.toml`: the memory of a run by layer and role, its time, and the cost of smaller budgets.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ pub struct CurveArguments {
     curve_svg: Option<PathBuf>,
 }
 
-/// A rank's planned step in figures.
+/// The figures of a rank's planned step.
 #[derive(Debug, Serialize)]
 pub struct Planned {
     /// Name of the model.
@@ -37,26 +37,26 @@ pub struct Planned {
     /// The pipeline rank.
     rank: usize,
     buffers: usize,
-    /// Plan and reserve.
+    /// Arena size: the plan and the reserve.
     pub arena_bytes: u64,
     lower_bound_bytes: u64,
-    /// The plan height over the lower bound.
+    /// Plan height divided by lower bound.
     gap: f64,
     plan_hash: String,
     /// Bytes of the arena above the plan: the reserve for routed rows.
     reserve_bytes: u64,
-    /// Time of compiling and planning, the search for a budget's recomputation included.
+    /// Time of compiling and planning, including the search for the recomputation of a budget.
     plan_ms: f64,
-    /// Modelled time of the rank's operations.
+    /// Estimated time of the rank's operations.
     pub step_ms: f64,
-    /// Time of what is computed again, as a part of the time of the rest.
+    /// Recomputation time divided by the time of everything else.
     pub overhead: f64,
-    /// Arithmetic of what is computed again, as a part of that of the rest.
+    /// FLOPs of recomputation divided by all other FLOPs.
     pub extra_flops: f64,
     layers: Vec<RecomputedLayer>,
-    /// Operations that each micro-batch runs again.
+    /// Number of operations that each micro-batch recomputes.
     again: Vec<usize>,
-    /// Size of the file that offloaded activations wait in.
+    /// Size of the file for offloaded activations.
     host_bytes: u64,
     summary: Summary,
     /// Arenas of whole runs, by rank.
@@ -69,7 +69,7 @@ pub struct Planned {
     roofline: Option<gapless::step::Roofline>,
 }
 
-/// The arena of a rank: training step, evaluation and sampling.
+/// The arena of a rank for the training step, the evaluation and the generation.
 #[derive(Debug, Clone, Serialize)]
 struct Run {
     arena_bytes: u64,
@@ -123,7 +123,7 @@ fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, 
     Ok(map.with_marks(executable.parts())?)
 }
 
-/// Does what the arguments ask.
+/// Plans the step of each rank and prints its figures.
 pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
     let of = &arguments.curve;
     let mut planned = Vec::new();
@@ -178,7 +178,7 @@ fn of_all_ranks(step: &Step, planned: &[Planned]) -> Result<Vec<Run>, TrainError
     Ok((0..mesh.ranks()?).map(|rank| stages[mesh.coordinate(rank).pipeline].clone()).collect())
 }
 
-/// The rank's table and picture, where they are asked for.
+/// Writes the rank's table and picture, if the arguments ask for them.
 fn write(arguments: &super::Arguments, step: &Step, rank: usize, executable: &Executable) -> anyhow::Result<()> {
     let ranks = step.ranks.len();
     if let Some(path) = &arguments.out {
@@ -192,7 +192,7 @@ fn write(arguments: &super::Arguments, step: &Step, rank: usize, executable: &Ex
     }
 }
 
-/// Explains why not even the smallest step that was found fits.
+/// Explains why even the smallest step that was found does not fit.
 fn tell_why(step: &Step, rank: usize, budget: u64, smallest: u64) -> anyhow::Result<Fit> {
     let (planned, executable) = plan_rank(&step.within(Some(smallest)), rank)?;
     if planned.reserve_bytes > 0 {

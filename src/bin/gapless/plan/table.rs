@@ -1,4 +1,4 @@
-//! `gapless plan FILE`: places a table of buffers.
+//! `gapless plan FILE`: plans a table of buffers.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -17,7 +17,7 @@ use gapless_alloc::{
 use super::{Arguments, draw};
 use crate::output::{print, replace, tell};
 
-/// What a table's offset column is for.
+/// The use of a table's offset column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Offsets {
     /// Each must be kept
@@ -28,7 +28,7 @@ pub enum Offsets {
     Ignore,
 }
 
-/// Places the table in a file.
+/// Plans the table in a file.
 pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
     let cannot = || format!("cannot read {}", file.display());
     let input = File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
@@ -36,7 +36,7 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
     place_table(arguments, &table, &file.display().to_string())
 }
 
-/// Places the table of a name.
+/// Plans a table; `name` is its name in messages.
 pub fn place_table(arguments: &Arguments, table: &Table, name: &str) -> anyhow::Result<Fit> {
     let deadline = Deadline::after(arguments.deadline);
     let problem = match arguments.offsets {
@@ -78,7 +78,7 @@ pub fn place_table(arguments: &Arguments, table: &Table, name: &str) -> anyhow::
     Ok(verdict.fit)
 }
 
-/// Addresses that are kept as far as that costs no height.
+/// Offsets that are kept if that does not raise the height.
 fn preferred(table: &Table, offsets: Offsets) -> Option<Vec<Option<u64>>> {
     let kept = table.offsets.as_ref().filter(|_| offsets == Offsets::Keep);
     match (kept, &table.hints) {
@@ -87,7 +87,7 @@ fn preferred(table: &Table, offsets: Offsets) -> Option<Vec<Option<u64>>> {
     }
 }
 
-/// Says what of a table changes what its plan is.
+/// Prints how pins and gaps of the table affect its plan.
 fn tell_what_it_means(table: &Table, problem: &Problem) {
     let pins = problem.buffers().iter().filter(|b| b.offset.is_some()).count();
     if pins > 0 {
@@ -101,12 +101,12 @@ fn tell_what_it_means(table: &Table, problem: &Problem) {
     }
 }
 
-/// What is known of the table; less than of what was planned where the table has gaps, of which the planner knows nothing.
+/// The result for the table as given. The planner ignores gaps, so for a table with gaps its result is weakened here.
 struct Verdict {
     lower_bound: u64,
     proof: &'static str,
     fit: Fit,
-    /// Height over the lower bound.
+    /// Height divided by lower bound.
     gap: f64,
     stop_reason: StopReason,
 }
@@ -134,7 +134,7 @@ impl Verdict {
     }
 }
 
-/// A table says nothing of what its buffers are for.
+/// A label for a buffer: a table gives nothing but its id.
 fn label(id: &str) -> Label {
     Label { tensor: id.to_owned(), op: String::new(), layer: String::new(), role: Role::Activation }
 }
@@ -169,7 +169,7 @@ fn report(arguments: &Arguments, solution: &Solution, verdict: &Verdict, plan_ms
     })
 }
 
-/// Why planning stopped, in a word and in a few.
+/// The reason for which planning stopped: the word for JSON, and the words for people.
 fn stopped(reason: StopReason) -> (&'static str, &'static str) {
     match reason {
         StopReason::Proven => ("proven", "until it was proven"),

@@ -1,6 +1,6 @@
-// Curves over steps. All charts share the steps that are shown, the smoothing and the crosshair.
+// Curves over steps. All charts share the visible range of steps, the smoothing and the crosshair.
 
-// A curve of the data: steps and values.
+// Decodes a curve of the data into steps and values.
 function unpack({ steps, values }) {
   const text = atob(values);
   const bytes = new Uint8Array(text.length);
@@ -12,7 +12,8 @@ function unpack({ steps, values }) {
   return { x, y };
 }
 
-// The mean of what is before and behind, which counts less by a factor of e for each so many steps away: it lags behind nothing.
+// Smooths a curve by a mean over both sides, weighted by e^(−distance ÷ steps). Because it is symmetric, it does not
+// lag.
 function smooth(curve, steps) {
   if (!steps) return curve.y;
   if (curve.smoothed?.steps === steps) return curve.smoothed.y;
@@ -37,7 +38,7 @@ function smooth(curve, steps) {
   return curve.smoothed.y;
 }
 
-// The first index whose step is not below.
+// The first index whose step is at least `step`.
 function lowerBound(x, step) {
   let [low, high] = [0, x.length];
   while (low < high) {
@@ -54,7 +55,8 @@ function nearest(curve, step) {
   return at && step - curve.x[at - 1] < curve.x[at] - step ? at - 1 : at;
 }
 
-// Indices of the points to draw: all of few, otherwise the first, least, most and last of each column of pixels.
+// Indices of the points to draw: all if there are few, otherwise the first, lowest, highest and last in each column of
+// pixels.
 function thinned(x, y, view, columns) {
   const from = Math.max(0, lowerBound(x, view.from) - 1);
   const to = Math.min(x.length, lowerBound(x, view.to + 1) + 1);
@@ -94,7 +96,7 @@ function path(at, x, y, points) {
 
 const logOf = (name) => state.log && LOGARITHMIC.test(name);
 
-// Least and most of what is drawn, with some room.
+// The lowest and highest of the drawn values, with some margin.
 function range(lines, log) {
   let [low, high] = [Infinity, -Infinity];
   for (const { y, points } of lines) {
@@ -128,7 +130,7 @@ function drawChart(chart) {
   }
   const at = plot(chart.box, { x: { ...view, name: "step" }, y: { ...range(drawn, log), log, name: "" }, height: chart.height });
   chart.at = at;
-  // What is beyond the edges is cut off there.
+  // Clips at the edges of the plot.
   const inside = element(at.svg, "svg", { x: at.left, y: at.top, width: at.right - at.left, height: at.bottom - at.top });
   inside.setAttribute("viewBox", `${at.left} ${at.top} ${at.right - at.left} ${at.bottom - at.top}`);
   for (const { curve, y, points, color, dash, kind } of drawn.sort((a, b) => (a.kind < b.kind) - (a.kind > b.kind))) {
@@ -154,7 +156,7 @@ function crosshair(step) {
   for (const { at, cross } of charts) cross.setAttribute("d", step === null ? "" : `M${at.x(step).toFixed(1)} ${at.top}V${at.bottom}`);
 }
 
-// All runs' values at a step.
+// Shows the values of all runs at a step.
 function showTip(chart, event, step) {
   const tip = document.getElementById("tip");
   tip.replaceChildren();
@@ -181,7 +183,7 @@ function showTip(chart, event, step) {
 
 const figure = (n) => (Number.isNaN(n) ? "not finite" : Math.abs(n) >= 1e4 ? Math.round(n).toLocaleString("en") : `${+n.toPrecision(5)}`);
 
-// Drag: zoom into steps. Double click: all of them. Else: values.
+// Dragging zooms into a range of steps, a double click shows all of them, and hovering shows values.
 function listen(chart) {
   let start = null;
   const { box } = chart;

@@ -7,7 +7,7 @@ const TITLES = {
   loss: "Loss", val_loss: "Validation loss", lr: "Learning rate", gradient_norm: "Gradient norm", tokens_per_second: "Tokens per second", seconds: "Time by part",
 };
 const NOTES = { seconds: "in seconds, of a step or an evaluation", tokens_per_second: "mean since the run began or went on", gradient_norm: "before clipping" };
-// Not smoothed: what is no measurement, or one already.
+// Curves that are not smoothed: settings, and values that are means already.
 const STEADY = new Set(["lr", "val_loss", "tokens_per_second"]);
 const LOGARITHMIC = /loss|norm/;
 const DASHES = ["", "7 3", "2 3"];
@@ -19,7 +19,7 @@ const bytes = (n) => {
   return `${+(n / 2 ** (10 * unit)).toPrecision(4)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
 };
 
-// Values of the summary, for people.
+// Formats a value of the summary.
 function words(key, value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return typeof value === "string" ? value : JSON.stringify(value);
@@ -38,7 +38,7 @@ function take(fresh) {
 
 const shownRuns = () => runs.filter((run) => !state.hidden.has(run.index));
 
-// First and last step of all runs.
+// The first and last step of all runs.
 function allSteps() {
   let [from, to] = [Infinity, -Infinity];
   for (const run of runs) {
@@ -53,7 +53,7 @@ function allSteps() {
 
 const shownSteps = () => state.view || allSteps();
 
-// 0, 1, 2, 5, 10, … up to a fifth of all steps.
+// The choices for smoothing: 0, 1, 2, 5, 10, … up to a fifth of all steps.
 function strengths() {
   const { from, to } = allSteps();
   const all = [0];
@@ -63,7 +63,7 @@ function strengths() {
 
 function smoothing() {
   const all = strengths();
-  // By default a hundredth of the steps, where there are enough of them.
+  // The default is a hundredth of the steps, if there are at least 200.
   const { from, to } = allSteps();
   const usual = to - from >= 200 ? all.findLastIndex((n) => n <= (to - from) / 100) : 0;
   return all[Math.min(state.smoothing ?? usual, all.length - 1)];
@@ -76,7 +76,7 @@ function zoom(view) {
 
 // ---------------------------------------------------------------- charts
 
-// Numbers by what they are of: those of one list or table of a row are in one chart.
+// Names of the charts. The values of one list or table share a chart.
 function chartNames() {
   const names = new Set(runs.flatMap((run) => Object.keys(run.curves).map((name) => name.split(".")[0])));
   const known = Object.keys(TITLES);
@@ -117,7 +117,7 @@ function drawCharts() {
     chart.lines = linesOf(chart.name);
     chart.height = chart.box.clientWidth > 760 ? 340 : 250;
     drawChart(chart);
-    // What the lines of one run are; of several, the buttons above say whose they are.
+    // The legend of a single run names its lines. With several runs, the buttons above name the runs.
     const named = runs.length === 1 && chart.lines.length > 1 && chart.lines.length <= 8 ? chart.lines : [];
     chart.legend.replaceChildren();
     for (const { color, label } of named) element(element(chart.legend, "span", {}, label), "i", { style: `background:${color}` });
@@ -129,7 +129,7 @@ function drawCharts() {
   byId("whole").hidden = !state.view;
 }
 
-// ---------------------------------------------------------------- what is beside the curves
+// ---------------------------------------------------------------- below the curves
 
 function named(parent, tag, run, note) {
   const line = element(parent, tag, { class: "run" });
@@ -179,7 +179,7 @@ function toggles() {
   }
 }
 
-// Keys down, runs across; what differs is what is asked for, where only that is.
+// Draws a table with a row per key and a column per run; if asked for, only the keys that differ.
 function table(box, tables, format, differing) {
   const keys = [...new Set(tables.flatMap((entries) => Object.keys(entries || {})))];
   const text = (entries, key) => (entries && key in entries ? format(key, entries[key]) : null);
@@ -248,7 +248,7 @@ function samples() {
   }
 }
 
-// Memory maps are pages of their own; one is opened when it is seen.
+// Memory maps are complete pages, so each is opened only when it becomes visible.
 function memory() {
   const known = runs.filter((run) => byId(`memory-${run.index}`));
   byId("memory").hidden = !known.length;
@@ -284,7 +284,7 @@ function draw() {
   configuration();
 }
 
-// A page that is served follows its runs.
+// If the page is served, updates it while the runs go on.
 function watch() {
   let last = "";
   setInterval(async () => {
