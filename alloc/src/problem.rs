@@ -200,7 +200,7 @@ impl Problem {
             .try_fold(problem, |problem, group| problem.grouped(group.members.clone(), group.any_order).ok())
     }
 
-    /// The same buffers and ranges with only those groups that `keep` wants.
+    /// The same buffers and ranges with only those groups for which `keep` is true.
     pub(crate) fn with_groups(&self, keep: impl Fn(&Group) -> bool) -> Self {
         let groups = self.groups.iter().filter(|group| keep(group)).cloned().collect();
         Self { buffers: self.buffers.clone(), groups, forbidden: self.forbidden.clone() }
@@ -248,6 +248,7 @@ impl Problem {
 }
 
 /// Who cannot follow the members before it, and why.
+/// A member that cannot follow those before it, and the reason.
 type Misfit = (BufferId, &'static str);
 
 impl Group {
@@ -265,7 +266,7 @@ impl Group {
         }
     }
 
-    /// With one more member at the end.
+    /// The group with one more member at the end.
     fn followed_by(mut self, buffers: &[Buffer], id: BufferId) -> Result<Self, Misfit> {
         let b = &buffers[id.index()];
         if !self.bytes.is_multiple_of(b.alignment) {
@@ -286,14 +287,14 @@ impl Group {
         Ok(self)
     }
 
-    /// Whether the members are not all alive together all the time.
+    /// True if the members have different lifetimes.
     pub(crate) fn is_ragged(&self, buffers: &[Buffer]) -> bool {
         self.members.iter().any(|id| buffers[id.index()].lifetime != self.lifetime)
     }
 }
 
-/// The members in an order that alignments and pins allow: the most aligned first, else depth first through all orders,
-/// as far as [`ORDERS_TRIED`] go.
+/// The members in an order that alignments and pins allow: the most aligned first, or else the first order that a
+/// depth-first search finds within [`ORDERS_TRIED`] steps.
 fn stack_in_any_order(buffers: &[Buffer], members: &[BufferId]) -> Result<Group, Misfit> {
     fn deepen(buffers: &[Buffer], left: &[BufferId], group: &Group, tries: &mut u32) -> Result<Group, Misfit> {
         if left.is_empty() {
