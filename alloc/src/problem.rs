@@ -1,4 +1,4 @@
-//! What is to be planned: buffers with sizes and lifetimes.
+//! The input of the planner: buffers with sizes and lifetimes.
 //!
 //! In: buffers as the caller has them. Out: a [`Problem`] in which every buffer is sound. Never: a decision about offsets.
 
@@ -247,7 +247,6 @@ impl Problem {
     }
 }
 
-/// Who cannot follow the members before it, and why.
 /// A member that cannot follow those before it, and the reason.
 type Misfit = (BufferId, &'static str);
 

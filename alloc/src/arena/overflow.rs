@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::RequestId;
 use crate::Label;
 
-/// What was asked for, what was free, and what helps. Creating it takes no heap memory.
+/// The bytes asked for, the bytes that were free, and what helps. Creating it takes no heap memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overflow {
     /// The request.

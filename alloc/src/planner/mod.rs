@@ -75,14 +75,14 @@ impl Default for Options {
     }
 }
 
-/// What is proven about the height.
+/// The proof that there is for the height of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Proof {
     /// The height equals the max-live bound: nothing lower exists.
     MaxLive,
     /// The height equals a bound that also counts alignments, pinned buffers and forbidden ranges.
     Constraints {
-        /// That bound in bytes.
+        /// The bound in bytes.
         bound: u64,
     },
     /// Every plan lower than this one was ruled out by search.
@@ -134,7 +134,7 @@ pub enum StopReason {
     Deadline,
 }
 
-/// What planning cost.
+/// The cost of planning.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Placements that were tried, whole ones and halves.
@@ -162,7 +162,7 @@ pub struct Solution {
     pub fit: Fit,
     /// Why the planner stopped.
     pub stop_reason: StopReason,
-    /// What it cost.
+    /// The cost of planning.
     pub stats: Stats,
 }
 

@@ -96,7 +96,7 @@ pub(crate) struct Whole {
     pub padding: u64,
 }
 
-/// How often a part is stripped and split again. Deeper nesting is left to the searches.
+/// Number of times that a part is stripped and split again. Deeper nesting is left to the searches.
 const DEPTH: u32 = 8;
 
 impl Whole {

@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(found(&pinned, 1_000), 0);
     }
 
-    /// Of three items that overlap in two slots, the shortest-lived is left out, unless a fullest clique has it.
+    /// The shortest-lived of three items that overlap in two slots is left out, unless a fullest clique has it.
     #[test]
     fn the_shortest_lived_are_left_out() {
         let rows = [(0, 3, 1), (0, 5, 1), (0, 1, 9), (1, 2, 1), (3, 4, 1), (4, 9, 1), (5, 8, 1), (6, 9, 1)];

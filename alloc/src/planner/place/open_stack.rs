@@ -177,7 +177,7 @@ impl<'s> Course<'s> {
         bytes >= self.largest.div_ceil(2)
     }
 
-    /// How often the numbers of layouts and places are doubled.
+    /// Number of times that the limits on layouts and places are doubled.
     pub fn effort(&self) -> u32 {
         (self.number / (2 * KIND)) as u32
     }

@@ -33,7 +33,7 @@ const FIRST_WAVE: usize = 2;
 /// Sweeps of a learning chain.
 const ROUNDS: u32 = 12;
 
-/// Which free range an item takes, and which item is placed first.
+/// The choice of a free range for each item, and the order of items that are born together.
 #[derive(Debug, Clone, Copy)]
 struct Policy {
     /// An item alive in at least this many cliques counts as long.

@@ -5,7 +5,7 @@
 
 use crate::planner::decompose::parts::Item;
 
-/// Which free range an item takes, and at which end.
+/// The free range that an item takes, and at which end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fit {
     /// The lowest place.
