@@ -12,7 +12,7 @@
 //!
 //! These cases exclude each other and leave none out.
 //!
-//! The tree stays small because
+//! The tree stays small for four reasons:
 //! - a floor rises at once to the lowest place that any item still to come could have there;
 //! - the next step is taken where the fewest cases are open, and where searches failed before;
 //! - where no item still to come crosses between two cliques, both sides are searched separately;
