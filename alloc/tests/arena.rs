@@ -314,7 +314,8 @@ fn an_overflow_names_all_that_helps() {
     );
 }
 
-/// However much is idle, since nothing guarantees that the caller's tensors are larger.
+/// This holds however much memory is idle, since nothing guarantees that the caller's tensors are larger than
+/// the bound.
 #[test]
 fn no_request_is_served_beyond_its_bound() {
     let problem = Problem::new(vec![Buffer::new(0..1, 1 << 20)]).unwrap();

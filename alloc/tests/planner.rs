@@ -92,7 +92,8 @@ generated! {
         prop_assert!(may_miss || solution.proof == Proof::MaxLive, "{:?}", solution.proof);
     }
 
-    /// However little may be spent, and however many parts come after the one that it was spent on.
+    /// There is a plan however little may be spent, and however many parts come after the one that it was
+    /// spent on.
     #[test]
     fn any_budget_gives_a_plan(
         list in prop_oneof![

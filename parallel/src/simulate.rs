@@ -130,7 +130,7 @@ enum Done {
     Weight(StageId, MicroBatch),
 }
 
-/// The results so far: their rank, end and action; and the ends of the sends.
+/// The results so far, with rank, end and action of each, and the ends of the sends.
 struct Results {
     sends_are_written: bool,
     ends: BTreeMap<Done, (usize, u64, Action)>,

@@ -175,9 +175,9 @@ pub fn replay_observed(
     Ok(Report { allocator: allocator.name(), statistics, requests: served, time })
 }
 
-/// Finds the smallest device, in steps of 2 MiB, on which a replay completes, and returns its report too. It bisects
-/// below `enough`, a capacity that is known to suffice. For some allocators a larger device does not always complete
-/// where a smaller one does; the result is the edge that bisection finds.
+/// Finds the smallest device, in steps of 2 MiB, on which a replay completes, and returns its report too. It
+/// bisects below `enough`, a capacity that is known to suffice. Some allocators fail on a device although
+/// they complete on a smaller one. Then the result is the size that bisection ends at.
 ///
 /// # Errors
 /// Returns the request that fails even on a device of `enough` bytes.

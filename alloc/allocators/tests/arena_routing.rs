@@ -58,7 +58,8 @@ fn reserves_less_than_a_block_more_than_the_best_of_the_others() {
     }
 }
 
-/// In brackets: the overflows if the same bytes promised nothing.
+/// Counts the overflows of each policy. The table has in brackets those of a reserve of the same size without
+/// promises.
 #[test]
 fn policies_do_what_they_say() {
     for (name, step) in steps() {

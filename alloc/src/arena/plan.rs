@@ -51,7 +51,7 @@ impl ArenaPlan {
     /// Returns an error if
     ///
     /// - a request is unsound, or the requests are not in order of their first tick;
-    /// - `offsets` has not one entry per buffer, or is not a plan (seen only where homes are planned);
+    /// - `offsets` does not have one entry per buffer, or is not a plan (noticed only if homes are planned);
     /// - the base lies inside of the static plan;
     /// - the sizes leave the address space.
     pub fn new(

@@ -21,7 +21,8 @@ pub(super) struct Candidate {
 }
 
 impl Candidate {
-    /// Bytes that it gives at a place that lacks so many, times the places that it spans from there on.
+    /// The bytes that it gives at `place`, at most the `lacking` ones, times the number of places that it
+    /// spans from there on.
     fn gives(&self, place: usize, lacking: u64) -> u128 {
         u128::from(self.bytes.min(lacking)) * (self.span.end - place) as u128
     }
@@ -115,8 +116,8 @@ pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<V
     let mut order: Vec<usize> = (0..candidates.len()).collect();
     sort_by_key(&mut order, |&c| candidates[c].span.start);
     let mut order = order.into_iter().peekable();
-    // `open` has the candidates by how far they reach, `ends` the bytes taken off by the place where they cease to
-    // help.
+    // `open` orders the candidates by how far they reach. `ends` has the bytes taken off, by the place where
+    // they cease to help.
     let mut open = std::collections::BinaryHeap::new();
     let mut taken = vec![0u64; candidates.len()];
     let mut ends = vec![0u64; demand.len() + 1];

@@ -108,13 +108,13 @@ impl Patient<'_> {
         }
         let excess = Excess::new(self.problem, self.capacity, self.unit(), |b| Some(b.lifetime.clone()));
         let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK, self.deadline);
-        // That nothing fits may be proven even if no single tick holds too much.
+        // Planning may have proven that nothing fits, even if no single tick holds too much.
         let at_least = found.at_least.unwrap_or(0).max(usize::from(self.is_impossible()));
         let mut best = self.above(self.solution);
         let mut ids: Vec<BufferId> = found.chosen.unwrap_or_default().iter().map(|&k| excess.ids[k]).collect();
         if ids.is_empty() {
-            // If no tick holds too much, the gaps are the cause: to leave out any one buffer that ended too high may be
-            // enough.
+            // If no tick holds too much, the gaps are the cause: leaving out any one buffer that ended too
+            // high may be enough.
             let mut alone = best.clone();
             sort_by_key(&mut alone, |&id| Reverse(self.problem.buffer(id).bytes));
             let single = |id: &&BufferId| excess.bytes.is_empty() && self.solves(&out(&[**id])).is_ok();
@@ -263,7 +263,8 @@ impl Patient<'_> {
         self.problem.ids().filter(|&id| bytes(id) > 0 && end(id) > self.capacity).collect()
     }
 
-    /// Checks whether a plan of the changed problem fits. The error has the plan if there is one and time for it.
+    /// Plans the changed problem. The result is `Ok` if the plan fits; otherwise the error has the plan, or
+    /// `None` if there is none or no time is left.
     fn solves(&self, changes: &[Change]) -> Result<(), Option<Solution>> {
         if self.deadline.has_passed() {
             return Err(None);

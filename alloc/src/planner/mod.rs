@@ -75,7 +75,7 @@ impl Default for Options {
     }
 }
 
-/// The proof that there is for the height of a plan.
+/// The kind of proof that no plan is lower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Proof {
     /// The height equals the max-live bound: nothing lower exists.
@@ -182,7 +182,7 @@ pub fn plan(problem: &Problem, options: &Options) -> Solution {
         None => plan_here(problem, options),
         Some(threads) => match rayon::ThreadPoolBuilder::new().num_threads(threads).build() {
             Ok(pool) => pool.install(|| plan_here(problem, options)),
-            // Without a new pool, the current one plans.
+            // If no pool can be created, the current one is used.
             Err(_) => plan_here(problem, options),
         },
     }

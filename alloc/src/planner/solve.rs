@@ -57,14 +57,14 @@ enum Step {
     Repair,
     /// A region of the arena for each size, followed by repairs.
     Regions,
-    /// Strips, which repairs start from.
+    /// Strips of items of equal size, whose plan is then repaired.
     Strips,
     /// The exact search.
     Search,
 }
 
-/// The steps after plain sweeps. The first ones settle most parts; the later ones repeat them with more work. Each step
-/// may spend one in so many of the work that is left.
+/// The steps after plain sweeps. The first ones settle most parts; the later ones repeat them with more work.
+/// Each number is a divisor: the step may spend that fraction of the work that is left.
 const STEPS: [(u64, Step); 12] = [
     (64, Step::Repair),
     (22, Step::Backtracking),
@@ -97,7 +97,7 @@ const HEIGHTS: u32 = 6;
 /// every step, so it is cheap for small parts only.
 const SMALL: (usize, u64) = (3_000, 500_000);
 
-/// Share of a small part's work, as one in so many, that the steps after its first search get. The rest is for more
+/// The steps after a small part's first search get 1/`SMALL_SHARE` of its work. The rest is for more
 /// searches.
 const SMALL_SHARE: u64 = 8;
 
@@ -106,7 +106,7 @@ const WORK_PER_HEIGHT: u64 = 120_000;
 /// Percentage of that work that the search gets.
 const SEARCH_PERCENT: u64 = 70;
 
-/// The range of heights still to try is little if it is less than one in so many of the whole range.
+/// Little is left of the range of heights if it is less than 1/`LITTLE_LEFT` of the whole range.
 const LITTLE_LEFT: u64 = 4;
 
 /// The result for a part.
@@ -119,8 +119,9 @@ pub(crate) struct Outcome {
     pub placements: u64,
 }
 
-/// Plans every part. Each part first gets a plan; then the parts that miss their goals share the work equally. What is
-/// proven of one part is also enough for the others. Returns the outcomes in the order of the parts.
+/// Plans every part. Each part first gets a plan; then the parts that miss their goals share the work
+/// equally. A bound that is proven for one part raises the height that suffices for the others. Returns the
+/// outcomes in the order of the parts.
 ///
 /// `aim` and `enough` are heights of the whole problem: nothing below the first helps, nothing below the second is
 /// asked for.

@@ -215,8 +215,8 @@ impl<'a> Growth<'a> {
         (is_forward != wants_forward, order.0, order.1)
     }
 
-    /// True if a forward fits. A forward that starts a micro-batch leaves room for its later chunks, one at a time, so
-    /// that everything in progress can always be finished.
+    /// True if a forward stays within the limits. A forward that starts a micro-batch must leave room for its
+    /// later chunks, one at a time, so that everything in progress can be finished.
     fn has_room(&self, index: usize, action: Action) -> bool {
         let rank = &self.ranks[index];
         let chunk = (action.stage.0 / self.shape.ranks).min(self.shape.chunks - 1);

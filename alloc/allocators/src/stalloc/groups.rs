@@ -20,7 +20,7 @@ const LEAST_USAGE: f64 = 0.7;
 /// A group with fewer members than this that is smaller than a tenth of the largest group is dissolved.
 const FEW: usize = 5;
 
-/// Numbers of rectangles, with their offsets in the group.
+/// The rectangles of a group, by number, with their offsets in it.
 type Members = Vec<(usize, u64)>;
 
 /// Buffers at fixed offsets relative to each other.

@@ -7,8 +7,8 @@ const FIRST_ATTEMPT: u64 = 500_000;
 /// Work per item of an attempt in the first round, if that is more.
 const FIRST_ATTEMPT_PER_ITEM: u64 = 70;
 
-/// Sizes of the next step, each as one in so many of the distance to the goal: large steps first, smaller ones if those
-/// fail.
+/// Divisors of the distance to the goal that give the size of the next step: large steps first, smaller ones
+/// if those fail.
 const STEPS: [u64; 4] = [1, 4, 16, 64];
 
 /// The progress of a descent.

@@ -25,8 +25,8 @@ use crate::planner::space::free_list::{FreeList, Hole, Place};
 /// Work per item that an attempt should be able to spend.
 const WORK_PER_ITEM: u64 = 100;
 
-/// Attempts that run in parallel: in the first wave, and at most. The first wave is small, because the first attempts
-/// often succeed where backtracking helps at all.
+/// Number of attempts that run in parallel: in the first wave, and at most in later ones. The first wave is
+/// small, because the first attempts often succeed where backtracking helps at all.
 const WAVES: (u64, u64) = (2, 8);
 
 /// Attempts at the second half of time once the first is done.
@@ -41,7 +41,8 @@ const SHORT_WAYS: u32 = 8;
 /// Longest retreat at first, in cliques.
 const NEAR: u64 = 3;
 
-/// All small items together have at most one in so many bytes of the fullest clique. Some attempts keep them apart.
+/// All small items together have at most 1/`SMALL_SHARE` of the fullest clique's bytes. Some attempts keep
+/// them apart.
 const SMALL_SHARE: u64 = 64;
 
 /// Prices that add up to the score of a place.
@@ -88,10 +89,10 @@ impl Solver<'_> {
         })
     }
 
-    /// Runs attempts by number, in waves that run in parallel, until one finds offsets or the budget has less than
-    /// `work_per_item` for each item of one more. A wave has so many attempts at first and at most. Of several that
-    /// succeed, the one with the lowest number counts, so that the result is the same on every machine. Returns true if
-    /// one succeeded.
+    /// Runs attempts by number, in waves that run in parallel, until one finds offsets or the budget has less
+    /// than `work_per_item` for each item of one more. The pair has the size of the first wave and the
+    /// largest size; from one wave to the next, the size doubles. Of several that succeed, the one with the
+    /// lowest number counts, so that the result is the same on every machine. Returns true if one succeeded.
     pub(super) fn attempt(
         &mut self,
         numbers: Range<u64>,

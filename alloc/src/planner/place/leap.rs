@@ -47,8 +47,8 @@ pub(super) struct Arrival {
     pub outline: u64,
 }
 
-/// Places per birth that may be tried from one layout. Attempts use this number, twice and four times as many in turn.
-/// The more are tried, the less orderly are some of the layouts that arrive.
+/// Places per birth that may be tried from one layout. Attempts use this number, twice and four times as many
+/// in turn. If more are tried, less orderly layouts arrive too.
 const PLACES_PER_BIRTH: u64 = 4;
 
 /// Most layouts that may arrive from one layout.
@@ -63,7 +63,7 @@ const SLABS: usize = 1 << 22;
 /// Places that are tried for an item that dies before the milestone, and for a small one that doesn't.
 const PLACES: (usize, usize) = (2, 3);
 
-/// An item is large if it has at least one in so many of the largest item's bytes.
+/// An item is large if it has at least 1/`LARGE` of the largest item's bytes.
 const LARGE: u64 = 3;
 
 /// Disorder that each free range adds.

@@ -67,8 +67,8 @@ impl Lots {
         self.0.iter().map(|lot| (lot.root, lot.bytes))
     }
 
-    /// A hash of the lots at a clique. It doesn't depend on their order, and dead lots of one size are alike. `seen`
-    /// maps the clique before which a lot's owner dies to what is hashed.
+    /// A hash of the lots at a clique. It doesn't depend on their order, and dead lots of one size are alike.
+    /// `seen` coarsens the clique before which a lot's owner dies.
     pub fn key(&self, clique: u32, seen: impl Fn(u32) -> u32) -> u64 {
         self.0.iter().fold(0, |key: u64, lot| {
             let leaves = if lot.leaves <= clique { 0 } else { 1 + u64::from(seen(lot.leaves)) };

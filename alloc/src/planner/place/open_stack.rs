@@ -32,7 +32,7 @@ const KIND: u64 = 6;
 /// layouts and places.
 const ATTEMPTS: u64 = 4 * KIND;
 
-/// Attempts that run in parallel: in the first wave, and at most.
+/// Number of attempts that run in parallel: in the first wave, and at most in later ones.
 const WAVES: (u64, u64) = (2, 2);
 /// Work per item that an attempt should be able to spend.
 const WORK_PER_ITEM: u64 = 300;

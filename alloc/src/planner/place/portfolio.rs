@@ -1,4 +1,4 @@
-//! Sweeps with many policies, from cheap and often successful to expensive.
+//! Sweeps with many policies. The cheap ones that often succeed come first.
 //!
 //! 1. Outwards from the fullest clique. Its items fill the arena without a gap in any order. The two halves of time are
 //!    independent, so the best sweep of each half makes the plan.
@@ -209,8 +209,8 @@ impl Solver<'_> {
         }
     }
 
-    /// Returns the lowest plan of a chain, if it is within the limit and the budget suffices for it, and what was
-    /// spent.
+    /// Runs the sweeps of a chain. Returns its lowest plan, if it has one within the limit, and the work and
+    /// sweeps spent.
     fn follow(&self, chain: &Chain, limit: u64, mut budget: Budget) -> (Option<Placement>, Spent) {
         let items = &self.part.items;
         let timeline = self.timeline(chain.is_backward);

@@ -110,8 +110,8 @@ impl<'s> FreeList<'s> {
         self.under[above as usize] = below;
     }
 
-    /// Finds the place for `bytes` that `fit` asks for. If nothing below the ceiling is large enough, it is the lowest
-    /// place above. The `blocked` ranges (ascending, disjoint) stay untouched.
+    /// Finds the place for `bytes` that `fit` asks for. If nothing below the ceiling is large enough, returns
+    /// the lowest place above it. The `blocked` ranges (ascending, disjoint) stay untouched.
     pub fn find(&self, bytes: u64, alignment: u64, fit: Fit, ceiling: u64, blocked: &[(u64, u64)]) -> Option<Place> {
         let wanted = Wanted { bytes, alignment, ceiling };
         if blocked.is_empty() {

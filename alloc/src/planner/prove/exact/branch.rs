@@ -1,7 +1,7 @@
 //! The search of one worker: it picks the clique of the next step, tries the cases there and remembers what failed.
 //!
-//! In: a part, a capacity and a number of visits. Out: a plan, or a proof that there is none, or that the visits are
-//! spent. Never: a state that failed before.
+//! In: a part, a capacity and a number of visits. Out: a plan, or a proof that there is none, or that the
+//! visits are spent. Never: a visit to a state that failed before.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
