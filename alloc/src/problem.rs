@@ -83,9 +83,13 @@ impl Problem {
     /// Checks the buffers and takes them over.
     ///
     /// # Errors
-    /// The first buffer that has an empty lifetime, a zero alignment or a misaligned or overflowing pinned offset;
-    /// [`Error::PinsOverlap`] when two are pinned onto each other; [`Error::TooLarge`] with the tick at which the live bytes
-    /// exceed `u64`; [`Error::AlignmentsTooLarge`] when they do with the gaps that alignments may ask for.
+    /// Returns
+    ///
+    /// - the error of the first buffer that has an empty lifetime, a zero alignment, or a misaligned or overflowing
+    ///   pinned offset;
+    /// - [`Error::PinsOverlap`] if two buffers are pinned onto each other;
+    /// - [`Error::TooLarge`] with the tick at which the live bytes exceed `u64`;
+    /// - [`Error::AlignmentsTooLarge`] if they exceed it together with the gaps that alignments may ask for.
     pub fn new(buffers: Vec<Buffer>) -> Result<Self, Error> {
         if u32::try_from(buffers.len()).is_err() {
             return Err(Error::TooManyBuffers { buffers: buffers.len() });
@@ -128,8 +132,8 @@ impl Problem {
     /// The same problem with `members` one after another in address order, each starting where the one before ends.
     ///
     /// # Errors
-    /// [`Error::Group`] when a member does not exist or already belongs to a group, when the members' sizes put one off
-    /// its alignment, or when two of them are pinned at places that contradict each other.
+    /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the members' sizes put one
+    /// off its alignment, or if the pins of two members contradict each other.
     pub fn contiguous(self, members: Vec<BufferId>) -> Result<Self, Error> {
         self.grouped(members, false)
     }
@@ -137,7 +141,8 @@ impl Problem {
     /// The same problem with `members` one after another in an order that the planner chooses.
     ///
     /// # Errors
-    /// [`Error::Group`] as for [`contiguous`](Self::contiguous), when no order was found that avoids them.
+    /// Returns [`Error::Group`] in the same cases as [`contiguous`](Self::contiguous), if no order was found that
+    /// avoids them.
     pub fn adjacent(self, members: Vec<BufferId>) -> Result<Self, Error> {
         self.grouped(members, true)
     }
@@ -169,7 +174,7 @@ impl Problem {
     /// The same problem with a range of addresses that no buffer may touch.
     ///
     /// # Errors
-    /// [`Error::PinnedOnForbidden`] when a buffer is pinned there.
+    /// Returns [`Error::PinnedOnForbidden`] if a buffer is pinned there.
     pub fn forbid(mut self, range: Range<u64>) -> Result<Self, Error> {
         let meets = |b: &Buffer, at: u64| b.bytes > 0 && at < range.end && range.start < at + b.bytes;
         if let Some(buffer) = self.buffers.iter().position(|b| b.offset.is_some_and(|at| meets(b, at))) {

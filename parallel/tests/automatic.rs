@@ -1,5 +1,5 @@
-//! Orders made for given costs, compared with the checker, the rules, and the tables found by the zero-bubble authors'
-//! search.
+//! Orders made for given costs: they pass the checker, and are compared with the rules and with the tables that the
+//! zero-bubble authors' search found.
 
 use gapless_parallel::{
     Automatic, Cell, Costs, Error, Placement, Schedule, Sends, Shape, Timeline, by_name, check, read_table, simulate,

@@ -25,7 +25,7 @@ fn planned(step: MoeStep) -> (BuiltStep, Vec<u64>) {
 
 /// No placement of blocks in their order of arrival avoids every gap. The others can fill their gaps with static
 /// buffers. Even so, over all routings the smallest sufficient reserve needs less than one block more than the best of
-/// them, and mostly less than that one.
+/// them, and in most cases less than that one.
 #[test]
 fn reserves_less_than_a_block_more_than_the_best_of_the_others() {
     Row::print_header();
