@@ -1,11 +1,11 @@
-//! The planner beside what people use otherwise, in the same run: greedy by size (TensorFlow Lite's way) and first fit in
-//! order of time. Over every table in the folders of `../shared/instances` where there are any, and over generated steps
-//! always.
+//! The planner beside common alternatives in the same run: greedy by size (as in TensorFlow Lite) and first fit in
+//! order of time. It runs over generated steps, and over the tables in the folders of `../shared/instances` if there
+//! are any.
 //!
-//! `cargo bench -p gapless-alloc --bench planner` prints one line per instance (height ÷ bound and milliseconds of each),
-//! then measures the planner on the steps it finishes at once. Arguments select instances by name; `GAPLESS_INSTANCES`
-//! names another folder of them. Greedy by size is quadratic: where it would run for minutes, a dash stands for it, as
-//! for both where buffers are pinned, which they know nothing of.
+//! `cargo bench -p gapless-alloc --bench planner` prints one line per instance (height ÷ bound and milliseconds of
+//! each), then measures the planner on the steps that it plans quickly. Arguments select instances by name;
+//! `GAPLESS_INSTANCES` names another folder of them. Greedy by size is quadratic, so a dash replaces it where it would
+//! run for minutes. Both alternatives have a dash where buffers are pinned, since they don't support pins.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use gapless_alloc::{Buffer, Options, Problem, check, csv, plan};
 struct Instance {
     name: String,
     problem: Problem,
-    /// Named in the file, as minimalloc does.
+    /// The capacity that the file name gives, as minimalloc's do.
     capacity: Option<u64>,
 }
 
@@ -31,7 +31,7 @@ fn instances() -> Vec<Instance> {
         entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
     };
     let families = entries(&root).into_iter();
-    // Figures of another planner lie beside the tables.
+    // Another planner's figures lie in the same folders.
     let is_table = |path: &PathBuf| gapless_testing::table_name(path).is_some_and(|name| name != "authors_planner");
     let mut paths: Vec<PathBuf> = families.flat_map(|family| entries(&family)).filter(is_table).collect();
     paths.sort();
@@ -68,7 +68,7 @@ fn generated() -> Vec<Instance> {
     ]
 }
 
-/// The same with every third buffer pinned where an earlier plan has it.
+/// The same problem with every third buffer pinned at its offset in an earlier plan.
 fn pinned(instance: Instance) -> Instance {
     let offsets = plan(&instance.problem, &Options::default()).offsets;
     let place = |(k, (b, at)): (usize, (&Buffer, u64))| if k % 3 == 0 { b.clone().at(at) } else { b.clone() };
@@ -86,7 +86,8 @@ fn measure(run: impl FnOnce() -> u64) -> Measured {
     (height, start.elapsed())
 }
 
-/// Largest first, each at the lowest place that those before it leave. Quadratic: `None` where that takes too long.
+/// Places the largest first, each at the lowest place that the others leave. Quadratic: returns `None` if that would
+/// take too long.
 fn greedy_by_size(problem: &Problem) -> Option<Measured> {
     if problem.len() > 120_000 || has_pins(problem) {
         return None;
@@ -115,7 +116,7 @@ fn greedy_by_size(problem: &Problem) -> Option<Measured> {
     }))
 }
 
-/// In order of birth, each at the lowest place that is free at that moment.
+/// Places buffers in order of birth, each at the lowest place that is free at that moment.
 fn first_fit_by_time(problem: &Problem) -> Option<Measured> {
     if has_pins(problem) {
         return None;

@@ -1,4 +1,4 @@
-//! Ten million lines: writes a table of that many buffers, or reads and plans one, and says what it took.
+//! Ten million lines: writes a table of that many buffers, or reads and plans one, and prints what it took.
 //!
 //! ```text
 //! cargo run --release -p gapless-alloc --example long_table -- write TABLE.csv [MICRO_BATCHES]
@@ -47,7 +47,7 @@ fn place(path: &str) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The most memory that the process had so far, where the system says so.
+/// The most memory that the process has used so far, if the system reports it.
 fn most_memory() -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("unknown");

@@ -18,8 +18,8 @@ pub fn live_at(problem: &Problem, tick: u64) -> impl Iterator<Item = BufferId> +
     problem.ids().filter(move |&id| problem.buffer(id).lifetime.contains(&tick))
 }
 
-/// The first tick at which the most bytes are alive, with those, which need not fit in a `u64` yet; `None` for an empty
-/// problem.
+/// The first tick at which the most bytes are alive, and those bytes, which may not fit in a `u64` yet. `None` for an
+/// empty problem.
 pub(crate) fn most_live(problem: &Problem) -> Option<(u64, u128)> {
     let first = problem.buffers().iter().map(|b| b.lifetime.start).min()?;
     let mut most: Option<(u64, u128)> = None;
@@ -34,7 +34,7 @@ pub(crate) fn most_live(problem: &Problem) -> Option<(u64, u128)> {
 /// Calls `visit(tick, live bytes)` wherever the live bytes may change, in tick order.
 pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
     if problem.end() <= 4 * problem.len() as u64 {
-        // Ticks are few enough to be counted through. Differences wrap around and back.
+        // There are few enough ticks to count through them. Differences wrap around and back.
         let mut change = vec![0u128; problem.end() as usize + 1];
         for b in problem.buffers() {
             change[b.lifetime.start as usize] = change[b.lifetime.start as usize].wrapping_add(b.bytes.into());
@@ -56,7 +56,7 @@ pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
     let mut live = 0u128;
     let mut next = events.iter().peekable();
     while let Some(&(tick, is_birth, bytes)) = next.next() {
-        // `false < true`: at one tick, deaths come before births, as half-open lifetimes want it.
+        // `false < true`: at one tick, deaths come before births, as half-open lifetimes require.
         live = if is_birth { live + u128::from(bytes) } else { live - u128::from(bytes) };
         if next.peek().is_none_or(|e| e.0 != tick) {
             visit(tick, live);
@@ -72,7 +72,7 @@ mod tests {
     use crate::Buffer;
 
     generated! {
-        /// Ticks far apart and ticks close together take different ways to the same bound.
+        /// Stretching time changes which of the two sweeps runs, but not the bound.
         #[test]
         fn stretched_time_changes_nothing(
             rows in prop::collection::vec((0..30u64, 1..30u64, 0..99u64), 0..40),

@@ -1,4 +1,4 @@
-//! Judges a plan. Knows nothing of how it was made: a sweep over time with the live address ranges in an ordered map.
+//! Checks a plan without knowing how it was made: a sweep over time with the live address ranges in an ordered map.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 use crate::order::sort_by_key;
 use crate::{BufferId, Problem};
 
-/// One thing that is wrong with a plan.
+/// A violation found in a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum Violation {
@@ -50,7 +50,8 @@ impl std::error::Error for Violation {}
 /// Checks `offsets` against the problem, and against `capacity` bytes when given.
 ///
 /// # Errors
-/// Every violation that the sweep meets. Of several buffers that overlap at one place, at least one pair is named.
+/// Returns every violation that the sweep meets. Of several buffers that overlap at one place, at least one pair is
+/// named.
 pub fn check(problem: &Problem, offsets: &[u64], capacity: Option<u64>) -> Result<(), Vec<Violation>> {
     if offsets.len() != problem.len() {
         return Err(vec![Violation::Count { offsets: offsets.len(), buffers: problem.len() }]);

@@ -1,4 +1,4 @@
-//! What can be wrong with a problem or a table of one.
+//! Errors of problems, tables and arenas.
 
 use std::fmt;
 

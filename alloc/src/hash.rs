@@ -6,13 +6,16 @@ use crate::Problem;
 
 /// First 128 bits of a BLAKE3 hash over a problem and the offsets of its buffers.
 ///
-/// What is hashed, so that another program can do the same: the words below as 64-bit little-endian integers, after the
-/// ASCII text `gapless plan 2`. It changes with that number only.
+/// The input of the hash is fixed, so that other programs can compute it. It is the ASCII text `gapless plan 2`,
+/// followed by these numbers as 64-bit little-endian integers:
 ///
-/// 1. the number of buffers; for each the first and the past-the-last tick, bytes, alignment, offset in the plan, and
-///    1 and the pinned offset or 0 and 0;
-/// 2. the number of groups; for each 1 if the planner chooses the order (else 0), the number of members, and the members;
-/// 3. the number of forbidden ranges, merged and ascending; for each the first and the past-the-last byte.
+/// 1. the number of buffers; then for each the first tick, the tick after the last, bytes, alignment, offset in the
+///    plan, and either 1 and the pinned offset or 0 and 0;
+/// 2. the number of groups; then for each 1 if the planner chooses the order (else 0), the number of members, and the
+///    members;
+/// 3. the number of forbidden ranges, merged and ascending; then for each the first byte and the byte after the last.
+///
+/// If the input ever changes, so does the number in the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlanHash([u8; 16]);
 
@@ -53,7 +56,7 @@ mod tests {
     use super::*;
     use crate::{Buffer, BufferId};
 
-    /// Whatever distinguishes two placed problems distinguishes their hashes; the first one's must never change.
+    /// Every difference between two placed problems changes the hash. The hash of the first one must never change.
     #[test]
     fn every_part_of_a_problem_counts() {
         let problem = |first: Buffer| Problem::new(vec![first, Buffer::new(0..2, 8)]).unwrap();

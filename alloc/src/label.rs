@@ -1,6 +1,6 @@
-//! What a buffer is to its owner: the names that reports and pictures show.
+//! The names and the role of a buffer, which reports and pictures show.
 
-/// What a tensor is for. Every byte of a plan is accounted to one role.
+/// The purpose of a tensor. Every byte of a plan is accounted to one role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -9,7 +9,7 @@ pub enum Role {
     Parameter,
     /// Accumulated weight gradients.
     Gradient,
-    /// What the optimizer keeps between steps.
+    /// State that the optimizer keeps between steps.
     OptimizerState,
     /// Batches and per-step scalars written by the host.
     Input,
@@ -19,7 +19,7 @@ pub enum Role {
     Workspace,
     /// Send and receive buffers.
     Communication,
-    /// Expert buffers whose size the data decides.
+    /// Expert buffers whose size depends on the data.
     Routing,
     /// Keys and values of past tokens.
     Cache,
@@ -39,7 +39,7 @@ impl Role {
         Self::Cache,
     ];
 
-    /// The role in words.
+    /// The name of the role.
     pub fn name(self) -> &'static str {
         match self {
             Self::Parameter => "parameter",
@@ -65,6 +65,6 @@ pub struct Label {
     pub op: String,
     /// The layer it belongs to, e.g. `h.3`; empty outside of layers.
     pub layer: String,
-    /// What it is for.
+    /// The role of the tensor.
     pub role: Role,
 }

@@ -1,4 +1,5 @@
-//! Sorting that is compiled once for each type of element, instead of once for each key: 40 keys would be a fifth of this crate's code.
+//! Sorting that is compiled once per element type instead of once per key: 40 keys would be a fifth of this crate's
+//! code.
 
 use std::cmp::Ordering;
 

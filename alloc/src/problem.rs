@@ -1,4 +1,4 @@
-//! What is to be planned: buffers with sizes and lifetimes.
+//! The input of the planner: buffers with sizes and lifetimes.
 //!
 //! In: buffers as the caller has them. Out: a [`Problem`] in which every buffer is sound. Never: a decision about offsets.
 
@@ -83,9 +83,13 @@ impl Problem {
     /// Checks the buffers and takes them over.
     ///
     /// # Errors
-    /// The first buffer that has an empty lifetime, a zero alignment or a misaligned or overflowing pinned offset;
-    /// [`Error::PinsOverlap`] when two are pinned onto each other; [`Error::TooLarge`] with the tick at which the live bytes
-    /// exceed `u64`; [`Error::AlignmentsTooLarge`] when they do with the gaps that alignments may ask for.
+    /// Returns
+    ///
+    /// - the error of the first buffer that has an empty lifetime, a zero alignment, or a misaligned or overflowing
+    ///   pinned offset;
+    /// - [`Error::PinsOverlap`] if two buffers are pinned onto each other;
+    /// - [`Error::TooLarge`] with the tick at which the live bytes exceed `u64`;
+    /// - [`Error::AlignmentsTooLarge`] if they exceed it together with the gaps that alignments may ask for.
     pub fn new(buffers: Vec<Buffer>) -> Result<Self, Error> {
         if u32::try_from(buffers.len()).is_err() {
             return Err(Error::TooManyBuffers { buffers: buffers.len() });
@@ -128,8 +132,8 @@ impl Problem {
     /// The same problem with `members` one after another in address order, each starting where the one before ends.
     ///
     /// # Errors
-    /// [`Error::Group`] when a member does not exist or already belongs to a group, when the members' sizes put one off
-    /// its alignment, or when two of them are pinned at places that contradict each other.
+    /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the members' sizes put one
+    /// off its alignment, or if the pins of two members contradict each other.
     pub fn contiguous(self, members: Vec<BufferId>) -> Result<Self, Error> {
         self.grouped(members, false)
     }
@@ -137,7 +141,8 @@ impl Problem {
     /// The same problem with `members` one after another in an order that the planner chooses.
     ///
     /// # Errors
-    /// [`Error::Group`] as for [`contiguous`](Self::contiguous), when no order was found that avoids them.
+    /// Returns [`Error::Group`] in the same cases as [`contiguous`](Self::contiguous), if no order was found that
+    /// avoids them.
     pub fn adjacent(self, members: Vec<BufferId>) -> Result<Self, Error> {
         self.grouped(members, true)
     }
@@ -169,7 +174,7 @@ impl Problem {
     /// The same problem with a range of addresses that no buffer may touch.
     ///
     /// # Errors
-    /// [`Error::PinnedOnForbidden`] when a buffer is pinned there.
+    /// Returns [`Error::PinnedOnForbidden`] if a buffer is pinned there.
     pub fn forbid(mut self, range: Range<u64>) -> Result<Self, Error> {
         let meets = |b: &Buffer, at: u64| b.bytes > 0 && at < range.end && range.start < at + b.bytes;
         if let Some(buffer) = self.buffers.iter().position(|b| b.offset.is_some_and(|at| meets(b, at))) {
@@ -200,7 +205,7 @@ impl Problem {
             .try_fold(problem, |problem, group| problem.grouped(group.members.clone(), group.any_order).ok())
     }
 
-    /// The same buffers and ranges with only those groups that `keep` wants.
+    /// The same buffers and ranges with only those groups for which `keep` is true.
     pub(crate) fn with_groups(&self, keep: impl Fn(&Group) -> bool) -> Self {
         let groups = self.groups.iter().filter(|group| keep(group)).cloned().collect();
         Self { buffers: self.buffers.clone(), groups, forbidden: self.forbidden.clone() }
@@ -247,7 +252,7 @@ impl Problem {
     }
 }
 
-/// Who cannot follow the members before it, and why.
+/// A member that cannot follow those before it, and the reason.
 type Misfit = (BufferId, &'static str);
 
 impl Group {
@@ -265,7 +270,7 @@ impl Group {
         }
     }
 
-    /// With one more member at the end.
+    /// The group with one more member at the end.
     fn followed_by(mut self, buffers: &[Buffer], id: BufferId) -> Result<Self, Misfit> {
         let b = &buffers[id.index()];
         if !self.bytes.is_multiple_of(b.alignment) {
@@ -286,14 +291,14 @@ impl Group {
         Ok(self)
     }
 
-    /// Whether the members are not all alive together all the time.
+    /// True if the members have different lifetimes.
     pub(crate) fn is_ragged(&self, buffers: &[Buffer]) -> bool {
         self.members.iter().any(|id| buffers[id.index()].lifetime != self.lifetime)
     }
 }
 
-/// The members in an order that alignments and pins allow: the most aligned first, else depth first through all orders,
-/// as far as [`ORDERS_TRIED`] go.
+/// The members in an order that alignments and pins allow: the most aligned first, or else the first order that a
+/// depth-first search finds within [`ORDERS_TRIED`] steps.
 fn stack_in_any_order(buffers: &[Buffer], members: &[BufferId]) -> Result<Group, Misfit> {
     fn deepen(buffers: &[Buffer], left: &[BufferId], group: &Group, tries: &mut u32) -> Result<Group, Misfit> {
         if left.is_empty() {

@@ -1,22 +1,22 @@
-//! Problems that look like training steps, for tests and benches, and small ones that look like nothing at all.
+//! Problems that resemble training steps, for tests and benches.
 //!
-//! A [`Step`] is a stage of a pipeline: per layer and micro-batch, a forward part leaves saved activations for its
-//! backward part, and both use transients that die a few ticks later. What the schedules change is the order of parts,
-//! and with it how the lifetimes of saved activations nest.
+//! A [`Step`] is one stage of a pipeline. Per layer and micro-batch, a forward part leaves saved activations for its
+//! backward part, and both use transients that die a few ticks later. Schedules differ in the order of the parts, and
+//! so in how the lifetimes of saved activations nest.
 
 use crate::{Buffer, Error, Problem};
 
-/// In which order the parts of a step run.
+/// The order in which the parts of a step run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// Every micro-batch's backward right after its forward.
     Accumulation,
-    /// One forward, one backward, after as many forwards as there are stages.
+    /// As many forwards as there are stages, then a backward and a forward in turns.
     OneForwardOneBackward,
     /// The same with two chunks of layers per rank, taking turns.
     Interleaved,
-    /// One more forward ahead, and from then on the operations of a forward and a backward in turns, so that one's
-    /// communication hides behind the other's computation.
+    /// With one more forward ahead, after which the operations of a forward and of a backward alternate, so that the
+    /// communication of one overlaps with the computation of the other.
     Overlapped,
 }
 
@@ -31,9 +31,9 @@ pub struct Step {
     pub micro_batches: u64,
     /// Pipeline stages: how many forwards run ahead.
     pub stages: u64,
-    /// Tokens of each micro-batch, which repeat from the start.
+    /// Tokens of each micro-batch; the list repeats from the start.
     pub tokens: &'static [u64],
-    /// Whether parameters, gradients and optimizer states are part of it.
+    /// Whether parameters, gradients and optimizer states are included.
     pub persistent: bool,
 }
 
@@ -50,7 +50,7 @@ impl Default for Step {
     }
 }
 
-/// Bytes per token of what a layer saves for its backward part.
+/// Bytes per token that a layer saves for its backward part.
 const SAVED: [u64; 6] = [2048, 6144, 2048, 64, 2048, 8192];
 
 /// Bytes per token of a layer's transients.
@@ -63,7 +63,7 @@ impl Step {
     /// The step's buffers: sizes are multiples of 64, alignment 64.
     ///
     /// # Errors
-    /// Only what [`Problem::new`] says of sizes past `u64`.
+    /// Returns an error only if sizes exceed `u64`, as [`Problem::new`] does.
     pub fn problem(&self) -> Result<Problem, Error> {
         let mut buffers = Vec::new();
         let mut saved: Vec<Vec<(u64, u64)>> = vec![Vec::new(); (self.micro_batches * self.chunks()) as usize];
@@ -93,7 +93,7 @@ impl Step {
             end = end.max(start);
         }
         if self.persistent {
-            // Weights and two moments in full, gradients from the first backward part on.
+            // Weights and two moments live throughout, gradients from the first backward part on.
             for bytes in PARAMETERS.iter().flat_map(|&bytes| (0..self.layers).map(move |_| bytes)) {
                 buffers.extend([0, 0, 0].map(|start| Buffer::new(start..end, bytes).aligned(64)));
                 buffers.push(Buffer::new(self.stages.min(self.micro_batches)..end, bytes).aligned(64));
@@ -110,7 +110,7 @@ impl Step {
     fn timetable(&self) -> Vec<Timed> {
         let parts = self.parts();
         let ticks = self.layers.div_ceil(self.chunks()) * 2 * SAVED.len() as u64;
-        // A forward and the backward of another micro-batch that comes next.
+        // A forward that is followed by the backward of another micro-batch.
         let turns = |pair: &[(bool, u64, u64)]| pair[0].0 && !pair[1].0 && pair[0].1 != pair[1].1;
         let mut timetable: Vec<Timed> = Vec::new();
         let mut free = 0;
@@ -145,9 +145,9 @@ impl Step {
         let ahead = match self.order {
             Order::Accumulation => 1,
             Order::OneForwardOneBackward => self.stages.max(1),
-            // Nobody's backward runs beside its own forward.
+            // A micro-batch's backward never overlaps with its own forward.
             Order::Overlapped => self.stages.max(1) + 1,
-            // Backward runs through the chunks the other way round, so that a whole group must be there.
+            // Backward runs through the chunks in reverse, so that a whole group must have run forward.
             Order::Interleaved => 2 * self.stages.max(1) + 1,
         };
         let backward = |&(m, chunk): &(u64, u64)| (false, m, self.chunks() - 1 - chunk);
@@ -164,7 +164,7 @@ impl Step {
     }
 }
 
-/// A part `(is forward, micro-batch, chunk)` with its first tick, and how many ticks after one of its own comes the next.
+/// A part `(is forward, micro-batch, chunk)`, its first tick, and the distance between its ticks.
 struct Timed {
     part: (bool, u64, u64),
     start: u64,

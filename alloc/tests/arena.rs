@@ -1,4 +1,4 @@
-//! The online arena against its judges: the checkers over executed addresses, and a slow twin of its placement.
+//! Checks of the online arena: two checkers over the addresses it serves, and a slow reference of its placement.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use gapless_testing::prelude::*;
 
 const TICKS: u64 = 24;
 
-/// A planned step and what it will ask for.
+/// A planned step and its requests.
 #[derive(Debug, Clone)]
 struct Step {
     problem: Problem,
@@ -37,16 +37,16 @@ fn steps() -> impl Strategy<Value = Step> {
     })
 }
 
-/// In which way the data misbehaves.
+/// The ways in which sizes may vary.
 #[derive(Debug, Clone)]
 enum Sizes {
     Nothing,
     Most,
-    /// The bound ÷ n^0.6, n-th in an order that changes.
+    /// The bound ÷ n^0.6 for the n-th request, in an order that changes.
     Zipf(u64),
     /// The bound and nothing, in turns.
     Oscillating(u64),
-    /// One request has its bound, the others nothing.
+    /// One request has its bound, all others have nothing.
     One(prop::sample::Index),
     /// Shares of the bound.
     Any(Vec<f64>),
@@ -84,7 +84,7 @@ impl Step {
         Arena::new(ArenaPlan::new(&self.problem, &self.offsets, self.requests.clone(), &options).unwrap())
     }
 
-    /// Runs a step and puts its addresses, static and dynamic, before both checkers.
+    /// Runs a step and gives its addresses, static and dynamic, to both checkers.
     fn run(&self, arena: &mut Arena, bytes: impl Fn(RequestId) -> u64) -> Rehearsal {
         let run = rehearse(arena, bytes);
         let limit = arena.plan().height();
@@ -138,7 +138,7 @@ generated! {
         }
     }
 
-    /// With the factor that a step needed it is served, and the report goes on.
+    /// After growing to the factor that a step needed, the arena serves it, and the report continues.
     #[test]
     fn grown_as_it_says_it_serves_the_step(mut step in steps(), sizes in sizes(), reserve in 0..2000u64) {
         for request in &mut step.requests {
@@ -161,7 +161,8 @@ generated! {
         prop_assert_eq!(report.requests, 2 * before.requests);
     }
 
-    /// What must have room has it, whatever others were offered; and an offer within the factor always finds some.
+    /// A request with a certain need always has room, whatever was offered to others. An offer within the factor always
+    /// has room, too.
     #[test]
     fn offers_are_in_nobodys_way(
         mut step in steps(), rounds in prop::collection::vec(sizes(), 1..4), factor in 0.0..2.0f64,
@@ -190,8 +191,8 @@ generated! {
         }
     }
 
-    /// Who keeps within the factor is served, whatever the others that keep within it do; and an overflow comes only in a
-    /// step in which someone did not.
+    /// Requests that stay within the factor are served, whatever the others within it ask for. An overflow comes only
+    /// in a step in which some request exceeded it.
     #[test]
     fn a_factor_is_a_promise(
         step in steps(), rounds in prop::collection::vec(sizes(), 1..4), factor in 0.0..3.0f64, scale in 0.0..=1.0f64,
@@ -226,7 +227,7 @@ generated! {
     }
 }
 
-/// Where everything goes, every grain of memory looked at, every time.
+/// The offset of every request, found by looking at every grain of memory each time.
 fn twin(step: &Step, plan: &ArenaPlan, sizes: &Sizes) -> Vec<Option<u64>> {
     let (grain, reserve) = (plan.grain(), plan.reserve());
     let length = |r: &Request| r.ticks.end - r.ticks.start;
@@ -271,7 +272,7 @@ fn twin(step: &Step, plan: &ArenaPlan, sizes: &Sizes) -> Vec<Option<u64>> {
     placed.into_iter().map(|at| at.map(|(at, _)| at)).collect()
 }
 
-/// Maximal runs of numbers that are `wanted`.
+/// The longest runs of numbers that are `wanted`.
 fn runs(within: Range<u64>, wanted: impl Fn(u64) -> bool) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for n in within.filter(|&n| wanted(n)) {
@@ -313,7 +314,8 @@ fn an_overflow_names_all_that_helps() {
     );
 }
 
-/// However much is idle: nobody has said that what is there is as large.
+/// This holds however much memory is idle, since nothing guarantees that the caller's tensors are larger than
+/// the bound.
 #[test]
 fn no_request_is_served_beyond_its_bound() {
     let problem = Problem::new(vec![Buffer::new(0..1, 1 << 20)]).unwrap();

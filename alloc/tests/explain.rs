@@ -1,4 +1,4 @@
-//! Explanations against the least changes that exhaustion finds, and on steps too large for it.
+//! Explanations, compared with the fewest changes found by exhaustion, and for steps too large for that.
 
 mod exhaustion;
 
@@ -13,8 +13,8 @@ fn within(capacity: u64) -> Options {
     Options { capacity: Some(capacity), ..Options::default() }
 }
 
-/// The least size among the sets of changes that make the problem fit; each buffer offers its changes, the first of which
-/// is none, with their sizes.
+/// The least size of a set of changes that makes the problem fit. `offers` returns the changes of each buffer with
+/// their sizes; the first is no change.
 fn least(problem: &Problem, capacity: u64, offers: impl Fn(BufferId) -> Vec<(u64, Option<Change>)>) -> Option<u64> {
     let offers: Vec<_> = problem.ids().map(offers).collect();
     let mut sets: Vec<(u64, Vec<Change>)> = vec![(0, Vec::new())];
@@ -81,13 +81,13 @@ generated! {
         };
         let least_freed = least(&problem, capacity, pauses);
         if let Some(free) = &explanation.free {
-            // Freeing all of the inside at once is the most that one change can do.
+            // One change can at most free the whole inside of a lifetime.
             prop_assert!(least_freed.is_some_and(|least| free.at_least <= least && least <= free.size));
         }
     }
 }
 
-/// Where a step exceeds its capacity by little, few changes do, and that they are the fewest is proven.
+/// If a step exceeds its capacity by little, few changes suffice, and it is proven that they are the fewest.
 #[test]
 fn remedies_of_steps_are_proven_smallest() {
     let base = Step { layers: 2, persistent: true, ..Step::default() };
@@ -99,7 +99,7 @@ fn remedies_of_steps_are_proven_smallest() {
     ] {
         let problem = step.problem().unwrap();
         let solution = plan(&problem, &Options::default());
-        // In whole units of the alignment, as whoever shrinks anything must.
+        // A multiple of the alignment, since buffers shrink in whole units.
         let capacity = (solution.height / 100 * percent).next_multiple_of(64);
         let explanation = explain(&problem, &[], &solution, &within(capacity)).unwrap();
         assert!(explanation.leave_out.is_smallest(), "{step:?}: {:?}", explanation.leave_out);
@@ -109,7 +109,7 @@ fn remedies_of_steps_are_proven_smallest() {
     }
 }
 
-/// There is no plan at all here, and nothing to go by.
+/// There is no plan at all here that an explanation could start from.
 #[test]
 fn what_no_address_space_holds_is_explained() {
     let problem = Problem::new(vec![Buffer::new(0..2, u64::MAX - 26).aligned(27)]).unwrap().forbid(27..37).unwrap();
@@ -118,7 +118,7 @@ fn what_no_address_space_holds_is_explained() {
     suffice(&problem, &explain(&problem, &[], &solution, &within(1 << 24)).unwrap());
 }
 
-/// What two of the largest buffers there can be, one after the other, have too much is more than an address says.
+/// The excess of two of the largest possible buffers exceeds a `u64`.
 #[test]
 fn the_largest_changes_are_counted() {
     let problem = Problem::new(vec![Buffer::new(0..2, u64::MAX), Buffer::new(3..5, u64::MAX)]).unwrap();
@@ -127,7 +127,7 @@ fn the_largest_changes_are_counted() {
     suffice(&problem, &explanation);
 }
 
-/// However much is missing, what is said to suffice does; and it is not much more than must be.
+/// However much is missing, the remedies suffice, and they are not much larger than the lower bound.
 #[test]
 fn remedies_of_tight_capacities_suffice() {
     let problem = Step::default().problem().unwrap();
@@ -141,7 +141,8 @@ fn remedies_of_tight_capacities_suffice() {
     }
 }
 
-/// Once the deadline has passed nothing is planned any more: what is known suffices, and it is said that there may be less.
+/// Once the deadline has passed, nothing more is planned. The known remedies suffice, and the text says that there may
+/// be smaller ones.
 #[test]
 fn a_deadline_holds_for_explanations() {
     let step = Step { layers: 2, persistent: true, ..Step::default() };
@@ -157,7 +158,7 @@ fn a_deadline_holds_for_explanations() {
     left_out.sort_unstable();
     assert_eq!(left_out, above.collect::<Vec<_>>());
     assert_eq!((late.free, late.shrink.at_least), (None, solution.height - capacity));
-    // One that is too far for any clock is none.
+    // A deadline beyond what any clock can represent is none.
     let patient = Options { deadline: Some(Duration::MAX), ..within(capacity) };
     let patient = explain(&problem, &[], &solution, &patient).unwrap();
     assert!(!patient.cut_short && !patient.to_string().contains("the deadline passed"), "{patient}");

@@ -1,4 +1,4 @@
-//! The planner against its judges: the checker on generated problems of every family, and exhaustion on tiny ones.
+//! The planner against the checker, on generated problems of every family, and against exhaustion on tiny ones.
 
 mod exhaustion;
 mod families;
@@ -12,12 +12,12 @@ use gapless_alloc::synthetic::{Order, Step};
 use gapless_alloc::{Buffer, BufferId, Error, Fit, Options, Problem, Proof, Solution, StopReason, check, plan};
 use gapless_testing::prelude::*;
 
-/// Little enough that hundreds of problems pass in seconds.
+/// So little work that hundreds of problems pass in seconds.
 fn options() -> Options {
     Options { work: 300_000, ..Options::default() }
 }
 
-/// Plans, and holds every claim of the solution against the problem.
+/// Plans a problem and checks every claim of the solution.
 fn planned(problem: &Problem, options: &Options) -> Solution {
     let solution = plan(problem, options);
     if let Err(violations) = check(problem, &solution.offsets, None) {
@@ -46,14 +46,14 @@ generated! {
         planned(&Problem::new(list).unwrap(), &options());
     }
 
-    /// Who ends when it starts, or before, is refused by name; nobody else is.
+    /// A buffer that ends when it starts, or before, is refused by name, and no other is.
     #[test]
     fn empty_lifetimes_are_refused(
         list in prop::collection::vec((0..20u64, 0..6u64, prop::bool::weighted(0.02), often_none(1..99u64)), 0..30),
     ) {
         let ticks = |&(start, length, is_backwards, _): &(u64, u64, bool, u64)| match is_backwards {
             true => start + length..start,
-            // Few of no length, so that many problems have none.
+            // Few lifetimes are empty, so that many problems have none.
             false => start..start + if length == 0 && start % 7 != 0 { 1 } else { length },
         };
         let list: Vec<Buffer> = list.iter().map(|row| Buffer::new(ticks(row), row.3)).collect();
@@ -92,7 +92,8 @@ generated! {
         prop_assert!(may_miss || solution.proof == Proof::MaxLive, "{:?}", solution.proof);
     }
 
-    /// However little may be spent, and however many parts come after the one that it was spent on.
+    /// There is a plan however little may be spent, and however many parts come after the one that it was
+    /// spent on.
     #[test]
     fn any_budget_gives_a_plan(
         list in prop_oneof![
@@ -111,7 +112,7 @@ generated! {
         planned(&Problem::new(list).unwrap(), &Options { work, ..Options::default() });
     }
 
-    /// Near the end of the address space there may be no plan to be found, but never a wrong one, and no overflow.
+    /// Near the end of the address space there may be no plan, but never a wrong one, and no overflow.
     #[test]
     fn huge_sizes_are_planned_or_refused(
         list in prop_oneof![buffers(12, 6, (u64::MAX / 4)..=u64::MAX), buffers(12, 6, near_powers(64))],
@@ -131,7 +132,7 @@ generated! {
         }
     }
 
-    /// More bytes than there are addresses are refused, with a tick at which they are alive.
+    /// More live bytes than there are addresses are refused, with a tick at which they are alive.
     #[test]
     fn too_much_is_refused_where_it_is_alive(list in buffers(6, 6, near_powers(64))) {
         let alive = |tick: u64| -> u128 {
@@ -172,14 +173,14 @@ generated! {
     ) {
         if let Some(problem) = constrained(list, &pins, &fences).and_then(|problem| with_groups(problem, &groups)) {
             let solution = plan(&problem, &options());
-            // A group may be put where only a pin could be: then there is no plan, and none is shown.
+            // A group may be where only a pin could put it. Then there is no plan, and none is returned.
             if !solution.offsets.is_empty() {
                 planned(&problem, &options());
             }
         }
     }
 
-    /// Every claim, against the height that exhaustion finds.
+    /// Every claim is compared with the height that exhaustion finds.
     #[test]
     fn tiny_problems_are_solved(
         list in prop::collection::vec(
@@ -200,7 +201,7 @@ generated! {
         }
     }
 
-    /// Staircases, against the height that exhaustion finds: nothing is claimed that isn't so, and the least is found.
+    /// Staircases are compared with the height that exhaustion finds: no claim is wrong, and the lowest plan is found.
     #[test]
     fn tiny_groups_are_solved(
         list in prop::collection::vec((lifetimes(4), prop_oneof![1 => Just(0), 3 => 1..4u64]), 2..6),
@@ -225,7 +226,7 @@ generated! {
     }
 }
 
-/// `None` where the constraints contradict each other at once.
+/// Returns `None` if the constraints contradict each other at once.
 fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fences: &[(u64, u64)]) -> Option<Problem> {
     for &(index, at) in if list.is_empty() { &[] } else { pins } {
         let b = index.get(&list).clone();
@@ -236,7 +237,7 @@ fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fence
     fences.iter().try_fold(problem, |problem, &(start, bytes)| problem.forbid(start..start + bytes).ok())
 }
 
-/// Steps that chance plays a part in planning: one that meets its bound, and one that (so far) spends all its work.
+/// Steps whose planning uses random choices: one that meets its bound, and one that (so far) spends all its work.
 #[test]
 fn chance_does_not_depend_on_threads() {
     for stages in [1, 2] {
@@ -250,8 +251,8 @@ fn chance_does_not_depend_on_threads() {
     }
 }
 
-/// Full to the byte once per layer, with a forward and a backward in turns: only who tries many ways from one full tick to
-/// the next gets to the end.
+/// These steps are full to the byte once per layer, with a forward and a backward in turns. Only a search that tries
+/// many ways from one full tick to the next gets to the end.
 #[test]
 fn a_step_that_is_full_once_per_layer_meets_the_bound() {
     for (layers, stages, micro_batches) in [(3, 2, 8), (4, 2, 8), (6, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
@@ -261,7 +262,7 @@ fn a_step_that_is_full_once_per_layer_meets_the_bound() {
     }
 }
 
-/// Small ones do so before a search has spent much in vain.
+/// Small steps meet the bound before a search has spent much in vain.
 #[test]
 fn a_small_step_that_is_full_once_per_layer_costs_little() {
     for (layers, stages, micro_batches) in [(4, 2, 8), (5, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
@@ -277,13 +278,13 @@ fn a_capacity_gets_a_verdict() {
     let at = |capacity| plan(&problem, &Options { capacity: Some(capacity), ..Options::default() });
     assert_eq!((at(20).fit, at(20).stop_reason), (Fit::Fits, StopReason::Proven));
     assert_eq!(at(19).fit, Fit::Impossible);
-    // The pin makes 20 impossible though no tick holds more than 20 bytes.
+    // The pin makes 20 bytes impossible, though no tick holds more than 20.
     let pinned = Problem::new(vec![Buffer::new(0..2, 10).at(5), Buffer::new(1..3, 10)]).unwrap();
     let solution = plan(&pinned, &Options { capacity: Some(20), ..Options::default() });
     assert_eq!((solution.fit, solution.height, solution.lower_bound), (Fit::Impossible, 25, 20));
 }
 
-/// An unchanged problem keeps every address; one more buffer moves few of them and costs no height.
+/// An unchanged problem keeps every address. One more buffer moves few of them and costs no height.
 #[test]
 fn a_warm_start_keeps_addresses() {
     let problem = Step { micro_batches: 6, ..Step::default() }.problem().unwrap();
@@ -302,7 +303,7 @@ fn a_warm_start_keeps_addresses() {
     assert!(solution.stats.kept > problem.len() / 2, "kept {} of {}", solution.stats.kept, problem.len());
 }
 
-/// Addresses to keep are no way around a deadline.
+/// Keeping addresses does not get around a deadline.
 #[test]
 fn a_warm_start_keeps_the_deadline() {
     let problem = Step { micro_batches: 6, ..Step::default() }.problem().unwrap();
@@ -315,7 +316,7 @@ fn a_warm_start_keeps_the_deadline() {
     assert!(patient.stats.work > 2 * warm.stats.work, "{} and {}", patient.stats.work, warm.stats.work);
 }
 
-/// Which members, and whether in any order.
+/// The members of a group, and whether their order is free.
 type Grouped = (Vec<u32>, bool);
 
 fn with_groups(problem: Problem, groups: &[Grouped]) -> Option<Problem> {
@@ -335,7 +336,7 @@ fn groups_lie_together() {
     }
 }
 
-/// Of three members the middle one is short-lived, and what it leaves is taken by who comes after it.
+/// The middle one of three members is short-lived, and a later buffer takes the bytes that it leaves.
 #[test]
 fn short_lived_members_leave_their_bytes_to_others() {
     let list = vec![Buffer::new(0..4, 8), Buffer::new(0..2, 8), Buffer::new(0..4, 8), Buffer::new(2..4, 8)];
@@ -345,7 +346,7 @@ fn short_lived_members_leave_their_bytes_to_others() {
     }
 }
 
-/// The given order would need a byte between 8 and 12; another doesn't.
+/// The given order would need an address between 8 and 12; another order doesn't.
 #[test]
 fn an_order_is_chosen_that_alignments_allow() {
     let list = vec![Buffer::new(0..2, 4), Buffer::new(0..2, 8).aligned(8), Buffer::new(0..2, 4)];
@@ -357,7 +358,7 @@ fn an_order_is_chosen_that_alignments_allow() {
     assert!(error.to_string().contains("is put off its alignment"), "{error}");
 }
 
-/// Also what takes no space stays where it is pinned, and with its group.
+/// A buffer without bytes also stays where it is pinned, and with its group.
 #[test]
 fn nothing_is_pinned_too() {
     let list =
@@ -368,7 +369,7 @@ fn nothing_is_pinned_too() {
     }
 }
 
-/// Groups keep their places from an earlier plan where that costs nothing.
+/// Groups keep their places from an earlier plan if that costs no height.
 #[test]
 fn a_warm_start_keeps_groups() {
     let list: Vec<Buffer> = (0..30).map(|k| Buffer::new(k..k + 4 + k % 3, 64 * (k % 5 + 1)).aligned(64)).collect();
@@ -380,7 +381,7 @@ fn a_warm_start_keeps_groups() {
     assert_eq!((warm.height, warm.stats.kept), (cold.height, problem.len()));
 }
 
-/// A group's other member ends up on a forbidden range: nothing can be placed, and nothing is shown.
+/// The group's other member ends up on a forbidden range, so there is no plan, and none is returned.
 #[test]
 fn pins_that_contradict_each_other_give_no_plan() {
     let list = vec![Buffer::new(0..1, 52).at(18), Buffer::new(0..1, 20), Buffer::new(0..1, 1)];

@@ -1,4 +1,4 @@
-//! One thing that a rank does.
+//! The cells of a schedule: actions, communication and updates.
 
 use std::fmt;
 
@@ -10,27 +10,27 @@ pub struct StageId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MicroBatch(pub u32);
 
-/// What is done.
+/// The kind of an action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// The forward pass (F).
     Forward,
     /// The whole backward pass (B).
     Backward,
-    /// Only the gradient with respect to the stage's input (I).
+    /// The gradient with respect to the stage's input only (I).
     BackwardInput,
-    /// Only the gradients with respect to the stage's weights (W).
+    /// The gradients with respect to the stage's weights only (W).
     BackwardWeight,
 }
 
-/// One cell of a schedule: what is done, of which stage, for which micro-batch.
+/// An action: a pass of one stage for one micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Action {
-    /// What is done.
+    /// The pass to run.
     pub kind: Kind,
-    /// Of which stage.
+    /// The stage that it belongs to.
     pub stage: StageId,
-    /// For which micro-batch.
+    /// The micro-batch that it is for.
     pub micro_batch: MicroBatch,
 }
 
@@ -53,7 +53,7 @@ impl Kind {
     }
 }
 
-/// PyTorch's notation: stage, kind, micro-batch, e.g. `0F3`.
+/// Formats an action in PyTorch's notation: stage, kind, micro-batch, e.g. `0F3`.
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}{}", self.stage.0, self.kind.letter(), self.micro_batch.0)
@@ -65,22 +65,23 @@ impl fmt::Display for Action {
 pub enum Cell {
     /// An action by itself.
     One(Action),
-    /// A forward and a backward of another stage, side by side.
+    /// A forward and a backward of another stage that run at the same time.
     Overlap(Action, Action),
-    /// What a rank does around its actions.
+    /// Communication that a rank does between its actions.
     Communicate(Communication),
-    /// The optimizer's step on the weights of a stage. PyTorch's tables leave it to the caller: this word is ours.
+    /// The optimizer's step on the weights of a stage. PyTorch's tables leave it to the caller, so this notation is
+    /// ours.
     Update(StageId),
 }
 
-/// What a rank does around its actions: generators leave it out, tables from elsewhere may have it.
+/// Communication of a rank between its actions. Generators leave it out; tables from elsewhere may have it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Communication {
-    /// What is done.
+    /// The kind of communication.
     pub kind: CommunicationKind,
-    /// Of which stage.
+    /// The stage that it belongs to.
     pub stage: StageId,
-    /// For which micro-batch; none for what concerns the stage's weights.
+    /// The micro-batch that it is for; `None` if it concerns the stage's weights.
     pub micro_batch: Option<MicroBatch>,
 }
 
@@ -106,8 +107,8 @@ impl Communication {
         Self { kind, stage: StageId(stage), micro_batch: Some(MicroBatch(micro_batch)) }
     }
 
-    /// What the other end does: the receive of a send, the send of a receive. None for what has no other end, and for a
-    /// gradient that stage 0 would send upwards.
+    /// The other end of a message: the receive of a send, or the send of a receive. `None` for communication without
+    /// another end, and for a gradient that stage 0 would send upwards.
     pub fn other_end(self) -> Option<Self> {
         let (kind, stage) = match self.kind {
             CommunicationKind::SendForward => (CommunicationKind::ReceiveForward, self.stage.0.checked_add(1)),
@@ -121,7 +122,7 @@ impl Communication {
 }
 
 impl CommunicationKind {
-    /// Every kind with its word in PyTorch's notation.
+    /// Every kind with its name in PyTorch's notation.
     pub const WORDS: [(Self, &'static str); 10] = [
         (Self::SendForward, "SEND_F"),
         (Self::ReceiveForward, "RECV_F"),
@@ -135,7 +136,7 @@ impl CommunicationKind {
         (Self::WaitReduceGradient, "WAIT_REDUCE_GRAD"),
     ];
 
-    /// Whether it is about one micro-batch, rather than about the stage's weights.
+    /// True if it concerns one micro-batch rather than the stage's weights.
     pub fn has_micro_batch(self) -> bool {
         !matches!(self, Self::Unshard | Self::Reshard | Self::ReduceGradient | Self::WaitReduceGradient)
     }
@@ -145,7 +146,7 @@ impl CommunicationKind {
     }
 }
 
-/// PyTorch's notation, e.g. `0SEND_F3` or `0UNSHARD`.
+/// Formats communication in PyTorch's notation, e.g. `0SEND_F3` or `0UNSHARD`.
 impl fmt::Display for Communication {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}", self.stage.0, self.kind.word())?;
@@ -154,7 +155,7 @@ impl fmt::Display for Communication {
 }
 
 impl Cell {
-    /// What is computed, in an order that is right for one after the other too.
+    /// The actions of the cell, in an order that is also valid if they run one after the other.
     pub fn actions(&self) -> impl Iterator<Item = Action> + use<> {
         let (first, second) = match *self {
             Self::One(action) => (Some(action), None),
@@ -165,7 +166,7 @@ impl Cell {
     }
 }
 
-/// PyTorch's notation, e.g. `0F3` or `(0F3;3B1)OVERLAP_F_B`; an update is `0UPDATE`.
+/// Formats a cell in PyTorch's notation, e.g. `0F3` or `(0F3;3B1)OVERLAP_F_B`; an update is `0UPDATE`.
 impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -1,39 +1,41 @@
-//! Puts the messages between ranks into a table: who sends what when, and who receives it where.
+//! Adds the messages between ranks to a table: every send, and the place of its receive.
 //!
-//! In: a table of actions, with or without what concerns the weights. Out: the same cells in the same order, with sends,
-//! receives and waits between them. Stages of one rank hand over without a message. It never changes an order of actions.
+//! In: a table of actions, with or without the work on weights. Out: the same cells in the same order, with sends,
+//! receives and waits between them. Stages of one rank pass values on without a message. The order of actions never
+//! changes.
 //!
-//! All ranks are walked in rounds, one cell each. A send is put right after its action, and at that very moment its
-//! receive is put at the end of the peer's row so far:
+//! The pass walks all ranks in rounds, one cell each. A send goes right after its action, and at the same moment its
+//! receive is appended to the peer's row:
 //!
 //! ```text
 //! rank 0 │ 0F0 0SEND_F0         0F1 0SEND_F1 0RECV_B0 …
 //! rank 1 │              1RECV_F0                       1F0 …
 //! ```
 //!
-//! So one order of all messages agrees with every rank's own. Nobody ever waits for a message later in that order, and
-//! the table is free of deadlock whether sends are buffered or last until they are received. It is also the order in
-//! which PyTorch's runtime exchanges them.
+//! So there is one order of all messages that agrees with every rank's own. No rank ever waits for a message that comes
+//! later in that order, so the table is free of deadlock, whether sends are buffered or last until they are received.
+//! PyTorch's runtime exchanges messages in the same order.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, StageId, Stuck};
 
-/// When a rank waits for a send of its own to be done; until then the sent buffer must stay.
+/// When a rank waits until one of its own sends is done. The sent buffer must stay alive until then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Waits {
-    /// As PyTorch: for an activation after the backward of the same micro-batch, for a gradient at the end of the row.
-    /// M gradients stay alive per stage.
+    /// As in PyTorch: for an activation after the backward of the same micro-batch, for a gradient at the end of the
+    /// row. M gradients stay alive per stage.
     #[default]
     Late,
-    /// Before the same stage's next send in the same direction: one buffer per stage and direction stays alive.
+    /// Before the same stage's next send in the same direction, so that one buffer per stage and direction stays alive.
     NextSend,
 }
 
-/// The table with SEND_F, RECV_F, SEND_B, RECV_B and their waits. Messages that are in the table already are put anew.
+/// Returns the table with SEND_F, RECV_F, SEND_B, RECV_B and their waits. Messages already in the table are replaced.
 ///
 /// # Errors
-/// [`Stuck`] when an action waits for one that never comes; [`crate::check()`] says all that is wrong with such a table.
+/// Returns [`Stuck`] if an action waits for one that never comes; [`crate::check()`] reports everything that is wrong
+/// with such a table.
 pub fn communicate(table: &[Vec<Cell>], waits: Waits) -> Result<Vec<Vec<Cell>>, Stuck> {
     let is_message = |cell: &Cell| matches!(cell, Cell::Communicate(message) if message.micro_batch.is_some());
     let todo: Vec<Vec<Cell>> =
@@ -48,7 +50,7 @@ pub fn communicate(table: &[Vec<Cell>], waits: Waits) -> Result<Vec<Vec<Cell>>, 
     Ok(lowered)
 }
 
-/// Sends and receives, without waits.
+/// Adds sends and receives, without waits.
 fn exchange(table: &[Vec<Cell>]) -> Result<Vec<Vec<Cell>>, Stuck> {
     let owners: BTreeMap<StageId, usize> = (0..)
         .zip(table)
@@ -88,7 +90,7 @@ fn exchange(table: &[Vec<Cell>]) -> Result<Vec<Vec<Cell>>, Stuck> {
     }
 }
 
-/// Whether what comes from the neighbouring stage is there: received, or made on this very rank.
+/// True if the input from the neighbouring stage is there: received, or produced on this rank.
 fn has_input(action: Action, last: Option<StageId>, there: &BTreeSet<Cell>) -> bool {
     let Action { kind, stage, micro_batch } = action;
     let made = |kind, stage| there.contains(&Cell::One(Action { kind, stage, micro_batch }));
@@ -109,7 +111,7 @@ fn has_input(action: Action, last: Option<StageId>, there: &BTreeSet<Cell>) -> b
     }
 }
 
-/// The send of what an action makes for another stage, and the receive at its other end.
+/// The send of an action's result to another stage, and the receive at the other end.
 fn message(action: Action) -> Option<(Communication, Communication)> {
     let kind = match action.kind {
         Kind::Forward => CommunicationKind::SendForward,

@@ -1,47 +1,48 @@
-//! How long things take, in ticks: the same for all stages, or stage by stage, or by a rule of one's own.
+//! Durations in ticks: the same for all stages, or per stage, or by a rule of the caller's own.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::{Action, Kind, StageId};
 
-/// What the simulator asks. A tick is whatever the answers are in: the caller's unit of time.
+/// The durations that the simulator asks for. A tick is the caller's unit of time.
 pub trait Durations {
-    /// Of one action by itself.
+    /// Ticks of one action by itself.
     fn action(&self, action: Action) -> u64;
 
-    /// Of a forward and a backward of another stage, side by side.
+    /// Ticks of a forward and a backward of another stage that run at the same time.
     fn overlapped(&self, forward: Action, backward: Action) -> u64 {
         self.action(forward) + self.action(backward)
     }
 
-    /// From the end of an action to where a neighbouring rank can use its result.
+    /// Ticks from the end of an action until a neighbouring rank can use its result.
     fn transfer(&self, _from: Action) -> u64 {
         0
     }
 
-    /// Of the optimizer's step on a stage's weights.
+    /// Ticks of the optimizer's step on a stage's weights.
     fn update(&self, _stage: StageId) -> u64 {
         0
     }
 }
 
-/// Ticks that one chunk's action takes.
+/// Ticks of each action of one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Costs {
-    /// F.
+    /// Ticks of F.
     pub forward: u64,
-    /// I.
+    /// Ticks of I.
     pub backward_input: u64,
-    /// W.
+    /// Ticks of W.
     pub backward_weight: u64,
-    /// A forward and a whole backward side by side; with a split one, as much less as the split one is shorter.
+    /// Ticks of a forward and a whole backward that run at the same time. With a split backward, the pair takes as much
+    /// less as the split backward is shorter.
     pub overlapped: u64,
-    /// From the end of an action to where a neighbouring rank can use its result.
+    /// Ticks from the end of an action until a neighbouring rank can use its result.
     pub transfer: u64,
 }
 
-/// One tick for each of F, I and W, three for a pair, none between ranks.
+/// One tick each for F, I and W, three for a pair, none between ranks.
 impl Default for Costs {
     fn default() -> Self {
         Self { forward: 1, backward_input: 1, backward_weight: 1, overlapped: 3, transfer: 0 }
@@ -58,7 +59,7 @@ impl Costs {
         }
     }
 
-    /// What running side by side saves; less than nothing, if it costs more.
+    /// Ticks saved by running a pair at the same time; negative if it takes longer.
     fn saved(&self) -> i128 {
         i128::from(self.of(Kind::Forward)) + i128::from(self.of(Kind::Backward)) - i128::from(self.overlapped)
     }
@@ -78,9 +79,10 @@ impl Durations for Costs {
     }
 }
 
-/// Costs of each stage; index = stage. A stage past the end costs what the last one does, none at all nothing.
+/// The costs of each stage, indexed by stage. A stage past the end has the costs of the last one; an empty slice costs
+/// nothing.
 ///
-/// Of two stages side by side, the one that gains less by it says how much is gained.
+/// A pair of two stages saves the lesser of the ticks that each of them saves.
 impl Durations for [Costs] {
     fn action(&self, action: Action) -> u64 {
         of_stage(self, action.stage).of(action.kind)
@@ -105,7 +107,7 @@ fn side_by_side(forward: &Costs, forward_kind: Kind, backward: &Costs, backward_
     u64::try_from(alone - forward.saved().min(backward.saved())).unwrap_or(0)
 }
 
-/// What a device does per second, for costs out of a graph's counts instead of measurements.
+/// The speed of a device, to compute costs from a graph's operation and byte counts instead of measurements.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Rates {
@@ -116,13 +118,13 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// Whether there can be such a device: both rates are positive numbers.
+    /// True if both rates are positive finite numbers.
     pub fn are_sound(&self) -> bool {
         [self.flops, self.bytes].iter().all(|rate| rate.is_finite() && *rate > 0.0)
     }
 
-    /// Nanoseconds of a piece of work that is held up by arithmetic or by memory, whichever takes longer (the roofline
-    /// model of Williams et al., 2009).
+    /// Nanoseconds of work that is limited by arithmetic or by memory, whichever takes longer (the roofline model of
+    /// Williams et al., 2009).
     pub fn nanoseconds(&self, flops: u64, bytes: u64) -> u64 {
         let seconds = (flops as f64 / self.flops).max(bytes as f64 / self.bytes);
         (seconds * 1e9).ceil() as u64
@@ -149,7 +151,7 @@ mod tests {
         let pair = |forward, backward, kind| {
             costs.overlapped(Action::new(Kind::Forward, forward, 1), Action::new(kind, backward, 0))
         };
-        // The cheap stage saves one tick beside itself, the dear one none, with itself or with another.
+        // The cheap stage saves one tick in a pair with itself, the expensive one none, whichever its partner.
         assert_eq!(pair(0, 0, Kind::Backward), 5);
         assert_eq!(pair(0, 0, Kind::BackwardInput), 4);
         assert_eq!(pair(1, 1, Kind::Backward), 60);

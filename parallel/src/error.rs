@@ -1,4 +1,4 @@
-//! What can be wrong with the shape of a schedule, or with the text of one.
+//! Errors in the shape of a schedule, or in the text of one.
 
 /// Every error of this crate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -1,31 +1,30 @@
-//! Exact live bytes of a rank from what one micro-batch keeps alive between cells.
+//! Exact live bytes of a rank, from the buffers that one micro-batch keeps between cells.
 //!
-//! In: the row of cells that a rank runs, and the buffers of *one* micro-batch with the cells that they are born in and die
-//! in, for each way in which micro-batches go through the rank. Out: the most bytes that are alive at a time, all
-//! micro-batches together.
+//! In: the row of cells that a rank runs, and the buffers of *one* micro-batch with the cells in which they are born
+//! and die. Micro-batches may keep different buffers. Out: the most bytes alive at a time, over all micro-batches.
 
 use std::collections::{BTreeSet, HashMap};
 
 use crate::{Action, Cell, Communication, MicroBatch};
 
-/// A buffer of some stage and micro-batch that outlives the cell it is born in.
+/// A buffer of one stage and micro-batch that outlives the cell in which it is born.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kept {
-    /// Its size.
+    /// Size of the buffer.
     pub bytes: u64,
     /// The cell in which it is born.
     pub from: Cell,
-    /// The cell after which it is dead.
+    /// The last cell in which it is alive.
     pub until: Cell,
 }
 
-/// The most bytes that are alive in any cell of `row`, if each micro-batch keeps what `kept` says of it (whatever
-/// micro-batch its cells name). What is born in a cell is there from its start, what dies in it until its end; a buffer
-/// whose cells `row` doesn't have counts nothing.
+/// The most bytes alive in any cell of `row`, if micro-batch m keeps the buffers `kept(m)`, whichever micro-batch the
+/// cells of these buffers name. A buffer is alive from the start of the cell it is born in to the end of its last cell.
+/// It counts nothing if `row` does not contain both cells.
 pub fn peak_bytes<'a>(row: &[Cell], kept: impl Fn(MicroBatch) -> &'a [Kept]) -> u64 {
     let at: HashMap<Cell, usize> = row.iter().enumerate().map(|(index, &cell)| (cell, index)).collect();
     let micro_batches: BTreeSet<MicroBatch> = row.iter().filter_map(micro_batch).collect();
-    // By cell: bytes born at its start, bytes dead at its end.
+    // By cell: bytes born at its start, and bytes that die at its end.
     let mut changes = vec![(0, 0); row.len()];
     for (micro_batch, kept) in micro_batches.iter().flat_map(|&m| kept(m).iter().map(move |kept| (m, kept))) {
         let [from, until] = [kept.from, kept.until].map(|cell| at.get(&with(cell, micro_batch)).copied());

@@ -1,8 +1,8 @@
-//! Pipeline schedules, as one list of actions per rank.
+//! Pipeline schedules: for each rank, one list of actions.
 //!
-//! A model is cut into stages; a batch is cut into micro-batches. A [`Schedule`] says, for every rank, in which order it
-//! runs the forward and backward parts of its stages. The engine lowers that list into one program per rank; the list
-//! is the lifetime of every tensor.
+//! A model is cut into stages, and a batch into micro-batches. A [`Schedule`] defines the order in which each rank runs
+//! the forward and backward parts of its stages. The engine lowers that list into one program per rank, and the list
+//! determines the lifetime of every tensor.
 //!
 //! ```
 //! use gapless_parallel::{OneForwardOneBackward, Schedule, Shape};
@@ -18,7 +18,7 @@
 //! rank 1 │ ·· F0 B0 F1 B1 F2 B2 ··
 //! ```
 //!
-//! What can be done with a table of [`Cell`]s, from here or from elsewhere:
+//! A table of [`Cell`]s, from a schedule here or from a file, can be processed as follows:
 //!
 //! ```text
 //! Schedule ──▶ table ──▶ reduce_gradients, update_weights, fetch_weights ──▶ communicate ──▶ table
@@ -27,7 +27,7 @@
 //!                                gantt, svg, trace ◀── Timeline (bubble, live, live_bytes) ◀── simulate(Durations)
 //! ```
 //!
-//! [`check()`] and [`simulate`] know none of the generators and none of the passes.
+//! [`check()`] and [`simulate`] depend on none of the generators and none of the passes.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 

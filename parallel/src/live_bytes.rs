@@ -1,4 +1,4 @@
-//! Exact bytes that are alive on a rank over time, from the bytes that each stage makes and keeps per micro-batch.
+//! Exact bytes alive on a rank over time, from the bytes that each stage creates and keeps per micro-batch.
 //!
 //! ```text
 //!            RECV_F   F─────────┐        RECV_B   I─────────┐        W─────────┐
@@ -9,8 +9,8 @@
 //! kept       ·        ·                           ├─────────┴──────────────────┤
 //! ```
 //!
-//! Within a rank the order of the cells alone decides what is alive together: whatever a cell makes is born at its
-//! start, whatever it is the last to read dies at its end. So the peak does not depend on the costs.
+//! Within a rank, only the order of the cells determines what is alive together: a buffer is born at the start of the
+//! cell that creates it, and dies at the end of the cell that reads it last. So the peak does not depend on the costs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,19 +19,19 @@ use crate::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, St
 /// Bytes of one stage for one micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StageBytes {
-    /// The activation that it gets from the stage above: a receive buffer, or the output of a stage of the same rank.
+    /// The activation from the stage above: a receive buffer, or the output of a stage on the same rank.
     pub input: u64,
-    /// Who reads the input last.
+    /// The last reader of the input.
     pub input_until: Until,
-    /// The gradient of the input, which it sends upwards. Stage 0 may have none.
+    /// The gradient of the input, which is sent upwards. Stage 0 may have none.
     pub input_gradient: u64,
-    /// Whether W still reads the gradient that came from the stage below, rather than I alone.
+    /// Whether W also reads the gradient from the stage below, not only I.
     pub weight_reads_gradient: bool,
-    /// What F leaves for the backward and I is the last to read, without the input.
+    /// Bytes, without the input, that F keeps for the backward and that I reads last.
     pub saved_until_input: u64,
-    /// What F leaves for the backward and W is the last to read, without the input.
+    /// Bytes, without the input, that F keeps for the backward and that W reads last.
     pub saved_until_weight: u64,
-    /// What I leaves for W. A whole backward uses it up piece by piece and is taken to leave none.
+    /// Bytes that I leaves for W. A whole backward consumes them piece by piece and is assumed to leave none.
     pub kept_by_input: u64,
 }
 
@@ -48,10 +48,11 @@ pub enum Until {
 }
 
 impl Timeline {
-    /// Bytes alive on a rank, each time something is born or dies; index of `bytes` = stage, a missing stage has none.
+    /// Bytes alive on a rank at each tick where they change. `bytes` is indexed by stage; a missing stage has none.
     ///
-    /// A receive buffer lives from its receive, a send buffer until its wait, or its send where nothing is waited for.
-    /// In a table without communication, messages come right before and leave right after their actions.
+    /// A receive buffer lives from its receive on. A send buffer lives until its wait, or until its send if the table
+    /// has no waits. In a table without communication, messages arrive right before and leave right after their
+    /// actions.
     pub fn live_bytes(&self, rank: usize, bytes: &[StageBytes]) -> Vec<(u64, u64)> {
         let stages: BTreeSet<StageId> =
             self.ranks[rank].iter().flat_map(|span| span.cell.actions()).map(|action| action.stage).collect();
@@ -72,13 +73,13 @@ impl Timeline {
         live
     }
 
-    /// The most that [`Timeline::live_bytes`] comes to.
+    /// The maximum of [`Timeline::live_bytes`].
     pub fn peak_bytes(&self, rank: usize, bytes: &[StageBytes]) -> u64 {
         self.live_bytes(rank, bytes).into_iter().map(|(_, live)| live).max().unwrap_or_default()
     }
 }
 
-/// What is alive: a message by the stage that reads it, everything else by the stage that makes it.
+/// A live buffer. Messages are keyed by the stage that reads them, all others by the stage that creates them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum What {
     Input,
@@ -92,7 +93,7 @@ enum What {
 
 struct Memory<'a> {
     bytes: &'a [StageBytes],
-    /// Those of this rank.
+    /// The stages of this rank.
     stages: BTreeSet<StageId>,
     /// The kinds of communication of this rank.
     kinds: BTreeSet<CommunicationKind>,
@@ -101,7 +102,7 @@ struct Memory<'a> {
 }
 
 impl Memory<'_> {
-    /// Births at the start of a cell.
+    /// Handles births at the start of a cell.
     fn start(&mut self, cell: &Cell) {
         if let Cell::Communicate(Communication { kind, stage, micro_batch: Some(micro_batch) }) = *cell {
             match kind {
@@ -112,7 +113,8 @@ impl Memory<'_> {
         }
         for Action { kind, stage, micro_batch } in cell.actions() {
             if kind == Kind::Forward {
-                // Without a receive written down it comes just now; one from this very rank is there already.
+                // Without a receive in the table, the input arrives just now; from a stage of this rank it is there
+                // already.
                 self.birth(What::Input, stage, micro_batch);
                 self.birth(What::SavedUntilInput, stage, micro_batch);
                 self.birth(What::SavedUntilWeight, stage, micro_batch);
@@ -138,7 +140,7 @@ impl Memory<'_> {
         }
     }
 
-    /// Deaths at the end of a cell.
+    /// Handles deaths at the end of a cell.
     fn end(&mut self, cell: &Cell) {
         if let Cell::Communicate(Communication { kind, stage, micro_batch: Some(micro_batch) }) = *cell {
             let waits = |kind| self.kinds.contains(&kind);
@@ -184,7 +186,7 @@ impl Memory<'_> {
         self.birth_of(what, stage, stage, micro_batch);
     }
 
-    /// A message between two stages is named after its reader while it is on the reader's rank, else after its maker.
+    /// A message between two stages is keyed by its reader if that is on this rank, otherwise by its maker.
     fn birth_of(&mut self, what: What, reader: StageId, maker: StageId, micro_batch: MicroBatch) {
         let (owner, bytes) = match what {
             What::Input => (reader, self.of(reader).input),

@@ -1,11 +1,12 @@
-//! Which rank is what.
+//! The mesh: the role of each rank.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// How ranks share the work: copies of the model with a share of the batch each, stages of a model, shares of its experts.
+/// The division of the work among ranks: copies of the model that share the batch, pipeline stages, and shares of the
+/// experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Mesh {
@@ -20,11 +21,11 @@ pub struct Mesh {
 /// A rank's place in a [`Mesh`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Coordinate {
-    /// Which copy of the model.
+    /// Index of the copy of the model.
     pub data: usize,
-    /// Which rank of the pipeline.
+    /// Index of the rank in its pipeline.
     pub pipeline: usize,
-    /// Which share of the experts.
+    /// Index of the share of the experts.
     pub expert: usize,
 }
 
@@ -36,7 +37,7 @@ impl Default for Mesh {
 }
 
 impl Mesh {
-    /// A mesh of pipeline ranks alone.
+    /// A mesh of pipeline ranks only.
     pub fn pipeline(ranks: usize) -> Self {
         Self { pipeline: ranks, ..Self::default() }
     }
@@ -44,24 +45,24 @@ impl Mesh {
     /// Number of ranks.
     ///
     /// # Errors
-    /// [`Error::Mesh`] when an extent is 0, or there are more ranks than there are numbers.
+    /// Returns [`Error::Mesh`] if an extent is 0 or the number of ranks overflows.
     pub fn ranks(&self) -> Result<usize, Error> {
         let Self { data, pipeline, expert } = *self;
         let ranks = data.checked_mul(pipeline).and_then(|ranks| ranks.checked_mul(expert));
         ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, expert })
     }
 
-    /// Where a rank stands. Neighbours in number share experts first, then are stages of one copy: what talks most sits
-    /// nearest.
+    /// The coordinate of a rank. Ranks with consecutive numbers share experts first, and then are stages of one copy,
+    /// so that ranks that communicate most are nearest to each other.
     ///
     /// # Panics
-    /// When an extent is 0; [`Mesh::ranks`] tells.
+    /// Panics if an extent is 0; [`Mesh::ranks`] returns an error then.
     pub fn coordinate(&self, rank: usize) -> Coordinate {
         let Self { pipeline, expert, .. } = *self;
         Coordinate { expert: rank % expert, pipeline: rank / expert % pipeline, data: rank / expert / pipeline }
     }
 
-    /// The rank that stands there: the inverse of [`Mesh::coordinate`].
+    /// The rank at a coordinate: the inverse of [`Mesh::coordinate`].
     pub fn rank(&self, at: Coordinate) -> usize {
         (at.data * self.pipeline + at.pipeline) * self.expert + at.expert
     }

@@ -1,44 +1,45 @@
-//! When everything happens, and what is alive meanwhile, if every action took a known time.
+//! Simulates when each cell runs, and what is alive meanwhile, for given durations of the actions.
 
 use std::collections::BTreeMap;
 
 use crate::{Action, Cell, Communication, CommunicationKind, Durations, Kind, MicroBatch, StageId};
 
-/// A cell and when it runs, in ticks, half-open.
+/// A cell and the half-open range of ticks in which it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// What runs.
+    /// The cell.
     pub cell: Cell,
-    /// From here,
+    /// First tick.
     pub start: u64,
-    /// until just before here.
+    /// Tick after the last.
     pub end: u64,
 }
 
-/// What a table comes to.
+/// The result of simulating a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Timeline {
     /// The spans of each rank, in order.
     pub ranks: Vec<Vec<Span>>,
 }
 
-/// A rank that waits for ever; [`crate::check()`] says why.
+/// The error for a rank that waits forever; [`crate::check()`] says why.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("rank {rank} waits for ever at {cell}; the checker says what it waits for")]
 pub struct Stuck {
-    /// Which rank.
+    /// The rank.
     pub rank: usize,
-    /// Where.
+    /// The cell at which it waits.
     pub cell: Cell,
 }
 
-/// Starts every cell as soon as its rank is free and its inputs are there.
+/// Starts every cell as soon as its rank is free and its inputs have arrived.
 ///
-/// Sends are buffered and receives posted: communication takes no time on its rank, but a message takes its transfer,
-/// from its send where that is written down, else from the end of its action; and a wait lasts until it is over.
+/// Sends are buffered and receives are posted ahead, so communication takes no time on its rank. A message takes its
+/// transfer time, counted from its send if the table has sends, otherwise from the end of its action. A wait lasts
+/// until the transfer is over.
 ///
 /// # Errors
-/// When a cell's inputs are never made.
+/// Returns [`Stuck`] if the inputs of a cell are never produced.
 pub fn simulate(table: &[Vec<Cell>], costs: &(impl Durations + ?Sized)) -> Result<Timeline, Stuck> {
     let last = table.iter().flatten().flat_map(Cell::actions).map(|action| action.stage).max();
     let sends_are_written = table.iter().flatten().any(|cell| matches!(cell, Cell::Communicate(c) if is_send(c.kind)));
@@ -72,12 +73,12 @@ pub fn simulate(table: &[Vec<Cell>], costs: &(impl Durations + ?Sized)) -> Resul
 }
 
 impl Timeline {
-    /// From the first start to the last end.
+    /// Ticks from 0 to the end of the last cell.
     pub fn makespan(&self) -> u64 {
         self.ranks.iter().flatten().map(|span| span.end).max().unwrap_or_default()
     }
 
-    /// Ticks for which a rank has nothing to do, before the makespan ends.
+    /// Ticks before the end of the makespan in which a rank has nothing to do.
     pub fn bubble(&self, rank: usize) -> u64 {
         let busy = |span: &Span| match span.cell {
             // A wait is not work.
@@ -87,15 +88,15 @@ impl Timeline {
         self.makespan() - self.ranks[rank].iter().map(busy).sum::<u64>()
     }
 
-    /// The part of all ranks' time, up to the makespan, for which they have nothing to do.
+    /// Fraction of all ranks' time, up to the makespan, in which they have nothing to do.
     pub fn bubble_share(&self) -> f64 {
         let bubbles: u64 = (0..self.ranks.len()).map(|rank| self.bubble(rank)).sum();
         let whole = self.makespan() as f64 * self.ranks.len() as f64;
         if whole > 0.0 { bubbles as f64 / whole } else { 0.0 }
     }
 
-    /// Activations alive on a rank, in chunks of one micro-batch, each time their number changes. An activation is
-    /// born where its F starts and dies where its W or whole B ends.
+    /// The number of activations alive on a rank at each tick where it changes, counted in chunks of one micro-batch.
+    /// An activation is born where its F starts and dies where its W or whole B ends.
     pub fn live(&self, rank: usize) -> Vec<(u64, i64)> {
         let mut changes: BTreeMap<u64, i64> = BTreeMap::new();
         for (span, action) in self.ranks[rank].iter().flat_map(|span| span.cell.actions().map(move |a| (span, a))) {
@@ -115,13 +116,13 @@ impl Timeline {
             .collect()
     }
 
-    /// The most that [`Timeline::live`] comes to.
+    /// The maximum of [`Timeline::live`].
     pub fn peak(&self, rank: usize) -> i64 {
         self.live(rank).into_iter().map(|(_, live)| live).max().unwrap_or_default()
     }
 }
 
-/// What others wait for. A whole backward is its input gradient and its weight gradient.
+/// A result that other cells wait for. A whole backward counts as its input gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Done {
     Forward(StageId, MicroBatch),
@@ -129,7 +130,7 @@ enum Done {
     Weight(StageId, MicroBatch),
 }
 
-/// What was done so far, by whom, and until when.
+/// The results so far, with rank, end and action of each, and the ends of the sends.
 struct Results {
     sends_are_written: bool,
     ends: BTreeMap<Done, (usize, u64, Action)>,
@@ -137,7 +138,7 @@ struct Results {
 }
 
 impl Results {
-    /// When everything that a cell needs is there; none if some of it isn't made yet.
+    /// The tick at which everything that a cell needs has arrived; `None` if some of it is not done yet.
     fn ready(&self, cell: &Cell, rank: usize, last: Option<StageId>, costs: &(impl Durations + ?Sized)) -> Option<u64> {
         if let Cell::Communicate(wait) = cell {
             return self.waited_for(*wait, costs);

@@ -1,22 +1,22 @@
 //! PyTorch's text form of a schedule: one row of comma-separated cells per rank.
 //!
-//! A cell is `stage KIND micro-batch` without spaces (`0F3`), or a pair `(0F3;3B1)OVERLAP_F_B`; an empty cell is an
-//! idle slot, which says nothing about the order and is dropped. So are the compute-only tables of
-//! `torch.distributed.pipelining`; its lowered tables have communication too (`0SEND_F3`, `0UNSHARD`). The optimizer's
-//! step is ours (`0UPDATE`).
+//! A cell is `stage KIND micro-batch` without spaces (`0F3`), or a pair `(0F3;3B1)OVERLAP_F_B`. An empty cell is an
+//! idle slot, which does not affect the order and is dropped. The compute-only tables of `torch.distributed.pipelining`
+//! have this form; its lowered tables also have communication (`0SEND_F3`, `0UNSHARD`). The optimizer's step
+//! (`0UPDATE`) is our addition.
 
 use crate::{Action, Cell, Communication, CommunicationKind, Error, Kind, MicroBatch, StageId};
 
-/// One row per rank, without idle slots, each row ended by a newline.
+/// Writes one row per rank, without idle slots. Each row ends with a newline.
 pub fn write_table(table: &[Vec<Cell>]) -> String {
     let row = |cells: &Vec<Cell>| cells.iter().map(Cell::to_string).collect::<Vec<_>>().join(",") + "\n";
     table.iter().map(row).collect()
 }
 
-/// Reads what [`write_table`] writes, and PyTorch's own files.
+/// Reads the output of [`write_table`], and PyTorch's own files.
 ///
 /// # Errors
-/// [`Error::Cell`] at the first cell that is not of this form; rows and cells count from 1.
+/// Returns [`Error::Cell`] for the first cell that is not of this form; rows and cells count from 1.
 pub fn read_table(text: &str) -> Result<Vec<Vec<Cell>>, Error> {
     let rows = text.lines().enumerate();
     rows.map(|(row, line)| {
@@ -34,7 +34,7 @@ pub fn read_table(text: &str) -> Result<Vec<Vec<Cell>>, Error> {
 const CELL: &str = "stage, kind and micro-batch (like 0F3, 0SEND_F3 or 0UNSHARD)";
 const PAIR: &str = "a pair of a forward and a backward (like (0F3;3B1)OVERLAP_F_B)";
 
-/// The error says what was expected instead.
+/// Reads one cell; the error names what was expected instead.
 fn read_cell(text: &str) -> Result<Cell, &'static str> {
     let Some(pair) = text.strip_prefix('(') else { return read_single(text).ok_or(CELL) };
     let pair = pair.strip_suffix(")OVERLAP_F_B").and_then(|pair| pair.split_once(';')).ok_or(PAIR)?;

@@ -1,15 +1,15 @@
-//! What a rank does about a stage's weights around the actions: fetch them where they are sharded, reduce their
-//! gradients over the data-parallel ranks, update them.
+//! Adds the work on a stage's weights between the actions: fetching sharded weights, reducing gradients over the
+//! data-parallel ranks, updating.
 //!
-//! In and out: tables. Each pass adds its cells and leaves the order of the others as it is. [`crate::communicate`] comes
-//! last: every cell counts in its rounds.
+//! In and out: tables. Each pass adds its cells and keeps the order of the others. [`crate::communicate`] comes last,
+//! because it counts every cell in its rounds.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, StageId};
 
-/// REDUCE_GRAD and WAIT_REDUCE_GRAD after each stage's last weight gradient.
+/// Adds REDUCE_GRAD and WAIT_REDUCE_GRAD after each stage's last weight gradient.
 pub fn reduce_gradients(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     let cells = |stage| {
         [CommunicationKind::ReduceGradient, CommunicationKind::WaitReduceGradient].map(|kind| about(kind, stage))
@@ -17,8 +17,8 @@ pub fn reduce_gradients(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     after_last_gradient(table, cells)
 }
 
-/// UPDATE of every stage at the end of its rank's row, in the order of the stages: an optimizer that clips by the norm
-/// of all gradients starts no sooner.
+/// Adds UPDATE of every stage at the end of its rank's row, in the order of the stages. An optimizer that clips by the
+/// norm of all gradients cannot start sooner.
 pub fn update_weights(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     let row = |row: &Vec<Cell>| {
         let stages: BTreeSet<StageId> = row.iter().flat_map(Cell::actions).map(|action| action.stage).collect();
@@ -27,15 +27,15 @@ pub fn update_weights(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     table.iter().map(row).collect()
 }
 
-/// UNSHARD and RESHARD, so that each rank holds the whole weights of the `at_once` stages that it needs next, and of no
-/// other. PyTorch's runtime holds three: one computes forward, one backward, one arrives.
+/// Adds UNSHARD and RESHARD so that each rank holds the whole weights of only the `at_once` stages that it needs next.
+/// PyTorch's runtime holds three: one computes forward, one computes backward, one is being fetched.
 pub fn fetch_weights(table: &[Vec<Cell>], at_once: NonZeroUsize) -> Vec<Vec<Cell>> {
     let row = |row: &Vec<Cell>| {
         let mut fetched = Vec::with_capacity(row.len() + 4);
         let mut held: Vec<StageId> = Vec::new();
         for (at, &cell) in row.iter().enumerate() {
             let next = next_stages(&row[at..], at_once);
-            // In the order of the stages, whatever the order in which they came.
+            // Sorted by stage, so that the order does not depend on when they were fetched.
             held.sort_unstable();
             for &stage in held.iter().filter(|stage| !next.contains(stage)) {
                 fetched.push(about(CommunicationKind::Reshard, stage));
@@ -53,7 +53,7 @@ pub fn fetch_weights(table: &[Vec<Cell>], at_once: NonZeroUsize) -> Vec<Vec<Cell
     table.iter().map(row).collect()
 }
 
-/// Each input gradient with its weight gradient right after it, as one whole backward.
+/// Merges each input gradient and the weight gradient right after it into one whole backward.
 pub fn merge_backwards(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     let row = |row: &Vec<Cell>| {
         let mut merged: Vec<Cell> = Vec::with_capacity(row.len());
@@ -73,7 +73,7 @@ pub fn merge_backwards(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     table.iter().map(row).collect()
 }
 
-/// The next few different stages of a row, in the order in which they come.
+/// The next `count` different stages of a row, in the order in which they come.
 fn next_stages(row: &[Cell], count: NonZeroUsize) -> Vec<StageId> {
     let mut next = Vec::new();
     for &cell in row {
@@ -87,7 +87,7 @@ fn next_stages(row: &[Cell], count: NonZeroUsize) -> Vec<StageId> {
                 next.push(stage);
             }
         }
-        // A pair needs both of its stages, even where one of them is too many.
+        // A pair needs both of its stages, even if one of them exceeds the count.
         if next.len() >= count.get() {
             break;
         }

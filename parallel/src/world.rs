@@ -1,21 +1,21 @@
-//! Which rank this process is, as whoever started it says in environment variables.
+//! Finds out which rank this process is, from the environment variables that its launcher sets.
 
 use std::fmt;
 
 /// A process's place among all processes of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct World {
-    /// This process, from 0.
+    /// Index of this process, from 0.
     pub rank: usize,
     /// Number of processes.
     pub size: usize,
-    /// This process among those of its host, from 0: which device is its own. Not every launcher says.
+    /// Index of this process among those of its host, from 0, which selects its device. Not every launcher sets it.
     pub local_rank: Option<usize>,
-    /// Who said so.
+    /// The launcher whose variables were used.
     pub launcher: Launcher,
 }
 
-/// Whose variables were found, in the order in which they are looked for.
+/// The launchers whose variables are recognized, in the order in which they are looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
     /// `RANK`, `WORLD_SIZE`, `LOCAL_RANK`: torchrun, or the user.
@@ -28,7 +28,7 @@ pub enum Launcher {
     Slurm,
 }
 
-/// What can be wrong with a process's place.
+/// Errors in the variables that give a process's place.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -46,25 +46,26 @@ pub enum WorldError {
     Disagreement { mpi_rank: usize, mpi_size: usize, launcher: Launcher, rank: usize, size: usize },
 }
 
-/// The variables of a launcher: rank, size (several, the first that is set), rank on the host.
+/// The variables of each launcher: rank, size (of several, the first that is set counts), and rank on the host.
 const VARIABLES: [(Launcher, &str, &[&str], &str); 4] = [
     (Launcher::Torch, "RANK", &["WORLD_SIZE"], "LOCAL_RANK"),
     (Launcher::OpenMpi, "OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"], "OMPI_COMM_WORLD_LOCAL_RANK"),
     (Launcher::Pmi, "PMI_RANK", &["PMI_SIZE"], "MPI_LOCALRANKID"),
-    // A step may have fewer tasks than the job.
+    // A job step may have fewer tasks than the job.
     (Launcher::Slurm, "SLURM_PROCID", &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"], "SLURM_LOCALID"),
 ];
 
 impl World {
-    /// The place that the environment gives this process. `None` when nothing is said: one process, alone.
+    /// The place that the environment gives this process. `None` if no launcher's variables are set: the process is
+    /// alone.
     ///
     /// # Errors
-    /// When a launcher's variables are incomplete, are not numbers, or contradict each other.
+    /// Returns an error if a launcher's variables are incomplete, are not numbers, or contradict each other.
     pub fn discover() -> Result<Option<Self>, WorldError> {
         Self::discover_in(|variable| std::env::var_os(variable).map(|value| value.to_string_lossy().into_owned()))
     }
 
-    /// [`World::discover`] in variables that `get` knows.
+    /// Like [`World::discover`], with variables looked up by `get`.
     pub fn discover_in(get: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, WorldError> {
         let number = |variable: &'static str| match get(variable) {
             None => Ok(None),
@@ -80,7 +81,7 @@ impl World {
                 (Some(_), None) => {
                     return Err(WorldError::Incomplete { set: rank_variable, missing: size_variables[0] });
                 }
-                // A Slurm allocation has a number of tasks before any is started.
+                // Slurm sets the number of tasks for an allocation before any of them is started.
                 (None, Some(_)) if launcher == Launcher::Slurm => continue,
                 (None, Some(set)) => return Err(WorldError::Incomplete { set, missing: rank_variable }),
                 (Some(rank), Some(size_variable)) => match number(size_variable)? {
@@ -96,11 +97,11 @@ impl World {
         Ok(None)
     }
 
-    /// Holds the place against what MPI says, which is trusted.
+    /// Compares the place with MPI's, which is trusted.
     ///
     /// # Errors
-    /// When they disagree: processes that were started by one launcher and count themselves by another's variables do
-    /// each other's work.
+    /// Returns an error if they disagree. Processes started by one launcher but numbered by another's variables would
+    /// do each other's work.
     pub fn agree_with_mpi(&self, mpi_rank: usize, mpi_size: usize) -> Result<(), WorldError> {
         let Self { rank, size, launcher, .. } = *self;
         if (rank, size) == (mpi_rank, mpi_size) {
@@ -121,7 +122,7 @@ impl fmt::Display for Launcher {
 mod tests {
     use super::*;
 
-    /// `environment` is `NAME=value` words.
+    /// `environment` consists of `NAME=value` words.
     fn discover(environment: &str) -> Result<Option<World>, WorldError> {
         let pairs: Vec<(&str, &str)> = environment.split_whitespace().map(|w| w.split_once('=').unwrap()).collect();
         World::discover_in(|name| pairs.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()))

@@ -1,10 +1,10 @@
-//! Every generator through the checker and the simulator, against the closed forms of the papers.
+//! Every generator through the checker and the simulator, compared with the closed forms of the papers.
 
 use gapless_parallel::{
     Action, Cell, Costs, Error, Interleaved, Kind, Schedule, Sends, Shape, Violation, all, by_name, check, simulate,
 };
 
-/// Every shape of a range that a schedule exists for.
+/// All shapes of a range for which a schedule exists.
 fn shapes(schedule: &dyn Schedule) -> Vec<Shape> {
     let ranks = [1, 2, 3, 4, 6, 8];
     let chunks = [1, 2, 3, 4];
@@ -72,7 +72,7 @@ fn groups_of_any_size_train() {
     assert!(legal > 100 && illegal > 100, "{legal} legal, {illegal} not");
 }
 
-/// Longer rounds change the peak, (V−1)R + 2(P−1−r) + 1 chunks instead of (V−1)P + …, and not the bubble.
+/// Longer rounds raise the peak to (V−1)R + 2(P−1−r) + 1 chunks (instead of (V−1)P + …) and keep the bubble.
 #[test]
 fn groups_keep_the_bubble_and_raise_the_peak() {
     for (ranks, chunks, group, groups) in [2, 3, 4]
@@ -90,12 +90,13 @@ fn groups_keep_the_bubble_and_raise_the_peak() {
     }
 }
 
-/// Ticks of bubble, for costs per chunk; where the formula speaks of this shape and these costs.
+/// Ticks of bubble for costs per chunk, if there is a formula for this shape and these costs.
 fn bubble(name: &str, &Shape { ranks: p, micro_batches: m, .. }: &Shape, costs: &Costs) -> Option<u64> {
     let (p, m) = (u64::from(p), u64::from(m));
     let &Costs { forward: f, backward_input: b, backward_weight: w, .. } = costs;
     let unit = *costs == Costs::default();
-    // Formulas are in shares of a rank, ticks in chunks of it: a factor of V, which cancels what they divide by.
+    // The formulas count shares of a rank, ticks count chunks of it: a factor of V, which cancels the formulas'
+    // divisor.
     match name {
         "gpipe" | "1f1b" => Some((p - 1) * (f + b + w)),
         "interleaved" | "looped-bfs" | "modular-pipeline" if m.is_multiple_of(p) => Some((p - 1) * (f + b + w)),
@@ -118,7 +119,8 @@ fn peak(name: &str, &Shape { ranks: p, chunks: v, micro_batches: m }: &Shape, r:
         "zb-h1" => Some(m.min(p)),
         "interleaved-zb" if m.is_multiple_of(p) => Some(v * m.min(p)),
         "zb-h2" => Some(m.min(2 * p - 1)),
-        // A batch smaller than the warm-up: all of its forwards downwards, and those upwards that come before the drain.
+        // A batch smaller than the warm-up has all of its forwards downwards, and those upwards that come before the
+        // drain.
         "zbv" => Some((2 * p).min(2 * m).min(m + r + 1)),
         "dualpipev" => Some(2 * p + 1),
         _ => None,
@@ -160,7 +162,7 @@ fn bubbles_and_peaks_are_the_formulas() {
     assert!(wrong.is_empty(), "{} of {judged} differ:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// The published figures for 8 ranks and 16 micro-batches: bubble and largest peak, in half shares of a rank.
+/// The published figures for 8 ranks and 16 micro-batches: bubble and largest peak, in halves of a rank's share.
 #[test]
 fn the_v_family_trades_memory_for_time() {
     let shape = Shape { ranks: 8, chunks: 2, micro_batches: 16 };
@@ -171,7 +173,7 @@ fn the_v_family_trades_memory_for_time() {
     }
 }
 
-/// Two thirds of 1F1B's P micro-batches, rounded up to whole ones.
+/// Two thirds of 1F1B's P micro-batches, rounded up.
 #[test]
 fn the_peak_of_v_1f1b() {
     for (ranks, times) in (1..=13).flat_map(|ranks| [1, 2, 5].map(|times| (ranks, times))) {
@@ -217,7 +219,7 @@ fn the_checker_finds_everything() {
     let found = check(&whole, 2, 2, Sends::Buffered);
     assert!(found.iter().any(|violation| matches!(violation, Violation::WholeAndSplit { .. })), "{found:?}");
 
-    // The last rank wants micro-batch 1 first, for which the first one would have to skip a backward.
+    // The last rank runs micro-batch 1 first, for which rank 0 would have to skip a backward.
     let f = |stage, m| Action::new(Kind::Forward, stage, m);
     let b = |stage, m| Action::new(Kind::Backward, stage, m);
     let stuck = vec![vec![f(0, 0), b(0, 0), f(0, 1), b(0, 1)], vec![f(1, 1), b(1, 1), f(1, 0), b(1, 0)]];
@@ -229,7 +231,7 @@ fn the_checker_finds_everything() {
     assert_eq!(check(&stuck, 2, 2, sends), expected);
 }
 
-/// Two neighbours that both send first wait for each other: why receives are posted ahead.
+/// Two neighbours that both send first wait for each other, so receives must be posted ahead.
 #[test]
 fn blocking_sends() {
     for (name, trains) in [("gpipe", true), ("1f1b", false)] {
@@ -263,7 +265,7 @@ rank 0 │ …
 rank 1 │ ·
 ";
     assert_eq!(timeline.gantt_folded(27), folded);
-    // Ticks of no common measure: every label fits, and starts where its box starts, rounded.
+    // With ticks of no common measure, every label still fits, and starts where its box starts, rounded.
     let costs = Costs { forward: 7, backward_input: 5, backward_weight: 4, overlapped: 16, transfer: 1 };
     let timeline = simulate(&table, &costs).unwrap();
     let expected = "\

@@ -1,4 +1,4 @@
-//! Bytes over time: by hand where a person can count them, and against a count by another way everywhere else.
+//! Bytes over time: counted by hand in small cases, and compared with a slow count in all others.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ fn live(table: &str, rank: usize, bytes: &[StageBytes]) -> Vec<(u64, u64)> {
 
 #[test]
 fn counted_by_hand() {
-    // Stage 1 gets 10 bytes, saves 100 for I and 1000 for W, leaves 10000 from I to W, and hands 7 bytes up.
+    // Stage 1 receives 10 bytes, saves 100 for I and 1000 for W, leaves 10000 from I to W, and sends 7 bytes up.
     let stages = [
         StageBytes::default(),
         StageBytes {
@@ -27,11 +27,11 @@ fn counted_by_hand() {
     ];
     let split = "0F0,0I0,0W0\n1F0,1I0,1W0\n";
     assert_eq!(live(split, 1, &stages), [(1, 1110), (2, 11_117), (3, 11_000), (4, 0)]);
-    // Rank 0 has the output until it is sent, and the gradient from where it is used.
+    // Rank 0 holds the output until it is sent, and the gradient from where it is used.
     assert_eq!(live(split, 0, &stages), [(0, 10), (1, 0), (3, 7), (4, 0)]);
     let whole = "0F0,0B0\n1F0,1B0\n";
     assert_eq!(live(whole, 1, &stages), [(1, 1110), (2, 1117), (4, 0)]);
-    // A receive posted before, a send waited for later.
+    // A receive that is posted earlier, and a send that is waited for later.
     let lowered = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,0RECV_B1,0B1,0WAIT_SEND_F1\n\
                    1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1WAIT_SEND_B0,1WAIT_SEND_B1\n";
     assert_eq!(
@@ -43,12 +43,12 @@ fn counted_by_hand() {
         live(lowered, 1, &stages),
         [(0, 10), (0, 20), (1, 1120), (2, 1127), (4, 17), (4, 1117), (5, 1124), (7, 14), (7, 7), (7, 0)]
     );
-    // Stages of one rank hand over without a copy: stage 1's input is born as stage 0's output.
+    // Stages of one rank pass values on without a copy: stage 1's input is born as stage 0's output.
     let alone = "0F0,1F0,1I0,1W0,0I0,0W0\n";
     assert_eq!(live(alone, 0, &stages), [(0, 10), (1, 1110), (2, 11_117), (3, 11_007), (4, 7), (5, 0)]);
 }
 
-/// Messages of one byte between stages that save nothing: only they are alive.
+/// Messages of one byte between stages that save nothing, so that only messages are alive.
 #[test]
 fn waiting_before_the_next_send_keeps_one_buffer() {
     let table = by_name("gpipe").unwrap().table(&Shape { ranks: 2, chunks: 1, micro_batches: 8 }).unwrap();
@@ -57,11 +57,11 @@ fn waiting_before_the_next_send_keeps_one_buffer() {
         let table = communicate(&table, waits).unwrap();
         simulate(&table, &Costs::default()).unwrap().peak_bytes(1, &stages)
     };
-    // Late: all gradients that were sent. Before the next send: one that was sent, one being made.
+    // Late waits keep all sent gradients. Waits before the next send keep one that was sent and one that is being made.
     assert_eq!((peak(Waits::Late), peak(Waits::NextSend)), (8, 2));
 }
 
-/// Where stages only save one thing until W, live bytes are the number of live activations.
+/// If stages save only one byte until W, live bytes are the number of live activations.
 #[test]
 fn activations_are_the_bytes_of_stages_that_save_one_byte() {
     for schedule in all() {
@@ -77,8 +77,8 @@ fn activations_are_the_bytes_of_stages_that_save_one_byte() {
     }
 }
 
-/// The slow way: the lifetimes of every message and every saved byte as intervals of cells of the row, and at each cell
-/// the sum of those that cover it.
+/// The slow count: the lifetimes of every message and every saved byte as intervals of cells of the row, summed at each
+/// cell.
 #[test]
 fn as_intervals_say() {
     let bytes = |stage: u32| StageBytes {

@@ -1,5 +1,5 @@
-//! Tables with messages and weights, through the checker: every schedule lowered every way trains, and every spoiled
-//! table is refused with the reason.
+//! Tables with messages and weights through the checker: every schedule, lowered in every way, is accepted, and every
+//! spoiled table is refused with the reason.
 
 use std::num::NonZeroUsize;
 
@@ -9,7 +9,7 @@ use gapless_parallel::{
     write_table,
 };
 
-/// A range of shapes that the schedule exists for.
+/// Some shapes for which the schedule exists.
 fn shapes(schedule: &dyn Schedule) -> Vec<Shape> {
     let ranks = [1, 2, 3, 4].into_iter();
     let shapes = ranks.flat_map(|ranks| {
@@ -56,7 +56,7 @@ fn every_lowered_table_trains_even_if_sends_block() {
     assert!(judged > 2000, "{judged}");
 }
 
-/// One rank of every V has the two stages at its turn: they hand over without a message.
+/// One rank of every V has the two stages at its turn, which pass values on without a message.
 #[test]
 fn stages_of_one_rank_send_nothing() {
     for schedule in all() {
@@ -81,7 +81,7 @@ fn stages_of_one_rank_send_nothing() {
     }
 }
 
-/// Messages change nothing about when actions run, but that an overlapped pair's are sent when both are done.
+/// Messages don't change when actions run, except that those of an overlapped pair are sent when both are done.
 #[test]
 fn messages_take_the_time_that_they_took_unwritten() {
     let costs = Costs { forward: 7, backward_input: 8, backward_weight: 5, overlapped: 18, transfer: 3 };
@@ -89,7 +89,7 @@ fn messages_take_the_time_that_they_took_unwritten() {
         for shape in shapes(&*schedule) {
             let table = schedule.table(&shape).unwrap();
             let before = simulate(&table, &costs).unwrap();
-            // Waiting for the last gradient's send takes a transfer at the very end, and nothing anywhere else.
+            // The wait for the last gradient's send takes a transfer at the very end, and no other wait takes time.
             let mut lowered = communicate(&table, Waits::Late).unwrap();
             lowered.iter_mut().for_each(|row| {
                 row.retain(|cell| {
@@ -102,7 +102,7 @@ fn messages_take_the_time_that_they_took_unwritten() {
     }
 }
 
-/// All that the checker says about a table.
+/// Everything that the checker says about a table.
 fn said(table: &str, stages: u32, micro_batches: u32, sends: Sends) -> Vec<String> {
     check(&read_table(table).unwrap(), stages, micro_batches, sends).iter().map(ToString::to_string).collect()
 }
@@ -214,7 +214,7 @@ fn spoiled_tables_are_refused_for_all_that_is_wrong() {
     }
 }
 
-/// Two neighbours that send to each other first: fine as long as sends are buffered.
+/// Two neighbours that send to each other first, which works only if sends are buffered.
 #[test]
 fn crossed_messages() {
     let crossed = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n\

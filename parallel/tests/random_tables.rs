@@ -1,4 +1,4 @@
-//! Tables that no generator here would make, through everything that takes a table.
+//! Tables that no generator here makes, through every function that takes a table.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use gapless_parallel::{
 };
 use gapless_testing::prelude::*;
 
-/// A pipeline with its stages dealt to ranks at random, and choices that say which of the actions that can run is next.
+/// A pipeline with its stages assigned to ranks at random, and random choices among the actions that can run next.
 #[derive(Debug, Clone)]
 struct Plan {
     owners: Vec<usize>,
@@ -26,7 +26,7 @@ fn plans() -> impl Strategy<Value = Plan> {
     })
 }
 
-/// Runs the actions in some order that their needs allow; each rank's row is what it ran.
+/// Runs the actions in some order that their needs allow. Each rank's row is the order in which it ran them.
 fn table(plan: &Plan) -> Vec<Vec<Cell>> {
     let stages = plan.owners.len() as u32;
     let kinds: &[Kind] = match plan.splits {
@@ -56,7 +56,7 @@ fn table(plan: &Plan) -> Vec<Vec<Cell>> {
 }
 
 generated! {
-    /// Whatever order can run at all can be lowered, and then runs even if sends block.
+    /// Any order that can run can be lowered, and then runs even if sends block.
     #[test]
     fn any_order_that_runs_can_be_lowered(plan in plans(), early in any::<bool>()) {
         let (table, stages) = (table(&plan), plan.owners.len() as u32);
@@ -70,7 +70,8 @@ generated! {
         prop_assert_eq!(&read_table(&write_table(&lowered)).unwrap(), &lowered);
     }
 
-    /// A lowered table with two cells of a row swapped: the checker refuses it, or it still runs with every cell done.
+    /// If two cells of a row of a lowered table are swapped, the checker refuses the table, or it still runs
+    /// completely.
     #[test]
     fn the_checker_accepts_nothing_that_cannot_run(plan in plans(), rank in any::<usize>(), at in any::<(usize, usize)>()) {
         let mut table = communicate(&table(&plan), Waits::Late).unwrap();
@@ -83,7 +84,7 @@ generated! {
         if found.is_empty() {
             prop_assert!(simulate(&table, &Costs::default()).is_ok(), "{}", write_table(&table));
         } else {
-            // What trains with blocking sends trains with buffered ones; the other way round it need not.
+            // A table that runs with blocking sends runs with buffered ones, but not the other way round.
             let blocking = check(&table, plan.owners.len() as u32, plan.micro_batches, Sends::Blocking);
             prop_assert!(!blocking.is_empty(), "blocking sends are the stricter: {}", write_table(&table));
         }

@@ -1,5 +1,5 @@
-//! The generators against tables from elsewhere: a few written out here, and the reference tables of PyTorch and of the
-//! zero-bubble authors where they are at hand.
+//! The generators compared with tables from elsewhere: a few written out here, and the reference tables of PyTorch and
+//! of the zero-bubble authors.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -66,7 +66,7 @@ fn small_tables() {
     }
 }
 
-/// Families of reference tables, and our name for their schedule.
+/// Families of reference tables, with our name for their schedule.
 const FAMILIES: [(&str, &str); 16] = [
     ("generated_pytorch2.15/gpipe", "gpipe"),
     ("generated_pytorch2.15/interleaved1f1b", "interleaved"),
@@ -86,7 +86,7 @@ const FAMILIES: [(&str, &str); 16] = [
     ("pytorch/zb1p", "interleaved-zb"),
 ];
 
-/// The schedule that makes this table: by a rule, or by a search for the costs in the table's name.
+/// The schedule that makes this table: a rule, or a search for the costs in the table's name.
 fn generator(name: &str, schedule: &str, ranks: u32) -> Box<dyn Schedule> {
     match schedule {
         "zb-searched" => {
@@ -98,7 +98,7 @@ fn generator(name: &str, schedule: &str, ranks: u32) -> Box<dyn Schedule> {
     }
 }
 
-/// A name ends with the ticks of F, I, W and a transfer: `f1000b1100w700c20`.
+/// Parses the ticks of F, I, W and a transfer at the end of a name: `f1000b1100w700c20`.
 fn costs(name: &str) -> Costs {
     let ticks = name.rsplit('_').next().unwrap().split(['f', 'b', 'w', 'c']).skip(1);
     let ticks: Vec<u64> = ticks.map(|ticks| ticks.parse().unwrap()).collect();
@@ -126,7 +126,7 @@ fn reference_tables() {
         let ours = generator(&name, schedule, shape.ranks).table(&shape).expect("the shape is a legal one");
         let communicates = name.ends_with("_comms");
         let (ours, reference) = if communicates {
-            // Tables with communication have no idle slots: they come back as they were.
+            // Tables with communication have no idle slots, so they are written exactly as they were read.
             assert!(write_table(&reference).lines().eq(text.lines()), "{name} is not written as it was read");
             let violations = check(&reference, stages(&reference), micro_batches(&reference), Sends::Blocking);
             assert!(violations.is_empty(), "{name}: {violations:?}");
@@ -162,8 +162,9 @@ fn is_of(name: &str, family: &str) -> bool {
     name.strip_prefix(family).is_some_and(|rest| rest.starts_with('_'))
 }
 
-/// Our table with what the reference has: PyTorch's runtime fetches weights for three stages, reduces gradients and waits
-/// for its sends; its older test data does none of that, and merges input and weight gradients where they are adjacent.
+/// Our table with the same additions as the reference: PyTorch's runtime fetches weights for three stages, reduces
+/// gradients and waits for its sends. Its older test data does none of that, and merges adjacent input and weight
+/// gradients.
 fn lowered_like(reference: &[Vec<Cell>], ours: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     let three = NonZeroUsize::new(3).unwrap();
     if reference.iter().flatten().any(|cell| is(cell, &[CommunicationKind::Unshard])) {
@@ -186,7 +187,7 @@ fn is_computed(cell: &Cell) -> bool {
     matches!(cell, Cell::One(_) | Cell::Overlap(..))
 }
 
-/// A reference table knows its own shape.
+/// The shape of a reference table.
 fn shape_of(table: &[Vec<Cell>]) -> Shape {
     let ranks = table.len() as u32;
     Shape { ranks, chunks: stages(table) / ranks, micro_batches: micro_batches(table) }

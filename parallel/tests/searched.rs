@@ -1,11 +1,12 @@
-//! The orders of the zero-bubble authors' searches: whatever is asked for, they train within the limit they were given.
+//! The orders of the zero-bubble authors' searches: for any input, they can be used for training within the given
+//! limit.
 
 use gapless_parallel::{
     Action, Costs, Error, Kind, Saved, Schedule, SearchedZb, SearchedZbv, Sends, Shape, Timeline, check, simulate,
 };
 use gapless_testing::prelude::*;
 
-/// The slow way: what every action leaves or gives back, one after the other; the most that is there at once.
+/// The slow count: adds up what every action keeps or frees, one after the other, and returns the maximum.
 fn peak(row: &[Action], saved: Saved) -> u64 {
     let (input, weight) = (u64::from(saved.for_input), u64::from(saved.for_weight));
     let (mut live, mut peak) = (0, 0);
@@ -26,7 +27,7 @@ fn costs(forward: u64, backward_input: u64, backward_weight: u64, transfer: u64)
     Costs { forward, backward_input, backward_weight, overlapped, transfer }
 }
 
-/// Costs, all alike or each stage its own.
+/// Costs that are equal for all stages, or different for each.
 fn stages() -> impl Strategy<Value = Vec<Costs>> {
     let ticks = (0_u64..30, 0_u64..30, 0_u64..30, 0_u64..12).prop_map(|(f, i, w, c)| costs(f, i, w, c));
     prop_oneof![prop::collection::vec(ticks.clone(), 1), prop::collection::vec(ticks, 1..12)]
@@ -40,7 +41,7 @@ fn saved() -> impl Strategy<Value = Saved> {
 generated! {
     #![cases(400)]
 
-    /// One forward is enough room for one chunk per rank.
+    /// With one chunk per rank, room for one forward is enough.
     #[test]
     fn one_chunk_trains_within_any_limit(
         (ranks, micro_batches) in (1_u32..=8, 1_u32..=20), costs in stages(), limit in 1_u32..20, saved in saved(),
@@ -53,7 +54,7 @@ generated! {
         }
     }
 
-    /// What 1F1B keeps is enough for the V; with less there is an order within the limit, or a word that there is none.
+    /// 1F1B's peak is enough for the V. With less there is an order within the limit, or an error that there is none.
     #[test]
     fn two_chunks_train_within_the_limit(
         (ranks, micro_batches) in (1_u32..=8, 1_u32..=20), costs in stages(), limit in 0_u32..30, saved in saved(),
@@ -87,7 +88,7 @@ fn span(timeline: &Timeline) -> u64 {
     timeline.ranks.iter().map(|spans| spans.last().unwrap().end - spans[0].start).max().unwrap()
 }
 
-/// What the searches are for: no rank waits once it has begun, when F, I and W take the same time.
+/// The purpose of the searches: no rank waits once it has begun, if F, I and W take the same time.
 #[test]
 fn zero_bubble() {
     for (ranks, micro_batches) in [(2, 4), (2, 9), (4, 8), (4, 16), (6, 20), (8, 16), (8, 32)] {
@@ -102,7 +103,8 @@ fn zero_bubble() {
     }
 }
 
-/// What the gradients give back is part of the search: room that an input gradient makes need not wait for the other.
+/// The search takes into account what the gradients free: a forward may use room that an input gradient frees, without
+/// waiting for the weight gradient.
 #[test]
 fn room_is_what_the_gradients_give_back() {
     let ticks = costs(10, 11, 7, 1);

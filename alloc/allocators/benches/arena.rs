@@ -1,4 +1,4 @@
-//! What a request and its release cost, beside PyTorch's caching allocator (as modelled, in the same run).
+//! The cost of a request and its release, compared with a model of PyTorch's caching allocator in the same run.
 //!
 //! `cargo bench -p gapless-allocators --bench arena`
 

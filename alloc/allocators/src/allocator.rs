@@ -1,10 +1,10 @@
-//! What an allocator is: blocks for requests, and what it cost to serve them.
+//! The interface of allocators: blocks for requests, and statistics of what serving them cost.
 
 use std::fmt;
 
 use crate::DriverCalls;
 
-/// A queue of device work. Blocks freed on one stream are reused on that stream alone.
+/// A queue of device work. A block freed on a stream is reused on that stream only.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stream(pub u32);
 
@@ -18,7 +18,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// What an allocator of one's own gives for a request: at this address so many bytes.
+    /// A block for allocators outside of this crate: so many bytes at this address.
     pub fn new(address: u64, bytes: u64) -> Self {
         Self { address, bytes, slot: 0 }
     }
@@ -28,13 +28,13 @@ impl Block {
         self.address
     }
 
-    /// What the allocator gave, in bytes: at least what was asked for.
+    /// Size in bytes: at least what was asked for.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 }
 
-/// A request that could not be served, after all that the allocator does before it gives up.
+/// A request that could not be served, after everything that the allocator tries before it gives up.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{allocator}: out of memory on a device of {capacity} bytes: {requested} bytes asked for, {allocated} allocated, \
@@ -59,9 +59,9 @@ impl OutOfMemory {
 /// A number of bytes that rises and falls.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Gauge {
-    /// Now.
+    /// The current value.
     pub current: u64,
-    /// The most there has been.
+    /// The highest value so far.
     pub peak: u64,
 }
 
@@ -78,27 +78,27 @@ impl Gauge {
     }
 }
 
-/// What an allocator did so far.
+/// The activity of an allocator so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Bytes of blocks in the program's hands, as the allocator rounds them.
+    /// Bytes of blocks held by the program, as the allocator rounds them.
     pub allocated: Gauge,
     /// Bytes taken from the device.
     pub reserved: Gauge,
-    /// Contiguous ranges of reserved memory, now.
+    /// Current number of contiguous ranges of reserved memory.
     pub segments: u64,
-    /// Times the allocator got memory from the device (growing a mapped range counts once).
+    /// Number of times that the allocator got memory from the device. Growing a mapped range counts once.
     pub device_allocations: u64,
-    /// Times it gave memory back.
+    /// Number of times that it gave memory back.
     pub device_frees: u64,
     /// Requests that were served only after cached memory went back to the device.
     pub retries: u64,
-    /// Calls of the driver, by kind.
+    /// Driver calls by kind.
     pub driver: DriverCalls,
 }
 
 impl Statistics {
-    /// Trips to the device, there and back.
+    /// Number of device allocations and frees.
     pub fn device_calls(&self) -> u64 {
         self.device_allocations + self.device_frees
     }
@@ -111,11 +111,11 @@ pub struct Extent {
     pub address: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// Whether the program holds it; what it does not hold is a hole.
+    /// Whether the program holds it; otherwise it is a hole.
     pub in_use: bool,
 }
 
-/// The extents of one range in which `used` pieces (by ascending address, disjoint) are in use and the rest is not.
+/// The extents of one range. The `used` pieces (disjoint, by ascending address) are in use, the rest is holes.
 pub(crate) fn with_holes(start: u64, bytes: u64, used: impl Iterator<Item = (u64, u64)>) -> Vec<Extent> {
     let mut extents = Vec::new();
     let mut floor = start;
@@ -140,39 +140,39 @@ pub trait Allocator: fmt::Debug {
     /// Serves a request of at least one byte.
     ///
     /// # Errors
-    /// [`OutOfMemory`] when the device cannot hold it, after freeing all that the allocator would free.
+    /// Returns [`OutOfMemory`] if the device cannot hold it, after freeing everything that the allocator would free.
     fn allocate(&mut self, bytes: u64, stream: Stream) -> Result<Block, OutOfMemory>;
 
     /// Takes a block back.
     ///
     /// # Panics
-    /// When the block came from another allocator, which is an error of the caller's own code.
+    /// Panics if the block came from another allocator, which is an error of the caller's own code.
     fn free(&mut self, block: Block);
 
-    /// Notes that `stream` works on a block that belongs to another stream: after [`free`](Self::free) the block stays
-    /// out of reuse until [`synchronize`](Self::synchronize). Allocators that know no streams ignore it.
+    /// Records that `stream` uses a block that belongs to another stream. After [`free`](Self::free), the block is not
+    /// reused until [`synchronize`](Self::synchronize). Allocators without streams ignore this.
     fn record_use(&mut self, _block: &Block, _stream: Stream) {}
 
-    /// All work queued on `stream` so far is done.
+    /// Reports that all work queued on `stream` so far is done.
     fn synchronize(&mut self, _stream: Stream) {}
 
-    /// What happened so far.
+    /// Statistics of everything so far.
     fn statistics(&self) -> Statistics;
 
     /// All reserved memory, by ascending address.
     fn extents(&self) -> Vec<Extent>;
 
-    /// Bytes taken from the device, now.
+    /// Bytes currently taken from the device.
     fn reserved(&self) -> u64 {
         self.statistics().reserved.current
     }
 
-    /// Bytes in the program's hands, now.
+    /// Bytes currently held by the program.
     fn allocated(&self) -> u64 {
         self.statistics().allocated.current
     }
 
-    /// Contiguous ranges of reserved memory, now.
+    /// Current number of contiguous ranges of reserved memory.
     fn segments(&self) -> u64 {
         self.statistics().segments
     }

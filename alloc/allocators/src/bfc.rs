@@ -1,9 +1,9 @@
 //! TensorFlow's best-fit allocator with coalescing (`bfc_allocator.cc`), as its GPU device sets it up.
 //!
-//! Requests are rounded to 256 bytes. The smallest free chunk that fits serves them; what is left over is split off only
-//! when the chunk is at least twice the request, or 128 MiB larger. Regions come from the device in sizes that double
-//! from 2 MiB, or all at once without growth. Chunks join within their region. When nothing fits and the limit is
-//! reached, wholly free regions go back to the device and one more region is tried.
+//! Requests are rounded to 256 bytes and served by the smallest free chunk that fits. The rest of the chunk is split
+//! off only if the chunk is at least twice the request, or 128 MiB larger. Regions come from the device in sizes that
+//! double from 2 MiB, or as one region without growth. Free chunks are joined within their region. If nothing fits and
+//! the limit is reached, regions that are entirely free go back to the device, and one more region is tried.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,14 +13,14 @@ const GRAIN: u64 = 256;
 const FIRST_REGION: u64 = 2 << 20;
 const LARGEST_WASTE: u64 = 128 << 20;
 
-/// TensorFlow's BFC allocator. It knows no streams.
+/// TensorFlow's BFC allocator. It has no notion of streams.
 #[derive(Debug)]
 pub struct Bfc {
     device: Device,
-    /// Most bytes it may reserve.
+    /// Most bytes that it may reserve.
     limit: u64,
     next_region: u64,
-    /// Bytes by first address.
+    /// Bytes of each region, by first address.
     regions: BTreeMap<u64, u64>,
     /// All chunks by address; those of one region are adjacent.
     chunks: BTreeMap<u64, Chunk>,
@@ -37,13 +37,13 @@ struct Chunk {
 }
 
 impl Bfc {
-    /// Grows as needed, up to the device (`allow_growth`).
+    /// An allocator that grows as needed, up to the size of the device (`allow_growth`).
     pub fn growing(device: Device) -> Self {
         let limit = device.capacity();
         Self::new(device, round_up(limit.min(FIRST_REGION)).unwrap_or(limit))
     }
 
-    /// Takes the whole device at the first request, TensorFlow's default.
+    /// An allocator that takes the whole device at the first request, TensorFlow's default.
     pub fn whole_device(device: Device) -> Self {
         let first = device.capacity() / GRAIN * GRAIN;
         Self::new(device, first)
@@ -76,7 +76,7 @@ impl Bfc {
         Some(address)
     }
 
-    /// Gets one more region that can hold `bytes`. Returns whether the device had it.
+    /// Gets one more region that can hold `bytes`. Returns false if the device does not have it.
     fn extend(&mut self, bytes: u64) -> bool {
         let available = (self.limit - self.statistics.reserved.current) / GRAIN * GRAIN;
         if bytes > available {
@@ -100,7 +100,7 @@ impl Bfc {
         true
     }
 
-    /// Gives all wholly free regions back, if that could make room for `bytes`. Returns whether it did.
+    /// Gives all regions that are entirely free back, if that can make room for `bytes`. Returns whether it did.
     fn release_free_regions(&mut self, bytes: u64) -> bool {
         let unused = |(&address, &size): (&u64, &u64)| {
             let first = self.chunks[&address];

@@ -1,9 +1,9 @@
-//! A device as allocators see it: so many bytes, addresses, and a driver whose calls are counted.
+//! A device as allocators see it: a capacity, addresses, and a driver whose calls are counted.
 //!
-//! In: the driver calls of an allocator. Out: addresses, or a refusal when the bytes are spent. Never: an
-//! address twice, as if there were no end to them; a program that spends 2^64 of them has run out of memory.
+//! In: an allocator's driver calls. Out: addresses, or a refusal when no bytes are left. Never: the same address twice.
+//! A program that has used 2^64 addresses is out of memory.
 
-/// Calls of the driver, by kind. One call each on NVIDIA devices: `cudaMalloc`, `cudaFree`, `cuMemAddressReserve`,
+/// Driver calls by kind. Each is one call on NVIDIA devices: `cudaMalloc`, `cudaFree`, `cuMemAddressReserve`,
 /// `cuMemCreate`, `cuMemRelease`, `cuMemMap`, `cuMemUnmap`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "named in the type's own words")]
@@ -18,14 +18,14 @@ pub struct DriverCalls {
 }
 
 impl DriverCalls {
-    /// All of them.
+    /// Number of all calls.
     pub fn total(&self) -> u64 {
         let Self { mallocs, frees, reserves, creates, releases, maps, unmaps } = self;
         mallocs + frees + reserves + creates + releases + maps + unmaps
     }
 }
 
-/// Physical memory of one size and an address space without end.
+/// Physical memory of a given size, and an address space of which nothing is reused.
 #[derive(Debug, Clone)]
 pub struct Device {
     capacity: u64,
@@ -35,10 +35,10 @@ pub struct Device {
 }
 
 impl Device {
-    /// Devices that are larger than this behave as if they had this size, so that addresses last for long.
+    /// Larger devices behave as if they had this size, so that addresses last long enough.
     pub const LARGEST: u64 = 1 << 48;
 
-    /// A device of 80 GiB, the size that the recordings were made with.
+    /// 80 GiB, the size of the device that the recordings were made on.
     pub const DEFAULT_CAPACITY: u64 = 80 << 30;
 
     /// An empty device of `capacity` bytes.
@@ -51,17 +51,17 @@ impl Device {
         self.capacity
     }
 
-    /// Bytes that nobody holds.
+    /// Bytes that are not in use.
     pub fn free_bytes(&self) -> u64 {
         self.capacity - self.used
     }
 
-    /// Calls so far.
+    /// Driver calls so far.
     pub fn calls(&self) -> DriverCalls {
         self.calls
     }
 
-    /// Mapped memory in one call; `None` when the bytes are not there.
+    /// Allocates mapped memory in one call; returns `None` if the device has too few bytes left.
     pub(super) fn malloc(&mut self, bytes: u64) -> Option<u64> {
         self.calls.mallocs += 1;
         if bytes > self.free_bytes() {
@@ -72,20 +72,20 @@ impl Device {
         Some(address)
     }
 
-    /// Gives back what [`malloc`](Self::malloc) gave.
+    /// Frees memory that came from [`malloc`](Self::malloc).
     pub(super) fn free(&mut self, bytes: u64) {
         self.calls.frees += 1;
         self.used -= bytes;
     }
 
-    /// Address space with nothing behind it; `None` when there is no more.
+    /// Reserves address space without memory; returns `None` if no addresses are left.
     pub(super) fn reserve(&mut self, bytes: u64) -> Option<u64> {
         self.calls.reserves += 1;
         self.addresses(bytes)
     }
 
-    /// `count` pieces of physical memory of `bytes` each, mapped one after another; nothing at all when they do not
-    /// all fit (pieces created before the refusal are released again, and all calls are counted).
+    /// Creates `count` pieces of physical memory of `bytes` each and maps them one after another. Returns false if they
+    /// do not all fit. The pieces created before the refusal are then released again, and all calls are counted.
     pub(super) fn create_and_map(&mut self, count: u64, bytes: u64) -> bool {
         let there = count.min(self.free_bytes() / bytes);
         if there < count {
@@ -106,7 +106,7 @@ impl Device {
         self.used -= count * bytes;
     }
 
-    /// A second range of addresses for `count` pieces of physical memory that are mapped elsewhere already.
+    /// Maps `count` pieces of physical memory a second time, at a new range of addresses.
     pub(super) fn stitch(&mut self, count: u64, bytes: u64) -> Option<u64> {
         self.calls.maps += count;
         self.reserve(count * bytes)
@@ -120,7 +120,7 @@ impl Device {
     fn addresses(&mut self, bytes: u64) -> Option<u64> {
         const PAGE: u64 = 2 << 20;
         let address = self.next_address;
-        // A page between two ranges keeps neighbours apart: no two segments may look like one.
+        // A page between two ranges keeps segments apart, so that no two look like one.
         self.next_address = bytes.checked_next_multiple_of(PAGE)?.checked_add(PAGE)?.checked_add(address)?;
         Some(address)
     }

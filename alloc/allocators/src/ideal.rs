@@ -1,21 +1,22 @@
-//! The lower end: an allocator that reserves the live bytes and nothing else, as if memory could be moved for free.
+//! The lower end of the comparison: an allocator that reserves exactly the live bytes, as if memory could be moved for
+//! free.
 
 use std::collections::BTreeMap;
 
 use crate::{Allocator, Block, Extent, OutOfMemory, Statistics, Stream};
 
-/// Max-live: what no allocator can go below.
+/// The max-live bound as an allocator; none can reserve less.
 #[derive(Debug)]
 pub struct Ideal {
     capacity: u64,
-    /// Live blocks in order of birth; always drawn without a gap.
+    /// Live blocks in order of birth, which are always drawn without a gap.
     live: BTreeMap<u32, u64>,
     next: u32,
     statistics: Statistics,
 }
 
 impl Ideal {
-    /// An empty one that may hold `capacity` bytes.
+    /// An empty allocator that may hold `capacity` bytes.
     pub fn new(capacity: u64) -> Self {
         Self { capacity, live: BTreeMap::new(), next: 0, statistics: Statistics::default() }
     }

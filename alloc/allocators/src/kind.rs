@@ -1,4 +1,4 @@
-//! The ring by name: every allocator with its usual options.
+//! The compared allocators by name, each with its usual options.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use gapless_alloc::Problem;
 use crate::Requests;
 use crate::{Allocator, Bfc, Device, GmLake, GmLakeOptions, Ideal, Malloc, Planned, PyTorch, PyTorchOptions, StAlloc};
 
-/// One allocator of the ring.
+/// One of the compared allocators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "named as what they stand for")]
 pub enum Kind {
@@ -23,7 +23,7 @@ pub enum Kind {
     Malloc,
 }
 
-/// A name that no allocator has.
+/// The error for an unknown allocator name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("no allocator {name:?}; there are {known}", known = Kind::ALL.map(Kind::name).join(", "))]
 pub struct UnknownAllocator {
@@ -32,7 +32,7 @@ pub struct UnknownAllocator {
 }
 
 impl Kind {
-    /// All of them, in the order of reports.
+    /// All kinds, in the order of reports.
     pub const ALL: [Self; 9] = [
         Self::Ideal,
         Self::Gapless,
@@ -60,17 +60,19 @@ impl Kind {
         }
     }
 
-    /// Whether it gives cached memory back before it fails, so that it may complete on less than it reserves elsewhere.
+    /// True if it gives cached memory back before it fails, so that it may complete on a device smaller than what it
+    /// reserves elsewhere.
     pub fn is_elastic(self) -> bool {
         matches!(self, Self::PyTorch | Self::PyTorchExpandable | Self::GmLake | Self::Bfc)
     }
 
-    /// The allocator on an empty device of `capacity` bytes, ready for `requests`. Those that plan do it here.
+    /// Builds the allocator on an empty device of `capacity` bytes, ready for `requests`. Allocators with a plan make
+    /// it here.
     pub fn build(self, capacity: u64, problem: &Problem, requests: &Requests) -> Box<dyn Allocator> {
         self.build_with(capacity, problem, requests, &PyTorchOptions::default())
     }
 
-    /// As [`build`](Self::build), with options for PyTorch's two; whether its segments expand is the kind's to say.
+    /// Like [`build`](Self::build), with options for PyTorch's two kinds. The kind decides whether segments expand.
     pub fn build_with(
         self,
         capacity: u64,

@@ -1,11 +1,12 @@
-//! The allocators that people train with today, modelled, and replayed on the same lifetime table as a plan.
+//! Models of the allocators used for training today, replayed on the same lifetime table as a plan.
 //!
-//! In: a [`Problem`](gapless_alloc::Problem), seen as the [`Requests`] of a program that repeats its step, or a PyTorch memory
-//! snapshot ([`read_snapshot`]). Out: what each [`Allocator`] would reserve for it ([`replay`](fn@replay)), side by side
-//! ([`compare`](fn@compare)). Never: memory; nothing here touches a byte of what it hands out.
+//! In: a [`Problem`](gapless_alloc::Problem), turned into the [`Requests`] of a program that repeats its step, or a
+//! PyTorch memory snapshot ([`read_snapshot`]). Out: what each [`Allocator`] would reserve for it
+//! ([`replay`](fn@replay)), side by side ([`compare`](fn@compare)). Never: memory; the models touch no byte of what
+//! they hand out.
 //!
-//! Each allocator is a file or a folder, modelled after its source and judged where a recording of the real one exists;
-//! `docs/allocators.md` says how each works and where its model deviates.
+//! Each allocator is a file or a folder. It is modelled after the original's source, and compared with a recording of
+//! the original if there is one. `docs/allocators.md` describes how each works and where its model deviates.
 //!
 //! ```
 //! use gapless_alloc::{Buffer, Problem};

@@ -1,7 +1,7 @@
-//! One call of the driver per tensor and one more when it dies, as frameworks without an allocator of their own do.
+//! One driver call per tensor and one more when it dies, as in frameworks without an allocator of their own.
 //!
-//! It reserves what is live, rounded to 512 bytes, and pays in calls: each is a round trip to the driver, and a free
-//! waits for the device. How a driver packs small requests into its pages is not modelled.
+//! It reserves what is live, rounded to 512 bytes, and costs driver calls: each is a round trip, and a free waits for
+//! the device. How a driver packs small requests into its pages is not modelled.
 
 use std::collections::BTreeMap;
 
@@ -13,13 +13,13 @@ const GRAIN: u64 = 512;
 #[derive(Debug)]
 pub struct Malloc {
     device: Device,
-    /// Bytes by address.
+    /// Bytes of each live block, by address.
     live: BTreeMap<u64, u64>,
     statistics: Statistics,
 }
 
 impl Malloc {
-    /// On an empty device.
+    /// An allocator on an empty device.
     pub fn new(device: Device) -> Self {
         Self { device, live: BTreeMap::new(), statistics: Statistics::default() }
     }

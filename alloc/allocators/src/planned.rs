@@ -1,7 +1,7 @@
-//! gapless in the ring: the step planned beforehand, then served by looking offsets up.
+//! gapless in the comparison: the step is planned beforehand, and requests are served by looking up offsets.
 //!
-//! It sees the requests that it planned for, in their order, and nothing else: one arena of the plan's height, taken from
-//! the device once. A request that the plan does not know is refused.
+//! It serves only the requests that it planned for, in their order, from one arena of the plan's height, which it takes
+//! from the device once. Any other request is refused.
 
 use gapless_alloc::{BufferId, Options, Problem, Solution, check, plan};
 
@@ -12,29 +12,29 @@ use crate::{Request, Requests};
 #[derive(Debug)]
 pub struct Planned {
     device: Device,
-    /// Offset and bytes of every request, in the order of requests: persistent ones first, then those of a step.
+    /// Offset and bytes of every request in order: the persistent ones first, then those of a step.
     offsets: Vec<(u64, u64)>,
     persistent: usize,
     next: usize,
-    /// First byte of the arena, once it is taken.
+    /// First byte of the arena, once it has been taken.
     arena: Option<u64>,
     height: u64,
-    /// Bytes by slot, while in use.
+    /// By slot, whether it is in use.
     live: Vec<bool>,
     statistics: Statistics,
 }
 
 impl Planned {
-    /// Plans `problem` and stands ready for its requests.
+    /// Plans `problem` and prepares for its requests.
     pub fn new(device: Device, problem: &Problem, requests: &Requests) -> Self {
         Self::with_plan(device, problem, requests, &plan(problem, &Options::default()))
     }
 
-    /// Stands ready for the requests of `problem` with a plan at hand. A planner that found no plan is represented by one
-    /// without offsets; then every request is refused.
+    /// Prepares for the requests of `problem` with an existing plan. If the plan has no offsets, because the planner
+    /// found none, every request is refused.
     ///
     /// # Panics
-    /// When the checker rejects the plan.
+    /// Panics if the checker rejects the plan.
     pub fn with_plan(device: Device, problem: &Problem, requests: &Requests, plan: &Solution) -> Self {
         let found = plan.offsets.len() == problem.len();
         if found && let Err(violations) = check(problem, &plan.offsets, None) {
@@ -78,7 +78,7 @@ impl Allocator for Planned {
             }
         };
         if self.next == self.offsets.len() {
-            // The step begins anew; persistent buffers stay.
+            // The step starts again; persistent buffers stay.
             self.next = self.persistent;
         }
         let slot = self.next;

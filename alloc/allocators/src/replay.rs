@@ -1,7 +1,7 @@
 //! Replays a lifetime table through an allocator.
 //!
-//! In: a [`Problem`], seen as the requests of a program that repeats its step. Out: a [`Report`] of what the allocator
-//! reserved and called. Never: a look ahead; the allocator sees one request after another.
+//! In: a [`Problem`], turned into the requests of a program that repeats its step. Out: a [`Report`] of what the
+//! allocator reserved and called. Never: a look ahead; the allocator sees one request after another.
 
 use std::time::{Duration, Instant};
 
@@ -12,21 +12,21 @@ use crate::{Allocator, Block, OutOfMemory, Statistics, Stream};
 /// One request of a program to its allocator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Request {
-    /// The buffer is born.
+    /// The buffer is allocated.
     Allocate(BufferId),
-    /// The buffer is dead.
+    /// The buffer is freed.
     Free(BufferId),
 }
 
-/// A lifetime table as requests in order.
+/// A lifetime table as an ordered list of requests.
 ///
-/// Buffers alive over the whole table are persistent: allocated first, in file order, once. The rest repeats in every
-/// iteration, in tick order; at one tick frees come before allocations; then file order. Buffers of zero bytes ask
-/// nothing of any allocator and are left out.
+/// Buffers alive over the whole table are persistent: they are allocated once, first and in file order. The others are
+/// requested again in every iteration, in tick order; at one tick frees come before allocations, then file order
+/// counts. Buffers of zero bytes are left out.
 #[derive(Debug, Clone)]
 pub struct Requests {
     bytes: Vec<u64>,
-    /// Indexed by buffer; empty where all is on one stream.
+    /// Stream of each buffer; empty if all are on one stream.
     streams: Vec<Stream>,
     peak_live: u64,
     persistent: Vec<BufferId>,
@@ -34,7 +34,7 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Puts the table's births and deaths in order.
+    /// Puts the births and deaths of a table in order.
     pub fn new(problem: &Problem) -> Self {
         let buffers = problem.buffers();
         let start = buffers.iter().map(|b| b.lifetime.start).min().unwrap_or(0);
@@ -60,7 +60,7 @@ impl Requests {
         }
     }
 
-    /// The same requests, each buffer's on its stream (indexed by [`BufferId`]) instead of all on one.
+    /// The same requests with a stream for each buffer (indexed by [`BufferId`]).
     pub fn on_streams(self, streams: Vec<Stream>) -> Self {
         Self { streams, ..self }
     }
@@ -70,7 +70,7 @@ impl Requests {
         self.streams.get(id.index()).copied().unwrap_or_default()
     }
 
-    /// How many buffers the table has.
+    /// Number of buffers in the table.
     pub(crate) fn buffers(&self) -> usize {
         self.bytes.len()
     }
@@ -80,37 +80,37 @@ impl Requests {
         &self.persistent
     }
 
-    /// What every iteration asks for.
+    /// The requests of every iteration.
     pub fn step(&self) -> &[Request] {
         &self.step
     }
 
-    /// The most bytes alive at once: no device below can hold them.
+    /// The most bytes alive at once. A smaller device cannot hold them.
     pub fn peak_live(&self) -> u64 {
         self.peak_live
     }
 
-    /// The size asked for.
+    /// Bytes that a buffer asks for.
     pub fn bytes(&self, id: BufferId) -> u64 {
         self.bytes[id.index()]
     }
 }
 
-/// What a replay came to.
+/// The result of a replay.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// The allocator's name.
     pub allocator: &'static str,
-    /// The allocator's own account at the end.
+    /// The allocator's statistics at the end.
     pub statistics: Statistics,
-    /// Requests served, allocations and frees.
+    /// Number of requests served, allocations and frees.
     pub requests: u64,
-    /// How long serving took on this machine; nothing of the device's time is in it.
+    /// Time that serving took on this machine, without any time of the device.
     pub time: Duration,
 }
 
 impl Report {
-    /// The most bytes in the program's hands, as the allocator rounds them.
+    /// The most bytes held by the program at once, as the allocator rounds them.
     pub fn peak_allocated(&self) -> u64 {
         self.statistics.allocated.peak
     }
@@ -134,15 +134,15 @@ impl Report {
 /// Serves `requests` from `allocator`: the persistent buffers, then the step, `iterations` times.
 ///
 /// # Errors
-/// The first request that the allocator could not serve.
+/// Returns the first request that the allocator could not serve.
 pub fn replay(requests: &Requests, allocator: &mut dyn Allocator, iterations: u64) -> Result<Report, OutOfMemory> {
     replay_observed(requests, allocator, iterations, |_, _| {})
 }
 
-/// As [`replay`], and calls `observe(requests served, allocator)` after each request.
+/// Like [`replay`], but calls `observe(requests served, allocator)` after each request.
 ///
 /// # Errors
-/// The first request that the allocator could not serve.
+/// Returns the first request that the allocator could not serve.
 pub fn replay_observed(
     requests: &Requests,
     allocator: &mut dyn Allocator,
@@ -175,12 +175,12 @@ pub fn replay_observed(
     Ok(Report { allocator: allocator.name(), statistics, requests: served, time })
 }
 
-/// The smallest device, in steps of 2 MiB, on which a replay completes, and its report: found by bisection below a
-/// capacity that is known to do. Completing is not monotone in the capacity for every allocator; the answer is the edge
-/// that bisection finds.
+/// Finds the smallest device, in steps of 2 MiB, on which a replay completes, and returns its report too. It
+/// bisects below `enough`, a capacity that is known to suffice. Some allocators fail on a device although
+/// they complete on a smaller one. Then the result is the size that bisection ends at.
 ///
 /// # Errors
-/// The request that fails even on a device of `enough` bytes.
+/// Returns the request that fails even on a device of `enough` bytes.
 pub fn smallest_capacity(
     requests: &Requests,
     iterations: u64,

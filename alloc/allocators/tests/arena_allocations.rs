@@ -12,20 +12,20 @@ use moe_step::{MoeStep, Routing};
 struct Counting;
 
 thread_local! {
-    /// Of this thread: the test harness has one of its own.
+    /// Counted per thread, since the test harness has a thread of its own.
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
-// SAFETY: everything is passed on to the system's allocator.
+// SAFETY: every call is forwarded unchanged to the system's allocator, which upholds the contract.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's promise.
+        // SAFETY: our caller upholds the contract of `alloc`, which is the same.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: our caller upholds the contract of `dealloc`, which is the same.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -66,7 +66,7 @@ fn serving_takes_no_heap_memory() {
             let bytes = built.bytes(routing, 0);
             let before = ALLOCATIONS.get();
             overflows += play(&mut arena, &events, &bytes);
-            // And a step that is given up in the middle.
+            // A step that is aborted in the middle.
             overflows += play(&mut arena, &events[..events.len() / 2], &bytes);
             arena.reset();
             assert_eq!(ALLOCATIONS.get() - before, 0, "{reserve:?} {routing:?}");

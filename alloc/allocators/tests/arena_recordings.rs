@@ -1,4 +1,4 @@
-//! The online arena on recorded routing: never more reserved bytes than the best of the allocators in use.
+//! The online arena on recorded routing: it never reserves more bytes than the best of the usual allocators.
 
 mod beside;
 mod recorded_moe;
@@ -10,7 +10,7 @@ use gapless_alloc::arena::{Arena, ArenaOptions, ArenaPlan, Reserve, check_run, r
 use gapless_alloc::{Fit, Options, Problem, lower_bound, plan};
 use recorded_moe::Recorded;
 
-/// The static plan, at most 0.2 % above the bound: reached at once, where the last bytes would take seconds.
+/// A static plan at most 0.2 % above the bound. That is found at once, while the last bytes would take seconds.
 fn planned(fixed: &Problem) -> Vec<u64> {
     let bound = lower_bound(fixed);
     let solution = plan(fixed, &Options { capacity: Some(bound + bound / 500), ..Options::default() });
@@ -48,7 +48,7 @@ fn reserves_at_most_what_the_best_of_the_others_does() {
     });
 }
 
-/// What the policies reserve for this step, and that they keep their word.
+/// Checks what the policies reserve for this step, and that they keep their promises.
 fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
     for reserve in [Reserve::Balanced { factor: 1.0 }, Reserve::Balanced { factor: 1.25 }, Reserve::Worst] {
         let options = ArenaOptions::with_reserve(reserve);
@@ -66,9 +66,9 @@ fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
     }
 }
 
-/// How dynamic buffers are told apart is arithmetic. Where sixteen steps of one run are at hand, the run itself agrees:
-/// static sizes come in every step, the sizes called dynamic do not. (Workspaces are fewer in a step where an expert has no
-/// rows, so that a count is not exactly sixteen times that of one step.)
+/// The recordings don't mark dynamic buffers; `recorded_moe` infers them. If sixteen steps of one run are available,
+/// the run itself must agree: static sizes come in every step, dynamic ones do not. (A step in which an expert has no
+/// rows has fewer workspaces, so a count is not exactly sixteen times that of one step.)
 #[test]
 fn what_is_called_static_comes_in_every_step() {
     let folder = gapless_testing::evidence("pytorch");

@@ -1,4 +1,5 @@
-//! The online arena under routings that nobody recorded: what it reserves beside others, and what its policies do.
+//! The online arena under generated routings: what it reserves compared with other allocators, and how its policies
+//! behave.
 
 mod beside;
 mod moe_step;
@@ -22,8 +23,9 @@ fn planned(step: MoeStep) -> (BuiltStep, Vec<u64>) {
     (built, solution.offsets)
 }
 
-/// No placement of blocks as they come avoids every gap. Over all routings, the smallest reserve that does needs less than
-/// one block more than the best of the others, which have static buffers to fill their gaps with; mostly it needs less.
+/// No placement of blocks in their order of arrival avoids every gap. The others can fill their gaps with static
+/// buffers. Even so, over all routings the smallest sufficient reserve needs less than one block more than the best of
+/// them, and in most cases less than that one.
 #[test]
 fn reserves_less_than_a_block_more_than_the_best_of_the_others() {
     Row::print_header();
@@ -56,7 +58,8 @@ fn reserves_less_than_a_block_more_than_the_best_of_the_others() {
     }
 }
 
-/// In brackets: what would overflow if the same bytes promised nothing.
+/// Counts the overflows of each policy. The table has in brackets those of a reserve of the same size without
+/// promises.
 #[test]
 fn policies_do_what_they_say() {
     for (name, step) in steps() {

@@ -1,4 +1,4 @@
-//! The models of PyTorch's allocator against what the real one answered on recorded training steps, byte for byte.
+//! The models of PyTorch's allocator, compared byte for byte with what the real one did on recorded training steps.
 
 use std::fs::File;
 

@@ -1,4 +1,4 @@
-//! What every allocator owes its program, whatever it is asked for; and PyTorch's against a slow twin.
+//! Guarantees of every allocator for any requests, and PyTorch's allocator compared with a slow reference.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use gapless_testing::prelude::*;
 const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 256 * MIB;
 
-/// A step of a program: ask for bytes on a stream, or give the n-th live block back.
+/// A step of a program: an allocation of bytes on a stream, or a free of the n-th live block.
 #[derive(Debug, Clone)]
 enum Step {
     Allocate(u64, u32),
@@ -25,7 +25,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(prop_oneof![3 => allocate, 2 => any::<prop::sample::Index>().prop_map(Step::Free)], 1..200)
 }
 
-/// Live blocks do not overlap, and the extents add up to what the statistics say.
+/// Checks that live blocks do not overlap and that the extents add up to the statistics.
 fn check_layout(allocator: &dyn Allocator) -> Result<(), TestCaseError> {
     let extents = allocator.extents();
     let sum = |in_use: bool| extents.iter().filter(|e| e.in_use || !in_use).map(|e| e.bytes).sum::<u64>();
@@ -149,7 +149,8 @@ generated! {
         }
     }
 
-    /// Whatever the phases, STAlloc's plan holds: no block overlaps another and nothing falls back.
+    /// For any phases, STAlloc's plan holds: no block overlaps another, and no request falls back to the caching
+    /// allocator.
     #[test]
     fn stalloc_plans_hold_with_phases(
         rows in prop::collection::vec((0..30u64, 1..30u64, 1..9000u64), 1..40),
@@ -171,10 +172,10 @@ generated! {
     }
 }
 
-/// PyTorch's default allocator as one would first write it down: every search looks at every block.
+/// PyTorch's default allocator in its simplest form: every search looks at every block.
 #[derive(Default)]
 struct Twin {
-    /// In order of creation. A piece is its bytes and who holds it, 0 for nobody.
+    /// The segments in order of creation. A piece is its bytes and its owner, 0 for none.
     segments: Vec<TwinSegment>,
     allocations: u64,
     retries: u64,

@@ -1,4 +1,4 @@
-//! Snapshots written by Python's pickle module (`snapshots/make.py`), sound ones and others.
+//! Snapshots written by Python's pickle module (`snapshots/make.py`), valid and invalid ones.
 
 use std::io::Cursor;
 use std::path::Path;
@@ -15,7 +15,7 @@ fn read(name: &str, device: Option<usize>) -> Result<Snapshot, SnapshotError> {
     read_snapshot(Cursor::new(file(&format!("{name}.pickle"))), device)
 }
 
-/// (start, end, bytes, stream) of every allocation.
+/// The `(start, end, bytes, stream)` of every allocation.
 fn rows(snapshot: &Snapshot) -> Vec<(u64, u64, u64, u32)> {
     let buffers = snapshot.problem.buffers().iter().zip(&snapshot.streams);
     buffers.map(|(b, &Stream(stream))| (b.lifetime.start, b.lifetime.end, b.bytes, stream)).collect()
@@ -39,7 +39,7 @@ fn lifetimes_are_those_of_the_events() {
     }
 }
 
-/// A request that was refused, in a trace that goes on, and the program up to it.
+/// A refused request in the middle of a trace, and the program up to it.
 #[test]
 fn a_refused_request_is_told_with_the_device_as_it_was() {
     const MIB: u64 = 1 << 20;
@@ -88,7 +88,7 @@ fn a_file_cut_anywhere_is_an_error() {
 }
 
 generated! {
-    /// Whatever the bytes, reading ends in a snapshot or an error.
+    /// Reading any bytes ends with a snapshot or an error.
     #[test]
     fn no_bytes_break_the_reader(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
         let mut bytes = file("step.pickle");

@@ -1,4 +1,4 @@
-//! Whatever the bytes are, reading ends with a table or an error; a table that was read is written and read the same.
+//! Reading any bytes ends with a table or an error; a table that was read can be written and reads back the same.
 #![no_main]
 
 use gapless_alloc::{csv, lower_bound};

@@ -1,4 +1,4 @@
-//! Any problem that is accepted gets a plan that the checker accepts, or none and says so.
+//! Any problem that is accepted gets a plan that passes the checker, or none and says so.
 #![no_main]
 
 use std::time::Duration;
@@ -13,7 +13,7 @@ struct Input {
     forbidden: Vec<(u16, u8)>,
     groups: Vec<(Vec<u8>, bool)>,
     capacity: Option<u32>,
-    /// Of the buffer at its place, and none of those after the last.
+    /// Earlier offsets, by buffer; later buffers have none.
     earlier: Option<Vec<Option<u16>>>,
     threads: Option<bool>,
     deadline_micros: Option<u16>,
@@ -72,13 +72,13 @@ fuzz_target!(|input: Input| {
     } else {
         assert_ne!(solution.fit, Fit::Fits);
     }
-    // A deadline apart, the same is found again, by however many threads.
+    // Without a deadline, the same plan is found again with any number of threads.
     if options.deadline.is_none() {
         let again = plan(&problem, &Options { threads: Some(3), ..options.clone() });
         assert_eq!((&solution.offsets, solution.proof, solution.stats), (&again.offsets, again.proof, again.stats));
     }
     plan_hash(&problem, &solution.offsets);
-    // Explanations plan again and again: of small problems only.
+    // Explanations plan many times, so only small problems are explained.
     let explanation = if problem.len() <= 8 { explain(&problem, &[], &solution, &options) } else { None };
     for remedy in explanation.iter().flat_map(|explanation| explanation.remedies()) {
         assert!(remedy.at_least <= remedy.size);

@@ -1,9 +1,9 @@
 //! The blocks in use, by address, and the gaps between them.
 //!
-//! In: blocks that don't overlap. Out: the lowest gap of a size inside a range, in O(log n). Never: the heap,
-//! once built: a block's node is that of its request.
+//! In: blocks that don't overlap. Out: the lowest gap of a size inside a range, in O(log n). Never: a heap allocation
+//! once it is built, since each request has a node of its own.
 //!
-//! An AVL tree; every node knows where its subtree begins and ends and the largest gap inside of it.
+//! The blocks form an AVL tree. Each node also knows the span of its subtree and the largest gap in it.
 
 use std::ops::Range;
 
@@ -12,16 +12,16 @@ const NONE: u32 = u32::MAX;
 #[derive(Debug, Clone)]
 struct Node {
     addresses: Range<u64>,
-    /// Lower addresses, higher addresses.
+    /// The child with lower addresses and the one with higher addresses.
     children: [u32; 2],
     height: u8,
-    /// From the first byte of the subtree's lowest block to the last of its highest.
+    /// From the first byte of the subtree's lowest block to the end of its highest.
     span: Range<u64>,
-    /// Largest gap between two neighbours of the subtree.
+    /// Largest gap between two neighbouring blocks of the subtree.
     gap: u64,
 }
 
-/// Disjoint address ranges, one per number below a fixed count.
+/// Disjoint address ranges, one for each block number below a fixed count.
 #[derive(Debug, Clone)]
 pub(super) struct Blocks {
     nodes: Box<[Node]>,
@@ -29,25 +29,25 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Room for blocks 0 to `count` − 1.
+    /// Makes room for blocks 0 to `count` − 1.
     pub(super) fn new(count: usize) -> Self {
         let empty = Node { addresses: 0..0, children: [NONE; 2], height: 0, span: 0..0, gap: 0 };
         Self { nodes: vec![empty; count].into(), root: NONE }
     }
 
-    /// All blocks are gone.
+    /// Removes all blocks.
     pub(super) fn clear(&mut self) {
         self.root = NONE;
     }
 
-    /// Block `index` takes `addresses`, which nobody has.
+    /// Inserts block `index` at `addresses`, which no other block has.
     pub(super) fn insert(&mut self, index: u32, addresses: Range<u64>) {
         let span = addresses.clone();
         self.nodes[index as usize] = Node { addresses, children: [NONE; 2], height: 1, span, gap: 0 };
         self.root = self.inserted(self.root, index);
     }
 
-    /// The block that begins at `start` is gone.
+    /// Removes the block that begins at `start`.
     pub(super) fn remove(&mut self, start: u64) {
         self.root = self.removed(self.root, start);
     }
@@ -59,7 +59,7 @@ impl Blocks {
         fits(floor, ceiling, bytes).then_some(floor..ceiling)
     }
 
-    /// The blocks at least in part inside of `within`, by address.
+    /// Visits the blocks that overlap `within`, in the order of addresses.
     pub(super) fn each(&self, within: &Range<u64>, visit: &mut impl FnMut(&Range<u64>)) {
         self.each_below(self.root, within, visit);
     }
@@ -76,7 +76,8 @@ impl Blocks {
         self.each_below(node.children[1], within, visit);
     }
 
-    /// Raises `floor` above the blocks of a subtree until `bytes` fit below the next of them, and tells where that begins.
+    /// Raises `floor` above the blocks of a subtree until `bytes` fit below the next block, and returns where that one
+    /// begins.
     fn search(&self, at: u32, floor: &mut u64, bytes: u64) -> Option<u64> {
         if at == NONE {
             return None;
@@ -133,7 +134,7 @@ impl Blocks {
         self.balanced(next)
     }
 
-    /// The lowest node of a subtree, and the subtree without it.
+    /// Splits a subtree into its lowest node and the rest.
     fn without_first(&mut self, at: u32) -> (u32, u32) {
         let [lower, higher] = self.node(at).children;
         if lower == NONE {
@@ -161,7 +162,7 @@ impl Blocks {
         at
     }
 
-    /// The child on `side` takes the place of its parent.
+    /// Puts the child on `side` in the place of its parent.
     fn rotated(&mut self, at: u32, side: usize) -> u32 {
         let child = self.node(at).children[side];
         self.nodes[at as usize].children[side] = self.node(child).children[1 - side];
@@ -195,7 +196,7 @@ impl Blocks {
     }
 }
 
-/// Whether `bytes` fit between two addresses, which may stand in the wrong order.
+/// True if `bytes` fit between two addresses. The end may be below the start.
 fn fits(start: u64, end: u64, bytes: u64) -> bool {
     end.checked_sub(start).is_some_and(|gap| gap >= bytes)
 }
@@ -205,7 +206,7 @@ mod tests {
     use super::*;
     use gapless_testing::prelude::*;
 
-    /// The lowest gap, every byte looked at.
+    /// The lowest gap, found by looking at every byte.
     fn twin(used: &[Option<Range<u64>>], within: &Range<u64>, bytes: u64) -> Option<Range<u64>> {
         let is_free = |at: &u64| within.contains(at) && used.iter().flatten().all(|b| !b.contains(at));
         let mut from = within.start;

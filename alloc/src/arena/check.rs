@@ -1,5 +1,5 @@
-//! Judges a run: static buffers and served requests together. Knows nothing of plans, ranges or homes: every pair is looked
-//! at.
+//! Checks a run: static buffers and served requests together. It knows nothing of plans, ranges or homes, and compares
+//! every pair.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,18 +7,18 @@ use std::ops::Range;
 use super::{Request, RequestId};
 use crate::{BufferId, Problem};
 
-/// What a request got in a run.
+/// A request that was served in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Served {
     /// The request.
     pub request: RequestId,
-    /// Its first byte.
+    /// Offset of its first byte.
     pub offset: u64,
-    /// Its size.
+    /// Its size in bytes.
     pub bytes: u64,
 }
 
-/// One thing that is wrong with a run.
+/// A violation found in a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum RunViolation {
@@ -53,10 +53,10 @@ impl fmt::Display for RunViolation {
 
 impl std::error::Error for RunViolation {}
 
-/// Checks what one step was served against the static plan, its own lifetimes, and `limit` bytes.
+/// Checks the requests served in one step against the static plan, against each other and against `limit` bytes.
 ///
 /// # Errors
-/// Every violation, in the order of `served`.
+/// Returns every violation, in the order of `served`.
 pub fn check_run(
     problem: &Problem,
     offsets: &[u64],

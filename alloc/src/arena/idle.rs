@@ -1,33 +1,34 @@
-//! Which addresses nobody uses during a lifetime.
+//! An index of the addresses that stay unused during a lifetime.
 //!
-//! In: rectangles of bytes × time, by descending last tick, between questions by descending first tick. Out: the ranges
-//! that stay idle from a tick to another. Never: the state at a single tick alone.
+//! In: rectangles of bytes × time in descending order of their last tick, and between them queries in descending order
+//! of their first tick. Out: the ranges that stay idle from one tick to another. Never: the state at a single tick
+//! alone.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::Lifetime;
 
-/// Going back in time, the tick at which each address is used next.
+/// The tick at which each address is used next, for a sweep that goes back in time.
 ///
-/// A rectangle is painted when the sweep passes its last tick: from there on back, its addresses are next used at its
-/// first tick. Since rectangles don't overlap, the one painted last is the nearest.
+/// A rectangle is painted when the sweep passes its last tick. From then on, its addresses are next used at its first
+/// tick. Since rectangles don't overlap, the one painted last is the nearest in time.
 #[derive(Debug, Clone)]
 pub(super) struct NextUse {
-    /// Next use by first address; it holds up to the next key.
+    /// Next use by first address. Each entry holds up to the next key.
     pieces: BTreeMap<u64, u64>,
 }
 
-/// Next use of what is never used again.
+/// Next use of an address that is never used again.
 const NEVER: u64 = u64::MAX;
 
 impl NextUse {
-    /// Nothing is used.
+    /// An index in which no address is used.
     pub(super) fn new() -> Self {
         Self { pieces: BTreeMap::from([(0, NEVER)]) }
     }
 
-    /// `addresses` are in use during `ticks`.
+    /// Marks `addresses` as in use during `ticks`.
     pub(super) fn paint(&mut self, addresses: Range<u64>, ticks: &Lifetime) {
         if addresses.is_empty() {
             return;
@@ -39,8 +40,8 @@ impl NextUse {
         self.pieces.insert(addresses.start, ticks.start);
     }
 
-    /// The ranges below `limit` that are idle until the end of `ticks`, when the sweep has come back to their start: by
-    /// address, as far apart as they can be, cut to multiples of `grain`.
+    /// The ranges below `limit` that are idle during `ticks`, once the sweep has come back to their start. They ascend,
+    /// are as long as possible, and are cut to multiples of `grain`.
     pub(super) fn idle(&self, ticks: &Lifetime, limit: u64, grain: u64) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
         let mut open: Option<u64> = None;
@@ -77,7 +78,7 @@ mod tests {
             let idle = next.idle(&ticks, limit, grain).into_iter().map(|range| (range.start, range.end));
             assert_eq!(idle.collect::<Vec<_>>(), expected, "{ticks:?}");
         };
-        // The sweep is at tick 7: below 30, tick 5 is next; behind it, tick 8.
+        // The sweep is at tick 7: addresses below 30 are next used at tick 5, those above at tick 8.
         check(4..5, 100, 1, &[(0, 100)]);
         check(4..6, 100, 1, &[(30, 100)]);
         check(4..9, 100, 1, &[(40, 100)]);

@@ -1,10 +1,11 @@
-//! The online arena: buffers whose lifetimes are planned and whose sizes the data decides.
+//! The online arena, for buffers whose lifetimes are planned and whose sizes depend on the data.
 //!
-//! Under expert parallelism, the rows that a rank receives are known when they are counted, in the middle of the step. Those
-//! buffers, and only those, are [`Request`]s: compile time knows their ticks, their balanced size and their bound. An
-//! [`ArenaPlan`] finds, for each, the addresses that the static plan leaves idle for its whole lifetime, and sizes a
-//! [`Reserve`] on top of the static plan for what these cannot serve. An [`Arena`] then gives out offsets while the step
-//! runs: O(log n), from memory that it took when it was built. [`check_run`] judges what was given out, together with the static plan.
+//! Under expert parallelism, a rank knows how many rows it receives only when they are counted, in the middle of the
+//! step. Only buffers of such rows are [`Request`]s: their ticks, their balanced size and their bound are known at
+//! compile time. An [`ArenaPlan`] finds, for each, the addresses that the static plan leaves idle for its whole
+//! lifetime. It also sizes a [`Reserve`] above the static plan for requests that don't fit there. An [`Arena`] then
+//! hands out offsets while the step runs, in O(log n) and from memory that it allocated when it was built.
+//! [`check_run`] checks these offsets together with the static plan.
 //!
 //! ```
 //! use gapless_alloc::arena::{Arena, ArenaOptions, ArenaPlan, Request, RequestId, Reserve};

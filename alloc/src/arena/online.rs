@@ -1,7 +1,7 @@
-//! The arena as a step uses it.
+//! The arena as a running step uses it.
 //!
-//! In: sizes, one by one, and releases. Out: offsets. Never: the heap, a lock, the system; and never the same bytes for two
-//! that live at one tick.
+//! In: sizes, one by one, and releases. Out: offsets. Never: a heap allocation, a lock or a system call, and never the
+//! same bytes for two requests that are alive at one tick.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,33 +10,34 @@ use super::blocks::Blocks;
 use super::{ArenaPlan, ArenaReport, Overflow, RequestId};
 use crate::Label;
 
-/// Gaps of a range that a request looks at.
+/// Most gaps of a range that a request looks at.
 const GAPS: usize = 8;
 
 /// Serves the requests of an [`ArenaPlan`].
 ///
-/// A request tries its ranges, the shortest first, so that long ones stay whole. In the first that serves, it takes the
-/// tightest of the lowest eight gaps that do: at their lower end if it lives long, at their upper end if not, so that what
-/// the short-lived leave behind is one piece. With `n` blocks in use and at most 16 ranges, that is O(log n).
+/// A request tries its ranges, the shortest first, so that long ones stay whole. In the first range with room, it takes
+/// the tightest of the lowest eight gaps that fit. A long-lived request goes to the lower end of the gap, a short-lived
+/// one to the upper end, so that the space freed by the short-lived ones is in one piece. With `n` blocks in use and at
+/// most 16 ranges, that is O(log n).
 ///
-/// As long as all requests of a step keep within what they are promised, the ranges are the *spare* ones, which leave every
-/// home to its owner. So no block in use ever covers a part of the home of a request that comes during its lifetime, and
-/// every request finds at least its home. With the first request beyond its promise there is nothing left to guard: from
-/// there on, until [`reset`](Self::reset), the ranges are all that the static plan leaves *idle*.
+/// As long as all requests of a step stay within their promised sizes, only *spare* ranges are used, which leave every
+/// home to its owner. So no block in use ever covers a part of the home of a request that comes during its lifetime,
+/// and every request finds at least its home. After the first request beyond its promise, there is nothing left to
+/// guard: until [`reset`](Self::reset), requests use all ranges that the static plan leaves *idle*.
 #[derive(Debug)]
 pub struct Arena {
     plan: ArenaPlan,
     labels: Box<[Arc<Label>]>,
     blocks: Blocks,
-    /// Offset and size of what is in use, by request.
+    /// Offset and size of each request in use.
     live: Box<[Option<Live>]>,
     live_count: usize,
     live_in_reserve: u64,
-    /// As in the report, in whole grains.
+    /// The high-water mark of the report, in whole grains.
     high_water: u64,
-    /// Whether all requests of this step kept within what they are promised.
+    /// Whether all requests of this step so far stayed within their promised sizes.
     is_within_promises: bool,
-    /// Hundredths of the factor of balanced sizes that all requests of this step kept within.
+    /// The factor of balanced sizes that covers all requests of this step so far, in hundredths.
     factor_hundredths: u64,
     report: ArenaReport,
 }
@@ -48,7 +49,7 @@ struct Live {
 }
 
 impl Arena {
-    /// Takes all the memory that serving will ever need.
+    /// Allocates all the memory that serving will ever need.
     pub fn new(plan: ArenaPlan) -> Self {
         let count = plan.requests().len();
         let reserve_bytes = plan.reserve().end - plan.reserve().start;
@@ -66,12 +67,12 @@ impl Arena {
         }
     }
 
-    /// What it was built from.
+    /// The plan that the arena was built from.
     pub fn plan(&self) -> &ArenaPlan {
         &self.plan
     }
 
-    /// What it did since it was built.
+    /// The figures since the arena was built.
     pub fn report(&self) -> ArenaReport {
         self.report
     }
@@ -82,15 +83,16 @@ impl Arena {
         self.factor_hundredths as f64 / 100.0
     }
 
-    /// Whether nothing is in use: so it is between steps, unless one broke off.
+    /// True if no request is in use. That is so between steps, unless one was aborted.
     pub fn is_idle(&self) -> bool {
         self.live_count == 0
     }
 
-    /// Goes on with another plan of the same requests, with a larger reserve. The report goes on, too.
+    /// Continues with another plan of the same requests, with a larger reserve. The report continues, too.
     ///
     /// # Panics
-    /// When the plan has another number of requests, or when one is in use, which is an error of the caller's own code.
+    /// Panics if the plan has another number of requests, or if one is in use. Both are errors of the caller's own
+    /// code.
     pub fn grow(&mut self, plan: ArenaPlan) {
         assert_eq!(plan.requests().len(), self.plan.requests().len(), "a larger plan is of the same requests");
         assert_eq!(self.live_count, 0, "an arena grows between steps");
@@ -100,27 +102,28 @@ impl Arena {
         *self = Self { high_water, report, ..new };
     }
 
-    /// Notes that a request which was refused was served outside of the arena, where so many bytes are in use now.
+    /// Records that a refused request was served outside of the arena, where `in_use` bytes are in use now.
     pub fn note_outside(&mut self, bytes: u64, in_use: u64) {
         self.report.outside_bytes += bytes;
         self.report.most_outside_bytes = self.report.most_outside_bytes.max(in_use);
     }
 
-    /// An offset for `bytes`, from the request's first tick until it is released. Zero bytes take no space.
+    /// Returns an offset for `bytes`, valid from the request's first tick until it is released. Zero bytes take no
+    /// space.
     ///
     /// # Errors
-    /// [`Overflow`] when no range that is free for the whole lifetime is long enough, and when it is more than the request's bound.
-    /// Nothing has changed then.
+    /// Returns [`Overflow`] if no range that is free for the whole lifetime is long enough, or if `bytes` is more than
+    /// the request's bound. No bytes are taken then.
     ///
     /// # Panics
-    /// When the request is in use already, which is an error of the caller's own code.
+    /// Panics if the request is in use already, which is an error of the caller's own code.
     pub fn request(&mut self, id: RequestId, bytes: u64) -> Result<u64, Overflow> {
         assert!(self.live[id.index()].is_none(), "request {} is released before it is made again", id.0);
         self.report.requests += 1;
         self.report.asked_bytes = self.report.asked_bytes.saturating_add(bytes);
         self.is_within_promises &= self.plan.promised(id).is_some_and(|promised| bytes <= promised);
         let balanced = self.plan.request(id).balanced.max(1);
-        // Rounded up: the factor has to do.
+        // Rounded up, so that the factor suffices.
         let hundredths = (100 * u128::from(bytes)).div_ceil(u128::from(balanced));
         self.factor_hundredths = self.factor_hundredths.max(u64::try_from(hundredths).unwrap_or(u64::MAX));
         let Some(offset) = self.place(id, bytes, self.is_within_promises) else {
@@ -132,11 +135,12 @@ impl Arena {
         Ok(offset)
     }
 
-    /// The same for a request that can be done without ([`Need::Optional`](super::Need::Optional)): if there is room for it that
-    /// is in the way of no request to come, as far as those are promised theirs. Promises go on to hold, however much it is.
+    /// Like [`request`](Self::request), but for a request that the caller can do without
+    /// ([`Need::Optional`](super::Need::Optional)). It is served only if that takes no room from what is promised to
+    /// later requests. The promises of the step continue to hold, even if `bytes` exceeds the promise of this request.
     ///
     /// # Panics
-    /// As [`request`](Self::request).
+    /// Panics in the same cases as [`request`](Self::request).
     pub fn offer(&mut self, id: RequestId, bytes: u64) -> Option<u64> {
         assert!(self.live[id.index()].is_none(), "request {} is released before it is made again", id.0);
         let offset = self.place(id, bytes, true)?;
@@ -146,7 +150,7 @@ impl Arena {
         Some(offset)
     }
 
-    /// Notes that the caller does without what it has offered room to.
+    /// Records that the caller evicted buffers that are optional.
     pub fn note_evicted(&mut self) {
         self.report.evicted += 1;
     }
@@ -162,10 +166,10 @@ impl Arena {
         }
     }
 
-    /// Takes a request's bytes back. They are free from now on, so that its last reader must be done.
+    /// Frees a request's bytes. They may be reused at once, so the last reader must be done.
     ///
     /// # Panics
-    /// When the request is not in use, which is an error of the caller's own code.
+    /// Panics if the request is not in use, which is an error of the caller's own code.
     pub fn release(&mut self, id: RequestId) {
         let live = self.live[id.index()].take();
         let Live { offset, bytes } = live.expect("only requests in use are released");
@@ -176,7 +180,8 @@ impl Arena {
         }
     }
 
-    /// Between steps: promises hold anew, and what a step that was given up had not released is free. The report goes on.
+    /// Prepares for the next step: promises hold again, and everything that an aborted step did not release is free.
+    /// The report continues.
     pub fn reset(&mut self) {
         self.is_within_promises = true;
         self.factor_hundredths = 0;
@@ -191,7 +196,7 @@ impl Arena {
         if bytes == 0 {
             return Some(self.plan.reserve().start);
         }
-        // Beyond its bound nobody has said that the caller's tensors reach.
+        // Nothing guarantees that the caller's tensors extend beyond the bound.
         if bytes > self.plan.request(id).most {
             return None;
         }
@@ -204,13 +209,13 @@ impl Arena {
         if self.plan.lives_long(id) {
             return Some(gap.start);
         }
-        // Above the high-water mark, the upper end is no further up than it must be.
+        // Above the high-water mark, the block goes no higher than it must.
         let high_water = self.plan.reserve().start + self.high_water;
         Some(gap.end.min(high_water.max(gap.start + bytes)) - bytes)
     }
 
-    /// The tightest of the lowest gaps of a range that have `bytes`; the lower of two alike. The last gap counts up to the
-    /// end of the reserve, used before or not: what is large stays whole.
+    /// The tightest of the lowest gaps of a range that have `bytes`; of equal ones, the lower. The last gap counts up
+    /// to the end of the range, whether it was ever used or not, so that large gaps stay whole.
     fn tightest(&self, range: &Range<u64>, bytes: u64) -> Option<Range<u64>> {
         let mut floor = range.start;
         let gaps = std::iter::from_fn(|| {

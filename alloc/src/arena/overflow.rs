@@ -6,32 +6,32 @@ use std::sync::Arc;
 use super::RequestId;
 use crate::Label;
 
-/// What was asked for, what was there, and what helps. Making one takes no heap memory.
+/// The bytes asked for, the bytes that were free, and what helps. Creating it takes no heap memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overflow {
     /// The request.
     pub request: RequestId,
-    /// Its names.
+    /// The names of the request.
     pub label: Arc<Label>,
     /// Bytes asked for.
     pub bytes: u64,
-    /// Bytes of one row; 0 where there are none.
+    /// Bytes of one row; 0 if the request has no rows.
     pub bytes_per_row: u64,
-    /// Bytes when routing is balanced.
+    /// Bytes if routing is balanced.
     pub balanced: u64,
-    /// Bytes that it was said never to exceed.
+    /// The request's bound in bytes.
     pub most: u64,
-    /// What was promised to it, if anything.
+    /// Bytes promised to the request, if any.
     pub promised: Option<u64>,
     /// The largest range of addresses that was free for its whole lifetime.
     pub largest_hole: u64,
-    /// All such ranges together.
+    /// Bytes of all such ranges together.
     pub free: u64,
-    /// Size of the arena's own range.
+    /// Size of the reserve in bytes.
     pub reserve: u64,
-    /// Size with which there would have been room above all others.
+    /// Size of the reserve with which the request would have had room above all others.
     pub enough: u64,
-    /// Hundredths of the factor of balanced sizes that all requests of the step so far, this one too, would have kept within.
+    /// Factor of balanced sizes that covers all requests of the step so far, this one included, in hundredths.
     pub factor_hundredths: u64,
 }
 

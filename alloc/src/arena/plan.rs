@@ -1,12 +1,13 @@
-//! What is decided about every request before the step runs.
+//! Everything that is decided about the requests before the step runs.
 //!
-//! In: the static plan and the requests. Out: for every request, the address ranges that it may use, and how large the
-//! reserve is. Never: a size; that is the run's to tell.
+//! In: the static plan and the requests. Out: for every request, the address ranges that it may use; and the size of
+//! the reserve. Never: the size of a request, which only the run knows.
 //!
-//! Where the reserve promises something ([`Reserve::Balanced`], [`Reserve::Worst`]), every request gets a *home*: the planner
-//! places all of them, at the promised sizes, beside the static buffers where these are. The ranges of a request are then of
-//! two sorts: *idle* ones are not used by the static plan for its whole lifetime, and *spare* ones also avoid the homes of
-//! requests that come during that lifetime. [`Arena`](super::Arena) says why a step within its promises never overflows.
+//! If the reserve promises sizes ([`Reserve::Balanced`], [`Reserve::Worst`]), every request gets a *home*: the planner
+//! places all requests at their promised sizes, with the static buffers pinned where they are. A request then has two
+//! kinds of ranges. *Idle* ones are unused by the static plan for the request's whole lifetime. *Spare* ones also avoid
+//! the homes of requests that start during that lifetime. [`Arena`](super::Arena) explains why a step within its
+//! promises never overflows.
 //!
 //! [`Reserve::Balanced`]: super::Reserve::Balanced
 //! [`Reserve::Worst`]: super::Reserve::Worst
@@ -18,23 +19,24 @@ use super::request::{ArenaOptions, Request, RequestId, checked};
 use crate::order::sort_by_key;
 use crate::{Buffer, Error, Options, Problem, lower_bound, plan};
 
-/// Ranges kept per request and sort, the longest: what bounds the work of a request at run time.
+/// Ranges kept per request and kind, the longest ones. This bounds the work of a request at run time.
 const RANGES: usize = 16;
 
-/// Requests with their ranges and the reserve: all that an [`Arena`](super::Arena) is built from.
+/// The requests with their ranges, and the reserve: everything that an [`Arena`](super::Arena) is built from.
 #[derive(Debug, Clone)]
 pub struct ArenaPlan {
     requests: Vec<Request>,
     places: Vec<Places>,
     ranges: Vec<Range<u64>>,
-    /// Lifetimes of more ticks than this are long.
+    /// A lifetime of more ticks than this is long.
     long: u64,
     grain: u64,
     static_height: u64,
     reserve: Range<u64>,
 }
 
-/// Where one request may go. Ranges are of whole grains, the shortest first, those that touch the reserve last.
+/// The places of one request. Its ranges are whole grains, the shortest first, but those that reach into the reserve
+/// last.
 #[derive(Debug, Clone)]
 struct Places {
     spare: Range<u32>,
@@ -43,11 +45,15 @@ struct Places {
 }
 
 impl ArenaPlan {
-    /// Plans the arena of `requests` beside the buffers of `problem` at their `offsets`.
+    /// Plans the arena of `requests` around the buffers of `problem` at their `offsets`.
     ///
     /// # Errors
-    /// Requests that are unsound or not in order of their first tick; offsets that are not one per buffer, or no plan where homes are planned beside it; a base inside of the static
-    /// plan; sizes that leave the address space.
+    /// Returns an error if
+    ///
+    /// - a request is unsound, or the requests are not in order of their first tick;
+    /// - `offsets` does not have one entry per buffer, or is not a plan (noticed only if homes are planned);
+    /// - the base lies inside of the static plan;
+    /// - the sizes leave the address space.
     pub fn new(
         problem: &Problem,
         offsets: &[u64],
@@ -81,7 +87,7 @@ impl ArenaPlan {
         Ok(this)
     }
 
-    /// Goes back in time over requests and static buffers, and notes what each request may use.
+    /// Goes back in time over requests and static buffers, and records what each request may use.
     fn find_ranges(
         &mut self,
         problem: &Problem,
@@ -140,7 +146,7 @@ impl ArenaPlan {
         (0..self.requests.len() as u32).map(RequestId)
     }
 
-    /// What is promised to a request: that many bytes are there, if all requests so far kept within theirs.
+    /// Bytes promised to a request, if any. They are available if all requests so far stayed within their promises.
     pub fn promised(&self, id: RequestId) -> Option<u64> {
         self.places[id.index()].home.as_ref().map(|home| home.end - home.start)
     }
@@ -150,12 +156,12 @@ impl ArenaPlan {
         self.static_height
     }
 
-    /// The arena's own range of addresses.
+    /// The reserve: the arena's own range of addresses.
     pub fn reserve(&self) -> Range<u64> {
         self.reserve.clone()
     }
 
-    /// Bytes that static plan and reserve take together.
+    /// Bytes that the static plan and the reserve take together.
     pub fn height(&self) -> u64 {
         if self.reserve.is_empty() { self.static_height } else { self.reserve.end }
     }
@@ -165,13 +171,13 @@ impl ArenaPlan {
         self.grain
     }
 
-    /// Whether a request outlives most: it waits for its backward pass, rather than for the next instruction.
+    /// True if a request outlives most: it waits for its backward pass, rather than for the next instruction.
     pub(super) fn lives_long(&self, id: RequestId) -> bool {
         let ticks = &self.request(id).ticks;
         ticks.end - ticks.start > self.long
     }
 
-    /// Ranges that leave all homes of others alone; none where nothing is promised.
+    /// Ranges that avoid the homes of other requests; none if nothing is promised.
     pub(super) fn spare_ranges(&self, id: RequestId) -> &[Range<u64>] {
         self.slice(&self.places[id.index()].spare)
     }
@@ -186,15 +192,15 @@ impl ArenaPlan {
     }
 }
 
-/// What divides long lifetimes from short ones: the geometric mean of the longest and the shortest. Buffers live for a few
-/// instructions or for half a step; hardly any are in between.
+/// The lifetime that separates long from short ones: the geometric mean of the longest and the shortest. Buffers live
+/// either for a few instructions or for half a step; hardly any are in between.
 fn long(requests: &[Request]) -> u64 {
     let ticks = || requests.iter().map(|r| r.ticks.end - r.ticks.start);
     let (shortest, longest) = (ticks().min().unwrap_or(1), ticks().max().unwrap_or(1));
     (u128::from(shortest) * u128::from(longest)).isqrt() as u64
 }
 
-/// A home for every request that is promised one.
+/// Places a home for every request that is promised one.
 fn homes(
     problem: &Problem,
     fixed: &[(Buffer, u64)],
@@ -215,7 +221,7 @@ fn homes(
     for range in problem.forbidden().iter().cloned().chain([outside.clone()]) {
         joint = joint.forbid(range)?;
     }
-    // What the static plan is above its own bound is not the homes' to make good.
+    // Where the static plan is higher than its own bound, the homes need not make up for it.
     let slack =
         (outside.start - lower_bound(problem)).saturating_add(outside.end - outside.start).saturating_add(grain);
     let capacity = Some(lower_bound(&joint).saturating_add(slack));

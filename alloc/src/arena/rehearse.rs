@@ -1,20 +1,20 @@
-//! A step's requests and releases without the step.
+//! A rehearsal of a step's requests and releases, without the step.
 //!
-//! In: an arena and the sizes. Out: what every request got. Never: a kernel.
+//! In: an arena and the sizes. Out: the offset that every request got. Never: a kernel.
 
 use super::{Arena, Overflow, RequestId, Served};
 
-/// What a step came to.
+/// The result of a rehearsal.
 #[derive(Debug, Clone, Default)]
 pub struct Rehearsal {
-    /// What was served, in order.
+    /// The requests that were served, in order.
     pub served: Vec<Served>,
-    /// What was not.
+    /// The requests that were not.
     pub overflows: Vec<Overflow>,
 }
 
-/// Makes all requests of a step in their order, each with the size that `bytes` says, and releases them where they end: at
-/// one tick, releases come before requests. What overflows is left out.
+/// Makes all requests of a step in their order, each with the size that `bytes` returns, and releases them where their
+/// lifetimes end. At one tick, releases come before requests. Requests that overflow are left out.
 pub fn rehearse(arena: &mut Arena, mut bytes: impl FnMut(RequestId) -> u64) -> Rehearsal {
     arena.reset();
     let ticks = |arena: &Arena, id: RequestId| arena.plan().request(id).ticks.clone();

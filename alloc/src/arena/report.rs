@@ -1,10 +1,10 @@
-//! The arena in figures.
+//! Figures of an arena.
 
 use std::fmt;
 
 use crate::draw::Bytes;
 
-/// What the arena did since it was built. Sizes are bytes as asked for, unless said otherwise.
+/// The figures of an arena since it was built. Sizes are bytes as asked for, unless stated otherwise.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ArenaReport {
@@ -12,7 +12,7 @@ pub struct ArenaReport {
     pub requests: u64,
     /// Requests that could not be served.
     pub overflows: u64,
-    /// Bytes of all requests, those not served too.
+    /// Bytes of all requests, including those not served.
     pub asked_bytes: u64,
     /// Bytes that were served in addresses that the static plan leaves idle.
     pub reused_bytes: u64,
@@ -26,20 +26,20 @@ pub struct ArenaReport {
     pub high_water_bytes: u64,
     /// The most bytes in use in the reserve at once.
     pub most_live_bytes: u64,
-    /// How often a caller could do without what was optional, and had to.
+    /// Number of times that optional buffers were evicted.
     pub evicted: u64,
-    /// How often the arena went on with a larger reserve.
+    /// Number of times that the arena continued with a larger reserve.
     pub growths: u64,
-    /// Size of the reserve that it was built with.
+    /// Size of the reserve when the arena was built.
     pub first_reserve_bytes: u64,
     /// Bytes of refused requests that were served outside of the arena.
     pub outside_bytes: u64,
-    /// The most of them in use at once.
+    /// The most such bytes in use at once.
     pub most_outside_bytes: u64,
 }
 
 impl ArenaReport {
-    /// Share of the bytes served that went to addresses idle in the static plan; 1 when nothing was served.
+    /// Share of the bytes served that lie in addresses idle in the static plan; 1 if nothing was served.
     pub fn reuse_share(&self) -> f64 {
         let served = self.reused_bytes + self.reserve_served_bytes;
         if served == 0 { 1.0 } else { self.reused_bytes as f64 / served as f64 }

@@ -1,6 +1,6 @@
-//! What the arena is asked for: ticks known, size not.
+//! Requests to the arena: the ticks are known, the size is not.
 //!
-//! In: what a compiler knows of a buffer whose size the data decides. Out: checked requests. Never: a place.
+//! In: what a compiler knows of a buffer whose size depends on the data. Out: checked requests. Never: a place.
 
 use crate::{Error, Label, Lifetime, Role};
 
@@ -18,53 +18,53 @@ impl RequestId {
 /// A buffer whose size is known only when the instruction that writes it first runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// Ticks during which its bytes must not be touched by another.
+    /// Ticks during which no other buffer may touch its bytes.
     pub ticks: Lifetime,
-    /// Bytes when routing is balanced.
+    /// Bytes if routing is balanced.
     pub balanced: u64,
-    /// Bytes that it can never exceed.
+    /// The bound: bytes that it can never exceed.
     pub most: u64,
-    /// The offset is a multiple of this; at least 1. 64 on CPUs, 512 on devices.
+    /// The offset is a multiple of this power of two: 64 on CPUs, 512 on devices.
     pub alignment: u64,
-    /// Bytes of one row, so that messages can speak of rows; 0 where there are none.
+    /// Bytes of one row, so that messages can count rows; 0 if there are none.
     pub bytes_per_row: u64,
-    /// How sure it must be of its room.
+    /// The room that it must be guaranteed.
     pub need: Need,
     /// The names that messages and reports show.
     pub label: Label,
 }
 
-/// How sure a request must be of its room.
+/// The room that a request must be guaranteed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Need {
-    /// As the [`Reserve`] says.
+    /// As much as the [`Reserve`] promises.
     #[default]
     Usual,
-    /// It has room at its bound, whatever the [`Reserve`] promises to others.
+    /// Room for its bound, whatever the [`Reserve`] promises to others.
     Certain,
-    /// Who asks can do without. It is promised what the [`Reserve`] says, and gets more where that is in nobody's way:
-    /// [`Arena::offer`](super::Arena::offer).
+    /// As much as the [`Reserve`] promises, but the caller can do without it. It gets more where that takes room from
+    /// no other request, see [`Arena::offer`](super::Arena::offer).
     Optional,
 }
 
 impl Request {
-    /// A request at multiples of 64, without rows or names.
+    /// A request aligned to 64 bytes, without rows or names.
     pub fn new(ticks: Lifetime, balanced: u64, most: u64) -> Self {
         let label = Label { tensor: String::new(), op: String::new(), layer: String::new(), role: Role::Routing };
         Self { ticks, balanced, most, alignment: 64, bytes_per_row: 0, need: Need::Usual, label }
     }
 
-    /// The same request at multiples of `alignment`.
+    /// The same request with this alignment.
     pub fn aligned(self, alignment: u64) -> Self {
         Self { alignment, ..self }
     }
 
-    /// The same request in rows of `bytes_per_row`.
+    /// The same request with rows of `bytes_per_row`.
     pub fn in_rows(self, bytes_per_row: u64) -> Self {
         Self { bytes_per_row, ..self }
     }
 
-    /// The same request, as sure of its room as that.
+    /// The same request with this need.
     pub fn needed(self, need: Need) -> Self {
         Self { need, ..self }
     }
@@ -75,23 +75,23 @@ impl Request {
     }
 }
 
-/// How large the arena's own range is, above what the static plan takes.
+/// The size of the arena's own range, above the static plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Reserve {
-    /// As large as it takes to serve every request at `factor` times its balanced size (at most its bound), whatever is
-    /// idle in the static plan counted in. A step whose requests all stay within that never overflows.
+    /// Enough to serve every request at `factor` times its balanced size (at most its bound), together with what the
+    /// static plan leaves idle. A step whose requests all stay within that never overflows.
     Balanced {
-        /// 1 for balanced sizes.
+        /// Multiple of the balanced sizes.
         factor: f64,
     },
-    /// As large as it takes to serve every request at its bound: never overflows.
+    /// Enough to serve every request at its bound, so that no step overflows.
     Worst,
-    /// So many bytes. Nothing is promised.
+    /// A fixed number of bytes. Nothing is promised.
     Bytes(u64),
 }
 
 impl Reserve {
-    /// What is promised to a request, in bytes; `None` where nothing is.
+    /// Bytes promised to a request; `None` if nothing is.
     pub(super) fn promise(self, request: &Request) -> Option<u64> {
         match self {
             Self::Balanced { .. } if request.need == Need::Certain => Some(request.most),
@@ -102,14 +102,14 @@ impl Reserve {
     }
 }
 
-/// What the arena is built with.
+/// Options of an arena.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ArenaOptions {
-    /// Size of its own range.
+    /// Size of the reserve.
     pub reserve: Reserve,
-    /// First byte of its own range; `None` for the end of the static plan.
+    /// First byte of the reserve; `None` for the end of the static plan.
     pub base: Option<u64>,
-    /// What the planner may spend on homes that it cannot prove to be lowest, in its own unit of work.
+    /// Work that the planner may spend on placing the homes, in its own unit. It spends less if they are proven lowest.
     pub work: u64,
 }
 
@@ -120,13 +120,14 @@ impl Default for ArenaOptions {
 }
 
 impl ArenaOptions {
-    /// These options with a reserve of this size.
+    /// The default options with this reserve.
     pub fn with_reserve(reserve: Reserve) -> Self {
         Self { reserve, ..Self::default() }
     }
 }
 
-/// All requests are sound and in order of their first tick; offsets can be multiples of the returned grain.
+/// Checks that all requests are sound and in order of their first tick. Returns the grain, of which all offsets can be
+/// multiples.
 pub(super) fn checked(requests: &[Request], options: &ArenaOptions) -> Result<u64, Error> {
     if let Reserve::Balanced { factor } = options.reserve
         && !(factor.is_finite() && factor >= 0.0)

@@ -1,20 +1,21 @@
-//! Ticks inside of a lifetime at which a buffer needs only a part of its bytes, or none: `3-5` and `7-9@0:64`.
+//! Gaps: ticks inside of a lifetime at which a buffer needs only a part of its bytes, or none. They are written `3-5`
+//! and `7-9@0:64`.
 //!
-//! In: a field. Out: [`Gap`]s, and what they say of how low a plan can be. No plan of ours makes use of them.
+//! In: a field. Out: [`Gap`]s, and a lower bound that takes them into account. Our plans make no use of them.
 
 use std::fmt;
 use std::ops::Range;
 
 use crate::{Buffer, BufferId, Lifetime, Problem};
 
-/// A time in which a buffer keeps its address but not its bytes.
+/// Ticks during which a buffer keeps its address but not its bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gap {
-    /// Whose.
+    /// The buffer.
     pub buffer: BufferId,
-    /// When, inside of the buffer's lifetime.
+    /// The ticks, inside of the buffer's lifetime.
     pub ticks: Lifetime,
-    /// Bytes of the buffer that it needs all the same, counted from its offset.
+    /// Bytes of the buffer that it needs even then, counted from its offset.
     pub window: Option<Range<u64>>,
 }
 
@@ -25,8 +26,8 @@ impl fmt::Display for Gap {
     }
 }
 
-/// The gaps of a field: with spaces between them, in order of time. `after_last` is what lies between the last tick as
-/// written and the end that is meant.
+/// Parses the gaps of a field, which are separated by spaces and in order of time. `after_last` is added to each end to
+/// get the tick after the last.
 pub(super) fn parse(field: &str, id: BufferId, buffer: &Buffer, after_last: u64) -> Result<Vec<Gap>, String> {
     let mut gaps: Vec<Gap> = Vec::new();
     for text in field.split_ascii_whitespace() {
@@ -56,7 +57,7 @@ fn gap(text: &str, buffer: BufferId, after_last: u64) -> Option<Gap> {
     Some(Gap { buffer, ticks: ticks.start..ticks.end.checked_add(after_last)?, window })
 }
 
-/// The most bytes alive at one tick where each buffer has only those that it needs.
+/// The most bytes alive at one tick if each buffer has only those that it needs.
 pub(super) fn lower_bound(problem: &Problem, gaps: &[Gap]) -> u64 {
     let mut pieces = Vec::new();
     let mut gaps = gaps.iter().peekable();

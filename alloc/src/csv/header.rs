@@ -1,11 +1,11 @@
-//! Which column is which: the names that minimalloc's reader knows (google/minimalloc, `src/converter.cc`).
+//! Finds the columns by the names that minimalloc's reader accepts (google/minimalloc, `src/converter.cc`).
 
 use super::read::shown;
 use crate::Error;
 
-/// Where what stands in a line.
+/// The position of each column in a line.
 pub(super) struct Columns {
-    /// Fields of a line.
+    /// Number of fields in a line.
     pub count: usize,
     pub id: usize,
     pub lower: usize,
@@ -15,11 +15,11 @@ pub(super) struct Columns {
     pub gaps: Option<usize>,
     pub hint: Option<usize>,
     pub offset: Option<usize>,
-    /// What lies between an end as written and the tick after the last: 1 where the column `end` names the last one.
+    /// Added to an end as written to get the tick after the last: 1 if the column is `end`, which names the last tick.
     pub after_last: u64,
 }
 
-/// Every name, beside the one that we go by.
+/// Every name that is accepted, with the one that we use for it.
 const NAMES: [(&str, &str); 13] = [
     ("id", "id"),
     ("buffer", "id"),

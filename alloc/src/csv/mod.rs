@@ -1,8 +1,8 @@
 //! Tables of buffers with minimalloc's columns: `id,lower,upper,size[,alignment][,gaps][,hint][,offset]`.
 //!
-//! In: UTF-8 text with a header line, and in every other a field per column; columns in any order, others ignored. Out: a
-//! [`Table`]. Every error names its line, or its tick. Never: a decision about what a table's offsets are for;
-//! [`Table::pinned`] reads them as minimalloc does.
+//! In: UTF-8 text with a header line, and one field per column in every other line. Columns may be in any order, and
+//! others are ignored. Out: a [`Table`]. Every error names its line, or its tick. Never: a decision about what a
+//! table's offsets are for; [`Table::pinned`] reads them as minimalloc does.
 //!
 //! ```text
 //! id,lower,upper,size,offset
@@ -21,25 +21,25 @@ pub use read::read;
 
 use crate::{Buffer, Error, Problem, lower_bound};
 
-/// A problem with all that its file says of the buffers.
+/// A problem with everything that its file says about the buffers.
 #[derive(Debug, Clone, Default)]
 pub struct Table {
     /// Ids as written, indexed by [`BufferId`](crate::BufferId).
     pub ids: Vec<String>,
-    /// The buffers, none of them pinned, and as if they had no gaps.
+    /// The buffers without pins and gaps.
     pub problem: Problem,
-    /// The `offset` column, where there is one; a field may be empty.
+    /// The `offset` column, if there is one; a field may be empty.
     pub offsets: Option<Vec<Option<u64>>>,
-    /// The `hint` column, where there is one: addresses to prefer.
+    /// The `hint` column, if there is one: addresses to prefer.
     pub hints: Option<Vec<Option<u64>>>,
-    /// The `gaps` column: by buffer, each one's in order of time.
+    /// The `gaps` column, ordered by buffer and time.
     pub gaps: Vec<Gap>,
-    /// Buffers before which lines were left blank, with their lines.
+    /// Buffers before which lines were left blank, with their line numbers.
     lines: Vec<(usize, u64)>,
 }
 
 impl Table {
-    /// Of buffers that have these ids and neither offsets nor gaps.
+    /// A table of buffers with these ids, without offsets or gaps.
     pub fn new(ids: Vec<String>, problem: Problem) -> Self {
         Self { ids, problem, ..Self::default() }
     }
@@ -47,8 +47,8 @@ impl Table {
     /// The problem in which every offset of the table is a pin.
     ///
     /// # Errors
-    /// [`Error::Csv`] with the line: an offset that is no multiple of its alignment or leaves the address space, or two that
-    /// share bytes while both buffers are alive.
+    /// Returns [`Error::Csv`] with the line if an offset is not a multiple of its alignment or leaves the address
+    /// space, or if two buffers share bytes while both are alive.
     pub fn pinned(&self) -> Result<Problem, Error> {
         let Some(offsets) = &self.offsets else { return Ok(self.problem.clone()) };
         let pin = |(b, &offset): (&Buffer, &Option<u64>)| Buffer { offset, ..b.clone() };
@@ -72,28 +72,29 @@ impl Table {
         }
     }
 
-    /// The `offset` column, if every buffer has its offset: a plan.
+    /// The `offset` column as a plan, if every buffer has an offset.
     pub fn plan(&self) -> Option<Vec<u64>> {
         self.offsets.as_ref()?.iter().copied().collect()
     }
 
-    /// The most bytes alive at one tick, without what is free during gaps: no plan is lower, whatever it makes of them.
+    /// The most bytes alive at one tick, not counting what is free during gaps. No plan is lower, even if it uses the
+    /// gaps.
     pub fn lower_bound(&self) -> u64 {
         if self.gaps.is_empty() { lower_bound(&self.problem) } else { gaps::lower_bound(&self.problem, &self.gaps) }
     }
 
-    /// The line of a buffer.
+    /// The line number of a buffer.
     fn line(&self, buffer: usize) -> u64 {
-        // One header, and the first line is 1.
+        // Lines count from 1, and the first is the header.
         let last = self.lines.partition_point(|&(first, _)| first <= buffer).checked_sub(1);
         let (first, line) = last.map_or((0, 2), |last| self.lines[last]);
         line + (buffer - first) as u64
     }
 
-    /// Writes it with other offsets, in minimalloc's columns.
+    /// Writes the table in minimalloc's columns, with other offsets.
     ///
     /// # Errors
-    /// Only what the writer returns.
+    /// Returns only errors of the writer.
     pub fn write(&self, mut out: impl Write, offsets: Option<&[u64]>) -> Result<(), Error> {
         let buffers = self.problem.buffers();
         let aligned = buffers.iter().any(|b| b.alignment != 1);
@@ -117,7 +118,7 @@ impl Table {
             }
             match self.hints.as_ref().map(|hints| hints[index]) {
                 Some(Some(hint)) => write!(out, ",{hint}")?,
-                // As minimalloc writes that there is none.
+                // minimalloc writes -1 if there is no hint.
                 Some(None) => write!(out, ",-1")?,
                 None => {}
             }
@@ -159,7 +160,7 @@ mod tests {
         };
         check("buffer,start,upper,size", "a,0,3,4", "a,0,3,4");
         check("buffer_id,begin,upper,size,note", "a,0,3,4,hello", "a,0,3,4");
-        // `end` is the last tick, not the one after it; and so it is in gaps.
+        // `end` is the last tick, not the one after it, and the same holds in gaps.
         check("id,start,end,size", "a,0,2,4", "a,0,3,4");
         check("id,start,end,size", "a,2,2,4", "a,2,3,4");
         check("id,start,end,size,gaps,hint", "a,0,9,4,1-2 4-4@1:3,64", "a,0,10,4,1-3 4-5@1:3,64");

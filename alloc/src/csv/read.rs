@@ -6,15 +6,20 @@ use std::io::{BufRead, Read};
 use super::{Table, gaps, header};
 use crate::{Buffer, BufferId, Error, Problem};
 
-/// No line of a sound table is longer; one that is (a binary file, a missing line break) must not fill the memory.
+/// Longest line of a sound table. A longer one (a binary file, a missing line break) must not fill the memory.
 const LONGEST_LINE: usize = 64 << 10;
 
-/// Reads a table. The memory it takes grows with the buffers read, not with what a broken file promises.
+/// Reads a table. The memory it takes grows with the buffers read, not with what a broken file claims.
 ///
 /// # Errors
-/// [`Error::Csv`] with the line: a column that is missing or there twice, more or fewer fields than columns, a number that is
-/// negative, not a number or past `u64`, `lower >= upper`, an alignment of 0, a gap outside of its lifetime, a repeated id,
-/// text that is not UTF-8, a line of more than 64 KiB. [`Error::TooLarge`] with the tick.
+/// Returns [`Error::Csv`] with the line for
+///
+/// - a column that is missing or occurs twice, or more or fewer fields than columns;
+/// - a field that is not a number of 0 to 2^64 - 1, `lower >= upper`, or an alignment of 0;
+/// - a gap outside of its lifetime, or a repeated id;
+/// - text that is not UTF-8, or a line of more than 64 KiB.
+///
+/// Returns [`Error::TooLarge`] with the tick at which too many bytes are alive.
 pub fn read(input: impl BufRead) -> Result<Table, Error> {
     let mut lines = Lines { input, number: 0, bytes: Vec::new() };
     let columns = match lines.next()? {
@@ -54,7 +59,7 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
             }
         }
         if let Some(column) = columns.gaps {
-            // What is too many of them is refused below.
+            // More buffers than a `u32` can count are refused below.
             let of = BufferId(buffers.len() as u32);
             let field = fields.text(column);
             match gaps::parse(field, of, &buffer, columns.after_last) {
@@ -63,7 +68,7 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
             }
         }
         if let (Some(column), Some(hints)) = (columns.hint, &mut table.hints) {
-            // minimalloc writes -1 where there is none.
+            // minimalloc writes -1 if there is no hint.
             hints.push(if fields.text(column) == "-1" { None } else { fields.optional(column, "hint")? });
         }
         if let (Some(column), Some(offsets)) = (columns.offset, &mut table.offsets) {
@@ -82,15 +87,15 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
     Ok(table)
 }
 
-/// Which ids there were. As long as each comes after the one before (`9`, `10`, `11`), nothing need be kept.
+/// The ids seen so far. As long as each comes after the one before (`9`, `10`, `11`), nothing needs to be kept.
 #[derive(Default)]
 struct Seen {
-    /// By a 128-bit hash, so that ten million ids need not be kept twice.
+    /// Hashes of 128 bits, so that ten million ids need not be kept twice.
     hashes: Option<HashSet<u128>>,
 }
 
 impl Seen {
-    /// Whether `id` is none of `ids`, all of which were asked for before in this order.
+    /// True if `id` is not among `ids`. Each of those must have been passed to this function before, in this order.
     fn is_new(&mut self, ids: &[String], id: &str) -> bool {
         let hash = |id: &str| {
             let hash = blake3::hash(id.as_bytes());
@@ -133,7 +138,7 @@ impl<'l> Fields<'l> {
     }
 }
 
-/// A piece of the input as a message shows it: quoted, and not too much of it.
+/// A piece of the input as a message shows it: quoted and shortened.
 pub(super) fn shown(text: &str) -> String {
     match text.char_indices().nth(40) {
         Some((cut, _)) => format!("{:?}…", &text[..cut]),
@@ -141,7 +146,7 @@ pub(super) fn shown(text: &str) -> String {
     }
 }
 
-/// The lines of a table that are not blank, with their numbers.
+/// The lines of a table that are not blank, with their line numbers.
 struct Lines<R> {
     input: R,
     number: u64,
@@ -237,7 +242,7 @@ mod tests {
     }
 
     generated! {
-        /// Whatever the bytes are, reading ends with a table or an error.
+        /// Reading any bytes ends with a table or an error.
         #[test]
         fn reads_anything(bytes in prop::collection::vec(any::<u8>(), 0..400), header: bool) {
             let mut text = if header { b"id,start,end,size,gaps,hint,offset\n".to_vec() } else { Vec::new() };
@@ -245,13 +250,13 @@ mod tests {
             let _ = read(&text[..]);
         }
 
-        /// And so it does when the bytes are nearly a table.
+        /// So does reading text that is nearly a table.
         #[test]
         fn reads_near_tables(rows in "([a-c0-9-]{1,2},[0-9-]{0,21},[0-9]{1,3},[0-9]{1,21}[\r\n,]{1,2}){0,20}") {
             let _ = read(format!("id,lower,upper,size\n{rows}").as_bytes());
         }
 
-        /// What is read can be written, and is then the same.
+        /// A table that was read can be written, and reads back the same.
         #[test]
         fn reads_what_was_written(
             rows in "([a-z]{3},[0-9],[1-9][0-9],[4-9],([1-9]-1[0-9](@[01]:[23])?)?,(-1|[0-9])?,[0-9]?\n){0,4}",

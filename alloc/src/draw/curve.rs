@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::Problem;
 use crate::bound::sweep;
 
-/// The bytes alive from each step's tick until the next step's; the last step lasts until `end`.
+/// A step function: the bytes alive from each step's tick until the next step's. The last step lasts until `end`.
 pub(super) struct Curve {
     /// `(tick, live bytes)`, ticks ascending, from the first tick of the map.
     pub(super) steps: Vec<(u64, u64)>,
@@ -35,13 +35,13 @@ impl Curve {
             .filter(|(piece, _)| !piece.is_empty())
     }
 
-    /// The most bytes alive within `ticks`; 0 where nothing is.
+    /// The most bytes alive within `ticks`; 0 if there are none.
     pub(super) fn most_within(&self, ticks: Range<u64>) -> u64 {
         self.within(ticks).map(|(_, live)| live).max().unwrap_or(0)
     }
 }
 
-/// `ticks` cut into `parts` ranges, none of them empty; ranges share ticks where there are fewer ticks than parts.
+/// Cuts `ticks` into `parts` ranges, none of them empty. If there are fewer ticks than parts, ranges share ticks.
 pub(super) fn split(ticks: &Range<u64>, parts: usize) -> impl Iterator<Item = Range<u64>> + use<> {
     let (start, length, parts) = (ticks.start, u128::from(ticks.end - ticks.start), parts as u128);
     let parts = if length == 0 { 0 } else { parts };

@@ -1,4 +1,4 @@
-//! The map as one HTML page: style, script and data inside, nothing fetched, drawn on canvases.
+//! The map as one HTML page, drawn on canvases. Style, script and data are inside, and nothing is fetched.
 //!
 //! 100,000 buffers as JSON objects would be some 30 MB. Instead every distinct string is written once, and each buffer
 //! is eight little-endian base-128 numbers (as in DWARF): start − first tick, length, offset, bytes, then the string
@@ -15,7 +15,7 @@ use super::svg::escape;
 use super::{MemoryMap, Rectangle};
 use crate::Role;
 
-/// What the page reads from its data element. Numbers past 2^53 would lose digits in JavaScript: those are strings.
+/// The data that the page reads. Numbers that may exceed 2^53 are strings, since JavaScript would lose digits.
 #[derive(Serialize)]
 struct Page<'m> {
     title: &'m str,
@@ -30,7 +30,7 @@ struct Page<'m> {
     marks: Vec<(String, String, &'m str)>,
     strings: Vec<&'m str>,
     steps: usize,
-    /// Buffers in id order, then the steps of the curve: ticks since the one before, live bytes.
+    /// Buffers in id order, then the steps of the curve (ticks since the step before, live bytes).
     numbers: String,
 }
 
@@ -47,7 +47,7 @@ pub(super) fn render(map: &MemoryMap<'_>) -> String {
     let script =
         concat!(include_str!("assets/data.js"), include_str!("assets/paint.js"), include_str!("assets/explore.js"));
     let data = serde_json::to_string(&page(map)).expect("strings and numbers are always JSON");
-    // Within a script element only `<` can end the data; as an escape it is the same JSON.
+    // Inside of a script element only `<` can end the data; escaped, it is the same JSON.
     let data = data.replace('<', "\\u003c");
     format!(include_str!("assets/page.html"), title = title, style = style, script = script, data = data)
 }
@@ -88,7 +88,7 @@ fn page<'m>(map: &'m MemoryMap<'_>) -> Page<'m> {
     }
 }
 
-/// Strings numbered in the order in which they are first met.
+/// Strings, numbered in the order in which they first occur.
 #[derive(Default)]
 struct Strings<'m> {
     all: Vec<&'m str>,

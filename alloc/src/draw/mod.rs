@@ -2,7 +2,7 @@
 //!
 //! In: a problem, its offsets, one label per buffer, and the phases of the step. Out: the map as text for a terminal,
 //! as SVG for a page of documentation, as one self-contained HTML page to explore, and a [`Summary`] in figures.
-//! Never: a judgement (that is [`check`](crate::check())'s) or a byte that depends on anything but the input.
+//! Never: a check of the plan (see [`check`](crate::check())), or output that depends on anything but the input.
 //!
 //! Time is drawn from left to right and addresses from bottom to top. A tensor is called *persistent* when it is
 //! alive at every tick of the map, whatever its role, and is hatched (in text: a capital letter).
@@ -37,7 +37,7 @@ pub use text::TextOptions;
 pub struct Mark {
     /// Half-open ticks of the phase.
     pub ticks: Range<u64>,
-    /// What pictures write over it.
+    /// The name that pictures show.
     pub name: String,
 }
 
@@ -77,11 +77,11 @@ pub struct MemoryMap<'a> {
 }
 
 impl<'a> MemoryMap<'a> {
-    /// Puts the parts together; `offsets` and `labels` are indexed by [`BufferId`].
+    /// Combines the parts; `offsets` and `labels` are indexed by [`BufferId`].
     ///
     /// # Errors
-    /// [`Error::NotOnePerBuffer`] when a table is not as long as the problem, [`Error::OutOfAddressSpace`] when a
-    /// buffer ends past 2^64 - 1 bytes. Overlaps are not looked for.
+    /// Returns [`Error::NotOnePerBuffer`] if a table is not as long as the problem, and [`Error::OutOfAddressSpace`] if
+    /// a buffer ends past 2^64 - 1 bytes. Overlaps are not looked for.
     pub fn new(title: &'a str, problem: &'a Problem, offsets: &'a [u64], labels: &'a [Label]) -> Result<Self, Error> {
         for (table, entries) in [("offsets", offsets.len()), ("labels", labels.len())] {
             if entries != problem.len() {
@@ -92,7 +92,7 @@ impl<'a> MemoryMap<'a> {
         for (buffer, (b, &offset)) in problem.buffers().iter().zip(offsets).enumerate() {
             let end = offset.checked_add(b.bytes);
             let end = end.ok_or(Error::OutOfAddressSpace { buffer, offset, bytes: b.bytes })?;
-            // A buffer of no bytes takes no space wherever it is put.
+            // A buffer of no bytes takes no space, wherever it is.
             height = if b.bytes > 0 { end.max(height) } else { height };
         }
         let start = problem.buffers().iter().map(|b| b.lifetime.start).min().unwrap_or(0);
@@ -102,7 +102,7 @@ impl<'a> MemoryMap<'a> {
     /// The same map with its phases named.
     ///
     /// # Errors
-    /// [`Error::EmptyMark`] for the first phase that ends before it starts or has no ticks.
+    /// Returns [`Error::EmptyMark`] for the first phase that ends before it starts or has no ticks.
     pub fn with_marks(self, marks: &'a [Mark]) -> Result<Self, Error> {
         match marks.iter().find(|m| m.ticks.is_empty()) {
             Some(m) => Err(Error::EmptyMark { name: m.name.clone(), start: m.ticks.start, end: m.ticks.end }),
@@ -115,7 +115,7 @@ impl<'a> MemoryMap<'a> {
         self.height
     }
 
-    /// From the first birth to the last death.
+    /// Ticks from the first birth to the last death.
     pub fn ticks(&self) -> Range<u64> {
         self.ticks.clone()
     }
@@ -136,7 +136,7 @@ impl<'a> MemoryMap<'a> {
         html::render(self)
     }
 
-    /// The plan in figures, with the `largest` tensors of the peak tick.
+    /// The plan in figures, with the so many `largest` tensors of the peak tick.
     pub fn summary(&self, largest: usize) -> Summary {
         summary::summarize(self, largest)
     }
@@ -169,7 +169,7 @@ impl<'a> MemoryMap<'a> {
         }
     }
 
-    /// Marks cut to the ticks of the map; those outside of it are left out.
+    /// The marks, cut to the ticks of the map. Marks outside of it are left out.
     fn visible_marks(&self) -> impl Iterator<Item = (Range<u64>, &str)> + '_ {
         self.marks.iter().filter_map(|m| {
             let ticks = m.ticks.start.max(self.ticks.start)..m.ticks.end.min(self.ticks.end);
@@ -177,13 +177,13 @@ impl<'a> MemoryMap<'a> {
         })
     }
 
-    /// Where `tick` lies between the first (0) and the last (1).
+    /// Position of `tick` between the first (0) and the last (1).
     fn time_fraction(&self, tick: u64) -> f64 {
         let length = (self.ticks.end - self.ticks.start).max(1);
         (tick - self.ticks.start) as f64 / length as f64
     }
 
-    /// Where an address lies between the bottom (0) and the height (1).
+    /// Position of an address between the bottom (0) and the height (1).
     fn byte_fraction(&self, address: u64) -> f64 {
         address.min(self.height) as f64 / self.height.max(1) as f64
     }

@@ -1,8 +1,9 @@
-//! How a role looks: one hue (after Okabe and Ito's colour-blind safe set) in a light and a dark theme, and one letter.
+//! The look of a role: one hue (after Okabe and Ito's colour-blind safe set) in a light and a dark theme, and one
+//! letter.
 
 use crate::Role;
 
-/// The looks of one role.
+/// The look of one role.
 #[derive(Clone, Copy)]
 pub(super) struct Look {
     /// Lower case; persistent tensors take the capital.

@@ -1,4 +1,5 @@
-//! Bytes for people: binary units, two decimals unless the figure is whole; and numbers of bytes as people write them.
+//! Bytes for people: printed in binary units, with two decimals unless the figure is whole, and parsed as people write
+//! them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,11 +9,11 @@ use std::str::FromStr;
 pub struct Bytes(pub u64);
 
 impl Bytes {
-    /// The number of bytes that a text means: `4096`, `600MiB`, `40M`, `1.5 GB`. KiB, MiB, … and K, M, … are powers of 1024; KB,
-    /// MB, … powers of 1000.
+    /// Parses a number of bytes such as `4096`, `600MiB`, `40M` or `1.5 GB`. KiB, MiB, … and K, M, … are powers of
+    /// 1024; KB, MB, … powers of 1000.
     ///
     /// # Errors
-    /// [`NotBytes`], which says why it is none.
+    /// Returns [`NotBytes`] with the reason if the text is not a number of bytes.
     pub fn read(text: &str) -> Result<u64, NotBytes> {
         let text = text.trim();
         if text.starts_with('-') {
@@ -36,7 +37,7 @@ impl Bytes {
             _ => return Err(NotBytes::Unit { unit: unit.trim().into() }),
         };
         let too_many = || NotBytes::TooMany { text: text.into() };
-        // Whole numbers exactly, however large.
+        // Whole numbers are exact, however large.
         if let Ok(number) = number.parse::<u64>() {
             return number.checked_mul(scale).filter(|&bytes| bytes < 1 << 63).ok_or_else(too_many);
         }
@@ -54,7 +55,7 @@ impl FromStr for Bytes {
     }
 }
 
-/// Why a text is no number of bytes.
+/// The reason why a text is not a number of bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum NotBytes {
@@ -114,7 +115,7 @@ mod tests {
         check("40M", 40 << 20);
         check(" 1.5GB ", 1_500_000_000);
         check("1.5 GiB", 3 << 29);
-        check("9007199254740993", 9_007_199_254_740_993); // which no f64 is
+        check("9007199254740993", 9_007_199_254_740_993); // no f64 has this value
         assert_eq!(Bytes(1536).to_string().parse(), Ok(Bytes(1536)));
         for text in ["-1", "", "MiB", "4 parsecs", "1.2.3", "99999999999G", "18446744073709551615"] {
             assert!(Bytes::read(text).is_err(), "{text}");

@@ -9,7 +9,7 @@ use super::{Bytes, MemoryMap};
 use crate::order::sort_by_key;
 use crate::{Role, live_at};
 
-/// Equal spans of time in [`Summary::spans`].
+/// Number of equal spans of time in [`Summary::spans`].
 const SPANS: usize = 24;
 
 /// A plan in figures. Sizes are exact bytes; `Display` prints it as a report.
@@ -20,7 +20,7 @@ pub struct Summary {
     pub title: String,
     /// Number of buffers.
     pub buffers: usize,
-    /// From the first birth to the last death.
+    /// Ticks from the first birth to the last death.
     pub ticks: Range<u64>,
     /// One past the highest byte in use.
     pub height_bytes: u64,
@@ -28,7 +28,7 @@ pub struct Summary {
     pub lower_bound_bytes: u64,
     /// Height ÷ lower bound; 1 means no gaps.
     pub gap: f64,
-    /// First tick at which the lower bound is alive; `None` for an empty problem.
+    /// First tick at which the most bytes are alive; `None` for an empty problem.
     pub peak_tick: Option<u64>,
     /// Bytes at the peak tick by role, in the order of [`Role::ALL`], without the roles that have none.
     pub roles: Vec<RoleBytes>,
@@ -36,7 +36,7 @@ pub struct Summary {
     pub largest: Vec<TensorAtPeak>,
     /// Arena bytes that no tensor holds, over all ticks.
     pub unused: Unused,
-    /// The same over equal spans of time, in order.
+    /// Live and unused bytes over equal spans of time, in order.
     pub spans: Vec<Span>,
 }
 
@@ -50,7 +50,7 @@ pub struct RoleBytes {
     pub tensors: usize,
     /// Their bytes.
     pub bytes: u64,
-    /// Of those, the bytes of tensors that are alive at every tick.
+    /// Bytes of those tensors that are alive at every tick.
     pub persistent_bytes: u64,
 }
 
@@ -64,11 +64,11 @@ pub struct TensorAtPeak {
     pub op: String,
     /// The layer it belongs to; may be empty.
     pub layer: String,
-    /// What it is for.
+    /// The role of the tensor.
     pub role: Role,
     /// Its size.
     pub bytes: u64,
-    /// Its place in the arena, in bytes.
+    /// Its offset in the arena, in bytes.
     pub offset: u64,
     /// Its lifetime.
     pub ticks: Range<u64>,
@@ -78,11 +78,11 @@ pub struct TensorAtPeak {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Unused {
-    /// At the peak tick: height − lower bound.
+    /// Unused bytes at the peak tick: height − lower bound.
     pub least_bytes: u64,
-    /// Averaged over all ticks, rounded down.
+    /// Unused bytes averaged over all ticks, rounded down.
     pub mean_bytes: u64,
-    /// At the emptiest tick.
+    /// Unused bytes at the emptiest tick.
     pub most_bytes: u64,
 }
 

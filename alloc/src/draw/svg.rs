@@ -22,18 +22,20 @@ impl Default for SvgOptions {
     }
 }
 
-/// Left of the plot: sizes. Right of it: air.
+/// Margin left of the plot, which has the sizes.
 const LEFT: f64 = 84.0;
+/// Margin right of the plot.
 const RIGHT: f64 = 16.0;
-/// Title and figures, then phases.
+/// Margin above the plot: title and figures, then phases.
 const TOP: f64 = 72.0;
-/// Between the map and the panel of live bytes.
+/// Distance between the map and the panel of live bytes.
 const BETWEEN: f64 = 16.0;
+/// Height of the panel of live bytes.
 const CURVE: f64 = 80.0;
-/// Ticks and legend.
+/// Margin below the plot: ticks and legend.
 const BOTTOM: f64 = 56.0;
 
-/// Where the map lies in the picture.
+/// The size of the map in the picture.
 struct Plot {
     width: f64,
     height: f64,
@@ -135,7 +137,7 @@ fn rectangles(out: &mut String, map: &MemoryMap<'_>, plot: &Plot, role: Role) ->
             let (x, y) = (plot.x(map, r.ticks.start), plot.y(map, r.end()));
             let (wide, tall) = (plot.x(map, r.ticks.end) - x, plot.y(map, r.offset) - y);
             let shape = format!(r#"x="{x:.2}" y="{y:.2}" width="{wide:.2}" height="{tall:.2}""#);
-            // A border would cover what is this thin.
+            // A border would cover a rectangle this thin.
             let thin = if wide < 4.0 || tall < 3.0 { r#"class="thin" "# } else { "" };
             writeln!(out, r#"<rect {thin}{shape}><title>{}</title></rect>"#, escape(&tooltip(&r)))?;
             if is_persistent {
@@ -188,7 +190,7 @@ fn live_bytes(out: &mut String, map: &MemoryMap<'_>, plot: &Plot) -> std::fmt::R
     let curve = map.curve();
     let y = |bytes| plot.curve_top() + CURVE * (1.0 - map.byte_fraction(bytes));
     let floor = plot.curve_top() + CURVE;
-    // One point per pixel at most: the most live bytes under it.
+    // At most one point per pixel: the most live bytes of its ticks.
     write!(out, r#"<path class="live" d="M{LEFT:.2} {floor:.2}"#)?;
     let columns = plot.width as usize;
     let mut last = None;
@@ -220,7 +222,7 @@ fn legend(out: &mut String, map: &MemoryMap<'_>, y: f64) -> std::fmt::Result {
     writeln!(out, r#"<text x="{:.2}" y="{y:.2}">hatched: alive at every tick</text>"#, x + 16.0)
 }
 
-/// User text for XML: markup escaped, characters that XML forbids replaced.
+/// Escapes user text for XML; characters that XML forbids are replaced.
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

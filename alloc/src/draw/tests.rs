@@ -32,7 +32,7 @@ fn step() -> (Problem, Vec<Label>, Vec<Mark>) {
 
 fn with_step<T>(look: impl FnOnce(&MemoryMap<'_>) -> T) -> T {
     let (problem, labels, marks) = step();
-    // A plan made once and written down, so that better planners leave the snapshots alone.
+    // A plan that is written down, so that better planners leave the snapshots alone.
     let kib = [832, 928, 512, 704, 256, 1024, 0, 256, 704, 704];
     let offsets = kib.map(|kib| kib << 10);
     crate::check(&problem, &offsets, None).unwrap();
@@ -163,8 +163,7 @@ fn an_empty_problem_has_pictures_too() {
     assert!(map.text(&TextOptions::default()).starts_with("nothing  0 B high"));
 }
 
-/// The page promises to fetch nothing, and to put names on the screen as text only.
-/// Ticks that are few are counted from 0 on: those before the first buffer belong to no picture.
+/// If there are few ticks, they are counted from 0 on. Those before the first buffer must not be part of the picture.
 #[test]
 fn a_step_that_starts_late_has_pictures_too() {
     let problem = Problem::new(vec![Buffer::new(1..2, 0), Buffer::new(2..3, 8)]).unwrap();
@@ -172,6 +171,7 @@ fn a_step_that_starts_late_has_pictures_too() {
     judge(&MemoryMap::new("late", &problem, &[0, 0], &labels).unwrap());
 }
 
+/// The page fetches nothing, and shows names as text only.
 #[test]
 fn the_page_stands_alone() {
     let problem = Problem::default();
@@ -220,7 +220,7 @@ fn judge(map: &MemoryMap<'_>) {
     judge_html(map);
     let summary = map.summary(usize::MAX);
     let again: Summary = serde_json::from_str(&serde_json::to_string(&summary).unwrap()).unwrap();
-    // serde_json reads the last digit of a float to within one unit, unless its slower exact way is switched on.
+    // serde_json reads the last digit of a float to within one unit, unless its slower exact mode is on.
     assert!((again.gap - summary.gap).abs() <= 4.0 * f64::EPSILON * summary.gap);
     assert!(again == Summary { gap: again.gap, ..summary.clone() });
     assert_eq!(summary.roles.iter().map(|r| r.bytes).sum::<u64>(), summary.lower_bound_bytes);
@@ -253,7 +253,7 @@ fn judge_svg(map: &MemoryMap<'_>) {
         count += 1;
     }
     assert_eq!(count, map.problem.len());
-    // Names stand in text and in the label alone: any other attribute that says so is a number gone wrong.
+    // Names occur only in text and in the label. Any other attribute with such a text is a number gone wrong.
     let attributes = document.descendants().flat_map(|node| node.attributes());
     for attribute in attributes.filter(|attribute| attribute.name() != "aria-label") {
         assert!(!attribute.value().contains("NaN") && !attribute.value().contains("inf"), "{attribute:?}");
@@ -263,7 +263,7 @@ fn judge_svg(map: &MemoryMap<'_>) {
 fn judge_html(map: &MemoryMap<'_>) {
     let html = map.html();
     assert_eq!(html, map.html());
-    // One data element, one script, one style: nothing that a name could have opened or closed.
+    // There is one data element, one script and one style: no name has opened or closed one.
     for tag in ["<script", "</script", "<style", "</style", "<title", "</title"] {
         assert_eq!(html.matches(tag).count(), if tag.contains("script") { 2 } else { 1 }, "{tag}");
     }
@@ -339,7 +339,7 @@ generated! {
         phases in prop::collection::vec((0..60u64, 1..40u64, name()), 0..5),
     ) {
         let buffers = rows.iter().map(|((ticks, bytes, _), ..)| Buffer::new(ticks.clone(), *bytes)).collect();
-        // Several huge ones may not fit together; those problems do not exist.
+        // Several huge ones may not fit together, and such problems cannot be created.
         prop_assume!(Problem::new(buffers).is_ok());
         let buffers = rows.iter().map(|((ticks, bytes, _), ..)| Buffer::new(ticks.clone(), *bytes)).collect();
         let problem = Problem::new(buffers).unwrap();

@@ -1,7 +1,7 @@
 //! The map as characters: a letter per role, live bytes below it, a legend at the foot.
 //!
-//! A cell shows the role that covers most of it, or `·` where free bytes cover more than half. So a thin buffer may
-//! show nowhere; the legend counts all.
+//! A cell shows the role that covers most of it, or `·` if free bytes cover more than half. So a thin buffer may not
+//! show at all; the legend counts it.
 
 use super::curve::split;
 use super::palette::look;
@@ -27,9 +27,9 @@ impl Default for TextOptions {
 
 /// Rows of the panel of live bytes.
 const CURVE_ROWS: usize = 5;
-/// Title, phases, floor of the map, the panel's bound line and floor, ticks.
+/// Number of other lines: title, phases, floor of the map, the panel's bound line and floor, ticks.
 const OTHER_ROWS: usize = 6;
-/// What stands left of the map: a size and the axis.
+/// Characters left of the map: a size and the axis.
 const MARGIN: usize = 12;
 
 pub(super) fn render(map: &MemoryMap<'_>, options: &TextOptions) -> String {
@@ -52,7 +52,7 @@ pub(super) fn render(map: &MemoryMap<'_>, options: &TextOptions) -> String {
     text
 }
 
-/// User text for a terminal: no control characters, no marks that reorder the line.
+/// User text for a terminal, without control characters and without marks that reorder the line.
 pub(super) fn printable(text: &str) -> String {
     let reorders = ['\u{200b}'..='\u{200f}', '\u{2028}'..='\u{202e}', '\u{2066}'..='\u{2069}'];
     let is_harmful = |c: char| c.is_control() || c == '\u{feff}' || reorders.iter().any(|range| range.contains(&c));
@@ -109,7 +109,7 @@ fn cells(map: &MemoryMap<'_>, columns: usize, rows: usize, colour: bool) -> Vec<
     (0..rows).rev().map(line).collect()
 }
 
-/// The cells of `count` that `[from, to)` (fractions) overlaps, each with the overlapped share of it.
+/// The cells of `count` that the fractions `[from, to)` overlap, each with the share of it that is overlapped.
 fn overlapped(from: f64, to: f64, count: usize) -> impl Iterator<Item = (usize, f64)> {
     let (from, to) = (from * count as f64, to * count as f64);
     let cells = from.floor() as usize..(to.ceil() as usize).min(count);

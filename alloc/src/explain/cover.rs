@@ -1,9 +1,9 @@
 //! The fewest intervals whose bytes meet a demand at every place: a lower bound on what must change, whatever the plan.
 //!
-//! In: places in order, each with the bytes that must go there, and candidates that span places. Out: the fewest
-//! candidates found, and what no cover is smaller than. A branch-and-bound from left to right: at the leftmost place that
-//! still lacks bytes, a candidate that gives as much and reaches as far as another can stand for it. Where so many are needed
-//! that it would not end, always the one that gives most.
+//! In: places in order, each with the bytes demanded there, and candidates that span places. Out: the fewest candidates
+//! found, and a number that no cover is below. The search is a branch-and-bound from left to right: at the leftmost
+//! place that still lacks bytes, a candidate can be replaced by another that gives as much and reaches as far. If so
+//! many are needed that the search would not end, it always takes the one that gives most.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -11,35 +11,36 @@ use std::ops::Range;
 use crate::deadline::Deadline;
 use crate::order::sort_by_key;
 
-/// One that may be chosen.
+/// An interval that may be chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Candidate {
-    /// Places where it helps.
+    /// Places at which it helps.
     pub span: Range<usize>,
-    /// By how much.
+    /// Bytes that it gives at each of them.
     pub bytes: u64,
 }
 
 impl Candidate {
-    /// Of what is lacking at a place, and for how long.
+    /// The bytes that it gives at `place`, at most the `lacking` ones, times the number of places that it
+    /// spans from there on.
     fn gives(&self, place: usize, lacking: u64) -> u128 {
         u128::from(self.bytes.min(lacking)) * (self.span.end - place) as u128
     }
 }
 
-/// What [`fewest`] found out.
+/// The result of [`fewest`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Fewest {
     /// Indices of the candidates, ascending; `None` when no cover was found.
     pub chosen: Option<Vec<usize>>,
-    /// No cover is smaller; `None` when there is none at all.
+    /// A number that no cover is below; `None` if there is no cover at all.
     pub at_least: Option<usize>,
 }
 
-/// The smallest of covers larger than this is not sought.
+/// Largest cover for which the search is exact.
 const MOST: usize = 64;
 
-/// Covers `demand`, looking at no more than `work` candidates, and at none once the `deadline` has passed.
+/// Covers `demand`. Looks at no more than `work` candidates, and at none once the `deadline` has passed.
 pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64, deadline: Deadline) -> Fewest {
     if deadline.has_passed() {
         return Fewest { chosen: None, at_least: Some(0) };
@@ -83,8 +84,8 @@ pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64, deadli
     Fewest { chosen: best.as_deref().map(as_given), at_least: Some(at_least) }
 }
 
-/// Always the candidate that gives most from the leftmost place on that still lacks bytes; `None` where they don't meet the
-/// demand, or the work is spent.
+/// Takes, for the leftmost place that still lacks bytes, always the candidate that gives most from there on. Returns
+/// `None` if the candidates don't meet the demand or the work is spent.
 fn greedily(mut left: Vec<u64>, candidates: &[Candidate], work: u64, deadline: Deadline) -> Option<Vec<usize>> {
     let mut is_open = vec![true; candidates.len()];
     let (mut chosen, mut spent) = (Vec::new(), 0);
@@ -106,14 +107,17 @@ fn greedily(mut left: Vec<u64>, candidates: &[Candidate], work: u64, deadline: D
     Some(chosen)
 }
 
-/// Bytes to take off candidates so that every demand is met with the fewest bytes in all: from left to right, from whoever
-/// reaches furthest. `None` when all candidates together don't meet it. Exact: all bytes cost the same, and whoever
-/// reaches further helps wherever the other does.
+/// Bytes to take off candidates so that every demand is met with the fewest bytes in all. Returns `None` if all
+/// candidates together don't suffice.
+///
+/// It goes from left to right and takes from the candidate that reaches furthest. That is exact: all bytes cost the
+/// same, and a candidate that reaches further helps wherever another one does.
 pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<Vec<u64>> {
     let mut order: Vec<usize> = (0..candidates.len()).collect();
     sort_by_key(&mut order, |&c| candidates[c].span.start);
     let mut order = order.into_iter().peekable();
-    // By how far they reach; and bytes taken off by where they end to help.
+    // `open` orders the candidates by how far they reach. `ends` has the bytes taken off, by the place where
+    // they cease to help.
     let mut open = std::collections::BinaryHeap::new();
     let mut taken = vec![0u64; candidates.len()];
     let mut ends = vec![0u64; demand.len() + 1];
@@ -139,8 +143,8 @@ pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<V
     Some(taken)
 }
 
-/// Places whose demand is not met anyway when a neighbour's is: those where all that begins (or all that ends) in between
-/// is no more than the difference.
+/// Places whose demand is not implied by a neighbour's. It is implied if everything that begins (or ends) between the
+/// two is no more than the difference.
 fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
     let mut begins = vec![0u128; demand.len() + 1];
     let mut ends = begins.clone();
@@ -161,7 +165,7 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
             let (before, here) = (u128::from(demand[last]), u128::from(demand[place]));
             if ended == 0 && before + began <= here {
                 kept.pop();
-                // What lies between the one before and the one that went.
+                // What begins and ends between the place before and the dropped one counts as well.
                 let from = kept.last().map_or(0, |&p| p + 1);
                 began += begins[from..=last].iter().sum::<u128>();
                 ended += ends[from..=last].iter().sum::<u128>();
@@ -180,8 +184,9 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
     kept
 }
 
-/// For each place, how many candidates the demands from there on take at least, counting only places that no candidate
-/// joins; `None` when one of them can't be met, or the deadline has passed. Of very many places only some are looked at.
+/// For each place, a lower bound on the candidates that the demands from there on take. It adds up places that have no
+/// candidate in common. Returns `None` if a demand can't be met or the deadline has passed. If there are very many
+/// places, only some are looked at.
 fn suffix_bounds(demand: &[u64], candidates: &[Candidate], deadline: Deadline) -> Option<Vec<usize>> {
     let cells: usize = candidates.iter().map(|c| c.span.len()).sum();
     let stride = cells.div_ceil(MOST_CELLS).max(1);
@@ -207,10 +212,10 @@ fn suffix_bounds(demand: &[u64], candidates: &[Candidate], deadline: Deadline) -
     Some(after)
 }
 
-/// Pairs of a place and a candidate that the bounds look at.
+/// Most pairs of a place and a candidate that the bounds look at.
 const MOST_CELLS: usize = 20_000_000;
 
-/// How many of the largest meet the demand.
+/// The number of largest values that meet the demand.
 fn largest_first(bytes: &mut [u64], demand: u64) -> Option<usize> {
     bytes.sort_unstable_by_key(|&b| Reverse(b));
     let mut sum = 0u64;
@@ -230,12 +235,12 @@ fn largest_first(bytes: &mut [u64], demand: u64) -> Option<usize> {
 enum State {
     Open,
     Chosen,
-    /// Not in this branch.
+    /// Excluded from this branch.
     Out,
 }
 
 struct Search<'c> {
-    /// By the start of their spans.
+    /// Sorted by the start of their spans.
     candidates: &'c [Candidate],
     /// See [`suffix_bounds`].
     after: Vec<usize>,
@@ -245,13 +250,13 @@ struct Search<'c> {
     chosen: Vec<usize>,
     best: Option<Vec<usize>>,
     at_least: usize,
-    /// What may still be looked at.
+    /// Work that is left.
     work: u64,
     deadline: Deadline,
 }
 
 impl Search<'_> {
-    /// Covers what is left from place `from` on; nothing that was chosen reaches past `reach`.
+    /// Covers what is left from place `from` on. No chosen candidate reaches past `reach`.
     fn deepen(&mut self, from: usize, reach: usize) {
         let Some(place) = (from..self.left.len()).find(|&p| self.left[p] > 0) else {
             if self.best.as_ref().is_none_or(|best| self.chosen.len() < best.len()) {
@@ -289,7 +294,7 @@ impl Search<'_> {
             self.deepen(place, reach.max(c.span.end));
             self.chosen.pop();
             self.left[place..c.span.end].copy_from_slice(&before);
-            // Covers without it: whoever it could stand for is not in them either.
+            // Covers without this candidate come next. They also exclude every candidate that it could replace.
             open.retain(|&other| {
                 let dominated =
                     self.candidates[other].bytes <= c.bytes && self.candidates[other].span.end <= c.span.end;
@@ -322,7 +327,7 @@ mod tests {
     generated! {
         #![cases(512)]
 
-        /// Against all subsets.
+        /// Checked against all subsets.
         #[test]
         fn the_fewest_are_found(candidates in candidates(), demand in prop::collection::vec(0..12u64, 6)) {
             let covers = |set: u32| (0..6).all(|place| {
@@ -335,14 +340,14 @@ mod tests {
             prop_assert_eq!(found.chosen.as_ref().map(Vec::len), found.at_least);
             let set = found.chosen.iter().flatten().fold(0, |set, k| set | 1 << k);
             prop_assert!(least.is_none() || covers(set));
-            // With little work less is known, but nothing wrong.
+            // With little work the bound is lower, but still holds.
             let hasty = fewest(&demand, &candidates, 10, Deadline::default());
             prop_assert!(hasty.at_least <= found.at_least);
             let late = fewest(&demand, &candidates, 1_000_000, Deadline::after(Some(Duration::ZERO)));
             prop_assert_eq!(late, Fewest { chosen: None, at_least: Some(0) });
         }
 
-        /// Where the fewest are many, a cover is found all the same.
+        /// A cover is found even if it takes many candidates.
         #[test]
         fn many_are_found(candidates in candidates(), demand in prop::collection::vec(0..12u64, 6), copies in 40..60u64) {
             let many: Vec<Candidate> = candidates.iter().flat_map(|c| (0..copies).map(|_| c.clone())).collect();
@@ -360,7 +365,7 @@ mod tests {
             }
         }
 
-        /// Against all ways to take bytes off.
+        /// Checked against all ways to take bytes off.
         #[test]
         fn the_fewest_bytes_are_found(
             mut candidates in candidates(),

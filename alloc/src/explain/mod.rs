@@ -1,8 +1,9 @@
-//! Why a problem does not fit a capacity, and what would have to change.
+//! Explains why a problem does not fit a capacity, and what would have to change.
 //!
-//! In: a problem, its best plan, a capacity below the plan's height, and the buffers' labels where there are any; a deadline,
-//! if it must not take long. Out: the tick of the peak, who is alive there, and [`Remedy`]s: few buffers to leave out, few bytes
-//! to take off, few lifetimes to interrupt. That each of them suffices is checked by a plan; [`cover`] says how few there can be.
+//! In: a problem, its best plan, a capacity below the plan's height, the buffers' labels if there are any, and a
+//! deadline if it must not take long. Out: the tick of the peak, the buffers alive there, and [`Remedy`]s: few buffers
+//! to leave out, few bytes to take off, few lifetimes to interrupt. Each of them is checked by a plan, and [`cover`]
+//! says how few there can be.
 
 mod cover;
 mod remedy;
@@ -18,41 +19,42 @@ use crate::{BufferId, Label, Options, Problem, Role, Solution, live_at, peak_tic
 use remedy::Patient;
 pub use remedy::{Change, Remedy};
 
-/// Why a problem does not fit.
+/// The reasons why a problem does not fit, and what would help.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Explanation {
-    /// The bytes that there are.
+    /// The capacity in bytes.
     pub capacity: u64,
-    /// The bytes that the plan needs.
+    /// Bytes that the plan needs.
     pub height: u64,
     /// The first tick at which the most bytes are alive.
     pub peak_tick: u64,
-    /// The bytes alive there.
+    /// Bytes alive at that tick.
     pub peak_bytes: u64,
-    /// Bytes and buffers alive there by role, most bytes first; empty without labels.
+    /// Bytes and number of buffers alive at that tick by role, most bytes first; empty without labels.
     pub roles: Vec<(Role, u64, usize)>,
-    /// Who is alive there, most bytes first.
+    /// Buffers alive at that tick, the largest first.
     pub alive: Vec<BufferId>,
-    /// Bytes by which the peak exceeds the capacity: what must be saved there at least, whatever is chosen.
+    /// Bytes by which the peak exceeds the capacity. At least this much must be saved at that tick, whatever is chosen.
     pub excess: u64,
-    /// Buffers without which the rest fits, as few as were found.
+    /// The fewest buffers found without which the rest fits.
     pub leave_out: Remedy,
-    /// Bytes to take off buffers, as few as were found.
+    /// The fewest bytes found to take off buffers.
     pub shrink: Remedy,
-    /// Lifetimes to interrupt, as few as were found; `None` when none that suffice were.
+    /// The fewest lifetimes found to interrupt; `None` if no such remedy was found.
     pub free: Option<Remedy>,
-    /// Whether the deadline passed: with more time, fewer changes may be found to do, or more be proven.
+    /// True if the deadline passed. With more time, smaller remedies might be found, or more be proven.
     pub cut_short: bool,
     /// Phases of the step that the peak is in.
     phases: Vec<String>,
-    /// The names of the buffers to change, where they have any.
+    /// Names of the buffers to change.
     names: BTreeMap<BufferId, String>,
 }
 
-/// Explains why `problem` does not fit the capacity of `options`; `None` when `solution` does fit it, or there is none.
-/// `labels` are indexed by [`BufferId`] and may be empty; where there are any, only activations are interrupted.
+/// Explains why `problem` does not fit the capacity of `options`. Returns `None` if `solution` fits it, or if there is
+/// no capacity. `labels` are indexed by [`BufferId`] and may be empty; if there are any, only activations are
+/// interrupted.
 ///
-/// Many plans are made for it, by as many threads and until the deadline that `options` say: [`Explanation::cut_short`].
+/// It makes many plans, with the threads and until the deadline of `options`; see [`Explanation::cut_short`].
 pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options: &Options) -> Option<Explanation> {
     let deadline = Deadline::after(options.deadline);
     let capacity = options.capacity.filter(|&capacity| solution.height > capacity)?;
@@ -91,25 +93,26 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options
 }
 
 impl Explanation {
-    /// The remedies there are.
+    /// The remedies that were found.
     pub fn remedies(&self) -> impl Iterator<Item = &Remedy> {
         [&self.leave_out, &self.shrink].into_iter().chain(&self.free)
     }
 
-    /// The problem after a remedy's changes: buffers keep their ids, what is left out takes no bytes, and the second halves
-    /// of interrupted lifetimes come after all others. `None` where pins and groups don't allow it.
+    /// The problem after a remedy's changes. Buffers keep their ids, buffers that are left out take no bytes, and the
+    /// second halves of interrupted lifetimes come after all other buffers. Returns `None` if pins or groups don't
+    /// allow it.
     pub fn apply(problem: &Problem, remedy: &Remedy) -> Option<Problem> {
         remedy::apply(problem, &remedy.changes)
     }
 
-    /// The same explanation with other names for its buffers.
+    /// The same explanation with other names for the buffers.
     pub fn named(mut self, name: impl Fn(BufferId) -> String) -> Self {
         let changed = self.remedies().flat_map(|remedy| &remedy.changes).map(Change::buffer);
         self.names = changed.map(|id| (id, name(id))).collect();
         self
     }
 
-    /// The same explanation, saying in which of these phases the peak is.
+    /// The same explanation, which also names the phases of `marks` that the peak is in.
     pub fn during(mut self, marks: &[Mark]) -> Self {
         let there = marks.iter().filter(|mark| mark.ticks.contains(&self.peak_tick));
         self.phases = there.map(|mark| mark.name.clone()).collect();
@@ -145,7 +148,7 @@ impl Explanation {
     }
 }
 
-/// Changes of a remedy that are written out.
+/// Most changes of a remedy that are written out.
 const LINES: usize = 16;
 
 impl fmt::Display for Explanation {

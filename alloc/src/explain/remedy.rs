@@ -1,8 +1,8 @@
-//! What would have to change for a problem to fit, and what is known of how little that can be.
+//! Remedies: changes after which a problem fits, and how small such changes can be.
 //!
-//! At every tick at which more bytes are alive than there are, changes must take the excess away: how few can is what
-//! [`cover`](super::cover) knows, and no remedy is smaller. Whether those few suffice, a plan of the changed problem says;
-//! where it doesn't, what the plan leaves above the capacity changes too.
+//! At every tick at which more bytes are alive than the capacity holds, changes must take the excess away.
+//! [`cover`](super::cover) says how few changes can, and no remedy is smaller. A plan of the changed problem shows
+//! whether they suffice. If not, the buffers that the plan leaves above the capacity change too.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -15,30 +15,30 @@ use crate::{Buffer, BufferId, Label, Lifetime, Options, Problem, Proof, Role, So
 /// One change of a problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// The buffer is not there: it lives elsewhere, or not at all.
+    /// The buffer is left out: it lives elsewhere, or not at all.
     LeaveOut(BufferId),
-    /// The buffer has so many bytes less.
+    /// The buffer is smaller by so many bytes.
     Shrink(BufferId, u64),
     /// The buffer's bytes are free during these ticks: it is recomputed, or kept elsewhere meanwhile.
     Free(BufferId, Lifetime),
 }
 
 impl Change {
-    /// What is changed.
+    /// The buffer that is changed.
     pub fn buffer(&self) -> BufferId {
         let (Self::LeaveOut(id) | Self::Shrink(id, _) | Self::Free(id, _)) = self;
         *id
     }
 }
 
-/// Changes of one kind after which the problem fits: a plan of what they leave was checked against the capacity.
+/// Changes of one kind after which the problem fits. A plan of the changed problem was checked against the capacity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remedy {
-    /// The largest first: by bytes that go, or of the buffer.
+    /// The largest change first, by the bytes taken off or the size of the buffer.
     pub changes: Vec<Change>,
-    /// Bytes that go in all where buffers shrink, else the number of changes.
+    /// Bytes taken off in all if buffers shrink, otherwise the number of changes.
     pub size: u64,
-    /// No remedy of this kind is smaller: proven.
+    /// Proven lower bound for the size of any remedy of this kind.
     pub at_least: u64,
 }
 
@@ -54,19 +54,19 @@ impl Remedy {
         Self { changes, size, at_least }
     }
 
-    /// Whether a smaller one is proven not to exist.
+    /// True if it is proven that no remedy is smaller.
     pub fn is_smallest(&self) -> bool {
         self.size == self.at_least
     }
 }
 
-/// The problem after `changes`; `None` where its pins and groups don't allow them.
+/// The problem after `changes`; `None` if its pins and groups don't allow them.
 pub(super) fn apply(problem: &Problem, changes: &[Change]) -> Option<Problem> {
     let mut buffers = problem.buffers().to_vec();
     for change in changes {
         let b = &mut buffers[change.buffer().index()];
         match change {
-            // It keeps its id and takes no space.
+            // The buffer keeps its id and takes no space.
             Change::LeaveOut(_) => *b = Buffer { bytes: 0, offset: None, ..b.clone() },
             Change::Shrink(_, bytes) => b.bytes = b.bytes.saturating_sub(*bytes),
             Change::Free(_, during) => {
@@ -79,24 +79,24 @@ pub(super) fn apply(problem: &Problem, changes: &[Change]) -> Option<Problem> {
     problem.with_buffers(buffers)
 }
 
-/// What remedies are sought for.
+/// The problem that remedies are sought for.
 pub(super) struct Patient<'p> {
     pub problem: &'p Problem,
     pub labels: &'p [Label],
     pub solution: &'p Solution,
     pub capacity: u64,
     pub threads: Option<usize>,
-    /// After which nothing more is tried: what is known by then suffices, but is less small.
+    /// Once this has passed, nothing more is tried. The remedies known by then suffice, but may not be the smallest.
     pub deadline: Deadline,
 }
 
-/// What a cover may look at.
+/// Work of one search for a cover.
 const COVER_WORK: u64 = 60_000_000;
 
-/// What the plan of a changed problem may spend.
+/// Work of planning a changed problem.
 const PLAN_WORK: u64 = 20_000_000;
 
-/// Changes that are tried without one another, or alone.
+/// Most changes that are tried alone, or left out one by one.
 const TRIES: usize = 12;
 
 impl Patient<'_> {
@@ -108,12 +108,13 @@ impl Patient<'_> {
         }
         let excess = Excess::new(self.problem, self.capacity, self.unit(), |b| Some(b.lifetime.clone()));
         let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK, self.deadline);
-        // That nothing fits as it is may be known otherwise than from one tick.
+        // Planning may have proven that nothing fits, even if no single tick holds too much.
         let at_least = found.at_least.unwrap_or(0).max(usize::from(self.is_impossible()));
         let mut best = self.above(self.solution);
         let mut ids: Vec<BufferId> = found.chosen.unwrap_or_default().iter().map(|&k| excess.ids[k]).collect();
         if ids.is_empty() {
-            // Where no tick holds too much, the gaps are to blame: any one that came to lie too high may be enough.
+            // If no tick holds too much, the gaps are the cause: leaving out any one buffer that ended too
+            // high may be enough.
             let mut alone = best.clone();
             sort_by_key(&mut alone, |&id| Reverse(self.problem.buffer(id).bytes));
             let single = |id: &&BufferId| excess.bytes.is_empty() && self.solves(&out(&[**id])).is_ok();
@@ -134,7 +135,7 @@ impl Patient<'_> {
         Remedy::new(self.problem, out(&best), at_least as u64)
     }
 
-    /// Drops what is not needed, as long as the set is small.
+    /// Drops buffers that are not needed, as long as the set is small.
     fn prune(&self, ids: &mut Vec<BufferId>, at_least: usize) {
         let mut k = 0;
         while k < ids.len() && ids.len() > at_least && ids.len() <= TRIES {
@@ -154,7 +155,7 @@ impl Patient<'_> {
         self.cut(self.solution, &mut best);
         let mut at_least = self.solution.lower_bound.saturating_sub(self.capacity).max(self.is_impossible().into());
         let unit = self.unit();
-        // To the byte, which only the topmost can profit from; then in whole units.
+        // First to the byte, which only the topmost buffers can profit from, then in whole units.
         for unit in if unit > 1 { vec![1, unit] } else { vec![1] } {
             if self.deadline.has_passed() {
                 break;
@@ -188,18 +189,19 @@ impl Patient<'_> {
         shrunk.map(|(id, &bytes)| Change::Shrink(id, bytes)).collect()
     }
 
-    /// Takes off what `solution`, a plan of the buffers shrunk by so much, leaves above the capacity.
+    /// Takes off the bytes that `solution`, a plan of the shrunk buffers, leaves above the capacity.
     fn cut(&self, solution: &Solution, shrunk: &mut [u64]) {
         for id in self.problem.ids() {
             let left = self.problem.buffer(id).bytes - shrunk[id.index()];
-            // Where there is no plan, nothing is known to stay below.
+            // Without a plan, every byte may be above it.
             let above = |&at: &u64| left.min(at.saturating_add(left).saturating_sub(self.capacity));
             shrunk[id.index()] += solution.offsets.get(id.index()).map_or(left, above);
         }
     }
 
-    /// The fewest lifetimes to interrupt: of activations, where there are labels, and of buffers in no group. What writes
-    /// a buffer first and reads it last still finds it. `None` when no such remedy was found.
+    /// The fewest lifetimes to interrupt. If there are labels, only activations are interrupted, and never a member of
+    /// a group. The first writer and the last reader of a buffer still find it. Returns `None` if no such remedy was
+    /// found.
     pub fn free(&self) -> Option<Remedy> {
         if self.deadline.has_passed() {
             return None;
@@ -219,7 +221,7 @@ impl Patient<'_> {
         let free = |ticks: &dyn Fn(usize) -> Lifetime| -> Vec<Change> {
             chosen.iter().map(|&k| Change::Free(excess.ids[k], ticks(k))).collect()
         };
-        // During the ticks that are too full, or else all the time in between.
+        // Free during the ticks that are too full, or otherwise for the whole time in between.
         let full = free(&|k| {
             let span = excess.candidates[k].span.clone();
             excess.ticks[span.start].start..excess.ticks[span.end - 1].end
@@ -233,7 +235,7 @@ impl Patient<'_> {
         Some(Remedy::new(self.problem, changes, at_least.max(u64::from(self.is_impossible()))))
     }
 
-    /// Whether nothing fits: proven when the problem was planned.
+    /// True if planning has proven that nothing fits.
     fn is_impossible(&self) -> bool {
         let bound = match self.solution.proof {
             Proof::None { bound } => bound,
@@ -242,7 +244,7 @@ impl Patient<'_> {
         bound > self.capacity
     }
 
-    /// All offsets are multiples of this; 1 where ranges are forbidden, which may begin anywhere.
+    /// A common divisor of all offsets; 1 if ranges are forbidden, since those may begin anywhere.
     fn unit(&self) -> u64 {
         let gcd = |mut a: u64, mut b: u64| {
             while b != 0 {
@@ -254,14 +256,15 @@ impl Patient<'_> {
         if self.problem.forbidden().is_empty() { alignments.fold(0, gcd).max(1) } else { 1 }
     }
 
-    /// Who ends above the capacity.
+    /// The buffers that end above the capacity.
     fn above(&self, solution: &Solution) -> Vec<BufferId> {
         let bytes = |id: BufferId| self.problem.buffer(id).bytes;
         let end = |id: BufferId| solution.offsets.get(id.index()).map_or(u64::MAX, |at| at.saturating_add(bytes(id)));
         self.problem.ids().filter(|&id| bytes(id) > 0 && end(id) > self.capacity).collect()
     }
 
-    /// Whether a plan of the changed problem fits; if it doesn't, that plan, where there is one and time for it.
+    /// Plans the changed problem. The result is `Ok` if the plan fits; otherwise the error has the plan, or
+    /// `None` if there is none or no time is left.
     fn solves(&self, changes: &[Change]) -> Result<(), Option<Solution>> {
         if self.deadline.has_passed() {
             return Err(None);
@@ -287,23 +290,24 @@ fn total(bytes: &[u64]) -> u128 {
     bytes.iter().map(|&bytes| u128::from(bytes)).sum()
 }
 
-/// What is alive beyond the capacity, and who may be taken away.
+/// Bytes alive beyond the capacity, and the buffers that can be changed.
 struct Excess {
-    /// Stretches of ticks that are too full, ascending.
+    /// Ranges of ticks that are too full, ascending.
     ticks: Vec<Lifetime>,
-    /// By stretch: bytes that must go.
+    /// Bytes that must go during each range of ticks.
     bytes: Vec<u64>,
     candidates: Vec<Candidate>,
-    /// By candidate.
+    /// Buffer of each candidate.
     ids: Vec<BufferId>,
 }
 
 impl Excess {
-    /// In multiples of `unit`, which all offsets are. `helps` says during which ticks a buffer's bytes can be freed.
+    /// The excess in multiples of `unit`, which all offsets are. `helps` returns the ticks during which a buffer's
+    /// bytes can be freed.
     fn new(problem: &Problem, capacity: u64, unit: u64, helps: impl Fn(&Buffer) -> Option<Lifetime>) -> Self {
         let forbidden = problem.forbidden().iter().map(|range| range.end.min(capacity).saturating_sub(range.start));
         let room = capacity.saturating_sub(forbidden.sum());
-        // The last unit may stick out at the top, and of it no more than there is.
+        // A buffer at the top may fill its last unit only in part, so the room is rounded up.
         let room = u128::from(room).next_multiple_of(unit.into());
         let rounded = |b: &Buffer| b.bytes.checked_next_multiple_of(unit).unwrap_or(b.bytes);
         let alive = || problem.ids().filter(|&id| problem.buffer(id).bytes > 0);
@@ -342,7 +346,7 @@ impl Excess {
         Self { ticks, bytes, candidates, ids }
     }
 
-    /// Leaves only those that may change.
+    /// Keeps only the candidates that may change.
     fn keep(&mut self, may_change: impl Fn(BufferId) -> bool) {
         let kept: Vec<bool> = self.ids.iter().map(|&id| may_change(id)).collect();
         let mut next = kept.iter();

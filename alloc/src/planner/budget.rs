@@ -1,9 +1,9 @@
-//! What may still be spent: work, which is the same on every machine, and time, which is not.
+//! The limits of a search: work, which is the same on every machine, and time, which is not.
 
 use super::StopReason;
 use crate::deadline::Deadline;
 
-/// A budget that is drawn down.
+/// A budget of work with a deadline.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Budget {
     /// The most that may be spent.
@@ -21,12 +21,12 @@ impl Budget {
         self.work.saturating_sub(self.spent)
     }
 
-    /// Whether the deadline has passed.
+    /// True if the deadline has passed.
     pub fn is_late(&self) -> bool {
         self.deadline.has_passed()
     }
 
-    /// Why to stop, if at all.
+    /// The reason to stop, if there is one.
     pub fn stopped(&self) -> Option<StopReason> {
         if self.is_late() {
             Some(StopReason::Deadline)
@@ -37,12 +37,12 @@ impl Budget {
         }
     }
 
-    /// A budget of its own of at most `work`, which is not taken from this one.
+    /// A separate budget of at most `work`. What it spends is not taken from this one.
     pub fn share(&self, work: u64) -> Self {
         Self { work: work.min(self.left()), spent: 0, ..*self }
     }
 
-    /// Runs what may spend at most `work` of what is left.
+    /// Runs a step that may spend at most `work` of what is left, and charges this budget for what it spent.
     pub fn within<T>(&mut self, work: u64, run: impl FnOnce(&mut Self) -> T) -> T {
         let mut share = self.share(work);
         let result = run(&mut share);

@@ -1,10 +1,10 @@
-//! A lower bound that knows where the pins are.
+//! A lower bound that takes the pins into account.
 
 use super::decompose::parts::Part;
 use crate::order::sort_by_key;
 
-/// The least height at which the space between the pins of a clique suffices for what else is alive there, the most of
-/// all cliques. Items may be cut for it (water filling), so that no plan is lower. One pass over time: O((pins + cliques) log pins).
+/// The maximum over all cliques of the least height at which the space between the pins holds everything else alive.
+/// Items may be cut for it (water filling), so no plan is lower. One pass over time: O((pins + cliques) log pins).
 pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     let mut pins: Vec<(u64, u32)> = part.pins.iter().map(|&(i, at)| (at, i)).collect();
     pins.sort_unstable();
@@ -15,7 +15,7 @@ pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     sort_by_key(&mut deaths, |&rank| item(rank).end);
     let (mut births, mut deaths) = (births.into_iter().peekable(), deaths.into_iter().peekable());
     let mut standing = Standing::new(pins.iter().map(|pin| pin.0).collect());
-    // Bytes of the standing pins that count as live: not those of forbidden ranges.
+    // Bytes of the pins alive that count as live. Forbidden ranges don't count.
     let mut counted = 0;
     let mut most = 0;
     for (clique, &live) in (0..).zip(live) {
@@ -34,12 +34,12 @@ pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     most
 }
 
-/// The pins alive at one moment, in a binary tree over all pins by address.
+/// The pins alive at one moment, as a binary tree over all pins in the order of their addresses.
 struct Standing {
     leaves: usize,
-    /// Address of each leaf.
+    /// Address of each leaf's pin.
     at: Vec<u64>,
-    /// By node: bytes of the pins alive below it; the lowest address among them, if any.
+    /// By node: bytes of the pins alive below it, and the lowest address among them, if any.
     nodes: Vec<(u64, Option<u64>)>,
 }
 
@@ -59,9 +59,9 @@ impl Standing {
         }
     }
 
-    /// How high `bytes` reach that fill the space between the pins from the bottom.
+    /// The height that `bytes` reach if they fill the space between the pins from the bottom.
     fn level(&self, bytes: u64) -> u64 {
-        // The space below a pin grows with its address: those under the surface come first.
+        // The space below a pin grows with its address, so the pins below the surface come first.
         let mut below = 0u64;
         let sinks = |at: Option<u64>, below: u64| at.is_some_and(|at| at < bytes.saturating_add(below));
         let mut node = 1;
@@ -89,13 +89,13 @@ mod tests {
     use crate::{Buffer, Problem};
 
     generated! {
-        /// Against filling byte by byte, tick by tick.
+        /// Checked against filling byte by byte, tick by tick.
         #[test]
         fn as_if_filled_byte_by_byte(
             rows in prop::collection::vec((0..8u64, 1..6u64, 1..9u64, prop::option::of(0..40u64)), 1..14),
             fence in prop::option::of((0..30u64, 1..9u64)),
         ) {
-            // Pins that contradict an earlier one are left out.
+            // A pin that contradicts an earlier one is left out.
             let mut buffers: Vec<Buffer> = Vec::new();
             for (start, ticks, bytes, at) in rows {
                 let buffer = Buffer { offset: at, ..Buffer::new(start..start + ticks, bytes) };
@@ -118,7 +118,7 @@ mod tests {
             });
             let whole = crate::planner::decompose::parts::Whole::new(&problem, false);
             let fast = whole.parts.iter().map(|part| fractional_bound(part, &part.live()) + part.base).max().unwrap_or(0);
-            // Without pins a part may lose what lives throughout to its bottom.
+            // Without pins, buffers that live throughout a part may move to its bottom.
             let stripped = whole.bottom.len();
             prop_assert!(stripped > 0 || fast == slow.max().unwrap_or(0), "{:?} {} {:?}", problem, fast, whole.parts);
         }

@@ -1,4 +1,4 @@
-//! Words mixed to bits that look random, and are the same on every machine.
+//! Mixing of words into bits that look random and are the same on every machine.
 
 /// 64 well-mixed bits of two words.
 pub(crate) fn mix(a: u64, b: u64) -> u64 {

@@ -1,19 +1,22 @@
 //! Places buffers as low as the lower bound allows.
 //!
-//! In: a [`Problem`] and what may be spent. Out: one offset per buffer with what is known about the height.
+//! In: a [`Problem`] and a budget. Out: one offset per buffer, and what is proven about the height.
 //!
-//! - [`decompose`] splits the problem exactly: cliques instead of ticks, [`parts`](decompose::parts) that do not meet, what lives
-//!   throughout at the bottom. Its [`regions`](decompose::regions) keep sizes apart where a part is fullest.
+//! - [`decompose`] splits the problem exactly. It turns ticks into cliques, forms independent
+//!   [`parts`](decompose::parts), and puts buffers that live throughout a part at its bottom. Its
+//!   [`regions`](decompose::regions) keep sizes apart where a part is fullest.
 //! - [`lower_bound`](mod@lower_bound) bounds a part with pins.
-//! - [`place`] has placements from scratch: one [`sweep`](place::sweep) engine, with simple policies
-//!   ([`portfolio`](place::portfolio)) or scores and backtracking ([`backtrack`](place::backtrack)), and [`strips`](place::strips).
-//! - [`improve`] lowers plans: a [`squeaky_wheel`](improve::squeaky_wheel) and guided [`ejection`](improve::ejection), under a ceiling
-//!   that falls ([`descent`](improve::descent)).
+//! - [`place`] makes placements from scratch. One [`sweep`](place::sweep) engine runs simple policies
+//!   ([`portfolio`](place::portfolio)) and scores with backtracking ([`backtrack`](place::backtrack)). There are also
+//!   [`strips`](place::strips).
+//! - [`improve`] lowers plans: a [`squeaky_wheel`](improve::squeaky_wheel), and guided [`ejection`](improve::ejection)
+//!   under a falling ceiling ([`descent`](improve::descent)).
 //! - [`prove`] searches small parts exhaustively.
-//! - [`space`] is what these know of addresses.
-//! - [`solve`] says what is tried on a part, in which order; [`run`] does it for all parts and concludes what is proven.
-//! - [`features`]: groups whose members live differently, and plans that keep earlier addresses.
-//! - [`budget`] counts what that costs; [`mix`](mod@mix) has the random bits of all searches.
+//! - [`space`] has the indexes of addresses that these use.
+//! - [`solve`] lists what is tried on a part and in which order. [`run`] does it for all parts and concludes what is
+//!   proven.
+//! - [`features`] adds groups whose members live differently, and plans that keep earlier addresses.
+//! - [`budget`] counts the cost; [`mix`](mod@mix) has the random bits of all searches.
 
 mod budget;
 mod decompose;
@@ -35,30 +38,32 @@ use crate::Problem;
 use features::groups;
 use run::Run;
 
-/// What the planner may spend and what it must fit into.
+/// The limits of a planning run: the capacity to fit into, and what it may cost.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Arena size that the plan should fit into; `None` for as low as possible.
+    /// Arena size that the plan should fit into; `None` asks for the lowest plan.
     pub capacity: Option<u64>,
-    /// Work that may be spent, in rectangles looked at: the same on every machine. The [default](Self::DEFAULT_WORK) is about five
-    /// seconds of one core at most; tables that meet their bound take a small part of it.
+    /// Most work that may be spent, in rectangles looked at, which is the same on every machine. The
+    /// [default](Self::DEFAULT_WORK) is about five seconds of one core at most; tables that meet their bound need a
+    /// small part of it.
     pub work: u64,
-    /// Wall-clock limit. A plan that it cuts short depends on the machine and says so ([`StopReason::Deadline`]).
+    /// Wall-clock limit. A plan that it cuts short depends on the machine; [`StopReason::Deadline`] marks it.
     pub deadline: Option<Duration>,
-    /// Threads; `None` for all of the current rayon pool. The plan does not depend on it.
+    /// Number of threads; `None` uses the current rayon pool. The plan does not depend on it.
     pub threads: Option<usize>,
-    /// An earlier plan, by buffer: addresses that are kept as far as that costs no height.
+    /// Offsets of an earlier plan, by buffer. They are kept as far as that costs no height.
     pub warm_start: Option<Vec<Option<u64>>>,
 }
 
 impl Options {
-    /// About five seconds of one core at most.
+    /// The default work: about five seconds of one core at most.
     pub const DEFAULT_WORK: u64 = 150_000_000;
 
-    /// Some tens of milliseconds at most, up to 10^5 buffers.
+    /// Work for quick plans: some tens of milliseconds at most, up to 10^5 buffers.
     pub const QUICK_WORK: u64 = 2_500_000;
 
-    /// For planning thousands of problems: [`QUICK_WORK`](Self::QUICK_WORK). A plan may end a little above that of the default.
+    /// Options for planning thousands of problems, with [`QUICK_WORK`](Self::QUICK_WORK). A plan may be a little higher
+    /// than with the default.
     pub fn quick() -> Self {
         Self { work: Self::QUICK_WORK, ..Self::default() }
     }
@@ -70,19 +75,19 @@ impl Default for Options {
     }
 }
 
-/// Why the height is what it is.
+/// The kind of proof that no plan is lower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Proof {
     /// The height equals the max-live bound: nothing lower exists.
     MaxLive,
     /// The height equals a bound that also counts alignments, pinned buffers and forbidden ranges.
     Constraints {
-        /// That bound in bytes.
+        /// The bound in bytes.
         bound: u64,
     },
     /// Every plan lower than this one was ruled out by search.
     Exhausted,
-    /// Not proven; the gap to the bound remains.
+    /// Nothing is proven; a gap to the bound remains.
     None {
         /// No plan is lower than this many bytes.
         bound: u64,
@@ -90,7 +95,7 @@ pub enum Proof {
 }
 
 impl Proof {
-    /// The proof in a word.
+    /// The kind of proof in one word.
     pub fn name(self) -> &'static str {
         match self {
             Self::MaxLive => "max-live",
@@ -106,9 +111,9 @@ impl Proof {
 pub enum Fit {
     /// It fits, or no capacity was asked for.
     Fits,
-    /// No plan fits: proven.
+    /// It is proven that no plan fits.
     Impossible,
-    /// This plan does not; whether another would is not known.
+    /// This plan does not fit, but another one might.
     Unknown,
 }
 
@@ -125,18 +130,18 @@ pub enum StopReason {
     Exhausted,
     /// The work was spent.
     Work,
-    /// The deadline passed: another run may end elsewhere.
+    /// The deadline passed. Another run may end with another plan.
     Deadline,
 }
 
-/// What planning cost.
+/// The cost of planning.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Complete placements and halves of them that were tried.
+    /// Placements that were tried, whole ones and halves.
     pub placements: u64,
-    /// Rectangles looked at.
+    /// Work spent, in rectangles looked at.
     pub work: u64,
-    /// Parts that were planned apart.
+    /// Independent parts that were planned separately.
     pub parts: usize,
     /// Buffers that kept the address of the earlier plan.
     pub kept: usize,
@@ -157,7 +162,7 @@ pub struct Solution {
     pub fit: Fit,
     /// Why the planner stopped.
     pub stop_reason: StopReason,
-    /// What it cost.
+    /// The cost of planning.
     pub stats: Stats,
 }
 
@@ -168,16 +173,16 @@ impl Solution {
     }
 }
 
-/// Plans `problem`: deterministic for the same input and options.
+/// Plans `problem`. The same input and options give the same plan, unless a deadline cuts it short.
 ///
-/// The offsets are always a plan, also where [`Solution::fit`] says that it exceeds the capacity. Only a problem whose
-/// pins, alignments and sizes leave no plan within 2^64 - 1 bytes that the searches could find gets no offsets at all.
+/// The offsets are always a plan, even if [`Solution::fit`] says that it exceeds the capacity. There are no offsets
+/// only if the searches find no plan within 2^64 - 1 bytes.
 pub fn plan(problem: &Problem, options: &Options) -> Solution {
     match options.threads {
         None => plan_here(problem, options),
         Some(threads) => match rayon::ThreadPoolBuilder::new().num_threads(threads).build() {
             Ok(pool) => pool.install(|| plan_here(problem, options)),
-            // A machine that gives no threads still has this one.
+            // If no pool can be created, the current one is used.
             Err(_) => plan_here(problem, options),
         },
     }

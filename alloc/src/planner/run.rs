@@ -1,4 +1,4 @@
-//! One run of the planner: decompose, solve the parts, put their plans together, conclude what is proven.
+//! One run of the planner: it decomposes the problem, solves the parts, joins their plans and concludes what is proven.
 
 use super::budget::Budget;
 use super::decompose::parts::{Source, Whole};
@@ -8,7 +8,7 @@ use super::{Fit, Options, Proof, Solution, Stats, StopReason};
 use crate::deadline::Deadline;
 use crate::{Buffer, Problem, lower_bound};
 
-/// Height and offsets.
+/// Height and offsets of a plan.
 pub(super) type Plan = (u64, Vec<u64>);
 
 pub(super) struct Run<'p> {
@@ -24,7 +24,7 @@ impl<'p> Run<'p> {
         Self::within(problem, options, budget)
     }
 
-    /// One that spends another's budget, rather than what its options say.
+    /// A run with the given budget instead of that of its options.
     pub fn within(problem: &'p Problem, options: &'p Options, budget: Budget) -> Self {
         Self { problem, options, budget, stats: Stats::default() }
     }
@@ -34,7 +34,7 @@ impl<'p> Run<'p> {
         self.conclude(known, plan)
     }
 
-    /// The best plan that was found, as height and offsets, and what is proven.
+    /// Returns what is proven, and the height and offsets of the best plan found.
     pub fn solve(&mut self) -> (Known, Option<Plan>) {
         let lower_bound = lower_bound(self.problem);
         let mut known = Known { lower_bound, constraints: lower_bound, searched: lower_bound };
@@ -53,12 +53,12 @@ impl<'p> Run<'p> {
             let raw = self.attempt(&Whole::new(self.problem, false), &mut known);
             best = [best, raw].into_iter().flatten().min_by_key(|plan| plan.0);
         }
-        // What the bound didn't allow to keep may fit below the height that was reached.
+        // Earlier addresses that the bound ruled out may fit below the height that was reached.
         let kept = best.as_ref().filter(|b| b.0 > aim).and_then(|b| self.keep(b.0));
         (known, kept.or(best))
     }
 
-    /// A plan of at most `target` bytes that keeps earlier addresses, if that was asked for.
+    /// Returns a plan of at most `target` bytes that keeps earlier addresses, if the options ask for that.
     fn keep(&mut self, target: u64) -> Option<Plan> {
         let earlier = self.options.warm_start.as_ref()?;
         let (plan, work) = keep(self.problem, earlier, target, self.budget);
@@ -66,10 +66,10 @@ impl<'p> Run<'p> {
         plan
     }
 
-    /// Plans the parts one by one and puts them together; learns what is proven on the way.
+    /// Plans the parts, joins their plans and updates what is proven.
     fn attempt(&mut self, whole: &Whole, known: &mut Known) -> Option<Plan> {
         let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound));
-        // In rounded bytes, so that it may exceed what can be proven of the problem as given.
+        // This bound is of rounded sizes, so it may exceed what can be proven of the problem as given.
         let aim = bounds.fold(known.lower_bound, u64::max);
         let enough = self.options.capacity.unwrap_or(0).max(aim);
         self.stats.parts = self.stats.parts.max(whole.parts.len());
@@ -97,7 +97,7 @@ impl<'p> Run<'p> {
         complete.then_some((height, offsets))
     }
 
-    /// Writes an item's offset to the buffers it stands for.
+    /// Writes an item's offset to the buffers that the item stands for.
     fn put(&self, source: Source, at: u64, offsets: &mut [u64]) {
         match source {
             Source::Buffer(index) => offsets[index as usize] = at,
@@ -148,7 +148,7 @@ impl<'p> Run<'p> {
     }
 }
 
-/// Offsets for what takes no space, which no search places: where it is pinned, or 0.
+/// Initial offsets. Buffers without bytes, which no search places, get their pin; all others get 0.
 pub(super) fn without_bytes(problem: &Problem) -> Vec<u64> {
     let pinned = |b: &Buffer| if b.bytes == 0 { b.offset.unwrap_or(0) } else { 0 };
     let mut offsets: Vec<u64> = problem.buffers().iter().map(pinned).collect();
@@ -158,12 +158,12 @@ pub(super) fn without_bytes(problem: &Problem) -> Vec<u64> {
     offsets
 }
 
-/// Heights that no plan is below, each at least the one before.
+/// Heights that no plan is below, each at least as high as the one before.
 pub(super) struct Known {
-    /// Max-live.
+    /// The max-live bound.
     lower_bound: u64,
-    /// With alignments, pins, forbidden ranges.
+    /// The bound with alignments, pins and forbidden ranges.
     constraints: u64,
-    /// With what searches ruled out.
+    /// The bound with everything that searches ruled out.
     pub searched: u64,
 }

@@ -1,4 +1,4 @@
-//! What is tried on a part, in which order and with which share of the work.
+//! The steps that are tried on a part, their order and their shares of the work.
 
 use super::budget::Budget;
 use super::decompose::parts::{Part, Placement};
@@ -9,23 +9,23 @@ use super::place::strips::strips;
 use super::prove::exact::{Verdict, search};
 use crate::order::sort_by_key;
 
-/// What a part should reach.
+/// The heights that a part aims at.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Goal {
-    /// Nothing lower helps: the bound of the whole problem.
+    /// The bound of the whole problem: a lower plan of this part gains nothing.
     pub ceiling: u64,
-    /// Nothing lower is asked for.
+    /// The height that suffices. Nothing lower is asked for.
     pub enough: u64,
 }
 
 impl Goal {
-    /// This height.
+    /// A goal of exactly this height.
     pub fn of(height: u64) -> Self {
         Self { ceiling: height, enough: height }
     }
 }
 
-/// A part, and what is known of it.
+/// A part, and the best plan and bound so far.
 pub(crate) struct Solver<'p> {
     pub part: &'p Part,
     pub goal: Goal,
@@ -40,31 +40,31 @@ pub(crate) struct Solver<'p> {
     repairs: Vec<Ejection<'p>>,
 }
 
-/// Something to try.
+/// A step that may lower the plan.
 #[derive(Debug, Clone, Copy)]
 enum Step {
-    /// Plain sweeps.
+    /// Sweeps with simple policies.
     Sweeps,
     /// Sweeps with the long-lived items first.
     LongFirst,
-    /// Sweeps that learn from one another.
+    /// Sweeps that learn from those before.
     Learning,
     /// Sweeps with backtracking.
     Backtracking,
     /// Sweeps from open stacks.
     OpenStacks,
-    /// Guided ejection.
+    /// Repairs by guided ejection.
     Repair,
-    /// One region of the arena per size, and repairs.
+    /// A region of the arena for each size, followed by repairs.
     Regions,
-    /// Strips, for repairs to start from.
+    /// Strips of items of equal size, whose plan is then repaired.
     Strips,
     /// The exact search.
     Search,
 }
 
-/// What settles most of what sweeps leave, then the same with more work; and which share of the work left each step may spend: one
-/// in so many.
+/// The steps after plain sweeps. The first ones settle most parts; the later ones repeat them with more work.
+/// Each number is a divisor: the step may spend that fraction of the work that is left.
 const STEPS: [(u64, Step); 12] = [
     (64, Step::Repair),
     (22, Step::Backtracking),
@@ -80,48 +80,53 @@ const STEPS: [(u64, Step); 12] = [
     (1, Step::Repair),
 ];
 
-/// What comes first for a small part.
+/// The first steps for a small part.
 const SMALL_STEPS: [(u64, Step); 3] = [(16, Step::LongFirst), (2, Step::OpenStacks), (8, Step::Search)];
 
-/// What is tried on a region alone.
+/// The steps for a region that is planned alone.
 const REGION_STEPS: [(u64, Step); 5] =
     [(1, Step::Sweeps), (2, Step::Search), (2, Step::Backtracking), (3, Step::LongFirst), (1, Step::Repair)];
 
-/// Plans that are repaired side by side.
+/// Plans that are kept for repairs.
 const REPAIRS: usize = 3;
 
-/// Heights between the goal and the best plan that sweeps with backtracking aim at.
+/// Heights between the goal and the best plan that sweeps with backtracking try.
 const HEIGHTS: u32 = 6;
 
-/// Items and cells (items by clique) up to which a search, which visits every item at every step, is cheap.
+/// Items and cells (one item in one clique each) up to which a part counts as small. A search visits every item at
+/// every step, so it is cheap for small parts only.
 const SMALL: (usize, u64) = (3_000, 500_000);
 
-/// Of the work of a small part, what comes after its first search gets one in so many: the rest is for more searches.
+/// The steps after a small part's first search get 1/`SMALL_SHARE` of its work. The rest is for more
+/// searches.
 const SMALL_SHARE: u64 = 8;
 
-/// Work for each item that searches and repairs spend on a height at first, and how much of it the search gets.
+/// Work per item that a search and a repair spend on one height at first.
 const WORK_PER_HEIGHT: u64 = 120_000;
+/// Percentage of that work that the search gets.
 const SEARCH_PERCENT: u64 = 70;
 
-/// What is left of a range is little below one in so many.
+/// Little is left of the range of heights if it is less than 1/`LITTLE_LEFT` of the whole range.
 const LITTLE_LEFT: u64 = 4;
 
-/// A part's plan.
+/// The result for a part.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    /// `None` when no plan within the address space was found.
+    /// The lowest plan; `None` if no plan within the address space was found.
     pub best: Option<Placement>,
     /// No plan is lower than this.
     pub proven: u64,
     pub placements: u64,
 }
 
-/// Plans every part: each has a plan before the work goes to those that miss their goals, in equal shares. What one
-/// part proves needs no other to be lower. Returns the outcomes in the order of the parts.
+/// Plans every part. Each part first gets a plan; then the parts that miss their goals share the work
+/// equally. A bound that is proven for one part raises the height that suffices for the others. Returns the
+/// outcomes in the order of the parts.
 ///
-/// `aim` and `enough` are heights of the whole: nothing below the first helps, nothing below the second is asked for.
+/// `aim` and `enough` are heights of the whole problem: nothing below the first helps, nothing below the second is
+/// asked for.
 pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mut Budget) -> Vec<Outcome> {
-    // Heights are multiples of the grain; what is placed below a ceiling between two would not be aligned.
+    // Heights are multiples of the grain. A place right below a ceiling between two multiples would not be aligned.
     let goal = |part: &Part, enough: u64| {
         let down = |height: u64| height.saturating_sub(part.base) / part.grain * part.grain;
         Goal { ceiling: down(aim), enough: down(enough) }
@@ -148,24 +153,24 @@ impl<'p> Solver<'p> {
         Self { part, goal, forward, backward, best: None, proven: part.bound, placements: 0, repairs: Vec::new() }
     }
 
-    /// Takes over a plan if it is the lowest.
+    /// Keeps a plan if it is the lowest so far.
     pub fn offer(&mut self, plan: Option<Placement>) {
         if let Some(plan) = plan.filter(|plan| plan.height < self.height()) {
             self.best = Some(plan);
         }
     }
 
-    /// Of the lowest plan.
+    /// Height of the lowest plan so far.
     fn height(&self) -> u64 {
         self.best.as_ref().map_or(u64::MAX, |best| best.height)
     }
 
-    /// Whether nothing lower is asked for, or possible.
+    /// True if nothing lower is asked for or possible.
     pub fn is_met(&self) -> bool {
         self.best.as_ref().is_some_and(|best| best.height <= self.goal.enough.max(self.proven))
     }
 
-    /// Makes steps until the goal is met or the budget spent.
+    /// Runs steps until the goal is met or the budget is spent.
     fn run(&mut self, steps: &[(u64, Step)], budget: &mut Budget) {
         for &(share, step) in steps {
             if self.is_met() || budget.stopped().is_some() {
@@ -189,7 +194,7 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// What is tried after plain sweeps, cheapest first, until the goal is met or the budget spent.
+    /// Runs the steps after plain sweeps, the cheapest first, until the goal is met or the budget is spent.
     fn improve(&mut self, budget: &mut Budget) {
         if !self.is_small() {
             return self.run(&STEPS, budget);
@@ -226,8 +231,9 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Halves the range between what is proven and what is found, by a search and a repair at each height. Where both fail, the range
-    /// above comes next; once little is left there, the whole range again, with twice the work for each height.
+    /// Bisects the range between the proven and the found height, with a search and a repair at each height. If both
+    /// fail, the range above that height is next. Once little of it is left, the whole range is tried again with twice
+    /// the work per height.
     fn close_in(&mut self, budget: &mut Budget) {
         let Some(best) = &self.best else { return };
         let mut repair = self.repairs.pop().or_else(|| self.start_repair(&best.offsets, budget));
@@ -255,9 +261,9 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Sweeps with backtracking: first to the goal itself, then halfway between the lowest height that was missed and the best
-    /// plan. Where such a height was met, what is left is spent on the goal; where the first two were missed, other steps may do
-    /// better with it.
+    /// Sweeps with backtracking, first to the goal itself, then to heights halfway between the lowest height missed and
+    /// the best plan. If such a height was met, the rest of the budget goes to the goal. If the first two were missed,
+    /// the rest is left to other steps.
     fn backtrack_down(&mut self, budget: &mut Budget) {
         let grain = self.part.grain;
         let (mut lowest, mut is_any_met) = (self.goal.enough, false);
@@ -287,7 +293,7 @@ impl<'p> Solver<'p> {
         Ejection::new(self.part, &places, self.goal.enough, budget)
     }
 
-    /// Repairs the lowest plans; half of the budget is for the lowest, half of the rest for the next.
+    /// Repairs the lowest plans. Half of the budget goes to the lowest, half of the rest to the next, and so on.
     fn repair(&mut self, budget: &mut Budget) {
         if self.repairs.iter().all(|repair| repair.plan.height > self.height()) {
             let best = self.best.as_ref().and_then(|best| self.start_repair(&best.offsets, budget));
@@ -308,7 +314,7 @@ impl<'p> Solver<'p> {
         self.repairs = repairs;
     }
 
-    /// Plans sizes apart, one region above the other, and then everything else around them.
+    /// Plans each size in a region of its own, one region above the other, and then places all other items around them.
     fn plan_regions(&mut self, budget: &mut Budget) {
         let variants = if self.part.fullest_cliques().len() > 1 { &[true, false][..] } else { &[false] };
         for &whole in variants {
@@ -325,7 +331,7 @@ impl<'p> Solver<'p> {
                 self.placements += alone.placements;
                 let offsets = alone.best.map_or(Vec::new(), |best| best.offsets);
                 for ((&i, item), at) in region.members.iter().zip(&region.part.items).zip(offsets) {
-                    // What does not fit the region is left out.
+                    // An item that ends above the region gets its place later.
                     places[i as usize] = (at + item.bytes <= height).then_some(base + at);
                 }
                 base += height;
@@ -341,7 +347,7 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Plans sizes in strips.
+    /// Plans the part in strips and keeps the plan for repairs.
     fn plan_strips(&mut self, budget: &mut Budget) {
         if let Some(offsets) = strips(self.part, budget) {
             let repair = self.start_repair(&offsets, budget);

@@ -1,10 +1,10 @@
-//! What unit tests share: small parts, and what a plan is.
+//! Helpers of the unit tests: small parts, and a check for plans.
 
 use std::cmp::Reverse;
 
 use super::decompose::parts::{Item, Part, Placement};
 
-/// A part of `(start, cliques, bytes)`, cut off where there are no more cliques.
+/// A part of `(start, cliques, bytes)`. Items end with the last clique at the latest.
 pub(super) fn part(rows: &[(u32, u32, u64)], cliques: u32) -> Part {
     let item = |&(start, lasts, bytes): &(u32, u32, u64)| Item {
         start,
@@ -17,7 +17,7 @@ pub(super) fn part(rows: &[(u32, u32, u64)], cliques: u32) -> Part {
     Part::of_items(items, cliques)
 }
 
-/// Whether no two items lie on each other, every alignment is kept, and the height is the highest end; by asking every pair.
+/// True if no two items overlap, every alignment is kept and the height is the highest end. It compares every pair.
 pub(super) fn is_plan(part: &Part, plan: &Placement) -> bool {
     let (items, at) = (&part.items, &plan.offsets);
     let end = |i: usize| at[i] + items[i].bytes;

@@ -1,13 +1,13 @@
-//! The least height of tiny problems, by trying everything: the judge of whoever claims to know it.
+//! The least height of tiny problems by trying everything, which other results are checked against.
 
 use gapless_alloc::{Group, Problem};
 
-/// The least height of any plan, by trying every offset of every buffer below one height after another.
+/// The least height of any plan: tries every offset of every buffer, for one height after another.
 pub fn exhausted(problem: &Problem) -> u64 {
     (0..).find(|&height| fits(problem, height)).expect("tall enough, everything fits")
 }
 
-/// Whether some plan ends at or below `height`.
+/// True if some plan ends at or below `height`.
 pub fn fits(problem: &Problem, height: u64) -> bool {
     place(problem, height, &mut Vec::new())
 }
@@ -17,7 +17,7 @@ fn place(problem: &Problem, height: u64, offsets: &mut Vec<u64>) -> bool {
         return problem.groups().iter().all(|group| lies_together(problem, group, offsets));
     };
     let candidates = b.offset.map_or(0..=height, |at| at..=at);
-    // What has no bytes is below any height.
+    // A buffer without bytes is below any height.
     for at in candidates.filter(|at| (b.bytes == 0 || at + b.bytes <= height) && at % b.alignment == 0) {
         let clear = problem.forbidden().iter().all(|r| b.bytes == 0 || at >= r.end || at + b.bytes <= r.start);
         let apart = problem.buffers().iter().zip(offsets.iter()).all(|(other, &other_at)| {

@@ -1,4 +1,4 @@
-//! Problems of every family, for whoever judges plans of them.
+//! Generated problems of every family, for checks of their plans.
 
 use gapless_alloc::Buffer;
 use gapless_alloc::synthetic::{Order, Step};
@@ -13,20 +13,20 @@ pub fn buffers(count: usize, ticks: u64, bytes: impl Strategy<Value = u64>) -> i
         .prop_map(|list| list.into_iter().map(|((start, end), bytes)| Buffer::new(start..end, bytes)).collect())
 }
 
-/// As many without bytes as with some.
+/// Buffers without bytes as often as with some.
 pub fn often_none(bytes: impl Strategy<Value = u64>) -> impl Strategy<Value = u64> {
     prop_oneof![Just(0), bytes]
 }
 
-/// One step of a stack of calls: a call with so many bytes, or a return.
+/// One event of a call stack: a call with so many bytes, or a return.
 type Call = Option<u64>;
 
 fn calls(count: usize) -> impl Strategy<Value = Vec<Call>> {
     prop::collection::vec(prop::option::weighted(0.6, often_none(1..1000u64)), 1..count)
 }
 
-/// The lifetimes that a stack of calls leaves, with the ticks at which its steps happen: inside one another, and side by
-/// side. Who has not returned by the end returns then.
+/// The lifetimes that a call stack leaves, nested and one after another, with the ticks of its events. Calls that have
+/// not returned by `end` return then.
 fn stack(calls: &[(u64, Call)], end: u64) -> Vec<Buffer> {
     let (mut open, mut list) = (Vec::new(), Vec::new());
     for &(tick, call) in calls {
@@ -39,7 +39,7 @@ fn stack(calls: &[(u64, Call)], end: u64) -> Vec<Buffer> {
     list
 }
 
-/// Lifetimes of which any two are inside one another or apart.
+/// Lifetimes of which any two are nested or disjoint.
 pub fn nested() -> impl Strategy<Value = Vec<Buffer>> {
     calls(100).prop_map(|calls| {
         let calls: Vec<(u64, Call)> = (0..).zip(calls).collect();
@@ -47,7 +47,7 @@ pub fn nested() -> impl Strategy<Value = Vec<Buffer>> {
     })
 }
 
-/// Several stacks in one time: calls of one happen while those of another are open.
+/// Several call stacks at the same time: calls of one happen while those of another are open.
 pub fn several_stacks() -> impl Strategy<Value = Vec<Buffer>> {
     prop::collection::vec((0..4u64, prop::option::weighted(0.6, often_none(1..1000u64))), 1..120).prop_map(|calls| {
         let end = calls.len() as u64;
@@ -59,7 +59,7 @@ pub fn several_stacks() -> impl Strategy<Value = Vec<Buffer>> {
     })
 }
 
-/// Powers of two, and one byte more or less: up to the last byte of the address space.
+/// Powers of two, and one byte more or less, up to the last byte of the address space.
 pub fn near_powers(most: u32) -> impl Strategy<Value = u64> {
     (0..=most, 0..3u64).prop_map(|(power, off)| {
         let bytes = (1u128 << power) + u128::from(off) - 1;

@@ -1,5 +1,5 @@
-//! Says everything that is wrong with a table of actions. It knows none of the generators, and no pass: only what
-//! training needs.
+//! Checks a table of actions and reports everything that is wrong with it. It depends on none of the generators and
+//! passes, only on the requirements of training.
 //!
 //! In: one list of cells per rank, with or without communication. Out: all violations. It never repairs.
 
@@ -10,19 +10,19 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
 
-/// How a send behaves. A receive lasts until its message is there, in either case.
+/// The behaviour of sends. A receive lasts until its message has arrived, in either case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Sends {
-    /// A send is done at once; the message waits for its receiver.
+    /// A send is done at once, and the message waits for its receiver.
     Buffered,
-    /// A send lasts until its receiver gets to the receive, or in a table without communication, to the action that
-    /// needs the message. Orders in which two neighbours send to each other first, as 1F1B's do, stop here:
-    /// [`crate::communicate`] puts their receives where they don't. A table that passes needs no tags either: between
-    /// two ranks messages are received in the order in which they are sent.
+    /// A send lasts until its receiver reaches the receive, or in a table without communication, the action that needs
+    /// the message. Orders in which two neighbours send to each other first, as in 1F1B, deadlock here;
+    /// [`crate::communicate`] places their receives so that they don't. A table that passes needs no tags either:
+    /// between two ranks, messages are received in the order in which they are sent.
     Blocking,
 }
 
-/// One thing that is wrong.
+/// A violation found in a table.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -47,11 +47,12 @@ pub enum Violation {
     Deadlock { rank: usize, at: Cell, sends: Sends },
 }
 
-/// All violations of a table for `stages` stages and `micro_batches` micro-batches; none if it trains.
+/// Returns all violations of a table for `stages` stages and `micro_batches` micro-batches. There are none if the table
+/// can be used for training.
 ///
-/// A table without sends and receives is taken to send right after an action and to receive right before. In one that
-/// has any, every message between ranks must be there. Likewise with waits, reductions, fetched weights and updates: a
-/// table has none of a kind, or all.
+/// A table without sends and receives is assumed to send right after an action and to receive right before one. If it
+/// has any, it must have every message between ranks. The same holds for waits, reductions, fetched weights and
+/// updates: a table has none of a kind, or all.
 pub fn check<C: Copy + Into<Cell>>(table: &[Vec<C>], stages: u32, micro_batches: u32, sends: Sends) -> Vec<Violation> {
     let rows: Vec<Vec<Cell>> = table.iter().map(|row| row.iter().map(|&cell| cell.into()).collect()).collect();
     let mut violations = Vec::new();
@@ -65,17 +66,17 @@ pub fn check<C: Copy + Into<Cell>>(table: &[Vec<C>], stages: u32, micro_batches:
     violations
 }
 
-/// What is checked, and what every check asks of it.
+/// The table, with what all checks need.
 struct Table {
     rows: Vec<Vec<Cell>>,
-    /// Which rank runs a stage.
+    /// The rank that runs each stage.
     owners: BTreeMap<StageId, usize>,
     stages: u32,
-    /// The kinds of communication that there are anywhere.
+    /// The kinds of communication that occur anywhere.
     kinds: BTreeSet<CommunicationKind>,
 }
 
-/// Every stage, of whatever kind of cell, must stay on one rank.
+/// Finds the rank of each stage. All cells of a stage must be on one rank.
 fn owners(rows: &[Vec<Cell>], violations: &mut Vec<Violation>) -> BTreeMap<StageId, usize> {
     let mut ranks: BTreeMap<StageId, BTreeSet<usize>> = BTreeMap::new();
     for (rank, row) in rows.iter().enumerate() {
@@ -105,7 +106,7 @@ fn communication_kind(cell: &Cell) -> Option<CommunicationKind> {
 }
 
 impl Table {
-    /// Every rank with every cell of it; a pair as its two actions.
+    /// All cells with their rank; a pair counts as its two actions.
     fn cells(&self) -> impl Iterator<Item = (usize, Cell)> {
         let row = |(rank, row): (usize, &Vec<Cell>)| {
             let parts: Vec<(usize, Cell)> = row.iter().flat_map(parts).map(|cell| (rank, cell)).collect();
@@ -114,7 +115,7 @@ impl Table {
         self.rows.iter().enumerate().flat_map(row)
     }
 
-    /// Each forward once, each backward once and either whole or split.
+    /// Checks that each forward occurs once, and each backward once, either whole or split.
     fn count(&self, micro_batches: u32, violations: &mut Vec<Violation>) {
         let stages = self.stages;
         let mut times: BTreeMap<Cell, usize> = BTreeMap::new();
@@ -129,7 +130,7 @@ impl Table {
             }
             *times.entry(cell).or_default() += 1;
         }
-        // Weights may be fetched and released several times; their order is checked instead.
+        // Weights may be fetched and released several times; only the order is checked.
         let once = |cell: &Cell| {
             !matches!(communication_kind(cell), Some(CommunicationKind::Unshard | CommunicationKind::Reshard))
         };
@@ -154,7 +155,7 @@ impl Table {
         }
     }
 
-    /// Where one stage's gradients are reduced or its weights updated, every stage's are.
+    /// Checks that gradients are reduced and weights updated for all stages or for none.
     fn count_of_weights(&self, violations: &mut Vec<Violation>) {
         let about = |kind| move |stage| Cell::Communicate(Communication { kind, stage, micro_batch: None });
         let kinds: [(&str, &dyn Fn(StageId) -> Cell); 3] = [
@@ -172,7 +173,7 @@ impl Table {
         }
     }
 
-    /// Every send has its receive and, if any send is waited for, its wait; every receive has its send.
+    /// Checks that every send has its receive, every receive its send, and every send its wait if the table has waits.
     fn pair(&self, violations: &mut Vec<Violation>) {
         let there: BTreeSet<Cell> = self.rows.iter().flatten().copied().collect();
         let waits = [CommunicationKind::WaitSendForward, CommunicationKind::WaitSendBackward];
@@ -194,7 +195,7 @@ impl Table {
         }
     }
 
-    /// Whether messages are written down, or follow from the actions.
+    /// True if the table has messages, rather than implying them by its actions.
     fn has_messages(&self) -> bool {
         use CommunicationKind::{ReceiveBackward, ReceiveForward, SendBackward, SendForward};
         [SendForward, ReceiveForward, SendBackward, ReceiveBackward].iter().any(|kind| self.kinds.contains(kind))

@@ -1,4 +1,4 @@
-//! What a cell needs to have come before it on its own rank.
+//! Checks that the cells that a cell needs come before it on its own rank.
 
 use std::collections::BTreeSet;
 
@@ -6,14 +6,14 @@ use super::{Table, Violation, parts};
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, StageId};
 
 impl Table {
-    /// Every cell of every rank after everything that it needs there.
+    /// Checks that every cell comes after everything that it needs on its rank.
     pub(super) fn order(&self, violations: &mut Vec<Violation>) {
         for (rank, row) in self.rows.iter().enumerate() {
             let mut done = BTreeSet::new();
             let mut held = BTreeSet::new();
             for (at, cell) in row.iter().enumerate() {
                 let mut late = |cell, needs| violations.push(Violation::OutOfOrder { rank, cell, needs });
-                // Both parts of a pair start at once: neither can need the other.
+                // Both halves of a pair start at once, so neither can need the other.
                 for cell in parts(cell) {
                     for needs in self.needs(rank, cell) {
                         if !needs.iter().any(|cell| done.contains(cell)) {
@@ -31,7 +31,7 @@ impl Table {
         }
     }
 
-    /// For everything that a cell needs, the cells that each would do.
+    /// For each need of a cell, the cells that satisfy it; any one of them is enough.
     fn needs(&self, rank: usize, cell: Cell) -> Vec<Vec<Cell>> {
         match cell {
             Cell::One(action) => self.needs_of_action(rank, action),
@@ -64,7 +64,7 @@ impl Table {
         own.into_iter().chain(received).collect()
     }
 
-    /// Where weights are fetched at all, a stage computes only while it holds them.
+    /// If weights are fetched at all, a stage may compute only while it holds them.
     fn hold(&self, cell: Cell, held: &mut BTreeSet<StageId>, late: &mut impl FnMut(Cell, Cell)) {
         use CommunicationKind::{Reshard, Unshard};
         match cell {
@@ -103,7 +103,7 @@ fn needs_of_communication(communication: Communication) -> Option<Vec<Cell>> {
     .filter(|needs: &Vec<Cell>| !needs.is_empty())
 }
 
-/// Whether something of its stage must not come after it.
+/// True if some cells of its stage must not come after it.
 fn ends_a_stage(cell: Cell) -> bool {
     match cell {
         Cell::Update(_) => true,
@@ -112,7 +112,7 @@ fn ends_a_stage(cell: Cell) -> bool {
     }
 }
 
-/// Gradients are reduced after the last of them; weights are updated after the last use of the old ones.
+/// Gradients are reduced after the last of them, and weights are updated after the last use of the old ones.
 fn must_precede(earlier: Cell, cell: Cell) -> bool {
     let Cell::One(action) = earlier else { return false };
     match cell {

@@ -1,11 +1,11 @@
-//! Whether every rank gets to the end of its row.
+//! Checks that every rank gets to the end of its row.
 
 use std::collections::BTreeSet;
 
 use super::{Sends, Table, Violation};
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
 
-/// What a stage hands to its neighbour: the activation downwards, the gradient upwards.
+/// A message from a stage to its neighbour: the activation downwards or the gradient upwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Message {
     forward: bool,
@@ -15,7 +15,7 @@ struct Message {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// Needs what another stage of this very rank made.
+    /// Waits for the result of another stage on this rank.
     TakeOver(Message),
     Receive(Message),
     Compute(Message),
@@ -23,7 +23,7 @@ enum Step {
 }
 
 impl Table {
-    /// Runs all ranks, each until it has to wait, over and over until none moves.
+    /// Runs every rank until it has to wait, repeatedly, until none advances.
     pub(super) fn progress(&self, sends: Sends, violations: &mut Vec<Violation>) {
         let rows = self.rows.iter().enumerate();
         let programs: Vec<Vec<(Step, Cell)>> = rows
@@ -53,7 +53,7 @@ impl Table {
                             at[sender] += 1;
                         }
                         Step::Receive(_) => {}
-                        // A blocking send ends when its receiver moves it on.
+                        // A blocking send ends when its receiver advances the sender.
                         Step::Send(_) if sends == Sends::Blocking => break,
                         Step::Send(message) => _ = sent.insert(message),
                     }
@@ -70,7 +70,8 @@ impl Table {
         violations.extend(stuck.map(|(rank, at)| Violation::Deadlock { rank, at, sends }));
     }
 
-    /// Takes over and receives first, then computes, then sends; messages that are written down where they are written.
+    /// The steps of a cell: first it takes inputs over and receives, then it computes, then it sends. Messages that the
+    /// table has are done where they stand.
     fn steps(&self, rank: usize, cell: Cell) -> Vec<Step> {
         if let Cell::Communicate(communication) = cell {
             return message_step(communication).into_iter().collect();
@@ -94,7 +95,7 @@ impl Table {
             computes.push(Step::Compute(message(stage)));
             let target =
                 if forward { Some(StageId(stage.0.saturating_add(1))) } else { stage.0.checked_sub(1).map(StageId) };
-            // Nothing is sent to oneself, nor to a stage that nobody runs.
+            // No message goes to the rank itself or to a stage that no rank runs.
             let to_another = |target| self.owners.get(&target).is_some_and(|&owner| owner != rank);
             if !self.has_messages() && target.filter(|target| target.0 < self.stages).is_some_and(to_another) {
                 after.push(Step::Send(message(stage)));

@@ -3,17 +3,17 @@
 use super::label;
 use crate::Timeline;
 
-/// Characters of a whole line at most; past that, ticks are drawn narrower and labels cut.
+/// Most characters of an unfolded line. Beyond that, ticks are drawn narrower and labels are cut.
 const LONGEST_LINE: u128 = 20_000;
 
 impl Timeline {
-    /// One line per rank, as wide as it takes for every label to fit; idle time is dots.
+    /// Draws one line per rank, wide enough for every label to fit. Idle time is drawn as dots.
     pub fn gantt(&self) -> String {
         self.gantt_folded(usize::MAX)
     }
 
-    /// The same in as many parts, below each other, as lines of `columns` characters at most take. Each part but a lone
-    /// one says from which tick on it is; what goes on from one part to the next is marked with an ellipsis.
+    /// The same, folded into parts below each other, with lines of at most `columns` characters. If there are several
+    /// parts, each names its first tick. A box that continues in the next part is marked with an ellipsis.
     pub fn gantt_folded(&self, columns: usize) -> String {
         let scale = Scale::fitting(self);
         let digits = self.ranks.len().saturating_sub(1).to_string().len();
@@ -36,7 +36,7 @@ impl Timeline {
         (0..parts).map(part).collect()
     }
 
-    /// One rank's line, to be cut every `room` characters.
+    /// The line of one rank, which is cut every `room` characters.
     fn line(&self, rank: usize, scale: &Scale, room: usize) -> Vec<char> {
         let mut line = vec![' '; scale.column(self.makespan())];
         let idle = |line: &mut Vec<char>, start, end| {
@@ -50,9 +50,9 @@ impl Timeline {
             let cut = (start / room + 1) * room;
             let borders = (cut..end).step_by(room);
             borders.for_each(|border| line[border] = '…');
-            // A blank keeps it apart from the next, if there is room for more than that.
+            // A blank at the end separates a box from the next, if the box has more than one character.
             let last = if end > start + 1 { end - 1 } else { end };
-            // Where the line is cut before the label ends, it goes behind the cut, if it fits there.
+            // A label that would be cut moves behind the cut, if it fits there.
             let fits_before = last <= cut || start + label.len() <= cut;
             let (from, to) = match fits_before {
                 true => (start, last),
@@ -72,7 +72,7 @@ impl Timeline {
     }
 }
 
-/// Where a tick is drawn.
+/// The scale that maps ticks to characters.
 struct Scale {
     /// Characters that the shortest span takes.
     width: usize,
@@ -81,7 +81,7 @@ struct Scale {
 }
 
 impl Scale {
-    /// As narrow as may be for every label to fit into its box.
+    /// The narrowest scale at which every label fits into its box.
     fn fitting(timeline: &Timeline) -> Self {
         let unit = timeline.shortest();
         let needs = |start: u64, end: u64, letters: usize| {

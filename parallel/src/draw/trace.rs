@@ -6,7 +6,7 @@ use super::label;
 use crate::{Cell, Kind, Timeline};
 
 impl Timeline {
-    /// One track per rank, and one counter per rank of the activations alive; a tick is shown as a microsecond.
+    /// Writes one track per rank, and per rank a counter of the activations alive. A tick is shown as a microsecond.
     /// Communication that takes no time is an instant.
     pub fn trace(&self) -> String {
         let mut events = Vec::new();

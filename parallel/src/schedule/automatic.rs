@@ -1,10 +1,12 @@
-//! An order made for given costs and a given limit of live activations, instead of by a rule.
+//! A schedule that makes an order for given costs and a given limit of live activations, instead of following a rule.
 //!
-//! In: costs, the limit, a placement. Out: the best of the rules that keep to the limit and of a handful of greedy
-//! orders, each grown by running all ranks side by side: whoever is free first takes what a policy says among the actions
-//! that have arrived. That is the plan of the heuristic of Qi et al. (arXiv 2401.10241, section 3): forwards up to the
-//! limit, then forward and input gradient in turn, weight gradients where a rank would wait anyway or where they have to
-//! make room, over a grid of choices.
+//! In: costs, the limit, a placement. Out: the best of the rules that keep to the limit and of a number of greedy
+//! orders. Each greedy order is grown by running all ranks at the same time: the rank that is free first takes one of
+//! the actions whose inputs have arrived, chosen by a policy.
+//!
+//! This follows the heuristic of Qi et al. (arXiv 2401.10241, section 3): forwards up to the limit, then forwards and
+//! input gradients in turn, and weight gradients where a rank would wait anyway or where they have to make room. A grid
+//! of policies is tried.
 
 use std::collections::BTreeMap;
 
@@ -14,11 +16,11 @@ use crate::{Action, Cell, Costs, Durations, Error, Kind, simulate};
 /// The best order found for these costs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Automatic {
-    /// What the order is made for, stage by stage; one alone is that of all stages.
+    /// Costs that the order is made for, per stage. A single entry holds for all stages.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in chunks of one micro-batch; V · P, what 1F1B keeps, if not given.
+    /// Most activations alive on any rank, in chunks of one micro-batch. The default is V · P, 1F1B's peak.
     pub peak: Option<u32>,
-    /// Which rank runs which stages.
+    /// The assignment of stages to ranks.
     pub placement: Placement,
 }
 
@@ -29,7 +31,7 @@ impl Default for Automatic {
     }
 }
 
-/// The largest [`Shape::extent`] that is searched: some two hundred orders are grown and simulated.
+/// The largest [`Shape::extent`] that is searched. Some two hundred orders are grown and simulated.
 const MAX_EXTENT: u32 = 1 << 14;
 
 impl Schedule for Automatic {
@@ -49,8 +51,8 @@ impl Schedule for Automatic {
         if limit < shape.chunks {
             return Err(Error::Peak { schedule: self.name(), needed: shape.chunks, peak: limit });
         }
-        // A rank that takes whatever has arrived is led astray by a message that is late by little: the orders that come
-        // out where messages take no time, or everything the same, are tried too.
+        // A rank that takes whatever has arrived can be misled by a message that is only a little late. So orders are
+        // also grown for transfers that take no time, and for equal costs.
         let rules = self.rules().into_iter().filter_map(|rule| rule.actions(shape).ok());
         let at_once = self.costs.iter().map(|costs| Costs { transfer: 0, ..*costs }).collect();
         let costs = [self.costs.clone(), at_once, vec![Costs::default()]];
@@ -78,15 +80,17 @@ impl Automatic {
     }
 }
 
-/// How a free rank chooses.
+/// The choices of a free rank.
 #[derive(Debug, Clone, Copy)]
 struct Policy {
     first: First,
-    /// Of actions of the same kind: those of the stage nearer to the loss first, rather than of the earlier micro-batch.
+    /// Among actions of one kind, whether those of the stage nearer to the loss come first, rather than those of the
+    /// earlier micro-batch.
     deeper_first: bool,
-    /// A weight gradient is done if the next other action is known to be at least this many thirds of it away.
+    /// A weight gradient is taken if the next other action is known to be at least this many thirds of its duration
+    /// away.
     patience: u64,
-    /// Forwards of a rank before its first backward: as many as the limit allows, as ZB-H2's, or as 1F1B's.
+    /// Most forwards of a rank before its first backward: the limit, as in ZB-H2, or as in 1F1B.
     warm_up: WarmUp,
 }
 
@@ -130,16 +134,16 @@ impl Policy {
     }
 }
 
-/// All ranks on their way.
+/// An order that is being grown on all ranks.
 struct Growth<'a> {
     automatic: &'a Automatic,
-    /// What the order is grown for.
+    /// Costs that the order is grown for.
     costs: &'a [Costs],
     shape: &'a Shape,
     limit: u32,
     policy: Policy,
     ranks: Vec<Rank>,
-    /// What each rank does next, as far as is known, and when.
+    /// The next action of each rank, as far as it is known, and its start.
     next: Vec<Option<(u64, Action)>>,
 }
 
@@ -150,12 +154,12 @@ struct Rank {
     live: u32,
     forwards: u32,
     backwards: u32,
-    /// What can run, and from when on.
+    /// Actions that can run, with the tick from which on they can.
     able: BTreeMap<Action, u64>,
 }
 
 impl<'a> Growth<'a> {
-    /// None if a cap on the warm-up stops it half-way.
+    /// Returns `None` if a cap on the warm-up stops the order half-way.
     fn run(
         automatic: &'a Automatic,
         costs: &'a [Costs],
@@ -167,7 +171,7 @@ impl<'a> Growth<'a> {
         let next = vec![None; ranks.len()];
         let mut growth = Self { automatic, costs, shape, limit, policy, ranks, next };
         growth.arrive(Action::new(Kind::Forward, 0, 0), 0);
-        // Whoever starts first is next, so that nothing is decided before what it should know has happened.
+        // The rank that starts first is next, so that no decision is made before the events that it depends on.
         while let Some((start, rank, action)) =
             (0..).zip(&growth.next).filter_map(|(rank, next)| next.map(|(start, action)| (start, rank, action))).min()
         {
@@ -196,7 +200,7 @@ impl<'a> Growth<'a> {
         Some((start, action))
     }
 
-    /// Less is sooner.
+    /// Sort key of an action: the least comes first.
     fn preference(&self, rank: &Rank, action: Action) -> (bool, u32, u32) {
         let is_forward = action.kind == Kind::Forward;
         let wants_forward = match self.policy.first {
@@ -205,14 +209,14 @@ impl<'a> Growth<'a> {
             First::InTurn => rank.row.last().is_some_and(|last| last.kind != Kind::Forward),
         };
         let (stage, micro_batch) = (action.stage.0, action.micro_batch.0);
-        // The loss is past the last stage: forwards run towards it, backwards away from it.
+        // The loss is after the last stage: forwards run towards it, backwards away from it.
         let to_go = if is_forward { self.shape.ranks * self.shape.chunks - 1 - stage } else { stage };
         let order = if self.policy.deeper_first { (to_go, micro_batch) } else { (micro_batch, to_go) };
         (is_forward != wants_forward, order.0, order.1)
     }
 
-    /// A forward that starts a micro-batch leaves room for its later chunks, one at a time, so that whatever is under
-    /// way can always be finished.
+    /// True if a forward stays within the limits. A forward that starts a micro-batch must leave room for its
+    /// later chunks, one at a time, so that everything in progress can be finished.
     fn has_room(&self, index: usize, action: Action) -> bool {
         let rank = &self.ranks[index];
         let chunk = (action.stage.0 / self.shape.ranks).min(self.shape.chunks - 1);

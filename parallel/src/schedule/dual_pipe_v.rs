@@ -1,11 +1,12 @@
-//! DualPipeV (the "cut-in-half" of DeepSeek-AI's DualPipe, arXiv 2412.19437, section 3.2.1): ZBV's placement, with the
-//! forward of one chunk running beside the backward of the other, so that each hides the other's communication.
+//! DualPipeV (the "cut-in-half" of DeepSeek-AI's DualPipe, arXiv 2412.19437, section 3.2.1). It has ZBV's placement,
+//! and the forward of one chunk runs at the same time as the backward of the other, so that each hides the other's
+//! communication.
 
 use super::rank_order::RankOrder;
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Cell, Error};
 
-/// Needs M ≥ 2P. Peak: (2P+1)/2 micro-batches.
+/// The DualPipeV schedule. It needs M ≥ 2P. Peak: (2P+1)/2 micro-batches.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct DualPipeV;
 
@@ -51,7 +52,7 @@ fn rank_cells(ranks: u32, r: u32, micro_batches: u32) -> Vec<Cell> {
         order.forward(up);
     }
     for i in 0..micro_batches + r + 1 - 2 * ranks {
-        // The last rank's first backward waits for the forward just before it: nothing to overlap yet.
+        // The last rank's first backward waits for the forward just before it, so there is nothing to overlap yet.
         let first = order.forward(down);
         order.backward(up);
         if i > 0 || to_last > 0 {
@@ -65,7 +66,7 @@ fn rank_cells(ranks: u32, r: u32, micro_batches: u32) -> Vec<Cell> {
         overlapped.push(order.forward(up));
         order.backward(down);
     }
-    // Half-way through the drain the backwards are split: their weight gradients fill the bubble at the end.
+    // From half-way through the drain, backwards are split, and their weight gradients fill the bubble at the end.
     let switch = r.div_ceil(2);
     for i in 0..=r {
         let (up_whole, down_whole) = if r % 2 == 1 { (i < switch, i < switch) } else { (i <= switch, i < switch) };

@@ -1,29 +1,31 @@
-//! All ranks on their way, with weight gradients in the gaps: what the searches of Qi et al. (arXiv 2401.10241, sections
-//! 3 and 6) have in common.
+//! Orders that are grown on all ranks with weight gradients in the gaps: the common part of the searches of Qi et al.
+//! (arXiv 2401.10241, sections 3 and 6).
 //!
-//! In: which stage does which forward or input gradient next. Out: every rank's order, and how long it waited. A weight
-//! gradient is never asked for: it goes where a rank would wait, where it has to make room, or to the end.
+//! In: the stage that does its next forward or input gradient, step by step. Out: every rank's order, and how long it
+//! waited. Weight gradients are not asked for: they go where a rank would wait, where they have to make room, or to the
+//! end.
 
 use std::collections::VecDeque;
 
 use super::{Placement, Shape};
 use crate::{Action, Costs, Durations, Kind};
 
-/// What a forward leaves on its rank until the gradients have been taken, in any unit.
+/// The memory that a forward keeps on its rank until the gradients are computed, in any unit.
 ///
-/// The limit of the searches is in forwards: each input gradient gives back its part, each weight gradient the rest.
-/// [`Saved::WEIGHT`] holds everything until the weight gradient, as 1F1B does until its whole backward.
+/// The limit of the searches counts forwards. Each input gradient frees its part of a forward, and each weight gradient
+/// frees the rest. With [`Saved::WEIGHT`] everything is kept until the weight gradient, as 1F1B keeps it until its
+/// whole backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Saved {
-    /// What the input gradient gives back.
+    /// The part that the input gradient frees.
     pub for_input: u32,
-    /// What the weight gradient gives back.
+    /// The part that the weight gradient frees.
     pub for_weight: u32,
 }
 
-/// A transformer layer that keeps its attention scores: 34 + 5as/h bytes per element (Korthikanti et al., arXiv
-/// 2205.05198, section 4.1), of which the inputs of the matrix products, 32, serve the weight gradients. Sequences 16
-/// times as long as a head is wide make the rest 82.
+/// The default is a transformer layer that keeps its attention scores: 34 + 5as/h bytes per element (Korthikanti et
+/// al., arXiv 2205.05198, section 4.1). Of these, 32 are the inputs of the matrix products and serve the weight
+/// gradients. For sequences 16 times as long as a head is wide, the rest is 82.
 impl Default for Saved {
     fn default() -> Self {
         Self { for_input: 82, for_weight: 32 }
@@ -39,24 +41,24 @@ impl Saved {
     }
 }
 
-/// What a search is given.
+/// The input of a search.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Setting<'a> {
     pub costs: &'a [Costs],
     pub shape: &'a Shape,
     pub placement: Placement,
     pub saved: Saved,
-    /// Most forwards' worth of activations alive on a rank.
+    /// Most activations alive on a rank, in forwards.
     pub peak: u32,
 }
 
-/// The orders so far.
+/// The orders of all ranks so far.
 pub(super) struct Growth<'a> {
     setting: Setting<'a>,
     ranks: Vec<Rank>,
-    /// Ends of the forwards and of the input gradients of each stage; index = micro-batch.
+    /// Ends of the forwards and of the input gradients of each stage, indexed by micro-batch.
     ends: [Vec<Vec<u64>>; 2],
-    /// How much each rank may wait because another one will wait as long anyway.
+    /// Ticks that each rank may wait, because another one waits that long anyway.
     lent: Vec<u64>,
 }
 
@@ -68,21 +70,21 @@ struct Rank {
     /// Ticks waited since the first action.
     waited: u64,
     live: u64,
-    /// Weight gradients that could be taken, oldest first.
+    /// Weight gradients that can be taken, oldest first.
     pending: VecDeque<Action>,
 }
 
-/// Whether a weight gradient that is longer than the gap is started all the same.
+/// Whether a weight gradient that is longer than the gap is started anyway.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Overrun {
-    /// Where the rank can wait and still not be the one that waits longest.
+    /// In gaps that the rank can wait through without becoming the one that waits longest.
     pub affordable: bool,
-    /// Where it would be.
+    /// In longer gaps.
     pub costly: bool,
 }
 
 impl<'a> Growth<'a> {
-    /// `lent` is zero for every rank that it does not reach.
+    /// Starts with empty orders. `lent` is zero for ranks that it has no entry for.
     pub fn new(setting: Setting<'a>, mut lent: Vec<u64>) -> Self {
         let ranks: Vec<Rank> = (0..setting.shape.ranks).map(|_| Rank::default()).collect();
         lent.resize(ranks.len(), 0);
@@ -90,13 +92,13 @@ impl<'a> Growth<'a> {
         Self { setting, ranks, ends: [stages.clone(), stages], lent }
     }
 
-    /// How many forwards or input gradients of `stage` there are.
+    /// Number of forwards or input gradients of `stage` so far.
     pub fn done(&self, kind: Kind, stage: u32) -> u32 {
         self.ends_of(kind, stage).len() as u32
     }
 
-    /// When the next forward or input gradient of `stage` can start; none if what it needs is not there yet, or all are
-    /// done.
+    /// The tick from which on the next forward or input gradient of `stage` can start; `None` if its input is not there
+    /// yet, or if all are done.
     pub fn arrival(&self, kind: Kind, stage: u32) -> Option<u64> {
         let micro_batch = self.done(kind, stage);
         if micro_batch == self.setting.shape.micro_batches {
@@ -114,7 +116,8 @@ impl<'a> Growth<'a> {
         Some(end + if is_message { self.setting.costs.transfer(from) } else { 0 })
     }
 
-    /// Does the next forward or input gradient of `stage`. None if it cannot be done yet, or a forward does not fit.
+    /// Adds the next forward or input gradient of `stage`. Returns `None` if it cannot run yet, or if a forward does
+    /// not fit.
     pub fn put(&mut self, kind: Kind, stage: u32) -> Option<()> {
         let arrival = self.arrival(kind, stage)?;
         let action = Action::new(kind, stage, self.done(kind, stage));
@@ -134,7 +137,7 @@ impl<'a> Growth<'a> {
         Some(())
     }
 
-    /// Takes weight gradients until another forward fits. None if it never does.
+    /// Takes weight gradients until another forward fits. Returns `None` if it never does.
     pub fn make_room(&mut self, rank: u32) -> Option<()> {
         while self.room(rank) == 0 {
             self.put_weight(rank as usize)?;
@@ -160,24 +163,24 @@ impl<'a> Growth<'a> {
         }
     }
 
-    /// Takes every weight gradient that could be taken by now.
+    /// Takes all weight gradients that can be taken by now.
     pub fn flush(&mut self, rank: u32) {
         while self.put_weight(rank as usize).is_some() {}
     }
 
-    /// Ticks that this rank can wait and still not be the one that waits longest.
+    /// Ticks that this rank can wait without becoming the one that waits longest.
     pub fn affordable(&self, rank: u32) -> u64 {
         let rank = rank as usize;
         self.longest_wait().max(self.lent[rank]) - self.ranks[rank].waited
     }
 
-    /// How many more forwards fit.
+    /// Number of further forwards that fit.
     pub fn room(&self, rank: u32) -> u64 {
         let free = self.limit() - self.ranks[rank as usize].live;
         free.checked_div(self.setting.saved.total()).unwrap_or(u64::MAX)
     }
 
-    /// Ticks of the weight gradients that have to be taken before another forward fits.
+    /// Ticks of the weight gradients that must be taken before another forward fits.
     pub fn room_ticks(&self, rank: u32) -> u64 {
         let Rank { live, pending, .. } = &self.ranks[rank as usize];
         let over = (live + self.setting.saved.total()).saturating_sub(self.limit());
@@ -186,7 +189,7 @@ impl<'a> Growth<'a> {
         pending.iter().zip(needed).map(|(&weight, _)| self.setting.costs.action(weight)).sum()
     }
 
-    /// When the rank has done everything that it was given.
+    /// The tick at which the rank has done everything that it was given.
     pub fn free(&self, rank: u32) -> u64 {
         self.ranks[rank as usize].free
     }

@@ -3,7 +3,7 @@
 use super::{Schedule, Shape};
 use crate::{Action, Error, Kind};
 
-/// F0..F(M−1), then B0..B(M−1). Peak: M micro-batches.
+/// The GPipe schedule: F0..F(M−1), then B0..B(M−1). Peak: M micro-batches.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct GPipe;
 

@@ -4,14 +4,14 @@ use super::rank_order::RankOrder;
 use super::{Schedule, Shape};
 use crate::{Action, Error};
 
-/// Warm-up of min((V−1)R + 2(P−1−r), VM) forwards, then one forward and one backward in turn; R consecutive
-/// micro-batches pass one chunk before the next chunk has its turn.
+/// The interleaved schedule. Its warm-up has min((V−1)R + 2(P−1−r), VM) forwards; then forwards and backwards
+/// alternate. R consecutive micro-batches pass one chunk before the next chunk has its turn.
 ///
-/// Peak: min(VM, (V−1)P + 2(P−1−r) + 1)/V micro-batches, for R = P. With one chunk this is not 1F1B: its warm-up is
-/// twice as long.
+/// Peak: min(VM, (V−1)P + 2(P−1−r) + 1)/V micro-batches, for R = P. With one chunk this is not 1F1B, since its warm-up
+/// is twice as long.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Interleaved {
-    /// R, at least min(P, M); without it M is dealt into ⌊M/P⌋ equal rounds, as PyTorch does.
+    /// R, at least min(P, M). By default, M is divided into ⌊M/P⌋ equal rounds, as in PyTorch.
     pub micro_batch_group: Option<u32>,
 }
 
@@ -46,19 +46,20 @@ impl Schedule for Interleaved {
     }
 }
 
-/// The chunk of a rank's k-th forward, for every k; its j-th backward is of chunk V − 1 − that of j.
+/// The chunk of a rank's k-th forward, for every k. Its j-th backward is of chunk V − 1 − (the chunk of its j-th
+/// forward).
 pub(super) fn chunk_turns(shape: &Shape, group: u32) -> Vec<u32> {
     let groups = (0..shape.micro_batches).step_by(group as usize);
     let sizes = groups.map(|first| group.min(shape.micro_batches - first));
     sizes.flat_map(|size| (0..shape.chunks).flat_map(move |chunk| (0..size).map(move |_| chunk))).collect()
 }
 
-/// Forwards before the first backward, `offset` of which are due to the rank's distance from the last one.
+/// Number of forwards before the first backward; `offset` of them are due to the rank's distance from the last one.
 pub(super) fn warm_up(shape: &Shape, group: u32, offset: u32) -> usize {
     ((shape.chunks - 1) * group + offset).min(shape.chunks * shape.micro_batches) as usize
 }
 
-/// R = M / max(1, ⌊M/P⌋), which must be whole.
+/// R = M / max(1, ⌊M/P⌋), which must be a whole number.
 pub(super) fn round_size(schedule: &'static str, shape: &Shape) -> Result<u32, Error> {
     let rounds = (shape.micro_batches / shape.ranks).max(1);
     if shape.micro_batches.is_multiple_of(rounds) {
@@ -68,7 +69,7 @@ pub(super) fn round_size(schedule: &'static str, shape: &Shape) -> Result<u32, E
     }
 }
 
-/// A group smaller than the pipeline would come back to its first rank before that rank's turn of the next chunk.
+/// Checks R. A group smaller than the pipeline would return to the first rank before the next chunk's turn there.
 fn checked_group(schedule: &'static str, shape: &Shape, group: u32) -> Result<u32, Error> {
     let &Shape { ranks, micro_batches, .. } = shape;
     if group == 0 {
@@ -79,7 +80,7 @@ fn checked_group(schedule: &'static str, shape: &Shape, group: u32) -> Result<u3
         0 => group,
         rest => rest,
     };
-    // One group alone is an ordinary round, however short.
+    // A single group is an ordinary round, however short.
     if group < micro_batches && rest.min(group) < ranks {
         return Err(Error::Group { schedule, micro_batches, group, rest, ranks });
     }

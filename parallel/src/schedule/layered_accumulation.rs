@@ -1,12 +1,12 @@
 //! Layered gradient accumulation and its modular pipeline (Lamy-Poirier, arXiv 2106.02679, sections 3 and 4).
 //!
-//! Both are the breadth-first order with one layer per stage; what they add is the reading of it: a layer's weights are
-//! fetched once per direction and its gradients reduced once per step, while the next layer computes.
+//! Both are the breadth-first order with one layer per stage, read in another way: each layer's weights are fetched
+//! once per direction and its gradients are reduced once per step, while the next layer computes.
 
 use super::{LoopedBreadthFirst, Schedule, Shape};
 use crate::{Action, Error};
 
-/// Gradient accumulation in layer-major order on a single rank; chunks = layers.
+/// Gradient accumulation in layer-major order on a single rank. Chunks are layers.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LayeredAccumulation;
 
@@ -24,7 +24,7 @@ impl Schedule for LayeredAccumulation {
     }
 }
 
-/// The same order over several ranks, layers dealt to them in turn; chunks = layers / ranks.
+/// The same order over several ranks, with layers assigned to them in turn. The number of chunks is layers / ranks.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ModularPipeline;
 

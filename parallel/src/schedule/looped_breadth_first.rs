@@ -3,10 +3,10 @@
 use super::{Schedule, Shape};
 use crate::{Action, Error, Kind};
 
-/// Forwards stage by stage; backwards in the reverse order of stages and of micro-batches. Each stage's weights are
-/// needed for one stretch of time per direction. Peak: M micro-batches.
+/// The looped breadth-first schedule. Forwards run stage by stage; backwards run in the reverse order of stages and of
+/// micro-batches. Each stage's weights are needed for one stretch of time per direction. Peak: M micro-batches.
 ///
-/// The only schedule here that sums a stage's weight gradients from the last micro-batch to the first.
+/// Only this schedule and the two built on it sum a stage's weight gradients from the last micro-batch to the first.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LoopedBreadthFirst;
 

@@ -1,4 +1,4 @@
-//! One file per schedule, one trait for all of them.
+//! Pipeline schedules, one file each, and the trait that they implement.
 
 mod automatic;
 mod dual_pipe_v;
@@ -40,7 +40,7 @@ pub use zbv::Zbv;
 
 use crate::{Action, Cell, Error};
 
-/// How many of everything.
+/// The size of a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     /// Pipeline ranks, P.
@@ -51,18 +51,18 @@ pub struct Shape {
     pub micro_batches: u32,
 }
 
-/// Which rank runs which stages.
+/// The assignment of stages to ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
-    /// Rank r owns r, P + r, 2P + r, …: a micro-batch goes around the ranks once per chunk.
+    /// Rank r owns r, P + r, 2P + r, …: a micro-batch goes around all ranks once per chunk.
     Loop,
-    /// Rank r owns r and 2P − 1 − r: a micro-batch goes down the ranks and comes back, so that the loss is computed
-    /// where the batch enters.
+    /// Rank r owns r and 2P − 1 − r: a micro-batch goes down the ranks and comes back, so that the loss is computed on
+    /// the rank where the batch enters.
     V,
 }
 
 impl Placement {
-    /// The stage that is chunk `chunk` of rank `rank`, among `ranks`.
+    /// The stage that is chunk `chunk` of rank `rank`, if there are `ranks` ranks.
     pub fn stage(self, ranks: u32, rank: u32, chunk: u32) -> u32 {
         match self {
             Self::V if chunk % 2 == 1 => (chunk + 1) * ranks - 1 - rank,
@@ -70,7 +70,7 @@ impl Placement {
         }
     }
 
-    /// The rank, among `ranks`, that runs `stage`.
+    /// The rank that runs `stage`, if there are `ranks` ranks.
     pub fn owner(self, ranks: u32, stage: u32) -> u32 {
         match (self, stage / ranks, stage % ranks) {
             (Self::V, chunk, place) if chunk % 2 == 1 => ranks - 1 - place,
@@ -79,7 +79,7 @@ impl Placement {
     }
 }
 
-/// An order of work for every rank. Implement it to bring your own: nothing here knows the list below.
+/// An order of actions for every rank. Implement it for a schedule of your own; nothing here depends on the list below.
 ///
 /// ```
 /// use gapless_parallel::{Action, Error, Kind, Schedule, Sends, Shape, check};
@@ -107,28 +107,28 @@ pub trait Schedule {
     /// The name used on the command line and in reports.
     fn name(&self) -> &'static str;
 
-    /// The compute actions of each rank, in order; index = rank.
+    /// The compute actions of each rank in order, indexed by rank.
     ///
     /// # Errors
-    /// When the schedule does not exist for this shape.
+    /// Returns an error if the schedule does not exist for this shape.
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error>;
 
-    /// The same, with the pairs that are meant to run at the same time kept together.
+    /// The same actions, with the pairs that are meant to run at the same time kept together.
     ///
     /// # Errors
-    /// As [`Schedule::actions`].
+    /// Returns an error in the same cases as [`Schedule::actions`].
     fn table(&self, shape: &Shape) -> Result<Vec<Vec<Cell>>, Error> {
         let rows = self.actions(shape)?;
         Ok(rows.into_iter().map(|row| row.into_iter().map(Cell::One).collect()).collect())
     }
 
-    /// Which rank runs which stages.
+    /// The assignment of stages to ranks.
     fn placement(&self) -> Placement {
         Placement::Loop
     }
 }
 
-/// Every rule of this crate, in the order of its documentation.
+/// Every rule-based schedule of this crate, in the order of its documentation.
 pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     vec![
         Box::new(GPipe),
@@ -148,16 +148,15 @@ pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     ]
 }
 
-/// Those that make an order for given costs, here for costs that are all the same.
+/// The schedules that make an order for given costs, here with equal costs.
 fn made_to_measure() -> [Box<dyn Schedule + Send + Sync>; 3] {
     [Box::new(Automatic::default()), Box::new(SearchedZb::default()), Box::new(SearchedZbv::default())]
 }
 
-/// The schedule of that name: a rule, or [`Automatic`], [`SearchedZb`] or [`SearchedZbv`] for costs that are all the
-/// same.
+/// The schedule with this name: a rule-based one, or [`Automatic`], [`SearchedZb`] or [`SearchedZbv`] with equal costs.
 ///
 /// # Errors
-/// [`Error::Unknown`], which lists the names there are.
+/// Returns [`Error::Unknown`], which lists the known names.
 pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
     let known = || all().into_iter().chain(made_to_measure());
     known().find(|schedule| schedule.name() == name).ok_or_else(|| {
@@ -167,11 +166,11 @@ pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
 }
 
 impl Shape {
-    /// The largest [`Self::extent`] of which a table is made: some hundred megabytes, and seconds.
+    /// The largest [`Self::extent`] for which a table is made, which takes some hundred megabytes, and seconds.
     pub const MAX_EXTENT: u32 = 1 << 21;
 
-    /// A measure of the work on a table, ranks × chunks × (micro-batches + ranks): some rules fill and drain the pipeline with
-    /// as many micro-batches again as there are ranks.
+    /// A measure of the work on a table: ranks × chunks × (micro-batches + ranks). Some rules fill and drain the
+    /// pipeline with as many additional micro-batches as there are ranks.
     pub fn extent(&self) -> u128 {
         let &Self { ranks, chunks, micro_batches } = self;
         u128::from(ranks) * u128::from(chunks) * (u128::from(micro_batches) + u128::from(ranks))

@@ -3,8 +3,8 @@
 use super::{Schedule, Shape};
 use crate::{Action, Error, Kind};
 
-/// Warm-up of min(P−1−r, M) forwards, then one forward and one backward in turn. Peak: min(M, P−r) micro-batches.
-/// On one rank this is plain gradient accumulation.
+/// The 1F1B schedule: a warm-up of min(P−1−r, M) forwards, then one forward and one backward in turn. Peak: min(M, P−r)
+/// micro-batches. On one rank this is plain gradient accumulation.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OneForwardOneBackward;
 

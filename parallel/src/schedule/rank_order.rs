@@ -1,22 +1,22 @@
-//! What the generators write into: one rank's actions so far, with a counter per stage, so that a rule only has to say
-//! "a forward of this stage" and never which micro-batch.
+//! The order of one rank while a generator writes it. It counts micro-batches per stage, so that a rule only asks for
+//! "a forward of this stage" and never names the micro-batch.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::{Action, Kind, StageId};
 
-/// The order of one rank, being written. Micro-batches of each stage go in ascending order, kind by kind.
+/// The order of one rank under construction. The micro-batches of each stage and kind go in ascending order.
 #[derive(Debug, Default)]
 pub(super) struct RankOrder {
     actions: Vec<Action>,
     forwards: BTreeMap<StageId, u32>,
     backwards: BTreeMap<StageId, u32>,
-    /// Input gradients whose weight gradients are still to come, oldest first.
+    /// Input gradients whose weight gradients are still missing, oldest first.
     pending: VecDeque<Action>,
 }
 
 impl RankOrder {
-    /// F of the next micro-batch of `stage`.
+    /// Adds F of the next micro-batch of `stage`.
     pub fn forward(&mut self, stage: u32) -> Action {
         let next = self.forwards.entry(StageId(stage)).or_default();
         let action = Action::new(Kind::Forward, stage, *next);
@@ -24,27 +24,27 @@ impl RankOrder {
         self.push(action)
     }
 
-    /// B of the next micro-batch of `stage`.
+    /// Adds B of the next micro-batch of `stage`.
     pub fn backward(&mut self, stage: u32) -> Action {
         let action = self.next_backward(Kind::Backward, stage);
         self.push(action)
     }
 
-    /// I of the next micro-batch of `stage`.
+    /// Adds I of the next micro-batch of `stage`.
     pub fn backward_input(&mut self, stage: u32) -> Action {
         let action = self.next_backward(Kind::BackwardInput, stage);
         self.pending.push_back(action);
         self.push(action)
     }
 
-    /// W of the oldest I that has none yet, if there is one.
+    /// Adds W of the oldest I that has none yet, if there is one.
     pub fn backward_weight(&mut self) {
         if let Some(input) = self.pending.pop_front() {
             self.push(Action { kind: Kind::BackwardWeight, ..input });
         }
     }
 
-    /// W of the oldest I of `stage` that has none yet, if there is one.
+    /// Adds W of the oldest I of `stage` that has none yet, if there is one.
     pub fn backward_weight_of(&mut self, stage: u32) {
         if let Some(at) = self.pending.iter().position(|input| input.stage.0 == stage) {
             self.pending.rotate_left(at);
@@ -54,12 +54,12 @@ impl RankOrder {
         }
     }
 
-    /// How many forwards of `stage` there are.
+    /// Number of forwards of `stage` so far.
     pub fn forwards_of(&self, stage: u32) -> u32 {
         self.forwards.get(&StageId(stage)).copied().unwrap_or_default()
     }
 
-    /// Every W still to come, oldest first; then the order is complete.
+    /// Adds every missing W, oldest first, and returns the complete order.
     pub fn flush(mut self) -> Vec<Action> {
         while !self.pending.is_empty() {
             self.backward_weight();

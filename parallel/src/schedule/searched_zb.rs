@@ -1,22 +1,23 @@
-//! The automatic schedule of Qi et al. (arXiv 2401.10241, section 3): one chunk per rank, an order searched for given
-//! costs and a given limit of activations. With P forwards as the limit it is their ZB-1p, with 2P their ZB-2p.
+//! The automatic schedule of Qi et al. (arXiv 2401.10241, section 3): one chunk per rank, with an order that is
+//! searched for given costs and a given limit of activations. With a limit of P forwards it is their ZB-1p, with 2P
+//! their ZB-2p.
 //!
-//! First a warm-up that is as long as time and memory allow. Then rounds of at most one forward and one input gradient
-//! per rank, with weight gradients where a rank would wait or has to make room. Three choices are open; all eight
-//! combinations are tried and the first of the shortest is taken.
+//! First comes a warm-up that is as long as time and memory allow. Then come rounds of at most one forward and one
+//! input gradient per rank, with weight gradients where a rank would wait or has to make room. Three choices are open.
+//! All eight combinations are tried, and the first of the shortest orders is taken.
 
 use super::gap_filling::{Growth, Overrun, Saved, Setting};
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Costs, Durations, Error, Kind};
 
-/// ZB-1p, ZB-2p and everything between and beyond.
+/// The searched zero-bubble schedule: ZB-1p, ZB-2p, and other limits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SearchedZb {
-    /// What the order is made for, stage by stage; one alone is that of all stages.
+    /// Costs that the order is made for, per stage. A single entry holds for all stages.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in forwards; P, what 1F1B keeps, if not given.
+    /// Most activations alive on any rank, in forwards. The default is P, 1F1B's peak.
     pub peak: Option<u32>,
-    /// Which gradient gives back how much of them.
+    /// The parts of a forward's activations that each gradient frees.
     pub saved: Saved,
 }
 
@@ -42,14 +43,14 @@ impl Schedule for SearchedZb {
     }
 }
 
-/// What the search leaves open.
+/// The choices that the search leaves open.
 #[derive(Debug, Clone, Copy)]
 struct Choices {
-    /// The warm-up ends before the first input gradient arrives, rather than after.
+    /// Whether the warm-up ends before the first input gradient arrives, rather than after.
     waits_for_first_input: bool,
-    /// A rank leaves a forward out if it would hold up the next input gradient.
+    /// Whether a rank leaves a forward out if it would hold up the next input gradient.
     inputs_first: bool,
-    /// A weight gradient is started even where the rank could afford to wait.
+    /// Whether a weight gradient is started even if the rank could afford to wait.
     eager: bool,
 }
 
@@ -63,7 +64,7 @@ impl Choices {
     }
 }
 
-/// One order on its way. Rank and stage are the same here.
+/// One order that is being searched. Here the rank and its stage have the same number.
 struct Search<'a> {
     growth: Growth<'a>,
     setting: Setting<'a>,
@@ -81,7 +82,7 @@ impl<'a> Search<'a> {
         Some(search.growth)
     }
 
-    /// Forwards up to each rank's first input gradient, and that.
+    /// Adds forwards up to each rank's first input gradient, and that gradient.
     fn warm_up(&mut self) -> Option<()> {
         let ranks = self.setting.shape.ranks;
         for rank in 0..ranks {
@@ -95,7 +96,7 @@ impl<'a> Search<'a> {
         (0..ranks).rev().try_for_each(|rank| self.growth.put(Kind::BackwardInput, rank))
     }
 
-    /// How many forwards each rank does between its first one and its first input gradient.
+    /// Number of forwards that each rank does between its first one and its first input gradient.
     fn further_forwards(&self) -> Vec<u32> {
         let Setting { costs, shape, .. } = self.setting;
         let mut further = vec![0; shape.ranks as usize];
@@ -114,7 +115,8 @@ impl<'a> Search<'a> {
             }
             arrival = free.max(arrival) + costs.action(input) + costs.transfer(input);
         }
-        // Each rank does fewer than the one before it, which else would hold it up; unless these are all there are.
+        // Each rank does fewer than the one before it, which would hold it up otherwise, unless these are all there
+        // are.
         for rank in 1..further.len() {
             let before = further[rank - 1];
             let are_all = before.min(further[rank]) + 1 == shape.micro_batches;
@@ -123,11 +125,11 @@ impl<'a> Search<'a> {
         further
     }
 
-    /// One input gradient of every rank, after at most one forward.
+    /// Adds one input gradient of every rank, after at most one forward.
     fn round(&mut self) -> Option<()> {
         let Shape { ranks, micro_batches, .. } = *self.setting.shape;
         let overrun = Overrun { affordable: self.choices.eager, costly: true };
-        // What one rank leaves out, those before it need not deliver.
+        // If a rank leaves a forward out, the ranks before it need not deliver one.
         let first = (0..ranks).rev().find(|&rank| !self.wants_forward(rank)).map_or(0, |rank| rank + 1);
         for rank in first..ranks {
             self.growth.make_room(rank)?;
@@ -154,7 +156,7 @@ impl<'a> Search<'a> {
         if !self.choices.inputs_first || next == shape.ranks || done(rank) < done(next) + 2 {
             return true;
         }
-        // The next rank has enough to do: a forward may wait until its input gradient has come, if that is worth it.
+        // The next rank has enough to do, so a forward may wait until its input gradient has come, if that is worth it.
         let [forward, next_forward] = [rank, next].map(|rank| costs.action(Action::new(Kind::Forward, rank, 0)));
         let input = Action::new(Kind::BackwardInput, next, 0);
         let arrival = self.growth.free(next) + next_forward + costs.action(input) + costs.transfer(input);

@@ -1,24 +1,26 @@
-//! The search of Qi et al. (arXiv 2401.10241, section 6) for two chunks per rank in the shape of a V: an order for given
-//! costs and a given limit of activations.
+//! The search of Qi et al. (arXiv 2401.10241, section 6) for two chunks per rank in the shape of a V: an order for
+//! given costs and a given limit of activations.
 //!
-//! First a warm-up that fills the V. Then rounds of one input gradient and at most one forward per rank, with weight
-//! gradients where a rank would wait or has to make room. Whether they may overrun a gap is tried both ways, for
-//! forwards and for input gradients of the way up. Each order says how long every rank has waited: in the next attempt
-//! the others may wait as much longer as they waited less, for as long as that helps.
+//! First comes a warm-up that fills the V. Then come rounds of one input gradient and at most one forward per rank,
+//! with weight gradients where a rank would wait or has to make room. Two choices are tried both ways: whether weight
+//! gradients may overrun a gap before forwards, and before input gradients on the way up.
+//!
+//! Each attempt measures how long every rank has waited. In the next attempt, a rank that waited less than the longest
+//! may wait longer by the difference. This repeats as long as it helps.
 
 use super::gap_filling::{Growth, Overrun, Saved, Setting};
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Costs, Durations, Error, Kind};
 
-/// ZBV for costs that are not all the same.
+/// The searched ZBV schedule, for costs that are not all equal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SearchedZbv {
-    /// What the order is made for, stage by stage; the middle one of each kind of ticks stands for all stages, as with
-    /// the authors: the warm-up takes for granted that ranks are as fast as each other.
+    /// Costs that the order is made for, per stage. As in the authors' code, the median of each kind of ticks holds for
+    /// all stages, since the warm-up assumes that all ranks are equally fast.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in forwards of one chunk; 2P, what 1F1B keeps, if not given.
+    /// Most activations alive on any rank, in forwards of one chunk. The default is 2P, 1F1B's peak.
     pub peak: Option<u32>,
-    /// Which gradient gives back how much of them.
+    /// The parts of a forward's activations that each gradient frees.
     pub saved: Saved,
 }
 
@@ -50,7 +52,7 @@ impl Schedule for SearchedZbv {
     }
 }
 
-/// The middle one of each kind of ticks.
+/// The median of each kind of ticks.
 fn middle(costs: &[Costs]) -> Costs {
     let of = |ticks: fn(&Costs) -> u64| {
         let mut all: Vec<u64> = costs.iter().map(ticks).collect();
@@ -66,11 +68,13 @@ fn middle(costs: &[Costs]) -> Costs {
     }
 }
 
-/// Before what a weight gradient is started that is longer than the gap, where the gap would be the longest.
+/// Where a weight gradient that is longer than the gap is started, if waiting would make the rank the one that waits
+/// longest.
 #[derive(Debug, Clone, Copy)]
 struct Choices {
-    /// Before input gradients of the way up; before those of the way down it always is.
+    /// Before input gradients on the way up. Before those on the way down it always is.
     input_up: bool,
+    /// Before forwards.
     forward: bool,
 }
 
@@ -81,7 +85,7 @@ impl Choices {
     }
 }
 
-/// One order on its way.
+/// One order that is being searched.
 struct Search<'a> {
     growth: Growth<'a>,
     setting: Setting<'a>,
@@ -89,7 +93,7 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    /// Attempts that learn from the one before, until one is no better.
+    /// Repeats the search, each time with what the attempt before has measured, until an attempt is no better.
     fn improve(setting: Setting<'a>, choices: Choices) -> Option<Growth<'a>> {
         let mut best = Self::run(setting, choices, Vec::new())?;
         loop {
@@ -111,8 +115,8 @@ impl<'a> Search<'a> {
         Some(search.growth)
     }
 
-    /// Forwards alone: the first micro-batch down and up the ranks, with others behind it while it is elsewhere; then
-    /// until every rank has begun as many chunks as the first.
+    /// Adds forwards only: the first micro-batch goes down and up the ranks, with others after it while it is on other
+    /// ranks. Then forwards follow until every rank has begun as many chunks as the first.
     fn warm_up(&mut self) -> Option<()> {
         let Shape { ranks, micro_batches, .. } = *self.setting.shape;
         for rank in 0..ranks {
@@ -120,7 +124,7 @@ impl<'a> Search<'a> {
         }
         for rank in (0..ranks).rev() {
             let forward = self.setting.costs.action(Action::new(Kind::Forward, self.down(rank), 0));
-            // A forward more of every rank up to here is two more on the way of the first micro-batch for each of them.
+            // A further forward of every rank up to here costs each of them two on the way of the first micro-batch.
             while self.growth.arrival(Kind::Forward, self.up(rank))? >= self.growth.free(rank) + forward
                 && self.growth.room(rank) >= 2 * u64::from(rank) + 2
                 && self.growth.done(Kind::Forward, self.down(rank)) < micro_batches
@@ -144,7 +148,7 @@ impl<'a> Search<'a> {
         Some(())
     }
 
-    /// Whether the rank has begun fewer chunks than the one before it, or could still pass it something upwards.
+    /// True if the rank has begun fewer chunks than the one before it, or could still pass something up to it.
     fn is_behind(&self, rank: u32) -> bool {
         let [before, here] = [rank - 1, rank]
             .map(|rank| [self.down(rank), self.up(rank)].map(|stage| self.growth.done(Kind::Forward, stage)));
@@ -152,7 +156,7 @@ impl<'a> Search<'a> {
             || here[1] <= before[1] && before[1] < self.setting.shape.micro_batches
     }
 
-    /// One input gradient of every rank, then at most one forward.
+    /// Adds one input gradient of every rank, then at most one forward.
     fn round(&mut self) -> Option<()> {
         let ranks = self.setting.shape.ranks;
         let (ups, downs): (Vec<u32>, Vec<u32>) = (0..ranks).partition(|&rank| self.next_input_goes_up(rank));
@@ -176,7 +180,7 @@ impl<'a> Search<'a> {
         self.growth.put(kind, stage)
     }
 
-    /// Of the way down as soon as there is one.
+    /// True if the next input gradient is one of the way up; one of the way down comes first as soon as it has arrived.
     fn next_input_goes_up(&self, rank: u32) -> bool {
         let done = |stage| self.growth.done(Kind::BackwardInput, stage);
         let (up, down) = (done(self.up(rank)), done(self.down(rank)));
@@ -184,7 +188,7 @@ impl<'a> Search<'a> {
         down >= up || !has_arrived && up < self.setting.shape.micro_batches
     }
 
-    /// Of the way up as soon as there is one.
+    /// The stage of the next forward; one of the way up comes first as soon as it has arrived.
     fn next_forward(&self, rank: u32) -> Option<u32> {
         let (down, up) = (self.down(rank), self.up(rank));
         let done = |stage| self.growth.done(Kind::Forward, stage);
@@ -192,7 +196,8 @@ impl<'a> Search<'a> {
         if done(up) < done(down) && has_arrived(up) {
             return Some(up);
         }
-        // When everything has gone up that went down, a forward downwards is due: if it is not there, this is no order.
+        // Once everything that went down has also gone up, a forward downwards is due. If it has not arrived, the
+        // search fails.
         (done(down) < self.setting.shape.micro_batches && (done(up) >= done(down) || has_arrived(down))).then_some(down)
     }
 

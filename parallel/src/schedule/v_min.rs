@@ -4,7 +4,8 @@ use super::v_pattern::{self, Pattern};
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Error};
 
-/// Each micro-batch goes down and up the ranks at full speed. Peak: about a third of 1F1B's, on every rank.
+/// The V-Min schedule: each micro-batch goes down and up the ranks at full speed. Peak: about a third of 1F1B's, on
+/// every rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct VMin;
 
@@ -23,8 +24,8 @@ impl Schedule for VMin {
     }
 }
 
-/// The slots of micro-batch 0 on rank `r`. A number of ranks divisible by three needs two idle slots at the turn, or two
-/// of the pattern's slots would coincide modulo six.
+/// The slots of micro-batch 0 on rank `r`. If the number of ranks is divisible by three, the turn needs two idle slots;
+/// otherwise two of the pattern's slots would coincide modulo six.
 fn pattern(ranks: u32, r: u32) -> Pattern {
     let turn = if ranks.is_multiple_of(3) { 2 } else { 0 };
     [r, 2 * ranks - r - 1, 2 * ranks + turn + r, 4 * ranks + turn - r - 1]

@@ -1,17 +1,17 @@
-//! 1F1B in the shape of a V, of the same family as V-Half and V-Min (Qi et al., arXiv 2405.15362): two thirds of 1F1B's
-//! memory without splitting backwards.
+//! 1F1B in the shape of a V, from the same family as V-Half and V-Min (Qi et al., arXiv 2405.15362). It needs two
+//! thirds of 1F1B's memory without splitting backwards.
 //!
-//! Like the rest of the V family it is one micro-batch's slots, repeated every six. Here a backward is whole and fills two
-//! slots in a row, so that only the warm-up is squeezed and nothing is put into holes.
+//! Like the rest of the V family, it repeats the slots of one micro-batch every six slots. Here a backward is whole and
+//! fills two consecutive slots, so only the warm-up is squeezed and nothing goes into holes.
 
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Error, Kind};
 
-/// Slots per micro-batch: a forward and two for a backward, of each of two chunks.
+/// Slots per micro-batch: for each of two chunks, one for a forward and two for a backward.
 const PERIOD: usize = 6;
 
-/// Each micro-batch goes down and up the ranks at full speed; its backward does so too, but for three idle slots after
-/// every third rank, where it would else meet the other micro-batches. Peak: ⌈(2P+1)/3⌉ micro-batches.
+/// Each micro-batch goes down and up the ranks at full speed. So does its backward, except for three idle slots after
+/// every third rank, where it would collide with other micro-batches. Peak: ⌈(2P+1)/3⌉ micro-batches.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct VOneForwardOneBackward;
 
@@ -32,7 +32,7 @@ impl Schedule for VOneForwardOneBackward {
     }
 }
 
-/// What a rank does with a micro-batch, in order.
+/// The passes of a micro-batch on a rank, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Pass {
     ForwardDown,
@@ -48,18 +48,18 @@ impl Pass {
         matches!(self, Self::ForwardDown | Self::ForwardUp)
     }
 
-    /// Whether it goes from rank 0 to the last one.
+    /// True if it goes from rank 0 to the last one.
     fn descends(self) -> bool {
         matches!(self, Self::ForwardDown | Self::BackwardUp)
     }
 
-    /// Slots that it takes.
+    /// Number of slots that it takes.
     fn length(self) -> usize {
         if self.is_forward() { 1 } else { 2 }
     }
 
-    /// Its slot for micro-batch 0. A number of ranks divisible by three needs three idle slots at the turn, or two of the
-    /// pattern's slots would coincide modulo six.
+    /// Its slot for micro-batch 0. If the number of ranks is divisible by three, the turn needs three idle slots;
+    /// otherwise two of the pattern's slots would coincide modulo six.
     fn first(self, ranks: usize, rank: usize) -> usize {
         let turn = if ranks.is_multiple_of(3) { 3 } else { 0 };
         let backward = |nth: usize| 2 * ranks + turn + 2 * nth + 3 * ((nth + [1, 0, 2][ranks % 3]) / 3);
@@ -72,16 +72,16 @@ impl Pass {
     }
 }
 
-/// Where everything is.
+/// The slots of all ranks.
 struct Slots {
     ranks: Vec<RankSlots>,
 }
 
 struct RankSlots {
-    /// First slots; `[pass][micro-batch]`.
+    /// First slot of each pass, as `[pass][micro-batch]`.
     starts: [Vec<usize>; 4],
     taken: Vec<bool>,
-    /// Chunks alive after each slot; a backward gives its chunk back in its last slot.
+    /// Chunks alive after each slot. A backward frees its chunk in its last slot.
     live: Vec<u32>,
 }
 
@@ -94,7 +94,7 @@ impl Slots {
         Self { ranks: ranks.collect() }
     }
 
-    /// Moves everything, in order of time, to an earlier place that its sources allow, without raising the peak.
+    /// Moves everything, in order of time, to an earlier place that its inputs allow, without raising the peak.
     fn squeeze(&mut self) {
         let peak = self.ranks.iter().flat_map(|rank| &rank.live).copied().max().unwrap_or_default();
         let mut uses: Vec<(usize, usize, Pass, usize)> = Vec::new();
@@ -116,7 +116,7 @@ impl Slots {
         }
     }
 
-    /// The first slot after everything that this one needs, and after the same of the micro-batch before.
+    /// The first slot after everything that this pass needs, and after the same pass of the micro-batch before.
     fn earliest(&self, rank: usize, pass: Pass, index: usize) -> usize {
         let end = |rank: usize, pass: Pass, index| self.ranks[rank].starts[pass as usize][index] + pass.length();
         let neighbour = if pass.descends() { rank.checked_sub(1) } else { Some(rank + 1) };
@@ -171,12 +171,12 @@ impl RankSlots {
         Self { starts, taken, live }
     }
 
-    /// The first of two free slots in a row.
+    /// The first of two consecutive free slots.
     fn place_backward(&self, earliest: usize, start: usize) -> usize {
         (earliest..start).find(|&slot| !self.taken[slot] && !self.taken[slot + 1]).unwrap_or(start)
     }
 
-    /// The first free slot from which on one more is alive and the peak is not above `peak`.
+    /// The first free slot from which on one more chunk can be alive without exceeding `peak`.
     fn place_forward(&self, earliest: usize, start: usize, peak: u32) -> usize {
         let full = (earliest..start).rev().find(|&slot| self.live[slot] >= peak);
         let from = full.map_or(earliest, |slot| slot + 1);

@@ -1,24 +1,25 @@
-//! The V family of arXiv 2405.15362: one micro-batch's slots, repeated every six, squeezed, and weight gradients put
-//! into the holes that are left.
+//! The V family of arXiv 2405.15362: the slots of one micro-batch are repeated every six slots and squeezed, and weight
+//! gradients go into the remaining holes.
 //!
-//! In: the slots of micro-batch 0 (section 3). Out: each rank's order. The slots only decide the order; what an action
-//! costs changes nothing.
+//! In: the slots of micro-batch 0 (section 3). Out: each rank's order. The slots only determine the order, so the costs
+//! of the actions have no effect.
 
 use super::{Placement, Shape};
 use crate::{Action, Kind};
 
-/// The slots of one micro-batch on one rank: F of the way down, F of the way up, I of the way up, I of the way down.
+/// The slots of one micro-batch on one rank: F on the way down, F on the way up, I on the way up, I on the way down.
 pub(super) type Pattern = [u32; 4];
 
 /// Slots per micro-batch: three kinds of work for each of two chunks.
 const PERIOD: u32 = 6;
 
-/// Every rank's order for a pattern given as `(ranks, rank) → slots`.
+/// Computes every rank's order for a pattern given as `(ranks, rank) → slots`.
 pub(super) fn unroll(shape: &Shape, pattern: fn(u32, u32) -> Pattern) -> Vec<Vec<Action>> {
     let ranks = (0..shape.ranks).map(|r| RankSlots::repeat(pattern(shape.ranks, r), shape.micro_batches));
     let mut table = Slots { ranks: ranks.collect() };
 
-    // First with the weight gradients in place: the warm-up closes up. Then without: they must not hold up the drain.
+    // First with the weight gradients in place, so that the warm-up closes up. Then without, so that they don't hold up
+    // the drain.
     table.fill_holes();
     table.pull_forward(Weights::Placed);
     table.run_eagerly();
@@ -31,14 +32,14 @@ pub(super) fn unroll(shape: &Shape, pattern: fn(u32, u32) -> Pattern) -> Vec<Vec
     (0..shape.ranks).zip(&table.ranks).map(|(r, slots)| slots.actions(shape.ranks, r)).collect()
 }
 
-/// What a slot is used for, in the order in which a micro-batch passes a rank.
+/// The use of a slot, in the order in which a micro-batch passes a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Pass {
     ForwardDown,
     ForwardUp,
     InputUp,
     InputDown,
-    /// Of either chunk, in the order of the input gradients; numbered 0..2M.
+    /// W of either chunk, in the order of the input gradients, numbered 0..2M.
     Weight,
 }
 
@@ -73,7 +74,7 @@ impl Pass {
     }
 }
 
-/// How weight gradients count while something else is moved.
+/// The treatment of weight gradients while other passes are moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Weights {
     /// They have slots of their own, and are moved too.
@@ -114,7 +115,7 @@ impl Slots {
         }
     }
 
-    /// Every use of a slot, by time.
+    /// All uses of slots, in order of time.
     fn uses(&self) -> Vec<Use> {
         let mut uses: Vec<Use> = self.ranks.iter().enumerate().flat_map(|(rank, slots)| slots.uses(rank)).collect();
         uses.sort_unstable();
@@ -136,7 +137,7 @@ impl Slots {
         let mut phase = Phase::WarmUp;
 
         for Use { slot, rank, pass, index } in self.uses() {
-            // Steady from where rank 0 finishes its first micro-batch to where it starts the last one.
+            // The steady state lasts from where rank 0 finishes its first micro-batch to where it starts its last one.
             if phase == Phase::WarmUp && pass == Pass::InputDown && rank == 0 {
                 phase = Phase::Steady;
             }
@@ -175,12 +176,13 @@ impl Slots {
         [received, before, previous, input].into_iter().flatten().max().map_or(0, |latest| latest + 1)
     }
 
-    /// Keeps each rank's order and lets every use start as soon as it can, one slot each: what is idle closes up.
+    /// Keeps each rank's order and lets every use start as soon as it can, in one slot each, so that idle slots close
+    /// up.
     fn run_eagerly(&mut self) {
         let mut next_free = vec![0; self.ranks.len()];
         for Use { rank, pass, index, .. } in self.uses() {
-            // Uses are visited by time, so whatever this one waits for has its new slot already. A weight gradient is
-            // held by its rank's order alone.
+            // Uses are visited in order of time, so everything that this one depends on has its new slot already. A
+            // weight gradient depends only on its rank's order.
             let start = match pass {
                 Pass::Weight => next_free[rank],
                 _ => self.earliest(rank, pass, index).max(next_free[rank]),
@@ -212,14 +214,14 @@ impl RankSlots {
         self.slots.iter().filter_map(|slots| slots.last()).max().map_or(0, |last| last + 1)
     }
 
-    /// Slots of the input gradients of both chunks, by time.
+    /// Slots of the input gradients of both chunks, in order of time.
     fn inputs(&self) -> Vec<u32> {
         let mut inputs = [&self.slots[Pass::InputUp as usize][..], &self.slots[Pass::InputDown as usize]].concat();
         inputs.sort_unstable();
         inputs
     }
 
-    /// What each slot is used for.
+    /// The use of each slot.
     fn timeline(&self) -> Vec<Option<Pass>> {
         let mut timeline = vec![None; self.end() as usize];
         for Use { slot, pass, .. } in self.uses(0) {
@@ -228,8 +230,8 @@ impl RankSlots {
         timeline
     }
 
-    /// Where weight gradients go, and of which input gradient: the free slots after it, then those past the end. The
-    /// chunk of the way up goes first, as its input gradients do.
+    /// The slots for weight gradients, with the kind of input gradient that each belongs to: free slots after the input
+    /// gradient, then slots past the end. The chunk on the way up goes first, as its input gradients do.
     fn holes(&self) -> Vec<(u32, Pass)> {
         let mut holes = Vec::new();
         let (mut up, mut down) = (0, 0);

@@ -3,7 +3,8 @@
 use super::{Schedule, Shape, interleaved_zero_bubble};
 use crate::{Action, Error};
 
-/// The interleaved zero-bubble order at one chunk per rank. Bubble: (P−1)(f+b−w). Peak: min(M, P) on every rank.
+/// The ZB-H1 schedule: the interleaved zero-bubble order with one chunk per rank. Bubble: (P−1)(f+b−w). Peak: min(M, P)
+/// on every rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ZbH1;
 
@@ -14,7 +15,7 @@ impl Schedule for ZbH1 {
 
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
         shape.check_chunks(self.name(), 1)?;
-        // With one chunk the size of a round changes nothing, so any number of micro-batches goes.
+        // With one chunk the size of a round has no effect, so any number of micro-batches works.
         interleaved_zero_bubble::table(shape, shape.micro_batches)
     }
 }

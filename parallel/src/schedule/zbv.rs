@@ -4,8 +4,8 @@ use super::rank_order::RankOrder;
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Error};
 
-/// Peak: P micro-batches on every rank from M = 2P−1 on, min(2P, 2M, M+r+1)/2 below. No bubble within a rank's own span
-/// when F, I and W take the same time.
+/// The ZBV schedule. Peak: P micro-batches on every rank from M = 2P−1 on, and min(2P, 2M, M+r+1)/2 below. There is no
+/// bubble within a rank's own span if F, I and W take the same time.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Zbv;
 
@@ -20,7 +20,7 @@ impl Schedule for Zbv {
 
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
         shape.check_chunks(self.name(), 2)?;
-        // The warm-up alone holds 2P − 1 micro-batches: a smaller batch leaves gaps where the missing ones would be.
+        // The warm-up alone holds 2P − 1 micro-batches. A smaller batch leaves gaps where the missing ones would be.
         let micro_batches = shape.micro_batches.max(2 * shape.ranks - 1);
         let rank = |r: u32| {
             let mut actions = rank_actions(shape.ranks, r, micro_batches);

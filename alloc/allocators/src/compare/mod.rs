@@ -1,7 +1,7 @@
 //! Every allocator on the same program, side by side.
 //!
-//! In: a problem and its requests. Out: a [`Compared`] that prints as a table, serialises as an object and is drawn as a
-//! page by [`page`].
+//! In: a problem and its requests. Out: a [`Compared`], which prints as a table, serializes as an object and is drawn
+//! as a page by [`page`].
 
 mod page;
 mod timeline;
@@ -17,24 +17,24 @@ use crate::{Report, Requests, replay, replay_observed, smallest_capacity};
 pub use page::page;
 pub use timeline::Timeline;
 
-/// What to compare, and how.
+/// The settings of a comparison.
 #[derive(Debug, Clone)]
 pub struct Comparison {
-    /// How often the step is repeated.
+    /// Number of times that the step is repeated.
     pub iterations: u64,
     /// The allocators, in any order.
     pub kinds: Vec<Kind>,
-    /// Bytes of the device; `None` for 80 GiB, or four times the live bytes where those are more than 60 GiB.
+    /// Bytes of the device; `None` for 80 GiB, or for four times the live bytes if those exceed 60 GiB.
     pub capacity: Option<u64>,
-    /// Options of PyTorch's two.
+    /// Options of PyTorch's two kinds.
     pub pytorch: PyTorchOptions,
-    /// Whether the smallest device is searched on which each completes, which takes some twenty replays.
+    /// Whether to search for the smallest device on which each completes, which takes some twenty replays.
     pub smallest_device: bool,
-    /// Whether timelines are kept for pictures, which takes longer.
+    /// Whether to keep timelines for pictures, which takes longer.
     pub pictures: bool,
-    /// What the planner of [`Kind::Gapless`] may cost.
+    /// Options of the planner for [`Kind::Gapless`].
     pub planner: Options,
-    /// The plan of [`Kind::Gapless`], if there is one already.
+    /// The plan for [`Kind::Gapless`], if there is one already.
     pub plan: Option<Solution>,
 }
 
@@ -53,29 +53,29 @@ impl Default for Comparison {
     }
 }
 
-/// What came of it, the least reserved first and those that ran out of memory last.
+/// The result of a comparison. Allocators are sorted by reserved bytes, and those that ran out of memory come last.
 #[derive(Debug, Serialize)]
 pub struct Compared {
     /// One entry per allocator.
     pub allocators: Vec<Entry>,
-    /// The most bytes alive at once, as asked for.
+    /// The most bytes alive at once, before an allocator rounds them.
     pub peak_live: u64,
-    /// How often the step was repeated.
+    /// Number of times that the step was repeated.
     pub iterations: u64,
     /// Bytes of the device.
     pub capacity: u64,
 }
 
-/// One allocator's part.
+/// The result of one allocator.
 #[derive(Debug)]
 pub struct Entry {
-    /// Which one.
+    /// The allocator.
     pub kind: Kind,
     /// Its report, or the request that it could not serve.
     pub outcome: Result<Report, OutOfMemory>,
     /// The smallest device in bytes on which it completes, if that was asked for and it completes on the given one.
     pub smallest_device: Option<u64>,
-    /// Its course over time, if pictures were asked for.
+    /// Its timeline, if pictures were asked for.
     pub timeline: Option<Timeline>,
 }
 

@@ -1,4 +1,4 @@
-//! An allocator's course over time, at the resolution of a picture.
+//! An allocator's memory over time, at the resolution of a picture.
 
 use crate::{Allocator, Extent};
 
@@ -9,23 +9,23 @@ pub struct Timeline {
     columns: Vec<Column>,
 }
 
-/// A number of requests in a row.
+/// A number of consecutive requests.
 #[derive(Debug, Default)]
 pub struct Column {
-    /// The most bytes reserved in it.
+    /// The most bytes reserved during these requests.
     pub reserved: u64,
-    /// The most bytes allocated in it.
+    /// The most bytes allocated during these requests.
     pub allocated: u64,
-    /// Reserved memory after its last request, from the lowest address up: bytes in use and bytes of the hole above them
-    /// in turn.
+    /// Reserved memory after the last of them, from the lowest address up: bytes in use and bytes of the hole above
+    /// them, in turns.
     pub layout: Vec<u64>,
 }
 
 impl Timeline {
-    /// The most columns there are.
+    /// Most columns of a timeline.
     pub const COLUMNS: u64 = 480;
 
-    /// A timeline of so many requests, before the first.
+    /// An empty timeline for so many requests.
     pub(super) fn new(requests: u64) -> Self {
         Self { requests, columns: Vec::new() }
     }
@@ -35,7 +35,7 @@ impl Timeline {
         &self.columns
     }
 
-    /// After the request of this number (the first is 1).
+    /// Records the state after a request, whose number counts from 1.
     pub(super) fn observe(&mut self, request: u64, allocator: &dyn Allocator) {
         let of = |request: u64| {
             (u128::from(request) * u128::from(Self::COLUMNS.min(self.requests)) / u128::from(self.requests)) as usize
@@ -54,7 +54,7 @@ impl Timeline {
     }
 }
 
-/// Bytes in use and of holes in turn, neighbours of one kind joined.
+/// Bytes in use and bytes of holes in turns, with neighbours of one kind joined.
 fn runs(extents: &[Extent]) -> Vec<u64> {
     let mut runs = Vec::new();
     let mut in_use = true;

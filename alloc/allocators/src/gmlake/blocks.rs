@@ -1,8 +1,8 @@
-//! The blocks of large requests: primitive ones, each a run of chunks that were mapped together, and stitched ones, which map some
-//! of these chunks a second time.
+//! The blocks of large requests. A primitive block is a run of chunks that were mapped together; a stitched block maps
+//! some of these chunks a second time.
 //!
-//! In: chunks that the device has made, blocks to cut, stitch, take and free. Out: the best-fitting free block. Never: a call of the
-//! device.
+//! In: chunks that the device has created; blocks to cut, stitch, take and free. Out: the best-fitting free block.
+//! Never: a device call.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -11,35 +11,36 @@ use std::slice::from_ref;
 use super::CHUNK;
 use crate::{Block, Extent, Stream};
 
-/// Slots of stitched blocks carry this bit, those of primitive ones do not.
+/// Bit that is set in the slots of stitched blocks only.
 const STITCHED: u32 = 1 << 31;
 
-/// All chunks and the blocks that map them. The work on a block grows with the runs that it was cut into, not with its chunks.
+/// All chunks and the blocks that map them. The work on a block grows with the number of runs that it is cut into, not
+/// with its chunks.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
-    /// All chunks that there ever were, in runs by the number of their first.
+    /// All chunks that ever existed, as runs by the number of their first chunk.
     runs: BTreeMap<u32, Run>,
     count: u32,
-    /// Runs of chunks by the number of their first. Neighbours in one segment are neighbours in number.
+    /// Runs of chunks by the number of their first chunk. Neighbours in one segment have consecutive numbers.
     primitives: BTreeMap<u32, Primitive>,
-    /// By stream, then chunks, then first chunk.
+    /// Free primitive blocks by stream, then number of chunks, then first chunk.
     free_primitives: BTreeSet<(Stream, u32, u32)>,
     pub stitched: BTreeMap<u32, Stitched>,
-    /// Those of which every chunk is free: by stream, then chunks, then number.
+    /// Stitched blocks whose chunks are all free, by stream, then number of chunks, then number.
     free_stitched: BTreeSet<(Stream, u32, u32)>,
     next_stitched: u32,
     pub stitched_bytes: u64,
     segments: u32,
 }
 
-/// Chunks of 2 MiB of physical memory, one after another, that are used and mapped alike.
+/// Consecutive chunks of 2 MiB of physical memory that are used and mapped alike.
 #[derive(Debug)]
 struct Run {
     chunks: u32,
-    /// Address of the first.
+    /// Address of the first chunk.
     address: u64,
     free: bool,
-    /// Stitched blocks that map them.
+    /// Stitched blocks that map these chunks.
     mapped_by: Vec<u32>,
 }
 
@@ -57,27 +58,27 @@ pub(super) struct Stitched {
     address: u64,
     /// The numbers of its chunks, in the order of their addresses.
     ranges: Vec<Range<u32>>,
-    /// How many chunks it has.
+    /// Number of its chunks.
     chunks: u32,
-    /// How many of them are free.
+    /// Number of its chunks that are free.
     free_chunks: u32,
-    /// How many, from the front, the program holds; 0 while it is not in use.
+    /// Number of chunks, from the front, that the program holds; 0 if it is not in use.
     pub used_chunks: u32,
 }
 
 impl Blocks {
-    /// Chunks that there ever were.
+    /// Number of chunks that ever existed.
     pub fn count(&self) -> u32 {
         self.count
     }
 
-    /// The runs that they are in.
+    /// Number of runs of chunks.
     #[cfg(test)]
     pub fn runs(&self) -> usize {
         self.runs.len()
     }
 
-    /// New chunks from `address` on, as one free primitive block.
+    /// Adds new chunks from `address` on as one free primitive block.
     pub fn add_segment(&mut self, address: u64, chunks: u32, stream: Stream) {
         let first = self.count;
         self.count += chunks;
@@ -87,13 +88,13 @@ impl Blocks {
         self.segments += 1;
     }
 
-    /// Free primitive blocks that are whole segments: the first chunk of each, and how many it has.
+    /// The free primitive blocks that are whole segments, as first chunk and number of chunks.
     pub fn free_segments(&self) -> Vec<(u32, u32)> {
         let whole = self.free_primitives.iter().filter(|(_, _, first)| !self.is_split(*first));
         whole.map(|&(_, chunks, first)| (first, chunks)).collect()
     }
 
-    /// Forgets a free segment. Returns the stitched blocks that map chunks of it.
+    /// Removes a free segment. Returns the stitched blocks that map chunks of it.
     pub fn remove_segment(&mut self, first: u32) -> BTreeSet<u32> {
         let Primitive { chunks, stream, .. } =
             self.primitives.remove(&first).expect("the caller's number is one of ours");
@@ -139,7 +140,8 @@ impl Blocks {
         Block { address: stitched.address, bytes: u64::from(chunks) * CHUNK, slot: STITCHED | number }
     }
 
-    /// The largest free primitive blocks that have `chunks` together: of each its first chunk, its size, and how much of it is taken.
+    /// Picks the largest free primitive blocks that have `chunks` together, as first chunk, size, and number of chunks
+    /// taken.
     pub fn pick(&self, chunks: u32, stream: Stream) -> Option<Vec<(u32, u32, u32)>> {
         let mut picked = Vec::new();
         let mut missing = chunks;
@@ -151,11 +153,11 @@ impl Blocks {
                 break;
             }
         }
-        // One block alone would be a primitive fit; the original asks for two at least.
+        // A single block would be a primitive fit; the original requires at least two.
         (missing == 0 && picked.len() >= 2).then_some(picked)
     }
 
-    /// A stitched block, not in use yet, of what was [picked](Self::pick). Returns its number.
+    /// Creates a stitched block, not in use yet, from [picked](Self::pick) blocks. Returns its number.
     pub fn stitch(&mut self, picked: Vec<(u32, u32, u32)>, stream: Stream, address: u64) -> u32 {
         let mut ranges = Vec::new();
         for (first, size, take) in picked {
@@ -175,7 +177,7 @@ impl Blocks {
         number
     }
 
-    /// The reverse of taking a block.
+    /// Frees a block that was taken.
     pub fn free(&mut self, block: &Block) {
         if block.slot & STITCHED == 0 {
             let chunks = (block.bytes / CHUNK) as u32;
@@ -199,7 +201,7 @@ impl Blocks {
         }
     }
 
-    /// The ranges of addresses that primitive blocks have.
+    /// The address ranges of the primitive blocks.
     pub fn extents(&self) -> impl Iterator<Item = Extent> {
         self.primitives.iter().map(|(&first, primitive)| Extent {
             address: self.address(first),
@@ -214,7 +216,7 @@ impl Blocks {
         same(self.primitives.range(..first).next_back()) || same(self.primitives.range(first + 1..).next())
     }
 
-    /// Takes the chunks from `keep` on out of a stitched block. Returns how many those were.
+    /// Removes the chunks from number `keep` on from a stitched block. Returns how many those were.
     pub fn shorten(&mut self, number: u32, keep: u32) -> u64 {
         let block = self.stitched.get_mut(&number).expect("the caller's number is one of ours");
         self.free_stitched.remove(&(block.stream, block.chunks, number));
@@ -233,7 +235,7 @@ impl Blocks {
         u64::from(taken)
     }
 
-    /// Splits a primitive block in no set after `chunks`; the rest becomes a free block of its own.
+    /// Splits a primitive block that is in no set after `chunks`. The rest becomes a free block.
     fn cut(&mut self, first: u32, chunks: u32) {
         let whole = self.primitives[&first];
         if whole.chunks > chunks {
@@ -244,8 +246,9 @@ impl Blocks {
         }
     }
 
-    /// Cuts the free primitive block around `chunk` so that the longest runs of `held` chunks in it are blocks of their own, not free
-    /// any more. Does nothing when that has happened. Returns the end of the block as it was.
+    /// Cuts the free primitive block around `chunk` so that the longest runs of `held` chunks in it become blocks of
+    /// their own, which are no longer free. Does nothing if that has happened already. Returns the end of the original
+    /// block.
     fn isolate(&mut self, chunk: u32, held: &[Range<u32>]) -> u32 {
         let (first, whole) = self.primitive_of(chunk);
         let end = first + whole.chunks;
@@ -276,7 +279,7 @@ impl Blocks {
         end
     }
 
-    /// The primitive block that a chunk is in, with its first chunk.
+    /// The primitive block that a chunk belongs to, with its first chunk.
     fn primitive_of(&self, chunk: u32) -> (u32, Primitive) {
         let (&first, &primitive) =
             self.primitives.range(..=chunk).next_back().expect("every chunk is in a primitive block");
@@ -289,7 +292,7 @@ impl Blocks {
         run.address + u64::from(chunk - first) * CHUNK
     }
 
-    /// The runs of a range, which are cut at its ends.
+    /// The runs within a range; runs that cross its ends are cut.
     fn runs_of(&mut self, range: Range<u32>) -> impl Iterator<Item = &mut Run> {
         for at in [range.start, range.end] {
             if let Some((first, run)) = self.runs.range_mut(..at).next_back()
@@ -321,7 +324,7 @@ impl Blocks {
         }
     }
 
-    /// The reverse of [`use_chunks`](Self::use_chunks).
+    /// Undoes [`use_chunks`](Self::use_chunks).
     fn free_chunks(&mut self, ranges: &[Range<u32>]) {
         let mut mapped = Vec::new();
         for range in ranges {
@@ -339,7 +342,7 @@ impl Blocks {
         }
     }
 
-    /// Makes a primitive block free, joined with its free neighbours in the segment.
+    /// Marks a primitive block as free and joins it with its free neighbours in the segment.
     fn free_primitive(&mut self, mut first: u32) {
         let mut block = self.primitives.remove(&first).expect("the caller's number is one of ours");
         if let Some((&previous, &other)) = self.primitives.range(..first).next_back()
@@ -365,7 +368,7 @@ impl Blocks {
     }
 }
 
-/// The first `count` chunks of ranges, and the others.
+/// Splits ranges into their first `count` chunks and the others.
 fn split(ranges: &[Range<u32>], count: u32) -> (Vec<Range<u32>>, Vec<Range<u32>>) {
     let (mut first, mut others, mut left) = (Vec::new(), Vec::new(), count);
     for range in ranges {

@@ -1,12 +1,19 @@
 //! GMLake (ASPLOS '24; glake's fork of PyTorch's allocator): free blocks stitched by virtual memory.
 //!
-//! Requests up to 1 MiB go the way of PyTorch's small pool. Larger ones are rounded to chunks of 2 MiB, each one piece of
-//! physical memory. A *primitive* block is a run of chunks that were mapped together; a *stitched* block maps chunks of
-//! several free primitive blocks a second time, under one range of addresses. The order of attempts: the best-fitting
-//! free primitive block (split, if a chunk or more is left over); a free stitched block of at most ten times the size;
-//! stitching, for requests of at least the fragmentation limit, the largest free primitive blocks until they are enough,
-//! the last one split; new chunks; after giving the cached blocks back, new chunks again. Stitched blocks are kept for
-//! reuse as long as their chunks exist, up to a limit of mapped addresses.
+//! Requests up to 1 MiB are served as by PyTorch's small pool. Larger ones are rounded to chunks of 2 MiB, each of
+//! which is one piece of physical memory. A *primitive* block is a run of chunks that were mapped together. A
+//! *stitched* block maps chunks of several free primitive blocks a second time, under one range of addresses.
+//!
+//! A large request tries, in this order:
+//!
+//! 1. the best-fitting free primitive block, which is split if a chunk or more is left over;
+//! 2. a free stitched block of at most ten times the size;
+//! 3. for requests of at least the fragmentation limit, stitching the largest free primitive blocks until they suffice,
+//!    the last one split;
+//! 4. new chunks;
+//! 5. new chunks again, after giving the cached blocks back.
+//!
+//! Stitched blocks are kept for reuse as long as their chunks exist, up to a limit of mapped addresses.
 
 mod blocks;
 #[cfg(test)]
@@ -21,17 +28,18 @@ const CHUNK: u64 = 2 << 20;
 const SMALL_REQUEST: u64 = 1 << 20;
 const LARGE_REQUEST: u64 = 10 << 20;
 const LARGE_SEGMENT: u64 = 20 << 20;
-/// Chunks that there ever may be: one bit of a block's slot says that it is stitched, the others number its first chunk.
+/// Most chunks that can ever exist: one bit of a block's slot marks stitched blocks, the others hold its first chunk.
 const MAX_CHUNKS: u32 = 1 << 31;
 
 /// GMLake's environment variables.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GmLakeOptions {
-    /// `fragLimit`: smaller requests are never stitched, in bytes.
+    /// `fragLimit` in bytes: smaller requests are never stitched.
     pub fragmentation_limit: u64,
     /// `reuseLimit`: a stitched block serves requests down to its size divided by this.
     pub reuse_limit: f64,
-    /// `autoGC`: stitched blocks that are not in use are dropped when more than this many bytes of addresses are stitched.
+    /// `autoGC`: stitched blocks that are not in use are dropped once more than this many bytes of addresses are
+    /// stitched.
     pub stitched_limit: u64,
 }
 
@@ -45,12 +53,12 @@ impl Default for GmLakeOptions {
 #[derive(Debug)]
 pub struct GmLake {
     options: GmLakeOptions,
-    /// The small pool, and with it the device.
+    /// The small pool, which also owns the device.
     small: PyTorch,
-    /// Of larger requests.
+    /// The blocks of larger requests.
     blocks: Blocks,
     large: Statistics,
-    /// Both pools together: peaks do not add up.
+    /// Statistics of both pools together, since their peaks do not add up.
     statistics: Statistics,
 }
 
@@ -106,7 +114,7 @@ impl GmLake {
         Some(block)
     }
 
-    /// New chunks from the device, as one free primitive block. Returns whether the device had them.
+    /// Gets new chunks from the device as one free primitive block. Returns false if the device does not have them.
     fn create_segment(&mut self, chunks: u32, stream: Stream) -> bool {
         let device = self.small.device_mut();
         if chunks > MAX_CHUNKS - self.blocks.count() {
@@ -123,11 +131,11 @@ impl GmLake {
         true
     }
 
-    /// Gives all free primitive blocks that are whole segments back to the device, and the small pool's cache.
+    /// Gives the small pool's cache and all free primitive blocks that are whole segments back to the device.
     fn release_cached(&mut self) {
         for (first, chunks) in self.blocks.free_segments() {
             for number in self.blocks.remove_segment(first) {
-                // One that is in use holds other chunks than these, from its front.
+                // A stitched block in use holds other chunks than these, and holds them from its front.
                 match self.blocks.stitched[&number].used_chunks {
                     0 => self.drop_stitched(number),
                     keep => self.shorten(number, keep),
@@ -141,19 +149,19 @@ impl GmLake {
         self.small.empty_cache();
     }
 
-    /// Forgets a stitched block that is not in use.
+    /// Removes a stitched block that is not in use.
     fn drop_stitched(&mut self, number: u32) {
         self.shorten(number, 0);
         self.blocks.stitched.remove(&number);
     }
 
-    /// Unmaps the chunks from `keep` on from a stitched block.
+    /// Unmaps the chunks of a stitched block from number `keep` on.
     fn shorten(&mut self, number: u32, keep: u32) {
         let unmapped = self.blocks.shorten(number, keep);
         self.small.device_mut().unstitch(unmapped);
     }
 
-    /// Both pools' sums, and the peaks of the sums.
+    /// Updates the sums of both pools and the peaks of the sums.
     fn account(&mut self) {
         let small = self.small.statistics();
         let gauge = |gauge: &mut crate::Gauge, now: u64| {

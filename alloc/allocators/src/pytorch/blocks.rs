@@ -1,6 +1,7 @@
-//! The blocks of a caching allocator: pieces of segments, linked to their neighbours, and pools of the free ones.
+//! The blocks of a caching allocator: pieces of segments that are linked to their neighbours, and pools of the free
+//! ones.
 //!
-//! In: blocks as the allocator cuts and joins them. Out: the best-fitting free one. Never: a decision about the device.
+//! In: blocks that the allocator cuts and joins. Out: the best-fitting free block. Never: a decision about the device.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +11,7 @@ use crate::Stream;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct BlockId(pub u32);
 
-/// Which of the two pools a block belongs to: requests of at most 1 MiB never mix with larger ones.
+/// The pool of a block: requests of at most 1 MiB never mix with larger ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PoolKind {
     Small,
@@ -24,12 +25,12 @@ pub(super) struct BlockState {
     pub pool: PoolKind,
     pub address: u64,
     pub bytes: u64,
-    /// When its segment was taken from the device: among free blocks of one size, the earliest goes first, then the
-    /// lowest address.
+    /// Order in which its segment was taken from the device. Of free blocks of equal size, the earliest comes first,
+    /// then the one with the lowest address.
     pub age: u64,
-    /// In the program's hands.
+    /// Whether the program holds it.
     pub allocated: bool,
-    /// Backed by physical memory; only pieces of expandable segments may not be.
+    /// Whether physical memory backs it; only pieces of expandable segments may be unmapped.
     pub mapped: bool,
     /// The expandable segment it is part of, if any.
     pub expandable: Option<u32>,
@@ -37,19 +38,19 @@ pub(super) struct BlockState {
     pub next: Option<BlockId>,
     /// Other streams that used it since it was handed out.
     pub used_by: Vec<Stream>,
-    /// Streams whose work it still waits for, although the program has freed it.
+    /// Number of streams whose work it still waits for, although the program has freed it.
     pub pending_events: u32,
-    /// Searches of the pool at the time it became free, for garbage collection.
+    /// Number of searches of the pool when it became free, for garbage collection.
     pub searches_when_freed: u64,
 }
 
 impl BlockState {
-    /// Whether it is a part of a segment rather than all of it.
+    /// True if it is only a part of its segment.
     pub(super) fn is_split(&self) -> bool {
         self.previous.is_some() || self.next.is_some()
     }
 
-    /// Whether neither the program nor the device uses it.
+    /// True if neither the program nor the device uses it.
     pub(super) fn is_idle(&self) -> bool {
         !self.allocated && self.pending_events == 0 && self.used_by.is_empty()
     }
@@ -60,9 +61,9 @@ type FreeKey = (Stream, u64, u64, u64, BlockId);
 /// Free blocks of one pool.
 #[derive(Debug, Default)]
 pub(super) struct Pool {
-    /// By stream, then size, then age: the first at or after a request is the best fit.
+    /// By stream, then size, then age: the first entry at or after a request is the best fit.
     pub free: BTreeSet<FreeKey>,
-    /// Address space without memory behind it, by stream and address.
+    /// Address space without memory, by stream and address.
     pub unmapped: BTreeSet<(Stream, u64, BlockId)>,
     /// Searches so far.
     pub searches: u64,
@@ -94,7 +95,7 @@ impl Blocks {
         &mut self.pools[kind as usize]
     }
 
-    /// A new segment, as one block in no set.
+    /// Creates a segment as one block that is in no set.
     pub(super) fn create_segment(&mut self, stream: Stream, pool: PoolKind, address: u64, bytes: u64) -> BlockId {
         self.segments += 1;
         self.insert(BlockState {
@@ -124,18 +125,18 @@ impl Blocks {
         id
     }
 
-    /// Forgets a block that is in no set and has no neighbours that point to it.
+    /// Removes a block that is in no set and that no neighbour points to.
     pub(super) fn destroy(&mut self, id: BlockId) {
         self.get_mut(id).bytes = 0;
         self.vacant.push(id);
     }
 
-    /// All blocks there are, in no particular order.
+    /// All existing blocks, in no particular order.
     pub(super) fn all(&self) -> impl Iterator<Item = &BlockState> {
         self.states.iter().filter(|state| state.bytes > 0)
     }
 
-    /// Puts an idle mapped block among the free ones.
+    /// Adds an idle mapped block to the free ones.
     pub(super) fn insert_free(&mut self, id: BlockId) {
         let searches = self.pool(self.get(id).pool).searches;
         self.get_mut(id).searches_when_freed = searches;
@@ -162,7 +163,7 @@ impl Blocks {
         self.pool_mut(pool).unmapped.remove(&key);
     }
 
-    /// The smallest free block of at least `bytes`, and those after it in size, on one stream.
+    /// The smallest free block of at least `bytes` on one stream, then the next larger ones.
     pub(super) fn fitting(&self, kind: PoolKind, stream: Stream, bytes: u64) -> impl Iterator<Item = BlockId> + '_ {
         let from = (stream, bytes, 0, 0, BlockId(0));
         self.pool(kind).free.range(from..).take_while(move |key| key.0 == stream).map(|key| key.4)
@@ -198,7 +199,7 @@ impl Blocks {
         back
     }
 
-    /// Joins `neighbour` into `id` (in no set), if there is one that is idle and alike; returns whether it did.
+    /// Joins `neighbour` into `id` (in no set) if it exists, is idle and has the same mapping; returns whether it did.
     pub(super) fn merge(&mut self, id: BlockId, neighbour: Option<BlockId>) -> bool {
         let Some(other) = neighbour else { return false };
         if !self.get(other).is_idle() || self.get(other).mapped != self.get(id).mapped {

@@ -1,9 +1,9 @@
-//! Expandable segments: one range of addresses per stream and pool, somewhat larger than the device, mapped page by
-//! page (2 MiB in the small pool, 20 MiB in the large one) as it is needed.
+//! Expandable segments: one range of addresses per stream and pool, somewhat larger than the device. It is mapped page
+//! by page (2 MiB in the small pool, 20 MiB in the large one) as memory is needed.
 
 use super::{BlockId, PoolKind, PyTorch, Request, SMALL_SEGMENT};
 
-/// All ranges, by number; `None` where one was given back.
+/// All segments by number; `None` for one that was given back.
 #[derive(Debug, Default)]
 pub(super) struct ExpandableSegments {
     segments: Vec<Option<Segment>>,
@@ -17,7 +17,7 @@ struct Segment {
 }
 
 impl PyTorch {
-    /// Maps memory for a request, at the lowest addresses where idle and unmapped bytes together are enough.
+    /// Maps memory for a request at the lowest addresses where idle and unmapped bytes together suffice.
     pub(super) fn expand(&mut self, request: &Request) -> Option<BlockId> {
         let mut candidate = self.room(request)?;
         if !self.blocks.get(candidate).mapped {
@@ -29,14 +29,14 @@ impl PyTorch {
             let next = self.blocks.get(candidate).next.expect("room() saw enough addresses after the candidate");
             let bytes = missing.min(self.blocks.get(next).bytes);
             self.map(next, bytes).then_some(())?;
-            // Mapping joins the candidate into its neighbour.
+            // Mapping has joined the candidate into its neighbour.
             candidate = next;
         }
         self.blocks.remove_free(candidate);
         Some(candidate)
     }
 
-    /// The first block of a run of idle and unmapped ones that holds the request; a new range if there is none.
+    /// The first of a run of idle and unmapped blocks that can hold the request; a new segment if there is none.
     fn room(&mut self, request: &Request) -> Option<BlockId> {
         let holds = |first: BlockId| {
             let (mut bytes, mut at) = (0, Some(first));
@@ -64,7 +64,7 @@ impl PyTorch {
             PoolKind::Small => SMALL_SEGMENT,
             PoolKind::Large => self.options.large_segment_bytes,
         };
-        // An eighth more than the device has, so that pages unmapped in the middle can come back at the end.
+        // An eighth more than the device has, so that pages unmapped in the middle can be mapped again at the end.
         let bytes = (self.device.capacity() + self.device.capacity() / 8).next_multiple_of(page);
         if bytes < request.bytes {
             return None;
@@ -80,7 +80,7 @@ impl PyTorch {
     }
 
     /// Maps the first `bytes` of an unmapped block, in whole pages, and joins it with its idle neighbours. Returns
-    /// whether the device had the pages.
+    /// false if the device does not have the pages.
     fn map(&mut self, id: BlockId, bytes: u64) -> bool {
         let page = self.segment(id).page;
         let pages = bytes.div_ceil(page);
@@ -141,7 +141,7 @@ impl PyTorch {
         }
     }
 
-    /// How many of the two neighbours are mapped: the segments that a block joins, or falls into without it.
+    /// Number of neighbours that are mapped: the segments that a block joins, or that remain without it.
     fn mapped_neighbours(&self, id: BlockId) -> u64 {
         let block = self.blocks.get(id);
         let neighbours = [block.previous, block.next];

@@ -1,9 +1,10 @@
 //! PyTorch's caching allocator (`c10/cuda/CUDACachingAllocator.cpp`, 2.15).
 //!
-//! Requests are rounded to 512 bytes and served by the best-fitting free block of their stream and pool (small: at most
-//! 1 MiB, large), which is split if what is left over is worth it. Where none fits, a segment is taken from the device:
-//! 2 MiB for small requests, 20 MiB up to 10 MiB, the size itself rounded to 2 MiB above. Freed blocks join their free
-//! neighbours and stay. When the device is full, unsplit cached blocks go back to it and the request is tried again.
+//! Requests are rounded to 512 bytes and served by the best-fitting free block of their stream and pool (small for at
+//! most 1 MiB, large otherwise). The block is split if the rest is worth it. If none fits, a segment is taken from the
+//! device: 2 MiB for small requests, 20 MiB for requests up to 10 MiB, and the size rounded to 2 MiB above that. Freed
+//! blocks join their free neighbours and stay cached. When the device is full, unsplit cached blocks go back to it, and
+//! the request is tried again.
 
 mod blocks;
 mod expandable;
@@ -22,7 +23,7 @@ const SMALL_REQUEST: u64 = 1 << 20;
 const SMALL_SEGMENT: u64 = 2 << 20;
 const LARGE_REQUEST: u64 = 10 << 20;
 const ROUND_LARGE: u64 = 2 << 20;
-/// Requests above an exbibyte are refused before anything else.
+/// Requests above an exbibyte are refused at once.
 const LARGEST_REQUEST: u64 = 1 << 60;
 
 /// PyTorch's caching allocator on one device.
@@ -32,9 +33,9 @@ pub struct PyTorch {
     device: Device,
     blocks: Blocks,
     expandable: ExpandableSegments,
-    /// Freed blocks that other streams may still use, in the order in which their streams get to them.
+    /// Freed blocks that other streams may still use, in the order in which their streams finish with them.
     events: BTreeMap<Stream, VecDeque<BlockId>>,
-    /// Events at the front of each queue that are done but not yet noticed.
+    /// Number of events at the front of each queue that are done but not processed yet.
     done: BTreeMap<Stream, usize>,
     statistics: Statistics,
 }
@@ -53,7 +54,7 @@ impl PyTorch {
         }
     }
 
-    /// Gives all cached memory that can be given back to the device: `torch.cuda.empty_cache()`.
+    /// Gives all cached memory back to the device, as far as possible: `torch.cuda.empty_cache()`.
     pub fn empty_cache(&mut self) {
         for stream in self.events.keys().copied().collect::<Vec<_>>() {
             self.synchronize(stream);
@@ -68,7 +69,7 @@ impl PyTorch {
         &mut self.device
     }
 
-    /// Everything the allocator tries, in its order.
+    /// Everything that the allocator tries, in order.
     fn find_block(&mut self, request: &Request) -> Option<BlockId> {
         if let Some(block) = self.take_free_block(request) {
             return Some(block);
@@ -110,8 +111,8 @@ impl PyTorch {
         let mut fitting = self.blocks.fitting(request.pool, request.stream, request.bytes);
         let mut found = fitting.next()?;
         if self.options.expandable_segments {
-            // A free block at the mapped end of a segment counts as large as it could grow: rather a larger block that
-            // cannot grow than the only one that can.
+            // A free block at the mapped end of a segment counts as large as it could grow. So a larger block that
+            // cannot grow is taken before the only one that can.
             let growable = |id: BlockId| {
                 let block = self.blocks.get(id);
                 let next = block.next.map(|next| self.blocks.get(next)).filter(|next| !next.mapped);
@@ -141,7 +142,7 @@ impl PyTorch {
         Some(self.blocks.create_segment(request.stream, request.pool, address, request.segment_bytes))
     }
 
-    /// Whether what remains of a block is split off rather than handed out with it.
+    /// True if the rest of a block is split off rather than handed out with it.
     fn splits(&self, request: &Request, found: BlockId) -> bool {
         let remaining = self.blocks.get(found).bytes - request.bytes;
         if request.pool == PoolKind::Small || self.options.expandable_segments {
@@ -151,7 +152,7 @@ impl PyTorch {
         }
     }
 
-    /// Makes a block that nobody uses any more available again.
+    /// Makes a block available again that is no longer in use.
     fn recycle(&mut self, id: BlockId) {
         let (previous, next) = (self.blocks.get(id).previous, self.blocks.get(id).next);
         self.blocks.merge(id, previous);
@@ -177,8 +178,8 @@ impl PyTorch {
         }
     }
 
-    /// With `max_split_size_mb`: frees one oversized block that is large enough for the request, or else as many of
-    /// the largest as it takes. Returns whether enough was freed.
+    /// With `max_split_size_mb`: frees one oversized block that is large enough for the request, or otherwise as many
+    /// of the largest as needed. Returns whether enough was freed.
     fn release_oversized(&mut self, request: &Request) -> bool {
         let limit = self.options.max_split_bytes;
         if limit == u64::MAX {
@@ -229,7 +230,7 @@ impl PyTorch {
         }
     }
 
-    /// Bytes that may be reserved, where a fraction of the device is set.
+    /// Most bytes that may be reserved, if a fraction of the device is set.
     fn allowed(&self) -> Option<u64> {
         self.options.memory_fraction.map(|fraction| (fraction * self.device.capacity() as f64) as u64)
     }
@@ -238,8 +239,8 @@ impl PyTorch {
         self.options.memory_fraction.is_some() && self.options.garbage_collection_threshold.is_some()
     }
 
-    /// Frees cached large blocks that have not been used for longer than the average one, until the reserved memory is
-    /// below the threshold.
+    /// Frees cached large blocks that have been unused for longer than average, until the reserved memory is below the
+    /// threshold.
     fn collect_garbage(&mut self) {
         let (Some(allowed), Some(threshold)) = (self.allowed(), self.options.garbage_collection_threshold) else {
             return;
@@ -345,13 +346,13 @@ impl Allocator for PyTorch {
     }
 }
 
-/// A request, rounded.
+/// A request with its rounded size.
 #[derive(Debug)]
 struct Request {
     bytes: u64,
     stream: Stream,
     pool: PoolKind,
-    /// What the device is asked for if no free block fits.
+    /// Bytes to ask the device for if no free block fits.
     segment_bytes: u64,
 }
 

@@ -1,28 +1,29 @@
-//! `PYTORCH_ALLOC_CONF`: the options of PyTorch's caching allocator, as its users write them.
+//! `PYTORCH_ALLOC_CONF`: the options of PyTorch's caching allocator, in the text form of its users.
 
 use std::str::FromStr;
 
 const MIB: u64 = 1 << 20;
 
-/// The options that change what is reserved. The default is PyTorch's own.
+/// The options that affect reserved memory. The defaults are PyTorch's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PyTorchOptions {
     /// `max_split_size_mb`: blocks of at least this many bytes are never split, and serve no smaller request.
     pub max_split_bytes: u64,
     /// `max_non_split_rounding_mb`: an unsplittable block serves requests smaller than itself by less than this.
     pub max_non_split_rounding_bytes: u64,
-    /// `roundup_power2_divisions`: parts into which the way to the next power of two is divided, for requests below
-    /// 2 MiB, 4 MiB, … and from 32 GiB on; 0 and 1 round to multiples of 512 bytes instead.
+    /// `roundup_power2_divisions`: number of parts into which the range up to the next power of two is divided, for
+    /// requests below 2 MiB, below 4 MiB, … and from 32 GiB on. 0 and 1 round to multiples of 512 bytes instead.
     pub roundup_power2_divisions: [u64; 16],
     /// `garbage_collection_threshold`: fraction of the allowed memory above which cached blocks that are older than
-    /// average are freed before new memory is taken. Does nothing unless [`memory_fraction`](Self::memory_fraction) is
-    /// set, as in the original.
+    /// average are freed before new memory is taken. As in the original, it has no effect unless
+    /// [`memory_fraction`](Self::memory_fraction) is set.
     pub garbage_collection_threshold: Option<f64>,
-    /// `per_process_memory_fraction`: the part of the device that may be reserved.
+    /// `per_process_memory_fraction`: the fraction of the device that may be reserved.
     pub memory_fraction: Option<f64>,
-    /// `expandable_segments`: grow mapped ranges instead of asking for segments.
+    /// `expandable_segments`: grow mapped ranges instead of allocating new segments.
     pub expandable_segments: bool,
-    /// `large_segment_size_mb`: what requests between 1 and 10 MiB are cut from, and the pages of expandable segments.
+    /// `large_segment_size_mb`: size of the segments for requests between 1 and 10 MiB, and of the pages of expandable
+    /// segments.
     pub large_segment_bytes: u64,
 }
 
@@ -41,12 +42,12 @@ impl Default for PyTorchOptions {
 }
 
 impl PyTorchOptions {
-    /// The default with expandable segments.
+    /// The default options with expandable segments.
     pub fn expandable() -> Self {
         Self { expandable_segments: true, ..Self::default() }
     }
 
-    /// What a request of `bytes` is rounded to: a multiple of 512 bytes, or a division of a power of two.
+    /// The rounded size of a request of `bytes`: a multiple of 512 bytes, or a division of a power of two.
     pub(super) fn round(&self, bytes: u64) -> u64 {
         const SMALLEST: u64 = 512;
         if bytes < SMALLEST {
@@ -65,7 +66,7 @@ impl PyTorchOptions {
     }
 }
 
-/// What is wrong with an option string.
+/// The error of an invalid option string.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum OptionsError {
@@ -90,7 +91,7 @@ const KNOWN: [&str; 7] = [
 impl FromStr for PyTorchOptions {
     type Err = OptionsError;
 
-    /// Reads `option:value,option:value`, as in `PYTORCH_ALLOC_CONF`, e.g.
+    /// Parses `option:value,option:value`, as in `PYTORCH_ALLOC_CONF`, e.g.
     /// `max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2,>:4]`.
     fn from_str(text: &str) -> Result<Self, OptionsError> {
         let mut options = Self::default();
@@ -143,8 +144,8 @@ impl PyTorchOptions {
     }
 }
 
-/// One number for all sizes, or `[MiB:divisions,…,>:divisions]`: the first entry holds below its size too, `>` above
-/// the last; sizes in between that are not named keep none.
+/// Parses one number for all sizes, or `[MiB:divisions,…,>:divisions]`. The first entry also applies to smaller sizes
+/// and `>` to sizes above the last; sizes in between that are not named get none.
 fn divisions(value: &str) -> Option<[u64; 16]> {
     let count = |text: &str| text.trim().parse::<u64>().ok().filter(|n| *n == 0 || n.is_power_of_two());
     let Some(list) = value.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) else {
@@ -223,7 +224,7 @@ mod tests {
         check(&plain, 512, 512);
         check(&plain, 513, 1024);
         check(&four, 2048, 2048);
-        check(&four, 1200, 1536); // not above 4 × 512 bytes: plain rounding
+        check(&four, 1200, 1536); // up to 4 × 512 bytes: plain rounding
         check(&four, 4097, 5120);
         check(&four, 7000, 7168);
         check(&four, 7169, 8192);

@@ -1,7 +1,7 @@
-//! PyTorch memory snapshots: what `torch.cuda.memory._dump_snapshot` writes.
+//! PyTorch memory snapshots, as `torch.cuda.memory._dump_snapshot` writes them.
 //!
-//! In: the pickle, from anyone. Out: the lifetimes of every allocation it recorded, ready for planning and replay. The
-//! file may hold plain data only; nothing in it is ever imported or called (see `pickle`).
+//! In: the pickle, from an untrusted source. Out: the lifetime of every recorded allocation, ready for planning and
+//! replay. The file may contain plain data only; nothing in it is ever imported or called (see `pickle`).
 
 mod pickle;
 
@@ -23,33 +23,34 @@ const MOST_REFUSED: usize = 16;
 /// The allocations of one device.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// Their lifetimes. A tick is an event of the trace; what was there before the recording lives from tick 0, what was
-    /// there after it to the last tick.
+    /// Lifetimes of the allocations. A tick is an event of the trace. Allocations from before the recording live from
+    /// tick 0; those that existed after it live to the last tick.
     pub problem: Problem,
-    /// The stream of each, indexed by [`BufferId`](gapless_alloc::BufferId). Numbered by first appearance.
+    /// The stream of each allocation, indexed by [`BufferId`](gapless_alloc::BufferId). Streams are numbered by first
+    /// appearance.
     pub streams: Vec<Stream>,
-    /// The device's number.
+    /// Number of the device.
     pub device: usize,
     /// Bytes that PyTorch held from the device when the snapshot was taken.
     pub reserved: u64,
-    /// The last 16 requests that PyTorch could not serve, in their order. The problem has none of them.
+    /// The last 16 requests that PyTorch could not serve, in order. They are not part of the problem.
     pub refused: Vec<Refused>,
 }
 
-/// A request for which PyTorch was out of memory, and the device as it was then.
+/// A request for which PyTorch was out of memory, and the state of the device at that time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Refused {
     /// Its event in the device's trace, counted from 0.
     pub event: usize,
-    /// The tick of the problem after which it came.
+    /// Tick of the problem after which it came.
     pub tick: u64,
     /// Bytes that were asked for, as PyTorch rounds them.
     pub bytes: u64,
-    /// Bytes of the device that nobody had.
+    /// Bytes of the device that were free.
     pub device_free: u64,
     /// Bytes that PyTorch held.
     pub reserved: u64,
-    /// Of those, bytes in the program's hands.
+    /// Bytes of those that the program held.
     pub allocated: u64,
     /// Its stream, numbered as in [`Snapshot::streams`].
     #[serde(skip)]
@@ -57,17 +58,17 @@ pub struct Refused {
 }
 
 impl Refused {
-    /// Bytes of the device that an allocator in the place of PyTorch's would have had.
+    /// Bytes of the device that another allocator would have had in PyTorch's place.
     pub fn capacity(&self) -> u64 {
         self.reserved.saturating_add(self.device_free)
     }
 }
 
 impl Snapshot {
-    /// The program up to a request that was refused, which is its last buffer.
+    /// The program up to a refused request, which becomes its last buffer.
     ///
     /// # Errors
-    /// As [`Problem::new`].
+    /// Returns an error in the same cases as [`Problem::new`].
     pub fn until(&self, refused: &Refused) -> Result<Self, SnapshotError> {
         let (asked, end) = (refused.tick + 1, refused.tick + 2);
         let (mut buffers, mut streams) = (Vec::new(), Vec::new());
@@ -86,7 +87,7 @@ impl Snapshot {
     }
 }
 
-/// Why a snapshot cannot be read.
+/// The error of a snapshot that cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -118,11 +119,11 @@ pub enum SnapshotError {
     Problem(#[from] Box<gapless_alloc::Error>),
 }
 
-/// Reads the allocations of `device` (or of the only one that has any).
+/// Reads the allocations of `device`, or of the only device that has any.
 ///
 /// # Errors
-/// [`SnapshotError`]: where the file ends early, is not plain data, is too large or no snapshot, or where its events
-/// contradict each other.
+/// Returns [`SnapshotError`] if the file ends early, is not plain data, is too large or is not a snapshot, or if its
+/// events contradict each other.
 pub fn read_snapshot(input: impl Read, device: Option<usize>) -> Result<Snapshot, SnapshotError> {
     let mut bytes = Vec::new();
     input.take(LARGEST_FILE + 1).read_to_end(&mut bytes)?;
@@ -154,7 +155,7 @@ struct SegmentBlock {
     bytes: u64,
     requested: u64,
     stream: i64,
-    /// In the program's hands or another stream's.
+    /// Whether the program or another stream uses it.
     active: bool,
 }
 
@@ -170,7 +171,7 @@ fn blocks(pickle: &Pickle, device: usize) -> Result<Vec<SegmentBlock>, SnapshotE
         let mut address: i64 = integer(pickle, segment, "address")?;
         let what = || SnapshotError::NotASnapshot { what: "a segment has no blocks".into() };
         let in_segment = list(pickle, pickle.field(segment, "blocks").ok_or_else(what)?, "blocks")?;
-        // Lists can be shared: what is read is bounded, not only what is there.
+        // Lists can be shared, so the blocks read must be bounded, not only those in the file.
         if blocks.len() + in_segment.len() > MOST_BLOCKS {
             return Err(SnapshotError::TooLarge { what: "blocks", limit: MOST_BLOCKS as u64 });
         }
@@ -189,7 +190,7 @@ fn blocks(pickle: &Pickle, device: usize) -> Result<Vec<SegmentBlock>, SnapshotE
 #[derive(Debug)]
 struct Entry {
     action: Action,
-    /// Of a refused request, the bytes of the device that nobody had.
+    /// The address, or for a refused request the free bytes of the device.
     address: i64,
     bytes: i64,
     stream: i64,
@@ -198,9 +199,9 @@ struct Entry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Action {
     Allocate,
-    /// The program is done with it.
+    /// The program freed the block.
     Free,
-    /// Every stream is.
+    /// All streams are done with the block.
     FreeCompleted,
     /// PyTorch was out of memory.
     Refused,
@@ -208,7 +209,7 @@ enum Action {
     Take,
     /// PyTorch gave memory back to the device.
     GiveBack,
-    /// Snapshots, and what else tells nothing of the program.
+    /// Snapshots and other events that say nothing about the program.
     Other,
 }
 
@@ -271,7 +272,7 @@ fn lifetimes(events: &[Entry], blocks: &[SegmentBlock], device: usize) -> Result
     Ok(Snapshot { problem, streams, device, reserved: held, refused })
 }
 
-/// The requests that PyTorch could not serve; what it held then is what it holds at the end without what came to it and went since.
+/// The requests that PyTorch could not serve. The bytes that it held then are computed backwards from those at the end.
 fn refused(events: &[Entry], history: &History, held: u64, mut number: impl FnMut(i64) -> Stream) -> Vec<Refused> {
     let (mut refused, mut reserved, mut tick) = (Vec::new(), held, history.tick);
     for (event, entry) in events.iter().enumerate().rev() {
@@ -301,7 +302,7 @@ fn refused(events: &[Entry], history: &History, held: u64, mut number: impl FnMu
     refused
 }
 
-/// An allocation while it is put together.
+/// An allocation that is being reconstructed.
 #[derive(Debug)]
 struct Allocation {
     start: u64,
@@ -310,17 +311,17 @@ struct Allocation {
     stream: i64,
 }
 
-/// A device's allocations, from its events in order.
+/// A device's allocations, reconstructed from its events in order.
 #[derive(Debug, Default)]
 struct History {
     allocations: Vec<Allocation>,
-    /// In the program's hands, by address.
+    /// Allocations that the program holds, by address.
     live: HashMap<i64, usize>,
-    /// Freed by the program, but not yet by the other streams that use them.
+    /// Allocations that the program has freed, but that other streams still use, by address.
     pending: HashMap<i64, usize>,
-    /// All addresses met so far: whatever is freed at another one was allocated before the recording began.
+    /// All addresses seen so far. A block freed at any other address was allocated before the recording began.
     seen: HashSet<i64>,
-    /// Of the latest event; the first is 1.
+    /// Tick of the latest event; the first is 1.
     tick: u64,
 }
 

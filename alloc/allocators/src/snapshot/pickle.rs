@@ -1,11 +1,11 @@
 //! Reads pickles of plain data: numbers, text, lists, tuples, dicts.
 //!
-//! In: the bytes of a file that a stranger may have written. Out: a table of [`Value`]s that refer to each other by
-//! number, text as ranges of the file. Never: an import or a call (their opcodes are refused), recursion, or a copy of a
-//! shared value; so nesting, loops and sharing cost nothing, and memory stays within a few words per byte of the file.
+//! In: the bytes of a file from an untrusted source. Out: a table of [`Value`]s that refer to each other by number,
+//! with text as ranges of the file. Never: an import or a call (their opcodes are refused), recursion, or a copy of a
+//! shared value. So nesting, loops and sharing cost nothing, and memory stays within a few words per byte of the file.
 //!
-//! Why not a crate: `serde-pickle` 1.2 counts how often each memoised value is referred to and fails on values that are
-//! shared and hold memoised ones themselves, as the stack frames of every snapshot are; and it recurses without a limit.
+//! Why no crate does this: `serde-pickle` 1.2 counts the references to each memoised value, and fails on values that
+//! are shared and contain memoised ones, as the stack frames of every snapshot do. It also recurses without a limit.
 
 use std::ops::Range;
 
@@ -22,13 +22,13 @@ pub(super) struct ValueId(u32);
 #[derive(Debug, PartialEq)]
 pub(super) enum Value {
     Integer(i64),
-    /// UTF-8 as Python wrote it, as a range of the file.
+    /// UTF-8 text as a range of the file.
     Text(Range<usize>),
     /// Lists and tuples.
     List(Vec<ValueId>),
     /// Keys and values in turn.
     Dict(Vec<ValueId>),
-    /// None, booleans, fractions, bytes and integers past 64 bits: all that a snapshot's reader does not ask for.
+    /// None, booleans, fractions, bytes and integers beyond 64 bits, which the reader of snapshots does not need.
     Other,
 }
 
@@ -65,13 +65,14 @@ impl<'b> Pickle<'b> {
         }
     }
 
-    /// What a dict has under a key. A dict of more than a thousand keys is none that a snapshot's reader looks into.
+    /// The value of a key in a dict. Dicts of more than 1024 keys are skipped; the reader of snapshots needs none of
+    /// them.
     pub(super) fn field(&self, id: ValueId, key: &str) -> Option<ValueId> {
         let Value::Dict(entries) = self.value(id) else { return None };
         if entries.len() > 2048 {
             return None;
         }
-        // Python lets the last of equal keys win.
+        // As in Python, the last of equal keys counts.
         let found = entries.chunks_exact(2).rev().find(|entry| self.text(entry[0]) == Some(key.as_bytes()));
         found.map(|entry| entry[1])
     }
@@ -107,16 +108,16 @@ struct Machine<'b> {
 }
 
 impl Machine<'_> {
-    /// Runs the opcode at `start`; returns the outermost value after the last one.
+    /// Runs the opcode at `start`. Returns the outermost value after the last opcode.
     fn step(&mut self, start: usize) -> Result<Option<ValueId>, SnapshotError> {
         let malformed = || SnapshotError::Malformed { byte: start as u64 };
         let opcode = self.bytes[self.take(1)?.start];
         match opcode {
-            // Headers of the protocol and of frames; the end.
+            // Headers of the protocol and of frames, and the end.
             0x80 => _ = self.take(1)?,
             0x95 => _ = self.take(8)?,
             b'.' => return self.stack.pop().map(Some).ok_or_else(malformed),
-            // None and booleans; numbers of one, two, four and eight bytes and of a counted number of bytes.
+            // None and booleans; numbers of one, two, four and eight bytes, and numbers with a length.
             b'N' | 0x88 | 0x89 => self.push(Value::Other)?,
             b'K' => self.push_unsigned(1)?,
             b'M' => self.push_unsigned(2)?,
@@ -130,7 +131,7 @@ impl Machine<'_> {
                 let width = self.number(4)?;
                 self.push_signed(width)?;
             }
-            // Text and bytes, after one, four or eight bytes of length.
+            // Text and bytes, after a length of one, four or eight bytes.
             0x8c => self.push_text(1)?,
             b'X' => self.push_text(4)?,
             0x8d => self.push_text(8)?,
@@ -166,7 +167,7 @@ impl Machine<'_> {
                     _ => return Err(malformed()),
                 }
             }
-            // The memo: Python numbers its entries one after another.
+            // The memo, whose entries Python numbers consecutively.
             0x94 | b'q' | b'r' => {
                 let number = match opcode {
                     b'q' => self.number(1)?,
@@ -186,14 +187,14 @@ impl Machine<'_> {
         Ok(None)
     }
 
-    /// The next `count` bytes.
+    /// Takes the next `count` bytes.
     fn take(&mut self, count: usize) -> Result<Range<usize>, SnapshotError> {
         let end = self.at.checked_add(count).filter(|&end| end <= self.bytes.len());
         let end = end.ok_or(SnapshotError::Truncated { byte: self.bytes.len() as u64 })?;
         Ok(std::mem::replace(&mut self.at, end)..end)
     }
 
-    /// An unsigned number of at most eight bytes, the lowest first.
+    /// Reads an unsigned number of at most eight bytes, the lowest byte first.
     fn number(&mut self, width: usize) -> Result<usize, SnapshotError> {
         let range = self.take(width)?;
         let number = self.bytes[range].iter().rev().fold(0u64, |number, &byte| number << 8 | u64::from(byte));
@@ -212,7 +213,7 @@ impl Machine<'_> {
         self.push(Value::Integer(number as i64))
     }
 
-    /// Two's complement, the lowest byte first.
+    /// Pushes a number in two's complement, the lowest byte first.
     fn push_signed(&mut self, width: usize) -> Result<(), SnapshotError> {
         let range = self.take(width)?;
         let bytes = &self.bytes[range];
@@ -264,7 +265,7 @@ impl Machine<'_> {
     }
 }
 
-/// Every table has the same limit.
+/// Returns an error if a table has reached the limit, which is the same for all tables.
 fn room<T>(table: &[T]) -> Result<(), SnapshotError> {
     match table.len() {
         MOST_VALUES => Err(SnapshotError::TooLarge { what: "values", limit: MOST_VALUES as u64 }),

@@ -1,28 +1,28 @@
-//! Rectangles that take turns: each starts after the one before has ended.
+//! Chains of rectangles that take turns: each starts after the one before has ended.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use gapless_alloc::Lifetime;
 
-/// Rectangles by number, none of which overlaps another in time.
+/// Numbers of rectangles of which none overlaps another in time.
 #[derive(Debug, Default)]
 pub(super) struct Chain {
     pub members: Vec<usize>,
-    /// What the members may be repeated as, one iteration later.
+    /// The echoes of its members, see [`Echo`].
     pub echoes: Vec<Lifetime>,
 }
 
-/// Which rectangles of the last planned iteration are seen a second time, an iteration later (`iter1_start`, `iter1_end` and
-/// `global_max_time` in the released code). The first and last tick are those of single buffers alone, so that only a
-/// step that ends with a group has any.
+/// The rectangles of the last planned iteration that are seen a second time, one iteration later (`iter1_start`,
+/// `iter1_end` and `global_max_time` in the released code). The iteration's first and last tick come from single
+/// buffers only, so there are echoes only if a step ends with a group.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Echo {
     /// First tick of the last iteration.
     pub start: u64,
-    /// Ticks from there to the iteration's end.
+    /// Number of ticks from there to the iteration's end.
     pub length: u64,
-    /// The last tick of all.
+    /// The last tick of all rectangles.
     pub end: u64,
 }
 
@@ -33,7 +33,8 @@ impl Echo {
     }
 }
 
-/// Each rectangle of `numbers`, in that order, joins the chain that ended last before it starts, or begins a chain.
+/// Forms chains: each rectangle of `numbers`, in that order, joins the chain that ended last before it starts, or
+/// begins a new one.
 pub(super) fn chains<'l>(numbers: &[usize], lifetime: impl Fn(usize) -> &'l Lifetime, echo: &Echo) -> Vec<Chain> {
     let mut chains: Vec<Chain> = Vec::new();
     let mut ends: BTreeSet<(u64, Reverse<usize>)> = BTreeSet::new();

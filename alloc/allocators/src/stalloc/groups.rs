@@ -1,9 +1,9 @@
-//! STAlloc's groups (`group` in the released code): buffers that are born in one phase of a step and die in another,
-//! together.
+//! STAlloc's groups (`group` in the released code): buffers that are born in one phase of a step and die in another.
 //!
-//! All members of a group are alive at once between the two phases, so its size is their sum and their places in it are
-//! fixed beforehand. Two groups that overlap in time are fused, the smaller into what the larger leaves idle, where that
-//! makes the product of their time-memory usages larger. A group that uses less than 0.7 of its rectangle is no group.
+//! All members of a group are alive together between the two phases. So the group's size is the sum of theirs, and
+//! their offsets in it are fixed beforehand. Two groups that overlap in time are fused if that increases the product of
+//! their usages (the used part of a group's rectangle of time × memory): members of the smaller one go where the larger
+//! one is idle. A group with a usage below 0.7 is dissolved.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -14,16 +14,16 @@ use super::Rectangle;
 use super::layers::in_heap;
 use super::skyline::Skyline;
 
-/// Least part of a group's rectangle that its members use.
+/// Least part of its rectangle that a group must use.
 const LEAST_USAGE: f64 = 0.7;
 
-/// A group of fewer members than this that is smaller than a tenth of the largest is no group.
+/// A group with fewer members than this that is smaller than a tenth of the largest group is dissolved.
 const FEW: usize = 5;
 
-/// Numbers of rectangles, and their offsets within the group.
+/// The rectangles of a group, by number, with their offsets in it.
 type Members = Vec<(usize, u64)>;
 
-/// Buffers with fixed places relative to each other.
+/// Buffers at fixed offsets relative to each other.
 #[derive(Debug, Clone)]
 pub(super) struct Group {
     pub members: Members,
@@ -31,8 +31,9 @@ pub(super) struct Group {
     pub bytes: u64,
 }
 
-/// Groups of what lives from one phase to another (`spans`, by rectangle: iteration, first phase, last phase), before any
-/// are fused, and the rectangles in no group, in the order in which the released planner has them.
+/// Forms groups of the rectangles that live from one phase to another, without fusing them. `spans` has the iteration,
+/// first phase and last phase of each rectangle. Also returns the rectangles in no group, in the released planner's
+/// order.
 pub(super) fn form(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> (Vec<Group>, Vec<usize>) {
     let mut by_span: BTreeMap<(u64, usize, usize), Vec<usize>> = BTreeMap::new();
     let mut single = Vec::new();
@@ -47,7 +48,8 @@ pub(super) fn form(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> (
     groups.sort_by_key(|group| group.lifetime.start);
     let largest = groups.iter().map(|group| group.bytes).max().unwrap_or(0);
     dissolve(&mut groups, &mut single, |g| (g.bytes as f64) < largest as f64 * 0.1 && g.members.len() < FEW);
-    // Single buffers as large as a group are groups; but the one after a buffer that left the list is passed over.
+    // A single buffer as large as a group becomes a group. As in the released code, the one after it in the list is
+    // skipped.
     let smallest = groups.iter().map(|group| group.bytes).min().unwrap_or(u64::MAX);
     let mut is_passed_over = false;
     single.retain(|&number| {
@@ -62,7 +64,7 @@ pub(super) fn form(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> (
     (groups, single)
 }
 
-/// Moves the members of some groups to the single buffers, by birth.
+/// Dissolves some groups: their members become single buffers, in order of birth.
 fn dissolve(groups: &mut Vec<Group>, single: &mut Vec<usize>, is_none: impl Fn(&Group) -> bool) {
     groups.retain(|group| {
         let gone = is_none(group);
@@ -75,7 +77,7 @@ fn dissolve(groups: &mut Vec<Group>, single: &mut Vec<usize>, is_none: impl Fn(&
     });
 }
 
-/// Groups by size, the largest first, each size in the order of [`in_heap`].
+/// Numbers of the groups by size, the largest first. Groups of one size are in the order of [`in_heap`].
 pub(super) fn by_size(groups: &[Group]) -> Vec<Vec<usize>> {
     let mut by_size: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
     for (number, group) in groups.iter().enumerate() {
@@ -84,8 +86,8 @@ pub(super) fn by_size(groups: &[Group]) -> Vec<Vec<usize>> {
     by_size.into_values().rev().map(|alike| in_heap(alike, |number| groups[number].lifetime.start)).collect()
 }
 
-/// Tries each group with all larger ones. A base is fused once; a smaller group goes on to further bases in the same turn,
-/// as it does in the released code, so that its members may be in several of the resulting groups.
+/// Tries to fuse each group with all larger ones. A base is fused once. As in the released code, a smaller group goes
+/// on to further bases in the same turn, so its members may be in several of the resulting groups.
 pub(super) fn fuse(rectangles: &[Rectangle], groups: Vec<Group>) -> Vec<Group> {
     let classes = by_size(&groups);
     let mut is_used = vec![false; groups.len()];
@@ -105,7 +107,7 @@ pub(super) fn fuse(rectangles: &[Rectangle], groups: Vec<Group>) -> Vec<Group> {
             }
         }
     }
-    // The rest by sizes, in the order in which a size came first.
+    // The rest by size, in the order in which the sizes first occur.
     let mut classes = classes;
     classes.sort_by_key(|class| class.iter().min().copied());
     fused.extend(classes.into_iter().flatten().filter(|&number| !is_used[number]).map(|number| groups[number].clone()));
@@ -113,7 +115,7 @@ pub(super) fn fuse(rectangles: &[Rectangle], groups: Vec<Group>) -> Vec<Group> {
 }
 
 impl Group {
-    /// Members one above the other, the one that lives longest at the bottom.
+    /// Stacks the members, the longest-lived at the bottom.
     fn of(rectangles: &[Rectangle], mut members: Vec<usize>) -> Self {
         let lifetime = span(rectangles, members.iter().copied());
         let length = |number: usize| rectangles[number].lifetime.end - rectangles[number].lifetime.start;
@@ -127,20 +129,21 @@ impl Group {
         Self { members, lifetime, bytes }
     }
 
-    /// The part of the rectangle around the group that its members use.
+    /// The part of the group's rectangle that its members use.
     fn usage(&self, rectangles: &[Rectangle]) -> f64 {
         let area = |lifetime: &Lifetime, bytes: u64| u128::from(lifetime.end - lifetime.start) * u128::from(bytes);
         let used: u128 = self.members.iter().map(|m| area(&rectangles[m.0].lifetime, rectangles[m.0].bytes)).sum();
         used as f64 / area(&self.lifetime, self.bytes).max(1) as f64
     }
 
-    /// `small` in what `base` leaves idle: the fused group and what did not fit, if the usages improve.
+    /// Fuses `small` into the idle space of `base`. Returns the fused group and a group of what did not fit, if the
+    /// usages improve.
     fn fuse(rectangles: &[Rectangle], base: &Self, small: &Self) -> Option<(Self, Option<Self>)> {
         let (a, b) = (&base.lifetime, &small.lifetime);
         let base_first = a.start <= b.start;
         let (former, latter) = if base_first { (a, b) } else { (b, a) };
         if former.end <= latter.start || former.end > latter.end {
-            return None; // apart, or one within the other
+            return None; // disjoint or nested
         }
         let (placed, left) = fill(rectangles, base, small, base_first)?;
         let lifetime = span(rectangles, placed.iter().map(|m| m.0));
@@ -151,13 +154,15 @@ impl Group {
     }
 }
 
-/// Members of both groups with their places, and those of the smaller that found none. The base becomes a staircase: its
-/// members by distance of their free end, the longest at the bottom. Idle memory is then in one piece, and each step of it
-/// takes the first member of the other group that does not reach back to it.
+/// Returns the members of both groups with their offsets, and the members of the smaller that found no place.
+///
+/// The base becomes a staircase: the further a member reaches towards the other group, the lower it lies. The idle
+/// space is then in one piece, and each step of it takes the first member of the other group that does not overlap it
+/// in time.
 fn fill(rectangles: &[Rectangle], base: &Group, small: &Group, base_first: bool) -> Option<(Members, Vec<usize>)> {
     let start = |number: usize| rectangles[number].lifetime.start;
     let end = |number: usize| rectangles[number].lifetime.end;
-    // By birth first: members of equal ends stay in that order.
+    // Sorted by birth first, so that members with equal ends stay in that order.
     let by_birth = |group: &Group| {
         let mut members: Vec<usize> = group.members.iter().map(|m| m.0).collect();
         members.sort_by_key(|&m| start(m));
@@ -190,7 +195,7 @@ fn fill(rectangles: &[Rectangle], base: &Group, small: &Group, base_first: bool)
                 let member = left.remove(at);
                 placed.push((member, offset));
                 floor = offset + rectangles[member].bytes;
-                // The floor may be lower than it was.
+                // The floor may be lower than before.
                 step = 0;
             }
             None if step + 1 == steps.len() => break,
@@ -200,7 +205,7 @@ fn fill(rectangles: &[Rectangle], base: &Group, small: &Group, base_first: bool)
     Some((placed, left))
 }
 
-/// From the first birth to the last death.
+/// Ticks from the first birth to the last death.
 fn span(rectangles: &[Rectangle], members: impl Iterator<Item = usize> + Clone) -> Lifetime {
     let start = members.clone().map(|m| rectangles[m].lifetime.start).min().unwrap_or(0);
     start..members.map(|m| rectangles[m].lifetime.end).max().unwrap_or(start)
@@ -210,7 +215,7 @@ fn span(rectangles: &[Rectangle], members: impl Iterator<Item = usize> + Clone) 
 mod tests {
     use super::*;
 
-    /// Members and bytes of each group, fused or not, and the rest.
+    /// Checks the members and bytes of each group, fused or not, and the remaining rectangles.
     fn check(rows: &[(Lifetime, u64)], phases: &[u64], is_fused: bool, expected: &[(&[usize], u64)], rest: &[usize]) {
         let rectangles: Vec<Rectangle> =
             rows.iter().map(|(lifetime, bytes)| Rectangle { lifetime: lifetime.clone(), bytes: *bytes }).collect();
@@ -231,21 +236,21 @@ mod tests {
         let rows = [(0..30, 8), (1..29, 4), (2..3, 1), (11..29, 2)];
         check(&rows, &[10, 20], false, &[(&[0, 1], 12), (&[3], 2)], &[2]);
         check(&rows, &[], false, &[], &[0, 1, 2, 3]);
-        // Two thirds empty: no group.
+        // Two thirds of the rectangle are idle, so it is no group.
         check(&[(0..11, 8), (9..30, 8)], &[10], false, &[], &[0, 1]);
-        // Few and less than a tenth of the largest: no group.
+        // It has few members and less than a tenth of the largest group's bytes, so it is no group.
         check(&[(0..30, 100), (1..15, 9)], &[10, 20], false, &[(&[0], 100)], &[1]);
-        // Of single buffers as large as a group, every second becomes one.
+        // Every second single buffer that is as large as a group becomes one.
         let rows = [(0..30, 4), (1..2, 5), (3..4, 5), (5..6, 5)];
         check(&rows, &[10], false, &[(&[0], 4), (&[1], 5), (&[3], 5)], &[2]);
     }
 
     #[test]
     fn groups_fuse_where_usage_improves() {
-        // The larger dies in steps, the smaller is born in steps after it.
+        // The larger group dies in steps; the smaller one is born in steps after it.
         let rows = [(0..30, 8), (0..22, 8), (23..50, 6), (31..50, 6)];
         check(&rows, &[10, 20, 40], true, &[(&[0, 1, 3, 2], 16)], &[]);
-        // Nested in time: never.
+        // Groups that are nested in time are never fused.
         check(&[(0..50, 8), (15..35, 6)], &[10, 20, 40], true, &[(&[0], 8), (&[1], 6)], &[]);
     }
 }

@@ -1,5 +1,5 @@
-//! Layers of groups (`merge_candidates` in the released planner): sizes in descending order, each into lanes within the layers
-//! so far, then into layers of its own.
+//! Layers of groups (`merge_candidates` in the released planner). Sizes come in descending order; each goes into lanes
+//! within the existing layers, then into layers of its own.
 
 use gapless_alloc::Lifetime;
 
@@ -9,14 +9,15 @@ use super::groups::{self, Group};
 use super::layers::{Layers, occupied};
 use super::skyline::Skyline;
 
-/// Places groups and then single rectangles; `spans` has each rectangle's iteration, first and last phase.
+/// Places groups and then single rectangles, and returns the height. `spans` has the iteration, first phase and last
+/// phase of each rectangle.
 pub(super) fn place(rectangles: &[Rectangle], spans: &[(u64, usize, usize)], offsets: &mut [u64]) -> u64 {
     let echo = echo(rectangles, spans);
     let (groups, single) = groups::form(rectangles, spans);
     let groups = groups::fuse(rectangles, groups);
     let mut layers = Layers::default();
     for layer in stack(&groups, &echo) {
-        // In the released code, all of a layer below its highest lane counts as occupied for good.
+        // In the released code, everything in a layer below its highest lane counts as occupied at all times.
         let floor = layer.lanes.iter().map(|lane| lane.offset).max().unwrap_or(0);
         let mut skyline = Skyline::flat(floor);
         for (lane, &(number, offset)) in layer.members(&groups) {
@@ -30,7 +31,7 @@ pub(super) fn place(rectangles: &[Rectangle], spans: &[(u64, usize, usize)], off
     layers.height
 }
 
-/// The ticks of the last iteration, by what lives in one phase.
+/// The echo of the last iteration. Its ticks come from rectangles that live within one phase.
 fn echo(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> Echo {
     let last = spans.iter().map(|span| span.0).max().unwrap_or(0);
     let single = || rectangles.iter().zip(spans).filter(|(_, s)| s.0 == last && s.1 == s.2).map(|(r, _)| &r.lifetime);
@@ -40,22 +41,22 @@ fn echo(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> Echo {
     Echo { start, length, end }
 }
 
-/// A range of offsets, and lanes within it.
+/// A range of offsets with lanes in it.
 struct Layer {
     bytes: u64,
     lanes: Vec<Lane>,
 }
 
-/// A part of a layer, and groups that take turns there.
+/// A part of a layer in which groups take turns.
 struct Lane {
     offset: u64,
     bytes: u64,
     groups: Vec<usize>,
-    /// When it is occupied.
+    /// Ticks during which the lane is occupied.
     ticks: Vec<Lifetime>,
 }
 
-/// All groups in layers, the largest first.
+/// Puts all groups into layers, the largest first.
 fn stack(groups: &[Group], echo: &Echo) -> Vec<Layer> {
     let mut layers: Vec<Layer> = Vec::new();
     for class in groups::by_size(groups) {
@@ -73,7 +74,8 @@ fn stack(groups: &[Group], echo: &Echo) -> Vec<Layer> {
 }
 
 impl Layer {
-    /// Takes of `left` what lanes of `bytes` have room for: first within lanes that are as large, then above them.
+    /// Moves groups from `left` to lanes of `bytes`: first to lanes within existing ones that are large enough, then
+    /// above those.
     fn take(&mut self, groups: &[Group], bytes: u64, left: &mut Vec<usize>, echo: &Echo) {
         let (mut above, mut at) = (0, 0);
         while at < self.lanes.len() {
@@ -85,13 +87,13 @@ impl Layer {
             if offset + room + bytes < self.bytes {
                 above = above.max(offset + room);
             }
-            // The released code takes the lane's size for its end.
+            // The released code uses the lane's size as its end.
             self.take_from(groups, offset, room, bytes, left, echo);
         }
         self.take_from(groups, above, self.bytes, bytes, left, echo);
     }
 
-    /// One lane after the other from `offset` to `end`, until one takes nothing.
+    /// Adds one lane after another from `offset` to `end`, until one takes no group.
     fn take_from(
         &mut self,
         groups: &[Group],
@@ -127,7 +129,7 @@ impl Layer {
         }
     }
 
-    /// Members of all groups, with the offset of their lane.
+    /// The members of all groups, with the offset of their lane.
     fn members<'l>(&'l self, groups: &'l [Group]) -> impl Iterator<Item = (u64, &'l (usize, u64))> {
         let of_lane = |lane: &'l Lane| lane.groups.iter().map(|&number| (lane.offset, number));
         let members = |(offset, number): (u64, usize)| groups[number].members.iter().map(move |m| (offset, m));

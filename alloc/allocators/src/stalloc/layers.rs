@@ -1,11 +1,14 @@
-//! The released planner's `split-and-fuse` (the last step of `allocate_group` in Synthesizer/allocator.py): sizes in
-//! descending order, each into what the layers so far leave idle, then into layers of its own.
+//! The released planner's `split-and-fuse` (the last step of `allocate_group` in Synthesizer/allocator.py). Sizes come
+//! in descending order; each goes into the idle space of the existing layers, then into layers of its own.
 //!
-//! Two habits of it decide figures. Times are those of single requests, and what fills a layer occupies its first to its
-//! last tick, both included, while the members of the layer itself occupy the tick before their first to the one before
-//! their last: a buffer that is freed in the very request before a member's birth doesn't fit. And the order in which a
-//! size class is offered is revised by [`TRIALS`] passes that fill copies of the layers and put forward the positions that
-//! stayed empty-handed; positions are then read as numbers of buffers, and no pass is judged by what it gains.
+//! Two of its habits affect the figures:
+//!
+//! - Time counts single requests. A buffer that fills a layer occupies its first to its last tick, both included, but a
+//!   member of the layer itself occupies the tick before its first to the one before its last. So a buffer that is
+//!   freed in the very request before a member's birth doesn't fit.
+//! - The order in which a size class is offered is revised by [`TRIALS`] passes. They fill copies of the layers, and
+//!   move the positions that found no place to the front. Positions are then read as numbers of buffers, and no pass is
+//!   judged by its gain.
 
 use std::collections::BTreeMap;
 
@@ -16,15 +19,15 @@ use super::chains::{Echo, chains};
 use super::rooms::{Class, Left, Rooms, stack};
 use super::skyline::Skyline;
 
-/// Passes over a size class before it is placed. A pass is repeated while the bytes of the layers that the class would need
-/// alone don't grow, until they were the same five times; they are always the same.
+/// Passes over a size class before it is placed. The released code repeats a pass as long as the bytes of the layers
+/// that the class would need alone don't grow, until they were the same five times. They always are.
 const TRIALS: usize = 6;
 
 /// All layers, one above the other.
 #[derive(Debug, Default)]
 pub(super) struct Layers {
     layers: Vec<Layer>,
-    /// Their bytes; stays at 2^64 where it would pass it.
+    /// Sum of their bytes, at most `u64::MAX`.
     pub height: u64,
 }
 
@@ -37,7 +40,7 @@ pub(super) struct Layer {
 }
 
 impl Layers {
-    /// Adds a layer on top, and returns its offset.
+    /// Adds a layer on top and returns its offset.
     pub(super) fn push(&mut self, bytes: u64, skyline: Skyline) -> u64 {
         let offset = self.height;
         self.layers.push(Layer { offset, bytes, skyline });
@@ -45,7 +48,7 @@ impl Layers {
         offset
     }
 
-    /// Places the rectangles of these numbers and notes their offsets.
+    /// Places the rectangles with these numbers and records their offsets.
     pub(super) fn fill(&mut self, rectangles: &[Rectangle], numbers: &[usize], echo: &Echo, offsets: &mut [u64]) {
         let mut by_size: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
         for &number in numbers {
@@ -65,7 +68,7 @@ impl Layers {
         let class = Class::new(bytes, ticks);
         let mut rooms = Rooms::default();
         let order = self.revised_order(&class, &mut rooms);
-        // What fits into layers so far.
+        // First, the members that fit into existing layers.
         let rank = ranks(&order);
         let mut left = Left::all(order.len());
         for at in self.as_large_as(bytes) {
@@ -87,7 +90,7 @@ impl Layers {
             }
             layer.skyline = room.grown(&layer.skyline, &heights);
         }
-        // New layers for the rest.
+        // Then new layers for the rest.
         let mut left: Vec<usize> = left.places().map(|place| numbers[order[place]]).collect();
         left.sort_by_key(|&number| lifetime(number).start);
         for chain in chains(&left, lifetime, echo) {
@@ -112,7 +115,7 @@ impl Layers {
         order
     }
 
-    /// The places of the order whose members no layer takes when each layer is offered all of them.
+    /// Offers all members to every layer, and returns the places of the order whose members no layer takes.
     fn trial(&self, class: &Class, rooms: &mut Rooms, order: &[usize]) -> Left {
         let mut left = Left::all(order.len());
         let rank = ranks(order);
@@ -123,7 +126,7 @@ impl Layers {
             let layer = &self.layers[at];
             let room = rooms.of(at, layer, class);
             let mut places = room.by_place(&rank);
-            // What comes after the last place that needs this layer changes nothing.
+            // Entries after the last place that still needs this layer change nothing.
             places.truncate(places.iter().rposition(|(place, _)| left.is_left[*place]).map_or(0, |last| last + 1));
             if places.is_empty() {
                 continue;
@@ -151,13 +154,13 @@ fn ranks(order: &[usize]) -> Vec<usize> {
     rank
 }
 
-/// The ticks that a layer's own member occupies.
+/// The ticks that a member of the layer itself occupies.
 pub(super) fn occupied(lifetime: &Lifetime) -> Lifetime {
     lifetime.start - 1..lifetime.end
 }
 
-/// As a binary heap by `key` has them after they were pushed one by one (Python's `heapq`): ascending where they came
-/// so, and otherwise in the order of the heap's array, which the released planner goes through.
+/// The order of a binary heap's array after the items were pushed one by one by `key` (Python's `heapq`), which the
+/// released planner iterates over. Items pushed in ascending order stay in that order.
 pub(super) fn in_heap(items: Vec<usize>, key: impl Fn(usize) -> u64) -> Vec<usize> {
     let mut heap = items;
     for pushed in 1..heap.len() {

@@ -1,16 +1,20 @@
-//! STAlloc: a static plan from a profiled run, matched request by request, and a caching allocator for the rest.
+//! STAlloc: a static plan from a profiled run that is matched request by request, and a caching allocator for the rest.
 //!
-//! Modelled after the released planner (`Synthesizer/` of infinigence/STAlloc at 3a9f97ff4896, arXiv 2507.16274). It lays persistent
-//! buffers end to end and plans what is born in the first two iterations, all sizes rounded to 512 bytes. By default
-//! ([`StAlloc::new`], `--static-algo split-and-fuse`) the rest goes into layers, size by size; where the phases of a step are known, buffers
-//! that are born in one phase and die in another are grouped and fused first ([`StAlloc::with`], `group`). Its users get the
-//! better of the two only with `--static-algo autotune`. [`StAlloc::strips`] is the idea of the layers without what the released code
-//! loses.
+//! The model follows the released planner (`Synthesizer/` of infinigence/STAlloc at 3a9f97ff4896, arXiv 2507.16274). It
+//! lays persistent buffers end to end, and plans the buffers that are born in the first two iterations. All sizes are
+//! rounded to 512 bytes.
 //!
-//! At run time the n-th request of an iteration gets the n-th planned offset if its size is the planned one; otherwise
-//! PyTorch's caching allocator serves it, and likewise if the bytes are taken. Requests of at most 512 bytes have blocks of
-//! their own, twice as many as are ever alive. Buffers marked as dynamic (the data decides their sizes) are not planned: they
-//! get the best-fitting range that the plan leaves idle throughout their lifetime, or else come from the caching allocator too.
+//! - By default ([`StAlloc::new`], `--static-algo split-and-fuse`) the rest goes into layers, size by size.
+//! - If the phases of a step are known, buffers that are born in one phase and die in another are grouped and fused
+//!   first ([`StAlloc::with`], `group`). Its users get the better of the two only with `--static-algo autotune`.
+//! - [`StAlloc::strips`] is the idea of the layers without the losses of the released code.
+//!
+//! At run time the n-th request of an iteration gets the n-th planned offset if its size is the planned one and the
+//! bytes are free. Otherwise PyTorch's caching allocator serves it. Requests of at most 512 bytes have blocks of their
+//! own, twice as many as are ever alive.
+//!
+//! Buffers marked as dynamic (their sizes depend on the data) are not planned. They get the best-fitting range that the
+//! plan leaves idle throughout their lifetime, or else come from the caching allocator too.
 
 mod chains;
 mod groups;
@@ -30,7 +34,7 @@ use crate::pytorch::PyTorchOptions;
 use crate::{Allocator, Block, Device, Extent, Gauge, OutOfMemory, PyTorch, Requests, Statistics, Stream};
 
 const GRAIN: u64 = 512;
-/// The slot of blocks from the static pool; the caching allocator's are below.
+/// The slot of all blocks from the static pool. The caching allocator's slots are lower.
 const IN_POOL: u32 = u32::MAX;
 
 /// STAlloc on one device.
@@ -38,13 +42,13 @@ const IN_POOL: u32 = u32::MAX;
 pub struct StAlloc {
     name: &'static str,
     plan: Plan,
-    /// Address of the static pool, once it is taken.
+    /// Address of the static pool, once it has been taken.
     pool: Option<u64>,
-    /// The request of the plan that is expected.
+    /// The next request that the plan expects.
     next: usize,
-    /// Offsets in use, with their bytes.
+    /// Bytes of the blocks in use, by offset.
     live: BTreeMap<u64, u64>,
-    /// Offsets of small blocks that are free.
+    /// Offsets of the free small blocks.
     small: Vec<u64>,
     caching: PyTorch,
     in_pool: Statistics,
@@ -52,7 +56,7 @@ pub struct StAlloc {
 }
 
 impl StAlloc {
-    /// Plans `problem`, knowing of no phases and no dynamic buffers: the released code's default.
+    /// Plans `problem` without phases or dynamic buffers, as the released code does by default.
     pub fn new(device: Device, problem: &Problem, requests: &Requests) -> Self {
         Self::with(device, problem, requests, &[], |_| false)
     }
@@ -69,8 +73,8 @@ impl StAlloc {
         Self::planned("stalloc", device, Plan::released(problem, requests, phases, is_dynamic))
     }
 
-    /// Plans one iteration in strips without what the released planner loses: lifetimes end where they end, and a size class
-    /// is placed in order of birth.
+    /// Plans one iteration in strips, without the losses of the released planner: lifetimes are not extended, and a
+    /// size class is placed in order of birth.
     pub fn strips(device: Device, problem: &Problem, requests: &Requests) -> Self {
         Self::planned("stalloc-strips", device, Plan::strips(problem, requests))
     }
@@ -89,12 +93,12 @@ impl StAlloc {
         }
     }
 
-    /// Bytes of the static pool and the small blocks behind it.
+    /// Bytes of the static pool and of the small blocks after it.
     fn pool_bytes(&self) -> u64 {
         self.plan.bytes.saturating_add(self.plan.small_blocks * GRAIN)
     }
 
-    /// Takes the pool from the device, if that has not happened.
+    /// Takes the pool from the device, if that has not been done yet.
     fn pool(&mut self) -> Option<u64> {
         let bytes = self.pool_bytes();
         if self.pool.is_none() && bytes > 0 {
@@ -106,7 +110,7 @@ impl StAlloc {
         Some(self.pool.unwrap_or_default())
     }
 
-    /// The offset that the plan has for the next request, if it holds.
+    /// The planned offset of the next request, if its size is as planned and the bytes are free.
     fn planned_offset(&mut self, bytes: u64) -> Option<u64> {
         if bytes <= self.plan.small {
             return self.small.pop();
@@ -133,7 +137,7 @@ impl StAlloc {
         self.live.range(..offset + bytes).next_back().is_none_or(|(&other, &size)| other + size <= offset)
     }
 
-    /// The parts of a range of the pool that are not in use.
+    /// The pieces of a range of the pool that are not in use.
     fn free_within(&self, offset: u64, bytes: u64) -> Vec<(u64, u64)> {
         let inside = self.live.range(..offset + bytes).rev().take_while(|&(&at, &size)| at + size > offset);
         let mut used: Vec<(u64, u64)> = inside.map(|(&at, &size)| (at, at + size)).collect();
@@ -221,7 +225,7 @@ mod tests {
         Problem::new(rows.iter().map(|(lifetime, bytes)| Buffer::new(lifetime.clone(), *bytes)).collect()).unwrap()
     }
 
-    /// What is reserved, by the released planner and by strips.
+    /// Checks the bytes reserved by the released planner and by strips.
     fn check(rows: &[(Lifetime, u64)], released: u64, strips: u64) {
         let problem = problem(rows);
         let requests = Requests::new(&problem);
@@ -239,17 +243,17 @@ mod tests {
     fn smaller_sizes_fill_larger_layers_first() {
         check(&[(1..3, 2048), (2..4, 2048), (6..9, 4096)], 4096 + 2048, 4096);
         check(&[(0..9, 1024), (1..4, 4096), (4..8, 4096)], 1024 + 4096, 1024 + 4096);
-        // Layers are isolated: what two of them leave idle does not add up.
+        // Layers are separate: the idle space of two layers does not add up.
         let rows = [(0..2, 4096), (0..2, 4096), (2..4, 3072), (2..4, 3072), (2..4, 2048)];
         check(&rows, 2 * 4096 + 2048, 2 * 4096 + 2048);
     }
 
     #[test]
     fn the_released_planner_leaves_a_request_between() {
-        // Freed right before a member of the layer is born, in this iteration or in the next.
+        // A buffer is freed right before a member of the layer is born, in this iteration or in the next.
         check(&[(0..1, 2048), (2..3, 4096)], 4096 + 2048, 4096);
         check(&[(0..1, 4096), (2..3, 2048)], 4096 + 2048, 4096);
-        // A small buffer's requests lie between. It has blocks of its own.
+        // The requests of a small buffer lie in between. That buffer has a block of its own.
         check(&[(0..1, 2048), (2..3, 100), (4..5, 4096)], 4096 + 2 * 512, 4096);
     }
 
@@ -273,8 +277,9 @@ mod tests {
         let requests = Requests::new(&problem);
         let mut allocator = StAlloc::with(Device::new(1 << 30), &problem, &requests, &[], |id| id.index() >= 3);
         let report = crate::replay(&requests, &mut allocator, 1).unwrap();
-        // The static buffer of 4096 bytes dies right before the next iteration's 8192 bytes, and so has a layer of its own.
-        // Of 8192 idle bytes the first takes half, and the second fits nowhere.
+        // The static buffer of 4096 bytes dies right before the next iteration's buffer of 8192 bytes is born, so it
+        // has a layer of its own. The first dynamic buffer takes half of the 8192 idle bytes, and the second fits
+        // nowhere.
         assert_eq!(report.peak_reserved(), 8192 + 4096 + 2 * 512 + (2 << 20));
     }
 }

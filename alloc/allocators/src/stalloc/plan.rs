@@ -1,4 +1,4 @@
-//! What STAlloc has decided before the first request: an offset or idle ranges for each request of two iterations.
+//! The plan that STAlloc makes before the first request: an offset or idle ranges for each request of two iterations.
 
 use std::ops::Range;
 
@@ -9,34 +9,34 @@ use super::layers::Layers;
 use super::{GRAIN, lanes, round, strips};
 use crate::{Request, Requests};
 
-/// What is to be placed: a lifetime and a size in bytes.
+/// A buffer to place: its lifetime and its size in bytes.
 #[derive(Debug, Clone)]
 pub(super) struct Rectangle {
     pub lifetime: Lifetime,
     pub bytes: u64,
 }
 
-/// The static pool and who is where in it.
+/// The static pool and the plan for each request.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
-    /// By request: the persistent buffers, then the births of each planned iteration.
+    /// The persistent buffers, then the births of each planned iteration.
     pub requests: Vec<Planned>,
-    /// The request that comes after the last.
+    /// The request that follows the last one.
     pub again: usize,
     /// Bytes of the pool.
     pub bytes: u64,
     /// Requests of at most so many bytes are not planned: each gets a block of [`GRAIN`] bytes.
     pub small: u64,
-    /// How many such blocks there are.
+    /// Number of such blocks.
     pub small_blocks: u64,
 }
 
-/// What the plan says of one request.
+/// The plan for one request.
 #[derive(Debug, Clone)]
 pub(super) enum Planned {
-    /// This offset, if the size is this.
+    /// This offset, if the size is as planned.
     Static { offset: u64, bytes: u64 },
-    /// Anywhere in these ranges of the pool (offset, bytes), which are idle throughout its lifetime.
+    /// Anywhere in these ranges of the pool (offset, bytes), which are idle throughout the buffer's lifetime.
     Dynamic { idle: Vec<(u64, u64)> },
 }
 
@@ -48,8 +48,8 @@ struct Birth {
 }
 
 impl Plan {
-    /// As the released code plans: two iterations together, in ticks of single requests. With phases by its algorithm
-    /// `group`, without by `split-and-fuse`.
+    /// A plan as the released code makes it: two iterations together, in ticks of single requests. It uses the
+    /// algorithm `group` if there are phases, otherwise `split-and-fuse`.
     pub(super) fn released(
         problem: &Problem,
         requests: &Requests,
@@ -79,7 +79,7 @@ impl Plan {
         plan.assemble(problem, requests, &births, &is_dynamic, place)
     }
 
-    /// One iteration in strips that lose nothing.
+    /// A plan of one iteration in strips, without the losses of the released code.
     pub(super) fn strips(problem: &Problem, requests: &Requests) -> Self {
         let births = in_ticks_of_requests(requests, 0);
         let births: Vec<Birth> =
@@ -87,8 +87,8 @@ impl Plan {
         Self::default().assemble(problem, requests, &births, &|_| false, strips::place)
     }
 
-    /// Persistent buffers end to end, and what is born in an iteration above them: `place` finds offsets for what is not
-    /// dynamic, and returns their height.
+    /// Puts persistent buffers end to end, and the buffers of the iterations above them. `place` finds offsets for
+    /// those that are not dynamic, and returns their height.
     fn assemble(
         mut self,
         problem: &Problem,
@@ -108,11 +108,11 @@ impl Plan {
         let rectangles: Vec<Rectangle> = births.iter().filter(|b| !is_dynamic(b.id)).map(rectangle).collect();
         let mut offsets = vec![0; rectangles.len()];
         let base = self.bytes;
-        // Past 2^56 there is nothing to plan, for no device holds that.
+        // Nothing is planned above 2^56 bytes, which no device has.
         let sum: u128 = rectangles.iter().map(|rectangle| u128::from(rectangle.bytes)).sum();
         let height = if sum >> 56 == 0 { place(&rectangles, &mut offsets) } else { u64::MAX };
         self.bytes = base.saturating_add(height);
-        // By birth: which rectangle is next, and which of those before are still alive.
+        // In order of birth: the next rectangle, and the earlier ones that are still alive.
         let (mut next, mut alive): (usize, Vec<usize>) = (0, Vec::new());
         for birth in births {
             self.requests.push(if is_dynamic(birth.id) {
@@ -135,7 +135,7 @@ impl Plan {
     }
 }
 
-/// The births of an iteration. A tick is a request, births and deaths alike, and the first is tick 1: parameters come
+/// The births of an iteration. Every request, birth or death, is one tick. The first is tick 1, since parameters come
 /// before.
 fn in_ticks_of_requests(requests: &Requests, iteration: u64) -> impl Iterator<Item = Birth> {
     let first = 1 + iteration * requests.step().len() as u64;
@@ -153,7 +153,7 @@ fn in_ticks_of_requests(requests: &Requests, iteration: u64) -> impl Iterator<It
     births.into_iter()
 }
 
-/// The most buffers of at most [`GRAIN`] bytes that live at once.
+/// The most buffers of at most [`GRAIN`] bytes that are alive at once.
 fn most_small(problem: &Problem, requests: &Requests) -> u64 {
     let is_small = |id: &BufferId| problem.buffer(*id).bytes <= GRAIN;
     let mut now = requests.persistent().iter().filter(|id| is_small(id)).count() as u64;
@@ -168,7 +168,7 @@ fn most_small(problem: &Problem, requests: &Requests) -> u64 {
     most
 }
 
-/// What sorted ranges (start, end) leave free within a range, as (start, bytes).
+/// The free ranges (start, bytes) that sorted used ranges (start, end) leave within a range.
 pub(super) fn gaps(within: Range<u64>, used: &[(u64, u64)]) -> Vec<(u64, u64)> {
     let mut gaps = Vec::new();
     let mut floor = within.start;

@@ -1,7 +1,7 @@
-//! What layers have room for, of one size class.
+//! The room that layers have for one size class.
 //!
-//! The births and deaths of a class's members cut time into cells. A member needs some of them in a row, so that a trial is
-//! a copy of one height per cell and a look at a few neighbours for each member.
+//! The births and deaths of a class's members cut time into cells, and each member needs a few consecutive cells. So a
+//! trial only copies one height per cell and looks at a few cells for each member.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use super::skyline::Skyline;
 /// Rectangles of one size, numbered in the order of their chains.
 pub(super) struct Class {
     pub bytes: u64,
-    /// The ticks that a member needs in a layer that it fills.
+    /// Ticks that each member needs in a layer that it fills.
     pub ticks: Vec<Lifetime>,
     by_start: Vec<usize>,
 }
@@ -26,7 +26,7 @@ impl Class {
         Self { bytes, ticks, by_start }
     }
 
-    /// The members that lie within one of these ranges of ticks, by birth.
+    /// The members that lie within one of these ranges of ticks, in order of birth.
     fn within(&self, valleys: &[Lifetime]) -> Vec<usize> {
         let mut members = Vec::new();
         for valley in valleys {
@@ -38,11 +38,11 @@ impl Class {
     }
 }
 
-/// What one layer has room for, each member alone.
+/// The room that one layer has, for each member by itself.
 pub(super) struct Room {
-    /// By number, with their cells.
+    /// The members that have room, by number, with their cells.
     members: Vec<(usize, Range<usize>)>,
-    /// The cells: where each starts, and the end of the last.
+    /// Start of each cell, and the end of the last.
     ticks: Vec<u64>,
     /// The greatest height in each cell that a member needs.
     pub heights: Vec<u64>,
@@ -51,7 +51,7 @@ pub(super) struct Room {
 impl Room {
     fn new(layer: &Layer, class: &Class) -> Self {
         let limit = layer.bytes.saturating_sub(class.bytes);
-        // A few members are looked up one by one, many in what is free.
+        // A few members are looked up one by one; many are looked up in the free ranges.
         let mut members = match class.ticks.len() < layer.skyline.pieces() / 16 {
             true => (0..class.ticks.len()).filter(|&m| layer.skyline.is_low(&class.ticks[m], limit)).collect(),
             false => class.within(&layer.skyline.valleys(limit)),
@@ -63,7 +63,7 @@ impl Room {
         let cell = |tick: u64| ticks.partition_point(|&other| other < tick);
         let cells = |member: usize| (member, cell(class.ticks[member].start)..cell(class.ticks[member].end));
         let members: Vec<_> = members.into_iter().map(cells).collect();
-        // How many members need a cell, as differences between neighbours.
+        // Number of members that need each cell, as differences between neighbours.
         let mut needed = vec![0i64; ticks.len()];
         for (_, cells) in &members {
             needed[cells.start] += 1;
@@ -78,21 +78,21 @@ impl Room {
         Self { members, ticks, heights }
     }
 
-    /// The places of its members in an order, ascending, and their cells.
+    /// The places of the members in an order, ascending, with their cells.
     pub(super) fn by_place(&self, rank: &[usize]) -> Vec<(usize, Range<usize>)> {
         let mut places: Vec<_> = self.members.iter().map(|(member, cells)| (rank[*member], cells.clone())).collect();
         places.sort_by_key(|place| place.0);
         places
     }
 
-    /// The layer's skyline with these heights in the cells that have grown.
+    /// The layer's skyline with the new heights of the cells that have grown.
     pub(super) fn grown(&self, skyline: &Skyline, heights: &[u64]) -> Skyline {
         let grown = (0..heights.len()).filter(|&cell| heights[cell] > self.heights[cell]);
         skyline.with(grown.map(|cell| (self.ticks[cell]..self.ticks[cell + 1], heights[cell])))
     }
 }
 
-/// Rooms by layer, looked for when they are first needed: many a class is placed before the last layers.
+/// Rooms by layer. Each is computed when it is first needed, since many classes are placed before the last layers.
 #[derive(Default)]
 pub(super) struct Rooms {
     known: BTreeMap<usize, Room>,
@@ -104,7 +104,7 @@ impl Rooms {
     }
 }
 
-/// Puts `bytes` on top of all that is there in these cells, if that stays within `limit`; returns the height below.
+/// Puts `bytes` on top of everything in these cells, if that stays within `limit`. Returns the height below.
 pub(super) fn stack(cells: &mut [u64], bytes: u64, limit: u64) -> Option<u64> {
     let below = cells.iter().copied().max()?;
     let top = below.checked_add(bytes).filter(|&top| top <= limit)?;

@@ -1,4 +1,4 @@
-//! Heights over time: what has been stacked in a range of offsets.
+//! A skyline: the filled height of a range of offsets over time.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use gapless_alloc::Lifetime;
 /// A piecewise constant height in bytes over all ticks.
 #[derive(Debug, Clone)]
 pub(super) struct Skyline {
-    /// Ticks, ascending from 0, and the height from each on.
+    /// Ticks, ascending from 0, with the height from each tick on.
     steps: Vec<(u64, u64)>,
 }
 
@@ -22,7 +22,7 @@ impl Skyline {
         self.steps[self.covered(lifetime)].iter().map(|step| step.1).max().expect("a skyline starts at tick 0")
     }
 
-    /// Puts `bytes` on top of all that is there during `lifetime`, if that stays within `limit`; returns the height below.
+    /// Puts `bytes` on top of everything during `lifetime`, if that stays within `limit`. Returns the height below.
     pub(super) fn stack(&mut self, lifetime: &Lifetime, bytes: u64, limit: u64) -> Option<u64> {
         let room = limit.checked_sub(bytes)?;
         let below = Some(self.top(lifetime)).filter(|&top| top <= room)?;
@@ -30,17 +30,17 @@ impl Skyline {
         Some(below)
     }
 
-    /// Raises everything lower than `top` during `lifetime` to it.
+    /// Raises every lower height during `lifetime` to `top`.
     pub(super) fn raise(&mut self, lifetime: &Lifetime, top: u64) {
         let covered = self.steps[self.covered(lifetime)].iter();
         let raised: Vec<(u64, u64)> = covered.map(|&(tick, h)| (tick.max(lifetime.start), h.max(top))).collect();
         self.replace(lifetime, raised);
     }
 
-    /// The same with other heights in some ranges of ticks, which ascend and do not overlap.
+    /// A copy with other heights in some ranges of ticks, which ascend and do not overlap.
     pub(super) fn with(&self, others: impl IntoIterator<Item = (Lifetime, u64)>) -> Self {
         let mut steps: Vec<(u64, u64)> = Vec::with_capacity(self.steps.len());
-        // The next step of the old ones, and the height that they have before it.
+        // The next old step, and the old height before it.
         let (mut next, mut height) = (0, 0);
         for (lifetime, other) in others {
             while next < self.steps.len() && self.steps[next].0 < lifetime.start {
@@ -74,25 +74,25 @@ impl Skyline {
         valleys
     }
 
-    /// Whether the height is at most `limit` throughout `lifetime`.
+    /// True if the height is at most `limit` throughout `lifetime`.
     pub(super) fn is_low(&self, lifetime: &Lifetime, limit: u64) -> bool {
         let first = self.steps.partition_point(|step| step.0 <= lifetime.start) - 1;
         self.steps[first..].iter().take_while(|step| step.0 < lifetime.end).all(|step| step.1 <= limit)
     }
 
-    /// How many pieces of one height it has.
+    /// Number of pieces of equal height.
     pub(super) fn pieces(&self) -> usize {
         self.steps.len()
     }
 
-    /// The steps that reach into `lifetime`.
+    /// The steps that overlap `lifetime`.
     fn covered(&self, lifetime: &Lifetime) -> Range<usize> {
         let first = self.steps.partition_point(|step| step.0 <= lifetime.start) - 1;
         let more = self.steps[first..].iter().take_while(|step| step.0 < lifetime.end).count();
         first..first + more
     }
 
-    /// Other heights during `lifetime`, from its start on.
+    /// Replaces the heights during `lifetime`. The first of `heights` is at its start.
     fn replace(&mut self, lifetime: &Lifetime, heights: impl IntoIterator<Item = (u64, u64)>) {
         let covered = self.covered(lifetime);
         let (first, last) = (self.steps[covered.start], self.steps[covered.end - 1]);
@@ -103,7 +103,7 @@ impl Skyline {
     }
 }
 
-/// Adds a step; one at the same tick gives way, and one that changes nothing is left out.
+/// Adds a step. It replaces one at the same tick, and is left out if it changes nothing.
 fn push(steps: &mut Vec<(u64, u64)>, step: (u64, u64)) {
     if steps.last().is_some_and(|last| last.0 == step.0) {
         steps.pop();

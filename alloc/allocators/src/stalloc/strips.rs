@@ -1,8 +1,8 @@
-//! Strips without the released planner's losses: buffers of one size take turns in strips, large sizes first, and
-//! smaller ones fill what larger strips leave idle before they get strips of their own.
+//! Strips without the losses of the released planner: buffers of one size take turns in strips. Large sizes come first,
+//! and smaller ones fill the idle space of larger strips before they get strips of their own.
 //!
-//! One iteration, each lifetime from birth to death and no longer, every size class in order of birth. It is what the idea
-//! of [`layers`](super::layers) comes to at its best.
+//! One iteration is planned. Each lifetime lasts from birth to death and no longer, and every size class is placed in
+//! order of birth. This is the idea of [`layers`](super::layers) at its best.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ struct Strip {
     skyline: Skyline,
 }
 
-/// Notes the offset of each rectangle, and returns the height of all strips.
+/// Records the offset of each rectangle, and returns the height of all strips.
 pub(super) fn place(rectangles: &[Rectangle], offsets: &mut [u64]) -> u64 {
     let mut by_size: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
     for (number, rectangle) in rectangles.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! One step served by the arena and by the allocators that would serve it otherwise, side by side.
+//! One step, served by the arena and by the allocators that would serve it otherwise.
 
 use std::collections::HashSet;
 
@@ -11,25 +11,25 @@ use gapless_allocators::{Requests, replay, smallest_capacity};
 
 const STEP: u64 = 2 << 20;
 
-/// A step whose sizes are known, for once.
+/// A step whose sizes are known in advance.
 pub struct Case<'c> {
     pub name: String,
     /// Static and dynamic buffers together.
     pub whole: &'c Problem,
     pub dynamic: &'c [BufferId],
-    /// The static ones and their plan.
+    /// The static buffers and their plan.
     pub fixed: &'c Problem,
     pub offsets: &'c [u64],
     pub requests: &'c [Request],
-    /// What each request asks for.
+    /// Bytes that each request asks for.
     pub bytes: &'c [u64],
-    /// Ticks at which phases begin, where they are known.
+    /// Ticks at which phases begin, if they are known.
     pub phases: &'c [u64],
-    /// How often the allocators see the step.
+    /// Number of times that the allocators run the step.
     pub iterations: u64,
 }
 
-/// Reserved bytes, on a device that is large, and on the smallest that does.
+/// Bytes reserved on a large device, and on the smallest one that suffices.
 #[derive(Debug, Clone, Copy)]
 pub struct Reserved {
     pub reserved: u64,
@@ -40,16 +40,16 @@ pub struct Reserved {
 pub struct Row {
     pub name: String,
     pub live: u64,
-    /// Static height and reserve. On a large device: the reserve as far as it was ever in use.
+    /// Static height plus reserve. On a large device, only the part of the reserve that was ever in use counts.
     pub arena: Reserved,
     pub reuse_share: f64,
     pub fragmentation: f64,
-    /// STAlloc, PyTorch by default, with expandable segments.
+    /// STAlloc, PyTorch with its defaults, and PyTorch with expandable segments.
     pub peers: [Reserved; 3],
 }
 
 impl Row {
-    /// The least that any of the others took.
+    /// The least that any of the other allocators took.
     pub fn best(&self, of: impl Fn(&Reserved) -> u64) -> u64 {
         self.peers.iter().map(of).min().expect("there are three")
     }
@@ -90,7 +90,8 @@ impl Case<'_> {
     pub fn row(&self) -> Row {
         let ample = self.checked_report(u64::MAX >> 8).high_water_bytes;
         let static_height = self.static_height();
-        // Serving is not monotone in the reserve, as completing on a device is not for others.
+        // A larger reserve does not always serve what a smaller one served; the same holds for the others and their
+        // devices.
         let (mut fails, mut serves) = (0, ample.div_ceil(STEP));
         while self.run(serves * STEP).is_none() {
             serves += serves / 64 + 1;
@@ -120,7 +121,8 @@ impl Case<'_> {
         ends.max().unwrap_or(0)
     }
 
-    /// The step on a reserve of so many bytes, and what was served; `None` when it does not fit.
+    /// Runs the step on a reserve of so many bytes; returns the arena and what was served, or `None` if it does not
+    /// fit.
     fn run(&self, reserve: u64) -> Option<(Arena, Vec<Served>)> {
         let options = ArenaOptions::with_reserve(Reserve::Bytes(reserve));
         let plan = ArenaPlan::new(self.fixed, self.offsets, self.requests.to_vec(), &options).expect("sound requests");
@@ -129,7 +131,7 @@ impl Case<'_> {
         run.overflows.is_empty().then_some((arena, run.served))
     }
 
-    /// As [`run`](Self::run), on a reserve that does, and checked.
+    /// Like [`run`](Self::run), for a reserve that suffices, with a check of the addresses.
     fn checked_report(&self, reserve: u64) -> ArenaReport {
         let (arena, served) = self.run(reserve).expect("it does");
         let limit = arena.plan().height();
@@ -158,7 +160,7 @@ impl Case<'_> {
                     as Box<dyn Allocator>
             })
         };
-        // STAlloc's planner knows two ways; the better one counts.
+        // STAlloc's planner has two algorithms; the better result counts.
         let ways = [&[][..], self.phases].into_iter().take(if self.phases.is_empty() { 1 } else { 2 });
         let stalloc = ways.map(stalloc).min_by_key(|r| r.reserved).expect("there is one");
         [stalloc, pytorch(PyTorchOptions::default()), pytorch(PyTorchOptions::expandable())]

@@ -1,7 +1,7 @@
-//! Steps of mixture-of-experts models, and the ways in which routing can go, for tests and benches.
+//! Steps of mixture-of-experts models and ways to route their tokens, for tests and benches.
 //!
-//! A [`MoeStep`] is one rank of a pipeline with expert parallelism: 1F1B, every layer with its attention (static) and its
-//! experts (requests). A [`Routing`] says how many rows the rank receives in each layer and micro-batch.
+//! A [`MoeStep`] is one rank of a pipeline with expert parallelism. It runs 1F1B, and every layer has attention (static
+//! buffers) and experts (requests). A [`Routing`] gives the rows that the rank receives in each layer and micro-batch.
 
 #![allow(dead_code, reason = "not every test uses all of it")]
 
@@ -29,7 +29,7 @@ pub struct MoeStep {
     pub top_k: u64,
     /// Ranks that share the experts.
     pub ranks: u64,
-    /// Vocabulary of the head that ends each forward; 0 for none.
+    /// Vocabulary of the head that ends each forward; 0 for no head.
     pub vocabulary: u64,
 }
 
@@ -66,20 +66,21 @@ impl MoeStep {
         }
     }
 
-    /// Rows that a rank receives when all ranks receive the same.
+    /// Rows that a rank receives if all ranks receive the same number.
     pub fn balanced_rows(&self) -> u64 {
         self.tokens * self.top_k
     }
 
-    /// Rows that a rank can receive at most: every token of every rank, for as many of its experts as it can choose.
+    /// The most rows that a rank can receive: every token of every rank, for as many of its experts as a token can
+    /// choose.
     pub fn most_rows(&self) -> u64 {
         self.ranks * self.tokens * self.top_k.min(self.experts / self.ranks)
     }
 
-    /// The step in ticks.
+    /// The buffers and requests of the step, with lifetimes in ticks.
     ///
     /// # Errors
-    /// Only what [`Problem::new`] says of sizes past `u64`.
+    /// Returns an error only if sizes exceed `u64`, as [`Problem::new`] does.
     pub fn build(self) -> Result<BuiltStep, Error> {
         let mut build = Build { step: self, now: 0, fixed: Vec::new(), requests: Vec::new(), phases: Vec::new() };
         let mut saved: Vec<Vec<Saved>> = (0..self.micro_batches).map(|_| Vec::new()).collect();
@@ -103,14 +104,14 @@ impl MoeStep {
     }
 }
 
-/// A [`MoeStep`] in ticks.
+/// A [`MoeStep`] with lifetimes in ticks.
 #[derive(Debug, Clone)]
 pub struct BuiltStep {
-    /// What was built.
+    /// The step that was built.
     pub step: MoeStep,
     /// Buffers of static size.
     pub fixed: Problem,
-    /// Buffers whose size the routing decides.
+    /// Buffers whose size depends on the routing.
     pub requests: Vec<Request>,
     /// Layer and micro-batch of each request.
     pub origins: Vec<(u64, u64)>,
@@ -119,18 +120,18 @@ pub struct BuiltStep {
 }
 
 impl BuiltStep {
-    /// The size of each request under `routing`, the `round`-th time.
+    /// The size of each request under `routing`, in repetition `round`.
     pub fn bytes(&self, routing: Routing, round: u64) -> Vec<u64> {
         let rows = |&(layer, m): &(u64, u64)| routing.rows(&self.step, layer, m, round);
         self.requests.iter().zip(&self.origins).map(|(r, origin)| r.bytes_per_row * rows(origin)).collect()
     }
 }
 
-/// What a layer's forward leaves to its backward: first ticks and sizes.
+/// Buffers that a layer's forward leaves for its backward: first ticks and sizes.
 struct Saved {
     layer: u64,
     fixed: Vec<(u64, u64)>,
-    /// Births, and bytes per row.
+    /// First ticks, and bytes per row.
     rows: Vec<(u64, u64)>,
 }
 
@@ -143,7 +144,7 @@ struct Build {
 }
 
 impl Build {
-    /// The first tick of the next instruction.
+    /// Advances to the next instruction and returns its first tick.
     fn instruction(&mut self) -> u64 {
         self.now += 2;
         self.now - 2
@@ -165,13 +166,13 @@ impl Build {
         let MoeStep { tokens, hidden, inner, .. } = self.step;
         let token_rows = 2 * tokens * hidden;
         let mut fixed = Vec::new();
-        // Norm, queries, keys and values, attention, projection, residual: each reads the one before.
+        // Norm, queries, keys and values, attention, projection, residual: each reads the result of the one before.
         for bytes in [token_rows, 3 * token_rows, token_rows, token_rows, 2 * token_rows, token_rows] {
             let at = self.instruction();
             fixed.push((at + 1, bytes));
             self.fixed(at..at + 2, token_rows / 2);
         }
-        // Dispatch sends the rows it has sorted; gate, up, product, down; combine adds up what comes back.
+        // Dispatch sends sorted rows; then gate, up, product, down; combine adds up the returned rows.
         let at = self.instruction();
         self.fixed(at + 1..at + 5, self.step.top_k * token_rows);
         let mut rows = vec![(self.instruction() + 1, 2 * hidden)];
@@ -205,7 +206,7 @@ impl Build {
         let receive = self.instruction();
         self.fixed(receive..receive + 2, self.step.top_k * token_rows);
         self.rows(receive + 1..receive + 4, 2 * hidden, layer, m, "d_down");
-        // The gradient of the product, then of gate and up, then of what was received.
+        // The gradient of the product, then of gate and up, then of the received rows.
         let product = self.instruction();
         self.rows(product + 1..product + 4, 2 * inner, layer, m, "d_product");
         let gates = self.instruction();
@@ -227,16 +228,17 @@ impl Build {
     }
 }
 
-/// How rows are spread over ranks.
+/// The distribution of rows over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Routing {
-    /// Experts are chosen alike, up to 5 % more or less on this rank.
+    /// All experts are equally likely, with up to 5 % more or less on this rank.
     Uniform,
-    /// The n-th most popular expert is chosen n^−0.6 as often as the first; who that is changes with layer and micro-batch.
+    /// The n-th most popular expert is chosen n^−0.6 as often as the first. The ranking changes with layer and
+    /// micro-batch.
     Zipf,
-    /// All tokens choose one expert of this rank first, and the others alike.
+    /// All tokens choose one expert of this rank first, and their others uniformly.
     OneExpert,
-    /// Twice the balanced rows and next to none, in turns.
+    /// Twice the balanced rows and nearly none, in turns.
     Oscillating,
     /// Anything from nothing to the bound.
     Anything,
@@ -246,7 +248,7 @@ impl Routing {
     /// All of them.
     pub const ALL: [Self; 5] = [Self::Uniform, Self::Zipf, Self::OneExpert, Self::Oscillating, Self::Anything];
 
-    /// Rows that the rank receives for one layer and micro-batch, the `round`-th time.
+    /// Rows that the rank receives for one layer and micro-batch, in repetition `round`.
     pub fn rows(self, step: &MoeStep, layer: u64, micro_batch: u64, round: u64) -> u64 {
         let (balanced, most) = (step.balanced_rows(), step.most_rows());
         let mut random = Random(layer << 40 ^ micro_batch << 20 ^ round);

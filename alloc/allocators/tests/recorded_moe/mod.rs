@@ -1,10 +1,12 @@
-//! Recorded steps of mixture-of-experts models, taken apart: what the data decides, and the rest.
+//! Recorded steps of mixture-of-experts models, separated into buffers whose size depends on the data and the rest.
 //!
-//! The tables say sizes, not names. An expert's forward is known by its shape: with `rows` rows, three or more births of
-//! `2 · FF · rows` bytes (gate, up, silu, product; bf16) and then one of `2 · D · rows`, workspaces aside. The dispatch that
-//! feeds a rank's experts is `2 · D · rows`, `8 · rows` (indices), `2 · D · rows`. Whatever is `rows` times one of these widths,
-//! for rows found so, has a size that the data decides; unless it occurs more often than those experts can need it (then the
-//! number of rows is a static one by chance).
+//! The tables have sizes but no names, so buffers are recognized by their shapes (in bf16). An expert's forward with
+//! `rows` rows has three or more births of `2 · FF · rows` bytes (gate, up, silu, product) and then one of `2 · D ·
+//! rows`, not counting workspaces. The dispatch that feeds a rank's experts has `2 · D · rows`, `8 · rows` (indices),
+//! `2 · D · rows`.
+//!
+//! A size that is `rows` times one of these widths, for rows found in this way, depends on the data. The exception is a
+//! size that occurs more often than those experts can need it: then a static number of rows happens to be the same.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,27 +17,27 @@ use gapless_alloc::{Buffer, BufferId, Label, Problem, Role, csv};
 use gapless_testing::few;
 use serde_json::Value;
 
-/// One table, taken apart.
+/// One table, separated.
 pub struct Recorded {
     pub name: String,
     /// The table as recorded.
     pub whole: Problem,
-    /// Buffers whose size the data decides, in order of birth.
+    /// Buffers whose size depends on the data, in order of birth.
     pub dynamic: Vec<BufferId>,
-    /// The others, at multiples of 512.
+    /// The other buffers, at multiples of 512.
     pub fixed: Problem,
-    /// The dynamic ones as requests, in the same order.
+    /// The dynamic buffers as requests, in the same order.
     pub requests: Vec<Request>,
 }
 
 impl Recorded {
-    /// What request `index` asked for when it was recorded.
+    /// Bytes that request `index` asked for when it was recorded.
     pub fn bytes(&self, index: usize) -> u64 {
         self.whole.buffer(self.dynamic[index]).bytes
     }
 }
 
-/// Recordings of models with experts, the smallest first: steps, and whole runs where they are kept.
+/// Recordings of models with experts, the smallest first: single steps, and whole runs if they are available.
 pub fn each(folder: &Path, mut visit: impl FnMut(Recorded)) {
     let manifest: Value = serde_json::from_reader(File::open(folder.join("manifest.json")).unwrap()).unwrap();
     let traces = manifest.as_array().unwrap().iter().filter(|trace| trace["config"]["moe"].is_string());
@@ -70,7 +72,7 @@ fn taken_apart(name: &str, config: &Value, whole: Problem) -> Recorded {
     let request = |&id: &BufferId| {
         let b = whole.buffer(id);
         let (rows_in_it, per_row, is_rank) = sizes[&b.bytes];
-        // Two experts of eight are on this rank of four; each token chooses two.
+        // Two of eight experts are on this rank of four, and each token chooses two.
         let (balanced, most) = match (is_parallel, is_rank) {
             (true, true) => (2 * tokens, 4 * tokens * 2),
             (true, false) => (tokens, 4 * tokens),
@@ -94,16 +96,16 @@ fn taken_apart(name: &str, config: &Value, whole: Problem) -> Recorded {
     Recorded { name: name.into(), fixed, requests, dynamic, whole }
 }
 
-/// Numbers of rows, and how often they were found.
+/// Numbers of rows, and how often each was found.
 struct Rows {
-    /// Of single experts.
+    /// Rows of single experts.
     experts: BTreeMap<u64, usize>,
-    /// Of all experts on a rank.
+    /// Rows of all experts on a rank.
     ranks: BTreeMap<u64, usize>,
 }
 
 impl Rows {
-    /// Looks for experts and dispatches by their shape.
+    /// Finds experts and dispatches by their shape.
     fn find(whole: &Problem, width: u64, inner: u64) -> Self {
         let mut births: Vec<(u64, BufferId)> = whole.ids().map(|id| (whole.buffer(id).lifetime.start, id)).collect();
         births.sort_unstable();
@@ -125,14 +127,14 @@ impl Rows {
         rows
     }
 
-    /// Dynamic sizes: rows, bytes per row, and whether they are of a whole rank.
+    /// The dynamic sizes: rows, bytes per row, and whether the rows are those of a whole rank.
     fn sizes(&self, whole: &Problem, width: u64, inner: u64) -> BTreeMap<u64, (u64, u64, bool)> {
-        /// No expert has more buffers of one width than this, its backward and recomputation included.
+        /// Most buffers of one width that an expert has, including its backward and recomputation.
         const USES: usize = 16;
         let mut count: BTreeMap<u64, usize> = BTreeMap::new();
         whole.buffers().iter().for_each(|b| *count.entry(b.bytes).or_default() += 1);
         let mut sizes = BTreeMap::new();
-        // A loop over experts picks its rows by indices (8 bytes) and weights (2 bytes) of its own.
+        // In a loop over experts, each picks its rows by its own indices (8 bytes) and weights (2 bytes).
         let own: &[u64] = if self.ranks.is_empty() { &[inner, width, 8, 2] } else { &[inner, width] };
         let experts = self.experts.iter().flat_map(|(&rows, &found)| own.iter().map(move |&w| (rows, found, w, false)));
         let ranks = self.ranks.iter().flat_map(|(&rows, &found)| [width, 8].map(|w| (rows, found, w, true)));

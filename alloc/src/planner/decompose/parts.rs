@@ -1,14 +1,16 @@
-//! The problem as the searches see it.
+//! The problem in the form that the searches work on.
 //!
-//! In: a checked [`Problem`]. Out: [`Part`]s that can be planned apart, whose plans add up to a plan of the whole.
-//! Never: a decision that could cost height. Four steps, all of them exact:
+//! In: a checked [`Problem`]. Out: [`Part`]s that can be planned separately and whose plans add up to a plan of the
+//! whole. Never: a decision that could cost height. The four steps are all exact:
 //!
 //! 1. Sizes are rounded up to the greatest common divisor of the alignments, since nothing can start in between (unless
-//!    a forbidden range does). An alignment that divides all sizes and pins is then met by every stack of buffers, and is dropped.
-//! 2. Groups become one item each, as if all members lived as long as the longest (`features/groups.rs` plans those that do not).
+//!    a forbidden range does). An alignment that divides all sizes and pins is then met by every stack of buffers, and
+//!    is dropped.
+//! 2. Groups become one item each, as if all members lived as long as the group (`features/groups.rs` plans those that
+//!    don't).
 //! 3. Ticks become *cliques*: the maximal sets of buffers alive together, numbered in time. Two buffers overlap in time
 //!    exactly when they share a clique, and between two cliques births and deaths may come in any order.
-//! 4. Where nothing is alive across a clique boundary the problem is split; what is alive over a whole part goes to its
+//! 4. The problem is split where no item is alive across a clique boundary. Items alive throughout a part go to its
 //!    bottom, and the rest may be split again.
 
 use std::cmp::Reverse;
@@ -28,7 +30,7 @@ pub(crate) struct Item {
     pub start: u32,
     pub end: u32,
     pub bytes: u64,
-    /// 1 unless a stack of items could miss it.
+    /// The alignment, or 1 if any stack of items keeps it anyway.
     pub alignment: u64,
 }
 
@@ -48,17 +50,17 @@ impl Item {
 pub(crate) struct Part {
     /// Sorted by start, then longest first.
     pub items: Vec<Item>,
-    /// What each item is to the whole: an index into [`Whole::sources`].
+    /// For each item, its index in [`Whole::sources`].
     pub sources: Vec<u32>,
     /// Items that must stay where they are: `(item, offset)`, offsets counted from the part's base.
     pub pins: Vec<(u32, u64)>,
-    /// Pinned items that stand for forbidden ranges, ascending: they count towards no height.
+    /// Pinned items that stand for forbidden ranges, ascending. They don't count towards heights.
     pub forbidden: Vec<u32>,
     /// Number of cliques.
     pub cliques: u32,
-    /// Bytes below the part, taken by what is alive all through it.
+    /// Bytes below the part, taken by items that are alive throughout.
     pub base: u64,
-    /// Nothing lower exists, see [`Part::fullest`].
+    /// Lower bound of the part's height, see [`Part::fullest`].
     pub bound: u64,
     /// Every height is a multiple of this.
     pub grain: u64,
@@ -68,18 +70,18 @@ pub(crate) struct Part {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Placement {
     pub height: u64,
-    /// By item.
+    /// Offset of each item.
     pub offsets: Vec<u64>,
 }
 
-/// What an item stands for.
+/// The origin of an item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
     /// A buffer, by index.
     Buffer(u32),
     /// A group, by index.
     Group(u32),
-    /// A range that nobody may use.
+    /// A forbidden range.
     Forbidden,
 }
 
@@ -88,17 +90,18 @@ pub(crate) enum Source {
 pub(crate) struct Whole {
     pub parts: Vec<Part>,
     pub sources: Vec<Source>,
-    /// `(source, offset)` of what went to the bottom of its part.
+    /// `(source, offset)` of the items that went to the bottom of their part.
     pub bottom: Vec<(u32, u64)>,
-    /// The most bytes that rounding added to one item: a bound for the rounded items is too high by at most this.
+    /// The most bytes that rounding added to one item. A bound for the rounded items is too high by at most this.
     pub padding: u64,
 }
 
-/// How often a part is stripped and split again; deeper nests are left to the searches.
+/// Number of times that a part is stripped and split again. Deeper nesting is left to the searches.
 const DEPTH: u32 = 8;
 
 impl Whole {
-    /// Splits a problem. Rounded sizes make simple items, but hide which item would end lowest at the top.
+    /// Splits a problem. With `rounded`, sizes are rounded up as far as the alignments allow. That makes items simpler,
+    /// but a plan may end too high by the bytes added to the item on top.
     pub fn new(problem: &Problem, rounded: bool) -> Self {
         let Table { lifetimes, mut items, sources, pins, padding } = table(problem, rounded);
         let mut whole = Self { parts: Vec::new(), sources, bottom: Vec::new(), padding };
@@ -116,7 +119,8 @@ impl Whole {
                 let to = members.iter().map(|&i| items[i as usize].end).max().unwrap_or(from);
                 let spans = |i: u32| items[i as usize].start == from && items[i as usize].end == to;
                 let loose = |i: u32| items[i as usize].alignment == 1 && pin(i).is_none();
-                // The longest of the first come first, so that this asks for any that spans the part.
+                // Of the items that start first, the longest comes first in the list. So if it doesn't span the part,
+                // none does.
                 if depth == DEPTH || !spans(first) || !members.iter().all(|&i| loose(i)) {
                     whole.parts.push(Part::new(&items, &whole.sources, members, pin, from..to, base));
                     continue;
@@ -158,12 +162,12 @@ impl Part {
         Self { items, sources, pins, forbidden, cliques, base, ..Self::default() }.measured()
     }
 
-    /// Some items of another part, which have no pins.
+    /// A part of these items, without pins.
     pub fn of_items(items: Vec<Item>, cliques: u32) -> Self {
         Self { items, cliques, ..Self::default() }.measured()
     }
 
-    /// With its bound and its grain.
+    /// Fills in the bound and the grain.
     fn measured(self) -> Self {
         let sizes = self.items.iter().map(|item| gcd(item.bytes, if item.alignment == 1 { 0 } else { item.alignment }));
         let grain = sizes.chain(self.pins.iter().map(|pin| pin.1)).fold(0, |grain, size| gcd(size, grain)).max(1);
@@ -190,8 +194,8 @@ impl Part {
         live
     }
 
-    /// The highest of: in each clique, the height at which the space between the pins suffices for the rest; and the
-    /// ends of the pins.
+    /// The maximum of two bounds: for each clique, the height at which the space between the pins holds the rest; and
+    /// the ends of the pins.
     fn fullest(&self) -> u64 {
         let live = self.live();
         let bound = live.iter().copied().max().unwrap_or(0);
@@ -202,20 +206,20 @@ impl Part {
         self.pins.iter().map(end).fold(bound.max(fractional_bound(self, &live)), u64::max)
     }
 
-    /// Whether an item is a forbidden range.
+    /// True if an item is a forbidden range.
     pub fn is_forbidden(&self, item: u32) -> bool {
-        // They stand in the order of the items.
+        // The list is in the order of the items.
         !self.forbidden.is_empty() && self.forbidden.binary_search(&item).is_ok()
     }
 
-    /// The plan that these offsets make: its height is one past the highest byte, forbidden ranges aside.
+    /// The plan with these offsets. Its height is one past the highest byte, not counting forbidden ranges.
     pub fn placement(&self, offsets: Vec<u64>) -> Placement {
         let ends = (0..).zip(self.items.iter().zip(&offsets)).filter(|(i, _)| !self.is_forbidden(*i));
         let height = ends.map(|(_, (item, at))| at + item.bytes).max().unwrap_or(0);
         Placement { height, offsets }
     }
 
-    /// Whether any stack of items is a plan of a clique: nothing is pinned, and no alignment leaves gaps.
+    /// True if the items of a clique form a plan in any stack: nothing is pinned, and no alignment leaves gaps.
     pub fn is_free(&self) -> bool {
         self.pins.is_empty() && self.items.iter().all(|item| item.alignment == 1)
     }
@@ -227,7 +231,7 @@ impl Part {
         (0..self.cliques).filter(|&k| Some(live[k as usize]) == most).collect()
     }
 
-    /// The part as seen from below `capacity`: forbidden ranges end there.
+    /// The part with forbidden ranges cut off at `capacity` and turned into ordinary pins.
     pub fn below(&self, capacity: u64) -> Self {
         let mut part = self.clone();
         for &(i, at) in self.pins.iter().filter(|pin| self.is_forbidden(pin.0)) {
@@ -240,7 +244,7 @@ impl Part {
     }
 }
 
-/// Items in ticks, with what they stand for.
+/// Items with lifetimes in ticks, and their origins.
 #[derive(Default)]
 struct Table {
     /// `[start, end)` in ticks.
@@ -263,7 +267,7 @@ impl Table {
     }
 }
 
-/// Steps 1 and 2. Buffers of zero bytes take no part.
+/// Steps 1 and 2. Buffers of zero bytes are left out.
 fn table(problem: &Problem, rounded: bool) -> Table {
     let count = problem.len() + problem.groups().len();
     let (lifetimes, items, sources) = (Vec::with_capacity(count), Vec::with_capacity(count), Vec::with_capacity(count));
@@ -279,7 +283,7 @@ fn table(problem: &Problem, rounded: bool) -> Table {
         table.push(Source::Group(index as u32), &g.lifetime, g.bytes, g.alignment, g.offset);
     }
     let common = table.items.iter().fold(0, |unit, item| gcd(unit, item.alignment));
-    // A range may begin anywhere: what ends right below it must keep its size.
+    // A forbidden range may begin anywhere, and a buffer that ends right below it must keep its size.
     let unit = if rounded && problem.forbidden().is_empty() { common } else { 1 };
     let mut grain = table.pins.iter().fold(0, |grain, &(_, offset)| gcd(grain, offset));
     for item in &mut table.items {
@@ -294,7 +298,7 @@ fn table(problem: &Problem, rounded: bool) -> Table {
         table.push(Source::Forbidden, &whole_time, range.end - range.start, 1, Some(range.start));
         grain = gcd(gcd(grain, range.start), range.end);
     }
-    // Everything comes to rest at multiples of the grain, once the alignments that can push things off it count too.
+    // All items come to rest at multiples of the grain, once it includes the alignments that can push items off it.
     while let Some(item) = table.items.iter().find(|item| grain % item.alignment != 0 && item.alignment % grain != 0) {
         grain = gcd(grain, item.alignment);
     }
@@ -316,7 +320,7 @@ pub(crate) fn gcd(mut a: u64, mut b: u64) -> u64 {
 /// Step 3: fills in `start` and `end` of the items; returns the number of cliques.
 pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
     let last = lifetimes.iter().map(|l| l.1).max().unwrap_or(0);
-    // Ticks as small numbers: themselves where they are few, else their rank.
+    // Ticks as small numbers: the ticks themselves if they are small, otherwise their ranks.
     let ticks: Option<Vec<u64>> = (last > 4 * lifetimes.len() as u64 + 1024).then(|| {
         let mut ticks: Vec<u64> = lifetimes.iter().flat_map(|l| [l.0, l.1]).collect();
         ticks.par_sort_unstable();
@@ -356,7 +360,7 @@ pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
     complete
 }
 
-/// Item indices by start, longest first.
+/// Item indices sorted by start, the longest first.
 fn by_start(items: &[Item], cliques: u32) -> Vec<u32> {
     let mut order = Buckets::new(cliques + 1, items.iter().map(|item| item.start));
     for range in order.starts.windows(2) {
@@ -365,7 +369,7 @@ fn by_start(items: &[Item], cliques: u32) -> Vec<u32> {
     order.entries
 }
 
-/// Cuts `members` (sorted by start), alive within cliques `[first, last)`, wherever nothing is alive across.
+/// Cuts `members` (sorted by start) wherever no item is alive across.
 fn split(items: &[Item], members: Vec<u32>) -> Vec<Vec<u32>> {
     let (mut segments, mut from, mut reach) = (Vec::new(), 0, 0);
     for (position, &i) in members.iter().enumerate() {

@@ -1,12 +1,14 @@
 //! One region of the arena per size.
 //!
-//! At a fullest clique any order of its items leaves no gap, so each size may have a region of as many bytes as it has there. Items
-//! of one size take turns in the slots of their region, whoever comes and goes, and a region is planned alone. What is left out:
-//! sizes that no fullest clique has, and the shortest-lived of a size wherever more of it are alive than its region holds. These go
-//! to what the regions leave idle at other times.
+//! At a fullest clique, any order of its items leaves no gap. So each size can have a region with as many bytes as it
+//! has there. Items of one size take turns in the slots of their region, and each region is planned separately. Two
+//! kinds of items are left out and go to what the regions leave idle at other times:
 //!
-//! Where there are several fullest cliques, a size may have more bytes at one of them than at another. Then it shares its region with
-//! sizes that have less there.
+//! - sizes that no fullest clique has;
+//! - the shortest-lived items of a size, wherever more of it are alive than its region holds.
+//!
+//! If there are several fullest cliques, a size may have more bytes at one of them than at another. Then it shares its
+//! region with sizes that have fewer there.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,17 +17,17 @@ use super::parts::{Item, Part, gcd};
 use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 
-/// Items that are planned alone, one region above the other.
+/// The items of one region, which are planned separately.
 #[derive(Debug)]
 pub(crate) struct Region {
-    /// Its bound is the bytes of the region.
+    /// The items as a part, whose bound is the height of the region.
     pub part: Part,
-    /// What each item is in the whole part.
+    /// Number of each item in the whole part.
     pub members: Vec<u32>,
 }
 
-/// The regions of a part, those that are full for longest first. With `whole`, sizes also share a region where that leaves nothing
-/// out, as far as they can. None where pins or alignments are in the way, or the budget is spent.
+/// The regions of a part, those that are full for longest first. With `whole`, sizes also share a region if that avoids
+/// leaving items out. There are none if the part has pins or alignments, or if the budget is spent.
 pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Region> {
     if !part.is_free() {
         return Vec::new();
@@ -61,7 +63,7 @@ pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Regi
     regions
 }
 
-/// Items of a few sizes.
+/// Items of one or more sizes that share a region.
 #[derive(Debug)]
 struct Class {
     members: Vec<u32>,
@@ -71,7 +73,7 @@ struct Class {
     at_full: Vec<u64>,
 }
 
-/// With which class one may share its region: a size that has none yet, or a class that has one.
+/// The class to share a region with: a size that has no region yet, or a class that has one.
 #[derive(Debug, Clone, Copy)]
 enum Partner {
     Size(usize),
@@ -94,7 +96,7 @@ impl Class {
         Self { grid: members.iter().map(|&i| part.items[i as usize].bytes).fold(0, gcd), members, at_full }
     }
 
-    /// Whether it has as many bytes at each of the fullest cliques.
+    /// True if the class has equally many bytes at all of the fullest cliques.
     fn is_level(&self) -> bool {
         self.at_full.windows(2).all(|pair| pair[0] == pair[1])
     }
@@ -115,9 +117,9 @@ impl Class {
         self.at_full.iter_mut().zip(other.at_full).for_each(|(bytes, more)| *bytes += more);
     }
 
-    /// Who shares the region. It should be a class with whom this one is level, and does not need more in between if nothing may be left
-    /// out; else, where this one is not level, any. Among those comes the size of the coarsest common grid, then the class of the
-    /// smallest items.
+    /// Chooses the partner to share the region with. The best one makes this class level and, if `whole` asks for
+    /// it, needs no more bytes in between. If there is none and this class is not level, any partner will do. Sizes come
+    /// first, by the coarsest common grid, then classes, those of the smallest items first.
     fn partner(&self, part: &Part, whole: bool, sizes: &[Self], classes: &[Self]) -> Option<Partner> {
         let mut by_grid: Vec<usize> = (0..sizes.len()).collect();
         sort_by_key(&mut by_grid, |&index| Reverse((gcd(self.grid, sizes[index].grid), sizes[index].grid)));
@@ -138,11 +140,12 @@ impl Class {
         first.filter(|_| !self.is_level())
     }
 
-    /// The region, without the shortest-lived of those alive where the class has more bytes than at the fullest cliques.
+    /// The region of the class. Wherever more bytes are alive than at the fullest cliques, the shortest-lived items are
+    /// left out.
     fn trimmed(self, whole: &Part, full: &[u32]) -> Region {
         let items: Vec<Item> = self.members.iter().map(|&i| whole.items[i as usize]).collect();
         let room = self.at_full[0];
-        // Those alive: by length, and by end.
+        // The items alive, by length and by end.
         let mut by_length: BTreeSet<(u32, usize)> = BTreeSet::new();
         let mut by_end: BTreeSet<(u32, u32, usize)> = BTreeSet::new();
         let mut is_kept = vec![true; items.len()];
@@ -153,7 +156,7 @@ impl Class {
                 by_length.remove(&(length, gone));
                 bytes -= items[gone].bytes;
             }
-            // An item of a fullest clique stays.
+            // An item alive in a fullest clique stays.
             let next = full.partition_point(|&clique| clique < item.start);
             let length = full.get(next).filter(|&&clique| clique < item.end).map_or(item.cliques(), |_| u32::MAX);
             by_length.insert((length, k));
@@ -175,7 +178,7 @@ impl Class {
 }
 
 impl Region {
-    /// Cliques for which the region is full, on average over its bytes.
+    /// Cliques for which a byte of the region is in use, on average.
     fn fullness(&self) -> u64 {
         let area: u128 = self.part.items.iter().map(|item| u128::from(item.bytes) * u128::from(item.cliques())).sum();
         (area / u128::from(self.part.bound.max(1))) as u64
@@ -186,7 +189,7 @@ impl Region {
 mod tests {
     use super::*;
 
-    /// Of `(start, end, bytes)`.
+    /// A part of `(start, end, bytes)`.
     fn part(rows: &[(u32, u32, u64)]) -> Part {
         let items: Vec<Item> =
             rows.iter().map(|&(start, end, bytes)| Item { start, end, bytes, alignment: 1 }).collect();
@@ -200,7 +203,8 @@ mod tests {
         regions.into_iter().map(|region| (region.part.bound, region.members)).collect()
     }
 
-    /// The fours take turns. The second two is born before the first died: one of both is left out, or they need what ones leave.
+    /// The items of size 4 take turns. The second one of size 2 is born before the first has died, so either one of the
+    /// two is left out, or they use what items of size 1 leave.
     #[test]
     fn sizes_that_need_more_in_between_are_cut_or_share_a_region() {
         let rows = [(0, 1, 4), (0, 2, 2), (0, 1, 1), (0, 1, 1), (1, 3, 2), (2, 3, 4), (2, 3, 1), (2, 3, 1)];
@@ -208,20 +212,21 @@ mod tests {
         assert_eq!(of(&rows, false), [(4, vec![0, 5]), (2, vec![4]), (2, vec![2, 3, 6, 7])]);
     }
 
-    /// The threes stay, so that the second two needs what the seven leaves, and no other size shares their region.
+    /// The items of sizes 3 and 1 live throughout and keep their regions. The second one of size 2 needs what the first
+    /// one of size 7 leaves, so these sizes share a region.
     #[test]
     fn one_that_leaves_enough_is_enough() {
         let rows = [(0, 1, 7), (0, 3, 3), (0, 3, 1), (0, 2, 2), (1, 3, 2), (2, 3, 7)];
         assert_eq!(of(&rows, true), [(3, vec![1]), (1, vec![2]), (9, vec![0, 3, 4, 5])]);
     }
 
-    /// Where no smaller size is left, the class before it takes the smallest in.
+    /// If no smaller size is left, the class before takes in the smallest.
     #[test]
     fn the_smallest_may_join_a_larger_size() {
         assert_eq!(of(&[(0, 1, 2), (0, 2, 1), (1, 3, 1), (2, 3, 2)], true), [(3, vec![0, 1, 2, 3])]);
     }
 
-    /// One two gives way to a four, wherever the other is.
+    /// Two items of size 2 follow the one of size 4, so both sizes share a region.
     #[test]
     fn sizes_are_level_at_all_fullest_cliques() {
         let rows = [(0, 1, 4), (0, 3, 2), (2, 3, 2), (2, 3, 2)];
@@ -239,7 +244,7 @@ mod tests {
         assert_eq!(found(&pinned, 1_000), 0);
     }
 
-    /// Of three that overlap in two slots the shortest is left out, not one that a fullest clique has.
+    /// The shortest-lived of three items that overlap in two slots is left out, unless a fullest clique has it.
     #[test]
     fn the_shortest_lived_are_left_out() {
         let rows = [(0, 3, 1), (0, 5, 1), (0, 1, 9), (1, 2, 1), (3, 4, 1), (4, 9, 1), (5, 8, 1), (6, 9, 1)];

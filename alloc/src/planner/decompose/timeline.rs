@@ -1,7 +1,7 @@
-//! A part as one direction of time sees it: who is born and who dies, clique by clique.
+//! A part in one direction of time: which items are born and which die at each clique.
 //!
-//! Backward in time everything is mirrored, so that a search knows one direction only: the last clique is 0, and an item is born
-//! where it ends.
+//! Backward in time everything is mirrored: the last clique is clique 0, and an item is born where it ends. So searches
+//! need to know one direction only.
 
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -12,13 +12,13 @@ use crate::order::sort_by_key;
 /// Indices grouped by a small key.
 #[derive(Debug, Clone)]
 pub(crate) struct Buckets {
-    /// Where each key's entries begin; one more than there are keys.
+    /// Start of each key's entries, and the end of the last.
     pub starts: Vec<u32>,
     pub entries: Vec<u32>,
 }
 
 impl Buckets {
-    /// Groups `0..` by `keys`, each below `count`, in their order.
+    /// Groups the indices `0..` by `keys`, each below `count`. Indices of one key stay in order.
     pub fn new(count: u32, keys: impl Iterator<Item = u32> + Clone) -> Self {
         let mut starts = vec![0u32; count as usize + 1];
         let mut total = 0;
@@ -81,17 +81,17 @@ impl<'p> Timeline<'p> {
         self.items[i as usize]
     }
 
-    /// Who is born in a clique, the longest-lived first.
+    /// The items born in a clique, the longest-lived first.
     pub fn born(&self, clique: u32) -> &[u32] {
         self.births.of(clique)
     }
 
-    /// Who is alive for the last time in the clique before this one.
+    /// The items that are alive for the last time in the clique before this one.
     pub fn dead(&self, clique: u32) -> &[u32] {
         self.deaths.of(clique)
     }
 
-    /// Who is alive in a clique, by number.
+    /// The items alive in a clique, in the order of their numbers.
     pub fn alive(&self, clique: u32) -> Vec<u32> {
         (0..).zip(self.items.iter()).filter(|(_, item)| item.meets(clique..clique + 1)).map(|(i, _)| i).collect()
     }
@@ -105,7 +105,7 @@ mod tests {
     use crate::planner::tests::part;
 
     generated! {
-        /// Against asking every item.
+        /// Checked against asking every item.
         #[test]
         fn births_and_deaths_are_those_of_the_items(
             rows in prop::collection::vec((0..20u32, 1..=20u32, Just(1u64)), 1..40),

@@ -1,14 +1,14 @@
-//! Groups whose members live differently.
+//! Groups whose members live differently, called ragged.
 //!
-//! Seen from its members, such a group is a staircase: rectangles at fixed distances. The other searches know rectangles
-//! only. So three problems are planned instead of one:
+//! The members of such a group form a staircase: rectangles at fixed distances. The other searches place single
+//! rectangles only. So three related problems are planned:
 //!
-//! 1. without the groups, their members apart: what is proven of it holds for the problem too;
-//! 2. with each group as one rectangle, as if all members lived as long as the longest: its plans are plans of the problem,
-//!    that waste what the shorter-lived leave;
-//! 3. where that is above what is proven: with the groups' members pinned somewhere, so that the rest may flow around
-//!    each of them. They are pinned where the earlier plan and the one of 2 have them, where placements of staircases one by
-//!    one put them, and in the end everywhere, if those are few places.
+//! 1. Without the groups, each member by itself. A bound proven for this problem holds for the original too.
+//! 2. With each group as one rectangle, as if all members lived as long as the group. Its plans are plans of the
+//!    original, but they waste the space around shorter-lived members.
+//! 3. If that ends above what is proven: with the members of the groups pinned, so that the rest can use the space
+//!    around each of them. They are pinned where the earlier plan and the plan of 2 have them, then where the
+//!    staircases are placed one by one, and finally at all possible places, if those are few.
 
 use std::cmp::Reverse;
 
@@ -21,7 +21,7 @@ use crate::planner::space::by_clique::Occupied;
 use crate::planner::{Options, Solution};
 use crate::{Buffer, BufferId, Group, Problem};
 
-/// Whether some group's members are not all alive together.
+/// True if the members of some group have different lifetimes.
 pub(in crate::planner) fn has_ragged_groups(problem: &Problem) -> bool {
     problem.groups().iter().any(|group| group.is_ragged(problem.buffers()))
 }
@@ -39,13 +39,13 @@ struct Grouped<'p> {
     best: Option<Plan>,
 }
 
-/// Staircases are placed among everything else, item by item, in problems of at most so many buffers.
+/// Most buffers of a problem in which staircases are placed together with all other buffers, one by one.
 const MOST_IN_ORDER: usize = 50_000;
 
-/// Places of all ragged groups together that are tried one by one.
+/// Most combinations of the ragged groups' places that are tried one by one.
 const MOST_PLACES: u64 = 1_000;
 
-/// How often an order is repeated with what ended too high in front.
+/// Rounds of placing units in one order. In each, the units that ended too high before come first.
 const ROUNDS: u32 = 6;
 
 impl Grouped<'_> {
@@ -85,7 +85,7 @@ impl Grouped<'_> {
         known
     }
 
-    /// Tries all places of all ragged groups below the best height, if those are few, and takes over what that rules out.
+    /// Tries all places of all ragged groups below the best height, if those are few, and learns what that rules out.
     fn everywhere(&mut self, stairs: &Stairs, known: &mut Known) {
         let Some((height, mut offsets)) = self.best.clone() else { return };
         let grain = stairs.grain();
@@ -127,8 +127,8 @@ impl Grouped<'_> {
         known.searched = known.searched.max(proven.min(self.best.as_ref().map_or(height, |best| best.0)));
     }
 
-    /// Places `units` by `key`, then lets the rest flow around the groups where they came to lie; what ended too high is placed
-    /// first in the next round.
+    /// Places `units` in the order of `key`, then plans the rest around the groups at these offsets. Units that ended
+    /// too high are placed first in the next round.
     fn in_order(&mut self, stairs: &Stairs, key: Key, units: &[u32], aim: u64) {
         let is_everything = units.len() == stairs.units.len();
         let mut rank: Vec<(bool, u32)> = units.iter().map(|&u| (true, u)).collect();
@@ -149,8 +149,8 @@ impl Grouped<'_> {
         });
     }
 
-    /// Plans the problem with the members of ragged groups where `place` has them, spending one of `shares`. Returns what
-    /// no such plan is lower than: the end of the address space where they can't be.
+    /// Plans the problem with the members of ragged groups pinned where `place` has them, with one of `shares` of the
+    /// budget. Returns a height that no such plan is below; it is `u64::MAX` if the members can't be there.
     fn flow_around(&mut self, place: &dyn Fn(BufferId) -> Option<u64>, shares: u64) -> u64 {
         let problem = self.run.problem;
         let mut buffers = problem.buffers().to_vec();
@@ -177,7 +177,7 @@ impl Grouped<'_> {
         known.searched
     }
 
-    /// Solves a problem related to this one with one of `shares` of what may still be spent.
+    /// Solves a related problem with one of `shares` of the budget left.
     fn solve_one(&mut self, problem: &Problem, shares: u64, options: &Options) -> (Known, Option<Plan>) {
         let mut run = Run::within(problem, options, self.run.budget.share(self.run.budget.left() / shares));
         let result = run.solve();
@@ -191,14 +191,14 @@ impl Grouped<'_> {
         self.best = [self.best.take(), plan].into_iter().flatten().min_by_key(|plan| plan.0);
     }
 
-    /// Whether something lower is wanted and may be looked for; some plan there must be.
+    /// True if a plan lower than the best is wanted and the budget is not spent, or as long as there is no plan at all.
     fn is_open(&self, aim: u64) -> bool {
         let found = self.best.as_ref();
         found.is_none_or(|best| best.0 > aim) && (found.is_none() || self.run.budget.stopped().is_none())
     }
 }
 
-/// The least comes first.
+/// A sort key: the item with the least comes first.
 type Key = fn(Item) -> (u128, u32);
 
 const KEYS: [Key; 4] = [
@@ -211,26 +211,26 @@ const KEYS: [Key; 4] = [
 /// A problem as rigid units: groups, and the buffers that belong to none.
 struct Stairs<'p> {
     problem: &'p Problem,
-    /// By buffer.
+    /// The item of each buffer.
     items: Vec<Item>,
     cliques: u32,
     units: Vec<Unit>,
 }
 
-/// Rectangles at fixed distances.
+/// Rectangles at fixed distances: a group, or a single buffer.
 struct Unit {
-    /// The least rectangle around it.
+    /// The smallest rectangle around it.
     whole: Item,
     is_ragged: bool,
     pin: Option<u64>,
-    /// Ways to stack its members.
+    /// The ways to stack its members.
     orders: Vec<Group>,
 }
 
 struct Placed {
     /// The highest end of a placed unit.
     height: u64,
-    /// By buffer; 0 where it was not to be placed.
+    /// Offset of each buffer; 0 if it was not placed.
     offsets: Vec<u64>,
     /// Units that end above the aim.
     over: Vec<u32>,
@@ -258,7 +258,7 @@ impl<'p> Stairs<'p> {
         Self { problem, items, cliques, units }
     }
 
-    /// Everything can come to rest at multiples of this.
+    /// A common divisor of all offsets at which anything can come to rest.
     fn grain(&self) -> u64 {
         let buffers = self.problem.buffers().iter().filter(|b| b.bytes > 0);
         let sizes = buffers.flat_map(|b| [b.bytes, b.alignment, b.offset.unwrap_or(0)]);
@@ -266,8 +266,8 @@ impl<'p> Stairs<'p> {
         sizes.chain(ranges).fold(0, gcd).max(1)
     }
 
-    /// Gives each of `units` the lowest place that the pins and those before it leave. `None` when the address space ends,
-    /// or when a pinned unit finds its place taken.
+    /// Gives each of `units` in turn the lowest place that the pins and the units before it leave. Returns `None` if
+    /// the address space ends or a pinned unit's place is taken.
     fn place(&self, units: &[u32], aim: u64, budget: &mut Budget) -> Option<Placed> {
         let mut occupied = Occupied::new(self.cliques);
         let always = Item { start: 0, end: self.cliques, bytes: 0, alignment: 1 };
@@ -303,9 +303,9 @@ impl<'p> Stairs<'p> {
         Some(placed)
     }
 
-    /// The lowest place for a stack of members, each of which must be free for its own life only.
+    /// The lowest offset of a stack. Each member needs free bytes during its own life only.
     fn lowest(&self, stack: &Group, occupied: &mut Occupied, budget: &mut Budget) -> Option<u64> {
-        // Places of the stack at which a member would meet something.
+        // Offsets of the stack at which a member would overlap something.
         let mut blocked: Vec<(u64, u64)> = Vec::new();
         let mut below = 0;
         for id in &stack.members {
@@ -334,8 +334,8 @@ impl<'p> Stairs<'p> {
     }
 }
 
-/// Ways to stack a group: the given order; where the planner chooses, all that alignments and pins allow of a few
-/// members, of many those by length, birth, death and size.
+/// The ways to stack a group. A fixed order is the only one. If the planner chooses, few members are stacked in all
+/// orders that alignments and pins allow; many are sorted by length, birth, death and size.
 fn orders(problem: &Problem, group: &Group) -> Vec<Group> {
     let mut orders = vec![group.clone()];
     if !group.any_order {
@@ -358,7 +358,7 @@ fn orders(problem: &Problem, group: &Group) -> Vec<Group> {
     orders
 }
 
-/// Members of which every order is tried.
+/// Most members of which every order is tried.
 const FEW: usize = 4;
 
 fn permutations(members: &[BufferId]) -> Vec<Vec<BufferId>> {

@@ -1,7 +1,8 @@
 //! Warm start: a plan that keeps the addresses of an earlier one, as far as that costs no height.
 //!
-//! The earlier offsets become pins, those that contradict each other or the problem aside. What then ends above the
-//! target loses its neighbours' pins, from the shortest-lived up, until the plan fits or too little is left to keep.
+//! The earlier offsets become pins, except for those that contradict each other or the problem. If a buffer then ends
+//! above the target, the buffers alive at the same time lose their pins, the shortest-lived first, until the plan fits
+//! or the rounds are used up.
 
 use std::collections::BTreeMap;
 
@@ -10,11 +11,11 @@ use crate::planner::budget::Budget;
 use crate::planner::run::Run;
 use crate::{Buffer, BufferId, Problem};
 
-/// How often pins are released before the earlier plan is given up.
+/// Rounds of releasing pins after which the earlier plan is given up.
 const ROUNDS: u32 = 6;
 
-/// A plan of at most `target` bytes with the addresses of `earlier`, and the work it cost; `None` when releasing pins did
-/// not lead to one before the deadline of the `budget`.
+/// Returns a plan of at most `target` bytes with addresses of `earlier`, and the work it cost. There is no plan if
+/// releasing pins did not lead to one before the deadline of the `budget`.
 pub(in crate::planner) fn keep(
     problem: &Problem,
     earlier: &[Option<u64>],
@@ -44,7 +45,8 @@ pub(in crate::planner) fn keep(
     (None, spent)
 }
 
-/// The earlier offsets that this problem allows and that do not contradict each other: of two that do, the larger stays.
+/// The earlier offsets that this problem allows and that do not contradict each other. Of two that do, the larger
+/// buffer's stays.
 fn consistent(problem: &Problem, earlier: &[Option<u64>], target: u64) -> Vec<Option<u64>> {
     let grouped: Vec<BufferId> = problem.groups().iter().flat_map(|g| g.members.iter().copied()).collect();
     let allowed = |id: BufferId| {
@@ -55,7 +57,7 @@ fn consistent(problem: &Problem, earlier: &[Option<u64>], target: u64) -> Vec<Op
         (fits && !fenced && !grouped.contains(&id)).then_some(at)
     };
     let mut kept: Vec<Option<u64>> = problem.ids().map(allowed).collect();
-    // A buffer's own pin goes before any earlier address.
+    // A buffer's own pin takes precedence over any earlier address.
     for id in problem.ids().filter(|&id| problem.buffer(id).bytes > 0) {
         kept[id.index()] = problem.buffer(id).offset.or(kept[id.index()]);
     }
@@ -90,8 +92,8 @@ fn consistent(problem: &Problem, earlier: &[Option<u64>], target: u64) -> Vec<Op
     kept
 }
 
-/// Lets go of what lives beside something that ended too high: first only what lives shorter than it does, later what
-/// lives ever longer.
+/// Releases the pins of buffers that are alive together with one that ended too high. At first only those that live no
+/// longer than that one are released, in later rounds those that live ever longer.
 fn release(problem: &Problem, offsets: &[u64], target: u64, round: u32, kept: &mut [Option<u64>]) {
     let length = |b: &Buffer| b.lifetime.end - b.lifetime.start;
     let high: Vec<&Buffer> = problem

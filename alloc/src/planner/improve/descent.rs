@@ -2,43 +2,46 @@
 
 use crate::planner::budget::Budget;
 
-/// Work of an attempt in the first round: at least, and for each item.
+/// Least work of an attempt in the first round.
 const FIRST_ATTEMPT: u64 = 500_000;
+/// Work per item of an attempt in the first round, if that is more.
 const FIRST_ATTEMPT_PER_ITEM: u64 = 70;
 
-/// What the next step is worth, as one in so many of the way to the goal: large steps first, smaller ones where these fail.
+/// Divisors of the distance to the goal that give the size of the next step: large steps first, smaller ones
+/// if those fail.
 const STEPS: [u64; 4] = [1, 4, 16, 64];
 
-/// How far a descent has come.
+/// The progress of a descent.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Descent {
     goal: u64,
     /// Heights are multiples of this.
     grain: u64,
-    /// Work of an attempt.
+    /// Work that an attempt may spend.
     patience: u64,
     /// Index into [`STEPS`].
     step: usize,
 }
 
-/// What an attempt to get below a ceiling led to.
+/// The result of an attempt to get below a ceiling.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reached {
-    /// Of the lowest plan.
+    /// Height of the lowest plan.
     pub height: u64,
     /// No plan is lower than this.
     pub proven: u64,
 }
 
 impl Descent {
-    /// For a plan of so many items.
+    /// A descent to `goal` for a plan of so many items.
     pub fn new(goal: u64, grain: u64, items: usize) -> Self {
         let patience = FIRST_ATTEMPT.max(FIRST_ATTEMPT_PER_ITEM * items as u64);
         Self { goal, grain, patience, step: 0 }
     }
 
-    /// Asks for ever lower plans than one of this height until the goal is met or the budget spent; `lower` gets a ceiling and what it
-    /// may spend. An attempt may cost little at first; where steps of all sizes fail, the next ones may cost more.
+    /// Asks for ever lower plans, starting below `height`, until the goal is met or the budget is spent. `lower` gets a
+    /// ceiling and a budget. Attempts may cost little at first; once steps of all sizes have failed, the next ones may
+    /// cost more.
     pub fn run(&mut self, mut height: u64, budget: &mut Budget, mut lower: impl FnMut(u64, &mut Budget) -> Reached) {
         while height > self.goal && budget.stopped().is_none() {
             let way = height - self.goal;
@@ -64,7 +67,7 @@ impl Descent {
 mod tests {
     use super::*;
 
-    /// Where plans get as low as `least`, and attempts cost so much: the height in the end.
+    /// The final height if plans get as low as `least` and an attempt costs `cost`.
     fn descend(least: u64, cost: u64, proves: bool) -> u64 {
         let mut budget = Budget { work: 50_000_000, ..Budget::default() };
         let mut height = 1000;

@@ -1,10 +1,11 @@
-//! Squeaky-wheel optimisation (Joslin and Clements, 1999): what came out badly is served first the next time.
+//! Squeaky-wheel optimisation (Joslin and Clements, 1999): items that came out badly are served first the next time.
 
-/// Rounds without a lower plan after which there are no more.
+/// Rounds without a lower plan after which the search ends.
 const PATIENCE: u32 = 5;
 
-/// Runs `attempt` for at most so many rounds; returns how many were made. It gets those served first, and returns the height that it
-/// reached with those that should join them, or `None` to stop. Rounds end where nobody joins, or none gets lower for long.
+/// Runs `attempt` for at most `rounds` rounds and returns how many were run. `attempt` gets the items to serve first.
+/// It returns the height that it reached and the items that should join them, or `None` to stop. The rounds also end
+/// when no item joins, or when the height has not fallen for long.
 pub(crate) fn squeaky_wheel(
     rounds: u32,
     mut first: Vec<u32>,
@@ -28,7 +29,7 @@ pub(crate) fn squeaky_wheel(
 mod tests {
     use super::*;
 
-    /// Heights of the rounds, of which each promotes one; the calls that are made.
+    /// Runs rounds that reach these heights and promote one item each. Returns how many items each call served first.
     fn rounds(heights: &[u64]) -> Vec<usize> {
         let mut calls = Vec::new();
         squeaky_wheel(20, vec![7], |first| {

@@ -1,12 +1,12 @@
-//! Sweeps that take back their last steps where an item finds no place below a ceiling.
+//! Sweeps that undo their last steps when an item finds no place below a ceiling.
 //!
-//! Near the bound, thousands of cliques may be all but full: one birth in the wrong range leaves another one too small, and a
-//! sweep without memory ends above the ceiling a little later. Here it goes back a few cliques and tries again with random
-//! noise on its scores, the further back the longer it has got nowhere. After many retreats the attempt ends, and another one
-//! starts with other weights.
+//! Near the bound, thousands of cliques may be almost full. One birth in the wrong range leaves another range too
+//! small, and a sweep without backtracking ends above the ceiling a little later. Here the sweep goes back a few
+//! cliques and tries again with random noise on its scores. The longer it makes no progress, the further back it goes.
+//! After many retreats the attempt ends, and another one starts with other weights.
 //!
-//! Free ranges stay whole where neighbours die together, for together they leave one large range. So a place costs by the
-//! difference in time between the item's end and its neighbour's, and by what it leaves of its range.
+//! Neighbours that die together leave one large range. So the price of a place depends on the time between the item's
+//! death and its neighbour's, and on how much of the range is left over.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -22,42 +22,45 @@ use crate::planner::mix::mix;
 use crate::planner::solve::Solver;
 use crate::planner::space::free_list::{FreeList, Hole, Place};
 
-/// What an attempt should be able to spend for each item.
+/// Work per item that an attempt should be able to spend.
 const WORK_PER_ITEM: u64 = 100;
 
-/// Attempts side by side: at first, for where they help, the first often does; and at most.
+/// Number of attempts that run in parallel: in the first wave, and at most in later ones. The first wave is
+/// small, because the first attempts often succeed where backtracking helps at all.
 const WAVES: (u64, u64) = (2, 8);
 
-/// Ways through the second half that are tried once the first is done.
+/// Attempts at the second half of time once the first is done.
 const SECOND_TRIES: u64 = 64;
 
-/// Retreats without getting further after which an attempt ends.
+/// Retreats without progress after which an attempt ends.
 const PATIENCE: u32 = 300;
 
-/// Retreats after which the next ones may lead one clique further back.
+/// Number of retreats after which the longest retreat grows by one clique.
 const SHORT_WAYS: u32 = 8;
 
-/// Cliques that any retreat may lead back.
+/// Longest retreat at first, in cliques.
 const NEAR: u64 = 3;
 
-/// Small items, which attempts may keep apart, take at most one in so many bytes of the fullest clique.
+/// All small items together have at most 1/`SMALL_SHARE` of the fullest clique's bytes. Some attempts keep
+/// them apart.
 const SMALL_SHARE: u64 = 64;
 
-/// What a place costs.
+/// Prices that add up to the score of a place.
 #[derive(Debug, Clone, Copy)]
 struct Weights {
-    /// Per sixteenth of a doubling of the time between an item's end and its neighbour's.
+    /// Price of each sixteenth of a doubling of the time between an item's death and its neighbour's.
     lifetime_mismatch: u64,
-    /// For a place that does not fill its range.
+    /// Price of a place that does not fill its range.
     remainder: u64,
-    /// For each time that the item would fit into what is left of the range, up to four.
+    /// Price for each time that the item would fit into the rest of the range, up to four.
     room: u64,
-    /// What chance may add after a retreat, and to how many of a hundred places.
+    /// Most noise that is added to a price after a retreat.
     noise: u64,
+    /// Percentage of places whose price gets noise.
     noisy_places: u64,
 }
 
-/// Each is the best somewhere.
+/// Weights that attempts use in turn; each is the best for some problems.
 const WEIGHTS: [Weights; 5] = [
     Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 100 },
     Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 40 },
@@ -66,14 +69,14 @@ const WEIGHTS: [Weights; 5] = [
     Weights { lifetime_mismatch: 9, remainder: 1000, room: 0, noise: 12_000, noisy_places: 20 },
 ];
 
-/// Price of a small item's place beside a large one, and the other way round.
+/// Price of a small item's place beside a large one, or the other way round.
 const UNLIKE: u64 = 4_000;
 
-/// What a birth costs beside the ranges that it looks at.
+/// Work of a birth, in addition to the ranges that it looks at.
 const WORK_PER_BIRTH: u64 = 4;
 
 impl Solver<'_> {
-    /// Sweeps that go back, until one ends at `ceiling` or below or the budget is spent; whether one did.
+    /// Runs attempts until one ends at or below `ceiling` or the budget is spent. Returns true if one did.
     pub fn backtrack(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
         let part = self.part;
         let peaks = part.fullest_cliques();
@@ -86,8 +89,10 @@ impl Solver<'_> {
         })
     }
 
-    /// Attempts by number, in waves of so many at first and at most that run side by side, until one ends with offsets or the budget
-    /// has less than what each item of one more takes; whether one did. The first by number has the word: the same on every machine.
+    /// Runs attempts by number, in waves that run in parallel, until one finds offsets or the budget has less
+    /// than `work_per_item` for each item of one more. The pair has the size of the first wave and the
+    /// largest size; from one wave to the next, the size doubles. Of several that succeed, the one with the
+    /// lowest number counts, so that the result is the same on every machine. Returns true if one succeeded.
     pub(super) fn attempt(
         &mut self,
         numbers: Range<u64>,
@@ -99,7 +104,7 @@ impl Solver<'_> {
         let whole_way = self.part.items.len() as u64 * work_per_item;
         let mut number = numbers.start;
         while number < numbers.end {
-            // Of attempts that cannot go all the way, fewer are better.
+            // If the budget doesn't suffice for all of them, fewer attempts that get further are better.
             let here = wave.min(budget.left() / whole_way.max(1)).min(numbers.end - number);
             if here == 0 || budget.stopped().is_some() {
                 return false;
@@ -124,7 +129,7 @@ impl Solver<'_> {
         false
     }
 
-    /// The size below which items count as small: together they have a small share of a clique.
+    /// The size below which items count as small: all smaller items together have a small share of a clique's bytes.
     fn small_below(&self, clique: u32) -> u64 {
         let alive = self.forward.alive(clique);
         let mut sizes: Vec<u64> = alive.iter().map(|&i| self.part.items[i as usize].bytes).collect();
@@ -145,17 +150,18 @@ struct Attempt<'s> {
     ceiling: u64,
     /// The clique whose items are stacked first.
     peak: u32,
-    /// Whether the time before it is planned first. The stack is in the order in which its items die on that way.
+    /// Whether the time before the peak is planned first. The items of the stack are sorted by their deaths in that
+    /// direction.
     is_backward: bool,
-    /// Items of fewer bytes lie among their like.
+    /// Items of fewer bytes are kept together.
     small_below: u64,
-    /// Attempts of one number are the same on every machine.
+    /// Seed of the random choices: an attempt with the same number is the same on every machine.
     number: u64,
 }
 
 impl<'s> Attempt<'s> {
-    /// Starts from one of the fullest cliques, `peaks`: with all the others on the side that is planned first, or as many on both
-    /// sides. Every other four attempts keep small items apart.
+    /// Starts from one of the fullest cliques, `peaks`: the one that has all others on the side planned first, or the
+    /// middle one. In four of eight attempts, small items are kept apart.
     fn new(solver: &'s Solver<'s>, ceiling: u64, peaks: &[u32], small_below: u64, number: u64) -> Self {
         let (which, is_backward) = match number % 4 {
             0 => (peaks.len() - 1, true),
@@ -167,7 +173,8 @@ impl<'s> Attempt<'s> {
         Self { solver, ceiling, peak: peaks[which], is_backward, small_below, number }
     }
 
-    /// Offsets that end below the ceiling, if there is a way to them; the budget pays for the items and ranges looked at.
+    /// Offsets that end at or below the ceiling, if a way to them is found. The budget pays for the items and ranges
+    /// looked at.
     fn run(&self, budget: &mut Budget) -> Option<Vec<u64>> {
         let Solver { part, forward, backward, .. } = self.solver;
         let sides = [(forward, self.peak), (backward, part.cliques - 1 - self.peak)];
@@ -186,7 +193,7 @@ impl<'s> Attempt<'s> {
         Some(offsets)
     }
 
-    /// The way from the stack, which lies in this clique, to one end of time.
+    /// Sweeps from the stack at the given clique to one end of time, and returns the offsets if it gets there.
     fn walk(
         &self,
         (timeline, clique): (&Timeline, u32),
@@ -199,7 +206,7 @@ impl<'s> Attempt<'s> {
         let small_below = self.small_below;
         let mut rule = Scored { timeline, small_below, weights, chance: Chance { seed: number, drawn: 0 }, noise: 0 };
         let (first, end) = (sweep.cliques.start, sweep.cliques.end);
-        // How many steps were made before each clique of the way.
+        // Steps made before each clique: the point to go back to.
         let mut marks = vec![0; sweep.cliques.len()];
         let (mut at, mut furthest, mut stuck) = (first, first, 0);
         let mut turns = 0u64;
@@ -229,18 +236,18 @@ impl<'s> Attempt<'s> {
     }
 }
 
-/// Places by score.
+/// A rule that takes the place with the lowest price.
 struct Scored<'s> {
     timeline: &'s Timeline<'s>,
     small_below: u64,
     weights: Weights,
     chance: Chance,
-    /// What chance may add to prices now.
+    /// Most noise that is added to prices now.
     noise: u64,
 }
 
 impl Rule for Scored<'_> {
-    /// The longest-lived first, and after a retreat sometimes the largest, or in any order.
+    /// The longest-lived first; after a retreat sometimes the largest first, or in random order.
     fn order(&mut self, born: &mut [u32]) {
         match if self.noise > 0 { self.chance.below(3) } else { 0 } {
             0 => {}
@@ -249,7 +256,7 @@ impl Rule for Scored<'_> {
         }
     }
 
-    /// The range and the offset that cost least.
+    /// The range and the offset with the lowest price.
     fn choose(&mut self, i: u32, space: &FreeList, budget: &mut Budget) -> Option<Place> {
         budget.spend(WORK_PER_BIRTH + space.holes.len() as u64);
         let item = self.timeline.item(i);
@@ -278,7 +285,8 @@ impl Rule for Scored<'_> {
 }
 
 impl Scored<'_> {
-    /// Price of lying beside `other`, or at an edge of the arena, which never leaves. Small items begin at the bottom.
+    /// The price of lying beside `other`, or beside an edge of the arena, which counts as never dying. An edge also
+    /// counts as small, so that small items gather there.
     fn mismatch(&self, item: Item, other: Option<&Item>) -> u64 {
         let is_small = |item: Item| item.bytes < self.small_below;
         let other_is_small = other.map_or(self.small_below > 0, |&other| is_small(other));
@@ -288,29 +296,29 @@ impl Scored<'_> {
     }
 }
 
-/// The logarithm of `n + 1` to base 2 in sixteenths, linear between powers of two: without a rounding that differs between
-/// machines.
+/// The logarithm of `n + 1` to base 2 in sixteenths, interpolated linearly between powers of two. It is computed in
+/// integers, so that no rounding differs between machines.
 pub(super) fn sixteenths_of_doublings(n: u32) -> u64 {
     let n = u64::from(n) + 1;
     let power = n.ilog2();
     u64::from(16 * power) + (((n << 4) >> power) - 16)
 }
 
-/// Pseudo-random numbers.
+/// A generator of pseudo-random numbers.
 struct Chance {
     seed: u64,
     drawn: u64,
 }
 
 impl Chance {
-    /// Below `n`; 0 for `n` = 0.
+    /// A random number below `n`; 0 if `n` is 0.
     fn below(&mut self, n: u64) -> u64 {
         self.drawn += 1;
-        // The upper half of the product of a 64-bit fraction.
+        // The upper half of the product scales a 64-bit fraction to `0..n`.
         ((u128::from(mix(self.drawn, self.seed)) * u128::from(n)) >> 64) as u64
     }
 
-    /// Less than `most`, in so many of a hundred cases; else 0.
+    /// A random number below `most` in `percent` of a hundred cases, else 0.
     fn noise(&mut self, most: u64, percent: u64) -> u64 {
         if most > 0 && (percent == 100 || self.below(100) < percent) { self.below(most) } else { 0 }
     }
@@ -327,7 +335,7 @@ mod tests {
     use crate::synthetic::{Order, Step};
 
     generated! {
-        /// Against every pair of items; and the second run is the first.
+        /// Checked against every pair of items; a second run finds the same plan.
         #[test]
         fn what_is_found_is_a_plan_below_the_ceiling(
             rows in prop::collection::vec((0..12u32, 1..=12u32, 1..20u64), 1..40),
@@ -348,7 +356,7 @@ mod tests {
             }
         }
 
-        /// Forwards and backwards again, the free ranges are what they were: all that nobody takes, and nothing else.
+        /// The free ranges are exactly the bytes that no item takes, and undoing all steps restores those at the start.
         #[test]
         fn steps_taken_back_leave_no_trace(
             rows in prop::collection::vec((0..12u32, 1..=12u32, 1..20u64), 1..40),
@@ -388,7 +396,7 @@ mod tests {
         }
     }
 
-    /// Steps that are nearly full from the first backward to the last.
+    /// The steps are nearly full from the first backward to the last.
     #[test]
     fn a_way_is_found_where_every_sweep_fails() {
         for (layers, stages, micro_batches) in [(1, 2, 6), (2, 1, 5), (4, 1, 8), (12, 1, 8)] {

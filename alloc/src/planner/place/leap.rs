@@ -1,10 +1,15 @@
-//! From one milestone of a sweep with an [open stack](super::open_stack) to the next: many ways, tried one after another.
+//! One leap of a sweep with an [open stack](super::open_stack): a depth-first search for ways from one milestone to the
+//! next.
 //!
-//! Births between two milestones are placed in order of time, each at an end of a free range, or so
-//! far from it that another one fits in between; first where neighbours leave at about the same time. A place is out of
-//! the question if who is alive at the milestone and still to come then finds no room between those that stay. Where a
-//! birth finds no place, the one before it tries its next. A birth
-//! may also take over one of the [lots](super::lots) of the stack, or have one or two moved to where they make room.
+//! Births between the two milestones are placed in order of time. The candidates for each are:
+//!
+//! - both ends of each free range, and places so far from an end that another item still to come fits in between;
+//! - a dead [lot](super::lots) of the same size, which the birth takes over;
+//! - free ranges that one or two dead lots extend.
+//!
+//! Places between neighbours that die at about the same time come first. A place is rejected if the items that are
+//! still to come and alive at the milestone no longer fit between those that stay. If a birth has no place left, the
+//! one before it tries its next.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -17,7 +22,7 @@ use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::mix::mix;
 
-/// An item in its place.
+/// An item at its offset, or the undecided range of the stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slab {
     pub from: u64,
@@ -28,50 +33,52 @@ pub(super) struct Slab {
 
 /// A layout at the next milestone.
 pub(super) struct Arrival {
-    /// Who is alive there, ascending.
+    /// The slabs alive there, ascending by address.
     pub live: Vec<Slab>,
-    /// Who was put where on the way, in order.
+    /// The items placed on the way and the lots whose offsets were decided, in order.
     pub places: Vec<(u32, At)>,
-    /// Of the stack, whose place is not decided yet.
+    /// The lots that are still undecided.
     pub lots: Lots,
-    /// How far apart neighbours leave, and how many ranges are free.
+    /// A penalty for neighbours that die at different times, and for each free range.
     pub disorder: u64,
-    /// Layouts that are alike have one hash.
+    /// Hash of the layout; layouts that are alike have the same one.
     pub hash: u64,
-    /// Layouts whose large items and free ranges come in the same order, from below or from above, have one outline.
+    /// Hash of the order of large items and free ranges, the same whether read from below or from above.
     pub outline: u64,
 }
 
-/// Places that may be looked at on the way from one layout for each birth: in attempts of a third each this many, twice and four
-/// times as many. Where more are tried, less orderly layouts arrive too.
+/// Places per birth that may be tried from one layout. Attempts use this number, twice and four times as many
+/// in turn. If more are tried, less orderly layouts arrive too.
 const PLACES_PER_BIRTH: u64 = 4;
 
-/// Layouts that may come from one.
+/// Most layouts that may arrive from one layout.
 const ARRIVALS: usize = 8;
 
-/// Births up to which a leap is made.
+/// Most births of a leap.
 pub(super) const BIRTHS: usize = 200;
 
-/// Slabs of all layouts on the way, at most.
+/// Most slabs of all layouts on the way.
 const SLABS: usize = 1 << 22;
 
-/// Places that are tried for an item that is gone before the milestone, and for a small one.
+/// Places that are tried for an item that dies before the milestone, and for a small one that doesn't.
 const PLACES: (usize, usize) = (2, 3);
 
-/// An item is large from this share of the largest on.
+/// An item is large if it has at least 1/`LARGE` of the largest item's bytes.
 const LARGE: u64 = 3;
 
-/// What a free range adds to the disorder.
+/// Disorder that each free range adds.
 const RANGE: u64 = 80;
 
-/// What a place adds that leaves its range in one piece, and one that splits it.
+/// Rank that is added to a place that leaves its range in one piece, and to one that splits it. The lowest rank comes
+/// first.
 const ASIDE: (u64, u64) = (10, 90);
 
-/// What it adds to take over a lot of the stack on the way, and to decide where one lay: only where nothing else is left.
+/// Rank that is added for taking over a lot with an item that dies before the milestone.
 const HEIR: u64 = 180;
+/// Rank that is added for each lot whose offset a place decides. Such places are the last resort.
 const OPENING: u64 = 300;
 
-/// A birth on the way.
+/// An item born on the way.
 #[derive(Debug, Clone, Copy)]
 struct Birth {
     clique: u32,
@@ -79,20 +86,20 @@ struct Birth {
     bytes: u64,
     /// The clique before which it dies.
     leaves: u32,
-    /// Which of those it is that the milestone waits for.
+    /// Index into [`Leap::waiting`], if the item is still alive at the milestone.
     waits: Option<usize>,
 }
 
-/// The way between two milestones.
+/// The search for ways between two milestones.
 pub(super) struct Leap<'c> {
     course: &'c Course<'c>,
     to: u32,
     births: Vec<Birth>,
-    /// Sizes of those that the milestone waits for, the largest first, and whether they are still to come.
+    /// Bytes of the births that are still alive at the milestone, the largest first, and whether each is still to come.
     waiting: Vec<(u64, bool)>,
-    /// Places and arrivals that each layout may have.
+    /// Most places tried and most arrivals for each layout.
     most: (u64, usize),
-    /// What is left of both.
+    /// Places that may still be tried.
     steps: u64,
     arrivals: Vec<Arrival>,
     /// Where each birth so far was put.
@@ -103,8 +110,8 @@ pub(super) struct Leap<'c> {
 }
 
 impl<'c> Leap<'c> {
-    /// Over `cliques`, of which the last is the milestone and the one before the first was the last one; each step of
-    /// `effort` doubles what may be tried.
+    /// A leap from the milestone `cliques.start` to the milestone `cliques.end`. Each unit of `effort` doubles its
+    /// limits.
     pub fn new(course: &'c Course<'c>, cliques: Range<u32>, effort: u32) -> Self {
         let to = cliques.end;
         let born =
@@ -136,7 +143,7 @@ impl<'c> Leap<'c> {
         }
     }
 
-    /// The layouts at the milestone that come from one.
+    /// The layouts at the next milestone that are reached from one layout.
     pub fn from(&mut self, live: &[Slab], lots: &Lots, budget: &mut Budget) -> Vec<Arrival> {
         let is_large = live.len().saturating_mul(self.births.len()) > SLABS;
         self.steps = if is_large || budget.is_late() { 0 } else { self.most.0 };
@@ -149,7 +156,7 @@ impl<'c> Leap<'c> {
         self.steps == 0 || self.arrivals.len() == self.most.1 || budget.left() == 0
     }
 
-    /// Places all births from the given one on.
+    /// Places the births from number `next` on.
     fn go(&mut self, next: usize, mut live: Vec<Slab>, lots: Lots, budget: &mut Budget) {
         if self.is_over(budget) {
             return;
@@ -199,7 +206,7 @@ impl<'c> Leap<'c> {
                 self.go(next + 1, grown, left, budget);
             }
             self.path.truncate(known);
-            // What is tried on the way from an open stack is where the largest go: one way for the others will do.
+            // The search is for places of the largest items: for the others, one way that arrives is enough.
             let is_enough = self.arrivals.len() > arrived && !(waits && course.is_largest(birth.bytes));
             if has_room && self.is_over(budget) || is_enough {
                 break;
@@ -210,12 +217,12 @@ impl<'c> Leap<'c> {
         }
     }
 
-    /// Where a birth could go, the best first.
+    /// The candidate places of a birth, the best first.
     fn places(&self, birth: Birth, live: &[Slab], lots: &Lots) -> Vec<Place> {
         let (course, bytes) = (self.course, birth.bytes);
         let leaves = course.seen_by(birth.leaves);
         let mut places: Vec<Place> = Vec::new();
-        // Every other attempt would rather have a large item between two ranges than beside one.
+        // In every other attempt, a large item may split a range next to the undecided one without a higher rank.
         let parts = course.number % 2 == 1 && course.is_largest(bytes);
         let dead = lots.dead(birth.clique);
         let heir = dead.iter().find(|lot| lot.1 == bytes).map(|lot| lot.0);
@@ -272,8 +279,9 @@ impl<'c> Leap<'c> {
         places
     }
 
-    /// Whether those that the milestone still waits for find room between those that stay, each in the tightest range.
-    /// Beside what is not decided a range may grow by as many bytes as leave it.
+    /// True if the births that are still to come and alive at the milestone find room between the slabs that stay, each
+    /// in the tightest range. Ranges next to the undecided one form a common pool, with the bytes of the lots that are
+    /// dead by then.
     fn has_room(&mut self, live: &[Slab], lots: &Lots) -> bool {
         self.room.clear();
         let (mut floor, mut is_open) = (0, false);
@@ -308,7 +316,7 @@ impl<'c> Leap<'c> {
         if !self.known.insert(hash) {
             return;
         }
-        // Large items by when they leave, and free ranges.
+        // The outline: large items with their time of death, and free ranges.
         let mut outline: Vec<(u64, u64)> = Vec::new();
         let mut disorder = 0;
         let mut floor = 0;
@@ -337,13 +345,14 @@ impl<'c> Leap<'c> {
 }
 
 impl Slab {
-    /// Slabs in one place that leave at the same time have one key.
+    /// A hash of the slab's addresses and time of death.
     fn key(self, leaves: u32) -> u64 {
         mix(self.from ^ (self.to - self.from).rotate_left(20), u64::from(leaves))
     }
 }
 
-/// Every free range below the ceiling, with who lies below and above it; nobody at the edges of the arena.
+/// Visits every free range below the ceiling, with its neighbours below and above (`None` at an edge of the arena).
+/// Beside the undecided range, empty ranges are visited too, since lots can extend them.
 fn each_range(live: &[Slab], ceiling: u64, mut visit: impl FnMut(u64, u64, [Option<&Slab>; 2])) {
     let mut below: Option<&Slab> = None;
     for slab in live {
@@ -359,7 +368,7 @@ fn each_range(live: &[Slab], ceiling: u64, mut visit: impl FnMut(u64, u64, [Opti
     }
 }
 
-/// How much two neighbours that see so many milestones add to the disorder; nothing where one is not decided.
+/// The disorder of two neighbours that die after so many milestones; 0 if one of them is the undecided range.
 fn apart(a: u32, b: u32) -> u64 {
     if a == UNDECIDED || b == UNDECIDED {
         return 0;

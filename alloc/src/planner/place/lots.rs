@@ -1,52 +1,55 @@
-//! A stack whose order is found out on the way.
+//! The initial stack of a sweep, with the order of its items left open.
 //!
-//! Any order will do for the items of the first clique, and the right one is found by chance alone. So nobody decides it:
-//! the stack is one stretch, and who lies where in it is said only when it matters. Who dies there leaves a *lot*. One of
-//! as many bytes takes it over, wherever it may be. For another it is moved to an end of the stretch, where it makes a
-//! range larger.
+//! Any order of the items alive at the first clique gives a stack without gaps, and no rule predicts which order leads
+//! to a plan. So the order is left open: the stack is one undecided range, and the offset of an item in it is fixed
+//! only when a later birth depends on it. An item of the stack that dies leaves a free *lot*:
+//!
+//! - A new item of the same size takes the lot over, without fixing its offset.
+//! - For an item of another size, the lot is moved to one end of the undecided range, where it extends a free range.
 
 use std::cmp::Reverse;
 
 use super::leap::Slab;
 use crate::planner::mix::mix;
 
-/// When the stretch leaves that stands for what is not decided.
+/// Value of [`Slab::leaves`] for the undecided range.
 pub(super) const UNDECIDED: u32 = u32::MAX;
 
-/// Where an item was put: there, or where that item of the stack will have been.
+/// Where an item was placed: at an offset, or in the bytes of an item of the stack, whose offset may still be
+/// undecided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum At {
     Offset(u64),
     Of(u32),
 }
 
-/// Bytes somewhere in the stretch: an item of the stack, and those that took it over.
+/// The bytes of one item of the stack, and of the items that took them over later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Lot {
-    /// The item of the stack.
+    /// The item of the stack that these bytes belonged to first.
     root: u32,
     bytes: u64,
-    /// The clique before which the last of them dies.
+    /// The clique before which the last owner dies.
     leaves: u32,
 }
 
-/// What is not decided.
+/// The lots whose offsets are not decided yet.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Lots(Vec<Lot>);
 
-/// Where a birth goes.
+/// A candidate place for a birth.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
     pub rank: u64,
     pub from: u64,
-    /// The lot that it takes over, if any.
+    /// The lot that the birth takes over, if any.
     pub heir: Option<usize>,
-    /// Lots whose place is decided for it, and where each is, from the end of the stretch inwards.
+    /// Lots whose offsets this place decides, with those offsets; the first lies at an end of the undecided range.
     pub opened: [Option<(usize, u64)>; 2],
 }
 
 impl Lots {
-    /// Of `(item, bytes, leaves)`.
+    /// Creates the lots of a stack from `(item, bytes, clique before which it dies)`.
     pub fn new(stack: impl Iterator<Item = (u32, u64, u32)>) -> Self {
         Self(stack.map(|(root, bytes, leaves)| Lot { root, bytes, leaves }).collect())
     }
@@ -59,12 +62,13 @@ impl Lots {
         self.0[lot].root
     }
 
-    /// The items of the stack whose lots are left, with their bytes.
+    /// The items of the stack whose lots are still undecided, with their bytes.
     pub fn rest(&self) -> impl Iterator<Item = (u32, u64)> + '_ {
         self.0.iter().map(|lot| (lot.root, lot.bytes))
     }
 
-    /// The same for lots that are alike, of which the dead are all alike.
+    /// A hash of the lots at a clique. It doesn't depend on their order, and dead lots of one size are alike.
+    /// `seen` coarsens the clique before which a lot's owner dies.
     pub fn key(&self, clique: u32, seen: impl Fn(u32) -> u32) -> u64 {
         self.0.iter().fold(0, |key: u64, lot| {
             let leaves = if lot.leaves <= clique { 0 } else { 1 + u64::from(seen(lot.leaves)) };
@@ -72,12 +76,12 @@ impl Lots {
         })
     }
 
-    /// Bytes that are free at a clique.
+    /// Bytes of the lots that are free at a clique.
     pub fn freed(&self, clique: u32) -> u64 {
         self.0.iter().filter(|lot| lot.leaves <= clique).map(|lot| lot.bytes).sum()
     }
 
-    /// Lots that are free at a clique, up to two of each size, and their bytes; the largest first.
+    /// The lots that are free at a clique, as `(index, bytes)`: at most two of each size, the largest first.
     pub fn dead(&self, clique: u32) -> Vec<(usize, u64)> {
         let mut dead: Vec<(usize, u64)> = Vec::new();
         for (index, lot) in self.0.iter().enumerate().filter(|(_, lot)| lot.leaves <= clique) {
@@ -89,8 +93,9 @@ impl Lots {
         dead
     }
 
-    /// Every way to make a range that is too small as large as `bytes` by one or two of the dead at one of its ends, where
-    /// `open` says whether the stretch begins there.
+    /// Visits every way to extend the free range `from..to`, which is too small, to at least `bytes` with one or two
+    /// dead lots at one of its ends. `open` says for each end whether the undecided range begins there. `visit` gets
+    /// the extended range and the lots used, with their offsets.
     pub fn openings(
         dead: &[(usize, u64)],
         (from, to): (u64, u64),
@@ -126,7 +131,8 @@ impl Lots {
         }
     }
 
-    /// Takes out what a place takes: the stretch of `live` shrinks by it, and `path` says where it was.
+    /// Applies a place. A lot that is taken over gets a new owner, which dies before clique `leaves`. Lots whose
+    /// offsets are decided leave the undecided range of `live`, and their offsets are appended to `path`.
     pub fn take(&mut self, place: &Place, leaves: u32, live: &mut Vec<Slab>, path: &mut Vec<(u32, At)>) {
         if let Some(lot) = place.heir {
             self.0[lot].leaves = leaves;
@@ -158,7 +164,7 @@ mod tests {
 
     use super::*;
 
-    /// Of `(bytes, leaves)`, with the stretch that they are in from 10 on.
+    /// The lots of `(bytes, leaves)`, and the undecided range that holds them, from address 10 on.
     fn stretch(rows: &[(u64, u32)]) -> (Lots, Vec<Slab>) {
         let lots = Lots::new((0..).zip(rows).map(|(root, &(bytes, leaves))| (root, bytes, leaves)));
         let to = 10 + rows.iter().map(|row| row.0).sum::<u64>();
@@ -166,8 +172,8 @@ mod tests {
     }
 
     generated! {
-        /// What is free below the stretch and above it grows by whole lots of the dead, each once, and is large enough
-        /// then; the stretch has room for the others.
+        /// Each opening extends a range by distinct dead lots until it is large enough, and leaves exactly the room
+        /// that the other lots need.
         #[test]
         fn a_range_grows_by_lots_that_are_free(
             rows in prop::collection::vec((1..9u64, 0..9u32), 1..9),
@@ -195,7 +201,7 @@ mod tests {
         }
     }
 
-    /// Of two lots of four bytes, the one that is free gets a new owner, and is free again when that one leaves.
+    /// A free lot of four bytes gets a new owner, and is free again when that owner dies.
     #[test]
     fn a_lot_is_taken_over_by_one_of_its_size() {
         let (mut lots, mut live) = stretch(&[(4, 9), (4, 1), (2, 1)]);
@@ -206,7 +212,7 @@ mod tests {
         assert_eq!((live, lots.root(1), lots.freed(5)), (before, 1, 6));
     }
 
-    /// Neither which of them is which nor for how long the dead are dead.
+    /// The key depends neither on the order of the lots nor on when the dead ones died.
     #[test]
     fn lots_that_are_alike_have_one_key() {
         let key = |rows: &[(u64, u32)]| stretch(rows).0.key(3, |leaves| leaves / 2);

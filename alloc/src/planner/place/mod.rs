@@ -1,4 +1,4 @@
-//! Ways to place a part from scratch.
+//! Placements of a part from scratch.
 
 pub(crate) mod backtrack;
 mod leap;

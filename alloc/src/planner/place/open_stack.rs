@@ -1,14 +1,17 @@
-//! Sweeps from a stack whose order is found out on the way.
+//! Sweeps from a stack whose order is decided on the way.
 //!
-//! Where full cliques follow one another, who is born between two of them must fill exactly what died, and a layout in between
-//! says little of whether it will. So this sweep goes outwards from a fullest clique from *milestone* to milestone, cliques with
-//! fewer bytes to spare than any near them, and compares layouts there alone: by how many milestones apart neighbours die, for
-//! who dies between the same two, as one range, makes room for who comes together. From each layout that is kept, a
-//! [`Leap`] tries many ways to the next. Where no layout arrives, the sweep goes two milestones back and keeps twice
-//! as many; then twice as far and twice as many, until it gives up.
+//! Where full cliques follow one another, the items born between two of them must fill exactly the space that was
+//! freed, and a layout in between hardly shows whether they will. So this sweep moves outwards from a fullest clique,
+//! from *milestone* to milestone: cliques with fewer bytes to spare than those near them. It compares layouts at
+//! milestones only, by how many milestones apart neighbours die. Neighbours that die between the same two milestones
+//! leave one range, which has room for items that are born together.
 //!
-//! Any order will do for the items of the first clique, and which one decides more than any patience. So nobody decides it: the
-//! stack is one stretch, of which [`Lots`] are given away as they become free.
+//! From each layout that is kept, a [`Leap`] tries many ways to the next milestone. If no layout arrives there, the
+//! sweep goes back two milestones and keeps twice as many layouts. Each further failure doubles both, until it gives
+//! up.
+//!
+//! Any order of the items of the first clique is free of gaps, but the choice matters more than the effort spent after
+//! it. So the order is left open: the stack is one undecided range, whose [`Lots`] are handed out as they become free.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -21,44 +24,49 @@ use crate::planner::decompose::timeline::Timeline;
 use crate::planner::mix::mix;
 use crate::planner::solve::Solver;
 
-/// Attempts of one kind: they differ in how many places a leap may try, and in whether a large item may part what is free.
+/// Attempts of one kind. They differ in how many places a leap may try, and in whether a large item may split a free
+/// range.
 const KIND: u64 = 6;
 
-/// Attempts: one kind from the first of the fullest cliques, one from the last, and both again with twice as many layouts and places.
+/// All attempts: one kind from the first of the fullest cliques, one from the last, and both again with twice as many
+/// layouts and places.
 const ATTEMPTS: u64 = 4 * KIND;
 
-/// Attempts side by side, and what each should be able to spend for each item.
+/// Number of attempts that run in parallel: in the first wave, and at most in later ones.
 const WAVES: (u64, u64) = (2, 2);
+/// Work per item that an attempt should be able to spend.
 const WORK_PER_ITEM: u64 = 300;
 
-/// Cliques that are full to the goal from which on a stack is left open.
+/// Cliques that must be full to the goal for open stacks to be tried.
 const OFTEN_FULL: usize = 8;
 
-/// No clique so near to a milestone is fuller, and none so much nearer as full.
+/// Distances in cliques. No clique within the first has less to spare than a milestone, and no earlier one within the
+/// second has as little.
 const NEAR: (u32, u32) = (12, 4);
 
-/// Cliques between two milestones, at most.
+/// Most cliques between two milestones.
 const FAR: u32 = 40;
 
-/// Layouts that go on where all goes well.
+/// Layouts that a sweep goes on from, as long as nothing fails.
 const WIDTH: usize = 2;
 
-/// Layouts that are kept at one milestone, for each that goes on and at most; and their slabs, at most.
+/// Layouts that are kept at a milestone: for each one that goes on, and at most.
 const KEPT: (usize, usize) = (4, 256);
+/// Most slabs of all layouts that are kept at a milestone.
 const SLABS: usize = 65_536;
 
-/// Failures at one place after which a sweep ends.
+/// Failures at one place after which a sweep gives up.
 const FAILURES: u32 = 2;
 
-/// Milestones past the place of a failure after which it is forgotten.
+/// Milestones past the place of a failure after which it no longer counts.
 const FORGOTTEN: usize = 2;
 
-/// Ways through the second half that are tried once the first is done.
+/// Attempts at the second half of time once the first is done.
 const SECOND_TRIES: u64 = 4;
 
 impl Solver<'_> {
-    /// Sweeps from an open stack, until one ends at the goal or the budget is spent. For parts that are full again and again:
-    /// there a search mostly spends its share in vain.
+    /// Sweeps from an open stack, until one ends at the goal or the budget is spent. Only for parts that are full again
+    /// and again, in which the exact search mostly fails.
     pub fn open_stacks(&mut self, budget: &mut Budget) {
         let (part, ceiling) = (self.part, self.goal.enough);
         let peaks = part.fullest_cliques();
@@ -72,9 +80,9 @@ impl Solver<'_> {
     }
 }
 
-/// Offsets that end below the ceiling, if there is a way to them from the items of one of the fullest
-/// cliques, `peaks`; of `live` bytes in each clique.
-/// Nothing is spent where too many are born between two milestones for any attempt.
+/// Offsets that end at or below the ceiling, if a way leads there from the items of one of the fullest cliques,
+/// `peaks`. `live` has the bytes alive in each clique. If more items are born between two milestones than a leap can
+/// place, the attempt returns at once and spends nothing.
 fn attempt(
     solver: &Solver,
     live: &[u64],
@@ -105,7 +113,7 @@ fn attempt(
     is_found.then_some(offsets)
 }
 
-/// From the peak to the last clique.
+/// One half of an attempt: the way from the peak to the last clique.
 pub(super) struct Course<'s> {
     pub timeline: &'s Timeline<'s>,
     pub number: u64,
@@ -113,32 +121,32 @@ pub(super) struct Course<'s> {
     /// Bytes of the largest item.
     pub largest: u64,
     peak: u32,
-    /// Ascending; the last clique is one.
+    /// The milestones, ascending; the last clique is always one.
     milestones: Vec<u32>,
-    /// How many milestones those see who die before a clique.
+    /// By clique: how many milestones come before it.
     seen: Vec<u32>,
 }
 
-/// Layouts at a milestone.
+/// The layouts that are kept at a milestone.
 struct Station {
-    /// Milestones passed.
+    /// Milestones passed so far.
     passed: usize,
     layouts: Vec<Layout>,
-    /// Length of the history.
+    /// Length of the history when the milestone was reached.
     entries: usize,
 }
 
-/// Who is where at a milestone, ascending, and which entry of the history led there.
+/// A layout at a milestone: the slabs alive, ascending by address, and the last history entry that led there.
 struct Layout {
     live: Vec<Slab>,
     lots: Lots,
     node: u32,
 }
 
-/// Which entry came before, and which item was put where.
+/// An entry of the history: the entry before it, an item, and where the item was put.
 type Entry = (u32, u32, At);
 
-/// Before any entry of the history.
+/// The parent of an entry that has none before it.
 const ROOT: u32 = u32::MAX;
 
 impl<'s> Course<'s> {
@@ -149,7 +157,7 @@ impl<'s> Course<'s> {
         Self { timeline, number, ceiling, largest, peak, milestones, seen }
     }
 
-    /// Whether no leap has more births than one may have.
+    /// True if no leap has more births than [`BIRTHS`].
     fn is_passable(&self) -> bool {
         let mut births = vec![0; self.milestones.len()];
         for item in self.timeline.items.iter().filter(|item| item.start > self.peak) {
@@ -158,29 +166,30 @@ impl<'s> Course<'s> {
         births.into_iter().all(|births| births <= BIRTHS)
     }
 
-    /// How many milestones someone sees who dies before a clique; what is not decided sees no end.
+    /// The milestones before a clique. It serves as the time of death of items that die before that clique, and is
+    /// [`UNDECIDED`] for the undecided range.
     pub fn seen_by(&self, death: u32) -> u32 {
         self.seen.get(death as usize).copied().unwrap_or(UNDECIDED)
     }
 
-    /// Whether an item is at least half as large as the largest.
+    /// True if an item is at least half as large as the largest.
     pub fn is_largest(&self, bytes: u64) -> bool {
         bytes >= self.largest.div_ceil(2)
     }
 
-    /// How often layouts and places are doubled.
+    /// Number of times that the limits on layouts and places are doubled.
     pub fn effort(&self) -> u32 {
         (self.number / (2 * KIND)) as u32
     }
 
-    /// Who is born in a clique, the largest first.
+    /// The items born in a clique, the largest first.
     pub fn born(&self, clique: u32) -> Vec<u32> {
         let mut born = self.timeline.born(clique).to_vec();
         sort_by_key(&mut born, |&i| (Reverse(self.timeline.item(i).bytes), self.timeline.item(i).end, i));
         born
     }
 
-    /// A stack whose order is open.
+    /// A layout in which the order of the stack is open.
     fn open(&self, stack: &[u32]) -> Layout {
         let lot = |&i: &u32| (i, self.timeline.item(i).bytes, self.timeline.item(i).end);
         let to = stack.iter().map(|&i| self.timeline.item(i).bytes).sum();
@@ -191,7 +200,7 @@ impl<'s> Course<'s> {
         }
     }
 
-    /// Items where they are, ascending.
+    /// A layout with the items of the stack at their offsets. `stack` ascends by offset.
     fn stacked(&self, stack: &[u32], offsets: &[u64]) -> Layout {
         let slab = |&i: &u32| {
             let (item, from) = (self.timeline.item(i), offsets[i as usize]);
@@ -200,8 +209,8 @@ impl<'s> Course<'s> {
         Layout { live: stack.iter().map(slab).collect(), lots: Lots::default(), node: ROOT }
     }
 
-    /// Writes the offsets of what comes after a layout, and of what it leaves open; false where there is no way, or the budget is
-    /// spent.
+    /// Searches for a way from `start` to the last milestone, and writes the offsets of the items placed on the way and
+    /// of the lots left undecided. Returns false if there is no way or the budget is spent.
     fn run(&self, start: Layout, offsets: &mut [u64], budget: &mut Budget) -> bool {
         let mut history: Vec<Entry> = Vec::new();
         let mut stations = vec![Station { passed: 0, layouts: vec![start], entries: 0 }];
@@ -237,9 +246,9 @@ impl<'s> Course<'s> {
         true
     }
 
-    /// From a milestone to the next: the layouts that are kept there, those that go on first. Layouts that differ in small items
-    /// alone fail for the same reason; so of those in which the large ones lie in the same order the best comes first, and the
-    /// others only where there is room for them.
+    /// Leaps from a milestone to the next and returns the layouts that are kept there, those to go on from first.
+    /// Layouts that differ only in small items fail for the same reason. So the best layout of each order of large
+    /// items comes first, and the others follow where there is room for them.
     fn pass(&self, here: &Station, failed: u32, history: &mut Vec<Entry>, budget: &mut Budget) -> Vec<Layout> {
         let from = here.passed.checked_sub(1).map_or(self.peak, |k| self.milestones[k]);
         let width = WIDTH << (failed + self.effort());
@@ -268,7 +277,7 @@ impl<'s> Course<'s> {
     }
 }
 
-/// Writes where a layout and what led to it put items. What nobody has asked for lies in any order.
+/// Writes the offsets of a layout and its history. The lots that are still undecided are stacked in any order.
 fn write(layout: &Layout, history: &[Entry], offsets: &mut [u64]) {
     let mut floor = layout.live.iter().find(|slab| slab.leaves == UNDECIDED).map_or(0, |slab| slab.from);
     for (i, bytes) in layout.lots.rest() {
@@ -287,7 +296,8 @@ fn write(layout: &Layout, history: &[Entry], offsets: &mut [u64]) {
     heirs.into_iter().for_each(|(i, root)| offsets[i as usize] = offsets[root as usize]);
 }
 
-/// The cliques after `peak` with least to spare among those near them, and others in between where those are far apart.
+/// The cliques after `peak` with the least to spare among those near them, and cliques in between where those are more
+/// than [`FAR`] apart.
 fn milestones(peak: u32, cliques: u32, slack: impl Fn(u32) -> u64) -> Vec<u32> {
     let is_narrow = |&k: &u32| {
         let mut near = k.saturating_sub(NEAR.0).max(peak + 1)..=(k + NEAR.0).min(cliques - 1);
@@ -313,7 +323,7 @@ mod tests {
     use crate::planner::tests::{is_plan, part};
 
     generated! {
-        /// Against every pair of items; and the second run is the first.
+        /// Checked against every pair of items; a second run finds the same plan.
         #[test]
         fn what_is_found_is_a_plan_below_the_ceiling(
             rows in prop::collection::vec((0..99u32, 1..=40u32, 1..20u64), 1..60),
@@ -333,7 +343,7 @@ mod tests {
             }
         }
 
-        /// The last clique is always one.
+        /// The last clique is always a milestone.
         #[test]
         fn milestones_are_never_far_apart(
             slack in prop::collection::vec(0..9u64, 2..200),
@@ -347,7 +357,7 @@ mod tests {
         }
     }
 
-    /// Nothing is spent.
+    /// Such an attempt spends nothing.
     #[test]
     fn too_many_births_between_two_milestones_are_left_alone() {
         let bound = BIRTHS as u64 + 2;

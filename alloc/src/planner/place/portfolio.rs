@@ -1,10 +1,10 @@
-//! Sweeps of many policies, from cheap and likely to dear.
+//! Sweeps with many policies. The cheap ones that often succeed come first.
 //!
-//! 1. Outwards from the fullest clique: its items fill the arena without a gap whatever their order, and the two halves of time
-//!    do not see each other, so that the best sweep of each half makes the plan.
+//! 1. Outwards from the fullest clique. Its items fill the arena without a gap in any order. The two halves of time are
+//!    independent, so the best sweep of each half makes the plan.
 //! 2. From the edges of time, forward and backward.
-//! 3. The long-lived first, largest first; then the others around them.
-//! 4. [Squeaky wheel](squeaky_wheel): what ends above the ceiling gets a place of its own before the next sweep.
+//! 3. Around the long-lived items, which are placed first.
+//! 4. [Squeaky wheel](squeaky_wheel): items that end above the ceiling are placed first in the next sweep.
 
 use std::cmp::Reverse;
 
@@ -20,50 +20,50 @@ use crate::planner::solve::Solver;
 use crate::planner::space::free_list::{Fit, FreeList, Place};
 use crate::planner::space::reserved::Reserved;
 
-/// Work for each item that plain sweeps may spend in any case: a few sweeps. It is more than their share of the default from a
-/// million items on, and what comes after them is not made for so many.
+/// Least work per item that plain sweeps may spend: enough for a few sweeps. From a million items on, this is more than
+/// their share of the default work, but the steps after them don't suit so many items.
 const WORK_PER_ITEM: u64 = 40;
 
-/// Chains that run side by side; a fixed number, so that the result does not depend on the machine.
+/// Chains that run in parallel. The number is fixed, so that the result does not depend on the machine.
 const WAVE: usize = 8;
 
-/// Chains of the first wave that learns: where that helps, the first often does.
+/// Chains in the first wave of learning. Where learning helps, the first chains often succeed.
 const FIRST_WAVE: usize = 2;
 
-/// Sweeps of a chain that learns.
+/// Sweeps of a learning chain.
 const ROUNDS: u32 = 12;
 
-/// Which free range a sweep takes, and who is served first.
+/// The choice of a free range for each item, and the order of items that are born together.
 #[derive(Debug, Clone, Copy)]
 struct Policy {
-    /// An item alive in at least this many cliques is long.
+    /// An item alive in at least this many cliques counts as long.
     long_from: u32,
     long: Fit,
     short: Fit,
-    /// Whether the largest of those born together come first, not the longest-lived.
+    /// Whether items born together are placed largest first, rather than longest-lived first.
     is_largest_first: bool,
 }
 
-/// Sweeps of one policy that learn from one another.
+/// A series of sweeps with one policy, each of which learns from those before.
 #[derive(Debug, Clone, Copy)]
 struct Chain<'s> {
     is_backward: bool,
     start: Start<'s>,
     policy: Policy,
-    /// Index into [`RANKS`]: who of the pre-placed items comes first.
+    /// Index into [`RANKS`]: the order in which items are pre-placed.
     rank: usize,
-    /// From how many cliques on an item is pre-placed.
+    /// An item alive in at least this many cliques is pre-placed.
     placed_from: u32,
     rounds: u32,
 }
 
-/// Work and sweeps.
+/// Work spent, and sweeps made.
 type Spent = (u64, u64);
 
-/// The least comes first.
+/// A sort key: the item with the least comes first.
 type Key = fn(Item) -> (u128, u32);
 
-/// By size, length and area.
+/// Sort keys by size, length and area, the largest first.
 const RANKS: [Key; 3] = [
     |item| (u128::MAX - u128::from(item.bytes), item.start),
     |item| (u128::MAX - u128::from(item.cliques()), item.start),
@@ -71,8 +71,8 @@ const RANKS: [Key; 3] = [
 ];
 
 impl Solver<'_> {
-    /// Stages 1 and 2, one sweep each. They leave most of the work to what comes after them, unless there are so many items that little
-    /// would come of it.
+    /// Runs stages 1 and 2 with one sweep per chain. They leave most of the work to the steps after them, unless there
+    /// are so many items that those would achieve little.
     pub fn sweep_once(&mut self, budget: &mut Budget) {
         let share = (budget.left() / 4).max(WORK_PER_ITEM * self.part.items.len() as u64);
         budget.within(share, |budget| {
@@ -84,12 +84,13 @@ impl Solver<'_> {
         }
     }
 
-    /// Stage 3, one sweep each.
+    /// Runs stage 3 with one sweep per chain.
     pub fn sweep_long_first(&mut self, budget: &mut Budget) {
         self.follow_all(&self.long_first(1), budget);
     }
 
-    /// Stage 4, those from the edges and the long-lived first by turns.
+    /// Runs stage 4: chains from the edges of time and chains around long-lived items in turns, then chains outwards
+    /// from the fullest clique.
     pub fn sweep_and_learn(&mut self, budget: &mut Budget) {
         let (edges, long) = (self.edge_chains(ROUNDS), self.long_first(ROUNDS));
         let waves = edges.len().div_ceil(WAVE).max(long.len().div_ceil(WAVE));
@@ -99,8 +100,8 @@ impl Solver<'_> {
         self.sweep_outwards(ROUNDS, budget);
     }
 
-    /// A part that comes after the work is spent still gets a plan: the lowest place for each birth. Only the end of the address
-    /// space, or pins on each other, leave it without.
+    /// Gives a part a plan even when the work is spent: the lowest place for each birth. This fails only if the address
+    /// space ends or pins overlap.
     fn settle(&mut self, budget: &mut Budget) {
         for is_backward in [false, true] {
             let chain = Chain { is_backward, ..Chain::PLAIN };
@@ -124,7 +125,7 @@ impl Solver<'_> {
             }
             let mut stack = alive.clone();
             sort_by_key(&mut stack, |&i| (key(part.items[i as usize]), i));
-            // The halves do not know of each other.
+            // The halves are independent.
             let share = budget.share(budget.left() / 2);
             let halves: Vec<_> = [(false, peak), (true, part.cliques - 1 - peak)]
                 .into_par_iter()
@@ -145,7 +146,7 @@ impl Solver<'_> {
         }
     }
 
-    /// The lowest plan of some chains, one after another, until one meets the ceiling or the share is spent.
+    /// Runs chains one after another until one meets the ceiling or the share is spent, and returns the lowest plan.
     fn best_of<'s>(&self, chains: impl Iterator<Item = Chain<'s>>, share: Budget) -> (Option<Placement>, Spent) {
         let (mut best, mut spent) = (None::<Placement>, (0, 0));
         for chain in chains {
@@ -160,7 +161,7 @@ impl Solver<'_> {
         (best, spent)
     }
 
-    /// Chains over everything at once, in either direction.
+    /// Chains from the edges of time in both directions.
     fn edge_chains(&self, rounds: u32) -> Vec<Chain<'static>> {
         let mut chains = Vec::new();
         for policy in policies(self.part.cliques) {
@@ -173,7 +174,7 @@ impl Solver<'_> {
         chains
     }
 
-    /// Chains that begin with the long-lived items in their places.
+    /// Chains that pre-place the long-lived items.
     fn long_first(&self, rounds: u32) -> Vec<Chain<'static>> {
         let mut chains = Vec::new();
         for placed_from in long_lengths(self.part.cliques) {
@@ -198,7 +199,7 @@ impl Solver<'_> {
                 return;
             }
             let limit = self.best.as_ref().map_or(u64::MAX, |best| best.height - 1);
-            // The chains of a wave do not know of each other.
+            // The chains of a wave don't see one another's results.
             let share = budget.share(budget.left() / WAVE as u64);
             let results: Vec<_> = wave.par_iter().map(|chain| self.follow(chain, limit, share)).collect();
             for (placement, spent) in results {
@@ -208,7 +209,8 @@ impl Solver<'_> {
         }
     }
 
-    /// The best plan of a chain within the limit that the budget pays for, if any.
+    /// Runs the sweeps of a chain. Returns its lowest plan, if it has one within the limit, and the work and
+    /// sweeps spent.
     fn follow(&self, chain: &Chain, limit: u64, mut budget: Budget) -> (Option<Placement>, Spent) {
         let items = &self.part.items;
         let timeline = self.timeline(chain.is_backward);
@@ -280,15 +282,15 @@ impl Chain<'_> {
     };
 }
 
-/// Places by policy, around pre-placed items.
+/// A rule that places items by policy, around pre-placed ones.
 struct Fitted<'s> {
     solver: &'s Solver<'s>,
     chain: &'s Chain<'s>,
     reserved: &'s Reserved,
-    /// The sweep ends once it gets above this.
+    /// The sweep ends once its height exceeds this.
     limit: u64,
     height: u64,
-    /// Who ended above the ceiling, and was not pre-placed.
+    /// Items that ended above the ceiling and were not pre-placed.
     over: Vec<u32>,
     blocked: Vec<(u64, u64)>,
 }
@@ -325,7 +327,7 @@ impl Rule for Fitted<'_> {
     }
 }
 
-/// From how many cliques on an item counts as long.
+/// Lengths in cliques from which on an item may count as long.
 fn long_lengths(cliques: u32) -> Vec<u32> {
     let mut lengths = Vec::new();
     for share in [0.01, 0.003, 0.03, 0.001, 0.1] {
@@ -337,7 +339,7 @@ fn long_lengths(cliques: u32) -> Vec<u32> {
     lengths
 }
 
-/// The policies, most often successful first.
+/// The policies, those that succeed most often first.
 fn policies(cliques: u32) -> Vec<Policy> {
     let mut policies = Vec::new();
     for is_largest_first in [false, true] {
@@ -355,7 +357,7 @@ fn policies(cliques: u32) -> Vec<Policy> {
     policies
 }
 
-/// Orders for the stack at the peak, bottom first.
+/// Sort keys for the stack at the peak; the least is at the bottom.
 fn stack_orders(peak: u32) -> [Box<dyn Fn(Item) -> u64>; 6] {
     [
         Box::new(|item| u64::from(item.start)),

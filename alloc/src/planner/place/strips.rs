@@ -1,5 +1,5 @@
-//! Strips, as in STAlloc's planner: items of one size share strips of the arena, large sizes first, and smaller ones fill what
-//! larger strips leave idle before they get strips of their own.
+//! Strips, as in STAlloc's planner: items of one size share strips of the arena. Large sizes come first, and smaller
+//! items fill the idle space of larger strips before they get strips of their own.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::{Item, Part};
 
-/// Offsets by item; `None` for parts with pins or alignments, or where the budget is spent.
+/// Offsets by item. Returns `None` if the part has pins or alignments, or if the budget is spent.
 pub(crate) fn strips(part: &Part, budget: &mut Budget) -> Option<Vec<u64>> {
     if !part.is_free() {
         return None;
@@ -43,16 +43,17 @@ pub(crate) fn strips(part: &Part, budget: &mut Budget) -> Option<Vec<u64>> {
     Some(offsets)
 }
 
-/// A range of offsets over all time, filled from below.
+/// An address range over all time, filled from below.
 struct Strip {
     offset: u64,
     bytes: u64,
-    /// How high it is filled, from each clique on until the next.
+    /// The filled height, from each clique until the next entry.
     skyline: BTreeMap<u32, u64>,
 }
 
 impl Strip {
-    /// Puts an item on top of all that the strip holds in its cliques; its offset, or `None` where it does not fit.
+    /// Puts an item on top of everything that the strip holds during its cliques. Returns the item's offset, or `None`
+    /// if it does not fit.
     fn stack(&mut self, item: Item, budget: &mut Budget) -> Option<u64> {
         let room = self.bytes.checked_sub(item.bytes)?;
         let at = |clique: u32| self.skyline.range(..=clique).next_back().map_or(0, |step| *step.1);
@@ -79,8 +80,8 @@ impl Strip {
     }
 }
 
-/// Items as chains in which each starts after the one before has ended: in order of their start, each joins the chain that
-/// ended last.
+/// Groups items into chains in which each starts after the one before has ended. In order of their starts, each item
+/// joins the chain that ended last.
 fn chains(items: &[Item], mut numbers: Vec<u32>) -> Vec<Vec<u32>> {
     sort_by_key(&mut numbers, |&i| (items[i as usize].start, i));
     let mut chains: Vec<Vec<u32>> = Vec::new();
@@ -111,7 +112,7 @@ mod tests {
     use crate::planner::tests::{is_plan, part};
 
     generated! {
-        /// Against every pair of items; of one size, as high as the most that are alive together.
+        /// Checked against every pair of items. Items of one size reach only the most bytes alive together.
         #[test]
         fn strips_are_a_plan(rows in prop::collection::vec((0..30u32, 1..=30u32, 1..9u64), 1..60), is_one_size: bool) {
             let size = |row: &(u32, u32, u64)| (row.0, row.1, if is_one_size { 5 } else { row.2 });
@@ -124,7 +125,8 @@ mod tests {
         }
     }
 
-    /// The second two fits what the four leaves idle, and the one lies on top of it there.
+    /// The second item of size 2 fits into the idle space of the strip of size 4, and the item of size 1 lies on top of
+    /// it.
     #[test]
     fn small_items_fill_large_strips() {
         let part = part(&[(0, 6, 2), (0, 3, 4), (3, 2, 2), (4, 2, 1)], 6);

@@ -1,8 +1,9 @@
-//! One pass over time: an item that dies gives its range back, an item that is born takes a free one.
+//! One pass over time: an item that dies frees its range, an item that is born takes a free one.
 //!
-//! A sweep starts before the first clique, or outwards from one clique whose items are stacked first. Which place is taken, and
-//! who is served first of those born together, is up to a [`Rule`]: [`portfolio`](super::portfolio) has simple ones,
-//! [`backtrack`](super::backtrack) one that scores places and takes back what led nowhere.
+//! A sweep starts before the first clique, or outwards from one clique whose items are stacked first. A [`Rule`]
+//! decides which place an item takes, and in which order items that are born together are placed.
+//! [`portfolio`](super::portfolio) has simple rules; the one of [`backtrack`](super::backtrack) scores places and
+//! undoes steps that led nowhere.
 
 use std::ops::Range;
 
@@ -15,39 +16,39 @@ use crate::planner::space::free_list::{FreeList, Place};
 pub(crate) enum Start<'s> {
     /// Before the first clique.
     Edge,
-    /// In this clique, whose items lie on each other in this order, from 0 up.
+    /// At this clique, whose items are stacked in this order from offset 0 up.
     Stack(u32, &'s [u32]),
 }
 
-/// How a sweep decides.
+/// Decides the places of a sweep.
 pub(crate) trait Rule {
-    /// Puts those born together, the longest-lived first, into the order of service.
+    /// Sorts items that are born together into the order in which they are placed. They come in longest-lived first.
     fn order(&mut self, born: &mut [u32]);
 
-    /// The place of an item; `None` where the sweep should not go on.
+    /// Returns the place of an item, or `None` to stop the sweep.
     fn choose(&mut self, i: u32, space: &FreeList, budget: &mut Budget) -> Option<Place>;
 }
 
-/// What can be taken back.
+/// A step that can be undone.
 #[derive(Debug, Clone, Copy)]
 enum Step {
     Birth(u32),
     Death(u32),
 }
 
-/// A sweep under way.
+/// A sweep in progress.
 pub(crate) struct Sweep<'s> {
     timeline: &'s Timeline<'s>,
     pub space: FreeList<'s>,
     /// The cliques to pass.
     pub cliques: Range<u32>,
-    /// What was done, if it may be taken back.
+    /// The steps so far, if they may be undone.
     trail: Option<Vec<Step>>,
     born: Vec<u32>,
 }
 
 impl<'s> Sweep<'s> {
-    /// In an arena of so many bytes. A stack that begins the sweep is in its place already.
+    /// Starts a sweep in an arena of `top` bytes. A stack to start from is placed at once.
     pub fn new(timeline: &'s Timeline<'s>, start: Start, top: u64, can_go_back: bool) -> Self {
         let mut space = FreeList::new(&timeline.items, top);
         let mut first = 0;
@@ -63,12 +64,12 @@ impl<'s> Sweep<'s> {
         Self { timeline, space, cliques: first..timeline.cliques, trail, born: Vec::new() }
     }
 
-    /// Passes all cliques; false where the rule stops it, or the budget is spent.
+    /// Passes all cliques. Returns false if the rule stops the sweep or the budget is spent.
     pub fn run(&mut self, rule: &mut impl Rule, budget: &mut Budget) -> bool {
         self.cliques.clone().all(|clique| budget.left() > 0 && self.pass(clique, rule, budget))
     }
 
-    /// Deaths before a clique and births in it; whether all found places.
+    /// Frees the items that die before a clique and places those born in it. Returns false if the rule stops the sweep.
     pub fn pass(&mut self, clique: u32, rule: &mut impl Rule, budget: &mut Budget) -> bool {
         for &i in self.timeline.dead(clique) {
             self.space.free(i);
@@ -96,12 +97,12 @@ impl<'s> Sweep<'s> {
         all
     }
 
-    /// Steps made so far.
+    /// Number of steps so far.
     pub fn steps(&self) -> usize {
         self.trail.as_ref().map_or(0, Vec::len)
     }
 
-    /// Takes back all steps but the first so many.
+    /// Undoes all steps after the first `steps`.
     pub fn take_back(&mut self, steps: usize) {
         let Some(trail) = &mut self.trail else { return };
         for step in trail.split_off(steps).into_iter().rev() {

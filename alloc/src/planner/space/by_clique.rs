@@ -1,8 +1,8 @@
-//! Which addresses are taken during a range of cliques, by rectangles placed in any order.
+//! An index of the addresses taken during a range of cliques, by rectangles placed in any order.
 //!
-//! A segment tree over the cliques. Each node has two sets of addresses: those of the rectangles that cover all of its cliques,
-//! and those of all rectangles stored at it or below it. A rectangle is stored at the few nodes that make up its cliques; a query
-//! reads the second set of the nodes that make up its range, and the first set of those above.
+//! It is a segment tree over the cliques. A rectangle is stored at the few nodes that cover its cliques. Each node has
+//! two sets of addresses: those of the rectangles stored at it, and those of the rectangles stored at it or below it. A
+//! query reads the second set of the nodes that cover its range, and the first set of the nodes above them.
 
 use std::ops::Range;
 
@@ -10,13 +10,13 @@ use super::lowest_gap;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::Item;
 
-/// Addresses by clique.
+/// The addresses taken, by clique.
 pub(crate) struct Occupied {
-    /// Number of leaves: node `k` has the children `2k` and `2k + 1`, the leaves come last.
+    /// Number of leaves. Node `k` has the children `2k` and `2k + 1`; the leaves come last.
     leaves: usize,
     covering: Vec<Union>,
     within: Vec<Union>,
-    /// Ranges of the last query.
+    /// The ranges that the last query found.
     met: Vec<(u64, u64)>,
 }
 
@@ -27,12 +27,12 @@ impl Occupied {
         Self { leaves, covering: empty(), within: empty(), met: Vec::new() }
     }
 
-    /// Takes `[at, at + bytes)` during the item's cliques; `budget` pays for the rectangle.
+    /// Takes `[at, at + bytes)` during the item's cliques. The budget pays for the rectangle.
     pub fn insert(&mut self, item: Item, at: u64, budget: &mut Budget) {
         let range = (at, at + item.bytes);
         budget.spend(1);
         let leaves = self.leaves_of(item);
-        // What a node holds, all above it hold.
+        // The set `within` a node includes those of all nodes below it.
         for mut node in [leaves.start, leaves.end - 1] {
             while node > 1 && self.within[node / 2].add(range) {
                 node /= 2;
@@ -44,14 +44,14 @@ impl Occupied {
         });
     }
 
-    /// The lowest offset that is free during all of the item's cliques; `budget` pays for the ranges and nodes looked at. `None`
-    /// when the address space ends.
+    /// The lowest offset that is free during all of the item's cliques. The budget pays for the ranges and nodes looked
+    /// at. `None` when the address space ends.
     pub fn lowest(&mut self, item: Item, budget: &mut Budget) -> Option<u64> {
         let taken = self.taken(item, budget);
         lowest_gap(taken, item.bytes, item.alignment)
     }
 
-    /// The ranges that are taken in some of the item's cliques, ascending by their first byte; they may overlap.
+    /// The ranges taken in some of the item's cliques, ascending by their first byte. They may overlap.
     pub fn taken(&mut self, item: Item, budget: &mut Budget) -> &[(u64, u64)] {
         self.met.clear();
         let mut nodes = 0;
@@ -61,7 +61,7 @@ impl Occupied {
             self.met.extend_from_slice(&self.within[node].0);
             nodes += 1;
         });
-        // Some of them are among, or below, those that make the item up: what they hold is no more than the truth there either.
+        // Some of these nodes are among those visited, or below them. Their ranges are taken in the item's cliques too.
         while above[0] > 0 {
             let count = if above[0] == above[1] { 1 } else { 2 };
             for &node in &above[..count] {
@@ -81,7 +81,7 @@ impl Occupied {
     }
 }
 
-/// Visits the fewest nodes whose leaves are these.
+/// Visits the fewest nodes that together cover these leaves.
 fn making_up(leaves: Range<usize>, mut visit: impl FnMut(usize)) {
     let Range { mut start, mut end } = leaves;
     while start < end {
@@ -95,12 +95,12 @@ fn making_up(leaves: Range<usize>, mut visit: impl FnMut(usize)) {
     }
 }
 
-/// Disjoint ranges that don't touch, ascending.
+/// A set of addresses: disjoint ranges that don't touch, ascending.
 #[derive(Debug, Clone, Default)]
 struct Union(Vec<(u64, u64)>);
 
 impl Union {
-    /// Takes a range; whether that is more than there was.
+    /// Adds a range; returns whether it has bytes that the set did not have.
     fn add(&mut self, (from, to): (u64, u64)) -> bool {
         let first = self.0.partition_point(|range| range.1 < from);
         let Some(met) = self.0.get_mut(first).filter(|met| met.0 <= to) else {
@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// Against a list of everything that was placed.
+        /// Checked against a list of everything that was placed.
         #[test]
         fn taken_is_what_somebody_took(
             placed in prop::collection::vec((0..21u32, 1..=21u32, 1..9u64, 0..40u64), 0..40),

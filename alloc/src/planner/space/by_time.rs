@@ -1,13 +1,13 @@
-//! An interval index of placed rectangles: who shares a clique with an item, and which addresses they take.
+//! An interval index of placed items: which items share a clique with a given one, and which addresses they take.
 //!
-//! Time is cut into slices of equal length. Each lists the items born in it. An item that lives on into later slices is listed
-//! at the few nodes of a segment tree over the slices that make these up, so that the items alive when a slice begins are on
-//! the way from its leaf to the root, each once. A short item looks only at those of its time, and a long one is listed in few
-//! places.
+//! Time is cut into slices of equal length. Each slice lists the items born in it. An item that lives on into later
+//! slices is also listed at the few nodes of a segment tree that cover those slices. So the items alive when a slice
+//! begins are exactly those listed on the path from its leaf to the root. A short item looks only at items of its own
+//! time, and a long item is listed in few places.
 
 use crate::planner::decompose::parts::{Item, Part};
 
-/// A rectangle in its place.
+/// An item at its offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rectangle {
     /// First byte.
@@ -18,24 +18,24 @@ pub(crate) struct Rectangle {
     pub start: u32,
     /// One past the last clique.
     pub end: u32,
-    /// Which item it is.
+    /// Number of the item.
     pub item: u32,
 }
 
 /// The index. All lists ascend by address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ByTime {
-    /// Cliques of a slice.
+    /// Cliques per slice.
     slice: u32,
     born: Vec<Vec<Rectangle>>,
-    /// Node `k` has the children `2k` and `2k + 1`; the second half are the leaves.
+    /// A segment tree over the slices. Node `k` has the children `2k` and `2k + 1`; the second half are the leaves.
     crossing: Vec<Vec<Rectangle>>,
 }
 
-/// Enough slices that a short item looks at few others.
+/// Least number of slices: enough that a short item looks at few others.
 const SLICES: u32 = 256;
 
-/// Items per slice above which there are more slices.
+/// Items per slice; where there would be more, there are more slices.
 const BIRTHS: u32 = 16;
 
 impl ByTime {
@@ -47,7 +47,7 @@ impl ByTime {
         Self { slice, born: vec![Vec::new(); count], crossing: vec![Vec::new(); nodes] }
     }
 
-    /// The items of a part that have a place, and what that cost.
+    /// Builds the index of the items that have a place; also returns the cost.
     pub fn of(part: &Part, places: &[Option<u64>]) -> (Self, u64) {
         let mut index = Self::new(part);
         let mut cost = 0;
@@ -65,7 +65,7 @@ impl ByTime {
         (index, cost)
     }
 
-    /// Puts item number `i` to the offset `at`; returns what that cost.
+    /// Adds item number `i` at the offset `at`; returns the cost.
     pub fn insert(&mut self, i: u32, item: Item, at: u64) -> u64 {
         let rectangle = Rectangle { from: at, to: at + item.bytes, start: item.start, end: item.end, item: i };
         let mut cost = 0;
@@ -77,7 +77,7 @@ impl ByTime {
         cost
     }
 
-    /// Takes item number `i` away from the offset `at`, where it was put before; returns what that cost.
+    /// Removes item number `i` from the offset `at`, where it was added before; returns the cost.
     pub fn remove(&mut self, i: u32, item: Item, at: u64) -> u64 {
         let mut cost = 0;
         self.in_lists(item, |list| {
@@ -89,8 +89,8 @@ impl ByTime {
         cost
     }
 
-    /// Fills `met` with those that share a clique with `item`, in runs that ascend by address; returns how many were
-    /// looked at.
+    /// Fills `met` with the items that share a clique with `item`, in runs that ascend by address. Returns how many
+    /// were looked at.
     pub fn beside(&self, item: Item, met: &mut Vec<Rectangle>) -> u64 {
         met.clear();
         let (first, last) = self.slices(item);
@@ -117,7 +117,7 @@ impl ByTime {
         ((item.start / self.slice) as usize, ((item.end - 1) / self.slice) as usize)
     }
 
-    /// Changes the lists that name an item.
+    /// Applies `change` to the lists that hold an item.
     fn in_lists(&mut self, item: Item, mut change: impl FnMut(&mut Vec<Rectangle>)) {
         let (first, last) = self.slices(item);
         change(&mut self.born[first]);
@@ -137,7 +137,7 @@ impl ByTime {
     }
 }
 
-/// Entries of a list that are moved along for the price of looking at one.
+/// Entries of a list that are moved for the price of looking at one.
 const MOVED_AT_ONCE: u64 = 16;
 
 #[cfg(test)]
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// Against a list of everything that was placed and not taken away.
+        /// Checked against a list of everything that was added and not removed.
         #[test]
         fn those_beside_an_item_share_its_cliques(
             placed in prop::collection::vec((0..900u32, 1..900u32, 0..40u64, any::<bool>()), 1..60),

@@ -1,20 +1,20 @@
 //! The free address ranges at one moment of a sweep, with the items that bound them.
 //!
-//! Items lie in a ring in the order of their addresses, free ranges between some of them, and the edge of the arena closes the
-//! ring. So an item that dies finds at once which ranges become one.
+//! The items form a ring in the order of their addresses, closed by the edge of the arena. Between some of them lie
+//! free ranges. So when an item dies, the free ranges beside it are found at once.
 
 use crate::planner::decompose::parts::Item;
 
-/// Where in the address space a place is taken.
+/// The free range that an item takes, and at which end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fit {
     /// The lowest place.
     Lowest,
     /// The highest place below the ceiling.
     Highest,
-    /// The bottom of the smallest range that is large enough, the lowest of equals.
+    /// The bottom of the smallest range that is large enough; of equal ranges, of the lowest.
     Tightest,
-    /// The top of the smallest range that is large enough, the highest of equals.
+    /// The top of the smallest range that is large enough; of equal ranges, of the highest.
     TightestHigh,
 }
 
@@ -29,24 +29,25 @@ pub(crate) struct Hole {
     pub above: u32,
 }
 
-/// An offset within a free range, given by its index.
+/// A place: the index of a free range, and an offset in it.
 pub(crate) type Place = (usize, u64);
 
-/// Offsets of the items that are alive, and the ranges between them: disjoint, not touching, ascending.
+/// Offsets of the items, and the free ranges between those alive: disjoint, not touching, ascending.
 pub(crate) struct FreeList<'s> {
     items: &'s [Item],
     /// The end of the arena.
     top: u64,
-    /// By item; also of those that died.
+    /// Offset of each item, also of those that died.
     pub offsets: Vec<u64>,
     pub holes: Vec<Hole>,
-    /// The ring: who lies above and below each item, and at the ends of the arena.
+    /// The ring: for each item, and last for the edge of the arena, the neighbour above.
     over: Vec<u32>,
+    /// The same with the neighbour below.
     under: Vec<u32>,
 }
 
 impl<'s> FreeList<'s> {
-    /// An empty arena of so many bytes.
+    /// An empty arena of `top` bytes.
     pub fn new(items: &'s [Item], top: u64) -> Self {
         let edge = items.len() as u32;
         let ring = vec![edge; items.len() + 1];
@@ -54,19 +55,19 @@ impl<'s> FreeList<'s> {
         Self { items, top, offsets: vec![0; items.len()], holes, over: ring.clone(), under: ring }
     }
 
-    /// The ends of the arena, as a neighbour.
+    /// The number that stands for both ends of the arena in the ring.
     pub fn edge(&self) -> u32 {
         self.items.len() as u32
     }
 
-    /// The free range that holds `bytes` at an offset.
+    /// The free range that holds `bytes` at the offset `at`, if there is one.
     pub fn at(&self, at: u64, bytes: u64) -> Option<Place> {
         let end = at.checked_add(bytes)?;
         let index = self.holes.partition_point(|hole| hole.to < end);
         self.holes.get(index).is_some_and(|hole| hole.from <= at).then_some((index, at))
     }
 
-    /// Puts an item to a place.
+    /// Places an item.
     pub fn put(&mut self, i: u32, (index, at): Place) {
         let hole = self.holes[index];
         let end = at + self.items[i as usize].bytes;
@@ -85,7 +86,7 @@ impl<'s> FreeList<'s> {
         }
     }
 
-    /// Makes one free range of an item's and of those beside it.
+    /// Frees an item's range and joins it with the free ranges beside it.
     pub fn free(&mut self, i: u32) {
         let (below, above) = (self.under[i as usize], self.over[i as usize]);
         self.link(below, above);
@@ -109,8 +110,8 @@ impl<'s> FreeList<'s> {
         self.under[above as usize] = below;
     }
 
-    /// The place for `bytes` that `fit` names; where nothing below the ceiling is large enough, the lowest place above it. No byte of
-    /// `blocked` ranges (ascending, disjoint) is touched.
+    /// Finds the place for `bytes` that `fit` asks for. If nothing below the ceiling is large enough, returns
+    /// the lowest place above it. The `blocked` ranges (ascending, disjoint) stay untouched.
     pub fn find(&self, bytes: u64, alignment: u64, fit: Fit, ceiling: u64, blocked: &[(u64, u64)]) -> Option<Place> {
         let wanted = Wanted { bytes, alignment, ceiling };
         if blocked.is_empty() {
@@ -120,7 +121,7 @@ impl<'s> FreeList<'s> {
         }
     }
 
-    /// What `blocked` ranges leave of the free ones, as far as it is large enough, with the index of each.
+    /// The pieces of free ranges outside the `blocked` ones that hold `bytes`, with the index of each one's range.
     fn around(&self, bytes: u64, blocked: &[(u64, u64)]) -> Vec<(usize, u64, u64)> {
         let mut open = Vec::new();
         let mut next = 0;
@@ -142,7 +143,7 @@ impl<'s> FreeList<'s> {
     }
 }
 
-/// What a place is sought for.
+/// A request for a place.
 #[derive(Debug, Clone, Copy)]
 struct Wanted {
     bytes: u64,
@@ -151,7 +152,7 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// Of ranges `(index, from, to)`, which ascend.
+    /// Chooses from ranges `(index, from, to)`, which must ascend.
     fn choose(self, fit: Fit, mut ranges: impl DoubleEndedIterator<Item = (usize, u64, u64)> + Clone) -> Option<Place> {
         let found = match fit {
             Fit::Lowest => None,
@@ -163,7 +164,7 @@ impl Wanted {
         found.or_else(|| ranges.find_map(|(index, from, to)| Some((index, anywhere.bottom(from, to)?))))
     }
 
-    /// The place in the smallest range, in the first of equals.
+    /// The place in the smallest range; of equal ranges, the first counts.
     fn tightest(
         self,
         ranges: impl Iterator<Item = (usize, u64, u64)>,
@@ -217,7 +218,7 @@ mod tests {
     }
 
     generated! {
-        /// Against a list of bytes, through births and deaths in any order.
+        /// Checked against an array of bytes, with births and deaths in any order.
         #[test]
         fn places_are_those_of_a_list_of_bytes(
             sizes in prop::collection::vec(1..9u64, 1..30),
@@ -264,7 +265,7 @@ mod tests {
                 prop_assert_eq!(space.at(place.1, bytes), Some(place));
                 space.put(i as u32, place);
             }
-            // The ring holds who is alive, in the order of addresses.
+            // The ring holds the items alive, in the order of addresses.
             let mut around = Vec::new();
             let mut i = space.over[items.len()];
             while i != space.edge() {

@@ -1,12 +1,12 @@
-//! What the searches know of addresses: which are free, and who lies where.
+//! Indexes of addresses: which are free, and which item takes them.
 
 pub(crate) mod by_clique;
 pub(crate) mod by_time;
 pub(crate) mod free_list;
 pub(crate) mod reserved;
 
-/// The lowest aligned offset for `bytes` between `taken` ranges, which ascend by their first byte and may overlap. `None` when the
-/// address space ends.
+/// The lowest aligned offset with `bytes` free between the `taken` ranges, which ascend by their first byte and may
+/// overlap. `None` when the address space ends.
 pub(crate) fn lowest_gap(taken: &[(u64, u64)], bytes: u64, alignment: u64) -> Option<u64> {
     let mut floor = 0u64;
     for &(from, to) in taken {
@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// Against trying one offset after another.
+        /// Checked against trying one offset after another.
         #[test]
         fn the_lowest_gap_is_found(
             mut taken in prop::collection::vec((0..60u64, 1..9u64), 0..12),

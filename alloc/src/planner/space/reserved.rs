@@ -1,4 +1,4 @@
-//! Pre-placed items, which a sweep flows around.
+//! Pre-placed items that a sweep places the others around.
 
 use std::ops::Range;
 
@@ -6,17 +6,17 @@ use super::by_clique::Occupied;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::timeline::Timeline;
 
-/// Places given ahead of a sweep.
+/// Offsets that are fixed before a sweep.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Reserved {
-    /// By item; empty when nothing is reserved.
+    /// Offset of each item; empty if nothing is reserved.
     places: Vec<Option<u64>>,
     by_start: ByClique,
 }
 
 impl Reserved {
-    /// Keeps the `fixed` items where they are, then gives each of `members` the lowest place left by those before it. `None` when
-    /// the address space or the budget ends.
+    /// Keeps the `fixed` items at their offsets, then gives each of `members` in turn the lowest place that is left.
+    /// Returns `None` if the address space or the budget ends.
     pub fn place(timeline: &Timeline, fixed: &[(u32, u64)], members: &[u32], budget: &mut Budget) -> Option<Self> {
         if fixed.is_empty() && members.is_empty() {
             return Some(Self::default());
@@ -45,27 +45,29 @@ impl Reserved {
         self.places.is_empty()
     }
 
-    /// An item's place.
+    /// The reserved offset of an item.
     pub fn of(&self, item: u32) -> Option<u64> {
         self.places.get(item as usize).copied().flatten()
     }
 
-    /// Ranges of the items that start within `cliques`: ascending, disjoint. Returns how many ranges were looked at.
+    /// Collects the ranges of the items that start within `cliques`, ascending and disjoint. Returns how many ranges
+    /// were looked at.
     pub fn starting(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) -> u64 {
         self.by_start.between(cliques, ranges)
     }
 }
 
-/// Ranges by clique: those of many cliques are read as a few unions.
+/// Address ranges by clique. The ranges of many cliques are read as a few unions.
 #[derive(Debug, Clone, Default)]
 struct ByClique {
-    /// `(clique, from, to)`: ascending.
+    /// The ranges as `(clique, from, to)`, ascending.
     entries: Vec<(u32, u64, u64)>,
-    /// Where [`BLOCK`]s of entries are many: node `k` joins the ranges of `2k` and `2k + 1`, the blocks come last.
+    /// A tree of unions if there are many entries. Node `k` joins the ranges of nodes `2k` and `2k + 1`; the last nodes
+    /// are [`BLOCK`]s of entries.
     unions: Vec<Vec<(u64, u64)>>,
 }
 
-/// Entries that are read one by one.
+/// Entries per block. Entries outside of whole blocks are read one by one.
 const BLOCK: usize = 16;
 
 impl ByClique {
@@ -88,7 +90,7 @@ impl ByClique {
         }
     }
 
-    /// Ranges of the entries within `cliques`: ascending, disjoint. Returns how many were looked at.
+    /// Collects the ranges of the entries within `cliques`, ascending and disjoint. Returns how many were looked at.
     fn between(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) -> u64 {
         ranges.clear();
         if self.entries.is_empty() {
@@ -124,9 +126,9 @@ impl ByClique {
     }
 }
 
-/// Sorts ranges and makes one of those that touch.
+/// Sorts ranges and merges those that touch or overlap.
 fn join(ranges: &mut Vec<(u64, u64)>) {
-    // They come as a few sorted runs, which the stable sort finds.
+    // The ranges come as a few sorted runs, which the stable sort merges.
     ranges.sort();
     ranges.dedup_by(|next, kept| {
         let touches = next.0 <= kept.1;
@@ -144,7 +146,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// Few entries or many, against the entries themselves.
+        /// Checked against the entries themselves, few or many.
         #[test]
         fn unions_hold_what_their_entries_hold(
             entries in prop::collection::vec((0..40u32, 0..50u64, 1..9u64), 0..400),

@@ -1,10 +1,12 @@
 //! Guided ejection search (Nagata and Bräysy, 2009, for vehicle routing): repairs a plan that ends above a ceiling.
 //!
-//! What ends above the ceiling leaves the plan and waits in a pool. Each step takes one item out of the pool and puts it where
-//! that costs least below the ceiling: into a free place if there is one, else onto the items that are cheapest to do without,
-//! which go to the pool in turn and are placed next. An item's price is its weight (larger and longer-lived ones are harder to
-//! place again) times how often it had to force its way in, so that no two items eject each other for ever. After many steps
-//! without a lighter pool, the search goes back to the lightest one, with the prices learnt.
+//! Items that end above the ceiling leave the plan and wait in a pool. Each step takes one item out of the pool and
+//! puts it where that costs least below the ceiling: into a free place if there is one, otherwise onto the items with
+//! the lowest prices. Those go to the pool in turn and are placed next.
+//!
+//! An item's price is its weight times the number of times it had to force its way in, so that no two items eject each
+//! other for ever. Larger and longer-lived items weigh more, since they are harder to place again. After many steps
+//! without a lighter pool, the search goes back to the lightest one, but keeps the prices that it learnt.
 
 mod obstacles;
 
@@ -20,22 +22,22 @@ use crate::planner::mix::mix;
 use crate::planner::space::by_time::{ByTime, Rectangle};
 use crate::planner::space::lowest_gap;
 
-/// Steps without a lighter pool after which the search goes back to the lightest.
+/// Steps without a lighter pool after which the search goes back to the lightest one.
 const PATIENCE: u32 = 300;
 
-/// Price of what cannot be moved: more than all others together.
+/// Price of an item that cannot be moved: more than all others together.
 const FIXED: u64 = 1 << 60;
 
-/// The heaviest weight. Times its failures times the items beside it, it stays below [`FIXED`].
+/// The heaviest weight. Multiplied by its failures and by the number of items beside it, it stays below [`FIXED`].
 const HEAVIEST: f64 = 1_000_000.0;
 
-/// Failures that are counted.
+/// Most failures that a price counts.
 const MOST_FAILURES: u64 = 1 << 16;
 
-/// Steps between two looks at the clock.
+/// Steps between two checks of the deadline.
 const STEPS_PER_LOOK: u64 = 256;
 
-/// What a step costs beside the rectangles that it looks at.
+/// Work of a step, in addition to the rectangles that it looks at.
 const WORK_PER_STEP: u64 = 8;
 
 /// A plan that is lowered step by step.
@@ -47,14 +49,15 @@ pub(crate) struct Ejection<'p> {
     ceiling: u64,
     places: Vec<Option<u64>>,
     index: ByTime,
-    /// Items without a place, and their weight.
+    /// Items without a place.
     pool: Vec<u32>,
+    /// Weight of the pool.
     mass: u64,
     weight: Vec<u64>,
-    /// Weight × failures; [`FIXED`] for pins.
+    /// Weight × failures (counted from 1); [`FIXED`] for pins.
     price: Vec<u64>,
     lightest: Lightest,
-    /// Items that may lie elsewhere than in the lightest state.
+    /// Items whose place may differ from that in the lightest state.
     moved: Vec<u32>,
     steps: u64,
     since_lightest: u32,
@@ -62,7 +65,7 @@ pub(crate) struct Ejection<'p> {
     obstacles: Obstacles,
 }
 
-/// The pool so far that weighed least, with the places of the others.
+/// The lightest pool so far, with the places of the other items.
 #[derive(Debug)]
 struct Lightest {
     mass: u64,
@@ -71,13 +74,13 @@ struct Lightest {
 }
 
 impl<'p> Ejection<'p> {
-    /// Starts from places by item; an item without one goes to the lowest that is left, the longest-lived first. `None` when the
-    /// address space ends.
+    /// Starts from the places of the items. An item without one gets the lowest place that is left, the longest-lived
+    /// first. Returns `None` if the address space ends.
     pub fn new(part: &'p Part, places: &[Option<u64>], goal: u64, budget: &mut Budget) -> Option<Self> {
         let items = &part.items;
         let area = |item: &Item| item.bytes as f64 * f64::from(item.cliques());
         let most = items.iter().map(area).fold(1.0, f64::max);
-        // The root lets a large item give way to a few small ones.
+        // The square root lets a large item give way to a few small ones.
         let weigh = |item: &Item| 1 + (HEAVIEST * (area(item) / most).sqrt()) as u64;
         let weight: Vec<u64> = items.iter().map(weigh).collect();
         let mut price = weight.clone();
@@ -111,7 +114,7 @@ impl<'p> Ejection<'p> {
         Some(ejection)
     }
 
-    /// Lowers the plan towards the goal until the budget is spent; another call goes on from there.
+    /// Lowers the plan towards the goal until the budget is spent. Another call continues from there.
     pub fn descend(&mut self, budget: &mut Budget) {
         let mut descent = self.descent;
         descent.run(self.plan.height, budget, |ceiling, budget| {
@@ -121,8 +124,8 @@ impl<'p> Ejection<'p> {
         self.descent = descent;
     }
 
-    /// Looks for a plan of at most `ceiling` bytes until the budget is spent; whether it was found. What found no place below the
-    /// ceiling goes above the others, and that may still be a lower plan than before.
+    /// Searches for a plan of at most `ceiling` bytes until the budget is spent; returns whether it found one. Items
+    /// that found no place below the ceiling are put above the others, which may still give a lower plan than before.
     pub fn lower(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
         let is_too_large = |(price, item): (&u64, &Item)| item.bytes > ceiling && *price < FIXED;
         if self.price.iter().zip(&self.part.items).any(is_too_large) {
@@ -144,7 +147,7 @@ impl<'p> Ejection<'p> {
         self.plan.height <= ceiling
     }
 
-    /// Sends what ends above a ceiling to the pool.
+    /// Sends items that end above a ceiling to the pool.
     fn aim(&mut self, ceiling: u64, budget: &mut Budget) {
         self.ceiling = ceiling;
         for (i, item) in (0..).zip(&self.part.items) {
@@ -157,7 +160,8 @@ impl<'p> Ejection<'p> {
         self.note();
     }
 
-    /// Finds a place for one of the pool: an item that was ejected last, and any after a lighter pool. False where pins leave it none.
+    /// Places one item of the pool: the one ejected last, or a random one after the pool got lighter. Returns false if
+    /// pins leave it no place.
     fn step(&mut self, budget: &mut Budget) -> bool {
         self.steps += 1;
         let last = self.pool.len() - 1;
@@ -204,7 +208,7 @@ impl<'p> Ejection<'p> {
         }
     }
 
-    /// The pool is lighter than ever.
+    /// Records the current state as the lightest.
     fn note(&mut self) {
         self.since_lightest = 0;
         self.lightest.mass = self.mass;
@@ -214,7 +218,7 @@ impl<'p> Ejection<'p> {
         }
     }
 
-    /// Back to the lightest pool; the prices stay.
+    /// Goes back to the lightest state; the prices stay.
     fn take_up(&mut self, budget: &mut Budget) {
         self.since_lightest = 0;
         for i in std::mem::take(&mut self.moved) {
@@ -224,7 +228,7 @@ impl<'p> Ejection<'p> {
         self.pool.clone_from(&self.lightest.pool);
     }
 
-    /// Moves an item past the pool.
+    /// Moves an item without sending it to the pool.
     fn change(&mut self, i: u32, place: Option<u64>, budget: &mut Budget) {
         if self.places[i as usize] == place {
             return;
@@ -239,7 +243,7 @@ impl<'p> Ejection<'p> {
         self.places[i as usize] = place;
     }
 
-    /// Makes a plan of the lightest state, and goes on from the lower one of this plan and the one before.
+    /// Completes the lightest state to a plan, and continues from the lower one of this plan and the one before.
     fn finish(&mut self, budget: &mut Budget) {
         if !self.pool.is_empty() {
             self.take_up(budget);
@@ -260,7 +264,7 @@ impl<'p> Ejection<'p> {
         self.mass = 0;
     }
 
-    /// Gives the pool the lowest places that are left, the longest-lived first.
+    /// Gives the items of the pool the lowest places that are left, the longest-lived first.
     fn fill_up(&mut self, budget: &mut Budget) {
         let mut missing = std::mem::take(&mut self.pool);
         let items = &self.part.items;
@@ -304,7 +308,8 @@ mod tests {
     }
 
     generated! {
-        /// From nothing, down to some ceilings: always a plan, never a higher one.
+        /// Starts without places and lowers the ceiling several times: the result is always a plan and never a higher
+        /// one.
         #[test]
         fn plans_remain_plans(
             rows in prop::collection::vec((0..12u32, 1..12u32, 1..9u64, any::<bool>()), 1..30),
@@ -327,7 +332,7 @@ mod tests {
         Ejection::new(part, places, part.bound, &mut Budget::default()).unwrap()
     }
 
-    /// Two long items that a greedy sweep put apart, so that a third one ends above the bound.
+    /// A greedy sweep put two long items apart, so that a third one ends above the bound.
     #[test]
     fn what_stands_in_the_way_moves() {
         let part = items(&[(0, 6, 4, false), (2, 4, 4, false), (4, 8, 8, false)]);
@@ -346,12 +351,13 @@ mod tests {
         let budget = Budget { work: 50_000, ..Budget::default() };
         assert!(ejection.lower(12, &mut budget.clone()));
         assert_eq!((ejection.plan.offsets[1], ejection.plan.height), (4, 12));
-        // Nothing fits below the pin and above it.
+        // Nothing fits below or above the pin.
         assert!(!ejection.lower(11, &mut budget.clone()));
         assert_eq!(ejection.plan.height, 12);
     }
 
-    /// From a tower of everything: always a plan, a lower one for more work, and no more work than allowed but for one step.
+    /// Starts with all items on top of each other. The result is always a plan, is lower with more work, and takes at
+    /// most one step more than the work allowed.
     #[test]
     fn a_tower_comes_down() {
         let step =

@@ -1,13 +1,14 @@
-//! Where an item would lie, and at what price.
+//! The cheapest place of an item among its neighbours.
 //!
-//! In: the rectangles beside the item, and what it costs to do without each. Out: the cheapest place below a ceiling. Never: a change
-//! of the plan.
+//! In: the rectangles beside the item, and the price of ejecting each. Out: the cheapest place below a ceiling. Never:
+//! a change of the plan.
 
 use super::FIXED;
 use crate::planner::mix::mix;
 use crate::planner::space::by_time::Rectangle;
 
-/// Address ranges taken beside an item, with their prices. Most of a long item's neighbours take turns in few ranges.
+/// Address ranges taken beside an item, with their prices. They are few, since most neighbours of a long item take
+/// turns in the same ranges.
 #[derive(Debug, Default)]
 pub(super) struct Obstacles {
     /// `(from, price)`, ascending.
@@ -16,7 +17,7 @@ pub(super) struct Obstacles {
     upper: Vec<(u64, u64)>,
     /// `(from, to, price)`, each range once.
     pub ranges: Vec<(u64, u64, u64)>,
-    /// Hash table of the ranges: in which filling an entry was made, and the index of its range.
+    /// Hash table of the ranges. Each entry has the number of the filling that wrote it, and the index of its range.
     table: Vec<(u32, u32)>,
     filling: u32,
 }
@@ -25,12 +26,12 @@ pub(super) struct Obstacles {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Choice {
     pub at: u64,
-    /// Of those that lie there.
+    /// Total price of the items that lie there.
     pub price: u64,
 }
 
 impl Obstacles {
-    /// The ranges, and their edges in ascending order.
+    /// Collects the ranges, and their edges in ascending order.
     pub fn fill(&mut self, met: &[Rectangle], price: &[u64]) {
         self.gather(met, price);
         self.lower.clear();
@@ -41,7 +42,7 @@ impl Obstacles {
         self.upper.sort_unstable();
     }
 
-    /// The ranges alone, in the order in which they are met.
+    /// Collects the ranges only, in the order in which they are met.
     pub fn gather(&mut self, met: &[Rectangle], price: &[u64]) {
         let size = (2 * met.len()).next_power_of_two();
         if self.table.len() < size || self.filling == u32::MAX {
@@ -69,11 +70,11 @@ impl Obstacles {
         }
     }
 
-    /// The cheapest place below the ceiling: of free ones, in the tightest hole; of others, any. `None` when pins leave
-    /// none.
+    /// The cheapest place below the ceiling. Of free places, it is the one in the tightest hole; of others, a random
+    /// one of the cheapest. `None` if pins leave no place.
     ///
-    /// The price changes only where an edge of the item meets an edge of a neighbour, so that the places on top of
-    /// something and right under something are all that need be asked.
+    /// The price changes only where an edge of the item meets an edge of a neighbour. So only the places right on top
+    /// of something and right below something need to be tried.
     pub fn cheapest(&self, bytes: u64, alignment: u64, ceiling: u64, random: u64) -> Option<Choice> {
         let last = ceiling.checked_sub(bytes)?;
         let last = last - last % alignment;
@@ -82,7 +83,7 @@ impl Obstacles {
         let under = self.lower.iter().filter_map(|edge| edge.0.checked_sub(bytes)).map(|at| at - at % alignment);
         let mut under = under.chain(std::iter::once(last)).peekable();
         let (mut below, mut above) = (0, 0);
-        // Prices of all that begin below the item's top, and of all that end at or below its bottom.
+        // Total price of the ranges that begin below the item's top, and of those that end at or below its bottom.
         let (mut begun, mut ended) = (0u128, 0u128);
         let mut best: Option<((u64, u64), Choice)> = None;
         let mut asked = 0u64;
@@ -93,7 +94,7 @@ impl Obstacles {
                 (_, None) => None,
             };
             let Some(at) = at else { break };
-            // Both lists ascend, so that the last place of the second one ends the search.
+            // Both lists ascend, so the loop ends with the last place of the second one.
             if at > last {
                 continue;
             }
@@ -127,7 +128,7 @@ mod tests {
 
     use super::*;
 
-    /// Places of the others, whose prices are their sizes plus one.
+    /// Rectangles at these places, and their prices: size plus one.
     fn neighbours(rows: &[(u64, u64)]) -> (Vec<Rectangle>, Vec<u64>) {
         let placed = |(i, &(from, bytes)): (usize, &(u64, u64))| Rectangle {
             from,
@@ -140,7 +141,7 @@ mod tests {
     }
 
     generated! {
-        /// Against every place below the ceiling.
+        /// Checked against every place below the ceiling.
         #[test]
         fn the_cheapest_place_is_found(
             rows in prop::collection::vec((0..40u64, 1..9u64), 0..12),
@@ -161,7 +162,7 @@ mod tests {
                 prop_assert!(choice.at + bytes <= ceiling);
                 prop_assert_eq!(price(choice.at), choice.price);
             }
-            // Alignment may cost, but is kept, and the price named is the one paid.
+            // Alignment is kept even if it costs more, and the price returned is the one paid.
             if let Some(choice) = obstacles.cheapest(bytes, 4, ceiling, random) {
                 prop_assert!(choice.at % 4 == 0 && choice.at + bytes <= ceiling);
                 prop_assert_eq!(price(choice.at), choice.price);

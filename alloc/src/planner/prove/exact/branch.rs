@@ -1,7 +1,7 @@
-//! The search of one worker: where the next step is taken, what comes there, and what failed.
+//! The search of one worker: it picks the clique of the next step, tries the cases there and remembers what failed.
 //!
-//! In: a part, a capacity and a number of visits. Out: a plan, or that there is none, or that the visits are spent. Never: a state
-//! that failed before.
+//! In: a part, a capacity and a number of visits. Out: a plan, or a proof that there is none, or that the
+//! visits are spent. Never: a visit to a state that failed before.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -12,14 +12,15 @@ use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::Part;
 use crate::planner::mix::mix128;
 
-/// Visits that a branch costs beside those it counts, and for each item or clique of its state.
+/// Visits charged for each branch, in addition to those counted.
 const VISITS_PER_BRANCH: u64 = 200;
+/// Visits charged for each item or clique in the state of a branch.
 const VISITS_PER_STATE: u64 = 6;
 
-/// States that a worker remembers before it forgets them all.
+/// Most states that a worker remembers. When there are more, it forgets them all.
 const MEMORY: usize = 1_000_000;
 
-/// Steps from the root after which a branch is given up, so that the stack suffices.
+/// Depth at which a branch is given up, so that the stack suffices.
 pub(super) const DEPTH: u32 = 20_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +30,7 @@ pub(super) enum Outcome {
     Spent,
 }
 
-/// Which candidate is tried first.
+/// The order of candidates: by length, by size or by area.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rank {
     Longest,
@@ -46,13 +47,13 @@ impl Rank {
 pub(super) struct Search<'p> {
     pub state: State<'p>,
     rank: Rank,
-    /// Changes the order of candidates; 0 leaves it pure.
+    /// Seed of random changes to the order of candidates; a multiple of 8 changes nothing.
     pub seed: u64,
-    /// Searches that failed in each clique.
+    /// Failures seen in each clique.
     conflicts: Vec<u32>,
-    /// States known to fail, by hash.
+    /// Hashes of the states known to fail.
     failed: HashSet<u128>,
-    /// Visits until it gives up.
+    /// Visits that are left.
     pub left: u64,
     pub depth: u32,
     deadline: Budget,
@@ -60,7 +61,7 @@ pub(super) struct Search<'p> {
 }
 
 impl<'p> Search<'p> {
-    /// `None` when some clique holds more than the capacity.
+    /// Returns `None` if more bytes than the capacity are alive in some clique.
     pub fn new(part: &'p Part, capacity: u64, deadline: Budget) -> Option<Self> {
         Some(Self {
             state: State::new(part, capacity)?,
@@ -75,18 +76,18 @@ impl<'p> Search<'p> {
         })
     }
 
-    /// The same search in another order.
+    /// A copy of the search with another order of candidates.
     pub fn with_rank(&self, rank: Rank) -> Self {
         Self { rank, ..self.clone() }
     }
 
-    /// Back to the root, with what was learnt.
+    /// Goes back to the root, but keeps what was learnt.
     pub fn restart(&mut self) {
         self.state.undo(0);
         self.conflicts.iter_mut().for_each(|c| *c = c.div_ceil(2));
     }
 
-    /// Plans what is still to come within cliques `[from, to)`, which nothing still to come crosses into.
+    /// Plans the items still to come within cliques `[from, to)`, which no other item still to come crosses into.
     pub fn solve(&mut self, from: u32, to: u32, cancelled: &dyn Fn() -> bool) -> Outcome {
         if self.left == 0 || self.depth > DEPTH {
             return Outcome::Spent;
@@ -146,8 +147,8 @@ impl<'p> Search<'p> {
         Outcome::Failed
     }
 
-    /// Raises floors to the lowest place that anything still to come could have there, and notes each item's lowest
-    /// place; false when something can't be placed any more.
+    /// Raises floors to the lowest place that any item still to come could have there, until nothing changes, and
+    /// records each item's lowest place. Returns false if some item no longer fits.
     fn lift(&mut self, from: u32, to: u32) -> bool {
         let mut scratch = std::mem::take(&mut self.scratch);
         let fits = loop {
@@ -206,11 +207,12 @@ impl<'p> Search<'p> {
         fits
     }
 
-    /// The place with the fewest cases, counted against the failures seen there; `None` when some place has no case.
+    /// The clique with the fewest cases, weighted by the failures seen there. Returns `None` if some clique has no
+    /// case.
     fn most_contended(&mut self, from: u32, to: u32) -> Option<Place> {
         let mut best: Option<(Score, Place)> = None;
         let mut k = from;
-        // A wall stands where the floor is higher, and nothing crosses the ends of the piece.
+        // A higher floor is a wall. So are the ends of the piece, which no item crosses.
         let mut left_is_wall = true;
         while k < to {
             let floor = self.state.floor[k as usize];
@@ -225,7 +227,7 @@ impl<'p> Search<'p> {
         best.map(|(_, place)| place)
     }
 
-    /// Looks at every clique of the valley `[a, b)`; false when one of them has no case.
+    /// Looks at every clique of the valley `[a, b)` and updates `best`. Returns false if one of them has no case.
     fn valley(&mut self, a: u32, b: u32, best: &mut Option<(Score, Place)>) -> bool {
         let floor = self.state.floor[a as usize];
         let mut count = vec![0u32; (b - a) as usize];
@@ -234,7 +236,7 @@ impl<'p> Search<'p> {
         for i in self.state.to_come(a, b) {
             let item = self.state.items[i as usize];
             if item.end <= b && self.state.lowest[i as usize] == floor {
-                // Equal items stand together and are one case.
+                // Equal items are next to each other in the list, and are one case.
                 if previous != Some((item, self.state.pin(i))) {
                     count[(item.start - a) as usize..(item.end - a) as usize].iter_mut().for_each(|c| *c += 1);
                 }
@@ -242,7 +244,7 @@ impl<'p> Search<'p> {
                 fitting.push(i);
             }
         }
-        // Whatever comes to rest above the floor inside the valley rests on something that is still to come.
+        // An item that comes to rest above the floor inside the valley rests on one that is still to come.
         let mut least_top = u64::MAX;
         for k in a..b {
             for &i in &self.state.alive[k as usize] {
@@ -287,7 +289,7 @@ impl<'p> Search<'p> {
         true
     }
 
-    /// Best first; equal items stay together.
+    /// Sorts candidates, the best first. Equal items stay together.
     fn sort(&self, candidates: &mut [u32]) {
         sort_by_key(candidates, |&i| {
             let item = self.state.items[i as usize];
@@ -311,12 +313,13 @@ impl<'p> Search<'p> {
     }
 }
 
-/// Fewer is sooner.
+/// A clique with a lower score is branched on sooner.
 type Score = (u64, u64, u64);
 
+/// The clique to branch on, and its cases.
 struct Place {
     clique: u32,
-    /// Where the floor goes if nothing comes here; `None` when that can't be.
+    /// The floor if nothing comes here; `None` if that case is impossible.
     gap: Option<u64>,
     candidates: Vec<u32>,
 }

@@ -1,17 +1,22 @@
 //! Branch and bound for a plan of one part below a capacity.
 //!
 //! Any plan can be pushed down until every item rests on the floor or on another item. The search builds such plans
-//! from below. Its state is one *floor* per clique: what is under it is settled, and the bytes still to come must fit
-//! between it and the capacity; what is left over is the clique's *slack*. One step looks at one *valley* (neighbouring
-//! cliques of equal floor between higher ones) and one clique of it, and branches on what comes next right there: one of the
-//! items that fit the valley, at the floor; or nothing, which raises the clique's floor to the next height at which an
-//! item could come to rest, and costs slack. These cases exclude each other and leave none out.
+//! from below. Its state is one *floor* per clique: everything below it is settled, and the bytes still to come must
+//! fit between it and the capacity. The bytes left over are the clique's *slack*.
 //!
-//! What keeps the tree small:
+//! One step looks at one clique of a *valley*: neighbouring cliques of equal floor between higher ones. It branches on
+//! what comes next there:
+//!
+//! - one of the items that fit into the valley, at the floor;
+//! - nothing, which raises the clique's floor to the next height at which an item could come to rest, and costs slack.
+//!
+//! These cases exclude each other and leave none out.
+//!
+//! The tree stays small for four reasons:
 //! - a floor rises at once to the lowest place that any item still to come could have there;
 //! - the next step is taken where the fewest cases are open, and where searches failed before;
-//! - where no item still to come crosses between two cliques, both sides are searched apart;
-//! - of equal items one is tried, and states that failed before (no-goods) are not entered again.
+//! - where no item still to come crosses between two cliques, both sides are searched separately;
+//! - of equal items only one is tried, and states that failed before (no-goods) are not entered again.
 
 mod branch;
 mod state;
@@ -23,28 +28,29 @@ use branch::{Outcome, Rank, Search};
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::Part;
 
-/// What a search found out.
+/// The result of a search.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// A plan within the capacity.
     Found(Vec<u64>),
-    /// There is none.
+    /// There is no such plan.
     Impossible,
-    /// The work was spent.
+    /// The budget was spent.
     Unknown,
 }
 
 /// Searches for a plan of `part` within `capacity` until the budget is spent.
 ///
-/// Three workers with different orders of candidates restart with growing limits; each remembers what failed. The verdict is that of the
-/// first worker, by number, that has one in the earliest round: the same on every machine.
+/// Three workers with different orders of candidates restart with growing limits. Each remembers the states that
+/// failed. The verdict is that of the first worker, by number, in the earliest round that has one, so it is the same on
+/// every machine.
 pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict {
     let below;
     let part = if part.forbidden.is_empty() {
         part
     } else {
         below = part.below(capacity);
-        // What is alive need not fit beside the forbidden ranges, nor their sum within 2^64.
+        // Nothing ensures that the live bytes fit beside the forbidden ranges, or that their sum is below 2^64.
         let forbidden: u64 = part.forbidden.iter().map(|&i| below.items[i as usize].bytes).sum();
         if part.live().iter().any(|&bytes| bytes > capacity.saturating_sub(forbidden)) {
             return Verdict::Impossible;
@@ -59,7 +65,7 @@ pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict
         if limit_here < part.items.len() as u64 || budget.is_late() {
             break;
         }
-        // Workers above this one may stop: their verdict would not be used.
+        // Workers with a higher number may stop: their verdict would not be used.
         let decided = AtomicUsize::new(usize::MAX);
         let outcomes = in_threads(&mut workers, |number, worker| {
             (worker.seed, worker.left, worker.depth) = (round, limit_here, 0);
@@ -82,16 +88,16 @@ pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict
     Verdict::Unknown
 }
 
-/// Visits of an item in a clique for the price of a rectangle in a sweep.
+/// Visits (of one item in one clique) that cost as much as one rectangle in a sweep.
 const VISITS_PER_WORK: u64 = 24;
 
-/// Visits in the first round of a worker.
+/// Least limit of a worker's visits in the first round.
 const FIRST_LIMIT: u64 = 1_000_000;
 
-/// Stack of a worker: [`DEPTH`](branch::DEPTH) steps take less.
+/// Stack size of a worker, enough for [`DEPTH`](branch::DEPTH) steps.
 const STACK_BYTES: usize = 64 << 20;
 
-/// Runs the workers side by side where the pool has more than one thread.
+/// Runs the workers in parallel if the pool has more than one thread.
 fn in_threads<'p>(workers: &mut [Search<'p>], run: impl Fn(usize, &mut Search<'p>) -> Outcome + Sync) -> Vec<Outcome> {
     let run = &run;
     let together = if rayon::current_num_threads() > 1 { workers.len() } else { 1 };
@@ -106,7 +112,7 @@ fn in_threads<'p>(workers: &mut [Search<'p>], run: impl Fn(usize, &mut Search<'p
                     std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, body)
                 })
                 .collect();
-            // A machine that gives no thread has spent nothing and knows nothing.
+            // A worker without a thread has decided nothing.
             let outcome = |thread: std::io::Result<std::thread::ScopedJoinHandle<Outcome>>| {
                 thread.map_or(Outcome::Spent, |t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             };

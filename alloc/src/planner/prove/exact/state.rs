@@ -1,36 +1,36 @@
-//! A plan that is built from below, and the way back.
+//! A plan that is built from below, and how to undo it.
 //!
-//! In: items to put on the floor, floors to raise. Out: what is settled, what is still to come, and where that may go at lowest.
-//! Never: a choice between them.
+//! In: items to put on the floor, floors to raise. Out: the items that are settled, those still to come, and the lowest
+//! place of each of the latter. Never: a choice between them.
 
 use crate::order::sort_by_key;
 use crate::planner::decompose::parts::{Item, Part};
 use crate::planner::decompose::timeline::Buckets;
 use crate::planner::mix::mix128;
 
-/// One floor per clique, and the items that are under it.
+/// One floor per clique, and the items that are settled below it.
 #[derive(Clone)]
 pub(super) struct State<'p> {
     pub items: &'p [Item],
-    /// By item; empty without pins.
+    /// Pin of each item; empty if there are none.
     pins: Vec<Option<u64>>,
     pub capacity: u64,
-    /// Where each clique's births begin among the items.
+    /// For each clique, the index of the first item born in it or later.
     pub starts: Vec<u32>,
-    /// Items by clique that they are alive in.
+    /// The items alive in each clique.
     pub alive: Vec<Vec<u32>>,
     pub floor: Vec<u64>,
-    /// Bytes still to come, by clique.
+    /// Bytes still to come in each clique.
     pub rest: Vec<u64>,
     pub offsets: Vec<u64>,
     pub placed: Vec<bool>,
-    /// The lowest place of each item still to come, when floors were lifted last.
+    /// The lowest place of each item still to come, as of the last time that floors were lifted.
     pub lowest: Vec<u64>,
     pub trail: Vec<Change>,
     keys: Vec<u128>,
 }
 
-/// One undoable change.
+/// A change that can be undone.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Change {
     Floor(u32, u64),
@@ -38,7 +38,7 @@ pub(super) enum Change {
 }
 
 impl<'p> State<'p> {
-    /// `None` when some clique holds more than the capacity.
+    /// Returns `None` if more bytes than the capacity are alive in some clique.
     pub fn new(part: &'p Part, capacity: u64) -> Option<Self> {
         let rest = part.live();
         if rest.iter().any(|&bytes| bytes > capacity) {
@@ -76,7 +76,8 @@ impl<'p> State<'p> {
         (self.starts[from as usize]..self.starts[to as usize]).filter(|&i| !self.placed[i as usize])
     }
 
-    /// Cuts `[from, to)` where nothing still to come crosses, the fullest first; what is settled is left out.
+    /// Cuts `[from, to)` where no item still to come crosses, and returns the pieces, the one with the least slack
+    /// first. Cliques without items to come are left out.
     pub fn pieces(&self, from: u32, to: u32) -> Vec<(u32, u32)> {
         let mut pieces: Vec<(u32, u32)> = Vec::new();
         for i in self.to_come(from, to) {
@@ -97,7 +98,7 @@ impl<'p> State<'p> {
         self.capacity - self.floor[k as usize] - self.rest[k as usize]
     }
 
-    /// Places an item on the floor under it.
+    /// Places an item on the floor below it.
     pub fn put(&mut self, i: u32) {
         let item = self.items[i as usize];
         let at = self.floor[item.start as usize];
@@ -116,7 +117,7 @@ impl<'p> State<'p> {
         self.floor[k as usize] = floor;
     }
 
-    /// Takes back all changes behind the first `mark`.
+    /// Undoes all changes after the first `mark`.
     pub fn undo(&mut self, mark: usize) {
         while self.trail.len() > mark {
             match self.trail.pop() {
@@ -133,7 +134,8 @@ impl<'p> State<'p> {
         }
     }
 
-    /// What decides whether `[from, to)` can be planned: who is still to come, and the floors under them.
+    /// A hash of everything that decides whether `[from, to)` can be planned: the items still to come, and the floors
+    /// below them.
     pub fn hash(&self, from: u32, to: u32) -> u128 {
         let floors = (from..to).filter(|&k| self.rest[k as usize] > 0);
         let floors = floors.fold(0, |hash, k| hash ^ mix128(u64::from(k) << 1 | 1, self.floor[k as usize]));
