@@ -22,6 +22,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use anyhow::Context;
 use clap::Parser;
+use gapless::engine::kernels::cpu::peak::{Bf16Products, Peak, has_amx};
 use model::{Kind, Model};
 use side::{Measurement, Side};
 
@@ -86,9 +87,27 @@ impl Options {
         self.batch.unwrap_or(if self.quick { 4 } else { 8 })
     }
 
+    /// Cores that a step uses.
+    fn cores(&self) -> usize {
+        let all = std::thread::available_parallelism().map_or(1, usize::from);
+        if self.threads > 0 { self.threads.min(all) } else { all }
+    }
+
     fn tokens_per_step(&self) -> usize {
         self.batch() * self.sequence()
     }
+}
+
+/// Describes the machine's multiply-adds, so that figures of different machines can be compared.
+pub fn describe(peak: Peak) -> String {
+    let gflops = |rate: f64| format!("{:.0} GFLOP/s", rate / 1e9);
+    format!(
+        "peak per core: f32 {}, bf16 pairs {}; products of bf16 by {}{}",
+        gflops(peak.f32),
+        peak.bf16_pairs.map_or("absent".to_owned(), gflops),
+        Bf16Products::chosen().name(),
+        if has_amx() { "; AMX is present and not used" } else { "" }
+    )
 }
 
 fn main() -> anyhow::Result<()> {
@@ -125,17 +144,24 @@ fn compare(options: &Options) -> anyhow::Result<()> {
         process.finish()?;
     }
 
-    println!("side               tokens/s    ms/step   ms/step from–to   CPU ms/step   peak resident MiB      loss");
+    let flops = Model::new(options).flops(&side::step_options(options, candle_core::DType::F32)?)? as f64;
+    let peak = Peak::known();
+    println!("{}; a step takes {:.1} GFLOP", describe(peak), flops / 1e9);
+    println!(
+        "side               tokens/s    ms/step   ms/step from–to   CPU ms/step   of peak   peak resident MiB      loss"
+    );
     for (side, measured) in sides.iter().zip(&measurements) {
         let ms = sorted(measured.iter().map(|m| m.ms));
         let last = measured.last().context("--steps is at least 1")?;
         println!(
-            "{:16} {:10.0} {:10.1}   {:15} {:13.1} {:19} {:9.4}",
+            "{:16} {:10.0} {:10.1}   {:15} {:13.1} {:9.2} {:19} {:9.4}",
             side.name(),
             options.tokens_per_step() as f64 / median(&ms) * 1000.0,
             median(&ms),
             format!("{:.1}–{:.1}", ms[0], ms[ms.len() - 1]),
             median(&sorted(measured.iter().map(|m| m.cpu_ms))),
+            // All cores' multiply-adds, for as long as the step took.
+            flops / (median(&ms) / 1e3 * options.cores() as f64 * if side.is_bf16() { peak.bf16() } else { peak.f32 }),
             last.peak_rss_bytes.map_or("unknown".into(), |bytes| format!("{:.0}", bytes as f64 / f64::from(1 << 20))),
             last.loss,
         );

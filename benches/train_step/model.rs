@@ -1,7 +1,8 @@
 //! The models that all sides train.
 
+use gapless::engine::compile::{Target, step::program};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
-use gapless::{TrainOptions, Trainer};
+use gapless::{StepOptions, TrainOptions, Trainer};
 
 use crate::Options;
 
@@ -88,6 +89,17 @@ impl Model {
         let (kind, extents) = self.extents();
         let extents = extents.map(|(name, extent)| (name, extent.to_string()));
         std::iter::once(("model", kind.to_owned())).chain(extents).collect()
+    }
+
+    /// Floating-point operations of a step, forward and backward, as the engine counts them.
+    pub fn flops(&self, step: &StepOptions) -> anyhow::Result<u64> {
+        let target = Target::Cpu { threads: 1 };
+        let program = match self {
+            Self::Gpt(gpt) => program(|vb| Gpt::new(gpt, vb), step, 0, target)?,
+            Self::Llama(llama) => program(|vb| Llama::new(llama, vb), step, 0, target)?,
+            Self::Mixtral(moe) => program(|vb| Moe::new(moe, vb), step, 0, target)?,
+        };
+        Ok(program.flops())
     }
 
     /// Creates gapless's trainer.

@@ -36,6 +36,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         steps.len(),
         trainer.threads()
     );
+    println!("{}", crate::describe(gapless::engine::kernels::cpu::peak::Peak::known()));
     print("instruction", whole, &steps, |key| key.name.clone());
     print("instruction and layer", whole, &steps, |key| format!("{} {}", key.name, any_block(&key.layer)));
     Ok(())

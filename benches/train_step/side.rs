@@ -32,6 +32,11 @@ pub enum Side {
 }
 
 impl Side {
+    /// True if its products have bf16 factors.
+    pub fn is_bf16(self) -> bool {
+        matches!(self, Self::GaplessBf16 | Self::PytorchAutocast)
+    }
+
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
@@ -79,15 +84,16 @@ pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
     }
 }
 
+/// Returns the options of gapless's step.
+pub fn step_options(options: &Options, dtype: DType) -> anyhow::Result<StepOptions> {
+    let (batch, sequence, precision) = (options.batch(), options.sequence(), dtype.try_into()?);
+    Ok(StepOptions { batch, sequence, precision, ..StepOptions::default() })
+}
+
 /// Creates gapless's trainer.
 pub fn trainer(options: &Options, dtype: DType) -> anyhow::Result<Trainer> {
     let train = TrainOptions {
-        step: StepOptions {
-            batch: options.batch(),
-            sequence: options.sequence(),
-            precision: dtype.try_into()?,
-            ..StepOptions::default()
-        },
+        step: step_options(options, dtype)?,
         threads: options.threads,
         device: DeviceChoice::Cpu,
         ..TrainOptions::default()

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use gapless_kernels::cpu::ScratchMemory;
 use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
+use gapless_kernels::cpu::peak::Peak;
 use half::bf16;
 
 /// Measurements per side; the printed ratio is the median of the rounds' ratios.
@@ -122,44 +123,9 @@ fn measure_bf16(job: &Gemm, threads: usize) -> (f64, f64) {
     (rounds.iter().map(|round| round.0).fold(0.0, f64::max), ratios[ROUNDS / 2])
 }
 
-/// GFLOP/s of all threads for multiply-adds on registers only.
+/// GFLOP/s of all threads for products of bf16 on registers only, measured now.
 fn peak() -> f64 {
-    const STEPS: u64 = 2_000_000;
-    let start = Instant::now();
-    let flops: u64 = rayon::broadcast(|_| multiply(STEPS)).iter().sum();
-    flops as f64 / start.elapsed().as_secs_f64() / 1e9
-}
-
-/// Runs `steps` steps of multiply-adds and returns the number of floating-point operations.
-fn multiply(steps: u64) -> u64 {
-    #[cfg(target_arch = "x86_64")]
-    if gapless_kernels::cpu::simd::multiplies_bf16() {
-        // SAFETY: the processor supports the features that the function is compiled for.
-        return unsafe { pairs(steps) };
-    }
-    let mut sums = [[0.0f32; 8]; 12];
-    for _ in 0..steps {
-        let x = std::hint::black_box(1.0f32);
-        sums.as_flattened_mut().iter_mut().for_each(|sum| *sum = x.mul_add(0.5, *sum));
-    }
-    std::hint::black_box(sums);
-    2 * 8 * 12 * steps
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn pairs(steps: u64) -> u64 {
-    use std::arch::x86_64::{__m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
-    let mut sums = [_mm512_setzero_ps(); 24];
-    for _ in 0..steps {
-        // SAFETY: both types are registers in which any bit pattern is valid.
-        let x: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(std::hint::black_box(0x3f80_3f80))) };
-        for sum in &mut sums {
-            *sum = _mm512_dpbf16_ps(*sum, x, x);
-        }
-    }
-    std::hint::black_box(sums);
-    2 * 32 * 24 * steps
+    rayon::broadcast(|_| Peak::measured().bf16()).iter().sum::<f64>() / 1e9
 }
 
 /// Seconds per call of `kernel`.

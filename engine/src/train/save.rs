@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use gapless_alloc::Role;
+use gapless_compile::step::Precision;
+use gapless_kernels::cpu::peak::Bf16Products;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -86,6 +88,16 @@ impl Trainer {
         let metadata = checkpoint.metadata();
         for kind in ROLES {
             self.fill_from(checkpoint, kind)?;
+        }
+        if let (Some(saved), Some(now)) = (metadata["bf16_products"].as_str(), self.bf16_products())
+            && saved != now
+        {
+            tracing::warn!(
+                saved,
+                now,
+                "products of bf16 are computed in another way than before this checkpoint: results differ in the last bits; \
+                 GAPLESS_BF16_PRODUCTS names the way, if this processor has it"
+            );
         }
         self.step = checkpoint.step();
         self.options.seed = metadata["seed"].as_u64().unwrap_or(self.options.seed);
@@ -223,6 +235,12 @@ impl Trainer {
         })
     }
 
+    /// The way in which products of two bf16 factors are computed on the CPU, if the step has some there.
+    fn bf16_products(&self) -> Option<&'static str> {
+        let has_some = self.options.step.precision != Precision::F32 && !self.device.is_gpu;
+        has_some.then(|| Bf16Products::chosen().name())
+    }
+
     fn commit(&self, draft: &Draft, written: Vec<Written>, run: Value) -> Result<PathBuf, CheckpointError> {
         let (mut files, mut parts) = (WrittenFiles::default(), Map::new());
         for one in written {
@@ -236,6 +254,7 @@ impl Trainer {
             "mesh": { "data": mesh.data, "pipeline": mesh.pipeline, "expert": mesh.expert },
             "seed": self.options.seed,
             "engine": env!("CARGO_PKG_VERSION"),
+            "bf16_products": self.bf16_products(),
             "run": run,
         });
         draft.commit(files, metadata)

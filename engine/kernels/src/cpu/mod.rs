@@ -7,6 +7,7 @@ mod elementwise;
 pub mod gemm;
 pub mod math;
 pub mod overflow_heap;
+pub mod peak;
 mod pieces;
 pub mod reduce;
 pub mod scratch;

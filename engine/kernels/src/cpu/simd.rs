@@ -13,19 +13,8 @@ use half::bf16;
 
 use super::bf16::rounded;
 
-/// True if this machine multiplies pairs of bf16 (`vdpbf16ps` of AVX-512). Detected once.
-pub fn multiplies_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        static ANSWER: OnceLock<bool> = OnceLock::new();
-        *ANSWER.get_or_init(|| Level::Avx512.is_available() && is_x86_feature_detected!("avx512bf16"))
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    false
-}
-
 /// An instruction set that kernels are compiled for. All levels compute the same bits, with one exception:
-/// [`Level::Avx512`] may multiply two bf16 factors [in pairs](multiplies_bf16).
+/// [`Level::Avx512`] may multiply two bf16 factors [in pairs](super::peak::Bf16Products).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
     /// Arrays of eight floats, vectorised by the compiler as well as the target allows.

@@ -14,9 +14,11 @@ use super::finish::{RawEpilogue, finish, finish_narrow, lines_of};
 use super::pack;
 use super::place::PackedA;
 use crate::cpu::Float;
-use crate::cpu::simd::{Lanes, Level, Vector, prefetch_far};
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::simd::{Pairs, multiplies_bf16};
+use crate::cpu::peak::Bf16Products;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::simd::Pairs;
+use crate::cpu::simd::{Lanes, Level, Vector, prefetch_far};
 
 /// Distance between rows of A in [`Layout::Rows`]. It is not a multiple of 1024, because the rows would then share
 /// cache sets.
@@ -195,7 +197,7 @@ impl Kernels {
     pub fn of_bf16(level: Level) -> &'static Self {
         match level {
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 if multiplies_bf16() => &avx512_bf16::KERNELS,
+            Level::Avx512 if Bf16Products::chosen() == Bf16Products::Pairs => &avx512_bf16::KERNELS,
             _ => Self::of(level),
         }
     }

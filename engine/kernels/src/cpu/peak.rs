@@ -1,0 +1,206 @@
+//! What one core's multiply-adds reach in registers alone, and how products of two bf16 factors are computed.
+//!
+//! `vdpbf16ps` multiplies twice as many elements as an f32 multiply-add, but some processors start it at half the rate
+//! or less: on an Intel Xeon with AVX-512-BF16 it reached 100 GFLOP/s per core, and f32 196. So both are timed once per
+//! process, some 100 µs each, and products use the faster one.
+
+use std::hint::black_box;
+use std::sync::OnceLock;
+use std::time::Instant;
+
+use super::simd::{Level, Vector};
+
+/// The way in which products of two bf16 factors are computed. The two round differently.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bf16Products {
+    /// Two products at a time, by `vdpbf16ps` of AVX-512.
+    Pairs,
+    /// After conversion to f32, by fused multiply-adds.
+    F32,
+}
+
+/// Names the way, `pairs` or `f32`, instead of timing both.
+const VARIABLE: &str = "GAPLESS_BF16_PRODUCTS";
+
+impl Bf16Products {
+    /// The way that products use at [`Level::Avx512`] on this machine; other levels always use f32. It is decided once
+    /// per process: by `GAPLESS_BF16_PRODUCTS`, if it names a way that the processor has, otherwise by [`Peak::known`].
+    pub fn chosen() -> Self {
+        static CHOSEN: OnceLock<Bf16Products> = OnceLock::new();
+        *CHOSEN.get_or_init(|| Self::choose(std::env::var(VARIABLE).ok().as_deref(), &Peak::known))
+    }
+
+    fn choose(wanted: Option<&str>, peak: &dyn Fn() -> Peak) -> Self {
+        match wanted {
+            _ if !has_pairs() => Self::F32,
+            Some("pairs") => Self::Pairs,
+            Some("f32") => Self::F32,
+            _ => {
+                let Peak { f32, bf16_pairs } = peak();
+                if bf16_pairs.is_some_and(|pairs| pairs >= f32) { Self::Pairs } else { Self::F32 }
+            }
+        }
+    }
+
+    /// The name in reports and in `GAPLESS_BF16_PRODUCTS`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Pairs => "pairs",
+            Self::F32 => "f32",
+        }
+    }
+}
+
+/// FLOP/s of one core by multiply-adds on registers. A multiplication and an addition count as two.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Peak {
+    /// By fused multiply-adds of f32, at [`Level::best`].
+    pub f32: f64,
+    /// By `vdpbf16ps`; `None` on processors without it.
+    pub bf16_pairs: Option<f64>,
+}
+
+impl Peak {
+    /// The rates of this machine, measured on first use.
+    pub fn known() -> Self {
+        static PEAK: OnceLock<Peak> = OnceLock::new();
+        *PEAK.get_or_init(Self::measured)
+    }
+
+    /// The rates of this machine, measured now.
+    pub fn measured() -> Self {
+        Self { f32: rate(loops::of(Level::best())), bf16_pairs: loops::of_pairs().map(rate) }
+    }
+
+    /// The rate of products of two bf16 factors, by the way that is [chosen](Bf16Products::chosen).
+    pub fn bf16(self) -> f64 {
+        match Bf16Products::chosen() {
+            Bf16Products::Pairs => self.bf16_pairs.unwrap_or(self.f32),
+            Bf16Products::F32 => self.f32,
+        }
+    }
+}
+
+/// True if the processor has `vdpbf16ps`.
+pub fn has_pairs() -> bool {
+    loops::of_pairs().is_some()
+}
+
+/// True if the processor has the bf16 instructions of AMX, which gapless does not use (CPUID leaf 7, EDX bit 22: Intel 64
+/// and IA-32 Architectures Software Developer's Manual, volume 2A).
+pub fn has_amx() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        std::arch::x86_64::__cpuid_count(7, 0).edx >> 22 & 1 == 1
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// Independent accumulators: enough to hide the latency of two multiply-adds per cycle.
+const SUMS: usize = 16;
+/// Turns of one measurement, and measurements, of which the fastest counts.
+const TURNS: usize = 2000;
+const ROUNDS: usize = 8;
+
+/// A loop that multiplies and adds so many turns, and the operations of a turn.
+type Loop = (unsafe fn(usize) -> f32, usize);
+
+fn rate((run, flops): Loop) -> f64 {
+    let seconds = (0..ROUNDS).map(|_| {
+        let begun = Instant::now();
+        // SAFETY: the loops are those of levels that this machine has.
+        black_box(unsafe { run(black_box(TURNS)) });
+        begun.elapsed().as_secs_f64()
+    });
+    let fastest = seconds.fold(f64::INFINITY, f64::min).max(1e-9);
+    (flops * TURNS) as f64 / fastest
+}
+
+#[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
+unsafe fn multiply_add<V: Vector>(turns: usize) -> f32 {
+    // SAFETY: the features are those of the wrapper that this is inlined into; the array has room for every vector.
+    unsafe {
+        let (x, y) = (V::splat(black_box(1.0)), V::splat(black_box(0.0)));
+        let mut sums = [V::splat(black_box(0.0)); SUMS];
+        for _ in 0..turns {
+            for i in 0..SUMS {
+                sums[i] = x.mul_add(y, sums[i]);
+            }
+        }
+        let mut lanes = [0.0; 16];
+        let sum = sums.into_iter().fold(V::splat(0.0), |sum, x| sum.add(x));
+        sum.store(lanes.as_mut_ptr());
+        lanes[0]
+    }
+}
+
+mod loops {
+    use super::super::simd::*;
+    use super::{Loop, SUMS, multiply_add};
+
+    macro_rules! level {
+        ($name:ident, $vector:ty $(, $feature:literal)?) => {
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn $name(turns: usize) -> f32 {
+                // SAFETY: by this function's contract, the machine has the features.
+                unsafe { multiply_add::<$vector>(turns) }
+            }
+        };
+    }
+    #[cfg(target_arch = "x86_64")]
+    level!(avx512, std::arch::x86_64::__m512, "avx512f,avx2,fma");
+    #[cfg(target_arch = "x86_64")]
+    level!(pairs, Pairs, "avx512f,avx512bf16,avx2,fma");
+    #[cfg(target_arch = "x86_64")]
+    level!(avx2, std::arch::x86_64::__m256, "avx2,fma");
+    #[cfg(target_arch = "aarch64")]
+    level!(neon, std::arch::aarch64::float32x4_t, "neon");
+    level!(portable, Lanes);
+
+    /// The loop of a level that this machine has.
+    pub fn of(level: Level) -> Loop {
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => (avx512, 2 * 16 * SUMS),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => (avx2, 2 * 8 * SUMS),
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => (neon, 2 * 4 * SUMS),
+            _ => (portable, 2 * Lanes::LANES * SUMS),
+        }
+    }
+
+    /// The loop of pairs of bf16, if this machine has them.
+    pub fn of_pairs() -> Option<Loop> {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let has_them = Level::Avx512.is_available() && is_x86_feature_detected!("avx512bf16");
+            has_them.then_some((pairs as unsafe fn(usize) -> f32, 2 * 2 * 16 * SUMS))
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_faster_way_is_chosen_unless_one_is_named() {
+        let peak = |f32, bf16_pairs| move || Peak { f32, bf16_pairs };
+        let choose = |wanted: Option<&str>, peak: &dyn Fn() -> Peak| Bf16Products::choose(wanted, peak).name();
+        if has_pairs() {
+            assert_eq!(choose(None, &peak(196e9, Some(100e9))), "f32");
+            assert_eq!(choose(None, &peak(98e9, Some(196e9))), "pairs");
+            assert_eq!(choose(Some("pairs"), &peak(196e9, Some(100e9))), "pairs");
+            assert_eq!(choose(Some("f32"), &peak(98e9, Some(196e9))), "f32");
+            assert_eq!(choose(Some("neither"), &peak(98e9, Some(196e9))), "pairs");
+        }
+        let known = Peak::known();
+        assert!(known.f32 > 1e8 && known.bf16() > 1e8, "{known:?}");
+        assert_eq!(known.bf16_pairs.is_some(), has_pairs());
+    }
+}
