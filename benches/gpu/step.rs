@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::probe::Gpu;
 
-/// Models by name.
+/// The models, by the name used on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Model {
@@ -51,7 +51,7 @@ impl Config {
     }
 }
 
-/// What parameters and activations are stored in.
+/// The type in which parameters and activations are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Float {

@@ -25,7 +25,7 @@ fn kernels_compile_for_every_architecture() {
     let architectures = std::env::var("GAPLESS_TEST_ARCHITECTURES").unwrap_or_else(|_| "sm_80,sm_90,sm_100".into());
     let architectures: Vec<Architecture> = architectures.split(',').map(|name| name.parse().unwrap()).collect();
     let mut families: Vec<Family> = Family::ALL.iter().copied().chain(generated()).collect();
-    // The longest sources first, for an even load of the threads.
+    // The longest sources first, so that all threads finish at about the same time.
     families.sort_by_key(|family| std::cmp::Reverse(family.source().len()));
     let of_all = |&family| architectures.iter().map(move |&architecture| (family, architecture));
     let jobs: Vec<(Family, Architecture)> = families.iter().flat_map(of_all).collect();

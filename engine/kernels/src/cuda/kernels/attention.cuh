@@ -47,7 +47,7 @@ struct AttentionArguments {
     f32 cap;
     u32 is_causal;
 
-    // The end of the keys that a query sees.
+    // The (exclusive) end of the range of keys that a query sees.
     __device__ __forceinline__ u64 visible(u64 query) const {
         return is_causal ? smaller(query + (keys - queries) + 1, keys) : keys;
     }

@@ -138,9 +138,9 @@ struct RouteArguments {
     u32* starts;
     u64 experts;
     u64 sequences;
-    // Slots of a sequence.
+    // Number of slots per sequence.
     u64 length;
-    // Slots of a token.
+    // Number of slots per token.
     u64 k;
     // Total number of rows.
     u64 rows;

@@ -48,7 +48,7 @@ pub fn is_matrix(layout: &Layout) -> bool {
     pitch(layout).is_some()
 }
 
-/// Whether a matrix is transposed, and its pitch.
+/// Returns whether a matrix is transposed, and its pitch; `None` if the layout is not a matrix.
 fn pitch(layout: &Layout) -> Option<(bool, u64)> {
     let (&[.., rows, columns], &[.., row, column]) = (layout.dims(), layout.stride()) else { return None };
     let along = |is_transposed: bool| {
@@ -74,7 +74,7 @@ pub struct Batch {
 /// The elementwise function applied to a product and its bias before it is stored. All tensors are contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Epilogue {
-    /// Nothing.
+    /// No function.
     None,
     /// GELU in its tanh form. Its input can be stored as well, with the layout of c.
     Gelu {

@@ -429,7 +429,7 @@ impl Drop for Nvidia {
     }
 }
 
-/// Compile errors do not depend on the device.
+/// Wraps a compile error, which does not depend on the device.
 impl From<KernelError> for DeviceError {
     fn from(error: KernelError) -> Self {
         Self::Kernel(Box::new(error))
