@@ -68,7 +68,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     let step = Step { model, dtype, micro_batch, sequence, seed: 0 };
     let mut trainer = step.trainer(arguments.device.choice())?;
     let (tokens, targets) = Tokens::uniform(step.config().vocabulary(), step.seed).batch(micro_batch, sequence);
-    trainer.profile(&tokens, &targets)?; // it is the first to touch memory
+    trainer.profile(&tokens, &targets)?; // The first run is slower, because it touches memory for the first time.
     let steps = (0..arguments.steps).map(|_| trainer.profile(&tokens, &targets)).collect::<Result<Vec<_>, _>>()?;
     let peak = arguments.peak.peak(&card.card, dtype);
     let by_operation = rows(&steps, peak, |timed| Item::whole(timed, timed.operation.to_owned()));

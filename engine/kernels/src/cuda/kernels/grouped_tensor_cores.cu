@@ -94,7 +94,7 @@ struct TensorCoreProducts {
 
     __device__ __forceinline__ void multiply(const Shared<ALONG_A>& a, const Shared<ALONG_B>& b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#pragma unroll 1 // Unrolled, NVRTC 13.5 spills 32 bytes.
+#pragma unroll 1 // If it is unrolled, NVRTC 13.5 spills 32 bytes.
 #else
 #pragma unroll
 #endif
