@@ -1,10 +1,10 @@
-//! The largest micro-batch that fits: doubled until it doesn't, then halved in between.
+//! The search for the largest micro-batch that fits: doubling until one does not fit, then bisection.
 
-/// The largest number from 1 on that fits, with what was found of it. That a smaller one fits wherever a larger one does is
-/// taken for granted.
+/// The largest size that fits, starting at 1, with the result of `fits` for it. Assumes that every smaller size fits,
+/// too. Returns `None` if 1 does not fit.
 ///
 /// # Errors
-/// What `fits` returns.
+/// Returns the first error of `fits`.
 pub fn largest<T, E>(mut fits: impl FnMut(usize) -> Result<Option<T>, E>) -> Result<Option<(usize, T)>, E> {
     let mut best = None;
     let (mut fitting, mut too_large) = (0, 1);

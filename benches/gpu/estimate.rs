@@ -1,8 +1,8 @@
-//! The time of a step on an H200, launch by launch, from the rates that the first contact with one measured, and from those that are
-//! expected of kernels rewritten since.
+//! An estimate of a step's time on an H200, launch by launch: from rates measured on one, and from the rates expected
+//! of kernels that were rewritten since.
 //!
-//! What was measured: GPT-2 124M, 16 × 1024 ids in bf16, on 2026-11-26 (docs/gpu.md). What is expected has not been measured; each rate
-//! has its reason here, so that the next contact can prove it wrong.
+//! The measurement was GPT-2 124M, 16 × 1024 ids in bf16, on 2026-11-26 (docs/gpu.md). The expected rates are not
+//! measured. Each one has its reason here, so that the next measurement can confirm or refute it.
 
 use std::collections::BTreeMap;
 
@@ -20,43 +20,44 @@ pub struct Arguments {
     micro_batch: usize,
 }
 
-/// What limits a kind of launch, and how fast it is.
+/// The bottleneck of a kind of launch, and its rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Rate {
-    /// FLOP/s.
+    /// Floating-point operations per second.
     Flops(f64),
     /// Bytes per second.
     Bytes(f64),
-    /// It was not timed apart: its time is in that of the products of the same operation.
+    /// Not timed separately: included in the time of the operation's products.
     InProducts,
 }
 
 use Rate::{Bytes, Flops, InProducts};
 
-/// A kind of launch: its name, and its rates as measured and as expected.
+/// A kind of launch: name, measured rate, expected rate.
 type Kind = (&'static str, Rate, Rate);
 
-/// All three products over the vocabulary with aligned extents, as fast as the largest of the layers' (703 TFLOP/s were measured).
+/// All three products over the vocabulary, with aligned extents, are expected to be as fast as the largest product of a
+/// layer (measured: 703 TFLOP/s).
 const HEAD: Kind = ("head, products", Flops(129e12), Flops(700e12));
-/// Three passes over logits at the rate of a copy.
+/// Three passes over the logits, at the rate of a copy.
 const HEAD_LOSSES: Kind = ("head, losses and gradients of logits", InProducts, Bytes(4.1e12));
-/// With an algorithm that was timed, as fast as the other products.
+/// With an algorithm selected by timing, it is expected to be as fast as other products.
 const GRAD_WEIGHT: Kind = ("linear_grad_weight, products", Flops(466e12), Flops(700e12));
 const GRAD_BIAS: Kind = ("linear_grad_weight, sums for biases", InProducts, Bytes(2.6e12));
 const GRAD_INPUT: Kind = ("linear_grad_input", Flops(703e12), Flops(703e12));
 const LINEAR: Kind = ("linear", Flops(629e12), Flops(629e12));
-/// With an epilogue: 564 TFLOP/s onto a residual, 504 with GELU.
+/// Measured with an epilogue: 564 TFLOP/s onto a residual, 504 with GELU.
 const EPILOGUE: Kind = ("products with an epilogue", Flops(540e12), Flops(600e12));
-/// 25 KB under way for each multiprocessor, where 4 TB/s at 600 ns need 19.
+/// 25 KB in flight per multiprocessor; by Little's law, 4 TB/s at a latency of 600 ns needs 19 KB.
 const NORM_GRAD: Kind = ("norms' gradients", Bytes(644e9), Bytes(2.6e12));
 const NORM: Kind = ("norms", Bytes(1653e9), Bytes(3.0e12));
-/// FlashAttention-3's figures for heads of 64, causal, 1,024 tokens, forward: 265, cuDNN's 288.
+/// FlashAttention-3 reports 265 TFLOP/s for the causal forward with heads of 64 and 1,024 tokens; cuDNN reaches 288.
 const ATTENTION: Kind = ("attention", Flops(162e12), Flops(265e12));
 const ATTENTION_GRAD: Kind = ("attention_grad", Flops(117e12), Flops(200e12));
 const UPDATE: Kind = ("adamw", Bytes(4063e9), Bytes(4063e9));
 const OTHER: Kind = ("others", Bytes(2.0e12), Bytes(2.0e12));
 
-/// Seconds that a launch takes at least.
+/// The minimum time of a launch, in seconds.
 const LAUNCH: f64 = 2e-6;
 
 fn kind(operation: &str, launch: &LaunchWork) -> Kind {
@@ -77,7 +78,7 @@ fn kind(operation: &str, launch: &LaunchWork) -> Kind {
     }
 }
 
-/// Launches of one kind in a step.
+/// The launches of one kind in a step.
 #[derive(Debug, Default, Serialize)]
 struct Row {
     launches: usize,
@@ -133,7 +134,7 @@ mod tests {
         let sum = |column: &str| {
             found.json.as_object().unwrap().values().map(|row| row[column].as_f64().unwrap()).sum::<f64>()
         };
-        // 59.06 ms were measured.
+        // The measured step took 59.06 ms.
         assert!((55.0..63.0).contains(&sum("measured_ms")), "{}", found.text);
         assert!(sum("expected_ms") <= 30.0, "{}", found.text);
     }

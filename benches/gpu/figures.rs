@@ -1,10 +1,10 @@
-//! Medians, what a device can do at most, and how near to it something came.
+//! Medians, peak rates of devices, and rooflines.
 
 use serde::Serialize;
 
 use super::step::Float;
 
-/// The middle of the numbers, or the mean of the two that are nearest to it; none of none.
+/// The median; `None` if there are no values.
 pub fn median(mut numbers: Vec<f64>) -> Option<f64> {
     numbers.sort_by(f64::total_cmp);
     let middle = numbers.len() / 2;
@@ -15,15 +15,16 @@ pub fn median(mut numbers: Vec<f64>) -> Option<f64> {
     }
 }
 
-/// What a device does at most in a second.
+/// Peak rates of a device, per second.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Peak {
     pub flops: f64,
     pub bytes: f64,
 }
 
-/// Names as the driver gives them, bf16 and f32 TFLOP/s (of dense matrices on tensor cores; of f32 beside them) and GB/s, as
-/// NVIDIA's data sheets of A100, H100 and H200 have them. A card's name is one of these: variants of them have other rates.
+/// Peak rates from NVIDIA's data sheets of A100, H100 and H200: the driver's name for the card, bf16 TFLOP/s (dense, on
+/// tensor cores), f32 TFLOP/s (without tensor cores), GB/s. Only these names are known, because variants of these cards
+/// have other rates.
 const CARDS: [(&str, f64, f64, f64); 6] = [
     ("NVIDIA A100-SXM4-80GB", 312.0, 19.5, 2039.0),
     ("NVIDIA A100 80GB PCIe", 312.0, 19.5, 1935.0),
@@ -33,7 +34,7 @@ const CARDS: [(&str, f64, f64, f64); 6] = [
     ("NVIDIA H200", 989.0, 67.0, 4800.0),
 ];
 
-/// A device's rates where they are known otherwise, or better.
+/// Peak rates given by the user, for unknown devices or in place of the stated ones.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct PeakArguments {
     /// TFLOP/s of the device; without it, as NVIDIA states them
@@ -45,13 +46,13 @@ pub struct PeakArguments {
 }
 
 impl PeakArguments {
-    /// A card's arithmetic, if it is known.
+    /// The peak arithmetic of a card; `None` if it is unknown.
     pub fn flops(&self, card: &str, dtype: Float) -> Option<f64> {
         let stated = |&(_, bf16, f32, _): &(&str, f64, f64, f64)| if dtype == Float::Bf16 { bf16 } else { f32 };
         self.peak_tflops.or_else(|| known(card).map(stated)).map(|tflops| tflops * 1e12)
     }
 
-    /// Both rates, if they are known.
+    /// Both peak rates; `None` if one of them is unknown.
     pub fn peak(&self, card: &str, dtype: Float) -> Option<Peak> {
         let gbs = self.peak_gbs.or_else(|| known(card).map(|&(.., gbs)| gbs))?;
         Some(Peak { flops: self.flops(card, dtype)?, bytes: gbs * 1e9 })
@@ -68,8 +69,8 @@ fn above_zero(text: &str) -> Result<f64, String> {
 }
 
 impl Peak {
-    /// The least seconds that so much arithmetic and so many bytes take: the roofline (Williams, Waterman and Patterson,
-    /// Communications of the ACM 52(4), 2009).
+    /// The minimum time for this arithmetic and these bytes, in seconds: the roofline model (Williams, Waterman and
+    /// Patterson, Communications of the ACM 52(4), 2009).
     pub fn seconds(&self, flops: u64, bytes: u64) -> f64 {
         (flops as f64 / self.flops).max(bytes as f64 / self.bytes)
     }

@@ -1,5 +1,5 @@
-//! Where the time of a step goes: by operation, by operation and kind of layer, and by launch, each with the least time that its
-//! arithmetic and bytes take on the device.
+//! The time of a step by operation, by operation and kind of layer, and by launch. Each is compared with the minimum
+//! time for its arithmetic and bytes on the device.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -33,16 +33,16 @@ pub struct Arguments {
     peak: PeakArguments,
 }
 
-/// Instructions of one group in a step.
+/// The figures of a group of instructions.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 struct Row {
     name: String,
     calls: usize,
-    /// Median over the steps.
+    /// Milliseconds per step, the median over the steps.
     ms: f64,
     flops_per_second: f64,
     bytes_per_second: f64,
-    /// The least time that each takes by the device's rates, added up, as a part of the time that they took.
+    /// The sum of the minimum times at the device's peak rates, divided by the measured time.
     of_roofline: Option<f64>,
 }
 
@@ -68,7 +68,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     let step = Step { model, dtype, micro_batch, sequence, seed: 0 };
     let mut trainer = step.trainer(arguments.device.choice())?;
     let (tokens, targets) = Tokens::uniform(step.config().vocabulary(), step.seed).batch(micro_batch, sequence);
-    trainer.profile(&tokens, &targets)?; // it is the first to touch memory
+    trainer.profile(&tokens, &targets)?; // The first run is slower, because it touches memory for the first time.
     let steps = (0..arguments.steps).map(|_| trainer.profile(&tokens, &targets)).collect::<Result<Vec<_>, _>>()?;
     let peak = arguments.peak.peak(&card.card, dtype);
     let by_operation = rows(&steps, peak, |timed| Item::whole(timed, timed.operation.to_owned()));
@@ -90,13 +90,13 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     Found::new(true, text, &Figures { card, step, peak, whole_ms, by_operation, by_layer, by_launch })
 }
 
-/// One layer stands for all of its kind: h.3.mlp becomes h.*.mlp.
+/// The name of a layer with its index replaced, so that equal layers form a group: h.3.mlp becomes h.*.mlp.
 fn any_block(layer: &str) -> String {
     let star = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
     layer.split('.').map(star).collect::<Vec<_>>().join(".")
 }
 
-/// What a group did in one step.
+/// The totals of a group in one step.
 #[derive(Debug, Default)]
 struct Sum {
     calls: usize,
@@ -106,7 +106,7 @@ struct Sum {
     least_seconds: f64,
 }
 
-/// Something that was timed, and the name of its group.
+/// A timed instruction or launch, and the name of its group.
 struct Item {
     name: String,
     time: Duration,
@@ -115,12 +115,12 @@ struct Item {
 }
 
 impl Item {
-    /// An instruction.
+    /// An instruction as one item.
     fn whole(timed: &Timed, name: String) -> Vec<Self> {
         vec![Self { name, time: timed.time, flops: timed.flops, bytes: timed.bytes }]
     }
 
-    /// Each launch of an instruction, by its operation, its kernel or the extents of its product, and the library's algorithm.
+    /// One item per launch, named after its operation, its kernel or product, and the library's algorithm.
     fn launches(timed: &Timed) -> Vec<Self> {
         let each = timed.launches.iter().zip(&timed.times).zip(&timed.algorithms);
         let item = |((launch, &time), algorithm): ((&LaunchWork, &Duration), &Option<String>)| {
@@ -133,7 +133,7 @@ impl Item {
     }
 }
 
-/// The groups, the longest first.
+/// The groups' figures, slowest first.
 fn rows(steps: &[Vec<Timed>], peak: Option<Peak>, items: impl Fn(&Timed) -> Vec<Item>) -> Vec<Row> {
     let mut groups: BTreeMap<String, Vec<Sum>> = BTreeMap::new();
     for (index, step) in steps.iter().enumerate() {
@@ -150,7 +150,7 @@ fn rows(steps: &[Vec<Timed>], peak: Option<Peak>, items: impl Fn(&Timed) -> Vec<
     }
     let row = |(name, sums): (String, Vec<Sum>)| {
         let seconds = median(sums.iter().map(|sum| sum.seconds).collect())?;
-        // Every step has the same instructions.
+        // All steps have the same instructions.
         let &Sum { calls, flops, bytes, least_seconds, .. } = sums.first()?;
         let (flops_per_second, bytes_per_second) = (flops as f64 / seconds, bytes as f64 / seconds);
         let of_roofline = peak.map(|_| least_seconds / seconds);
@@ -200,7 +200,7 @@ mod tests {
     fn rows_are_medians_of_sums_beside_the_roofline() {
         let step = |ms| vec![timed("linear", "h.0.mlp", ms), timed("linear", "h.11.mlp", ms), timed("add", "h.0", 1)];
         let steps = [step(2), step(8), step(4)];
-        // Arithmetic takes 1 ms, bytes take 2.
+        // The arithmetic alone takes 1 ms, the bytes 2 ms.
         let peak = Some(Peak { flops: 1e9, bytes: 1e7 });
         let by_layer = |timed: &Timed| Item::whole(timed, format!("{} {}", timed.operation, any_block(&timed.layer)));
         let by_launch = rows(&steps, peak, Item::launches);

@@ -1,11 +1,12 @@
-//! What there is to be known of training on a GPU: whether it computes what the CPU computes, what memory it takes, how fast it
-//! is and where the time goes.
+//! Measures training on a GPU: whether it computes the same as the CPU, how much memory it takes, how fast it is and
+//! where the time goes.
 //!
-//! `cargo bench -p gapless --bench gpu -- parity`, `memory`, `speed`, `kernels`, `products`, `plan`, `estimate` or `device`; `-- help` says more. The built
-//! program also works by itself on a machine without Rust. `benches/gpu/run` calls all of it beside PyTorch (docs/gpu.md).
+//! `cargo bench -p gapless --bench gpu -- parity`, `memory`, `speed`, `kernels`, `products`, `plan`, `estimate` or
+//! `device`; `-- help` says more. The program can also be copied to a machine without Rust. `benches/gpu/run` calls all
+//! of it, together with PyTorch (docs/gpu.md).
 //!
-//! Where there is no GPU, a command that needs one prints `skipped:` and the engine's reason. That is no failure, unless one
-//! was required.
+//! Without a GPU, a command that needs one prints `skipped:` and the engine's reason. This is only an error with
+//! `--require-gpu`.
 #![cfg_attr(
     test,
     allow(
@@ -88,7 +89,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What the engine warns of, as of a product without an algorithm for its epilogue, is part of what is shown.
+/// A subscriber that prints the engine's warnings, for example about a product without an algorithm for its epilogue.
 pub fn warnings<W>(writer: W) -> impl tracing::Subscriber + Send + Sync
 where
     W: for<'a> tracing_subscriber::fmt::MakeWriter<'a> + Send + Sync + 'static,
@@ -100,7 +101,7 @@ where
 /// Runs a command, prints its table and writes its record.
 ///
 /// # Errors
-/// Whatever went wrong; that there is no GPU is an error only if one is required.
+/// Returns the error of the command. A missing GPU is an error only with `--require-gpu`.
 pub fn run(options: &Options) -> anyhow::Result<Outcome> {
     let found = match &options.command {
         Command::Device(arguments) => probe::run(arguments)?,

@@ -1,4 +1,4 @@
-//! What a step takes of a device's memory as the driver reports it: the arena, and what is listed beside it, to the page.
+//! The device memory that training uses, as the driver reports it: the arena and other uses, accounted for to the page.
 
 use gapless::engine::cuda::DeviceMemory;
 use serde::Serialize;

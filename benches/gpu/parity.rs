@@ -1,4 +1,5 @@
-//! The same training on the CPU and on a GPU, in f32 and in bf16: how far the losses are from the CPU's in f32.
+//! The same training on the CPU and on a GPU, in f32 and bf16, compared by the difference of their losses from the
+//! CPU's in f32.
 
 use gapless::DeviceChoice;
 use serde::Serialize;
@@ -34,12 +35,12 @@ pub struct Arguments {
     tolerance_bf16: Option<f64>,
 }
 
-/// One side beside the CPU.
+/// A training run on the GPU, compared with the CPU.
 #[derive(Debug, Serialize)]
 struct Side {
     dtype: Float,
     losses: Vec<f32>,
-    /// The most that a loss differs, as a part of the CPU's, and at which step.
+    /// The largest difference of a loss, relative to the CPU's.
     difference: f64,
     at_step: usize,
     tolerance: f64,
@@ -108,12 +109,12 @@ impl Arguments {
     }
 }
 
-/// What bf16 may differ by, given what the CPU's does.
+/// The tolerance for bf16 on a GPU, from the error of bf16 on the CPU.
 fn tolerance_of(rounding: f64) -> f64 {
     (2.0 * rounding).max(1.0 / 256.0)
 }
 
-/// The step at which two runs differ most, and by which part of the first one's loss.
+/// The step with the largest difference between two runs, and this difference relative to the first run's loss.
 fn farthest(expected: &[f32], losses: &[f32]) -> (usize, f64) {
     let apart = |(&a, &b): (&f32, &f32)| f64::from(b - a).abs() / f64::from(a).abs();
     let all = expected.iter().zip(losses).map(apart).enumerate();
@@ -147,7 +148,7 @@ mod tests {
         let first = losses(Float::F32);
         assert_eq!(first, losses(Float::F32));
         assert!(first[39] < first[0] - 0.1, "{} to {}", first[0], first[39]);
-        // Rounding to bf16 shows, and a tolerance that is made of it is far less than what is learned.
+        // The error of bf16 is visible, and the tolerance derived from it is far less than what the model learns.
         let rounding = farthest(&first, &losses(Float::Bf16)).1;
         println!("bf16 on the CPU is off by {rounding:.2e}");
         assert!(rounding > 0.0 && tolerance_of(rounding) < 0.1 / f64::from(first[0]), "{rounding}");

@@ -1,28 +1,28 @@
-"""The parts of benches/gpu/run, in their order: what each calls, for how long at most, and what it needs.
+"""The parts of benches/gpu/run, in order: the command, time limit and requirements of each.
 
-A part's command is a program (`gpu` and `engine-tests` of the binaries, `pytorch` for pytorch.py, `sanitizer` for compute-sanitizer over
-one of these) and its arguments. Arguments that come from what an earlier part found are functions of the record.
+A part's command is a program (`gpu` or `engine-tests` from the binaries, `pytorch` for pytorch.py, or `sanitizer` for one of these under
+compute-sanitizer) and its arguments. If arguments depend on the results of an earlier part, the command is a function of the record.
 """
 
 import dataclasses
 from collections.abc import Callable
 
-# What the names of this project's kernels begin with. No kernel of cuBLAS's does.
+# Prefixes of the names of this project's kernels. No kernel of cuBLAS has one of them.
 OURS = "adamw|attention|column_sums|combine|copy|cross_entropy|dispatch|elementwise|embedding|expert_load|fill|fold_pieces|fused|gather|global_norm|grouped_linear|head|layer_norm|load_bias|log_sum_exp|norm_grad|rms_norm|rope|route|run_lengths|run_starts|scaled_sum|side_by_side|softmax|squared_norm|sum|to_bf16|to_f32|top_k|unplaced"  # noqa: E501
 
-# Modules of the judge of kernels, in engine/src/tests/cuda: those of the kernels that every model has first.
+# Test modules of kernels in engine/src/tests/cuda. Those of kernels that every model uses come first.
 JUDGES = ["norm", "rows", "optim", "elementwise", "products", "attention", "fused"]
 MORE_JUDGES = ["experts", "grouped", "model", "step", "mixture", "trainer", "ranks"]
-# Of these a sanitizer sees what a small GPT does not launch.
+# Modules run under a sanitizer: their kernels are not all launched by a small GPT.
 SANITIZED_JUDGES = ["attention", "elementwise", "experts", "grouped", "norm", "optim", "rows"]
 
-# A micro-batch of GPT-2 that any card has room for.
+# A micro-batch of GPT-2 that fits every supported card.
 MICRO_BATCH = 16
 
 
 @dataclasses.dataclass
 class Part:
-    """`group` is what --parts chooses by; `needs` are names of parts that must have ended well."""
+    """A part. --parts selects parts by `group`; `needs` names the parts that must have succeeded."""
 
     name: str
     group: str
@@ -33,7 +33,7 @@ class Part:
 
 
 def parts(options):
-    """All of them, the most telling first."""
+    """All parts, the most informative first."""
     steps = ["--steps", str(options.steps)]
     fixed = ["--micro-batch", str(MICRO_BATCH)]
     yield Part("GPU", "device", 90, ["gpu", "device"], needs=())
@@ -64,12 +64,12 @@ def judge(module):
 
 
 def peak(found):
-    """The copy's rate that was measured, if it was."""
+    """The arguments for the measured rate of a copy, if it was measured."""
     gbs = found.figure("rates", "copy_gbs")
     return [] if gbs is None else ["--peak-gbs", str(gbs)]
 
 
-# PyTorch as it is; with a vocabulary whose products are aligned; and with the attention that is fastest on Hopper.
+# PyTorch with default settings; with a vocabulary whose products are aligned; and with the fastest attention on Hopper.
 VARIANTS = {
     "": [],
     ", 50304 ids": ["--vocabulary", "50304"],
@@ -83,11 +83,11 @@ def pytorch(mode, variant, arguments):
 
 
 def within_budget(model, budget, steps):
-    """The largest micro-batches in the same bytes, and gapless' in 0.7 of those that compiled PyTorch has taken: the goal."""
+    """Each side's largest micro-batch within a budget, and gapless in 0.7 of the bytes that compiled PyTorch reserved (the goal)."""
     eager, compiled = f"{model}: PyTorch eager", f"{model}: PyTorch compiled"
     search = ["pytorch", "train", "--model", model, "--budget", str(budget), *steps]
     yield Part(eager, "budget", 330, [*search, "--mode", "eager", "--start", "16", "--limit", "300"])
-    # It takes its time for every micro-batch that it tries: it begins where eager has ended.
+    # Compiling takes time for every micro-batch that is tried, so the search starts at the result of eager mode.
     start = lambda found: str(found.figure(eager, "micro_batch") or 16)  # noqa: E731
     yield Part(
         compiled,
@@ -108,7 +108,7 @@ def within_budget(model, budget, steps):
 
 
 def sanitizers(small):
-    """A small training under each tool; and the judge of kernels, whose operands the host writes, which initcheck does not see."""
+    """A small training under each tool, and the tests of kernels (without initcheck, which does not see that the host writes operands)."""
     judges = ["engine-tests", "--test-threads", "1", *(f"tests::cuda::{module}::" for module in SANITIZED_JUDGES)]
     for tool in ["memcheck", "racecheck", "initcheck", "synccheck"]:
         training = ["sanitizer", tool, "gpu", "parity", *small, "--steps", "2"]

@@ -1,4 +1,4 @@
-//! The largest micro-batch whose arena fits a budget: from plans alone.
+//! The largest micro-batch whose arena fits a budget, found from plans alone.
 
 use gapless::engine::Error;
 use serde::Serialize;
@@ -16,7 +16,7 @@ pub struct Arguments {
     budget: u64,
 }
 
-/// A step but for its micro-batch.
+/// The options of a step, except its micro-batch.
 #[derive(Debug, Clone, Copy, clap::Args)]
 #[group(skip)]
 pub struct Shape {
@@ -31,7 +31,7 @@ pub struct Shape {
     pub seed: u64,
 }
 
-/// A step with its plan: that of the largest micro-batch within a budget, or of one that was given.
+/// A step with its plan, for the largest micro-batch within a budget or for a given one.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Sized {
     pub budget_bytes: Option<u64>,
@@ -52,25 +52,25 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 }
 
 impl Shape {
-    /// A step of a given micro-batch.
+    /// The step with this micro-batch.
     pub fn step(&self, micro_batch: usize) -> Step {
         let &Self { model, sequence, dtype, seed, .. } = self;
         Step { model, dtype, micro_batch, sequence, seed }
     }
 
-    /// The same with its plan.
+    /// The step with this micro-batch, and its plan.
     ///
     /// # Errors
-    /// When there is no such step.
+    /// Returns an error if the step cannot be planned.
     pub fn sized(&self, micro_batch: usize) -> anyhow::Result<Sized> {
         let step = self.step(micro_batch);
         Ok(Sized { budget_bytes: None, step, planned: step.plan()? })
     }
 
-    /// Searches plans for the largest micro-batch within a budget.
+    /// Finds the largest micro-batch whose arena fits a budget.
     ///
     /// # Errors
-    /// When not even one sequence fits, or there is no such step.
+    /// Returns an error if one sequence does not fit, or if a step cannot be planned.
     pub fn largest(&self, budget: u64) -> anyhow::Result<Sized> {
         let mut smallest = None;
         let found = largest(|micro_batch| {

@@ -1,4 +1,4 @@
-//! Whether there is a GPU, before anything is asked of it: what goes wrong later is a failure, not a reason to skip.
+//! Checks whether there is a GPU before it is used. Later errors are then failures, not reasons to skip.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::record::Found;
 
-/// The number of a GPU.
+/// The ordinal of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Gpu(pub usize);
 
@@ -18,7 +18,7 @@ impl Gpu {
         DeviceChoice::Cuda(self.0)
     }
 
-    /// What it is, or why it cannot be used.
+    /// Opens the GPU and describes it, or returns the reason why it cannot be used.
     pub fn found(self) -> Result<Card, String> {
         let device = Nvidia::new(self.0, Cache::of_user()).map_err(|error| error.to_string())?;
         Ok(Card {
@@ -31,17 +31,17 @@ impl Gpu {
     }
 }
 
-/// A GPU, and what it is used by.
+/// A GPU and the libraries it is used with.
 #[derive(Debug, Clone, Serialize)]
 pub struct Card {
-    /// In words, with its number and its place on the bus.
+    /// Its name with ordinal and PCI bus id.
     pub device: String,
-    /// As its driver names it, and all that are like it.
+    /// The driver's name for the card, which all cards of the model share.
     pub card: String,
     architecture: String,
-    /// The newest that the driver knows.
+    /// The newest CUDA version that the driver supports.
     cuda: String,
-    /// The files of driver, cuBLASLt and NVRTC.
+    /// The files of the driver, cuBLASLt and NVRTC.
     libraries: Vec<String>,
 }
 

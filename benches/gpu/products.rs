@@ -1,5 +1,5 @@
-//! The products of a GPT-2 124M step, each alone and many times in a row, with the algorithm that cuBLASLt chose: those of the layers,
-//! and those of the head over vocabularies with and without aligned extents.
+//! The products of a GPT-2 124M step, each timed alone and many times in a row, with the algorithm that cuBLASLt chose:
+//! the products of the layers, and of the head over vocabularies with and without aligned extents.
 
 use anyhow::Context;
 use gapless::DType;
@@ -36,7 +36,7 @@ struct Form {
     name: String,
     extents: (u64, u64, u64),
     transposed: [bool; 2],
-    /// Elements from one row to the next of a, b and c.
+    /// Elements between the starts of consecutive rows, for a, b and c.
     pitches: [u64; 3],
 }
 
@@ -59,7 +59,8 @@ struct Figures {
     products: Vec<Row>,
 }
 
-/// The three products of a linear layer: `rows` of `inner` elements to `outer`, whose rows are `pitch` elements apart.
+/// The three products of a linear layer that maps `rows` rows of `inner` elements to `outer` elements. The output's
+/// rows are `pitch` elements apart.
 fn layer(name: &str, rows: u64, inner: u64, outer: u64, pitch: u64) -> [Form; 3] {
     let form = |what: &str, extents, transposed, pitches| Form {
         name: format!("{name}, {what}"),
@@ -91,10 +92,10 @@ fn forms(&Arguments { tokens, width, vocabulary, .. }: &Arguments) -> Vec<Form> 
 }
 
 impl Form {
-    /// The product in memory from an address on, and where it ends.
+    /// The product with its operands at this address, and the address after the last one.
     fn at(&self, base: u64) -> (Product, u64) {
         let &Self { extents: (m, n, k), transposed, pitches, .. } = self;
-        // As many rows of so many elements as each matrix has in memory.
+        // The number of rows of each matrix in memory.
         let rows = [if transposed[0] { k } else { m }, if transposed[1] { n } else { k }, m];
         let mut end = base;
         let [a, b, c] = [0, 1, 2].map(|index| {
@@ -123,7 +124,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         let (product, _) = form.at(base);
         let launch = Launch::Product(product);
         let describe = |_: usize| form.name.clone();
-        // It chooses the algorithm, on zeros.
+        // Chooses the algorithm, on zeros.
         device.record(vec![Launch::Product(product)], &describe)?;
         let times = device.time(&vec![&launch; arguments.repeats as usize], &describe)?;
         let ms =
@@ -157,7 +158,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 mod tests {
     use super::*;
 
-    /// Those of the layers, and of three lengths of a chunk over four vocabularies, of which only the first two are not aligned.
+    /// The products of the layers, and of the head with three chunk lengths and four vocabularies, of which the first
+    /// two are not aligned.
     #[test]
     fn forms_are_those_of_a_step_and_of_heads() {
         let arguments = Arguments { device: Gpu(0), tokens: 16_384, width: 768, vocabulary: 50_257, repeats: 1 };

@@ -30,9 +30,9 @@ SIZES = {
     "gpt2-medium": (50257, 24, 16, 1024),
     "gpt2-xl": (50257, 48, 25, 1600),
 }
-# Names of SDPBackend.
+# Members of SDPBackend.
 ATTENTIONS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
-# What a process that ran out of memory ends with.
+# Exit code of a process that ran out of memory.
 OUT_OF_MEMORY = 17
 
 
@@ -119,7 +119,7 @@ def write(options, found):
 
 
 def without_device(device):
-    """Why the device cannot be used, if it cannot."""
+    """The reason why the device cannot be used; None if it can."""
     import torch
 
     if device != "cpu" and not torch.cuda.is_available():
@@ -128,7 +128,7 @@ def without_device(device):
 
 
 def largest(options):
-    """The largest micro-batch that does not run out of memory, or almost; of those that there was time for."""
+    """Measures the (almost) largest micro-batch that does not run out of memory, as far as time allows."""
     why = without_device(options.device)
     if why:
         return {"skipped": why}
@@ -136,7 +136,7 @@ def largest(options):
     begin, longest = time.monotonic(), 0.0
     while not search.is_over():
         left = None if options.limit is None else options.limit - (time.monotonic() - begin)
-        # Another one takes about as long as those before.
+        # The next measurement is expected to take about as long as the longest one so far.
         if left is not None and left < longest * 1.1:
             break
         tried = time.monotonic()
@@ -147,17 +147,17 @@ def largest(options):
         longest = max(longest, time.monotonic() - tried)
     if search.best is None:
         raise SystemExit(f"nothing that fits {options.budget} bytes was found")
-    # The smallest that is known not to fit, if one is.
+    # `does_not_fit` is the smallest micro-batch known not to fit, or None.
     return search.best | {"does_not_fit": search.too_large, "is_largest": search.is_over()}
 
 
 class Search:
-    """Which micro-batch to try next: what a fitting one has reserved tells how many more there is room for."""
+    """Chooses the micro-batches to try. The bytes reserved by those that fit predict how much larger the next one can be."""
 
     def __init__(self, start, budget, fineness):
         self.start, self.budget, self.fineness = start, budget, fineness
         self.best, self.fitting, self.too_large = None, 0, None
-        # (micro-batch, bytes) of the one that fitted before.
+        # (micro-batch, bytes) of the previous one that fitted.
         self.before = (0, 0)
 
     def is_over(self):
@@ -176,7 +176,7 @@ class Search:
         above = self.fitting * (1 + 1 / self.fineness)
         if self.too_large is None:
             return max(int(above), guess, self.fitting + 1)
-        # Where the guess is known to be wrong, halfway.
+        # If the guess is outside the known bounds, bisect.
         is_between = self.fitting < guess < self.too_large
         return guess if is_between else (self.fitting + self.too_large) // 2
 
@@ -190,7 +190,7 @@ class Search:
 
 
 def measure_apart(options, micro_batch, seconds):
-    """A measurement in a process of its own; none if it ran out of memory."""
+    """Measures in a separate process; None if it ran out of memory."""
     command = [sys.executable, os.path.abspath(__file__), "train", "--micro-batch", str(micro_batch)]
     for name in ["model", "mode", "precision", "attention", "budget", "sequence", "vocabulary", "steps", "warmup", "device"]:
         value = getattr(options, name)
@@ -213,7 +213,7 @@ def measure(options, micro_batch):
     try:
         return train(options, micro_batch)
     except RuntimeError as error:
-        # Libraries that are refused memory say so in other words than the allocator, whose error is a RuntimeError too.
+        # Libraries report missing memory by other errors than the allocator, whose error is also a RuntimeError.
         if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
             sys.exit(OUT_OF_MEMORY)
         raise
@@ -296,7 +296,7 @@ def train(options, micro_batch):
     }
     if is_gpu:
         free, total = torch.cuda.mem_get_info(device)
-        # Since the process began: what compiling took is in there.
+        # Maxima since the process began, so they include compilation.
         found |= {
             "allocated_bytes": torch.cuda.max_memory_allocated(device),
             "reserved_bytes": torch.cuda.max_memory_reserved(device),
@@ -306,7 +306,7 @@ def train(options, micro_batch):
 
 
 def attention_of(name):
-    """A context in which scaled_dot_product_attention uses this."""
+    """A context in which scaled_dot_product_attention uses this implementation."""
     if name == "default":
         return contextlib.nullcontext
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -315,7 +315,7 @@ def attention_of(name):
 
 
 def rates(options):
-    """What copies and bf16 products of matrices reach; the best of several."""
+    """The rates of copies and of bf16 matrix products, each the best of several runs."""
     import torch
 
     why = without_device(options.device)
@@ -341,7 +341,7 @@ def rates(options):
             times.append(time.perf_counter() - start)
         return min(times)
 
-    # A copy reads each byte and writes it.
+    # A copy reads and writes every byte.
     return {
         "device": torch.cuda.get_device_name(device) if is_gpu else "cpu",
         "copy_gbs": 2 * bytes_copied / seconds(lambda: target.copy_(source)) / 1e9,

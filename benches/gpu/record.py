@@ -1,7 +1,7 @@
-"""What benches/gpu/run has found: a JSON file that grows by every part that ends, and a table of it.
+"""The results of benches/gpu/run: a JSON file to which every finished part is added, and a table of it.
 
-Each entry has the part, its command, how it ended, its figures, the date, and the card, driver and commit that they are of. An entry
-counts for a call of the same commit on the same kind of card.
+Each entry has the part, its command, its outcome and figures, the date, and the card, driver and commit. An entry is valid for calls
+with the same commit on the same kind of card.
 """
 
 import datetime
@@ -12,17 +12,17 @@ GOAL = "goal: at least 1.10× in at most 0.70×"
 
 
 class Record:
-    """The file, with what it has of this call's commit and card."""
+    """The file, and its entries for this call's commit and card."""
 
     def __init__(self, path, commit, driver):
         self.path, self.commit, self.driver = path, commit, driver
-        # As the engine names it; known once it has found it.
+        # The engine's name of the card; unknown until the part "GPU" has found it.
         self.card = None
         self.entries = (self.read(path) or {}).get("parts", [])
 
     @staticmethod
     def read(path):
-        """A JSON file, if there is a whole one."""
+        """The content of a JSON file; None if it is missing or incomplete."""
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -32,7 +32,7 @@ class Record:
         self.put({"part": part, "command": command, "state": state, "seconds": seconds, "why": why, "figures": figures})
 
     def begin(self, part, command):
-        """Notes that a part begins, so that a call that is cut off leaves a trace; false if two were."""
+        """Records that a part begins, so that a call that is cut off leaves a trace. Returns False if two calls were cut off in it."""
         before = self.find(part, command)
         cuts = before.get("begun", 0) if before and before["state"] == "begun" else 0
         if cuts >= 2:
@@ -41,7 +41,7 @@ class Record:
         return True
 
     def put(self, entry):
-        """Adds an entry in the place of what it repeats, and writes the file as one."""
+        """Adds an entry, replacing the ones that it repeats, and writes the file in one step."""
         entry |= {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "card": self.card,
@@ -55,12 +55,12 @@ class Record:
 
     @staticmethod
     def is_repeated(other, entry):
-        """Whether an entry takes the place of another. When the part began that finds the card, there was none."""
+        """True if an entry replaces another one. An entry of the part that finds the card may have been begun before the card was known."""
         is_same = all(other[key] == entry[key] for key in ["part", "commit"])
         return is_same and (other["card"] == entry["card"] or other["state"] == "begun")
 
     def find(self, part, command=None):
-        """This commit's entry of a part on this card; of this command alone, if one is given."""
+        """The entry of a part for this commit and card; only if it has this command, if one is given."""
         for entry in self.entries:
             is_of = entry["part"] == part and entry["commit"] == self.commit and entry["card"] == self.card
             if is_of and (command is None or entry["command"] == command):
@@ -68,7 +68,7 @@ class Record:
         return None
 
     def is_finished(self, part, command, again):
-        """Whether it need not be done again. What was skipped may be possible by now, and what failed may be done again."""
+        """True if the part need not run again. Skipped parts do run again, and failed ones do if `again` is set."""
         entry = self.find(part, command)
         return entry is not None and entry["state"] in (["ok"] if again else ["ok", "failed"])
 
@@ -85,7 +85,7 @@ class Record:
         return (entry["figures"] or {}).get(name) if entry and entry["state"] == "ok" else None
 
     def table(self):
-        """All parts of this commit on this card, and gapless beside PyTorch."""
+        """A table of all parts of this commit on this card, and a comparison of gapless with PyTorch."""
         lines = [f"\n{'part':44} state     seconds"]
         of_this = [entry for entry in self.entries if (entry["commit"], entry["card"]) == (self.commit, self.card)]
         for entry in of_this:
@@ -102,7 +102,7 @@ class Record:
 
 
 def compared(model, sides):
-    """Each side's tokens and bytes beside those of compiled PyTorch; the arithmetic of a token is the same on every side."""
+    """Lines that compare each side's speed and bytes with compiled PyTorch. All sides have the same arithmetic per token."""
     ours = next((figures for _, figures in sides if "flops_per_token" in figures), {})
     flops, peak = ours.get("flops_per_token"), ours.get("peak_flops")
     peer = dict(sides).get("PyTorch compiled")
@@ -116,5 +116,5 @@ def compared(model, sides):
 
 
 def held(figures):
-    """What a side keeps from others: PyTorch's allocator what it has reserved at most, gapless its arena in whole pages."""
+    """The memory that a side occupies: the maximum that PyTorch's allocator has reserved, or gapless' arena in whole pages."""
     return figures["reserved_bytes"] if "reserved_bytes" in figures else figures["memory"]["arena"]

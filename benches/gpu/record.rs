@@ -1,19 +1,19 @@
-//! What a command found: for readers, and for programs.
+//! The result of a command, as text and as JSON.
 
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// How a command ended.
+/// The outcome of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     Done,
-    /// Something was found to be wrong.
+    /// A measured result is wrong.
     Failed,
     /// There is no GPU.
     Skipped,
 }
 
-/// What a command prints and writes.
+/// A command's outcome, the text that it prints and the JSON that it writes.
 #[derive(Debug)]
 pub struct Found {
     pub outcome: Outcome,
@@ -22,13 +22,13 @@ pub struct Found {
 }
 
 impl Found {
-    /// What was measured, and whether it is as it has to be.
+    /// A measurement, and whether it is correct.
     pub fn new(is_right: bool, text: String, figures: &impl Serialize) -> anyhow::Result<Self> {
         let outcome = if is_right { Outcome::Done } else { Outcome::Failed };
         Ok(Self { outcome, text, json: serde_json::to_value(figures)? })
     }
 
-    /// That there is no GPU, in the engine's words.
+    /// A missing GPU, with the engine's reason.
     pub fn skipped(why: &str) -> Self {
         Self { outcome: Outcome::Skipped, text: format!("skipped: {why}"), json: json!({ "skipped": why }) }
     }

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""One slice of benches/gpu/run: the parts that are still to be done (parts.py), as far as the time of this call reaches.
+"""One slice of benches/gpu/run: the parts that are still to be done (parts.py), as far as this call's time allows.
 
-Every part has a limit, and begins only if that is left. What it found is in OUT/found.json as soon as it has ended (record.py), so that
-a call that is cut off loses one part at most. OUT also has the log, and the kernels that were compiled. Earlier files of both names are
-taken from OUT, or else from the folder of binaries: there they can be carried to a machine that keeps nothing.
+Every part has a time limit, and only starts if that much time is left. Its results are in OUT/found.json as soon as it has ended
+(record.py), so a call that is cut off loses at most one part. OUT also has the log and the compiled kernels. Results and kernels of
+earlier calls are read from OUT or, on a machine that keeps no files, from the folder of binaries.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from parts import OURS, parts
 from record import Record
 
 HERE = pathlib.Path(__file__).resolve().parent
-# What is kept of a call's time for its own end.
+# Seconds of a call's time that are reserved for ending it.
 MARGIN = 10
 
 
 def main():
     begin = time.monotonic()
     options = parse()
-    # Whoever ends this call ends what it runs.
+    # If this call is terminated, exit normally, so that the program it runs is ended as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if options.list:
         for part in wanted(options):
@@ -70,7 +70,7 @@ def wanted(options):
 
 
 class Call:
-    """A call with its record, its log and its time."""
+    """A call with its record, its log and its deadline."""
 
     def __init__(self, out, binaries, work, log, deadline):
         self.out, self.binaries, self.work, self.log, self.deadline = out, binaries, work, log, deadline
@@ -111,7 +111,7 @@ class Call:
         return any(part.name == name for part in left)
 
     def do(self, part, command):
-        """Runs a part and notes what came of it."""
+        """Runs a part and records its outcome."""
         if not self.record.begin(part.name, command) and part.name != "GPU":
             self.note(part, command, "failed", 0, "two calls were cut off in it")
             return
@@ -129,7 +129,7 @@ class Call:
         self.say(f"-- {part.name}: {state} after {seconds} s{': ' + why if why else ''}")
 
     def outcome(self, part, command):
-        """The state of a command that was run, why it is that, and what it found."""
+        """Runs a command. Returns its state, the reason and the figures."""
         found = self.work / "figures.json"
         found.unlink(missing_ok=True)
         line = self.line(command, found)
@@ -149,25 +149,25 @@ class Call:
         return ("skipped", skipped.removeprefix("skipped: ").strip(), None) if skipped else ("ok", "", figures)
 
     def line(self, command, found):
-        """A command's program and arguments; or why there is none."""
+        """The program and arguments of a command; or, as a string, the reason why it cannot run."""
         program, *arguments = command
         if program == "sanitizer":
             if not shutil.which("compute-sanitizer"):
                 return "compute-sanitizer is not installed"
             tool, *inner = arguments
-            # Kernels of cuBLAS's are not ours to mend, and take a sanitizer most of its time.
+            # Kernels of cuBLAS cannot be fixed here, and would take most of the sanitizer's time.
             names = ["--kernel-name", f"regex=^({OURS})"]
             return ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *names, *self.line(inner, found)]
         if program == "pytorch":
             return [sys.executable, str(HERE / "pytorch.py"), *arguments, "--json", str(found)]
         if program == "gpu":
-            # What has found a GPU before, or what nvidia-smi lists one for, is not to skip for want of one.
+            # If a GPU was found before, or nvidia-smi lists one, a missing GPU is an error instead of a reason to skip.
             require = ["--require-gpu"] if self.record.driver or self.record.state("GPU") == "ok" else []
             return [str(self.binaries / "gpu"), *arguments, *require, "--json", str(found)]
         return [str(self.binaries / program), *arguments]
 
     def execute(self, line, environment, limit):
-        """Runs a program, whose output is shown; its exit code, none if it took too long, and its lines."""
+        """Runs a program and shows its output. Returns the exit code (None if it took too long) and the lines."""
         try:
             child = subprocess.Popen(
                 line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment, start_new_session=True
@@ -178,7 +178,7 @@ class Call:
 
         def end():
             is_late.set()
-            # All that it has started, too.
+            # Also ends all processes that the program has started.
             os.killpg(child.pid, signal.SIGKILL)
 
         timer = threading.Timer(limit, end)
@@ -197,7 +197,7 @@ class Call:
 
 
 class Cache:
-    """Compiled kernels: a folder of this call, and an archive that outlives it."""
+    """Compiled kernels: a folder for this call, and an archive that is kept."""
 
     def __init__(self, archive, work):
         self.archive, self.folder = archive, work / "cache"
@@ -215,7 +215,7 @@ class Cache:
         return {path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file()}
 
     def save(self):
-        """Archives what is there, if there is more than before."""
+        """Archives the folder if it has new files."""
         if self.files() == self.known:
             return
         new = self.archive.with_suffix(".new")
@@ -227,7 +227,7 @@ class Cache:
 
 
 def driver():
-    """The first GPU as its driver lists it, if there is a driver."""
+    """The first GPU, as nvidia-smi lists it; None without a driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True, timeout=30)
@@ -237,7 +237,7 @@ def driver():
 
 
 def from_output(output):
-    """What programs say that write no figures: tests, and NVIDIA's sanitizer."""
+    """Figures from the output of programs that write none: tests and NVIDIA's sanitizer."""
     text = "".join(output)
     figures = {}
     tests = re.search(r"^test result: \w+\. (\d+) passed; (\d+) failed", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-//! Tokens per second of a micro-batch: one that is given, or the largest that fits a budget.
+//! Tokens per second with a given micro-batch, or with the largest one that fits a budget.
 
 use std::time::Instant;
 
@@ -48,7 +48,7 @@ struct Figures {
     flops_per_token: f64,
     peak_flops: Option<f64>,
     mfu: Option<f64>,
-    /// Of the trainer, with its evaluation and its sampling.
+    /// The arena of the trainer, including evaluation and sampling.
     trainer_bytes: u64,
     memory: DeviceMemory,
 }
@@ -109,8 +109,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 }
 
 impl Arguments {
-    /// The trainer that is measured. It evaluates and samples in the same arena; where these take more than its step, as the logits of
-    /// a short batch do, the micro-batch that a budget finds is still the step's.
+    /// The trainer to measure. It also evaluates and samples in the same arena, which may need more memory than the
+    /// step (the logits of a short batch, for example). The micro-batch for a budget is nevertheless the one that fits
+    /// the step.
     fn trainer(&self) -> anyhow::Result<(Sized, Trainer)> {
         let sized = match (self.micro_batch, self.budget) {
             (Some(micro_batch), _) => self.shape.sized(micro_batch)?,

@@ -1,4 +1,4 @@
-//! The training steps that are measured: GPT-2 in its sizes, the shapes of two Llamas, and a small model.
+//! The measured training steps: GPT-2 in several sizes, the shapes of two Llamas, and a small model.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::probe::Gpu;
 
-/// Models by name.
+/// The models, by the name used on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Model {
@@ -51,7 +51,7 @@ impl Config {
     }
 }
 
-/// What parameters and activations are stored in.
+/// The type in which parameters and activations are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Float {
@@ -69,7 +69,7 @@ impl fmt::Display for Float {
     }
 }
 
-/// A training step of one micro-batch.
+/// A training step with one micro-batch.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Step {
     pub model: Model,
@@ -79,11 +79,11 @@ pub struct Step {
     pub seed: u64,
 }
 
-/// What a plan of a step says without a device.
+/// Figures of a step's plan that need no device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Planned {
     pub arena_bytes: u64,
-    /// Arithmetic of the forward's attention.
+    /// Floating-point operations of the attention's forward.
     attention_flops: u64,
 }
 
@@ -99,10 +99,10 @@ impl Step {
                     LlamaConfig { layers: 16, width: 2048, hidden: 8192, tied: true, ..LlamaConfig::default() };
                 return Config::Llama(LlamaConfig { head_size: Some(64), ..config });
             }
-            // The default.
+            // The default configuration is Llama 3 8B.
             Model::Llama8b => return Config::Llama(LlamaConfig::default()),
         };
-        // GPT-2's positions, of which a shorter sequence uses the first.
+        // The number of GPT-2's positions; a shorter sequence uses the first ones.
         let positions = if self.model == Model::Small { self.sequence } else { self.sequence.max(1024) };
         let config = GptConfig { vocabulary, layers, heads, width, sequence: positions, ..GptConfig::default() };
         Config::Gpt(GptConfig { dropout: 0.0, ..config })
@@ -139,13 +139,13 @@ impl Step {
         }
     }
 
-    /// Its plan for a GPU, to the byte.
+    /// The exact plan for a GPU.
     pub fn plan(&self) -> Result<Planned, gapless::TrainError> {
         let (executable, attention_flops) = self.compiled()?;
         Ok(Planned { arena_bytes: executable.arena_bytes(), attention_flops })
     }
 
-    /// What a GPU would run, and the arithmetic of the forward's attention.
+    /// The executable for a GPU, and the floating-point operations of the attention's forward.
     pub fn compiled(&self) -> Result<(Executable, u64), gapless::TrainError> {
         let options = self.options(Gpu(0).choice());
         let program = match self.config() {
@@ -157,9 +157,9 @@ impl Step {
         Ok((compile(&[program], &within)?, attention_flops))
     }
 
-    /// Arithmetic that a step of this model takes, however it is computed: 6 for each parameter and token, and for attention
-    /// three times that of its forward, as the engine counts it: of the scores that a causal mask leaves. The count of PaLM's
-    /// appendix B (Chowdhery et al., arXiv 2204.02311), but for the mask; what is computed again does not count.
+    /// The floating-point operations that a step of this model requires, however it is computed: 6 per parameter and
+    /// token, plus three times the attention's forward without the scores that a causal mask hides. This is the count
+    /// of PaLM's appendix B (Chowdhery et al., arXiv 2204.02311), except for the mask. Recomputation does not count.
     pub fn model_flops(&self, planned: &Planned) -> f64 {
         6.0 * self.config().parameters() as f64 * self.tokens() as f64 + 3.0 * planned.attention_flops as f64
     }
@@ -187,7 +187,7 @@ mod tests {
         for (model, millions) in sizes {
             assert_eq!((step(model, Float::F32).config().parameters() + 500_000) / 1_000_000, millions);
         }
-        // Two products per layer, over the scores on and below the diagonal; twice the arithmetic of their multiplications.
+        // Two products per layer, over the scores on and below the diagonal, with two operations per multiplication.
         let scores = 32 * 33 / 2;
         let forward = 2 * 2 * 2 * 3 * 64 * scores;
         let small = step(Model::Small, Float::F32);

@@ -1,34 +1,35 @@
-//! Text that is made up, so that there is nothing to download: ids of a Markov chain, where there is to be something to learn; and
-//! uniform ones, as pytorch.py has, where speed is measured, which depends on how many different ones there are.
+//! Generated text, so that no data has to be downloaded: ids of a Markov chain where the model should learn something,
+//! and uniform ids where speed is measured. The uniform ids match those of pytorch.py, because speed depends on the
+//! number of distinct ids.
 //!
-//! Of the chain: after each of 64 states, one of four comes next, with probabilities 5/8, 1/8, 1/8 and 1/8; ids are spread over the vocabulary. A
-//! model that has learned nothing has a loss of the logarithm of the vocabulary; one that has learned it all, of 5/8·ln(8/5) +
-//! 3/8·ln 8 = 1.07 nats at most.
+//! In the chain, each of 64 states is followed by one of four states, with probabilities 5/8, 1/8, 1/8 and 1/8. The
+//! states' ids are spread over the vocabulary. An untrained model has a loss of ln(vocabulary). A model that has
+//! learned the chain has at most 5/8·ln(8/5) + 3/8·ln 8 = 1.07 nats.
 
-/// States of the chain.
+/// Number of states of the chain.
 const STATES: u64 = 64;
 
-/// A stream of batches, the same for the same seed.
+/// A stream of batches that only depends on the seed.
 #[derive(Debug)]
 pub struct Tokens {
     random: u64,
-    /// Of the chain; none where ids are uniform.
+    /// The state of the chain; `None` if ids are uniform.
     state: Option<u64>,
     vocabulary: u64,
 }
 
 impl Tokens {
-    /// Ids that can be learned.
+    /// Ids of the Markov chain.
     pub fn chain(vocabulary: usize, seed: u64) -> Self {
         Self { random: seed, state: Some(0), vocabulary: vocabulary as u64 }
     }
 
-    /// Any id, as likely as any other.
+    /// Uniformly distributed ids.
     pub fn uniform(vocabulary: usize, seed: u64) -> Self {
         Self { random: seed, state: None, vocabulary: vocabulary as u64 }
     }
 
-    /// Ids and what follows each.
+    /// The ids of a batch, and the id after each.
     pub fn batch(&mut self, batch: usize, sequence: usize) -> (Vec<u32>, Vec<u32>) {
         let (mut tokens, mut targets) = (Vec::new(), Vec::new());
         for _ in 0..batch {
@@ -51,7 +52,7 @@ impl Tokens {
             2 => 3,
             _ => 0,
         };
-        // Any fixed table will do; this one is of a mixed number, so that no follower is another's neighbour.
+        // Any fixed table works. Mixing the bits makes the successors of a state unrelated.
         let state = mixed(state * 4 + choice) % STATES;
         self.state = Some(state);
         (state * (self.vocabulary / STATES).max(1) % self.vocabulary) as u32
@@ -88,7 +89,8 @@ mod tests {
         }
     }
 
-    /// As many as `torch.randint` draws: of V ids in n draws V·(1 − (1 − 1/V)ⁿ) are expected, give or take their root.
+    /// The number of distinct ids is that of `torch.randint`: n draws from V ids give V·(1 − (1 − 1/V)ⁿ) distinct ids
+    /// on average, up to a few times its square root.
     #[test]
     fn uniform_ids_are_as_many_as_pytorchs() {
         for vocabulary in [5, 512, 50_257] {

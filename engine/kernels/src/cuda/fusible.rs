@@ -1,42 +1,45 @@
-//! What an operation can bring into a kernel that several of them share.
+//! The ways in which an operation can be fused with others into one kernel.
 
-/// What an operation can bring into a kernel that several of them share.
+/// The part that an operation contributes to a fused kernel.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Fusible {
-    /// Each element of its outputs is made of those at the same place of its inputs. Of more than ten inputs or constants it
-    /// stays by itself.
+    /// An elementwise operation: each element of its outputs depends on the inputs' elements at the same index. An
+    /// operation with more than ten inputs or constants is not fused.
     Each {
-        /// For each output an expression in C, in f32: `$0` is the element of input 0, `%0` constant 0, and `i` its place. An
-        /// operation whose expressions name others than there are stays by itself.
+        /// One C expression in f32 per output. `$0` is the element of input 0, `%0` is constant 0, and `i` is the
+        /// element's index. An operation whose expressions name inputs or constants that do not exist is not fused.
         outputs: Vec<String>,
-        /// What `%0`, `%1`, … are.
+        /// The values of `%0`, `%1`, ….
         constants: Vec<Constant>,
     },
-    /// One product of matrices, with one output that has no gaps: what follows it may be done before that is stored.
+    /// One matrix product with one contiguous output. Elementwise operations on the output can be applied before it is
+    /// stored.
     Product,
-    /// Rows of input 0 normalised by inputs 1 and, if centred, 2; with their statistics.
+    /// Normalization of input 0 along rows, with weight (input 1) and, if centered, bias (input 2). The rows'
+    /// statistics are a second output.
     Norm {
-        /// Whether it is layer normalisation, rather than by the root of mean squares.
+        /// True for layer normalization, false for RMS normalization.
         is_centred: bool,
-        /// Added to the variance.
+        /// Epsilon, which is added to the variance.
         eps: f64,
     },
-    /// The gradient of the rows, from (x, weight, statistics, dy).
+    /// The input gradient of a normalization, from (x, weight, statistics, dy).
     NormGradInput {
-        /// As above.
+        /// True for layer normalization, false for RMS normalization.
         is_centred: bool,
     },
-    /// A table's gradient from (ids, dy), which can be added to a tensor in place.
+    /// The gradient of an embedding table from (ids, dy), which can be added to a tensor in place.
     EmbeddingGrad {
-        /// The id that adds nothing.
+        /// The id whose row has no gradient.
         padding: Option<u32>,
     },
-    /// The gradients of weight and bias, from (x, statistics, dy): made in the pass over the rows that makes theirs.
+    /// The gradients of a normalization's weight and bias, from (x, statistics, dy), computed in the same pass over the
+    /// rows as the input gradient.
     NormGradWeight,
 }
 
 impl Fusible {
-    /// Whether its expressions, if it has any, are of inputs and constants that there are.
+    /// True unless an expression refers to an input or constant that does not exist.
     pub fn is_well_formed(&self, inputs: usize) -> bool {
         let Self::Each { outputs, constants } = self else { return true };
         let names = |expression: &String, mark: char, count: usize| {
@@ -47,19 +50,19 @@ impl Fusible {
         outputs.iter().all(|output| names(output, '$', inputs) && names(output, '%', constants.len()))
     }
 
-    /// One output by an expression of the inputs.
+    /// An elementwise operation with one output and no constants.
     pub fn each(expression: impl Into<String>) -> Self {
         Self::Each { outputs: vec![expression.into()], constants: Vec::new() }
     }
 }
 
-/// What a kernel is told when it is launched, so that one kernel does for all layers.
+/// A constant that is passed to a fused kernel when it is launched, so that one kernel serves all layers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Constant {
     /// An f32.
     Number(f32),
     /// A `u64`.
     Bits(u64),
-    /// A sequence of random numbers, by its place in the model: the kernel has a `Numbers` of it.
+    /// A sequence of random numbers, identified by its place in the model. The kernel constructs a `Numbers` from it.
     Place(u64),
 }

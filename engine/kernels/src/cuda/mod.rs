@@ -1,4 +1,4 @@
-//! Kernels for GPUs as text, and what is launched for an operation.
+//! CUDA kernels as source text, and the launches of each operation.
 //!
 //! ```text
 //! Launch ─┬─▶ Product{a, b, c, epilogue, …}

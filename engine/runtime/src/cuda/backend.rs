@@ -1,8 +1,11 @@
-//! Runs planned programs on a device: everything is put in order once, and a step is one replay; or one for each of its parts, between
-//! which the host has something to do: messages, and rows whose places are found when they are counted.
+//! The backend that runs planned programs on a GPU. Each program is recorded once, and a step replays the recording. A
+//! program is recorded in several parts if the host has something to do in between: exchange messages, or place dynamic
+//! rows once they are counted.
 //!
-//! In: an executable whose scratch is a GPU's ([`Target::Cuda`](gapless_compile::Target)), and a device. Out: inputs written, steps
-//! replayed, numbers read. Never: device memory beside the arena, the step's key, tickets and slots, or a launch that was not recorded.
+//! - In: an executable lowered for a GPU ([`Target::Cuda`](gapless_compile::Target)), and a device.
+//! - Out: inputs written, steps replayed, tensors read.
+//! - Never: device memory besides the arena and the key, tickets and slots in one range with it; or a launch that was
+//!   not recorded, except where single instructions are watched or profiled.
 
 use candle_core::{Device as CandleDevice, Tensor};
 use gapless_alloc::arena::ArenaReport;
@@ -19,36 +22,38 @@ use crate::error::Result;
 use crate::session::{Backend, RunOptions, Session};
 use crate::transfers::Transfers;
 
-/// An arena on a device, and what was recorded to run in it.
+/// An arena on a device, and the recordings that run in it.
 #[derive(Debug)]
 pub struct CudaBackend {
     pub(super) runner: Runner,
-    /// By program.
+    /// The recorded parts of each program, indexed by program.
     recordings: Vec<Vec<Part<Recording>>>,
 }
 
-/// Bytes in front of the arena that hold the key of a step's random numbers: it changes from step to step, a recording doesn't.
+/// Bytes reserved before the arena for the key of a step's random numbers. The key is in device memory because it
+/// changes from step to step and a recording does not.
 const KEY_BYTES: u64 = ALIGNMENT;
 
-/// Bytes of the tickets behind the key, by which blocks find out which of them is the last: launches follow one another, so that all of
-/// them share those that one takes.
+/// Bytes of the tickets after the key. A kernel's blocks take tickets to find out which of them is the last one.
+/// Launches run one after another, so all of them share the tickets of the launch that takes most.
 fn tickets(launches: &[Launch]) -> u64 {
     let of = |launch: &Launch| match launch {
         Launch::Kernel(kernel) => kernel.tickets,
         Launch::Product(_) => 0,
     };
-    // There is always one: a write of nothing is another case.
+    // At least one, because writing zero bytes would be a special case.
     launches.iter().map(of).max().unwrap_or(0).max(1) as u64 * size_of::<u32>() as u64
 }
 
 impl Session<CudaBackend> {
-    /// Reserves the arena, records every program and fills the persistent tensors. Micro-batch 0 is part `first_part` of the whole
-    /// batch, and the next one is `part_stride` parts on. Programs that were lowered for several ranks run once they are
-    /// [connected](Self::connect).
+    /// Reserves the arena, records every program and fills the persistent tensors. This rank's micro-batch 0 has index
+    /// `first_part` in the whole batch, and consecutive micro-batches are `part_stride` apart. Programs that were
+    /// lowered for several ranks only run once they are [connected](Self::connect).
     ///
     /// # Errors
-    /// Before anything is reserved, [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) for what only the CPU can do so far, and
-    /// for programs that were lowered for it; [`Error::Device`](crate::Error::Device).
+    /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), before anything is reserved, if an
+    /// instruction has no GPU kernels or if the programs were lowered for the CPU. Returns
+    /// [`Error::Device`](crate::Error::Device) if the device fails.
     pub fn on_cuda(
         executable: Executable,
         mut device: Box<dyn Device>,
@@ -58,7 +63,7 @@ impl Session<CudaBackend> {
         let tickets = tickets(&Self::launches(&executable)?).next_multiple_of(ALIGNMENT);
         let table = table_bytes(&executable).next_multiple_of(ALIGNMENT);
         let arena = executable.arena_bytes().next_multiple_of(ALIGNMENT);
-        // The arena comes last, for it may grow.
+        // The arena comes last because it may grow.
         let key = device.reserve(KEY_BYTES + tickets + table + arena)?;
         let slots = key + KEY_BYTES + tickets;
         let place = Place { base: slots + table, key, tickets: key + KEY_BYTES, slots, first_part, part_stride };
@@ -73,7 +78,7 @@ impl Session<CudaBackend> {
             };
             recordings.push(place.parts(program)?.into_iter().map(record).collect::<Result<Vec<_>>>()?);
         }
-        // After the recordings, which may write anywhere.
+        // Only after the recordings, which may overwrite any of this memory.
         device.write(place.tickets, &vec![0; tickets as usize])?;
         let slots = Slots::new(&executable, place);
         let runner = Runner { staging: Staging::default(), device, place, slots };
@@ -85,10 +90,12 @@ impl Session<CudaBackend> {
         self.backend.runner.device.name()
     }
 
-    /// All that the programs of an executable launch, as if its arena began at address 0: what has to be compiled for it.
+    /// All launches of an executable's programs, as if its arena began at address 0. They name the kernels that must be
+    /// compiled for it.
     ///
     /// # Errors
-    /// [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), as [`Self::on_cuda`].
+    /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) under the same conditions as
+    /// [`Self::on_cuda`].
     pub fn launches(executable: &Executable) -> Result<Vec<Launch>> {
         let parts =
             executable.programs().iter().map(|program| Place::NOWHERE.parts(program)).collect::<Result<Vec<_>>>()?;
@@ -98,12 +105,12 @@ impl Session<CudaBackend> {
 }
 
 impl CudaBackend {
-    /// What of the device's memory is in use, and for what.
+    /// The use of the device's memory.
     pub(crate) fn memory(&self) -> Result<DeviceMemory> {
         Ok(self.runner.device.memory()?)
     }
 
-    /// What is at a planned address.
+    /// Copies the bytes at a planned address to the host.
     fn bytes(&self, address: &Address) -> Result<Vec<u8>> {
         let mut bytes = vec![0; address.span * address.dtype.size_in_bytes()];
         self.runner.device.read(self.runner.place.base + address.offset, &mut bytes)?;
@@ -112,7 +119,7 @@ impl CudaBackend {
 }
 
 impl Backend for CudaBackend {
-    // Where micro-batches lie in the batch was said when it was recorded.
+    // `options.first_part` and `part_stride` are ignored: the recordings already contain them.
     fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
         let program = &executable.programs()[id.0];
         if !options.watch {
@@ -185,7 +192,7 @@ impl Backend for CudaBackend {
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()> {
         let Runner { device, place, slots, .. } = &mut self.runner;
         let Some(factor) = slots.routed.factor_needed() else { return Ok(()) };
-        // No address changes: the arena goes on behind its end.
+        // No address changes: the arena is extended at its end.
         slots.routed.grow(executable, factor, limit, |bytes| match place.reach(&mut **device, bytes) {
             Ok(()) => Ok(true),
             Err(DeviceError::OutOfMemory { .. }) => Ok(false),

@@ -1,8 +1,9 @@
-//! Machine code on disk, so that a kernel is compiled once on a machine.
+//! A cache of machine code on disk, so that each kernel is compiled once per machine.
 //!
-//! In: a family, an architecture, a compiler. Out: its machine code. An entry's name is the hash of all that went into it, and its
-//! first bytes are the hash of the rest: whatever else is found under the name is made again. Never: an entry that is
-//! half-written, whoever else uses the folder meanwhile.
+//! - In: a family, an architecture, a compiler.
+//! - Out: the family's machine code. An entry's name is the hash of everything that decides the code, and the entry
+//!   begins with the hash of the code. An entry whose hash does not match is compiled again.
+//! - Never: a half-written entry, even if several processes use the folder at once.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,22 +16,23 @@ use super::error::KernelError;
 use super::nvrtc::{Architecture, Compiled, Nvrtc};
 use super::resources::Resources;
 
-/// A folder of compiled kernels.
+/// A folder of compiled kernels and measured algorithm choices.
 #[derive(Debug, Clone)]
 pub struct Cache {
     folder: PathBuf,
 }
 
-/// Bytes of the hash in front of an entry.
+/// Length of the hash at the beginning of an entry.
 const HASH: usize = blake3::OUT_LEN;
 
 impl Cache {
-    /// In this folder, which is made when it is needed.
+    /// Uses this folder, which is created when it is first needed.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self { folder: folder.into() }
     }
 
-    /// In `GAPLESS_CACHE`, else in the user's folder for caches, else in one for temporary files.
+    /// The user's cache: in `GAPLESS_CACHE`, otherwise in the user's cache folder, otherwise in the folder for
+    /// temporary files.
     pub fn of_user() -> Self {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let folder = variable("GAPLESS_CACHE")
@@ -40,20 +42,20 @@ impl Cache {
         Self::new(folder.join("kernels"))
     }
 
-    /// A family's machine code: as it was compiled before, or now.
+    /// Returns a family's machine code, from the cache if it is there and compiled otherwise.
     ///
     /// # Errors
-    /// What [`Nvrtc::compile`] returns. Where the folder cannot be written to, a warning says so, and the next process compiles
-    /// it again.
+    /// Returns the errors of [`Nvrtc::compile`]. If the folder cannot be written to, a warning is logged and the next
+    /// process compiles the family again.
     pub fn load(&self, nvrtc: &Nvrtc, family: Family, architecture: Architecture) -> Result<Vec<u8>, KernelError> {
         let compile = || nvrtc.compile(family, architecture).map(|compiled| compiled.code);
         self.entry(&key(family, architecture, &nvrtc.version()), compile)
     }
 
-    /// Compiles a family, whether that was done before or not, keeps the code, and returns what its kernels take.
+    /// Compiles a family even if it is cached, caches the code, and returns the resources that its kernels use.
     ///
     /// # Errors
-    /// As [`Self::load`].
+    /// The same as [`Self::load`].
     pub fn fill(
         &self,
         nvrtc: &Nvrtc,
@@ -65,8 +67,8 @@ impl Cache {
         Ok(kernels)
     }
 
-    /// The algorithm that was the fastest for each form of product, by its index among the library's answers, as measured before on a
-    /// device and with libraries that these words name.
+    /// Returns the measured algorithm choices for a device, which `device` identifies by words (card, driver version,
+    /// library version). Each entry maps a form of product to the index of the fastest of the library's algorithms.
     pub(super) fn choices(&self, device: &[String]) -> BTreeMap<String, usize> {
         let text = read(&self.choices_path(device)).and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
         let choice =
@@ -74,7 +76,7 @@ impl Cache {
         text.lines().filter_map(choice).collect()
     }
 
-    /// Keeps choices for later processes, beside those that are kept already.
+    /// Adds choices to those that are cached for a device.
     pub(super) fn keep_choices(&self, device: &[String], choices: &BTreeMap<String, usize>) {
         let mut all = self.choices(device);
         all.extend(choices.iter().map(|(form, &index)| (form.clone(), index)));
@@ -104,14 +106,14 @@ impl Cache {
         Ok(code)
     }
 
-    /// Code that cannot be kept is compiled again by the next process.
+    /// Writes an entry, or logs a warning if that fails. The next process then compiles or measures again.
     fn keep(&self, path: &Path, code: &[u8]) {
         if let Err(error) = self.write(path, code) {
             tracing::warn!(path = %path.display(), %error, "what was compiled or measured for this device cannot be kept; GAPLESS_CACHE names another folder");
         }
     }
 
-    /// By a file of its own that then takes the name.
+    /// Writes to a temporary file and renames it, so that no other process sees a half-written entry.
     fn write(&self, path: &Path, code: &[u8]) -> std::io::Result<()> {
         fs::create_dir_all(&self.folder)?;
         let mut file = tempfile::NamedTempFile::new_in(&self.folder)?;
@@ -122,7 +124,7 @@ impl Cache {
     }
 }
 
-/// The code of an entry that is whole.
+/// Returns the code of an entry; `None` if the entry is missing or damaged.
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut entry = fs::read(path).ok()?;
     let (hash, code) = entry.split_at_checked(HASH)?;
@@ -130,14 +132,14 @@ fn read(path: &Path) -> Option<Vec<u8>> {
     is_whole.then(|| entry.split_off(HASH))
 }
 
-/// The hash of all that decides the code.
+/// The hash of everything that decides the code.
 fn key(family: Family, architecture: Architecture, version: &str) -> String {
     let mut hasher = blake3::Hasher::new();
     let options = Nvrtc::options(architecture);
     let headers = HEADERS.iter().flat_map(|&(name, text)| [name, text]);
     let parts = [version, family.file(), family.source()].into_iter().chain(headers);
     for part in parts.chain(options.iter().map(String::as_str)) {
-        // Lengths keep neighbours apart.
+        // The lengths keep adjacent texts apart.
         hasher.update(&(part.len() as u64).to_le_bytes());
         hasher.update(part.as_bytes());
     }
@@ -165,7 +167,7 @@ mod tests {
             assert_eq!(cache.entry("key", make).unwrap(), [1, 2, 3]);
             assert_eq!(made.get(), times);
         }
-        // Nothing is left over beside the entry.
+        // No temporary file is left.
         assert_eq!(fs::read_dir(folder.path().join("kernels")).unwrap().count(), 1);
     }
 

@@ -1,7 +1,9 @@
-//! The primary context of a device, which whoever uses the device in this process shares: retained by the first, and by nobody else.
+//! The primary context of a device, shared by all users of the device in this process and retained once.
 //!
-//! In: a device. Out: its context, which stays until the process ends. Never: a release. What libraries keep in a context, cuBLASLt's
-//! own runtime among them, may outlive the handles that they gave, and does not survive a context that is made anew.
+//! - In: a device.
+//! - Out: its context, which stays until the process ends.
+//! - Never: a release. Libraries (cuBLASLt's own runtime among them) may keep state in a context that outlives their
+//!   handles, and this state does not survive when the context is created anew.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -15,14 +17,14 @@ use super::named::Named;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Context(sys::CUcontext);
 
-// SAFETY: the driver's handles belong to the process, and the driver locks what is behind them.
+// SAFETY: driver handles are valid in all threads of the process, and the driver synchronizes access to the objects.
 unsafe impl Send for Context {}
 
 impl Context {
-    /// The primary context of a device that the driver has found.
+    /// The primary context of a device, retained on the first call.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Returns the driver's error.
     pub fn of(device: sys::CUdevice, name: &str) -> Result<Self, DeviceError> {
         static RETAINED: Mutex<BTreeMap<sys::CUdevice, Context>> = Mutex::new(BTreeMap::new());
         let mut retained = RETAINED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -35,10 +37,10 @@ impl Context {
         Ok(Self(context))
     }
 
-    /// Makes it the thread's own.
+    /// Makes it the current context of this thread.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Returns the driver's error.
     pub fn enter(self, name: &str) -> Result<(), DeviceError> {
         // SAFETY: it is retained until the process ends.
         unsafe { result::ctx::set_current(self.0) }.named(name, "cuCtxSetCurrent")

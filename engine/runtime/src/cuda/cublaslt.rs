@@ -1,7 +1,7 @@
 //! cuBLASLt for [`Product`]s.
 //!
-//! cuBLASLt goes by columns. A matrix whose rows are dense is, by columns, its transpose: so cᵀ = bᵀ·aᵀ is what it is asked for,
-//! with b in the first place.
+//! cuBLASLt's matrices are column-major. A row-major matrix, read by columns, is its transpose. So cuBLASLt is asked
+//! for cᵀ = bᵀ·aᵀ, with b as its first factor.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -15,13 +15,13 @@ use super::device::DeviceError;
 use super::libraries::keep_from_packages;
 use super::mapped::holders;
 
-/// A handle of the library, and the algorithms that it proposed.
+/// A cuBLASLt handle, and the algorithms that the library proposed.
 #[derive(Debug)]
 pub(super) struct CublasLt {
     device: String,
     handle: sys::cublasLtHandle_t,
     chosen: HashMap<Form, Choice>,
-    /// Forms that there is no algorithm for, and what the library says of them.
+    /// Forms for which there is no algorithm, with the library's error.
     refused: HashMap<Form, result::CublasError>,
 }
 
@@ -29,40 +29,40 @@ pub(super) struct CublasLt {
 #[derive(Debug)]
 struct Choice {
     answers: Vec<sys::cublasLtMatmulAlgo_t>,
-    /// Index of the one that is used.
+    /// Index of the algorithm that is used.
     used: usize,
 }
 
-/// How many algorithms the library is asked for.
+/// Number of algorithms the library is asked for.
 const ANSWERS: usize = 8;
 
-/// What an algorithm depends on: a product without its addresses.
+/// Everything that the choice of an algorithm depends on: a product without its addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     extents: [u64; 3],
-    /// Of a, b and c.
+    /// Types of a, b and c.
     types: [DType; 3],
     transposed: [bool; 2],
     pitches: [u64; 3],
     count: u64,
     distances: [u64; 3],
     epilogue: Option<u32>,
-    /// Whether it is added to something, and whether that is c.
+    /// `None` if the product is not added to anything; otherwise, whether it is added to c itself.
     onto: Option<bool>,
     workspace: u64,
-    /// Of a, b, c, and what c is added to.
+    /// Alignments of a, b, c, and the tensor that the product is added to.
     alignments: [u32; 4],
-    /// Of the bias, and of what the epilogue keeps or reads: cuBLASLt sees them when it chooses, and goes by them.
+    /// Alignments of the bias and of the epilogue's auxiliary tensor, on which cuBLASLt's choice depends as well.
     beside: [Option<u32>; 2],
 }
 
-/// What there is for a product.
+/// The result of [`CublasLt::choose`].
 pub(super) enum Algorithm {
-    /// One that was chosen before, for a product of its form.
+    /// An algorithm was chosen before, for a product of the same form.
     Known,
-    /// One that has just been chosen.
+    /// An algorithm has just been chosen.
     New,
-    /// None, as the library says, which is asked once for each form.
+    /// The library has no algorithm; it is asked once per form. `is_new` is true if it was asked by this call.
     None { why: DeviceError, is_new: bool },
 }
 
@@ -89,21 +89,21 @@ impl Form {
     }
 }
 
-/// The power of two that divides an address, as far as cuBLASLt asks.
+/// The largest power of two that divides an address, up to the alignment that cuBLASLt distinguishes.
 fn alignment(address: u64) -> u32 {
     1 << address.trailing_zeros().min(ALIGNMENT.trailing_zeros())
 }
 
-/// Descriptions of one product, which cuBLASLt keeps until they are dropped.
+/// cuBLASLt's descriptors for one product, which are destroyed on drop.
 struct Described {
     product: sys::cublasLtMatmulDesc_t,
-    /// Of b, a and c.
+    /// Layouts of b, a and c.
     layouts: [sys::cublasLtMatrixLayout_t; 3],
 }
 
 impl Drop for Described {
     fn drop(&mut self) {
-        // SAFETY: they were made together, and nobody else has them.
+        // SAFETY: the descriptors were created for this struct, which is their only owner.
         unsafe {
             let _ = result::destroy_matmul_desc(self.product);
             for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
@@ -114,16 +114,17 @@ impl Drop for Described {
 }
 
 impl CublasLt {
-    /// The library, where it is installed or a package of Python's brought it, for a driver of this major version of CUDA.
+    /// Loads the library, whether it is installed or came with a Python package, for a driver of this major CUDA
+    /// version.
     ///
     /// # Errors
-    /// [`DeviceError::Missing`], or what it says itself.
+    /// Returns [`DeviceError::Missing`] if there is no library, or the library's own error.
     pub(super) fn new(device: &str, driver_major: i32) -> Result<Self, DeviceError> {
-        // SAFETY: the library is one that may be loaded at any time.
+        // SAFETY: loading the library has no preconditions.
         let is_there = || unsafe { sys::is_culib_present() };
         let mut names = ["libcublasLt.so.13", "libcublasLt.so.12"];
         if driver_major < 13 {
-            // A library of a newer CUDA may refuse the driver.
+            // A library of a newer CUDA version may refuse the driver.
             names.reverse();
         }
         if !(is_there() || keep_from_packages(&names) && is_there()) {
@@ -135,7 +136,7 @@ impl CublasLt {
         Ok(Self { device: device.into(), handle, chosen: HashMap::new(), refused: HashMap::new() })
     }
 
-    /// Chooses an algorithm for a product.
+    /// Chooses an algorithm for a product, unless one was chosen for its form before.
     pub(super) fn choose(&mut self, product: &Product) -> Result<Algorithm, DeviceError> {
         let form = Form::of(product);
         if is_nothing(product) || self.chosen.contains_key(&form) {
@@ -149,7 +150,7 @@ impl CublasLt {
         let described = describe(product).map_err(failed)?;
         let preference = result::create_matmul_pref().map_err(failed)?;
         let bytes = product.workspace.1 as usize;
-        // Sums by atomic additions would depend on chance.
+        // Atomic additions are not allowed: the order of such sums, and so the result, would vary from run to run.
         let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32
             | sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE as u32;
         let [of_b, of_a, of_c] = described.layouts;
@@ -158,7 +159,7 @@ impl CublasLt {
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         };
-        // Its A is our b, see `describe`; its C is what is added to, and its D our c.
+        // cuBLASLt's A is our b, see `describe`; its C is the tensor that is added to, and its D is our c.
         let [of_a_bytes, of_b_bytes, of_c_bytes, of_d_bytes] = form.alignments;
         let alignments = [
             (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_b_bytes),
@@ -166,7 +167,8 @@ impl CublasLt {
             (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_d_bytes),
             (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_c_bytes),
         ];
-        // SAFETY: all of it was made above and is there until the end; the attributes have these types.
+        // SAFETY: the handle, descriptors and values live until the end of this block, and the attributes have these
+        // types.
         let found = unsafe {
             let set = |attribute, value: *const c_void, bytes| {
                 result::set_matmul_pref_attribute(preference, attribute, value, bytes)
@@ -190,7 +192,7 @@ impl CublasLt {
                 self.chosen.insert(form, Choice { answers, used: 0 });
                 Ok(Algorithm::New)
             }
-            // Both are said of what there is nothing for.
+            // The library returns either error if it has no algorithm.
             Err(error) if [CUBLAS_STATUS_NOT_SUPPORTED, CUBLAS_STATUS_INVALID_VALUE].contains(&error.0) => {
                 let why = failed(error);
                 self.refused.insert(form, error);
@@ -200,12 +202,12 @@ impl CublasLt {
         }
     }
 
-    /// How many algorithms there are for a product; 0 for one that writes nothing.
+    /// Number of algorithms found for a product; 0 if the product writes nothing.
     pub(super) fn answers(&self, product: &Product) -> usize {
         self.chosen.get(&Form::of(product)).map_or(0, |choice| choice.answers.len())
     }
 
-    /// Makes products of a form use one of its algorithms, by its index.
+    /// Selects one of the algorithms, by index, for all products of this form.
     pub(super) fn set_answer(&mut self, product: &Product, index: usize) {
         if let Some(choice) = self.chosen.get_mut(&Form::of(product)) {
             choice.used = index.min(choice.answers.len() - 1);
@@ -217,14 +219,14 @@ impl CublasLt {
         blake3::hash(format!("{:?}", Form::of(product)).as_bytes()).to_hex()[..32].to_owned()
     }
 
-    /// The library's version, as 130100 is 13.1.0.
+    /// The library's version; 130100 means 13.1.0.
     pub(super) fn version(&self) -> usize {
         // SAFETY: the library is loaded.
         unsafe { sys::cublasLtGetVersion() }
     }
 
-    /// The algorithm that a product's form uses: its index among the library's answers, and its tile, stages and split by the
-    /// library's numbers (`cublasLtMatmulTile_t`, `cublasLtMatmulStages_t`).
+    /// The algorithm used for a product's form: its index among the library's answers, and its tile, stages and split
+    /// as the library's codes (`cublasLtMatmulTile_t`, `cublasLtMatmulStages_t`).
     pub(super) fn algorithm(&self, product: &Product) -> Option<String> {
         let Choice { answers, used } = self.chosen.get(&Form::of(product))?;
         use sys::cublasLtMatmulAlgoConfigAttributes_t::{
@@ -234,7 +236,7 @@ impl CublasLt {
             [CUBLASLT_ALGO_CONFIG_TILE_ID, CUBLASLT_ALGO_CONFIG_STAGES_ID, CUBLASLT_ALGO_CONFIG_SPLITK_NUM];
         let [tile, stages, split] = attributes.map(|attribute| {
             let (mut value, mut written) = (0u32, 0);
-            // SAFETY: the algorithm is the library's own; each of these attributes has four bytes.
+            // SAFETY: the algorithm came from the library; each of these attributes has four bytes.
             let got = unsafe {
                 let to = (&raw mut value).cast();
                 sys::cublasLtMatmulAlgoConfigGetAttribute(
@@ -250,10 +252,10 @@ impl CublasLt {
         Some(format!("answer {used} of {}, tile {tile}, stages {stages}, split {split}", answers.len()))
     }
 
-    /// Starts a product on a stream, for whose form an algorithm was chosen.
+    /// Starts a product on a stream. An algorithm must have been chosen for its form.
     ///
     /// # Safety
-    /// The addresses are those of memory that is as large as the product says.
+    /// The product's addresses must point to device memory as large as the product's extents say.
     pub(super) unsafe fn start(
         &self,
         product: &Product,
@@ -269,7 +271,7 @@ impl CublasLt {
         let at = |address: u64| address as usize as *mut c_void;
         let (workspace, bytes) = product.workspace;
         let Choice { answers, used } = &self.chosen[&Form::of(product)];
-        // SAFETY: by this function's contract; alpha and beta are read before the call returns.
+        // SAFETY: this function's caller guarantees the addresses; alpha and beta are read before the call returns.
         unsafe {
             result::matmul(
                 self.handle,
@@ -296,15 +298,15 @@ impl CublasLt {
 
 impl Drop for CublasLt {
     fn drop(&mut self) {
-        // SAFETY: nobody else has it.
+        // SAFETY: this struct is the handle's only owner.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
 
-/// The library's answers for a product, the likeliest first; at least one.
+/// The library's algorithms for a product, most promising first; at least one.
 ///
 /// # Safety
-/// The handle and the descriptors were made by the library and are not destroyed yet.
+/// The handle and the descriptors must be the library's, and not destroyed yet.
 unsafe fn heuristics(
     handle: sys::cublasLtHandle_t,
     product: sys::cublasLtMatmulDesc_t,
@@ -314,7 +316,8 @@ unsafe fn heuristics(
     let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(ANSWERS);
     let (asked, mut count) = (ANSWERS as i32, 0);
     let to = found.as_mut_ptr();
-    // SAFETY: by this function's contract; there is room for as many as are asked for, of which the library fills in `count`.
+    // SAFETY: the caller guarantees handle and descriptors; there is room for as many results as are asked for, and the
+    // library initializes the first `count`.
     let found = unsafe {
         sys::cublasLtMatmulAlgoGetHeuristic(handle, product, a, b, c, d, preference, asked, to, &mut count).result()?;
         found.set_len(count.clamp(0, asked) as usize);
@@ -336,18 +339,18 @@ fn failed(device: &str, call: &str, error: &result::CublasError) -> DeviceError 
     }
 }
 
-/// Whether no number is written. (A sum over nothing is not nothing, but no operation has one.)
+/// True if the product writes nothing. (With k = 0 it should write zeros, but no operation has such a product.)
 fn is_nothing(product: &Product) -> bool {
     product.m == 0 || product.n == 0 || product.k == 0 || product.batch.count == 0
 }
 
-/// A product in cuBLASLt's terms.
+/// Describes a product in cuBLASLt's terms.
 fn describe(product: &Product) -> Result<Described, result::CublasError> {
     let &Product { m, n, k, a, b, c, bias, batch, .. } = product;
     let types = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F);
     let described = result::create_matmul_desc(types.0, types.1)?;
     let mut described = Described { product: described, layouts: [std::ptr::null_mut(); 3] };
-    // By columns: b as n × k, a as k × m, c as n × m, unless their columns were dense already.
+    // Column-major: b as n × k, a as k × m, c as n × m, each transposed if `is_transposed`.
     let by_columns = [(b, (n, k)), (a, (k, m)), (c, (n, m))];
     for (index, (matrix, extents)) in by_columns.into_iter().enumerate() {
         let (rows, columns) = if matrix.is_transposed { (extents.1, extents.0) } else { extents };
@@ -358,7 +361,7 @@ fn describe(product: &Product) -> Result<Described, result::CublasError> {
         use sys::cublasLtMatrixLayoutAttribute_t::{
             CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
         };
-        // SAFETY: the layout was made above; the attributes have these types.
+        // SAFETY: the layout was created above; the attributes have these types.
         unsafe {
             let set = |attribute, value: *const c_void, bytes| {
                 result::set_matrix_layout_attribute(layout, attribute, value, bytes)
@@ -375,7 +378,7 @@ fn describe(product: &Product) -> Result<Described, result::CublasError> {
         true => OPERATION_TRANSPOSED,
         false => OPERATION_NONE,
     };
-    // SAFETY: the description was made above; the attributes have these types.
+    // SAFETY: the descriptor was created above; the attributes have these types.
     unsafe {
         let set = |attribute, value: *const c_void, bytes| {
             result::set_matmul_desc_attribute(described.product, attribute, value, bytes)
@@ -398,7 +401,7 @@ fn describe(product: &Product) -> Result<Described, result::CublasError> {
     Ok(described)
 }
 
-/// What an epilogue keeps, or reads: its address.
+/// The address of the epilogue's auxiliary tensor, which it writes or reads.
 fn beside(product: &Product) -> Option<u64> {
     match product.epilogue {
         Epilogue::None => None,
@@ -407,8 +410,8 @@ fn beside(product: &Product) -> Option<u64> {
     }
 }
 
-/// What follows the product, where anything does. cuBLASLt's GELU is the tanh form (as PyTorch relies on: pull request 104061),
-/// and what it keeps has the type of c.
+/// The epilogue of a product, if it has one. cuBLASLt's GELU is the tanh form (PyTorch relies on this too: pull request
+/// 104061), and the input of GELU that it keeps has the type of c.
 fn epilogue(product: &Product) -> Option<u32> {
     use sys::cublasLtEpilogue_t::{
         CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_DGELU, CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_AUX,
@@ -426,7 +429,7 @@ fn epilogue(product: &Product) -> Option<u32> {
     Some(epilogue as u32)
 }
 
-/// `CUBLAS_OP_N` and `CUBLAS_OP_T`, which cudarc has in another library's header.
+/// `CUBLAS_OP_N` and `CUBLAS_OP_T`, which cudarc only has in the bindings of another library.
 const OPERATION_NONE: i32 = 0;
 const OPERATION_TRANSPOSED: i32 = 1;
 

@@ -1,4 +1,4 @@
-//! What a step asks of a GPU.
+//! The interface of a GPU: everything that running a step needs.
 
 use std::fmt::{self, Debug};
 use std::time::{Duration, Instant};
@@ -8,93 +8,96 @@ use gapless_kernels::cuda::launch::Launch;
 
 use super::KernelError;
 
-/// Memory at addresses, and an order of launches that is run again and again. Everything that a step does is in there; what stands
-/// behind it is a driver, or in tests a stand-in for one.
+/// Device memory at stable addresses, and recorded sequences of launches that are replayed. All of a step's device work
+/// goes through this trait. It is implemented for NVIDIA's driver, and in tests for a device simulated on the host.
 pub trait Device: Debug + Send {
-    /// What it is, in words.
+    /// The device's name.
     fn name(&self) -> String;
 
-    /// Makes room for so many bytes, once, which may be extended, and returns the address of the first: a multiple of 256.
+    /// Reserves device memory and returns its address, a multiple of 256. Can be called once; the memory can be
+    /// extended later.
     ///
     /// # Errors
-    /// When the device has no such room.
+    /// Returns an error if the device has too little memory.
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError>;
 
-    /// Makes the room at least so many bytes, where it is: what it holds stays.
+    /// Extends the reserved memory to at least `bytes`. Its address and contents stay the same.
     ///
     /// # Errors
-    /// As [`Self::reserve`].
+    /// The same as [`Self::reserve`].
     fn extend(&mut self, bytes: u64) -> Result<(), DeviceError>;
 
-    /// Copies bytes to the device, after all that was started before.
+    /// Copies bytes to the device, after everything started before.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Returns the driver's error.
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError>;
 
-    /// Copies bytes from the device, after all that was started before.
+    /// Copies bytes from the device, after everything started before.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Returns the driver's error.
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// Gets launches ready to be run in this order: kernels compiled, algorithms chosen, all of it captured as one graph. What the
-    /// launches read and write may hold anything afterwards: it is to be written behind the last recording.
+    /// Prepares launches to run in this order: compiles kernels, chooses algorithms, and captures all of it as one
+    /// graph. Preparing may overwrite any memory that the launches read or write, so memory must be initialized after
+    /// the last recording.
     ///
     /// # Errors
-    /// When a kernel cannot be compiled or loaded, or what the driver says of a launch, which `describe` names.
+    /// Returns an error if a kernel cannot be compiled or loaded, or if the driver refuses a launch; the error then
+    /// names the launch by `describe`.
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError>;
 
-    /// Runs launches, which are for one operation, once, and waits for their end.
+    /// Runs the launches of one operation once, and waits until they are done.
     ///
     /// # Errors
-    /// As [`Self::record`].
+    /// The same as [`Self::record`].
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError>;
 
-    /// Runs launches once, one after the other, and returns how long each took; `describe` names them by index.
+    /// Runs launches once, one after the other, and returns the time each took. `describe` names them by index.
     ///
     /// # Errors
-    /// As [`Self::record`].
+    /// The same as [`Self::record`].
     fn time(&mut self, launches: &[&Launch], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
         time_from_here(self, launches, describe)
     }
 
-    /// The algorithm that a library uses for a product; none for kernels, and where there is no library.
+    /// The algorithm that the library uses for a product; `None` for kernels, and on devices without such a library.
     fn algorithm(&self, _launch: &Launch) -> Option<String> {
         None
     }
 
-    /// Starts what was recorded, behind all that was started before.
+    /// Starts a recording, after everything started before.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Returns the driver's error.
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError>;
 
-    /// Fills bytes with zeros, behind all that was started before.
+    /// Fills bytes with zeros, after everything started before.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Returns the driver's error.
     fn clear(&mut self, address: u64, bytes: usize) -> Result<(), DeviceError> {
         self.write(address, &vec![0; bytes])
     }
 
-    /// Waits for the end of all that was started.
+    /// Waits until everything started is done.
     ///
     /// # Errors
-    /// What the driver says, of anything that was started.
+    /// Returns the driver's error, including that of any work started earlier.
     fn wait(&mut self) -> Result<(), DeviceError>;
 
-    /// What tells the device from all others of its host, if ranks can exchange what lies in its memory from device to device; or why
-    /// they can't.
+    /// An id that distinguishes the device from all others of its host, if ranks can exchange tensors directly between
+    /// their devices; otherwise the reason why they can't.
     fn exchange_id(&self) -> Result<String, String> {
         Err(format!("{} exchanges nothing by itself", self.name()))
     }
 
-    /// A communicator of device memory, of the same ranks as one of the host, all of which have such a device; some of them may share
-    /// this process. A collective operation.
+    /// Creates a communicator of device memory for the same ranks as the host communicator `control`. All of them must
+    /// have such a device. `_shares_process` says whether some of the ranks share a process. A collective operation.
     ///
     /// # Errors
-    /// As that communicator says.
+    /// Returns the errors of the communicator.
     fn connect(
         &mut self,
         control: Box<dyn Communicator>,
@@ -103,14 +106,14 @@ pub trait Device: Debug + Send {
         Ok(control)
     }
 
-    /// What of its memory is in use, and for what.
+    /// The use of the device's memory.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Returns the driver's error.
     fn memory(&self) -> Result<DeviceMemory, DeviceError>;
 }
 
-/// Times groups by the host's clock, which counts what it takes to launch them and to wait as well.
+/// Times launches by the host's clock, so the overheads of launching and waiting are included.
 pub(super) fn time_from_here<D: Device + ?Sized>(
     device: &mut D,
     launches: &[&Launch],
@@ -124,33 +127,35 @@ pub(super) fn time_from_here<D: Device + ?Sized>(
     timed.collect()
 }
 
-/// Names the operation, layer and micro-batch that a launch is for, by its index.
+/// A function that names the operation, layer and micro-batch of a launch, by the launch's index.
 pub type Describe<'a> = &'a dyn Fn(usize) -> String;
 
-/// What of a device's memory is in use, as its driver reports it.
+/// The use of a device's memory, as reported by its driver.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DeviceMemory {
-    /// All that there is, in bytes.
+    /// The device's memory, in bytes.
     pub total: u64,
-    /// What is in use now, by anybody.
+    /// Bytes in use now, by all processes.
     pub in_use: u64,
-    /// What the arena takes of it, in whole pages.
+    /// Bytes of the arena, in whole pages.
     pub arena: u64,
-    /// What came into use as this was set up, in order: what was there before, libraries, code.
+    /// Other bytes, by cause and in order: what was in use before, and what libraries and code took during set-up.
     pub beside: Vec<(&'static str, u64)>,
 }
 
 impl DeviceMemory {
-    /// What drivers take memory by. A page that was begun for one use is filled by the next, and may come with either.
+    /// The unit in which drivers allocate memory. A page begun for one use is filled up by the next, and may be counted
+    /// with either.
     pub const PAGE: u64 = 2 << 20;
 
-    /// What is in use and was not seen to come, as far as it may be pages that two uses share: at most one for each.
+    /// Bytes in use that no known allocation explains, up to one page per entry of `beside`: entries may share pages.
+    /// Negative if less is in use than is known.
     pub fn rounding(&self) -> i64 {
         let most = (self.beside.len() as u64 * Self::PAGE) as i64;
         self.difference().clamp(-most, most)
     }
 
-    /// What is in use beyond that; below 0 if others have given memory back.
+    /// The unexplained bytes beyond [`Self::rounding`]; negative if other processes have freed memory since.
     pub fn unexplained(&self) -> i64 {
         self.difference() - self.rounding()
     }
@@ -173,11 +178,11 @@ impl fmt::Display for DeviceMemory {
     }
 }
 
-/// What was recorded on a device: its number, from 0.
+/// A recording on a device: its index, from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Recording(pub usize);
 
-/// Why a device didn't do what it was asked.
+/// The reason why a device could not do what it was asked to.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -200,13 +205,13 @@ pub enum DeviceError {
     Kernel(Box<KernelError>),
     #[error("{call} failed on {device}: {what}")]
     Driver { device: String, call: String, what: String },
-    /// Of an operation: its name, layer and micro-batch.
+    /// An error of one operation, with its name, layer and micro-batch.
     #[error("{what_for}: {source}")]
     During { what_for: String, source: Box<DeviceError> },
 }
 
 impl DeviceError {
-    /// Whether there is no GPU here, or not all that one needs; as opposed to one that fails.
+    /// True if there is no usable GPU here, or if something it needs is missing; false if a GPU failed.
     pub fn is_absence(&self) -> bool {
         match self {
             Self::Missing { .. } | Self::Unusable { .. } => true,
@@ -218,7 +223,7 @@ impl DeviceError {
         }
     }
 
-    /// The same, of a launch that is for this.
+    /// Adds to the error what the launch was for.
     pub(super) fn during(self, what_for: &str) -> Self {
         Self::During { what_for: what_for.into(), source: Box::new(self) }
     }

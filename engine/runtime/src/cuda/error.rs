@@ -1,8 +1,8 @@
-//! What can go wrong between a kernel's text and its machine code.
+//! Errors between a kernel's source and its machine code.
 
 use gapless_communicator::MissingLibrary;
 
-/// Why there is no machine code.
+/// The reason why there is no machine code.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]

@@ -1,4 +1,4 @@
-//! Marks on a stream, and the time between them.
+//! Events on a stream, and the time between them.
 
 use std::time::Duration;
 
@@ -7,30 +7,30 @@ use cudarc::driver::{result, sys};
 use super::device::DeviceError;
 use super::named::Named;
 
-/// The first version of the driver that can say what time is between two: cudarc asks for a symbol that older ones lack, and panics
-/// without.
+/// The first driver version that can return the time between two events. cudarc panics with older ones, which lack the
+/// symbol.
 pub(super) const FIRST_VERSION: i32 = 12_080;
 
-/// A mark, in the context that was the thread's own when it was made.
+/// An event, created in the context that was current.
 #[derive(Debug)]
 pub(super) struct Event(sys::CUevent);
 
 impl Event {
-    /// One that is nowhere yet.
+    /// Creates an event that is not recorded yet.
     pub fn new(device: &str) -> Result<Self, DeviceError> {
         let made = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT);
         made.named(device, "cuEventCreate").map(Self)
     }
 
-    /// Puts it behind all that a stream, which is there, has to do.
+    /// Records the event on a stream, after everything started there. The stream must be valid.
     pub fn record(&self, device: &str, stream: sys::CUstream) -> Result<(), DeviceError> {
-        // SAFETY: both are there.
+        // SAFETY: the event lives as long as `self`; the caller's stream is valid.
         unsafe { result::event::record(self.0, stream) }.named(device, "cuEventRecord")
     }
 
-    /// How long after another one it was reached, if both have been.
+    /// The time from `other` to this event. Both must have been reached.
     pub fn since(&self, other: &Self, device: &str) -> Result<Duration, DeviceError> {
-        // SAFETY: both are there.
+        // SAFETY: both events live as long as `self` and `other`.
         let elapsed = unsafe { result::event::elapsed(other.0, self.0) };
         let milliseconds = elapsed.named(device, "cuEventElapsedTime")?;
         Ok(Duration::from_secs_f32(milliseconds.max(0.0) / 1e3))
@@ -39,7 +39,8 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: nobody else has it; the driver keeps what it needs until it was reached.
+        // SAFETY: this struct is the event's only owner; the driver keeps its own state until the event has been
+        // reached.
         let _ = unsafe { result::event::destroy(self.0) };
     }
 }

@@ -1,4 +1,4 @@
-//! A loaded kernel, and how much shared memory its blocks may have.
+//! Loaded kernels, and the shared memory that their blocks may use.
 
 use cudarc::driver::sys;
 use gapless_kernels::cuda::launch::Kernel;
@@ -6,33 +6,33 @@ use gapless_kernels::cuda::launch::Kernel;
 use super::device::DeviceError;
 use super::named::Named;
 
-/// The first version of the driver with `cuFuncLoad`.
+/// The first driver version that has `cuFuncLoad`.
 const FIRST_WITH_LOAD: i32 = 12_040;
 
 /// A loaded kernel.
 #[derive(Debug)]
 pub(super) struct Function {
     handle: sys::CUfunction,
-    /// Shared memory that a block of it may have.
+    /// The shared memory that a block is allowed to use.
     shared_bytes: u32,
 }
 
-/// Shared memory of a block that a kernel need not ask for.
+/// The shared memory that a block may use without the kernel asking for it.
 const USUAL_SHARED_BYTES: u32 = 48 << 10;
 
 impl Function {
-    /// A function of a module, once its code is on the device: the driver's own default is to wait for the first launch
-    /// (`CUDA_MODULE_LOADING=LAZY`), which may be one that is captured.
+    /// Makes sure that a function's code is on the device. By default the driver loads it at the first launch
+    /// (`CUDA_MODULE_LOADING=LAZY`), which may happen while a stream captures. `driver` is the driver's version.
     ///
     /// # Errors
-    /// What the driver says, of this version.
+    /// Returns the driver's error.
     pub fn loaded(handle: sys::CUfunction, name: &str, device: &str, driver: i32) -> Result<Self, DeviceError> {
         let loaded = if driver >= FIRST_WITH_LOAD {
-            // SAFETY: the function is its module's, which is there.
+            // SAFETY: the caller's function belongs to a module that is loaded.
             unsafe { sys::cuFuncLoad(handle).result() }
         } else {
             let (mut registers, attribute) = (0, sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS);
-            // Only of code that is there can this be said.
+            // Only loaded code has this attribute, so asking for it loads the code.
             // SAFETY: as above; the result outlives the call.
             unsafe { sys::cuFuncGetAttribute(&mut registers, attribute, handle).result() }
         };
@@ -40,15 +40,15 @@ impl Function {
         Ok(Self { handle, shared_bytes: USUAL_SHARED_BYTES })
     }
 
-    /// As the driver has it.
+    /// The driver's handle.
     pub fn handle(&self) -> sys::CUfunction {
         self.handle
     }
 
-    /// Allows a block as much shared memory as a launch of it wants.
+    /// Allows blocks to use as much shared memory as this launch asks for.
     ///
     /// # Errors
-    /// What the driver says: the device may not have as much.
+    /// Returns the driver's error, for example if the device has less shared memory.
     pub fn allow(&mut self, kernel: &Kernel, device: &str) -> Result<(), DeviceError> {
         let &Kernel { shared_bytes, ref name, .. } = kernel;
         if shared_bytes > self.shared_bytes {

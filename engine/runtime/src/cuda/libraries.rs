@@ -1,29 +1,31 @@
-//! Where NVIDIA's libraries are: what Python's packages brought is found as well as what is installed, and which were taken can be
-//! said.
+//! Finds NVIDIA's libraries in Python packages, in addition to those that are installed, and reports which ones were
+//! loaded.
 //!
-//! In: a library's file name. Out: paths to try, or libraries that stay loaded. Never: a Python interpreter, or a process, that is
-//! started for it.
+//! - In: a library's file name.
+//! - Out: paths to try, or libraries that stay loaded.
+//! - Never: starts a Python interpreter or any other process.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// The files of this name that packages of Python brought, the likeliest first.
+/// The files of this name in Python packages, the most likely first.
 pub(super) fn in_packages(name: &str) -> Vec<PathBuf> {
     static FOLDERS: OnceLock<Vec<PathBuf>> = OnceLock::new();
     let folders = FOLDERS.get_or_init(|| folders_of_packages(&|name| std::env::var_os(name)));
     folders.iter().map(|folder| folder.join(name)).filter(|path| path.is_file()).collect()
 }
 
-/// Loads a library of Python's packages, the first of these names that there is; and keeps it, so that whoever asks the loader for the
-/// name gets this one. False if there is none.
+/// Loads the first of these libraries that a Python package has and keeps it loaded, so that a later load by name gets
+/// this one. Returns false if there is none.
 pub(super) fn keep_from_packages(names: &[&str]) -> bool {
     names.iter().flat_map(|name| in_packages(name)).any(|path| keep(&path).is_ok())
 }
 
-/// Loads what lies beside a library, is loaded by it by name alone, and would not be found: NVRTC's builtins.
+/// Loads the libraries with this prefix in the same folder as `library`. NVRTC loads its builtins by name alone, and
+/// would not find them.
 pub(super) fn keep_siblings(library: &Path, prefix: &str) {
-    // A link leads to where the others are.
+    // If `library` is a symbolic link, the others are where it points to.
     for folder in [Some(library.to_owned()), library.canonicalize().ok()].iter().flatten().filter_map(|l| l.parent()) {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
         let siblings = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix));
@@ -31,16 +33,17 @@ pub(super) fn keep_siblings(library: &Path, prefix: &str) {
     }
 }
 
-/// Loads a library that is never unloaded.
+/// Loads a library and never unloads it.
 fn keep(path: &Path) -> Result<(), libloading::Error> {
     static KEPT: Mutex<Vec<libloading::Library>> = Mutex::new(Vec::new());
-    // SAFETY: these are libraries of NVIDIA's, which may be loaded at any time.
+    // SAFETY: these are NVIDIA's libraries; loading them has no preconditions.
     let library = unsafe { libloading::Library::new(path) }?;
     KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(library);
     Ok(())
 }
 
-/// The files that this process has loaded of libraries whose names begin with these, as the kernel lists them; none where it doesn't.
+/// The files that this process has loaded of the named libraries, from the kernel's list of mappings; empty where there
+/// is no such list. Names are prefixes.
 pub(super) fn taken(names: &[&str]) -> Vec<String> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let mut paths: Vec<String> = Vec::new();
@@ -53,13 +56,13 @@ pub(super) fn taken(names: &[&str]) -> Vec<String> {
     paths
 }
 
-/// Folders of libraries in the packages of every Python that `PATH` and its kind name.
+/// The library folders in the packages of every Python that `PATH` and similar variables name.
 fn folders_of_packages(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let paths = |name: &str| -> Vec<PathBuf> {
         variable(name).map(|value| std::env::split_paths(&value).collect()).unwrap_or_default()
     };
     let one = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    // `bin/python3` lies beside `lib`; in a virtual environment it is a link to the one that it was made from.
+    // `bin/python3` is next to `lib`. In a virtual environment it is a link to the Python that created the environment.
     let pythons: Vec<PathBuf> =
         paths("PATH").iter().map(|bin| bin.join("python3")).filter(|python| python.is_file()).collect();
     let prefix = |python: &Path| python.parent().and_then(Path::parent).map(Path::to_owned);
@@ -70,7 +73,7 @@ fn folders_of_packages(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathB
     let packages = paths("PYTHONPATH").into_iter().chain(prefixes.flat_map(|prefix| packages_below(&prefix)));
     let mut folders: Vec<PathBuf> = Vec::new();
     for packages in packages {
-        // A wheel of NVIDIA's has its libraries in nvidia/NAME/lib; a PyTorch that brings its own has them in torch/lib.
+        // NVIDIA's wheels have their libraries in nvidia/NAME/lib. A PyTorch that bundles them has them in torch/lib.
         for folder in below(&packages.join("nvidia")).map(|part| part.join("lib")).chain([packages.join("torch/lib")]) {
             if folder.is_dir() && !folders.contains(&folder) {
                 folders.push(folder);
@@ -80,7 +83,7 @@ fn folders_of_packages(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathB
     folders
 }
 
-/// `lib/python3.12/site-packages` and its kind, the newest Python first.
+/// Package folders such as `lib/python3.12/site-packages`, newest Python first.
 fn packages_below(prefix: &Path) -> Vec<PathBuf> {
     let is_python = |path: &PathBuf| path.file_name().is_some_and(|name| has_prefix(name, "python3"));
     let libraries = ["lib", "lib64", "local/lib"].map(|name| prefix.join(name));
@@ -89,7 +92,7 @@ fn packages_below(prefix: &Path) -> Vec<PathBuf> {
     pythons.iter().flat_map(|python| ["site-packages", "dist-packages"].map(|name| python.join(name))).collect()
 }
 
-/// 12 of python3.12.
+/// The minor version in a name like python3.12.
 fn version(name: &OsStr) -> u32 {
     name.to_string_lossy().rsplit('.').next().and_then(|minor| minor.parse().ok()).unwrap_or(0)
 }
@@ -98,7 +101,7 @@ fn has_prefix(name: &OsStr, prefix: &str) -> bool {
     name.to_string_lossy().starts_with(prefix)
 }
 
-/// What is in a folder, in order; nothing if it cannot be read.
+/// The entries of a folder, sorted; none if it cannot be read.
 fn below(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     let mut entries: Vec<PathBuf> =
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
@@ -128,7 +131,7 @@ mod tests {
             folder("system/lib/python3.11/dist-packages/torch/lib"),
             folder("home/.local/lib/python3.11/site-packages/nvidia/cublas/lib"),
         ];
-        // Packages without libraries, and what is no Python.
+        // A package without libraries, and a folder that is not Python's.
         folder("environment/lib/python3.12/site-packages/nvidia/cuda_nvcc");
         folder("environment/lib/perl5/site-packages/nvidia/cu13/lib");
         let path = |name: &str| root.path().join(name).into_os_string();
@@ -142,7 +145,7 @@ mod tests {
         assert_eq!(folders_of_packages(&|_| None), [] as [PathBuf; 0]);
     }
 
-    /// This process has loaded the C library.
+    /// The C library, which every process has loaded, is found.
     #[test]
     fn what_was_loaded_is_said() {
         let taken = taken(&["libc.so", "libnothing.so"]);

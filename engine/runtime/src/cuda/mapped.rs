@@ -1,6 +1,8 @@
-//! Device memory at addresses of its own: made in whole pages, and given back.
+//! Device memory mapped to a reserved range of addresses: allocated in whole pages, and returned to the driver on drop.
 //!
-//! In: how many bytes. Out: a range that is mapped, or who holds the memory that it would take. Never: a pool.
+//! - In: a number of bytes.
+//! - Out: a mapped range, or an error that lists the processes that hold the device's memory.
+//! - Never: a memory pool.
 
 use std::process::Command;
 
@@ -13,43 +15,43 @@ use super::named::Named;
 #[derive(Debug)]
 pub(super) struct Mapped {
     address: sys::CUdeviceptr,
-    /// Addresses that are set aside, for as much as the device has.
+    /// Bytes of the reserved address range, as much as the device has memory.
     reserved: usize,
     granularity: usize,
-    /// Its own device, and those that may reach it too.
+    /// Its own device, then the others that may access it.
     devices: Vec<sys::CUdevice>,
-    /// What is mapped, from the first address on.
+    /// Mapped bytes, from the first address on.
     bytes: usize,
     handles: Vec<sys::CUmemGenericAllocationHandle>,
 }
 
 impl Mapped {
-    /// Memory of at least so many bytes, in the context that is the thread's own.
+    /// Maps at least this many bytes. The device's context must be current.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`], with who holds it, and what the driver says.
+    /// Returns [`DeviceError::OutOfMemory`], with the processes that hold memory, or the driver's error.
     pub fn new(name: &str, device: sys::CUdevice, bytes: u64) -> Result<Self, DeviceError> {
         let kind = kind(device);
         let (mut granularity, mut address) = (0, 0);
         let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        // SAFETY: it writes one number.
+        // SAFETY: the call only writes `granularity`.
         unsafe { sys::cuMemGetAllocationGranularity(&mut granularity, &kind, minimum).result() }
             .named(name, "cuMemGetAllocationGranularity")?;
         let granularity = granularity.max(1);
         let reserved = (used(name)?.total.max(bytes) as usize).next_multiple_of(granularity);
-        // SAFETY: it writes one number.
+        // SAFETY: the call only writes `address`.
         unsafe { sys::cuMemAddressReserve(&mut address, reserved, 0, 0, 0).result() }
             .named(name, "cuMemAddressReserve")?;
-        // From here on it is given back when it is dropped.
+        // From here on, drop releases the range if anything fails.
         let mut mapped = Self { address, reserved, granularity, devices: vec![device], bytes: 0, handles: Vec::new() };
         mapped.extend(name, bytes)?;
         Ok(mapped)
     }
 
-    /// Maps what it lacks to so many bytes.
+    /// Maps more memory after the end, up to at least this many bytes in total.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// The same as [`Self::new`].
     pub fn extend(&mut self, name: &str, bytes: u64) -> Result<(), DeviceError> {
         let Some(lacking) = (bytes as usize).checked_sub(self.bytes).filter(|&lacking| lacking > 0) else {
             return Ok(());
@@ -64,31 +66,32 @@ impl Mapped {
         }
         let (mut handle, address) = (0, self.address + self.bytes as u64);
         let kind = kind(self.devices[0]);
-        // SAFETY: it writes one number.
+        // SAFETY: the call only writes `handle`.
         let created = unsafe { sys::cuMemCreate(&mut handle, lacking, &kind, 0) };
         if created == sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY {
             return Err(out_of_memory());
         }
         created.result().named(name, "cuMemCreate")?;
         self.handles.push(handle);
-        // SAFETY: the addresses are reserved, and nothing is mapped there yet; what is mapped is unmapped when this is dropped.
+        // SAFETY: the addresses are reserved, and nothing is mapped there yet; drop unmaps them.
         unsafe { sys::cuMemMap(address, lacking, 0, handle, 0).result() }.named(name, "cuMemMap")?;
         self.bytes += lacking;
         let all = self.devices.iter().try_for_each(|&device| allow(device, address, lacking));
         all.named(name, "cuMemSetAccess")
     }
 
-    /// Lets this host's other devices reach it, as far as they can: NCCL has the GPUs of one process read and write each other's
-    /// memory (NCCL's guide, `NCCL_P2P_DIRECT_DISABLE`), and memory that is mapped is otherwise its own device's.
+    /// Gives the host's other devices access to the memory, where they can reach it. NCCL makes the GPUs of one process
+    /// access each other's memory directly (NCCL's guide, `NCCL_P2P_DIRECT_DISABLE`), and mapped memory is only
+    /// accessible to its own device by default.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Returns the driver's error.
     pub fn share(&mut self, name: &str) -> Result<(), DeviceError> {
         let count = result::device::get_count().named(name, "cuDeviceGetCount")?;
         for ordinal in 0..count {
             let peer = result::device::get(ordinal).named(name, "cuDeviceGet")?;
             let mut reaches = 0;
-            // SAFETY: it writes one number.
+            // SAFETY: the call only writes `reaches`.
             unsafe { sys::cuDeviceCanAccessPeer(&mut reaches, peer, self.devices[0]).result() }
                 .named(name, "cuDeviceCanAccessPeer")?;
             if !self.devices.contains(&peer) && reaches != 0 {
@@ -99,17 +102,17 @@ impl Mapped {
         Ok(())
     }
 
-    /// Where it begins.
+    /// The first address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// How much it is.
+    /// The mapped bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes as u64
     }
 
-    /// Whether bytes from this address on all lie in it.
+    /// True if all of these bytes are mapped here.
     pub fn holds(&self, address: u64, bytes: usize) -> bool {
         let start = address.checked_sub(self.address);
         start.and_then(|start| start.checked_add(bytes as u64)).is_some_and(|end| end <= self.bytes())
@@ -118,8 +121,8 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: it was mapped when this was made or extended, and whoever had it has waited for what was under way: other devices reach
-        // it through communicators alone, which are dropped before.
+        // SAFETY: the range was mapped by `new` or `extend`. The owner has waited for all work that uses it; other
+        // devices only access it through communicators, which are dropped first.
         unsafe {
             if self.bytes > 0 {
                 let _ = sys::cuMemUnmap(self.address, self.bytes);
@@ -132,17 +135,17 @@ impl Drop for Mapped {
     }
 }
 
-/// Lets a device read and write bytes that are mapped.
+/// Allows a device to read and write mapped bytes.
 fn allow(device: sys::CUdevice, address: sys::CUdeviceptr, bytes: usize) -> Result<(), result::DriverError> {
     let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     let access = sys::CUmemAccessDesc { location: kind(device).location, flags };
-    // SAFETY: all of it is mapped.
+    // SAFETY: all of the range is mapped.
     unsafe { sys::cuMemSetAccess(address, bytes, &access, 1).result() }
 }
 
-/// Memory of a device.
+/// Properties of an allocation on a device.
 fn kind(device: sys::CUdevice) -> sys::CUmemAllocationProp {
-    // SAFETY: a struct of numbers and a pointer that may be null, of which zeros mean nothing special.
+    // SAFETY: the struct consists of integers and a pointer, for which zero is valid and means the default.
     let mut kind: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     kind.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     kind.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
@@ -150,14 +153,14 @@ fn kind(device: sys::CUdevice) -> sys::CUmemAllocationProp {
     kind
 }
 
-/// What there is and what is in use by anybody, as the driver says.
+/// Total memory and memory in use by all processes, as the driver reports it.
 pub(super) fn used(name: &str) -> Result<DeviceMemory, DeviceError> {
     let (free, total) = result::mem_get_info().named(name, "cuMemGetInfo")?;
     let (free, total) = (free as u64, total as u64);
     Ok(DeviceMemory { total, in_use: total - free, arena: 0, beside: Vec::new() })
 }
 
-/// The processes that hold memory of GPUs, a line each: the GPU's place on the bus, the process and its bytes.
+/// The processes that hold GPU memory, one per line: PCI bus id of the GPU, process and bytes.
 pub(super) fn holders() -> String {
     let asked = Command::new("nvidia-smi")
         .args(["--query-compute-apps=gpu_bus_id,pid,process_name,used_memory", "--format=csv,noheader"])

@@ -1,8 +1,10 @@
-//! CUDA without a toolkit: kernels as text, compiled when they are first needed, and what is launched for an operation.
+//! Running planned programs on a GPU, without a CUDA toolkit: kernels are text that NVRTC compiles when they are first
+//! needed.
 //!
-//! In: a planned program. Out: its launches in order ([`CudaBackend`]), for a [`Device`] that records and replays them, and the machine
-//! code of their kernels for an architecture, by NVRTC, from a cache on disk where it has been made before. Never: a
-//! figure from a device; nothing here has run on one (docs/gpu.md).
+//! - In: a planned program.
+//! - Out: its launches in order ([`CudaBackend`]), on a [`Device`] that records and replays them. The machine code of
+//!   their kernels is compiled per architecture by NVRTC, or read from a cache on disk.
+//! - Never: a CUDA toolkit or its headers; driver, cuBLASLt and NVRTC are loaded at run time (docs/gpu.md).
 //!
 //! ```text
 //! Op::cuda ──▶ Launch ─┬─▶ Product{a, b, c, epilogue, …} ──▶ cuBLASLt

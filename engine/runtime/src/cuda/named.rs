@@ -1,11 +1,11 @@
-//! What the driver returns, by the call that returned it.
+//! Driver results turned into errors that name the failed call.
 
 use cudarc::driver::{result, sys};
 
 use super::device::DeviceError;
 use super::mapped::holders;
 
-/// Names a call, and the device that failed at it.
+/// Adds the name of the call and of the device to a driver error.
 pub(super) trait Named<T> {
     fn named(self, device: &str, call: &str) -> Result<T, DeviceError>;
 }

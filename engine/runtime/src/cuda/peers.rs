@@ -1,7 +1,8 @@
-//! Ranks whose devices exchange tensors by themselves, where all of them can.
+//! Direct exchange of tensors between the devices of several ranks, where all of them support it.
 //!
-//! In: a communicator of the host. Out: one of the same ranks from device to device; or none, and a word on why. Never: some ranks
-//! that have one, and others that don't.
+//! - In: a host communicator.
+//! - Out: a device communicator of the same ranks, or none and the reason.
+//! - Never: a device communicator on some ranks and none on others.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -11,20 +12,21 @@ use gapless_communicator::{self as communicator, Communicator};
 use super::backend::CudaBackend;
 use crate::error::{Error, Result};
 
-/// Bytes of a digest.
+/// Length of a digest.
 const DIGEST: usize = 16;
 
-/// What a rank tells the others: its device, if it exchanges tensors by itself; and its process.
+/// A rank's message to the others: whether its device can exchange tensors directly, then digests of its device and its
+/// process.
 type Greeting = [u8; 1 + 2 * DIGEST];
 const DEVICE: Range<usize> = 1..1 + DIGEST;
 const PROCESS: Range<usize> = 1 + DIGEST..1 + 2 * DIGEST;
 
 impl CudaBackend {
-    /// A communicator of device memory of the ranks of `world`, if all have devices that exchange tensors, each its own. A
-    /// collective operation.
+    /// Creates a device communicator of the ranks of `world`, if every rank has a device of its own that can exchange
+    /// tensors directly. Returns `None` otherwise. A collective operation.
     ///
     /// # Errors
-    /// [`Error::Communicator`] when another rank fails, or NCCL does.
+    /// Returns [`Error::Communicator`] if another rank or NCCL fails.
     pub(crate) fn connect_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
         if world.size() == 1 {
             return Ok(None);
@@ -51,9 +53,9 @@ impl CudaBackend {
     }
 }
 
-/// What all ranks say.
+/// Gathers the greetings of all ranks.
 fn gather(world: &mut dyn Communicator, device: Option<&str>) -> communicator::Result<Vec<Greeting>> {
-    // Two hosts may have the same number for a process, or a place on the bus.
+    // Process ids and bus ids are only unique within a host.
     let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let mut mine: Greeting = [0; _];
     mine[0] = u8::from(device.is_some());

@@ -1,7 +1,8 @@
-//! Where programs run on a device, and what they launch there.
+//! The addresses that programs run at on a device, and their launches with these addresses.
 //!
-//! In: a compiled program, and where arena, key, tickets and slots lie. Out: its parts: launches in order, cut wherever the host has
-//! something to do. Never: a call of the device.
+//! - In: a compiled program, and the addresses of arena, key, tickets and slots.
+//! - Out: the program's parts. Each is a sequence of launches, and a part ends wherever the host has something to do.
+//! - Never: a call of the device.
 
 use std::ops::Range;
 
@@ -17,29 +18,29 @@ use super::device::{Device, DeviceError};
 use super::slots::slot;
 use crate::error::{Error, Result};
 
-/// Launches, each with the instruction that it is for.
+/// Launches, each with the index of the instruction that it is for.
 pub(super) type Launches = Vec<(usize, Launch)>;
 
-/// What a program does next.
+/// A part of a program, which runs without the host's intervention.
 #[derive(Debug)]
 pub(super) struct Part<L> {
-    /// The instructions.
+    /// The part's instructions.
     pub span: Range<usize>,
-    /// What is launched for them; none of one that has to do with other ranks.
+    /// Their launches; `None` for an instruction without launches, such as a message to another rank.
     pub launches: Option<L>,
 }
 
 impl<L> Part<L> {
-    /// The same with something else in the place of the launches.
+    /// Converts the launches.
     pub fn try_map<M>(self, f: impl FnOnce(L) -> Result<M>) -> Result<Part<M>> {
         Ok(Part { span: self.span, launches: self.launches.map(f).transpose()? })
     }
 }
 
-/// What is reserved is aligned to so many bytes, each piece of it.
+/// The alignment, in bytes, of the reserved range and of each area in it.
 pub(super) const ALIGNMENT: u64 = 256;
 
-/// What is at addresses.
+/// The shapes and types of the tensors at these addresses.
 pub(super) fn specs(addresses: &[Address]) -> Vec<Spec> {
     let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
     addresses.iter().map(spec).collect()
@@ -52,36 +53,36 @@ pub(super) fn refused(instruction: &Instruction) -> Error {
     }
 }
 
-/// Where a program runs, and on which part of the batch.
+/// The addresses a program runs at, and the part of the batch that it runs on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
-    /// The arena, to the end of what is reserved.
+    /// The arena, which reaches to the end of the reserved range.
     pub base: u64,
-    /// The key of a step's random numbers: the first of what is reserved.
+    /// The key of a step's random numbers, at the start of the reserved range.
     pub key: u64,
     pub tickets: u64,
-    /// The slots of what is counted.
+    /// The slots of dynamic rows.
     pub slots: u64,
     pub first_part: u64,
     pub part_stride: u64,
 }
 
 impl Place {
-    /// Before there is a device: as if the arena began at address 0.
+    /// A place without a device, with the arena at address 0.
     pub const NOWHERE: Self = Self { base: 0, key: 0, tickets: 0, slots: 0, first_part: 0, part_stride: 1 };
 
-    /// Has a device's memory reach to this offset of the arena.
+    /// Extends a device's memory up to this offset of the arena.
     pub fn reach(&self, device: &mut dyn Device, offset: u64) -> Result<(), DeviceError> {
         device.extend(self.base - self.key + offset)
     }
 
-    /// All that a program does, in parts that are as long as may be: what stands between other ranks, counts, and instructions that are
-    /// left out in some runs.
+    /// Divides a program into the longest possible parts. A new part begins at messages to other ranks, after row
+    /// counts, and where instructions that only run in some runs begin or end.
     pub fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
         self.cut(program, |before, at| before.predicate == at.predicate && before.counts.is_none())
     }
 
-    /// All that a program does, each instruction by itself.
+    /// Divides a program into one part per instruction.
     pub fn single_parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
         self.cut(program, |_, _| false)
     }
@@ -117,7 +118,7 @@ impl Place {
         Ok(parts)
     }
 
-    /// What an instruction launches; none if there are no kernels for it, or its scratch is not theirs.
+    /// The launches of an instruction; `None` if it has no kernels, or its scratch is smaller than theirs.
     fn of(&self, instruction: &Instruction) -> Option<Vec<Launch>> {
         let InstrKind::Compute(op) = &instruction.kind else { return None };
         let operand = |of: &Address| {
@@ -126,7 +127,7 @@ impl Place {
         };
         let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Vec<_>>();
         let inputs = instruction.inputs.iter().map(|input| (&input.layout, input.dtype));
-        // A program that was lowered for the CPU has other scratch, which kernels would write beyond.
+        // A program that was lowered for the CPU has other scratch, and kernels would write past its end.
         let needed = launches::workspace(&**op, inputs, &specs(&instruction.outputs));
         let given = instruction.workspace.iter().map(|piece| piece.bytes);
         if needed.len() != given.len() || needed.iter().zip(given).any(|(&needed, given)| needed > given) {
@@ -147,7 +148,7 @@ impl Place {
             },
         };
         let launches = launches::launches(&**op, &operands)?;
-        // Others would take a slot for a tensor.
+        // Other kernels would mistake the slot's address for the tensor's.
         let reads_slots = |launch: &Launch| matches!(launch, Launch::Kernel(kernel) if kernel.family.reads_slots());
         let has_slots = operands.inputs.iter().chain(operands.outputs).any(Operand::has_slot);
         (!has_slots || launches.iter().all(reads_slots)).then_some(launches)

@@ -1,4 +1,4 @@
-//! What each instruction of a program launches, reads, writes and computes, and how long it takes on a device.
+//! The launches of each instruction of a program: the bytes they move, their arithmetic, and their time on a device.
 
 use std::ops::{Deref, Range};
 use std::time::Duration;
@@ -12,49 +12,51 @@ use super::place::{Launches, Part, Place, specs};
 use crate::error::Result;
 use crate::session::RunOptions;
 
-/// One launch of an instruction, by itself.
+/// One launch of an instruction.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct LaunchWork {
     /// The kernel's name, or `product` with its extents `m×n×k`.
     pub name: String,
-    /// Whether it is a product of matrices.
+    /// True for a matrix product.
     pub is_product: bool,
-    /// Whether every extent and pitch of a product is a multiple of 8 elements along which they are contiguous; true for kernels.
+    /// True if every extent and pitch of a product is a multiple of 8 elements along the contiguous dimension; always
+    /// true for kernels.
     pub is_aligned: bool,
-    /// Arithmetic.
+    /// Floating-point operations.
     pub flops: u64,
-    /// Bytes that it reads and writes. Kernels of one instruction share equally what its products leave.
+    /// Bytes read and written. The kernels of one instruction share equally the bytes that its products do not account
+    /// for.
     pub bytes: u64,
 }
 
-/// What an instruction has to do, or several that are launched together.
+/// The work of an instruction, or of several that are launched together.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct Work {
     /// The operation's name.
     pub operation: &'static str,
-    /// The layer that it belongs to.
+    /// The layer of the operation.
     pub layer: String,
     /// The micro-batch.
     pub micro_batch: u32,
-    /// What is launched for it, in order.
+    /// Its launches, in order.
     pub launches: Vec<LaunchWork>,
-    /// Arithmetic (`Op::flops`).
+    /// Floating-point operations (`Op::flops`).
     pub flops: u64,
-    /// Bytes that it reads and writes (`Op::bytes_moved`).
+    /// Bytes read and written (`Op::bytes_moved`).
     pub bytes: u64,
 }
 
-/// How long it took.
+/// An instruction's work with its measured time.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct Timed {
-    /// What it had to do.
+    /// The work.
     #[serde(flatten)]
     pub work: Work,
-    /// From the end of what came before it to the end of its last launch.
+    /// Time from the end of the previous instruction to the end of this one's last launch.
     pub time: Duration,
-    /// The same for each of its launches.
+    /// The time of each launch.
     pub times: Vec<Duration>,
-    /// For each launch that is a product, the algorithm of the library, where the device says so.
+    /// The library's algorithm for each launch that is a product, if the device reports it.
     pub algorithms: Vec<Option<String>>,
 }
 
@@ -67,7 +69,8 @@ impl Deref for Timed {
 }
 
 impl Work {
-    /// Of instructions that are launched as the first of them; none if that computes nothing.
+    /// The work of instructions that are launched together, named after the first of them; `None` if they compute
+    /// nothing.
     fn of(instructions: &[Instruction], launches: &[Launch]) -> Option<Self> {
         let operations = instructions.iter().filter_map(|instruction| match &instruction.kind {
             InstrKind::Compute(op) => Some((op, instruction)),
@@ -86,13 +89,14 @@ impl Work {
         Some(Self { operation, layer, micro_batch, launches: each(launches, flops, bytes, again), flops, bytes })
     }
 
-    /// The names of what is launched.
+    /// The names of its launches.
     pub fn kernels(&self) -> impl Iterator<Item = &str> {
         self.launches.iter().map(|launch| &*launch.name)
     }
 }
 
-/// The launches of an instruction with its arithmetic, its operands' bytes, and the bytes that its kernels move besides.
+/// The work of each launch of an instruction. `flops` and `bytes` are the instruction's totals, `again` the bytes that
+/// its kernels move besides the operands.
 fn each(launches: &[Launch], flops: u64, bytes: u64, again: u64) -> Vec<LaunchWork> {
     let products = || {
         launches.iter().filter_map(|launch| if let Launch::Product(product) = launch { Some(product) } else { None })
@@ -119,14 +123,15 @@ fn each(launches: &[Launch], flops: u64, bytes: u64, again: u64) -> Vec<LaunchWo
     launches.iter().map(each).collect()
 }
 
-/// Launches of one part of a program, up to the instruction `end`: each instruction's own together, with those that are launched as it.
+/// Groups the launches of a part by instruction. The part ends before the instruction `end`. Instructions that share
+/// the launches of an earlier one are in its group.
 fn by_instruction(launches: Launches, end: usize) -> Vec<(Range<usize>, Vec<Launch>)> {
     let mut groups: Vec<(Range<usize>, Vec<Launch>)> = Vec::new();
     for (of, launch) in launches {
         match groups.last_mut() {
             Some((span, group)) if span.start == of => group.push(launch),
             last => {
-                // Up to the next one that has launches of its own, others have theirs among them.
+                // The group ends at the next instruction that has launches of its own.
                 if let Some((span, _)) = last {
                     span.end = of;
                 }
@@ -137,10 +142,10 @@ fn by_instruction(launches: Launches, end: usize) -> Vec<(Range<usize>, Vec<Laun
     groups
 }
 
-/// A part's instructions, and the launches of each.
+/// The instructions of a part, and the launches of each.
 type Groups = (Vec<Range<usize>>, Vec<Vec<Launch>>);
 
-/// The parts of a program, and what each instruction of them launches.
+/// The parts of a program, with launches grouped by instruction.
 fn grouped(place: &Place, program: &CompiledProgram) -> Result<Vec<Part<Groups>>> {
     let grouped = |part: Part<Launches>| {
         let end = part.span.end;
@@ -150,13 +155,14 @@ fn grouped(place: &Place, program: &CompiledProgram) -> Result<Vec<Part<Groups>>
 }
 
 impl CudaBackend {
-    /// What each program of an executable has to do on a device, in order, but for messages; known without one.
+    /// The work of each program of an executable on a device, in order, without messages. No device is needed.
     ///
     /// # Errors
-    /// [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), as [`Session::on_cuda`](crate::Session::on_cuda).
+    /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) under the same conditions as
+    /// [`Session::on_cuda`](crate::Session::on_cuda).
     pub fn work(executable: &Executable) -> Result<Vec<Vec<Work>>> {
         let of_program = |program: &CompiledProgram| -> Result<Vec<Work>> {
-            // What is only done if rows were let go is not counted.
+            // Instructions that only run if rows were evicted are not counted.
             let parts = grouped(&Place::NOWHERE, program)?.into_iter();
             let parts = parts.filter(|part| program.instructions[part.span.start].predicate.is_none());
             let groups =

@@ -1,29 +1,30 @@
-//! What a kernel takes of a multiprocessor: registers, stack, spills, shared memory.
+//! The resources of a multiprocessor that a kernel uses: registers, stack, spills, shared memory.
 //!
-//! In: NVRTC's log, into which its assembler writes with `--ptxas-options=-v`. Out: a line of figures for each kernel. Never: a
-//! guess, where the assembler says nothing of a kernel.
+//! - In: NVRTC's log, to which its assembler writes with `--ptxas-options=-v`.
+//! - Out: the figures of each kernel.
+//! - Never: figures for a kernel that the log does not mention.
 
 use serde::Serialize;
 
-/// What the assembler reserved for one kernel.
+/// The resources that the assembler reserved for one kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Resources {
     /// The kernel's name.
     pub kernel: String,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Local memory of a thread: arrays that are indexed, and what was spilled.
+    /// Local memory per thread: arrays that are indexed, and spilled registers.
     pub stack_bytes: u32,
-    /// Bytes that a thread writes to local memory for want of registers, in its functions together.
+    /// Bytes per thread of spill stores, summed over the kernel's functions.
     pub spill_store_bytes: u32,
-    /// Bytes that it reads back.
+    /// Bytes per thread of spill loads, summed over the kernel's functions.
     pub spill_load_bytes: u32,
-    /// Shared memory of a block that the source declares. What a launch asks for comes on top.
+    /// Shared memory per block that the source declares; dynamic shared memory comes on top.
     pub shared_bytes: u32,
 }
 
 impl Resources {
-    /// The kernels that a log tells of, in its order.
+    /// Reads the resources of all kernels from a log, in the log's order.
     pub(super) fn of_log(log: &str) -> Vec<Self> {
         let mut kernels: Vec<Self> = Vec::new();
         for line in log.lines() {
@@ -39,7 +40,7 @@ impl Resources {
                 });
             }
             let Some(last) = kernels.last_mut() else { continue };
-            // Of the kernel, and of functions of it that were not inlined.
+            // These lines are for the kernel itself and for its functions that were not inlined.
             if line.contains("bytes stack frame") {
                 last.stack_bytes = last.stack_bytes.max(before(line, " bytes stack frame"));
                 last.spill_store_bytes += before(line, " bytes spill stores");
@@ -54,7 +55,7 @@ impl Resources {
     }
 }
 
-/// The number in front of some words; 0 where they are not.
+/// The number before some words; 0 if the line does not contain them.
 fn before(line: &str, words: &str) -> u32 {
     let number = line.split_once(words).and_then(|(front, _)| front.rsplit(' ').next());
     number.and_then(|number| number.parse().ok()).unwrap_or(0)

@@ -1,7 +1,9 @@
 //! A run of a program on a device, part by part.
 //!
-//! In: parts, and what is to be done with the launches of each. Out: messages exchanged, counts read, places found in between. Never: a
-//! decision that [`Routed`](crate::routed::Routed) does not make, as on the CPU; or a wait for the device before what it waits for has come.
+//! - In: the parts, and a function that starts the launches of each.
+//! - Out: between the parts, messages are exchanged, row counts are read and dynamic buffers are placed.
+//! - Never: a decision of its own about dynamic buffers, which [`Routed`](crate::routed::Routed) makes as on the CPU;
+//!   or a wait for the device before the messages that the device waits for have arrived.
 
 use std::ops::Range;
 
@@ -19,10 +21,10 @@ use crate::error::{Error, Result};
 use crate::routed::{Refusal, not_finite_before};
 use crate::session::RunOptions;
 
-/// What runs programs.
+/// The state that is needed to run programs.
 #[derive(Debug)]
 pub(super) struct Runner {
-    /// First to be dropped: communicators may use the device's stream and memory.
+    /// Dropped first, because communicators may use the device's stream and memory.
     pub staging: Staging,
     pub device: Box<dyn Device>,
     pub place: Place,
@@ -30,8 +32,8 @@ pub(super) struct Runner {
 }
 
 impl Runner {
-    /// Goes through the parts of a program. `launch` is called with each that is not left out: it starts the launches of those that have
-    /// such; what others have to do with other ranks was started.
+    /// Runs the parts of a program, and calls `launch` for each part that is not skipped. It must start the part's
+    /// launches, if there are any. The messages of a part without launches have been started before the call.
     pub fn go_through<L>(
         &mut self,
         executable: &Executable,
@@ -75,36 +77,37 @@ pub(super) struct Run<'r> {
 }
 
 impl Run<'_> {
-    /// Waits until everything has come that the device was left to wait for: to be called before the host waits for the device.
+    /// Waits until all messages have arrived that the device waits for. Must be called before the host waits for the
+    /// device.
     pub fn settle(&mut self) -> Result<()> {
         self.exchanging.settle()
     }
 
-    /// Where operands lie now.
+    /// The current addresses of operands.
     pub fn located(&self) -> Located<'_> {
         self.slots.located()
     }
 
-    /// What is known of an error among what was recorded: nobody knows which of the launches failed.
+    /// Describes an error of a recorded program, of which it is not known which launch failed.
     pub fn at_once(&self, error: DeviceError) -> DeviceError {
         error.during(&format!("{}, all at once (compute-sanitizer names the kernel)", self.program.name))
     }
 
-    /// Waits for the end of all that was started.
+    /// Waits until everything started is done.
     fn finish(&mut self) -> Result<()> {
         let settled = self.settle();
-        // A kernel that failed is heard of by whoever asks the driver first.
+        // The driver reports a kernel's failure at the next call, so it is described here.
         self.device.wait().map_err(|error| self.at_once(error))?;
         settled
     }
 
-    /// Copies bytes to the device, behind all that was started.
+    /// Copies bytes to the device, after everything started before.
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
         self.settle()?;
         Ok(self.device.write(address, bytes).map_err(|error| self.at_once(error))?)
     }
 
-    /// Copies bytes from the device, behind all that was started.
+    /// Copies bytes from the device, after everything started before.
     fn read<const N: usize>(&mut self, address: u64) -> Result<[u8; N]> {
         self.settle()?;
         let mut bytes = [0; N];
@@ -112,8 +115,8 @@ impl Run<'_> {
         Ok(bytes)
     }
 
-    /// Finds places for what instructions are the first to write, each when those in front of it have given theirs back: on the device
-    /// they run one after another, too.
+    /// Places the dynamic buffers of instructions, in order. Each is placed after those of earlier instructions have
+    /// been released, which is valid because the device runs the instructions in the same order.
     fn find_places(&mut self, span: Range<usize>) -> Result<()> {
         for instruction in &self.program.instructions[span.clone()] {
             if let Err(refusal) = self.slots.routed.place(instruction) {
@@ -128,7 +131,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Why there is no room for an instruction, when those in front of `begun` have run.
+    /// The error for an instruction whose buffers do not fit. Instructions before `begun` have run; if one of them had
+    /// a non-finite result, that is reported instead.
     fn refused(&mut self, refusal: Refusal, instruction: &Instruction, begun: usize) -> Error {
         if let Err(error) = self.settle() {
             return error;
@@ -144,10 +148,10 @@ impl Run<'_> {
         }
     }
 
-    /// Does what an instruction without launches has to do.
+    /// Runs an instruction without launches.
     fn exchange(&mut self, instruction: &Instruction) -> Result<()> {
         match instruction.kind {
-            // Of tensors of nothing.
+            // An operation on empty tensors.
             InstrKind::Compute(_) => {}
             InstrKind::Vote(_) => {
                 let without = self.slots.routed.offer(instruction);
@@ -165,7 +169,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Reads what the last instruction of a part has counted.
+    /// Reads the row count that the last instruction of a part has computed.
     fn count(&mut self, instruction: &Instruction) -> Result<()> {
         let Some(count) = instruction.counts else { return Ok(()) };
         let (at, bytes) = self.located().of(&instruction.outputs[0]);
@@ -175,7 +179,7 @@ impl Run<'_> {
     }
 }
 
-/// Whether all numbers of a tensor are finite, if it has such.
+/// True if all elements of a tensor are finite, or it is not a float tensor.
 pub(super) fn is_finite(device: &dyn Device, located: Located<'_>, address: &Address) -> Result<bool> {
     let (at, len) = located.of(address);
     if !address.dtype.is_float() || len == 0 {

@@ -1,4 +1,4 @@
-//! A session's questions to its GPU.
+//! The parts of a session's interface that need a GPU.
 
 use std::any::Any;
 
@@ -9,7 +9,7 @@ use super::{CudaBackend, DeviceMemory, Timed};
 use crate::error::Result;
 use crate::session::{RunOptions, Session};
 
-/// What only a GPU can do; nothing of a session on the CPU.
+/// Methods that only have an effect on a GPU; they return `None` on the CPU.
 impl Session {
     fn on_gpu(&self) -> Option<&CudaBackend> {
         (&self.backend as &dyn Any).downcast_ref()
@@ -20,28 +20,28 @@ impl Session {
         Some((&self.executable, backend))
     }
 
-    /// What of the device's memory is in use, and for what.
+    /// The use of the device's memory; `None` on the CPU.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
+    /// Returns [`Error::Device`](crate::Error::Device) if the driver fails.
     pub fn device_memory(&self) -> Result<Option<DeviceMemory>> {
         self.on_gpu().map(CudaBackend::memory).transpose()
     }
 
-    /// A communicator of device memory of the ranks of `world`, if all have devices that exchange tensors, each its own. A
-    /// collective operation.
+    /// Creates a device communicator of the ranks of `world`, if every rank has a device of its own that can exchange
+    /// tensors directly. Returns `None` otherwise. A collective operation.
     ///
     /// # Errors
-    /// [`Error::Communicator`](crate::Error::Communicator) when another rank fails, or NCCL does.
+    /// Returns [`Error::Communicator`](crate::Error::Communicator) if another rank or NCCL fails.
     pub fn connect_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
         self.on_gpu_mut().map_or(Ok(None), |(_, gpu)| gpu.connect_devices(world))
     }
 
-    /// Runs a program as [`Self::run`] does, and says how long each instruction took: on a stream instead of as a graph. Updates that
-    /// are launched together are one.
+    /// Runs a program as [`Self::run`] does, but launch by launch instead of as a graph, and returns the time of each
+    /// instruction. Updates that are launched together have one entry. Returns `None` on the CPU.
     ///
     /// # Errors
-    /// As [`Self::run`].
+    /// The same as [`Self::run`].
     pub fn profile(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<Vec<Timed>>> {
         self.on_gpu_mut().map(|(executable, gpu)| gpu.profile(executable, id, options)).transpose()
     }

@@ -1,7 +1,10 @@
-//! Where counted rows lie on a device while a program runs: places that are found as on the CPU, and a table of them in device memory,
-//! of which launches have the addresses.
+//! The addresses of dynamic rows on a device while a program runs. They are found as on the CPU, and stored in a table
+//! of slots in device memory. Launches are recorded with the addresses of slots, and read the rows' addresses from
+//! there.
 //!
-//! In: instructions, in the order in which they run. Out: slots, as `slots.cuh` reads them, and addresses. Never: a call of the device.
+//! - In: instructions, in the order in which they run.
+//! - Out: slots in the format that `slots.cuh` reads, and addresses.
+//! - Never: a call of the device.
 
 use std::ops::Range;
 
@@ -14,21 +17,21 @@ use gapless_kernels::cuda::launch::SLOT;
 use super::place::Place;
 use crate::routed::Routed;
 
-/// What the device reads of a place: address and bytes.
+/// One entry of the table in device memory: address and bytes.
 type Slot = [u64; 2];
 
-/// The places of one run after another, and their slots.
+/// The places of dynamic rows in the current run, and their slots.
 #[derive(Debug)]
 pub(super) struct Slots {
     pub routed: Routed,
-    /// What is to be in device memory.
+    /// The table's contents.
     slots: Vec<Slot>,
-    /// Which of them are not there yet.
+    /// Entries that are not in device memory yet.
     changed: Range<usize>,
     place: Place,
 }
 
-/// Where operands lie now.
+/// The current addresses of operands.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Located<'r> {
     base: u64,
@@ -36,7 +39,7 @@ pub(super) struct Located<'r> {
 }
 
 impl Located<'_> {
-    /// The first byte of an operand, and its number of bytes.
+    /// An operand's address and its bytes.
     pub fn of(&self, address: &Address) -> (u64, usize) {
         let (offset, span) = self.places.find(address);
         (self.base + offset, span * address.dtype.size_in_bytes())
@@ -52,15 +55,15 @@ fn requests(executable: &Executable) -> usize {
     executable.routing().map_or(0, |plan| plan.requests().len())
 }
 
-/// The address of an operand's slot in a table, as kernels are given it.
+/// The address of an operand's slot in a table, tagged as such for kernels.
 pub(super) fn slot(table: u64, counted: CountedAddress) -> u64 {
     SLOT | (table + u64::from(counted.request) * size_of::<Slot>() as u64)
 }
 
 impl Slots {
-    /// For the programs of an executable, run one at a time.
+    /// Creates the slots of an executable, whose programs run one at a time.
     pub fn new(executable: &Executable, place: Place) -> Self {
-        // Rows outside of the arena are in memory that goes on behind it.
+        // Rows outside of the arena are in memory mapped after it.
         let routed = Routed::new(executable, OverflowHeap::elsewhere());
         let slots = vec![[0; 2]; requests(executable)];
         Self { routed, changed: 0..slots.len(), slots, place }
@@ -70,7 +73,7 @@ impl Slots {
         Located { base: self.place.base, places: self.routed.places() }
     }
 
-    /// Notes where what an instruction asks for has its place.
+    /// Updates the slots of the buffers that an instruction is the first to write.
     pub fn note(&mut self, instruction: &Instruction) {
         let Places { offsets, rows, .. } = self.routed.places();
         for asked in &*instruction.requests {
@@ -84,7 +87,7 @@ impl Slots {
         }
     }
 
-    /// What has changed since this was last asked: where it is to be written, and what.
+    /// The table's changes since the last call: address and bytes to write.
     pub fn changes(&mut self) -> Option<(u64, Vec<u8>)> {
         let changed = std::mem::take(&mut self.changed);
         let at = self.place.slots + (changed.start * size_of::<Slot>()) as u64;

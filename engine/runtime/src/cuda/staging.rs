@@ -1,8 +1,10 @@
-//! What goes to other ranks and comes from them: from device to device where the communicators can, else by way of the host.
+//! Tensors on their way to and from other ranks: from device to device if the communicators support it, otherwise
+//! through host memory.
 //!
-//! In: the instructions of programs that send, receive, sum and gather. Out: requests to the communicators; and, by way of the host, their
-//! operands in host memory, each from the start of a message to its wait at a planned place. Never: host memory that was not planned
-//! before the first step.
+//! - In: instructions that send, receive, sum and gather.
+//! - Out: requests to the communicators. Through the host, their operands have copies in host memory from the start of
+//!   a message to its wait, at planned places.
+//! - Never: host memory that was not planned before the first step.
 
 use gapless_alloc::{Buffer, Options, Problem};
 use gapless_communicator::CommunicatorError;
@@ -16,51 +18,52 @@ use super::slots::Located;
 use crate::error::{Error, Result};
 use crate::transfers::{Bytes, NO_COMMUNICATOR, Operands, RunGuard, Transfers};
 
-/// Alignment of all that is staged.
+/// Alignment of all copies in host memory.
 const ALIGNMENT: u64 = size_of::<u64>() as u64;
 
-/// What planning it may cost: host memory is plenty, so that a plan need not be the best.
+/// The work limit of the planner. Host memory is plentiful, so the plan need not be the best.
 const PLANNING: u64 = 1 << 20;
 
-/// The ways to the other ranks, and the memory that is lent to them.
+/// The communicators, and the host memory that is lent to them.
 #[derive(Debug, Default)]
 pub(super) struct Staging {
-    /// First to be dropped: what is under way reads and writes the memory.
+    /// Dropped first, because running transfers use the memory.
     transfers: Transfers,
     memory: Vec<u64>,
-    /// By program and request.
+    /// Operands lent to communicators, indexed by program and request.
     lent: Vec<Vec<Lent>>,
 }
 
-/// What a run exchanges.
+/// The messages of one run.
 pub(super) struct Exchanging<'s> {
     guard: RunGuard<'s>,
-    /// The first byte of the host memory: others write to what is lent of it.
+    /// The first byte of the host memory. Communicators write to the ranges lent to them, so this is a raw pointer.
     memory: *mut u8,
-    /// By request of the program.
+    /// Operands lent to communicators, indexed by request of the program.
     lent: &'s [Lent],
 }
 
-/// What a request reads and writes.
+/// The operands of one request.
 #[derive(Debug, Default)]
 struct Lent {
-    /// What it reads, as the collective counts its inputs.
+    /// Tensors it reads, in the order of the collective's inputs.
     inputs: [Option<Operand>; 2],
-    /// What it writes.
+    /// The tensor it writes.
     output: Option<Operand>,
-    /// Whether it reads that as well.
+    /// True if it reads the output as well.
     reads_output: bool,
-    /// Where the rows of each rank start that are sent, and that come: for the host to read in any case.
+    /// Row offsets per rank, of the rows sent and of the rows received. They are always copied to the host, which reads
+    /// them.
     starts: [Option<Operand>; 2],
     /// Bytes of a row.
     row_bytes: usize,
 }
 
-/// A tensor of the arena.
+/// A tensor in the arena.
 #[derive(Debug)]
 struct Operand {
     address: Address,
-    /// Byte offset of its copy in host memory; none if it is lent where it lies.
+    /// Byte offset of its copy in host memory; `None` if the communicator uses the tensor itself.
     at: Option<u64>,
 }
 
@@ -69,14 +72,14 @@ impl Operand {
         Self { address: address.clone(), at: None }
     }
 
-    /// Its bytes; of counted rows, the most that there may be.
+    /// The tensor's bytes; for dynamic rows, their maximum.
     fn bytes(&self) -> usize {
         self.address.span * self.address.dtype.size_in_bytes()
     }
 }
 
 impl Lent {
-    /// What an instruction lends that starts a message or a collective.
+    /// The operands that an instruction lends when it starts a message or a collective.
     fn of(instruction: &Instruction) -> Self {
         let Instruction { inputs, outputs, .. } = instruction;
         let input = |index: usize| inputs.get(index).map(Operand::new);
@@ -95,7 +98,7 @@ impl Lent {
         }
     }
 
-    /// What has a copy in host memory.
+    /// The operands that have a copy in host memory.
     fn staged(&mut self, is_on_device: bool) -> impl Iterator<Item = &mut Operand> {
         let lent = self.inputs.iter_mut().chain([&mut self.output]).flatten();
         lent.filter(move |_| !is_on_device).chain(self.starts.iter_mut().flatten())
@@ -114,10 +117,10 @@ fn requests(work: &InstrKind) -> [Option<usize>; 2] {
 }
 
 impl Staging {
-    /// Given the ways to the other ranks, plans the host memory of an executable's programs, of which one runs at a time.
+    /// Plans the host memory of an executable's programs, of which one runs at a time.
     ///
     /// # Errors
-    /// [`Error::NoHostMemory`].
+    /// Returns [`Error::NoHostMemory`] if the copies need more host memory than is available.
     pub fn new(executable: &Executable, transfers: Transfers) -> Result<Self> {
         let is_on_device = transfers.are_on_device();
         let mut all: Vec<Vec<Lent>> = Vec::new();
@@ -130,7 +133,7 @@ impl Staging {
                 let [Some(request), _] = requests(&instruction.kind) else { continue };
                 let mut of = Lent::of(instruction);
                 for operand in of.staged(is_on_device) {
-                    // For now the number of its buffer.
+                    // For now, `at` is the index of the buffer.
                     operand.at = Some(buffers.len() as u64);
                     let lifetime = tick + index as u64..tick + ends[request] as u64 + 1;
                     buffers.push(Buffer::new(lifetime, operand.bytes() as u64).aligned(ALIGNMENT));
@@ -157,15 +160,15 @@ impl Staging {
         Ok(Self { transfers, memory, lent: all })
     }
 
-    /// For a run of a program.
+    /// Begins a run of a program.
     ///
     /// # Errors
-    /// [`Error::Communicator`] after one has failed.
+    /// Returns [`Error::Communicator`] if a communicator has failed before.
     pub fn run(&mut self, program: usize) -> Result<Exchanging<'_>> {
         let Self { transfers, memory, lent } = self;
         let guard = transfers.guard();
         guard.transfers.follow(program).map_err(|source| failed("a run's beginning", source))?;
-        // Nothing is lent before it is connected to other ranks.
+        // Before `Backend::connect`, there is nothing to lend.
         let lent = lent.get(program).map_or(&[][..], Vec::as_slice);
         Ok(Exchanging { guard, memory: memory.as_mut_ptr().cast(), lent })
     }
@@ -176,7 +179,7 @@ fn failed(instruction: impl Into<String>, source: CommunicatorError) -> Error {
 }
 
 impl Exchanging<'_> {
-    /// Ends the run as it ended.
+    /// Ends the run. If it failed, the other ranks are told why.
     pub fn end<T>(self, ended: Result<T>) -> Result<T> {
         if let Err(error) = &ended {
             self.guard.transfers.give_up(&error.to_string());
@@ -185,29 +188,30 @@ impl Exchanging<'_> {
         ended
     }
 
-    /// Waits until everything has come that the device was left to wait for: before the host waits for the device, which would
-    /// never hear of a rank that has failed.
+    /// Waits until all messages have arrived that the device waits for. The host calls this before it waits for the
+    /// device, because the device would wait forever for a rank that has failed.
     ///
     /// # Errors
-    /// [`Error::Communicator`] when another rank fails.
+    /// Returns [`Error::Communicator`] if another rank fails.
     pub fn settle(&mut self) -> Result<()> {
         self.guard.transfers.settle().map_err(|source| failed("messages of the step", source))
     }
 
-    /// Does what an instruction has to do with other ranks, with its operands where they are now, behind all that was started before.
+    /// Runs an instruction that exchanges tensors with other ranks, with its operands at their current addresses, after
+    /// everything started before.
     ///
     /// # Errors
-    /// [`Error::Device`]; [`Error::Communicator`] when another rank fails.
+    /// Returns [`Error::Device`] if the driver fails, and [`Error::Communicator`] if another rank fails.
     pub fn exchange(&mut self, instruction: &Instruction, device: &mut dyn Device, located: Located<'_>) -> Result<()> {
         let [starts, ends] = requests(&instruction.kind);
         let Some(request) = starts.or(ends) else { unreachable!("asked for what has to do with other ranks alone") };
         let failed = |source| failed(instruction.describe(), source);
         let lent = self.lent.get(request).ok_or(NO_COMMUNICATOR).map_err(failed)?;
-        // SAFETY: the plan has room for it there, and gives the room to nobody else until the request has ended.
+        // SAFETY: the plan reserves this range for the operand until the request has ended.
         let place = |at: u64| unsafe { self.memory.add(at as usize) };
         let on_device = |operand: &Operand| located.of(&operand.address).0;
         let bytes = |operand: &Operand| -> Bytes {
-            // A count that is wrong reaches no further than what was planned.
+            // Limit the range to the planned bytes, in case a count is wrong.
             let (start, bytes) = located.of(&operand.address);
             let at = operand.at.map_or_else(|| std::ptr::with_exposed_provenance_mut(start as usize), place);
             (at, bytes.min(operand.bytes()))
@@ -218,7 +222,7 @@ impl Exchanging<'_> {
             let read = lent.inputs.iter().chain(&lent.starts).flatten().chain(read_as_well);
             for operand in read.filter(|operand| operand.at.is_some()) {
                 self.guard.transfers.settle().map_err(failed)?;
-                // SAFETY: as above; nothing of it is lent yet.
+                // SAFETY: as above; the copy is not lent yet.
                 let host = unsafe { as_slice(bytes(operand)) };
                 device.read(on_device(operand), host).map_err(during)?;
             }
@@ -226,7 +230,7 @@ impl Exchanging<'_> {
         match &instruction.kind {
             InstrKind::Collective(collective, _) => {
                 let starts = lent.starts.each_ref().map(|starts| match starts {
-                    // SAFETY: as above; numbers of rows are u32, and aligned.
+                    // SAFETY: as above; row offsets are u32, and aligned.
                     Some(starts) => unsafe {
                         std::slice::from_raw_parts(bytes(starts).0.cast_const().cast(), starts.address.span)
                     },
@@ -241,7 +245,7 @@ impl Exchanging<'_> {
                     Some(_) => unsafe { as_slice((start, bytes)) }.fill(0),
                     None => cleared = device.clear(start.expose_provenance() as u64, bytes),
                 };
-                // SAFETY: as above; what is lent is left alone until the request is finished.
+                // SAFETY: as above; lent memory is not touched until the request is finished.
                 unsafe { self.guard.transfers.begin(*collective, request, &operands, clear) }.map_err(failed)?;
                 cleared.map_err(during)?;
             }
@@ -252,12 +256,12 @@ impl Exchanging<'_> {
                 };
                 let operand = lent.inputs[0].as_ref().or(lent.output.as_ref());
                 let operand = || bytes(operand.expect("a message has an operand"));
-                // SAFETY: as above; what is lent is left alone until the message's wait.
+                // SAFETY: as above; lent memory is not touched until the message's wait.
                 unsafe { self.guard.transfers.transfer(work, message, operand) }.map_err(failed)?;
             }
         }
         if let (Some(_), Some(output)) = (ends, lent.output.as_ref().filter(|output| output.at.is_some())) {
-            // SAFETY: as above; it is not lent any more.
+            // SAFETY: as above; the copy is no longer lent.
             let host = unsafe { as_slice(bytes(output)) };
             device.write(on_device(output), host).map_err(during)?;
         }
@@ -265,16 +269,16 @@ impl Exchanging<'_> {
     }
 }
 
-/// Bytes of the host.
+/// A slice of host memory.
 ///
 /// # Safety
-/// They are there, and nobody else reads or writes them meanwhile.
+/// The bytes must be valid, and not be read or written through another pointer meanwhile.
 unsafe fn as_slice<'a>((start, bytes): Bytes) -> &'a mut [u8] {
-    // SAFETY: by this function's contract.
+    // SAFETY: the caller guarantees it.
     unsafe { std::slice::from_raw_parts_mut(start, bytes) }
 }
 
-/// The instruction that ends each of a program's requests.
+/// The index of the instruction that ends each of a program's requests.
 fn ends(program: &CompiledProgram) -> Vec<usize> {
     let mut ends = vec![program.instructions.len(); program.requests];
     for (index, instruction) in program.instructions.iter().enumerate() {

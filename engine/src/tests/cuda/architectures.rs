@@ -1,11 +1,12 @@
-//! All families compile, and of generated kernels one for every kind of operand. The models' own kernels: `gpu compile` (benches/gpu).
+//! Compiles all kernel families, and generated kernels that cover every kind of operand, for each architecture. `gpu
+//! compile` (benches/gpu) compiles the models' own kernels.
 
 use rayon::prelude::*;
 
 use super::fused::generated;
 use crate::cuda::{Architecture, Cache, Family, Nvrtc};
 
-/// Bytes that a thread of a kernel may write to local memory, or read back, for want of registers: what `gpu compile` lets pass.
+/// Limit of a thread's spill stores and loads, in bytes; the same as in `gpu compile`.
 const MOST_SPILLED: u32 = 8;
 
 #[test]
@@ -13,18 +14,18 @@ fn kernels_compile_for_every_architecture() {
     let nvrtc = match Nvrtc::load(None) {
         Ok(nvrtc) => nvrtc,
         Err(error) => {
-            // Whoever names a library has one.
+            // If a library was named explicitly, it must be usable.
             assert!(std::env::var_os("GAPLESS_NVRTC_LIBRARY").is_none(), "{error}");
             return gapless_testing::not_checked(error);
         }
     };
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(folder.path());
-    // .ci/kernels says for which.
+    // .ci/kernels sets the architectures.
     let architectures = std::env::var("GAPLESS_TEST_ARCHITECTURES").unwrap_or_else(|_| "sm_80,sm_90,sm_100".into());
     let architectures: Vec<Architecture> = architectures.split(',').map(|name| name.parse().unwrap()).collect();
     let mut families: Vec<Family> = Family::ALL.iter().copied().chain(generated()).collect();
-    // The longest first, so that none of them is left over when the others are done.
+    // The longest sources first, so that all threads finish at about the same time.
     families.sort_by_key(|family| std::cmp::Reverse(family.source().len()));
     let of_all = |&family| architectures.iter().map(move |&architecture| (family, architecture));
     let jobs: Vec<(Family, Architecture)> = families.iter().flat_map(of_all).collect();
@@ -40,7 +41,7 @@ fn kernels_compile_for_every_architecture() {
             assert!(kernel.registers > 0, "for {architecture}: {kernel:?}");
             assert!(kernel.spill_store_bytes.max(kernel.spill_load_bytes) <= most, "for {architecture}: {kernel:?}");
         }
-        // What is kept is used.
+        // The code is now in the cache.
         assert!(cache.load(nvrtc, family, architecture).unwrap().starts_with(b"\x7fELF"));
     });
     let entries = std::fs::read_dir(folder.path()).unwrap().count();

@@ -1,4 +1,4 @@
-//! attention.cu, and with bf16 attention_tensor_cores.cu.
+//! attention.cu and, for bf16, attention_tensor_cores.cu.
 
 use gapless_testing::few;
 
@@ -6,7 +6,7 @@ use super::judge::check;
 use crate::Tensor;
 use crate::ops::Attention;
 
-/// Tokens below, at and above those of tiles; heads of all forms and of odd sizes; heads that share keys; more keys than
+/// Token counts below, at and above the tile size; all tile forms and odd head sizes; shared key heads; more keys than
 /// queries.
 #[test]
 fn forward_and_backward() {
@@ -18,7 +18,7 @@ fn forward_and_backward() {
         (1, 3, 1, 20, 20, 64),
         (1, 2, 1, 35, 35, 80),
         (1, 2, 2, 18, 33, 130),
-        // More than a block of tensor cores has, and sizes that can be moved 16 bytes at a time.
+        // More tokens than a block of the tensor-core kernels has, and sizes that are moved 16 bytes at a time.
         (1, 2, 1, 140, 140, 16),
         (1, 1, 1, 66, 130, 104),
         (1, 1, 1, 70, 70, 256),
@@ -26,7 +26,7 @@ fn forward_and_backward() {
     for &(batch, heads, kv_heads, queries, keys, size) in few(&shapes, 5) {
         for causal in [false, true] {
             let attention = Attention { causal, ..Attention::full(1.0 / (size as f64).sqrt()) };
-            // Tokens in front of heads, in memory, as projections leave them.
+            // Tokens before heads in memory, as projections write them.
             let (q, kv) = ([batch, queries, heads, size], [batch, keys, kv_heads, size]);
             check(&["attention", "attention_grad"], &[&q, &kv, &kv], &[], |x, _| {
                 let [q, k, v] = [x[0].transpose(1, 2)?, x[1].transpose(1, 2)?, x[2].transpose(1, 2)?];
@@ -37,13 +37,13 @@ fn forward_and_backward() {
     }
 }
 
-/// Windows, packed documents, capped scores and values of another size, over several tiles of keys and queries.
+/// Windows, packed documents, capped scores and a different value size, over several tiles of keys and queries.
 #[test]
 fn of_every_kind() {
     let causal = Attention::causal(0.3);
     let window = |window| Attention { window: Some(window), ..causal };
     let cap = |of: Attention| Attention { cap: Some(0.8), ..of };
-    // (how, queries, keys, head size, value size, starts)
+    // (attention, queries, keys, head size, value size, document starts)
     let starts = |tokens: u32| (0..2 * tokens).map(|i| i % tokens / 37 * 37).collect::<Vec<u32>>();
     let cases = [
         (window(1), 20, 20, 8, 8, None),

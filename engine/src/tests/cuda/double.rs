@@ -1,7 +1,8 @@
-//! The calls of NVIDIA's libraries, judged where there are none: by a double of the driver, of cuBLASLt, NVRTC and NCCL, which is written
-//! from their documentation (`on_host/driver`), and refuses what it does not allow.
+//! Tests of the calls to NVIDIA's libraries on machines without a GPU. They use a fake driver, cuBLASLt, NVRTC and NCCL
+//! (the *double*), written from NVIDIA's documentation (`on_host/driver`), which refuse everything that the
+//! documentation forbids.
 //!
-//! A judge runs itself once more, in a process whose loader finds the double under the libraries' names.
+//! Each test starts itself again in a process whose loader finds the fakes under the names of NVIDIA's libraries.
 
 use std::ffi::{CStr, CString, OsStr, OsString, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -10,14 +11,14 @@ use std::sync::OnceLock;
 
 use super::{gpu, host};
 
-/// Says that this process is one that the double judges.
+/// The environment variable that marks a process that runs on the fake driver.
 const VARIABLE: &str = "GAPLESS_DOUBLE";
 
-/// What lines begin with that tell of a broken rule, and of what was not given back.
+/// Prefixes of output lines that report a broken rule, and a resource that was not released.
 const BROKEN: &str = "double of the driver:";
 const LEFT: &str = "left at the end:";
 
-/// The libraries, each with its sources. The others need the first.
+/// The fake libraries and their sources. The others depend on the first one.
 const LIBRARIES: [(&str, &[&str]); 4] = [
     ("libcuda.so.1", &["context.cpp", "memory.cpp", "module.cpp", "stream.cpp", "event.cpp"]),
     ("libcublasLt.so.13", &["cublaslt.cpp", "descriptors.cpp", "product.cpp"]),
@@ -25,10 +26,10 @@ const LIBRARIES: [(&str, &[&str]); 4] = [
     ("libnccl.so.2", &["nccl.cpp"]),
 ];
 
-/// What a compiler of the double is told.
+/// Compiler options for the fake libraries.
 const OPTIONS: [&str; 6] = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror"];
 
-/// The double, in a process that it judges.
+/// The fake driver, in a process that runs on it.
 pub struct Double(libloading::Library);
 
 impl Double {
@@ -37,14 +38,14 @@ impl Double {
         unsafe { *self.0.get::<T>(name).expect("a function of double.hpp") }
     }
 
-    /// Sets something that double.hpp lists.
+    /// Sets one of the settings listed in double.hpp.
     pub fn set(&self, name: &str, value: u64) {
         let (set, name): (unsafe extern "C" fn(*const c_char, u64), _) = (self.function("double_set"), c(name));
         // SAFETY: the text outlives the call.
         unsafe { set(name.as_ptr(), value) };
     }
 
-    /// Has a call of the driver's fail, counted from 1 from now on.
+    /// Makes a future call of the driver fail: the `number`-th from now on, counted from 1.
     pub fn fail(&self, call: &str, number: u64, code: i32) {
         let fail: unsafe extern "C" fn(*const c_char, u64, c_int) = self.function("double_fail");
         // SAFETY: as above.
@@ -53,16 +54,16 @@ impl Double {
 
     fn text(&self, name: &str) -> String {
         let text: unsafe extern "C" fn() -> *const c_char = self.function(name);
-        // SAFETY: it is there until the next call of the same.
+        // SAFETY: the text is valid until the next call of the same function.
         unsafe { CStr::from_ptr(text()) }.to_string_lossy().into_owned()
     }
 
-    /// What was not given back.
+    /// The resources that have not been released.
     pub fn left(&self) -> String {
         self.text("double_left")
     }
 
-    /// Calls since this was last asked, and how often.
+    /// The calls since the last query, with their counts.
     pub fn calls(&self) -> Vec<(String, u64)> {
         let line = |line: &str| {
             let (name, count) = line.split_once(' ').expect("a name and a number");
@@ -76,8 +77,8 @@ fn c(text: &str) -> CString {
     CString::new(text).expect("no zero bytes")
 }
 
-/// Has a judge, the function of this name in this module or below, run on the double; and expects that it breaks no rule and gives
-/// everything back.
+/// Runs a test on the fake driver, and checks that it breaks no rule and releases everything. `name` is the test
+/// function's name in `module`.
 pub fn judge(module: &str, name: &str, judge: impl FnOnce(&Double)) {
     if let Some(double) = loaded() {
         judge(&double);
@@ -87,7 +88,8 @@ pub fn judge(module: &str, name: &str, judge: impl FnOnce(&Double)) {
     }
 }
 
-/// Has a function run on the double that breaks rules, and returns the lines that tell of it.
+/// Runs a function that breaks rules on the fake driver, and returns the lines that report them. Returns `None` in the
+/// process that runs on the fake driver.
 pub fn told(module: &str, name: &str, break_rules: impl FnOnce()) -> Option<Vec<String>> {
     if loaded().is_some() {
         break_rules();
@@ -100,22 +102,22 @@ pub fn told(module: &str, name: &str, break_rules: impl FnOnce()) -> Option<Vec<
     Some(told.lines().filter_map(|line| line.strip_prefix(BROKEN)).map(|line| line.trim().to_owned()).collect())
 }
 
-/// The double, if it judges this process.
+/// The fake driver, if this process runs on it.
 fn loaded() -> Option<Double> {
     std::env::var_os(VARIABLE)?;
-    // SAFETY: it is the double's, which sets nothing up.
+    // SAFETY: this is the fake library, which runs no code when it is loaded.
     Some(Double(unsafe { libloading::Library::new(LIBRARIES[0].0) }.expect("the double of the driver")))
 }
 
-/// A test's name, by its module's with the crate's.
+/// The full name of a test, from its module path with the crate's name.
 fn path(module: &str, name: &str) -> String {
     let (_, module) = module.split_once("::").expect("a module of this crate");
     format!("{module}::{name}")
 }
 
-/// Has judges run on the double that ask [`gpu`] for a device; and expects that they hold and break no rule, and that they give
-/// everything back: judges of single kernels share a device that nobody does. Returns what the judges print. `settings` of double.hpp
-/// are 1.
+/// Runs tests that ask [`gpu`] for a device on the fake driver. Checks that they pass and break no rule and, with
+/// `gives_back`, that they release everything; tests of single kernels share a device that is never released. The
+/// `settings` of double.hpp are set to 1. Returns the tests' output.
 pub fn expect_well(folder: &Path, judges: &[&str], settings: &[&str], gives_back: bool) -> String {
     let output = run(folder, judges, settings);
     let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
@@ -125,7 +127,7 @@ pub fn expect_well(folder: &Path, judges: &[&str], settings: &[&str], gives_back
     said.into_owned()
 }
 
-/// Runs tests of this program on the double.
+/// Runs tests of this program on the fake driver.
 fn run(folder: &Path, tests: &[&str], settings: &[&str]) -> Output {
     let settings = settings.iter().map(|name| (format!("GAPLESS_DOUBLE_{name}"), "1"));
     command(folder, tests).envs(settings).output().expect("this program runs")
@@ -142,7 +144,8 @@ fn command(folder: &Path, tests: &[&str]) -> Command {
     command
 }
 
-/// Where the double's libraries are, once they are compiled; none where there is no compiler, or a GPU to be used instead.
+/// The folder of the fake libraries, which are compiled on the first call. `None` if there is no compiler, if a real
+/// GPU is selected, or in a process that runs on the fake driver.
 #[track_caller]
 pub fn folder() -> Option<&'static Path> {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
@@ -156,13 +159,13 @@ fn sources() -> PathBuf {
 
 fn made() -> PathBuf {
     let texts = std::fs::read_dir(sources().join("driver")).expect("the double's sources");
-    // What it has compiled is kept with it.
+    // Kernels compiled by the fake NVRTC are cached in the same folder, so the simulated device is part of the key.
     let device = ["device.hpp", "device.cpp"].map(|text| sources().join(text));
     let texts = texts.map(|text| text.expect("a file").path()).chain(device);
     host::kept("double", texts.collect(), b"", compile)
 }
 
-/// How the double of NVRTC compiles a kernel: a shell's words, for its folder and file to follow.
+/// The command by which the fake NVRTC compiles a kernel: shell words, to which it adds its folder and file.
 fn compiler_of_kernels() -> String {
     let options = host::kernel_options();
     let quoted = options.iter().map(|option| format!(" '{}'", option.to_string_lossy()));
@@ -187,13 +190,13 @@ fn compile(folder: &Path) {
     for (name, texts) in LIBRARIES {
         let mut arguments: Vec<OsString> = vec!["-shared".into(), format!("-Wl,-soname,{name}").into()];
         arguments.extend(texts.iter().map(|text| object(text).into()));
-        // The others ask the first.
+        // The other libraries call the first one.
         let first = LIBRARIES[0].0;
         arguments.extend((name != first).then(|| folder.join(first).into()));
         let library = folder.join(name);
         arguments.extend(["-o".into(), library.into(), "-ldl".into()]);
         finish(start(arguments));
-        // A real one may be found under a shorter name, which is looked for first.
+        // cudarc looks for the short name first, under which a real library could be found.
         let short = &name[..name.find(".so").expect("a library") + 3];
         std::os::unix::fs::symlink(name, folder.join(short)).expect("a link");
     }

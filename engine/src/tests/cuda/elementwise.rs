@@ -1,4 +1,4 @@
-//! Generated kernels of one operation, and reduce.cu.
+//! Generated kernels of single operations, and reduce.cu.
 
 use candle_core::DType;
 use gapless_testing::{few, in_turn};
@@ -7,10 +7,11 @@ use super::judge::{check, check_in};
 use crate::Tensor;
 use crate::ops::{Affine, Binary, BinaryKind, ScaledSum, Sum, SwiGlu, Unary, UnaryKind};
 
-/// Lengths around those of packs and blocks.
+/// Lengths around the sizes of packs and blocks.
 const SHAPES: [&[usize]; 4] = [&[1], &[7], &[3, 5, 17], &[2, 1033]];
 
-/// Each in one of the types: kernels are generated alike for both, and each is compiled.
+/// Each function is checked in one type only: generated kernels have the same form for both, and each has to be
+/// compiled.
 #[test]
 fn functions_of_one_element() {
     use UnaryKind::{Abs, Cos, Erf, Exp, Gelu, GeluErf, Log, Recip, Relu, Sigmoid, Silu, Sin, Sqr, Sqrt, Tanh};
@@ -39,7 +40,7 @@ fn functions_of_one_element() {
             });
         }
     }
-    // Of positive numbers.
+    // Functions of positive arguments.
     for (turn, (kind, name, gradient)) in
         [(Log, "log", "log_grad"), (Sqrt, "sqrt", "sqrt_grad")].into_iter().enumerate()
     {
@@ -62,9 +63,9 @@ fn functions_of_two_elements_with_every_kind_of_strides() {
             check(&[name], &[shape, shape], &[], |x, _| apply(kind, &x[0], &x[1].sqr()?.affine(1.0, 1.0)?));
         }
     }
-    // Strides are written alike for all of them.
+    // Two of them suffice, because strides are generated in the same way for all.
     for &(kind, name) in few(&kinds, 2) {
-        // Rows and columns that are repeated, and a transposed operand.
+        // Broadcast rows and columns, and a transposed operand.
         let shape = [3, 4, 10];
         check(&[name, "sum"], &[&shape, &[10], &[4, 1]], &[], |x, _| {
             let rows = apply(kind, &x[0], &x[1].sqr()?.affine(1.0, 1.0)?.broadcast_as(shape.to_vec())?)?;
@@ -88,7 +89,7 @@ fn gated_units() {
 #[test]
 fn sums_over_leading_inner_and_all_dimensions() {
     for dims in [vec![0], vec![0, 1], vec![1], vec![2], vec![0, 2], vec![0, 1, 2]] {
-        // 130 rows of a sequence: two pieces and a rest.
+        // 130 rows of a sequence are two full pieces and a partial one.
         for shape in [[2, 130, 3], [3, 5, 140]] {
             check(&["sum"], &[&shape], &[], |x, _| {
                 Tensor::apply_op::<1>(Sum { dims: dims.clone() }, &[&x[0]]).map(|[y]| y)

@@ -1,4 +1,4 @@
-//! route.cu and experts.cu.
+//! The kernels of route.cu and experts.cu.
 
 use super::judge::check;
 use crate::ops::{
@@ -10,7 +10,7 @@ use crate::{Result, Tensor};
 const TOKENS: usize = 45;
 const EXPERTS: usize = 6;
 
-/// Two sequences with two choices for each token, of different lengths of runs; nobody chooses expert 4.
+/// The choices in two sequences, two per token, with runs of different lengths. No token chooses expert 4.
 fn ids() -> Vec<u32> {
     (0..2 * TOKENS as u32).flat_map(|token| [token * token % 3, 3 + token % 3 / 2 * 2]).collect()
 }
@@ -37,7 +37,7 @@ fn the_best_experts() {
             });
         }
     }
-    // Of equal ones, the first.
+    // The first of equal scores.
     check(&["top_k"], &[&[3, 40]], &[], |x, _| {
         let [values, _] = Tensor::apply_op(TopK { k: 5, groups: None }, &[&x[0].affine(0.0, 1.0)?])?;
         Ok(values)
@@ -94,14 +94,14 @@ fn gated_units_of_used_rows() {
     }
 }
 
-/// Padding behind most of each sequence, whose other tokens are of documents of different lengths.
+/// Most of each sequence is padding after its last token; the other tokens belong to documents of different lengths.
 #[test]
 fn padding_has_no_experts() {
     const K: usize = 2;
     let ends = [TOKENS - 4, 3];
     let routed: Vec<f32> =
         (0..2 * TOKENS).map(|token| if token % TOKENS < ends[token / TOKENS] { 1.5 } else { 0.0 }).collect();
-    // The first document is longer than a warp.
+    // The first document has more tokens than a warp has lanes.
     let start = |token: usize| [0, 0, TOKENS - 6, ends[0]].into_iter().rfind(|&start| start <= token);
     let starts: Vec<u32> = (0..2 * TOKENS).map(|token| start(token % TOKENS).unwrap_or_default() as u32).collect();
     let limits: Vec<u32> = (0..=TOKENS as u32).map(|count| count.div_ceil(5).max(1)).collect();

@@ -1,4 +1,4 @@
-//! Operations that share a kernel, beside the same ones by themselves.
+//! Compares fused kernels with the same operations unfused.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
@@ -25,12 +25,12 @@ use crate::runtime::cpu::Workers;
 use crate::runtime::{RunOptions, Session};
 use crate::{Result, StepOptions, Tensor, TrainOptions};
 
-/// Extents whose product is no multiple of a pack, so that nothing is aligned for long.
+/// Dimensions whose product is not a multiple of the pack size, so that few rows are aligned.
 const SHAPE: [usize; 3] = [3, 5, 7];
 
 const NORMAL: Init = Init::Randn { mean: 0.0, stdev: 1.0 };
 
-/// A function of parameters, its gradient, and what of both is looked at.
+/// A function of parameters, its gradient, and the outputs of both that are compared.
 pub(super) struct Function {
     pub graph: Arc<Mutex<Graph>>,
     pub outputs: Vec<Output>,
@@ -49,7 +49,7 @@ impl Function {
         Ok(Self { graph, outputs })
     }
 
-    /// Without a gradient.
+    /// A function without its gradient.
     fn forward(dtype: DType, f: impl Fn(&dyn Fn(&str, &[usize]) -> Tensor) -> Result<Tensor>) -> Result<Self> {
         let graph = Arc::new(Mutex::new(Graph::default()));
         let vb = VarBuilder::new(&graph, dtype);
@@ -80,19 +80,19 @@ impl Function {
         session
     }
 
-    /// All outputs of a session that has run.
+    /// The values of all outputs, after a run.
     pub fn results(&self, session: &mut Session<CudaBackend>) -> Vec<Vec<f64>> {
         let program = session.executable().program("function").unwrap();
         self.outputs.iter().map(|output| numbers(&session.output(program, &output.name).unwrap())).collect()
     }
 
-    /// The parameters that a session has.
+    /// The values of the session's parameters.
     fn parameters(&self, session: &Session<CudaBackend>) -> HashMap<String, Array> {
         let is_there = |name: &str| session.executable().persistent().iter().any(|p| p.label.tensor == name);
         let graph = lock(&self.graph);
         let parameter = |(id, name): (ValueId, &str)| {
             let dims = graph.value(id).spec.dims();
-            // Of parameters that nobody reads there are none.
+            // Parameters that no operation reads have no buffer.
             let data = match is_there(name) {
                 true => numbers(&session.tensor(name).unwrap()),
                 false => vec![0.0; dims.iter().product()],
@@ -102,7 +102,7 @@ impl Function {
         graph.persistent().map(parameter).collect()
     }
 
-    /// The function in f64, and how far from that its outputs may be.
+    /// The function evaluated in f64, and the allowed errors of its outputs.
     fn judged(&self, parameters: &HashMap<String, Array>) -> Judged {
         let outputs: Vec<ValueId> = self.outputs.iter().map(|output| output.value).collect();
         judged(&lock(&self.graph), parameters, Stream::new(3, 0, 0), &outputs)
@@ -113,10 +113,11 @@ fn numbers(tensor: &candle_core::Tensor) -> Vec<f64> {
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// What a step of a random function does, and to which of the tensors that there are.
+/// A step of a random function: the operation, and the indices of its operands among the existing tensors.
 pub(super) type Chosen = (u8, usize, usize);
 
-/// Tensors of all kinds of strides, then each step's result; what no step has read is summed.
+/// Builds a random function from tensors with all kinds of strides and the results of the steps. Returns the sum of the
+/// tensors that no step has read.
 pub(super) fn random_function(chosen: &[Chosen], parameter: &dyn Fn(&str, &[usize]) -> Tensor) -> Result<Tensor> {
     let [a, b, c] = SHAPE;
     let mut there = vec![
@@ -125,7 +126,7 @@ pub(super) fn random_function(chosen: &[Chosen], parameter: &dyn Fn(&str, &[usiz
         parameter("row", &[b, 1]).broadcast_as(SHAPE.to_vec())?,
         parameter("number", &[1]).broadcast_as(SHAPE.to_vec())?,
         parameter("transposed", &[a, c, b]).transpose(1, 2)?,
-        // Dense, but at an address that is no multiple of a pack.
+        // Contiguous, but at an address that is not aligned to a pack.
         parameter("part", &[a + 1, b, c]).narrow(0, 1, a)?,
     ];
     let mut is_read = vec![true; there.len()];
@@ -161,8 +162,9 @@ pub(super) fn random_function(chosen: &[Chosen], parameter: &dyn Fn(&str, &[usiz
     ends.reduce(|sum, end| sum?.add(&end?)).expect("the last one is not read")
 }
 
-/// Fused, a random function and its gradient have the same bits in f32, for on the stand-in a sum of a product is rounded twice.
-/// In both types, fused or not, they are as near to the truth as their roundings allow. And no more is alive.
+/// Checks a random function and its gradient. In f32, fused and unfused results have the same bits, because the
+/// simulated device rounds a product and a following sum separately. In both types, both results are as close to f64 as
+/// their roundings allow. Fusing does not increase the peak of live bytes.
 fn check(chosen: &[Chosen], dtype: DType) {
     let function = Function::new(dtype, |parameter| random_function(chosen, parameter)).unwrap();
     let [mut fused, mut apart] = [Target::Cuda, Target::CudaUnfused].map(|target| function.on_device(target, device()));
@@ -172,7 +174,7 @@ fn check(chosen: &[Chosen], dtype: DType) {
     let [of_fused, of_apart] = [&mut fused, &mut apart].map(|session| function.results(session));
     for (index, Output { name, value, .. }) in function.outputs.iter().enumerate() {
         let (result, apart) = (&of_fused[index], &of_apart[index]);
-        // A GPU may round a product and a sum that follows once.
+        // A GPU may use fused multiply-add, which rounds only once.
         if dtype == DType::F32 && !gpu::is_asked_for() {
             let is_same = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan();
             assert!(result.iter().zip(apart).all(is_same), "{name}: {result:?}, unfused {apart:?}");
@@ -185,7 +187,8 @@ fn check(chosen: &[Chosen], dtype: DType) {
     }
 }
 
-/// The gradients of queries, keys and values are written between each other, into that of the projection that they are parts of.
+/// The gradients of queries, keys and values are written directly into their parts of the projection's gradient,
+/// without copies.
 #[test]
 fn parts_are_written_where_they_would_be_copied_to() {
     if !host::is_there() {
@@ -220,7 +223,7 @@ pub(super) fn any_function() -> impl Strategy<Value = Vec<Chosen>> {
 }
 
 generated! {
-    // Every case has kernels of its own, which a compiler takes a second for.
+    // Few cases, because each has kernels of its own that take a second to compile.
     #![cases(4)]
 
     #[test]
@@ -234,7 +237,7 @@ generated! {
     }
 }
 
-/// Functions whose gradients lose most of their digits to the roundings of bf16.
+/// Ill-conditioned functions, whose gradients lose most of their digits to bf16 rounding.
 #[test]
 fn functions_of_bad_condition_are_judged_by_it() {
     if !host::is_there() {
@@ -273,8 +276,8 @@ fn functions_of_bad_condition_are_judged_by_it() {
     }
 }
 
-/// Numbers in registers are not rounded, and one that is stored is the nearest bf16, so within 2⁻⁸ of it; whether it is moved by
-/// itself or with its neighbours.
+/// Values in registers are not rounded. A stored value is the nearest bf16, so within a relative error of 2⁻⁸, whether
+/// it is stored alone or as part of a pack.
 #[test]
 fn what_is_stored_is_rounded_once() {
     if !host::is_there() {
@@ -289,12 +292,12 @@ fn what_is_stored_is_rounded_once() {
     let mut fused = function.on_device(Target::Cuda, device());
     let exact = &function.judged(&function.parameters(&fused)).exact[function.outputs[0].value.index()];
     for (stored, exact) in function.results(&mut fused)[0].iter().zip(&exact.data) {
-        // And f32's roundings in front.
+        // Plus the roundings of f32 before it.
         assert!((stored - exact).abs() <= exact.abs() / 256.0 + 1e-6, "{stored}, not {exact}");
     }
 }
 
-/// The GPU that is asked for, or stand-ins that have epilogues and have none.
+/// The GPU that the tests use, or two simulated devices, one with epilogues and one without.
 pub(super) fn devices() -> Vec<Box<dyn Device>> {
     match gpu::another() {
         Some(gpu) => vec![gpu],
@@ -302,8 +305,8 @@ pub(super) fn devices() -> Vec<Box<dyn Device>> {
     }
 }
 
-/// GELU behind a product, and the gradient of it in front of the next: with a library that does both at once, and with one that
-/// does not. A product whose columns are no whole packs keeps its own.
+/// GELU after a product, and the gradient of GELU before the next one, on a device whose library fuses them and on one
+/// whose library does not. A product whose columns are not a multiple of the pack size is not fused.
 #[test]
 fn products_with_epilogues_do_what_both_did() {
     if !host::is_there() {
@@ -326,7 +329,7 @@ fn products_with_epilogues_do_what_both_did() {
             let results = function.results(&mut function.on_device(Target::Cuda, device));
             for ((result, apart), output) in results.iter().zip(&results_apart).zip(&function.outputs) {
                 let norm = distance(apart, &vec![0.0; apart.len()]);
-                // A library's GELU is of sums that are not rounded yet.
+                // The library applies GELU to sums that are not rounded yet.
                 let allowed = if dtype == DType::F32 { gpu::allowed(1e-6, 2e-3) } else { 1e-2 };
                 assert!(distance(result, apart) <= allowed * norm, "{}", output.name);
             }
@@ -334,7 +337,7 @@ fn products_with_epilogues_do_what_both_did() {
     }
 }
 
-/// On the processor itself fused operations are done by their reference.
+/// On the CPU backend, fused operations run their reference implementation.
 #[test]
 fn the_reference_of_fused_operations_is_that_of_each() {
     let function = every_kind(DType::F32);
@@ -355,15 +358,15 @@ fn the_reference_of_fused_operations_is_that_of_each() {
     let (fused, apart) = (run(Target::Cuda), run(Target::CudaUnfused));
     for ((fused, apart), output) in fused.iter().zip(&apart).zip(&function.outputs) {
         let norm = distance(apart, &vec![0.0; apart.len()]);
-        // The CPU's kernels are in f32, references in f64.
+        // The CPU's kernels compute in f32, the references in f64.
         assert!(distance(fused, apart) <= 1e-5 * norm, "{}", output.name);
     }
 }
 
-/// The family of a launched kernel, and its name.
+/// A launch: its kernel family (`None` for products) and its name.
 pub(super) type Launched = (Option<Family>, String);
 
-/// What a step of an executable launches.
+/// The launches of an executable's programs.
 pub(super) fn launched(executable: &Executable) -> Vec<Launched> {
     let name = |launch: Launch| match launch {
         Launch::Kernel(kernel) => (Some(kernel.family), kernel.name),
@@ -372,7 +375,7 @@ pub(super) fn launched(executable: &Executable) -> Vec<Launched> {
     Session::<CudaBackend>::launches(executable).unwrap().into_iter().map(name).collect()
 }
 
-/// Sources that are generated for the steps of small models, and for a function of every kind of operand in both types.
+/// The generated kernel sources of small models' steps, and of a function with every kind of operand in both types.
 pub(super) fn generated() -> BTreeSet<Family> {
     let options = TrainOptions {
         step: StepOptions { batch: BATCH, sequence: SEQUENCE, ..StepOptions::default() },
@@ -384,13 +387,14 @@ pub(super) fn generated() -> BTreeSet<Family> {
     all.filter_map(|(family, _)| family.filter(|family| matches!(family, Family::Generated(_)))).collect()
 }
 
-/// A function with a step of every kind.
+/// A function that contains every operation once.
 fn every_kind(dtype: DType) -> Function {
     let chosen: Vec<Chosen> = (0..13).map(|kind| (kind, kind as usize, 3 * kind as usize)).collect();
     Function::new(dtype, |parameter| random_function(&chosen, parameter)).unwrap()
 }
 
-/// Steps launch less, and read and write less. Their operations write over what they read already, so no fewer bytes are alive.
+/// Fused steps have fewer launches and move fewer bytes. Unfused operations already overwrite their inputs, so the peak
+/// of live bytes is only required not to grow.
 #[test]
 fn steps_launch_less_and_move_less() {
     for (style, launches) in [(Style::Gpt, [67, 47]), (Style::Llama, [66, 55])] {
@@ -419,7 +423,8 @@ fn moved(executable: &Executable) -> usize {
     operands.map(|operand| operand.span * operand.dtype.size_in_bytes()).sum()
 }
 
-/// What stays in registers is not planned: of three functions of a parameter, put together, one buffer is left of three.
+/// Values that stay in registers are not planned: of the three buffers of three functions of a parameter, only one is
+/// left.
 #[test]
 fn what_stays_in_registers_has_no_buffer() {
     let function = Function::forward(DType::F32, |parameter| {
@@ -428,11 +433,11 @@ fn what_stays_in_registers_has_no_buffer() {
     });
     let function = function.unwrap();
     let bytes = |target| lower_bound(function.executable(target).problem());
-    let tensor = 448; // 105 numbers in whole cache lines.
+    let tensor = 448; // 105 elements, in whole cache lines.
     assert_eq!([bytes(Target::CudaUnfused), bytes(Target::Cuda)], [3 * tensor, 2 * tensor]);
 }
 
-/// Equal layers have one kernel, whatever their constants and addresses; its name says what it does.
+/// Equal layers share a kernel regardless of constants and addresses. The kernel's name lists its operations.
 #[test]
 fn equal_layers_share_a_kernel() {
     let function = Function::new(DType::BF16, |parameter| {
@@ -440,7 +445,7 @@ fn equal_layers_share_a_kernel() {
         for layer in 0..3 {
             let more = x.add(&parameter("bias", &[SHAPE[2]]).broadcast_as(SHAPE.to_vec())?)?.tanh()?;
             x = more.affine(0.5 + f64::from(layer), 0.0)?.dropout(0.1)?.contiguous()?.reshape(SHAPE.to_vec())?;
-            // Matrices in between, so that layers are not one.
+            // The matrix products keep the layers from being fused into one kernel.
             x = x.matmul(&parameter(&format!("matrix {layer}"), &[SHAPE[0], SHAPE[2], SHAPE[2]]))?;
         }
         Ok(x)

@@ -1,14 +1,15 @@
-//! A GPU in the place of its stand-in: `GAPLESS_TEST_DEVICE=cuda` (or `cuda:1`) has all judges use it.
+//! A real GPU instead of the simulated device: with `GAPLESS_TEST_DEVICE=cuda` (or `cuda:1`), all tests of kernels use
+//! it.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::DeviceChoice;
 use crate::cuda::{Cache, Device, Launch, Nvidia};
 
-/// Names the GPU that judges use.
+/// The environment variable that selects the GPU for tests.
 const VARIABLE: &str = "GAPLESS_TEST_DEVICE";
 
-/// Which GPU is asked for.
+/// The ordinal of the selected GPU.
 fn ordinal() -> Option<usize> {
     let asked = std::env::var(VARIABLE).ok()?;
     match asked.parse() {
@@ -17,12 +18,12 @@ fn ordinal() -> Option<usize> {
     }
 }
 
-/// The GPU that is asked for, with nothing in its memory.
+/// A new device for the selected GPU, with no memory reserved.
 pub fn another() -> Option<Box<dyn Device>> {
     ordinal().map(|ordinal| -> Box<dyn Device> { Box::new(open(ordinal)) })
 }
 
-/// The GPU that judges of single kernels share.
+/// The device that tests of single kernels share.
 fn shared() -> Option<&'static Mutex<Nvidia>> {
     static SHARED: OnceLock<Option<Mutex<Nvidia>>> = OnceLock::new();
     SHARED.get_or_init(|| ordinal().map(|ordinal| Mutex::new(open(ordinal)))).as_ref()
@@ -32,37 +33,39 @@ fn open(ordinal: usize) -> Nvidia {
     Nvidia::new(ordinal, Cache::of_user()).unwrap_or_else(|why| panic!("{VARIABLE} asks for a GPU: {why}"))
 }
 
-/// Whether a GPU is asked for.
+/// True if a GPU is selected.
 pub fn is_asked_for() -> bool {
     ordinal().is_some()
 }
 
-/// How far off something may be: on the stand-in, which computes as exactly as the processor, and on a GPU.
+/// The allowed error: `on_stand_in` on the simulated device, which computes as exactly as the CPU, and `on_gpu` on a
+/// GPU.
 ///
-/// What a GPU adds is the GELU of cuBLASLt's epilogues, if it is of `tanh.approx.f32`, which is off by 2⁻¹¹ = 5e-4 of itself (PTX ISA);
-/// and `expf` and sums that round otherwise. The double has the first, if it is told to (`double/judges.rs`): there the products with
-/// epilogues are off by 1e-3 at most, the losses of small models by 1e-5.
+/// A GPU has additional errors. The GELU of cuBLASLt's epilogues may use `tanh.approx.f32`, whose relative error is
+/// 2⁻¹¹ = 5e-4 (PTX ISA), and `expf` and sums round differently. The fake driver can simulate the first
+/// (`double/judges.rs`): there, products with epilogues are off by 1e-3 at most, and the losses of small models by
+/// 1e-5.
 pub fn allowed(on_stand_in: f64, on_gpu: f64) -> f64 {
     if is_asked_for() { on_gpu } else { on_stand_in }
 }
 
-/// Runs a launch on the GPU that is asked for.
+/// Runs a launch on the selected GPU; `None` if there is none.
 pub fn run(launch: &Launch) -> Option<Result<(), String>> {
     let mut gpu = shared()?.lock().unwrap_or_else(PoisonError::into_inner);
     let ran = gpu.run(std::slice::from_ref(launch), &|_| "a judge".into());
     Some(ran.map(drop).map_err(|error| error.to_string()))
 }
 
-/// Bytes that a processor reads and writes, and the GPU too if one is asked for.
+/// Bytes that the CPU, and the selected GPU if there is one, can read and write.
 #[derive(Debug)]
 pub enum Bytes {
     Own(Vec<u8>),
-    /// Locked by the driver and mapped for the GPU: the address on both, and how many.
+    /// Host memory that the driver has pinned and mapped for the GPU: its address, the same on both, and its length.
     Mapped(u64, usize),
 }
 
 impl Bytes {
-    /// So many, of one value.
+    /// Allocates `count` bytes of the same value.
     pub fn filled(count: usize, byte: u8) -> Self {
         let Some(gpu) = shared() else { return Self::Own(vec![byte; count]) };
         let address =
@@ -79,7 +82,7 @@ impl std::ops::Deref for Bytes {
     fn deref(&self) -> &[u8] {
         match *self {
             Self::Own(ref bytes) => bytes,
-            // SAFETY: as many bytes are there until this is dropped; what ran on the GPU was waited for.
+            // SAFETY: the allocation is valid until drop; work on the GPU has been waited for.
             Self::Mapped(address, count) => unsafe {
                 std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address as usize), count)
             },
@@ -91,7 +94,7 @@ impl std::ops::DerefMut for Bytes {
     fn deref_mut(&mut self) -> &mut [u8] {
         match *self {
             Self::Own(ref mut bytes) => bytes,
-            // SAFETY: as above; nobody else has it.
+            // SAFETY: as above, and `&mut self` is exclusive.
             Self::Mapped(address, count) => unsafe {
                 std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address as usize), count)
             },

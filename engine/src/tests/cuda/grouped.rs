@@ -1,4 +1,4 @@
-//! grouped.cu and grouped_tensor_cores.cu.
+//! The kernels of grouped.cu and grouped_tensor_cores.cu.
 
 use candle_core::{DType, Layout};
 use gapless_graph::Numbers;
@@ -11,13 +11,13 @@ use crate::cuda::launch::grouped_linear_grad_weight;
 use crate::cuda::{Operand, Operands, Random};
 use crate::ops::GroupedLinear;
 
-/// Where runs of these lengths begin, and where all end.
+/// Row offsets of runs of these lengths, and the end of the last one.
 fn starts(lengths: &[u32]) -> Vec<u32> {
     let sum = |run: usize| lengths[..run].iter().sum();
     (0..=lengths.len()).map(sum).collect()
 }
 
-/// Judges the products of runs of these lengths with some rows behind them that nobody uses.
+/// Checks the products for runs of these lengths, followed by unused rows.
 fn check_runs(sources: usize, experts: usize, lengths: &[u32], unused: usize, (width, out): (usize, usize)) {
     let starts = starts(lengths);
     let rows = *starts.last().unwrap() as usize + unused;
@@ -32,8 +32,8 @@ fn check_runs(sources: usize, experts: usize, lengths: &[u32], unused: usize, (w
     );
 }
 
-/// Experts without rows, with a few, and with more than a tile has; of two sequences. Widths of which rows are and are not
-/// aligned, and larger than a tile.
+/// Experts without rows, with a few, and with more than a tile, over two sequences. Widths with and without aligned
+/// rows, and larger than a tile.
 #[test]
 fn rows_that_are_shared_unequally() {
     for extents in [(37, 23), (40, 136), (130, 33)] {
@@ -49,29 +49,29 @@ fn rows_of_one_expert_and_of_none() {
     check_runs(1, 1, &[5], 0, (3, 1));
 }
 
-/// More experts than a warp has lanes, and than one lane counts.
+/// More experts than a warp has lanes, so that a lane counts several.
 #[test]
 fn rows_of_many_experts() {
     let lengths: Vec<u32> = (0..75).map(|expert| expert * expert % 4).collect();
     check_runs(1, 75, &lengths, 3, (8, 5));
 }
 
-/// An expert's rows come from several ranks, those of one behind those of another.
+/// An expert's rows come from several ranks, ordered by rank.
 #[test]
 fn rows_of_two_sources() {
     check_runs(2, 3, &[7, 0, 2, 70, 0, 1, 0, 5, 66, 2, 0, 3], 4, (24, 9));
 }
 
-/// Added up micro-batch by micro-batch, weights' gradients have the bits of those that are added up at once.
+/// The gradients of weights have the same bits whether they are accumulated over micro-batches or computed at once.
 #[test]
 fn gradients_of_weights_do_not_depend_on_how_a_batch_is_cut() {
     if !host::is_there() {
         return;
     }
     let (experts, width, out) = (3, 5, 7);
-    // By expert, of three sequences.
+    // Rows of each expert in each of three sequences.
     let lengths: [[u32; 3]; 3] = [[21, 0, 40], [0, 0, 0], [1, 70, 18]];
-    // Numbers of every row, by expert, sequence and place in the run.
+    // The elements of the rows of an expert in a sequence.
     let rows_of = |expert: usize, sequence: usize, columns: usize| -> Vec<f64> {
         let numbers = Numbers::from_seed((expert * 3 + sequence) as u64);
         (0..lengths[expert][sequence] as usize * columns).map(|i| numbers.normal(i)).collect()
@@ -103,7 +103,7 @@ fn gradients_of_weights_do_not_depend_on_how_a_batch_is_cut() {
                 random: Random { key: 0, micro_batch: 0 },
             };
             for launch in grouped_linear_grad_weight(1, &operands).unwrap() {
-                // SAFETY: the regions are as large as the operands say, and nobody else touches them.
+                // SAFETY: the regions are as large as the operands say, and no other reference to them is used.
                 unsafe { host::run(&launch, false) }.unwrap();
             }
         }

@@ -1,4 +1,4 @@
-//! Kernels compiled for this machine's processor, and run on a stand-in for a device.
+//! Kernels compiled for the CPU, and run on a simulated device.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, OsString, c_char, c_void};
@@ -10,7 +10,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use super::{gpu, products};
 use crate::cuda::{Family, Kernel, Launch};
 
-/// What device.hpp is asked for.
+/// The parameters of a run, as in device.hpp.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Run {
@@ -20,17 +20,17 @@ struct Run {
     is_reversed: u32,
 }
 
-/// C++ compilers that will do.
+/// The supported C++ compilers.
 const COMPILERS: [&str; 3] = ["g++", "clang++", "c++"];
 
-/// The first C++ compiler that there is.
+/// The first C++ compiler that is installed.
 pub fn compiler() -> Option<&'static str> {
     static FOUND: OnceLock<Option<&'static str>> = OnceLock::new();
     let runs = |name: &str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
     *FOUND.get_or_init(|| COMPILERS.into_iter().find(|name| runs(name)))
 }
 
-/// Whether there is a GPU or a C++ compiler. A machine without one judges nothing here, and says so.
+/// True if there is a GPU or a C++ compiler. Otherwise the test cannot check anything and is reported as such.
 #[track_caller]
 pub fn is_there() -> bool {
     let is_there = gpu::is_asked_for() || compiler().is_some();
@@ -40,26 +40,27 @@ pub fn is_there() -> bool {
     is_there
 }
 
-/// A family, once it is compiled. It is locked while a kernel of it runs: it is one device.
+/// The compiled kernels of a family; `None` before the first use. Locked while a kernel runs, because the library
+/// simulates one device.
 type Device = &'static Mutex<Option<libloading::Library>>;
 
-/// The family's device, whether it is compiled or not.
+/// The device of a family, compiled or not.
 fn device_of(family: Family) -> Device {
     static DEVICES: Mutex<BTreeMap<Family, Device>> = Mutex::new(BTreeMap::new());
     let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     devices.entry(family).or_insert_with(|| Box::leak(Box::new(Mutex::new(None))))
 }
 
-/// Runs a launch, from the first block and thread to the last or the other way round; or on a GPU, in whatever order it has.
+/// Runs a launch, with blocks and threads in ascending or descending order; on a GPU, in the GPU's order.
 ///
 /// # Safety
-/// The addresses in its arguments are those of memory that is as large as the kernel takes it to be.
+/// The addresses in its arguments must point to memory as large as the kernel assumes.
 pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
     if let Some(ran) = gpu::run(launch) {
         return ran;
     }
     match launch {
-        // SAFETY: by this function's contract.
+        // SAFETY: the caller guarantees it.
         Launch::Kernel(kernel) => unsafe { start(kernel, is_reversed) },
         Launch::Product(product) => {
             // SAFETY: as above.
@@ -70,34 +71,34 @@ pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
 }
 
 /// # Safety
-/// As [`run`].
+/// The same as for [`run`].
 unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
     let mut device = device_of(kernel.family).lock().map_err(|_| "another kernel of the family has failed")?;
     let library = device.get_or_insert_with(|| compile(kernel.family));
     let symbol = |suffix: &str| format!("{}{suffix}", kernel.name);
-    // SAFETY: by device.hpp every kernel has these two functions.
+    // SAFETY: device.hpp defines these two functions for every kernel.
     let (bytes, entry) = unsafe {
         let bytes = library.get::<unsafe extern "C" fn() -> u64>(symbol("_bytes")).map_err(|e| e.to_string())?;
         type Entry = unsafe extern "C" fn(*const Run, *const c_void) -> *const c_char;
         (bytes, library.get::<Entry>(symbol("")).map_err(|e| e.to_string())?)
     };
-    // SAFETY: it has no arguments.
+    // SAFETY: the function takes no arguments.
     let (theirs, ours) = (unsafe { bytes() }, kernel.arguments.as_ref().bytes());
     if theirs != ours as u64 {
         return Err(format!("the arguments of {} are {theirs} bytes, not {ours}", kernel.name));
     }
     let Kernel { grid, block, shared_bytes, .. } = *kernel;
     let run = Run { grid, block, shared_bytes, is_reversed: u32::from(is_reversed) };
-    // SAFETY: the struct is the kernel's, as far as its size tells; the memory is the caller's promise.
+    // SAFETY: the struct has the kernel's size; the caller guarantees the memory.
     let error = unsafe { entry(&run, kernel.arguments.as_ref().address()) };
     match error.is_null() {
         true => Ok(()),
-        // SAFETY: the text is the library's, which is not unloaded.
+        // SAFETY: the text belongs to the library, which stays loaded.
         false => Err(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned()),
     }
 }
 
-/// Compiles a family for this processor, and loads it; or takes what an earlier run of the tests has compiled of the same text.
+/// Compiles a family for the CPU and loads it. Uses the library of an earlier test run if the source is the same.
 fn compile(family: Family) -> libloading::Library {
     let folder = compiled();
     let library = folder.join(format!("{}.so", blake3::hash(family.source().as_bytes()).to_hex()));
@@ -106,14 +107,14 @@ fn compile(family: Family) -> libloading::Library {
         text.write_all(family.source().as_bytes()).expect("room for a source");
         build(kernel_options().into_iter().chain(["-I".into(), KERNELS.into(), text.path().into()]), &library);
     }
-    // SAFETY: it has been made so, and runs nothing by itself.
+    // SAFETY: the library was built above, and runs no code when it is loaded.
     unsafe { libloading::Library::new(&library) }.expect("a shared library")
 }
 
 const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/src/cuda/kernels");
 const ON_HOST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/tests/cuda/on_host");
 
-/// What a compiler of kernels is told ahead of a kernel's file.
+/// Compiler options for kernels, up to the kernel's file.
 pub fn kernel_options() -> Vec<OsString> {
     let mut options = FLAGS.map(OsString::from).to_vec();
     options.extend(["-shared", "-include"].map(OsString::from));
@@ -122,10 +123,10 @@ pub fn kernel_options() -> Vec<OsString> {
     options
 }
 
-/// The stand-in itself.
+/// The object file of the simulated device.
 const DEVICE: &str = "device.o";
 
-/// A folder for what this compiler makes of kernels, with the stand-in in it.
+/// The folder for compiled kernels, which also contains the simulated device.
 fn compiled() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -141,8 +142,8 @@ fn compiled() -> &'static Path {
     })
 }
 
-/// The folder beside this program whose name ends in a hash of what it is made of: of texts, and of tools. It is made once, and those
-/// of other texts are removed then.
+/// A folder next to the test program, whose name ends with a hash of its sources and tools. `make` fills it once;
+/// folders of other sources are then removed.
 pub fn kept(name: &str, mut texts: Vec<PathBuf>, tools: &[u8], make: impl FnOnce(&Path)) -> PathBuf {
     texts.sort();
     let mut hash = blake3::Hasher::new();
@@ -177,11 +178,11 @@ const FLAGS: [&str; 8] = [
     "-Werror",
     "-Wno-unused-function",
     "-Wno-unknown-pragmas",
-    // Jumps from fiber to fiber go to frames that a fortified longjmp does not know.
+    // The fibers use longjmp to switch stacks, which the fortified version rejects.
     "-U_FORTIFY_SOURCE",
 ];
 
-/// Compiles, under another name until it is whole.
+/// Compiles to a temporary name, then renames, so that no other process sees an incomplete file.
 fn build(arguments: impl IntoIterator<Item = OsString>, output: &Path) {
     let draft = output.with_extension(format!("{}.draft", std::process::id()));
     let mut command = Command::new(compiler().expect("asked before"));

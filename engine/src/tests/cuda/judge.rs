@@ -1,8 +1,9 @@
-//! Judges the kernels of all operations of a function and of its gradient: each by the operation's own f64 reference.
+//! Checks the kernels of all operations of a function and its gradient, each against the operation's own f64 reference.
 //!
-//! Operands lie as the graph has them, strides included, in f32 and in bf16, between guards. Each operation runs beside its
-//! inputs and over those that it may overwrite, setting and adding; and each of these twice, with blocks and threads in the
-//! opposite order, for the same bits.
+//! - Operands have the layouts of the graph, strides included, in f32 and bf16, with guards around them.
+//! - Each operation runs with separate outputs and in place of every input that it may overwrite, setting and
+//!   accumulating.
+//! - Each of these runs twice, with blocks and threads in opposite orders, and must give the same bits.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -19,20 +20,20 @@ use crate::graph::{Graph, Node, Source, Spec, Tensor, ValueId, lock};
 use crate::reference::{Array, Reference, evaluate};
 use crate::{Op, Result};
 
-/// Sums of some thousand products in f32 are good to some multiples of 2⁻²⁴ = 6e-8; results that are rounded to bf16, to
-/// 2⁻⁸ = 4e-3 each.
+/// Relative tolerance. Sums of some thousand products in f32 have errors of some multiples of 2⁻²⁴ = 6e-8; results
+/// rounded to bf16, of 2⁻⁸ = 4e-3 each.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1e-2,
         DType::F32 => 1e-5,
-        // Sums of f32 that are added in f64.
+        // Sums of f32 values, accumulated in f64.
         DType::F64 => 1e-6,
         _ => 0.0,
     }
 }
 
-/// Judges a function of tensors and its gradient in both types: `parameters` are filled with standard normal numbers, `ids`
-/// with the numbers given. The kernels of the `expected` operations are there, by name.
+/// Checks a function of tensors and its gradient in both types. `parameters` are filled with standard normal values,
+/// `ids` with the given ones. The operations in `named` must have kernels.
 pub fn check(
     named: &[&str],
     parameters: &[&[usize]],
@@ -44,7 +45,7 @@ pub fn check(
     }
 }
 
-/// Judges a function as [`check`] does, in one type.
+/// Checks a function as [`check`] does, in one type.
 pub fn check_in(
     dtype: DType,
     named: &[&str],
@@ -61,7 +62,7 @@ pub fn check_in(
     }
 }
 
-/// Judges a function as [`check`] does, and its gradient. Returns the names of the operations without kernels.
+/// Checks a function and its gradient as [`check`] does. Returns the names of the operations without kernels.
 pub fn without_kernels(
     dtype: DType,
     parameters: &[&[usize]],
@@ -71,7 +72,7 @@ pub fn without_kernels(
     judge_function(dtype, parameters, ids, f).unwrap().without
 }
 
-/// Names of operations.
+/// The names of the checked operations, and of those without kernels.
 #[derive(Debug, Default)]
 pub struct Judged {
     pub with_kernels: BTreeSet<&'static str>,
@@ -89,7 +90,7 @@ fn judge_function(
     Ok(judge_graph(&lock(&graph), &given))
 }
 
-/// Judges all operations of a graph on given parameters and inputs.
+/// Checks all operations of a graph on the given parameters and inputs.
 pub fn judge_graph(graph: &Graph, given: &HashMap<String, Array>) -> Judged {
     let stream = Stream::new(1, 1, 3);
     let exact = evaluate(graph, given, stream);
@@ -102,7 +103,7 @@ pub fn judge_graph(graph: &Graph, given: &HashMap<String, Array>) -> Judged {
     judged
 }
 
-/// Judges an operation of a graph on the values that it has there; false if it has no kernels.
+/// Checks an operation of a graph on the values that it has there. Returns false if it has no kernels.
 fn judge_node(graph: &Graph, node: &Node, exact: &[Array], stream: Stream) -> bool {
     let stored = |id: ValueId| {
         let value = graph.value(id);
@@ -122,7 +123,7 @@ fn judge_node(graph: &Graph, node: &Node, exact: &[Array], stream: Stream) -> bo
     judge(&*node.op, &inputs, &specs, &outputs, stream)
 }
 
-/// A tensor in its storage.
+/// A tensor's elements in memory, and its layout.
 #[derive(Debug, Clone)]
 pub struct Stored {
     pub data: Vec<f64>,
@@ -131,7 +132,7 @@ pub struct Stored {
 }
 
 impl Stored {
-    /// With the numbers that its type has.
+    /// Rounds the elements to the type.
     pub fn rounded(self) -> Self {
         Self { data: Region::of(&self.data, self.dtype).numbers(), ..self }
     }
@@ -141,19 +142,19 @@ impl Stored {
     }
 }
 
-/// How an operation is run.
+/// A way to run an operation.
 #[derive(Debug, Clone, Copy)]
 struct Way {
-    /// (input, output) with the same bytes.
+    /// An input and an output that share memory.
     over: Option<(usize, usize)>,
     accumulate: u64,
 }
 
-/// Judges an operation on inputs in every way that it can be run; false if it has no kernels.
+/// Checks an operation on inputs in every way that it can be run. Returns false if it has no kernels.
 pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], stream: Stream) -> bool {
     let seen: Vec<Array> = inputs.iter().map(Stored::seen).collect();
     let exact = op.reference(&Reference { inputs: seen.iter().collect(), stream });
-    // Its logits are stored as x is, so that losses in f32 are of rounded ones.
+    // The head stores its logits in the type of x, so even its f32 losses come from rounded logits.
     let stores = op.name().starts_with("linear_cross_entropy");
     let plain = Way { over: None, accumulate: 0 };
     let over = op.inplace().iter().filter(|&&(input, output)| {
@@ -175,7 +176,7 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
                 let exact: Vec<f64> = exact.data.iter().zip(before.numbers()).map(|(x, b)| x + b).collect();
                 let stored = outputs.get(index).into_iter().chain(stores.then_some(&specs[0])).map(|spec| spec.dtype);
                 let allowed = stored.map(tolerance).fold(0.0, f64::max);
-                // What is added to may all but cancel what is added.
+                // The sum of old and new values may nearly cancel, so the error is relative to the larger of them.
                 let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
                 let of_before = norm(&before.numbers());
                 let cancelled = if of_before > 0.0 { (norm(&exact) / of_before).min(1.0) } else { 1.0 };
@@ -190,14 +191,14 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
     true
 }
 
-/// What an operation's kernels make of inputs.
+/// The outputs of an operation's kernels for these inputs.
 pub fn outputs(op: &dyn Op, inputs: &[Stored], outputs: &[Spec], stream: Stream) -> Vec<Vec<f64>> {
     let plain = Way { over: None, accumulate: 0 };
     let regions = run(op, inputs, outputs, stream, plain, false).expect("it has kernels");
     regions.iter().map(Region::numbers).collect()
 }
 
-/// What an output holds before it is added to; zeros if it is not.
+/// The content of an output before it is accumulated into; zeros if it is not.
 fn before(outputs: &[Spec], index: usize, way: Way) -> Region {
     let zeros = vec![0.0; outputs[index].elements()];
     match way.accumulate >> index & 1 {
@@ -206,10 +207,10 @@ fn before(outputs: &[Spec], index: usize, way: Way) -> Region {
     }
 }
 
-/// Tickets that there are for a launch.
+/// Number of tickets available to a launch.
 const MOST_TICKETS: usize = 4096;
 
-/// The outputs of one run; none without kernels.
+/// The outputs of one run; `None` if there are no kernels.
 fn run(
     op: &dyn Op,
     inputs: &[Stored],
@@ -260,7 +261,8 @@ fn run(
     };
     for launch in launches::launches(op, &operands)? {
         assert!(!matches!(&launch, Launch::Kernel(kernel) if kernel.tickets as usize > MOST_TICKETS), "{launch:?}");
-        // SAFETY: the regions are as large as the operands' layouts and the workspace say, and nobody else touches them.
+        // SAFETY: the regions are as large as the operands' layouts and the workspace say, and no other reference to
+        // them is used.
         unsafe { host::run(&launch, is_reversed) }.unwrap_or_else(|why| panic!("{launch:?} of {op:?}: {why}"));
     }
     for (index, (region, input)) in of_input.iter().zip(inputs).enumerate() {
@@ -277,7 +279,7 @@ fn run(
     Some(of_output)
 }
 
-/// ‖a − b‖ / ‖b‖; the plain distance where b vanishes. Not a number unless all of a are.
+/// ‖a − b‖ / ‖b‖, or ‖a − b‖ where b vanishes. NaN if an element of a is NaN where b is not.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len(), "elements");
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();

@@ -1,26 +1,26 @@
-//! Memory that shows who writes beside it.
+//! Memory that detects writes outside of its elements.
 
 use candle_core::DType;
 
 use super::gpu::Bytes;
 
-/// The nearest bf16, as its bits.
+/// The bits of the nearest bf16.
 pub(super) fn to_bf16(x: f32) -> u16 {
     half::bf16::from_f32(x).to_bits()
 }
 
-/// Bytes of a guard, and what regions are aligned to.
+/// Length of a guard, and alignment of regions, in bytes.
 const LINE: usize = 64;
 
-/// What fills memory that nobody has written: NaN in every type of float.
+/// The byte that fills memory before it is written: NaN in every float type.
 const POISON: u8 = 0xff;
 
-/// Elements of one type between two guards, aligned as the arena's.
+/// Elements of one type between two guards, aligned like those of an arena.
 #[derive(Debug)]
 pub struct Region {
-    /// Guards included, with room for the alignment.
+    /// All bytes, including guards and padding for the alignment.
     all: Bytes,
-    /// Where the elements begin.
+    /// The offset of the first element.
     start: usize,
     bytes: usize,
     dtype: DType,
@@ -34,12 +34,12 @@ impl Region {
         Self { all, start, bytes: bytes.len(), dtype }
     }
 
-    /// Nothing but NaN.
+    /// Elements that are all NaN.
     pub fn poisoned(elements: usize, dtype: DType) -> Self {
         Self::from_bytes(vec![POISON; elements * dtype.size_in_bytes()], dtype)
     }
 
-    /// Numbers, rounded to the type.
+    /// Values rounded to the type.
     pub fn of(numbers: &[f64], dtype: DType) -> Self {
         let bytes = match dtype {
             DType::F32 => numbers.iter().flat_map(|&x| (x as f32).to_ne_bytes()).collect(),
@@ -60,7 +60,7 @@ impl Region {
         &self.all[self.start..self.start + self.bytes]
     }
 
-    /// The elements as numbers.
+    /// The elements as f64.
     pub fn numbers(&self) -> Vec<f64> {
         fn each<const N: usize>(bytes: &[u8], f: impl Fn([u8; N]) -> f64) -> Vec<f64> {
             bytes.chunks_exact(N).map(|chunk| f(chunk.try_into().expect("whole chunks"))).collect()
@@ -75,7 +75,7 @@ impl Region {
         }
     }
 
-    /// Whether the guards are as they were.
+    /// True if no guard has been overwritten.
     pub fn is_intact(&self) -> bool {
         self.all[..self.start].iter().chain(&self.all[self.start + self.bytes..]).all(|&byte| byte == POISON)
     }

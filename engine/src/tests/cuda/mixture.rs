@@ -1,4 +1,4 @@
-//! Whole training steps of mixtures of experts.
+//! Whole training steps of mixture-of-experts models.
 
 use gapless_testing::few;
 
@@ -14,7 +14,7 @@ use crate::nn::{
 use crate::ops::{DropPolicy, ExpertGroups};
 use crate::{Batch, DeviceChoice, Model, Result, StepOptions, StepReport, Tensor, TrainOptions, Trainer};
 
-/// A small Llama with a layer of experts behind it, and perhaps one that all tokens pass through.
+/// A small Llama followed by a layer of experts, optionally with a shared expert.
 pub struct Mixture {
     llama: Small,
     norm: Box<dyn Module>,
@@ -50,7 +50,7 @@ impl Mixture {
         })
     }
 
-    /// What the head reads, and what the router adds to the loss of every token.
+    /// The head's input, and the router's loss per token.
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
         let x = self.llama.hidden(tokens, train)?;
         let normed = self.norm.forward(&x)?;
@@ -76,14 +76,14 @@ impl Model for Mixture {
     }
 }
 
-/// Routers of every kind, each with its name and whether all tokens pass through one more expert.
+/// Routers of every kind, each with a name and whether the model has a shared expert.
 pub fn mixtures() -> Vec<(&'static str, bool, RouterConfig)> {
     let most = |drop| Some(Capacity { factor: 1.0, drop });
-    // Two of four, weights that sum to 1, a loss for balance.
+    // Two of four experts, normalized weights, balance loss.
     let mixtral = RouterConfig { experts: 4, ..RouterConfig::default() };
-    // Weights as they are, and an expert that all tokens share by a gate.
+    // Weights that are not normalized, and a gated shared expert.
     let qwen = RouterConfig { top_k: 3, renormalise: false, balance_loss: 0.01, ..RouterConfig::default() };
-    // One expert for a token, which has room for so many of them; noise, and a loss of the logits.
+    // One expert per token, with a capacity, jitter and a loss of the logits.
     let switch = RouterConfig {
         experts: 4,
         top_k: 1,
@@ -93,7 +93,7 @@ pub fn mixtures() -> Vec<(&'static str, bool, RouterConfig)> {
         z_loss: 0.01,
         ..RouterConfig::default()
     };
-    // Sigmoids in groups, and a bias that moves towards balance.
+    // Sigmoid scores, groups, and a bias that moves towards balance.
     let deepseek = RouterConfig {
         experts: 8,
         score: Score::Sigmoid,
@@ -103,7 +103,7 @@ pub fn mixtures() -> Vec<(&'static str, bool, RouterConfig)> {
         balance_loss: 1e-3,
         ..RouterConfig::default()
     };
-    // Room that the heaviest have, whether tokens or experts choose.
+    // A capacity that keeps the rows with the largest weights, for both tokens and experts that choose.
     let heaviest = |choice| RouterConfig {
         experts: 4,
         choice,
@@ -130,7 +130,7 @@ fn steps_of_mixtures() {
     }
 }
 
-/// Examples with padding behind them: losses and norms of CPUs.
+/// Examples with padding after them: losses and norms equal those on the CPU.
 #[test]
 fn padding_counts_nowhere() {
     if !host::is_there() {
@@ -142,7 +142,7 @@ fn padding_counts_nowhere() {
         let mut cpu = Trainer::new(build, TrainOptions { device: DeviceChoice::Cpu, ..options.clone() }).unwrap();
         let mut device = Trainer::builder(build, options.clone()).on_device(device()).build().unwrap();
         let [tokens, mut targets] = batch(0);
-        // Two examples of two tokens and then padding; of the last sequence, padding alone.
+        // Each sequence has two examples of two tokens, then padding. All of the last sequence's targets are ignored.
         let (sequence, all) = (options.step.sequence, tokens.len());
         let starts: Vec<u32> = (0..all).map(|i| (i % sequence / 2 * 2).min(4) as u32).collect();
         for (i, target) in targets.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! Whether all of a model's step has kernels.
+//! Every operation of a model's step has kernels.
 
 use candle_core::DType;
 

@@ -1,4 +1,4 @@
-//! adamw.cu.
+//! The kernels of adamw.cu.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -39,7 +39,7 @@ fn norms_of_many_tensors() {
     if !host::is_there() {
         return;
     }
-    // More tensors than one launch takes; some of several blocks.
+    // More tensors than one launch takes, some of which take several blocks.
     for dtype in [DType::F32, DType::BF16] {
         let inputs: Vec<Stored> =
             (0..163).map(|i| stored(if i % 81 == 33 { 33_000 } else { 1 + 7 * i as usize }, i, dtype)).collect();
@@ -52,14 +52,14 @@ fn norms_of_many_tensors() {
     judge_alone(&GlobalNorm, &[squares(300, 1), squares(1, 2), squares(17, 3)]);
     let many: Vec<Stored> = (0..175).map(|i| squares(1 + i as usize % 3, i)).collect();
     judge_alone(&GlobalNorm, &many);
-    // What is not finite is not lost.
+    // Non-finite squares are not lost.
     let broken = Stored { data: vec![1.0, f64::NAN, 3.0, 2.0], ..squares(4, 1) };
     let scalar = [Spec::f32(())];
     let got = super::judge::outputs(&GlobalNorm, &[broken], &scalar, Stream::new(1, 1, 0));
     assert!(got[0][0].is_nan());
 }
 
-/// Many parameters at once, in f32 and in bf16 with f32 masters, against f64; and nothing at all when the norm is broken.
+/// Many parameters at once, in f32 and in bf16 with f32 masters, compared with f64. A non-finite norm changes nothing.
 #[test]
 fn updates_of_many_parameters() {
     if !host::is_there() {
@@ -116,7 +116,7 @@ fn updates_of_many_parameters() {
                 if !norm.is_finite() {
                     (m1, v1, p1) = (m0, v0, p);
                 }
-                // A few roundings of f32 each; the stored form of bf16 parameters has 2⁻⁸ more.
+                // A few f32 roundings each; stored bf16 parameters have an additional 2⁻⁸.
                 let close = |got: f64, exact: f64, error: f64| {
                     assert!((got - exact).abs() <= error * (1.0 + exact.abs()), "{got} is not {exact}");
                 };
@@ -131,7 +131,7 @@ fn updates_of_many_parameters() {
     }
 }
 
-/// The operation that a compiled step has, one parameter at a time.
+/// The update as a compiled step contains it, for one parameter.
 #[test]
 fn the_update_of_one_parameter() {
     if !host::is_there() {
@@ -155,7 +155,8 @@ fn the_average_of_a_parameter() {
     }
 }
 
-/// More experts than a block has threads, of which some have the mean load, and a few; and nothing when the norm is broken.
+/// More experts than a block has threads, and only a few; some have exactly the mean load. A non-finite norm changes
+/// nothing.
 #[test]
 fn the_update_of_a_routers_bias() {
     if !host::is_there() {
@@ -167,7 +168,7 @@ fn the_update_of_a_routers_bias() {
     }
 }
 
-/// Judges a rule's update from (parameter, gradient), the norm of all gradients, and its states.
+/// Checks an optimizer's update on (parameter, gradient), the norm of all gradients, and the optimizer's states.
 fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, states: &[Array]) {
     let graph = Arc::new(Mutex::new(Graph::default()));
     let dims = of[0].dims.clone();

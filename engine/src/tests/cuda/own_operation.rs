@@ -1,4 +1,4 @@
-//! An operation of elements that is one `impl Op`, as CONTRIBUTING.md says it, has a kernel for GPUs.
+//! A user's elementwise operation that is one `impl Op`, as described in CONTRIBUTING.md, has a GPU kernel.
 
 use gapless_kernels::cpu::map;
 use gapless_kernels::cuda::Fusible;

@@ -1,31 +1,31 @@
-//! A stand-in for a device: memory of the processor, and launches that are run there.
+//! A device simulated on the host: its memory is host memory, and launches run on the CPU.
 
 use super::{gpu, host};
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
 
-/// Memory of the processor, and launches that are run there.
+/// A device simulated on the host.
 #[derive(Debug, Default)]
 pub struct Processor {
     memory: Vec<u64>,
     recorded: Vec<Vec<Launch>>,
-    /// Whether it has no algorithm for a product with an epilogue.
+    /// True if it has no algorithms for products with epilogues.
     has_no_epilogues: bool,
-    /// Whether blocks and threads go from the last to the first.
+    /// True if blocks and threads run in descending order.
     is_reversed: bool,
 }
 
-/// The GPU that judges are to use, or its stand-in.
+/// The selected GPU, or a simulated device.
 pub fn device() -> Box<dyn Device> {
     gpu::another().unwrap_or_else(|| Box::<Processor>::default())
 }
 
 impl Processor {
-    /// One that does what follows a product by a kernel of its own.
+    /// A device that runs a product's epilogue as a separate kernel.
     pub fn without_epilogues() -> Self {
         Self { has_no_epilogues: true, ..Self::default() }
     }
 
-    /// One whose blocks and threads go from the last to the first.
+    /// A device whose blocks and threads run in descending order.
     pub fn reversed() -> Self {
         Self { is_reversed: true, ..Self::default() }
     }
@@ -37,7 +37,7 @@ impl Processor {
     }
 }
 
-/// Numbers of 8 bytes that have room for so many bytes, and for their alignment.
+/// Number of 8-byte words that hold this many bytes, with padding for the alignment.
 fn words(bytes: u64) -> usize {
     bytes as usize / 8 + 64
 }
@@ -49,7 +49,7 @@ impl Device for Processor {
 
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
         assert!(self.memory.is_empty(), "reserved once");
-        // It stays where it is when it is extended.
+        // Extra capacity, so that extending does not move it.
         self.memory = Vec::with_capacity(4 * words(bytes));
         self.extend(bytes)?;
         Ok((self.memory.as_mut_ptr().expose_provenance() as u64).next_multiple_of(256))
@@ -61,13 +61,13 @@ impl Device for Processor {
             let (device, free) = (self.name(), total - 8 * self.memory.len() as u64);
             return Err(DeviceError::OutOfMemory { device, needed, free, total, holders: String::new() });
         }
-        // Full of NaN.
+        // Every float is NaN.
         self.memory.resize(self.memory.len().max(words(bytes)), u64::MAX);
         Ok(())
     }
 
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        // SAFETY: `at` has looked whether it is this memory, which `&mut self` holds alone.
+        // SAFETY: `at` has checked that the range is in this memory, to which `&mut self` has exclusive access.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(address, bytes.len()), bytes.len()) };
         Ok(())
     }
@@ -109,7 +109,7 @@ impl Device for Processor {
 
 fn run_all(launches: &[Launch], is_reversed: bool) {
     for launch in launches {
-        // SAFETY: the addresses are those of a checked plan in this memory.
+        // SAFETY: the addresses come from a checked plan in this memory.
         unsafe { host::run(launch, is_reversed) }.unwrap_or_else(|why| panic!("{launch:?}: {why}"));
     }
 }

@@ -1,5 +1,5 @@
-//! Products of matrices: which matrices cuBLASLt is given, and what is summed onto what. The products themselves are computed by
-//! the plainest of loops.
+//! Matrix products: the matrices that cuBLASLt is given, and the tensors that results are added to. The products
+//! themselves are computed by simple loops.
 
 use std::collections::HashMap;
 
@@ -18,18 +18,18 @@ use crate::kernels::LossTerms;
 use crate::ops::{Linear, LinearCrossEntropy, MatMul};
 use crate::{Op, Tensor};
 
-/// Computes products where they lie.
+/// Computes a product in place of cuBLASLt.
 ///
 /// # Safety
-/// The addresses are those of memory that is as large as the product says, and nobody else touches it.
+/// The addresses must point to memory as large as the product says, to which nothing else has access meanwhile.
 pub unsafe fn compute(product: &Product) {
     let &Product { m, n, k, a, b, c, bias, epilogue, onto, batch, .. } = product;
     for index in 0..batch.count {
         let [a, b, c] = [(a, 0), (b, 1), (c, 2)].map(|(matrix, i)| (matrix, index * batch.distances[i]));
-        // All of it first, as nobody says in which order a library writes.
+        // All sums are computed before any is written, because the order of a library's writes is unspecified.
         let mut sums = HashMap::new();
         for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
-            // SAFETY: by this function's contract.
+            // SAFETY: the caller guarantees it.
             let products = (0..k).map(|i| unsafe { read(at(a, row, i)) * read(at(b, i, column)) });
             let sum: f64 = products.sum();
             let bias = bias.map_or(0.0, |bias| {
@@ -68,7 +68,7 @@ pub fn gelu(x: f64) -> (f64, f64) {
     (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
 }
 
-/// Address and type of an element.
+/// The address and type of an element.
 fn at((matrix, skip): (Matrix, u64), row: u64, column: u64) -> (u64, DType) {
     let (outer, inner) = if matrix.is_transposed { (column, row) } else { (row, column) };
     assert!(inner < matrix.pitch, "rows that reach into each other");
@@ -77,10 +77,10 @@ fn at((matrix, skip): (Matrix, u64), row: u64, column: u64) -> (u64, DType) {
 }
 
 /// # Safety
-/// There is such an element.
+/// The element must exist.
 unsafe fn read((address, dtype): (u64, DType)) -> f64 {
     let pointer = std::ptr::with_exposed_provenance::<u8>(address as usize);
-    // SAFETY: by this function's contract.
+    // SAFETY: the caller guarantees it.
     unsafe {
         match dtype {
             DType::F32 => f64::from(pointer.cast::<f32>().read()),
@@ -91,10 +91,10 @@ unsafe fn read((address, dtype): (u64, DType)) -> f64 {
 }
 
 /// # Safety
-/// There is such an element, and nobody else touches it.
+/// The element must exist, and nothing else may access it meanwhile.
 unsafe fn write((address, dtype): (u64, DType), number: f64) {
     let pointer = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
-    // SAFETY: by this function's contract.
+    // SAFETY: the caller guarantees it.
     unsafe {
         match dtype {
             DType::F32 => pointer.cast::<f32>().write(number as f32),
@@ -118,7 +118,7 @@ fn linear_layers() {
     }
 }
 
-/// As they are, transposed, with leading dimensions in another order than in memory, and a single row or column.
+/// Plain and transposed factors, leading dimensions in another order than in memory, and single rows or columns.
 #[test]
 fn matrix_products() {
     let product = |a: &Tensor, b: &Tensor| Tensor::apply_op::<1>(MatMul, &[a, b]).map(|[c]| c);
@@ -131,13 +131,13 @@ fn matrix_products() {
         check(&["matmul"], &[a, b], &[], |x, _| product(&x[0], &x[1]));
     }
     check(&["matmul"], &[&[4, 5], &[4, 3]], &[], |x, _| product(&x[0].t()?, &x[1]));
-    // [batch, tokens, heads, size] as [batch, heads, tokens, size]: two leading dimensions that don't merge.
+    // [batch, tokens, heads, size] as [batch, heads, tokens, size]: two leading dimensions that cannot be merged.
     check(&["matmul"], &[&[2, 4, 3, 5], &[2, 6, 3, 5]], &[], |x, _| {
         product(&x[0].transpose(1, 2)?, &x[1].transpose(1, 2)?.t()?)
     });
 }
 
-/// A number that stands for many, a row that does, and steps between elements: none of them a matrix that cuBLASLt can read.
+/// Broadcast elements, broadcast rows, and gaps between elements: layouts that cuBLASLt cannot read as matrices.
 #[test]
 fn factors_that_are_no_matrices() {
     let is_matrix = |dims: &[usize], strides: &[usize]| is_matrix(&Layout::new(dims.into(), strides.to_vec(), 0));
@@ -159,7 +159,7 @@ fn factors_that_are_no_matrices() {
             let span: usize = 1 + dims.iter().zip(strides).map(|(dim, stride)| (dim - 1) * stride).sum::<usize>();
             Stored { data: (0..span).map(|i| numbers.normal(i)).collect(), layout, dtype }.rounded()
         };
-        // The left factor, the right one, and both.
+        // Such a layout as the left factor, the right factor, and both.
         let [row, column] = strides;
         let (odd, dense) = (stored([2, 4, 5], [0, row, column]), stored([2, 4, 5], [20, 5, 1]));
         let turn = |x: &Stored| Stored { layout: x.layout.transpose(1, 2).unwrap(), ..x.clone() };
@@ -169,7 +169,7 @@ fn factors_that_are_no_matrices() {
             assert!(judge(&MatMul, &inputs, &specs, &outputs, Stream::new(1, 1, 0)));
         }
     }
-    // The gradient of a sum.
+    // The gradient of a sum, which is broadcast.
     for dtype in [DType::F32, DType::BF16] {
         let without = without_kernels(dtype, &[&[2, 4, 5], &[2, 5, 3]], &[], |x, _| {
             Tensor::apply_op::<1>(MatMul, &[&x[0], &x[1]]).and_then(|[c]| c.sum_all())
@@ -178,8 +178,8 @@ fn factors_that_are_no_matrices() {
     }
 }
 
-/// Two chunks, and a vocabulary whose last five entries have products of their own; with the gradient computed in the forward, and for
-/// losses of any gradient.
+/// Two chunks, and a vocabulary whose last five entries have products of their own; with the gradient computed in the
+/// forward, and with per-row gradients in the backward.
 #[test]
 fn heads_with_an_odd_vocabulary() {
     let (x, vocabulary) = ([1, 4200, 8], 21);
@@ -197,7 +197,7 @@ fn heads_with_an_odd_vocabulary() {
     }
 }
 
-/// One chunk. With the gradient made in the forward, and after it.
+/// One chunk, with the gradient computed in the forward or in the backward.
 #[test]
 fn heads_with_their_loss() {
     for &(x, vocabulary) in few(&[([3, 200, 4], 9), ([1, 600, 4], 9), ([2, 3, 5], 7)], 1) {
@@ -223,7 +223,7 @@ fn heads_with_their_loss() {
                 losses.to_dtype(x[0].dtype())
             });
         }
-        // Losses that count by weights.
+        // Weighted losses.
         let given = [&x[..], &[vocabulary, x[2]]];
         let weights: Vec<u32> = (0..rows).map(|row| (row % 3) as u32).collect();
         let ids = [(&x[..2], &targets[..]), (&x[..2], &weights[..])];

@@ -1,4 +1,4 @@
-//! Several ranks, each a trainer on a stand-in for a device.
+//! Several ranks, each of which is a trainer on a simulated device.
 
 use std::ops::ControlFlow;
 
@@ -22,7 +22,7 @@ use crate::{
 
 const STEPS: usize = 3;
 
-/// Options whose plans need not be the best.
+/// Options with a low planning limit, because these plans need not be good.
 pub fn quick() -> TrainOptions {
     TrainOptions {
         step: StepOptions { memory: MemoryOptions { planning: 1 << 20, ..options().step.memory }, ..options().step },
@@ -34,7 +34,7 @@ pub fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
     Mesh { data, pipeline, expert }
 }
 
-/// Losses and norms of some steps, a validation, what is sampled, and the parameters that a rank has.
+/// A rank's losses and norms, a validation loss, generated text, and the rank's parameters.
 struct Trained {
     steps: Vec<[f32; 2]>,
     validation: f32,
@@ -58,7 +58,7 @@ fn on_cpus<M: Model>(options: &TrainOptions, model: impl Fn(VarBuilder) -> Resul
     on_threads(ranks, |world| train(&mut Trainer::builder(&model, options.clone()).on(world).build()?)).unwrap()
 }
 
-/// On the one device of judges, which ranks share, or each on its own.
+/// Trains on the given device of each rank.
 fn on_devices<M: Model>(
     options: &TrainOptions,
     device: impl Fn(usize) -> Box<dyn Device> + Sync,
@@ -72,7 +72,7 @@ fn on_devices<M: Model>(
     on_threads(ranks, on_rank).unwrap()
 }
 
-/// Every rank has on its device what it has on the CPU, but for the order of sums.
+/// Checks that every rank computes the same on its device as on the CPU, up to rounding: sums have another order.
 pub fn compare<M: Model>(
     what: &str,
     options: &TrainOptions,
@@ -92,7 +92,7 @@ pub fn compare<M: Model>(
         for ((name, gpu), (_, cpu)) in gpu.parameters.iter().zip(&cpu.parameters) {
             let norm = cpu.iter().map(|x| x * x).sum::<f64>().sqrt();
             let error = gpu.iter().zip(cpu).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-            // The gradient of a key's bias is nothing but rounding: a GPU's is another.
+            // The gradient of a key bias is only rounding noise, which differs on a GPU.
             let is_noise = gpu::is_asked_for() && name == "k.bias";
             assert!(is_noise || error <= 1e-3 * norm + 5e-5, "{what}: {name} is {error} from {norm}");
         }
@@ -100,7 +100,7 @@ pub fn compare<M: Model>(
     assert!(gpu.windows(2).all(|pair| pair[0].steps == pair[1].steps), "{what}: ranks say different losses");
 }
 
-/// Data ranks share the optimizer's states; stages send what others read; both together.
+/// Data ranks with a sharded optimizer, pipeline stages, and both together.
 #[test]
 fn ranks_train_as_on_the_cpu() {
     if !host::is_there() {
@@ -122,7 +122,7 @@ fn ranks_train_as_on_the_cpu() {
     }
 }
 
-/// Tables that are large enough for data ranks to share their optimizer's states.
+/// A model whose tables are large enough for data ranks to shard the optimizer's states.
 pub struct Wide {
     embedding: Embedding,
     head: Linear,
@@ -154,7 +154,7 @@ fn data_ranks_share_states() {
     }
 }
 
-/// What each rank times of a step, between what it sends and receives, is all of its program's arithmetic.
+/// A rank's profile of a step covers all arithmetic of its program, between messages.
 #[test]
 fn a_profile_of_a_rank_is_its_step() {
     if !host::is_there() {
@@ -174,7 +174,7 @@ fn a_profile_of_a_rank_is_its_step() {
     }
 }
 
-/// Rows of experts go to the rank that has them and come back, alone and beside data ranks and stages.
+/// Rows are sent to the rank of their expert and back, with expert ranks alone, with data ranks and with stages.
 #[test]
 fn experts_have_ranks() {
     if !host::is_there() {
@@ -190,7 +190,7 @@ fn experts_have_ranks() {
             model,
         );
     }
-    // In bf16 a token may go to other experts.
+    // In bf16, a token may be routed to other experts.
     let in_f32 = TrainOptions { step: StepOptions { mesh: mesh(1, 1, 2), ..quick().step }, ..quick() };
     let exact = on_cpus(&in_f32, model);
     let rounded = on_devices(
@@ -203,7 +203,7 @@ fn experts_have_ranks() {
     }
 }
 
-/// In bf16 two data ranks, and two stages, come near to one; sums of ranks are rounded once.
+/// In bf16, two data ranks and two stages are close to one rank. Sums over ranks are rounded once.
 #[test]
 fn ranks_train_in_bf16() {
     if !host::is_there() {
@@ -230,7 +230,8 @@ pub fn compare_in_bf16(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
     }
 }
 
-/// What two stages on devices save goes on to the same bits on two others, and within rounding on one CPU.
+/// A checkpoint of two stages on devices resumes with the same bits on two other devices, and up to rounding on one
+/// CPU.
 #[test]
 fn ranks_save_and_resume() {
     if !host::is_there() {
@@ -264,7 +265,7 @@ fn ranks_save_and_resume() {
     alone.iter().zip(expected[0]).for_each(|(alone, ranks)| expect_near("loss or norm", *alone, ranks, part));
 }
 
-/// A rank that leaves is an error of the others that names what waited for it, and they are not used again.
+/// When a rank leaves, the other ranks report an error that says what they were waiting for, and cannot be used again.
 #[test]
 fn a_rank_that_leaves_is_named() {
     if !host::is_there() {
@@ -282,12 +283,12 @@ fn a_rank_that_leaves_is_named() {
         Ok(vec![step(&mut trainer).unwrap_err(), step(&mut trainer).unwrap_err()])
     })
     .unwrap();
-    // Before a device has begun: ranks compare their batches first.
+    // The ranks compare their batches before a device starts, so the error is reported there.
     let gone = |error: &TrainError| matches!(error, TrainError::Ranks(CommunicatorError::PeerGone { .. }));
     assert!(errors[0].iter().all(gone), "{:?}", errors[0]);
 }
 
-/// What breaks on one rank's device is its error; the others learn of it.
+/// A failure of one rank's device is reported on that rank, and the others are told about it.
 #[test]
 fn a_device_that_fails_is_told_to_the_others() {
     if !host::is_there() {
@@ -296,7 +297,7 @@ fn a_device_that_fails_is_told_to_the_others() {
     let options = TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() };
     let errors = on_threads(2, |world| {
         let failing: Box<dyn Device> = match world.rank() {
-            // After the recordings of all programs: in the midst of a step.
+            // All programs are recorded before, so the failure is in the middle of a step.
             1 => Box::new(Failing { device: device(), replays: 1 }),
             _ => device(),
         };
@@ -310,7 +311,7 @@ fn a_device_that_fails_is_told_to_the_others() {
     assert!(errors[0][1].contains("rank 1 is gone"), "{}", errors[0][1]);
 }
 
-/// A device that replays so often, and then no more.
+/// A device that fails after a number of replays.
 #[derive(Debug)]
 struct Failing {
     device: Box<dyn Device>,
@@ -362,7 +363,7 @@ impl Device for Failing {
     }
 }
 
-/// A step that is not finite is none on any rank; and ranks on devices and ranks on CPUs do not go together.
+/// A non-finite step is skipped on every rank. Ranks on devices cannot be combined with ranks on CPUs.
 #[test]
 fn ranks_break_together_and_are_of_one_kind() {
     if !host::is_there() {
@@ -391,7 +392,7 @@ fn ranks_break_together_and_are_of_one_kind() {
     assert!(mixed.unwrap_err().to_string().contains("would drift apart"));
 }
 
-/// A parameter that is written stays written, whoever has parts of its master.
+/// A parameter that is set keeps its value, on whichever ranks the shards of its master are.
 #[test]
 fn parameters_of_ranks_are_written() {
     if !host::is_there() {
@@ -412,7 +413,7 @@ fn parameters_of_ranks_are_written() {
             }
             step(&mut trainer)?;
             for name in &names {
-                // A step moves a parameter by the learning rate, and decay by a thousandth.
+                // A step moves a parameter by about the learning rate, and weight decay by a thousandth.
                 let written = numbers(&trainer.tensor(name)?);
                 assert!(written.iter().all(|x| (x - 4.0).abs() < 0.1), "{name} on {mesh:?}: {written:?}");
             }
@@ -422,7 +423,7 @@ fn parameters_of_ranks_are_written() {
     }
 }
 
-/// A mesh of several ranks is none for a trainer of one.
+/// A trainer of one rank refuses a mesh of several ranks.
 #[test]
 fn one_device_is_one_rank() {
     let options = TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() };

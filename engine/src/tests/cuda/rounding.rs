@@ -1,9 +1,9 @@
-//! How far a function in few digits may be from itself in f64: as far as its roundings take it, by its own condition.
+//! The error that rounding may cause in a function's result, derived from the function's own condition.
 //!
-//! A kernel rounds what it stores, by up to a unit roundoff of the number: the nearest bf16 is within 2⁻⁸ of it. Which numbers
-//! are stored between two operations is the compiler's to choose, so that a reader may see a rounded number where another one sees
-//! the number itself. How much of that reaches a result depends on the function alone. It is measured, by evaluating the
-//! function in f64 where every reader of every intermediate result sees it changed at random by as much as a rounding.
+//! A kernel rounds each value that it stores by up to one unit roundoff; the nearest bf16 is within 2⁻⁸. The compiler
+//! chooses which values are stored between two operations, so one reader may see a rounded value and another the exact
+//! one. The effect on a result depends only on the function. It is measured by evaluating the function in f64 while
+//! changing every intermediate value randomly, per reader, by as much as rounding could.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,21 +18,22 @@ use crate::graph::{Graph, Source, ValueId, lock};
 
 use crate::reference::{Array, evaluate, evaluate_as_read};
 
-/// How often the function is evaluated with changes.
+/// The number of evaluations with random changes.
 const DRAWS: u64 = 32;
 
-/// A result may be this many times further from the truth than the furthest of the draws.
+/// The allowed error of a result, as a multiple of the largest error among the draws.
 ///
-/// Roundings are no random numbers, but an error that many of them make is as good as normal, and so are the draws, whose changes
-/// are the larger ones: that all of 32 are less than a quarter of one more has a probability of 10⁻⁹. The error of a single
-/// rounding is bounded, and that all of 32 draws stay below a quarter of its bound has one of 10⁻¹⁹.
+/// Roundings are not random numbers. But an error composed of many of them is close to normally distributed, and so are
+/// the draws, whose changes are larger. All of 32 draws are below a quarter of one further sample with probability
+/// 10⁻⁹. The error of a single rounding is bounded, and all of 32 draws stay below a quarter of its bound with
+/// probability 10⁻¹⁹.
 const FACTOR: f64 = 4.0;
 
-/// What a kernel's arithmetic in f32 is off by: some of its unit roundoffs of 2⁻²⁴, of a number; and of 1, for derivatives like
-/// 1 − tanh² are differences of numbers near 1.
+/// The error of a kernel's f32 arithmetic: several unit roundoffs of 2⁻²⁴, relative to the value, and also absolute,
+/// because derivatives such as 1 − tanh² are differences of values near 1.
 const F32: f64 = 1.0 / (1 << 21) as f64;
 
-/// What a stored number is off by, in parts of itself.
+/// The relative error of a stored value.
 fn unit(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1.0 / 256.0 + F32,
@@ -41,16 +42,15 @@ fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// A function in f64, and how far its roundings may take each result.
+/// A function's exact values, and the allowed errors of its results.
 pub struct Judged {
-    /// By value.
+    /// Exact values, indexed by value.
     pub exact: Vec<Array>,
-    /// For each of the results asked for, the distance ‖x − exact‖ that is allowed; infinite where a number on the way is
-    /// none of f32.
+    /// The allowed distance ‖x − exact‖ of each result; infinite if an intermediate value overflows f32.
     pub allowed: Vec<f64>,
 }
 
-/// Evaluates a graph in f64, with and without changes.
+/// Evaluates a graph in f64, with and without random changes.
 pub fn judged(graph: &Graph, given: &HashMap<String, Array>, stream: Stream, results: &[ValueId]) -> Judged {
     let exact = evaluate(graph, given, stream);
     let overflows =
@@ -64,11 +64,12 @@ pub fn judged(graph: &Graph, given: &HashMap<String, Array>, stream: Stream, res
             let value = graph.value(id);
             match graph.value(value.root).source {
                 Source::Node { .. } => {
-                    // Equal numbers are rounded alike, so that a reader of many finds all of them changed by as much.
+                    // Equal values are rounded in the same way, so a reader sees all of them changed by the same
+                    // amount.
                     let size = unit(value.spec.dtype) * x.abs() + F32;
                     x + size * uniform((draw, reader, id.index(), x.to_bits()))
                 }
-                // Parameters are what they are.
+                // Parameters are exact.
                 _ => x,
             }
         });
@@ -84,7 +85,7 @@ pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum::<f64>().sqrt()
 }
 
-/// A number from -1 to 1 that is another one for whatever differs in anything.
+/// A hash of `of`, as a value in [-1, 1).
 fn uniform(of: impl Hash) -> f64 {
     let mut hasher = DefaultHasher::new();
     of.hash(&mut hasher);
@@ -94,7 +95,7 @@ fn uniform(of: impl Hash) -> f64 {
 generated! {
     #![cases(64)]
 
-    /// Against functions that are evaluated with roundings in some places or others, and bf16's own.
+    /// The allowed error holds for functions whose values are really rounded to bf16, at randomly chosen readers.
     #[test]
     fn roundings_take_nothing_further_than_allowed(chosen in any_function(), salt: u64) {
         let function = Function::new(DType::BF16, |parameter| random_function(&chosen, parameter)).unwrap();

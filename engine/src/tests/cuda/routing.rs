@@ -1,5 +1,5 @@
-//! Expert ranks on stand-ins for devices: rows have their places when they have been counted, and those that find no room what the
-//! options say, as on CPUs.
+//! Expert ranks on simulated devices: dynamic rows are placed once they are counted, and rows that find no room are
+//! handled as the options say, as on CPUs.
 
 use gapless_alloc::arena::{ArenaReport, Reserve};
 use gapless_parallel::Mesh;
@@ -19,18 +19,18 @@ use crate::{DeviceChoice, MemoryOptions, Overflow, StepOptions, TrainError, Trai
 
 const STEPS: u64 = 3;
 
-/// What a rank sees of a run.
+/// The observations of one rank in a run.
 #[derive(Debug)]
 struct Seen {
-    /// Loss and norm of each step, then a validation.
+    /// Loss and norm of each step, then a validation loss.
     losses: Vec<f32>,
-    /// After each step.
+    /// The arena's report after each step.
     reports: Vec<ArenaReport>,
-    /// The arena before the first step and after the last.
+    /// Bytes of the arena before the first and after the last step.
     arena_bytes: [u64; 2],
 }
 
-/// Two experts of four for each token.
+/// Two of four experts per token.
 fn config() -> RouterConfig {
     RouterConfig { experts: 4, balance_loss: 0.1, ..RouterConfig::default() }
 }
@@ -51,7 +51,7 @@ fn experts(mesh: Mesh) -> Mesh {
     Mesh { expert: 2, ..mesh }
 }
 
-/// Whether a rank is on a device.
+/// A function that builds a rank's trainer, on the CPU or on a device.
 type Makes<'m> = &'m (dyn Fn(Box<dyn Communicator>, TrainOptions) -> Result<Trainer, TrainError> + Sync);
 
 fn on_cpu(
@@ -70,7 +70,7 @@ fn on_device(
     }
 }
 
-/// Every rank's run. Judged on the way: the addresses of each step.
+/// Runs all ranks, and checks the addresses of each step.
 fn run(make: Makes<'_>, options: &TrainOptions) -> Vec<Seen> {
     let ranks = options.step.mesh.ranks().unwrap();
     let run = |world| {
@@ -79,7 +79,7 @@ fn run(make: Makes<'_>, options: &TrainOptions) -> Vec<Seen> {
         let (mut losses, mut reports) = (Vec::new(), Vec::new());
         for _ in 0..STEPS {
             losses.extend(step(&mut trainer)?);
-            // A rank of a pipeline may have no experts.
+            // A pipeline rank may have no experts.
             assert!(trainer.check_run()? > 0 || trainer.routing().is_none());
             reports.push(trainer.routing().unwrap_or_default());
         }
@@ -100,7 +100,7 @@ fn expect_alike(what: &str, seen: &[Seen], expected: &[Seen]) {
     }
 }
 
-/// Mixtures of every kind on two ranks that share their experts: the losses of CPUs, and as many bytes asked for.
+/// Mixtures of every kind on two expert ranks have the losses of CPUs, and ask for the same number of bytes.
 #[test]
 fn every_mixture_has_expert_ranks() {
     if !host::is_there() {
@@ -119,7 +119,8 @@ fn every_mixture_has_expert_ranks() {
     }
 }
 
-/// No policy changes a bit of what devices compute, in pipelines and with copies; and each has to do something.
+/// No overflow policy changes a bit of the results, in pipelines and with recomputation, and each policy takes effect
+/// in some run.
 #[test]
 fn policies_change_no_bit() {
     if !host::is_there() {
@@ -155,7 +156,7 @@ fn policies_change_no_bit() {
             );
             expect_alike(&what, &seen, &worst);
             for (seen, worst) in seen.iter().zip(&worst) {
-                // A GPU may round a fused operation that is computed again, by itself, otherwise.
+                // A recomputed operation that was fused before may be rounded differently on a GPU.
                 assert!(gpu::is_asked_for() || seen.losses == worst.losses, "{what}: {seen:?}, not {worst:?}");
             }
             let last = |seen: &Seen| *seen.reports.last().unwrap();
@@ -176,8 +177,8 @@ fn policies_change_no_bit() {
     }
 }
 
-/// All tokens go to experts of the first rank, so that the second has no rows: in memory that goes on behind the arena, and in
-/// one that has grown.
+/// All tokens are routed to experts of the first rank, so the second rank has no rows. The rows are first in memory
+/// after the arena, then in the enlarged arena.
 #[test]
 fn a_rank_may_have_all_rows() {
     if !host::is_there() {
@@ -190,7 +191,7 @@ fn a_rank_may_have_all_rows() {
             let mut trainer = make(world, options.clone())?;
             let mut seen = Vec::new();
             for _ in 0..STEPS {
-                // Of equal scores the first are chosen.
+                // With equal scores, the first experts are chosen.
                 let name = trainer.parameter_names().find(|name| name.contains("router")).unwrap().to_owned();
                 let zeros = trainer.tensor(&name)?.zeros_like()?;
                 trainer.set_tensor(&name, &zeros)?;
@@ -214,7 +215,8 @@ fn a_rank_may_have_all_rows() {
     }
 }
 
-/// What finds no room is named, or what of scores that are no numbers has led to it; and the other rank hears of it.
+/// An error names the buffer that found no room, or the operation whose non-finite scores caused it. The other rank is
+/// told.
 #[test]
 fn what_finds_no_room_is_an_error() {
     if !host::is_there() {
@@ -248,7 +250,7 @@ fn what_finds_no_room_is_an_error() {
     assert!(outcomes.iter().any(|(outcome, _)| outcome.as_ref().is_err_and(named)), "{outcomes:?}");
 }
 
-/// A budget is for arena and outside together, and what a device has no memory for is no room.
+/// The budget covers the arena and the memory outside of it together.
 #[test]
 fn growing_keeps_to_the_budget() {
     if !host::is_there() {
@@ -268,7 +270,7 @@ fn growing_keeps_to_the_budget() {
     assert!(errors.iter().any(is_growth), "{errors:?}");
 }
 
-/// What is timed of a step is all of its arithmetic, and rows have places meanwhile.
+/// A profile covers all arithmetic of a step, with dynamic rows placed as usual.
 #[test]
 fn a_profile_of_expert_ranks_is_their_step() {
     if !host::is_there() {
@@ -290,7 +292,7 @@ fn a_profile_of_expert_ranks_is_their_step() {
     }
 }
 
-/// A step that is not finite is run again, instruction by instruction, with the same places.
+/// A non-finite step is repeated instruction by instruction, with the same placement.
 #[test]
 fn a_broken_step_of_expert_ranks_is_named() {
     if !host::is_there() {

@@ -1,4 +1,4 @@
-//! softmax.cu, rope.cu, embedding.cu, copy.cu, and noise.
+//! The kernels of softmax.cu, rope.cu, embedding.cu, copy.cu, and random noise.
 
 use candle_core::{DType, Layout};
 use gapless_graph::{Numbers, Stream};
@@ -13,10 +13,10 @@ use crate::graph::Spec;
 use crate::kernels::LossTerms;
 use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, RopeScaling, Softmax};
 
-/// The likelihood alone, and all that a loss may count.
+/// The plain likelihood, and a loss with all additional terms.
 const TERMS: [LossTerms; 2] = [LossTerms::NONE, LossTerms { label_smoothing: 0.1, z_loss: 0.01 }];
 
-/// Rows of fewer elements than a warp has lanes, and of more than a block has threads.
+/// Rows with fewer elements than a warp has lanes, and with more than a block has threads.
 const SHAPES: [&[usize]; 3] = [&[2, 3, 5], &[4, 96], &[2, 2500]];
 
 #[test]
@@ -52,7 +52,7 @@ fn chunks_of_a_head_become_their_gradient() {
         let logits: Vec<f64> = (0..rows * width).map(|i| numbers.normal(i)).collect();
         let logits = Region::of(&logits, dtype).numbers();
         let targets: Vec<f64> = (0..rows).map(|row| (row * 7 % width) as f64).collect();
-        // Each of five rows, of which these are the last, and every second number.
+        // Gradients of five rows, at every second element; the chunk's rows are the last ones.
         let d_losses = Region::of(&[9.0, 8.0, 0.5, 8.0, -1.5, 8.0, 2.0, 8.0, 1.0, 8.0], DType::F32);
         let first = 5 - rows as u64;
         let strided =
@@ -71,7 +71,7 @@ fn chunks_of_a_head_become_their_gradient() {
             let of_rows =
                 HeadRows { targets: ids.address(), losses: losses.address(), likelihoods: 0, weights: 0, rest: None };
             for launch in head(&operand, of_rows, upstream, &terms, 0.0).unwrap() {
-                // SAFETY: the regions are of these extents.
+                // SAFETY: the regions have these sizes.
                 unsafe { host::run(&launch, is_reversed) }.unwrap();
             }
             assert!(region.is_intact() && losses.is_intact());
@@ -94,7 +94,7 @@ fn rotations_forth_and_back() {
     let llama3 = RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 16.0 };
     for shape in [[2, 3, 2, 6], [1, 40, 3, 16]] {
         let frequencies = llama3.frequencies(10_000.0);
-        // Where the tokens are said to be.
+        // Explicit positions of the tokens.
         let positions: Vec<u32> = (0..shape[0] * shape[1]).map(|i| (i * 7 % 50) as u32).collect();
         for (neighbours, inverse) in [(false, false), (true, false), (true, true)] {
             let rope = Rope { frequencies, neighbours, inverse };
@@ -103,7 +103,7 @@ fn rotations_forth_and_back() {
                 Tensor::apply_op::<1>(rope, &[&x[0], &ids[0]]).map(|[y]| y)
             });
         }
-        // Heads in front of tokens, in memory.
+        // Heads before tokens in memory.
         let [batch, tokens, heads, size] = shape;
         check(&["rope"], &[&[batch, heads, tokens, size]], &[], |x, _| {
             let rope = Rope { frequencies: RopeScaling::None.frequencies(100.0), neighbours: false, inverse: false };
@@ -114,7 +114,7 @@ fn rotations_forth_and_back() {
 
 #[test]
 fn rows_of_a_table_and_their_gradient() {
-    // Ids that come once, several times, in different blocks' reach, and never; widths below and above a block's columns.
+    // Ids that occur once, several times, across blocks and never; widths below and above a block's columns.
     let many: Vec<u32> = (0..700).map(|i| i * i % 11).collect();
     for (ids, dims, width) in
         [(&[3u32, 0, 3, 7, 3, 9][..], &[2usize, 3][..], 5), (&many, &[7, 100], 3), (&[1, 2, 1], &[3], 2100)]
@@ -138,7 +138,7 @@ fn copies_between_strides_and_types() {
     }
 }
 
-/// Judged within a tolerance by the reference, and for which elements are zeros, by the CPU's own generator.
+/// The reference checks results within a tolerance. The CPU's own generator checks which elements are zero.
 #[test]
 fn noise_is_the_cpus_bit_by_bit() {
     for shape in SHAPES {
@@ -154,7 +154,7 @@ fn noise_is_the_cpus_bit_by_bit() {
     if !host::is_there() {
         return;
     }
-    // Powers of two stay exact through the kernel, so that every bit of the mask and of the noise shows.
+    // Powers of two stay exact in the kernel, so every bit of the mask shows.
     let count = 4099;
     let ones = Stored { data: vec![1.0; count], layout: Layout::contiguous(count), dtype: DType::F32 };
     let spec = [Spec::f32(count)];

@@ -1,4 +1,4 @@
-//! Kernels that ask a slot where their operands lie.
+//! Kernels that read the addresses of their operands from slots.
 
 use candle_core::{DType, Layout};
 use gapless_graph::{Numbers, launches};
@@ -11,17 +11,17 @@ use crate::cuda::launch::{
 use crate::cuda::{Launch, Operand, Operands, Random};
 use crate::ops::{Binary, BinaryKind, Powf};
 
-/// Where runs of rows begin, of two sources, two experts and one sequence, and where all end. There may be [`MOST`].
+/// Row offsets for two sources, two experts and one sequence. There is room for [`MOST`] rows.
 const STARTS: [u32; 5] = [0, 3, 70, 70, 151];
 const USED: usize = 151;
 const MOST: usize = 170;
 const WIDTH: usize = 12;
 const OUT: usize = 40;
 
-/// A tensor of a kernel: extents, the first of which is counted if it is [`MOST`].
+/// The shape of a tensor. If the first dimension is [`MOST`], it is dynamic.
 type Dims<'d> = &'d [usize];
 
-/// A tensor in memory, with a slot if it is counted and has one.
+/// A tensor in memory. A tensor with dynamic rows may have a slot.
 struct Tensor {
     region: Region,
     slot: Option<Region>,
@@ -49,7 +49,8 @@ impl Tensor {
     }
 }
 
-/// With slots, results have the bits that they have without, of the rows that there are; nothing is written behind those.
+/// Checks that results with slots have the same bits as without, for all used rows, and that nothing is written after
+/// them.
 fn check(
     name: &str,
     inputs: &[Dims<'_>],
@@ -84,7 +85,8 @@ fn check(
             };
             for launch in launches(&operands).unwrap() {
                 assert!(matches!(&launch, Launch::Kernel(kernel) if kernel.family.reads_slots()), "{launch:?}");
-                // SAFETY: the regions are as large as the operands, or their slots, say, and nobody else touches them.
+                // SAFETY: the regions are as large as the operands or their slots say, and no other reference to them
+                // is used.
                 unsafe { host::run(&launch, false) }.unwrap();
             }
             assert!(inputs.iter().chain(&outputs).all(|tensor| tensor.region.is_intact()), "{name} in {dtype:?}");
@@ -109,7 +111,7 @@ fn kernels_find_what_is_placed() {
     check("grouped_linear_grad_weight", &[rows, wide], &[weight], Some(2), |all| grouped_linear_grad_weight(2, all));
     check("routed_swiglu", &[rows, rows, weights], &[rows], Some(3), routed_gated);
     check("routed_swiglu_grad", &[rows, rows, weights, rows], &[rows, rows, weights], Some(3), routed_gated_grad);
-    // Functions of elements stop behind the last row, packed or not.
+    // Elementwise operations stop after the last row, with and without packs.
     for dims in [rows, weights] {
         let add = Binary { kind: BinaryKind::Add };
         check("add", &[dims, dims], &[dims], None, |all| launches::launches(&add, all));
@@ -117,7 +119,7 @@ fn kernels_find_what_is_placed() {
     }
 }
 
-/// A kernel without slots has the text that it had: none of it is for slots.
+/// The source of a kernel without slots contains no code for slots.
 #[test]
 fn kernels_of_planned_operands_know_no_slots() {
     let name = |address: u64| {

@@ -1,18 +1,18 @@
-//! Small language models, of what the large ones are made of.
+//! Small language models with the components of large ones.
 
 use crate::nn::{Embedding, Linear, Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias, rms_norm};
 use crate::{Model, Result, Tensor};
 
-/// What the parts of a small language model are made of.
+/// The components of a small language model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
-    /// Learned positions, layer norm, GELU, dropout, biases, the head tied to the embedding.
+    /// Learned positions, layer norm, GELU, dropout, biases, head tied to the embedding.
     Gpt,
-    /// Rotary positions, RMS norm, SwiGLU, heads that share keys and values.
+    /// Rotary positions, RMS norm, SwiGLU, grouped-query attention.
     Llama,
 }
 
-/// One block between an embedding and a head.
+/// A model with one block between embedding and head.
 pub struct Small {
     style: Style,
     embedding: Embedding,
@@ -65,7 +65,7 @@ impl Small {
         })
     }
 
-    /// What the head reads.
+    /// The input of the head.
     pub fn hidden(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
         let is_gpt = self.style == Style::Gpt;
         let dropout = if train && is_gpt { 0.1 } else { 0.0 };

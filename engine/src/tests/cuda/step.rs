@@ -1,4 +1,4 @@
-//! Whole training steps on a stand-in for a device, beside the CPU's.
+//! Whole training steps on a simulated device, compared with the CPU.
 
 use candle_core::DType;
 use gapless_parallel::Mesh;
@@ -13,7 +13,7 @@ use crate::runtime::cpu::Workers;
 use crate::runtime::{RunOptions, Session};
 use crate::{MemoryOptions, Model, Result, StepOptions, Tensor, TrainOptions};
 
-/// A step's program for a target, planned.
+/// The planned program of a training step for a target.
 pub fn executable<M: Model>(
     options: &TrainOptions,
     target: Target,
@@ -23,7 +23,7 @@ pub fn executable<M: Model>(
     compile(&[program], &CompileOptions::default()).unwrap()
 }
 
-/// A loss of which a part is the mean of a product: its gradient is a number that stands for many.
+/// A model whose loss includes the mean of a matrix product, so the product's gradient is a broadcast scalar.
 struct Similar(Small);
 
 impl Model for Similar {
@@ -54,8 +54,8 @@ fn steps_are_those_of_the_cpu() {
     }
 }
 
-/// Three steps from the same parameters with the same noise: losses, norms and parameters of the CPU and of the
-/// device's, in one micro-batch and in two, keeping everything and computing things again.
+/// Compares three steps from the same parameters with the same noise: losses, norms and parameters on the CPU and the
+/// device, with one micro-batch and without recomputation, and with two and recomputation.
 pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<M>) {
     for (micro_batches, recompute) in [(1, Recompute::None), (2, Recompute::Ops(vec!["linear".into()]))] {
         let options = TrainOptions {
@@ -95,7 +95,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
             for name in ["loss", "gradient_norm"] {
                 let (cpu, device) = (on_cpu.scalar(of_cpu, name).unwrap(), on_device.output(of_device, name).unwrap());
                 let device: f32 = device.to_scalar().unwrap();
-                // Sums in f32 in another order, through a step or two of training.
+                // f32 sums in another order, through a few steps of training.
                 let part = gpu::allowed(2e-5, 2e-4) as f32;
                 assert!((cpu - device).abs() <= part * cpu.abs(), "{what}, step {step}: {name} {device}, not {cpu}");
             }
@@ -108,7 +108,8 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
             let (cpu, device) = (numbers(on_cpu.tensor(name).unwrap()), numbers(on_device.tensor(name).unwrap()));
             let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
             let off = norm(&mut cpu.iter().zip(&device).map(|(a, b)| a - b));
-            // The gradient of a bias of keys is 0 but for rounding, which AdamW divides by its own root: a GPU's is another.
+            // The gradient of a key bias is zero up to rounding noise, which AdamW divides by its own square root. The
+            // noise differs on a GPU.
             let is_noise = gpu::is_asked_for() && name == "k.bias";
             let allowed = 1e-3 * norm(&mut cpu.iter().copied()) + 1e-4;
             assert!(is_noise || off <= allowed, "{what}: {name} is off by {off}");
@@ -116,7 +117,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
     }
 }
 
-/// Kernels of a GPU would write beyond the CPU's scratch.
+/// GPU kernels would write past the end of the CPU's scratch.
 #[test]
 fn a_program_for_the_cpu_is_refused() {
     let options = TrainOptions {
@@ -129,7 +130,7 @@ fn a_program_for_the_cpu_is_refused() {
     assert!(error.contains("lowered for Target::Cuda"), "{error}");
 }
 
-/// A rank that nobody has connected says so at its first message.
+/// A rank that is not connected reports an error at its first message.
 #[test]
 fn a_rank_without_others_is_an_error() {
     if !host::is_there() {
@@ -148,7 +149,7 @@ fn a_rank_without_others_is_an_error() {
     assert!(error.starts_with("receive") && error.contains("without a communicator"), "{error}");
 }
 
-/// What has no kernels is refused by name, before anything runs.
+/// An operation without kernels is refused by name, before anything runs.
 #[test]
 fn what_only_the_cpu_can_do_is_said() {
     let options = TrainOptions {

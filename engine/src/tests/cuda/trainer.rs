@@ -1,4 +1,4 @@
-//! A trainer on a stand-in for a device, as a user has it.
+//! A trainer on a simulated device, through the public interface.
 
 use std::ops::ControlFlow;
 
@@ -61,7 +61,7 @@ pub fn expect_near(what: &str, got: f32, expected: f32, part: f32) {
     assert!((got - expected).abs() <= part * expected.abs(), "{what}: {got}, not {expected}");
 }
 
-/// Steps, evaluation, logits, sampled text and gradients are the CPU's, but for the order of sums.
+/// Steps, evaluation, generated text and gradients equal the CPU's, up to the order of sums.
 #[test]
 fn trains_as_on_the_cpu() {
     if !host::is_there() {
@@ -100,8 +100,8 @@ fn trains_as_on_the_cpu() {
     }
 }
 
-/// In bf16 the losses follow those of f32 within its precision, in one micro-batch and in several; the parameters are what their
-/// masters say, and masters begin as the parameters that f32 has.
+/// In bf16 the losses follow those of f32 within bf16's precision, with one and several micro-batches. Parameters are
+/// their masters rounded to bf16, and masters start as the f32 parameters.
 #[test]
 fn bf16_follows_f32() {
     if !host::is_there() {
@@ -139,8 +139,8 @@ fn bf16_follows_f32() {
     }
 }
 
-/// The CPU and the GPU judge each other in bf16: the same graph, stored alike, but that a GPU rounds fewer numbers between
-/// operations of elements that it does together, and others in attention and the head.
+/// Compares CPU and GPU in bf16. Both run the same graph and store the same types, but a GPU rounds fewer values
+/// between fused elementwise operations, and other values in attention and the head.
 #[test]
 fn in_bf16_trains_as_on_the_cpu() {
     if !host::is_there() {
@@ -161,14 +161,15 @@ fn in_bf16_trains_as_on_the_cpu() {
         for name in cpu.parameter_names() {
             let [on_cpu, on_gpu] = [&cpu, &gpu].map(|trainer| numbers(&trainer.gradient(name).unwrap()));
             let norm = distance(&on_cpu, &vec![0.0; on_cpu.len()]);
-            // Either is the result of some ten roundings in a row, each of 2⁻⁸ = 4e-3 at most, of signs as they come.
+            // Either gradient results from about ten roundings in a row, each of at most 2⁻⁸ = 4e-3 and with random
+            // signs.
             let off = distance(&on_cpu, &on_gpu);
             assert!(off <= 2e-2 * norm + 1e-5, "gradient of {name}: {off} of {norm}, {style:?}");
         }
     }
 }
 
-/// Gradients of several micro-batches are summed up in f32, in which a thousandth of a sum is not lost.
+/// Gradients of several micro-batches are summed in f32, where a summand of a thousandth of the sum is not lost.
 #[test]
 fn sums_over_micro_batches_are_f32() {
     let (bf16, pure) = (Precision::Bf16, Precision::PureBf16);
@@ -183,15 +184,15 @@ fn sums_over_micro_batches_are_f32() {
         let gradients =
             plan.labels().iter().zip(plan.problem().buffers()).filter(|(label, _)| label.role == Role::Gradient);
         let largest = gradients.map(|(_, buffer)| buffer.bytes).max().unwrap();
-        // The embedding of GPT, its largest gradient: one sum for its lookups, one for the head.
+        // The embedding of GPT has the largest gradient: one sum for its lookups, one for the head.
         let expected = (expected * (VOCABULARY * 8) as u64).next_multiple_of(64);
         assert_eq!(largest, expected, "{micro_batches} micro-batches, {precision:?}");
         assert!(elements(Role::OptimizerState) >= elements(Role::Parameter));
     }
 }
 
-/// What can write or add to a sum in f32 does so; the only gradient that is made in bf16 first is that of the positions, which
-/// are broadcast.
+/// All gradients that can be written or added to an f32 sum directly are. The only gradient that is first computed in
+/// bf16 is that of the positions, which are broadcast.
 #[test]
 fn sums_are_not_rounded_first() {
     for style in [Style::Gpt, Style::Llama] {
@@ -206,7 +207,7 @@ fn sums_are_not_rounded_first() {
     }
 }
 
-/// A step that is timed is a step: every instruction of the program once, and the same bits.
+/// A profiled step is a normal step: it runs every instruction once and computes the same bits.
 #[test]
 fn a_profile_is_a_step() {
     if !host::is_there() {
@@ -217,7 +218,7 @@ fn a_profile_is_a_step() {
     let [tokens, targets] = batch(0);
     let times = timed.profile(&tokens, &targets).unwrap();
     assert!(times.iter().any(|t| t.operation == "linear" && t.layer == "q" && t.flops > 0 && t.bytes > 0));
-    // Updates that are launched together are one, with the arithmetic of all.
+    // Updates that are launched together are one entry, with the total arithmetic.
     let on_gpu = TrainOptions { device: DeviceChoice::Cuda(0), ..options() };
     let plan = compile::step::plan(|vb| Small::new(Style::Gpt, vb), &on_gpu.step, 0, on_gpu.target()).unwrap();
     let updates =
@@ -229,7 +230,7 @@ fn a_profile_is_a_step() {
     assert!(error.to_string().starts_with("profile: "), "{error}");
 }
 
-/// Saved on a device and resumed on another; a parameter that is written stays written.
+/// A trainer can be saved on one device and resumed on another. A parameter that is set keeps its value.
 #[test]
 fn a_trainer_is_saved_resumed_and_written_to() {
     if !host::is_there() {
@@ -249,11 +250,12 @@ fn a_trainer_is_saved_resumed_and_written_to() {
     let ones = (zeros + 1.0).unwrap().to_device(&CandleDevice::Cpu).unwrap();
     second.set_tensor("q.weight", &ones).unwrap();
     step(&mut second).unwrap();
-    // A step moves a parameter by the learning rate, not back to where it was.
+    // A step moves a parameter by the learning rate, not back to its old value.
     assert!(numbers(&second.tensor("q.weight").unwrap()).iter().all(|x| (x - 1.0).abs() < 0.1));
 }
 
-/// With all that a loss may count, gradients that are cut, averages, and steps above their limits, which change nothing.
+/// Covers all loss terms, clipped gradients and weight averages. Steps above their limits are skipped and change
+/// nothing.
 #[test]
 fn a_guarded_step_is_left_out() {
     if !host::is_there() {
@@ -284,7 +286,8 @@ fn a_guarded_step_is_left_out() {
     assert_ne!(all(&device), before);
 }
 
-/// Packed documents, of which some targets do not count: the CPU's loss and norm, and a document's tokens change nothing outside it.
+/// Packed documents with ignored targets: loss and norm equal the CPU's, and changing a document's tokens does not
+/// affect other documents.
 #[test]
 fn packed_documents_do_not_see_each_other() {
     if !host::is_there() {
@@ -296,7 +299,7 @@ fn packed_documents_do_not_see_each_other() {
         let [tokens, mut targets] = batch(0);
         let sequence = options.step.sequence as u32;
         let starts: Vec<u32> = (0..tokens.len() as u32).map(|i| i % sequence / 3 * 3).collect();
-        // The last token of a document has no next; the last document does not count at all.
+        // The last token of a document has no target, and the whole last document is ignored.
         let last = targets.len() - 3;
         for (i, target) in targets.iter_mut().enumerate() {
             if i % sequence as usize % 3 == 2 || i >= last {
@@ -318,7 +321,7 @@ fn packed_documents_do_not_see_each_other() {
     }
 }
 
-/// A step that breaks names the operation that it broke in, and leaves the model as it was.
+/// A non-finite step names the operation that caused it, and leaves the model unchanged.
 #[test]
 fn a_broken_step_is_named() {
     if !host::is_there() {
@@ -333,10 +336,11 @@ fn a_broken_step_is_named() {
     assert_eq!(numbers(&before), numbers(&trainer.tensor("up.weight").unwrap()));
 }
 
-/// Where there is no GPU, one that was asked for is an error with a remedy, and one that was only hoped for a word.
+/// Without a GPU, an explicit choice of a GPU is an error with a remedy. With `Auto`, the trainer says why it runs on
+/// the CPU.
 #[test]
 fn without_a_gpu_the_cpu_says_why() {
-    // SAFETY: the driver's library is one that may be loaded at any time.
+    // SAFETY: loading the driver's library has no preconditions.
     if unsafe { cudarc::driver::sys::is_culib_present() } {
         return gapless_testing::not_checked("this machine has a driver");
     }
@@ -346,7 +350,7 @@ fn without_a_gpu_the_cpu_says_why() {
     assert!(said.starts_with("runs on the CPU, 1 thread (") && said.contains("NVIDIA driver"), "{said}");
     let error = Trainer::new(build, TrainOptions { device: DeviceChoice::Cuda(0), ..options() }).unwrap_err();
     assert!(error.to_string().contains("NVIDIA driver: install it"), "{error}");
-    // In bf16 too.
+    // The same in bf16.
     let options = TrainOptions {
         step: StepOptions { precision: Precision::Bf16, ..options().step },
         device: DeviceChoice::Auto,
@@ -355,7 +359,7 @@ fn without_a_gpu_the_cpu_says_why() {
     assert!(Trainer::new(build, options).unwrap().device().to_string().contains("NVIDIA driver"));
 }
 
-/// What a GPU cannot do is said before one is looked for.
+/// Options that a GPU does not support are refused before a device is opened.
 #[test]
 fn options_for_the_cpu_alone_are_refused() {
     let poisoned = TrainOptions { poison: true, ..options() };

@@ -1,11 +1,11 @@
-//! Kernels of candle's vocabulary: powers, masks, ids, and gather.cu.
+//! Kernels of candle's tensor functions: powers, masks, ids, and gather.cu.
 
 use candle_core::DType;
 
 use super::judge::{check, check_in};
 use crate::Tensor;
 
-/// Lengths around those of packs and blocks.
+/// Lengths around the sizes of packs and blocks.
 const SHAPES: [[usize; 2]; 3] = [[1, 7], [3, 85], [2, 1033]];
 
 #[test]
@@ -34,7 +34,7 @@ fn masks_of_every_comparison() {
             });
         }
     }
-    // Through strides; a mask copied, compared and as numbers; and ids.
+    // With strides; masks that are copied, compared and converted to floats; and ids.
     check(&["ge", "contiguous", "eq", "to_dtype"], &[&[5, 6], &[6, 5]], &[], |x, _| {
         let mask = x[0].t()?.ge(&x[1])?.t()?.contiguous()?.eq(1u8)?;
         mask.to_dtype(x[0].dtype())? * &x[0]
@@ -65,6 +65,6 @@ fn the_greatest_of_rows() {
         check(&["max", "top_k_grad"], &[&shape], &[], |x, _| x[0].max(1)?.sqr());
         check(&["max", "top_k_grad"], &[&shape], &[], |x, _| x[0].min(0));
     }
-    // Of equal ones the first.
+    // The first of equal elements.
     check(&["max", "gather"], &[&[4, 40]], &[], |x, _| x[0].gather(&x[0].relu()?.neg()?.argmax_keepdim(1)?, 1));
 }

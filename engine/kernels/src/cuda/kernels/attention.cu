@@ -1,18 +1,19 @@
-// softmax(scale·q·kᵀ)·v and its gradients without a matrix of scores. Twins: ops/attention.rs, cpu/attention.
+// Attention, softmax(scale·q·kᵀ)·v, and its gradients, without storing the matrix of scores. CPU counterparts:
+// ops/attention.rs, cpu/attention.
 //
-// The scheme is FlashAttention-2's (Dao 2023, algorithms 1 and 2): keys go by in tiles with a running maximum and sum per query;
-// the backward makes the probabilities again from the log-sum-exp. Where that has atomics, there are two kernels here: one goes
-// over keys for dq, one over queries for dk and dv, so that the order of every sum is known. All products are in f32; those of
-// bf16 are in attention_tensor_cores.cu.
+// The scheme is FlashAttention-2's (Dao 2023, algorithms 1 and 2). The forward iterates over tiles of keys with a
+// running maximum and sum per query. The backward recomputes the probabilities from the log-sum-exp. Instead of
+// atomics, it has two kernels: one iterates over keys for dq, the other over queries for dk and dv. So the order of
+// every sum is fixed. All products here are in f32; those of bf16 are in attention_tensor_cores.cu.
 #include "attention.cuh"
 
-// Declares a kernel from a template over rows and columns: for heads of up to 64, 128 and 256 elements.
+// Declares a kernel from a template over rows and columns, for heads of up to 64, 128 and 256 elements.
 #define ATTENTION_KERNELS(name)                                             \
     KERNEL(name##_64_f32, AttentionArguments) { name<32, 16>(arguments); }  \
     KERNEL(name##_128_f32, AttentionArguments) { name<32, 32>(arguments); } \
     KERNEL(name##_256_f32, AttentionArguments) { name<16, 32>(arguments); }
 
-// A block has ROWS queries of one head: grid (tiles of queries, heads, batch).
+// A block computes ROWS queries of one head. Grid: (tiles of queries, heads, batch).
 template <u32 ROWS, u32 COLUMNS>
 __device__ void attention(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
@@ -30,7 +31,7 @@ __device__ void attention(const AttentionArguments& to) {
     f32 sums[COLUMNS] = {};
     f32 max = minus_infinity(), sum = 0.0f;
     for (u64 start = begin; start < end; start += ROWS) {
-        __syncthreads(); // The values of the last tile have been read.
+        __syncthreads(); // The values of the previous tile have been read.
         kv.load_rows(k, to.at_k.token, start, to.keys, ROWS, size);
         __syncthreads();
         f32 greatest = minus_infinity();
@@ -41,7 +42,7 @@ __device__ void attention(const AttentionArguments& to) {
             greatest = fmaxf(greatest, score);
         }
         greatest = fmaxf(max, fold_lanes<Max>(greatest, LANES));
-        // Rows that have seen nothing yet have no maximum.
+        // Rows that have not seen a key yet have no maximum.
         const f32 kept = max == minus_infinity() ? 0.0f : expf(max - greatest);
         f32 part = 0.0f;
         for (u32 j = lane; j < ROWS; j += LANES) {
@@ -74,7 +75,8 @@ __device__ void attention(const AttentionArguments& to) {
 }
 ATTENTION_KERNELS(attention)
 
-// A block has ROWS queries of one head, as in the forward. Leaves delta = sum(out·d_out) of each query to the kernel behind.
+// A block computes ROWS queries of one head, as in the forward. Stores delta = sum(out·d_out) of each query for
+// attention_grad_kv.
 template <u32 ROWS, u32 COLUMNS>
 __device__ void attention_grad_q(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
@@ -95,7 +97,7 @@ __device__ void attention_grad_q(const AttentionArguments& to) {
 
     f32 dq[COLUMNS] = {};
     for (u64 start = begin; start < end; start += ROWS) {
-        __syncthreads(); // The keys of the last tile have been read.
+        __syncthreads(); // The keys of the previous tile have been read.
         k.load_rows((const f32*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, start, to.keys, ROWS, size);
         v.load_rows((const f32*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, start, to.keys, ROWS, of_v);
         __syncthreads();
@@ -107,7 +109,7 @@ __device__ void attention_grad_q(const AttentionArguments& to) {
             }
             d_scores[row][j] = d_score;
         }
-        __syncwarp(); // A row's lanes are of one warp.
+        __syncwarp(); // The lanes of a row are in one warp.
         for (u32 j = 0; j < ROWS; ++j) {
             const f32 d_score = d_scores[row][j];
 #pragma unroll
@@ -125,8 +127,8 @@ __device__ void attention_grad_q(const AttentionArguments& to) {
 }
 ATTENTION_KERNELS(attention_grad_q)
 
-// A block has ROWS keys of one head of keys, and goes over the queries of all heads that read it: grid (tiles of keys, key
-// heads, batch).
+// A block computes ROWS keys of one key head, and iterates over the queries of all heads that read it. Grid: (tiles of
+// keys, key heads, batch).
 template <u32 ROWS, u32 COLUMNS>
 __device__ void attention_grad_kv(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
@@ -144,7 +146,7 @@ __device__ void attention_grad_kv(const AttentionArguments& to) {
         const u64 statistics = (batch * to.heads + head) * to.queries;
         const u64 end = to.end_query(smaller(first + ROWS, to.keys) - 1);
         for (u64 start = to.first_query(first) / ROWS * ROWS; start < end; start += ROWS) {
-            __syncthreads(); // The queries of the last tile have been read.
+            __syncthreads(); // The queries of the previous tile have been read.
             q.load_rows((const f32*)to.q + to.at_q.at(batch, head), to.at_q.token, start, to.queries, ROWS, size);
             d_out.load_rows((const f32*)to.d_out + to.at_out.at(batch, head), to.at_out.token, start, to.queries, ROWS, of_v);
             __syncthreads();
@@ -160,7 +162,7 @@ __device__ void attention_grad_kv(const AttentionArguments& to) {
                 p[row][i] = probability;
                 d_scores[row][i] = d_score;
             }
-            __syncwarp(); // A row's lanes are of one warp.
+            __syncwarp(); // The lanes of a row are in one warp.
             for (u32 i = 0; i < ROWS; ++i) {
                 const f32 probability = p[row][i], d_score = d_scores[row][i];
 #pragma unroll

@@ -1,8 +1,8 @@
-// What the kernels of attention share: operands, tiles in shared memory, and which keys a query sees.
+// Shared parts of the attention kernels: operands, tiles in shared memory, and the keys that a query sees.
 #pragma once
 #include "rows.cuh"
 
-// Distances in elements; the elements of a head are neighbours.
+// Strides in elements; the elements of a head are contiguous.
 struct HeadStrides {
     u64 batch;
     u64 head;
@@ -15,7 +15,7 @@ struct AttentionArguments {
     const void* q;
     const void* k;
     const void* v;
-    // Of the backward: the forward's outputs, their gradient, and the sums of their products.
+    // Of the backward: the forward's outputs, their gradient, and the sum of each row's products of the two.
     void* out;
     f32* lse;
     const void* d_out;
@@ -27,27 +27,27 @@ struct AttentionArguments {
     u64 kv_heads;
     u64 queries;
     u64 keys;
-    // Elements of a head of queries and keys, and of one of values and outputs.
+    // Sizes of a query and key head, and of a value and output head.
     u64 head_size;
     u64 value_size;
     HeadStrides at_q;
     HeadStrides at_k;
     HeadStrides at_v;
-    // Of the outputs and their gradient.
+    // Strides of the outputs and of their gradient.
     HeadStrides at_out;
     HeadStrides at_dq;
     HeadStrides at_dk;
     HeadStrides at_dv;
-    // The first key that each query sees, [batch][queries], or null.
+    // The first key that each query sees, [batch][queries]; null if all begin at key 0.
     const u32* starts;
-    // How many of the last keys a query sees, or 0.
+    // The number of most recent keys that a query sees; 0 for all.
     u64 window;
     f32 scale;
-    // Above 0, scores s count as cap·tanh(s/cap).
+    // If above 0, a score s is replaced by cap·tanh(s/cap).
     f32 cap;
     u32 is_causal;
 
-    // The number of the first keys behind which a query sees none.
+    // The (exclusive) end of the range of keys that a query sees.
     __device__ __forceinline__ u64 visible(u64 query) const {
         return is_causal ? smaller(query + (keys - queries) + 1, keys) : keys;
     }
@@ -58,7 +58,7 @@ struct AttentionArguments {
         return is_causal && key > offset ? key - offset : 0;
     }
 
-    // Whether some queries do not see the first key.
+    // True if some queries do not see the first key.
     __device__ __forceinline__ bool is_cut() const { return starts || window; }
 
     // The first key that a query sees.
@@ -68,7 +68,8 @@ struct AttentionArguments {
         return seen > 0 ? smaller(first, seen - 1) : 0;
     }
 
-    // The first key that one of ROWS queries from `first` on sees. For whole warps; there are fewer than 2^24 keys.
+    // The first key that any of ROWS queries from `first` on sees. Must be called by whole warps. f32 is exact because
+    // there are fewer than 2^24 keys.
     template <u32 ROWS>
     __device__ __forceinline__ u64 first_key_of(u64 batch, u64 first) const {
         if (!is_cut()) return 0;
@@ -79,12 +80,12 @@ struct AttentionArguments {
         return u64(-fold_lanes<Max>(-least, 32));
     }
 
-    // The first query that a window hides a key from.
+    // The first query for which a key has left the window.
     __device__ __forceinline__ u64 end_query(u64 key) const {
         return window ? smaller(first_query(key) + window, queries) : queries;
     }
 
-    // One of LANES lanes' share of the sum of out·d_out of a query, 0 if there is none.
+    // The share of one of LANES lanes in the sum of out·d_out of a query; 0 if the query does not exist.
     template <typename T, u32 LANES>
     __device__ __forceinline__ f32 share_of_delta(u64 batch, u64 head, u64 query, u32 lane) const {
         if (query >= queries) return 0.0f;
@@ -103,25 +104,25 @@ struct AttentionArguments {
         return sum;
     }
 
-    // What the product of a query with a key counts.
+    // The score of a query and a key from their dot product.
     __device__ __forceinline__ f32 score(f32 product) const {
         return cap > 0.0f ? cap * tanhf(scale * product / cap) : scale * product;
     }
 
-    // How much of its gradient a score passes on.
+    // The derivative of the cap, at a capped score.
     __device__ __forceinline__ f32 slope(f32 score) const { return cap > 0.0f ? 1.0f - score / cap * (score / cap) : 1.0f; }
 };
 
 constexpr u32 ATTENTION_THREADS = 128;
 
-// Rows of heads in shared memory, one float further apart than they are long, so that neighbouring rows use different banks.
+// Rows of heads in shared memory. The pitch is one more than the row length, so that adjacent rows use different banks.
 struct Tile {
     f32* rows;
     u32 pitch;
 
     __device__ __forceinline__ f32* operator[](u32 row) const { return rows + row * pitch; }
 
-    // Loads `count` rows of `size` elements; rows from `end` on are zeros.
+    // Loads `count` rows of `size` elements; rows from `end` on become zeros.
     __device__ __forceinline__ void load_rows(const f32* from, u64 stride, u64 first, u64 end, u32 count, u32 size) const {
         for (u32 i = threadIdx.x; i < count * size; i += blockDim.x) {
             const u32 row = i / size, column = i % size;
@@ -136,10 +137,11 @@ __device__ __forceinline__ f32 dot(const f32* a, const f32* b, u32 size) {
     return sum;
 }
 
-// How a block of ATTENTION_THREADS shares a tile: each row of ROWS has LANES threads, which own every LANES-th of its columns.
+// The division of a tile among the ATTENTION_THREADS of a block: each of ROWS rows has LANES threads, each of which
+// owns every LANES-th column.
 template <u32 ROWS, u32 COLUMNS>
 struct Shape {
     static constexpr u32 LANES = ATTENTION_THREADS / ROWS;
-    // The largest head.
+    // The largest head size.
     static constexpr u32 HEAD_SIZE = LANES * COLUMNS;
 };

@@ -1,7 +1,9 @@
-// The kernels of attention.cu once more, for bf16: the same scheme with its products on tensor cores. Probabilities and their
-// gradients are rounded to bf16 where they are multiplied. Tiles are copied while those before them are multiplied.
+// The kernels of attention.cu for bf16: the same scheme, with products on tensor cores. Probabilities and their
+// gradients are rounded to bf16 before they are multiplied. The next tiles are copied while the current ones are
+// multiplied.
 //
-// A warp has BANDS times sixteen rows: the more, the more products for each read of shared memory, and the more registers.
+// A warp has BANDS bands of sixteen rows. More bands mean more products for each read of shared memory, and more
+// registers.
 #include "attention.cuh"
 #include "math.cuh"
 #include "tensor_cores.cuh"
@@ -9,21 +11,21 @@
 constexpr u32 BAND = 16;
 constexpr u32 WARPS = ATTENTION_THREADS / 32;
 
-// For heads of up to SIZE elements: bands of a warp, and rows of a tile that goes by.
+// Declares a kernel for heads of up to SIZE elements, with BANDS bands per warp and TILE rows per streamed tile.
 #define TENSOR_CORE_KERNEL(name, SIZE, BANDS, TILE) \
     BOUNDED_KERNEL(name##_##SIZE, AttentionArguments, ATTENTION_THREADS, 2) { name<SIZE, BANDS, TILE>(arguments); }
 
-// Exponents are of two, for which the device has an instruction.
+// Exponentials are computed with base 2, for which the device has an instruction.
 constexpr f32 LOG2_E = 1.4426950408889634f;
 
-// The rows of heads in global memory of which a block has some, or that go by.
+// Rows of heads in global memory: the rows of a block, or those that are streamed past it.
 struct HeadRows {
     const bf16* at;
     u64 stride;
     u64 end;
     u32 size;
 
-    // Starts to load ROWS of them from `first` on; those that are not there are zeros.
+    // Starts loading ROWS rows from `first` on; missing rows become zeros.
     template <u32 ROWS, u32 SIZE>
     __device__ __forceinline__ void start(HalfTile<SIZE> tile, u64 first) const {
         const u32 count = first < end ? u32(smaller(end - first, ROWS)) : 0;
@@ -52,12 +54,12 @@ __device__ __forceinline__ HeadRows values_of(const AttentionArguments& to, u64 
     return rows_of(to.v, to.at_v, batch, kv_head, to.keys, to.value_size);
 }
 
-// A warp's sums: BANDS times sixteen rows of COLUMNS columns, in fragments of sixteen times eight.
+// The sums of a warp: BANDS bands of sixteen rows of COLUMNS columns, in fragments of 16 × 8.
 template <u32 BANDS, u32 COLUMNS>
 struct Bands {
     f32 at[BANDS][COLUMNS / 8][4] = {};
 
-    // Calls a function with each sum, and its row and column.
+    // Calls a function with each sum, its half band and its column.
     template <typename F>
     __device__ __forceinline__ void visit(F f) {
 #pragma unroll
@@ -73,17 +75,17 @@ struct Bands {
         }
     }
 
-    // The row of a half band that this lane has some sums of.
+    // The row of a half band in which this lane has sums.
     __device__ __forceinline__ static u32 row_of(u32 half) { return half * 8 + lane_of() / 4; }
 
-    // Rows of a from `first` on, each times each row of b.
+    // Sets the sums to the products of rows of a, from `first` on, with the rows of b.
     template <u32 SIZE>
     __device__ __forceinline__ void set_to_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
         visit([](f32& sum, u32, u32) { sum = 0.0f; });
         add_products(a, first, b);
     }
 
-    // The same, onto what is there.
+    // Adds the products to the sums.
     template <u32 SIZE>
     __device__ __forceinline__ void add_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
 #pragma unroll
@@ -104,7 +106,8 @@ struct Bands {
         }
     }
 
-    // Adds to each row the rows of b, weighted. What a product's fragments are, a factor's are once they are rounded.
+    // Adds the weighted rows of b to each row. The weights, which are the fragments of a product, have the layout of a
+    // factor's fragments once they are rounded.
     template <u32 TILE>
     __device__ __forceinline__ void add(const Bands<BANDS, TILE>& weights, HalfTile<COLUMNS> b) {
 #pragma unroll
@@ -158,7 +161,7 @@ struct Bands {
     }
 };
 
-// Two tiles that go by together, one pair of them in use and the next on its way.
+// Pairs of tiles that are streamed through shared memory, one pair in use and the next one being copied.
 template <u32 SIZE, u32 TILE>
 struct Passing {
     HalfTile<SIZE> tiles;
@@ -166,14 +169,15 @@ struct Passing {
     __device__ __forceinline__ HalfTile<SIZE> first(u32 turn) const { return {tiles[turn % 2 * 2 * TILE]}; }
     __device__ __forceinline__ HalfTile<SIZE> second(u32 turn) const { return {tiles[(turn % 2 * 2 + 1) * TILE]}; }
 
-    // Calls `start` for each of so many turns, and `use` when everyone's copies for it are there.
+    // Iterates over `turns` turns. Calls `start` to start a turn's copies, and `use` once the copies of all threads
+    // have arrived.
     template <typename Start, typename Use>
     __device__ __forceinline__ void go_by(u32 turns, Start start, Use use) const {
         if (turns > 0) start(0);
         close_copies();
         for (u32 turn = 0; turn < turns; ++turn) {
             wait_for_copies<0>();
-            __syncthreads(); // Everyone's copies are there, and the pair before has been read.
+            __syncthreads(); // All threads' copies have arrived, and the previous pair has been read.
             if (turn + 1 < turns) start(turn + 1);
             close_copies();
             use(turn);
@@ -181,29 +185,29 @@ struct Passing {
     }
 };
 
-// How many of the first keys a query sees, from a tile's start on.
+// The number of keys that a query sees, counted from a tile's start on.
 __device__ __forceinline__ u32 seen_from(const AttentionArguments& to, u64 query, u64 start) {
     const u64 seen = to.visible(query);
     return seen > start ? u32(smaller(seen - start, 0xffff)) : 0;
 }
 
-// The first key that a query sees; rows that are no query see all.
+// The first key that a query sees. Rows without a query see all keys.
 __device__ __forceinline__ u32 hidden_from(const AttentionArguments& to, u64 batch, u64 query) {
     return query < to.queries ? u32(to.first_key(batch, query)) : 0;
 }
 
-// The same from the first key on, for fewer registers: a sequence has fewer than 2^32 tokens.
+// The end of the keys that a query sees, in 32 bits to save registers: a sequence has fewer than 2^32 tokens.
 __device__ __forceinline__ u32 seen_by(const AttentionArguments& to, u32 query) {
     const u32 keys = u32(to.keys), seen = query + (keys - u32(to.queries)) + 1;
     return to.is_causal && seen < keys ? seen : keys;
 }
 
-// What scores are multiplied by to be exponents of two, once they are capped.
+// The factor that turns scores, after the cap, into exponents of 2.
 __device__ __forceinline__ f32 exponent_scale(const AttentionArguments& to) {
     return (to.cap > 0.0f ? 1.0f : to.scale) * LOG2_E;
 }
 
-// The slope of a capped score, by its probability: the score is that one's logarithm.
+// The derivative of the cap, from a probability: the capped score is log2 of the probability plus lse, in base 2.
 __device__ __forceinline__ f32 slope_of(const AttentionArguments& to, f32 p, f32 lse) {
     return p > 0.0f ? to.slope((log2f(p) + lse) * (1.0f / LOG2_E)) : 0.0f;
 }
@@ -215,7 +219,7 @@ __device__ void attention_tc(const AttentionArguments& to) {
     const HalfTile<SIZE> q{(bf16*)shared_memory};
     const Passing<SIZE, TILE> passing{{q[BLOCK_ROWS]}};
     const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
-    // Those that see most begin first.
+    // Blocks whose queries see most keys start first.
     const u64 first = u64(gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
     const HeadRows queries = queries_of(to, batch, head);
     const HeadRows keys = keys_of(to, batch, kv_head);
@@ -258,9 +262,9 @@ __device__ void attention_tc(const AttentionArguments& to) {
             for (u32 half = 0; half < HALVES; ++half) greatest[half] = max[half];
             scores.visit([&](f32& score, u32 half, u32) { greatest[half] = fmaxf(greatest[half], score); });
             for (u32 half = 0; half < HALVES; ++half) {
-                // Four neighbouring lanes have a row.
+                // Four adjacent lanes share a row.
                 greatest[half] = fold_lanes<Max>(greatest[half], 4);
-                // Rows that have seen nothing yet have no maximum.
+                // Rows that have not seen a key yet have no maximum.
                 base[half] = greatest[half] == minus_infinity() ? 0.0f : greatest[half] * scale;
                 kept[half] = exp2_of(max[half] * scale - base[half]);
                 max[half] = greatest[half];
@@ -288,7 +292,7 @@ TENSOR_CORE_KERNEL(attention_tc, 64, 2, 64)
 TENSOR_CORE_KERNEL(attention_tc, 128, 2, 32)
 TENSOR_CORE_KERNEL(attention_tc, 256, 1, 16)
 
-// Leaves delta = sum(out·d_out) of each query to the kernels behind.
+// Stores delta = sum(out·d_out) of each query for the kernels for dk and dv.
 template <u32 SIZE, u32 BANDS, u32 TILE>
 __device__ void attention_tc_grad_q(const AttentionArguments& to) {
     constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
@@ -354,7 +358,7 @@ TENSOR_CORE_KERNEL(attention_tc_grad_q, 64, 2, 32)
 TENSOR_CORE_KERNEL(attention_tc_grad_q, 128, 1, 32)
 TENSOR_CORE_KERNEL(attention_tc_grad_q, 256, 1, 16)
 
-// Loads what there is for a tile's columns, of which this lane has two of every eight; zeros where nothing is.
+// Loads the values of a tile's columns, of which this lane has two out of every eight; missing ones become zeros.
 template <u32 COUNT>
 __device__ __forceinline__ void load_numbers(f32 (&to)[COUNT], const f32* from, u32 count) {
 #pragma unroll
@@ -364,8 +368,8 @@ __device__ __forceinline__ void load_numbers(f32 (&to)[COUNT], const f32* from, 
     }
 }
 
-// A warp has keys: scores and their gradients are transposed. Of the largest heads the sums of one gradient are all that the
-// registers hold: dk and dv are made one after the other.
+// A warp computes keys, so scores and their gradients are transposed. For the largest heads, registers only hold the
+// sums of one gradient, so dk and dv are computed by separate kernels.
 template <u32 SIZE, u32 BANDS, u32 TILE, bool OF_K, bool OF_V>
 __device__ void attention_tc_grad_of(const AttentionArguments& to) {
     constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
@@ -375,7 +379,7 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
     const u64 kv_head = blockIdx.y, batch = blockIdx.z;
     const u32 group = u32(to.heads) / u32(to.kv_heads);
     const u32 first = blockIdx.x * BLOCK_ROWS, own = first + warp_row;
-    // Every head's queries from the first on that sees a key of this block.
+    // Iterate over each head's queries, from the first one that sees a key of this block.
     const u32 skipped = u32(to.first_query(first) / TILE);
     const u64 end = to.end_query(smaller(u64(first) + BLOCK_ROWS, to.keys) - 1);
     const u32 turns = u32((end + TILE - 1) / TILE) - skipped;
@@ -407,7 +411,7 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
             if (to.cap > 0.0f) p.visit([&](f32& p, u32, u32) { p = to.score(p); });
             p.visit([&](f32& p, u32, u32 query) { p = exp2_of(p * scale - LOG2_E * lse[query / 8 * 2 + query % 2]); });
             if (seen_by(to, start) < own + WARP_ROWS) {
-                // Keys from the tile's first query on.
+                // The first query that sees each key of this lane.
                 u32 hidden[HALVES];
                 for (u32 half = 0; half < HALVES; ++half) hidden[half] = u32(to.first_query(own + p.row_of(half)));
                 p.visit([&](f32& p, u32 half, u32 query) { p = start + query >= hidden[half] ? p : 0.0f; });
@@ -426,7 +430,7 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
                 d_scores.add_products(v, warp_row, passing.second(turn));
                 d_scores.multiply_by(p);
                 if (to.cap > 0.0f) {
-                    // Loaded again: to be kept during the product before, registers are too few.
+                    // Loaded again, because there are too few registers to keep it during the product above.
                     load_numbers(lse, to.lse + statistics, there);
                     p.visit([&](f32& p, u32, u32 query) { p = slope_of(to, p, LOG2_E * lse[query / 8 * 2 + query % 2]); });
                     d_scores.multiply_by(p);

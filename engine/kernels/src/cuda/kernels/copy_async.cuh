@@ -1,10 +1,10 @@
-// Copies from global to shared memory that go on while the thread computes: cp.async (PTX ISA, "Data movement and conversion
-// instructions: asynchronous copy"). A thread waits for its own alone.
+// Asynchronous copies from global to shared memory: cp.async (PTX ISA, "Data movement and conversion instructions:
+// asynchronous copy"). A thread can only wait for its own copies.
 #pragma once
 #include "base.cuh"
 
 #ifndef ON_HOST
-// 16 bytes, of which the first `count` are copied, and the others zeros. Both addresses are multiples of 16.
+// Copies the first `count` of 16 bytes and fills the rest with zeros. Both addresses are multiples of 16.
 __device__ __forceinline__ void copy_async(void* to, const void* from, u32 count) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
@@ -12,10 +12,10 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, u32 count
                  : "memory");
 }
 
-// What was started since the last call is one group.
+// Forms a group of the copies started since the last call.
 __device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 
-// Waits for all groups but the last ones.
+// Waits for all groups but the last BUT.
 template <u32 BUT>
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" : : "n"(BUT) : "memory");

@@ -1,5 +1,5 @@
-// Rows to experts and back, and the experts' gated unit. Twins: ops/experts/combine.rs, slot_weights.rs, routed_swiglu.rs. A
-// block has one row.
+// Moving rows to experts and back, and the experts' gated activation. CPU counterparts: ops/experts/combine.rs,
+// slot_weights.rs, routed_swiglu.rs. A block has one row.
 #include "math.cuh"
 #include "rows.cuh"
 #include "slots.cuh"
@@ -15,7 +15,7 @@ struct RowsArguments {
     u64 k;
 };
 
-// The token of every row; zeros for rows of no slot.
+// Copies each row's token; rows without a slot become zeros.
 template <typename T>
 __device__ void dispatch(const RowsArguments& to) {
     const u32 slot = to.indices[blockIdx.x];
@@ -30,7 +30,7 @@ __device__ void dispatch(const RowsArguments& to) {
 }
 KERNELS(dispatch, RowsArguments)
 
-// The sum of a token's rows, in the order of its choices.
+// The sum of a token's expert rows, in the order of its choices.
 template <typename T>
 __device__ void combine(const RowsArguments& to) {
     const u32* places = to.indices + blockIdx.x * to.k;
@@ -56,7 +56,7 @@ struct GatherArguments {
     u64 count;
 };
 
-// The number at every index; 0 where there is none.
+// The element at each index; 0 if there is no index.
 template <typename T>
 __device__ void gather(const GatherArguments& to) {
     const u64 i = global_thread();
@@ -74,19 +74,19 @@ struct RoutedSwiGluArguments {
     const void* gate;
     const void* up;
     const void* weights;
-    // Where the used rows end.
+    // The number of used rows.
     const u32* end;
-    // Of the backward.
+    // Only used by the backward.
     const void* dy;
     void* d_gate;
     void* d_up;
     void* d_weights;
-    // Of the forward.
+    // Only used by the forward.
     void* y;
     u64 width;
 };
 
-// y = w·silu(gate)·up; zeros behind the rows that are used, unless those are all that there is room for. y may lie over up.
+// y = w·silu(gate)·up. Unused rows become zeros, unless y was allocated for the used rows only. y may overwrite up.
 template <typename T>
 __device__ void routed_swiglu(const RoutedSwiGluArguments& to) {
     const u64 row = blockIdx.x, first = row * to.width;
@@ -109,7 +109,7 @@ __device__ void routed_swiglu(const RoutedSwiGluArguments& to) {
 }
 KERNELS(routed_swiglu, RoutedSwiGluArguments)
 
-// d_gate may lie over gate, and d_up over up: a thread overwrites what it alone reads.
+// d_gate may overwrite gate, and d_up may overwrite up: a thread only overwrites elements that it alone reads.
 template <typename T>
 __device__ void routed_swiglu_grad(const RoutedSwiGluArguments& to) {
     const u64 row = blockIdx.x, first = row * to.width;

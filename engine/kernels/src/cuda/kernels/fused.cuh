@@ -1,4 +1,4 @@
-// What generated kernels are made of (cuda/generate.rs).
+// The headers that generated kernels use (cuda/generate.rs).
 #pragma once
 #include "math.cuh"
 #include "norm.cuh"

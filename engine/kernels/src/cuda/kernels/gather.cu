@@ -1,13 +1,14 @@
-// Elements that ids name, sums of what goes to the same one, and the greatest of rows. Twins: ops/gather.rs, ops/max.rs.
+// Gathering elements by ids, adding elements by ids, and row maxima. CPU counterparts: ops/gather.rs, ops/max.rs.
 #include "rows.cuh"
 
 struct GatherArguments {
     const void* x;
     const u32* ids;
     void* y;
-    // Elements of y.
+    // Number of elements of y.
     u64 elements;
-    // Along the dimension: extent of what is named, ids, and elements from one index to the next.
+    // Along the dimension: the extent that ids refer to, the number of ids, and the elements between consecutive
+    // indices.
     u64 extent;
     u64 count;
     u64 inner;
@@ -15,7 +16,7 @@ struct GatherArguments {
 
 __device__ __forceinline__ f32 not_a_number() { return __uint_as_float(0x7fc00000u); }
 
-// y[outer, i, inner] = x[outer, ids[outer, i, inner], inner]; NaN for an id outside.
+// y[outer, i, inner] = x[outer, ids[outer, i, inner], inner]; NaN if the id is out of range.
 template <typename T>
 __device__ void gather_along(const GatherArguments& to) {
     const u64 i = global_thread();
@@ -26,7 +27,8 @@ __device__ void gather_along(const GatherArguments& to) {
 }
 KERNELS(gather_along, GatherArguments)
 
-// y[outer, j, inner] = the sum of x[outer, i, inner] over the i whose id is j, in order; an id outside makes place 0 NaN.
+// y[outer, j, inner] = the sum of x[outer, i, inner] over all i whose id is j, in order. An id out of range makes place
+// 0 NaN.
 template <typename T>
 __device__ void scatter_add(const GatherArguments& to) {
     const u64 place = global_thread();
@@ -50,14 +52,14 @@ struct RowMaxArguments {
     u64 width;
 };
 
-// The greatest of a row and its index, of equal ones the first: a block has one row.
+// The maximum of a row and its index, the first one if several are equal. A block has one row.
 template <typename T>
 __device__ void row_max(const RowMaxArguments& to) {
     const T* x = (const T*)to.x + blockIdx.x * to.width;
     f32 own = minus_infinity();
     for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) own = fmaxf(own, load(x + i));
     const f32 max = max_block(own, (f32*)shared_memory);
-    // The least index is the greatest of their negatives, which are exact below 2^24.
+    // The smallest index is the maximum of the negated indices, which are exact in f32 below 2^24.
     f32 first = minus_infinity();
     for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
         if (load(x + i) == max) first = fmaxf(first, -f32(i));

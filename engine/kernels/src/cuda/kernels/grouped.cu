@@ -1,13 +1,14 @@
 // The experts' products in f32.
 #include "grouped.cuh"
 
-// A tile of 64 × 64, of which a thread has 4 × 4.
+// A tile of 64 × 64, of which a thread computes 4 × 4.
 template <bool ALONG_A, bool ALONG_B>
 struct PlainProducts {
     using Number = f32;
     static constexpr u32 TILE = 64;
     static constexpr u32 DEPTH = 16;
-    // In shared memory, elements of one place in the sum are neighbours; a pack further apart than the tile is wide.
+    // In shared memory, the elements for one index of the sum are contiguous. The pitch is the tile's width plus a
+    // pack.
     static constexpr u32 PITCH = TILE + 4;
 
     f32 sums[4][4] = {};
@@ -36,7 +37,7 @@ struct PlainProducts {
         f32 *tile_a = (f32*)shared_memory, *tile_b = tile_a + DEPTH * PITCH;
         Range range;
         while (ranges.take(range)) {
-            __syncthreads(); // The last tiles have been read.
+            __syncthreads(); // The previous tiles have been read.
             load_tile(tile_a, a, range);
             load_tile(tile_b, b, range);
             __syncthreads();

@@ -1,25 +1,25 @@
-// Every expert's rows times its own weight, tile by tile. Twin: ops/experts/grouped_linear.rs.
+// The rows of every expert times its own weight, tile by tile. CPU counterpart: ops/experts/grouped_linear.rs.
 //
-// How many rows an expert has is known when a kernel runs, how many blocks there are before. There are enough of them for any way
-// to share the rows: each finds its own tile, and those that are left over leave.
+// The number of rows of an expert is only known when a kernel runs, after the number of blocks was fixed. There are
+// enough blocks for any distribution of the rows: each block finds its own tile, and the rest exit.
 //
-// What a block does with its tile is a type's, `Products<ALONG_A, ALONG_B>`: a tile of sums that begin at zero, of TILE rows and
-// columns. `add` adds a product of two factors, DEPTH of its index at a time; `visit` calls a function with each sum and its place
-// in the tile, and sets the sum to what the function returns.
+// The work of a block on its tile depends on the type, `Products<ALONG_A, ALONG_B>`: a tile of sums that start at zero,
+// of TILE rows and columns. `add` adds a product of two factors, DEPTH of its inner index at a time. `visit` calls a
+// function with each sum and its place in the tile, and sets the sum to the function's result.
 #pragma once
 #include "reduce.cuh"
 #include "slots.cuh"
 
-// Threads of a block.
+// Threads per block.
 constexpr u32 GROUPED_THREADS = 256;
 
 struct GroupedArguments {
     // The rows, x or dy.
     const void* a;
-    // [experts, out, width], or the rows x of the weights' gradient.
+    // The weights, [experts, out, width]; for the weights' gradient, the rows x.
     const void* b;
     void* c;
-    // Where runs of rows begin, by source, expert and sequence; and where all end.
+    // Row offsets of the runs, by source, expert and sequence, and the end of the last one.
     const u32* starts;
     u64 rows;
     u64 width;
@@ -29,33 +29,34 @@ struct GroupedArguments {
     u64 sequences;
     u32 accumulate;
 
-    // Groups of rows: those of each source and expert, and those that nobody uses. Of rows that were counted there are no such.
+    // Number of groups of rows: one per source and expert, and one of unused rows. If c was allocated for the used rows
+    // only, there are no unused rows.
     __device__ __forceinline__ u32 groups() const { return u32(sources * experts) + (has_slot(c) ? 0 : 1); }
 
-    // Where the rows of a group begin, and behind the last group where they end.
+    // The first row of a group; after the last group, the number of rows.
     __device__ __forceinline__ u32 start_of(u64 group) const {
         return group <= sources * experts ? starts[group * sequences] : u32(rows);
     }
 };
 
-// A factor of which a block reads the rows (or columns) from `first` to `end`. `ALONG` says whether neighbours in memory are
-// neighbours in the sum.
+// A factor, of which a block reads the rows (or columns) from `first` to `end`. `ALONG` is true if its contiguous
+// dimension is the one that is summed over.
 template <typename T, bool ALONG>
 struct Factor {
     const T* at;
-    // Elements from one row in memory to the next.
+    // Elements between the starts of consecutive rows in memory.
     u64 pitch;
     u32 first;
     u32 end;
 };
 
-// A part of a sum's index.
+// A part of a sum's index range.
 struct Range {
     u32 first;
     u32 end;
 };
 
-// All of a sum's index, DEPTH at a time.
+// Iterates over the whole index range of a sum, DEPTH at a time.
 template <u32 DEPTH>
 struct Whole {
     u32 next;
@@ -68,8 +69,8 @@ struct Whole {
     }
 };
 
-// The rows of an expert, DEPTH at a time and never of two sequences: sums over several micro-batches, each of whole sequences
-// and adding to the one before, have the same bits as one over all.
+// Iterates over the rows of an expert, at most DEPTH at a time and never across two sequences. So accumulating over
+// several micro-batches of whole sequences gives the same bits as one sum over all.
 template <u32 DEPTH>
 struct ExpertRows {
     const GroupedArguments& of;
@@ -89,14 +90,15 @@ struct ExpertRows {
     }
 };
 
-// Rows of one expert and source, TILE at most: tile number `tile` of all that there are. None behind the last one.
+// At most TILE rows of one source and expert, for the tile with index `tile`. Empty for tiles after the last one.
 struct OwnRows {
     u32 group;
     u32 first;
     u32 end;
 };
 
-// Each lane counts the tiles of some neighbouring groups; the lane that has the tile looks which of them it is.
+// Finds a tile's rows. Each lane counts the tiles of a range of groups, and the lane whose range has the tile finds its
+// group.
 template <u32 TILE>
 __device__ __forceinline__ OwnRows rows_of(const GroupedArguments& to, u32 tile) {
     const u32 groups = to.groups(), share = (groups + 31) / 32;
@@ -119,7 +121,8 @@ __device__ __forceinline__ OwnRows rows_of(const GroupedArguments& to, u32 tile)
     return OwnRows{group, row, u32(smaller(u64(row) + TILE, to.start_of(group + 1)))};
 }
 
-// c[row] = a[row] · b of its expert, [columns, inner] if `ALONG`, else [inner, columns]; zeros for rows that nobody uses.
+// c[row] = a[row] · b of the row's expert. b is [columns, inner] if `ALONG`, otherwise [inner, columns]. Unused rows
+// become zeros.
 template <template <bool, bool> class Products, bool ALONG>
 __device__ __forceinline__ void multiply_by_row(const GroupedArguments& to, u64 inner, u64 columns) {
     using Own = Products<true, ALONG>;
@@ -143,7 +146,7 @@ __device__ __forceinline__ void multiply_by_row(const GroupedArguments& to, u64 
     });
 }
 
-// c of an expert = aᵀ·b of its rows, or added to what is there: [out, width] of S.
+// c of an expert = aᵀ·b over the expert's rows, added to c if `accumulate`: [out, width] of type S.
 template <template <bool, bool> class Products, typename S>
 __device__ __forceinline__ void multiply_by_expert(const GroupedArguments& to) {
     using Own = Products<false, false>;

@@ -1,12 +1,12 @@
-// The experts' products in bf16, on tensor cores, with sums in f32. Tiles of factors are copied while those before them are
-// multiplied.
+// The experts' products in bf16 on tensor cores, with sums in f32. The next tiles of the factors are copied while the
+// current ones are multiplied.
 #include "grouped.cuh"
 #include "tensor_cores.cuh"
 
-// Tiles of each factor in shared memory at a time.
+// Number of tiles of each factor that are in shared memory at a time.
 constexpr u32 STAGES = 3;
 
-// A tile of 128 × 128. Each of eight warps has 64 × 32 of it, in fragments of 16 × 8.
+// A tile of 128 × 128. Each of eight warps computes 64 × 32 of it, in fragments of 16 × 8.
 template <bool ALONG_A, bool ALONG_B>
 struct TensorCoreProducts {
     using Number = bf16;
@@ -35,7 +35,7 @@ struct TensorCoreProducts {
         }
     }
 
-    // A factor's tile in shared memory: rows as they lie in global memory.
+    // The tile of a factor in shared memory, in the row order of global memory.
     template <bool ALONG>
     struct Shared {
         static constexpr u32 ROWS = ALONG ? TILE : DEPTH;
@@ -45,19 +45,19 @@ struct TensorCoreProducts {
 
         __device__ __forceinline__ explicit Shared(bf16* at) : rows{at} {}
 
-        // Starts to load it; zeros where there is nothing.
+        // Starts loading it; missing elements become zeros.
         __device__ __forceinline__ void start(const Factor<bf16, ALONG>& of, const Range& range) const {
             const Range own{of.first, of.end}, &down = ALONG ? own : range, &along = ALONG ? range : own;
             const u32 count = u32(smaller(down.end - down.first, ROWS)), size = u32(smaller(along.end - along.first, WIDTH));
             rows.template start<ROWS, GROUPED_THREADS>(of.at + u64(down.first) * of.pitch + along.first, of.pitch, count, size);
         }
 
-        // 16 of a's rows as a factor's fragments.
+        // Loads 16 rows of a as the fragments of a left factor.
         __device__ __forceinline__ void load_left(u32 (&to)[4], u32 row, u32 d) const {
             ALONG ? rows.load_left(to, row, d) : rows.load_left_of_columns(to, d, row);
         }
 
-        // 16 of b's columns as two factors' fragments.
+        // Loads 16 columns of b as the fragments of two right factors.
         __device__ __forceinline__ void load_right(u32 (&to)[4], u32 column, u32 d) const {
             ALONG ? rows.load_right_of_rows(to, column, d) : rows.load_right(to, d, column);
         }
@@ -86,7 +86,7 @@ struct TensorCoreProducts {
         for (u32 stage = 0; stage < STAGES - 1; ++stage) start_next();
         for (u32 stage = 0; stage < started; ++stage) {
             wait_for_copies<STAGES - 2>();
-            __syncthreads(); // Everyone's copies are there, and the tile before has been read.
+            __syncthreads(); // All threads' copies have arrived, and the previous tile has been read.
             start_next();
             multiply(stage_a(stage), stage_b(stage));
         }
@@ -94,7 +94,7 @@ struct TensorCoreProducts {
 
     __device__ __forceinline__ void multiply(const Shared<ALONG_A>& a, const Shared<ALONG_B>& b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#pragma unroll 1 // Unrolled, NVRTC 13.5 spills 32 bytes.
+#pragma unroll 1 // If it is unrolled, NVRTC 13.5 spills 32 bytes.
 #else
 #pragma unroll
 #endif

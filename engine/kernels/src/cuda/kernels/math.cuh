@@ -1,12 +1,13 @@
-// Functions of one number, and their derivatives, as the CPU has them (ops/unary.rs).
+// Functions of one variable and their derivatives, as on the CPU (ops/unary.rs).
 #pragma once
 #include "base.cuh"
 
-// sqrt(2/pi) and the cube's factor of GELU's tanh form.
+// Constants of GELU's tanh form: sqrt(2/pi), and the factor of the cube.
 constexpr f32 GELU_SCALE = 0.7978845608028654f;
 constexpr f32 GELU_CUBE = 0.044715f;
 
-// 2^x by the device's own instruction, to 2 units in the last place (PTX ISA, "ex2"); what is below f32's normal numbers is zero.
+// 2^x by the device's own instruction, accurate to 2 units in the last place (PTX ISA, "ex2"); subnormal results become
+// zero.
 __device__ __forceinline__ f32 exp2_of(f32 x) {
 #ifdef ON_HOST
     return exp2f(x);
@@ -26,7 +27,7 @@ __device__ __forceinline__ f32 silu_derivative(f32 x) {
     return s * (1.0f + x * (1.0f - s));
 }
 
-// x(1 + tanh u)/2 = x·sigmoid(2u).
+// GELU's tanh form: x(1 + tanh u)/2 = x·sigmoid(2u).
 __device__ __forceinline__ f32 gelu(f32 x) { return x * sigmoid(2.0f * GELU_SCALE * x * (1.0f + GELU_CUBE * x * x)); }
 
 __device__ __forceinline__ f32 gelu_derivative(f32 x) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ f32 gelu_erf_derivative(f32 x) {
     return 0.5f * (1.0f + erff(x * 0.7071067811865476f)) + x * density;
 }
 
-// The functions of ops/unary.rs and their gradients, by name.
+// Defines the functions of ops/unary.rs and their gradients, by name.
 #define FUNCTION(name, value, derivative)                                  \
     __device__ __forceinline__ f32 of_##name(f32 x) { return value; }      \
     __device__ __forceinline__ f32 of_##name##_grad(f32 x, f32 dy) { return derivative; }

@@ -1,4 +1,4 @@
-// Random numbers without state, bit by bit those of random.rs: number i of a sequence is a hash of its key + i·γ.
+// Stateless random numbers with the same bits as those of random.rs: number i of a sequence is a hash of key + i·γ.
 #pragma once
 #include "base.cuh"
 
@@ -10,8 +10,8 @@ __device__ __forceinline__ u64 mix(u64 z) {
     return z ^ (z >> 31);
 }
 
-// Where the numbers of a step and micro-batch come from. The key is read when the kernel runs, so that a captured step has other
-// numbers each time.
+// The source of a step's and micro-batch's random numbers. The key is read when the kernel runs, so a captured step
+// draws new numbers at each replay.
 struct Random {
     const u64* key;
     u64 micro_batch;
@@ -21,23 +21,23 @@ struct Numbers {
     u64 key;
     u64 start;
 
-    // The sequence of one place in the model, over `count` numbers per micro-batch.
+    // The sequence of one place in the model, with `count` numbers per micro-batch.
     __device__ __forceinline__ static Numbers at(const Random& random, u64 place, u64 count) {
         return Numbers{mix(*random.key ^ mix(place + 1)), random.micro_batch * count};
     }
 
     __device__ __forceinline__ u64 bits(u64 index) const { return mix(key + (start + index) * GOLDEN); }
 
-    // Uniform in [0, 1), with 24 bits.
+    // A uniform value in [0, 1), with 24 random bits.
     __device__ __forceinline__ f32 uniform(u64 index) const { return f32(u32(bits(index) >> 40)) * (1.0f / 16777216.0f); }
 };
 
-// Element i under dropout: a zero where 53 bits are below the threshold, else scaled.
+// Element i under dropout: zero if its 53 random bits are below the threshold, scaled otherwise.
 __device__ __forceinline__ f32 dropped(const Numbers& numbers, u64 i, f32 x, u64 threshold, f32 scale) {
     return numbers.bits(i) >> 11 >= threshold ? x * scale : 0.0f;
 }
 
-// Element i times a number that is uniform between 1 - amount and 1 + amount.
+// Element i times a factor that is uniform in [1 - amount, 1 + amount).
 __device__ __forceinline__ f32 jittered(const Numbers& numbers, u64 i, f32 x, f32 amount) {
     return x * (1.0f + amount * (2.0f * numbers.uniform(i) - 1.0f));
 }

@@ -1,8 +1,8 @@
-// Rotary position embedding. Twin: ops/rope.rs. First a table of cosines and sines, in f64 since positions may be large; then
-// every pair of elements turns by its entry.
+// Rotary position embedding. CPU counterpart: ops/rope.rs. The first kernel computes a table of cosines and sines, in
+// f64 because positions may be large. The second rotates every pair of elements by its entry.
 #include "strides.cuh"
 
-// Twin: RopeFrequencies of launch/rope.rs, which has the formula.
+// Same layout as RopeFrequencies in launch/rope.rs, which documents the formula.
 struct RopeFrequencies {
     f64 theta;
     f64 factor;
@@ -21,18 +21,19 @@ struct RopeFrequencies {
 struct RopeArguments {
     const void* x;
     void* y;
-    // [tokens][cosines, then sines of half a head]
+    // [tokens][cosines of half a head, then sines]
     f32* table;
-    // Of the table's tokens, or none if they are the first of a sequence.
+    // Positions of the table's tokens; null if these are the first tokens of a sequence.
     const u32* positions;
     u64 tokens;
     u64 heads;
     u64 head_size;
-    // Pairs in all.
+    // Total number of pairs.
     u64 pairs;
     Strides at_x;
     RopeFrequencies frequencies;
-    // Whether elements turn against their neighbours, and not halves of a head against each other.
+    // True if a pair consists of adjacent elements, false if it consists of corresponding elements of the head's
+    // halves.
     u32 are_neighbours;
     u32 is_inverse;
 };
@@ -49,7 +50,7 @@ KERNEL(rope_table, RopeArguments) {
     row[half + frequency] = f32(arguments.is_inverse ? -amplitude * sin(angle) : amplitude * sin(angle));
 }
 
-// A thread turns one pair, so that y may lie over x.
+// A thread rotates one pair, so y may overwrite x.
 template <typename T>
 __device__ void rope(const RopeArguments& to) {
     const u64 half = to.head_size / 2, index = global_thread();

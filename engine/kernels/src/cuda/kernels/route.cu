@@ -1,12 +1,13 @@
-// Who goes where: the best experts of each token, and the rows of each expert. Twins: ops/experts/top_k.rs, route.rs, starts.rs,
-// load.rs, document_load.rs. Every count and every place is that of the CPU; there are no atomics.
+// Routing: the best experts of each token, and the rows of each expert. CPU counterparts: ops/experts/top_k.rs,
+// route.rs, starts.rs, load.rs, document_load.rs. All counts and places equal the CPU's; there are no atomics.
 #include "reduce.cuh"
 
 constexpr u32 NONE = 0xffffffffu;
 
 __device__ __forceinline__ u32 lanes_below() { return (1u << lane_of()) - 1; }
 
-// A number with its place. Of equal ones the first is better, and of those that cannot be compared.
+// A score and its index. The candidate with the smaller index is better if scores are equal or cannot be compared
+// (NaN).
 struct Candidate {
     f32 score;
     u32 index;
@@ -17,7 +18,7 @@ struct Candidate {
     }
 };
 
-// The best of all lanes' candidates, for all lanes.
+// The best of all lanes' candidates, returned to all lanes.
 __device__ __forceinline__ Candidate best_of_warp(Candidate own) {
     for (u32 distance = 16; distance > 0; distance /= 2) {
         const f32 score = __shfl_xor_sync(ALL_LANES, own.score, distance);
@@ -28,21 +29,22 @@ __device__ __forceinline__ Candidate best_of_warp(Candidate own) {
 
 struct TopKArguments {
     const void* scores;
-    // None without.
+    // Null if there is no bias.
     const void* bias;
-    // What a token counts: 0 for padding. None if all count.
+    // The weight of each token, 0 for padding; null if all tokens count.
     const f32* routed;
     void* values;
     u32* ids;
     u64 tokens;
     u64 experts;
     u64 k;
-    // 0 for no groups.
+    // 0 if there are no groups.
     u64 groups;
     u64 group_limit;
 };
 
-// A warp has one token. `shared_memory` holds, for each warp, the worth of every group, then whether it is taken.
+// A warp has one token. `shared_memory` holds, for each warp, the score of every group, then a flag per group that is
+// chosen.
 template <typename T>
 __device__ void top_k(const TopKArguments& to) {
     const u64 token = global_thread() / 32;
@@ -80,7 +82,7 @@ __device__ void top_k(const TopKArguments& to) {
         if (lane == 0) is_taken[own.index] = 1;
         __syncwarp();
     }
-    // Which of this lane's experts (one of 32) were chosen before.
+    // Bit i: this lane's expert lane + 32·i has been chosen.
     u32 chosen = 0;
     for (u32 nth = 0; nth < to.k; ++nth) {
         Candidate own{0.0f, NONE};
@@ -106,7 +108,7 @@ struct TopKGradArguments {
     u64 k;
 };
 
-// A thread has one token's expert: its gradient, or zero.
+// A thread has one token and expert: the expert's gradient, or zero.
 template <typename T>
 __device__ void top_k_grad(const TopKGradArguments& to) {
     const u64 token = global_thread() / to.experts, expert = global_thread() % to.experts;
@@ -120,37 +122,38 @@ __device__ void top_k_grad(const TopKGradArguments& to) {
 KERNELS(top_k_grad, TopKGradArguments)
 
 struct RouteArguments {
-    // None if experts choose: a slot is then a token's expert.
+    // Null if experts choose; a slot is then a token and an expert.
     const u32* ids;
-    // Where the lightest are left out.
+    // Router weights, if the slots with the least weight are dropped first; otherwise null.
     const void* weights;
-    // What a token counts: 0 for padding. None if all count.
+    // The weight of each token, 0 for padding; null if all tokens count.
     const f32* routed;
-    // The most rows of an expert and sequence by the number of its tokens that are no padding. None if it is the capacity.
+    // The capacity of an expert and sequence, by the number of the sequence's tokens that are not padding; null if it
+    // is fixed.
     const u32* limits;
-    // Whether a slot stays, where the lightest are left out.
+    // Flags of the slots that are not dropped, if `weights` is given.
     u32* stays;
     u32* places;
     u32* slots;
     u32* starts;
     u64 experts;
     u64 sequences;
-    // Slots of a sequence.
+    // Number of slots per sequence.
     u64 length;
-    // Slots of a token.
+    // Number of slots per token.
     u64 k;
-    // Rows in all.
+    // Total number of rows.
     u64 rows;
-    // Most rows of an expert and sequence.
+    // Maximum number of rows of an expert and sequence.
     u64 capacity;
 
-    // NONE for padding.
+    // The expert of a slot; NONE for padding.
     __device__ __forceinline__ u32 expert(u64 slot) const {
         if (routed && !(routed[slot / k] > 0.0f)) return NONE;
         return ids ? ids[slot] : u32(slot % experts);
     }
 
-    // Every `step`th token of a slot's sequence from the `start`th on: how many are no padding.
+    // The number of tokens that are not padding, among every `step`th token of a slot's sequence from token `start` on.
     __device__ __forceinline__ u32 tokens_of(u64 slot, u32 start, u32 step) const {
         u32 count = 0;
         const u64 tokens = length / k, first = slot / length * tokens;
@@ -159,13 +162,14 @@ struct RouteArguments {
     }
 };
 
-// The order of f32's bits as numbers, minus zero below zero.
+// Bits whose unsigned order is the order of f32 values, with minus zero below zero.
 __device__ __forceinline__ u32 ordered(f32 x) {
     const u32 bits = bits_of(x);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Nothing is anywhere yet; and of each slot, whether fewer than `capacity` of its expert and sequence are heavier.
+// Clears places and slots. With `weights`, also finds for each slot whether fewer slots of its expert and sequence are
+// heavier than the capacity allows.
 template <typename T>
 __device__ void route_clear(const RouteArguments& to) {
     const u64 slot = global_thread(), count = to.sequences * to.length;
@@ -185,7 +189,8 @@ __device__ void route_clear(const RouteArguments& to) {
 }
 KERNELS(route_clear, RouteArguments)
 
-// A warp goes over the slots of a run, an expert's of one sequence, and calls `f` with those that stay and their numbers.
+// Iterates with one warp over the slots of a run (one expert and sequence). Calls `f` with each slot that is not
+// dropped and its index in the run. Returns the number of these slots.
 template <typename F>
 __device__ __forceinline__ u64 for_each_of_run(const RouteArguments& to, u64 run, F f) {
     const u32 expert = u32(run / to.sequences);
@@ -203,7 +208,7 @@ __device__ __forceinline__ u64 for_each_of_run(const RouteArguments& to, u64 run
     return smaller(count, most);
 }
 
-// The rows of every run.
+// Counts the rows of every run.
 KERNEL(route_count, RouteArguments) {
     const u64 run = global_thread() / 32;
     if (run >= arguments.experts * arguments.sequences) return;
@@ -211,7 +216,7 @@ KERNEL(route_count, RouteArguments) {
     if (lane_of() == 0) arguments.starts[run] = u32(count);
 }
 
-// Every slot that stays, in its place.
+// Assigns its place to every slot that is not dropped.
 KERNEL(route_place, RouteArguments) {
     const u64 run = global_thread() / 32;
     if (run >= arguments.experts * arguments.sequences) return;
@@ -228,7 +233,7 @@ struct RunsArguments {
     u64 runs;
 };
 
-// Lengths to starts, and behind them the end of all; over the lengths, if they are the same. One warp.
+// Row offsets from lengths, followed by the end of the last run. The offsets may overwrite the lengths. One warp.
 KERNEL(run_starts, RunsArguments) {
     u32 end = 0;
     for (u64 first = 0; first < arguments.runs; first += 32) {
@@ -245,7 +250,7 @@ KERNEL(run_starts, RunsArguments) {
     if (lane_of() == 0) arguments.to[arguments.runs] = end;
 }
 
-// Starts to lengths.
+// Lengths from row offsets.
 KERNEL(run_lengths, RunsArguments) {
     const u64 run = global_thread();
     if (run < arguments.runs) arguments.to[run] = arguments.from[run + 1] - arguments.from[run];
@@ -253,20 +258,20 @@ KERNEL(run_lengths, RunsArguments) {
 
 struct CountArguments {
     const u32* from;
-    // Of unplaced: what a token counts, 0 for padding. None if all count.
+    // For `unplaced`: the weight of each token, 0 for padding; null if all tokens count.
     const f32* routed;
     f32* out;
-    // Of a sequence, or in all.
+    // Ids of a sequence, or total number of places.
     u64 length;
     u64 experts;
     u64 sequences;
-    // Of unplaced: the places of a token, and how many of them are looked at together.
+    // For `unplaced`: places per token, and places that are counted as one.
     u64 k;
     u64 group;
     u32 accumulate;
 };
 
-// How many ids of a sequence are an expert's. A warp counts one expert.
+// Counts how many ids of a sequence are an expert's. A warp counts one expert.
 KERNEL(expert_load, CountArguments) {
     const u64 index = global_thread() / 32;
     if (index >= arguments.sequences * arguments.experts) return;
@@ -284,14 +289,14 @@ struct DocumentLoadArguments {
     const u32* starts;
     f32* shares;
     u64 batch_tokens;
-    // Of a sequence.
+    // Tokens of a sequence.
     u64 tokens;
     u64 experts;
     u64 k;
 };
 
-// The share of its document's choices that each expert has, for each token. A warp has a token and an expert; that of a document's first
-// token counts and writes for all of them.
+// Each expert's share of the choices in a token's document, for each token. A warp has a token and an expert. The warp
+// of a document's first token counts, and writes the shares of all tokens of the document.
 KERNEL(document_load, DocumentLoadArguments) {
     const u64 token = global_thread() / 32 / arguments.experts, expert = global_thread() / 32 % arguments.experts;
     if (token >= arguments.batch_tokens) return;
@@ -315,7 +320,7 @@ KERNEL(document_load, DocumentLoadArguments) {
     for (u64 own = token + lane_of(); own < end; own += 32) arguments.shares[own * arguments.experts + expert] = share;
 }
 
-// How many groups of places are nowhere. One block.
+// Counts the groups of places none of which was assigned. One block.
 KERNEL(unplaced, CountArguments) {
     f32 count = 0.0f;
     for (u64 group = threadIdx.x; group < arguments.length / arguments.group; group += blockDim.x) {
@@ -335,9 +340,10 @@ struct LoadBiasArguments {
     f32 rate;
 };
 
-// Biases that choose move towards an even load, unless the norm is not finite. One block. Twin: optim/load_bias.rs.
+// Moves the biases used for choosing experts towards a balanced load, unless the norm is not finite. One block. CPU
+// counterpart: optim/load_bias.rs.
 KERNEL(load_bias, LoadBiasArguments) {
-    // Whole numbers, whose order of summation does not matter below 2^24.
+    // Loads are integers, so below 2^24 the order of summation does not matter.
     f32 sum = 0.0f;
     for (u64 i = threadIdx.x; i < arguments.experts; i += blockDim.x) sum += arguments.load[i];
     const f32 mean = sum_block(sum, (f32*)shared_memory) / f32(arguments.experts), norm = *arguments.norm;

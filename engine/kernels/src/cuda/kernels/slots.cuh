@@ -1,11 +1,11 @@
-// Buffers whose place is found while a program runs. Launches are recorded before: they have the address of a slot, with the top bit
-// set, and the host writes to the slot where the buffer lies (runtime/src/cuda/slots.rs).
+// Buffers that are allocated while a program runs. Launches are recorded earlier, with the address of a slot whose top
+// bit is set. The host writes the buffer's address to the slot (runtime/src/cuda/slots.rs).
 #pragma once
 #include "base.cuh"
 
 struct Slot {
     u64 address;
-    // As many as were counted.
+    // The bytes of the counted rows.
     u64 bytes;
 };
 
@@ -17,13 +17,13 @@ __device__ __forceinline__ const Slot& slot_of(const void* address) {
     return *reinterpret_cast<const Slot*>(reinterpret_cast<u64>(address) & ~IS_SLOT);
 }
 
-// Where a tensor lies, whether it has a slot or not.
+// The address of a tensor, with or without a slot.
 template <typename T>
 __device__ __forceinline__ T* placed(T* address) {
     return has_slot(address) ? reinterpret_cast<T*>(slot_of(address).address) : address;
 }
 
-// How many elements a tensor with a slot has.
+// The number of elements of a tensor that has a slot.
 template <typename T>
 __device__ __forceinline__ u64 counted(const T* address) {
     return slot_of(address).bytes / sizeof(T);

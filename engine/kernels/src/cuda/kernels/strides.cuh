@@ -1,18 +1,18 @@
-// Where an element lies in a tensor with strides.
+// The offset of an element in a tensor with strides.
 #pragma once
 #include "base.cuh"
 
 constexpr u32 MAX_RANK = 6;
 
-// Extents, and distances in elements; dimensions that can be walked as one have been merged.
+// Extents and strides in elements. Adjacent dimensions that can be iterated as one are merged.
 struct Strides {
     u64 dims[MAX_RANK];
     u64 strides[MAX_RANK];
     u32 rank;
-    // Whether numbers of elements fit 32 bits, which divide several times as fast.
+    // True if indices fit 32 bits; 32-bit divisions are several times as fast.
     u32 is_small;
 
-    // Distance from the first element to number `index` in row-major order.
+    // The offset of element `index` in row-major order.
     __device__ __forceinline__ u64 at(u64 index) const { return is_small ? walk(u32(index)) : walk(index); }
 
     template <typename Index>

@@ -128,11 +128,12 @@ struct RoutedSwiGluArguments {
     width: u64,
 }
 
-/// (values, ids) from scores, perhaps a bias, and perhaps what each token counts. `groups` is how many there are, and how many of them a token may use.
+/// Launches `top_k`: (values, ids) from scores and, optionally, a bias per expert and the weight of each token.
+/// `groups` is the number of groups of experts and the number of groups that a token may use.
 pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([scores, others @ ..], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
     let address = |is_bias| others.iter().find(|other| (rank(other) == 1) == is_bias).map_or(0, |other| other.address);
-    // A warp marks what it has chosen in 32 words of 32 bits.
+    // A warp marks the chosen experts in 32 words of 32 bits.
     if scores.width() > 1024 {
         return None;
     }
@@ -151,7 +152,7 @@ pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) 
         group_limit,
     };
     let launch = Kernel::flat(Route, typed("top_k", scores.dtype)?, 32 * tokens, arguments);
-    // Two words for each warp and group.
+    // Two words per warp and group.
     launches([Kernel { shared_bytes: 8 * (BLOCK / 32) * groups as u32, ..launch }])
 }
 
@@ -159,7 +160,7 @@ fn rank(operand: &Operand) -> usize {
     operand.layout.dims().len()
 }
 
-/// The gradients of all scores from (ids, gradients of those that were chosen).
+/// The gradient of all scores from (ids, gradient of the chosen scores).
 pub fn top_k_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, dy], [d_scores]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = TopKGradArguments {
@@ -173,26 +174,27 @@ pub fn top_k_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::flat(Route, typed("top_k_grad", dy.dtype)?, d_scores.count(), arguments)])
 }
 
-/// What a route goes by.
+/// The parameters of routing.
 #[derive(Debug, Clone, Copy)]
 pub struct Routing {
     /// Number of experts.
     pub experts: usize,
     /// Number of sequences.
     pub sequences: usize,
-    /// Whether input 0 is ids: tokens choose.
+    /// True if input 0 has ids, that is, if tokens choose experts.
     pub has_ids: bool,
-    /// The input whose lightest are left out, if any are.
+    /// The input with router weights, if the rows with the least weight are dropped first.
     pub weights: Option<usize>,
-    /// The input that says what each token counts, if they do not all count.
+    /// The input with the weight of each token, if some tokens do not count.
     pub routed: Option<usize>,
-    /// The input that says the most rows of an expert and sequence by the number of tokens that count, if it is not the capacity.
+    /// The input with the capacity of an expert and sequence for each number of counted tokens, if the capacity is not
+    /// fixed.
     pub limits: Option<usize>,
-    /// Most rows of an expert and sequence.
+    /// Capacity: the maximum number of rows per expert and sequence.
     pub capacity: Option<usize>,
 }
 
-/// (places, slots, starts), with a number for each slot as workspace.
+/// (places, slots, starts), with one value per slot as workspace.
 pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([first, ..], [places, slots, starts], &[stays]) = (operands.inputs, operands.outputs, operands.workspace)
     else {
@@ -226,26 +228,26 @@ pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     ])
 }
 
-/// Lengths to starts, by one warp.
+/// Row offsets from lengths, computed by one warp.
 fn starts_of(lengths: &Operand, starts: &Operand, runs: u64) -> Kernel {
     let arguments = RunsArguments { from: lengths.address, to: starts.address, runs };
     Kernel { block: 32, ..Kernel::flat(Route, "run_starts".into(), 1, arguments) }
 }
 
-/// Starts from lengths.
+/// Row offsets from lengths.
 pub fn run_starts(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([lengths], [starts]) = (operands.inputs, operands.outputs) else { return None };
     launches([starts_of(lengths, starts, lengths.count())])
 }
 
-/// Lengths from starts.
+/// Lengths from row offsets.
 pub fn run_lengths(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([starts], [lengths]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = RunsArguments { from: starts.address, to: lengths.address, runs: lengths.count() };
     launches([Kernel::flat(Route, "run_lengths".into(), lengths.count(), arguments)])
 }
 
-/// Counts of ids, by sequence and expert.
+/// Counts of ids per sequence and expert.
 pub fn expert_load(experts: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids], [load]) = (operands.inputs, operands.outputs) else { return None };
     let sequences = load.count() / experts as u64;
@@ -263,7 +265,7 @@ pub fn expert_load(experts: usize, operands: &Operands<'_>) -> Option<Vec<Launch
     launches([Kernel::flat(Route, "expert_load".into(), 32 * load.count(), arguments)])
 }
 
-/// The share of each expert in the choices of each token's document, from (ids, starts).
+/// Each expert's share of the choices in each token's document, from (ids, document starts).
 pub fn document_load(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, starts], [shares]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = DocumentLoadArguments {
@@ -278,7 +280,8 @@ pub fn document_load(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::flat(Route, "document_load".into(), 32 * shares.count(), arguments)])
 }
 
-/// How many places, or tokens of none, are nowhere; perhaps of those tokens that count.
+/// The number of dropped choices or, with `whole_tokens`, of tokens all of whose choices were dropped. With a second
+/// input, only tokens that count.
 pub fn unplaced(whole_tokens: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([places, routed @ ..], [count]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = CountArguments {
@@ -296,7 +299,7 @@ pub fn unplaced(whole_tokens: bool, operands: &Operands<'_>) -> Option<Vec<Launc
     launches([Kernel { shared_bytes: FOLD_BYTES, ..launch }])
 }
 
-/// A bias after a step, from (bias, load, norm), all in f32.
+/// The router's bias after a step, from (bias, load, norm), all in f32.
 pub fn load_bias(rate: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [bias, load, norm] = operands.inputs else { return None };
     if [bias, load, norm].iter().any(|operand| operand.dtype != DType::F32) {
@@ -312,7 +315,7 @@ pub fn load_bias(rate: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::rows(Route, "load_bias".into(), 1, bias.count().div_ceil(4), arguments)])
 }
 
-/// Rows by indices, by the kernel's name: one block for each of `out`.
+/// Launches a kernel by name that gathers rows by indices, with one block per row of the output.
 fn rows(name: &str, indices: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([from, places, _], [out]) = (operands.inputs, operands.outputs) else { return None };
     let width = out.width();
@@ -326,17 +329,17 @@ fn rows(name: &str, indices: usize, operands: &Operands<'_>) -> Option<Vec<Launc
     launches([Kernel::rows(Experts, typed(name, out.dtype)?, out.count() / width, out.packs(), arguments)])
 }
 
-/// The token of every row, from (x, places, slots).
+/// The token of each expert row, from (x, places, slots).
 pub fn dispatch(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     rows("dispatch", 2, operands)
 }
 
-/// The sum of every token's rows, from (rows, places, slots).
+/// The sum of each token's expert rows, from (rows, places, slots).
 pub fn combine(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     rows("combine", 1, operands)
 }
 
-/// The numbers of input 0 that input `indices` names.
+/// The elements of input 0 at the indices in input `indices`.
 pub fn gather(indices: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([from, ..], [out]) = (operands.inputs, operands.outputs) else { return None };
     let (indices, count) = (operands.inputs[indices].address, out.count());
@@ -344,12 +347,12 @@ pub fn gather(indices: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::flat(Experts, typed("gather", out.dtype)?, count, arguments)])
 }
 
-/// Where the number lies that says how many rows are used: the last of the starts.
+/// The address of the number of used rows, which is the last row offset.
 fn end(starts: &Operand) -> u64 {
     starts.address + 4 * (starts.count() - 1)
 }
 
-/// y from (gate, up, weights, starts).
+/// y from (gate, up, weights, row offsets).
 pub fn routed_gated(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([gate, up, weights, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
     let width = y.width();
@@ -368,7 +371,7 @@ pub fn routed_gated(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::rows(Experts, typed("routed_swiglu", y.dtype)?, y.count() / width, y.packs(), arguments)])
 }
 
-/// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy).
+/// (d_gate, d_up, d_weights) from (gate, up, weights, row offsets, dy).
 pub fn routed_gated_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([gate, up, weights, starts, dy], [d_gate, d_up, d_weights]) = (operands.inputs, operands.outputs) else {
         return None;

@@ -24,13 +24,13 @@ struct RowMaxArguments {
     width: u64,
 }
 
-/// Along a dimension the elements that ids name, from (x, ids).
+/// Gathers elements along a dimension, from (x, ids).
 pub fn gather_along(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, ids], [y]) = (operands.inputs, operands.outputs) else { return None };
     along("gather_along", (x, ids, y), x.dims()[dim], dim)
 }
 
-/// Along a dimension the sums of what goes to the same place, from (ids, source).
+/// Adds elements to the places along a dimension that ids name, from (ids, source).
 pub fn scatter_add(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, source], [y]) = (operands.inputs, operands.outputs) else { return None };
     along("scatter_add", (source, ids, y), y.dims()[dim], dim)
@@ -49,7 +49,7 @@ fn along(name: &str, (x, ids, y): (&Operand, &Operand, &Operand), extent: usize,
     launches([Kernel::flat(Gather, typed(name, y.dtype)?, y.count(), arguments)])
 }
 
-/// The greatest of each row, and its index. Rows are so short that an f32 holds every index.
+/// The maximum of each row, and its index. Rows are limited to a length whose indices are exact in f32.
 pub fn row_max(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
     let width = x.width();

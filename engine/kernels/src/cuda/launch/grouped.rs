@@ -24,20 +24,20 @@ struct GroupedArguments {
 /// Threads of a block: `GROUPED_THREADS` of grouped.cuh.
 const THREADS: u32 = 256;
 
-/// How a type's kernels share products.
+/// The tiling of the kernels of one type.
 #[derive(Debug, Clone, Copy)]
 struct Form {
     family: Family,
-    /// Rows and columns of a block.
+    /// Rows and columns of a block's tile.
     tile: u64,
-    /// Bytes of shared memory for a factor's tiles: of one whose neighbours in memory are neighbours in the sum, and of one
-    /// whose are not.
+    /// Bytes of shared memory for the tiles of a factor whose contiguous dimension is the one that is summed over.
     bytes_along: u64,
+    /// Bytes of shared memory for the tiles of a factor whose contiguous dimension is the other one.
     bytes_across: u64,
 }
 
 impl Form {
-    /// Tensor cores for what they have; else products in f32.
+    /// The form for a type: tensor cores for bf16, f32 arithmetic for f32.
     fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F32 => {
@@ -58,7 +58,7 @@ impl Form {
         extent.div_ceil(self.tile)
     }
 
-    /// The most tiles that rows have which belong to so many groups: each may end within a tile.
+    /// The maximum number of tiles of rows that belong to this many groups: every group may end within a tile.
     fn most_tiles(&self, rows: u64, groups: u64) -> u64 {
         ((rows + groups * (self.tile - 1)) / self.tile).min(rows)
     }
@@ -86,7 +86,8 @@ impl GroupedArguments {
         }
     }
 
-    /// A kernel of so many blocks, and which factors lie along the sum.
+    /// Launches a kernel with one block per tile. `are_along` says for each factor whether its contiguous dimension is
+    /// the one that is summed over.
     fn launch(
         self,
         name: Option<String>,
@@ -106,13 +107,13 @@ impl GroupedArguments {
         }])
     }
 
-    /// Groups of rows: those of each source and expert, and those that nobody uses.
+    /// Number of groups of rows: one per source and expert, and one of unused rows.
     fn groups(&self) -> u64 {
         self.sources * self.experts + 1
     }
 }
 
-/// Every row times the weight of its expert, from (x, weight, starts).
+/// Each row times the weight of its expert, from (x, weight, row offsets).
 pub fn grouped_linear(sources: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, weight, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [x, weight, starts], y);
@@ -122,7 +123,7 @@ pub fn grouped_linear(sources: usize, operands: &Operands<'_>) -> Option<Vec<Lau
     })
 }
 
-/// dx from (dy, weight, starts).
+/// dx from (dy, weight, row offsets).
 pub fn grouped_linear_grad_input(sources: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([dy, weight, starts], [dx]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [dy, weight, starts], dx);
@@ -132,7 +133,7 @@ pub fn grouped_linear_grad_input(sources: usize, operands: &Operands<'_>) -> Opt
     })
 }
 
-/// d_weight from (x, dy, starts), added up sequence by sequence.
+/// d_weight from (x, dy, row offsets), added up sequence by sequence.
 pub fn grouped_linear_grad_weight(sources: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, dy, starts], [d_weight]) = (operands.inputs, operands.outputs) else { return None };
     let accumulate = operands.accumulate(0);
@@ -146,11 +147,12 @@ pub fn grouped_linear_grad_weight(sources: usize, operands: &Operands<'_>) -> Op
 mod tests {
     use super::*;
 
-    /// However rows are shared, there are blocks for all of them: compared with the worst of all ways for few of them.
+    /// The launch has enough blocks for every distribution of rows over groups, checked by enumerating all of them for
+    /// small sizes.
     #[test]
     fn there_are_as_many_blocks_as_the_worst_of_ways_to_share_rows_needs() {
         let form = Form { tile: 4, ..Form::of(DType::F32).unwrap() };
-        /// The most tiles, one group's rows after another's.
+        /// The largest number of tiles over all distributions of rows.
         fn worst(form: &Form, rows: u64, groups: u64) -> u64 {
             match groups {
                 1 => form.tiles(rows),

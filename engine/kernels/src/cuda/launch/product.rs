@@ -1,4 +1,4 @@
-//! Matrix products: what cuBLASLt is asked for.
+//! Matrix products, as cuBLASLt is asked for them.
 
 use candle_core::{DType, Layout};
 
@@ -6,55 +6,55 @@ use super::{Launch, Operand, Operands, Strides};
 use crate::Spec;
 use crate::cuda::generate::dense;
 
-/// Rows and columns in memory, neighbours along one of them.
+/// A matrix in memory whose rows or columns are contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Matrix {
     /// Device address of the first element.
     pub address: u64,
     /// Type of the elements.
     pub dtype: DType,
-    /// Whether the elements of a column are neighbours, rather than those of a row.
+    /// True if columns are contiguous, false if rows are.
     pub is_transposed: bool,
-    /// Elements from one row to the next; if transposed, from one column to the next.
+    /// Elements between the starts of consecutive rows; if transposed, of consecutive columns.
     pub pitch: u64,
 }
 
 impl Matrix {
-    /// Rows without gaps.
+    /// A matrix with contiguous rows and no gaps.
     pub fn dense(address: u64, dtype: DType, columns: u64) -> Self {
         Self { address, dtype, is_transposed: false, pitch: columns }
     }
 
-    /// The same memory with rows for columns.
+    /// The transposed matrix, in the same memory.
     pub fn t(self) -> Self {
         Self { is_transposed: !self.is_transposed, ..self }
     }
 
-    /// The last two dimensions of an operand, if they are a matrix.
+    /// The last two dimensions of an operand, if they form a matrix.
     fn of(Operand { address, layout, dtype }: &Operand) -> Option<Self> {
         let (is_transposed, pitch) = pitch(layout)?;
         Some(Self { address: *address, dtype: *dtype, is_transposed, pitch })
     }
 
-    /// The same matrix, so many elements further on.
+    /// The matrix of the same form that begins `elements` later.
     pub fn skip(self, elements: u64) -> Self {
         Self { address: self.address + elements * self.dtype.size_in_bytes() as u64, ..self }
     }
 }
 
-/// Whether the last two dimensions are a matrix: one of them is dense, and rows do not reach into each other, as those of a
-/// number that stands for many do.
+/// True if the last two dimensions form a matrix: one of them is contiguous, and rows do not overlap as they do in a
+/// broadcast tensor.
 pub fn is_matrix(layout: &Layout) -> bool {
     pitch(layout).is_some()
 }
 
-/// Whether a matrix is transposed, and its pitch.
+/// Returns whether a matrix is transposed, and its pitch; `None` if the layout is not a matrix.
 fn pitch(layout: &Layout) -> Option<(bool, u64)> {
     let (&[.., rows, columns], &[.., row, column]) = (layout.dims(), layout.stride()) else { return None };
     let along = |is_transposed: bool| {
         let ((count, step), (length, pitch)) =
             if is_transposed { ((rows, row), (columns, column)) } else { ((columns, column), (rows, row)) };
-        // A single one has no next.
+        // The pitch of a single row or column is arbitrary.
         let pitch = if length <= 1 { count.max(1) } else { pitch };
         let is_dense = (count <= 1 || step == 1) && pitch >= count;
         is_dense.then_some((is_transposed, pitch as u64))
@@ -62,33 +62,34 @@ fn pitch(layout: &Layout) -> Option<(bool, u64)> {
     along(false).or_else(|| along(true))
 }
 
-/// Equal products of matrices that lie at equal distances.
+/// Products of the same form, whose matrices are at equal distances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
-    /// How many.
+    /// Number of products.
     pub count: u64,
-    /// Elements from one to the next, of a, b and c.
+    /// Elements from one matrix to the next, for a, b and c.
     pub distances: [u64; 3],
 }
 
-/// What follows a product of matrices without gaps, and its bias, element by element.
+/// The elementwise function applied to a product and its bias before it is stored. All tensors are contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Epilogue {
-    /// Nothing.
+    /// No function.
     None,
-    /// GELU in its tanh form; what it is of is kept, as c is, at an address.
+    /// GELU in its tanh form. Its input can be stored as well, with the layout of c.
     Gelu {
-        /// None where nobody asks for it.
+        /// Address of GELU's input; `None` if it is not stored.
         kept: Option<u64>,
     },
-    /// Times the derivative of that GELU, of numbers that lie as c does.
+    /// Multiplication by the derivative of that GELU, at inputs with the layout of c.
     GeluGrad {
-        /// Their address.
+        /// Address of GELU's input.
         of: u64,
     },
 }
 
-/// c = a·b, or c = d + a·b with a d that lies as c does, and may be c: m × k times k × n. Sums are in f32, whatever is stored.
+/// c = a·b, or c = d + a·b where d has the layout of c and may be c itself. a is m × k, b is k × n. Sums are in f32 for
+/// all types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Product {
     /// Rows of a and c.
@@ -103,41 +104,42 @@ pub struct Product {
     pub b: Matrix,
     /// The product.
     pub c: Matrix,
-    /// Address of n numbers that are added to every row.
+    /// Address of n elements that are added to every row.
     pub bias: Option<u64>,
-    /// What is done to each sum before it is stored.
+    /// The function applied to each element before it is stored.
     pub epilogue: Epilogue,
-    /// Address of what it is added to: c's own, or another where nothing of c lies.
+    /// Address of d, the tensor that the product is added to: c itself, or memory that does not overlap c.
     pub onto: Option<u64>,
-    /// How many of them.
+    /// The number of products and their distances.
     pub batch: Batch,
     /// Scratch for cuBLASLt: address and bytes.
     pub workspace: (u64, u64),
 }
 
-/// What cuBLASLt is given at most: what its documentation recommends for Hopper.
+/// The most scratch that cuBLASLt is given: NVIDIA's documentation recommends this for Hopper.
 const MOST_WORKSPACE: u64 = 32 << 20;
 
-/// Parts of a sum that may be computed side by side.
+/// Number of parts of a sum that may be computed in parallel.
 const PARTS: u64 = 8;
 
-/// What cuBLASLt wants its scratch aligned to, and takes matrices to be aligned to unless it is told otherwise
+/// The alignment that cuBLASLt requires of its scratch, and assumes of matrices unless told otherwise
 /// (`cublasLtMatmul`, `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`).
 pub const ALIGNMENT: u64 = 256;
 
-/// Bytes of scratch for a product of so many elements: room for partial sums in f32, and to begin where it is aligned.
+/// Bytes of scratch for a product with an m × n result: room for partial sums in f32, and for aligning the start.
 pub fn product_workspace(m: usize, n: usize) -> u64 {
     (4 * PARTS * m as u64 * n as u64).clamp(ALIGNMENT, MOST_WORKSPACE) + ALIGNMENT
 }
 
 impl Product {
-    /// One product of matrices without gaps, of which a and b may be transposed.
+    /// One product of contiguous matrices, of which a and b may be transposed.
     pub fn new((m, n, k): (u64, u64, u64), a: Matrix, b: Matrix, c: Matrix, workspace: (u64, u64)) -> Self {
         let batch = Batch { count: 1, distances: [0; 3] };
         Self { m, n, k, a, b, c, bias: None, epilogue: Epilogue::None, onto: None, batch, workspace }
     }
 
-    /// What it reads: addresses and bytes, from the first element of each operand to the last.
+    /// The address ranges that the product reads: address and bytes, from the first element of each operand to the
+    /// last.
     pub fn reads(&self) -> Vec<(u64, usize)> {
         let &Self { m, n, k, a, b, c, batch, .. } = self;
         let matrix = |matrix: Matrix, (rows, columns), distance| {
@@ -158,20 +160,20 @@ impl Product {
         factors.into_iter().chain(added_to).chain(bias).chain(read_by_epilogue).collect()
     }
 
-    /// Arithmetic: a multiplication and an addition for each element of a sum.
+    /// Floating-point operations: a multiplication and an addition for each term of a sum.
     pub fn flops(&self) -> u64 {
         2 * self.m * self.n * self.k * self.batch.count
     }
 
-    /// Bytes that it reads and writes, each element once.
+    /// Bytes read and written, each element once.
     pub fn bytes(&self) -> u64 {
         let written = self.m * self.n * self.batch.count * self.c.dtype.size_in_bytes() as u64;
         let kept = if let Epilogue::Gelu { kept: Some(_) } = self.epilogue { written } else { 0 };
         self.reads().iter().map(|&(_, bytes)| bytes as u64).sum::<u64>() + written + kept
     }
 
-    /// Whether rows of every matrix begin at multiples of 8 elements and have as many, as fast kernels of a library want them: of 16 bytes
-    /// in bf16. A transposed matrix has columns in their place.
+    /// True if the contiguous dimension of every matrix is aligned: its extent and pitch are multiples of 8 elements
+    /// (16 bytes in bf16), and so is the address. The library's fast kernels require this.
     pub fn is_aligned(&self) -> bool {
         let &Self { m, n, k, a, b, c, .. } = self;
         let row = |matrix: Matrix, rows: u64, columns: u64| if matrix.is_transposed { rows } else { columns };
@@ -183,12 +185,12 @@ impl Product {
         of(a, m, k) && of(b, k, n) && of(c, m, n)
     }
 
-    /// Whether something is done with the sums before they are stored that another kernel could do behind it.
+    /// True if the product has an epilogue or is added to another tensor. A separate kernel could do either.
     pub fn is_followed(&self) -> bool {
         self.epilogue != Epilogue::None || self.onto.is_some_and(|onto| onto != self.c.address)
     }
 
-    /// The same in two launches: for a library that has no algorithm for both at once.
+    /// Splits the product and its epilogue into two launches, for a library that has no algorithm for both at once.
     pub fn apart(self) -> Vec<Launch> {
         let (count, dtype) = (self.m * self.n, self.c.dtype);
         let product = Self { epilogue: Epilogue::None, ..self };
@@ -213,17 +215,17 @@ impl Product {
     }
 }
 
-/// Scratch of products, in a piece of so many bytes as [`product_workspace`] wants.
+/// The aligned scratch (address and bytes) within a piece of workspace that has the size of [`product_workspace`].
 pub fn scratch_in(piece: u64, bytes: u64) -> (u64, u64) {
     (piece.next_multiple_of(ALIGNMENT), bytes - ALIGNMENT)
 }
 
-/// Scratch of one product: the first piece of an operation's workspace.
+/// The scratch of one product: the first piece of the operation's workspace.
 fn scratch(operands: &Operands<'_>, m: u64, n: u64) -> Option<(u64, u64)> {
     Some(scratch_in(*operands.workspace.first()?, product_workspace(m as usize, n as usize)))
 }
 
-/// x·Wᵀ + b from (x, weight, perhaps bias).
+/// x·Wᵀ + b from (x, weight, optional bias).
 pub fn linear(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, weight, bias @ ..], [y]) = (operands.inputs, operands.outputs) else { return None };
     let (k, n) = (x.width(), y.width());
@@ -246,7 +248,7 @@ pub fn linear_grad_input(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     Some(vec![Launch::Product(Product::new((m, n, k), of_dy, of_weight, of_dx, scratch(operands, m, n)?))])
 }
 
-/// d_weight = dyᵀ·x, and perhaps d_bias = Σ dy over the rows, from (x, dy).
+/// d_weight = dyᵀ·x and, optionally, d_bias = Σ dy over the rows, from (x, dy).
 pub fn linear_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, dy], [d_weight, d_bias @ ..]) = (operands.inputs, operands.outputs) else { return None };
     let (m, n) = (dy.width(), x.width());
@@ -271,12 +273,12 @@ pub fn linear_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     Some(launches)
 }
 
-/// Bytes of the scratch of a sum over all dimensions but the last.
+/// Bytes of scratch for a sum over all dimensions but the last.
 pub fn leading_sums_workspace(x: &Spec) -> Vec<u64> {
     super::column_sums_workspace(x, &(0..x.dims().len() - 1).collect::<Vec<_>>())
 }
 
-/// [.., m, k] · [.., k, n], each with its strides, to [.., m, n] without gaps, from (a, b).
+/// [.., m, k] · [.., k, n], each with its strides, to a contiguous [.., m, n], from (a, b).
 pub fn matmul(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([a, b], [c]) = (operands.inputs, operands.outputs) else { return None };
     let (&[ref outer @ .., m, k], &[.., n]) = (a.dims(), b.dims()) else { return None };
@@ -284,7 +286,7 @@ pub fn matmul(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let steps = |layout: &Layout| layout.stride()[..outer.len()].to_vec();
     let scratch = scratch(operands, m as u64, n as u64)?;
     let one = Product::new((m as u64, n as u64, k as u64), of_a, of_b, of_c, scratch);
-    // c is dense, so that what merges for it merges for all.
+    // c is contiguous, so dimensions that merge for a and b merge for c too.
     let [at_a, at_b, at_c] = Strides::merged(outer, [&steps(&a.layout), &steps(&b.layout), &steps(&c.layout)])?;
     let rank = at_a.rank as usize;
     let (count, distances) = match rank {

@@ -3,8 +3,8 @@
 use super::{Kernel, Launch, Operands, Strides, launches, typed};
 use crate::cuda::Family::Rope;
 
-/// What the pairs of a head turn by per token: frequency i is f·(kept + (1 − kept)/factor) with f = theta^(−2i/head size) and kept
-/// = per_turn·f + per_number·i + offset, not below 0 nor above 1.
+/// The angles per token by which the pairs of a head are rotated. Frequency i is f·(kept + (1 − kept)/factor), where f
+/// = theta^(−2i/head size) and kept = per_turn·f + per_number·i + offset, clamped to [0, 1].
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
 #[allow(missing_docs, reason = "the formula says what they are")]
@@ -14,12 +14,12 @@ pub struct RopeFrequencies {
     pub per_turn: f64,
     pub per_number: f64,
     pub offset: f64,
-    /// What cosines and sines are multiplied by.
+    /// The factor of cosines and sines.
     pub amplitude: f64,
 }
 
 impl RopeFrequencies {
-    /// One of them.
+    /// Frequency `number` of a head of this size.
     pub fn at(&self, number: usize, head_size: usize) -> f64 {
         let frequency = self.theta.powf(-2.0 * number as f64 / head_size as f64);
         let kept = (self.per_turn * frequency + self.per_number * number as f64 + self.offset).clamp(0.0, 1.0);
@@ -44,8 +44,8 @@ struct RopeArguments {
     is_inverse: u32,
 }
 
-/// Rotates x [batch, tokens, heads, head size], with a table [tokens, head size] of f32 as workspace; where a second input says where
-/// the tokens are, u32 [batch, tokens], of all sequences.
+/// Rotates x [batch, tokens, heads, head size], with an f32 table [tokens, head size] as workspace. A second input, u32
+/// [batch, tokens], may give the position of each token; the table then has a row for every token of the batch.
 pub fn rope(
     frequencies: RopeFrequencies,
     are_neighbours: bool,
@@ -56,7 +56,7 @@ pub fn rope(
         return None;
     };
     let &[batch, tokens, heads, head_size] = x.dims() else { return None };
-    // As many rows as the table has.
+    // The number of rows of the table.
     let tokens = if positions.is_empty() { tokens } else { batch * tokens };
     let (tokens, heads, head_size, pairs) = (tokens as u64, heads as u64, head_size as u64, x.count() / 2);
     let arguments = RopeArguments {

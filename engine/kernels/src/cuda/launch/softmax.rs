@@ -66,12 +66,12 @@ struct HeadArguments {
     terms: RowLoss,
 }
 
-/// One block for every row of a tensor.
+/// Launches a kernel with one block per row of a tensor.
 fn rows(name: &str, of: &Operand, arguments: impl super::Arguments + 'static) -> Option<Vec<Launch>> {
     launches([Kernel::rows(Softmax, typed(name, of.dtype)?, of.count() / of.width(), of.packs(), arguments)])
 }
 
-/// y = softmax(x), or the normaliser of each row of x: by the kernel's name.
+/// Launches a kernel of the form y = f(x), by name: softmax, or the normalizer of each row.
 fn forward(name: &str, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
     rows(name, x, SoftmaxArguments { x: x.address, y: y.address, width: x.width() })
@@ -123,35 +123,35 @@ pub fn cross_entropy_grad(terms: &LossTerms, operands: &Operands<'_>) -> Option<
     rows("cross_entropy_grad", logits, arguments)
 }
 
-/// The gradients of losses.
+/// The gradients of a head's losses.
 #[derive(Debug, Clone, Copy)]
 pub enum Upstream<'a> {
-    /// Nobody asks.
+    /// No gradient is computed.
     None,
-    /// The same for all.
+    /// The same gradient for all rows.
     Everywhere(f32),
-    /// One for each of all rows, of which the chunk's begin at this one.
+    /// A gradient per row, for all rows of the batch, and the index of the chunk's first row.
     Each(&'a Operand, u64),
 }
 
-/// Where the numbers of a chunk's rows are.
+/// The addresses of per-row tensors of a chunk of the head.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadRows {
-    /// Of u32.
+    /// Targets, u32.
     pub targets: u64,
-    /// Of f32.
+    /// Losses, f32.
     pub losses: u64,
-    /// Of f32: losses without what else is counted; 0 for none.
+    /// Losses without additional terms, f32; 0 if they are not needed.
     pub likelihoods: u64,
-    /// What losses, and the gradients of them that are known beforehand, are multiplied by, of f32; 0 for nothing.
+    /// Weights of the losses, and of their gradients if these are known in advance, f32; 0 for none.
     pub weights: u64,
-    /// Logits of the vocabulary's last entries, which lie apart, eight to a row, and become their gradients: their address, and the first
-    /// of these entries.
+    /// Logits of the vocabulary's last entries if they are stored separately, eight to a row, where they become their
+    /// gradients: their address, and the index of the first such entry.
     pub rest: Option<(u64, u64)>,
 }
 
-/// A chunk of a language model's head: the losses of logits [rows, vocabulary], whose rows may lie apart, and over the logits
-/// their gradient. Above 0, `cap` has logits x count as cap·tanh(x/cap).
+/// A chunk of a language model's head: computes the losses of logits [rows, vocabulary] and overwrites the logits with
+/// their gradient. Rows may have gaps between them. If `cap` is above 0, a logit x is replaced by cap·tanh(x/cap).
 pub fn head(
     logits: &Operand,
     HeadRows { targets, losses, likelihoods, weights, rest }: HeadRows,

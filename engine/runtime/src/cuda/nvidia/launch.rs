@@ -1,6 +1,8 @@
-//! Kernels loaded, algorithms chosen, and both started on the device's stream.
+//! Loading kernels, choosing algorithms, and starting both on the device's stream.
 //!
-//! In: launches. Out: functions and algorithms that are ready, and calls of the driver, in order. Never: a wait.
+//! - In: launches.
+//! - Out: functions and algorithms that are ready, and calls of the driver in order.
+//! - Never: a wait for the device.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -14,19 +16,19 @@ use crate::cuda::device::{Describe, DeviceError};
 use crate::cuda::function::Function;
 use crate::cuda::named::Named;
 
-/// Products of forms that there were none of, by the index of the launch that they are for.
+/// Products whose forms are new, each with the index of its launch.
 pub(super) type Tried = Vec<(usize, Product)>;
 
-/// What is launched instead of products for whose epilogues there is no algorithm, by index.
+/// Replacements for products whose epilogues have no algorithm, by index of the launch.
 pub(super) type Instead = HashMap<usize, Vec<Launch>>;
 
-/// A launch, or what is launched instead.
+/// The launch itself, or its replacement.
 fn parts<'a>(instead: &'a Instead, index: usize, launch: &'a Launch) -> &'a [Launch] {
     instead.get(&index).map_or(std::slice::from_ref(launch), Vec::as_slice)
 }
 
 impl Nvidia {
-    /// Compiles and loads a kernel, if that has not been done.
+    /// Compiles and loads a kernel, unless it is loaded already.
     pub(super) fn load(&mut self, kernel: &Kernel) -> Result<(), DeviceError> {
         if let Some(known) = self.functions.get_mut(&kernel.name) {
             return known.allow(kernel, &self.name);
@@ -35,7 +37,7 @@ impl Nvidia {
             Some(&module) => module,
             None => {
                 let code = self.cache.load(self.nvrtc, kernel.family, self.architecture)?;
-                // SAFETY: the code is a whole CUBIN, which says itself how long it is.
+                // SAFETY: the code is a complete CUBIN, which contains its own length.
                 let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
                 let module = module.named(&self.name, &format!("loading {}", kernel.family.file()))?;
                 self.modules.insert(kernel.family, module);
@@ -43,7 +45,7 @@ impl Nvidia {
             }
         };
         let symbol = CString::new(kernel.name.as_str()).expect("names of kernels are words");
-        // SAFETY: the module is never unloaded before this is dropped.
+        // SAFETY: the module stays loaded until this device is dropped.
         let function = unsafe { result::module::get_function(module, symbol) };
         let function = function.named(&self.name, &format!("finding {}", kernel.name))?;
         let mut function = Function::loaded(function, &kernel.name, &self.name, self.driver)?;
@@ -52,8 +54,9 @@ impl Nvidia {
         Ok(())
     }
 
-    /// Compiles and loads all kernels, and chooses how to do all products. Returns what is launched instead of some of them, by
-    /// their index, for an epilogue is more than there may be an algorithm for; and products of forms that there were none of.
+    /// Compiles and loads all kernels, and chooses an algorithm for every product. If there is none for a product with
+    /// an epilogue, product and epilogue become separate launches. Returns these replacements, and the products whose
+    /// forms are new.
     pub(super) fn prepare(
         &mut self,
         launches: &[Launch],
@@ -97,7 +100,7 @@ impl Nvidia {
         launches.iter().enumerate().try_for_each(|(index, launch)| {
             parts(instead, index, launch).iter().try_for_each(|part| {
                 let started = match part {
-                    // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+                    // SAFETY: the addresses come from a checked plan, in memory as large as the plan.
                     Launch::Kernel(kernel) => unsafe { self.start(kernel) },
                     // SAFETY: as above.
                     Launch::Product(product) => unsafe { self.products.start(product, self.stream.handle()) },
@@ -110,10 +113,10 @@ impl Nvidia {
     /// Starts a kernel on the stream.
     ///
     /// # Safety
-    /// The addresses in its arguments are those of memory that is as large as the kernel takes it to be.
+    /// The addresses in its arguments must point to device memory as large as the kernel assumes.
     unsafe fn start(&self, kernel: &Kernel) -> Result<(), DeviceError> {
         let &Kernel { grid: [x, y, z], block, shared_bytes, .. } = kernel;
-        // Tensors of nothing.
+        // An empty tensor.
         if x == 0 || y == 0 || z == 0 {
             return Ok(());
         }
@@ -122,7 +125,8 @@ impl Nvidia {
         let function = self.functions[&kernel.name].handle();
         let mut arguments = [kernel.arguments.as_ref().address().cast_mut()];
         let (grid, block) = ((x, y, z), (block, 1, 1));
-        // SAFETY: the kernel takes one struct, which the driver copies before it returns; the rest is this function's contract.
+        // SAFETY: the kernel takes one struct, which the driver copies before it returns; the caller guarantees its
+        // addresses.
         unsafe { result::launch_kernel(function, grid, block, shared_bytes, self.stream.handle(), &mut arguments) }
             .named(&self.name, &call())
     }

@@ -1,7 +1,8 @@
-//! NVIDIA's driver behind [`Device`].
+//! [`Device`] for NVIDIA's driver.
 //!
-//! In: what a step asks of a device. Out: calls of the driver, all on one stream of the device's primary context. Never: a call of
-//! a library that was not found, or memory beside the one range that is reserved.
+//! - In: calls of the trait.
+//! - Out: calls of the driver, all on one stream of the device's primary context.
+//! - Never: a call into a library that was not found, or memory of its own besides the one reserved range.
 
 mod launch;
 mod tune;
@@ -26,18 +27,18 @@ use super::named::Named;
 use super::stream::Stream;
 use super::{Architecture, Cache, KernelError, Nvrtc};
 
-/// A GPU, with a range of its memory and what was recorded there.
+/// A GPU, with a range of its memory and the recordings that run there.
 #[derive(Debug)]
 pub struct Nvidia {
-    /// As the driver names it.
+    /// The driver's name for it.
     card: String,
-    /// With its number here, and its place on the bus.
+    /// The name shown to users: ordinal, card and PCI bus id.
     name: String,
-    /// Its number here.
+    /// CUDA's ordinal, which is per process.
     ordinal: usize,
-    /// Its place on the host's bus.
+    /// PCI bus id.
     bus: String,
-    /// The newest CUDA that it knows, as 13000 is 13.0.
+    /// The newest CUDA version that the driver supports; 13000 means 13.0.
     driver: i32,
     stream: Arc<Stream>,
     architecture: Architecture,
@@ -48,16 +49,17 @@ pub struct Nvidia {
     functions: HashMap<String, Function>,
     memory: Option<Mapped>,
     graphs: Vec<sys::CUgraphExec>,
-    /// What came into use beside the arena, in order.
+    /// Memory that came into use besides the arena, by cause and in order.
     beside: Vec<(&'static str, u64)>,
     device: sys::CUdevice,
     context: Context,
 }
 
-// SAFETY: the driver's handles belong to the process, and every method makes the context the thread's own before it uses them.
+// SAFETY: driver handles are valid in all threads of the process, and every method makes the context current before it
+// uses them.
 unsafe impl Send for Nvidia {}
 
-/// The newest CUDA that the driver knows, as 13000 is 13.0.
+/// The newest CUDA version that the driver supports; 13000 means 13.0.
 fn driver_version(device: &str) -> Result<i32, DeviceError> {
     let mut version = 0;
     // SAFETY: the result outlives the call.
@@ -66,21 +68,22 @@ fn driver_version(device: &str) -> Result<i32, DeviceError> {
 }
 
 impl Nvidia {
-    /// How many GPUs there are; none where there is no driver.
+    /// Number of GPUs; 0 if there is no driver.
     pub fn count() -> usize {
-        // SAFETY: the driver's library is one that may be loaded at any time.
+        // SAFETY: loading the driver's library has no preconditions.
         let is_there = unsafe { sys::is_culib_present() } && result::init().is_ok();
         let count = if is_there { result::device::get_count().unwrap_or(0) } else { 0 };
         usize::try_from(count).unwrap_or(0)
     }
 
-    /// The GPU of this number, with kernels kept in `cache`.
+    /// Opens a GPU by its ordinal. Compiled kernels are kept in `cache`.
     ///
     /// # Errors
-    /// [`DeviceError::Missing`] where there is no driver or no cuBLASLt, [`DeviceError::Kernel`] where there is no NVRTC, and
-    /// what the driver says of the device.
+    /// Returns [`DeviceError::Missing`] if there is no driver or no cuBLASLt, [`DeviceError::Kernel`] if there is no
+    /// NVRTC, [`DeviceError::Unusable`] if the driver or the kernels do not support the GPU, and other errors of the
+    /// driver.
     pub fn new(ordinal: usize, cache: Cache) -> Result<Self, DeviceError> {
-        // SAFETY: the driver's library is one that may be loaded at any time.
+        // SAFETY: loading the driver's library has no preconditions.
         if !unsafe { sys::is_culib_present() } {
             return Err(DeviceError::Missing { what: "NVIDIA driver", remedy: "install it, or train on the CPU" });
         }
@@ -91,7 +94,7 @@ impl Nvidia {
         let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(unusable)?;
         let card = result::device::get_name(device).named(&number, "cuDeviceGetName")?;
         let attribute = |attribute| {
-            // SAFETY: the device was found by the driver.
+            // SAFETY: the driver returned this device.
             unsafe { result::device::get_attribute(device, attribute) }.named(&number, "cuDeviceGetAttribute")
         };
         use sys::CUdevice_attribute::{
@@ -101,7 +104,8 @@ impl Nvidia {
         let bus =
             [CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID];
         let [domain, bus, slot] = bus.map(attribute);
-        // Its number is that of this process, while nvidia-smi, and who reads the list of whose memory it is, goes by this.
+        // CUDA ordinals are per process. nvidia-smi, and with it the list of processes that hold memory, shows the PCI
+        // bus id.
         let bus = format!("{:08X}:{:02X}:{:02X}.0", domain?, bus?, slot?);
         let name = format!("{number} ({card}, {bus})");
         let architecture = Architecture::new(
@@ -145,58 +149,58 @@ impl Nvidia {
         })
     }
 
-    /// What the driver calls it: equal ones have the same name.
+    /// The driver's name for the card; equal models have the same name.
     pub fn card(&self) -> &str {
         &self.card
     }
 
-    /// What its code is compiled for.
+    /// The architecture that kernels are compiled for.
     pub fn architecture(&self) -> Architecture {
         self.architecture
     }
 
-    /// The newest CUDA that its driver knows, as people write it.
+    /// The newest CUDA version that the driver supports, such as "13.0".
     pub fn driver(&self) -> String {
         format!("{}.{}", self.driver / 1000, self.driver % 1000 / 10)
     }
 
-    /// The files that driver, cuBLASLt and NVRTC were loaded from.
+    /// The files that the driver, cuBLASLt and NVRTC were loaded from.
     pub fn libraries(&self) -> Vec<String> {
         taken(&LIBRARIES)
     }
 
-    /// Memory of the host that the device reaches at the same address.
+    /// Allocates host memory that the device accesses at the same address.
     #[cfg(feature = "testing")]
     #[doc(hidden)]
     pub fn mapped_host_memory(&self, bytes: usize) -> Result<u64, DeviceError> {
         self.enter()?;
         let (mut address, flags) = (0, sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP);
-        // SAFETY: the context is the thread's own; the result outlives the call.
+        // SAFETY: the context is current; the result outlives the call.
         let found = unsafe {
             let memory = result::malloc_host(bytes.max(1), flags).named(&self.name, "cuMemHostAlloc")?;
             sys::cuMemHostGetDevicePointer_v2(&mut address, memory, 0).result().map(|()| memory)
         };
         let memory = found.named(&self.name, "cuMemHostGetDevicePointer")?;
-        // So it is wherever addresses are unified: on every 64-bit Linux.
+        // True wherever addresses are unified, as on every 64-bit Linux.
         assert_eq!(address, memory.expose_provenance() as u64, "the device has it at another address");
         Ok(address)
     }
 
-    /// Gives back what [`Self::mapped_host_memory`] returned.
+    /// Frees memory of [`Self::mapped_host_memory`].
     #[cfg(feature = "testing")]
     #[doc(hidden)]
     pub fn free_host_memory(&self, address: u64) {
         let memory = std::ptr::with_exposed_provenance_mut(address as usize);
-        // SAFETY: whoever had it uses it no more.
+        // SAFETY: the caller no longer uses the memory.
         let _ = self.enter().map(|()| unsafe { result::free_host(memory) });
     }
 
-    /// Makes the context the thread's own.
+    /// Makes the device's context current in this thread.
     fn enter(&self) -> Result<(), DeviceError> {
         self.context.enter(&self.name)
     }
 
-    /// Whether a copy stays within the memory that is there.
+    /// Returns an error unless a copy stays within the reserved memory.
     fn expect_inside(&self, address: u64, bytes: usize, call: &str) -> Result<(), DeviceError> {
         let inside = self.memory.as_ref().is_some_and(|memory| memory.holds(address, bytes));
         let what = || format!("{bytes} bytes at {address:#x} are not in the memory that was reserved");
@@ -204,27 +208,27 @@ impl Nvidia {
         if inside { Ok(()) } else { Err(error()) }
     }
 
-    /// What is in use, when all that was started is done.
+    /// Bytes in use, once everything started is done.
     fn in_use(&self) -> Result<u64, DeviceError> {
         self.stream.synchronize()?;
         Ok(used(&self.name)?.in_use)
     }
 }
 
-/// A graph that was captured.
+/// A captured graph.
 struct Captured(sys::CUgraph);
 
 impl Drop for Captured {
     fn drop(&mut self) {
-        // SAFETY: nobody else has it.
+        // SAFETY: this struct is the graph's only owner.
         let _ = unsafe { sys::cuGraphDestroy(self.0) };
     }
 }
 
-/// Whether ranks may exchange by NCCL: not if it is "off".
+/// The environment variable that turns off NCCL between ranks if it is "off".
 const NCCL_VARIABLE: &str = "GAPLESS_NCCL";
 
-/// What the names of the files of driver, cuBLASLt and NVRTC begin with.
+/// File name prefixes of the driver, cuBLASLt and NVRTC.
 const LIBRARIES: [&str; 3] = ["libcuda.so", "libcublasLt.so", "libnvrtc.so"];
 
 impl Device for Nvidia {
@@ -255,9 +259,10 @@ impl Device for Nvidia {
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.enter()?;
         self.expect_inside(address, bytes.len(), "cuMemcpyHtoDAsync")?;
-        // A copy that is not on the stream may return before its last bytes have arrived ("API synchronization behavior"), and the
-        // stream would not wait for it.
-        // SAFETY: the range lies in memory that is mapped; the bytes are there until the copy was waited for.
+        // A copy that is not on the stream may return before its last bytes have arrived ("API synchronization
+        // behavior"), and the stream would not wait for it.
+        //
+        // SAFETY: the range is mapped; the bytes live until the copy has been waited for.
         let started = unsafe { result::memcpy_htod_async(address, bytes, self.stream.handle()) };
         let waited = self.stream.synchronize();
         started.named(&self.name, "cuMemcpyHtoDAsync").and(waited)
@@ -274,28 +279,30 @@ impl Device for Nvidia {
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError> {
         self.enter()?;
         let before = self.in_use()?;
-        // Nothing may be loaded, compiled or chosen while a graph is captured.
+        // While a stream captures, nothing can be loaded, compiled or chosen.
         let (instead, chosen) = self.prepare(&launches, describe)?;
         self.try_out(&chosen, describe)?;
         let prepared = self.in_use()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream is this device's own, and captures nothing yet.
+        // SAFETY: the stream belongs to this device and is not capturing.
         unsafe { result::stream::begin_capture(self.stream.handle(), mode) }
             .named(&self.name, "cuStreamBeginCapture")?;
         let started = self.start_all(&launches, &instead, describe);
-        // Ended in any case: a stream that goes on capturing could do nothing else.
+        // End the capture even after an error: a capturing stream can do nothing else.
+        //
         // SAFETY: the capture was begun above.
         let captured = unsafe { result::stream::end_capture(self.stream.handle()) }.map(Captured);
-        // What was wrong with a launch says more than that the capture came to nothing.
+        // A launch's own error says more than that of the failed capture.
         started?;
         let captured = captured.named(&self.name, "cuStreamEndCapture")?;
-        // SAFETY: the graph has ended; what is made of it does not need it any more.
+        // SAFETY: the capture has ended; the executable graph does not depend on the captured one.
         let ready = unsafe { result::graph::instantiate(captured.0, sys::CUgraphInstantiate_flags(0)) };
         let ready = ready.named(&self.name, "cuGraphInstantiate")?;
         self.graphs.push(ready);
         drop(captured);
-        // Otherwise the first replay would take what the graph needs of the device.
-        // SAFETY: the graph and the stream are there.
+        // Without the upload, the graph would take its device memory at the first replay, where nothing counts it.
+        //
+        // SAFETY: the graph and the stream are valid.
         unsafe { result::graph::upload(ready, self.stream.handle()) }.named(&self.name, "cuGraphUpload")?;
         let after = self.in_use()?;
         for (what, bytes) in [("kernels", prepared.saturating_sub(before)), ("graphs", after.saturating_sub(prepared))]
@@ -315,8 +322,8 @@ impl Device for Nvidia {
         self.stream.synchronize().map_err(|error| error.during(&describe(0)))
     }
 
-    /// By events on the stream, all of which are recorded before the first is waited for: the device need not wait for the next launch
-    /// where kernels take longer than their launches.
+    /// Times launches by events on the stream. All events are recorded before the first wait, so the device never waits
+    /// for the host as long as kernels take longer than launching them.
     fn time(&mut self, launches: &[&Launch], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
         if self.driver < event::FIRST_VERSION {
             return time_from_here(self, launches, describe);
@@ -347,7 +354,7 @@ impl Device for Nvidia {
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
         self.enter()?;
-        // SAFETY: the graph's memory is mapped as long as this is there, and one run ends before the next begins.
+        // SAFETY: the graph's memory stays mapped while this device exists, and one run ends before the next begins.
         unsafe { result::graph::launch(self.graphs[recording.0], self.stream.handle()) }
             .named(&self.name, "cuGraphLaunch")
     }
@@ -358,7 +365,7 @@ impl Device for Nvidia {
         }
         self.enter()?;
         self.expect_inside(address, bytes, "cuMemsetD8Async")?;
-        // SAFETY: the range lies in memory that is mapped.
+        // SAFETY: the range is mapped.
         unsafe { result::memset_d8_async(address, 0, bytes, self.stream.handle()) }.named(&self.name, "cuMemsetD8Async")
     }
 
@@ -391,7 +398,7 @@ impl Device for Nvidia {
             };
             shared.map_err(failed)?;
         }
-        // SAFETY: the stream is of the device's primary context, and stays as long as its owner.
+        // SAFETY: the stream belongs to the device's primary context; the `Arc` keeps it alive.
         let nccl = unsafe { Nccl::on_stream(control, self.ordinal, self.stream.handle().cast(), self.stream.clone()) };
         nccl.map(|mut nccl| -> Box<dyn Communicator> {
             nccl.set_sums(Sums::AnyOrder);
@@ -408,9 +415,9 @@ impl Device for Nvidia {
 
 impl Drop for Nvidia {
     fn drop(&mut self) {
-        // What fails here leaves memory to the end of the process.
+        // If waiting fails, memory stays in use until the process ends.
         let _ = self.enter().and_then(|()| self.stream.synchronize());
-        // SAFETY: nothing is under way, and nobody else has these handles.
+        // SAFETY: no work is running, and this struct is the handles' only owner.
         unsafe {
             for graph in self.graphs.drain(..) {
                 let _ = sys::cuGraphExecDestroy(graph);
@@ -422,7 +429,7 @@ impl Drop for Nvidia {
     }
 }
 
-/// The device has no say in how a kernel is compiled.
+/// Wraps a compile error, which does not depend on the device.
 impl From<KernelError> for DeviceError {
     fn from(error: KernelError) -> Self {
         Self::Kernel(Box::new(error))
@@ -433,7 +440,7 @@ impl From<KernelError> for DeviceError {
 mod tests {
     use super::*;
 
-    /// Here, or on a machine with a GPU, one of the two has something to judge.
+    /// Checks a copy to and from the device on a machine with a GPU, and the error on all others.
     #[test]
     fn a_machine_has_a_gpu_or_the_error_says_what_is_missing() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,8 +1,9 @@
-//! Which of cuBLASLt's algorithms each form of product uses.
+//! The choice of cuBLASLt's algorithm for each form of product.
 //!
-//! The library's first answer is a guess: for results of few tiles another one can be twice as fast. So the first time that a device
-//! meets a form, each answer is timed on zeros, and the fastest is kept beside the compiled kernels under card, driver and library
-//! version. Bits stay the same from run to run as long as that file does. `GAPLESS_TUNE=off` takes the first answer instead.
+//! The library's first answer is a guess: for results of few tiles, another algorithm can be twice as fast. So the
+//! first time that a device meets a form, all answers are timed on zeros. The fastest one is cached next to the
+//! compiled kernels, by card, driver and library version. Results have the same bits from run to run as long as that
+//! file exists. `GAPLESS_TUNE=off` takes the first answer instead.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,15 +18,16 @@ use crate::cuda::device::{Describe, DeviceError};
 use crate::cuda::event::{self, Event};
 use crate::cuda::named::Named;
 
-/// Whether algorithms are timed: not if it is "off".
+/// The environment variable that turns off timing if it is "off".
 const VARIABLE: &str = "GAPLESS_TUNE";
 
-/// Products between two events, after one that loads what the algorithm needs.
+/// Number of products that are timed together, after one that loads the algorithm's code.
 const TIMED: u32 = 3;
 
 impl Nvidia {
-    /// Starts products of forms that are new, on zeros, and settles which algorithm each uses. A library may load its kernels when they
-    /// are first started, which no capture allows. A step writes again what these write.
+    /// Starts products of new forms on zeros, and sets the algorithm of each form. This also makes the library load its
+    /// kernels, which it may do at their first start and which is not possible while a stream captures. It overwrites
+    /// the products' operands, which a step writes again.
     pub(super) fn try_out(&mut self, chosen: &Tried, describe: Describe<'_>) -> Result<(), DeviceError> {
         let is_off = std::env::var(VARIABLE).is_ok_and(|value| value == "off");
         let device = [self.card.clone(), self.driver.to_string(), self.products.version().to_string()];
@@ -34,7 +36,7 @@ impl Nvidia {
         for (index, product) in chosen {
             let what_for = |error: DeviceError| error.during(&describe(*index));
             for (address, bytes) in product.reads() {
-                // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+                // SAFETY: the addresses come from a checked plan, in memory as large as the plan.
                 let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream.handle()) };
                 zeroed.named(&self.name, "cuMemsetD8Async").map_err(what_for)?;
             }
@@ -64,7 +66,7 @@ impl Nvidia {
         Ok(())
     }
 
-    /// The fastest algorithm for a product, by its index, and the time of one product.
+    /// The index of the fastest algorithm for a product, and the time of one product.
     fn fastest(&mut self, product: &Product) -> Result<(usize, Duration), DeviceError> {
         let mut fastest = (0, Duration::MAX);
         for answer in 0..self.products.answers(product) {
@@ -79,7 +81,7 @@ impl Nvidia {
     fn timed(&mut self, product: &Product, answer: usize) -> Result<Duration, DeviceError> {
         self.products.set_answer(product, answer);
         let start = || {
-            // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+            // SAFETY: the addresses come from a checked plan, in memory as large as the plan.
             unsafe { self.products.start(product, self.stream.handle()) }
         };
         start()?;

@@ -1,4 +1,4 @@
-//! What the driver is asked for, where all is well and where something is not.
+//! The calls to the driver, with and without failures.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -10,28 +10,29 @@ use crate::cuda::launch::{Batch, Epilogue, Matrix, scratch_in};
 use crate::cuda::{Cache, Device, DeviceError, Kernel, Launch, Nvidia, Product};
 use crate::tests::cuda::products::gelu;
 
-/// Bytes of a context, of a module with a loaded function, and of a first product, as the double has them.
+/// Memory that the fake driver takes for a context, a module, a loaded function, and cuBLASLt's first product.
 const CONTEXT: u64 = 420 << 20;
 const MODULE: u64 = 256 << 10;
 const FUNCTION: u64 = 64 << 10;
 const PRODUCTS: u64 = 32 << 20;
 
-/// What a page of the double's memory is.
+/// The page size of the fake driver's memory.
 const PAGE: u64 = 2 << 20;
 
 fn open() -> Result<Nvidia, DeviceError> {
     Nvidia::new(0, Cache::of_user())
 }
 
-/// Rows, inner extent and columns of a product: no two alike, and columns as an epilogue wants them.
+/// Rows, inner extent and columns of a product. They differ from each other, and the number of columns is valid for an
+/// epilogue.
 const M: u64 = 3;
 const K: u64 = 5;
 const N: u64 = 8;
 
-/// Memory of several matrices, of workspace, and of nothing.
+/// Room for several matrices and the workspace.
 const BYTES: u64 = 1 << 14;
 
-/// Where matrices lie from an address on, in bytes. There are no numbers in the last two yet.
+/// Byte offsets of matrices. `kept` and `twice` are not initialized.
 #[derive(Clone, Copy)]
 struct Places {
     x: u64,
@@ -45,7 +46,7 @@ struct Places {
 
 const PLACES: Places = Places { x: 0, weight: 512, bias: 1024, sum: 1536, hidden: 2048, kept: 2560, twice: 3072 };
 
-/// hidden = GELU(x·weightᵀ + bias), sum += hidden·weight, twice = hidden + x·weightᵀ + bias.
+/// The launches of hidden = GELU(x·weightᵀ + bias), sum += hidden·weight, twice = hidden + x·weightᵀ + bias.
 fn products(base: u64, places: Places) -> Vec<Launch> {
     let workspace = scratch_in(base + 4096, 8192);
     let matrix = |place: u64, columns| Matrix::dense(base + place, DType::F32, columns);
@@ -53,7 +54,7 @@ fn products(base: u64, places: Places) -> Vec<Launch> {
     let epilogue = Epilogue::Gelu { kept: Some(base + places.kept) };
     let bias = Some(base + places.bias);
     let gelu = Product { bias, epilogue, ..Product::new((M, N, K), x, weight.t(), hidden, workspace) };
-    // Row by row: as many products as there are rows.
+    // A batch with one product per row.
     let batch = Batch { count: M, distances: [N, 0, K] };
     let sum = Product::new((1, K, N), hidden, weight, matrix(places.sum, K), workspace);
     let twice = Product::new((M, N, K), x, weight.t(), matrix(places.twice, N), workspace);
@@ -61,7 +62,7 @@ fn products(base: u64, places: Places) -> Vec<Launch> {
     [gelu, Product { onto: Some(sum.c.address), batch, ..sum }, twice].map(Launch::Product).into()
 }
 
-/// What is written at first, by its place.
+/// The initial value at an offset.
 fn number(place: u64) -> f32 {
     (place / 4 % 7) as f32 - 3.0
 }
@@ -70,7 +71,7 @@ fn fill(device: &mut Nvidia, base: u64) -> Result<(), DeviceError> {
     device.write(base, &(0..512).flat_map(|i| number(4 * i).to_ne_bytes()).collect::<Vec<u8>>())
 }
 
-/// The sums are what they should be.
+/// Checks `sum` and `twice`.
 fn expect_sum(device: &Nvidia, base: u64, places: Places) -> Result<(), DeviceError> {
     let at = |place: u64, index: u64| f64::from(number(place + 4 * index));
     let before_gelu = |row: u64, n: u64| {
@@ -91,14 +92,14 @@ fn expect_sum(device: &Nvidia, base: u64, places: Places) -> Result<(), DeviceEr
         for (index, got) in (0..).zip(bytes.chunks_exact(4)) {
             let expected = expected(index / columns, index % columns);
             let got = f64::from(f32::from_ne_bytes(got.try_into().expect("four bytes")));
-            // Sums of some numbers below a hundred, in f32.
+            // f32 sums of values below a hundred.
             assert!((got - expected).abs() <= 1e-4, "{got}, not {expected}");
         }
     }
     Ok(())
 }
 
-/// The same with GELU in a kernel of its own, which is given more shared memory than one has that does not ask.
+/// The same products with separate kernels for GELU, which ask for more shared memory than the default limit.
 fn apart(base: u64) -> Vec<Launch> {
     let part = |launch| match launch {
         Launch::Product(product) => product.apart(),
@@ -111,7 +112,7 @@ fn apart(base: u64) -> Vec<Launch> {
     products(base, PLACES).into_iter().flat_map(part).map(with_more).collect()
 }
 
-/// Everything that a device is asked for: launches recorded, replayed and run.
+/// Uses a device in every way: launches recorded, replayed, run and timed.
 fn work(device: &mut Nvidia, launches: impl Fn(u64) -> Vec<Launch>) -> Result<(), DeviceError> {
     let base = device.reserve(BYTES)?;
     let describe = |index: usize| format!("launch {index}");
@@ -130,7 +131,7 @@ fn work(device: &mut Nvidia, launches: impl Fn(u64) -> Vec<Launch>) -> Result<()
     expect_sum(device, base, PLACES)
 }
 
-/// What is warned of meanwhile.
+/// The warnings that are logged during `work`.
 fn warnings(work: impl FnOnce()) -> String {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let writer = {
@@ -155,7 +156,7 @@ impl Write for Lines {
     }
 }
 
-/// Memory is made, written, read and given back; again and again, and several devices of one process live beside each other.
+/// Memory is allocated, written, read and released, several times, with several devices in one process.
 #[test]
 fn memory_comes_and_goes() {
     judge(module_path!(), "memory_comes_and_goes", |double| {
@@ -179,7 +180,7 @@ fn memory_comes_and_goes() {
     });
 }
 
-/// Memory goes on behind its end, as far as the device has some; what it held and where it lies stay.
+/// Memory is extended at its end as far as the device has memory. Its address and contents stay the same.
 #[test]
 fn memory_goes_on() {
     judge(module_path!(), "memory_goes_on", |double| {
@@ -212,7 +213,7 @@ fn memory_goes_on() {
     });
 }
 
-/// The context is retained by the first device of a process, and stays.
+/// The first device of a process retains the context, which is never released.
 #[test]
 fn devices_share_a_context() {
     judge(module_path!(), "devices_share_a_context", |double| {
@@ -225,7 +226,8 @@ fn devices_share_a_context() {
     });
 }
 
-/// Equal cards have one name, whatever their number and place on the bus; and the libraries are those of the double.
+/// Cards of the same model have the same name, independent of ordinal and bus id. The loaded libraries are the fake
+/// ones.
 #[test]
 fn a_device_says_what_it_is() {
     judge(module_path!(), "a_device_says_what_it_is", |_| {
@@ -241,11 +243,11 @@ fn a_device_says_what_it_is() {
     });
 }
 
-/// cuBLASLt and NVRTC are found among what Python's packages brought, by no more than that Python's being on `PATH`.
+/// cuBLASLt and NVRTC are found in the packages of the Python that is on `PATH`.
 #[test]
 fn libraries_of_packages_are_found() {
     const LIBRARIES: [&str; 2] = ["libcublasLt.so.13", "libnvrtc.so.13"];
-    // SAFETY: nobody uses them.
+    // SAFETY: the libraries are not used.
     let is_installed = || LIBRARIES.iter().any(|name| unsafe { libloading::Library::new(*name) }.is_ok());
     if loaded().is_some() {
         if is_installed() {
@@ -279,7 +281,8 @@ fn libraries_of_packages_are_found() {
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
 
-/// What a recording takes is named; and the epilogues that a library lacks are kernels of their own, of which a warning says so.
+/// The memory that a recording takes is accounted for. Epilogues that the library does not have become separate
+/// kernels, with a warning.
 #[test]
 fn products_with_and_without_epilogues() {
     judge(module_path!(), "products_with_and_without_epilogues", |double| {
@@ -290,14 +293,15 @@ fn products_with_and_without_epilogues() {
             let expected = "no algorithm with an epilogue; two launches product=\"launch 0\"";
             assert_eq!(warned.matches(expected).count(), has_none as usize, "once for a form: {warned}");
             let memory = device.memory().unwrap();
-            // Nothing comes into use behind the recording: its graph is on the device, its kernels are loaded.
+            // No memory comes into use after the recording: its graph and its kernels are on the device.
             assert_eq!((memory.rounding(), memory.unexplained()), (0, 0), "{memory}");
             assert!(memory.in_use >= CONTEXT + PRODUCTS + PAGE, "{memory}");
         }
     });
 }
 
-/// What comes with a first launch is rounding, as far as it may be pages that uses share, and beyond that not explained.
+/// Memory that comes into use with the first launch counts as rounding up to one page per entry, and as unexplained
+/// beyond that.
 #[test]
 fn memory_that_comes_late() {
     judge(module_path!(), "memory_that_comes_late", |double| {
@@ -312,8 +316,8 @@ fn memory_that_comes_late() {
     });
 }
 
-/// Where the driver is too old to say what time is between two events, the host's clock does; and where it cannot be told to load a
-/// function, it is asked something that loads it.
+/// Old drivers: without a function for the time between events, the host's clock is used. Without `cuFuncLoad`, a
+/// function is loaded by asking for one of its attributes.
 #[test]
 fn older_drivers() {
     judge(module_path!(), "older_drivers", |double| {
@@ -327,12 +331,13 @@ fn older_drivers() {
     });
 }
 
-/// Whichever thread has a device may use it, and others may use others meanwhile.
+/// A device can be moved between threads, while another thread uses another device.
 #[test]
 fn devices_go_from_thread_to_thread() {
     judge(module_path!(), "devices_go_from_thread_to_thread", |_| {
         let one = || {
-            // Often enough that each is captured while the other does what a capture of its own would not allow.
+            // Repeated often enough that one thread captures while the other makes calls that its own capture would
+            // forbid.
             for launches in [apart, |base| products(base, PLACES)].repeat(25) {
                 let mut device = open().unwrap();
                 let device = std::thread::spawn(move || {
@@ -350,7 +355,8 @@ fn devices_go_from_thread_to_thread() {
     });
 }
 
-/// cuBLASLt is told how matrices are aligned, and takes it from the addresses of a bias and of what is kept.
+/// cuBLASLt is told the alignment of matrices, and reads that of the bias and the auxiliary tensor from their
+/// addresses.
 #[test]
 fn an_algorithm_is_for_how_its_operands_are_aligned() {
     judge(module_path!(), "an_algorithm_is_for_how_its_operands_are_aligned", |_| {
@@ -373,7 +379,7 @@ fn an_algorithm_is_for_how_its_operands_are_aligned() {
     });
 }
 
-/// Where memory ends, the error says so, and what was taken is given back.
+/// At whatever point memory runs out, the error says so and everything allocated is released.
 #[test]
 fn memory_may_not_be_enough() {
     judge(module_path!(), "memory_may_not_be_enough", |double| {
@@ -397,14 +403,14 @@ fn memory_may_not_be_enough() {
     });
 }
 
-/// Whatever fails at whatever time is an error, and nothing that was made before stays behind.
+/// Any call that fails is reported as an error, and everything created before is released.
 #[test]
 fn every_call_may_fail() {
     judge(module_path!(), "every_call_may_fail", |double| {
         let folder = tempfile::tempdir().unwrap();
         let all = |name: &str| {
             let cache = folder.path().join(name).join("kernels");
-            // Kernels may be those of before, algorithms are measured each time.
+            // Compiled kernels may be reused, but algorithms are measured anew each time.
             let entries = std::fs::read_dir(&cache).into_iter().flatten().flatten().map(|entry| entry.path());
             entries
                 .filter(|path| path.extension().is_some_and(|end| end == "products"))
@@ -415,25 +421,25 @@ fn every_call_may_fail() {
         };
         all("").unwrap();
         let calls = double.calls();
-        // What gives something back may fail too, and then it is not given back.
+        // Calls that release something are left out: if they fail, it is not released.
         let gives_back =
             |name: &str| ["Destroy", "Release", "Free", "Unmap", "Unload"].iter().any(|word| name.contains(word));
-        // Asked for once in a process.
+        // Calls that are made once per process.
         let elsewhere =
             ["nvrtcVersion", "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs", "cuDevicePrimaryCtxRetain"];
         let calls = calls.into_iter().filter(|(name, _)| !gives_back(name) && !elsewhere.contains(&name.as_str()));
-        // Code without figures of its kernels is still code.
+        // Code without the figures of its kernels is still usable.
         let calls: Vec<_> = calls.filter(|(name, _)| !name.starts_with("nvrtcGetProgramLog")).collect();
         assert!(calls.len() > 35, "{calls:?}");
         for (name, count) in calls {
-            // The first, and one in between: the last may be one of those that give everything back.
+            // The first call and one in the middle; the last one may belong to the release.
             for number in std::collections::BTreeSet::from([1, (count / 2).max(1)]) {
                 let is_compiler = name.starts_with("nvrtc");
                 double.fail(&name, number, if is_compiler { 1 } else { 999 });
                 let failed = all(if is_compiler { &name } else { "" });
                 let error = failed.expect_err(&format!("call {number} of {name} fails"));
                 let text = error.to_string();
-                // The call by its name or by what it is for, and what it returned.
+                // The error must contain the name or purpose of the call, and its result.
                 let said = match name.as_str() {
                     name if is_compiler => format!("{name} failed: NVRTC_ERROR_OUT_OF_MEMORY"),
                     "cuModuleLoadData" => "loading elementwise_gelu_f32_".into(),
@@ -454,7 +460,7 @@ fn every_call_may_fail() {
     });
 }
 
-/// Code is for the device at hand; and if the compiler is older than that, the error says so.
+/// Code is compiled for the device at hand. If the compiler does not support the device, the error says so.
 #[test]
 fn devices_of_other_architectures() {
     judge(module_path!(), "devices_of_other_architectures", |double| {
@@ -474,7 +480,7 @@ fn devices_of_other_architectures() {
     });
 }
 
-/// A device that is not there.
+/// A device with an ordinal that does not exist.
 #[test]
 fn a_device_that_is_not_there() {
     judge(module_path!(), "a_device_that_is_not_there", |double| {

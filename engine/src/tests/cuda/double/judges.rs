@@ -1,12 +1,12 @@
-//! Judges of kernels and trainers, with the double in the place of a GPU.
+//! Runs tests of kernels and trainers on the fake driver.
 
 use super::{expect_well, folder};
 
-/// Names the judges that are run, as a test's arguments do.
+/// The environment variable that selects the tests, as a test program's arguments do.
 const VARIABLE: &str = "GAPLESS_DOUBLE_JUDGES";
 
-/// Without it a few are: two kinds of models, replayed and instruction by instruction, expert ranks whose arenas grow, and products with
-/// epilogues in both types.
+/// The tests that run without it: replayed steps and steps run instruction by instruction of two kinds of models,
+/// expert ranks whose arenas grow, and products with epilogues in both types.
 const FEW: [&str; 4] = [
     "trainer::a_profile_is_a_step",
     "routing::a_rank_may_have_all_rows",
@@ -14,7 +14,7 @@ const FEW: [&str; 4] = [
     "fused::products_with_epilogues_do_what_both_did",
 ];
 
-/// Trainers, one after another and side by side.
+/// Runs the selected tests, or those of [`FEW`].
 #[test]
 fn judges_hold_on_the_double() {
     let Some(folder) = folder() else { return };
@@ -31,7 +31,7 @@ fn judges_hold_on_the_double() {
     }
 }
 
-/// Steps of models with GELU, as a library computes it on a device: what is allowed there is enough.
+/// With the approximate GELU of a real device's library, errors stay within the tolerances.
 #[test]
 fn tolerances_are_those_of_a_device() {
     let Some(folder) = folder() else { return };
@@ -41,7 +41,7 @@ fn tolerances_are_those_of_a_device() {
     assert!(said.contains("2 passed"), "{said}");
 }
 
-/// Single kernels, in memory that the processor reaches too.
+/// A test of single kernels, in host memory that is mapped for the device.
 #[test]
 fn kernels_on_the_double() {
     if let Some(folder) = folder() {

@@ -1,4 +1,4 @@
-//! Ranks that exchange tensors by NCCL, each on a device of its own.
+//! Ranks that exchange tensors by NCCL, each with a device of its own.
 
 use gapless_alloc::arena::Reserve;
 
@@ -17,12 +17,12 @@ use crate::tests::cuda::small::{Small, Style};
 use crate::tests::cuda::trainer::step;
 use crate::{MemoryOptions, Overflow, StepOptions, TrainError, TrainOptions, Trainer};
 
-/// The rank's own device.
+/// The device of a rank.
 fn own(rank: usize) -> Box<dyn Device> {
     Box::new(Nvidia::new(rank, Cache::of_user()).expect("the double has as many"))
 }
 
-/// Stages, data ranks and expert ranks have on their devices what they have on CPUs.
+/// Stages, data ranks and expert ranks compute the same on their devices as on CPUs.
 #[test]
 fn ranks_exchange_by_nccl() {
     judge(module_path!(), "ranks_exchange_by_nccl", |double| {
@@ -65,7 +65,7 @@ fn ranks_exchange_by_nccl() {
     });
 }
 
-/// Two ranks on one device exchange through host memory.
+/// Two ranks that share a device exchange through host memory.
 #[test]
 fn ranks_on_one_device_exchange_through_the_host() {
     judge(module_path!(), "ranks_on_one_device_exchange_through_the_host", |double| {
@@ -75,7 +75,7 @@ fn ranks_on_one_device_exchange_through_the_host() {
     });
 }
 
-/// Has a call of NCCL's fail in the second step of some ranks: all of them say which it was.
+/// Makes a call of NCCL fail in the second step, and checks that the errors of all ranks name it.
 fn expect_told(double: &Double, style: Style, mesh: Mesh, call: &str) {
     const INVALID_USAGE: i32 = 5;
     let options = TrainOptions { step: StepOptions { mesh, micro_batches: 2, ..quick().step }, ..quick() };
@@ -97,7 +97,7 @@ fn expect_told(double: &Double, style: Style, mesh: Mesh, call: &str) {
     assert!(errors.iter().all(|error| error.contains(call)), "{errors:?}");
 }
 
-/// A call that fails on one rank is an error of all.
+/// A call that fails on one rank is reported by all ranks.
 #[test]
 fn a_failure_of_nccl_is_told_to_the_others() {
     judge(module_path!(), "a_failure_of_nccl_is_told_to_the_others", |double| {
@@ -105,8 +105,8 @@ fn a_failure_of_nccl_is_told_to_the_others() {
     });
 }
 
-/// A failure while several communicators have something under way, and other ranks wait for all of them. Nobody takes for a step
-/// what the failed rank lets go of.
+/// A failure while several communicators have operations running, and other ranks wait for all of them. No rank
+/// mistakes the aborted operations for a completed step.
 #[test]
 fn a_failure_ends_all_communicators() {
     judge(module_path!(), "a_failure_ends_all_communicators", |double| {

@@ -1,4 +1,4 @@
-//! That the double refuses what the documentation does.
+//! The fake driver refuses what the documentation forbids.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr::{null, null_mut};
@@ -11,7 +11,7 @@ use super::told;
 use crate::cuda::launch::Matrix;
 use crate::cuda::{Architecture, Cache, Device, Family, Launch, Nvidia, Nvrtc, Product};
 
-/// A call's name and a part of what the double says, in the order of [`break_rules`].
+/// The beginnings of the expected reports, in the order of [`break_rules`].
 const TOLD: [&str; 23] = [
     "cuDevicePrimaryCtxRetain: before cuInit",
     "cuMemGetInfo: no context is current to the thread",
@@ -57,7 +57,7 @@ fn break_rules() {
     let location = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
     let access = sys::CUmemAccessDesc { location, flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-    // SAFETY: what is wrong with these calls is what the double looks for before it touches anything.
+    // SAFETY: the fake driver detects what is wrong with these calls before it accesses any memory.
     unsafe {
         let mut kind: sys::CUmemAllocationProp = std::mem::zeroed();
         kind.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -122,7 +122,7 @@ fn break_rules() {
         well(sys::cuDevicePrimaryCtxRelease_v2(0));
         expect(sys::cuDevicePrimaryCtxRelease_v2(0), CUDA_ERROR_INVALID_CONTEXT);
 
-        // Another context after the first is over.
+        // A new context after the first one is destroyed.
         well(sys::cuDevicePrimaryCtxRetain(&mut context, 0));
         well(sys::cuCtxSetCurrent(context));
         let blas = result::create_handle().unwrap();
@@ -131,7 +131,7 @@ fn break_rules() {
     }
 }
 
-/// A function that its first launch would load while a stream captures.
+/// A function whose code would be loaded by its first launch, while a stream captures.
 #[test]
 fn late_loads_are_told() {
     let Some(told) = told(module_path!(), "late_loads_are_told", load_late) else { return };
@@ -147,11 +147,11 @@ fn load_late() {
     let (mut module, mut function) = (null_mut(), null_mut());
     let code = Nvrtc::load(None).unwrap().compile(Family::Reduce, Architecture::new(9, 0)).unwrap().code;
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-    // Larger than what any kernel of the family takes.
+    // More than the arguments of any kernel of the family.
     let mut arguments = [0u64; 64];
     let mut parameters = [arguments.as_mut_ptr().cast()];
     let well = |got| assert_eq!(got, CUDA_SUCCESS);
-    // SAFETY: nothing runs: the launch is refused.
+    // SAFETY: nothing runs, because the launch is refused.
     unsafe {
         well(sys::cuInit(0));
         well(sys::cuDevicePrimaryCtxRetain(&mut context, 0));
@@ -168,7 +168,7 @@ fn load_late() {
     }
 }
 
-/// A product of what nobody has written.
+/// A product that reads memory which was never written.
 #[test]
 fn early_reads_are_told() {
     let read_early = || {
@@ -183,7 +183,7 @@ fn early_reads_are_told() {
     assert_eq!(told, ["cublasLtMatmul: reads A, to which nobody has written"], "by columns, A is the right factor");
 }
 
-/// A generic lambda, where functions are not a device's by default.
+/// A generic lambda, compiled without the option that makes functions device functions by default.
 #[test]
 fn generic_lambdas_are_told() {
     let Some(told) = told(module_path!(), "generic_lambdas_are_told", || assert_eq!(compile_lambda(), 6)) else {
@@ -192,7 +192,7 @@ fn generic_lambdas_are_told() {
     assert_eq!(told, ["nvrtcCompileProgram: lambda.cu has a generic lambda, which is a host's by default"]);
 }
 
-/// NVRTC's result, without our options.
+/// Compiles a generic lambda without this crate's options, and returns NVRTC's result.
 fn compile_lambda() -> c_int {
     let mut program: *mut c_void = null_mut();
     let source = c"__global__ void f(int* x) { [&](auto i) { x[i] = i; }(0); }";

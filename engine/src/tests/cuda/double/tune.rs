@@ -1,4 +1,4 @@
-//! Which of the library's algorithms a product uses.
+//! The algorithms that products use.
 
 use candle_core::DType;
 
@@ -6,14 +6,15 @@ use super::judge;
 use crate::cuda::launch::{Matrix, scratch_in};
 use crate::cuda::{Cache, Device, Launch, Nvidia, Product};
 
-/// One product, and another of the same form.
+/// Two products of the same form.
 fn launches(base: u64) -> Vec<Launch> {
     let matrix = |place: u64| Matrix::dense(base + place, DType::F32, 8);
     let product = |to| Product::new((8, 8, 8), matrix(0), matrix(256), matrix(to), scratch_in(base + 4096, 8192));
     [512, 1024].map(|to| Launch::Product(product(to))).into()
 }
 
-/// Every algorithm is started four times where the form is new, and never where it is known from an earlier process; off is off.
+/// All algorithms are timed, with four starts each, if the form is new; not if an earlier process has cached the
+/// choice; and not with drivers that cannot time events.
 #[test]
 fn algorithms_are_timed_once() {
     judge(module_path!(), "algorithms_are_timed_once", |double| {
@@ -28,7 +29,7 @@ fn algorithms_are_timed_once() {
             device.record(launches(base), &|index| format!("launch {index}")).unwrap();
             count(double) - before
         };
-        // One start of the form that is used, and two that are recorded.
+        // One start of the chosen algorithm, and two recorded products.
         assert_eq!(started(folder.path()), 3 * 4 + 3);
         assert_eq!(started(folder.path()), 3);
         let kept = std::fs::read_dir(folder.path()).unwrap().filter_map(|entry| entry.ok());

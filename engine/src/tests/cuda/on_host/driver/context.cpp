@@ -1,4 +1,4 @@
-// The double of the driver: starting it, devices, contexts, and what is said at the end.
+// The fake driver: initialization, devices, contexts, and the report at the end.
 #include <signal.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@ thread_local void* current = nullptr;
 
 static void tell_at_the_end();
 
-// Never destroyed: it is asked for until the process ends.
+// Never destroyed, because it is used until the process ends.
 State& state() {
     static State* const all = new State;
     return *all;
@@ -96,7 +96,7 @@ uint64_t total_bytes() { return double_setting("MEMORY", 64ull << 30); }
 
 int architecture() { return int(double_setting("ARCHITECTURE", 90)); }
 
-// The programming guide's table of compute capabilities: shared memory that a block may have, once it is asked for.
+// The maximum shared memory of a block, from the programming guide's table of compute capabilities.
 int most_shared_bytes() {
     switch (architecture()) {
         case 80:
@@ -108,7 +108,7 @@ int most_shared_bytes() {
     }
 }
 
-// Where a kernel, or a host that has no business there, touches memory that nobody may.
+// Reports an invalid memory access by a kernel, or by the host outside of a Window.
 static void tell_of_address(int, siginfo_t* info, void*) {
     const std::string& running = state().running;
     char line[512];
@@ -187,7 +187,7 @@ EXPORTED int cuDeviceGetCount(int* count) {
 EXPORTED int cuDeviceGet(int* device, int ordinal) {
     const Call call("cuDeviceGet", INITIALIZED);
     if (call.refused) return call.refused;
-    // Asking for one that is not there is how one learns of it.
+    // Not a broken rule: callers may try ordinals to find out which devices exist.
     if (ordinal < 0 || ordinal >= int(double_setting("DEVICES", 1))) return INVALID_DEVICE;
     *device = ordinal;
     return SUCCESS;
@@ -229,7 +229,7 @@ EXPORTED int cuDeviceGetAttribute(int* value, int attribute, int device) {
     return SUCCESS;
 }
 
-// What a context takes of the device.
+// Device memory that a context takes.
 static constexpr uint64_t CONTEXT_BYTES = 420 << 20;
 
 EXPORTED int cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -249,7 +249,7 @@ EXPORTED int cuDevicePrimaryCtxRetain(void** context, int device) {
     return SUCCESS;
 }
 
-// What there is of a context that is over. Whoever comes back to one of them finds it unknown.
+// Destroys the objects of a context. Their handles are unknown afterwards.
 template <typename T, typename Is>
 static void end(const Call& call, Table<T>& table, Is is_of) {
     for (auto at = table.all.begin(); at != table.all.end();) {
@@ -350,7 +350,7 @@ EXPORTED const char* double_left() {
         if (count != 0) text += std::to_string(count) + " × " + what + "\n";
     };
     const auto tell_of = [&](const auto& table) { tell(table.all.size(), table.what); };
-    // A primary context that was retained once is there until the process ends.
+    // A primary context that was retained once stays until the process ends.
     uint64_t kept = 0;
     for (const auto& [handle, context] : state().contexts.all) {
         kept += CONTEXT_BYTES + context->local_bytes;

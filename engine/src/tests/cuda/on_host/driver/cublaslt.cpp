@@ -1,4 +1,4 @@
-// The double of cuBLASLt: the rules by which descriptors make a product.
+// The fake cuBLASLt: the rules by which descriptors define a product.
 #include <algorithm>
 #include <set>
 #include <tuple>
@@ -7,24 +7,24 @@
 
 enum : int { TRANSPOSED = 1 };
 
-// What is taken of the device by the first product.
+// Device memory that the first product takes.
 static constexpr int64_t LIBRARY_BYTES = 32 << 20;
 
 struct Handle {
     bool is_started = false;
-    // Forms of products, and the index of an algorithm for them, that were started before: each has code of its own.
+    // Pairs of a product's form and an algorithm's index that have been started; each has code of its own.
     std::set<std::pair<uint64_t, uint64_t>> started;
 };
 
-// What an algorithm was chosen for, in the eight numbers that are the caller's.
+// The product that an algorithm was chosen for, in the eight 64-bit words of the public struct.
 struct Algorithm {
     uint64_t magic, problem, workspace_bytes, alignments;
     uint64_t beside[2];
-    // Its place among the answers.
+    // Its index among the answers.
     uint64_t index;
     uint64_t unused;
 };
-// How many answers there are for a product.
+// Maximum number of answers for a product.
 static constexpr int MOST_ANSWERS = 3;
 static constexpr uint64_t MAGIC = 0x646f75626c656c74;
 
@@ -71,7 +71,7 @@ static Matrix matrix_of(const Descriptor& layout) {
     return {int(layout[0]), uint64_t(layout[2]), uint64_t(layout[3]), layout[4], int(layout[1]), int(layout[5]), layout[6]};
 }
 
-// A matrix by itself.
+// Checks a single matrix.
 static int judge(const Judged& call, const char* name, const Matrix& matrix) {
     if (matrix.order != 0) return call.breaks(BLAS_NOT_SUPPORTED, "%s: order %d is not modelled", name, matrix.order);
     if (matrix.rows == 0 || matrix.columns == 0)
@@ -85,13 +85,13 @@ static int judge(const Judged& call, const char* name, const Matrix& matrix) {
     return OK;
 }
 
-// The documentation's table for compute type 32F and scale type 32F: types of A and B, of C and D.
+// The documentation's table of types for compute type 32F and scale type 32F: A and B, C and D.
 static bool is_in_table(int factors, int result, unsigned epilogue) {
     if (factors == I8) return result == F32 && epilogue == PLAIN;
     return (factors == BF16 || factors == F16 || factors == F32) && (result == factors || result == F32);
 }
 
-// Everything that a heuristic is given: the descriptors, read.
+// Reads and checks all descriptors that a heuristic is given.
 static int judge(const Judged& call, const Descriptor& operation, Product& product) {
     struct Named {
         const char* name;
@@ -152,7 +152,7 @@ static int judge(const Judged& call, const Descriptor& operation, Product& produ
     return OK;
 }
 
-// What an algorithm depends on, as one number (FNV-1a).
+// A hash of everything that an algorithm depends on (FNV-1a).
 static uint64_t problem_of(const Product& product) {
     uint64_t hash = 0xcbf29ce484222325;
     const auto mix = [&](uint64_t x) {
@@ -183,7 +183,7 @@ static bool read_descriptors(const Judged& call, const void* operation, const vo
     return status == OK;
 }
 
-// The lowest bit that is set: what an address is aligned to, up to 256.
+// The alignment of an address: its lowest set bit, at most 256.
 static uint64_t alignment_of(uint64_t address) { return address == 0 ? 256 : std::min<uint64_t>(256, address & -address); }
 
 EXPORTED int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void* a, void* b, void* c, void* d, void* preference,
@@ -210,11 +210,11 @@ EXPORTED int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void*
     if (((*preferred)[3] & ~7) != 0) return call.breaks(BLAS_INVALID_VALUE, "reduction schemes %lld", (long long)(*preferred)[3]);
     if ((product.epilogue & (GELU | GELU_GRADIENT)) != 0 && double_setting("HAS_NO_EPILOGUES", 0) != 0) return BLAS_NOT_SUPPORTED;
     for (const auto& [flag, pointer] : {std::pair(BIAS, product.bias), std::pair(AUX, product.aux)}) {
-        // Its value tells how it is aligned.
+        // The address is used for its alignment.
         if ((product.epilogue & flag) != 0 && pointer == 0)
             return call.breaks(BLAS_INVALID_VALUE, "no address of %s", flag == BIAS ? "the bias" : "aux");
     }
-    // A part of what is allowed, another for each problem; none where partial sums may not be kept there.
+    // Part of the allowed workspace, different for each form; none if partial sums in the workspace are forbidden.
     const uint64_t problem = problem_of(product), most = uint64_t((*preferred)[1]);
     const uint64_t workspace = ((*preferred)[3] & 6) == 0 ? 0 : std::min<uint64_t>(most, (problem % 5) << 14);
     for (; *count < std::min(asked, MOST_ANSWERS); ++*count) {
@@ -227,7 +227,7 @@ EXPORTED int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void*
 
 EXPORTED size_t cublasLtGetVersion() { return 130100; }
 
-// Tile, split of the sum and stages.
+// Tile, split of the sum, and stages.
 EXPORTED int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, int attribute, void* to, size_t bytes,
                                                   size_t* written) {
     const Judged call{"cublasLtMatmulAlgoConfigGetAttribute"};
@@ -253,7 +253,7 @@ EXPORTED int cublasLtMatmul(void* handle, void* operation, const float* alpha, c
     Product product = {};
     int status;
     if (!read_descriptors(call, operation, {a_layout, b_layout, c_layout, d_layout}, product, status)) return status;
-    // The first start of an algorithm may load code, which no capture allows.
+    // The first start of an algorithm may load code, which is forbidden while a stream captures.
     const uint64_t index = algorithm == nullptr ? 0 : algorithm->index;
     const bool is_first = found->second->started.insert({problem_of(product), index}).second;
     if (is_first && double_enter(call.name, true) != 0) return BLAS_EXECUTION_FAILED;

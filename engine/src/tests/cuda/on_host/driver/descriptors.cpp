@@ -1,7 +1,7 @@
-// The double of cuBLASLt: descriptors are made, filled and destroyed.
+// The fake cuBLASLt: creating, setting and destroying descriptors.
 #include "descriptors.hpp"
 
-// cublasLtMatmulDescAttributes_t, cublasLtMatrixLayoutAttribute_t and cublasLtMatmulPreferenceAttributes_t.
+// Attributes of cublasLtMatmulDescAttributes_t, cublasLtMatrixLayoutAttribute_t and cublasLtMatmulPreferenceAttributes_t.
 const Kind OPERATION = {"operation",
                         {
                             {2, {4, 0}},

@@ -1,4 +1,4 @@
-// Descriptors of cuBLASLt: attributes by their numbers.
+// Descriptors of the fake cuBLASLt: attributes by number.
 #pragma once
 
 #include <map>
@@ -19,7 +19,7 @@ enum Status : int {
 
 enum : int { COMPUTE_32F = 68 };
 
-// What a descriptor is of: the size of each attribute, and what it is until it is set.
+// The kind of a descriptor: the size and the default value of each attribute.
 struct Kind {
     const char* what;
     std::map<int, std::pair<size_t, int64_t>> attributes;
@@ -36,14 +36,14 @@ struct Descriptor {
     }
 };
 
-// A handle that was never given before, so that what was destroyed is known as such.
+// A handle that was never returned before, so that a destroyed handle is recognized.
 void* next_handle();
 
-// Held while any object of cuBLASLt is looked at.
+// Held during every access to an object of cuBLASLt.
 std::mutex& lock();
 
-// The descriptor; or nothing, and the call breaks a rule.
+// The descriptor; if the handle is invalid, null, and a broken rule is reported.
 Descriptor* find(const Judged& call, const void* which, const Kind& kind);
 
-// Whether a call is to fail: as if for want of memory.
+// True if a test has made this call fail, as if memory were missing.
 bool fails(const Judged& call);

@@ -1,7 +1,7 @@
-// What the libraries of the double of the driver share: how a broken rule is told, and what the others ask of the driver's.
+// The shared parts of the fake libraries: how a broken rule is reported, and what the other libraries need from the fake driver.
 //
-// The double stands in for libcuda, libcublasLt, libnvrtc and libnccl. It is written from NVIDIA's documentation of these, and judges the
-// calls that it gets: one that breaks a rule gets the error that the documentation names, and a line on the standard error.
+// The fakes (the *double*) replace libcuda, libcublasLt, libnvrtc and libnccl. They are written from NVIDIA's documentation and
+// check every call. A call that breaks a rule gets the documented error, and a line on the standard error.
 #pragma once
 
 #include <stdarg.h>
@@ -16,10 +16,10 @@
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// What every line begins with, so that a judge finds them.
+// Prefix of every reported line, by which tests find them.
 #define DOUBLE "double of the driver: "
 
-// Numbers of cuda.h's CUresult.
+// Values of cuda.h's CUresult.
 enum Result : int {
     SUCCESS = 0,
     INVALID_VALUE = 1,
@@ -43,7 +43,7 @@ enum Result : int {
     UNKNOWN = 999,
 };
 
-// What a compiled program begins with; behind it lies a shared library for this processor.
+// Header of a compiled program. A shared library for this CPU follows it.
 struct Binary {
     char magic[8];
     // 90 for sm_90.
@@ -54,59 +54,60 @@ struct Binary {
     static constexpr char MAGIC[8] = {'\x7f', 'd', 'o', 'u', 'b', 'l', 'e', '1'};
 };
 
-// What a stream does when its turn has come. It returns what was wrong, or nothing, or that it waits for another stream: then it is
-// asked again.
+// An item of work on a stream. `run` returns an error text, an empty text, or WAITS if it waits for another stream; it is then
+// called again later.
 struct Work {
     static constexpr char WAITS[] = "\1";
 
     std::string name;
     std::function<std::string()> run;
-    // Whether it may touch the device's memory; else it does so by double_window alone.
+    // True if it may access the device's memory directly. Otherwise it only does so after calling double_window.
     bool touches = true;
 };
 
-// What libcuda does for the others.
+// Functions of the fake libcuda for the other libraries.
 
-// Tells of a broken rule, and counts it.
+// Reports a broken rule, and counts it.
 EXPORTED void double_broken(const char* call, const char* what);
-// Counts a call; not 0 if it is to fail: what it is to return.
+// Counts a call. Returns a code other than 0 if the call must fail with it.
 EXPORTED int double_called(const char* call);
-// Whether the calling thread has a context, no capture is in its way, and the context is well: a Result.
+// Checks that the thread has a context, that no capture forbids the call and that the context has no error: a Result.
 EXPORTED int double_enter(const char* call, int is_unsafe_in_capture);
-// Puts work at the end of a stream, or into the graph that it captures: a Result.
+// Appends work to a stream, or to the graph that it captures: a Result.
 EXPORTED int double_enqueue(const char* call, void* stream, const Work* work);
-// Lets the device's memory be touched, or no more.
+// Allows or forbids access to the device's memory.
 EXPORTED void double_window(int opens);
-// Takes the lock under which calls are judged and streams run, or gives it back.
+// Acquires or releases the lock under which calls are checked and streams run.
 EXPORTED void double_lock(int takes);
 // The device of the calling thread's context, or -1.
 EXPORTED int double_device();
-// Whether all of it can be read and written on the device.
+// True if the device can read and write the whole range.
 EXPORTED int double_is_accessible(uint64_t address, uint64_t bytes);
-// Takes device memory that belongs to a library, or gives it back: a Result.
+// Allocates device memory for a library, or frees it if `bytes` is negative: a Result.
 EXPORTED int double_take(int64_t bytes);
-// Objects of other libraries: so many more of them, in the current context (which should not be over before they are) or in none.
+// Changes the number of another library's objects. Those in the current context must be destroyed before the context is.
 EXPORTED void double_exists(const char* what, int difference, int is_in_context);
-// What a judge has set, or else this.
+// The value that a test has set, or `otherwise`.
 EXPORTED uint64_t double_setting(const char* name, uint64_t otherwise);
 
-// What a judge asks of the double.
+// Functions for tests.
 
-// ARCHITECTURE, MEMORY, DEVICES, VERSION, HAS_NO_EPILOGUES; LOCAL_MEMORY, which the first launch of a graph takes; and
-// APPROXIMATE_TANH, of epilogues. An environment variable GAPLESS_DOUBLE_NAME sets NAME for a whole process.
+// Sets ARCHITECTURE, MEMORY, DEVICES, VERSION, HAS_NO_EPILOGUES, LOCAL_MEMORY (taken by the first launch of a graph) or
+// APPROXIMATE_TANH (in epilogues). The environment variable GAPLESS_DOUBLE_NAME sets NAME for a whole process.
 EXPORTED void double_set(const char* name, uint64_t value);
-// From now on, has this call of this name (1 is the next) return this code: of all libraries a failure of memory or the like.
+// Makes the `number`-th call of this name from now on (the next is 1) return this code. In other libraries it fails as if memory
+// were missing.
 EXPORTED void double_fail(const char* call, uint64_t number, int code);
-// Whatever exists in the driver's library or the others': a line for each kind, and nothing if all was given back.
+// The objects that still exist in all fake libraries, one line per kind; empty if everything was released.
 EXPORTED const char* double_left();
-// The calls so far, as "cuInit 1" a line each; then they are counted anew.
+// The calls since the last query, one line each such as "cuInit 1". Resets the counts.
 EXPORTED const char* double_calls();
 
-// A call that is judged.
+// A call that is checked.
 struct Judged {
     const char* name;
 
-    // Tells of a broken rule, and returns the error for it.
+    // Reports a broken rule, and returns the error for it.
     template <typename Code>
     __attribute__((format(printf, 3, 4))) Code breaks(Code code, const char* format, ...) const {
         char what[512];

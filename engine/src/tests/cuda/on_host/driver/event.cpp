@@ -1,4 +1,4 @@
-// The double of the driver: events. One is reached when the stream comes to it, and not before somebody waits for that.
+// The fake driver: events. An event is reached when its stream runs up to it, which only happens when something waits for it.
 #include "state.hpp"
 
 enum : unsigned { BLOCKING_SYNC = 1, DISABLE_TIMING = 2, INTERPROCESS = 4 };
@@ -37,7 +37,7 @@ EXPORTED int cuStreamWaitEvent(void* stream, void* handle, unsigned flags) {
     const Event* const event = state().events.find(call, handle);
     if (event == nullptr) return INVALID_HANDLE;
     if (flags != 0) return call.breaks(INVALID_VALUE, "flags %u", flags);
-    // It waits for what was recorded last, whatever is recorded later.
+    // Waits for the latest recording so far, independent of later ones.
     const Work work{"a wait for an event", [reached = event->reached, number = event->recorded] {
                         return std::string(*reached < number ? Work::WAITS : "");
                     },

@@ -1,10 +1,10 @@
-// The double of the driver: code and launches. A kernel is what device.hpp makes of it: a function that runs all blocks.
+// The fake driver: code and launches. A kernel is a function defined by device.hpp that runs all blocks.
 #include <dlfcn.h>
 #include <unistd.h>
 
 #include "state.hpp"
 
-// device.hpp's Run.
+// The layout of device.hpp's Run.
 struct Run {
     unsigned grid[3];
     unsigned block;
@@ -12,15 +12,15 @@ struct Run {
     unsigned is_reversed;
 };
 
-// CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+// Values of CU_FUNC_ATTRIBUTE_NUM_REGS and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 static constexpr int NUM_REGS = 4, MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
-// The first version with cuFuncLoad.
+// The first driver version that has cuFuncLoad.
 static constexpr uint64_t FIRST_WITH_LOAD = 12040;
-// What a block may have without asking.
+// Shared memory that a block may use without asking for more.
 static constexpr int SHARED_BYTES = 48 << 10;
 // The programming guide's limit on a kernel's parameters before CUDA 12.1.
 static constexpr uint64_t PARAMETER_BYTES = 4096;
-// What code takes of the device: a module, and each of its functions once that is loaded (CUDA_MODULE_LOADING is LAZY).
+// Device memory of code: of a module, and of each function once it is loaded (CUDA_MODULE_LOADING is LAZY).
 static constexpr uint64_t MODULE_BYTES = 256 << 10, FUNCTION_BYTES = 64 << 10;
 
 EXPORTED int cuModuleLoadData(void** module, const void* image) {
@@ -30,12 +30,13 @@ EXPORTED int cuModuleLoadData(void** module, const void* image) {
     const Binary* const binary = (const Binary*)image;
     if (memcmp(binary->magic, Binary::MAGIC, sizeof binary->magic) != 0)
         return call.breaks(INVALID_IMAGE, "not compiled by the double of NVRTC");
-    // Code runs on devices of its own major version that are not older; if it is for one of them (sm_90a), on that one alone.
+    // Code runs on newer devices of the same major version. Architecture-specific code (sm_90a) only runs on its own
+    // architecture.
     const unsigned ours = unsigned(architecture()), theirs = binary->architecture;
     if (binary->is_specific ? ours != theirs : ours / 10 != theirs / 10 || ours < theirs)
         return call.breaks(NO_BINARY_FOR_GPU, "code of sm_%u on sm_%u", theirs, ours);
     if (!take(MODULE_BYTES)) return OUT_OF_MEMORY;
-    // A file with a name of its own: the loader takes two of one name for the same.
+    // A unique file name, because the loader identifies libraries by name.
     const char* const temporary = getenv("TMPDIR");
     std::string path = std::string(temporary == nullptr ? "/tmp" : temporary) + "/double-of-code-XXXXXX";
     const int file = mkstemp(path.data());
@@ -99,7 +100,7 @@ EXPORTED int cuFuncLoad(void* handle) {
     return function == nullptr ? INVALID_HANDLE : load(*function);
 }
 
-// What can be said of a function can be said once it is loaded.
+// A function's attributes are only available once it is loaded, so this loads it.
 EXPORTED int cuFuncGetAttribute(int* value, int attribute, void* handle) {
     const Call call("cuFuncGetAttribute", CONTEXT | SAFE);
     if (call.refused) return call.refused;
@@ -150,7 +151,7 @@ EXPORTED int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsi
         return call.breaks(INVALID_VALUE, "%s: no parameters", name);
     if (function->bytes > PARAMETER_BYTES)
         return call.breaks(INVALID_VALUE, "%s: %llu bytes of parameters", name, (unsigned long long)function->bytes);
-    // They are copied now.
+    // The arguments are copied now.
     const std::vector<char> arguments((char*)parameters[0], (char*)parameters[0] + function->bytes);
     const Run run = {{grid_x, grid_y, grid_z}, block_x, shared_bytes, 0};
     const Work work = {function->name, [handle, run, arguments]() -> std::string {

@@ -1,8 +1,8 @@
-// The double of NCCL, as far as ranks exchange tensors by it: communicators that do not block, messages that are paired by their
-// positions, and collectives. Written from NCCL's user guide.
+// The fake NCCL, as far as ranks use it to exchange tensors: non-blocking communicators, messages that are matched by their
+// order, and collectives. Written from NCCL's user guide.
 #include "nccl.hpp"
 
-// Held by whoever looks at what ranks share, which is done when streams run, too.
+// Held during every access to the shared state of ranks, which also happens while streams run.
 struct Lock {
     Lock() { double_lock(1); }
     ~Lock() { double_lock(0); }
@@ -13,7 +13,7 @@ static std::map<std::string, std::shared_ptr<World>>& worlds() {
     return *all;
 }
 
-// What a thread has called since its group was started.
+// The calls of this thread since its group was started.
 static thread_local int depth = 0;
 static thread_local std::vector<Message> grouped;
 
@@ -55,7 +55,8 @@ EXPORTED int ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank
     return NCCL_IN_PROGRESS;
 }
 
-// Whether all is through that was called: ranks have joined, or left, and know those that they exchange something with.
+// True if all earlier calls have completed: ranks have joined or left, and are connected to the ranks that they exchange messages
+// with.
 static bool is_through(const Comm& comm) {
     const World& world = *comm.world;
     if (world.joined < world.size || (comm.is_finalized && world.finalized < world.size)) return false;
@@ -71,7 +72,7 @@ EXPORTED int ncclCommGetAsyncError(const Comm* comm, int* state) {
     return NCCL_SUCCESS;
 }
 
-// Refuses a call that a communicator does not allow now.
+// Rejects a call that the communicator does not allow in its current state.
 static int enter(const Judged& call, const Comm* comm) {
     if (const int code = double_called(call.name)) return code;
     if (comm == nullptr) return call.breaks(NCCL_INVALID_USAGE, "no communicator");
@@ -112,7 +113,7 @@ EXPORTED int ncclCommAbort(Comm* comm) {
     return NCCL_SUCCESS;
 }
 
-// Exchanges what both ends have come to. Whether all of it has been.
+// Exchanges the messages whose ends have both been reached. Returns WAITS unless all messages are done.
 static std::string exchange(World& world, const std::vector<Message>& messages) {
     const Lock lock;
     bool is_over = true;
@@ -145,7 +146,7 @@ static int launch(const Judged& call, Comm* comm, void* stream, std::vector<Mess
         const Lock lock;
         for (Message& message : messages) {
             const int peer = message.is_send ? message.key.to : message.key.from;
-            // The third message to a rank is its third from here.
+            // The third message sent to a rank matches the third one that it receives from here.
             message.key.number = (message.is_send ? comm->sent : comm->received)[peer]++;
             comm->wishes.insert({comm->rank, peer});
             comm->world->wishes.insert({comm->rank, peer});
@@ -204,13 +205,13 @@ EXPORTED int ncclGroupEnd() {
     return launch(call, comm, stream, std::move(all));
 }
 
-// What a collective makes of what all ranks have given to it.
+// Computes the results of a collective once all ranks have provided their operands.
 static void finish(const Gathered& gathered) {
     const Collective& what = gathered.what;
     const uint64_t size = gathered.send.size(), width = what.is_sum ? sizeof(float) : 1;
     std::vector<char> whole;
     if (what.is_sum) {
-        // In an order of NCCL's own, from the last rank to the first.
+        // NCCL's order of summation is unspecified; this one goes from the last rank to the first.
         const uint64_t count = what.kind == Kind::REDUCE_SCATTER ? what.count * size : what.count;
         std::vector<float> sums(count, 0.0f);
         for (uint64_t rank = size; rank-- > 0;) {

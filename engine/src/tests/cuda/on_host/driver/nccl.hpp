@@ -1,4 +1,4 @@
-// What the double of NCCL remembers.
+// The state of the fake NCCL.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 #include "double.hpp"
 
-// Numbers of nccl.h's ncclResult_t.
+// Values of nccl.h's ncclResult_t.
 enum : int { NCCL_SUCCESS = 0, NCCL_INVALID_USAGE = 5, NCCL_IN_PROGRESS = 7 };
 
 static constexpr unsigned MAGIC = 0xcafebeef;
@@ -27,7 +27,7 @@ struct Config {
     int shares_resources;
 };
 
-// A message by its ends, and its number among all from one to the other.
+// The identity of a message: its ends, and its index among all messages from one to the other.
 struct Key {
     int from, to;
     uint64_t number;
@@ -35,7 +35,7 @@ struct Key {
     bool operator<(const Key& other) const { return std::tie(from, to, number) < std::tie(other.from, other.to, other.number); }
 };
 
-// What both ends have said of a message. Addresses are 0 before.
+// The two ends of a message. Addresses are 0 until an end has been reached.
 struct Ends {
     uint64_t from = 0, to = 0, sent = 0, received = 0;
     bool is_over = false;
@@ -44,7 +44,7 @@ struct Ends {
 
 enum class Kind { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST };
 
-// A collective, in elements of a part.
+// A collective, with its count in elements per part.
 struct Collective {
     Kind kind;
     uint64_t count;
@@ -56,7 +56,7 @@ struct Collective {
     }
 };
 
-// What ranks have given to a collective so far.
+// The operands of a collective that ranks have provided so far.
 struct Gathered {
     Collective what;
     std::vector<uint64_t> send, receive;
@@ -68,7 +68,7 @@ struct World {
     int size;
     std::vector<int> devices;
     int joined = 0, finalized = 0, with_collectives = 0;
-    // Who has exchanged messages with whom: the first between two ranks is through when both have begun it.
+    // Pairs of ranks that have exchanged messages. The first message between two ranks completes once both have started it.
     std::set<std::pair<int, int>> wishes;
     std::map<Key, Ends> messages;
     std::map<uint64_t, Gathered> collectives;
@@ -76,7 +76,7 @@ struct World {
     explicit World(int ranks) : size(ranks), devices(size_t(ranks), -1) {}
 };
 
-// One rank's end.
+// A rank's communicator handle.
 struct Comm {
     std::shared_ptr<World> world;
     int rank, device;

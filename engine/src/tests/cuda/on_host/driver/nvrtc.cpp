@@ -1,4 +1,4 @@
-// The double of NVRTC: checks what it is asked, and has this machine's compiler compile it behind device.hpp.
+// The fake NVRTC: checks its input, and compiles kernels with the host's compiler and device.hpp.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,7 +11,7 @@
 
 #include "double.hpp"
 
-// nvrtcResult.
+// Values of nvrtcResult.
 enum Status : int {
     OK = 0,
     NVRTC_INVALID_INPUT = 3,
@@ -45,7 +45,7 @@ static Program* find(const Judged& call, const void* handle) {
     return nullptr;
 }
 
-// As NVRTC 13.0 has them.
+// The architectures of NVRTC 13.0.
 static const std::vector<int> ARCHITECTURES = {75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
 
 EXPORTED int nvrtcVersion(int* major, int* minor) {
@@ -94,7 +94,7 @@ EXPORTED int nvrtcCreateProgram(void** handle, const char* source, const char* n
     program->name = name == nullptr || *name == '\0' ? "default_program" : name;
     for (int i = 0; i < count; ++i) program->headers.emplace_back(include_names[i], headers[i]);
     std::unique_lock<std::mutex> locked(lock());
-    // None is given twice, so that what was destroyed is known as such.
+    // No handle is used twice, so that a destroyed program is recognized.
     static uint64_t last = 0xc0de'0000'0000;
     *handle = (void*)(last += 16);
     double_exists("program", 1, false);
@@ -113,7 +113,7 @@ EXPORTED int nvrtcDestroyProgram(void** handle) {
     return OK;
 }
 
-// Of the options that the user guide lists: those that stand alone, or take true or false, and those that take a value.
+// Checks an option against the user guide's list of flags (alone, or with true or false) and options with a value.
 static bool is_known(const std::string& name, const std::string* value) {
     static const std::set<std::string> alone = {"--device-debug",
                                                 "-G",
@@ -175,7 +175,7 @@ struct Target {
     bool is_virtual = true, is_specific = false;
 };
 
-// sm_90, sm_90a, compute_90.
+// Parses sm_90, sm_90a or compute_90.
 static bool parse(const std::string& text, Target& target) {
     target.is_virtual = text.rfind("compute_", 0) == 0;
     if (!target.is_virtual && text.rfind("sm_", 0) != 0) return false;
@@ -203,7 +203,7 @@ static std::string read_file(const std::string& path) {
     return text.str();
 }
 
-// Versions before 13.2 take what a generic lambda calls for a function of the host.
+// Versions before 13.2 take the functions that a generic lambda calls for host functions.
 static bool has_generic_lambda(const Program& program) {
     const auto has_one = [](const std::string& text) { return text.find("](auto") != std::string::npos; };
     if (has_one(program.source)) return true;
@@ -214,7 +214,7 @@ static bool has_generic_lambda(const Program& program) {
 }
 
 static int compile(const Judged& call, Program& program, const Target& target) {
-    // The compiler with its options, device.hpp and device.cpp among them.
+    // The compiler and its options, including device.hpp and device.o.
     const char* const compiler = getenv("GAPLESS_DOUBLE_COMPILER");
     if (compiler == nullptr) return call.breaks(NVRTC_INTERNAL, "it was not told of a compiler");
     const char* const temporary = getenv("TMPDIR");
@@ -250,7 +250,7 @@ EXPORTED int nvrtcCompileProgram(void* handle, int count, const char* const* opt
     if (program == nullptr) return NVRTC_INVALID_PROGRAM;
     program->is_compiled = true;
     if (code != 0) return code;
-    // Programs are compiled side by side.
+    // Programs can be compiled in parallel.
     locked.unlock();
     Target target;
     bool is_device_default = false;
@@ -273,7 +273,7 @@ EXPORTED int nvrtcCompileProgram(void* handle, int count, const char* const* opt
     return status;
 }
 
-// Asks something of a program.
+// Handles a query about a program.
 template <typename Answer>
 static int ask(const char* name, void* handle, Answer answer) {
     const Judged call{name};

@@ -1,9 +1,9 @@
-// What cublasLtMatmul computes, in the plainest of loops.
+// Computes cublasLtMatmul with simple loops.
 #include "product.hpp"
 
 #include <math.h>
 
-// Reads numbers, and notes if one is what memory is filled with before anybody writes to it: as initcheck does.
+// Reads elements, and notes if one has the bits that fill unwritten memory, as initcheck does.
 struct Reader {
     const char* unwritten = nullptr;
 
@@ -23,7 +23,7 @@ struct Reader {
     }
 };
 
-// To the nearest, and to the even one of two.
+// Rounds to nearest, ties to even.
 static uint16_t to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -39,10 +39,11 @@ static void write(uint64_t base, int type, uint64_t index, float x) {
     }
 }
 
-// The tanh form (arXiv 1606.08415, section 2).
+// GELU's tanh form (arXiv 1606.08415, section 2).
 static const float ROOT = 0.7978845608028654f, CUBIC = 0.044715f;
 
-// As exact as f32 is; or as tanh.approx.f32, which is off by 2^-11 of its result at most (PTX ISA, "tanh"): eleven bits of it.
+// tanh with the accuracy of f32, or with that of tanh.approx.f32: a maximum relative error of 2^-11 (PTX ISA, "tanh"), that is,
+// eleven bits.
 static float tanh_of(float x) {
     static const bool is_approximate = double_setting("APPROXIMATE_TANH", 0) != 0;
     const float t = tanhf(x);
@@ -63,7 +64,7 @@ std::string compute(const Product& product) {
     const Matrix &a = product.a, &b = product.b, &c = product.c, &d = product.d;
     const uint64_t inner = product.is_a_transposed ? a.rows : a.columns;
     Reader read;
-    // Nobody finds anything of use in the workspace afterwards.
+    // The content of the workspace is undefined afterwards, so it is overwritten.
     if (product.workspace_bytes > 0) memset((void*)product.workspace, 0xff, product.workspace_bytes);
     for (uint64_t batch = 0; batch < uint64_t(d.batch); ++batch) {
         const uint64_t to_a = batch * uint64_t(a.stride), to_b = batch * uint64_t(b.stride), to_c = batch * uint64_t(c.stride),
@@ -78,7 +79,7 @@ std::string compute(const Product& product) {
                     sum += read("A", product.at_a, a.type, to_a + of_a) * read("B", product.at_b, b.type, to_b + of_b);
                 }
                 float x = product.alpha * sum;
-                // C is not read where beta is 0: it may hold NaN.
+                // C is not read if beta is 0, because it may contain NaN.
                 if (product.beta != 0) x += product.beta * read("C", product.at_c, c.type, to_c + column * uint64_t(c.leading) + row);
                 if (product.epilogue & BIAS) x += read("bias", product.bias, d.type, batch * uint64_t(product.bias_stride) + row);
                 const uint64_t of_aux = batch * uint64_t(product.aux_stride) + column * uint64_t(product.aux_leading) + row;

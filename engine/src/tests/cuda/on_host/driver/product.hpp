@@ -1,12 +1,12 @@
-// A product of cuBLASLt as its documentation defines it, where all that it touches is known.
+// A product of cuBLASLt as its documentation defines it, with every address and layout known.
 #pragma once
 
 #include "double.hpp"
 
-// cudaDataType of library_types.h.
+// Values of cudaDataType in library_types.h.
 enum Type : int { F32 = 0, F64 = 1, F16 = 2, I8 = 3, BF16 = 14 };
 
-// cublasLtEpilogue_t: flags, and what they are made of.
+// Values of cublasLtEpilogue_t: flags and their combinations.
 enum Epilogue : unsigned {
     PLAIN = 1,
     BIAS = 4,
@@ -15,7 +15,7 @@ enum Epilogue : unsigned {
     AUX = 128,
 };
 
-// Columns of a matrix lie one after another.
+// A column-major matrix.
 struct Matrix {
     int type;
     uint64_t rows, columns;
@@ -46,5 +46,5 @@ struct Product {
     uint64_t workspace, workspace_bytes;
 };
 
-// D = epilogue(alpha · op(A) · op(B) + beta · C + bias), summed in f32. Returns what was wrong, or nothing.
+// D = epilogue(alpha · op(A) · op(B) + beta · C + bias), summed in f32. Returns an error text, or an empty text.
 std::string compute(const Product& product);

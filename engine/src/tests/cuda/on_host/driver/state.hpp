@@ -1,4 +1,4 @@
-// What the double of the driver remembers.
+// The state of the fake driver.
 #pragma once
 
 #include <chrono>
@@ -10,30 +10,30 @@
 
 #include "double.hpp"
 
-// What a call is allowed to.
+// The conditions of a call.
 enum Needs : unsigned {
     NOTHING = 0,
     INITIALIZED = 1,
-    // A context that is current to the thread.
+    // A context must be current in the thread.
     CONTEXT = 2 | INITIALIZED,
-    // It may not be made while the thread captures: the documentation's "potentially unsafe" calls.
+    // Forbidden while the thread captures; the documentation calls these "potentially unsafe".
     SAFE = 4,
-    // It goes over the legacy default stream.
+    // Uses the legacy default stream.
     LEGACY = 8,
-    // Another library has counted it.
+    // Already counted by another library.
     COUNTED = 16,
 };
 
 struct Context {
     int device = 0;
     int retained = 0;
-    // Not 0 after a kernel has failed: what all calls return from then on.
+    // The error that all calls return after a kernel has failed; 0 before.
     int error = 0;
-    // Copies to the device that were staged, and have not arrived.
+    // Staged copies to the device that have not arrived yet.
     std::deque<Work> landing;
-    // Objects of libraries.
+    // Objects of other libraries, by kind.
     std::map<std::string, int> others;
-    // What the local memory of kernels takes of the device, from the first launch of a graph on.
+    // Device memory for the local memory of kernels, allocated at the first launch of a graph.
     uint64_t local_bytes = 0;
 };
 
@@ -52,9 +52,9 @@ struct Stream {
 struct Event {
     Context* context;
     bool is_timed;
-    // The stream that it was last recorded on.
+    // The stream on which it was last recorded.
     void* stream = nullptr;
-    // How often it was recorded, and the last of these that its stream has come to.
+    // The number of times it was recorded, and the last of these that its stream has reached.
     uint64_t recorded = 0;
     std::shared_ptr<uint64_t> reached = std::make_shared<uint64_t>(0);
     std::chrono::steady_clock::time_point at;
@@ -78,38 +78,38 @@ struct Function {
 
 struct Graph {
     std::vector<Work> nodes;
-    // What it takes of the device, once it is there.
+    // Device memory that the graph takes once it is uploaded.
     uint64_t bytes = 0;
     bool is_there = false;
 };
 
-// Objects by their handles. None is given twice, so that one that was destroyed is known as such.
+// Objects by handle. No handle is used twice, so that a destroyed object is recognized.
 template <typename T>
 struct Table {
     const char* what;
     std::map<uint64_t, std::unique_ptr<T>> all;
 
     void* add(T object);
-    // The object; or nothing, and the call breaks a rule.
+    // The object; if the handle is invalid, null, and a broken rule is reported.
     T* find(const Judged& call, const void* handle);
-    // Whether it was there.
+    // True if it existed.
     bool remove(const Judged& call, const void* handle);
 };
 
 struct State {
-    // Calls of several threads are made one after another, and so is what they start.
+    // Serializes the calls of all threads, and the work that they start.
     std::recursive_mutex lock;
     bool is_initialized = false;
     uint64_t next_handle = 0xd0b1'0000'0000;
     uint64_t broken = 0;
     std::map<std::string, uint64_t> calls, settings;
-    // The call that is to fail, with how many of its name come before it.
+    // The call that must fail, and the number of calls of the same name before it.
     std::string failing;
     uint64_t before_failing = 0;
     int failure = 0;
-    // Objects of other libraries that are in no context.
+    // Objects of other libraries that belong to no context, by kind.
     std::map<std::string, int> others;
-    // What is taken of the device's memory.
+    // Bytes of device memory in use.
     uint64_t used = 0;
 
     Table<Context> contexts{"context", {}};
@@ -119,24 +119,24 @@ struct State {
     Table<Function> functions{"function", {}};
     Table<Graph> graphs{"graph", {}};
     Table<Graph> executables{"executable graph", {}};
-    // The primary contexts' handles while they are retained, by device.
+    // Handles of the retained primary contexts, by device.
     std::map<int, void*> primaries;
-    // Whether a primary context is over in which a library was: what that keeps for the process is lost.
+    // True if a primary context that a library used has been destroyed, so the library's per-process state is lost.
     bool is_library_lost = false;
-    // What runs now.
+    // The work that runs now.
     std::string running;
 };
 
 State& state();
 
-// The context that is current to this thread.
+// The current context of this thread.
 extern thread_local void* current;
 
-// A call of the driver's: it holds the lock, and has been judged as far as its needs say.
+// A call of the driver. Its constructor takes the lock and checks the conditions in `needs`.
 struct Call : Judged {
     std::unique_lock<std::recursive_mutex> lock;
     Context* context = nullptr;
-    // Not 0 if the call is to return this.
+    // The code that the call must return; 0 if it may proceed.
     int refused;
 
     Call(const char* name, unsigned needs);
@@ -145,42 +145,43 @@ struct Call : Judged {
     int judge(unsigned needs);
 };
 
-// Bytes of the device.
+// Bytes of the device's memory.
 uint64_t total_bytes();
-// 90 of sm_90.
+// 90 for sm_90.
 int architecture();
 int most_shared_bytes();
 
-// Takes so many bytes of the device, if there are as many.
+// Allocates device memory; false if there is too little.
 bool take(uint64_t bytes);
 void give(uint64_t bytes);
 
-// Whether a stream captures; and has nothing come of what it does.
+// True if a stream captures.
 bool is_capturing(const void* stream);
+// Makes a capture fail.
 void invalidate(void* stream);
 
-// What a stream returns that waits for another.
+// Result of a stream that waits for another stream.
 static constexpr int WAITING = -1;
 
-// Has everything in a stream run, up to what waits for another stream; and copies to the device arrive, as far as the stream waits for
-// them.
+// Runs all work of a stream, up to a wait for another stream, and then lets pending copies to the device arrive. If the stream is
+// blocking, they arrive first.
 int run(Stream& stream);
-// Has all streams run as far as they get.
+// Runs all streams as far as possible.
 void run_others();
-// Has everything in a stream run. Other threads make their calls meanwhile.
+// Runs all work of a stream. The lock is released while it waits, so that other threads can make calls.
 int finish(Call& call, Stream& stream);
-// Has copies arrive, and streams that wait for the legacy default stream run.
+// Lets pending copies arrive, and runs the streams that synchronize with the legacy default stream.
 int run_legacy(Context& context);
-// Leaves what is staged where it is, and has all else run that the legacy default stream waits for.
+// Runs everything that the legacy default stream waits for, without letting pending copies arrive.
 int run_blocking(Context& context);
 
-// Lets the host touch the device's memory as long as this lives.
+// Allows the host to access the device's memory during its lifetime.
 struct Window {
     Window();
     ~Window();
 };
 
-// What memory there is: how many of which kind.
+// Reports the number of allocations of each kind.
 void tell_of_memory(const std::function<void(uint64_t, const std::string&)>& tell);
 
 template <typename T>

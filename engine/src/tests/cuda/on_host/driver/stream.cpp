@@ -1,9 +1,9 @@
-// The double of the driver: streams, what they capture, and graphs. Nothing runs before somebody waits for it.
+// The fake driver: streams, capturing, and graphs. Work on a stream only runs when something waits for it.
 #include "state.hpp"
 
 enum : unsigned { NON_BLOCKING = 1 };
 
-// What an executable graph takes of the device for each of its nodes, and all of it in whole pages.
+// Device memory of an executable graph per node, and the unit that its total is rounded up to.
 static constexpr uint64_t NODE_BYTES = 4096, GRAPH_PAGE = 64 << 10;
 
 static int run_all(Context& context, std::deque<Work>& queue) {
@@ -39,7 +39,8 @@ int run_legacy(Context& context) {
 }
 
 int run(Stream& stream) {
-    // A blocking stream waits for what the legacy default stream has; another is as fast as it can be.
+    // A blocking stream first waits for the copies of the legacy default stream. Other streams do not wait, to show missing
+    // synchronization.
     if (stream.is_blocking) {
         if (const int code = run_all(*stream.context, stream.context->landing)) return code;
     }
@@ -53,7 +54,7 @@ void run_others() {
     }
 }
 
-// How long something may wait for what never comes.
+// Time after which a wait that cannot end is reported.
 static constexpr std::chrono::seconds PATIENCE(60);
 
 int finish(Call& call, Stream& stream) {
@@ -101,7 +102,7 @@ EXPORTED int cuStreamDestroy_v2(void* handle) {
     Stream* const stream = state().streams.find(call, handle);
     if (stream == nullptr) return INVALID_HANDLE;
     if (stream->is_capturing) call.breaks(0, "it captures");
-    // It returns at once, and what the stream has is done later.
+    // Returns at once; pending work is done later.
     const int code = run(*stream);
     state().streams.remove(call, handle);
     return code == WAITING ? SUCCESS : code;
@@ -120,7 +121,7 @@ EXPORTED int cuStreamSynchronize(void* handle) {
     return finish(call, *stream);
 }
 
-// A stream that work may be put into.
+// Finds a stream that accepts work.
 static int open_stream(const Judged& call, void* handle, Stream*& stream) {
     if (handle == nullptr) return call.breaks(INVALID_HANDLE, "the legacy default stream, which is not modelled here");
     stream = state().streams.find(call, handle);
@@ -173,7 +174,7 @@ EXPORTED int cuStreamEndCapture(void* handle, void** graph) {
     Stream* const stream = state().streams.find(call, handle);
     if (stream == nullptr) return INVALID_HANDLE;
     if (call.refused) {
-        // Whatever it says, it ends what it can.
+        // The capture ends even if the call is refused.
         stream->is_capturing = false;
         stream->captured.clear();
         return call.refused;
@@ -205,7 +206,7 @@ EXPORTED int cuGraphInstantiateWithFlags(void** executable, void* handle, unsign
     return SUCCESS;
 }
 
-// Has a stream bring a graph to the device, which takes memory when it comes to that.
+// Uploads a graph to the device, which takes memory unless it is already there.
 static int upload(Stream& stream, void* handle, const Graph& graph) {
     if (graph.is_there) return SUCCESS;
     if (graph.bytes > total_bytes() - state().used) return OUT_OF_MEMORY;
@@ -236,7 +237,7 @@ EXPORTED int cuGraphLaunch(void* handle, void* stream_handle) {
     Stream* stream = nullptr;
     if (const int code = open_stream(call, stream_handle, stream)) return code;
     if (const int code = stream->is_capturing ? SUCCESS : upload(*stream, handle, *graph)) return code;
-    // Kernels' local memory comes with the first launch that needs it, and stays.
+    // Local memory of kernels is allocated at the first launch that needs it, and is kept.
     const uint64_t local_bytes = double_setting("LOCAL_MEMORY", 0);
     if (stream->context->local_bytes < local_bytes) {
         if (!take(local_bytes - stream->context->local_bytes)) return OUT_OF_MEMORY;
