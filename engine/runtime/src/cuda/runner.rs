@@ -87,7 +87,7 @@ impl Run<'_> {
 
     /// What is known of an error among what was recorded: nobody knows which of the launches failed.
     pub fn at_once(&self, error: DeviceError) -> DeviceError {
-        error.during(&format!("{}, all at once (compute-sanitizer names the kernel)", self.program.name))
+        error.during(&format!("{}, one of its kernels (find it with compute-sanitizer)", self.program.name))
     }
 
     /// Waits for the end of all that was started.

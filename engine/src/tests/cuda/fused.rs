@@ -421,7 +421,7 @@ fn moved(executable: &Executable) -> usize {
 
 /// What stays in registers is not planned: of three functions of a parameter, put together, one buffer is left of three.
 #[test]
-fn what_stays_in_registers_has_no_buffer() {
+fn fused_intermediates_have_no_buffer() {
     let function = Function::forward(DType::F32, |parameter| {
         let x = parameter("x", &SHAPE);
         x.tanh()?.mul(&x.sigmoid()?)?.add(&x.gelu()?)

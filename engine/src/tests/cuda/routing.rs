@@ -216,7 +216,7 @@ fn a_rank_may_have_all_rows() {
 
 /// What finds no room is named, or what of scores that are no numbers has led to it; and the other rank hears of it.
 #[test]
-fn what_finds_no_room_is_an_error() {
+fn rows_without_room_are_an_error_on_both_ranks() {
     if !host::is_there() {
         return;
     }

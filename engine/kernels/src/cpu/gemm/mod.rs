@@ -163,7 +163,7 @@ pub enum GemmError {
     },
     /// Starts of runs that descend, or are not as many for each group.
     #[error(
-        "{starts} starts cannot be those of {groups} groups; give as many runs to each, in order, and where the last ends"
+        "{starts} starts do not fit {groups} groups; give the same number of ascending starts for each group, and the end of the last"
     )]
     Groups {
         /// How many there are.
