@@ -7,7 +7,7 @@ use crate::{Place, TINY, losses, rows};
 
 /// A run that is gone on with differently: some keys may change, others not, and then nothing is touched.
 #[test]
-fn what_has_been_done_cannot_change() {
+fn resuming_refuses_changed_keys() {
     let place = Place::new();
     let file = place.file(TINY);
     let out = place.path().join("run");
