@@ -77,7 +77,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         None => "no roofline: the device's rates are unknown; give --peak-tflops and --peak-gbs".into(),
     };
     let text = format!(
-        "{card}: single instructions, {whole_ms:.2} ms per step of {micro_batch} × {sequence} in {dtype}, median of {}; {rates}\n{}\n{}",
+        "{card}: instructions one by one, {whole_ms:.2} ms per step of {micro_batch} × {sequence} in {dtype}, median of {}; {rates}\n{}\n{}",
         steps.len(),
         table("operation", &by_operation, whole_ms),
         table("operation and layer", &by_layer, whole_ms),

@@ -65,7 +65,7 @@ enum Command {
     Memory(memory::Arguments),
     /// Tokens per second of the largest micro-batch that fits a budget.
     Speed(speed::Arguments),
-    /// The time of a step by operation, compared with the minimum that the device's rates allow.
+    /// The time of a step by operation, beside the least that the device's rates allow.
     Kernels(kernels::Arguments),
 }
 

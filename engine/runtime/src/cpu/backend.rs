@@ -59,7 +59,7 @@ impl Session<CpuBackend> {
         if executable.dtypes().any(|dtype| dtype == DType::BF16) && !multiplies_bf16() {
             static ONCE: Once = Once::new();
             ONCE.call_once(|| {
-                tracing::warn!("this CPU has no bf16 products (vdpbf16ps) and computes them in f32: bf16 saves memory here, but no time")
+                tracing::warn!("this CPU has no products of bf16 (vdpbf16ps) and computes them in f32, in less memory, but no faster")
             });
         }
         let needed = executable.arena_bytes();

@@ -81,7 +81,7 @@ impl Cache {
     /// Code that cannot be kept is compiled again by the next process.
     fn keep(&self, path: &Path, code: &[u8]) {
         if let Err(error) = self.write(path, code) {
-            tracing::warn!(path = %path.display(), %error, "cannot cache a compiled kernel; set GAPLESS_CACHE to another folder");
+            tracing::warn!(path = %path.display(), %error, "a compiled kernel cannot be kept; GAPLESS_CACHE names another folder");
         }
     }
 
