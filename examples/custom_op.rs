@@ -99,7 +99,7 @@ fn main() -> anyhow::Result<()> {
         trainer.step(&ids(0), &ids(1))?;
     }
     let last = trainer.step(&ids(0), &ids(1))?.loss;
-    println!("loss {first:.3} to {last:.3} with it in a model; gap {:.3}", trainer.report().gap);
+    println!("loss {first:.3} to {last:.3} in a model with this operation; gap {:.3}", trainer.report().gap);
     anyhow::ensure!(last < first, "the model does not learn");
     Ok(())
 }

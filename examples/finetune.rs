@@ -16,13 +16,13 @@ use gapless::run::Fit;
 use gapless::{DeviceChoice, LearningRate, Lora, MemoryOptions, StepOptions, TrainOptions, Trainable, Trainer};
 
 #[derive(Parser)]
-#[command(about = "Trains somebody's weights on a text: a Hugging Face folder in, a folder out")]
+#[command(about = "Fine-tune pretrained weights on a text: a Hugging Face folder in, a folder out")]
 struct Args {
     /// A folder with config.json, safetensors files and tokenizer.json
     model: PathBuf,
     /// A file or folder of .txt, .rs, .md or .jsonl
     data: PathBuf,
-    /// A folder that is not there yet
+    /// The new folder; an existing one must be empty
     out: PathBuf,
     #[arg(long, default_value_t = 20)]
     steps: u64,
@@ -34,10 +34,10 @@ struct Args {
     sequence: usize,
     #[arg(long, default_value_t = 1e-4)]
     lr: f64,
-    /// Train adapters of this rank alone
+    /// Train only adapters (LoRA) of this rank
     #[arg(long, value_name = "RANK")]
     lora: Option<usize>,
-    /// The adapters' scale is alpha ÷ rank; by default twice the rank
+    /// Alpha of the adapters' scale, alpha ÷ rank; by default twice the rank
     #[arg(long, requires = "lora")]
     alpha: Option<f64>,
     /// Probability of dropout on the adapters' inputs
@@ -46,16 +46,16 @@ struct Args {
     /// Layers that have adapters, e.g. q_proj,o_proj; by default queries and values
     #[arg(long, requires = "lora", value_delimiter = ',')]
     targets: Vec<String>,
-    /// Where to save the model with the adapters merged, too
+    /// Where to save the model with the adapters merged as well
     #[arg(long, requires = "lora")]
     merge: Option<PathBuf>,
-    /// Bytes that the step must fit into, at the price of computing some of it again
+    /// Bytes that the arena must fit into, if need be by recomputation, e.g. 600MiB
     #[arg(long, value_name = "SIZE", value_parser = Bytes::read)]
     budget: Option<u64>,
-    /// What runs it: auto, cpu, cuda or cuda:1
+    /// The device: auto, cpu, cuda or cuda:1
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
-    /// Bytes of tensors per saved file at most; without it, files are as they were
+    /// Maximum bytes of tensors per saved file; by default files are split as in the source
     #[arg(long, value_name = "SIZE", value_parser = Bytes::read)]
     max_shard_size: Option<u64>,
 }
@@ -81,7 +81,7 @@ fn main() -> Result<()> {
 
     let vocabulary = VocabularyChoice::File(args.model.join("tokenizer.json"));
     let data = DataOptions { vocabulary, ..DataOptions::default() };
-    let dataset = Dataset::prepare(&Source::Path(args.data), &data).context("the text cannot be read")?;
+    let dataset = Dataset::prepare(&Source::Path(args.data), &data).context("cannot read the text")?;
     let training = dataset.training(args.sequence, args.batch, 0)?;
     Fit::new(&training, args.steps).run(&mut trainer, |event, _| {
         println!("{event}");

@@ -11,9 +11,9 @@ use gapless::parallel::{self, Costs, Shape, simulate};
 use gapless::{DeviceChoice, Mesh, Pipeline, StepOptions, TrainOptions, Trainer};
 
 #[derive(Parser)]
-#[command(about = "Trains a small GPT over four ranks with every schedule there is")]
+#[command(about = "Train a small GPT over four ranks with every schedule")]
 struct Args {
-    /// Only this schedule
+    /// Only this schedule; by default all
     #[arg(long)]
     schedule: Option<String>,
     #[arg(long, default_value_t = 4)]
@@ -64,7 +64,7 @@ fn main() -> Result<()> {
         let shape = |chunks| Shape { ranks: args.ranks as u32, chunks, micro_batches: args.micro_batches as u32 };
         let found = [2, 1].into_iter().find(|&chunks| schedule.actions(&shape(chunks)).is_ok());
         let Some(chunks) = found else {
-            println!("{name}: does not exist for {} ranks\n", args.ranks);
+            println!("{name}: not possible for {} ranks\n", args.ranks);
             continue;
         };
         let timeline = simulate(&schedule.table(&shape(chunks))?, &Costs::default())?;

@@ -12,7 +12,7 @@ use gapless::{GenerateOptions, Generation, VocabularyChoice, prelude::*};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-/// Trains a small GPT on real text, out of one planned arena
+/// Train a small GPT on real text in one planned arena
 #[derive(Parser, Serialize, Deserialize)]
 struct Args {
     /// A file or folder of .txt, .rs, .md or .jsonl, a .bin of u16 ids, or a Cargo.lock for the Rust sources that it names
@@ -20,14 +20,14 @@ struct Args {
     data: PathBuf,
     #[arg(long, default_value = "runs/train_gpt", help = "Where checkpoints and the memory map go")]
     out: PathBuf,
-    #[arg(long, help = "Goes on from the newest checkpoint in --out, with its flags")]
+    #[arg(long, help = "Resume from the newest checkpoint in --out, with its flags")]
     #[serde(skip)]
     resume: bool,
     #[arg(long, default_value_t = 300)]
     steps: u64,
     #[arg(long, default_value_t = 8, help = "Sequences per step")]
     batch: usize,
-    #[arg(long, default_value_t = 2, help = "Parts into which a batch is cut: more of them need less memory")]
+    #[arg(long, default_value_t = 2, help = "Parts into which a batch is split; more parts need less memory")]
     micro_batches: usize,
     #[arg(long, default_value_t = 256, help = "Tokens per sequence")]
     sequence: usize,
@@ -47,17 +47,21 @@ struct Args {
     eval_every: u64,
     #[arg(long, default_value_t = 100, help = "Steps between checkpoints")]
     save_every: u64,
-    #[arg(long, default_value = "pub fn ", help = "How the sampled text begins")]
+    #[arg(long, default_value = "pub fn ", help = "The beginning of the sampled text")]
     prompt: String,
     #[arg(long, default_value_t = 120, help = "Tokens to sample at the end")]
     sample: usize,
-    #[arg(long, help = "Writes one JSON object per step and a summary here")]
+    #[arg(long, help = "Where to write one JSON object per step and a summary")]
     json: Option<PathBuf>,
-    #[arg(long, value_parser = gapless::alloc::draw::Bytes::read, help = "Bytes of the arena at most, e.g. 600MiB")]
+    #[arg(long, value_parser = gapless::alloc::draw::Bytes::read, help = "Maximum bytes of the arena, e.g. 600MiB")]
     budget: Option<u64>,
-    #[arg(long, default_value = "auto", help = "What runs it: auto, cpu, cuda or cuda:1")]
+    #[arg(long, default_value = "auto", help = "The device: auto, cpu, cuda or cuda:1")]
     device: String,
-    #[arg(long, default_value = "f32", help = "Of parameters and activations: f32, or bf16 with masters in f32")]
+    #[arg(
+        long,
+        default_value = "f32",
+        help = "The type of parameters and activations: f32, or bf16 with masters in f32"
+    )]
     dtype: String,
 }
 

@@ -16,7 +16,7 @@ use gapless::{Mesh, Reserve, VocabularyChoice, communicator};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-/// Trains a small mixture of experts on real text, and shows where its tokens go
+/// Train a small mixture of experts on real text, and show where its tokens go
 #[derive(Parser, Serialize, Deserialize)]
 struct Args {
     #[arg(long, value_enum, default_value = "mixtral")]
@@ -27,7 +27,7 @@ struct Args {
     /// Where checkpoints and the memory map go
     #[arg(long, default_value = "runs/train_moe")]
     out: PathBuf,
-    /// Goes on from the newest checkpoint in --out, with its flags
+    /// Resume from the newest checkpoint in --out, with its flags
     #[arg(long)]
     #[serde(skip)]
     resume: bool,
@@ -36,10 +36,10 @@ struct Args {
     /// Steps between checkpoints
     #[arg(long, default_value_t = 100)]
     save_every: u64,
-    /// Sequences per step, of all ranks together
+    /// Sequences per step, over all ranks
     #[arg(long, default_value_t = 8)]
     batch: usize,
-    /// Parts into which each rank's share of the batch is cut
+    /// Parts into which each rank's share of the batch is split
     #[arg(long, default_value_t = 2)]
     micro_batches: usize,
     /// Tokens per sequence
@@ -51,13 +51,13 @@ struct Args {
     /// Ranks that share the experts, as threads of this process
     #[arg(long, default_value_t = 1)]
     expert_ranks: usize,
-    /// What runs it: auto, cpu, cuda or cuda:1; with auto, expert ranks take GPUs in turn
+    /// The device: auto, cpu, cuda or cuda:1; with auto, expert ranks take GPUs in turn
     #[arg(long, default_value = "auto")]
     device: String,
-    /// Room for received rows as a multiple of what even routing needs; without it, for the worst case
+    /// Room for received rows, as a multiple of the rows of balanced routing; by default enough for the worst case
     #[arg(long)]
     reserve: Option<f64>,
-    /// What to do when that does not do: error, grow or recompute
+    /// What to do when that room is not enough: error, grow or recompute
     #[arg(long, default_value = "error")]
     overflow: String,
     #[arg(long, default_value_t = 2e-3)]
@@ -112,7 +112,7 @@ fn main() -> Result<ExitCode> {
     let training = dataset.training(args.sequence, args.batch, args.seed)?;
     let config = args.style.config(dataset.vocabulary().size());
     let (parameters, active) = (config.parameters(), config.active_parameters());
-    console.say(format_args!("{parameters} parameters, {active} of them work on a token"));
+    console.say(format_args!("{parameters} parameters, {active} of them active per token"));
 
     let (options, stop) = (options(&args)?, Stop::on_signals()?);
     let run = json!({ "flags": args, "config": config, "data": dataset.folder(), "data_hash": dataset.hash() });
@@ -172,7 +172,7 @@ fn train(
     if trainer.rank() == 0 {
         match trainer.routing() {
             Some(report) => console.say(report.to_string().trim_end()),
-            None => console.say("one rank has all experts: every size was planned"),
+            None => console.say("one rank has all experts, so all sizes were planned"),
         }
     }
     Ok(())

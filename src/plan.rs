@@ -67,7 +67,7 @@ pub fn ranks(config: &Config, options: &TrainOptions) -> Result<Vec<Report>, Tra
 #[cfg(feature = "hugging-face")]
 #[track_caller]
 pub fn assert_fits(config: &Config, options: &TrainOptions, bytes: u64) {
-    let ranks = ranks(config, options).unwrap_or_else(|error| panic!("there is no such run: {error}"));
+    let ranks = ranks(config, options).unwrap_or_else(|error| panic!("the run cannot be planned: {error}"));
     for (rank, report) in ranks.iter().enumerate() {
         let arena = report.arena_bytes;
         assert!(arena <= bytes, "rank {rank} takes {arena} bytes, {} more than {bytes}\n{report}", arena - bytes);

@@ -179,7 +179,7 @@ fn mixtures_have_rules() {
 }
 
 #[test]
-fn what_has_no_rule_is_named() {
+fn operations_without_a_rule_are_named() {
     let check = |text: &str, expected: &str| {
         let error = match step(&format!("batch = 2\nsequence = 16\nlowering = 'eager'\n{text}")) {
             Ok(step) => step.eager(&step.record().unwrap(), 0).unwrap_err().to_string(),
@@ -189,15 +189,15 @@ fn what_has_no_rule_is_named() {
     };
     let gpt = "model = 'gpt:vocabulary=64,layers=2,heads=2,width=32'";
     let moe = "llama.vocabulary=64,llama.layers=2,llama.heads=2,llama.kv_heads=2,llama.width=32,expert_hidden=16";
-    check(&format!("model = 'moe:{moe},router.jitter=0.1'"), "no rule says what jitter");
-    check(&format!("model = 'moe:{moe},router.z_loss=0.1'"), "no rule says what log_sum_exp");
+    check(&format!("model = 'moe:{moe},router.jitter=0.1'"), "what jitter allocates");
+    check(&format!("model = 'moe:{moe},router.z_loss=0.1'"), "what log_sum_exp allocates");
     let capacity = "router.capacity.factor=1.25,router.capacity.drop=\"lightest\"";
-    check(&format!("model = 'moe:{moe},{capacity}'"), "no rule says what unplaced");
+    check(&format!("model = 'moe:{moe},{capacity}'"), "what unplaced");
     let chosen = "router.choice=\"experts\",router.balance_loss=0.0";
-    check(&format!("model = 'moe:{moe},{capacity},{chosen}'"), "no rule says what unplaced");
+    check(&format!("model = 'moe:{moe},{capacity},{chosen}'"), "what unplaced");
     let latent = "latent.kv_rank=8,latent.plain_size=8,latent.rotated_size=4,latent.value_size=8";
-    check(&format!("model = 'moe:{moe},{latent}'"), "no rule says what");
-    check(&format!("{gpt}\nrecompute = 'ops:gelu'"), "other than layers");
-    check(&format!("{gpt}\npipeline_ranks = 2\nmicro_batches = 2\nschedule = 'zb-h1'"), "splits backwards");
-    check(&format!("{gpt}\noptimizer = 'galore'"), "nothing but adamw");
+    check(&format!("model = 'moe:{moe},{latent}'"), "allocates in an eager framework is unknown");
+    check(&format!("{gpt}\nrecompute = 'ops:gelu'"), "anything but layers");
+    check(&format!("{gpt}\npipeline_ranks = 2\nmicro_batches = 2\nschedule = 'zb-h1'"), "splits the backward");
+    check(&format!("{gpt}\noptimizer = 'galore'"), "only adamw is supported");
 }

@@ -45,19 +45,19 @@ fn what_needs_a_gpu_is_skipped_with_the_reason_and_fails_where_one_is_required()
         assert_eq!(outcome.unwrap(), Outcome::Skipped, "{line:?}");
         assert!(json["skipped"].as_str().is_some_and(|why| !why.is_empty()), "{json}");
         let refused = ran(&[&line[..], &["--require-gpu"]].concat()).0.unwrap_err().to_string();
-        assert!(refused.starts_with("a GPU is required; skipped: "), "{refused}");
+        assert!(refused.starts_with("a GPU is required (--require-gpu); skipped: "), "{refused}");
     }
 }
 
 #[test]
 fn lines_that_mean_nothing_are_refused() {
     for (line, words) in [
-        (&["device", "--device", "cpu"][..], "is no GPU"),
-        (&["device", "--device", "auto"], "is no GPU"),
-        (&["device", "--device", "cuda:x"], "no number of a GPU"),
+        (&["device", "--device", "cpu"][..], "is not a GPU"),
+        (&["device", "--device", "auto"], "is not a GPU"),
+        (&["device", "--device", "cuda:x"], "not the number of a GPU"),
         (&["speed"], "--budget"),
         (&["speed", "--budget", "1", "--micro-batch", "1"], "cannot be used with"),
-        (&["compile", "--architectures", "sm_90,compute_90"], "is no architecture"),
+        (&["compile", "--architectures", "sm_90,compute_90"], "unknown architecture"),
     ] {
         let refused = Options::try_parse_from([&["gpu"], line].concat()).unwrap_err().to_string();
         assert!(refused.contains(words), "{refused}");

@@ -36,7 +36,7 @@ impl fmt::Display for Error {
             Self::ZeroAlignment { buffer } => write!(f, "buffer {buffer}: alignment 0; the smallest alignment is 1"),
             Self::AlignmentsTooLarge { buffer, alignment } => write!(
                 f,
-                "buffer {buffer}: alignment {alignment}; with the gaps that all alignments may ask for, addresses would exceed 2^64"
+                "buffer {buffer}: alignment {alignment} is too large: with the padding that alignments may need, addresses would exceed 2^64"
             ),
             Self::Misaligned { buffer, offset, alignment } => write!(
                 f,
@@ -45,7 +45,9 @@ impl fmt::Display for Error {
             Self::TooLarge { bytes, tick } => {
                 write!(f, "{bytes} bytes are alive at tick {tick}, more than an address space has (2^64 - 1 bytes)")
             }
-            Self::TooManyBuffers { buffers } => write!(f, "{buffers} buffers; at most 2^32 - 1 can be planned"),
+            Self::TooManyBuffers { buffers } => {
+                write!(f, "{buffers} buffers are too many; at most 2^32 - 1 can be planned")
+            }
             Self::NotOnePerBuffer { table, entries, buffers } => {
                 write!(f, "{entries} {table} for {buffers} buffers; a memory map needs one per buffer")
             }
@@ -61,19 +63,20 @@ impl fmt::Display for Error {
                 "buffers {first} and {second} are alive together and pinned onto each other; move or shorten one"
             ),
             Self::PinnedOnForbidden { buffer, start, end } => {
-                write!(f, "buffer {buffer} is pinned onto the forbidden range [{start}, {end})")
+                write!(f, "buffer {buffer} is pinned onto the forbidden range [{start}, {end}); pin it elsewhere")
             }
             Self::Group { group, buffer, what } => write!(f, "group {group}: buffer {buffer} {what}"),
             Self::Request { request, tensor, what } => write!(f, "request {request} ({tensor}) {what}"),
-            Self::Factor { factor } => write!(
-                f,
-                "a reserve of {factor} times the balanced sizes; the factor must be a finite number from 0 on"
-            ),
+            Self::Factor { factor } => {
+                write!(f, "the reserve's factor of the balanced sizes is {factor}; it must be finite and at least 0")
+            }
             Self::ReserveInside { base, height } => write!(
                 f,
-                "the arena's reserve at byte {base} begins inside of the static plan, which ends at byte {height}"
+                "the arena's reserve begins at byte {base}, inside the static plan, which ends at byte {height}"
             ),
-            Self::NoRoom => write!(f, "no place within 2^64 - 1 bytes for what the arena promises; promise less"),
+            Self::NoRoom => {
+                write!(f, "the sizes that the arena promises exceed the address space (2^64 - 1 bytes); promise less")
+            }
             Self::Csv { line, what } => write!(f, "line {line}: {what}"),
             Self::Io(_) => write!(f, "cannot read or write the table"),
         }

@@ -156,7 +156,7 @@ impl Problem {
                 return fail("does not exist");
             }
             if !seen.insert(*id) {
-                return fail("stands twice in groups");
+                return fail("appears twice in groups");
             }
         }
         if members.is_empty() {
@@ -264,7 +264,7 @@ impl Group {
         let ends = |at: u64| at.checked_add(group.bytes).is_some();
         match (group.offset, group.members.first()) {
             (Some(at), Some(&first)) if at % group.alignment != 0 || !ends(at) => {
-                Err((first, "is put off its alignment or the address space by another member's pin"))
+                Err((first, "misses its alignment or leaves the address space because of another member's pin"))
             }
             _ => Ok(group),
         }
@@ -274,18 +274,20 @@ impl Group {
     fn followed_by(mut self, buffers: &[Buffer], id: BufferId) -> Result<Self, Misfit> {
         let b = &buffers[id.index()];
         if !self.bytes.is_multiple_of(b.alignment) {
-            return Err((id, "is put off its alignment by the sizes of the members before it"));
+            return Err((id, "misses its alignment because of the sizes of the members before it"));
         }
         if let Some(pinned) = b.offset {
-            let start = pinned.checked_sub(self.bytes).ok_or((id, "is pinned too low for the members before it"))?;
+            let start = pinned
+                .checked_sub(self.bytes)
+                .ok_or((id, "is pinned too low: the members before it do not fit below"))?;
             if self.offset.is_some_and(|at| at != start) {
-                return Err((id, "is pinned at a place that contradicts another member's"));
+                return Err((id, "has a pinned offset that contradicts another member's"));
             }
             self.offset = Some(start);
         }
         self.alignment = least_common_multiple(self.alignment, b.alignment)
-            .ok_or((id, "has an alignment that no address meets together with the members before it"))?;
-        self.bytes = self.bytes.checked_add(b.bytes).ok_or((id, "makes the group longer than the address space"))?;
+            .ok_or((id, "has an alignment that no address meets along with those of the members before it"))?;
+        self.bytes = self.bytes.checked_add(b.bytes).ok_or((id, "makes the group larger than the address space"))?;
         self.lifetime = self.lifetime.start.min(b.lifetime.start)..self.lifetime.end.max(b.lifetime.end);
         self.members.push(id);
         Ok(self)
@@ -319,7 +321,7 @@ fn stack_in_any_order(buffers: &[Buffer], members: &[BufferId]) -> Result<Group,
                 Err(error) => misfit = misfit.or(Some(error)),
             }
         }
-        Err(misfit.unwrap_or((left[0], "found no place in the orders that were tried")))
+        Err(misfit.unwrap_or((left[0], "fits in none of the orders that were tried")))
     }
     let mut sorted = members.to_vec();
     sort_by_key(&mut sorted, |id| std::cmp::Reverse(buffers[id.index()].alignment));

@@ -140,7 +140,7 @@ generated! {
 
     /// After growing to the factor that a step needed, the arena serves it, and the report continues.
     #[test]
-    fn grown_as_it_says_it_serves_the_step(mut step in steps(), sizes in sizes(), reserve in 0..2000u64) {
+    fn growing_by_the_reported_factor_serves_the_step(mut step in steps(), sizes in sizes(), reserve in 0..2000u64) {
         for request in &mut step.requests {
             (request.balanced, request.most) = (request.balanced.max(1), request.most.max(1));
         }
@@ -164,7 +164,7 @@ generated! {
     /// A request with a certain need always has room, whatever was offered to others. An offer within the factor always
     /// has room, too.
     #[test]
-    fn offers_are_in_nobodys_way(
+    fn offers_leave_room_for_certain_requests(
         mut step in steps(), rounds in prop::collection::vec(sizes(), 1..4), factor in 0.0..2.0f64,
         needs in prop::collection::vec(prop_oneof![Just(Need::Optional), Just(Need::Certain)], 24),
     ) {
@@ -214,7 +214,7 @@ generated! {
     }
 
     #[test]
-    fn it_is_its_twin(step in steps(), sizes in sizes(), reserve in 0..3000u64) {
+    fn serves_the_same_offsets_as_the_twin(step in steps(), sizes in sizes(), reserve in 0..3000u64) {
         let mut arena = step.arena(Reserve::Bytes(reserve));
         let run = step.run(&mut arena, |id| sizes.bytes(&step.requests, id));
         let served: Vec<Option<u64>> = step
@@ -301,7 +301,7 @@ fn an_overflow_names_all_that_helps() {
         Reserve::Bytes(1000),
         2112,
         "the arena of routing buffers cannot serve request 0, received (dispatch) of layer h.3: 2112 bytes (33 rows of 64 \
-         bytes) asked for, 512 when balanced, 8192 at most; 960 free in one piece, 960 in all, with a reserve of 960 bytes; \
+         bytes) requested, 512 when balanced, 8192 at most; 960 free in one piece, 960 in total, with a reserve of 960 bytes; \
          use Reserve::Worst, Reserve::Balanced with a factor of at least 4.13, or Reserve::Bytes(3072); or recompute the \
          layer, or bound its rows by a capacity factor",
     );
@@ -309,8 +309,8 @@ fn an_overflow_names_all_that_helps() {
         Reserve::Balanced { factor: 1.25 },
         9000,
         "the arena of routing buffers cannot serve request 0, received (dispatch) of layer h.3: 9000 bytes (140 rows of 64 \
-         bytes) asked for, 512 when balanced, 8192 at most, 640 promised; 640 free in one piece, 640 in all, with a reserve \
-         of 640 bytes; the bound given for this request is wrong",
+         bytes) requested, 512 when balanced, 8192 at most, 640 promised; 640 free in one piece, 640 in total, with a reserve \
+         of 640 bytes; the request exceeds its own bound; correct the bound (Request::most)",
     );
 }
 
@@ -325,7 +325,10 @@ fn no_request_is_served_beyond_its_bound() {
         let mut arena = Arena::new(plan(reserve).unwrap());
         for bytes in [129, 1 << 19, u64::MAX] {
             let overflow = arena.request(RequestId(0), bytes).unwrap_err();
-            assert!(overflow.to_string().ends_with("the bound given for this request is wrong"), "{overflow}");
+            assert!(
+                overflow.to_string().ends_with("the request exceeds its own bound; correct the bound (Request::most)"),
+                "{overflow}"
+            );
             assert_eq!(arena.offer(RequestId(0), bytes), None);
         }
         assert!(arena.request(RequestId(0), 128).is_ok());
@@ -342,13 +345,13 @@ fn unsound_requests_are_errors() {
     let sound = || Request::new(0..4, 1, 2);
     let options = ArenaOptions::default;
     check(vec![Request::new(4..4, 1, 2)], options(), "empty lifetime");
-    check(vec![Request::new(0..4, 3, 2)], options(), "larger when balanced");
+    check(vec![Request::new(0..4, 3, 2)], options(), "balanced size above its bound");
     check(vec![sound().aligned(0)], options(), "power of two");
     check(vec![Request::new(1..4, 1, 2), sound()], options(), "order of their first tick");
-    check(vec![sound()], ArenaOptions { base: Some(512), ..options() }, "inside of the static plan");
+    check(vec![sound()], ArenaOptions { base: Some(512), ..options() }, "inside the static plan");
     check(vec![sound()], ArenaOptions::with_reserve(Reserve::Balanced { factor: f64::NAN }), "finite");
-    check(vec![sound()], ArenaOptions::with_reserve(Reserve::Bytes(u64::MAX)), "no place");
-    check(vec![Request::new(0..4, 1, u64::MAX)], ArenaOptions::with_reserve(Reserve::Worst), "no place");
+    check(vec![sound()], ArenaOptions::with_reserve(Reserve::Bytes(u64::MAX)), "exceed the address space");
+    check(vec![Request::new(0..4, 1, u64::MAX)], ArenaOptions::with_reserve(Reserve::Worst), "exceed the address space");
     assert!(matches!(
         ArenaPlan::new(&problem, &[], vec![sound()], &options()),
         Err(Error::NotOnePerBuffer { entries: 0, buffers: 1, .. })

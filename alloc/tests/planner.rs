@@ -355,12 +355,12 @@ fn an_order_is_chosen_that_alignments_allow() {
     planned(&with_groups(problem(), &[(vec![0, 1, 2], true)]).unwrap(), &Options::default());
     let impossible = vec![Buffer::new(0..2, 4).aligned(8), Buffer::new(0..2, 4).aligned(8)];
     let error = Problem::new(impossible).unwrap().adjacent(vec![BufferId(0), BufferId(1)]).unwrap_err();
-    assert!(error.to_string().contains("is put off its alignment"), "{error}");
+    assert!(error.to_string().contains("misses its alignment"), "{error}");
 }
 
 /// A buffer without bytes also stays where it is pinned, and with its group.
 #[test]
-fn nothing_is_pinned_too() {
+fn empty_buffers_stay_at_their_pins() {
     let list =
         vec![Buffer::new(0..2, 0).at(126), Buffer::new(0..3, 8), Buffer::new(1..2, 0), Buffer::new(0..2, 0).at(4)];
     planned(&Problem::new(list.clone()).unwrap(), &Options::default());

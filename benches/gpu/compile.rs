@@ -58,7 +58,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     let (cache, rows) = (Cache::of_user(), Mutex::new(Vec::new()));
     jobs.into_par_iter().try_for_each(|(family, architecture)| -> anyhow::Result<()> {
         let kernels = cache.fill(nvrtc, family, architecture)?;
-        anyhow::ensure!(!kernels.is_empty(), "NVRTC's log tells of no kernel in {}", family.file());
+        anyhow::ensure!(!kernels.is_empty(), "NVRTC's log has no kernel of {}", family.file());
         let row = |resources: Resources| {
             let launched_shared_bytes = launched.shared_bytes.get(&resources.kernel).copied().unwrap_or(0);
             Row { architecture: architecture.to_string(), file: family.file(), resources, launched_shared_bytes }
@@ -85,7 +85,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 fn table(kernels: &[Row]) -> String {
     let mut text = format!(
         "{:60} {:7} {:>9} {:>6} {:>13} {:>7} {:>9}",
-        "kernel", "", "registers", "stack", "spills", "shared", "launched"
+        "kernel", "", "registers", "stack", "spills", "shared", "dynamic"
     );
     for Row { architecture, resources, launched_shared_bytes, .. } in kernels {
         let Resources { kernel, registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes } = resources;

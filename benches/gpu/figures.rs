@@ -64,8 +64,12 @@ fn known(card: &str) -> Option<&'static (&'static str, f64, f64, f64)> {
 }
 
 fn above_zero(text: &str) -> Result<f64, String> {
-    let number: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
-    if number.is_finite() && number > 0.0 { Ok(number) } else { Err(format!("{number} is no rate")) }
+    let number: f64 = text.parse().map_err(|_| format!("{text:?} is not a number"))?;
+    if number.is_finite() && number > 0.0 {
+        Ok(number)
+    } else {
+        Err(format!("{number} is not a rate; give a number above 0"))
+    }
 }
 
 impl Peak {

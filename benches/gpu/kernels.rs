@@ -17,7 +17,7 @@ use super::tokens::Tokens;
 pub struct Arguments {
     #[arg(long, value_enum, default_value_t = Model::Gpt2)]
     model: Model,
-    /// Which GPU.
+    /// The GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
     #[arg(long, value_enum, default_value_t = Float::Bf16)]

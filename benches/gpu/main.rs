@@ -43,10 +43,10 @@ pub use record::Outcome;
 pub struct Options {
     #[command(subcommand)]
     command: Command,
-    /// Fail where there is no GPU.
+    /// Fail if there is no GPU.
     #[arg(long, global = true)]
     require_gpu: bool,
-    /// Also write what was found to this file.
+    /// Also write the results to this file, as JSON.
     #[arg(long, global = true, value_name = "FILE")]
     json: Option<PathBuf>,
     /// What cargo passes to a bench.
@@ -56,7 +56,7 @@ pub struct Options {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Which GPU there is.
+    /// The GPU of this machine.
     Device(probe::Arguments),
     /// Every kernel, compiled: registers, spills and shared memory, and machine code for the cache; needs no GPU.
     Compile(compile::Arguments),
@@ -66,7 +66,7 @@ enum Command {
     Estimate(estimate::Arguments),
     /// The same training on the CPU in f32, and on the GPU in f32 and bf16.
     Parity(parity::Arguments),
-    /// What of the device's memory is in use, and for what.
+    /// The device's memory by use.
     Memory(memory::Arguments),
     /// Tokens per second of the largest micro-batch that fits a budget.
     Speed(speed::Arguments),
@@ -118,6 +118,10 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
     if let Some(path) = &options.json {
         std::fs::write(path, serde_json::to_string_pretty(&found.json)?)?;
     }
-    anyhow::ensure!(found.outcome != Outcome::Skipped || !options.require_gpu, "a GPU is required; {}", found.text);
+    anyhow::ensure!(
+        found.outcome != Outcome::Skipped || !options.require_gpu,
+        "a GPU is required (--require-gpu); {}",
+        found.text
+    );
     Ok(found.outcome)
 }

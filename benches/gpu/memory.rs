@@ -12,7 +12,7 @@ use super::tokens::Tokens;
 pub struct Arguments {
     #[arg(long, value_enum, default_value_t = Model::Gpt2)]
     model: Model,
-    /// Which GPU.
+    /// The GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
     #[arg(long, value_enum, default_value_t = Float::Bf16)]
@@ -57,6 +57,6 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     let memory = trainer.device_memory()?.ok_or_else(|| anyhow::anyhow!("{}", trainer.device()))?;
     let planned_bytes = trainer.report().arena_bytes;
     let (rounding, unexplained) = (memory.rounding(), memory.unexplained());
-    let text = format!("{card}, after {} steps; {planned_bytes} bytes were planned\n{memory}", arguments.steps);
+    let text = format!("{card}, after {} steps; {planned_bytes} bytes planned\n{memory}", arguments.steps);
     Found::new(unexplained == 0, text, &Figures { card, step, planned_bytes, losses, memory, rounding, unexplained })
 }

@@ -13,7 +13,7 @@ use super::tokens::Tokens;
 pub struct Arguments {
     #[arg(long, value_enum, default_value_t = Model::Gpt2)]
     model: Model,
-    /// Which GPU.
+    /// The GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..))]
@@ -74,8 +74,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         sides.push(Side { dtype, losses, difference, at_step, tolerance });
     }
     let mut text = format!(
-        "{} steps of {} × {} made-up ids on {card}, beside the CPU in f32, whose loss goes from {:.4} to {:.4}; its own in bf16 differs \
-         by {rounding:.2e}\n\
+        "{} steps of {} × {} random ids on {card}, compared with the CPU in f32, whose loss goes from {:.4} to {:.4}; the CPU in bf16 \
+         differs by {rounding:.2e}\n\
          type   last loss   largest relative difference   at step   tolerance",
         arguments.steps,
         step.micro_batch,
@@ -84,7 +84,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         cpu_losses[cpu_losses.len() - 1],
     );
     for Side { dtype, losses, difference, at_step, tolerance } in &sides {
-        let (last, verdict) = (losses[losses.len() - 1], if difference <= tolerance { "" } else { "   TOO FAR" });
+        let (last, verdict) = (losses[losses.len() - 1], if difference <= tolerance { "" } else { "   TOO LARGE" });
         text += &format!("\n{dtype:4} {last:11.4} {difference:29.2e} {at_step:9} {tolerance:11.0e}{verdict}");
     }
     let is_right = sides.iter().all(|side| side.difference <= side.tolerance);

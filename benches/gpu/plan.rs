@@ -80,7 +80,7 @@ impl Shape {
         })?;
         let Some((micro_batch, planned)) = found else {
             let needed = smallest.unwrap_or_default();
-            anyhow::bail!("one sequence needs an arena of {needed} bytes, and the budget is {budget}");
+            anyhow::bail!("one sequence needs an arena of {needed} bytes, but the budget is {budget}");
         };
         Ok(Sized { budget_bytes: Some(budget), step: self.step(micro_batch), planned })
     }
@@ -100,6 +100,6 @@ mod tests {
             assert_eq!(shape.largest(budget - 1).unwrap().step.micro_batch, micro_batch - 1);
         }
         let refused = shape.largest(1000).unwrap_err().to_string();
-        assert_eq!(refused, format!("one sequence needs an arena of {} bytes, and the budget is 1000", bytes(1)));
+        assert_eq!(refused, format!("one sequence needs an arena of {} bytes, but the budget is 1000", bytes(1)));
     }
 }

@@ -57,7 +57,7 @@ impl FromStr for Gpu {
     fn from_str(text: &str) -> Result<Self, String> {
         match text.parse()? {
             DeviceChoice::Cuda(ordinal) => Ok(Self(ordinal)),
-            other => Err(format!("{other} is no GPU; the first is cuda:0")),
+            other => Err(format!("{other} is not a GPU; the first GPU is cuda:0")),
         }
     }
 }
@@ -70,7 +70,7 @@ impl fmt::Display for Gpu {
 
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Which GPU.
+    /// The GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
 }

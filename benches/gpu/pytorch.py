@@ -86,7 +86,7 @@ def parse():
     options = parser.parse_args()
     if options.command == "train" and options.micro_batch is None and options.budget is None:
         if options.device != "cpu":
-            parser.error("--budget or --micro-batch is needed")
+            parser.error("give --budget or --micro-batch")
         options.micro_batch = 2
     return options
 

@@ -23,7 +23,7 @@ pub struct Arguments {
     /// Sequences of a micro-batch; nothing is searched then.
     #[arg(long, conflicts_with = "budget")]
     micro_batch: Option<usize>,
-    /// Which GPU.
+    /// The GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
     /// Measured steps.
@@ -72,7 +72,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         }
     }
     let ms = median(step_ms.clone()).context("--steps is at least 1")?;
-    let memory = trainer.device_memory()?.context("it was to run on a GPU")?;
+    let memory = trainer.device_memory()?.context("the trainer does not run on a GPU")?;
     let tokens_per_second = step.tokens() as f64 / ms * 1e3;
     let flops_per_token = step.model_flops(&sized.planned) / step.tokens() as f64;
     let peak_flops = arguments.peak.flops(&card.card, step.dtype);
@@ -81,13 +81,13 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     let text = format!(
         "{card}: micro-batch {} × {} in {}, {ms:.2} ms per step (median of {})\n\
          {tokens_per_second:.0} tokens/s, MFU {}\n\
-         {trainer_bytes} bytes of arena{}; {} bytes in use on the device, by anybody",
+         {trainer_bytes} bytes of arena{}; {} bytes in use on the device, by all processes",
         step.micro_batch,
         step.sequence,
         step.dtype,
         step_ms.len(),
         mfu.map_or_else(
-            || "unknown: this device's peak is not; give it with --peak-tflops".into(),
+            || "unknown: give this device's peak with --peak-tflops".into(),
             |mfu| format!("{:.1}%", mfu * 100.0)
         ),
         sized.budget_bytes.map_or_else(String::new, |budget| format!(" within {budget}")),
@@ -116,14 +116,14 @@ impl Arguments {
         let sized = match (self.micro_batch, self.budget) {
             (Some(micro_batch), _) => self.shape.sized(micro_batch)?,
             (None, Some(budget)) => self.shape.largest(budget)?,
-            (None, None) => anyhow::bail!("--budget or --micro-batch is needed"),
+            (None, None) => anyhow::bail!("give --budget or --micro-batch"),
         };
         let trainer = sized.step.trainer(self.device.choice())?;
         let bytes = trainer.report().arena_bytes;
         if let Some(budget) = sized.budget_bytes {
             anyhow::ensure!(
                 bytes <= budget,
-                "the trainer's evaluation and sampling take {bytes} bytes, and the budget is {budget}"
+                "the trainer's evaluation and sampling take {bytes} bytes, but the budget is {budget}"
             );
         }
         Ok((sized, trainer))

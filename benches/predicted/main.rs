@@ -94,11 +94,11 @@ fn main() -> Result<()> {
         let most = bytes.iter().max().copied().unwrap_or(0);
         println!("{predicted:12.2} {milliseconds:12.2} {ratio:6.3} {most:16}  {}", keys.replace('\n', ", "));
     }
-    ensure!(!off.is_empty(), "none of these configurations has ranks that could be processes");
+    ensure!(!off.is_empty(), "none of these configurations has several ranks");
     off.sort_by(f64::total_cmp);
     let part = |tenths: usize| 100.0 * off[(off.len() - 1) * tenths / 10];
     println!(
-        "{} configurations, all bytes equal; time is off by {:.1} % at the median, {:.1} % at nine tenths",
+        "{} configurations, all bytes equal; error of the time: median {:.1} %, 90th percentile {:.1} %",
         off.len(),
         part(5),
         part(9)

@@ -170,7 +170,7 @@ fn compare(options: &Options) -> anyhow::Result<()> {
     if sides.len() > 1 {
         println!("\ngapless beside     tokens/s   tokens per CPU second   peak resident memory");
     }
-    let [ours, others @ ..] = &measurements[..] else { anyhow::bail!("there are sides") };
+    let [ours, others @ ..] = &measurements[..] else { anyhow::bail!("there are no sides to measure") };
     for (side, theirs) in sides[1..].iter().zip(others) {
         let pairs = || ours.iter().zip(theirs);
         let speed = sorted(pairs().map(|(ours, theirs)| theirs.ms / ours.ms));

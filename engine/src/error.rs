@@ -28,9 +28,9 @@ pub enum TrainError {
     Shape { name: String, expected: Vec<usize>, given: Vec<usize> },
     #[error("non-finite loss {loss} at step {step}; the first non-finite value came out of {culprit}")]
     NonFinite { step: u64, loss: f32, culprit: String },
-    #[error("token {id} is outside the model's vocabulary of {vocabulary}; the data was made with another tokenizer")]
+    #[error("token {id} is outside the model's vocabulary of {vocabulary}; encode the data with the model's tokenizer")]
     TokenOutOfRange { id: u32, vocabulary: usize },
-    #[error("{name:?} is on rank {rank} of the mesh; ask that one for it")]
+    #[error("{name:?} is on rank {rank} of the mesh; read it there")]
     OnAnotherRank { name: String, rank: usize },
     #[error(transparent)]
     LearningRate(#[from] LearningRateError),
@@ -43,7 +43,7 @@ pub enum TrainError {
     )]
     RanksDiffer { rank: usize, what: &'static str, here: String },
     #[error(
-        "the parameter {name} is not the same on ranks {first} and {rank}, which train copies of it: nothing was saved; go on from the last checkpoint"
+        "the parameter {name} is not the same on ranks {first} and {rank}, which train copies of it: nothing was saved; resume from the last checkpoint"
     )]
     CopiesDiffer { name: String, first: usize, rank: usize },
     #[error("rank {rank} could not save: {why}")]

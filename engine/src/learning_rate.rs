@@ -66,7 +66,7 @@ pub enum Shape {
 #[non_exhaustive]
 pub enum LearningRateError {
     /// A rate that is negative, infinite or not a number.
-    #[error("the {which} learning rate is {rate}; it has to be a finite number of at least 0")]
+    #[error("the {which} learning rate is {rate}; set it to a finite number of at least 0")]
     Rate {
         /// `peak` or `floor`.
         which: &'static str,
@@ -83,7 +83,7 @@ pub enum LearningRateError {
     },
     /// Warm-up and decay take more steps than the run.
     #[error(
-        "a warm-up of {warmup_steps} steps and a decay of {decay_steps} don't fit into {steps} steps; shorten one, or train longer"
+        "a warm-up of {warmup_steps} steps and a decay of {decay_steps} do not fit into {steps} steps; shorten one, or train longer"
     )]
     TooLong {
         /// Number of steps of the warm-up.
@@ -224,9 +224,9 @@ mod tests {
         refused(LearningRate { peak: f64::NAN, ..COSINE }, "the peak learning rate is NaN");
         refused(LearningRate { floor: -1.0, ..COSINE }, "the floor learning rate is -1");
         refused(LearningRate { floor: 2.0, ..COSINE }, "above its peak 1");
-        refused(LearningRate { warmup_steps: 21, ..COSINE }, "don't fit into 20 steps");
-        refused(LearningRate { warmup_steps: 13, ..WSD }, "a decay of 8 don't fit");
-        refused(LearningRate { warmup_steps: u64::MAX, ..WSD }, "don't fit");
+        refused(LearningRate { warmup_steps: 21, ..COSINE }, "do not fit into 20 steps");
+        refused(LearningRate { warmup_steps: 13, ..WSD }, "a decay of 8 do not fit");
+        refused(LearningRate { warmup_steps: u64::MAX, ..WSD }, "do not fit");
     }
 
     generated! {

@@ -42,7 +42,7 @@ pub struct JsonLines<W: Write = File> {
 
 /// A row that could not be written.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot write metrics to {path}: {source}; is the disk full?")]
+#[error("cannot write metrics to {path}: {source}; check that the disk has room")]
 pub struct MetricsError {
     /// The file.
     pub path: PathBuf,

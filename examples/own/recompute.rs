@@ -29,11 +29,7 @@ pub fn run(mut step: Step) -> Result<()> {
         let timing = step.timing(&programs)?;
         let most = programs.iter().map(|program| Ok(step.plan(program)?.arena_bytes()));
         let most = most.collect::<Result<Vec<u64>>>()?.into_iter().max().unwrap_or(0);
-        println!(
-            "{name}: {most} bytes, {} ns, {:.1} % computed again",
-            timing.nanoseconds(),
-            100.0 * timing.overhead()
-        );
+        println!("{name}: {most} bytes, {} ns, {:.1} % recomputed", timing.nanoseconds(), 100.0 * timing.overhead());
     }
     Ok(())
 }

@@ -14,15 +14,15 @@ use gapless::step::Step;
 use serde::Deserialize;
 
 #[derive(Parser)]
-#[command(about = "Steps of papers: their figures beside ours")]
+#[command(about = "Steps of papers: their figures and ours")]
 struct Args {
-    /// All rows, rather than some
+    /// All rows; by default a quick selection
     #[arg(long)]
     all: bool,
-    /// Only rows whose name has this in it
+    /// Only rows whose name contains this
     #[arg(long, default_value = "")]
     row: String,
-    /// As tab-separated values
+    /// Print tab-separated values
     #[arg(long)]
     tsv: bool,
 }

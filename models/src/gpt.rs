@@ -136,7 +136,7 @@ impl Gpt {
             return Err(Error::config(
                 "sequence",
                 format!("{t} tokens, but the model has positions for {}", self.config.sequence),
-                "take shorter sequences, or a model with a longer one (GptConfig::sequence)",
+                "use shorter sequences, or a model with more positions (GptConfig::sequence)",
             ));
         }
         let positions = self.wpe.rows_of_positions(t)?;

@@ -29,7 +29,7 @@ impl Checked {
     /// Checks that a number is above 0 and, like its reciprocal, representable in f32.
     pub fn positive(self, name: &str, x: f64) -> Self {
         let is_sound = x > 0.0 && (x as f32).is_normal() && ((1.0 / x) as f32).is_normal();
-        self.holds(is_sound, || format!("{name} is {x}, which is no number above 0 in f32"))
+        self.holds(is_sound, || format!("{name} is {x}, which is not a number above 0 in f32"))
     }
 
     /// Checks that a probability is at least 0 and below 1.
@@ -39,13 +39,13 @@ impl Checked {
 
     /// Checks the number of parameters.
     pub fn elements(self, elements: u128) -> Self {
-        let why = || format!("it has {elements} parameters, and {MOST_ELEMENTS} are the most");
+        let why = || format!("it has {elements} parameters, above the maximum of {MOST_ELEMENTS}");
         self.holds(elements <= MOST_ELEMENTS, why)
     }
 
     fn holds(mut self, holds: bool, why: impl FnOnce() -> String) -> Self {
         if !holds && self.wrong.is_none() {
-            self.wrong = Some((why(), "choose one within these bounds"));
+            self.wrong = Some((why(), "choose a value within these bounds"));
         }
         self
     }

@@ -223,8 +223,8 @@ impl Moe {
         config.check()?;
         let LlamaConfig { width, layers, .. } = config.llama;
         if let Some(layer) = config.dense_layers.iter().find(|&&layer| layer >= layers) {
-            let why = format!("layer {layer} is to be dense, of {layers} layers");
-            return Err(Error::config("model", why, "layers are numbered from 0"));
+            let why = format!("the dense layer {layer} is not one of its {layers} layers");
+            return Err(Error::config("model", why, "number layers from 0"));
         }
         let model = vb.pp("model");
         let embed_tokens = config.llama.embedding(&model)?;

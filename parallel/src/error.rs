@@ -7,9 +7,9 @@
 pub enum Error {
     #[error("{schedule}: {what} must be at least 1")]
     Zero { schedule: &'static str, what: &'static str },
-    #[error("{schedule} runs {needed} chunk(s) per rank, not {chunks}; ask for {needed}")]
+    #[error("{schedule} runs {needed} chunk(s) per rank, not {chunks}; use {needed}")]
     Chunks { schedule: &'static str, needed: u32, chunks: u32 },
-    #[error("{schedule} runs on {needed} rank(s), not {ranks}; ask for {needed}, or for the modular pipeline")]
+    #[error("{schedule} runs on {needed} rank(s), not {ranks}; use {needed}, or the modular pipeline")]
     Ranks { schedule: &'static str, needed: u32, ranks: u32 },
     #[error(
         "{schedule}: {micro_batches} micro-batches do not split into {rounds} equal rounds; use a multiple of {rounds}"
@@ -22,18 +22,20 @@ pub enum Error {
     Group { schedule: &'static str, micro_batches: u32, group: u32, rest: u32, ranks: u32 },
     #[error("{schedule} needs at least {needed} micro-batches, not {micro_batches}")]
     MicroBatches { schedule: &'static str, needed: u32, micro_batches: u32 },
-    #[error("{schedule} keeps at least {needed} activations alive, one of each chunk; a peak of {peak} is below that")]
+    #[error("{schedule} keeps at least {needed} activations alive, one of each chunk; raise the peak of {peak}")]
     Peak { schedule: &'static str, needed: u32, peak: u32 },
-    #[error("{schedule} finds no order with a peak of {peak} activations; {needed} are always enough")]
+    #[error("{schedule} finds no order with a peak of {peak} activations; use {needed}, which are always enough")]
     Room { schedule: &'static str, needed: u32, peak: u32 },
     #[error(
         "{schedule}: {ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many: ranks × chunks × (micro-batches \
          + ranks) is at most {most}; use fewer of them"
     )]
     TooLarge { schedule: &'static str, ranks: u32, chunks: u32, micro_batches: u32, most: u32 },
-    #[error("a mesh of {data} data × {pipeline} pipeline × {expert} expert ranks does not exist; each is at least 1")]
+    #[error(
+        "a mesh of {data} data × {pipeline} pipeline × {expert} expert ranks is not valid; set each to at least 1, and their product below 2^64"
+    )]
     Mesh { data: usize, pipeline: usize, expert: usize },
-    #[error("no schedule is called {name:?}; there are {known}")]
+    #[error("unknown schedule {name:?}; choose one of {known}")]
     Unknown { name: String, known: String },
     #[error("row {row}, cell {cell}: {text:?} is not {expected}")]
     Cell { row: usize, cell: usize, text: String, expected: &'static str },

@@ -70,7 +70,7 @@ mod tests {
     use crate::Kind;
 
     #[test]
-    fn what_overlaps_adds_up() {
+    fn overlapping_bytes_are_added() {
         let cell = |kind, micro_batch| Cell::One(Action::new(kind, 0, micro_batch));
         let kept = |bytes, from, until| Kept { bytes, from: cell(from, 0), until: cell(until, 0) };
         let saved = kept(10, Kind::Forward, Kind::Backward);

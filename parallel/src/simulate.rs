@@ -24,7 +24,7 @@ pub struct Timeline {
 
 /// The error for a rank that waits forever; [`crate::check()`] says why.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("rank {rank} waits for ever at {cell}; the checker says what it waits for")]
+#[error("rank {rank} waits forever at {cell}; gapless_parallel::check names what it waits for")]
 pub struct Stuck {
     /// The rank.
     pub rank: usize,

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn contradictory_variables_are_refused() {
         for (environment, expected) in [
             ("RANK=3", "RANK is set, but WORLD_SIZE is not"),
             ("WORLD_SIZE=3", "WORLD_SIZE is set, but RANK is not"),

@@ -159,8 +159,8 @@ fn spoiled_tables_are_refused_for_all_that_is_wrong() {
             &[
                 "rank 1: 1RECV_F0 has no 0SEND_F0",
                 "rank 0: 0WAIT_SEND_F0 does not come after 0SEND_F0, which it needs",
-                "rank 0 waits for ever at 0RECV_B0 (Blocking sends)",
-                "rank 1 waits for ever at 1RECV_F0 (Blocking sends)",
+                "rank 0 waits forever at 0RECV_B0 (Blocking sends)",
+                "rank 1 waits forever at 1RECV_F0 (Blocking sends)",
             ],
         ),
         (
@@ -169,8 +169,8 @@ fn spoiled_tables_are_refused_for_all_that_is_wrong() {
             &[
                 "rank 0: 0SEND_F0 has no 1RECV_F0",
                 "rank 1: 1F0 does not come after 1RECV_F0, which it needs",
-                "rank 0 waits for ever at 0SEND_F0 (Blocking sends)",
-                "rank 1 waits for ever at 1SEND_B0 (Blocking sends)",
+                "rank 0 waits forever at 0SEND_F0 (Blocking sends)",
+                "rank 1 waits forever at 1SEND_B0 (Blocking sends)",
             ],
         ),
         ("0WAIT_SEND_F0,", "", &["rank 0: 0SEND_F0 has no 0WAIT_SEND_F0"]),
@@ -181,17 +181,14 @@ fn spoiled_tables_are_refused_for_all_that_is_wrong() {
             &[
                 "rank 1: 1SEND_F0 has no 2RECV_F0",
                 "rank 1: 1SEND_F0 has no 1WAIT_SEND_F0",
-                "rank 0 waits for ever at 0RECV_B0 (Blocking sends)",
-                "rank 1 waits for ever at 1SEND_F0 (Blocking sends)",
+                "rank 0 waits forever at 0RECV_B0 (Blocking sends)",
+                "rank 1 waits forever at 1SEND_F0 (Blocking sends)",
             ],
         ),
         (
             "0F0,0SEND_F0,0RECV_B0",
             "0RECV_B0,0F0,0SEND_F0",
-            &[
-                "rank 0 waits for ever at 0RECV_B0 (Blocking sends)",
-                "rank 1 waits for ever at 1RECV_F0 (Blocking sends)",
-            ],
+            &["rank 0 waits forever at 0RECV_B0 (Blocking sends)", "rank 1 waits forever at 1RECV_F0 (Blocking sends)"],
         ),
         ("1RECV_F0,1F0", "1F0,1RECV_F0", &["rank 1: 1F0 does not come after 1RECV_F0, which it needs"]),
         // Fetched weights.
@@ -222,7 +219,7 @@ fn crossed_messages() {
     assert_eq!(said(crossed, 2, 2, Sends::Buffered), [""; 0]);
     assert_eq!(
         said(crossed, 2, 2, Sends::Blocking),
-        ["rank 0 waits for ever at 0SEND_F1 (Blocking sends)", "rank 1 waits for ever at 1SEND_B0 (Blocking sends)",]
+        ["rank 0 waits forever at 0SEND_F1 (Blocking sends)", "rank 1 waits forever at 1SEND_B0 (Blocking sends)",]
     );
 }
 
@@ -240,7 +237,7 @@ fn a_pair_that_needs_itself() {
 fn a_stuck_table_is_not_lowered() {
     let table = read_table("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n").unwrap();
     let stuck = communicate(&table, Waits::Late).unwrap_err();
-    assert_eq!(stuck.to_string(), "rank 0 waits for ever at 0B0; the checker says what it waits for");
+    assert_eq!(stuck.to_string(), "rank 0 waits forever at 0B0; gapless_parallel::check names what it waits for");
 }
 
 #[test]

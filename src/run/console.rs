@@ -145,7 +145,7 @@ impl ErrorOutput {
     /// Counts a failure; reports the first one of each output.
     fn note(&self, output: &str, result: io::Result<()>) {
         let Err(error) = result else { return };
-        let line = format!("cannot write to {output}: {error}; training goes on without it\n");
+        let line = format!("cannot write to {output}: {error}; training continues without it\n");
         if self.is_first(output, error) {
             self.write_line(line.as_bytes());
         }
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_and_warned_of_is_in_the_log() {
+    fn messages_and_warnings_are_in_the_log() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log.txt");
         for (is_appended, expected) in [(false, "one\nred\ntwo\n"), (true, "one\nred\ntwo\none\nred\ntwo\n")] {

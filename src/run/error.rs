@@ -40,7 +40,7 @@ pub enum RunError {
         path: PathBuf,
     },
     /// No step is left to do.
-    #[error("{} has done {done} steps, as many as the run is to have, or more; raise steps (it is {steps})", path.display())]
+    #[error("{} has done {done} steps, and steps is {steps}; raise steps", path.display())]
     NothingLeft {
         /// Path of the checkpoint.
         path: PathBuf,
@@ -50,7 +50,7 @@ pub enum RunError {
         steps: u64,
     },
     /// The checkpoint is of a run with other settings.
-    #[error("the run in {} was of another configuration: {}; these keys cannot change: set them back (run.toml beside its checkpoints has them) or choose another --out", path.display(), differences.join(", "))]
+    #[error("the run in {} has another configuration: {}; these keys cannot change: restore them from the run.toml beside its checkpoints, or choose another --out", path.display(), differences.join(", "))]
     Changed {
         /// Path of the checkpoint.
         path: PathBuf,
@@ -59,7 +59,7 @@ pub enum RunError {
     },
     /// Loss spikes went on for too long.
     #[error(
-        "{skipped} steps in a row, the last of them {step}, were far above those before them and were left out; the last checkpoint is from before: let guard.rollbacks go back to it, go on from it with --fork and a lower learning_rate.peak or another seed, or raise guard.norm and guard.loss"
+        "{skipped} steps in a row, up to step {step}, had a loss or gradient norm far above the steps before and were skipped; the last checkpoint is older: set guard.rollbacks to roll back to it, continue from it with --fork and a lower learning_rate.peak or another seed, or raise guard.norm and guard.loss"
     )]
     Spikes {
         /// The last skipped step.
@@ -70,7 +70,7 @@ pub enum RunError {
     /// The folder of a run was deleted or moved during the run.
     #[error(
         "{} was deleted, moved or replaced while the run was writing into it, and the run has ended; its checkpoints are where the folder \
-         is now: go on from there with --resume, or run it again",
+         is now: continue there with --resume, or start the run again",
         path.display()
     )]
     FolderGone {

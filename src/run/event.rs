@@ -97,7 +97,7 @@ impl fmt::Display for Event {
             Self::Step { report, tokens_per_second, .. } => {
                 let StepReport { step, loss, gradient_norm, lr, skipped, .. } = report;
                 let parts = report.loss_parts.map_or(String::new(), |parts| format!(" ({parts})"));
-                let left_out = if *skipped { " left out" } else { "" };
+                let left_out = if *skipped { " skipped" } else { "" };
                 write!(
                     f,
                     "step {step:>5} loss {loss:.3}{parts} norm {gradient_norm:.2} lr {lr:.1e} {tokens_per_second:.0} tokens/s{left_out}"
@@ -107,11 +107,11 @@ impl fmt::Display for Event {
                 write!(f, "step {step:>5} validation loss {loss:.4}")
             }
             Self::Evaluation { step, val_loss: None, .. } => {
-                write!(f, "step {step:>5} validation loss not measured: no target counts")
+                write!(f, "step {step:>5} validation loss not measured: all targets are ignored")
             }
             Self::Saved { saved } => write!(f, "saved {}", saved.display()),
             Self::RolledBack { from, to } => {
-                write!(f, "back from step {from} to the checkpoint of step {to}, and on with other data")
+                write!(f, "rolled back from step {from} to the checkpoint of step {to}; continuing with other data")
             }
         }
     }

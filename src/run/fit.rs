@@ -353,7 +353,7 @@ pub fn validation_windows(
 ) -> Result<Option<ValidationWindows>, DataError> {
     match dataset.validation(sequence, if count == 0 { usize::MAX } else { count }) {
         Err(error @ DataError::TooShort { .. }) => {
-            tracing::warn!(%error, "no validation");
+            tracing::warn!(%error, "validation is left out");
             Ok(None)
         }
         windows => windows,

@@ -192,7 +192,7 @@ impl RunFolder {
         }
         if is_new && let Some(earlier) = self.set_aside()? {
             console.say(format_args!(
-                "the earlier run of this folder is now in {}; --resume would have gone on with it",
+                "the earlier run of this folder is now in {}; --resume would have continued it",
                 earlier.display()
             ));
         }
@@ -244,7 +244,7 @@ impl RunFolder {
         if trainer.rank() == 0
             && let Err(error) = self.best().and_then(|best| Checkpoint::prune(&self.checkpoints, self.keep_last, &best))
         {
-            tracing::warn!(%error, "an old checkpoint stays");
+            tracing::warn!(%error, "cannot remove an old checkpoint");
         }
         Ok(path)
     }

@@ -121,7 +121,7 @@ pub fn train(
         return Rank { config, out, start, console }.train(world, show);
     }
     if world.size() > 1 {
-        let why = format!("the keys of its ranks make {ranks}, and {} processes were started", world.size());
+        let why = format!("it has {ranks} ranks, but {} processes were started", world.size());
         return Err(ConfigError::value("mesh", why, "start one process, or one for each rank").into());
     }
     // Only the first rank prints and shows progress.
@@ -213,7 +213,7 @@ impl<'a> Rank<'a> {
             let before = before.filter(|_| summary.final_loss.is_none() && resumed.is_some());
             if before.is_some() {
                 let steps = summary.steps;
-                run.console.say(format_args!("all of its {steps} steps were done before; raise steps to go on"));
+                run.console.say(format_args!("all {steps} steps were done before; raise steps to continue"));
             }
             let exported = before.as_ref().and_then(|before| Some(PathBuf::from(before.get("weights")?.as_str()?)));
             summary.weights = match exported.filter(|folder| out.join(folder).exists()) {
@@ -326,7 +326,7 @@ impl<'a> Run<'a> {
         let mut to = out.join(if is_lora { "adapter" } else { "model" });
         if fs::symlink_metadata(&to).is_ok() {
             // The folder may be the one that this run started from, or may be in use.
-            console.say(format_args!("{} is there already, and stays as it is", to.display()));
+            console.say(format_args!("{} exists and is not overwritten", to.display()));
             to = free_name(&to, 1);
         }
         match is_lora {
@@ -380,7 +380,7 @@ fn expect_known(dataset: &Dataset, model: &ModelConfig, console: &Console) -> Re
     if (largest as usize) < known {
         return Ok(());
     }
-    let why = format!("they have the token id {largest}, and the model of {} knows {known} tokens", path.display());
+    let why = format!("the tokens go up to id {largest}, but the model of {} has {known} tokens", path.display());
     Err(ConfigError::value("data", why, "use the tokenizer that the model was trained with").into())
 }
 
@@ -430,7 +430,7 @@ fn sampled(
     let line = format!("=== step {}\n{text}\n", trainer.steps());
     let file = fs::OpenOptions::new().create(true).append(true).open(&path);
     if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
-        tracing::warn!(path = %path.display(), %error, "a sample is not kept");
+        tracing::warn!(path = %path.display(), %error, "cannot write a sample");
     }
     Ok(())
 }

@@ -45,7 +45,7 @@ pub struct DeviceProfile {
 #[derive(Debug, thiserror::Error)]
 pub enum UnknownDevice {
     /// The name is neither a known profile nor a file.
-    #[error("no device {name:?}; there are {known}, this-machine, and files of one's own", known = DeviceProfile::known().map(|known| known.name).join(", "))]
+    #[error("unknown device {name:?}; use {known}, this-machine, or a file of your own", known = DeviceProfile::known().map(|known| known.name).join(", "))]
     Name {
         /// The name as given.
         name: String,
@@ -167,8 +167,8 @@ impl DeviceProfile {
         }
         let rates = device.rates(run.step.precision);
         if !rates.are_sound() {
-            let why = format!("{} TFLOP/s and {} TB/s are no device", rates.flops / 1e12, rates.bytes / 1e12);
-            return Err(ConfigError::value("estimate.tflops, estimate.terabytes", why, "both are above 0"));
+            let why = format!("{} TFLOP/s and {} TB/s are not valid rates", rates.flops / 1e12, rates.bytes / 1e12);
+            return Err(ConfigError::value("estimate.tflops, estimate.terabytes", why, "set both above 0"));
         }
         Ok(device)
     }

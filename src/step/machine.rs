@@ -112,7 +112,7 @@ impl CostModel for ThisMachine {
         let of = known.entry((self.ranks, self.threads, copies, key));
         *of.or_insert_with(|| {
             self.measured(instr, copies).unwrap_or_else(|error| {
-                tracing::warn!(operation = op.name(), layer = &*instr.layer, %error, "cannot be timed alone: counts nothing");
+                tracing::warn!(operation = op.name(), layer = &*instr.layer, %error, "cannot be timed alone: it counts as 0");
                 0
             })
         })
@@ -226,7 +226,7 @@ impl Link {
         match there_and_back(4).and_then(|latency| Ok((latency, there_and_back(LARGE)?))) {
             Ok((latency, large)) => Self { latency, byte: (large - latency).max(0.0) / LARGE as f64 },
             Err(error) => {
-                tracing::warn!(%error, "messages between ranks cannot be timed: they count nothing");
+                tracing::warn!(%error, "messages between ranks cannot be timed: they count as 0");
                 Self { latency: 0.0, byte: 0.0 }
             }
         }

@@ -39,8 +39,7 @@ impl Step {
     /// # Errors
     /// Returns a [`ConfigError::Value`] that names the key of the first invalid value.
     pub fn new(run: &RunConfig) -> Result<Self, ConfigError> {
-        let model =
-            run.planned_model().map_err(|why| ConfigError::value("model", why, "name a model that is there"))?;
+        let model = run.planned_model().map_err(|why| ConfigError::value("model", why, "name a model that exists"))?;
         let config = match &model {
             ModelConfig::Folder(path) => Some(read(path)?),
             _ => None,
@@ -55,7 +54,7 @@ impl Step {
         options.check_values().map_err(|error| super::refused(error.into()))?;
         check_lowering(run)?;
         if run.estimate.profile == machine::NAME && matches!(device, DeviceChoice::Cuda(_)) {
-            return Err(ConfigError::value("device", "is another one than this machine", "use cpu"));
+            return Err(ConfigError::value("device", "is a GPU, but estimate.profile is this-machine", "use cpu"));
         }
         Ok(Self {
             ranks: ranks(&run.estimate.rank, options.mesh.pipeline)?,
@@ -175,14 +174,14 @@ fn read(path: &Path) -> Result<Config, ConfigError> {
 /// Checks that the settings can be lowered as an eager framework does.
 fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
     let remedy = "leave estimate.lowering out, or the other key";
-    let refuse = |key, why| Err(ConfigError::value(key, format!("{why} of an eager framework"), remedy));
+    let refuse = |key, why| Err(ConfigError::value(key, format!("{why} for eager frameworks"), remedy));
     match run.estimate.lowering {
         Lowering::Gapless => Ok(()),
-        _ if run.optimizer.name != Rule::AdamW => refuse("optimizer.name", "nothing but adamw is known"),
-        _ if !run.memory.compress.is_empty() => refuse("memory.compress", "nothing is known"),
-        _ if !run.memory.offload.is_empty() => refuse("memory.offload", "nothing is known"),
+        _ if run.optimizer.name != Rule::AdamW => refuse("optimizer.name", "only adamw is supported"),
+        _ if !run.memory.compress.is_empty() => refuse("memory.compress", "is not supported"),
+        _ if !run.memory.offload.is_empty() => refuse("memory.offload", "is not supported"),
         Lowering::EagerAmp if run.step.precision != Precision::Bf16 => {
-            refuse("step.precision", "autocast makes it bf16")
+            refuse("step.precision", "autocast requires bf16")
         }
         _ => Ok(()),
     }
@@ -195,8 +194,8 @@ fn ranks(text: &str, all: usize) -> Result<Vec<usize>, ConfigError> {
     }
     let number = |text: &str| {
         text.trim().parse::<usize>().ok().filter(|&rank| rank < all).ok_or_else(|| {
-            let why = format!("{text:?} is no rank of a pipeline of {all}");
-            ConfigError::value("estimate.rank", why, "use numbers from 0 with commas between them, or all")
+            let why = format!("{text:?} is not a rank of a pipeline of {all}");
+            ConfigError::value("estimate.rank", why, "use numbers from 0, separated by commas, or all")
         })
     };
     text.split(',').map(number).collect()

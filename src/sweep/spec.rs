@@ -131,7 +131,11 @@ impl Sweep {
         let tables =
             TABLES.into_iter().filter_map(|name| Some((name.to_owned(), base.remove(name)?))).collect::<Table>();
         if !tables.contains_key("vary") {
-            return Err(ConfigError::value("vary", "is missing", "name lists of values: [vary] batch = [4, 8]"));
+            return Err(ConfigError::value(
+                "vary",
+                "is missing",
+                "write lists of values, for example [vary] batch = [4, 8]",
+            ));
         }
         let file = File::deserialize(tables).map_err(|error| syntax(with_nearest(error.to_string())))?;
         let here = |error: ConfigError, table: &str| in_table(error, text, table);
@@ -205,7 +209,7 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
     let list = |(key, value): (String, Value)| {
         let key = &key;
         let Value::Array(values) = value else {
-            return Err(ConfigError::value(key, "is no list", "write, for example, [1, 2, 4]"));
+            return Err(ConfigError::value(key, "is not a list", "write, for example, [1, 2, 4]"));
         };
         if values.is_empty() {
             return Err(ConfigError::value(key, "is an empty list", "name a value, or leave the key out"));
@@ -220,12 +224,12 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
     }
     if count(&lists) > MAX_CONFIGURATIONS {
         let why = format!("makes more than {MAX_CONFIGURATIONS} configurations");
-        return Err(ConfigError::value("vary", why, "vary less at a time"));
+        return Err(ConfigError::value("vary", why, "vary fewer values at a time"));
     }
     for (key, values) in &lists {
         let mut known = BTreeSet::new();
         if let Some(twice) = values.iter().map(Value::to_string).find(|value| !known.insert(value.clone())) {
-            return Err(ConfigError::value(key, format!("{twice} stands twice"), "name each value once"));
+            return Err(ConfigError::value(key, format!("{twice} appears twice"), "name each value once"));
         }
     }
     Ok(lists)
@@ -239,8 +243,8 @@ fn count(lists: &[(String, Vec<Value>)]) -> usize {
 /// Refuses more menus and conditions than can be compared with every configuration.
 fn count_conditions(file: &File, configurations: usize) -> Result<(), ConfigError> {
     if file.menu.len() > MAX_MENUS {
-        let why = format!("{} menus are more than {MAX_MENUS}", file.menu.len());
-        return Err(ConfigError::value("menu", why, "name fewer"));
+        let why = format!("{} menus are more than the maximum of {MAX_MENUS}", file.menu.len());
+        return Err(ConfigError::value("menu", why, "use fewer"));
     }
     let values = |value: &Value| value.as_array().map_or(1, Vec::len);
     let of = |table: &Table| 1 + table.iter().map(|(_, value)| values(value)).sum::<usize>();
@@ -248,7 +252,7 @@ fn count_conditions(file: &File, configurations: usize) -> Result<(), ConfigErro
     // Checking a condition takes longer than comparing with it, so few configurations count as 1000.
     if conditions.saturating_mul(configurations.max(1000)) > MAX_COMPARISONS {
         let why = format!("the {conditions} values of skip and menu are too many for {configurations} configurations");
-        return Err(ConfigError::value("skip", why, "skip less, or vary less at a time"));
+        return Err(ConfigError::value("skip", why, "skip less, or vary fewer values at a time"));
     }
     Ok(())
 }
@@ -262,7 +266,11 @@ fn menus(tables: &[Table]) -> Result<Vec<(String, Table)>, ConfigError> {
             return Err(ConfigError::value("menu", "has no name", "name it, e.g. name = \"coarse\""));
         };
         if name == "all" || menus.iter().any(|(other, _)| *other == name) {
-            return Err(ConfigError::value("name", format!("{name} is another menu's"), "name each menu once"));
+            return Err(ConfigError::value(
+                "name",
+                format!("{name} is the name of another menu"),
+                "name each menu once",
+            ));
         }
         check_condition("menu", &condition)?;
         menus.push((name, condition));
@@ -285,22 +293,22 @@ fn check_condition(table: &str, condition: &Table) -> Result<(), ConfigError> {
         }?;
     }
     match condition.is_empty() {
-        true => Err(ConfigError::value(table, "has no key", "say of which steps, e.g. schedule = \"gpipe\"")),
+        true => Err(ConfigError::value(table, "has no key", "add a condition, for example schedule = \"gpipe\"")),
         false => Ok(()),
     }
 }
 
 fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
     if !(0.0..=1.0).contains(&options.fullest) {
-        return Err(ConfigError::value("fullest", format!("{} is no part", options.fullest), "it is between 0 and 1"));
+        return Err(ConfigError::value("fullest", format!("is {}", options.fullest), "set it from 0 to 1"));
     }
     let kind = |name: &String| -> Result<Kind, ConfigError> {
-        let kind: Kind = name.parse().map_err(|why| ConfigError::value("allocators", why, "name some of them"))?;
+        let kind: Kind = name.parse().map_err(|why| ConfigError::value("allocators", why, "correct it"))?;
         match kind {
             Kind::Gapless | Kind::Ideal => Err(ConfigError::value(
                 "allocators",
                 format!("{name} is in every row"),
-                "leave it out: live_bytes and arena_bytes",
+                "leave it out: its figures are in live_bytes and arena_bytes",
             )),
             other => Ok(other),
         }

@@ -33,7 +33,7 @@ pub enum StoreError {
     #[error("cannot start a thread: {0}; raise the limit of processes (ulimit -u) or of memory (ulimit -v)")]
     Threads(io::Error),
     /// A line of the file is not a row.
-    #[error("{}, line {line}: {why}; take it out, or use another folder", path.display())]
+    #[error("{}, line {line}: {why}; remove it, or use another folder", path.display())]
     Line {
         /// Path of the file.
         path: PathBuf,

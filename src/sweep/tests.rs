@@ -30,7 +30,7 @@ fn all(sweep: &Sweep, folder: &Path, threads: usize) -> super::Results {
 }
 
 #[test]
-fn rows_are_what_planning_one_by_one_says() {
+fn rows_equal_plans_made_one_by_one() {
     let sweep = Sweep::parse(&(TINY.to_owned() + "[sweep]\nplan = \"all\"")).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let results = all(&sweep, folder.path(), 2);
@@ -199,46 +199,46 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
         assert!(words.iter().all(|word| error.contains(word)), "{text}\n{error}");
     };
     let step = |rest: &str| format!("[step]\nmodel = \"small\"\n{rest}");
-    check("", &["vary: is missing", "name lists of values"]);
-    check("[vary]\nmodel = [\"smal\"]", &["vary.model (line 2)", "names are small, gpt2", "docs/run_file.md"]);
+    check("", &["vary: is missing", "write lists of values"]);
+    check("[vary]\nmodel = [\"smal\"]", &["vary.model (line 2)", "unknown model \"smal\"", "docs/run_file.md"]);
     check(&step("[vary]\nschedul = [\"gpipe\"]"), &["vary.schedul (line 4)", "did you mean `schedule`?"]);
     check(&step("[vary]\nschedule = [\"1f1b\", \"2f2b\"]"), &["vary.schedule (line 4)", "2f2b", "docs/run_file.md"]);
-    check(&step("[vary]\nschedule = \"1f1b\""), &["vary.schedule (line 4): is no list", "write, for example, ["]);
+    check(&step("[vary]\nschedule = \"1f1b\""), &["vary.schedule (line 4): is not a list", "write, for example, ["]);
     check(&step("[vary]\nbatch = []"), &["vary.batch (line 4)", "empty", "leave the key out"]);
-    check(&step("[vary]\nbatch = [1, 2, 1]"), &["vary.batch (line 4): 1 stands twice", "once"]);
+    check(&step("[vary]\nbatch = [1, 2, 1]"), &["vary.batch (line 4): 1 appears twice", "once"]);
     check(&step("[vary]\nbatch = [1, \"two\"]"), &["vary.batch (line 4)", "string \"two\"", "docs/run_file.md"]);
     check(&step("[vary]\nbatch = [0]"), &["vary.batch (line 4): is 0", "at least 1"]);
     check(
         &step("[vary]\nrecompute = [\"none\", \"some\"]"),
-        &["vary.recompute (line 4)", "no policy", "use none, layers"],
+        &["vary.recompute (line 4)", "not a policy", "use none, layers"],
     );
-    check(&step("[vary]\nbudget = [\"1 parsec\"]"), &["vary.budget (line 4)", "is no unit of bytes"]);
+    check(&step("[vary]\nbudget = [\"1 parsec\"]"), &["vary.budget (line 4)", "is not a unit of bytes"]);
     check(&step("precision = \"f16\"\n[vary]\nbatch = [1]"), &["step.precision (line 3)", "unknown variant `f16`"]);
-    check(&step("device = \"tpu\"\n[vary]\nbatch = [1]"), &["device (line 3)", "there are auto, cpu, cuda"]);
+    check(&step("device = \"tpu\"\n[vary]\nbatch = [1]"), &["device (line 3)", "use auto, cpu, cuda"]);
     check(
         &step("profile = \"mi300\"\n[vary]\nbatch = [1]"),
         &["estimate.profile (line 3)", "a100-80, h100, h200, b200"],
     );
     check(&step("[vary]\nbatch = [1]\n[[skip]]\nbach = 1"), &["skip.bach", "did you mean `batch`?"]);
     check(&step("[vary]\nbatch = [1]\n[[skip]]\nbatch = 1"), &["skip: leaves no configuration", "skip less"]);
-    check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"jemalloc\"]"), &["sweep.allocators", "there are ideal"]);
+    check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"jemalloc\"]"), &["sweep.allocators", "choose one of ideal"]);
     check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"gapless\"]"), &["sweep.allocators", "in every row"]);
-    check(&step("[vary]\nbatch = [1]\n[sweep]\nfullest = 2.0"), &["sweep.fullest", "between 0 and 1"]);
+    check(&step("[vary]\nbatch = [1]\n[sweep]\nfullest = 2.0"), &["sweep.fullest", "from 0 to 1"]);
     check(&step("[vary]\nbatch = [1]\n[[menu]]\nbatch = 1"), &["menu (line 5): has no name", "name it"]);
-    check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"all\"\nbatch = 1"), &["another menu's"]);
+    check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"all\"\nbatch = 1"), &["name of another menu"]);
     check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"few\"\nbach = 1"), &["did you mean `batch`?"]);
-    check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"few\""), &["has no key", "say of which"]);
+    check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"few\""), &["has no key", "add a condition"]);
     check(&step("[vary]\nbatch = [1]\n[swep]"), &["swep (line 5): unknown field `swep`"]);
     check(&step("[vary]\nrouting = [1.0, nan]"), &["vary.routing (line 4): is NaN", "at least 0"]);
-    check(&step("[vary]\nrouting = [nan, nan]"), &["vary.routing (line 4): nan stands twice"]);
+    check(&step("[vary]\nrouting = [nan, nan]"), &["vary.routing (line 4): nan appears twice"]);
     // Counts are refused before any value is looked at: none of these values is valid.
     let numbers = |count: usize| vec!["0"; count].join(",");
     check(&step(&format!("[vary]\nbatch = [{0}]\nsequence = [{0}]", numbers(400))), &["vary", "more than 100000"]);
-    check(&step(&format!("[vary]\nbatch = [{}]", numbers(100_001))), &["vary", "more than 100000", "vary less"]);
+    check(&step(&format!("[vary]\nbatch = [{}]", numbers(100_001))), &["vary", "more than 100000", "vary fewer"]);
     let menus = "[[menu]]\nbatch = 0\n".repeat(101);
-    check(&step(&format!("[vary]\nbatch = [1]\n{menus}")), &["menu (line 5): 101 menus are more than 100"]);
+    check(&step(&format!("[vary]\nbatch = [1]\n{menus}")), &["menu (line 5): 101 menus are more than the maximum of 100"]);
     let skips = "[[skip]]\nbatch = \"\"\n".repeat(10_000);
-    check(&step(&format!("[vary]\nbatch = [1]\n{skips}")), &["skip", "20000 values of skip and menu", "vary less"]);
+    check(&step(&format!("[vary]\nbatch = [1]\n{skips}")), &["skip", "20000 values of skip and menu", "vary fewer"]);
     let skip = format!("[[skip]]\nbatch = [{}]\n", numbers(20_000));
     check(&step(&format!("[vary]\nbatch = [1]\n{skip}")), &["skip", "20001 values of skip and menu"]);
 }

@@ -166,9 +166,9 @@ for (const [kind, [name, fill]] of Object.entries(KINDS)) {
 }
 const kept = element(document.getElementById("legend"), "span");
 element(kept, "i", { style: "background:var(--quiet);opacity:.45" });
-kept.append(`activations kept, ${most} at most`);
+kept.append(`activations kept, at most ${most}`);
 const figures = [
-  ["ranks", ranks.length], ["from start to end", words(data.makespan) + (data.unit === "ns" ? "" : ` ${data.unit}`)],
+  ["ranks", ranks.length], ["makespan", words(data.makespan) + (data.unit === "ns" ? "" : ` ${data.unit}`)],
   ["bubble", `${(100 * data.bubble).toFixed(1)} %`], ["most idle rank", words(Math.max(...ranks.map((rank) => rank.idle)))],
 ];
 for (const [name, value] of figures) {

@@ -107,13 +107,16 @@ fn bad_input_is_named() {
     check("id,lower,upper\n", "line 1: no column \"size\"");
     check("id,lower,upper,size\na,0,2,4\nb,5,3,4\n", "line 3: lower 5 is not below upper 3");
     check("id,lower,upper,size\na,0,2,-4\n", "line 2: size \"-4\"");
-    check("id,lower,upper,size\na,0,2,4\na,2,3,4\n", "line 3: id \"a\" stands twice");
+    check("id,lower,upper,size\na,0,2,4\na,2,3,4\n", "line 3: id \"a\" appears twice");
     check("\u{1f}\u{8b}", "line 1");
     let snapshots = Path::new(env!("CARGO_MANIFEST_DIR")).join("alloc/allocators/tests/snapshots");
     let call = compare(&["--snapshot", snapshots.join("call.pickle").to_str().unwrap()]);
-    assert!(!call.status.success() && text(&call.stderr).contains("not one of plain data"));
+    assert!(!call.status.success() && text(&call.stderr).contains("only plain data"));
     let unknown = compare(&["--trace", "x.csv", "--allocators", "jemalloc"]);
-    assert!(!unknown.status.success() && text(&unknown.stderr).contains("no allocator \"jemalloc\"; there are ideal"));
+    assert!(
+        !unknown.status.success()
+            && text(&unknown.stderr).contains("unknown allocator \"jemalloc\"; choose one of ideal")
+    );
     assert!(!compare(&[]).status.success());
     assert!(!compare(&["--trace", "a", "--snapshot", "b"]).status.success());
 }
@@ -128,8 +131,8 @@ fn the_request_that_was_refused_is_named() {
         String::from_utf8(output.stdout).unwrap()
     };
     let text = told(&[]);
-    assert!(text.contains("out of memory at event 9, which asks for 1024.00 GiB (1099511627776 bytes)"), "{text}");
-    assert!(text.contains("on a device of 22.0 MiB (23068672 bytes), where no allocator can serve it"), "{text}");
+    assert!(text.contains("out of memory at event 9, which requests 1024.00 GiB (1099511627776 bytes)"), "{text}");
+    assert!(text.contains("on a device of 22.0 MiB (23068672 bytes), so no allocator can serve it"), "{text}");
     assert!(!told(&["--capacity", "4TiB"]).contains("no allocator"));
     let json: Value = serde_json::from_str(&told(&["--json", "--capacity", "4TiB"])).unwrap();
     assert_eq!((&json["refused"]["event"], &json["refused"]["device_free"]), (&9.into(), &0.into()));

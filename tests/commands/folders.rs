@@ -110,7 +110,7 @@ fn generation_options_of_the_folder_are_followed() {
     folders.set(config, json!({ "min_new_tokens": 1, "begin_suppress_tokens": [whole.as_bytes()[0]], "top_h": 0.5 }));
     let output = gapless(&["sample", &name, "--prompt", "Hello"]);
     let told = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success() && told.contains("top_h is 0.5") && !told.contains("min_new_tokens"), "{told}");
+    assert!(output.status.success() && told.contains("top_h (0.5)") && !told.contains("min_new_tokens"), "{told}");
     assert_ne!(output.stdout[5], whole.as_bytes()[0]);
 }
 
@@ -147,8 +147,8 @@ fn adapters_are_sampled_evaluated_and_merged() {
     let options = ["--tokens", "12", "--ignore-eos"];
     assert_eq!(folders.sampled("out", &options), folders.sampled("adapter", &options));
     assert!(error(&["merge", &adapter, &out]).contains("not empty"));
-    assert!(error(&["merge", &base, &folders.name("new")]).contains("no adapter"));
-    assert!(error(&["eval", &base, TEXT, "--base", &out]).contains("no adapter"));
+    assert!(error(&["merge", &base, &folders.name("new")]).contains("not an adapter"));
+    assert!(error(&["eval", &base, TEXT, "--base", &out]).contains("not an adapter"));
 
     // The base is in another place, and the adapter has its own tokenizer, which is copied to the merged model.
     copy(&folders.path("base"), &folders.path("elsewhere"));

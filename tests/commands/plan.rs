@@ -29,16 +29,16 @@ fn exit_codes_tell_what_happened() {
     };
     check(TABLE, &[], 0, "3 buffers in 1536 bytes");
     check(TABLE, &["--capacity", "1536"], 0, "proof: max-live");
-    check(TABLE, &["--capacity", "1535"], 3, "no plan can");
+    check(TABLE, &["--capacity", "1535"], 3, "no plan does");
     check("id,lower,upper,size\na,4,4,1\n", &[], 2, "line 2: lower 4 is not below upper 4");
-    check("id,lower,upper,size,size\na,4,4,1,1\n", &[], 2, "line 1: column \"size\" stands twice");
+    check("id,lower,upper,size,size\na,4,4,1,1\n", &[], 2, "line 1: column \"size\" appears twice");
     check("id,lower,upper,size\na,0,4,1,1\n", &[], 2, "line 2: 5 fields, but the header has 4 columns");
     check("id,start,end,size\na,0,4,18446744073709551615\nb,4,4,1\n", &[], 2, "are alive at tick 4");
-    check(TABLE, &["--deadline", "-1"], 2, "not a time to wait: it is negative");
+    check(TABLE, &["--deadline", "-1"], 2, "a number of seconds cannot be negative");
     check(TABLE, &["--deadline", "soon"], 2, "not a number of seconds");
     check(TABLE, &["--deadline", "1e19"], 0, "proof: max-live");
-    check(TABLE, &["--capacity", "-3"], 2, "not a number of bytes: it is negative");
-    check(TABLE, &["--capacity", "1.5KB"], 3, "no plan can");
+    check(TABLE, &["--capacity", "-3"], 2, "a number of bytes cannot be negative");
+    check(TABLE, &["--capacity", "1.5KB"], 3, "no plan does");
     check(TABLE, &["--capacity", "1.5KiB"], 0, "proof: max-live");
     check(TABLE, &["--capacity", "much"], 2, "not a number of bytes");
     check(TABLE, &["--draw", "map.png"], 2, ".html, .svg, .txt");
@@ -70,8 +70,8 @@ fn a_deadline_is_for_the_explanation_too_and_both_say_so() {
         assert!(stderr.iter().all(|words| err.contains(words)), "{out}{err}");
         out
     };
-    check(&[], "ms, cut short by the deadline", &["more time might do", "the deadline passed: with more time"]);
-    let json = check(&["--json"], "\"stop_reason\":\"deadline\"", &["the deadline passed: with more time"]);
+    check(&[], "ms, stopped by the deadline", &["so more time may help", "the deadline passed; with more time"]);
+    let json = check(&["--json"], "\"stop_reason\":\"deadline\"", &["the deadline passed; with more time"]);
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["fit"], "unknown");
     let json = |arguments: &[&str]| -> serde_json::Value {
@@ -117,13 +117,13 @@ fn an_offset_is_what_the_user_says() {
 /// A plan that ignores gaps does not prove that there is no lower plan, unless it reaches a bound that takes gaps into
 /// account.
 #[test]
-fn what_gaps_are_not_used_for_is_not_claimed() {
+fn no_optimality_is_claimed_for_tables_with_gaps() {
     let folder = tempfile::tempdir().unwrap();
     let json = |gaps: &str, capacity: &str| -> serde_json::Value {
         let table = format!("id,lower,upper,size,gaps\na,0,9,8,{gaps}\nb,3,5,4,\n");
         let output = gapless(&folder, &table, &["--json", "--capacity", capacity]);
         let text = String::from_utf8_lossy(&output.stderr);
-        assert!(text.contains("gaps are not made use of") && text.contains("as if they had no gaps"), "{text}");
+        assert!(text.contains("gaps are ignored") && text.contains("ignores the gaps of buffers"), "{text}");
         serde_json::from_slice(&output.stdout).unwrap()
     };
     let open = json("3-5", "10");
@@ -135,7 +135,7 @@ fn what_gaps_are_not_used_for_is_not_claimed() {
     // minimalloc's plan may place a buffer into a gap, where our checker does not allow it.
     let output = gapless(&folder, "id,lower,upper,size,gaps,offset\na,0,9,8,3-5,0\nb,3,5,4,,0\n", &[]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("alive with it; gaps are not made use of"));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("which is alive at the same time; gaps are ignored"));
 }
 
 /// If the reader closes the pipe, the command does not panic, and its exit code is unchanged.
@@ -212,9 +212,7 @@ fn a_roofline_lists_what_a_step_launches() {
     assert!(shown.contains("on h100, estimated: ") && shown.contains("attention: attention_tc_64"), "{shown}");
     let refused = plan_mixed(&[]);
     assert_eq!(refused.status.code(), Some(2));
-    assert!(
-        String::from_utf8_lossy(&refused.stderr).contains("a roofline is that of kernels for GPUs: give --device cuda")
-    );
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--roofline needs kernels for GPUs: give --device cuda"));
 }
 
 #[test]
@@ -229,7 +227,7 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     // Kernels of another device need other scratch.
     assert_ne!(json(&["--kernels", "cuda"])["arena_bytes"], plain["arena_bytes"]);
     let error = String::from_utf8(plan_model(&["--kernels", "tpu"]).stderr).unwrap();
-    assert!(error.contains("there are auto, cpu, cuda"), "{error}");
+    assert!(error.contains("use auto, cpu, cuda"), "{error}");
     assert_eq!((&plain["overhead"], &plain["gap"]), (&0.0.into(), &1.0.into()));
     let budget = all / 100 * 95;
     let fitted = json(&["--budget", &budget.to_string(), "--curve", "3"]);
@@ -248,11 +246,11 @@ fn a_step_is_planned_within_its_budget_or_refused() {
         (&["--budget", "1MiB"], 3, " × optimizer state"),
         (&["--budget", "1MiB"], 3, "wte.weight (parameter)"),
         (&["--budget", "1MiB"], 3, "it would fit without "),
-        (&["--budget", "4 parsecs"], 2, "is no unit of bytes"),
-        (&["--budget", "-5GiB"], 2, "not a number of bytes: it is negative"),
-        (&["--tflops", "-5"], 2, "are no device"),
+        (&["--budget", "4 parsecs"], 2, "is not a unit of bytes"),
+        (&["--budget", "-5GiB"], 2, "a number of bytes cannot be negative"),
+        (&["--tflops", "-5"], 2, "are not valid rates"),
         (&["--recompute", "ops:gelo"], 2, "gelo"),
-        (&["--recompute", "sometimes"], 2, "is no policy"),
+        (&["--recompute", "sometimes"], 2, "is not a policy"),
     ] {
         let output = plan_model(arguments);
         let text = String::from_utf8_lossy(&output.stderr);
@@ -296,13 +294,13 @@ fn every_rank_of_a_step_writes_its_plan() {
     fs::write(folder.path().join("sweep.toml"), "[vary]\nmodel = [\"small\"]\nschedule = [\"2f2b\"]\n").unwrap();
     for (command, words) in [
         ("plan none.toml", "cannot read none.toml"),
-        ("plan --model small --rank 1", "estimate.rank: \"1\" is no rank of a pipeline of 1; use numbers"),
+        ("plan --model small --rank 1", "estimate.rank: \"1\" is not a rank of a pipeline of 1; use numbers"),
         ("plan --model small --dtype f16", "step.precision=f16: unknown variant `f16`"),
         ("plan", "give the file of a run, a table, or --model"),
-        ("plan plan.0.csv --model small", "a table has no keys of a run"),
-        ("compare --trace plan.0.csv --model small", "cannot be used with"),
+        ("plan plan.0.csv --model small", "keys of a run have no effect on a table"),
+        ("compare --trace plan.0.csv --model small", "keys of a run have no effect on --trace"),
         ("schedule zbv --model small --ranks 2 --forward 2", "cannot be used with"),
-        ("sweep sweep.toml --out results", "vary.schedule (line 3): no schedule is called \"2f2b\""),
+        ("sweep sweep.toml --out results", "vary.schedule (line 3): unknown schedule \"2f2b\""),
     ] {
         let (code, text) = run(command);
         assert!(code == Some(2) && text.contains(words), "{command}: {code:?} {text}");

@@ -90,7 +90,7 @@ fn harmless() -> Vec<(&'static str, Value)> {
 }
 
 #[test]
-fn what_changes_nothing_is_passed_over() {
+fn options_without_effect_are_ignored() {
     for (family, changes) in harmless() {
         let plain = read(&with(family, &json!({}))).unwrap();
         let found = read(&with(family, &changes)).unwrap_or_else(|error| panic!("{family}, {changes}: {error}"));
@@ -108,7 +108,7 @@ fn what_changes_nothing_is_passed_over() {
 }
 
 #[test]
-fn what_would_change_something_is_refused() {
+fn unsupported_options_are_refused_by_name() {
     for (family, changes, word) in [
         ("llama", json!({ "rope_interleaved": true }), "rope_interleaved"),
         ("llama", json!({ "is_decoder": true }), "is_decoder"),

@@ -7,7 +7,7 @@ use crate::{Place, TINY, losses, rows};
 
 /// A resumed run may change some keys. If others are changed, it is refused and nothing is written.
 #[test]
-fn what_has_been_done_cannot_change() {
+fn resuming_refuses_changed_keys() {
     let place = Place::new();
     let file = place.file(TINY);
     let out = place.path().join("run");

@@ -99,7 +99,7 @@ fn ids_are_trained_on_as_the_model_knows_them() {
             .map_err(|error| error.to_string())
     };
     go(&few, "few").unwrap();
-    assert!(go(&silent.replace("= 256", "= 65"), "text").unwrap_err().contains("do not even hold the bytes"));
+    assert!(go(&silent.replace("= 256", "= 65"), "text").unwrap_err().contains("are fewer than the 256 bytes"));
 
     // A model folder without a tokenizer.
     let base =

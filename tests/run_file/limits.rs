@@ -31,9 +31,9 @@ fn threads_that_cannot_be_started_are_told() {
         assert_eq!(output.status.code(), Some(code), "{name}: {error}");
         assert!(error.contains(words), "{name}: {error}");
     };
-    run(("", MIB << 30), "none", "threads = 1", 1, "the system starts no thread for this process; raise the limit");
+    run(("", MIB << 30), "none", "threads = 1", 1, "cannot start a thread for this process; raise the limit");
     run(FEW_THREADS, "workers", "threads = 64", 1, "cannot start worker threads: ");
-    run(FEW_THREADS, "ranks", "threads = 1\nmesh.data = 32", 1, "the system starts no thread for rank ");
+    run(FEW_THREADS, "ranks", "threads = 1\nmesh.data = 32", 1, "cannot start a thread for rank ");
     run(FEW_THREADS, "few", "threads = 1", 0, "");
 }
 
@@ -75,7 +75,7 @@ fn a_trace_that_cannot_be_written_is_told() {
     let output = place.gapless(&["train", &file, "--out", "out", "--trace", "/dev/full"]);
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{error}");
-    assert!(error.contains("the trace /dev/full is not whole: No space left"), "{error}");
+    assert!(error.contains("the trace /dev/full is incomplete: No space left"), "{error}");
     let output = place.gapless(&["train", &file, "--out", "traced", "--trace", "trace.json"]);
     assert!(output.status.success());
     let trace = fs::read(place.path().join("trace.json")).unwrap();

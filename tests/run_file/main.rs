@@ -173,7 +173,7 @@ fn a_folder_holds_all_of_a_run() {
     train(&config, &out, &Start::Resume, &mut Console::default(), |_| {}).unwrap();
     let after: Value = serde_json::from_slice(&std::fs::read(out.join("summary.json")).unwrap()).unwrap();
     assert_eq!(after, summary);
-    assert!(std::fs::read_to_string(out.join("log.txt")).unwrap().contains("all of its 4 steps were done before"));
+    assert!(std::fs::read_to_string(out.join("log.txt")).unwrap().contains("all 4 steps were done before"));
     // The log has the printed lines, and the planner's command can read the plan.
     let log = std::fs::read_to_string(out.join("log.txt")).unwrap();
     assert!(log.contains("training tokens") && log.contains("step     3 validation loss"), "{log}");

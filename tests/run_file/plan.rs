@@ -121,10 +121,10 @@ fn former_names_are_understood() {
     let sets = ["step.precision=bf16", "mesh.data=2", "pipeline.schedule=gpipe"].map(str::to_owned);
     assert!(former == RunConfig::read(&place.file(TINY), &sets).unwrap());
     assert_eq!(former.notices.len(), 5);
-    assert!(former.notices.iter().any(|notice| notice.contains("step.data_ranks is mesh.data now")));
+    assert!(former.notices.iter().any(|notice| notice.contains("step.data_ranks is now called mesh.data")));
     let twice = old.replace("[sample]", "[mesh]\ndata = 2\n[sample]");
     let error = RunConfig::read(&place.file(&twice), &[]).unwrap_err().to_string();
-    assert!(error.contains("step.data_ranks") && error.contains("stands beside mesh.data"), "{error}");
+    assert!(error.contains("step.data_ranks") && error.contains("is given along with mesh.data"), "{error}");
 }
 
 /// The command plans a file without its data. A step that cannot fit has its own exit code, and flags for tables are

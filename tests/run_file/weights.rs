@@ -42,7 +42,7 @@ fn trained_weights_leave_in_the_form_that_they_came_in() {
 
 /// The user's files are never replaced: neither the model's folder, nor files with the names of a run's files.
 #[test]
-fn what_no_run_wrote_stays() {
+fn files_of_others_are_not_replaced() {
     let place = Place::new();
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
     let own = place.path().join("model");

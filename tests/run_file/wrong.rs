@@ -19,7 +19,7 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("layers = 1", "layrs = 1", &["line 6", "did you mean `layers`"]),
     ("layers = 1", "layers = true", &["line 6", "invalid type: boolean"]),
     ("[data]\npath = \"DIR/text.txt\"", "[data]", &["data.path: is missing", "to learn from"]),
-    ("text.txt", "nowhere.txt", &["data.path (line 11)", "nowhere.txt", "file or folder that is there"]),
+    ("text.txt", "nowhere.txt", &["data.path (line 11)", "nowhere.txt", "file or folder that exists"]),
     ("vocabulary = 256", "vocabulary = 100", &["data.vocabulary (line 12)", "at least 256"]),
     ("vocabulary = 256", "tokenizer = \"DIR/none.json\"", &["data.tokenizer (line 12)", "tokenizer.json"]),
     (
@@ -29,7 +29,11 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ),
     ("vocabulary = 256", "vocab = 256", &["line 12", "did you mean `vocabulary`"]),
     ("vocabulary = 256", "format = \"chats\"", &["line 12", "unknown variant `chats`", "did you mean `chat`"]),
-    ("vocabulary = 256", "format = \"prompt\"", &["data.format (line 12)", "text.txt is no .jsonl or .parquet file"]),
+    (
+        "vocabulary = 256",
+        "format = \"prompt\"",
+        &["data.format (line 12)", "text.txt is not a .jsonl or .parquet file"],
+    ),
     ("vocabulary = 256", "vocabulary = 256\nanswers = \"last\"", &["data.answers (line 13)", "set data.format"]),
     ("text.txt\"", "lines.jsonl\"\nformat = \"chat\"", &["data.format (line 12)", "name a data.tokenizer"]),
     ("vocabulary = 256", "isolate_documents = 1", &["line 12", "invalid type: integer"]),
@@ -40,7 +44,7 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("precision = \"f32\"", "[mesh]\npipeline = -2", &["line 21", "invalid value"]),
     ("precision = \"f32\"", "[mesh]\npipelines = 2", &["line 21", "did you mean `pipeline`"]),
     ("precision = \"f32\"", "[mesh]\nexpert = 2", &["mesh.expert (line 21)", "0 experts", "a model without"]),
-    ("precision = \"f32\"", "[pipeline]\nschedule = \"1f2b\"", &["line 20", "no schedule is called \"1f2b\"", "1f1b"]),
+    ("precision = \"f32\"", "[pipeline]\nschedule = \"1f2b\"", &["line 20", "unknown schedule \"1f2b\"", "1f1b"]),
     (
         "precision = \"f32\"",
         "[pipeline]\nschedule = \"1f1b\"\nchunks = 2\n[mesh]\npipeline = 2",
@@ -51,7 +55,7 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("sequence = 16", "sequence = 0", &["step.sequence (line 19)"]),
     ("sequence = 16", "sequence = [16]", &["line 19", "invalid type: sequence"]),
     ("device = \"cpu\"", "device = \"gpu\"", &["line 4", "no device", "cuda:0"]),
-    ("device = \"cpu\"", "device = \"cuda:x\"", &["line 4", "no number of a GPU"]),
+    ("device = \"cpu\"", "device = \"cuda:x\"", &["line 4", "not the number of a GPU"]),
     ("precision = \"f32\"", "precision = \"f16\"", &["line 20", "unknown variant `f16`", "`bf16`"]),
     ("threads = 1", "threads = 100000", &["threads (line 1)", "more than 1024", "0 for all"]),
     ("threads = 1", "thread = 1", &["line 1", "did you mean `threads`"]),
@@ -68,7 +72,7 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep_best = -1", &["line 27", "invalid value"]),
     ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep = 2", &["line 27", "did you mean `keep_last`"]),
     ("[sample]", "[memory]\nbudget = 1000\nrecompute = \"layers\"\n[sample]", &["memory.budget (line 30)", "leave"]),
-    ("[sample]", "[memory]\nrecompute = \"some\"\n[sample]", &["line 30", "no policy", "first:8"]),
+    ("[sample]", "[memory]\nrecompute = \"some\"\n[sample]", &["line 30", "not a policy", "first:8"]),
     ("[sample]", "[memory]\nbudget = \"much\"\n[sample]", &["line 30", "not a number of bytes", "600MiB"]),
     (
         "[sample]",
@@ -136,7 +140,7 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     (
         "vocabulary = 256",
         "vocabulary = 256\nmix = [{ path = \"DIR/text.txt\", weight = 1.0 }]",
-        &["data.mix (line 13)", "leave something"],
+        &["data.mix (line 13)", "their sum below 1"],
     ),
     ("vocabulary = 256", "mix = [{ path = \"DIR/none\", weight = 0.5 }]", &["data.mix (line 12)", "there is no"]),
     ("vocabulary = 256", "mix = [{ path = \"DIR/text.txt\" }]", &["line 12", "missing field `weight`"]),
@@ -147,7 +151,7 @@ const WRONG: &[(&str, &str, &[&str])] = &[
         "[[optimizer.groups]]\nnames = [\"h\"]\nweight_decy = 0\n[sample]",
         &["line 31", "did you mean `weight_decay`"],
     ),
-    ("[sample]", "[[optimizer.groups]]\nnames = []\n[sample]", &["optimizer.groups", "names nothing"]),
+    ("[sample]", "[[optimizer.groups]]\nnames = []\n[sample]", &["optimizer.groups", "a group has no names"]),
 ];
 
 /// The exit code is 2, the error has the key with its line and a remedy, and nothing is written.
@@ -172,14 +176,14 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
     let file = place.file(&(TINY.to_owned() + &groups)).display().to_string();
     let output = place.gapless(&["train", &file, "--out", "out"]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.code() == Some(2) && said.contains("257 are more than 256"), "{said}");
+    assert!(output.status.code() == Some(2) && said.contains("257 are more than the maximum of 256"), "{said}");
     let file = place.file(TINY).display().to_string();
     for (assignments, part) in [
-        (&["steps"][..], "\"steps\" is no assignment: it has no ="),
-        (&["=4"], "names no key"),
+        (&["steps"][..], "\"steps\" is not an assignment: it has no ="),
+        (&["=4"], "it has no key"),
         (&["step.batch=x"], "--set step.batch=x: invalid type: string"),
         (&["step.bach=4"], "did you mean `batch`"),
-        (&["steps.more=4"], "steps is no table"),
+        (&["steps.more=4"], "steps is not a table"),
         (&["step.batch=3"], "step.micro_batches"),
         // Only the wrong assignment is blamed.
         (&["step.batch=4", "step.precision=f64"], "--set step.precision=f64: unknown variant `f64`"),
@@ -211,13 +215,13 @@ fn numbers_without_measure_and_lists_for_tables_are_refused() {
         |more: &str| format!("[model.llama]\nlayers = 1\nheads = 2\nkv_heads = 1\nwidth = 16\nhidden = 32\n{more}");
     let moe = |more: &str| format!("[model.moe]\nexpert_hidden = 8\n{more}\n[model.moe.llama]\nlayers = 1\nwidth = 16");
     for (from, to, key, why) in [
-        ("vocabulary = 256", "vocabulary = 4000000000".to_owned(), "data.vocabulary", "are the most"),
-        ("vocabulary = 256", "vocabulary = 9223372036854775807".to_owned(), "data.vocabulary", "are the most"),
-        ("batch = 4", "batch = 1000000000000".to_owned(), "step.batch", "are the most"),
-        ("batch = 4", "batch = 134217728".to_owned(), "step.batch", "more than 268435456 tokens"),
-        ("micro_batches = 2", "micro_batches = 1000000000".to_owned(), "step.micro_batches", "are the most"),
-        ("sequence = 16", "sequence = 9223372036854775807".to_owned(), "step.sequence", "are the most"),
-        ("precision = \"f32\"", "[mesh]\ndata = 100000000".to_owned(), "mesh.data", "are the most"),
+        ("vocabulary = 256", "vocabulary = 4000000000".to_owned(), "data.vocabulary", "above the maximum"),
+        ("vocabulary = 256", "vocabulary = 9223372036854775807".to_owned(), "data.vocabulary", "above the maximum"),
+        ("batch = 4", "batch = 1000000000000".to_owned(), "step.batch", "above the maximum"),
+        ("batch = 4", "batch = 134217728".to_owned(), "step.batch", "more than the maximum of 268435456 tokens"),
+        ("micro_batches = 2", "micro_batches = 1000000000".to_owned(), "step.micro_batches", "above the maximum"),
+        ("sequence = 16", "sequence = 9223372036854775807".to_owned(), "step.sequence", "above the maximum"),
+        ("precision = \"f32\"", "[mesh]\ndata = 100000000".to_owned(), "mesh.data", "above the maximum"),
         ("layers = 1", "layers = 4294967296".to_owned(), "model.gpt", "layers is 4294967296"),
         ("width = 16", "width = 9223372036854775807".to_owned(), "model.gpt", "width is"),
         ("width = 16", "width = 16\nlayer_norm_eps = nan".to_owned(), "model.gpt", "layer_norm_eps is NaN"),

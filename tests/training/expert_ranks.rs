@@ -403,14 +403,14 @@ fn layers_that_do_not_go_together_are_refused() {
         errors.unwrap().swap_remove(0)
     };
     assert_eq!(refused(8, 8, 2), None);
-    assert!(refused(8, 4, 2).unwrap().contains("4 experts behind a router of 8"));
+    assert!(refused(8, 4, 2).unwrap().contains("there are 4 experts, but the router chooses among 8"));
     assert!(refused(8, 8, 3).unwrap().contains("3 ranks cannot share 8 experts"));
     assert!(refused(8, 8, 4).unwrap().contains("another number of ranks than the mesh has"));
     assert!(refused(8, 8, 0).unwrap().contains("0 ranks cannot share"));
 }
 
 #[test]
-fn what_cannot_be_shared_is_refused() {
+fn experts_that_ranks_cannot_share_are_refused() {
     let (_, config) = &styles()[0];
     let refused = communicator::on_threads(3, |world| {
         let options =

@@ -225,7 +225,7 @@ fn a_router_that_makes_no_sense_is_refused() {
         refused(router(&|router| router.groups = Some(ExpertGroups { count, limit })), &["of 8"]);
     }
     refused(router(&|router| router.groups = Some(ExpertGroups { count: 8, limit: 1 })), &["2 of 1 experts"]);
-    refused(MoeConfig { dense_layers: vec![2], ..base.clone() }, &["layer 2 is to be dense"]);
+    refused(MoeConfig { dense_layers: vec![2], ..base.clone() }, &["the dense layer 2 is not one of its"]);
     refused(MoeConfig { expert_hidden: 0, ..base.clone() }, &["gate_proj"]);
     refused(MoeConfig { llama: LlamaConfig { heads: 5, ..base.llama.clone() }, ..base }, &["5 heads"]);
 }

@@ -146,7 +146,7 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
 /// Rows that don't fit are evicted, and then re-exchanged and recomputed with the same bits, also together with other
 /// recomputation, in pipelines, and with data ranks. Nothing ever overflows.
 #[test]
-fn what_is_let_go_comes_back_with_the_same_bits() {
+fn evicted_rows_are_recomputed_with_the_same_bits() {
     let [two, four, pipeline, copies] = meshes();
     let all = [
         (two, 1.0, "layers"),
@@ -276,7 +276,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
 
 /// If there is room for everything that a step requests, nothing is evicted. There is always room for even routing.
 #[test]
-fn what_there_is_room_for_is_kept() {
+fn rows_are_kept_while_there_is_room() {
     let case = uneven_cases().find(|case| case.name == "Zipf").unwrap();
     for (routing, keeps) in
         [(Reserve::Worst, true), (Reserve::Balanced { factor: 4.0 }, true), (Reserve::Balanced { factor: 1.0 }, false)]
@@ -307,12 +307,12 @@ fn letting_go_needs_less_than_the_worst_case() {
 }
 
 #[test]
-fn what_cannot_be_made_again_is_refused() {
+fn rows_that_cannot_be_recomputed_are_refused() {
     let plan = |options: TrainOptions| {
         gapless::plan::step(|vb| Moe::new(&config(2), vb), &options, 0).unwrap_err().to_string()
     };
     let bytes = on(experts(2), Reserve::Bytes(1 << 20), Overflow::Recompute);
-    assert!(plan(bytes).contains("promises no room to what is computed again"));
+    assert!(plan(bytes).contains("promises no room for recomputed rows"));
     let compress = vec!["rms_norm".into()];
     let rounded = TrainOptions {
         step: StepOptions {
@@ -324,7 +324,7 @@ fn what_cannot_be_made_again_is_refused() {
         },
         ..on(experts(2), Reserve::Balanced { factor: 1.0 }, Overflow::Recompute)
     };
-    assert!(plan(rounded).contains("others than the forward's"));
+    assert!(plan(rounded).contains("differ from the forward's"));
 }
 
 /// If growing would exceed the budget, the step fails with an error, and the model is unchanged.
@@ -354,7 +354,7 @@ fn growing_keeps_to_the_budget() {
     match first.expect_err("all rows come to rank 0") {
         error @ TrainError::Runtime(RuntimeError::Growth { needed, .. }) => {
             assert!(
-                needed > bytes && error.to_string().contains(&format!("it is {needed} bytes, more than")),
+                needed > bytes && error.to_string().contains(&format!("grow to {needed} bytes, which is above its limit")),
                 "{error}"
             );
         }

@@ -243,7 +243,7 @@ fn odd_models_give_the_same_bits_too() {
 }
 
 #[test]
-fn what_does_not_fit_together_is_said_by_every_rank() {
+fn inconsistent_options_are_refused_on_every_rank() {
     let error = |mesh: Mesh, change: fn(&mut Run)| {
         let mut run = run(Kind::Gpt, mesh, 1, "1f1b");
         change(&mut run);

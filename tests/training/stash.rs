@@ -213,7 +213,7 @@ fn eight_bits_learn_as_much() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_compress_and_offload_are_refused() {
     let cases: [(Change, [&str; 2]); 5] = [
         (|options| options.step.memory.compress = names(&["gelo"]), ["gelo", "gelu"]),
         (|options| options.step.memory.offload = names(&["gelo"]), ["gelo", "gelu"]),

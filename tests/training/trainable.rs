@@ -242,7 +242,7 @@ fn an_adapter_drops_its_input_while_it_is_trained_only() {
 }
 
 #[test]
-fn what_names_nothing_is_refused_by_its_name() {
+fn patterns_that_match_nothing_are_named() {
     for (kind, trainable, expected) in [
         (Kind::Gpt, only(&["h.0", "h.7"]), "h.7"),
         (Kind::Gpt, lora(&["lm_head"]), "lm_head"),

@@ -121,10 +121,10 @@ fn groups_have_rates_and_rules_of_their_own() {
         (UpdateOptions { groups: vec![group(&["h.7"], 1.0)], ..UpdateOptions::default() }, "\"h.7\""),
         (
             UpdateOptions { groups: vec![group(&["h.0"], 1.0); 257], ..UpdateOptions::default() },
-            "257 are more than 256",
+            "257 are more than the maximum of 256",
         ),
-        (UpdateOptions { groups: vec![group(&[], 1.0)], ..UpdateOptions::default() }, "names nothing"),
-        (UpdateOptions { groups: vec![group(&["h.0"], -1.0)], ..UpdateOptions::default() }, "learning_rate of -1"),
+        (UpdateOptions { groups: vec![group(&[], 1.0)], ..UpdateOptions::default() }, "a group has no names"),
+        (UpdateOptions { groups: vec![group(&["h.0"], -1.0)], ..UpdateOptions::default() }, "learning_rate is -1"),
         (UpdateOptions { max_value: Some(0.0), ..UpdateOptions::default() }, "max_value"),
         (UpdateOptions { average: Some(1.0), ..UpdateOptions::default() }, "average"),
     ] {

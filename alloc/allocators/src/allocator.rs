@@ -37,7 +37,7 @@ impl Block {
 /// A request that could not be served, after everything that the allocator tries before it gives up.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{allocator}: out of memory on a device of {capacity} bytes: {requested} bytes asked for, {allocated} allocated, \
+    "{allocator}: out of memory on a device of {capacity} bytes: {requested} bytes requested, {allocated} allocated, \
      {reserved} reserved; lower the live bytes (a smaller micro-batch, recompute) or give the device more memory"
 )]
 #[allow(missing_docs, reason = "the message names the fields")]

@@ -25,7 +25,7 @@ pub enum Kind {
 
 /// The error for an unknown allocator name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("no allocator {name:?}; there are {known}", known = Kind::ALL.map(Kind::name).join(", "))]
+#[error("unknown allocator {name:?}; choose one of {known}", known = Kind::ALL.map(Kind::name).join(", "))]
 pub struct UnknownAllocator {
     /// The name as given.
     pub name: String,

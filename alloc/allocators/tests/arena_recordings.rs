@@ -70,7 +70,7 @@ fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
 /// the run itself must agree: static sizes come in every step, dynamic ones do not. (A step in which an expert has no
 /// rows has fewer workspaces, so a count is not exactly sixteen times that of one step.)
 #[test]
-fn what_is_called_static_comes_in_every_step() {
+fn static_sizes_occur_in_every_step() {
     let folder = gapless_testing::evidence("pytorch");
     let mut tables: BTreeMap<String, Recorded> = BTreeMap::new();
     recorded_moe::each(&folder, |recorded| _ = tables.insert(recorded.name.clone(), recorded));

@@ -66,15 +66,15 @@ fn errors_say_what_is_wrong() {
         let error = read(name, device).unwrap_err().to_string();
         assert!(error.contains(expected), "{name}: {error}");
     };
-    check("two_devices", None, "several devices have traces, [0, 1]");
-    check("two_devices", Some(2), "device 2 has no trace; there are traces of [0, 1]");
+    check("two_devices", None, "several devices have traces; choose one of [0, 1]");
+    check("two_devices", Some(2), "device 2 has no trace; choose one of [0, 1]");
     assert!(read("two_devices", Some(1)).is_ok());
     check("no_trace", None, "no allocation was recorded");
     check("not_a_snapshot", None, "not a memory snapshot");
     check("double_free", None, "event 3 of device 0: address 0x7f0000000000 is freed twice");
     check("double_alloc", None, "event 1 of device 0: address 0x7f0000000000 is allocated twice");
     check("negative_size", None, "event 0 of device 0: size -9 is negative");
-    check("call", None, "is not one of plain data");
+    check("call", None, "only plain data");
     check("loop", None, "an event has no action");
 }
 

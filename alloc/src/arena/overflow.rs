@@ -49,16 +49,16 @@ impl fmt::Display for Overflow {
         if let Some(rows) = bytes.checked_div(self.bytes_per_row) {
             write!(f, " ({rows} rows of {} bytes)", self.bytes_per_row)?;
         }
-        write!(f, " asked for, {balanced} when balanced, {most} at most")?;
+        write!(f, " requested, {balanced} when balanced, {most} at most")?;
         if let Some(promised) = self.promised {
             write!(f, ", {promised} promised")?;
         }
-        write!(f, "; {largest_hole} free in one piece, {free} in all, with a reserve of {reserve} bytes; ")?;
+        write!(f, "; {largest_hole} free in one piece, {free} in total, with a reserve of {reserve} bytes; ")?;
         if bytes > most {
-            return write!(f, "the bound given for this request is wrong");
+            return write!(f, "the request exceeds its own bound; correct the bound (Request::most)");
         }
         if self.promised.is_some_and(|promised| bytes <= promised) {
-            write!(f, "a request before it exceeded what it was promised; ")?;
+            write!(f, "an earlier request exceeded its promised size; ")?;
         }
         let factor = self.factor_hundredths as f64 / 100.0;
         write!(

@@ -147,10 +147,10 @@ pub(super) fn checked(requests: &[Request], options: &ArenaOptions) -> Result<u6
             return fail("has an alignment that is not a power of two");
         }
         if r.balanced > r.most {
-            return fail("is larger when balanced than its bound");
+            return fail("has a balanced size above its bound");
         }
         if request > 0 && requests[request - 1].ticks.start > r.ticks.start {
-            return fail("starts before the request in front of it; requests come in order of their first tick");
+            return fail("starts before the preceding request; requests come in order of their first tick");
         }
         grain = grain.max(r.alignment);
     }

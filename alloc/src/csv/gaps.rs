@@ -31,13 +31,13 @@ impl fmt::Display for Gap {
 pub(super) fn parse(field: &str, id: BufferId, buffer: &Buffer, after_last: u64) -> Result<Vec<Gap>, String> {
     let mut gaps: Vec<Gap> = Vec::new();
     for text in field.split_ascii_whitespace() {
-        let gap = gap(text, id, after_last).ok_or("is not written like 3-5 or 3-5@0:64")?;
+        let gap = gap(text, id, after_last).ok_or("write each gap like 3-5 or 3-5@0:64")?;
         let from = gaps.last().map_or(buffer.lifetime.start, |last| last.ticks.end);
         if gap.ticks.is_empty() || gap.ticks.start < from || gap.ticks.end > buffer.lifetime.end {
-            return Err("is empty, out of order or outside of the lifetime".into());
+            return Err("a gap is empty, out of order or outside the lifetime".into());
         }
         if gap.window.as_ref().is_some_and(|window| window.start > window.end || window.end > buffer.bytes) {
-            return Err(format!("has bytes outside of the {} there are", buffer.bytes));
+            return Err(format!("a gap keeps bytes beyond the buffer's {}", buffer.bytes));
         }
         gaps.push(gap);
     }

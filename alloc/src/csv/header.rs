@@ -47,8 +47,8 @@ pub(super) fn columns(line: u64, header: &str) -> Result<Columns, Error> {
         if let Some(first) = names[..k].iter().position(|other| other == name) {
             let [first, second] = [first, k].map(|k| shown(&written[k]));
             return Err(fail(match first == second {
-                true => format!("column {first} stands twice in the header"),
-                false => format!("columns {first} and {second} of the header mean the same"),
+                true => format!("column {first} appears twice in the header"),
+                false => format!("columns {first} and {second} of the header mean the same; leave one out"),
             }));
         }
     }

@@ -64,9 +64,14 @@ impl Table {
             Err(Error::PinsOverlap { first, second }) => {
                 let (other, at) = (&self.ids[first], self.line(first));
                 let has_gaps = self.gaps.iter().any(|gap| [first, second].contains(&gap.buffer.index()));
-                let gaps = if has_gaps { "; gaps are not made use of" } else { "" };
+                let gaps = if has_gaps { "; gaps are ignored" } else { "" };
                 let id = &self.ids[second];
-                fail(second, format!("the offset puts {id:?} onto {other:?} of line {at}, alive with it{gaps}"))
+                fail(
+                    second,
+                    format!(
+                        "the offset puts {id:?} onto {other:?} of line {at}, which is alive at the same time{gaps}"
+                    ),
+                )
             }
             pinned => pinned,
         }
@@ -184,7 +189,7 @@ mod tests {
         );
         check(
             "a,0,3,4,1,8\n\nb,0,1,4,1,0\nc,2,5,4,1,11\n",
-            "line 6: the offset puts \"c\" onto \"a\" of line 3, alive with it",
+            "line 6: the offset puts \"c\" onto \"a\" of line 3, which is alive at the same time",
         );
     }
 

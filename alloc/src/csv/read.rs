@@ -43,7 +43,7 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
         let id = fields.text(columns.id);
         let (lower, last) = (fields.integer(columns.lower, "lower")?, fields.integer(columns.upper, "upper")?);
         let Some(upper) = last.checked_add(columns.after_last) else {
-            return fields.fail(format!("end {last} is the last tick there is; none comes after it"));
+            return fields.fail(format!("end {last} is too large; it is inclusive, so it must be below 2^64 - 1"));
         };
         if lower >= upper {
             return fields.fail(match columns.after_last {
@@ -64,7 +64,7 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
             let field = fields.text(column);
             match gaps::parse(field, of, &buffer, columns.after_last) {
                 Ok(gaps) => table.gaps.extend(gaps),
-                Err(what) => return fields.fail(format!("gap of {}: {what}", shown(field))),
+                Err(what) => return fields.fail(format!("gaps {}: {what}", shown(field))),
             }
         }
         if let (Some(column), Some(hints)) = (columns.hint, &mut table.hints) {
@@ -75,7 +75,7 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
             offsets.push(fields.optional(column, "offset")?);
         }
         if !seen.is_new(&table.ids, id) {
-            return fields.fail(format!("id {} stands twice", shown(id)));
+            return fields.fail(format!("id {} appears twice", shown(id)));
         }
         if table.line(buffers.len()) != line {
             table.lines.push((buffers.len(), line));
@@ -189,9 +189,9 @@ mod tests {
             let error = read(format!("id,lower,upper,size\n{rows}").as_bytes()).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         };
-        check("a,0,1,4\na,1,2,4\n", "line 3: id \"a\" stands twice");
-        check("a,0,1,4\nb,0,1,4\na,0,1,4\n", "line 4: id \"a\" stands twice");
-        check("9,0,1,4\n10,0,1,4\n2,0,1,4\n\n10,0,1,4\n", "line 6: id \"10\" stands twice");
+        check("a,0,1,4\na,1,2,4\n", "line 3: id \"a\" appears twice");
+        check("a,0,1,4\nb,0,1,4\na,0,1,4\n", "line 4: id \"a\" appears twice");
+        check("9,0,1,4\n10,0,1,4\n2,0,1,4\n\n10,0,1,4\n", "line 6: id \"10\" appears twice");
         check("a,1,1,4\n", "line 2: lower 1 is not below upper 1");
         check("a,2,1,4\n", "line 2: lower 2 is not below upper 1");
         check("a,-1,1,4\n", "line 2: lower \"-1\"");
@@ -230,14 +230,17 @@ mod tests {
         check(b"id,lower,upper,size,alignment\na,0,1,4,0\n", Err("line 2: alignment 0"));
         check(b"id,lower,upper,size,hint\na,0,1,4,-1\nb,0,1,4,\nc,0,1,4,64\n", Ok(3));
         check(b"id,lower,upper,size,hint\na,0,1,4,high\n", Err("line 2: hint \"high\""));
-        check(b"\nid,lower,upper,size,lower\n", Err("line 2: column \"lower\" stands twice in the header"));
-        check(b"id,note,upper,lower,size,Note\n", Err("line 1: column \"note\" stands twice in the header"));
-        check(b"id,upper,lower,size,end\n", Err("line 1: columns \"upper\" and \"end\" of the header mean the same"));
+        check(b"\nid,lower,upper,size,lower\n", Err("line 2: column \"lower\" appears twice in the header"));
+        check(b"id,note,upper,lower,size,Note\n", Err("line 1: column \"note\" appears twice in the header"));
+        check(
+            b"id,upper,lower,size,end\n",
+            Err("line 1: columns \"upper\" and \"end\" of the header mean the same; leave one out"),
+        );
         check(b"id,start,end,size\na,3,2,4\n", Err("line 2: start 3 is after end 2"));
-        check(b"id,start,end,size\na,3,18446744073709551615,4\n", Err("is the last tick there is"));
+        check(b"id,start,end,size\na,3,18446744073709551615,4\n", Err("is inclusive, so it must be below"));
         for gaps in ["3", "3-", "3-3", "0-2 1-3", "0-9", "1-2@0:5", "1-2@3:1", "1-2@0", "1-18446744073709551616"] {
             let text = format!("id,lower,upper,size,gaps\na,0,8,4,{gaps}\n");
-            check(text.as_bytes(), Err(&format!("line 2: gap of {gaps:?}: ")));
+            check(text.as_bytes(), Err(&format!("line 2: gaps {gaps:?}: ")));
         }
     }
 

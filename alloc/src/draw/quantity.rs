@@ -68,10 +68,12 @@ pub enum NotBytes {
 impl fmt::Display for NotBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Negative => write!(f, "not a number of bytes: it is negative"),
+            Self::Negative => write!(f, "a number of bytes cannot be negative"),
             Self::Number { text } => write!(f, "{text:?} is not a number of bytes; write 4096, 600MiB, 40M or 1.5GB"),
-            Self::Unit { unit } => write!(f, "{unit:?} is no unit of bytes; use KiB, MiB, GiB, TiB, or KB, MB, GB, TB"),
-            Self::TooMany { text } => write!(f, "{text} is more bytes than there can be"),
+            Self::Unit { unit } => {
+                write!(f, "{unit:?} is not a unit of bytes; use KiB, MiB, GiB, TiB, or KB, MB, GB, TB")
+            }
+            Self::TooMany { text } => write!(f, "{text} is more than 2^64 - 1 bytes"),
         }
     }
 }

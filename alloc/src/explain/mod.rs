@@ -129,9 +129,9 @@ impl Explanation {
             None => return Ok(()),
         }
         match at_least {
-            _ if remedy.is_smallest() => writeln!(f, ", and no fewer will do:")?,
-            0 => writeln!(f, "; whether less will do is not known:")?,
-            _ => writeln!(f, "; at least {at_least} it must be:")?,
+            _ if remedy.is_smallest() => writeln!(f, ", which is the minimum:")?,
+            0 => writeln!(f, "; a smaller change may exist:")?,
+            _ => writeln!(f, "; at least {at_least} are needed:")?,
         }
         for change in changes.iter().take(LINES) {
             let name = self.names.get(&change.buffer()).map_or("?", String::as_str);
@@ -155,7 +155,7 @@ impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "needs {} bytes, {} more than the {} there are",
+            "needs {} bytes, {} more than the capacity of {}",
             self.height,
             self.height - self.capacity,
             self.capacity
@@ -172,12 +172,12 @@ impl fmt::Display for Explanation {
             writeln!(f, "  {bytes:>16} bytes of {buffers} × {}", role.name())?;
         }
         match self.excess {
-            0 => writeln!(f, "the peak would fit: what is missing is a place without gaps")?,
-            excess => writeln!(f, "at least {excess} bytes must not be alive at the peak")?,
+            0 => writeln!(f, "the peak fits; what is missing is a placement without gaps")?,
+            excess => writeln!(f, "at least {excess} bytes too many are alive at the peak")?,
         }
         self.remedies().try_for_each(|remedy| self.write(f, remedy))?;
         match self.cut_short {
-            true => writeln!(f, "the deadline passed: with more time, less may be found to do"),
+            true => writeln!(f, "the deadline passed; with more time, a smaller change may be found"),
             false => Ok(()),
         }
     }
@@ -208,16 +208,16 @@ mod tests {
         let marks = [("forward", 0..2), ("backward", 2..5), ("layer 1", 1..3)];
         let explanation = at(Some(170)).unwrap().during(&marks.map(|(name, ticks)| Mark::new(ticks, name)));
         insta::assert_snapshot!(explanation, @r"
-        needs 210 bytes, 40 more than the 170 there are
+        needs 210 bytes, 40 more than the capacity of 170
         peak: 210 bytes in 3 buffers alive at tick 2, in backward, in layer 1
                        110 bytes of 2 × activation
                        100 bytes of 1 × parameter
-        at least 40 bytes must not be alive at the peak
-        it would fit without 1 buffer, and no fewer will do:
+        at least 40 bytes too many are alive at the peak
+        it would fit without 1 buffer, which is the minimum:
           q (activation)
-        it would fit with 40 bytes less, and no fewer will do:
+        it would fit with 40 bytes less, which is the minimum:
           q (activation): 40 bytes
-        it would fit with 2 lifetimes interrupted, and no fewer will do:
+        it would fit with 2 lifetimes interrupted, which is the minimum:
           q (activation): ticks 2 to 3
           k (activation): ticks 3 to 4
         ");

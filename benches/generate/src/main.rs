@@ -59,7 +59,7 @@ fn main() -> Result<()> {
         ..LlamaConfig::default()
     };
     let weight_bytes = 4 * config.parameters();
-    println!("{} parameters in f32, a prompt of {PROMPT} tokens, {} more", config.parameters(), ADDED - 1);
+    println!("{} parameters in f32, a prompt of {PROMPT} tokens, {} new tokens", config.parameters(), ADDED - 1);
     for batch in [1, 8] {
         let mut ours = ours(&config, batch)?;
         let theirs = theirs(&config, &ours)?;
@@ -70,7 +70,7 @@ fn main() -> Result<()> {
             let (tokens, our_time) = generate(&mut ours, &prompts)?;
             let (their_tokens, their_time) = generate_with_candle(&theirs, &prompts)?;
             let bandwidth = bandwidth(weight_bytes as usize);
-            ensure!(tokens == their_tokens, "other tokens than candle-transformers': {tokens:?} {their_tokens:?}");
+            ensure!(tokens == their_tokens, "tokens differ: {tokens:?}, candle-transformers {their_tokens:?}");
             // The first round is a warm-up.
             if round > 0 {
                 let rate = |time: [f64; 2]| (batch * (ADDED - 1)) as f64 / time[0];
@@ -84,8 +84,8 @@ fn main() -> Result<()> {
             of[of.len() / 2]
         };
         println!(
-            "batch {batch}: {:.1} tokens/s, candle-transformers {:.1}, ratio {:.2} (of processor times {:.2}); {:.2} of what the \
-             bandwidth allows",
+            "batch {batch}: {:.1} tokens/s, candle-transformers {:.1}, ratio {:.2} (of CPU times {:.2}); {:.2} of the rate that \
+             the bandwidth allows",
             median(rates.iter().map(|x| x.0).collect()),
             median(rates.iter().map(|x| x.1).collect()),
             median(rates.iter().map(|x| x.0 / x.1).collect()),
@@ -209,7 +209,7 @@ fn prefill(config: &LlamaConfig) -> Result<()> {
     }
     ratios.sort_by(f64::total_cmp);
     println!(
-        "prefill {:.0} tokens/s, the forward with its loss {:.0}, ratio {:.2}",
+        "prefill {:.0} tokens/s, forward with loss {:.0} tokens/s, ratio {:.2}",
         rates[0],
         rates[1],
         ratios[ratios.len() / 2]

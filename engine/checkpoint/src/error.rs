@@ -18,7 +18,7 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// A folder has no manifest, because its saving was not completed.
-    #[error("{path} has no manifest: saving it was interrupted, or it is no checkpoint; use an older one")]
+    #[error("{path} has no manifest: its saving was interrupted, or it is not a checkpoint; use an older checkpoint")]
     Interrupted {
         /// The folder.
         path: PathBuf,
@@ -69,7 +69,7 @@ pub enum CheckpointError {
     },
     /// The checkpoint is of another model or of other data.
     #[error(
-        "{path} was made with another {key}: {}{}; build what it was made with, or start anew",
+        "{path} was saved with another {key}: {}{}; use the {key} that it was saved with, or start a new run",
         listed(differences),
         made_with(config)
     )]
@@ -84,7 +84,7 @@ pub enum CheckpointError {
         config: Option<serde_json::Value>,
     },
     /// A folder is not writable.
-    #[error("the folder {path} cannot be written into: {source}; choose another, or have it made yours")]
+    #[error("cannot write into the folder {path}: {source}; choose another folder, or change its permissions")]
     Unwritable {
         /// The folder.
         path: PathBuf,
@@ -120,7 +120,7 @@ pub enum CheckpointError {
         present: Vec<String>,
     },
     /// The section does not have the requested tensor.
-    #[error("{path} has no tensor {name}; is it of another model?")]
+    #[error("{path} has no tensor {name}; use a checkpoint of the same model")]
     NoTensor {
         /// The section's file.
         path: PathBuf,
@@ -158,7 +158,7 @@ pub enum CheckpointError {
         source: io::Error,
     },
     /// The operating system refused a write.
-    #[error("cannot write {path}: {source}; is the disk full? checkpoints saved before are untouched")]
+    #[error("cannot write {path}: {source}; check that the disk has room (earlier checkpoints are intact)")]
     Write {
         /// The file or folder.
         path: PathBuf,

@@ -126,19 +126,19 @@ impl Checkpoint {
         for Entry { path, state, step, is_ours } in entries(dir)? {
             let shown = path.display();
             if state == State::Partial {
-                tracing::warn!(path = %shown, "passing over a checkpoint whose saving was interrupted");
+                tracing::warn!(path = %shown, "skipping a checkpoint whose saving was interrupted");
                 continue;
             }
             count += 1;
             match Self::open(&path) {
                 Ok(checkpoint) => {
                     if !is_ours {
-                        tracing::warn!(path = %shown, step, "a checkpoint's folder is named for another step");
+                        tracing::warn!(path = %shown, step, "the folder of a checkpoint is named after another step");
                     }
                     return Ok(Some(checkpoint));
                 }
                 Err(error) => {
-                    tracing::warn!(path = %shown, %error, "passing over a checkpoint that is not sound");
+                    tracing::warn!(path = %shown, %error, "skipping a checkpoint that cannot be used");
                     newest_error.get_or_insert(error);
                 }
             }

@@ -267,12 +267,12 @@ impl SavedSection {
             return Err(damaged("its hash is not the one it was written with".into()));
         }
         if head.len() < 8 || (head.len() as u64) < head_bytes {
-            return Err(damaged("its header is longer than the file, or than any".into()));
+            return Err(damaged("its header is longer than the file, or than the limit".into()));
         }
         let header: Metadata = serde_json::from_slice(&head[8..]).map_err(|error| damaged(error.to_string()))?;
         let data_start = head_bytes;
         if data_start + header.data_len() as u64 != found {
-            return Err(damaged("its header does not describe all of it".into()));
+            return Err(damaged("its header does not describe the whole file".into()));
         }
         Ok(Self { file: file.to_owned(), path, header, data_start, bytes: found, chunks })
     }

@@ -247,10 +247,10 @@ fn headers<'a>(sections: &[Section<'a>]) -> Result<Vec<Header<'a>>, CheckpointEr
             let wrong =
                 |reason: &str| CheckpointError::Section { file: section.file.to_owned(), reason: reason.to_owned() };
             if Path::new(section.file).file_name() != Some(section.file.as_ref()) {
-                return Err(wrong("its name has to be a file name without folders"));
+                return Err(wrong("its name must be a file name without folders"));
             }
             if !section.file.ends_with(".safetensors") {
-                return Err(wrong("its name has to end with .safetensors"));
+                return Err(wrong("its name must end with .safetensors"));
             }
             if !seen.insert(section.file) {
                 return Err(wrong("there are two sections of this name"));
@@ -272,7 +272,7 @@ fn header<'a>(section: &Section<'a>) -> Result<Header<'a>, CheckpointError> {
         return Err(wrong(format!("there are two tensors named {}", pair[0])));
     }
     if names.binary_search(&"__metadata__").is_ok() {
-        return Err(wrong("the format keeps the name __metadata__ for itself; name the tensor otherwise".into()));
+        return Err(wrong("the format reserves the name __metadata__; rename the tensor".into()));
     }
     let mut infos = Vec::with_capacity(tensors.len());
     let mut offset = 0;

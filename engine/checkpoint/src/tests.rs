@@ -147,7 +147,7 @@ fn a_full_disk_is_an_error_and_the_last_checkpoint_stays() {
         let mut disk = FailingDisk { acts_left: usize::MAX, bytes_left, crashes: false, failed: false };
         match save(&mut disk, folder.path(), 200, 2) {
             Ok(_) => break,
-            Err(error) => assert!(error.to_string().contains("is the disk full?"), "{error}"),
+            Err(error) => assert!(error.to_string().contains("check that the disk has room"), "{error}"),
         }
         assert_eq!((latest(folder.path()), names(folder.path())), (Some((100, 1)), vec!["step-00000100".into()]));
         fulls += 1;
@@ -368,12 +368,12 @@ fn sections_that_cannot_be_are_refused_before_anything_is_written() {
     let refused = |sections: &[Section<'_>]| Checkpoint::save(&dir, 1, sections, json!({})).unwrap_err().to_string();
 
     assert!(refused(&[section("../a.safetensors", vec![])]).contains("without folders"));
-    assert!(refused(&[section("manifest.json", vec![])]).contains("has to end with .safetensors"));
+    assert!(refused(&[section("manifest.json", vec![])]).contains("must end with .safetensors"));
     let twice = || section("a.safetensors", vec![]);
     assert!(refused(&[twice(), twice()]).contains("two sections of this name"));
     let twins = vec![tensor("w", &[0; 8]), tensor("w", &[0; 8])];
     assert!(refused(&[section("a.safetensors", twins)]).contains("two tensors named w"));
-    assert!(refused(&[section("a.safetensors", vec![tensor("__metadata__", &[0; 8])])]).contains("keeps the name"));
+    assert!(refused(&[section("a.safetensors", vec![tensor("__metadata__", &[0; 8])])]).contains("reserves the name"));
     let short = refused(&[section("a.safetensors", vec![tensor("w", &[0; 7])])]);
     assert!(short.contains("tensor w (f32 [2]) takes 8 bytes, but 7 were given"), "{short}");
     assert!(!dir.exists());

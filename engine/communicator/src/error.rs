@@ -16,62 +16,61 @@ pub enum CommunicatorError {
     #[error("rank {rank} is gone: {why} (seen by rank {by}, {awaited})")]
     PeerGone { rank: usize, why: String, by: usize, awaited: Awaited },
     #[error(
-        "rank {rank} gave up after {} s {awaited}; is that rank hung, or does it run another schedule? \
-         GAPLESS_TIMEOUT_SECONDS sets a longer wait", .after.as_secs_f64()
+        "rank {rank} gave up after {} s {awaited}; check that all ranks run, with the same schedule, or set a longer wait in \
+         GAPLESS_TIMEOUT_SECONDS", .after.as_secs_f64()
     )]
     Timeout { rank: usize, awaited: Awaited, after: Duration },
     #[error(
         "{what} from rank {from} to rank {to}: {sent} bytes were sent, {expected} are expected; \
-         the two ranks' programs were compiled from different models or batches"
+         the two ranks run different programs: start both with the same model and batch"
     )]
     SizeMismatch { what: String, from: usize, to: usize, sent: usize, expected: usize },
     #[error(
         "rank {rank} started {started} where rank {other} started {other_started}; \
-         all ranks of a communicator start the same collectives in the same order"
+         start the same collectives in the same order on all ranks of a communicator"
     )]
     CollectiveMismatch { rank: usize, started: String, other: usize, other_started: String },
-    #[error("there is no rank {rank} in a communicator of {size}")]
+    #[error("there is no rank {rank} in a communicator of {size} ranks")]
     NoSuchRank { rank: usize, size: usize },
     #[error("{what} has length {given}, not {expected}")]
     Length { what: &'static str, given: usize, expected: usize },
-    #[error("the request was not made by this communicator")]
+    #[error("the request was not made by this communicator, or was waited for before; wait for each request once")]
     UnknownRequest,
     #[error("{variable}={value:?} is not {expected}")]
     Setting { variable: &'static str, value: String, expected: &'static str },
     #[error(
-        "{tag}: its number is too large for MPI; stages go to 2047, micro-batches to 8191, tensors to 31, \
-         and this MPI's tags to {largest}"
+        "{tag}: its number is too large for MPI; the largest are stage 2047, micro-batch 8191 and tensor 31, \
+         and this MPI library's tags end at {largest}"
     )]
     Tag { tag: Tag, largest: u64 },
     #[error("{call} failed: {what}")]
     Mpi { call: &'static str, what: String },
-    #[error("MPI was started before in this process; it can be started once")]
+    #[error("MPI was started before in this process; start it once")]
     StartedTwice,
     #[error(
-        "the system starts no thread for rank {rank}: {why}; use fewer ranks, or raise the limit of processes (ulimit -u) or of memory \
+        "cannot start a thread for rank {rank}: {why}; use fewer ranks, or raise the limit of processes (ulimit -u) or of memory \
          (ulimit -v)"
     )]
     NoThread { rank: usize, why: String },
-    #[error("the thread for MPI could not be started: {0}")]
+    #[error("cannot start the thread for MPI: {0}")]
     Thread(String),
     #[error(
-        "no order of messages lets all ranks go on: {}; every message needs a start on either side, and no rank may wait \
-         for another that waits for it", Stuck(.ranks)
+        "the ranks' programs deadlock: {}; start every message on both sides, and let no ranks wait for each other", Stuck(.ranks)
     )]
     Stuck { ranks: Vec<(usize, Awaited)> },
     #[error(
         "rank {rank} started {started} as operation {number} of a run, where the program that the ranks agreed on has \
-         {expected}; agree on the program that is run"
+         {expected}; agree on the order of the program that runs"
     )]
     NotAsAgreed { rank: usize, number: usize, started: String, expected: String },
-    #[error("ranks that are GPUs cannot run here; there is no {}", Missing(.libraries))]
+    #[error("ranks on GPUs cannot run here: there is no {}", Missing(.libraries))]
     Missing { libraries: Vec<MissingLibrary> },
     #[error("{call} failed: {what}")]
     Nccl { call: &'static str, what: String },
     #[error("{call} failed: {what}")]
     Cuda { call: &'static str, what: String },
     #[error(
-        "{len} bytes at {address:#x} are not memory of GPU {device}, but {found}; NCCL exchanges what lies on the \
+        "{len} bytes at {address:#x} are not memory of GPU {device}, but {found}; give NCCL memory of the \
          communicator's own GPU"
     )]
     NotOnDevice { address: usize, len: usize, device: usize, found: String },
@@ -147,8 +146,8 @@ impl fmt::Display for Awaited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Start => f.write_str("starting an operation"),
-            Self::Message { from, tag } => write!(f, "waiting for {tag}, from rank {from}"),
-            Self::Taken { to, tag } => write!(f, "waiting for rank {to} to take {tag}"),
+            Self::Message { from, tag } => write!(f, "waiting for {tag} from rank {from}"),
+            Self::Taken { to, tag } => write!(f, "waiting for rank {to} to receive {tag}"),
             Self::Collective { what, missing } if missing.is_empty() => write!(f, "waiting for {what} to end"),
             Self::Collective { what, missing } => {
                 write!(f, "waiting for rank{} ", if missing.len() == 1 { "" } else { "s" })?;

@@ -351,8 +351,8 @@ fn on_host(memory: Memory) -> Result<()> {
     match memory {
         Memory::Host => Ok(()),
         Memory::Device => Err(CommunicatorError::Unsupported {
-            what: "a slice of host memory as a message of this backend",
-            remedy: "start it on device addresses with isend, irecv and start",
+            what: "a message in host memory over this backend",
+            remedy: "pass device addresses to isend, irecv and start",
         }),
     }
 }

@@ -199,7 +199,7 @@ fn leaving_early_reaches_everyone() {
         1 => Ok(()),
         _ => wait_for_rank_1(&mut rank),
     });
-    all_name(&errors, 1, "left");
+    all_name(&errors, 1, "dropped its communicator");
 }
 
 #[test]
@@ -266,7 +266,7 @@ fn a_wait_that_takes_too_long_says_for_what() {
     };
     assert_eq!((tag.stage, tag.micro_batch), (2, 7));
     let text = errors[0].as_ref().unwrap().to_string();
-    assert!(text.contains("waiting for the activations of stage 2, micro-batch 7, from rank 2"), "{text}");
+    assert!(text.contains("waiting for the activations of stage 2, micro-batch 7 from rank 2"), "{text}");
     all_name(&errors, 0, "gave up");
 }
 

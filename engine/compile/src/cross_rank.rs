@@ -240,8 +240,8 @@ impl CrossRankValues {
                     let maker = graph.producer(root).expect("what crosses is made by a node");
                     let Place::Stage(stage) = maker.place else { continue };
                     let Some(&source) = made.get(&(stage, maker.phase, action.micro_batch.0)) else {
-                        let why = format!("{action} needs what stage {} never makes", stage.0);
-                        return Err(Error::config("schedule", why, "check its table"));
+                        let why = format!("{action} needs a result that stage {} never computes", stage.0);
+                        return Err(Error::config("pipeline.schedule", why, "correct its table"));
                     };
                     of_action.insert(source);
                 }
@@ -290,8 +290,8 @@ impl CrossRankValues {
         match table.iter().zip(&done).position(|(row, &done)| done < row.len()) {
             None => Ok(known),
             Some(rank) => {
-                let why = format!("rank {rank} waits for ever at {}", table[rank][done[rank]]);
-                Err(Error::config("schedule", why, "check its table"))
+                let why = format!("rank {rank} waits forever at {}", table[rank][done[rank]]);
+                Err(Error::config("pipeline.schedule", why, "correct its table"))
             }
         }
     }

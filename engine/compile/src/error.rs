@@ -17,22 +17,22 @@ pub enum Error {
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
-        "no recomputation fits {} ({budget} bytes); the smallest step found takes {} ({smallest} bytes)\nwhat helps: bf16, an optimizer with smaller states (adamw8bit, lion), more ranks or fewer trained parameters; and where activations are most of it, a smaller micro-batch or a shorter sequence",
+        "no recomputation fits the budget of {} ({budget} bytes); the smallest step found takes {} ({smallest} bytes)\nwhat helps: bf16, an optimizer with smaller states (adamw8bit, lion), more ranks or fewer trained parameters; and where activations take most of it, a smaller micro-batch or a shorter sequence",
         Bytes(*budget),
         Bytes(*smallest)
     )]
     OverBudget { budget: u64, smallest: u64 },
     #[error(
-        "{program:?} would have {instructions} instructions, more than the {most} that are planned; fewer micro-batches, or more pipeline ranks"
+        "{program:?} would have {instructions} instructions, more than the maximum of {most}; use fewer micro-batches or more pipeline ranks"
     )]
     TooManyInstructions { program: String, instructions: usize, most: usize },
     #[error(
-        "{program:?} cannot be compiled: {what}; leave a program as `lower` made it, or correct the operation (Op) or the change that \
-         this came of"
+        "{program:?} cannot be compiled: {what}; compile the program as `lower` returns it, or correct the operation (Op) or the change that \
+         caused this"
     )]
     Unsound { program: String, what: String },
     #[error(
-        "{what} of {program:?} would bring its tensors to more than 2^60 bytes; smaller shapes, or correct `Op::workspace` of {op:?}"
+        "{what} of {program:?} would bring its tensors to more than 2^60 bytes; use smaller shapes, or correct `Op::workspace` of {op:?}"
     )]
     TooLarge { program: String, what: String, op: String },
     #[error("internal error: the plan violates its own constraints: {what}")]

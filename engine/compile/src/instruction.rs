@@ -186,6 +186,6 @@ impl Named {
 /// An error for an unknown name, with the existing name that is most similar.
 pub(crate) fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
     let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
-    let nearest = names.max_by_key(common).unwrap_or("there are none").to_owned();
+    let nearest = names.max_by_key(common).unwrap_or("none, as there are no tensors").to_owned();
     Error::UnknownTensor { name: name.into(), nearest }
 }

@@ -78,7 +78,7 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
                     _ => false,
                 };
                 if !is_one || known.bytes != buffer.bytes.next_multiple_of(ALIGNMENT) {
-                    let what = format!("{:?} is another tensor in a program before it", buffer.label.tensor);
+                    let what = format!("{:?} is a different tensor in an earlier program", buffer.label.tensor);
                     return Err(Error::Unsound { program: program.name.clone(), what });
                 }
                 indices.push(index);

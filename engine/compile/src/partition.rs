@@ -91,13 +91,10 @@ fn place(stage: usize) -> Place {
 
 /// The first node of each stage after stage 0.
 fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>> {
-    let fail = |why| Err(Error::config("pipeline.cut", why, "name one layer per stage but the first, in order"));
+    let fail =
+        |why| Err(Error::config("pipeline.cut", why, "name the first layer of every stage but stage 0, in order"));
     if layers.len() + 1 != stages {
-        return fail(format!(
-            "{} layers to cut in front of make {} stages, not {stages}",
-            layers.len(),
-            layers.len() + 1
-        ));
+        return fail(format!("{} layers make {} stages, not {stages}", layers.len(), layers.len() + 1));
     }
     let mut starts: Vec<usize> = Vec::new();
     for layer in layers {
@@ -107,7 +104,7 @@ fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>>
         match graph.nodes().iter().position(inside) {
             None => return fail(format!("the model has no layer {layer:?}")),
             Some(start) if start <= starts.last().copied().unwrap_or(0) => {
-                return fail(format!("layer {layer:?} does not come after the cut before it"));
+                return fail(format!("layer {layer:?} does not come after the one named before it"));
             }
             Some(start) => starts.push(start),
         }
@@ -120,8 +117,8 @@ fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>>
 fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
     let work: Vec<usize> = (0..graph.nodes().len()).filter(|&i| !graph.is_view(graph.nodes()[i].outputs[0])).collect();
     if work.len() < stages {
-        let why = format!("{stages} stages of a model of {} operations", work.len());
-        return Err(Error::config("mesh", why, "use fewer stages, or a deeper model"));
+        let why = format!("{stages} stages are more than the {} operations of the model", work.len());
+        return Err(Error::config("mesh", why, "use fewer stages or a deeper model"));
     }
     let crossing = crossing_bytes(graph);
     let mut flops = vec![0];

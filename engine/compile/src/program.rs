@@ -185,8 +185,8 @@ impl InstrKind {
             Self::Finish(_) => "finish",
             Self::Offload(_) => "offload",
             Self::Fetch(_) => "fetch",
-            Self::Vote(_) => "offer",
-            Self::ApplyVote(_) => "settle",
+            Self::Vote(_) => "vote",
+            Self::ApplyVote(_) => "apply_vote",
         }
     }
 }

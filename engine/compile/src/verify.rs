@@ -70,7 +70,7 @@ fn check(program: &Program) -> Verdict {
         .find(|part| part.instrs.end > program.instrs.len() || part.instrs.start > part.instrs.end)
     {
         Some(part) => {
-            Err(format!("part {:?} has instructions {:?} of {}", part.name, part.instrs, program.instrs.len()))
+            Err(format!("part {:?} covers instructions {:?} of {}", part.name, part.instrs, program.instrs.len()))
         }
         None => Ok(()),
     }
@@ -112,7 +112,7 @@ fn buffer(program: &Program, id: BufferId) -> Verdict<&Buffer> {
     program
         .buffers
         .get(id.index())
-        .ok_or_else(|| format!("it has a buffer {} of {}", id.index(), program.buffers.len()))
+        .ok_or_else(|| format!("it names buffer {} of {}", id.index(), program.buffers.len()))
 }
 
 /// Every operand lies within its buffer, and its f32 copy within a piece of scratch.
@@ -123,7 +123,11 @@ fn operands_are_inside(program: &Program, instr: &Instr) -> Verdict {
         let Some(piece) = operand.widened else { continue };
         let needed = byte_range(&widened_layout(&operand.layout), DType::F32).map_or(u64::MAX, |copy| copy.end);
         if operand.dtype != DType::BF16 || needed > buffer(program, piece)?.bytes {
-            return Err(format!("there is no room for {:?} of {:?} in f32", operand.layout.dims(), operand.dtype));
+            return Err(format!(
+                "the copy of {:?} of {:?} in f32 does not fit its scratch",
+                operand.layout.dims(),
+                operand.dtype
+            ));
         }
         copies.push(piece);
     }
@@ -152,7 +156,7 @@ fn operand_is_inside(program: &Program, operand: &Operand) -> Verdict {
     let is_whole = layout.is_contiguous() && range == (0..of.bytes);
     match is_whole && row_bytes.is_multiple_of(dtype.size_in_bytes() as u64) {
         true => Ok(()),
-        false => Err(format!("an operand of {dtype:?} {dims:?} is a part of a tensor whose rows are counted")),
+        false => Err(format!("an operand of {dtype:?} {dims:?} is only a part of a tensor with dynamic rows")),
     }
 }
 
@@ -199,7 +203,7 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
         let is_shared = workspace[..index].contains(&piece);
         let is_operand = inputs.iter().chain(outputs).any(|operand| operand.buffer == piece);
         if is_shared || is_operand || buffer(program, piece)?.counted.is_some() {
-            return Err(format!("piece {index} of its scratch is not its own"));
+            return Err(format!("piece {index} of its scratch is another operand's, or has dynamic rows"));
         }
     }
     Ok(())
@@ -209,11 +213,11 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
 fn counts_exist(program: &Program, instr: &Instr) -> Verdict {
     let known = |count: u32| (count as usize) < program.counts;
     if !instr.predicate.is_none_or(known) {
-        return Err(format!("it depends on a count {:?} of {}", instr.predicate, program.counts));
+        return Err(format!("it depends on count {:?} of {}", instr.predicate, program.counts));
     }
     match instr.counts {
         Some(count) if !known(count) || !instr.outputs.first().is_some_and(|o| is_planned(program, o, DType::U32)) => {
-            Err(format!("its first output is no count {count} of {}", program.counts))
+            Err(format!("its first output cannot be count {count} of {}", program.counts))
         }
         _ => Ok(()),
     }
@@ -252,7 +256,7 @@ fn kind_fits(program: &Program, instr: &Instr, votes: &mut Vec<u32>) -> Verdict 
             votes.last() == Some(&count) && matches!(&inputs[..], [number] if is_planned(program, number, DType::F32))
         }
     };
-    if fits { Ok(()) } else { Err("its operands are not those of such an instruction".into()) }
+    if fits { Ok(()) } else { Err("its operands do not fit this kind of instruction".into()) }
 }
 
 /// True if the sizes of a collective's operands match what it reads and writes.
@@ -309,13 +313,15 @@ fn lent_is_left_alone(program: &Program) -> Verdict {
             _ => None,
         };
         if let Some(request) = ends {
-            let begun =
-                under_way.get_mut(request).and_then(Option::take).ok_or_else(|| named("it waits for nothing"))?;
+            let begun = under_way
+                .get_mut(request)
+                .and_then(Option::take)
+                .ok_or_else(|| named("it waits for an operation that was not started"))?;
             let is_collective = |instr: &Instr| matches!(instr.kind, InstrKind::Collective(..) | InstrKind::Finish(_));
             let holds = |operand: &Operand| instr.inputs.iter().any(|held| held.buffer == operand.buffer);
             let is_one = is_collective(begun) == is_collective(instr) && begun.predicate == instr.predicate;
             if !is_one || !begun.inputs.iter().chain(&begun.outputs).all(holds) {
-                return Err(named("it waits for another one than began, or without its operands"));
+                return Err(named("it waits for an operation of another kind, or lacks its operands"));
             }
             begun.inputs.iter().for_each(|operand| lent[operand.buffer.index()].0 -= 1);
             begun.outputs.iter().for_each(|operand| lent[operand.buffer.index()].1 = false);
@@ -324,11 +330,11 @@ fn lent_is_left_alone(program: &Program) -> Verdict {
         let is_written = |operand: &Operand| lent[operand.buffer.index()].1;
         let is_lent = |operand: &Operand| lent[operand.buffer.index()] != (0, false);
         if instr.inputs.iter().any(is_written) || instr.outputs.iter().any(is_lent) {
-            return Err(named("it touches what is on its way to or from another rank"));
+            return Err(named("it touches a buffer that is being sent or received"));
         }
         if let Some(request) = begins {
             if was_begun.get(request) != Some(&false) {
-                return Err(named("its request is another's too, or none of the program's"));
+                return Err(named("its request number is used twice, or out of range"));
             }
             (was_begun[request], under_way[request]) = (true, Some(instr));
             instr.inputs.iter().for_each(|operand| lent[operand.buffer.index()].0 += 1);
@@ -336,7 +342,7 @@ fn lent_is_left_alone(program: &Program) -> Verdict {
         }
     }
     match under_way.into_iter().flatten().next() {
-        Some(instr) => Err(format!("{} in {:?} is not waited for", instr.kind.name(), &*instr.layer)),
+        Some(instr) => Err(format!("{} in {:?} is never waited for", instr.kind.name(), &*instr.layer)),
         None => Ok(()),
     }
 }

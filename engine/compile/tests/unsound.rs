@@ -165,8 +165,8 @@ const UNSOUND: [Change; 58] = [
     ("beyond its buffer", |case| case.program.instrs[1].inputs[0].dtype = DType::F64),
     ("beyond its buffer", |case| case.program.instrs[1].inputs[0].dtype = DType::F4),
     ("beyond its buffer", |case| case.program.buffers[case.x.index()].bytes = BYTES - 1),
-    ("it has a buffer 4 of 4", |case| case.program.instrs[1].inputs[0].buffer = Case::another()),
-    ("it has a buffer 4 of 4", |case| case.program.instrs[0].workspace[0] = Case::another()),
+    ("it names buffer 4 of 4", |case| case.program.instrs[1].inputs[0].buffer = Case::another()),
+    ("it names buffer 4 of 4", |case| case.program.instrs[0].workspace[0] = Case::another()),
     ("beyond its buffer", |case| case.program.outputs[0].operand.layout = Layout::contiguous_with_offset(COUNT, 1)),
     ("has gaps or is not", |case| case.program.outputs[0].operand.dtype = DType::U32),
     ("has gaps or is not", |case| case.program.outputs[0].spec = Spec::f32(COUNT + 1)),
@@ -196,9 +196,9 @@ const UNSOUND: [Change; 58] = [
         instr.inputs.push(operand(case.x, &spec()));
         instr.outputs[0].buffer = case.x;
     }),
-    ("not its own", |case| case.program.instrs[0].workspace[0] = case.x),
-    ("not its own", |case| case.program.instrs[0].workspace[0] = case.parameter),
-    ("not its own", |case| {
+    ("another operand's", |case| case.program.instrs[0].workspace[0] = case.x),
+    ("another operand's", |case| case.program.instrs[0].workspace[0] = case.parameter),
+    ("another operand's", |case| {
         let piece = case.program.instrs[0].workspace[0];
         case.program.instrs[0].workspace.push(piece);
     }),
@@ -228,8 +228,8 @@ const UNSOUND: [Change; 58] = [
     ("cannot have", |case| case.counted(DynamicRows { count: 1, ..ROWS })),
     ("cannot have", |case| case.counted(DynamicRows { row_bytes: 0, ..ROWS })),
     ("cannot have", |case| case.counted(DynamicRows { row_bytes: 1 << 62, ..ROWS })),
-    ("a part of a tensor", |case| case.counted(DynamicRows { row_bytes: 2, ..ROWS })),
-    ("a part of a tensor", |case| {
+    ("only a part of a tensor", |case| case.counted(DynamicRows { row_bytes: 2, ..ROWS })),
+    ("only a part of a tensor", |case| {
         case.counted(ROWS);
         case.program.instrs[1].inputs[0].layout = Layout::contiguous(COUNT / 2);
     }),
@@ -237,62 +237,62 @@ const UNSOUND: [Change; 58] = [
         case.counted(ROWS);
         case.program.buffers[case.x.index()].kind = BufferKind::ToEnd;
     }),
-    ("is no count", |case| {
+    ("cannot be count", |case| {
         case.counted(ROWS);
         case.program.instrs[0].counts = Some(0);
     }),
-    ("depends on a count", |case| case.program.instrs[0].predicate = Some(0)),
-    ("not those of such an instruction", |case| {
+    ("depends on count", |case| case.program.instrs[0].predicate = Some(0)),
+    ("do not fit this kind", |case| {
         case.program.counts = 1;
         let number = Operand::scalar(case.buffer(4));
         case.program.instrs.push(instr(InstrKind::ApplyVote(0), vec![number], vec![]));
     }),
-    ("not those of such an instruction", |case| {
+    ("do not fit this kind", |case| {
         case.program.counts = 1;
         let number = Operand { dtype: DType::U8, ..Operand::scalar(case.buffer(1)) };
         case.program.instrs.push(instr(InstrKind::Vote(0), vec![], vec![number]));
     }),
     // Messages and collectives.
-    ("not waited for", |case| {
+    ("never waited for", |case| {
         case.receive();
         case.program.instrs.remove(2);
     }),
-    ("waits for nothing", |case| {
+    ("was not started", |case| {
         case.receive();
         case.program.instrs.remove(1);
     }),
-    ("without its operands", |case| {
+    ("lacks its operands", |case| {
         case.receive();
         case.program.instrs[2].inputs[0].buffer = case.x;
     }),
-    ("on its way", |case| {
+    ("being sent or received", |case| {
         case.receive();
         let received = case.program.instrs[1].outputs[0].buffer;
         case.program.instrs.insert(2, copy(received, case.y));
     }),
-    ("is another's too", |case| {
+    ("is used twice", |case| {
         case.receive();
         case.program.requests = 0;
     }),
-    ("not those of such an instruction", |case| {
+    ("do not fit this kind", |case| {
         case.collective(Collective::AllGather { group: Group::Batch, ranks: 3 }, &[Spec::f32(8)], Spec::f32(16));
     }),
-    ("not those of such an instruction", |case| {
+    ("do not fit this kind", |case| {
         let bytes = Spec { shape: 16.into(), dtype: DType::U8 };
         case.collective(Collective::ReduceScatter { ranks: 1 }, std::slice::from_ref(&bytes), bytes.clone());
     }),
-    ("not those of such an instruction", |case| {
+    ("do not fit this kind", |case| {
         case.collective(Collective::AllToAll { ranks: 2 }, &[Spec::f32(8)], Spec::f32(16));
     }),
-    ("not those of such an instruction", |case| {
+    ("do not fit this kind", |case| {
         let bytes = Spec { shape: 3.into(), dtype: DType::U8 };
         case.rows([bytes.clone(), bytes], 8, 2);
     }),
-    ("not those of such an instruction", |case| {
+    ("do not fit this kind", |case| {
         let starts = Spec { shape: 3.into(), dtype: DType::U32 };
         case.rows([starts.clone(), starts], 0, 2);
     }),
-    ("has instructions", |case| case.program.parts[0].instrs = 0..3),
+    ("covers instructions", |case| case.program.parts[0].instrs = 0..3),
 ];
 
 impl Case {
@@ -327,6 +327,6 @@ fn tensors_of_one_name_are_one() {
         let changed = &mut other.program.buffers[other.parameter.index()];
         (changed.kind, changed.bytes) = (kind, BYTES + 4);
         let error = compile(&[case.program, other.program], &CompileOptions::default()).unwrap_err();
-        assert!(error.to_string().contains("is another tensor in a program before it"), "{error}");
+        assert!(error.to_string().contains("is a different tensor in an earlier program"), "{error}");
     }
 }

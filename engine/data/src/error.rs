@@ -22,7 +22,7 @@ pub enum DataError {
         source: io::Error,
     },
     /// The text changed between two readings.
-    #[error("the text has changed while it was tokenized into {path}; run again when nothing writes it any more")]
+    #[error("the text changed while it was tokenized into {path}; run again when no program writes it")]
     Changed {
         /// The file of tokens that was being written.
         path: PathBuf,
@@ -37,7 +37,7 @@ pub enum DataError {
     },
     /// A compressed file cannot be decompressed.
     #[error(
-        "cannot decompress {path}: {source}; is it cut off, damaged, or compressed otherwise than its extension says?"
+        "cannot decompress {path}: {source}; check that it is not damaged, and compressed in the format of its extension"
     )]
     Compressed {
         /// The file.
@@ -46,7 +46,7 @@ pub enum DataError {
         source: io::Error,
     },
     /// The operating system refused a write.
-    #[error("cannot write {path}: {source}; is the disk full, or the cache folder not writable?")]
+    #[error("cannot write {path}: {source}; check that the disk has room and the cache folder is writable")]
     Write {
         /// The file that was written.
         path: PathBuf,
@@ -64,7 +64,7 @@ pub enum DataError {
         reason: String,
     },
     /// A line of a .jsonl file is not an object with a text.
-    #[error("{path}, line {line}: {reason}; every line has to be a JSON object with a string field \"text\"")]
+    #[error("{path}, line {line}: {reason}; make each line a JSON object with a string field \"text\"")]
     Json {
         /// The file.
         path: PathBuf,
@@ -75,7 +75,7 @@ pub enum DataError {
     },
     /// A Parquet file cannot be read.
     #[error(
-        "{path}: {reason}; a .parquet file has a column \"text\", or those of its format, and needs the feature \"parquet\""
+        "cannot read {path}: {reason}; give a .parquet file with a column \"text\" or those of data.format, to a build with the feature \"parquet\""
     )]
     Parquet {
         /// The file.
@@ -85,7 +85,7 @@ pub enum DataError {
     },
     /// A line of a .jsonl file is not an example of the chosen format.
     #[error(
-        "{path}, line {line}: {reason}; of the format \"prompt\" a line has the texts \"prompt\" and \"completion\", of \"chat\" \
+        "{path}, line {line}: {reason}; with the format \"prompt\" a line has the strings \"prompt\" and \"completion\", with \"chat\" \
          \"messages\", a list of objects with \"role\" and \"content\""
     )]
     Example {
@@ -112,7 +112,7 @@ pub enum DataError {
     },
     /// There are conversations but no chat template to format them.
     #[error(
-        "nothing says how the conversations of {path} are written; give a tokenizer.json from a folder with a chat_template.jinja, \
+        "there is no chat template for the conversations of {path}; give a tokenizer.json from a folder with a chat_template.jinja, \
          or with a template in its tokenizer_config.json"
     )]
     NoTemplate {
@@ -121,18 +121,18 @@ pub enum DataError {
     },
     /// Windows per document were requested, but the tokens have no end of text.
     #[error(
-        "bare token ids have no end of text, so their documents cannot be told apart; put their tokenizer.json beside the .bin"
+        "documents in token ids (.bin) cannot be separated without the id of the end of text; put their tokenizer.json beside the .bin"
     )]
     NoDocuments,
     /// The sources cannot be mixed.
-    #[error("the data's mixture: {why}")]
+    #[error("data.mix: {why}")]
     Mixture {
         /// The reason.
         why: String,
     },
     /// There is no text, or no token, at all.
     #[error(
-        "no text in {path} ({skipped} files skipped{}); .txt, .rs, .md, .jsonl, .ndjson, .json and .parquet files are read, all but the last also as .gz or .zst",
+        "no text in {path} ({skipped} files skipped{}); .txt, .rs, .md, .jsonl, .ndjson, .json and .parquet files are read, all but .parquet also as .gz or .zst",
         named(others)
     )]
     Empty {
@@ -168,7 +168,7 @@ pub enum DataError {
     },
     /// A .bin file whose length is not a whole number of tokens.
     #[error(
-        "{path} has {bytes} bytes, not a whole number of {width}-byte token ids; is it cut off, or of another type?"
+        "{path} has {bytes} bytes, not a whole number of {width}-byte token ids; check that it is complete, and data.token_width"
     )]
     CutOff {
         /// The file.
@@ -180,8 +180,8 @@ pub enum DataError {
     },
     /// The ids of a .bin file seem to be wider than the width they are read with.
     #[error(
-        "{path} looks like ids of {bytes} bytes: read as {read_as}, every second number is next to nothing; say in data.token_width, or \
-         --token-width, how wide they are, \"u16\", \"u32\" or \"u64\""
+        "{path} seems to have token ids of {bytes} bytes: read as ids of {read_as} bytes, every second one is almost 0; set data.token_width or \
+         --token-width to their width, \"u16\", \"u32\" or \"u64\""
     )]
     Width {
         /// The file or folder.
@@ -192,7 +192,7 @@ pub enum DataError {
         bytes: u64,
     },
     /// A .bin file's llm.c header does not match the file.
-    #[error("{path} is no file of llm.c's tokens: {reason}; is it cut off, or of another program?")]
+    #[error("{path} is not a token file of llm.c: {reason}; check that it is complete and written by llm.c")]
     Header {
         /// The file.
         path: PathBuf,
@@ -202,7 +202,7 @@ pub enum DataError {
     /// A token is outside the vocabulary.
     #[error(
         "{path}: token {token} at position {position} is outside the vocabulary of {vocabulary}; \
-         give the tokenizer that made the file, or the size of its vocabulary"
+         give the tokenizer that made the file, or set the vocabulary's size"
     )]
     TokenOutside {
         /// The file.
@@ -245,7 +245,7 @@ pub enum DataError {
     },
     /// No token is known that ends a document.
     #[error(
-        "nothing says which token of {path} ends a text: the files beside it name none, and it has none with a usual name such as \
+        "the token of {path} that ends a text is unknown: the files beside it name none, and no token has a usual name such as \
          {wanted}; name one in data.end_of_text"
     )]
     NoEndOfText {
@@ -264,11 +264,11 @@ pub enum DataError {
     },
     /// There is text to encode, but only token ids without their tokenizer.
     #[error(
-        "there is no tokenizer that text could be encoded with; put the tokenizer.json of the ids beside the .bin, or into the model's folder"
+        "there is no tokenizer to encode text with; put the tokenizer.json of the ids beside the .bin, or into the model's folder"
     )]
     NoTokenizer,
     /// The tokenizers library failed.
-    #[error("tokenizer {path}: {reason}")]
+    #[error("cannot use the tokenizer {path}: {reason}")]
     Tokenizer {
         /// The tokenizer's file, or the operation.
         path: PathBuf,
@@ -301,7 +301,7 @@ pub enum DataError {
         windows: usize,
     },
     /// A size that has to be at least one is zero.
-    #[error("{what} is 0; it has to be at least 1")]
+    #[error("{what} is 0; set it to at least 1")]
     Zero {
         /// Name of the size.
         what: &'static str,
@@ -310,7 +310,7 @@ pub enum DataError {
 
 fn named(others: &[PathBuf]) -> String {
     let names: Vec<String> = others.iter().map(|path| path.display().to_string()).collect();
-    if names.is_empty() { String::new() } else { format!(", and others such as {}", names.join(", ")) }
+    if names.is_empty() { String::new() } else { format!(", and files of other types, such as {}", names.join(", ")) }
 }
 
 impl DataError {

@@ -357,6 +357,6 @@ mod tests {
         assert_eq!(starts, [0, 0, 0, 3, 3, 5, 6, 6]);
         let bare = Dataset::from_tokens(vec![1; 20], crate::Vocabulary::ids(5), 0).unwrap().training(8, 1, 0).unwrap();
         let error = bare.fill_documents(0, 0, &mut tokens, &mut targets, &mut starts).unwrap_err();
-        assert!(error.to_string().contains("cannot be told apart"), "{error}");
+        assert!(error.to_string().contains("cannot be separated"), "{error}");
     }
 }

@@ -137,7 +137,10 @@ pub(super) fn text_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
     files.retain(|file| {
         let is_text = !is_json(file) || begins_with_a_text(file);
         if !is_text {
-            tracing::warn!("{} is passed over: its first line is not an object with a text", file.display());
+            tracing::warn!(
+                "skipping {}: its first line is not a JSON object with a string field \"text\"",
+                file.display()
+            );
         }
         is_text
     });
@@ -257,7 +260,7 @@ pub(super) fn each_line(
             break;
         }
         if read as u64 > LONGEST_LINE {
-            return Err(wrong(number, "it has more than 256 MiB"));
+            return Err(wrong(number, "the line has more than 256 MiB"));
         }
         let content = line.trim_end_matches(['\r', '\n']);
         if content.trim().is_empty() {
@@ -266,7 +269,7 @@ pub(super) fn each_line(
         if is_first && is_json(path) && !is_one_object(content) {
             return Err(wrong(
                 number,
-                "the file is one JSON value, not a line for each document (jq -c '.[]' makes lines of a list)",
+                "the file is one JSON value, not one line per document (jq -c '.[]' turns a list into lines)",
             ));
         }
         is_first = false;
@@ -369,7 +372,7 @@ mod tests {
         check(&[("a.txt", b"ab\0c")], "a.txt", Err("byte 2 is NUL"));
         check(&[("a.txt", b"abc\xff")], "a.txt", Err("byte 3 is not valid UTF-8"));
         check(&[("a.txt", b"\xff")], "", Err("(1 files skipped)"));
-        check(&[("a.txt", b"\xff"), ("b.csv", b"x")], "", Err("(1 files skipped, and others such as "));
+        check(&[("a.txt", b"\xff"), ("b.csv", b"x")], "", Err("(1 files skipped, and files of other types, such as "));
         check(&[("b.csv", b"x")], "", Err("b.csv); .txt, .rs"));
         check(&[("a.jsonl", b"{\"text\":\"x\"}\n{\"body\":\"y\"}")], "a.jsonl", Err("line 2: missing field `text`"));
         check(&[("a.jsonl", b"\xef\xbb\xbf{\"text\":\"x\"}\n")], "a.jsonl", Ok(&["x"]));

@@ -44,7 +44,7 @@ fn rows(file: File) -> ParquetResult<RowIter<'static>> {
     let columns: Vec<Arc<Type>> = schema.get_fields().iter().filter(read).cloned().collect();
     if columns.is_empty() {
         let there: Vec<&str> = schema.get_fields().iter().map(|column| column.name()).collect();
-        return Err(ParquetError::General(format!("its columns are {}", there.join(", "))));
+        return Err(ParquetError::General(format!("it has the columns {}", there.join(", "))));
     }
     let columns = Type::group_type_builder(schema.name()).with_fields(columns).build()?;
     RowIter::from_file_into(Box::new(reader)).project(Some(columns))

@@ -59,15 +59,13 @@ pub(crate) fn check(json: &str, path: &Path) -> Result<(), DataError> {
         })
         .map_err(|why: String| wrong(format!("its {name} {why}")))?;
         if growth > MOST_GROWTH {
-            let why = format!(
-                "its {name} replaces texts by longer ones, up to {growth:.0} × the text; {MOST_GROWTH} × is the limit"
-            );
+            let why = format!("its {name} makes a text up to {growth:.0} × as long; the limit is {MOST_GROWTH} ×");
             return Err(wrong(why));
         }
     }
     each(&file.post_processor, &mut check_template).map_err(|why| wrong(format!("its post_processor {why}")))?;
     match file.model.max_input_chars_per_word.as_u64().filter(|&word| word > LONGEST_WORD) {
-        Some(word) => Err(wrong(format!("its model has max_input_chars_per_word {word}; {LONGEST_WORD} is the limit"))),
+        Some(word) => Err(wrong(format!("its model has max_input_chars_per_word {word}; the limit is {LONGEST_WORD}"))),
         None => Ok(()),
     }
 }
@@ -83,7 +81,7 @@ fn each(part: &Json, visit: &mut impl FnMut(&Json) -> Result<(), String>) -> Res
 fn growth_of(replace: &Json) -> Result<f64, String> {
     let content = replace["content"].as_str().unwrap_or_default().len();
     let replaced = match replace["pattern"]["String"].as_str() {
-        Some("") => return Err("replaces the empty text, which stands everywhere".into()),
+        Some("") => return Err("replaces the empty text, which matches everywhere".into()),
         Some(text) => text.len(),
         // A match has at least one byte.
         None => 1,
@@ -96,10 +94,10 @@ fn growth_of(replace: &Json) -> Result<f64, String> {
 fn check_charsmap(precompiled: &Json) -> Result<(), String> {
     let text = precompiled["precompiled_charsmap"].as_str().unwrap_or_default();
     let charsmap =
-        STANDARD.decode(text).map_err(|error| format!("has a precompiled_charsmap that is no base64: {error}"))?;
+        STANDARD.decode(text).map_err(|error| format!("has a precompiled_charsmap that is not base64: {error}"))?;
     let (bytes, trie) = (charsmap.len(), charsmap.first_chunk().map_or(0, |first| u32::from_le_bytes(*first)));
     if trie as usize > bytes || !trie.is_multiple_of(4) || trie == 0 {
-        return Err(format!("has a precompiled_charsmap of {bytes} bytes, whose trie is to have {trie}"));
+        return Err(format!("has a precompiled_charsmap of {bytes} bytes, which declares a trie of {trie} bytes"));
     }
     Ok(())
 }
@@ -112,7 +110,7 @@ fn check_template(processor: &Json) -> Result<(), String> {
     let pieces = ["single", "pair"].into_iter().filter_map(|name| processor[name].as_array()).flatten();
     let mut named = pieces.filter_map(|piece| piece["SpecialToken"]["id"].as_str());
     match named.find(|token| processor["special_tokens"].get(token).is_none()) {
-        Some(token) => Err(format!("writes the special token {token:?}, of which special_tokens says nothing")),
+        Some(token) => Err(format!("writes the special token {token:?}, which special_tokens does not list")),
         None => Ok(()),
     }
 }
@@ -142,7 +140,7 @@ pub(crate) fn guarded<T>(path: &Path, call: impl FnOnce() -> tokenizers::Result<
     let reason = match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(done)) => return Ok(done),
         Ok(Err(error)) => error.to_string(),
-        Err(panic) => format!("the tokenizers library fails: {}", message(&*panic)),
+        Err(panic) => format!("the tokenizers library panicked: {}", message(&*panic)),
     };
     Err(DataError::Tokenizer { path: path.to_owned(), reason })
 }
@@ -170,7 +168,7 @@ mod tests {
             (json!({"normalizer": replace(json!({"String": " "}), "▁")}), None),
             (json!({ "normalizer": growing }), None),
             (json!({"normalizer": {"type": "Sequence", "normalizers": [growing, growing]}}), Some("up to 400 ×")),
-            (json!({"decoder": {"type": "Sequence", "decoders": [growing, growing]}}), Some("its decoder replaces")),
+            (json!({"decoder": {"type": "Sequence", "decoders": [growing, growing]}}), Some("its decoder makes a text up to 400 ×")),
             (json!({"normalizer": replace(json!({"Regex": "a+"}), &"b".repeat(300))}), Some("up to 300 ×")),
             (json!({"normalizer": replace(json!({"String": ""}), "x")}), Some("the empty text")),
             (json!({"post_processor": template("<s>")}), None),

@@ -251,7 +251,7 @@ impl<'a> Job<'a> {
         if let (pieces, Some(token)) = &self.spelled {
             tracing::warn!(
                 pieces,
-                "texts spell out special tokens such as {token}, which are text here; data.special_tokens = true makes them ids"
+                "texts spell out special tokens such as {token}, which are encoded as text; data.special_tokens = true encodes them as special tokens"
             );
         }
         let (back, validation_tokens) = (beside(tokens, "validation"), self.progress.validation.tokens);

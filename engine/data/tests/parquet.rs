@@ -121,7 +121,7 @@ fn conversations_are_examples() {
 }
 
 #[test]
-fn what_cannot_be_read_is_said() {
+fn unreadable_parquet_files_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.parquet");
     let refused = |bytes: &[u8]| {
@@ -135,7 +135,7 @@ fn what_cannot_be_read_is_said() {
     });
     let whole = texts(Compression::SNAPPY);
     for (bytes, expected) in [
-        (other, "its columns are body"),
+        (other, "it has the columns body"),
         (none, "a.parquet, line 2: invalid type: null, expected a string"),
         (b"no such format".to_vec(), "a.parquet: Parquet error: Invalid Parquet file"),
         (whole[..whole.len() / 2].to_vec(), "a.parquet: "),

@@ -20,11 +20,13 @@ pub enum Error {
     LossNotScalar { shape: Shape },
     #[error("the loss depends on no parameter, so there is nothing to train")]
     NothingToTrain,
-    #[error("parameter {name:?} is asked for as {asked:?}, but was made as {made:?}")]
+    #[error(
+        "parameter {name:?} is requested with shape {asked:?}, but has shape {made:?}; use one shape, or another name"
+    )]
     ParameterShape { name: String, asked: Shape, made: Shape },
-    #[error("{name:?} is declared twice with different types")]
+    #[error("{name:?} is declared twice with different types; rename one")]
     TypeClash { name: String },
-    #[error("tensors of two different graphs meet in {op}")]
+    #[error("{op} has inputs of two different graphs; record them in one")]
     TwoGraphs { op: String },
     #[error("{what}: {why}; {remedy}")]
     Config { what: &'static str, why: String, remedy: &'static str },

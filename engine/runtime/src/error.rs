@@ -1,6 +1,7 @@
 //! The errors of preparing and running a program.
 
 use candle_core::DType;
+use gapless_alloc::draw::Bytes;
 
 /// `Result` with this crate's [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -12,18 +13,18 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     #[error(transparent)]
     Compile(#[from] gapless_compile::Error),
-    #[error("{name:?} is {dtype:?}; only tensors of floats are read and written this way")]
+    #[error("{name:?} is {dtype:?}; only floating-point tensors can be read and written this way")]
     NotFloat { name: String, dtype: DType },
     #[error("the CPU has no kernels for {dtype:?}; run the step in f32 or bf16")]
     NoKernels { dtype: DType },
     #[error(
-        "{instruction} writes into a tensor with gaps, as only kernels of a GPU do; lower its program for Target::Cpu"
+        "{instruction} writes into a tensor with gaps, which only GPU kernels support; lower its program for Target::Cpu"
     )]
     OtherTarget { instruction: String },
     #[cfg(feature = "cuda")]
     #[error(
-        "{instruction} cannot run on a GPU, with inputs of {dtypes:?}; docs/gpu.md says what can; choose another optimizer or element \
-         type, or the CPU (DeviceChoice::Cpu); an executable of one's own is to be lowered for Target::Cuda"
+        "{instruction} cannot run on a GPU with inputs of {dtypes:?}; choose an optimizer and element type that docs/gpu.md lists, or \
+         the CPU (DeviceChoice::Cpu); lower a program of your own for Target::Cuda"
     )]
     NoDeviceKernels { instruction: String, dtypes: Vec<DType> },
     #[cfg(feature = "cuda")]
@@ -32,20 +33,25 @@ pub enum Error {
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
-        "the arena needs {needed} bytes, but {available} are available by {limit}\nlargest at the peak:\n{largest}\nwhat helps: \
-         recomputation within a budget (Recompute::budget), more micro-batches, a shorter sequence, a smaller batch, a smaller model"
+        "the arena needs {} ({needed} bytes), but {limit} leaves {} ({available} bytes)\nlargest at the peak:\n{largest}\nwhat helps: \
+         recomputation within a budget (memory.budget), more micro-batches, a shorter sequence, a smaller batch, a smaller model",
+        Bytes(*needed),
+        Bytes(*available)
     )]
     DoesNotFit { needed: u64, available: u64, limit: crate::process_memory::MemoryLimit, largest: String },
     #[cfg(feature = "cuda")]
     #[error(
-        "tensors on their way from GPU to GPU through host memory need {needed} bytes of it, but {available} are available by \
-         {limit}; install NCCL, by which they do not pass through it, or use more micro-batches or fewer data ranks per host"
+        "messages between GPUs through host memory need {} ({needed} bytes), but {limit} leaves {} ({available} bytes); install NCCL, which \
+         sends them from GPU to GPU, or use more micro-batches or fewer data ranks per host",
+        Bytes(*needed),
+        Bytes(*available)
     )]
     NoHostMemory { needed: u64, available: u64, limit: crate::process_memory::MemoryLimit },
     #[error(
-        "the system refuses to reserve {bytes} bytes for the arena; a limit of the process or container is below it; raise that, \
+        "the system refuses to reserve {} ({bytes} bytes) for the arena: a limit of the process or container is lower; raise it, \
          or shrink the arena: recomputation within a \
-         budget (Recompute::budget), more micro-batches, a smaller batch"
+         budget (memory.budget), more micro-batches, a smaller batch",
+        Bytes(*bytes)
     )]
     Reserve { bytes: u64 },
     #[error("non-finite loss {loss} at step {step}; the first non-finite value came out of {culprit}")]
@@ -56,9 +62,7 @@ pub enum Error {
     Communicator { instruction: String, source: gapless_communicator::CommunicatorError },
     #[error("{instruction}: {source}")]
     Routing { instruction: String, source: Box<gapless_alloc::arena::Overflow> },
-    #[error(
-        "{instruction}: the arena cannot grow: with what it lacks it is {needed} bytes, more than there may be: {source}"
-    )]
+    #[error("{instruction}: the arena would have to grow to {needed} bytes, which is above its limit: {source}")]
     Growth { instruction: String, needed: u64, source: Box<gapless_alloc::arena::Overflow> },
     #[error("internal error: {what}")]
     BadRun { what: String },

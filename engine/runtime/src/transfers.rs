@@ -39,18 +39,18 @@ impl Communicators {
 }
 
 const OTHER_RANKS: CommunicatorError = CommunicatorError::Unsupported {
-    what: "a collective of another number of ranks than the mesh has",
-    remedy: "ask VarBuilder::expert_ranks for their number",
+    what: "a collective over another number of ranks than the mesh has",
+    remedy: "take the number from VarBuilder::expert_ranks",
 };
 
 const OTHER_ROWS: CommunicatorError = CommunicatorError::Unsupported {
     what: "an exchange of more rows than its tensors have",
-    remedy: "give it the starts of the rows that it is given",
+    remedy: "pass it the starts of its own rows",
 };
 
 pub(crate) const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
     what: "a program for several ranks without a communicator, or after one of them has failed",
-    remedy: "make the trainer anew, with the communicator of all its ranks",
+    remedy: "build the trainer again, with the communicator of all its ranks",
 };
 
 /// The communicators of a rank, and the transfers that are in progress.

@@ -29,15 +29,16 @@ impl FromStr for DeviceChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let number =
-            |text: &str| text.parse().map_err(|_| format!("{text:?} is no number of a GPU; the first is cuda:0"));
+        let number = |text: &str| {
+            text.parse().map_err(|_| format!("{text:?} is not the number of a GPU; the first GPU is cuda:0"))
+        };
         match text {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda(0)),
             _ => match text.strip_prefix("cuda:") {
                 Some(ordinal) => number(ordinal).map(Self::Cuda),
-                None => Err(format!("{text:?} is no device; there are auto, cpu, cuda and cuda:0, cuda:1, …")),
+                None => Err(format!("unknown device {text:?}; use auto, cpu, cuda or cuda:0, cuda:1, …")),
             },
         }
     }
@@ -84,6 +85,6 @@ impl fmt::Display for RunsOn {
 /// The error for a GPU in a build without GPU support.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn without_cuda() -> TrainError {
-    let why = "this build knows no GPU";
-    TrainError::config("device", why, "build with the feature cuda, which is on by default, or use the CPU")
+    let why = "this program was built without the feature cuda";
+    TrainError::config("device", why, "build it with cuda, which is on by default, or use the CPU")
 }

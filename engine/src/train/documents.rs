@@ -31,10 +31,10 @@ impl Batch<'_> {
     pub(super) fn expect_none(&self) -> Result<()> {
         let fail = |why: &str| Err(TrainError::config("documents", why, "set TrainOptions::documents"));
         if !self.starts.is_empty() {
-            return fail("a batch says where documents begin");
+            return fail("a batch has document starts");
         }
         if self.targets.contains(&IGNORED) {
-            return fail("a batch has targets that do not count");
+            return fail("a batch has ignored targets");
         }
         Ok(())
     }
@@ -83,16 +83,21 @@ impl DocumentInputs {
             let at = (index % sequence) as u32;
             // Each token starts a document, or belongs to that of the token before.
             if start != at && (at == 0 || starts[index - 1] != start) {
-                let why =
-                    format!("token {at} of sequence {} is said to be of one that begins at {start}", index / sequence);
-                return fail(why, "give each token the place of the first token of its document, in its sequence");
+                let why = format!(
+                    "token {at} of sequence {} cannot belong to a document that starts at {start}",
+                    index / sequence
+                );
+                return fail(why, "give each token the position of its document's first token within the sequence");
             }
             positions.push(at - start);
         }
         // Loss weights.
         let counted = batch.counted();
         if counted == 0 {
-            return fail("all targets are ignored".to_owned(), "give batches with a target that counts");
+            return fail(
+                "all targets are ignored".to_owned(),
+                "give batches with at least one target that is not ignored",
+            );
         }
         let weight = (tokens as f64 / counted as f64) as f32;
         targets.clear();

@@ -150,7 +150,7 @@ impl Trainer {
                 (None, Way::Cached(_)) => None,
             };
             if chosen.is_none() {
-                let why = "logits that are not finite, or none of a token that may come";
+                let why = "the logits are not finite, or every token is suppressed";
                 let remedy = "go back to a sound checkpoint, or suppress fewer tokens";
                 return Err(TrainError::config("generation", why, remedy));
             }

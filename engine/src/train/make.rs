@@ -351,8 +351,8 @@ fn agree(world: &mut dyn Communicator, is_gpu: bool, choice: DeviceChoice) -> Re
     world.all_gather(&[mine], &mut all)?;
     let all_alike = all.iter().all(|&kind| (kind == CPU) == (mine == CPU));
     if !all_alike && all.contains(&ASKED_FOR) {
-        let why = "some ranks run on GPUs, and others on CPUs, whose copies of a parameter would drift apart";
-        return Err(TrainError::config("device", why, "choose GPUs for all ranks, or the CPU"));
+        let why = "some ranks run on GPUs and others on CPUs, so their copies of a parameter would drift apart";
+        return Err(TrainError::config("device", why, "use GPUs on all ranks, or CPUs"));
     }
     Ok(all_alike)
 }

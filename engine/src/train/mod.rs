@@ -209,7 +209,7 @@ impl Trainer {
         if !skipped && (!loss.is_finite() || !gradient_norm.is_finite()) {
             if self.options.step.memory.release_gradients {
                 let culprit =
-                    "a step whose gradients were let go of: the model has changed, go back to a checkpoint".into();
+                    "an unknown instruction, as the gradients were released; the model has changed: go back to a checkpoint".into();
                 return Err(TrainError::NonFinite { step: self.step, loss, culprit });
             }
             // The step has overwritten its inputs.
@@ -217,7 +217,7 @@ impl Trainer {
             let culprit = self.run(program, true)?;
             let culprit = culprit.unwrap_or_else(|| match self.world {
                 Some(_) => "another rank".into(),
-                None => "nothing when the step was repeated".into(),
+                None => "no instruction when the step was repeated".into(),
             });
             return Err(TrainError::NonFinite { step: self.step, loss, culprit });
         }
@@ -250,8 +250,8 @@ impl Trainer {
         self.write_step(&Batch { tokens, targets, starts: &[] }, self.schedule.at(self.step))?;
         let (program, options) = (self.training()?, self.run_options());
         let Some(timed) = self.session.profile(program, options)? else {
-            let why = "the CPU's steps are not timed so";
-            return Err(TrainError::config("profile", why, "subscribe to the engine's tracing spans"));
+            let why = "only GPUs time single instructions";
+            return Err(TrainError::config("profile", why, "on the CPU, subscribe to the engine's tracing spans"));
         };
         self.step += 1;
         Ok(timed)
@@ -294,8 +294,8 @@ impl Trainer {
     /// Returns the errors of [`Self::evaluate`], and an error for a model that was built for inference with caches.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<candle_core::Tensor> {
         let Some(program) = self.programs.logits else {
-            let why = "a model that was made for inference has those of the next token alone";
-            return Err(TrainError::config("logits", why, "make a trainer of it"));
+            let why = "a model made for inference has the logits of the next token only";
+            return Err(TrainError::config("logits", why, "build it with Trainer::new"));
         };
         let expected = self.options.step.sequence;
         if tokens.len() != expected {
@@ -328,8 +328,8 @@ impl Trainer {
     /// The program of the training step.
     fn training(&self) -> Result<ProgramId> {
         self.programs.train.ok_or_else(|| {
-            let why = "the model was made for inference";
-            TrainError::config("training", why, "make it with Trainer::new")
+            let why = "the model was made for inference only";
+            TrainError::config("training", why, "build it with Trainer::new")
         })
     }
 

@@ -101,7 +101,7 @@ impl TrainOptions {
     /// Returns an error for a setting that is refused; [`TrainError::refused`] names it.
     pub fn check(&self) -> Result<()> {
         if self.threads > MOST_THREADS {
-            let why = format!("{} are more than {MOST_THREADS}", self.threads);
+            let why = format!("{} are more than the maximum of {MOST_THREADS}", self.threads);
             let remedy = "use as many as the machine has cores, or 0 for all of them";
             return Err(TrainError::config("threads", why, remedy));
         }
@@ -114,7 +114,7 @@ impl TrainOptions {
     #[cfg(feature = "cuda")]
     pub(super) fn check_for_gpu(&self) -> Result<()> {
         if self.poison {
-            let why = "dead ranges are filled with NaN on the CPU alone";
+            let why = "only the CPU can fill dead ranges with NaN (poison)";
             return Err(TrainError::config("device", why, "leave poison out, or use the CPU"));
         }
         Ok(())

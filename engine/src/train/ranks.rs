@@ -12,8 +12,8 @@ use crate::error::{Result, TrainError};
 pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
     let ranks = mesh.ranks()?;
     if ranks != 1 {
-        let why = format!("a mesh of {ranks} ranks in a trainer of one");
-        return Err(TrainError::config("mesh", why, "make it with Trainer::builder(..).on(world), once per rank"));
+        let why = format!("the mesh has {ranks} ranks, but this trainer is a single one");
+        return Err(TrainError::config("mesh", why, "build one per rank with Trainer::builder(..).on(world)"));
     }
     Ok(())
 }
@@ -22,8 +22,8 @@ pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
 pub(super) fn expect_ranks(world: &dyn Communicator, mesh: Mesh) -> Result<()> {
     let (size, ranks) = (world.size(), mesh.ranks()?);
     if size != ranks {
-        let why = format!("{ranks} ranks, but {size} were started");
-        return Err(TrainError::config("mesh", why, "data × pipeline × expert is the number of ranks"));
+        let why = format!("the mesh has {ranks} ranks, but {size} were started");
+        return Err(TrainError::config("mesh", why, "start data × pipeline × expert ranks"));
     }
     Ok(())
 }

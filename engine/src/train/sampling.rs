@@ -80,9 +80,9 @@ impl Sampling {
             ("repetition_penalty", repetition_penalty, repetition_penalty > 0.0 && repetition_penalty.is_finite()),
         ] {
             if !is_sound {
-                let remedy = "a temperature is at least 0, a probability from 0 to 1 (top_p and typical_p above 0), a cutoff \
-                              below 1, a penalty above 0";
-                return Err(TrainError::config("sampling", format!("a {name} of {value}"), remedy));
+                let remedy = "set temperature to at least 0, probabilities from 0 to 1 (top_p and typical_p above 0), cutoffs from 0 to \
+                              below 1, repetition_penalty above 0";
+                return Err(TrainError::config("sampling", format!("{name} is {value}"), remedy));
             }
         }
         Ok(())

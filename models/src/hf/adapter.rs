@@ -114,11 +114,11 @@ impl Adapter {
         let Some(base) = &self.base else { return Err(malformed(format!("{BASE} is missing"))) };
         let candidates = [self.path.join(base), PathBuf::from(base)];
         let Some(found) = candidates.into_iter().find(|folder| folder.is_dir()) else {
-            return Err(malformed(format!("{BASE} is {base:?}, and there is no such folder")));
+            return Err(malformed(format!("{BASE} is {base:?}, which is not a folder")));
         };
         let read = |path: &Path| path.canonicalize().map_err(|source| HfError::Read { path: path.to_owned(), source });
         if read(&found)? == read(&self.path)? {
-            return Err(malformed(format!("{BASE} is {base:?}, which leads back to the adapter itself")));
+            return Err(malformed(format!("{BASE} is {base:?}, which is the adapter's own folder")));
         }
         Ok(found)
     }
@@ -138,7 +138,7 @@ impl Adapter {
         let lora = of_trainer(trainer)?;
         if lora.scale() != self.lora.scale() {
             let why = format!("the trainer's adapters have the scale {}, not {}", lora.scale(), self.lora.scale());
-            return Err(config_error(why, "make it with Adapter::trainable"));
+            return Err(config_error(why, "build it with Adapter::trainable"));
         }
         let expected = adapters(base, &trainer.options().step.trainable)?;
         self.compare(&expected)?;
@@ -270,7 +270,7 @@ fn adapters(base: &Folder, trainable: &Trainable) -> Result<Adapters> {
 fn of_trainer(trainer: &Trainer) -> Result<&Lora> {
     match &trainer.options().step.trainable {
         Trainable::Lora(lora) => Ok(lora),
-        other => Err(config_error(format!("{other:?} has no adapters"), "make the trainer with Trainable::Lora")),
+        other => Err(config_error(format!("{other:?} has no adapters"), "build the trainer with Trainable::Lora")),
     }
 }
 
@@ -355,7 +355,7 @@ fn targets(fields: &mut Fields) -> Vec<String> {
     let names: Option<Vec<String>> =
         value.as_array().and_then(|names| names.iter().map(|name| Some(name.as_str()?.to_owned())).collect());
     names.filter(|names| !names.is_empty()).unwrap_or_else(|| {
-        fields.unsupported("target_modules", &value, "a list of names of modules");
+        fields.unsupported("target_modules", &value, "a list of module names");
         Vec::new()
     })
 }

@@ -18,9 +18,9 @@ pub enum HfError {
     Read { path: PathBuf, source: io::Error },
     #[error("cannot write {path}: {source}")]
     Write { path: PathBuf, source: io::Error },
-    #[error("{path} is no valid JSON: {why}; near: {line}")]
+    #[error("{path} is not valid JSON: {why}; near: {line}")]
     Json { path: PathBuf, why: String, line: String },
-    #[error("{path} is not what it should be: {why}")]
+    #[error("{path} is malformed: {why}")]
     Malformed { path: PathBuf, why: String },
     /// Has every option that is wrong or unsupported.
     #[error("{path} is refused: {}", listed(problems))]
@@ -31,14 +31,14 @@ pub enum HfError {
     NoWeights { path: PathBuf },
     #[error("{path} has no adapter_model.safetensors; other formats are not read")]
     NoAdapter { path: PathBuf },
-    #[error("{index} names the file {file:?}, which is not one beside it")]
+    #[error("{index} names the file {file:?}, which is not a file of the same folder")]
     ShardPath { index: PathBuf, file: String },
-    #[error("{path} is no safetensors file: {why}")]
+    #[error("{path} is not a safetensors file: {why}")]
     Header { path: PathBuf, why: String },
     /// Has every tensor that is missing, superfluous, invalid, or not as the configuration requires.
     #[error("the weights in {path} are refused: {}", listed(problems))]
     Weights { path: PathBuf, problems: Vec<WeightProblem> },
-    #[error("{path} is there already, and not empty; save to a new folder")]
+    #[error("{path} exists and is not empty; save to a new folder")]
     Exists { path: PathBuf },
     #[error(transparent)]
     Train(#[from] TrainError),
@@ -66,7 +66,7 @@ pub enum ConfigProblem {
     Value { field: String, found: String, expected: String },
     #[error("{field} is {found}; supported: {supported}")]
     Unsupported { field: String, found: String, supported: String },
-    #[error("{field} ({found}) is no option that is known for this model")]
+    #[error("{field} is {found}, but this option is unknown for this model")]
     Unknown { field: String, found: String },
 }
 
@@ -76,13 +76,13 @@ pub enum ConfigProblem {
 pub enum WeightProblem {
     #[error("{name} {shape:?} is missing")]
     Missing { name: String, shape: Vec<usize> },
-    #[error("{name} {shape:?} is one that the model does not have")]
+    #[error("{name} {shape:?} is not a tensor of the model")]
     Extra { name: String, shape: Vec<usize> },
-    #[error("{name} is {found:?}, and should be {expected:?}")]
+    #[error("{name} has the shape {found:?}, not {expected:?}")]
     Shape { name: String, expected: Vec<usize>, found: Vec<usize> },
     #[error("{name} is of type {found}; F32, F16 and BF16 are supported")]
     Type { name: String, found: String },
-    #[error("{name} is not in {file}, where the index has it")]
+    #[error("{name} is not in {file}, where the index places it")]
     NotInShard { name: String, file: String },
     #[error("{name} is in {file}, but not in the index")]
     NotInIndex { name: String, file: String },

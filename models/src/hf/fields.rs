@@ -148,7 +148,7 @@ impl Fields {
                 value => *value == false,
             };
             if let Some(found) = self.take(field).filter(|value| !is_off(value)) {
-                self.unsupported(field, &found, "null, false or nothing");
+                self.unsupported(field, &found, "null, false or empty");
             }
         }
     }

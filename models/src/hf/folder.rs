@@ -245,7 +245,7 @@ fn read_index(path: &Path) -> Result<(BTreeMap<String, String>, Map<String, Valu
     };
     let text = |(name, file): (String, Value)| Some((name, file.as_str()?.to_owned()));
     let map: Option<BTreeMap<String, String>> = map.into_iter().map(text).collect();
-    let map = map.ok_or_else(|| malformed("its weight_map has something else than names of files"))?;
+    let map = map.ok_or_else(|| malformed("its weight_map has values that are not file names"))?;
     let metadata = index.remove("metadata").and_then(|metadata| metadata.as_object().cloned());
     Ok((map, metadata.unwrap_or_default()))
 }

@@ -239,7 +239,7 @@ impl Options {
     fn parsed<T>(&mut self, option: &str, parse: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
         let Some(found) = self.left.remove(option).filter(|value| !value.is_null()) else { return Ok(None) };
         let wrong = || {
-            let why = format!("its {option} is {found}, which is not a value of this option");
+            let why = format!("its {option} is {found}, which is not a valid value");
             HfError::Malformed { path: self.path.clone(), why }
         };
         parse(&found).map(Some).ok_or_else(wrong)

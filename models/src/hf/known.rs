@@ -146,7 +146,7 @@ fn neutral() -> [(&'static str, Value); 18] {
 pub(super) fn take(fields: &mut Fields) {
     architectures(fields);
     if let Some(quantised) = fields.take("quantization_config") {
-        fields.unsupported("quantization_config", &quantised, "weights that are not quantised");
+        fields.unsupported("quantization_config", &quantised, "unquantised weights");
     }
     fields.off(&OFF);
     for (field, value) in neutral() {

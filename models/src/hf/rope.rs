@@ -13,7 +13,7 @@ pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usi
     config.rope_theta = fields.positive("rope_theta", Some(config.rope_theta));
     let (old, new) = (fields.object("rope_scaling"), fields.object("rope_parameters"));
     if let (Some(_), Some(_)) = (&old, &new) {
-        fields.unsupported("rope_scaling", &"beside rope_parameters".into(), "one of the two");
+        fields.unsupported("rope_scaling", &"given along with rope_parameters".into(), "one of the two");
     }
     let mut given = new.or(old);
     if config.window_rope_theta.is_some() && given.as_ref().is_some_and(|given| given.has("full_attention")) {

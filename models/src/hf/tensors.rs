@@ -45,13 +45,13 @@ impl TensorFile {
         let mut file = open_regular(&path).map_err(read)?;
         let bytes = file.metadata().map_err(read)?.len();
         if bytes < 8 {
-            return Err(bad(format!("it has {bytes} bytes, less than the length of a header takes")));
+            return Err(bad(format!("it has {bytes} bytes, fewer than the 8 of the header's length")));
         }
         let mut length = [0; 8];
         file.read_exact(&mut length).map_err(read)?;
         let length = u64::from_le_bytes(length);
         if length > bytes - 8 || length > MOST_HEADER_BYTES {
-            return Err(bad(format!("its header is to have {length} bytes, of a file of {bytes}")));
+            return Err(bad(format!("it declares a header of {length} bytes, but has {bytes} bytes")));
         }
         let mut json = vec![0; length as usize];
         file.read_exact(&mut json).map_err(read)?;
@@ -60,7 +60,7 @@ impl TensorFile {
         let described = header.data_len() as u64;
         if described != bytes - data_start {
             let found = bytes - data_start;
-            return Err(bad(format!("its header describes {described} bytes, but {found} are there")));
+            return Err(bad(format!("its header describes {described} bytes of data, but it has {found}")));
         }
         Ok(Self { path, file, header, data_start })
     }

@@ -35,7 +35,7 @@ pub enum Violation {
     Repeated { cell: Cell, times: usize },
     #[error("stage {} of micro-batch {} has a whole backward beside a split one", stage.0, micro_batch.0)]
     WholeAndSplit { stage: StageId, micro_batch: MicroBatch },
-    #[error("rank {rank}: {cell} is outside of the {stages} stages and {micro_batches} micro-batches")]
+    #[error("rank {rank}: {cell} is outside the {stages} stages and {micro_batches} micro-batches")]
     OutOfRange { rank: usize, cell: Cell, stages: u32, micro_batches: u32 },
     #[error("stage {} runs on ranks {ranks:?}, not on one", stage.0)]
     Scattered { stage: StageId, ranks: Vec<usize> },
@@ -43,7 +43,7 @@ pub enum Violation {
     OutOfOrder { rank: usize, cell: Cell, needs: Cell },
     #[error("rank {rank}: {cell} has no {other}")]
     Unpaired { rank: usize, cell: Cell, other: Cell },
-    #[error("rank {rank} waits for ever at {at} ({sends:?} sends)")]
+    #[error("rank {rank} waits forever at {at} ({sends:?} sends)")]
     Deadlock { rank: usize, at: Cell, sends: Sends },
 }
 

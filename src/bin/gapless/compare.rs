@@ -34,16 +34,16 @@ pub struct Arguments {
     /// A PyTorch memory snapshot, as torch.cuda.memory._dump_snapshot writes it.
     #[arg(long, value_name = "FILE.pickle", group = "input")]
     snapshot: Option<PathBuf>,
-    /// The device of the snapshot, where it has traces of several.
+    /// The device of the snapshot to replay, if it has traces of several.
     #[arg(long, value_name = "NUMBER", requires = "snapshot")]
     snapshot_device: Option<usize>,
-    /// How often the step is repeated; buffers that live through all of it are allocated once.
+    /// How many times the step runs; buffers that live through all of it are allocated once.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     iterations: u64,
-    /// Allocators to compare, with commas between them; all if not given.
+    /// Allocators to compare, separated by commas; all by default.
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     allocators: Vec<Kind>,
-    /// Bytes of the modelled device, e.g. 40GiB; 80 GiB if not given, or four times the live bytes where those are more than 60 GiB.
+    /// Bytes of the modelled device, e.g. 40GiB; by default 80 GiB, or four times the live bytes if those exceed 60 GiB.
     #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_hyphen_values = true)]
     capacity: Option<u64>,
     /// Options of PyTorch's allocator, as in PYTORCH_ALLOC_CONF.
@@ -52,7 +52,7 @@ pub struct Arguments {
     /// Also find the smallest device on which each allocator completes.
     #[arg(long)]
     smallest_device: bool,
-    /// Seconds after which gapless takes the best plan so far.
+    /// Seconds after which gapless takes its best plan so far.
     #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true)]
     deadline: Option<Duration>,
     /// Print one JSON object instead of the table.
@@ -73,7 +73,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
     let programs = read(arguments)?;
     if let ([_, _, ..], Some(report)) = (&programs[..], &arguments.html) {
-        bail!("{} would be written once for each rank; ask for one of them with --rank", report.display());
+        bail!("--html would write {} once for each rank; choose one rank with --rank", report.display());
     }
     let mut compared: Vec<Outcome> = Vec::new();
     for program in programs {
@@ -121,20 +121,20 @@ impl Display for Outcome {
         let (idle, alive) = (reserved.saturating_sub(allocated), allocated.saturating_add(bytes));
         writeln!(
             f,
-            "\nPyTorch was out of memory at event {event}, which asks for {}: {} of the device were free, and of the {} that PyTorch held \
-             {} were idle. With it {} are alive, on a device of {}{}:",
+            "\nPyTorch ran out of memory at event {event}, which requests {}: {} of the device were free, and of the {} that PyTorch had \
+             reserved {} were idle. With the request {} are alive, on a device of {}{}:",
             Size(bytes),
             Size(device_free),
             Size(reserved),
             Size(idle),
             Size(alive),
             Size(compared.capacity),
-            if alive > compared.capacity { ", where no allocator can serve it" } else { "" }
+            if alive > compared.capacity { ", so no allocator can serve it" } else { "" }
         )?;
         for gapless_allocators::Entry { kind, outcome, .. } in &compared.allocators {
             match outcome {
                 Ok(report) => {
-                    writeln!(f, "{:<20}serves it, and holds {}", kind.name(), Size(report.peak_reserved()))?;
+                    writeln!(f, "{:<20}serves it with {} reserved", kind.name(), Size(report.peak_reserved()))?;
                 }
                 Err(error) => writeln!(f, "{:<20}{error}", kind.name())?,
             }
@@ -193,14 +193,12 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
     let cannot = |path: &Path| format!("cannot read {}", path.display());
     match (&arguments.trace, &arguments.snapshot) {
         (Some(_), _) | (_, Some(_)) if !arguments.run.is_empty() => {
-            bail!(
-                "a table or snapshot has no keys of a run, and cannot be used with them; give one of a run, --trace and --snapshot"
-            )
+            bail!("keys of a run have no effect on --trace and --snapshot; leave the keys out")
         }
         (Some(path), _) => {
             let table = csv::read(open(path)?).with_context(|| cannot(path))?;
             if !table.gaps.is_empty() {
-                tell("gapless compare: gaps are left out: every buffer keeps its bytes all its life");
+                tell("gapless compare: gaps are ignored: every buffer keeps its bytes for its whole lifetime");
             }
             let requests = Requests::new(&table.problem);
             Ok(vec![Program { title: title(path), problem: table.problem, requests, plan: None, refused: None }])

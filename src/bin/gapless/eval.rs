@@ -12,19 +12,19 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::output::{exit_code, print, tell};
 use crate::weights::{self, FolderArguments, Pretrained};
 
-/// Measure the perplexity of a run's or a Hugging Face folder's model over a text: e to the mean loss of a token.
+/// Measure the perplexity of a model (of a run or a Hugging Face folder) on a text: e to the power of the mean loss per token.
 ///
-/// The text is cut into windows side by side, of which each begins anew.
+/// The text is split into adjacent windows, each of which is evaluated on its own.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; a folder with config.json, safetensors files
+    /// A run's folder (its newest checkpoint is used), or one of its checkpoints; a folder with config.json, safetensors files
     /// and tokenizer.json; or the folder of an adapter (adapter_config.json), which names its base.
     folder: PathBuf,
-    /// A file or folder of text, read as train does; token ids as .bin (of 16 bits, of a model with more than 65,536 tokens of 32, or as
-    /// the header of llm.c says); or a prepared dataset's folder, of which the validation part is taken. Special tokens that a text spells
-    /// out are ids for a folder's model, as in transformers, and for a run what data.special_tokens says.
+    /// A file or folder of text, read as by train; token ids as .bin (16 bits wide, 32 for a model with more than 65,536 tokens, or as a
+    /// header of llm.c says); or the folder of a prepared dataset, whose validation part is used. Special tokens that a text spells out
+    /// are encoded as such for a folder's model, as in transformers, and as data.special_tokens says for a run.
     data: PathBuf,
-    /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
+    /// Use the averages of a run's weights (optimizer.average) instead of the weights.
     #[arg(long)]
     average: bool,
     /// The width of ids in a .bin without a header: u16, u32 or u64.
@@ -33,13 +33,13 @@ pub struct Arguments {
     /// Tokens per window.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     sequence: u32,
-    /// Windows side by side.
+    /// Windows per batch.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
-    /// Windows to take at most.
+    /// Maximum number of windows; all by default.
     #[arg(long)]
     windows: Option<usize>,
-    /// What runs it: auto, cpu, cuda or cuda:1.
+    /// The device: auto, cpu, cuda or cuda:1.
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
     /// Worker threads; 0 for all cores.
@@ -53,7 +53,7 @@ pub struct Arguments {
 }
 
 fn token_width(text: &str) -> Result<TokenWidth, String> {
-    serde_json::from_value(text.into()).map_err(|_| "a width is u16, u32 or u64".to_owned())
+    serde_json::from_value(text.into()).map_err(|_| "not a width; use u16, u32 or u64".to_owned())
 }
 
 /// Runs the command and reports errors.
@@ -66,7 +66,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     let source = Source::open(arguments)?;
     let mut sequence = arguments.sequence as usize;
     if let Some(longest) = source.longest_sequence()?.filter(|&longest| longest < sequence) {
-        tell(format_args!("windows of {longest} tokens, which is as far as the model goes"));
+        tell(format_args!("windows are shortened to {longest} tokens, the model's maximum"));
         sequence = longest;
     }
     let windows = Windows::open(&source, arguments, &mut sequence)?;
@@ -74,7 +74,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
         weights::tell_of_positions(of.folder.config(), sequence);
     }
     let count = windows.count(sequence).min(arguments.windows.unwrap_or(usize::MAX));
-    ensure!(count > 0, "{} has no window of {sequence} tokens", arguments.data.display());
+    ensure!(count > 0, "{} has no window of {sequence} tokens; use a shorter --sequence", arguments.data.display());
     let batch = (arguments.batch as usize).min(count);
     let documents = windows.has_documents(&source);
     let mut model = source.model(arguments, batch, sequence, documents)?;
@@ -94,7 +94,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     progress.finish_and_clear();
 
     // Print the result.
-    let (loss, measured) = (measured.mean().context("no target counts")?, measured.counted);
+    let (loss, measured) = (measured.mean().context("all targets are ignored, so there is no loss")?, measured.counted);
     let perplexity = loss.exp();
     print(|out| match arguments.json {
         true => {
@@ -193,20 +193,26 @@ impl Windows {
             let dataset = Dataset::open_prepared(path)?;
             if let Source::Run(run) = source {
                 let is_same = dataset.vocabulary().hash() == run.vocabulary.hash();
-                ensure!(is_same, "{} has another vocabulary than the run", path.display());
+                ensure!(
+                    is_same,
+                    "{} has another vocabulary than the run; use data that the run's tokenizer encoded",
+                    path.display()
+                );
             }
             let windows = dataset.validation(*sequence, usize::MAX)?;
-            return Ok(Self::Dataset(windows.with_context(|| format!("{} has no validation part", path.display()))?));
+            return Ok(Self::Dataset(windows.with_context(|| {
+                format!("{} has no validation part; prepare it with data.validation_every", path.display())
+            })?));
         }
         let tokens = match path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("bin")) {
             true => Tokens::open_for(&[path], arguments.token_width, source.vocabulary())?,
             false => Tokens::from_ids(source.encode(arguments)?),
         };
-        ensure!(tokens.count() > 1, "{} has {} tokens, and a loss takes two", path.display(), tokens.count());
+        ensure!(tokens.count() > 1, "{} has {} tokens, but a loss needs at least 2", path.display(), tokens.count());
         *sequence = (*sequence).min(usize::try_from(tokens.count() - 1).unwrap_or(usize::MAX));
         let left = (tokens.count() - 1) % *sequence as u64;
         if left > 0 {
-            tell(format_args!("the last {left} tokens do not fill a window, and are left out"));
+            tell(format_args!("the last {left} tokens do not fill a window and are skipped"));
         }
         Ok(Self::Tokens(tokens))
     }

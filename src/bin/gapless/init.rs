@@ -7,10 +7,10 @@ use gapless::run::RunConfig;
 
 use crate::output::{print, tell_error};
 
-/// Prints a run's file to begin with: gapless init small-gpt > run.toml
+/// Print a run file to start from: gapless init small-gpt > run.toml
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Which
+    /// The template
     name: Name,
 }
 
@@ -22,15 +22,15 @@ enum Name {
     Llama,
     /// A small mixture of experts, from scratch
     Moe,
-    /// The small GPT in three quarters of its memory
+    /// The small GPT, recomputed to fit three quarters of its memory
     Budget,
-    /// The layers of a GPT on two ranks
+    /// A GPT as a pipeline of two ranks
     Pipeline,
-    /// Adapters of somebody's weights, on a text of yours
+    /// Adapters (LoRA) on pretrained weights, with a text of yours
     Lora,
-    /// Somebody's weights, on prompts and answers of yours
+    /// Fine-tuning of pretrained weights, with prompts and answers of yours
     Sft,
-    /// No run, but every key that one may have: a JSON schema, for editors that complete and check by it
+    /// The JSON schema of all keys of a run file, for editors that complete and check them
     Schema,
 }
 

@@ -27,10 +27,10 @@ const REMEDY: &str = "raise the limit of processes (ulimit -u) or of memory (uli
 /// threads and memory for the rest of the process.
 pub fn threads(wanted: usize) -> anyhow::Result<usize> {
     match startable(wanted) {
-        0 => bail!("the system starts no thread for this process; {REMEDY}"),
+        0 => bail!("cannot start a thread for this process; {REMEDY}"),
         all if all == wanted => Ok(all),
         some => {
-            tell(format_args!("gapless: the system starts {some} of {wanted} threads; half of them compute"));
+            tell(format_args!("gapless: only {some} of {wanted} threads can be started; half of them compute"));
             Ok(some.div_ceil(2))
         }
     }

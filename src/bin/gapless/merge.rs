@@ -18,7 +18,7 @@ pub struct Arguments {
     adapter: PathBuf,
     /// The new folder; an existing one must be empty.
     out: PathBuf,
-    /// The base model's folder, where it is not the one that the adapter names.
+    /// The base model's folder, if it is not the one that the adapter names.
     #[arg(long)]
     base: Option<PathBuf>,
 }
@@ -31,7 +31,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 fn merge(arguments: &Arguments) -> anyhow::Result<()> {
     let Arguments { adapter: path, out, base } = arguments;
     let Some((adapter, base)) = weights::with_base(path, base.as_deref())? else {
-        bail!("{} is no adapter: it has no adapter_config.json", path.display());
+        bail!("{} is not an adapter: it has no adapter_config.json", path.display());
     };
     base.notices().iter().for_each(tell);
     adapter.merge(&base, out)?;

@@ -73,7 +73,7 @@ pub fn picture(path: &str, formats: &[&str]) -> anyhow::Result<PathBuf> {
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     if !formats.contains(&extension) {
         let formats: Vec<String> = formats.iter().map(|format| format!(".{format}")).collect();
-        bail!("its extension names the format of a picture: {}", formats.join(", "));
+        bail!("the extension must be one of {}", formats.join(", "));
     }
     Ok(path)
 }

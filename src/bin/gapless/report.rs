@@ -8,24 +8,24 @@ use gapless::run::Report;
 
 use crate::output::{picture, print, replace, tell};
 
-/// Makes one page of the folders of runs: curves, configurations, samples, memory maps.
+/// Make one page from the folders of runs: curves, configurations, samples, memory maps.
 ///
-/// Runs that go on are read as far as they are. Exit code 1: the page cannot be written or served; 2: there is no run.
+/// Runs in progress are shown up to their last step. Exit code: 1 if the page cannot be written or served, 2 if there is no run.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// Folders of runs, as gapless train writes them
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// The page
+    /// The page to write
     #[arg(long, value_name = "FILE.html", default_value = "report.html", value_parser = |path: &str| picture(path, &["html"]))]
     out: PathBuf,
-    /// Writes the numbers for TensorBoard instead, a folder in LOGDIR for each run (`tensorboard --logdir LOGDIR`)
+    /// Write the metrics for TensorBoard instead, into a folder in LOGDIR for each run (`tensorboard --logdir LOGDIR`)
     #[arg(long, value_name = "LOGDIR", conflicts_with_all = ["out", "watch"])]
     tensorboard: Option<PathBuf>,
-    /// Serves the page on 127.0.0.1 instead, where it follows runs that go on, until Ctrl-C
+    /// Serve the page on 127.0.0.1 instead and update it while runs are in progress, until Ctrl-C
     #[arg(long, conflicts_with = "out")]
     watch: bool,
-    /// The port of --watch; any that is free if not given
+    /// The port of --watch; 0 takes any that is free
     #[arg(long, value_name = "PORT", default_value_t = 0, requires = "watch")]
     port: u16,
 }
@@ -86,6 +86,6 @@ fn events(report: &Report, folder: &Path) -> anyhow::Result<()> {
 fn watch(report: Report, port: u16) -> std::io::Result<()> {
     let server = report.listen(port)?;
     // The standard output may be closed; browsers can connect all the same.
-    let _ = print(|out| writeln!(out, "{} (Ctrl-C ends it)", server.url()));
+    let _ = print(|out| writeln!(out, "{} (stop with Ctrl-C)", server.url()));
     server.run()
 }

@@ -23,50 +23,50 @@ const TOKENS: usize = 256;
 
 /// Continue a text, or answer a question, with the weights of a run or of a Hugging Face folder.
 ///
-/// What is not asked for here is as run.toml says in [sample]; or as generation_config.json says, and else as in transformers: without
-/// do_sample the likeliest token is taken; any of --temperature, --top-k, --top-p and --min-p draws by chance.
+/// Options that are not given are as in [sample] of run.toml, or as in generation_config.json and transformers: without do_sample
+/// the most likely token is taken; any of --temperature, --top-k, --top-p and --min-p turns random sampling on.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; a folder with config.json, safetensors files
+    /// A run's folder (its newest checkpoint is used), or one of its checkpoints; a folder with config.json, safetensors files
     /// and tokenizer.json; or the folder of an adapter (adapter_config.json), which names its base.
     folder: PathBuf,
-    /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
+    /// Use the averages of a run's weights (optimizer.average) instead of the weights.
     #[arg(long)]
     average: bool,
-    /// How the text begins, or what the user says; else the standard input.
+    /// The beginning of the text, or the user's message; by default read from the standard input.
     #[arg(long)]
     prompt: Option<String>,
-    /// Answer the prompt by the chat template.
+    /// Put the prompt into the chat template and generate an answer.
     #[arg(long)]
     chat: bool,
-    /// What the system says before the user.
+    /// The system message before the user's message.
     #[arg(long, requires = "chat")]
     system: Option<String>,
-    /// Tokens to add at most; without it, as generation_config.json says (max_new_tokens or max_length), else 256.
+    /// Maximum number of new tokens; by default as generation_config.json says (max_new_tokens or max_length), else 256.
     #[arg(long)]
     tokens: Option<usize>,
-    /// Tokens that are seen at most; without it, the prompt's and those to add, as far as the model goes.
+    /// Maximum number of tokens in the window; by default the prompt and the new tokens, up to the model's maximum.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     window: Option<u32>,
-    /// Divides the logits; 0 takes the likeliest token.
+    /// Divide the logits by this temperature; 0 takes the most likely token.
     #[arg(long, allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Only the so many likeliest tokens; 0 for all.
+    /// Sample from this many most likely tokens only; 0 for all.
     #[arg(long)]
     top_k: Option<usize>,
-    /// Only the fewest likeliest tokens that have this much of the probability.
+    /// Sample from the fewest most likely tokens whose probabilities add up to this.
     #[arg(long, allow_negative_numbers = true)]
     top_p: Option<f32>,
-    /// Only tokens that are at least so likely as this part of the likeliest.
+    /// Sample from tokens that are at least this fraction as likely as the most likely one.
     #[arg(long, allow_negative_numbers = true)]
     min_p: Option<f32>,
-    /// Makes tokens that are there already less likely, if it is above 1.
+    /// Above 1, make tokens that occurred before less likely.
     #[arg(long, allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
-    /// Same seed, same text.
+    /// The seed of random sampling; the same seed gives the same text.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Do not end at the model's end token.
+    /// Do not stop at the model's end-of-text token.
     #[arg(long)]
     ignore_eos: bool,
     /// Worker threads; 0 for all cores.
@@ -93,8 +93,8 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(limit) = limit.filter(|&limit| limit < ids.len() && arguments.window.is_none()) {
         let read = ids.len();
         bail!(
-            "the prompt has {read} tokens, and the model has positions for {limit}; shorten it, or read its last tokens \
-             alone with --window {limit}"
+            "the prompt has {read} tokens, but the model has positions for {limit}; shorten it, or use only its last \
+             tokens with --window {limit}"
         );
     }
     let window = arguments.window.map_or_else(|| wanted.min(limit.unwrap_or(wanted)), |window| window as usize);
@@ -103,7 +103,9 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
         weights::tell_of_positions(of.0.folder.config(), wanted.min(window));
     }
     if wanted > window {
-        tell(format_args!("a window of {window} tokens: when it is full, its newer half is read again"));
+        tell(format_args!(
+            "the text may exceed the window of {window} tokens; when the window is full, its newer half is processed again"
+        ));
     }
 
     // Print the text while it is generated.
@@ -149,7 +151,7 @@ impl Source {
         if let Some(run) = weights::run_at(&arguments.folder, arguments.average, &arguments.of_folder)? {
             ensure!(
                 !arguments.chat,
-                "a run has no chat template; leave --chat out, or name the model/ folder of a finished one"
+                "a run has no chat template; leave --chat out, or name the model/ folder of a finished run"
             );
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
             return Ok(Self::Run(Box::new(run)));
@@ -158,7 +160,7 @@ impl Source {
         let tokenizer = Tokenizer::open(&pretrained.tokenizer)?;
         let config = GenerationConfig::read(pretrained.folder.path())?;
         for (option, value) in &config.not_followed {
-            tell(format_args!("{option} is {value} in the folder's options of generation, and is not followed"));
+            tell(format_args!("the folder's generation option {option} ({value}) is not supported and is ignored"));
         }
         Ok(Self::Folder(Box::new((pretrained, tokenizer, config))))
     }
@@ -199,7 +201,7 @@ impl Source {
                 let most = of_folder.max_length.unwrap_or_default();
                 ensure!(
                     is_allowed,
-                    "the prompt has {prompt} tokens, and the folder's max_length allows {most} with the text; give --tokens"
+                    "the prompt has {prompt} tokens, but the folder's max_length allows {most} in total; give --tokens"
                 );
                 GenerateOptions { tokens: of_folder.tokens(prompt).unwrap_or(TOKENS), ..of_folder.options(prompt) }
             }
@@ -277,7 +279,7 @@ fn report(read: usize, reading: Duration, added: usize, adding: Duration) {
     let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
     // The first token is computed together with the prompt.
     tell(format_args!(
-        "{read} tokens read ({:.1}/s), {added} added ({:.1}/s)",
+        "{read} prompt tokens ({:.1} tokens/s), {added} new tokens ({:.1} tokens/s)",
         rate(read, reading),
         rate(added.saturating_sub(1), adding)
     ));

@@ -21,30 +21,30 @@ const MAX_EXTENT: u128 = 1 << 17;
 
 /// Print a pipeline schedule, in ticks or with the times of a model's step (--model), or check and draw a table of your own.
 ///
-/// A cell is a stage, what is done and a micro-batch: F forward, B whole backward, I input gradient, W weight gradient.
-/// Exit code: 0 when the table trains, 2 for bad input, 3 when the checker refuses it.
+/// A cell is a stage, an action and a micro-batch, like 0F3. Actions: F forward, B whole backward, I input gradient, W weight
+/// gradient. Exit code: 0 if the table is valid, 2 for invalid input, 3 if the checker refuses the table.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("input"))]
 pub struct Arguments {
     /// gpipe, 1f1b, interleaved, looped-bfs, zb-h1, interleaved-zb, zb-h2, zbv, v-half, v-min, v-1f1b, dualpipev,
-    /// layered-accumulation, modular-pipeline; or an order made for the ticks given below: automatic, the shortest that is
-    /// found, zb-searched and zbv-searched, those of the zero-bubble authors' search. Or the file of a run (.toml), whose step is drawn
+    /// layered-accumulation, modular-pipeline; or an order computed for the ticks given below: automatic (the shortest that is
+    /// found), zb-searched and zbv-searched (by the zero-bubble authors' searches). Or the file of a run (.toml), whose step is drawn
     /// in nanoseconds.
     #[arg(group = "input", value_name = "NAME|RUN.toml")]
     name: Option<String>,
     /// A table of your own instead: PyTorch's CSV, one row per rank.
     #[arg(long, value_name = "FILE.csv", group = "input")]
     table: Option<PathBuf>,
-    /// Of interleaved: how many micro-batches pass one chunk before the next has its turn (Megatron's micro-batch group
-    /// size per virtual stage); without it, micro-batches are dealt into as many equal rounds as keep all ranks busy.
+    /// For interleaved: the number of micro-batches that pass one chunk before the next (Megatron's micro-batch group
+    /// size per virtual stage); by default micro-batches are split into as many equal rounds as keep all ranks busy.
     #[arg(long, value_name = "N", conflicts_with_all = ["table", "model"])]
     micro_batch_group: Option<u32>,
-    /// Of automatic, zb-searched and zbv-searched: most activations alive on a rank, each of one stage and one
-    /// micro-batch; what 1F1B keeps if not given.
+    /// For automatic, zb-searched and zbv-searched: the maximum number of activations alive on a rank, each of one stage and
+    /// one micro-batch; by default as many as 1F1B keeps.
     #[arg(long, value_name = "ACTIVATIONS", conflicts_with_all = ["table", "model"])]
     peak: Option<u32>,
-    /// Of zb-searched and zbv-searched: which parts of an activation the input gradient and the weight gradient give back;
-    /// 82,32, a transformer layer's, if not given. With 0,1 --peak holds until the weight gradient.
+    /// For zb-searched and zbv-searched: the relative sizes of the parts of an activation that the input gradient and the weight
+    /// gradient free; by default 82,32, as in a transformer layer. With 0,1, activations count until the weight gradient.
     #[arg(long, value_name = "INPUT,WEIGHT", conflicts_with_all = ["table", "model"], value_parser = saved)]
     saved: Option<Saved>,
     #[command(flatten)]
@@ -56,16 +56,16 @@ pub struct Arguments {
     /// Print the table as CSV.
     #[arg(long, conflicts_with = "json")]
     csv: bool,
-    /// Print the table, when everything runs, makespan, bubbles and peaks as JSON.
+    /// Print the table, the times of all actions, makespan, bubbles and peaks as JSON.
     #[arg(long)]
     json: bool,
-    /// Where to draw the timeline: a page to zoom into, with what each rank keeps, or a picture.
+    /// Where to draw the timeline: a page with zoom and each rank's activations (.html), or a picture (.svg).
     #[arg(long, visible_alias = "svg", value_name = "FILE.html|svg", value_parser = |path: &str| picture(path, &["html", "svg"]))]
     out: Option<PathBuf>,
-    /// Where to write the timeline for Chrome's viewer or Perfetto.
+    /// Where to write the timeline for chrome://tracing or Perfetto.
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
-    /// Characters per line of the picture; 0 for lines without end.
+    /// Characters per line of the printed timeline; 0 for no limit.
     #[arg(long, value_name = "COLUMNS", default_value_t = 160)]
     width: usize,
 }
@@ -73,43 +73,43 @@ pub struct Arguments {
 /// What is put around the actions.
 #[derive(Debug, clap::Args)]
 struct Lowering {
-    /// Put sends, receives and waits into the table, as PyTorch's runtime does.
+    /// Insert sends, receives and waits into the table, as PyTorch's runtime does.
     #[arg(long, visible_alias = "comm", conflicts_with = "model")]
     communicate: bool,
     /// With --communicate: wait for a send before the stage's next one, not after the micro-batch's backward.
     #[arg(long, requires = "communicate")]
     wait_early: bool,
-    /// Make one whole backward of an input gradient and the weight gradient right after it.
+    /// Merge an input gradient and the weight gradient right after it into one whole backward.
     #[arg(long, conflicts_with = "model")]
     merge_backwards: bool,
-    /// Put the reduction of each stage's gradients after the last of them.
+    /// Insert the reduction of each stage's gradients after the last of them.
     #[arg(long, conflicts_with = "model")]
     reduce_gradients: bool,
-    /// Put the update of every stage's weights at the end.
+    /// Insert the update of every stage's weights at the end.
     #[arg(long, conflicts_with = "model")]
     update_weights: bool,
-    /// Fetch the weights of so many stages at a time, and release them in between.
+    /// Fetch the weights of this many stages at a time, and release them in between.
     #[arg(long, value_name = "STAGES", conflicts_with = "model")]
     fetch_weights: Option<NonZeroUsize>,
 }
 
 /// Ticks; one number for all stages, or as many as there are stages with commas between them.
 #[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Ticks, one number or one per stage with commas between them")]
+#[command(next_help_heading = "Ticks: one number, or one per stage, separated by commas")]
 struct Durations {
-    /// Of a forward.
+    /// Ticks of a forward.
     #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model", default_value = "1")]
     forward: Vec<u32>,
-    /// Of an input gradient.
+    /// Ticks of an input gradient.
     #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model", default_value = "1")]
     backward_input: Vec<u32>,
-    /// Of a weight gradient.
+    /// Ticks of a weight gradient.
     #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model", default_value = "1")]
     backward_weight: Vec<u32>,
-    /// Of a forward and a whole backward side by side; as one after the other, if not given.
+    /// Ticks of an overlapped forward and whole backward; by default the sum of both.
     #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model")]
     overlapped: Vec<u32>,
-    /// Of a message from one rank to another.
+    /// Ticks of a message from one rank to another.
     #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model", default_value = "0")]
     transfer: Vec<u32>,
 }
@@ -119,7 +119,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     match show(arguments) {
         Ok(violations) if violations.is_empty() => ExitCode::SUCCESS,
         Ok(violations) => {
-            tell(format_args!("gapless schedule: the table does not train, for {} reason(s):", violations.len()));
+            tell(format_args!("gapless schedule: the table is not valid, for {} reason(s):", violations.len()));
             violations.iter().for_each(|violation| tell(format_args!("  {violation}")));
             ExitCode::from(3)
         }
@@ -133,7 +133,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 /// Checks and shows the table. A table that the checker refuses is not shown; its violations are returned.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     if arguments.table.is_some() && !arguments.run.is_empty() {
-        bail!("a table of your own has no keys of a run, and cannot be used with them");
+        bail!("keys of a run have no effect on --table; leave the keys out");
     }
     if arguments.run.names_a_run(file(arguments)) {
         return of_model(arguments);
@@ -151,7 +151,7 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
         return Ok(violations);
     }
     if has_messages(&table) && !check(&table, extent.stages, extent.micro_batches, Sends::Blocking).is_empty() {
-        tell("gapless schedule: this table needs buffered sends; --communicate puts its messages anew without");
+        tell("gapless schedule: this table needs buffered sends; --communicate inserts messages that do not");
     }
     let timeline = simulate(&table, &costs[..])?;
     give(arguments, &title, &extent, &table, &timeline, "ticks")?;
@@ -168,7 +168,7 @@ fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
     let mut keys = arguments.run.clone();
     if let (Some(name), None) = (&arguments.name, file(arguments)) {
         if keys.has("schedule") {
-            bail!("the schedule is named twice; leave --schedule out");
+            bail!("the schedule is given twice; leave --schedule out");
         }
         keys.assign("pipeline.schedule", name);
     }
@@ -222,13 +222,13 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     }
     let mut keys = keys(arguments)?;
     if arguments.name.is_none() && !keys.has("pipeline_ranks") {
-        bail!("nothing to show; give a name, the file of a run, --model, or --table");
+        bail!("nothing to show; give the name of a schedule, the file of a run, --model, or --table");
     }
     for (what, name, flag) in
         [("ranks", "pipeline_ranks", "--pipeline-ranks"), ("micro-batches", "micro_batches", "--micro-batches")]
     {
         if !keys.has(name) {
-            bail!("how many {what}? give {flag}");
+            bail!("the number of {what} is missing; give {flag}");
         }
     }
     // Only the schedule is drawn, so any model will do.
@@ -246,14 +246,16 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     if let Some(measured) = made_to_measure(arguments, &name, &shape)? {
         schedule = measured;
     } else if arguments.peak.is_some() {
-        bail!("{name} keeps what it keeps; leave --peak out, or ask for automatic, zb-searched or zbv-searched");
+        bail!(
+            "--peak has no effect on {name}, whose peak is fixed; leave it out, or use automatic, zb-searched or zbv-searched"
+        );
     }
     if arguments.saved.is_some() && !matches!(name.as_str(), "zb-searched" | "zbv-searched") {
-        bail!("{name} counts an activation until it is all given back; leave --saved out, or ask for zb-searched");
+        bail!("--saved has no effect on {name}; leave it out, or use zb-searched or zbv-searched");
     }
     if let Some(group) = arguments.micro_batch_group {
         if name != Interleaved::default().name() {
-            bail!("{name} has no micro-batch groups; leave --micro-batch-group out, or ask for interleaved");
+            bail!("--micro-batch-group has no effect on {name}; leave it out, or use interleaved");
         }
         schedule = Box::new(Interleaved { micro_batch_group: Some(group) });
     }
@@ -266,7 +268,7 @@ fn expect_few(shape: &Shape) -> anyhow::Result<()> {
     if shape.extent() > MAX_EXTENT {
         bail!(
             "{ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many to show: ranks × chunks × (micro-batches \
-             + ranks) is at most {MAX_EXTENT}; ask for fewer"
+             + ranks) is at most {MAX_EXTENT}; use fewer"
         );
     }
     Ok(())
@@ -292,7 +294,7 @@ fn made_to_measure(
 }
 
 fn saved(text: &str) -> anyhow::Result<Saved> {
-    let (input, weight) = text.split_once(',').context("two numbers with a comma between them, as 82,32")?;
+    let (input, weight) = text.split_once(',').context("not two numbers separated by a comma, like 82,32")?;
     Ok(Saved { for_input: input.trim().parse()?, for_weight: weight.trim().parse()? })
 }
 
@@ -321,13 +323,15 @@ impl Extent {
         let (Some(stage), Some(micro_batch)) =
             (actions().map(|action| action.stage.0).max(), actions().map(|action| action.micro_batch.0).max())
         else {
-            bail!("there are no actions in the table");
+            bail!("the table has no actions");
         };
         let (stages, micro_batches) = (u128::from(stage) + 1, u128::from(micro_batch) + 1);
         // Without this check, a mistyped digit would lead to a very long list of missing actions.
         let count = actions().count() as u128;
         if stages * micro_batches > 2 * count + 64 {
-            bail!("stage {stage} and micro-batch {micro_batch} are in a table of {count} actions; one is a slip");
+            bail!(
+                "{count} actions cannot reach stage {stage} and micro-batch {micro_batch}; correct the number that is mistyped"
+            );
         }
         let (ranks, work) = (table.len(), stages * (micro_batches + table.len() as u128));
         if work > MAX_EXTENT {

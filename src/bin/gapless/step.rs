@@ -35,8 +35,8 @@ static FLAGS: LazyLock<Vec<Flag>> = LazyLock::new(|| {
         let of = |field: &str| described.map_or(&Value::Null, |it| &it[field]);
         let mut help = of("description").as_str().unwrap_or_default().replace('\n', " ");
         match name {
-            "lora" => help += " With the scale's alpha: RANK:ALPHA.",
-            "train" => help += "Patterns of the parameters that alone are trained.",
+            "lora" => help += " RANK:ALPHA sets alpha too.",
+            "train" => help += "Patterns of the parameters to train; all others stay as they are.",
             _ => help += &values(&schema, described),
         }
         let is_list = of("type") == "array" || key == "trainable.only";
@@ -68,7 +68,7 @@ impl clap::Args for RunArguments {
         let set =
             Arg::new("set").long("set").value_name("KEY=VALUE").action(ArgAction::Append).allow_hyphen_values(true);
         let set = set.help(
-            "Another value for a key of the run, e.g. step.batch=16 (docs/run_file.md). May be given several times",
+            "Set a key of the run, e.g. step.batch=16 (docs/run_file.md lists the keys); can be given several times",
         );
         let file =
             Arg::new("step").long("step").value_name("FILE.toml").value_parser(value_parser!(PathBuf)).hide(true);

@@ -13,19 +13,19 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::limits;
 use crate::output::{print, tell};
 
-/// Plan the product of lists of a training step's keys: bytes, under the plan and under other allocators, and time.
+/// Plan all combinations of lists of values for a training step's keys: bytes under the plan and other allocators, and time.
 ///
-/// The file has [step], [vary] and [sweep] (docs/sweep.md); the folder gets results.jsonl, results.csv and report.html. Killed, the same
-/// command goes on. Exit code: 0 when all is done, 1 when the folder cannot be used, 2 for a file that is no sweep, 128 + n after
-/// signal n.
+/// The file has [step], [vary] and [sweep] (docs/sweep.md); results.jsonl, results.csv and report.html are written to the folder. If
+/// interrupted, the same command continues. Exit code: 0 if all is done, 1 if the folder cannot be used, 2 if the file is not a valid
+/// sweep, 128 + n after signal n.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// The sweep.
+    /// The sweep file.
     spec: PathBuf,
-    /// The folder of its results.
+    /// The folder for the results.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Threads; as many as there are cores if not given.
+    /// Worker threads; all cores by default.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
 }
@@ -64,7 +64,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     match (results, stop.signal()) {
         (Err(error), _) => fail(&error, 1),
         (Ok(None), signal) => {
-            tell("gapless sweep: stopped; the same command goes on from here");
+            tell("gapless sweep: stopped; the same command continues from here");
             ExitCode::from(128 + signal.unwrap_or(0))
         }
         (Ok(Some(results)), _) => match summary(&spec, &results, arguments) {
@@ -83,7 +83,7 @@ fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Re
     let Results { rows, reused, changed, .. } = results;
     if *changed > 0 {
         tell(format_args!(
-            "gapless sweep: {changed} rows of results.jsonl were not as they were written (edited, or of an older version); they were left out and computed again where this sweep has them"
+            "gapless sweep: {changed} rows of results.jsonl were edited or written by another version; they were dropped, and planned again if this sweep has them"
         ));
     }
     let count = |status| rows.iter().filter(|row| row.status == status).count();
@@ -93,7 +93,7 @@ fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Re
     print(|out| {
         writeln!(
             out,
-            "{} configurations ({reused} from an earlier run): {} fit, {} are dominated, {} are too large, {} over their budget, {} do not exist",
+            "{} configurations ({reused} from an earlier run): {} fit, {} are dominated, {} are too large, {} exceed their budget, {} are invalid",
             rows.len(),
             count(Status::Fits),
             count(Status::Dominated),
@@ -117,7 +117,7 @@ fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> 
     for of in fragmentation(spec, rows) {
         writeln!(
             out,
-            "{}: fragmentation {:.2} % at the mean of {} configurations, {:.2} % at most; plans {:.3} %, {:.1} % less",
+            "{}: fragmentation {:.2} % on average over {} configurations, {:.2} % at most; plans {:.3} %, {:.1} % less",
             of.allocator,
             100.0 * of.mean,
             of.configurations,
@@ -129,7 +129,7 @@ fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> 
     for of in gains(spec, throughput) {
         writeln!(
             out,
-            "{}, menu {}: plans are faster by {:.1} % at the mean of {} budgets ({} without a gain), by {:.1} % at most; {} budgets where only plans fit",
+            "{}, menu {}: plans are {:.1} % faster on average over {} budgets ({} without a gain), {:.1} % at most; {} budgets where only plans fit",
             of.allocator,
             of.menu,
             100.0 * of.mean,

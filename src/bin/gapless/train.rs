@@ -19,24 +19,24 @@ use tracing_subscriber::{Layer, util::SubscriberInitExt};
 use crate::output::tell;
 use crate::trace::{MAX_BYTES, Trace};
 
-/// Trains as a file says (`gapless init` prints one to begin with).
+/// Train a model as a run file describes (`gapless init` prints one to start from).
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The run
+    /// The run file
     config: PathBuf,
-    /// Another value for a key of the file, e.g. step.batch=16
+    /// Set a key of the run, e.g. step.batch=16 (docs/run_file.md lists the keys); can be given several times
     #[arg(long = "set", value_name = "KEY=VALUE")]
     assignments: Vec<String>,
-    /// The folder of the run; by default runs/ and the name of the file
+    /// The folder of the run; by default runs/ and the name of the run file
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Goes on from the newest checkpoint in the folder
+    /// Resume from the newest checkpoint in the folder
     #[arg(long)]
     resume: bool,
-    /// Goes on from a checkpoint of another run, or the newest in its folder, in a folder of its own
+    /// Start from a checkpoint of another run, or the newest in its folder, in a new folder
     #[arg(long, value_name = "FOLDER", conflicts_with = "resume")]
     fork: Option<PathBuf>,
-    /// Writes what the time goes into here, for chrome://tracing or Perfetto; 256 MiB at most, of the first steps
+    /// Write a trace of where the time goes, for chrome://tracing or Perfetto; it ends at 256 MiB
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
 }
@@ -63,12 +63,12 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     let code = run_traced(arguments, &config, console);
     match arguments.trace.as_deref().zip(trace.map(|trace| trace.finish())) {
         Some((path, Err(error))) => {
-            tell(format_args!("gapless train: the trace {} is not whole: {error}", path.display()));
+            tell(format_args!("gapless train: the trace {} is incomplete: {error}", path.display()));
             if code == ExitCode::SUCCESS { ExitCode::FAILURE } else { code }
         }
         Some((path, Ok(left_out @ 1..))) => {
             tell(format_args!(
-                "the trace {} is full with {} MiB: {left_out} later spans are not in it; trace fewer steps",
+                "the trace {} is full at {} MiB: {left_out} later spans are not in it; trace fewer steps",
                 path.display(),
                 MAX_BYTES >> 20
             ));
@@ -106,14 +106,14 @@ fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -
         }
     };
     bar.finish_and_clear();
-    console.say(format_args!("{summary}\nall of it is in {}", out.display()));
+    console.say(format_args!("{summary}\nall results are in {}", out.display()));
     match (summary.signal, console.finish()) {
         (Some(signal), _) => {
-            tell(format_args!("stopped by signal {signal}; --resume goes on from here"));
+            tell(format_args!("stopped by signal {signal}; --resume continues from here"));
             ExitCode::from(128 + signal)
         }
         (None, Ok(())) if summary.ended == Ended::TimeLimit => {
-            tell("stopped by max_minutes; --resume goes on from here");
+            tell("stopped by max_minutes; --resume continues from here");
             ExitCode::from(3)
         }
         (None, Ok(())) => ExitCode::SUCCESS,

@@ -12,20 +12,20 @@ use crate::output::tell;
 /// The type in which a folder's weights are stored in memory and computed with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum WeightType {
-    /// Stored weights as they are, or widened; nothing is rounded to 16 bits.
+    /// Weights as stored, or widened to f32; nothing is rounded to 16 bits.
     F32,
-    /// Half the memory. Weights and results are rounded to bf16, as transformers computes a model that is stored in it.
+    /// Half the memory. Weights and results are rounded to bf16, as transformers computes a model stored in bf16.
     Bf16,
 }
 
 /// What the weights of a folder are opened with.
 #[derive(Debug, clap::Args)]
 pub struct FolderArguments {
-    /// The type of a folder's weights in memory. f32 is the default whatever is stored, as it adds no rounding to that of the file;
-    /// bf16 takes half the memory, and computes as transformers does where bf16 is stored.
+    /// The type of a folder's weights in memory. The default is f32, whatever the file stores, as it adds no rounding; bf16 takes
+    /// half the memory, and computes as transformers does with weights stored in bf16.
     #[arg(long, value_enum)]
     dtype: Option<WeightType>,
-    /// The base model's folder of an adapter, where it is not the one that the adapter names.
+    /// The folder of an adapter's base model, if it is not the one that the adapter names.
     #[arg(long)]
     base: Option<PathBuf>,
 }
@@ -38,7 +38,7 @@ pub fn run_at(path: &Path, average: bool, of_folder: &FolderArguments) -> anyhow
         return Ok(None);
     }
     ensure!(of_folder.dtype.is_none(), "a run's weights have the type of its run.toml; leave --dtype out");
-    ensure!(of_folder.base.is_none(), "a run has its weights itself; leave --base out");
+    ensure!(of_folder.base.is_none(), "a run needs no base model; leave --base out");
     let mut run = TrainedRun::open(path)?;
     run.average = average;
     Ok(Some(run))
@@ -67,7 +67,7 @@ impl Pretrained {
                 Self { folder, adapter: Some(adapter), tokenizer, precision }
             }
             None => {
-                ensure!(arguments.base.is_none(), "{} is no adapter; leave --base out", path.display());
+                ensure!(arguments.base.is_none(), "{} is not an adapter; leave --base out", path.display());
                 Self { folder: Folder::open(path)?, adapter: None, tokenizer: path.to_owned(), precision }
             }
         };
@@ -95,7 +95,7 @@ pub fn with_base(path: &Path, base: Option<&Path>) -> anyhow::Result<Option<(Ada
     let adapter = Adapter::open(path)?;
     let base = match base {
         Some(base) => base.to_owned(),
-        None => adapter.base().map_err(|error| anyhow!("{error}; --base names the base model's folder"))?,
+        None => adapter.base().map_err(|error| anyhow!("{error}; name the base model's folder with --base"))?,
     };
     let folder = Folder::open(base)?;
     Ok(Some((adapter, folder)))

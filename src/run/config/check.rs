@@ -21,7 +21,9 @@ fn fail(key: &str, why: String, remedy: &'static str) -> Result<(), ConfigError>
 pub(crate) fn refused(error: TrainError) -> ConfigError {
     match (&error, error.refused()) {
         (_, Some((key, why, remedy))) => ConfigError::value(key, why, remedy),
-        (TrainError::LearningRate(why), _) => ConfigError::value("learning_rate", why, "see its keys"),
+        (TrainError::LearningRate(why), _) => {
+            ConfigError::value("learning_rate", why, "docs/run_file.md lists its keys")
+        }
         _ => ConfigError::value("step", error, "correct it"),
     }
 }
@@ -60,11 +62,11 @@ impl RunConfig {
             if minutes
                 .is_some_and(|minutes| Duration::try_from_secs_f64(60.0 * minutes).map_or(true, |it| it.is_zero()))
             {
-                return fail(key, "is no time".into(), "it is a number above 0, or left out");
+                return fail(key, "is not a valid time".into(), "set it above 0, or leave it out");
             }
         }
         if self.evaluation.patience > 0 && (self.evaluation.every == 0 || self.data.validation_every == 0) {
-            let why = "there are no evaluations to wait for".to_owned();
+            let why = "the run has no evaluations".to_owned();
             return fail("evaluation.patience", why, "set evaluation.every and data.validation_every, or leave it out");
         }
         self.check_guard()
@@ -72,14 +74,14 @@ impl RunConfig {
 
     fn check_guard(&self) -> Result<(), ConfigError> {
         if let Some(times) = self.guard.norm.filter(|times| times.is_nan() || *times <= 1.0) {
-            return fail("guard.norm", format!("is {times}"), "it is above 1");
+            return fail("guard.norm", format!("is {times}"), "set it above 1");
         }
         if let Some(above) = self.guard.loss.filter(|above| above.is_nan() || *above <= 0.0) {
-            return fail("guard.loss", format!("is {above}"), "it is above 0");
+            return fail("guard.loss", format!("is {above}"), "set it above 0");
         }
         if self.guard.window == 0 || self.guard.patience == 0 {
             let key = if self.guard.window == 0 { "guard.window" } else { "guard.patience" };
-            return fail(key, "is 0".into(), "it is at least 1");
+            return fail(key, "is 0".into(), "set it to at least 1");
         }
         Ok(())
     }
@@ -100,7 +102,7 @@ impl RunConfig {
         })?;
         let ranks = self.mesh.expert;
         if ranks > 1 && experts.is_none_or(|experts| !experts.is_multiple_of(ranks)) {
-            let why = format!("{ranks} ranks cannot share {} experts alike", experts.unwrap_or(0));
+            let why = format!("{ranks} ranks cannot share {} experts equally", experts.unwrap_or(0));
             return fail("mesh.expert", why, "choose a divisor of the router's experts, or 1 for a model without");
         }
         Ok(())
@@ -110,31 +112,31 @@ impl RunConfig {
     fn check_data(&self) -> Result<(), ConfigError> {
         let weights: f64 = self.data.mix.iter().map(|source| source.weight).sum();
         if self.data.mix.iter().any(|source| source.weight.is_nan() || source.weight <= 0.0) || weights >= 1.0 {
-            let why = format!("its weights are {weights} together");
-            return fail("data.mix", why, "each is above 0, and together they leave something of 1 to data.path");
+            let why = format!("the sum of its weights is {weights}");
+            return fail("data.mix", why, "set each weight above 0 and their sum below 1: data.path has the rest");
         }
         if self.data.tokenizer.is_some() && self.data.vocabulary.is_some() {
             return fail(
                 "data.vocabulary",
-                "stands beside data.tokenizer, which has one".into(),
+                "is given along with data.tokenizer, which has its own".into(),
                 "leave one of them out",
             );
         }
         if let (ModelConfig::Folder(_), Some(_)) = (&self.model, self.data.vocabulary) {
-            let why = "a tokenizer of its own has other ids than the model of model.folder knows".to_owned();
+            let why = "a vocabulary of its own would have other ids than the model of model.folder".to_owned();
             return fail("data.vocabulary", why, "leave it out: the folder's tokenizer.json is used");
         }
         let has_tokenizer = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));
         if self.data.format == Format::Chat && !has_tokenizer {
-            let why = "a conversation is written by the template of a tokenizer, and there is none".to_owned();
+            let why = "conversations need the chat template of a tokenizer, and there is none".to_owned();
             return fail("data.format", why, "name a data.tokenizer, or a model.folder");
         }
         if self.data.answers != Answers::All && self.data.format != Format::Chat {
-            let why = "only conversations have answers before the last".to_owned();
+            let why = "only conversations have several answers".to_owned();
             return fail("data.answers", why, "leave it out, or set data.format to \"chat\"");
         }
         if self.data.has_documents() && matches!(self.device, DeviceChoice::Cuda(_)) {
-            let why = "documents that do not see each other are trained on the CPU alone".to_owned();
+            let why = "isolated documents are supported on the CPU only".to_owned();
             return fail("device", why, "use \"cpu\", or leave data.format and data.isolate_documents out");
         }
         Ok(())
@@ -148,7 +150,7 @@ impl RunConfig {
         let sources = self.data.mix.iter().map(|source| ("data.mix", &source.path));
         let sources: Vec<_> = std::iter::once(("data.path", &self.data.path)).chain(sources).collect();
         if let Some((key, path)) = sources.iter().find(|(_, path)| !path.exists()) {
-            return fail(key, format!("there is no {}", path.display()), "name a file or folder that is there");
+            return fail(key, format!("there is no {}", path.display()), "name a file or folder that exists");
         }
         if let Some(file) = self.data.tokenizer.as_ref().filter(|file| !file.is_file()) {
             return fail("data.tokenizer", format!("there is no {}", file.display()), "name a tokenizer.json");
@@ -157,15 +159,23 @@ impl RunConfig {
         if let Some(size) = self.data.vocabulary.filter(|&size| size < 256)
             && !sources.iter().all(|(_, path)| are_ids(path))
         {
-            return fail("data.vocabulary", format!("{size} tokens do not even hold the bytes"), "it is at least 256");
+            return fail(
+                "data.vocabulary",
+                format!("{size} tokens are fewer than the 256 bytes"),
+                "set it to at least 256",
+            );
         }
         let most = if sources.iter().all(|(_, path)| are_ids(path)) { limits::MOST_TOKENS } else { MOST_TRAINED };
         if let Some(size) = self.data.vocabulary.filter(|&size| size > most) {
-            return fail("data.vocabulary", format!("is {size}, and {most} are the most"), "choose a smaller one");
+            return fail(
+                "data.vocabulary",
+                format!("is {size}, above the maximum of {most}"),
+                "choose a smaller value",
+            );
         }
         let other = sources.iter().map(|(_, path)| path).find(|path| !Format::is_read_from(path) || !path.is_file());
         if let Some(path) = other.filter(|_| self.data.format.has_answers()) {
-            let why = format!("{} is no .jsonl or .parquet file, whose lines have answers", path.display());
+            let why = format!("{} is not a .jsonl or .parquet file, which the format needs", path.display());
             return fail("data.format", why, "name one in data.path, or leave data.format out");
         }
         Ok(())

@@ -79,7 +79,7 @@ impl ModelConfig {
             "llama" => with_extents(extents).map(Self::Llama),
             "moe" => with_extents(extents).map(Self::Moe),
             _ => Err(format!(
-                "there is no model, folder or config.json {text:?}; names are {}, and gpt, llama and moe with extents behind a colon",
+                "unknown model {text:?}; use a folder, a config.json, {}, or gpt, llama or moe with extents after a colon",
                 PRESETS.map(|(name, ..)| name).join(", ")
             )),
         }
@@ -162,7 +162,7 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ModelCon
             let model = ModelConfig::deserialize(MapAccessDeserializer::new(&mut table))?;
             match table.next_key::<String>()? {
                 None => Ok(model),
-                Some(other) => Err(A::Error::custom(format_args!("a model is of one family, and {other} is a second"))),
+                Some(other) => Err(A::Error::custom(format_args!("a model has one family; leave {other} out"))),
             }
         }
     }

@@ -59,11 +59,11 @@ pub(super) fn rename(root: &mut Table) -> Result<Vec<String>, ConfigError> {
     for (old, value) in moved {
         let key = key_of(&old);
         if value_at(root, key).is_some() {
-            let why = format!("stands beside {key}, which is its name now");
+            let why = format!("is given along with {key}, which is its new name");
             return Err(ConfigError::value(&old, why, "leave one of them out"));
         }
-        insert(root, key, value).map_err(|why| ConfigError::value(key, why, "give it a table"))?;
-        notices.push(format!("{old} is {key} now; the old name will go with the next release"));
+        insert(root, key, value).map_err(|why| ConfigError::value(key, why, "make it a table"))?;
+        notices.push(format!("{old} is now called {key}; the old name will be removed in the next release"));
     }
     Ok(notices)
 }
@@ -95,7 +95,7 @@ pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), St
     let mut table = root;
     for part in tables.into_iter().flat_map(|tables| tables.split('.')) {
         let below = table.entry(part).or_insert_with(|| Value::Table(Table::new()));
-        table = below.as_table_mut().ok_or_else(|| format!("{part} is no table"))?;
+        table = below.as_table_mut().ok_or_else(|| format!("{part} is not a table"))?;
     }
     table.insert(last.to_owned(), value);
     Ok(())

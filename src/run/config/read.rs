@@ -31,7 +31,7 @@ pub enum ConfigError {
         message: String,
     },
     /// An assignment of the command line that cannot be parsed.
-    #[error("{assignment:?} is no assignment: {why}; write, for example, step.batch=16")]
+    #[error("{assignment:?} is not an assignment: {why}; write, for example, step.batch=16")]
     Assignment {
         /// The assignment as given.
         assignment: String,
@@ -163,7 +163,7 @@ fn expect_tables(table: &Table) -> Result<(), ConfigError> {
         None => Ok(()),
         Some(mut path) => {
             path.reverse();
-            Err(ConfigError::value(&path.join("."), "is a list, where a table belongs", "give each value its key"))
+            Err(ConfigError::value(&path.join("."), "is a list, but must be a table", "write each value with its key"))
         }
     }
 }
@@ -228,7 +228,7 @@ fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunCo
         let value = parsed.unwrap_or_else(|| Value::String(value.to_owned()));
         let key = key_of(key.trim());
         if key.split('.').any(str::is_empty) {
-            return Err(wrong("it names no key"));
+            return Err(wrong("it has no key"));
         }
         insert(&mut root, key, value).map_err(|why: String| wrong(&why))?;
     }

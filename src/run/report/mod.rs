@@ -221,8 +221,8 @@ impl RunRecord {
         let absent = files.into_iter().filter(|(_, is_there)| !is_there).map(|(name, _)| format!("no {name}"));
         let broken = match self.metrics.broken {
             0 => None,
-            1 => Some("1 line of its metrics is no row".to_owned()),
-            lines => Some(format!("{lines} lines of its metrics are no rows")),
+            1 => Some("1 line of its metrics is not a row".to_owned()),
+            lines => Some(format!("{lines} lines of its metrics are not rows")),
         };
         absent.chain(broken).collect()
     }
@@ -312,7 +312,7 @@ fn open(path: &Path) -> io::Result<Option<File>> {
     match fs::metadata(path) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
         Ok(metadata) if !metadata.is_file() => {
-            Err(io::Error::other("it is no regular file; move it out of the folder"))
+            Err(io::Error::other("it is not a regular file; move it out of the folder"))
         }
         metadata => metadata.and_then(|_| File::open(path)).map(Some),
     }

@@ -97,7 +97,7 @@ impl Drop for Place {
 /// Answers 503 without reading the request and without blocking.
 fn refuse(mut stream: TcpStream) {
     if stream.set_nonblocking(true).is_ok() {
-        let body = "the server is busy; come again\n";
+        let body = "the server is busy; try again\n";
         let _ = write!(
             stream,
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: {}\r\nRetry-After: 1\r\n\
@@ -237,7 +237,7 @@ mod tests {
         let connect = || TcpStream::connect(address).unwrap();
         let silent: Vec<TcpStream> = (0..MAX_CONNECTIONS).map(|_| connect()).collect();
         let refused = answer(&mut connect());
-        assert!(refused.starts_with("HTTP/1.1 503 ") && refused.ends_with("come again\n"), "{refused}");
+        assert!(refused.starts_with("HTTP/1.1 503 ") && refused.ends_with("try again\n"), "{refused}");
         drop(silent);
         let mut asked = (0..100_000).map(|_| {
             let mut stream = connect();

@@ -50,7 +50,7 @@ fn rows_are_read_as_they_come() {
     assert_eq!([&loss[..2], &loss[3..]].concat(), [(0, 4.0), (1, 2.5), (5, 1.0), (9, 0.5)]);
     assert!(loss[2].0 == 2 && loss[2].1.is_nan());
     assert_eq!(points(&run, "val_loss"), [(1, 2.75)]);
-    assert!(report.runs()[0].missing().contains(&"1 line of its metrics is no row".to_owned()));
+    assert!(report.runs()[0].missing().contains(&"1 line of its metrics is not a row".to_owned()));
     assert_eq!(report.runs()[0].steps(), Some(10));
 
     fs::write(&metrics, "{\"step\":0,\"loss\":7.0}\n{\"steps\":1,\"final_loss\":7.0}\n").unwrap();
@@ -132,6 +132,6 @@ fn what_is_no_regular_file_is_not_read() {
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         let report = Report::open(&[folder.path().to_owned()]);
         let error = report.and_then(|report| report.html()).unwrap_err().to_string();
-        assert!(error.contains(name) && error.contains("no regular file"), "{name}: {error}");
+        assert!(error.contains(name) && error.contains("not a regular file"), "{name}: {error}");
     }
 }

@@ -31,7 +31,7 @@ use super::{Lowering, Precision, Step};
 #[derive(Debug, thiserror::Error)]
 pub enum EagerError {
     /// An operation has no rule.
-    #[error("{layer}: no rule says what {op} allocates in an eager framework; use --lowering gapless")]
+    #[error("{layer}: what {op} allocates in an eager framework is unknown; use --lowering gapless")]
     Op {
         /// Name of the operation.
         op: String,
@@ -39,7 +39,7 @@ pub enum EagerError {
         layer: String,
     },
     /// A recompute policy or a schedule that eager frameworks do not have.
-    #[error("{0} is not known of eager frameworks; use --lowering gapless")]
+    #[error("{0} is not supported for eager frameworks; use --lowering gapless")]
     Unknown(String),
     /// The schedule does not exist for the step's shape.
     #[error(transparent)]
@@ -75,7 +75,7 @@ impl Step {
         let row = table.get(rank).ok_or_else(|| EagerError::Unknown(format!("rank {rank}")))?;
         if row.iter().any(|action| !matches!(action.kind, Kind::Forward | Kind::Backward)) {
             return Err(EagerError::Unknown(format!(
-                "{}, which splits backwards,",
+                "{}, which splits the backward,",
                 self.options.pipeline.schedule.name()
             )));
         }
@@ -113,7 +113,7 @@ impl Step {
             _ if self.options.memory.budget.is_some() => return Err(EagerError::Unknown("a budget".to_owned())),
             Recompute::None => return Ok(Vec::new()),
             Recompute::Layers(layers) => layers,
-            _ => return Err(EagerError::Unknown("recomputing other than layers".to_owned())),
+            _ => return Err(EagerError::Unknown("recomputation of anything but layers".to_owned())),
         };
         Ok(match layers {
             Layers::All => blocks.to_vec(),

@@ -148,7 +148,7 @@ function estimate() {
   const all = exact.flatMap((row) => [row.live, row.formula, row.megatron]).map((n) => n / GIB);
   const [low, high] = [Math.min(...all) * 0.9, Math.max(...all) * 1.1];
   const axis = (name) => ({ from: low, to: high, log: true, name });
-  const at = plot(box, { x: axis("alive at once, GiB"), y: axis("formula, GiB") });
+  const at = plot(box, { x: axis("peak live bytes, GiB"), y: axis("formula, GiB") });
   element(at.svg, "path", { class: "limit", d: `M${at.x(low)} ${at.y(low)}L${at.x(high)} ${at.y(high)}` });
   const series = [["bytes per parameter", "formula", 0], ["Megatron's estimator", "megatron", 1]];
   const legend = element(box, "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
@@ -201,13 +201,13 @@ function table(box, head, lines) {
 }
 
 function fragmentation() {
-  const head = ["allocator", "configurations", "mean", "most", "plans, mean", "taken off, mean"];
+  const head = ["allocator", "configurations", "mean", "maximum", "plans, mean", "reduction, mean"];
   const line = (of) => [of.allocator, of.configurations, percent(of.mean), percent(of.most), percent(of.planned, 3), percent(of.reduction, 1)];
   table(document.querySelector("#fragmentation .table"), head, data.fragmentation.map(line));
   const above = planned.filter((row) => data.above.includes(row.key)).sort((a, b) => b.reserved[0] / b.live - a.reserved[0] / a.live);
   const list = document.querySelector("#fragmentation details");
   list.hidden = !above.length;
-  list.firstElementChild.textContent = `${above.length} of ${planned.length} plans end above the bytes that are alive at once, the best bound there is, by 0.05 % or more`;
+  list.firstElementChild.textContent = `${above.length} of ${planned.length} plans exceed the peak live bytes, their lower bound, by 0.05 % or more`;
   const facts = (row) => [values(row), gib(row.reserved[0]), gib(row.live), percent(1 - row.live / row.reserved[0], 3)];
   table(list.lastElementChild, ["configuration", "arena", "bound", "above"], above.map(facts));
 }
@@ -232,7 +232,7 @@ function throughput() {
     element(entry, "i", { style: `height:0;width:18px;border-radius:0;border-top:2px ${style} var(--quiet)` });
     entry.append(`menu ${name}`);
   });
-  const head = ["allocator", "menu", "budgets", "of these without a gain", "budgets where only plans fit", "gain, mean", "gain, most"];
+  const head = ["allocator", "menu", "budgets", "of these without a gain", "budgets where only plans fit", "gain, mean", "gain, maximum"];
   const line = (of) => [
     of.allocator, of.menu, of.budgets, of.without, of.only_planned, percent(of.mean, 1), percent(of.most, 1) + (of.most > 0 ? ` at ${gib(of.most_at)}` : ""),
   ];
@@ -289,7 +289,7 @@ function choose(row) {
   const facts = element(box, "dl", { class: "facts" });
   const all = [
     ["step", ms(row.ms)], ["tokens per second", Math.round(row.tokens).toLocaleString("en")], ["bubble", (row.bubble * 100).toFixed(1) + " %"],
-    ["recomputed", (row.overhead * 100).toFixed(1) + " %"], ["micro-batch", row.micro_batch], [row.exact ? "alive at once" : "alive at once, at least", gib(row.live)],
+    ["recomputed", (row.overhead * 100).toFixed(1) + " %"], ["micro-batch", row.micro_batch], [row.exact ? "peak live bytes" : "peak live bytes, at least", gib(row.live)],
   ];
   for (const [name, value] of all) {
     const pair = element(facts, "div");
@@ -300,7 +300,7 @@ function choose(row) {
   const columns = element(box, "div", { class: "columns" });
   bars(element(columns, "table"), "reserved", data.allocators.map((name, index) => [name, row.reserved[index], color(index)]));
   bars(element(columns, "table"), "at the fullest rank's peak", Object.entries(row.roles).map(([name, bytes]) => [name, bytes, "var(--accent)"]));
-  element(box, "p", { style: "margin-top:10px" }, "Its memory maps, and other formats of the same:");
+  element(box, "p", { style: "margin-top:10px" }, "Commands for its memory maps and other formats:");
   element(box, "code", {}, row.command);
   memoryTime();
   box.scrollIntoView({ block: "nearest" });

@@ -41,20 +41,20 @@ pub fn page(compared: &Compared, title: &str) -> String {
     let live = compared.peak_live as f64 / top as f64 * ROWS as f64;
     let data = json!({ "rows": ROWS, "live": live, "pictures": pictures });
     let times = if compared.iterations == 1 { "once".to_owned() } else { format!("{} times", compared.iterations) };
-    let clipped = if top < most { ", where what is higher is cut off" } else { "" };
+    let clipped = if top < most { "; what lies higher is cut off" } else { "" };
     format!(
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width\">\
          <title>{title}: allocators compared</title><style>{THEME}{STYLE}</style><h1>{title}</h1>\
-         <p>The same requests, served by each allocator: the step {times}, on a device of {capacity}. At most {peak} are alive at \
+         <p>Each allocator serves the same requests: the step runs {times} on a device of {capacity}. At most {peak} are alive at \
          once; what an allocator reserves beyond that is lost to fragmentation.\
-         <table><tr><th>allocator<th>reserved<th>÷ most alive<th>lost<th>allocated<th>fragmentation<th>segments\
+         <table><tr><th>allocator<th>reserved<th>reserved ÷ peak live<th>lost<th>allocated<th>fragmentation<th>segments\
          <th>device calls{rows}</table>\
          <p class=key><span><i style=\"background:var(--held)\"></i>held by the program</span>\
          <span><i style=\"background:var(--idle)\"></i>idle now, needed at the peak</span>\
-         <span><i style=\"background:var(--lost)\"></i>lost: reserved beyond the most that is ever alive</span>\
+         <span><i style=\"background:var(--lost)\"></i>lost: reserved beyond the peak live bytes</span>\
          <span><i class=line style=\"border-color:var(--bound)\"></i>reserved</span>\
          <span><i class=line style=\"border-color:var(--text)\"></i>allocated</span>\
-         <span><i class=\"line dashed\" style=\"border-color:var(--quiet)\"></i>most bytes alive at once</span></p>\
+         <span><i class=\"line dashed\" style=\"border-color:var(--quiet)\"></i>peak live bytes</span></p>\
          <p>Across: requests. Up: reserved memory from the lowest address, segments on top of each other, to {top} in every \
          picture{clipped}.\
          <main>{figures}</main><script type=\"application/json\" id=data>{data}</script><script>{SCRIPT}</script></html>\n",

@@ -70,9 +70,9 @@ impl PyTorchOptions {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum OptionsError {
-    #[error("{text:?} is not option:value")]
+    #[error("{text:?} is not of the form option:value")]
     NoValue { text: String },
-    #[error("unknown allocator option {name:?}; known are {known}", known = KNOWN.join(", "))]
+    #[error("unknown allocator option {name:?}; choose one of {known}", known = KNOWN.join(", "))]
     Unknown { name: String },
     #[error("{name}: {value:?} is not {expected}")]
     Value { name: String, value: String, expected: &'static str },
@@ -204,7 +204,7 @@ mod tests {
             let error = text.parse::<PyTorchOptions>().unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         };
-        check("max_split_size_mb", "not option:value");
+        check("max_split_size_mb", "not of the form option:value");
         check("max_split_size_mb:19", "at least 20");
         check("max_split_size_mb:99999999999999999", "whole number of MiB");
         check("garbage_collection_threshold:1.0", "between 0 and 1");

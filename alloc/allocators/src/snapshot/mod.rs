@@ -95,8 +95,8 @@ pub enum SnapshotError {
     #[error("the file ends at byte {byte}, in the middle of the pickle: it is cut off, or not a pickle")]
     Truncated { byte: u64 },
     #[error(
-        "byte {byte}: opcode {opcode:#04x} is not one of plain data; a snapshot holds lists, dicts, text and numbers \
-         only, and nothing else is run. Is this a file of torch.cuda.memory._dump_snapshot?"
+        "byte {byte}: the pickle has opcode {opcode:#04x}; only plain data (lists, dicts, text and numbers) are read, and no \
+         code is run; write the file with torch.cuda.memory._dump_snapshot"
     )]
     NotPlainData { byte: u64, opcode: u8 },
     #[error("byte {byte}: this is not what Python's pickle module writes")]
@@ -107,9 +107,9 @@ pub enum SnapshotError {
     NotASnapshot { what: String },
     #[error("no allocation was recorded; call torch.cuda.memory._record_memory_history() before the run")]
     Empty,
-    #[error("device {device} has no trace; there are traces of {known:?}")]
+    #[error("device {device} has no trace; choose one of {known:?}")]
     NoDevice { device: usize, known: Vec<usize> },
-    #[error("several devices have traces, {known:?}; choose one")]
+    #[error("several devices have traces; choose one of {known:?}")]
     SeveralDevices { known: Vec<usize> },
     #[error("event {event} of device {device}: {what}")]
     Event { device: usize, event: usize, what: String },

@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pickle_is_refused() {
+    fn malformed_pickles_are_refused() {
         let check = |bytes: &[u8], expected: &str| {
             let error = Pickle::read(bytes).unwrap_err().to_string();
             assert!(error.contains(expected), "{bytes:?}: {error}");
@@ -318,7 +318,7 @@ mod tests {
         check(b"](e", "ends at byte 3");
         check(b"}(K\x01u.", "byte 4: this is not what");
         check(b"h\x00.", "byte 0: this is not what");
-        check(b"cos\nsystem\n.", "byte 0: opcode 0x63");
-        check(b"id,lower,upper,size", "byte 0: opcode 0x69");
+        check(b"cos\nsystem\n.", "byte 0: the pickle has opcode 0x63");
+        check(b"id,lower,upper,size", "byte 0: the pickle has opcode 0x69");
     }
 }

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_plan_does_not_know_is_cached() {
+    fn requests_outside_the_plan_are_cached() {
         let problem = problem(&[(0..2, 4096), (1..3, 4096)]);
         let requests = Requests::new(&problem);
         let mut allocator = StAlloc::new(Device::new(1 << 30), &problem, &requests);

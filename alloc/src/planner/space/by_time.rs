@@ -149,7 +149,7 @@ mod tests {
     generated! {
         /// Checked against a list of everything that was added and not removed.
         #[test]
-        fn those_beside_an_item_share_its_cliques(
+        fn neighbours_of_an_item_share_its_cliques(
             placed in prop::collection::vec((0..900u32, 1..900u32, 0..40u64, any::<bool>()), 1..60),
             asked in (0..900u32, 1..900u32),
         ) {

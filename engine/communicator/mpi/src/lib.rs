@@ -25,7 +25,7 @@ pub fn world() -> Result<Box<dyn Communicator>> {
         #[cfg(not(feature = "mpi"))]
         Some(world) if world.size > 1 => Err(gapless_communicator::CommunicatorError::Unsupported {
             what: "a world of several processes in a program built without the feature `mpi`",
-            remedy: "build it with --features mpi, or use ranks that are threads (on_threads)",
+            remedy: "build it with --features mpi, or run the ranks as threads (on_threads)",
         }),
         _ => Ok(Box::new(InProcess::world(1).remove(0))),
     }

@@ -200,9 +200,9 @@ mod jobs {
             // The notation that mpirun uses for rank 1.
             ("exit", long, &[",1],1]", "Exit code:    7"]),
             ("abort", long, &["gapless: rank 1 ends the job: the disk is full"]),
-            ("leave", long, &["gapless: rank 1 left with 1 operation(s) under way"]),
-            ("leave in order", long, &["rank 1 left while rank ", "micro-batch 7, from rank 1"]),
-            ("hang", long, &["gave up after 1 s waiting for the activations of stage 2, micro-batch 7, from rank 1"]),
+            ("leave", long, &["gapless: rank 1 dropped its communicator with 1 operation(s) under way"]),
+            ("leave in order", long, &["rank 1 dropped its communicator while rank ", "micro-batch 7 from rank 1"]),
+            ("hang", long, &["gave up after 1 s waiting for the activations of stage 2, micro-batch 7 from rank 1"]),
             // Another rank may be late too.
             ("hang in a sum", long, &["gave up after 1 s waiting for all_reduce of 100 elements", "rank(s) [1"]),
             (

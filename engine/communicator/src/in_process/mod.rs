@@ -276,7 +276,7 @@ unsafe impl Communicator for InProcess {
             let awaited = || state.awaited(me, slot);
             state.check(me, awaited)?;
             if let Some(rank) = state.absent(me, slot) {
-                let why = "it left before that".into();
+                let why = "it dropped its communicator before that".into();
                 return Err(CommunicatorError::PeerGone { rank, why, by: me, awaited: awaited() });
             }
             let deadline = *deadline.get_or_insert_with(|| Instant::now().checked_add(timeout));
@@ -290,7 +290,7 @@ unsafe impl Communicator for InProcess {
         if let Err(error) = &outcome {
             match error {
                 CommunicatorError::PeerGone { rank, .. } => {
-                    state.fail(*rank, || format!("it left before rank {me} was done with it"))
+                    state.fail(*rank, || format!("it dropped its communicator before rank {me} was done"))
                 }
                 _ => state.fail(me, || error.to_string()),
             }
@@ -337,7 +337,7 @@ impl Drop for InProcess {
         if std::thread::panicking() {
             state.fail(me, || "its thread panicked".into());
         } else if under_way > 0 {
-            state.fail(me, || format!("it left with {under_way} operation(s) under way"));
+            state.fail(me, || format!("it dropped its communicator with {under_way} operation(s) under way"));
         }
         state.groups[self.group].left[self.rank] = true;
         drop(state);

@@ -127,7 +127,7 @@ impl LaunchOrder {
         let text = serde_json::to_vec(program).expect("calls are plain data");
         let programs = gather(over, &text)?.into_iter().map(|text| {
             serde_json::from_slice(&text).map_err(|_| CommunicatorError::Unsupported {
-                what: "what another rank says of its program",
+                what: "the program description of another rank",
                 remedy: "run the same build on all ranks",
             })
         });

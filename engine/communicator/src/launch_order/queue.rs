@@ -34,7 +34,7 @@ impl LaunchQueue {
                 rank,
                 number,
                 started: start.to_string(),
-                expected: expected.map_or_else(|| "nothing any more".into(), ToString::to_string),
+                expected: expected.map_or_else(|| "no further operation".into(), ToString::to_string),
             }),
         }
     }

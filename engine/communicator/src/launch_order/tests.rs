@@ -91,12 +91,12 @@ fn programs_without_an_order_are_errors_that_say_why() {
     let errors = [
         (
             vec![vec![receive(1, 4), Wait(0), send(1, 5)], vec![receive(0, 5), Wait(0), send(0, 4)]],
-            "rank 0 is waiting for the activations of stage 0, micro-batch 4, from rank 1, \
-             rank 1 is waiting for the activations of stage 0, micro-batch 5, from rank 0;",
+            "rank 0 is waiting for the activations of stage 0, micro-batch 4 from rank 1, \
+             rank 1 is waiting for the activations of stage 0, micro-batch 5 from rank 0;",
         ),
         (
             vec![vec![send(1, 4)], vec![]],
-            "rank 0 is waiting for rank 1 to take the activations of stage 0, micro-batch 4;",
+            "rank 0 is waiting for rank 1 to receive the activations of stage 0, micro-batch 4;",
         ),
         (vec![vec![BARRIER, Wait(0)], vec![]], "rank 0 is waiting for rank 1 to start barrier;"),
         (
@@ -108,7 +108,7 @@ fn programs_without_an_order_are_errors_that_say_why() {
             "rank 1 started all_to_all_v where rank 0 started barrier",
         ),
         (vec![vec![send(1, 0)]], "there is no rank 1 in a communicator of 1"),
-        (vec![vec![Wait(0)]], "the request was not made by this communicator"),
+        (vec![vec![Wait(0)]], "the request was not made by this communicator, or was waited for before"),
     ];
     for (programs, expected) in errors {
         let text = LaunchOrder::of(&programs).unwrap_err().to_string();
@@ -134,7 +134,7 @@ fn ranks_agree_over_any_communicator_and_on_their_errors() {
         Ok::<_, CommunicatorError>(LaunchOrder::agree(&mut *world, &program).unwrap_err().to_string())
     });
     let texts = texts.unwrap();
-    assert!(texts[0] == texts[1] && texts[0].contains("rank 1 to take"), "{texts:?}");
+    assert!(texts[0] == texts[1] && texts[0].contains("rank 1 to receive"), "{texts:?}");
 }
 
 #[test]
@@ -155,7 +155,7 @@ fn a_run_of_another_program_is_an_error() {
     assert_eq!([queue.launch(), queue.launch(), queue.launch()], [Some(Launch::One(1)), Some(Launch::One(0)), None]);
     assert!(queue.is_over());
     let text = queue.start(0, order.starts()[0]).unwrap_err().to_string();
-    assert!(text.contains("has nothing any more"), "{text}");
+    assert!(text.contains("has no further operation"), "{text}");
 }
 
 /// A message between two ranks: the times at which its ends start, and how long after both starts each end waits.

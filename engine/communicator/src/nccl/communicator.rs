@@ -86,7 +86,7 @@ unsafe impl Communicator for Nccl {
         if self.run.is_some() {
             return Err(CommunicatorError::Unsupported {
                 what: "a run of a program before the end of another on the same communicator",
-                remedy: "start everything that the first one was agreed to start, or split the communicator",
+                remedy: "start all agreed operations of the first run before, or split the communicator",
             });
         }
         self.started.clear();

@@ -164,7 +164,7 @@ impl Nccl {
             None if matches!(start, Start::Collective(_)) => {}
             None => {
                 return Err(CommunicatorError::Unsupported {
-                    what: "a message that no order was agreed on for, over NCCL",
+                    what: "an NCCL message without an agreed order",
                     remedy: "agree on the order of the program's messages, and begin each run with follow",
                 });
             }
@@ -335,7 +335,7 @@ impl Nccl {
     fn leave(&mut self) -> Result<()> {
         self.bind()?;
         self.comm.finalize()?;
-        self.poll(|_| all("the end of NCCL"), |_| Ok(true))?;
+        self.poll(|_| all("NCCL's shutdown"), |_| Ok(true))?;
         self.comm.destroy()
     }
 }
@@ -348,10 +348,10 @@ impl Drop for Nccl {
         } else if std::thread::panicking() {
             self.abort("its thread panicked");
         } else if under_way > 0 {
-            self.abort(&format!("it left with {under_way} operation(s) under way"));
+            self.abort(&format!("it dropped its communicator with {under_way} operation(s) under way"));
         } else if let Err(error) = self.leave() {
             self.comm.abort();
-            tracing::warn!("rank {} left NCCL out of order: {error}", self.me());
+            tracing::warn!("rank {} cannot shut NCCL down: {error}", self.me());
         }
     }
 }

@@ -222,7 +222,7 @@ fn checked(nccl: &Functions, call: &'static str, code: c_int, comm: ncclComm_t) 
 }
 
 fn too_many(size: usize) -> CommunicatorError {
-    CommunicatorError::Nccl { call: "ncclCommInitRankConfig", what: format!("{size} ranks are more than it can count") }
+    CommunicatorError::Nccl { call: "ncclCommInitRankConfig", what: format!("{size} ranks are too many") }
 }
 
 #[cfg(test)]

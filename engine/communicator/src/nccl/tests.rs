@@ -23,7 +23,7 @@ fn a_machine_has_a_gpu_or_the_error_says_what_is_missing_and_what_to_do() {
         Err(CommunicatorError::Missing { libraries }) => {
             let text = CommunicatorError::Missing { libraries: libraries.clone() }.to_string();
             gapless_testing::not_checked(&text);
-            assert!(text.starts_with("ranks that are GPUs cannot run here; there is no "), "{text}");
+            assert!(text.starts_with("ranks on GPUs cannot run here: there is no "), "{text}");
             for library in libraries {
                 assert!(!library.tried.is_empty() && !library.remedy.is_empty(), "{text}");
                 let names = match library.what {
@@ -112,7 +112,7 @@ fn one_rank(mut rank: Nccl) {
         let message = rank.isend(from_address, LEN, 0, tag).unwrap_err();
         (message, rank.start(Collective::Broadcast { bytes: bytes.as_ptr().cast_mut(), len: 8, root: 0 }).unwrap_err())
     };
-    assert!(message.to_string().contains("no order was agreed on"), "{message}");
+    assert!(message.to_string().contains("without an agreed order"), "{message}");
     assert!(matches!(host, CommunicatorError::NotOnDevice { .. }), "{host}");
     drop(part);
 }

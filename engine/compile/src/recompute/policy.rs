@@ -79,7 +79,7 @@ impl FromStr for Recompute {
             }
             _ => Err(Error::config(
                 "memory.recompute",
-                format!("{text:?} is no policy"),
+                format!("{text:?} is not a policy"),
                 "use none, layers, first:8, layers:h.3,h.7 or ops:layer_norm,gelu",
             )),
         }
@@ -131,7 +131,7 @@ impl Resolving<'_> {
             return self.fit(&saved, bytes, &rates, place);
         }
         match policy {
-            Recompute::Cycle(policies) if policies.is_empty() => Err(config("no policy to take turns".into())),
+            Recompute::Cycle(policies) if policies.is_empty() => Err(config("a cycle has no policies".into())),
             Recompute::Cycle(policies) => self.cycle(&saved, policies),
             one => Ok(RematPlan::uniform(self.variant(&saved, one)?)),
         }
@@ -185,7 +185,9 @@ impl Resolving<'_> {
                 let made_by: BTreeSet<&str> = saved.roots().iter().map(|&root| saved.maker(root).op.name()).collect();
                 if let Some(name) = names.iter().find(|name| !made_by.contains(name.as_str())) {
                     let there = made_by.into_iter().collect::<Vec<_>>().join(", ");
-                    return Err(config(format!("the backward reads no result of {name:?}; it does of {there}")));
+                    return Err(config(format!(
+                        "the backward reads no result of {name:?}; it reads results of {there}"
+                    )));
                 }
                 let named = |root: &ValueId| names.iter().any(|name| name == saved.maker(*root).op.name());
                 Ok(saved.dropping(saved.roots().iter().copied().filter(named)))
@@ -194,13 +196,13 @@ impl Resolving<'_> {
                 let is_dropped = |root: &ValueId| policy.0.drops(saved.spec(*root), saved.maker(*root));
                 Ok(saved.dropping(saved.roots().iter().copied().filter(is_dropped)))
             }
-            Recompute::Cycle(_) => Err(config("only policies that name what they drop can take turns".into())),
+            Recompute::Cycle(_) => Err(config("a cycle contains another cycle".into())),
         }
     }
 }
 
 pub(super) fn config(why: String) -> Error {
-    Error::config("memory.recompute", why, "use Recompute::None, or names from the memory map")
+    Error::config("memory.recompute", why, "choose another policy, or names from the memory map")
 }
 
 /// The layer that a node belongs to: the shortest prefix of its name that ends in a number.
@@ -239,7 +241,9 @@ fn select<'g>(blocks: &[&'g str], layers: &Layers) -> Result<BTreeSet<&'g str>> 
         Layers::Named(names) => {
             let find = |name: &String| {
                 let block = blocks.iter().copied().find(|block| block == name);
-                block.ok_or_else(|| config(format!("no layer {name:?}; there are {}", blocks.join(", "))))
+                block.ok_or_else(|| {
+                    config(format!("the model has no layer {name:?}; its layers are {}", blocks.join(", ")))
+                })
             };
             names.iter().map(find).collect()
         }

@@ -34,8 +34,8 @@ impl Stashing<'_> {
     /// Returns an error if the backward reads no suitable result of a named operation, or if a name is in both lists.
     pub(super) fn resolve(&self, saved: &SavedActivations<'_>) -> Result<Vec<(ValueId, Stash)>> {
         if let Some(name) = self.compress.iter().find(|name| self.offload.contains(name)) {
-            let why = format!("{name:?} is to be both compressed and offloaded");
-            return Err(Error::config("memory.offload", why, "choose one of the two"));
+            let why = format!("{name:?} is in memory.compress too");
+            return Err(Error::config("memory.offload", why, "leave it in one of the two"));
         }
         let mut stash = Vec::new();
         for (how, names) in [(Stash::Compressed, self.compress), (Stash::Offloaded, self.offload)] {
@@ -48,8 +48,9 @@ impl Stashing<'_> {
             if let Some(name) = names.iter().find(|name| !made_by.contains(name.as_str())) {
                 let there = made_by.into_iter().collect::<Vec<_>>().join(", ");
                 let key = if how == Stash::Compressed { "memory.compress" } else { "memory.offload" };
-                let why = format!("the backward reads no result of {name:?} that can be stored so");
-                let remedy = "name some of these operations";
+                let done = if how == Stash::Compressed { "compressed" } else { "offloaded" };
+                let why = format!("the backward reads no result of {name:?} that can be {done}");
+                let remedy = "choose from these operations";
                 return Err(Error::config(key, format!("{why}; it reads results of {there}"), remedy));
             }
             let named = results.into_iter().filter(|&root| names.iter().any(|name| name == op(root)));

@@ -56,11 +56,15 @@ impl Generation {
         let (window, chunk) = self.window(options);
         if self.batch == 0 || chunk == 0 {
             let why = "batch, window or chunk is 0";
-            return Err(Error::config("generation", why, "each is at least 1"));
+            return Err(Error::config("generation", why, "set each to at least 1"));
         }
         if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 {
-            let why = "ranks of a pipeline and expert ranks have no caches";
-            return Err(Error::config("generation", why, "generate on one rank, or without it"));
+            let why = "pipeline ranks and expert ranks have no caches";
+            return Err(Error::config(
+                "generation",
+                why,
+                "use one pipeline rank and one expert rank, or leave generation out",
+            ));
         }
         let program = |name, tokens| self.program(build, options, ranks, target, (name, tokens, window));
         Ok(vec![program("prefill", chunk)?, program("decode", 1)?])

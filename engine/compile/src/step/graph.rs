@@ -97,11 +97,11 @@ impl StepGraph {
     /// The first rank that has the stages of a pipeline rank. Checks that the graph was recorded with these options.
     fn first_of(&self, options: &StepOptions, rank: usize) -> Result<usize> {
         if Self::key(options) != self.key {
-            let why = "the step's graph was recorded with others";
-            return Err(Error::config("options", why, "record it with these"));
+            let why = "the step's graph was recorded with other options";
+            return Err(Error::config("options", why, "record it with these options"));
         }
         if rank >= options.mesh.pipeline {
-            let why = format!("rank {rank} of a pipeline of {}", options.mesh.pipeline);
+            let why = format!("rank {rank} is not one of a pipeline of {} ranks", options.mesh.pipeline);
             return Err(Error::config("rank", why, "count the pipeline's ranks from 0"));
         }
         Ok(rank * options.mesh.expert)

@@ -318,7 +318,7 @@ fn expect_same_parameters(programs: &[Program]) -> Result<()> {
     let trained = held(&programs[0]);
     for program in &programs[1..] {
         if let Some(name) = held(program).difference(&trained).next() {
-            let why = format!("{:?} reads {name:?}, which the training step does not", program.name);
+            let why = format!("{:?} reads {name:?}, which the training step does not read", program.name);
             let remedy = "read it in the loss too, or use one rank per copy of the model";
             return Err(Error::config("a model for several ranks", why, remedy));
         }

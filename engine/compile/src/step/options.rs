@@ -115,7 +115,11 @@ impl FromStr for Precision {
             "f32" => Ok(Self::F32),
             "bf16" | "mixed" => Ok(Self::Bf16),
             "pure_bf16" => Ok(Self::PureBf16),
-            _ => Err(Error::config("step.precision", format!("{text:?} is none"), "use f32, bf16 or pure_bf16")),
+            _ => Err(Error::config(
+                "step.precision",
+                format!("{text:?} is not a precision"),
+                "use f32, bf16 or pure_bf16",
+            )),
         }
     }
 }
@@ -128,7 +132,7 @@ impl TryFrom<DType> for Precision {
         match dtype {
             DType::F32 => Ok(Self::F32),
             DType::BF16 => Ok(Self::Bf16),
-            other => Err(Error::config("step.precision", format!("{other:?} is none"), "use f32 or bf16")),
+            other => Err(Error::config("step.precision", format!("{other:?} is not a precision"), "use f32 or bf16")),
         }
     }
 }
@@ -255,23 +259,27 @@ impl UpdateOptions {
     /// Checks each value.
     fn check(&self) -> Result<()> {
         if let Some(value) = self.max_value.filter(|value| value.is_nan() || *value <= 0.0) {
-            return Err(Error::config("optimizer.max_value", format!("is {value}"), "it is above 0"));
+            return Err(Error::config("optimizer.max_value", format!("is {value}"), "set it above 0"));
         }
         if let Some(decay) = self.average.filter(|decay| !(0.0..1.0).contains(decay)) {
-            return Err(Error::config("optimizer.average", format!("is {decay}"), "it is at least 0 and below 1"));
+            return Err(Error::config("optimizer.average", format!("is {decay}"), "set it to at least 0 and below 1"));
         }
         if self.groups.len() > Self::MAX_GROUPS {
-            let why = format!("{} are more than {}", self.groups.len(), Self::MAX_GROUPS);
+            let why = format!("{} are more than the maximum of {}", self.groups.len(), Self::MAX_GROUPS);
             return Err(Error::config("optimizer.groups", why, "put parameters that are updated alike into one group"));
         }
         for ParameterGroup { names, optimizer, learning_rate } in &self.groups {
             if names.is_empty() {
-                let why = "one of them names nothing";
+                let why = "a group has no names";
                 return Err(Error::config("optimizer.groups", why, "name parameters or modules"));
             }
             if !(*learning_rate >= 0.0 && learning_rate.is_finite()) {
-                let why = format!("one has a learning_rate of {learning_rate}");
-                return Err(Error::config("optimizer.groups", why, "it multiplies that of all, and is at least 0"));
+                let why = format!("a group's learning_rate is {learning_rate}");
+                return Err(Error::config(
+                    "optimizer.groups",
+                    why,
+                    "set it to at least 0; it multiplies the run's learning rate",
+                ));
             }
             optimizer.check()?;
         }
@@ -367,24 +375,28 @@ impl StepOptions {
                 1 => String::new(),
                 _ => format!(" for each of {data} × {expert} ranks that share the batch"),
             };
-            let why = format!("{batch} sequences do not divide into {micro_batches}{ranks}");
-            return Err(Error::config("step.micro_batches", why, "choose a divisor of step.batch"));
+            let why = format!("{batch} sequences do not divide into {micro_batches} micro-batches{ranks}");
+            return Err(Error::config(
+                "step.micro_batches",
+                why,
+                "make step.batch a multiple of step.micro_batches × mesh.data × mesh.expert",
+            ));
         }
         if self.keep_gradients && self.shares_batch() {
             let why = "ranks that share the batch have only parts of the gradients";
             return Err(Error::config("keep_gradients", why, "keep them with one data rank and one expert rank"));
         }
         if memory.budget.is_some() && memory.recompute != Recompute::None {
-            let why = "a budget chooses itself what is computed again";
+            let why = "a budget chooses what is recomputed";
             return Err(Error::config("memory.budget", why, "leave memory.recompute or memory.budget out"));
         }
         if memory.overflow == Overflow::Recompute && matches!(memory.routing, Reserve::Bytes(_)) {
-            let why = "a number of bytes promises no room to what is computed again";
+            let why = "a reserve in bytes promises no room for recomputed rows";
             return Err(Error::config("memory.overflow", why, "give memory.routing a factor (Reserve::Balanced)"));
         }
         if memory.overflow == Overflow::Recompute && !memory.compress.is_empty() {
-            let why = "rows that are made again of what was rounded are others than the forward's";
-            return Err(Error::config("memory.overflow", why, "compress nothing, or choose another policy"));
+            let why = "rows recomputed from compressed activations would differ from the forward's";
+            return Err(Error::config("memory.overflow", why, "leave memory.compress out, or choose another policy"));
         }
         if memory.release_gradients { self.check_release() } else { Ok(()) }
     }
@@ -405,31 +417,36 @@ impl StepOptions {
             ("pipeline.chunks", self.pipeline.chunks, Self::MOST_PARTS),
         ];
         if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
-            let why = if extent == 0 { "is 0".into() } else { format!("is {extent}, and {most} are the most") };
-            return Err(Error::config(key, why, "it is at least 1"));
+            return Err(match extent {
+                0 => Error::config(key, "is 0", "set it to at least 1"),
+                _ => Error::config(key, format!("is {extent}, above the maximum of {most}"), "choose a smaller value"),
+            });
         }
         if batch.saturating_mul(*sequence) > Self::MOST_TOKENS {
-            let why = format!("{batch} sequences of {sequence} tokens are more than {} tokens", Self::MOST_TOKENS);
+            let why = format!(
+                "{batch} sequences of {sequence} tokens are more than the maximum of {} tokens",
+                Self::MOST_TOKENS
+            );
             return Err(Error::config("step.batch", why, "choose a smaller step.batch or step.sequence"));
         }
         mesh.ranks()?;
         let Rates { flops, bytes } = memory.rates;
         if !memory.rates.are_sound() {
-            let why = format!("{flops} FLOP/s and {bytes} bytes/s are no device");
-            return Err(Error::config("memory.rates", why, "both are above 0"));
+            let why = format!("{flops} FLOP/s and {bytes} bytes/s are not valid rates");
+            return Err(Error::config("memory.rates", why, "set both above 0"));
         }
         if let Reserve::Balanced { factor } = memory.routing
             && !(factor.is_finite() && factor >= 0.0)
         {
-            return Err(Error::config("memory.routing", format!("is {factor}"), "it is at least 0; 1.25 is usual"));
+            return Err(Error::config("memory.routing", format!("is {factor}"), "set it to at least 0; 1.25 is usual"));
         }
         let LossTerms { label_smoothing, z_loss } = self.loss;
         if !(0.0..1.0).contains(&label_smoothing) {
-            let remedy = "it is at least 0 and below 1";
+            let remedy = "set it to at least 0 and below 1";
             return Err(Error::config("loss.label_smoothing", format!("is {label_smoothing}"), remedy));
         }
         if !(z_loss >= 0.0 && z_loss.is_finite()) {
-            return Err(Error::config("loss.z_loss", format!("is {z_loss}"), "it is at least 0"));
+            return Err(Error::config("loss.z_loss", format!("is {z_loss}"), "set it to at least 0"));
         }
         self.update.check()?;
         self.trainable.check()?;
@@ -445,15 +462,15 @@ impl StepOptions {
         let fail = |why: &str, remedy| Err(Error::config("memory.release_gradients", why, remedy));
         if self.update.rules(&self.optimizer).any(|(rule, _)| rule.needs_norm()) {
             return fail(
-                "gradients are clipped by their common norm",
+                "gradients are clipped by their global norm",
                 "set the optimizer's max_norm to infinity (inf)",
             );
         }
         if self.update.guarded {
-            return fail("a step that may be left out waits for the loss and the norm", "leave the guard out");
+            return fail("the guard needs the loss and the norm before it allows an update", "leave the guard out");
         }
         if self.keep_gradients {
-            return fail("gradients are kept", "choose one of the two");
+            return fail("keep_gradients keeps all gradients", "choose one of the two");
         }
         if self.shares_batch() {
             return fail("gradients are summed over ranks", "use one data rank and one expert rank");

@@ -35,9 +35,11 @@ impl FromStr for Overflow {
             "error" => Ok(Self::Error),
             "grow" => Ok(Self::Grow),
             "recompute" => Ok(Self::Recompute),
-            _ => {
-                Err(Error::config("memory.overflow", format!("{text:?} is no policy"), "use error, grow or recompute"))
-            }
+            _ => Err(Error::config(
+                "memory.overflow",
+                format!("{text:?} is not a policy"),
+                "use error, grow or recompute",
+            )),
         }
     }
 }

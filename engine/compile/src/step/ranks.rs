@@ -128,7 +128,7 @@ impl RankPlan {
         let ranks = mesh.ranks()?;
         let fail = |why, remedy| Err(Error::config("mesh", why, remedy));
         if rank >= ranks {
-            return fail(format!("rank {rank} of {ranks}"), "start as many ranks as the mesh has");
+            return fail(format!("rank {rank} is not one of its {ranks} ranks"), "start as many ranks as the mesh has");
         }
         let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let (chunks, micro_batches) = (number(pipeline.chunks), number(micro_batches));
@@ -136,14 +136,18 @@ impl RankPlan {
         let table = pipeline.schedule.actions(&shape)?;
         if table.len() != mesh.pipeline {
             let why = format!("{} has {} rows for {} ranks", pipeline.schedule.name(), table.len(), mesh.pipeline);
-            return Err(Error::config("schedule", why, "one row of actions per rank"));
+            return Err(Error::config("pipeline.schedule", why, "give it one row of actions per rank"));
         }
         let stages = mesh.pipeline * pipeline.chunks;
         let violations =
             gapless_parallel::check(&table, number(stages), micro_batches, gapless_parallel::Sends::Buffered);
         if let Some(violation) = violations.first() {
             let why = format!("{}: {violation}", pipeline.schedule.name());
-            return Err(Error::config("schedule", why, "check its table with gapless_parallel::check"));
+            return Err(Error::config(
+                "pipeline.schedule",
+                why,
+                "correct its table; gapless_parallel::check lists all violations",
+            ));
         }
         Ok(Self { mesh, at: mesh.coordinate(rank), stages, table })
     }

@@ -244,8 +244,8 @@ impl Trace {
         let loss = model.loss(&self.tokens, &targets, train)?;
         let is_weighted = self.lock().nodes().iter().any(|node| node.inputs.contains(&weights));
         if !is_weighted {
-            let why = "the model's loss takes no notice of the tokens' weights";
-            let remedy = "make it of Tensor::cross_entropy or Tensor::linear_cross_entropy";
+            let why = "the model's loss ignores the weights of tokens";
+            let remedy = "compute it with Tensor::cross_entropy or Tensor::linear_cross_entropy";
             return Err(Error::config("documents", why, remedy));
         }
         Ok(loss)

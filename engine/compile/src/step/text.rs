@@ -77,7 +77,7 @@ pub mod size {
         let text = |text: &str| Bytes::read(text).map(Some).map_err(|why| why.to_string());
         let expected = "a number of bytes, like 4096 or \"600MiB\"";
         let value = from.deserialize_any(NumberOrText { expected, number: |_| None, text })?;
-        value.map(Some).ok_or_else(|| D::Error::custom(format_args!("this is not {expected}")))
+        value.map(Some).ok_or_else(|| D::Error::custom(format_args!("expected {expected}")))
     }
 
     /// The JSON schema.
@@ -109,7 +109,9 @@ pub mod reserve {
         let text = |text: &str| match (text, text.parse()) {
             ("worst", _) => Ok(Reserve::Worst),
             (_, Ok(factor)) => Ok(number(factor)),
-            _ => Bytes::read(text).map(Reserve::Bytes).map_err(|why| format!("{text:?}: {why}; or worst, or a factor")),
+            _ => Bytes::read(text)
+                .map(Reserve::Bytes)
+                .map_err(|why| format!("{text:?}: {why}; or \"worst\", or a factor")),
         };
         from.deserialize_any(NumberOrText { expected: "\"worst\", a factor, or bytes like \"64MiB\"", number, text })
     }

@@ -233,7 +233,7 @@ impl Update<'_> {
         let Parameter { name, tensor: here, owner, .. } = target.parameter;
         let state = format!("{kind}/{name}");
         if ![target.of.dtype, DType::F32, DType::U8].contains(&spec.dtype) {
-            let (why, remedy) = (format!("{state} is {:?}", spec.dtype), "keep states in f32 or u8");
+            let (why, remedy) = (format!("state {state} is {:?}", spec.dtype), "keep states in f32 or u8");
             return Err(Error::config("optimizer", why, remedy));
         }
         layout.shapes.insert(state.clone(), spec.dims().to_vec());
@@ -263,7 +263,7 @@ impl Update<'_> {
         match self.options.update.groups.iter().flat_map(|group| &group.names).find(|pattern| !is_there(pattern)) {
             Some(pattern) => {
                 let why = format!("{pattern:?} names no trained parameter of this model");
-                Err(Error::config("groups", why, "see Trainer::parameter_names"))
+                Err(Error::config("optimizer.groups", why, "choose from Trainer::parameter_names"))
             }
             None => Ok(()),
         }
@@ -311,7 +311,7 @@ impl Update<'_> {
         };
         if is_shared {
             if !divides(self.ranks(Part::OfExperts)) {
-                let why = format!("it has no rule for a part of {}, which expert ranks share", of.name);
+                let why = format!("it cannot update a part of {}, which expert ranks share", of.name);
                 return Err(Error::config("optimizer", why, "use AdamW, or one expert rank"));
             }
             let gradient = match self.plan.mesh.data {
@@ -372,8 +372,8 @@ impl Update<'_> {
             return Ok(whole);
         }
         if !whole.elements().is_multiple_of(ranks) {
-            let why = format!("{name}, of {} elements, does not divide into {ranks} parts", whole.elements());
-            let remedy = "let Optimizer::grain say into which parts its states divide, or None for no parts";
+            let why = format!("{name} has {} elements, which {ranks} ranks cannot share equally", whole.elements());
+            let remedy = "let Optimizer::shard_granularity return the elements of a part, or None";
             return Err(Error::config("optimizer", why, remedy));
         }
         Ok(Spec { shape: (whole.elements() / ranks).into(), dtype: whole.dtype })

@@ -44,7 +44,9 @@ impl ChatTemplate {
             let start = self.text_of(conversation, prompt, true)?;
             let text = self.text_of(conversation, turns.len(), false)?;
             if !text.starts_with(&start) {
-                return Err(self.fail("the text of the prompt is not how the text with its completion begins".into()));
+                return Err(
+                    self.fail("the text of the prompt is not the beginning of the text with its completion".into())
+                );
             }
             let completion = start.len()..text.len();
             return Ok((text, vec![completion]));
@@ -88,7 +90,7 @@ impl ChatTemplate {
                 && tags.iter().zip(tagged).all(|(a, b)| upto[a.clone()] == text[b.clone()]);
             if !is_same {
                 return Err(self.fail(format!(
-                    "which of the {{% generation %}} tags is of message {index} is not well defined: the template tags the answers up to \
+                    "the {{% generation %}} tags of message {index} are ambiguous: the template tags the answers up to \
                      it differently when more messages follow; leave \"weight\" out, or write one row per answer"
                 )));
             }
@@ -125,7 +127,7 @@ impl ChatTemplate {
             Err(error) => return Err(error),
         };
         let Some(answer) = upto.strip_prefix(&*prompt) else {
-            let reason = "the text up to it with the prompt for it is not how the text with it begins";
+            let reason = "the text up to its generation prompt is not the beginning of the text with the answer";
             return Err(self.not_defined(index, reason, ""));
         };
         if text.starts_with(&upto) {
@@ -162,7 +164,7 @@ impl ChatTemplate {
     /// The error for an answer without a well-defined position, with an additional remedy.
     fn not_defined(&self, index: usize, reason: &str, or: &str) -> DataError {
         self.fail(format!(
-            "which part of the text is the answer in message {index} is not well defined: {reason}; put {{% generation %}} and \
+            "the part of the text that is the answer in message {index} is ambiguous: {reason}; put {{% generation %}} and \
              {{% endgeneration %}} around the answers in the template{or}"
         ))
     }

@@ -77,7 +77,9 @@ impl Conversation {
             match parsed.as_ref().unwrap_or(list) {
                 Json::Null => {}
                 Json::Array(items) if items.iter().all(Json::is_object) => {}
-                _ => return Err(format!("{name:?} is not a list of objects, nor a text with one in JSON")),
+                _ => {
+                    return Err(format!("{name:?} is neither a list of objects nor a string with such a list in JSON"));
+                }
             }
         }
         match known.get("chat_template_kwargs") {
@@ -85,7 +87,7 @@ impl Conversation {
             Some(Json::Object(variables)) => {
                 if let Some(name) = TAKEN.iter().find(|name| variables.contains_key(**name)) {
                     return Err(format!(
-                        "\"chat_template_kwargs\" has {name:?}, which the template is given by itself; leave it out"
+                        "\"chat_template_kwargs\" has {name:?}, which gapless sets itself; leave it out"
                     ));
                 }
             }
@@ -187,7 +189,7 @@ impl Turn {
                 Some(1.0) => true,
                 _ => {
                     return Err(format!(
-                        "message {index} has the \"weight\" {weight}; it is 1, or 0 for a message that does not count"
+                        "message {index} has the \"weight\" {weight}; set it to 1, or to 0 for a message without a loss"
                     ));
                 }
             },

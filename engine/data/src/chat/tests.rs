@@ -389,11 +389,11 @@ fn rows_say_what_a_template_is_given() {
         assert_eq!(render(given, &format!("{messages}{more}}}")).as_deref(), Ok(expected), "{more}");
     }
     for (more, reason) in [
-        (r#", "tools": {}"#, "\"tools\" is not a list"),
-        (r#", "tools": "{""#, "\"tools\" is not a list"),
-        (r#", "documents": ["a"]"#, "\"documents\" is not a list"),
+        (r#", "tools": {}"#, "\"tools\" is neither a list"),
+        (r#", "tools": "{""#, "\"tools\" is neither a list"),
+        (r#", "documents": ["a"]"#, "\"documents\" is neither a list"),
         (r#", "chat_template_kwargs": []"#, "is not an object"),
-        (r#", "chat_template_kwargs": {"tools": 1}"#, "which the template is given by itself"),
+        (r#", "chat_template_kwargs": {"tools": 1}"#, "which gapless sets itself"),
     ] {
         assert!(render(given, &format!("{messages}{more}}}")).unwrap_err().contains(reason), "{more}");
     }

@@ -121,7 +121,7 @@ impl Dataset {
                 .map_err(|error| damaged(error.to_string()))?
         };
         if vocabulary.hash() != manifest.vocabulary_hash {
-            return Err(damaged(format!("{TOKENIZER} is not the one that made the tokens")));
+            return Err(damaged(format!("{TOKENIZER} is not the one that encoded the tokens")));
         }
         let tokens =
             Tokens::open_bare(&folder.join(TOKENS), manifest.width).map_err(|error| damaged(error.to_string()))?;

@@ -31,7 +31,7 @@ impl Dataset {
     pub fn mixture(parts: Vec<(Self, f64)>) -> Result<Self, DataError> {
         let fail = |why: String| Err(DataError::Mixture { why });
         if let Some((_, weight)) = parts.iter().find(|(_, weight)| !(*weight > 0.0 && weight.is_finite())) {
-            return fail(format!("a weight of {weight}; it is above 0"));
+            return fail(format!("a weight is {weight}; set it above 0"));
         }
         let Some(vocabulary) = parts.first().map(|(first, _)| first.vocabulary.clone()) else {
             return fail("it has no source".into());

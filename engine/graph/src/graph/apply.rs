@@ -73,7 +73,7 @@ impl Graph {
         let specs = self.specs(inputs);
         // A broadcast value takes few bytes itself, however large its shape; a copy would not.
         if specs.iter().any(|spec| spec.checked_bytes().is_none()) {
-            return Err(self.refused(op, inputs, "an input of more than 2^63 bytes"));
+            return Err(self.refused(op, inputs, "an input has more than 2^63 bytes"));
         }
         let out_specs = op.infer(&specs).map_err(|what| self.refused(op, inputs, what))?;
         self.check_sizes(op.name(), &out_specs)?;

@@ -25,13 +25,11 @@ pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result
     let mutates = op.mutates();
     for (index, &(input, output)) in mutates.iter().enumerate() {
         if mutates[..index].iter().any(|other| other.0 == input || other.1 == output) {
-            return Err(format!(
-                "input {input} and output {output} are changed together with others; each can be one tensor"
-            ));
+            return Err(format!("input {input} or output {output} is in two pairs of Op::mutates; it can be in one"));
         }
         if inputs[input] != outputs[output] {
             let (from, to) = (&inputs[input], &outputs[output]);
-            return Err(format!("output {output} is input {input} changed, so that {to:?} must be {from:?}"));
+            return Err(format!("output {output} overwrites input {input}, so {to:?} must be {from:?}"));
         }
     }
     if let Rows::Counted { starts, .. } = op.rows() {
@@ -40,7 +38,7 @@ pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result
             Some(spec) => {
                 return Err(format!("its rows are counted by input {starts}, which is {:?}, not u32", spec.dtype));
             }
-            None => return Err(format!("its rows are counted by input {starts} of {}", inputs.len())),
+            None => return Err(format!("its rows are counted by input {starts}, but it has {} inputs", inputs.len())),
         }
         if outputs.iter().any(|output| output.dims().is_empty()) {
             return Err("its rows are counted, but it has an output without dimensions".into());
@@ -56,7 +54,7 @@ pub(super) fn view<'s>(layout: &Layout, outputs: &'s [Spec], root: &Spec) -> Res
     };
     if layout.dims() != output.dims() || root.dtype != output.dtype {
         let (dims, dtype) = (layout.dims(), root.dtype);
-        return Err(format!("it shows {dtype:?} of shape {dims:?} as {:?} of shape {:?}", output.dtype, output.dims()));
+        return Err(format!("it views {dtype:?} of shape {dims:?} as {:?} of shape {:?}", output.dtype, output.dims()));
     }
     match byte_range(layout, output.dtype).is_some_and(|range| range.end <= root.bytes()) {
         true => Ok(output),
@@ -64,7 +62,7 @@ pub(super) fn view<'s>(layout: &Layout, outputs: &'s [Spec], root: &Spec) -> Res
             let (strides, start) = (layout.stride(), layout.start_offset());
             let dims = (output.dims(), root.dims());
             Err(format!(
-                "it shows {:?} by strides {strides:?} from element {start} on, beyond a tensor of {:?}",
+                "its view of {:?} with strides {strides:?} from element {start} on reaches beyond a tensor of {:?}",
                 dims.0, dims.1
             ))
         }

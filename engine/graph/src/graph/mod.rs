@@ -325,14 +325,14 @@ impl Graph {
     /// Checks that tensors are not empty and not too large, and that the graph does not have too many.
     fn check_sizes(&self, op: &str, specs: &[Spec]) -> Result<()> {
         if self.values.len() > MOST_VALUES {
-            let why = format!("a step of more than {MOST_VALUES} tensors");
-            return Err(Error::config("model", why, "fewer layers"));
+            let why = format!("the step has more than {MOST_VALUES} tensors");
+            return Err(Error::config("model", why, "use fewer layers"));
         }
         for spec in specs {
             let what = match spec.checked_bytes() {
                 Some(1..) => continue,
                 Some(0) => "an extent is 0".to_owned(),
-                None if spec.dtype.size_in_bytes() == 0 => format!("elements of {:?} are no whole bytes", spec.dtype),
+                None if spec.dtype.size_in_bytes() == 0 => format!("elements of {:?} are not whole bytes", spec.dtype),
                 None => "more than 2^63 bytes".to_owned(),
             };
             let (layer, shapes) = (self.layer().to_string(), vec![spec.shape.clone()]);

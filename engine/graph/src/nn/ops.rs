@@ -56,7 +56,7 @@ pub fn silu(xs: &Tensor) -> Result<Tensor> {
 pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     match &*xs.chunk(2, D::Minus1)? {
         [gate, up] => gate.swiglu(up),
-        _ => Err(Error::msg("swiglu needs two halves")),
+        _ => Err(Error::msg("swiglu: the last dimension must have two equal halves")),
     }
 }
 
@@ -124,14 +124,16 @@ pub fn sdpa(
     softcapping: f32,
 ) -> Result<Tensor> {
     if softcapping != 1.0 {
-        return Err(Error::msg("sdpa: soft-capped scores have no kernel; compose them of matmul, tanh and softmax"));
+        return Err(Error::msg("sdpa: soft-capped scores have no kernel; compose them from matmul, tanh and softmax"));
     }
     let scale = f64::from(scale);
     match (mask, do_causal) {
         (None, true) => q.causal_attention(k, v, scale),
         (None, false) => q.attention(k, v, scale),
         (Some(mask), false) => q.masked_attention(k, v, mask, scale),
-        (Some(_), true) => Err(Error::msg("sdpa: with a mask, causality is a part of the mask")),
+        (Some(_), true) => {
+            Err(Error::msg("sdpa: a mask and causal attention exclude each other; put causality into the mask"))
+        }
     }
 }
 

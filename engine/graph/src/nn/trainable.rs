@@ -97,12 +97,12 @@ impl Trainable {
     pub fn check(&self) -> Result<()> {
         let fail = |why: String, remedy| Err(Error::config("trainable", why, remedy));
         match self {
-            Self::Lora(Lora { rank: 0, .. }) => fail("adapters of rank 0".into(), "a rank is at least 1"),
+            Self::Lora(Lora { rank: 0, .. }) => fail("the adapters' rank is 0".into(), "set it to at least 1"),
             Self::Lora(lora) if !lora.alpha.is_finite() => {
-                fail(format!("alpha is {}", lora.alpha), "alpha is a number")
+                fail(format!("alpha is {}", lora.alpha), "set alpha to a finite number")
             }
             Self::Lora(lora) if !(0.0..1.0).contains(&lora.dropout) => {
-                fail(format!("dropout is {}", lora.dropout), "it is in [0, 1)")
+                fail(format!("dropout is {}", lora.dropout), "set it to at least 0 and below 1")
             }
             Self::Lora(lora) if lora.targets.is_empty() => fail("no targets".into(), "name layers, e.g. q_proj"),
             Self::Only(patterns) if patterns.is_empty() => fail("no patterns".into(), "name parameters or modules"),
@@ -123,9 +123,10 @@ impl Trainable {
             Self::All => Ok(()),
             Self::Only(patterns) => {
                 match patterns.iter().find(|pattern| !parameters().any(|name| names(pattern, name))) {
-                    Some(pattern) => {
-                        fail(format!("{pattern:?} names no parameter of this model"), "see Trainer::parameter_names")
-                    }
+                    Some(pattern) => fail(
+                        format!("{pattern:?} names no parameter of this model"),
+                        "choose from Trainer::parameter_names",
+                    ),
                     None => Ok(()),
                 }
             }
@@ -133,13 +134,13 @@ impl Trainable {
                 let layers: Vec<&str> = parameters().filter_map(adapted).collect();
                 let is_raw = |layer: &&str| lora.is_target(layer) && !layers.contains(layer);
                 if let Some(raw) = parameters().map(|name| name.strip_suffix(".weight").unwrap_or(name)).find(is_raw) {
-                    let why = format!("{raw} is a target, but no linear layer of its own");
-                    return fail(why, "adapters stand beside linear layers; name the targets by more of their paths");
+                    let why = format!("the target {raw} is not a linear layer of its own");
+                    return fail(why, "adapters belong to linear layers; name the targets by longer paths");
                 }
                 match lora.targets.iter().find(|target| !layers.iter().any(|layer| is_last_of(target, layer))) {
                     Some(target) => fail(
-                        format!("the target {target:?} is no linear layer of this model"),
-                        "name the last parts of layers' paths; a tied head has no layer",
+                        format!("the target {target:?} is not a linear layer of this model"),
+                        "name the ends of layers' paths; a tied head is not a layer of its own",
                     ),
                     None => Ok(()),
                 }

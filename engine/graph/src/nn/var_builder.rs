@@ -81,7 +81,7 @@ impl VarBuilder {
         let (ranks, _) = self.expert_ranks;
         let Some(experts) = whole.dims().first().copied().filter(|experts| experts.is_multiple_of(ranks)) else {
             let why = format!("{ranks} expert ranks cannot share {:?} of {:?} equally", whole.dims(), self.full(name));
-            return Err(Error::config("mesh", why, "choose a divisor of the number of experts"));
+            return Err(Error::config("mesh.expert", why, "choose a divisor of the number of experts"));
         };
         if ranks == 1 || experts == 0 {
             return self.get(whole.shape, name);

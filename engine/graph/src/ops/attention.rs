@@ -77,11 +77,11 @@ impl Attention {
             return Err(format!("the scale {scale} is not a positive number in f32"));
         }
         if let Some(cap) = cap.filter(|&cap| !is_positive_f32(cap)) {
-            return Err(format!("the cap of scores {cap} is not a positive number in f32"));
+            return Err(format!("the cap {cap} of the scores is not a positive number in f32"));
         }
         match window {
-            Some(0) => Err("a window of no token: each sees itself at least".into()),
-            Some(_) if !causal => Err("a window is for causal attention".into()),
+            Some(0) => Err("the window must be at least 1".into()),
+            Some(_) if !causal => Err("a window requires causal attention".into()),
             _ => Ok(()),
         }
     }
@@ -101,10 +101,10 @@ impl Op for Attention {
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         super::expect_float(&inputs[..3])?;
         let Some(e) = Extents::of(inputs[0].dims(), inputs[1].dims(), inputs[2].dims()) else {
-            return Err("[batch, heads, tokens, head size] is needed for q, k and v".into());
+            return Err("q, k and v must be [batch, heads, tokens, head size]".into());
         };
         if inputs[1].dtype != inputs[2].dtype || inputs[1].dims()[..3] != inputs[2].dims()[..3] {
-            return Err("k and v must have equal types and shapes, up to the size of a head".into());
+            return Err("k and v must have equal types, and equal shapes except for the head size".into());
         }
         if inputs[0].dtype != inputs[1].dtype {
             return Err("q must have the type of k and v".into());
@@ -117,7 +117,7 @@ impl Op for Attention {
         }
         let widest = e.head_size.max(e.value_size);
         if widest > attention::MAX_HEAD_SIZE {
-            return Err(format!("the head size {widest} is larger than {}", attention::MAX_HEAD_SIZE));
+            return Err(format!("the head size {widest} is above the maximum of {}", attention::MAX_HEAD_SIZE));
         }
         self.check()?;
         if self.causal && e.keys < e.queries {

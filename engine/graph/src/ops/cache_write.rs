@@ -20,10 +20,13 @@ impl Op for CacheWrite {
         super::expect_float(&inputs[..2])?;
         super::expect_ids("positions", &inputs[2])?;
         let (&[batch, heads, window, size], &[b, h, tokens, d]) = (inputs[0].dims(), inputs[1].dims()) else {
-            return Err("[batch, heads, tokens, head size] is needed for the cache and what is written".into());
+            return Err("the cache and the new rows must be [batch, heads, tokens, head size]".into());
         };
         if (b, h, d) != (batch, heads, size) || inputs[2].dims() != [batch, tokens] {
-            return Err("batch, heads and head size must be the cache's, and the positions [batch, tokens]".into());
+            return Err(
+                "the new rows must have the cache's batch, heads and head size, and the positions be [batch, tokens]"
+                    .into(),
+            );
         }
         if tokens > window {
             return Err(format!("{tokens} tokens do not fit a window of {window}"));

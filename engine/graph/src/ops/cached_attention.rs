@@ -31,11 +31,11 @@ impl Op for CachedAttention {
         super::expect_float(&inputs[..3])?;
         super::expect_ids("positions", &inputs[3])?;
         let (&[batch, heads, tokens, size], &[b, kv_heads, window, d]) = (inputs[0].dims(), inputs[1].dims()) else {
-            return Err("[batch, heads, tokens, head size] is needed for q, k and v".into());
+            return Err("q, k and v must be [batch, heads, tokens, head size]".into());
         };
-        let &[.., value_size] = inputs[2].dims() else { return Err("v must be as k".into()) };
+        let &[.., value_size] = inputs[2].dims() else { return Err("v must have as many dimensions as k".into()) };
         if inputs[2] != inputs[1].in_shape((b, kv_heads, window, value_size)) {
-            return Err("k and v must have equal types and shapes, up to the size of a head".into());
+            return Err("k and v must have equal types, and equal shapes except for the head size".into());
         }
         if inputs[0].dtype != inputs[1].dtype {
             return Err("q must have the type of k and v".into());
@@ -48,13 +48,13 @@ impl Op for CachedAttention {
         }
         let widest = size.max(value_size);
         if widest > attention::MAX_HEAD_SIZE {
-            return Err(format!("the head size {widest} is larger than {}", attention::MAX_HEAD_SIZE));
+            return Err(format!("the head size {widest} is above the maximum of {}", attention::MAX_HEAD_SIZE));
         }
         if tokens > window {
             return Err(format!("{tokens} tokens do not fit a window of {window}"));
         }
         if !self.0.causal {
-            return Err("only causal attention continues sequences".into());
+            return Err("attention over a cache must be causal".into());
         }
         self.0.check()?;
         Ok(vec![inputs[0].in_shape((batch, tokens, heads, value_size))])

@@ -146,7 +146,7 @@ impl Op for Collective {
         let flat = |elements: usize| Spec { shape: elements.into(), dtype: first.dtype };
         match *self {
             Self::AllReduce { .. } | Self::ReduceScatter { .. } if !FLOATS.contains(&first.dtype) => {
-                Err(format!("sums are of {FLOATS:?}, not {:?}", first.dtype))
+                Err(format!("a sum takes one of {FLOATS:?}, not {:?}", first.dtype))
             }
             Self::AllReduce { .. } => Ok(vec![first.clone()]),
             Self::ReduceScatter { ranks } if first.elements().is_multiple_of(ranks) => {
@@ -157,15 +157,15 @@ impl Op for Collective {
             Self::AllToAll { ranks } if first.elements().is_multiple_of(ranks) => Ok(vec![first.clone()]),
             Self::AllToAllRows { ranks, rows, .. } => {
                 let &[_, width] = first.dims() else { return Err("the rows must be [rows, width]".into()) };
-                super::expect_ids("the starts of what is sent", &inputs[1])?;
-                super::expect_ids("the starts of what comes", &inputs[2])?;
+                super::expect_ids("the starts of sent rows", &inputs[1])?;
+                super::expect_ids("the starts of received rows", &inputs[2])?;
                 match inputs[1..].iter().all(|starts| (starts.elements() - 1).is_multiple_of(ranks)) {
                     true => Ok(vec![first.in_shape((rows, width))]),
-                    false => Err(format!("the runs are not those of {ranks} ranks")),
+                    false => Err(format!("the starts must have a multiple of {ranks} runs, one per rank")),
                 }
             }
             Self::ReduceScatter { ranks } | Self::Refill { ranks } | Self::AllToAll { ranks } => {
-                Err(format!("the elements are not {ranks} equal parts"))
+                Err(format!("the elements do not divide into {ranks} equal parts"))
             }
         }
     }

@@ -127,7 +127,7 @@ impl Op for Expand {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         if inputs != packed(&self.0) || !FLOATS.contains(&self.0.dtype) {
-            return Err(format!("these are not the codes and ranges of {:?}", self.0));
+            return Err(format!("the inputs are not the codes and ranges of {:?}", self.0));
         }
         Ok(vec![self.0.clone()])
     }

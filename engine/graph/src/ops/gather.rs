@@ -26,11 +26,7 @@ impl Op for Gather {
         super::expect_ids("ids", &inputs[1])?;
         let mut dims = inputs[1].dims().to_vec();
         if dims.len() != inputs[0].dims().len() {
-            return Err(format!(
-                "as many dimensions are needed; ids has {}, the other {}",
-                dims.len(),
-                inputs[0].dims().len()
-            ));
+            return Err(format!("ids has {} dimensions, but the other tensor {}", dims.len(), inputs[0].dims().len()));
         }
         dims[self.dim] = inputs[0].dims()[self.dim];
         if dims != inputs[0].dims() {

@@ -22,10 +22,10 @@ impl Op for MatMul {
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         super::expect_float(inputs)?;
         let ([batch @ .., m, k], [batch_b @ .., k_b, n]) = (inputs[0].dims(), inputs[1].dims()) else {
-            return Err("at least two dimensions each are needed".into());
+            return Err("both inputs must have at least two dimensions".into());
         };
         if k != k_b || batch != batch_b {
-            return Err("[.., m, k] · [.., k, n] with equal leading dimensions is needed".into());
+            return Err("the inputs must be [.., m, k] and [.., k, n] with equal leading dimensions".into());
         }
         Ok(vec![inputs[0].in_shape([batch, &[*m, *n]].concat())])
     }

@@ -25,7 +25,7 @@ impl Op for Max {
         super::expect_rank(&inputs[0], 1)?;
         let mut dims = inputs[0].dims().to_vec();
         if dims.pop() == Some(0) {
-            return Err("there is no greatest of nothing".into());
+            return Err("the maximum of no elements is undefined".into());
         }
         dims.push(1);
         Ok(vec![inputs[0].in_shape(dims.clone()), Spec { shape: dims.into(), dtype: DType::U32 }])

@@ -100,7 +100,7 @@ pub(crate) fn expect_float(inputs: &[Spec]) -> Result<(), String> {
     match inputs.iter().position(|s| s.dtype != expected) {
         Some(0) => Err(format!("input 0 is {first:?}; this operation takes one of {FLOATS:?}")),
         Some(index) => {
-            Err(format!("input {index} is {:?}, input 0 {first:?}; all must be of one type", inputs[index].dtype))
+            Err(format!("input {index} is {:?}, input 0 {first:?}; all must have one type", inputs[index].dtype))
         }
         None => Ok(()),
     }
@@ -126,7 +126,7 @@ pub(crate) fn expect_stored(input: &Spec) -> Result<(), String> {
 /// Checks that all tensors have the same shape and the same one of the [`FLOATS`].
 pub(crate) fn expect_equal(inputs: &[Spec]) -> Result<(), String> {
     expect_float(inputs)?;
-    if inputs.windows(2).all(|pair| pair[0] == pair[1]) { Ok(()) } else { Err("the shapes differ".into()) }
+    if inputs.windows(2).all(|pair| pair[0] == pair[1]) { Ok(()) } else { Err("the shapes must be equal".into()) }
 }
 
 /// The methods of [`Op`](crate::Op) that are the same for all views. Views are resolved into layouts when the graph is
@@ -154,7 +154,7 @@ use view_only;
 
 /// Checks that a tensor has at least `rank` dimensions.
 pub(crate) fn expect_rank(input: &Spec, rank: usize) -> Result<(), String> {
-    if input.dims().len() >= rank { Ok(()) } else { Err(format!("at least {rank} dimensions are needed")) }
+    if input.dims().len() >= rank { Ok(()) } else { Err(format!("the input must have at least {rank} dimensions")) }
 }
 
 /// Returns element `index`, in row-major order, of a tensor with strides.

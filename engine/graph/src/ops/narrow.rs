@@ -30,7 +30,7 @@ impl Op for Narrow {
         let mut dims = inputs[0].dims().to_vec();
         if self.start.checked_add(self.len).is_none_or(|end| end > dims[self.dim]) {
             return Err(format!(
-                "indices {}..{} leave dimension {} of extent {}",
+                "indices {}..{} are outside dimension {} of extent {}",
                 self.start,
                 self.start.saturating_add(self.len),
                 self.dim,

@@ -135,8 +135,8 @@ impl Op for Rope {
                 }
                 Ok(vec![inputs[0].clone()])
             }
-            [_, _, _, d] => Err(format!("the head size {d} is odd; its halves rotate against each other")),
-            _ => Err("[batch, tokens, heads, head size] is needed".into()),
+            [_, _, _, d] => Err(format!("the head size {d} is odd; it must be even")),
+            _ => Err("the input must be [batch, tokens, heads, head size]".into()),
         }
     }
 

@@ -42,7 +42,7 @@ impl Op for Where {
         super::expect_mask(&inputs[0])?;
         super::expect_equal(&inputs[1..])?;
         if inputs[0].dims() != inputs[1].dims() {
-            return Err("the mask must have the shape of what is chosen from".into());
+            return Err("the mask must have the shape of the values".into());
         }
         Ok(vec![inputs[1].clone()])
     }

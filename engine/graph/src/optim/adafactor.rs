@@ -83,7 +83,7 @@ impl Optimizer for Adafactor {
         if !(decay_exponent > 0.0 && clip_threshold > 0.0 && least_scale > 0.0) {
             let why =
                 format!("decay_exponent {decay_exponent}, clip_threshold {clip_threshold}, least_scale {least_scale}");
-            return Err(Error::config("optimizer", why, "all are above 0; 0.8, 1 and 1e-3 are usual"));
+            return Err(Error::config("optimizer", why, "set each above 0; 0.8, 1 and 1e-3 are usual"));
         }
         self.as_adamw().check()
     }
@@ -333,9 +333,11 @@ impl Op for AdafactorUpdate {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        let [parameter, gradient, _, _, states @ ..] = inputs else { return Err("4 inputs and the states".into()) };
+        let [parameter, gradient, _, _, states @ ..] = inputs else {
+            return Err("it must have 4 inputs and the states".into());
+        };
         if parameter.dims() != gradient.dims() || states.iter().any(|state| state.dtype != DType::F32) {
-            return Err("the gradient has the parameter's shape, and states are f32".into());
+            return Err("the gradient must have the parameter's shape, and states must be f32".into());
         }
         Ok([parameter].into_iter().chain(states).cloned().collect())
     }

@@ -37,12 +37,15 @@ impl Optimizer for AdamW {
     fn check(&self) -> Result<()> {
         let fail = |why: String, remedy| Err(Error::config("optimizer", why, remedy));
         if !(0.0..1.0).contains(&self.beta1) || !(0.0..1.0).contains(&self.beta2) {
-            return fail("a beta is outside [0, 1)".into(), "0.9 and 0.95 are usual");
+            return fail(
+                "beta1 or beta2 is outside [0, 1)".into(),
+                "set both to at least 0 and below 1; 0.9 and 0.95 are usual",
+            );
         }
         let Self { eps, weight_decay, max_norm, .. } = self;
         if !(*eps > 0.0 && *weight_decay >= 0.0 && *max_norm > 0.0) {
             let why = format!("eps {eps}, weight_decay {weight_decay}, max_norm {max_norm}");
-            return fail(why, "eps and max_norm are above 0, weight_decay at least 0");
+            return fail(why, "set eps and max_norm above 0, and weight_decay to at least 0");
         }
         Ok(())
     }
@@ -232,9 +235,14 @@ impl Op for AdamWUpdate {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        let [parameter, gradient, m, v, _, _, master @ ..] = inputs else { return Err("6 or 7 inputs".into()) };
+        let [parameter, gradient, m, v, _, _, master @ ..] = inputs else {
+            return Err("it must have 6 or 7 inputs".into());
+        };
         if ![parameter.dtype, m.dtype].contains(&gradient.dtype) {
-            return Err(format!("the gradient is {:?}, neither as the parameter nor as the moments", gradient.dtype));
+            return Err(format!(
+                "the gradient is {:?}; it must have the type of the parameter or of the moments",
+                gradient.dtype
+            ));
         }
         let in_f32 = |spec: &Spec| Spec { dtype: m.dtype, ..spec.clone() };
         crate::ops::expect_equal(&[in_f32(parameter), in_f32(gradient), m.clone(), v.clone()])?;

@@ -133,7 +133,7 @@ impl Op for AdamW8bitUpdate {
         let (codes, scales) = (codes(inputs[0].dims()), scales(inputs[0].elements()));
         let expected = [&codes, &codes, &scales, &scales];
         if inputs[2..6].iter().ne(expected) {
-            return Err(format!("the states are to be {codes:?} twice and {scales:?} twice"));
+            return Err(format!("the states must be {codes:?} twice and {scales:?} twice"));
         }
         Ok(vec![inputs[0].clone(), codes.clone(), codes, scales.clone(), scales])
     }

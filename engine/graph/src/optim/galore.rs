@@ -57,7 +57,7 @@ impl Optimizer for GaLore {
         let &Self { rank, refresh_steps, alpha, .. } = self;
         if rank == 0 || refresh_steps == 0 || !(alpha > 0.0 && alpha.is_finite()) {
             let why = format!("rank {rank}, refresh_steps {refresh_steps}, alpha {alpha}");
-            let remedy = "all are above 0; a quarter of the width, 200 and 0.25 are usual";
+            let remedy = "set each above 0; a quarter of the width, 200 and 0.25 are usual";
             return Err(Error::config("optimizer", why, remedy));
         }
         Ok(())
@@ -124,7 +124,7 @@ impl Op for GaLoreUpdate {
             [(rows, columns), (rows, columns), (rank, shorter), (rank, longer), (rank, longer)].map(Spec::f32);
         if inputs[..5] != expected {
             let dims: Vec<&[usize]> = expected.iter().map(Spec::dims).collect();
-            return Err(format!("parameter, gradient and states are to be f32 of {dims:?}"));
+            return Err(format!("parameter, gradient and states must be f32 of {dims:?}"));
         }
         Ok([0, 2, 3, 4].map(|input| inputs[input].clone()).into())
     }

@@ -81,7 +81,7 @@ impl Op for GlobalNorm {
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         match inputs.iter().all(|input| input.dtype == DType::F64) {
             true => Ok(vec![Spec::f32(())]),
-            false => Err("the squares are f64".into()),
+            false => Err("the squares must be f64".into()),
         }
     }
 

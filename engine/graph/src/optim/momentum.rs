@@ -129,11 +129,14 @@ impl Op for MomentumUpdate {
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let count = self.least_inputs() + usize::from(self.has_master);
         if inputs.len() != count {
-            return Err(format!("{count} inputs"));
+            return Err(format!("it must have {count} inputs"));
         }
         let (parameter, gradient, m) = (&inputs[0], &inputs[1], &inputs[2]);
         if ![parameter.dtype, m.dtype].contains(&gradient.dtype) {
-            return Err(format!("the gradient is {:?}, neither as the parameter nor as the moment", gradient.dtype));
+            return Err(format!(
+                "the gradient is {:?}; it must have the type of the parameter or of the moment",
+                gradient.dtype
+            ));
         }
         let as_moment = |spec: &Spec| Spec { dtype: m.dtype, ..spec.clone() };
         crate::ops::expect_equal(&[as_moment(parameter), as_moment(gradient), m.clone()])?;

@@ -71,10 +71,10 @@ impl Optimizer for Muon {
         self.rule.check()?;
         let fail = |why: &str, remedy| Err(Error::config("optimizer", why, remedy));
         if !(0.0..1.0).contains(&self.momentum) {
-            return fail("the momentum is outside [0, 1)", "0.95 is usual");
+            return fail("the momentum is outside [0, 1)", "set it to at least 0 and below 1; 0.95 is usual");
         }
         if self.iterations == 0 {
-            return fail("Muon without iterations makes nothing orthogonal", "5 are usual");
+            return fail("Muon has 0 iterations", "set them to at least 1; 5 are usual");
         }
         Ok(())
     }

@@ -115,8 +115,8 @@ impl Tensor {
     fn expect_whole_sequences(&self) -> Result<()> {
         let why = match self.sequences() {
             Sequences::Whole => return Ok(()),
-            Sequences::Continued { .. } => "only causal attention continues sequences out of a cache",
-            Sequences::Packed { .. } => "only causal attention tells packed documents apart",
+            Sequences::Continued { .. } => "attention over a cache must be causal",
+            Sequences::Packed { .. } => "attention over packed documents must be causal",
         };
         Err(self.shape_error("attention", why.into()))
     }

@@ -181,7 +181,7 @@ impl Tensor {
         let extent = self.dims()[dim];
         let known = lock(&self.graph).data(ids.id()).unwrap_or_default();
         match known.into_iter().find(|&id| id >= extent as f64) {
-            Some(id) => Err(self.shape_error(op, format!("id {id} is outside of dimension {dim}, which has {extent}"))),
+            Some(id) => Err(self.shape_error(op, format!("id {id} is outside dimension {dim} of extent {extent}"))),
             None => Ok(()),
         }
     }

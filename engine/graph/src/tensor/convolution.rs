@@ -33,7 +33,7 @@ impl Tensor {
     fn convolve(&self, kernel: &Self, [down, along]: [Walk; 2], groups: usize) -> Result<Self> {
         let ((batch, channels, ..), (out, of_group, high, wide)) = (self.dims4()?, kernel.dims4()?);
         if groups == 0 || channels != of_group * groups || !out.is_multiple_of(groups) {
-            let what = format!("{channels} channels in {groups} groups, and a kernel {:?}", kernel.dims());
+            let what = format!("{channels} channels in {groups} groups do not fit a kernel {:?}", kernel.dims());
             return Err(self.shape_error("convolution", what));
         }
         // [batch, channels, rows, high, columns, wide]: the elements under the kernel at each position.
@@ -56,7 +56,9 @@ impl Tensor {
         let extent = self.dims()[dim] + 2 * padding;
         let span = dilation * size.saturating_sub(1) + 1;
         if size == 0 || stride == 0 || dilation == 0 || span > extent {
-            let what = format!("a kernel of {size} does not fit {extent} indices of dimension {dim}");
+            let what = format!(
+                "a kernel of {size} (stride {stride}, dilation {dilation}) does not fit dimension {dim} of extent {extent}"
+            );
             return Err(self.shape_error("convolution", what));
         }
         let places = (extent - span) / stride + 1;

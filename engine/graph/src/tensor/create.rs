@@ -61,7 +61,7 @@ impl Tensor {
         let dtype = type_here(tensor.dtype());
         let elements: Vec<f64> = tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?;
         if let Some(x) = elements.iter().find(|&&x| dtype == DType::U32 && !(0.0..=f64::from(u32::MAX)).contains(&x)) {
-            return Err(Error::msg(format!("{x} is not a u32, the type of whole numbers here; use a float")));
+            return Err(Error::msg(format!("{x} does not fit u32, the type of integers in a graph; use a float")));
         }
         let id = lock(device).add_data(elements, Spec { shape: tensor.shape().clone(), dtype });
         Ok(Self::of(device, id))

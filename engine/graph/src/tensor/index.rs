@@ -76,7 +76,7 @@ tuples! {
 impl Tensor {
     fn slice<const N: usize>(&self, indexers: [TensorIndexer; N]) -> Result<Self> {
         if N > self.rank() {
-            return Err(self.shape_error("i", format!("{N} indices of {} dimensions", self.rank())));
+            return Err(self.shape_error("i", format!("there are {N} indices for {} dimensions", self.rank())));
         }
         let (mut slice, mut dim) = (self.clone(), 0);
         for indexer in indexers {

@@ -145,7 +145,7 @@ impl Tensor {
 
     fn extents<const RANK: usize>(&self) -> Result<[usize; RANK]> {
         <[usize; RANK]>::try_from(self.dims()).map_err(|_| {
-            self.shape_error("dims", format!("a tensor of {RANK} dimensions is needed, this has {}", self.rank()))
+            self.shape_error("dims", format!("the tensor must have {RANK} dimensions, but has {}", self.rank()))
         })
     }
 
@@ -191,7 +191,7 @@ impl Tensor {
         let name = op.name();
         <[Self; OUTPUTS]>::try_from(Self::apply_shared(Arc::new(op), inputs)?).map_err(|outputs| {
             Error::msg(format!(
-                "{name} has {} outputs, not {OUTPUTS}; ask for as many as its `infer` says",
+                "{name} has {} outputs, not {OUTPUTS}; ask for as many as its `infer` returns",
                 outputs.len()
             ))
         })
@@ -199,7 +199,7 @@ impl Tensor {
 
     fn apply_shared(op: Arc<dyn Op>, inputs: &[&Self]) -> Result<Vec<Self>> {
         let Some(Self { graph, .. }) = inputs.first() else {
-            return Err(Error::msg(format!("{} has no inputs; give it one tensor at least", op.name())));
+            return Err(Error::msg(format!("{} has no inputs; give it at least one tensor", op.name())));
         };
         if inputs.iter().any(|t| !Arc::ptr_eq(&t.graph, graph)) {
             return Err(Error::TwoGraphs { op: op.name().into() });
@@ -274,7 +274,7 @@ impl Tensor {
             return self.linear(&rhs.t()?, None);
         }
         let ([left @ .., m, k], [right @ .., k_rhs, n]) = (self.dims(), rhs.dims()) else {
-            return Err(self.shape_error("broadcast_matmul", "at least two dimensions each are needed".into()));
+            return Err(self.shape_error("broadcast_matmul", "both inputs must have at least two dimensions".into()));
         };
         let batch = Shape::from(left).broadcast_shape_binary_op(&Shape::from(right), "broadcast_matmul")?;
         let left = self.broadcast_as([batch.dims(), &[*m, *k]].concat())?;
@@ -353,7 +353,7 @@ impl Tensor {
 
     fn rotated(&self, theta: f64, scaling: ops::RopeScaling, neighbours: bool) -> Result<Self> {
         if self.rank() != 4 {
-            return Err(self.shape_error("rope", "[batch, heads, tokens, head size] is needed".into()));
+            return Err(self.shape_error("rope", "the input must be [batch, heads, tokens, head size]".into()));
         }
         let x = self.transpose(1, 2)?;
         let op = ops::Rope { frequencies: scaling.frequencies(theta), neighbours, inverse: false };

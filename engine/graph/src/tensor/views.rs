@@ -61,7 +61,7 @@ impl Tensor {
         let dim = dim.to_index(self.shape(), "chunk")?;
         let extent = self.dims()[dim];
         if chunks == 0 {
-            return Err(self.shape_error("chunk", "at least one part is needed".into()));
+            return Err(self.shape_error("chunk", "the number of parts must be at least 1".into()));
         }
         let chunks = chunks.min(extent);
         let sizes: Vec<usize> = (0..chunks).map(|i| extent / chunks + usize::from(i < extent % chunks)).collect();
@@ -182,7 +182,7 @@ impl Tensor {
         let first = tensors.first().ok_or_else(|| Error::Shape {
             op: "cat".into(),
             layer: String::new(),
-            what: "nothing to join".into(),
+            what: "there are no tensors to join".into(),
             shapes: vec![],
         })?;
         let dim = dim.to_index(first.shape(), "cat")?;

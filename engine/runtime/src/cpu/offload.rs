@@ -17,7 +17,7 @@ impl HostFile {
     /// Returns an error if it cannot be created in `folder`.
     pub fn new(folder: &Path, bytes: u64) -> Result<Self> {
         let file = tempfile::tempfile_in(folder).and_then(|file| file.set_len(bytes).map(|()| file));
-        let what = || format!("a file of {bytes} bytes in {}", folder.display());
+        let what = || format!("cannot create a file of {bytes} bytes in {}", folder.display());
         file.map(Self).map_err(|source| Error::Offload { what: what(), source })
     }
 

@@ -170,7 +170,7 @@ pub(super) enum Failure {
 /// # Safety
 /// The operand must lie in the arena at `base`, and must not be accessed by others meanwhile.
 unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Option<HostFile>) -> io::Result<()> {
-    let none = || io::Error::new(io::ErrorKind::NotFound, "no file was made to offload to");
+    let none = || io::Error::new(io::ErrorKind::NotFound, "there is no file to offload to");
     let file = file.as_mut().ok_or_else(none)?;
     match &*instruction.outputs {
         [to] => {

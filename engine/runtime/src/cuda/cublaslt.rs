@@ -142,8 +142,9 @@ impl CublasLt {
         if is_nothing(product) || self.chosen.contains_key(&form) {
             return Ok(Algorithm::Known);
         }
-        let failed =
-            |error: result::CublasError| failed(&self.device, &format!("choosing how to do {product:?}"), &error);
+        let failed = |error: result::CublasError| {
+            failed(&self.device, &format!("choosing an algorithm for {product:?}"), &error)
+        };
         if let Some(error) = self.refused.get(&form) {
             return Ok(Algorithm::None { why: failed(*error), is_new: false });
         }

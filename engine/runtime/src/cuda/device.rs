@@ -3,6 +3,7 @@
 use std::fmt::{self, Debug};
 use std::time::{Duration, Instant};
 
+use gapless_alloc::draw::Bytes;
 use gapless_communicator::{self as communicator, Communicator};
 use gapless_kernels::cuda::launch::Launch;
 
@@ -90,7 +91,7 @@ pub trait Device: Debug + Send {
     /// An id that distinguishes the device from all others of its host, if ranks can exchange tensors directly between
     /// their devices; otherwise the reason why they can't.
     fn exchange_id(&self) -> Result<String, String> {
-        Err(format!("{} exchanges nothing by itself", self.name()))
+        Err(format!("{} cannot exchange tensors directly", self.name()))
     }
 
     /// Creates a communicator of device memory for the same ranks as the host communicator `control`. All of them must
@@ -173,8 +174,8 @@ impl fmt::Display for DeviceMemory {
         for (what, bytes) in &self.beside {
             writeln!(f, "{bytes:>16} {what}")?;
         }
-        writeln!(f, "{:>16} rounding: pages of {} bytes", self.rounding(), Self::PAGE)?;
-        write!(f, "{:>16} others, since", self.unexplained())
+        writeln!(f, "{:>16} rounding to pages of {} bytes", self.rounding(), Self::PAGE)?;
+        write!(f, "{:>16} allocated by others since", self.unexplained())
     }
 }
 
@@ -187,19 +188,22 @@ pub struct Recording(pub usize);
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum DeviceError {
-    #[error("no GPU can be used here; there is no {what}: {remedy}")]
+    #[error("no GPU can be used here: there is no {what}; {remedy}")]
     Missing { what: &'static str, remedy: &'static str },
     #[error(
-        "{device} has {free} of its {total} bytes free, and {needed} are needed; shrink the arena (Recompute::budget, more \
-         micro-batches), free some, choose another, or train on the CPU (DeviceChoice::Cpu); what holds its memory:\n{holders}"
+        "{device} has {} ({free} bytes) of its {} free, but {} ({needed} bytes) are needed; shrink the arena (memory.budget, more \
+         micro-batches), free some, choose another GPU, or train on the CPU; its memory is held by:\n{holders}",
+        Bytes(*free),
+        Bytes(*total),
+        Bytes(*needed)
     )]
     OutOfMemory { device: String, needed: u64, free: u64, total: u64, holders: String },
     #[error(
-        "{device} has no memory left, says {call}; free some, choose another, or train on the CPU (DeviceChoice::Cpu); what holds \
-         it:\n{holders}"
+        "{device} has no memory left ({call}); free some, choose another GPU, or train on the CPU; its memory is held \
+         by:\n{holders}"
     )]
     Full { device: String, call: String, holders: String },
-    #[error("{device} cannot be used here: {what}; choose another, install its driver anew, or train on the CPU")]
+    #[error("{device} cannot be used here: {what}; choose another, reinstall its driver, or train on the CPU")]
     Unusable { device: String, what: String },
     #[error(transparent)]
     Kernel(Box<KernelError>),

@@ -7,10 +7,10 @@ use gapless_communicator::MissingLibrary;
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum KernelError {
-    #[error("CUDA kernels cannot be compiled here; there is no {0}")]
+    #[error("CUDA kernels cannot be compiled here: there is no {0}")]
     Missing(MissingLibrary),
     #[error(
-        "NVRTC {version} cannot compile for {architecture}; it knows {known}; install the NVRTC that came with the driver, or later"
+        "NVRTC {version} cannot compile for {architecture}; it supports {known}; install the NVRTC that came with the driver, or later"
     )]
     UnknownArchitecture { version: String, architecture: String, known: String },
     #[error("{call} failed: {what}")]

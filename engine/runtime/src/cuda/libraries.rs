@@ -147,7 +147,7 @@ mod tests {
 
     /// The C library, which every process has loaded, is found.
     #[test]
-    fn what_was_loaded_is_said() {
+    fn loaded_libraries_are_listed() {
         let taken = taken(&["libc.so", "libnothing.so"]);
         assert!(taken.len() == 1 && taken[0].ends_with("/libc.so.6"), "{taken:?}");
     }

@@ -169,9 +169,9 @@ pub(super) fn holders() -> String {
         Ok(output) if output.status.success() => String::from_utf8_lossy(&output.stdout).into_owned(),
         Ok(output) => {
             let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-            return format!("nvidia-smi, which would say, failed ({}): {said}", output.status);
+            return format!("unknown: nvidia-smi failed ({}): {said}", output.status);
         }
-        Err(error) => return format!("nvidia-smi, which would say, cannot be run ({error})"),
+        Err(error) => return format!("unknown: nvidia-smi cannot be run ({error})"),
     };
     let own = std::process::id().to_string();
     let lines = output.lines().map(str::trim).filter(|line| !line.is_empty());
@@ -180,5 +180,5 @@ pub(super) fn holders() -> String {
         false => line.to_owned(),
     });
     let list = marked.collect::<Vec<_>>().join("\n");
-    if list.is_empty() { "nothing that nvidia-smi shows".into() } else { list }
+    if list.is_empty() { "no process that nvidia-smi shows".into() } else { list }
 }

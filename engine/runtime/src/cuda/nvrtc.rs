@@ -63,7 +63,7 @@ impl FromStr for Architecture {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let unknown = || format!("{text:?} is no architecture; sm_90 and sm_90a would be");
+        let unknown = || format!("unknown architecture {text:?}; write, for example, sm_90 or sm_90a");
         let digits = text.strip_prefix("sm_").ok_or_else(unknown)?;
         let (digits, is_specific) = digits.strip_suffix('a').map_or((digits, false), |digits| (digits, true));
         let number: u32 = digits.parse().map_err(|_| unknown())?;
@@ -348,7 +348,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_is_said() {
+    fn a_missing_library_and_symbol_are_named() {
         let missing = |name: &str| Nvrtc::find(Some(name.into()), None).map(|_| ()).unwrap_err().to_string();
         let text = missing("/nowhere/libnvrtc.so.13");
         assert!(text.contains("No such file or directory") && text.contains(LIBRARY_VARIABLE), "{text}");

@@ -43,7 +43,7 @@ impl CudaBackend {
             Ok(_) if greetings.iter().any(|greeting| greeting[0] == 0) => "another rank has no NCCL",
             Ok(_) if !are_distinct(DEVICE) => "ranks share a GPU",
             Ok(_) => {
-                tracing::info!("ranks exchange tensors from GPU to GPU, by NCCL");
+                tracing::info!("ranks exchange tensors from GPU to GPU, with NCCL");
                 let control = world.split(0, world.rank()).map_err(failed)?;
                 return self.runner.device.connect(control, !are_distinct(PROCESS)).map(Some).map_err(failed);
             }

@@ -90,7 +90,7 @@ impl Run<'_> {
 
     /// Describes an error of a recorded program, of which it is not known which launch failed.
     pub fn at_once(&self, error: DeviceError) -> DeviceError {
-        error.during(&format!("{}, all at once (compute-sanitizer names the kernel)", self.program.name))
+        error.during(&format!("{}, one of its kernels (find it with compute-sanitizer)", self.program.name))
     }
 
     /// Waits until everything started is done.

@@ -154,7 +154,7 @@ impl Staging {
             return Err(Error::NoHostMemory { needed, available, limit });
         }
         if needed > 0 {
-            tracing::info!(bytes = needed, "host memory for what goes between ranks");
+            tracing::info!(bytes = needed, "host memory reserved for messages between ranks");
         }
         let memory = vec![0; needed.div_ceil(8) as usize];
         Ok(Self { transfers, memory, lent: all })
@@ -167,7 +167,7 @@ impl Staging {
     pub fn run(&mut self, program: usize) -> Result<Exchanging<'_>> {
         let Self { transfers, memory, lent } = self;
         let guard = transfers.guard();
-        guard.transfers.follow(program).map_err(|source| failed("a run's beginning", source))?;
+        guard.transfers.follow(program).map_err(|source| failed("the start of a run", source))?;
         // Before `Backend::connect`, there is nothing to lend.
         let lent = lent.get(program).map_or(&[][..], Vec::as_slice);
         Ok(Exchanging { guard, memory: memory.as_mut_ptr().cast(), lent })

@@ -39,7 +39,7 @@ fn forward_and_backward() {
 
 /// Windows, packed documents, capped scores and a different value size, over several tiles of keys and queries.
 #[test]
-fn of_every_kind() {
+fn windows_documents_caps_and_value_sizes_match_the_reference() {
     let causal = Attention::causal(0.3);
     let window = |window| Attention { window: Some(window), ..causal };
     let cap = |of: Attention| Attention { cap: Some(0.8), ..of };

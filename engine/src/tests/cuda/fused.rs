@@ -426,7 +426,7 @@ fn moved(executable: &Executable) -> usize {
 /// Values that stay in registers are not planned: of the three buffers of three functions of a parameter, only one is
 /// left.
 #[test]
-fn what_stays_in_registers_has_no_buffer() {
+fn fused_intermediates_have_no_buffer() {
     let function = Function::forward(DType::F32, |parameter| {
         let x = parameter("x", &SHAPE);
         x.tanh()?.mul(&x.sigmoid()?)?.add(&x.gelu()?)

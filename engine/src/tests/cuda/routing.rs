@@ -218,7 +218,7 @@ fn a_rank_may_have_all_rows() {
 /// An error names the buffer that found no room, or the operation whose non-finite scores caused it. The other rank is
 /// told.
 #[test]
-fn what_finds_no_room_is_an_error() {
+fn rows_without_room_are_an_error_on_both_ranks() {
     if !host::is_there() {
         return;
     }

@@ -127,7 +127,7 @@ fn a_program_for_the_cpu_is_refused() {
     };
     let planned = executable(&options, Target::Cpu { threads: 1 }, |vb| Small::new(Style::Gpt, vb));
     let error = Session::on_cuda(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
-    assert!(error.contains("lowered for Target::Cuda"), "{error}");
+    assert!(error.contains("for Target::Cuda"), "{error}");
 }
 
 /// A rank that is not connected reports an error at its first message.
@@ -151,7 +151,7 @@ fn a_rank_without_others_is_an_error() {
 
 /// An operation without kernels is refused by name, before anything runs.
 #[test]
-fn what_only_the_cpu_can_do_is_said() {
+fn operations_without_gpu_kernels_are_named() {
     let options = TrainOptions {
         step: StepOptions {
             batch: BATCH,

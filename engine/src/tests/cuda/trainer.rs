@@ -349,7 +349,7 @@ fn without_a_gpu_the_cpu_says_why() {
     let said = trainer.device().to_string();
     assert!(said.starts_with("runs on the CPU, 1 thread (") && said.contains("NVIDIA driver"), "{said}");
     let error = Trainer::new(build, TrainOptions { device: DeviceChoice::Cuda(0), ..options() }).unwrap_err();
-    assert!(error.to_string().contains("NVIDIA driver: install it"), "{error}");
+    assert!(error.to_string().contains("NVIDIA driver; install it"), "{error}");
     // The same in bf16.
     let options = TrainOptions {
         step: StepOptions { precision: Precision::Bf16, ..options().step },

@@ -129,7 +129,7 @@ impl Curve {
         drawn += &format!("<polyline class=\"curve\" points=\"{}\"/>\n", places.join(" "));
         for Point { arena_bytes, step_ms, overhead, .. } in &self.points {
             let (x, y) = at(*arena_bytes, *step_ms);
-            let says = format!("{}: {step_ms:.2} ms, {:.2} % computed again", Bytes(*arena_bytes), 100.0 * overhead);
+            let says = format!("{}: {step_ms:.2} ms, {:.2} % recomputed", Bytes(*arena_bytes), 100.0 * overhead);
             drawn += &format!(
                 "<circle class=\"point\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\"><title>{says}</title></circle>\n"
             );
@@ -144,7 +144,7 @@ impl Curve {
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title}\">\n\
              <style>{THEME}{STYLE}</style>\n<rect class=\"ground\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\n\
              <text class=\"title\" x=\"{left}\" y=\"26\">{title}</text>\n\
-             <text x=\"{left}\" y=\"46\">milliseconds of a step, modelled; ring: {says}</text>\n{drawn}\
+             <text x=\"{left}\" y=\"46\">modelled milliseconds per step; ring: {says}</text>\n{drawn}\
              <text x=\"{right}\" y=\"{}\" text-anchor=\"end\">arena</text>\n</svg>\n",
             HEIGHT - 14.0,
         )

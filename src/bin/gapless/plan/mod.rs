@@ -17,30 +17,30 @@ use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
 use crate::output::{picture, tell, tell_error};
 use crate::step::{RunArguments, is_run};
 
-/// Place a table of buffers as low as can be, or plan a run or a model's training step without a device.
+/// Plan the memory of a table of buffers, of a run, or of a model's training step, without a device.
 ///
-/// A run's file (.toml) is planned as `gapless train` runs it, every rank to the byte, without its data or weights.
+/// The file of a run (.toml) is planned as `gapless train` runs it, exact to the byte on every rank, without its data or weights.
 ///
-/// A table has the columns id,lower,upper,size and, if need be, alignment and offset; lifetimes are half-open ticks [lower,
-/// upper). Other names that minimalloc reads are read, too. Exit code: 0 when the plan fits (or there is nothing to fit into),
-/// 2 for bad input, 3 when it does not fit.
+/// A table has the columns id,lower,upper,size and optionally alignment and offset; lifetimes are half-open ranges of ticks, [lower,
+/// upper). Other column names that minimalloc reads are accepted too. Exit code: 0 if the plan fits (or no capacity is given),
+/// 2 for invalid input, 3 if it does not fit.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Table of buffers (CSV), or the file of a run (.toml).
+    /// A table of buffers (CSV), or the file of a run (.toml).
     file: Option<PathBuf>,
-    /// Bytes that the table's plan must fit into, e.g. 600MiB; without it the plan is made as low as possible.
+    /// Bytes that the table's plan must fit into, e.g. 600MiB; by default the plan is made as small as possible.
     #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_negative_numbers = true)]
     capacity: Option<u64>,
-    /// Seconds after which the best plan of the table so far is taken, and no better way to make it fit is sought.
+    /// Seconds after which the search for a smaller plan of the table, and for ways to make it fit, stops.
     #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true)]
     deadline: Option<Duration>,
-    /// What the table's offset column is for, e.g. that of a table that --out wrote.
+    /// How the table's offset column is used; --out writes one.
     #[arg(long, value_enum, default_value = "pin")]
     offsets: table::Offsets,
-    /// Where to write the table with an offset column; of several ranks, each beside it, as OUT.0.csv.
+    /// Where to write the table with an offset column; of several ranks, one file each: OUT.0.csv.
     #[arg(long, value_name = "OUT.csv")]
     out: Option<PathBuf>,
-    /// Where to draw the plan: a page (.html), or .svg or .txt; of several ranks, each beside it, as MAP.0.html.
+    /// Where to draw the plan: a page (.html), or .svg or .txt; of several ranks, one file each: MAP.0.html.
     #[arg(long, value_name = "MAP.html", value_parser = |path: &str| picture(path, &["html", "svg", "txt"]))]
     draw: Option<PathBuf>,
     /// Print the result as JSON.
@@ -61,7 +61,7 @@ pub struct Arguments {
 pub fn run(arguments: &Arguments) -> ExitCode {
     let fit = match &arguments.file {
         Some(file) if !is_run(file) && !arguments.run.is_empty() => Err(anyhow!(
-            "a table has no keys of a run; leave the flags out, or name the file of a run, which ends in .toml"
+            "keys of a run have no effect on a table; leave the keys out, or give the file of a run (.toml)"
         )),
         Some(file) if !is_run(file) => table::place(arguments, file),
         file if arguments.run.names_a_run(file.as_deref()) => step(arguments),
@@ -79,7 +79,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
     if arguments.capacity.is_some() || arguments.deadline.is_some() {
-        bail!("--capacity and --deadline are for tables; a run has a budget: --budget 600MiB");
+        bail!("--capacity and --deadline apply to tables only; limit a run with --budget 600MiB");
     }
     let step = arguments.run.step(arguments.file.as_deref())?;
     step.notices().iter().for_each(tell);
@@ -90,7 +90,7 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
             let ids = (0..problem.len()).map(|index| index.to_string()).collect();
             table::place_table(arguments, &Table::new(ids, problem), step.title())
         }
-        _ => bail!("an eager framework's step is placed one rank at a time; name it with --rank"),
+        _ => bail!("the step of an eager framework is planned one rank at a time; choose it with --rank"),
     }
 }
 
@@ -114,10 +114,10 @@ fn of_rank(path: &Path, rank: usize, ranks: usize) -> PathBuf {
 pub(crate) fn seconds(text: &str) -> anyhow::Result<Duration> {
     let seconds: f64 = text.parse().map_err(|_| anyhow!("not a number of seconds"))?;
     if seconds < 0.0 {
-        bail!("not a time to wait: it is negative; 0 takes the first plan there is");
+        bail!("a number of seconds cannot be negative; 0 takes the first plan");
     }
     if seconds.is_nan() {
-        bail!("not a time to wait: it is no number");
+        bail!("NaN is not a number of seconds");
     }
     Ok(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
 }

@@ -20,11 +20,11 @@ use crate::output::{Size, picture, print, replace, tell, to_json};
 /// Arguments of the memory-time curve.
 #[derive(Debug, clap::Args)]
 pub struct CurveArguments {
-    /// Also plan so many budgets of a model's step, from the smallest that works to everything kept.
+    /// Also plan the step within this many budgets, from the smallest that works to one without recomputation.
     #[arg(long, value_name = "POINTS", allow_negative_numbers = true)]
     #[arg(value_parser = clap::value_parser!(u16).range(2..=100))]
     curve: Option<u16>,
-    /// Where to draw them.
+    /// Where to draw this curve.
     #[arg(long, value_name = "FILE.svg", requires = "curve", value_parser = |path: &str| picture(path, &["svg"]))]
     curve_svg: Option<PathBuf>,
 }
@@ -140,7 +140,7 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
                 if arguments.roofline {
                     let roofline = step
                         .roofline(&executable)
-                        .context("a roofline is that of kernels for GPUs: give --device cuda, and bf16 with masters")?;
+                        .context("--roofline needs kernels for GPUs: give --device cuda, and bf16 with masters")?;
                     figures.roofline = Some(roofline);
                 }
                 write(arguments, step, rank, &executable)?;
@@ -149,7 +149,7 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
         }
     }
     let ranks = of_all_ranks(step, &planned)?;
-    let [first, ..] = &mut planned[..] else { bail!("no rank is asked about") };
+    let [first, ..] = &mut planned[..] else { bail!("no rank is chosen; give --rank 0 or --rank all") };
     first.ranks = ranks;
     if let Some(points) = of.curve {
         first.curve = Some(curve(step, first.rank, points.into())?);
@@ -197,7 +197,7 @@ fn tell_why(step: &Step, rank: usize, budget: u64, smallest: u64) -> anyhow::Res
     let (planned, executable) = plan_rank(&step.within(Some(smallest)), rank)?;
     if planned.reserve_bytes > 0 {
         tell(format_args!(
-            "{} of it are for rows that this rank receives, above the plan",
+            "{} of that are a reserve for rows that this rank receives, on top of the plan",
             Bytes(planned.reserve_bytes)
         ));
     }
@@ -236,22 +236,22 @@ fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
     let [flops, bytes] = [rates.flops, rates.bytes].map(|rate| (rate / 1e10).round() / 100.0);
     writeln!(
         out,
-        "\nplanned in {:.0} ms; a step of {:.2} ms at {flops} TFLOP/s and {bytes} TB/s ({})",
+        "\nplanned in {:.0} ms; a step takes {:.2} ms at {flops} TFLOP/s and {bytes} TB/s ({})",
         step.plan_ms, step.step_ms, of.device.name
     )?;
     let (time, flops) = (100.0 * step.overhead, 100.0 * step.extra_flops);
-    writeln!(out, "computed again: {time:.2} % of the time, {flops:.2} % of the arithmetic")?;
+    writeln!(out, "recomputed: {time:.2} % of the time, {flops:.2} % of the arithmetic")?;
     if step.reserve_bytes > 0 {
         let (reserve, arena) = (Bytes(step.reserve_bytes), Bytes(step.arena_bytes));
-        writeln!(out, "above the plan: {reserve} for rows that this rank receives, {arena} in all")?;
+        writeln!(out, "on top of the plan: {reserve} for rows that this rank receives, {arena} in total")?;
     }
     if step.host_bytes > 0 {
-        writeln!(out, "waiting in a file: {}, whose copies are not in the time", Bytes(step.host_bytes))?;
+        writeln!(out, "offloaded to a file: {}; the time does not include these copies", Bytes(step.host_bytes))?;
     }
     if let [first, .., last] = step.again[..]
         && first != last
     {
-        writeln!(out, "the first micro-batch runs {first} operations again, the last {last}:")?;
+        writeln!(out, "the first micro-batch recomputes {first} operations, the last {last}:")?;
     }
     let mut from = 0;
     while let Some(first) = step.layers.get(from) {

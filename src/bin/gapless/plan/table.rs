@@ -20,11 +20,11 @@ use crate::output::{print, replace, tell};
 /// The use of a table's offset column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Offsets {
-    /// Each must be kept
+    /// Keep every offset
     Pin,
-    /// Each is kept as far as that costs no height
+    /// Keep offsets where that does not make the plan larger
     Keep,
-    /// None is looked at
+    /// Ignore all offsets
     Ignore,
 }
 
@@ -52,7 +52,7 @@ pub fn place_table(arguments: &Arguments, table: &Table, name: &str) -> anyhow::
     let solution = plan(&problem, &Options { warm_start, ..options.clone() });
     let plan_ms = start.elapsed().as_secs_f64() * 1e3;
     if solution.offsets.len() != problem.len() {
-        bail!("no plan was found below 2^64 bytes; sizes, alignments and offsets leave none, or it is well hidden");
+        bail!("no plan was found below 2^64 bytes; use smaller sizes or alignments, or fewer pinned offsets");
     }
     if let Err(violations) = check(&problem, &solution.offsets, None) {
         panic!("the planner made a plan that the checker rejects: {violations:?}");
@@ -71,7 +71,7 @@ pub fn place_table(arguments: &Arguments, table: &Table, name: &str) -> anyhow::
     if verdict.fit != Fit::Fits {
         let why = explain(&problem, &[], &solution, &Options { deadline: deadline.left(), ..options });
         if !table.gaps.is_empty() {
-            tell("what follows is said of the buffers as if they had no gaps");
+            tell("the following explanation ignores the gaps of buffers");
         }
         tell_why(&verdict, why.map(|why| why.named(|id| table.ids[id.index()].clone())));
     }
@@ -97,7 +97,7 @@ fn tell_what_it_means(table: &Table, problem: &Problem) {
         ));
     }
     if !table.gaps.is_empty() {
-        tell("gaps are not made use of: every buffer keeps its bytes all its life, and a lower plan may exist");
+        tell("gaps are ignored: every buffer keeps its bytes for its whole lifetime, so a lower plan may exist");
     }
 }
 
@@ -164,7 +164,7 @@ fn report(arguments: &Arguments, solution: &Solution, verdict: &Verdict, plan_ms
         return print(|out| writeln!(out, "{json}"));
     }
     print(|out| {
-        writeln!(out, "{buffers} buffers in {height} bytes, {gap:.4} × the most alive at once ({lower_bound})")?;
+        writeln!(out, "{buffers} buffers in {height} bytes, {gap:.4} × the lower bound ({lower_bound})")?;
         writeln!(out, "proof: {proof}; planned in {plan_ms:.1} ms, {stopped}")
     })
 }
@@ -172,23 +172,23 @@ fn report(arguments: &Arguments, solution: &Solution, verdict: &Verdict, plan_ms
 /// The reason for which planning stopped: the word for JSON, and the words for people.
 fn stopped(reason: StopReason) -> (&'static str, &'static str) {
     match reason {
-        StopReason::Proven => ("proven", "until it was proven"),
-        StopReason::Fits => ("fits", "until it fitted"),
-        StopReason::Impossible => ("impossible", "until it was proven not to fit"),
-        StopReason::Exhausted => ("exhausted", "until nothing was left to try"),
-        StopReason::Work => ("work", "until all work was spent"),
-        StopReason::Deadline => ("deadline", "cut short by the deadline"),
+        StopReason::Proven => ("proven", "stopped when proven optimal"),
+        StopReason::Fits => ("fits", "stopped when it fitted"),
+        StopReason::Impossible => ("impossible", "stopped when proven not to fit"),
+        StopReason::Exhausted => ("exhausted", "stopped when nothing was left to try"),
+        StopReason::Work => ("work", "stopped when all work was spent"),
+        StopReason::Deadline => ("deadline", "stopped by the deadline"),
     }
 }
 
 fn tell_why(verdict: &Verdict, why: Option<Explanation>) {
     let late = match verdict.stop_reason {
-        StopReason::Deadline => ": the deadline passed, more time might do",
+        StopReason::Deadline => "; the deadline passed, so more time may help",
         _ => "",
     };
     match verdict.fit {
-        Fit::Impossible => tell("does not fit: no plan can"),
-        _ => tell(format_args!("does not fit: this plan doesn't, whether another would is not known{late}")),
+        Fit::Impossible => tell("does not fit: no plan does"),
+        _ => tell(format_args!("does not fit: this plan does not, but a smaller one may exist{late}")),
     }
     if let Some(why) = why {
         tell(why.to_string().trim_end());

@@ -6,7 +6,7 @@ const state = { view: null, hidden: new Set(), smoothing: null, log: false, map:
 const TITLES = {
   loss: "Loss", val_loss: "Validation loss", lr: "Learning rate", gradient_norm: "Gradient norm", tokens_per_second: "Tokens per second", seconds: "Time by part",
 };
-const NOTES = { seconds: "in seconds, of a step or an evaluation", tokens_per_second: "mean since the run began or went on", gradient_norm: "before clipping" };
+const NOTES = { seconds: "in seconds, of a step or an evaluation", tokens_per_second: "mean since the run started or resumed", gradient_norm: "before clipping" };
 // Curves that are not smoothed: settings, and values that are means already.
 const STEADY = new Set(["lr", "val_loss", "tokens_per_second"]);
 const LOGARITHMIC = /loss|norm/;
@@ -297,7 +297,7 @@ function watch() {
       last = text;
       byId("state").textContent = `read at ${new Date().toLocaleTimeString()}`;
     } catch {
-      byId("state").textContent = "gapless report has ended: this is what was there";
+      byId("state").textContent = "gapless report has ended: these are its last data";
     }
   }, 2000);
 }

@@ -334,7 +334,7 @@ mod tests {
 
     /// A greedy sweep put two long items apart, so that a third one ends above the bound.
     #[test]
-    fn what_stands_in_the_way_moves() {
+    fn blocking_items_are_ejected() {
         let part = items(&[(0, 6, 4, false), (2, 4, 4, false), (4, 8, 8, false)]);
         let places = [Some(0), Some(8), Some(12)];
         let mut ejection = start(&part, &places);

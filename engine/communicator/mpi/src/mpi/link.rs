@@ -101,7 +101,7 @@ impl Link {
         let under_way = inner.slots.iter().filter(under_way).count();
         if under_way > 0 {
             drop(inner);
-            self.end_job(format!("rank {rank} left with {under_way} operation(s) under way"), None);
+            self.end_job(format!("rank {rank} dropped its communicator with {under_way} operation(s) under way"), None);
         }
         inner.handles -= 1;
         inner.over = inner.handles == 0;

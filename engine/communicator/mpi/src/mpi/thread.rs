@@ -123,7 +123,7 @@ pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
         or_end_job(me, farewells.listen());
         for rank in farewells.longer_ago_than(GRACE) {
             if let Some(operation) = operations.iter().find(|o| o.waits_for(rank, &groups[o.group])) {
-                end_job(&format!("rank {rank} left while rank {me} was {}", operation.awaited));
+                end_job(&format!("rank {rank} dropped its communicator while rank {me} was {}", operation.awaited));
             }
         }
         std::thread::yield_now();
@@ -145,8 +145,8 @@ fn begin() -> Result<((Group, Farewells, Started), Universe)> {
         mpi::initialize_with_threading(Threading::Funneled).ok_or(CommunicatorError::StartedTwice)?;
     if threading < Threading::Funneled {
         return Err(CommunicatorError::Unsupported {
-            what: "a program of several threads by this MPI library",
-            remedy: "use one that was built with threads",
+            what: "a program with several threads over this MPI library",
+            remedy: "use an MPI library that was built with threads",
         });
     }
     let world = raw::world()?;

@@ -133,7 +133,7 @@ generated! {
     #![cases(512)]
 
     #[test]
-    fn nobody_sees_another_number_and_no_more_is_alive(program in any_program(1..60, 25)) {
+    fn fusing_keeps_values_and_does_not_raise_the_peak(program in any_program(1..60, 25)) {
         let mut merged = program.clone();
         fuse(&mut merged);
         prop_assert_eq!(shown(&merged), shown(&program));
@@ -165,7 +165,7 @@ generated! {
 
 /// A chain, a diamond, and an instruction in between that prevents fusion.
 #[test]
-fn what_is_merged() {
+fn chains_and_diamonds_are_fused() {
     let check = |instrs: &[(&str, &[usize], usize)], expected: usize| {
         let mut program = Program::default();
         let all: Vec<BufferId> = (0..8)

@@ -254,7 +254,7 @@ impl Parser {
                 match self.next() {
                     TokenKind::Name(name) => Expr::Attribute(Box::new(value), name),
                     TokenKind::Int(index) => Expr::Item(Box::new(value), Box::new(Expr::Int(index))),
-                    _ => return self.unexpected("a name or a number behind the dot"),
+                    _ => return self.unexpected("a name or a number after the dot"),
                 }
             } else if self.take_sign("[") {
                 let mut items = self.separated("]", Self::subscript)?;
@@ -323,7 +323,8 @@ impl Parser {
             } else if !is_named && !has_rest && arguments.named.is_empty() {
                 arguments.positional.push(parser.expression(true)?);
             } else {
-                return parser.fail("arguments are in a wrong order: first plain ones, then named ones, then * and **");
+                return parser
+                    .fail("arguments are in the wrong order; write plain ones first, then named ones, then * and **");
             }
             Ok(())
         })?;

@@ -119,8 +119,8 @@ impl Template {
                 // Within a macro or a filter, only the start of the captured text is known.
                 if text.get(span.clone()) != Some(&*answer.text) {
                     return fault(
-                        "{% generation %} stands within a macro or a block that is captured, so where its text comes in the output is not \
-                         known; put it around the call",
+                        "{% generation %} is inside a macro or a captured block, so the place of its text in the output is \
+                         unknown; put it around the call",
                     );
                 }
                 spans.push(span);
@@ -139,6 +139,9 @@ fn on_own_stack<T: Send>(run: impl FnOnce() -> Outcome<T> + Send) -> Result<T, S
     thread::scope(|scope| {
         let thread = thread::Builder::new().name("template".into()).stack_size(STACK).spawn_scoped(scope, run);
         let thread = thread.map_err(|error| format!("cannot start a thread to render on: {error}"))?;
-        thread.join().map_err(|_| "a mistake of the renderer; please report the template".to_owned())?.map_err(place)
+        thread
+            .join()
+            .map_err(|_| "internal error of the renderer; please report the template".to_owned())?
+            .map_err(place)
     })
 }

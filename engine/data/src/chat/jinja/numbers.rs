@@ -12,7 +12,7 @@ pub(super) fn float_digits(value: f64, letter: char, digits: Option<usize>, alte
     let value = value.abs();
     let digits = digits.unwrap_or(6);
     if digits > MOST_DIGITS {
-        return fault(format!("a number with {digits} digits behind the point; at most {MOST_DIGITS} are written"));
+        return fault(format!("a number with {digits} digits after the point; at most {MOST_DIGITS} are written"));
     }
     let text = match letter.to_ascii_lowercase() {
         _ if !value.is_finite() => float_repr(value),

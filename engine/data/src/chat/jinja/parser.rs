@@ -192,7 +192,7 @@ impl Parser {
                 let parameters = if self.is_sign("(") { self.parameters()? } else { Vec::new() };
                 let call = self.expression(true)?;
                 if !matches!(call, Expr::Call(..)) {
-                    return self.fail("expected a call of a macro behind call");
+                    return self.fail("expected a macro call after call");
                 }
                 Kind::Call(call, self.macro_body("caller".into(), parameters, "endcall")?)
             }

@@ -28,7 +28,7 @@ impl Routing {
     pub fn exchange(&self, ranks: usize) -> Result<Exchange> {
         if ranks == 0 || !self.experts.is_multiple_of(ranks) {
             let why = format!("{ranks} ranks cannot share {} experts equally", self.experts);
-            return Err(Error::config("mesh", why, "choose a divisor of the number of experts"));
+            return Err(Error::config("mesh.expert", why, "choose a divisor of the number of experts"));
         }
         let sent = self.starts.clone();
         let rows_sent = self.slots.elem_count();

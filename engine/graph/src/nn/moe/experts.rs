@@ -40,8 +40,8 @@ impl Experts {
         let _layer = x.enter(&self.layer);
         let experts = self.gate_proj.dim(0)? * self.ranks;
         if experts != routing.experts {
-            let why = format!("{experts} experts behind a router of {}", routing.experts);
-            return Err(Error::config("experts", why, "give both the same number"));
+            let why = format!("there are {experts} experts, but the router chooses among {}", routing.experts);
+            return Err(Error::config("experts", why, "use the same number for both"));
         }
         let routed = routing.exchange(self.ranks)?;
         let rows = routed.receive(&routing.dispatch(x)?)?;

@@ -119,22 +119,25 @@ impl RouterConfig {
         let amounts = [jitter, balance_loss, z_loss, bias_rate, scale];
         if amounts.iter().any(|x| !x.is_finite() || **x < 0.0) || *jitter >= 1.0 || *scale == 0.0 {
             return fail(
-                "a rate is not finite or out of its range",
-                "jitter is below 1, scale above 0, the others at least 0",
+                "jitter, balance_loss, z_loss, bias_rate or scale is out of range",
+                "set jitter to at least 0 and below 1, scale above 0, and the others to at least 0",
             );
         }
         if self.top_k == 0 || self.top_k > self.experts {
-            return fail("top_k is not between 1 and the number of experts", "choose one that is");
+            return fail("top_k is not from 1 to the number of experts", "choose one within this range");
         }
         if self.capacity.is_some_and(|capacity| !(capacity.factor > 0.0 && capacity.factor.is_finite())) {
-            return fail("the capacity factor is not above 0", "1.25 is usual");
+            return fail("the capacity factor is not above 0", "set it above 0; 1.25 is usual");
         }
         if self.choice == Choice::Experts {
             if self.capacity.is_none_or(|capacity| capacity.drop != DropPolicy::Lightest) {
-                return fail("experts that choose need a capacity", "set one that drops the lightest");
+                return fail("expert choice needs a capacity that drops the lightest", "set one");
             }
             if self.groups.is_some() || *bias_rate > 0.0 || self.fixed_bias || *balance_loss > 0.0 {
-                return fail("experts that choose are balanced", "leave out groups, bias_rate and balance_loss");
+                return fail(
+                    "expert choice is balanced by itself",
+                    "leave groups, bias_rate, fixed_bias and balance_loss out",
+                );
             }
         }
         Ok(())

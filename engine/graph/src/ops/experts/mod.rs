@@ -57,7 +57,7 @@ fn by_sequence(dims: &[usize]) -> Result<(usize, usize, usize), String> {
     match *dims {
         [batch, tokens, last] => Ok((batch, tokens, last)),
         [tokens, last] => Ok((1, tokens, last)),
-        _ => Err("[batch, tokens, ..] or [tokens, ..] is needed".into()),
+        _ => Err("the input must be [batch, tokens, ..] or [tokens, ..]".into()),
     }
 }
 
@@ -71,9 +71,9 @@ fn expect_places(places: &Spec, slots: &Spec) -> Result<usize, String> {
 
 /// Checks that the weights of tokens in a router's statistics are f32 [batch, tokens], for `x` [batch, tokens, ..].
 fn expect_routed(routed: &Spec, x: &Spec) -> Result<(), String> {
-    let (_, tokens) = x.dims().split_last().ok_or("[batch, tokens, ..] is needed")?;
+    let (_, tokens) = x.dims().split_last().ok_or("the input must be [batch, tokens, ..]")?;
     if *routed != Spec::f32(tokens.to_vec()) {
-        return Err("what each token counts must be f32, one number for each token".into());
+        return Err("the token weights must be f32, one for each token".into());
     }
     Ok(())
 }

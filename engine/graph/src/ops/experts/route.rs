@@ -124,7 +124,7 @@ impl Op for Route {
             Chooses::Experts => {
                 crate::ops::expect_float(&inputs[..1])?;
                 if last != self.experts || !self.weighs() {
-                    return Err(format!("{} experts that choose the heaviest need a score each", self.experts));
+                    return Err(format!("expert choice needs a score for each of {} experts", self.experts));
                 }
             }
         }
@@ -135,7 +135,7 @@ impl Op for Route {
             return Err("the weights must have the shape of the ids".into());
         }
         if matches!(self.capacity, Some((0, _))) {
-            return Err("a capacity of 0 rows".into());
+            return Err("the capacity must be at least 1 row".into());
         }
         let (routed, limits) = self.routed_and_limits(inputs.len(), |index| inputs[index].dims().len());
         if let Some(routed) = routed {
@@ -149,7 +149,7 @@ impl Op for Route {
         }
         let slots = inputs[0].elements();
         if slots >= NONE as usize {
-            return Err(format!("{slots} choices; they are counted in u32"));
+            return Err(format!("{slots} choices are more than u32 can count"));
         }
         let u32s = |shape: candle_core::Shape| Spec { shape, dtype: DType::U32 };
         let places = u32s(inputs[0].shape.clone());

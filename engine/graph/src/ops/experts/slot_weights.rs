@@ -23,7 +23,7 @@ impl Op for SlotWeights {
         crate::ops::expect_float(&inputs[..1])?;
         super::expect_places(&inputs[1], &inputs[2])?;
         if inputs[0].dims() != inputs[1].dims() {
-            return Err("one weight per place is needed".into());
+            return Err("the weights must be one per place".into());
         }
         Ok(vec![inputs[0].in_shape((inputs[2].elements(), 1))])
     }

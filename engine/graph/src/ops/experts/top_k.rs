@@ -124,13 +124,13 @@ impl Op for TopK {
         let mut choice = experts;
         if let Some(ExpertGroups { count, limit }) = self.groups {
             if count == 0 || !experts.is_multiple_of(count) || limit == 0 || limit > count {
-                return Err(format!("{limit} of {count} groups of {experts} experts"));
+                return Err(format!("cannot choose {limit} of {count} groups of {experts} experts"));
             }
             choice = experts / count * limit;
         }
         if self.k == 0 || self.k > choice || experts > MAX_EXPERTS {
             return Err(format!(
-                "{} of {choice} experts; at least 1, and at most {MAX_EXPERTS} experts in all",
+                "cannot choose {} of {choice} experts; choose at least 1, of at most {MAX_EXPERTS} experts in total",
                 self.k
             ));
         }

@@ -109,7 +109,7 @@ impl Op for LinearCrossEntropy {
             return Err("weights must be f32 in the shape of the targets".into());
         }
         if let Some(cap) = self.counted.cap.filter(|&cap| !is_positive_f32(cap)) {
-            return Err(format!("the cap of logits {cap} is not a positive number in f32"));
+            return Err(format!("the cap {cap} of the logits is not a positive number in f32"));
         }
         let losses = vec![Spec::f32(rows.to_vec()); self.dx()];
         Ok(match self.gradient {

@@ -18,13 +18,13 @@ pub enum AttentionError {
         kv_heads: usize,
     },
     /// A head is larger than the kernels support.
-    #[error("a head of {head_size} elements is larger than {MAX_HEAD_SIZE}; use more, smaller heads")]
+    #[error("a head of {head_size} elements is above the maximum of {MAX_HEAD_SIZE}; use more, smaller heads")]
     HeadSize {
         /// Elements of a head.
         head_size: usize,
     },
     /// The window is zero, so that no key is visible.
-    #[error("a window of no key; a query sees one key at least, itself")]
+    #[error("the window is 0; it must be at least 1")]
     Window,
     /// The cap is not positive and finite.
     #[error("the cap of scores is {cap}; it must be positive and finite")]

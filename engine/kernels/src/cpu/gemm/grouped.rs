@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_an_error() {
+    fn operands_that_are_too_short_are_refused() {
         for (starts, count) in [(&[][..], 1), (&[0], 0), (&[0, 2, 1], 2), (&[0, 1, 2], 3)] {
             assert!(Groups::new(starts, count).is_err(), "{starts:?}, {count}");
         }

@@ -172,7 +172,7 @@ pub enum GemmError {
     },
     /// Run boundaries that descend, or that do not give each group the same number of runs.
     #[error(
-        "{starts} starts cannot be those of {groups} groups; give as many runs to each, in order, and where the last ends"
+        "{starts} starts do not fit {groups} groups; give the same number of ascending starts for each group, and the end of the last"
     )]
     Groups {
         /// The number of run boundaries.

@@ -127,7 +127,7 @@ impl Nvidia {
         let beside = vec![("driver's context, and other processes", before), ("cuBLASLt", libraries)];
         let (modules, functions) = (HashMap::new(), HashMap::new());
         let (memory, graphs) = (None, Vec::new());
-        tracing::info!(device = name, libraries = ?taken(&LIBRARIES), "a GPU");
+        tracing::info!(device = name, libraries = ?taken(&LIBRARIES), "using a GPU");
         Ok(Self {
             card,
             name,
@@ -203,7 +203,7 @@ impl Nvidia {
     /// Returns an error unless a copy stays within the reserved memory.
     fn expect_inside(&self, address: u64, bytes: usize, call: &str) -> Result<(), DeviceError> {
         let inside = self.memory.as_ref().is_some_and(|memory| memory.holds(address, bytes));
-        let what = || format!("{bytes} bytes at {address:#x} are not in the memory that was reserved");
+        let what = || format!("{bytes} bytes at {address:#x} are outside the reserved memory");
         let error = || DeviceError::Driver { device: self.name.clone(), call: call.into(), what: what() };
         if inside { Ok(()) } else { Err(error()) }
     }
@@ -239,7 +239,7 @@ impl Device for Nvidia {
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
         self.enter()?;
         if self.memory.is_some() {
-            let (device, what) = (self.name.clone(), "there is memory already".into());
+            let (device, what) = (self.name.clone(), "memory is reserved already".into());
             return Err(DeviceError::Driver { device, call: "reserving memory".into(), what });
         }
         let mapped = Mapped::new(&self.name, self.device, bytes)?;
@@ -393,7 +393,7 @@ impl Device for Nvidia {
         if let Some(memory) = self.memory.as_mut().filter(|_| shares_process) {
             let shared = entered.and_then(|()| memory.share(&self.name));
             let failed = |error: DeviceError| CommunicatorError::Cuda {
-                call: "showing memory to other GPUs",
+                call: "giving other GPUs access to memory",
                 what: error.to_string(),
             };
             shared.map_err(failed)?;

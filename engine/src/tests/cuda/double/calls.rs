@@ -384,16 +384,16 @@ fn an_algorithm_is_for_how_its_operands_are_aligned() {
 fn memory_may_not_be_enough() {
     judge(module_path!(), "memory_may_not_be_enough", |double| {
         for (bytes, expected) in [
+            (CONTEXT - 1, "GPU 0 (Double of sm_90, 00000000:1B:00.0) has no memory left (cuDevicePrimaryCtxRetain"),
             (
-                CONTEXT - 1,
-                "GPU 0 (Double of sm_90, 00000000:1B:00.0) has no memory left, says cuDevicePrimaryCtxRetain",
+                CONTEXT + PAGE - 1,
+                "has 2.00 MiB (2097151 bytes) of its 422.00 MiB free, but 2 MiB (2097152 bytes) are needed",
             ),
-            (CONTEXT + PAGE - 1, "has 2097151 of its 442499071 bytes free, and 2097152 are needed"),
-            (CONTEXT + PAGE, "has no memory left, says loading elementwise_gelu_f32_"),
-            (CONTEXT + PAGE + MODULE, "has no memory left, says loading elementwise_gelu_f32_"),
-            (CONTEXT + PAGE + MODULE + FUNCTION, "has no memory left, says loading elementwise_add_f32_"),
-            (CONTEXT + PAGE + 2 * (MODULE + FUNCTION), "has no memory left, says starting Product"),
-            (CONTEXT + PAGE + 2 * (MODULE + FUNCTION) + PRODUCTS, "has no memory left, says cuGraphUpload"),
+            (CONTEXT + PAGE, "has no memory left (loading elementwise_gelu_f32_"),
+            (CONTEXT + PAGE + MODULE, "has no memory left (loading elementwise_gelu_f32_"),
+            (CONTEXT + PAGE + MODULE + FUNCTION, "has no memory left (loading elementwise_add_f32_"),
+            (CONTEXT + PAGE + 2 * (MODULE + FUNCTION), "has no memory left (starting Product"),
+            (CONTEXT + PAGE + 2 * (MODULE + FUNCTION) + PRODUCTS, "has no memory left (cuGraphUpload"),
         ] {
             double.set("MEMORY", bytes);
             let error = open().and_then(|mut device| work(&mut device, apart)).unwrap_err().to_string();
@@ -449,7 +449,7 @@ fn every_call_may_fail() {
                     "cuLaunchKernel" => "launching elementwise_gelu_f32_".into(),
                     "cuInit" | "cuDeviceGet" => "GPU 0 cannot be used here".into(),
                     "cublasLtMatmul" => "starting Product".into(),
-                    "cublasLtCreate" => "has no memory left, says cublasLtCreate".into(),
+                    "cublasLtCreate" => "has no memory left (cublasLtCreate".into(),
                     name if name.starts_with("cublasLt") => "has no memory left".into(),
                     name => format!("{name} failed on GPU 0"),
                 };
