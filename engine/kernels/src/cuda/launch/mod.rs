@@ -30,7 +30,7 @@ pub use experts::{
 };
 pub use gather::{gather_along, row_max, scatter_add};
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
-pub(super) use norm::OnePass;
+pub(super) use norm::{MOST_THREADS, OnePass, RowBlocks, rows};
 pub use norm::{fits_one_pass, norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub use product::ALIGNMENT;
 pub use product::{
