@@ -11,7 +11,7 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
     __device__ __forceinline__ void set(u32 j, T x) { at[j] = x; }
 };
 
-// In pairs: a compiler has a register for each element by itself, and stores those one by one that it has rounded one by one.
+// In pairs: a compiler has a register for each element by itself.
 template <u32 N>
 struct alignas(2 * N < 16 ? 2 * N : 16) Neighbours<bf16, N> {
     static_assert(N % 2 == 0, "pairs, or one alone");
@@ -48,12 +48,42 @@ __device__ __forceinline__ void load_neighbours(f32 (&to)[N], const T* from) {
     unpack(to, neighbours<N>(from));
 }
 
-template <u32 N, typename T>
-__device__ __forceinline__ void store_neighbours(T* to, const f32 (&from)[N]) {
-    Neighbours<T, N> all;
+// Stores words that lie side by side in global memory, together if they are 8 or 16 bytes or more: a compiler stores some one by one.
+template <u32 WORDS>
+__device__ __forceinline__ void store_words(void* to, const u32 (&words)[WORDS]) {
+#ifdef ON_HOST
+    *reinterpret_cast<Neighbours<u32, WORDS>*>(to) = reinterpret_cast<const Neighbours<u32, WORDS>&>(words);
+#else
+    if constexpr (WORDS == 1) {
+        *(u32*)to = words[0];
+    } else if constexpr (WORDS == 2) {
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words[0]), "r"(words[1]) : "memory");
+    } else {
+        static_assert(WORDS % 4 == 0, "packs");
+#pragma unroll
+        for (u32 i = 0; i < WORDS; i += 4) {
+            asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"((u32*)to + i), "r"(words[i]), "r"(words[i + 1]),
+                         "r"(words[i + 2]), "r"(words[i + 3])
+                         : "memory");
+        }
+    }
+#endif
+}
+
+template <u32 N>
+__device__ __forceinline__ void store_neighbours(u8* to, const f32 (&from)[N]) {
+    Neighbours<u8, N> all;
 #pragma unroll
     for (u32 j = 0; j < N; ++j) store(&all.at[j], from[j]);
-    *reinterpret_cast<Neighbours<T, N>*>(to) = all;
+    *reinterpret_cast<Neighbours<u8, N>*>(to) = all;
+}
+
+template <u32 N>
+__device__ __forceinline__ void store_neighbours(f32* to, const f32 (&from)[N]) {
+    u32 words[N];
+#pragma unroll
+    for (u32 j = 0; j < N; ++j) words[j] = bits_of(from[j]);
+    store_words(to, words);
 }
 
 template <u32 N>
@@ -61,10 +91,10 @@ __device__ __forceinline__ void store_neighbours(bf16* to, const f32 (&from)[N])
     if constexpr (N == 1) {
         store(to, from[0]);
     } else {
-        Neighbours<bf16, N> all;
+        u32 pairs[N / 2];
 #pragma unroll
-        for (u32 j = 0; j < N / 2; ++j) all.pairs[j] = pair_of(from[2 * j], from[2 * j + 1]);
-        *reinterpret_cast<Neighbours<bf16, N>*>(to) = all;
+        for (u32 j = 0; j < N / 2; ++j) pairs[j] = pair_of(from[2 * j], from[2 * j + 1]);
+        store_words(to, pairs);
     }
 }
 
