@@ -12,7 +12,7 @@ use std::fmt::Write;
 
 use candle_core::{DType, Layout};
 
-use super::launch::{Arguments, OnePass, Strides};
+use super::launch::{self, Arguments, OnePass, RowBlocks, Strides};
 use super::{Constant, Family, Fusible, Generated, Kernel, Launch, Operand, Operands, Random};
 
 /// One of the operations of a kernel.
@@ -145,9 +145,9 @@ pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Ope
     let mut body = writer.constants(&mut fields);
     writer.each(&mut body, &loaded, &stored);
     let one_pass = writer.one_pass()?;
-    let pack = writer.several(&mut body, &loaded, &stored, one_pass.as_ref());
-    let width = writer.rows(&mut fields, &mut body, one_pass.as_ref())?;
-    if width.is_none() {
+    let pack = writer.several(&mut body, &loaded, &stored);
+    let blocks = writer.rows(&mut fields, &mut body, one_pass.as_ref())?;
+    if blocks.is_none() {
         writer.flat(&mut body);
     }
 
@@ -157,8 +157,9 @@ pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Ope
     let mut text = String::from("#include \"fused.cuh\"\n\n");
     line(&mut text, 0, format_args!("// {}.", names.join(", ")));
     line(&mut text, 0, format_args!("struct Operands {{\n{}}};\n", fields.text));
-    let declared = match &one_pass {
-        Some(OnePass { most_threads, .. }) => format!("BOUNDED_KERNEL({UNNAMED}, Operands, {most_threads}, 1)"),
+    let bounds = one_pass.map(|one_pass| one_pass.bounds).or(blocks.map(|_| [launch::MOST_THREADS, 1]));
+    let declared = match bounds {
+        Some([threads, blocks]) => format!("BOUNDED_KERNEL({UNNAMED}, Operands, {threads}, {blocks})"),
         None => format!("KERNEL({UNNAMED}, Operands)"),
     };
     let operands = writer.operands(&loaded, &stored);
@@ -166,10 +167,9 @@ pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Ope
     let name = named(&names, stored.first()?.type_name, &text);
     let generated = Generated::of(format!("{name}.cu"), text.replace(UNNAMED, &name));
     let (family, arguments) = (Family::Generated(generated), Words(fields.words.into()));
-    Some(match (one_pass, width) {
-        (Some(one_pass), _) => one_pass.kernel(family, name, arguments),
-        (None, Some(width)) => Kernel::rows(family, name, count / width.max(1), width.div_ceil(pack), arguments),
-        (None, None) => Kernel::flat(family, name, count.div_ceil(pack), arguments),
+    Some(match blocks {
+        Some(blocks) => blocks.kernel(family, name, arguments),
+        None => Kernel::flat(family, name, count.div_ceil(pack), arguments),
     })
 }
 
@@ -363,28 +363,40 @@ impl Writer<'_> {
         self.members.iter().position(|member| matches!(member.fusible, Fusible::NormGradInput { .. }))
     }
 
-    /// The function that loads, makes and stores several neighbours, as many as there are of `count`, from place `i` on; and
-    /// whether as many may be moved together as fit 16 bytes, or as a thread has of a row. Returns how many these are.
-    fn several(&self, body: &mut String, loaded: &[Element], stored: &[Element], one_pass: Option<&OnePass>) -> u64 {
+    /// The functions for several neighbours, as many as there are of `count`, from place `i` on: one that loads them, and one that
+    /// makes and stores what becomes of them; and whether as many may be moved together as fit 16 bytes, or as a thread has of a row
+    /// at a time. Returns how many these are.
+    fn several(&self, body: &mut String, loaded: &[Element], stored: &[Element]) -> u64 {
         let bytes = loaded.iter().chain(stored).map(|element| element.dtype.size_in_bytes() as u64).min().unwrap_or(4);
-        let pack = one_pass.map_or(16 / bytes, |one_pass| one_pass.pack);
+        let head = self.head();
+        let pack =
+            head.and_then(|head| self.input(head, 0)).map_or(16 / bytes, |x| 16 / x.dtype.size_in_bytes() as u64);
         let dense = || loaded.iter().filter(|x| x.lies == Lies::Dense);
-        let head = if self.head().is_some() { ", const auto& head" } else { "" };
-        line(body, 1, format_args!("const auto several = [&](auto count, u64 i{head}) {{"));
+        let joined = |of: &dyn Fn(&Element) -> String, by: &str| dense().map(of).collect::<Vec<_>>().join(by);
+        line(body, 1, format_args!("const auto fetch = [&](auto count, u64 i) {{"));
+        line(body, 2, format_args!("[[maybe_unused]] constexpr u32 N = decltype(count)::VALUE;"));
+        let kept = joined(&|x| format!("Neighbours<{}, N> x{};", x.type_name, x.index), " ");
+        line(body, 2, format_args!("struct Fetched {{ {kept} }};"));
+        let fetched = joined(&|x| format!("neighbours<N>(to.x{} + i)", x.index), ", ");
+        line(body, 2, format_args!("return Fetched{{{fetched}}};"));
+        line(body, 1, format_args!("}};"));
+        let given = if head.is_some() { ", const auto& head" } else { "" };
+        line(body, 1, format_args!("const auto several = [&](auto count, u64 i, const auto& fetched{given}) {{"));
         line(body, 2, format_args!("constexpr u32 N = decltype(count)::VALUE;"));
         for Element { index, .. } in dense() {
             line(body, 2, format_args!("f32 of_x{index}[N];"));
-            line(body, 2, format_args!("load_neighbours(of_x{index}, to.x{index} + i);"));
+            line(body, 2, format_args!("unpack(of_x{index}, fetched.x{index});"));
         }
         for Element { index, .. } in stored {
             line(body, 2, format_args!("f32 of_y{index}[N];"));
         }
         let arguments: Vec<String> = ["i + j".to_owned()]
             .into_iter()
-            .chain(self.head().map(|_| "head[j]".into()))
+            .chain(head.map(|_| "head[j]".into()))
             .chain(loaded.iter().map(Element::load))
             .chain(stored.iter().map(|y| format!("of_y{}[j]", y.index)))
             .collect();
+        line(body, 0, format_args!("#pragma unroll"));
         line(body, 2, format_args!("for (u32 j = 0; j < N; ++j) each({});", arguments.join(", ")));
         for Element { index, .. } in stored {
             line(body, 2, format_args!("store_neighbours(to.y{index} + i, of_y{index});"));
@@ -398,52 +410,63 @@ impl Writer<'_> {
         pack
     }
 
-    /// The normalisation of rows, or its gradient, around the elements, and the width of a row; none if there is neither.
-    fn rows(&self, fields: &mut Fields, body: &mut String, one_pass: Option<&OnePass>) -> Option<Option<u64>> {
+    /// The normalisation of rows, or its gradient, around the elements, and the blocks that have the rows; none if there is neither.
+    fn rows(&self, fields: &mut Fields, body: &mut String, one_pass: Option<&OnePass>) -> Option<Option<RowBlocks>> {
         let is_of_rows = |f: &Fusible| !matches!(f, Fusible::Each { .. } | Fusible::NormGradWeight);
-        let Some((member, inputs, fusible)) = self.members().find(|(.., f)| is_of_rows(f)) else {
+        let Some((member, _, fusible)) = self.members().find(|(.., f)| is_of_rows(f)) else {
             return Some(None);
         };
-        let input = |index: usize| match inputs[index] {
-            Source::Memory(input) => Some(self.operands.inputs[input].clone()),
-            // What is made here lies in memory too.
-            Source::Member(member, output) => self.output(member, output),
-        };
-        let address = |index: usize| input(index).map(|operand| operand.address);
-        let x = input(0)?;
-        let (width, type_name) = (x.width(), type_of(x.dtype)?);
-        match *fusible {
+        let address = |index: usize| self.input(member, index).map(|operand| operand.address);
+        let x = self.input(member, 0)?;
+        let (width, rows, type_name) = (x.width(), launch::rows(&x), type_of(x.dtype)?);
+        let with_threads = |low: u32, blocks: &RowBlocks| u64::from(low) | u64::from(blocks.row_threads) << 32;
+        Some(Some(match *fusible {
             Fusible::Norm { is_centred, eps } => {
+                let blocks = RowBlocks::norm(&x);
                 let bias = if is_centred { address(2)? } else { 0 };
                 let (y, stats) = (self.output(member, 0)?.address, self.output(member, 1)?.address);
-                let eps = u64::from((eps as f32).to_bits());
-                fields.push("NormArguments norm", [x.address, address(1)?, bias, y, stats, width, eps]);
-                line(body, 1, format_args!("const bool is_packed = may_be_packed && to.norm.width % PACK == 0;"));
-                line(body, 1, format_args!("each_of_row<PACK>(to.norm.width, is_packed, [&](auto count, u64 j) {{"));
-                line(body, 2, format_args!("several(count, blockIdx.x * to.norm.width + j);"));
+                let eps = with_threads((eps as f32).to_bits(), &blocks);
+                fields.push("NormArguments norm", [x.address, address(1)?, bias, y, stats, width, rows, eps]);
+                line(body, 1, format_args!("const RowThreads own = row_threads(to.norm);"));
+                line(body, 1, format_args!("const u64 width = own.row < to.norm.rows ? to.norm.width : 0;"));
+                let head = "each_of_row<PACK>(own, width, may_be_packed && width % PACK == 0, [&](auto count, u64 j) {";
+                line(body, 1, format_args!("{head}"));
+                line(body, 2, format_args!("const u64 i = own.row * width + j;"));
+                line(body, 2, format_args!("several(count, i, fetch(count, i));"));
                 line(body, 1, format_args!("}});"));
                 // Whether the row is packed is decided anew.
                 line(body, 1, format_args!("__syncthreads();"));
                 let name = if is_centred { "layer_norm" } else { "rms_norm" };
                 line(body, 1, format_args!("{name}<{type_name}>(to.norm);"));
+                blocks
             }
             Fusible::NormGradInput { is_centred } => {
-                let words = [x.address, address(1)?, address(2)?, address(3)?, 0, width, u64::from(is_centred)];
+                let blocks = one_pass.map_or_else(|| RowBlocks::norm_grad(&x), |one_pass| one_pass.blocks);
+                let last = with_threads(u32::from(is_centred), &blocks);
+                let words = [x.address, address(1)?, address(2)?, address(3)?, 0, width, rows, last];
                 fields.push("NormGradInputArguments norm", words);
-                let call = match one_pass {
-                    Some(OnePass { fold, rows, .. }) => {
+                let (name, fold) = match one_pass {
+                    Some(OnePass { fold, rows, chunks, .. }) => {
                         fields.push("Fold fold", *fold);
-                        format!("norm_grad_to<{type_name}, PACK, {rows}>(to.norm, to.fold, may_be_packed, several);")
+                        (format!("norm_grad_to<{type_name}, PACK, {chunks}, {rows}>"), "to.fold, ")
                     }
-                    None => format!("norm_grad_input_to<{type_name}, PACK>(to.norm, may_be_packed, several);"),
+                    None => (format!("norm_grad_input_to<{type_name}, PACK>"), ""),
                 };
-                line(body, 1, format_args!("{call}"));
+                line(body, 1, format_args!("{name}(to.norm, {fold}may_be_packed, fetch, several);"));
+                blocks
             }
             Fusible::Each { .. } | Fusible::NormGradWeight | Fusible::EmbeddingGrad { .. } | Fusible::Product => {
                 return None;
             }
+        }))
+    }
+
+    /// What a member reads, wherever that lies in memory: what is made here may be stored as well.
+    fn input(&self, member: usize, index: usize) -> Option<Operand> {
+        match self.members[member].inputs[index] {
+            Source::Memory(input) => Some(self.operands.inputs[input].clone()),
+            Source::Member(member, output) => self.output(member, output),
         }
-        Some(Some(width))
     }
 
     /// How gradients of weight and bias are made in the same pass as that of the rows; none if there are none among the members.
@@ -469,7 +492,9 @@ impl Writer<'_> {
     fn flat(&self, body: &mut String) {
         line(body, 1, format_args!("const u64 first = smaller(global_thread() * PACK, to.count);"));
         line(body, 1, format_args!("const u64 end = smaller(first + PACK, to.count);"));
-        line(body, 1, format_args!("if (end - first == PACK && may_be_packed) return several(Count<PACK>(), first);"));
-        line(body, 1, format_args!("for (u64 i = first; i < end; ++i) several(Count<1>(), i);"));
+        line(body, 1, format_args!("const auto all = Count<PACK>(); const auto one = Count<1>();"));
+        let is_whole = "end - first == PACK && may_be_packed";
+        line(body, 1, format_args!("if ({is_whole}) return several(all, first, fetch(all, first));"));
+        line(body, 1, format_args!("for (u64 i = first; i < end; ++i) several(one, i, fetch(one, i));"));
     }
 }

@@ -23,8 +23,10 @@ fn gradients_of_a_norm_are_made_in_one_pass() {
         ([2, 70, 96], [true, true]),
         ([2, 70, 100], [true, true]),
         ([2, 1030, 3], [true, true]),
-        ([1, 5, 2504], [false, true]),
-        ([1, 3, 4100], [false, false]),
+        ([1, 35, 768], [true, true]),
+        ([1, 5, 2504], [true, true]),
+        ([1, 3, 4100], [false, true]),
+        ([1, 2, 8200], [false, false]),
     ];
     for ((shape, is_merged), is_centred) in cases.into_iter().flat_map(|case| [(case, true), (case, false)]) {
         for (dtype, is_merged) in [DType::F32, DType::BF16].into_iter().zip(is_merged) {

@@ -128,6 +128,18 @@ fn rows_of_a_table_and_their_gradient() {
 
 #[test]
 fn copies_between_strides_and_types() {
+    // In packs, and at addresses or over extents that have none.
+    for width in [16, 24, 20, 7] {
+        check(&["contiguous", "widen"], &[&[4, 5, width]], &[], |x, _| {
+            x[0].transpose(0, 1)?.narrow(1, 1, 3)?.contiguous()
+        });
+        check(&["cat"], &[&[2, 3, width], &[2, 3, 16]], &[], |x, _| Tensor::cat(&[&x[0], &x[1]], 2));
+        for dtype in [DType::F32, DType::BF16] {
+            check(&["to_dtype"], &[&[3, width]], &[], |x, _| {
+                Tensor::apply_op::<1>(Cast { dtype }, &[&x[0]]).map(|[y]| y)
+            });
+        }
+    }
     check(&["contiguous", "widen"], &[&[4, 5, 6]], &[], |x, _| x[0].transpose(0, 2)?.narrow(1, 1, 3)?.contiguous());
     check(&["cat"], &[&[2, 3, 4], &[2, 5, 4]], &[], |x, _| Tensor::cat(&[&x[0], &x[1]], 1));
     check(&["cat"], &[&[2, 3, 4], &[4, 3, 4]], &[], |x, _| {

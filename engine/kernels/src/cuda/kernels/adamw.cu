@@ -1,6 +1,6 @@
 // AdamW over many tensors at once, and the norm of their gradients. Twins: optim/adamw.rs, optim/global_norm.rs.
 #include "last_block.cuh"
-#include "reduce.cuh"
+#include "rows.cuh"
 
 // Tensors of one launch: what fits into the 4096 bytes of a kernel's arguments.
 constexpr u32 MAX_UPDATED = 60;
@@ -48,6 +48,9 @@ __device__ __forceinline__ u32 tensor_of(const Tensor* tensors, u64 count) {
     return tensor;
 }
 
+// Neighbours that a thread updates at a time.
+constexpr u32 UPDATED = 4;
+
 template <typename T>
 __device__ void adamw(const AdamWArguments& to) {
     const f32 norm = *to.norm;
@@ -58,17 +61,31 @@ __device__ void adamw(const AdamWArguments& to) {
     const f32 clip = fminf(to.max_norm / (norm + 1e-6f), 1.0f);
     const f32 keep = 1.0f - lr * of.decay, step = lr / to.scalars[1], root = 1.0f / sqrtf(to.scalars[2]);
     const u64 first = (blockIdx.x - of.first_block) * ADAMW_LENGTH, end = smaller(first + ADAMW_LENGTH, of.count);
-    for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
-        const f32 g = (to.sums_in_f32 ? ((const f32*)of.gradient)[i] : load((const T*)of.gradient + i)) * clip;
-        const f32 m = to.beta1 * of.m[i] + (1.0f - to.beta1) * g;
-        const f32 v = to.beta2 * of.v[i] + (1.0f - to.beta2) * g * g;
-        const f32 before = of.master ? of.master[i] : load((const T*)of.parameter + i);
-        const f32 after = before * keep - step * m / (sqrtf(v) * root + to.eps);
-        of.m[i] = m;
-        of.v[i] = v;
-        if (of.master) of.master[i] = after;
-        store((T*)of.parameter + i, after);
-    }
+    const bool is_packed = is_aligned(of.parameter) && is_aligned(of.master) && is_aligned(of.gradient) && is_aligned(of.m) &&
+                           is_aligned(of.v);
+    each_of_row<UPDATED>(end - first, is_packed, [&](auto count, u64 place) {
+        constexpr u32 N = decltype(count)::VALUE;
+        const u64 i = first + place;
+        f32 g[N], m[N], v[N], parameter[N];
+        load_neighbours(m, of.m + i);
+        load_neighbours(v, of.v + i);
+        if (of.master) load_neighbours(parameter, of.master + i);
+        else load_neighbours(parameter, (const T*)of.parameter + i);
+        // The last, as bf16 is unpacked, and so waited for, in its branch.
+        if (to.sums_in_f32) load_neighbours(g, (const f32*)of.gradient + i);
+        else load_neighbours(g, (const T*)of.gradient + i);
+#pragma unroll
+        for (u32 j = 0; j < N; ++j) {
+            g[j] *= clip;
+            m[j] = to.beta1 * m[j] + (1.0f - to.beta1) * g[j];
+            v[j] = to.beta2 * v[j] + (1.0f - to.beta2) * g[j] * g[j];
+            parameter[j] = parameter[j] * keep - step * m[j] / (sqrtf(v[j]) * root + to.eps);
+        }
+        store_neighbours(of.m + i, m);
+        store_neighbours(of.v + i, v);
+        if (of.master) store_neighbours(of.master + i, parameter);
+        store_neighbours((T*)of.parameter + i, parameter);
+    });
 }
 KERNELS(adamw, AdamWArguments)
 
@@ -117,10 +134,12 @@ __device__ void squared_norms(const SquaredNormsArguments& to) {
     const NormTensor& of = to.tensors[tensor];
     const u64 first = (blockIdx.x - of.first_block) * NORM_LENGTH, end = smaller(first + NORM_LENGTH, of.count);
     f32 sum = 0.0f;
-    for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
-        const f32 x = load((const T*)of.x + i);
-        sum += x * x;
-    }
+    const T* x = (const T*)of.x + first;
+    each_of_row<Pack<T>::SIZE>(end - first, is_aligned(x), [&](auto count, u64 i) {
+        f32 of_x[decltype(count)::VALUE];
+        load_neighbours(of_x, x + i);
+        for (const f32 x : of_x) sum += x * x;
+    });
     sum = sum_block(sum, (f32*)shared_memory);
     if (threadIdx.x == 0) to.parts[blockIdx.x] = sum;
     const u64 parts = of.count > NORM_LENGTH ? (of.count + NORM_LENGTH - 1) / NORM_LENGTH : 1;
@@ -154,25 +173,44 @@ KERNEL(side_by_side, GlobalNormArguments) {
     if (i < arguments.count) arguments.sorted[i] = at(arguments, i);
 }
 
-// The root of the sum of all numbers, from the smallest to the largest. One block.
+// The sum of a number of each thread, in the first.
+__device__ __forceinline__ f64 sum_threads(f64 own, f64* sums) {
+    __syncthreads(); // Someone may still read what the last sum left.
+    sums[threadIdx.x] = own;
+    for (u32 distance = blockDim.x / 2; distance > 0; distance /= 2) {
+        __syncthreads();
+        if (threadIdx.x < distance) sums[threadIdx.x] += sums[threadIdx.x + distance];
+    }
+    return sums[0];
+}
+
+// The root of the sum of all numbers, in an order that goes by their size alone: it does not tell which tensor has them, nor how many
+// zeros there are. One block, with a number for each thread in shared memory.
 KERNEL(global_norm, GlobalNormArguments) {
-    for (u64 i = threadIdx.x; i < arguments.count; i += blockDim.x) {
-        const f64 own = at(arguments, i);
+    f64* numbers = (f64*)shared_memory;
+    const u64 count = arguments.count;
+    f64 any_order = 0.0;
+    for (u64 start = 0; start < count; start += blockDim.x) {
+        const u64 i = start + threadIdx.x;
+        const f64 own = i < count ? at(arguments, i) : 0.0;
+        any_order += own;
         u64 rank = 0;
-        for (u64 j = 0; j < arguments.count; ++j) {
-            const f64 other = at(arguments, j);
-            rank += other < own || (!(own < other) && j < i);
+        for (u64 other = 0; other < count; other += blockDim.x) {
+            const u32 there = u32(smaller(blockDim.x, count - other));
+            __syncthreads(); // Someone may still read the numbers before.
+            if (threadIdx.x < there) numbers[threadIdx.x] = at(arguments, other + threadIdx.x);
+            __syncthreads();
+            for (u32 j = 0; j < there; ++j) rank += numbers[j] < own || (!(own < numbers[j]) && other + j < i);
         }
-        arguments.sorted[rank] = own;
+        if (i < count) arguments.sorted[rank] = own;
     }
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    f64 sum = 0.0, any_order = 0.0;
-    for (u64 i = 0; i < arguments.count; ++i) {
-        sum += arguments.sorted[i];
-        any_order += at(arguments, i);
-    }
+    // Each thread has one of so many neighbours, counted from the largest: zeros change nothing.
+    f64 sum = 0.0;
+    for (u64 i = threadIdx.x; i < count; i += blockDim.x) sum += arguments.sorted[count - 1 - i];
+    sum = sum_threads(sum, numbers);
+    any_order = sum_threads(any_order, numbers);
     // What is not finite has no order, and may be lost among the sorted.
     if (!(any_order - any_order == 0.0)) sum = any_order;
-    *arguments.out = f32(sqrt(sum));
+    if (threadIdx.x == 0) *arguments.out = f32(sqrt(sum));
 }

@@ -48,6 +48,17 @@ __device__ __forceinline__ bf16 round_to_bf16(f32 x) {
     return bf16{u16((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
+// Two numbers as one register of bf16, the first in the low half.
+__device__ __forceinline__ u32 pair_of(f32 low, f32 high) {
+#ifdef ON_HOST
+    return u32(round_to_bf16(low).bits) | u32(round_to_bf16(high).bits) << 16;
+#else
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
+}
+
 __device__ __forceinline__ void store(f32* to, f32 x) { *to = x; }
 __device__ __forceinline__ void store(u8* to, f32 x) { *to = u8(x); }
 __device__ __forceinline__ void store(bf16* to, f32 x) { *to = round_to_bf16(x); }

@@ -1,32 +1,53 @@
 // Copies between strides and between types. Twins: ops/contiguous.rs, ops/cat.rs, ops/narrow.rs, ops/cast.rs.
+#include "rows.cuh"
 #include "strides.cuh"
 
 struct CopyArguments {
     const void* x;
     void* y;
+    // Elements, or packs of neighbours that lie side by side in both.
     u64 count;
-    // Over the same extents.
+    // Over the same extents, in packs.
     Strides at_x;
     Strides at_y;
+    u32 are_packs;
     // Whether y is added to, by kernels that convert.
     u32 accumulate;
 };
+
+// Elements of a pack: those of the smaller type fill 16 bytes, or 8 of u8.
+template <typename From, typename To>
+constexpr u32 pack_of() {
+    const u32 size = sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To);
+    return size == 1 ? 8 : 16 / size;
+}
+
+template <u32 N, typename From, typename To>
+__device__ __forceinline__ void convert_some(const CopyArguments& to, u64 i) {
+    To* y = (To*)to.y + N * to.at_y.at(i);
+    f32 x[N], before[N] = {};
+    load_neighbours(x, (const From*)to.x + N * to.at_x.at(i));
+    if (to.accumulate) load_neighbours(before, y);
+    for (u32 j = 0; j < N; ++j) x[j] = to.accumulate ? before[j] + x[j] : x[j];
+    store_neighbours(y, x);
+}
 
 template <typename From, typename To>
 __device__ __forceinline__ void convert(const CopyArguments& to) {
     const u64 i = global_thread();
     if (i >= to.count) return;
-    To* y = (To*)to.y + to.at_y.at(i);
-    const f32 x = load((const From*)to.x + to.at_x.at(i));
-    store(y, to.accumulate ? load(y) + x : x);
+    if (to.are_packs) convert_some<pack_of<From, To>(), From, To>(to, i);
+    else convert_some<1, From, To>(to, i);
 }
 
 // Bits are copied, NaN's too.
 template <typename T>
 __device__ void copy(const CopyArguments& to) {
+    using Packed = Neighbours<T, pack_of<T, T>()>;
     const u64 i = global_thread();
     if (i >= to.count) return;
-    ((T*)to.y)[to.at_y.at(i)] = ((const T*)to.x)[to.at_x.at(i)];
+    if (to.are_packs) ((Packed*)to.y)[to.at_y.at(i)] = ((const Packed*)to.x)[to.at_x.at(i)];
+    else ((T*)to.y)[to.at_y.at(i)] = ((const T*)to.x)[to.at_x.at(i)];
 }
 KERNELS(copy, CopyArguments)
 KERNEL(copy_u8, CopyArguments) { copy<u8>(arguments); }
@@ -48,9 +69,15 @@ struct FillArguments {
     f32 number;
 };
 
+// 16 bytes a thread.
 template <typename T>
 __device__ void fill(const FillArguments& to) {
-    const u64 i = global_thread();
-    if (i < to.count) store((T*)to.y + i, to.number);
+    constexpr u32 PACK = Pack<T>::SIZE;
+    T* const y = (T*)to.y;
+    const u64 first = global_thread() * PACK;
+    f32 numbers[PACK];
+    for (f32& number : numbers) number = to.number;
+    if (first + PACK <= to.count && is_aligned(to.y)) return store_neighbours(y + first, numbers);
+    for (u64 i = first; i < smaller(first + PACK, to.count); ++i) store(y + i, to.number);
 }
 KERNELS(fill, FillArguments)

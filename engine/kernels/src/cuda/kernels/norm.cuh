@@ -1,4 +1,7 @@
-// Rows normalised, and their gradient: a block has one row, or a piece of them.
+// Rows normalised, and their gradient. A row belongs to some warps of a block, and stays in their registers: it is read once.
+//
+// What is on its way to a multiprocessor decides how fast these are. So nothing branches between the loads of a thread: where there
+// is no row or no column, it loads others, and leaves them.
 #pragma once
 #include "pieces.cuh"
 
@@ -9,73 +12,92 @@ struct NormArguments {
     void* y;
     f32* stats;
     u64 width;
+    u64 rows;
     f32 eps;
+    // Threads of a row: whole warps.
+    u32 row_threads;
 };
+
+// The threads of this one's row, of those that a block has side by side.
+__device__ __forceinline__ RowThreads row_threads(const NormArguments& to) {
+    const u32 rows = blockDim.x / to.row_threads, own = threadIdx.x / to.row_threads;
+    return RowThreads{u64(blockIdx.x) * rows + own, threadIdx.x - own * to.row_threads, to.row_threads};
+}
+
+// Packs of a row that a thread has in registers. Of longer ones it reads the others once for each pass.
+constexpr u32 NORM_CHUNKS = 4;
+
+template <typename T, bool IS_CENTRED, u32 N, u32 CHUNKS>
+__device__ __forceinline__ void norm_row(const NormArguments& to) {
+    f32* scratch = (f32*)shared_memory;
+    const RowThreads own = row_threads(to);
+    const bool is_there = own.row < to.rows;
+    const u64 width = to.width, first = own.first<N>(), step = own.step<N>();
+    const u32 warps = own.threads / 32;
+    const T *x = (const T*)to.x + (is_there ? own.row : to.rows - 1) * width, *weight = (const T*)to.weight;
+    T* y = (T*)to.y + own.row * width;
+    Neighbours<T, N> kept[CHUNKS];
+#pragma unroll
+    for (u32 k = 0; k < CHUNKS; ++k) kept[k] = neighbours<N>(x + smaller(first + k * step, width - N));
+    // Calls f(column, x there and at its neighbours) for this thread's columns.
+    const auto each = [&](auto f) {
+        f32 of_x[N];
+#pragma unroll
+        for (u32 k = 0; k < CHUNKS; ++k) {
+            unpack(of_x, kept[k]);
+            if (first + k * step < width) f(first + k * step, of_x);
+        }
+        for (u64 column = first + CHUNKS * step; column < width; column += step) {
+            load_neighbours(of_x, x + column);
+            f(column, of_x);
+        }
+    };
+    f32 sum[1] = {}, squares[1] = {};
+    if (IS_CENTRED) {
+        each([&](u64, const f32(&of_x)[N]) {
+            for (const f32 x : of_x) sum[0] += x;
+        });
+        sum_warps(sum, warps, scratch);
+    }
+    const f32 mean = sum[0] / f32(width);
+    each([&](u64, const f32(&of_x)[N]) {
+        for (const f32 x : of_x) squares[0] += (x - mean) * (x - mean);
+    });
+    sum_warps(squares, warps, scratch);
+    const f32 rstd = 1.0f / sqrtf(squares[0] / f32(width) + to.eps);
+    if (!is_there) return;
+    each([&](u64 column, f32(&of_x)[N]) {
+        f32 of_weight[N], of_bias[N] = {};
+        load_neighbours(of_weight, weight + column);
+        if (IS_CENTRED) load_neighbours(of_bias, (const T*)to.bias + column);
+        for (u32 j = 0; j < N; ++j) of_x[j] = (of_x[j] - mean) * rstd * of_weight[j] + of_bias[j];
+        store_neighbours(y + column, of_x);
+    });
+    if (own.thread == 0) {
+        to.stats[2 * own.row] = mean;
+        to.stats[2 * own.row + 1] = rstd;
+    }
+}
+
+template <typename T, bool IS_CENTRED>
+__device__ __forceinline__ void norm_rows(const NormArguments& to) {
+    constexpr u32 PACK = Pack<T>::SIZE;
+    const bool is_packed = are_packed((const T*)to.x, to.width) && is_aligned(to.y) && is_aligned(to.weight) &&
+                           (!IS_CENTRED || is_aligned(to.bias));
+    if (is_packed) norm_row<T, IS_CENTRED, PACK, NORM_CHUNKS>(to);
+    else norm_row<T, IS_CENTRED, 1, NORM_CHUNKS>(to);
+}
 
 // y = (x - mean)·rstd·weight + bias, and (mean, rstd) of the row.
 template <typename T>
 __device__ void layer_norm(const NormArguments& to) {
-    constexpr u32 PACK = Pack<T>::SIZE;
-    f32* scratch = (f32*)shared_memory;
-    const T *x = (const T*)to.x + blockIdx.x * to.width, *weight = (const T*)to.weight, *bias = (const T*)to.bias;
-    T* y = (T*)to.y + blockIdx.x * to.width;
-    const bool is_packed = are_packed((const T*)to.x, to.width) && is_aligned(to.y) && is_aligned(weight) && is_aligned(bias);
-    f32 sum = 0.0f;
-    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
-        f32 of_x[decltype(count)::VALUE];
-        load_neighbours(of_x, x + i);
-        for (const f32 x : of_x) sum += x;
-    });
-    const f32 mean = sum_block(sum, scratch) / f32(to.width);
-    f32 squares = 0.0f;
-    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
-        f32 of_x[decltype(count)::VALUE];
-        load_neighbours(of_x, x + i);
-        for (const f32 x : of_x) squares += (x - mean) * (x - mean);
-    });
-    const f32 rstd = 1.0f / sqrtf(sum_block(squares, scratch) / f32(to.width) + to.eps);
-    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
-        constexpr u32 N = decltype(count)::VALUE;
-        f32 of_x[N], of_weight[N], of_bias[N];
-        load_neighbours(of_x, x + i);
-        load_neighbours(of_weight, weight + i);
-        load_neighbours(of_bias, bias + i);
-        for (u32 j = 0; j < N; ++j) of_x[j] = (of_x[j] - mean) * rstd * of_weight[j] + of_bias[j];
-        store_neighbours(y + i, of_x);
-    });
-    if (threadIdx.x == 0) {
-        to.stats[2 * u64(blockIdx.x)] = mean;
-        to.stats[2 * u64(blockIdx.x) + 1] = rstd;
-    }
+    norm_rows<T, true>(to);
 }
 
 // y = x·rstd·weight, and (0, rstd) of the row.
 template <typename T>
 __device__ void rms_norm(const NormArguments& to) {
-    constexpr u32 PACK = Pack<T>::SIZE;
-    f32* scratch = (f32*)shared_memory;
-    const T *x = (const T*)to.x + blockIdx.x * to.width, *weight = (const T*)to.weight;
-    T* y = (T*)to.y + blockIdx.x * to.width;
-    const bool is_packed = are_packed((const T*)to.x, to.width) && is_aligned(to.y) && is_aligned(weight);
-    f32 squares = 0.0f;
-    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
-        f32 of_x[decltype(count)::VALUE];
-        load_neighbours(of_x, x + i);
-        for (const f32 x : of_x) squares += x * x;
-    });
-    const f32 rstd = 1.0f / sqrtf(sum_block(squares, scratch) / f32(to.width) + to.eps);
-    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
-        constexpr u32 N = decltype(count)::VALUE;
-        f32 of_x[N], of_weight[N];
-        load_neighbours(of_x, x + i);
-        load_neighbours(of_weight, weight + i);
-        for (u32 j = 0; j < N; ++j) of_x[j] *= rstd * of_weight[j];
-        store_neighbours(y + i, of_x);
-    });
-    if (threadIdx.x == 0) {
-        to.stats[2 * u64(blockIdx.x)] = 0.0f;
-        to.stats[2 * u64(blockIdx.x) + 1] = rstd;
-    }
+    norm_rows<T, false>(to);
 }
 
 struct NormGradInputArguments {
@@ -85,54 +107,11 @@ struct NormGradInputArguments {
     const void* dy;
     void* dx;
     u64 width;
+    u64 rows;
     u32 is_centred;
+    // Threads of a row: whole warps.
+    u32 row_threads;
 };
-
-// dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) with g = dy·weight, to put(how many, the first's index, dx): neighbours together if they
-// may be. What is put may lie over x or dy: a thread puts an element behind its own last look at it, and nobody else looks at it
-// then.
-template <typename T, u32 PACK, typename Put>
-__device__ void norm_grad_input_to(const NormGradInputArguments& to, bool may_be_packed, Put put) {
-    f32* scratch = (f32*)shared_memory;
-    const u64 row = blockIdx.x;
-    const T *x = (const T*)to.x + row * to.width, *weight = (const T*)to.weight, *dy = (const T*)to.dy + row * to.width;
-    const bool is_packed =
-        may_be_packed && to.width % PACK == 0 && is_aligned(to.x) && is_aligned(to.dy) && is_aligned(weight);
-    const f32 mean = to.stats[2 * row], rstd = to.stats[2 * row + 1];
-    const auto load_all = [&](auto count, auto& of_x, auto& g, u64 i) {
-        f32 of_weight[decltype(count)::VALUE];
-        load_neighbours(of_x, x + i);
-        load_neighbours(g, dy + i);
-        load_neighbours(of_weight, weight + i);
-        for (u32 j = 0; j < decltype(count)::VALUE; ++j) g[j] *= of_weight[j];
-    };
-    f32 sum_g = 0.0f, sum_gx = 0.0f;
-    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
-        constexpr u32 N = decltype(count)::VALUE;
-        f32 of_x[N], g[N];
-        load_all(count, of_x, g, i);
-        for (u32 j = 0; j < N; ++j) {
-            sum_g += g[j];
-            sum_gx += g[j] * (of_x[j] - mean);
-        }
-    });
-    const f32 mean_g = to.is_centred ? sum_block(sum_g, scratch) / f32(to.width) : 0.0f;
-    const f32 mean_gx = sum_block(sum_gx, scratch) * rstd / f32(to.width);
-    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
-        constexpr u32 N = decltype(count)::VALUE;
-        f32 of_x[N], g[N];
-        load_all(count, of_x, g, i);
-        for (u32 j = 0; j < N; ++j) g[j] = rstd * (g[j] - mean_g - (of_x[j] - mean) * rstd * mean_gx);
-        put(count, row * to.width + i, g);
-    });
-}
-
-template <typename T>
-__device__ void norm_grad_input(const NormGradInputArguments& to) {
-    norm_grad_input_to<T, Pack<T>::SIZE>(to, is_aligned(to.dx), [&](auto, u64 i, const auto& dx) {
-        store_neighbours((T*)to.dx + i, dx);
-    });
-}
 
 // What one row adds to the gradients of weight and bias.
 template <u32 N>
@@ -145,87 +124,200 @@ __device__ __forceinline__ void add_to_gradients(f32 (&weight)[N], f32 (&bias)[N
     }
 }
 
-// The gradient of the rows of a piece, to put(how many, the first's index, dx) as above, and the piece's share of those of weight and
-// bias: rows are read once for all three. Each thread has PACK elements of a row at most, and so the sums of as many columns. A block
-// has ROWS of them in registers at a time, whose loads are on their way together and which share barriers. Every sum has the order
-// that the kernels for one of them have.
-template <typename T, u32 PACK, u32 ROWS, typename Put>
-__device__ void norm_grad_to(const NormGradInputArguments& to, const Fold& fold, bool may_be_packed, Put put) {
+// The rows that the warps of a share go through, and those that there are.
+struct Share {
+    u64 first;
+    u64 length;
+    u64 end;
+};
+
+// N neighbours of a row, or zeros behind its end: one after another, or together. Then nothing branches, and behind the end are the
+// last ones again.
+template <bool PACKED, u32 N, typename T>
+__device__ __forceinline__ Neighbours<T, N> neighbours_in(const T* row, u64 column, u64 width) {
+    if constexpr (PACKED) return neighbours<N>(row + smaller(column, width - N));
+    Neighbours<T, N> all = {};
+#pragma unroll
+    for (u32 j = 0; j < N; ++j) {
+        if (column + j < width) all.set(j, row[column + j]);
+    }
+    return all;
+}
+
+// dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) with g = dy·weight, of this share's rows, ROWS at a time; with SUMS, the share's part of the
+// gradients of weight and bias as well. Each thread has CHUNKS times N columns in registers, and none beside them if there are sums.
+template <typename T, bool PACKED, u32 N, u32 CHUNKS, u32 ROWS, bool SUMS, typename Fetch, typename Put>
+__device__ __forceinline__ void norm_grad_share(const NormGradInputArguments& to, const Share& share, Fetch fetch, Put put,
+                                                f32* d_weight_to, f32* d_bias_to) {
+    using Some = Neighbours<T, N>;
     f32* scratch = (f32*)shared_memory;
-    const u64 piece = blockIdx.x, width = to.width;
-    const bool is_packed =
-        may_be_packed && width % PACK == 0 && is_aligned(to.x) && is_aligned(to.dy) && is_aligned(to.weight);
-    // Calls f(how many, the first column, its place among this thread's).
-    const auto own = [&](auto f) {
-        if (is_packed) {
-            if (threadIdx.x * PACK < width) f(Count<PACK>(), u64(threadIdx.x) * PACK, 0);
-            return;
-        }
+    const u64 width = to.width, step = u64(to.row_threads) * N, first = threadIdx.x % to.row_threads * N;
+    const T *x = (const T*)to.x, *dy = (const T*)to.dy;
+    const auto load_weight = [&](u64 column) {
+        const Some all = neighbours_in<PACKED, N>((const T*)to.weight, column, width);
+        return column < width ? all : Some{};
+    };
+    const f32 part = 1.0f / f32(width);
+    Some weight[CHUNKS];
+    f32 d_weight[CHUNKS][N] = {}, d_bias[CHUNKS][N] = {};
 #pragma unroll
-        for (u32 j = 0; j < PACK; ++j) {
-            const u64 column = threadIdx.x + u64(j) * blockDim.x;
-            if (column < width) f(Count<1>(), column, j);
+    for (u32 k = 0; k < CHUNKS; ++k) weight[k] = load_weight(first + k * step);
+    for (u64 i = 0; i < share.length; i += ROWS) {
+        Some kept_x[ROWS][CHUNKS], kept_dy[ROWS][CHUNKS];
+        decltype(fetch(Count<N>(), u64(0))) fetched[ROWS][CHUNKS];
+        f32 mean[ROWS], rstd[ROWS];
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r) {
+            const u64 row = smaller(share.first + i + r, share.end - 1);
+            mean[r] = to.stats[2 * row];
+            rstd[r] = to.stats[2 * row + 1];
+#pragma unroll
+            for (u32 k = 0; k < CHUNKS; ++k) {
+                const u64 column = first + k * step;
+                kept_x[r][k] = neighbours_in<PACKED, N>(x + row * width, column, width);
+                kept_dy[r][k] = neighbours_in<PACKED, N>(dy + row * width, column, width);
+                if constexpr (PACKED) fetched[r][k] = fetch(Count<N>(), row * width + smaller(column, width - N));
+            }
         }
-    };
-    const auto load_own = [&](f32(&all)[PACK], const void* rows, u64 row) {
-        own([&](auto count, u64 column, u32 place) {
-            f32 some[decltype(count)::VALUE];
-            load_neighbours(some, (const T*)rows + row * width + column);
-            for (u32 j = 0; j < decltype(count)::VALUE; ++j) all[place + j] = some[j];
-        });
-    };
-    f32 of_weight[PACK] = {}, d_weight[PACK] = {}, d_bias[PACK] = {};
-    load_own(of_weight, to.weight, 0);
-    const u64 end = fold.pieces.end(piece);
-    for (u64 first = fold.pieces.first(piece); first < end; first += ROWS) {
-        f32 x[ROWS][PACK] = {}, d[ROWS][PACK] = {}, mean[ROWS] = {}, rstd[ROWS] = {};
-        // Of each row the sum of g = dy·weight, and of g·(x - mean).
+        // Of each row the sum of g, and of g·(x - mean): where there is no column, the weight is 0.
         f32 sums[2 * ROWS] = {};
+        const auto add = [&](u32 r, const Some& some_x, const Some& some_dy, const Some& by) {
+            f32 x[N], g[N], of_weight[N];
+            unpack(x, some_x);
+            unpack(g, some_dy);
+            unpack(of_weight, by);
+            for (u32 j = 0; j < N; ++j) {
+                g[j] *= of_weight[j];
+                sums[2 * r] += g[j];
+                sums[2 * r + 1] += g[j] * (x[j] - mean[r]);
+            }
+        };
 #pragma unroll
         for (u32 r = 0; r < ROWS; ++r) {
-            if (first + r >= end) continue;
-            mean[r] = to.stats[2 * (first + r)];
-            rstd[r] = to.stats[2 * (first + r) + 1];
-            load_own(x[r], to.x, first + r);
-            load_own(d[r], to.dy, first + r);
+#pragma unroll
+            for (u32 k = 0; k < CHUNKS; ++k) add(r, kept_x[r][k], kept_dy[r][k], weight[k]);
+            const u64 start = smaller(share.first + i + r, share.end - 1) * width;
+            for (u64 column = first + CHUNKS * step; !SUMS && column < width; column += step) {
+                add(r, neighbours_in<PACKED, N>(x + start, column, width), neighbours_in<PACKED, N>(dy + start, column, width),
+                    load_weight(column));
+            }
+        }
+        sum_warps(sums, to.row_threads / 32, scratch);
+#pragma unroll
+        for (u32 k = 0; k < CHUNKS; ++k) {
+#pragma unroll
+            for (u32 r = 0; r < ROWS; ++r) stay_packed(kept_x[r][k]), stay_packed(kept_dy[r][k]);
+            stay_packed(weight[k]);
         }
 #pragma unroll
         for (u32 r = 0; r < ROWS; ++r) {
-            own([&](auto count, u64, u32 place) {
-                for (u32 j = place; j < place + decltype(count)::VALUE; ++j) {
-                    const f32 g = d[r][j] * of_weight[j];
-                    sums[2 * r] += g;
-                    sums[2 * r + 1] += g * (x[r][j] - mean[r]);
-                }
-            });
-        }
-        sum_block_each(sums, scratch);
-#pragma unroll
-        for (u32 r = 0; r < ROWS; ++r) {
-            if (first + r >= end) continue;
-            const f32 mean_g = to.is_centred ? sums[2 * r] / f32(width) : 0.0f;
-            const f32 mean_gx = sums[2 * r + 1] * rstd[r] / f32(width);
-            add_to_gradients(d_weight, d_bias, x[r], d[r], mean[r], rstd[r]);
-            own([&](auto count, u64 column, u32 place) {
-                constexpr u32 N = decltype(count)::VALUE;
-                f32 dx[N];
+            const u64 row = share.first + i + r, start = row * width;
+            if (row >= share.end) continue;
+            const f32 mean_g = to.is_centred ? sums[2 * r] * part : 0.0f;
+            const f32 mean_gx = sums[2 * r + 1] * rstd[r] * part;
+            f32 of_x[N], d[N], of_weight[N];
+            const auto differentiate = [&](f32(&dx)[N]) {
                 for (u32 j = 0; j < N; ++j) {
-                    const f32 g = d[r][place + j] * of_weight[place + j];
-                    dx[j] = rstd[r] * (g - mean_g - (x[r][place + j] - mean[r]) * rstd[r] * mean_gx);
+                    dx[j] = rstd[r] * (d[j] * of_weight[j] - mean_g - (of_x[j] - mean[r]) * rstd[r] * mean_gx);
                 }
-                put(count, (first + r) * width + column, dx);
-            });
+            };
+            const auto put_all = [&](u64 column, const auto& fetched) {
+                f32 dx[N];
+                differentiate(dx);
+                if constexpr (PACKED) {
+                    put(Count<N>(), start + column, fetched, dx);
+                } else {
+#pragma unroll
+                    for (u32 j = 0; j < N; ++j) {
+                        if (column + j >= width) break;
+                        const f32 one[1] = {dx[j]};
+                        put(Count<1>(), start + column + j, fetch(Count<1>(), start + column + j), one);
+                    }
+                }
+            };
+#pragma unroll
+            for (u32 k = 0; k < CHUNKS; ++k) {
+                const u64 column = first + k * step;
+                unpack(of_x, kept_x[r][k]);
+                unpack(d, kept_dy[r][k]);
+                unpack(of_weight, weight[k]);
+                if (SUMS) add_to_gradients(d_weight[k], d_bias[k], of_x, d, mean[r], rstd[r]);
+                if (column < width) put_all(column, fetched[r][k]);
+            }
+            for (u64 column = first + CHUNKS * step; !SUMS && column < width; column += step) {
+                unpack(of_x, neighbours_in<PACKED, N>(x + start, column, width));
+                unpack(d, neighbours_in<PACKED, N>(dy + start, column, width));
+                unpack(of_weight, load_weight(column));
+                if constexpr (PACKED) put_all(column, fetch(Count<N>(), start + column));
+                else put_all(column, 0);
+            }
         }
     }
-    own([&](auto count, u64 column, u32 place) {
-        constexpr u32 N = decltype(count)::VALUE;
-        f32 weight[N], bias[N];
-        for (u32 j = 0; j < N; ++j) {
-            weight[j] = d_weight[place + j];
-            bias[j] = d_bias[place + j];
+    if (!SUMS) return;
+#pragma unroll
+    for (u32 k = 0; k < CHUNKS; ++k) {
+        const u64 column = first + k * step;
+        for (u32 j = 0; j < N && column + j < width; ++j) {
+            d_weight_to[column + j] = d_weight[k][j];
+            d_bias_to[column + j] = d_bias[k][j];
         }
-        store_neighbours(fold.part(0, piece) + column, weight);
-        store_neighbours(fold.part(1, piece) + column, bias);
+    }
+}
+
+// Whether a thread may have PACK neighbours of a row at a time.
+template <u32 PACK>
+__device__ __forceinline__ bool is_packed(const NormGradInputArguments& to, bool may_be_packed) {
+    return may_be_packed && to.width % PACK == 0 && is_aligned(to.x) && is_aligned(to.dy) && is_aligned(to.weight);
+}
+
+// The gradient of rows, to put(how many, the first's index, what fetch(how many, the first's index) has loaded there with x and dy,
+// dx): neighbours together if they may be. What is put may lie over what is loaded: a thread puts an element behind its own last look
+// at it, and nobody else goes by what is there.
+template <typename T, u32 PACK, typename Fetch, typename Put>
+__device__ void norm_grad_input_to(const NormGradInputArguments& to, bool may_be_packed, Fetch fetch, Put put) {
+    const u64 first = u64(blockIdx.x) * (blockDim.x / to.row_threads) + threadIdx.x / to.row_threads;
+    const Share share = {first, 1, to.rows};
+    if (is_packed<PACK>(to, may_be_packed)) {
+        norm_grad_share<T, true, PACK, 1, 1, false>(to, share, fetch, put, nullptr, nullptr);
+    } else {
+        norm_grad_share<T, false, PACK, 1, 1, false>(to, share, fetch, put, nullptr, nullptr);
+    }
+}
+
+template <typename T>
+__device__ void norm_grad_input(const NormGradInputArguments& to) {
+    const auto fetch = [](auto, u64) { return 0; };
+    norm_grad_input_to<T, Pack<T>::SIZE>(to, is_aligned(to.dx), fetch, [&](auto, u64 i, int, const auto& dx) {
+        store_neighbours((T*)to.dx + i, dx);
     });
-    fold.finish<T>(piece, 0, [&](auto f) { own([&](auto count, u64 column, u32) { f(count, column); }); });
+}
+
+// The same, and the gradients of weight and bias: a block has a piece of rows, which are read once for all three. Every sum has the
+// order that the kernels for one of them have.
+template <typename T, u32 PACK, u32 CHUNKS, u32 ROWS, typename Fetch, typename Put>
+__device__ void norm_grad_to(const NormGradInputArguments& to, const Fold& fold, bool may_be_packed, Fetch fetch, Put put) {
+    const Pieces& pieces = fold.pieces;
+    const u32 piece = blockIdx.x, own = threadIdx.x / to.row_threads;
+    const u64 width = to.width;
+    const u32 shares = u32(blockDim.x) / to.row_threads;
+    const Share share = {pieces.first(piece) + own * pieces.share, pieces.share, pieces.end(piece)};
+    // [shares][results][width]
+    f32* const of_shares = (f32*)shared_memory + 2 * ROWS * MAX_WARPS;
+    f32* const d_weight = shares == 1 ? fold.part(0, piece) : of_shares + 2 * own * width;
+    f32* const d_bias = shares == 1 ? fold.part(1, piece) : d_weight + width;
+    if (is_packed<PACK>(to, may_be_packed)) {
+        norm_grad_share<T, true, PACK, CHUNKS, ROWS, true>(to, share, fetch, put, d_weight, d_bias);
+    } else {
+        norm_grad_share<T, false, PACK, CHUNKS, ROWS, true>(to, share, fetch, put, d_weight, d_bias);
+    }
+    __syncthreads();
+    const auto columns = [&](auto f) { own_columns(width, true, f); };
+    for (u32 result = 0; result < 2 && shares > 1; ++result) {
+        columns([&](auto count, u64 column) {
+            f32 sums[decltype(count)::VALUE] = {};
+            add_in_order(sums, shares, [&](u64 share) { return of_shares + (2 * share + result) * width + column; });
+            store_neighbours(fold.part(result, piece) + column, sums);
+        });
+    }
+    fold.finish<T>(piece, 0, columns);
 }

@@ -7,19 +7,20 @@
 #include "rows.cuh"
 
 struct Pieces {
-    // Rows of a sequence.
+    // Rows of a sequence, and pieces.
     u64 sequence;
+    u64 of_sequence;
     // Rows of a piece, but for the last of a sequence.
     u64 length;
+    // Rows of a share: those of a piece are summed share by share, and the sums in order.
+    u64 share;
 
-    __device__ __forceinline__ u64 of_sequence() const { return (sequence + length - 1) / length; }
-
-    __device__ __forceinline__ u64 first(u64 piece) const {
-        return piece / of_sequence() * sequence + piece % of_sequence() * length;
+    __device__ __forceinline__ u64 first(u32 piece) const {
+        return piece / u32(of_sequence) * sequence + piece % u32(of_sequence) * length;
     }
 
-    __device__ __forceinline__ u64 end(u64 piece) const {
-        return smaller(first(piece) + length, (piece / of_sequence() + 1) * sequence);
+    __device__ __forceinline__ u64 end(u32 piece) const {
+        return smaller(first(piece) + length, (piece / u32(of_sequence) + 1) * sequence);
     }
 };
 
@@ -30,12 +31,34 @@ constexpr u32 OWN_COLUMNS = 4;
 // columns along the grid's second dimension.
 template <typename F>
 __device__ __forceinline__ void own_columns(u64 width, bool may_be_packed, F f) {
-    const u64 first = (u64(blockIdx.y) * blockDim.x + threadIdx.x) * OWN_COLUMNS;
-    if (may_be_packed && width % OWN_COLUMNS == 0) {
-        if (first < width) f(Count<OWN_COLUMNS>(), first);
-        return;
+    const bool is_packed = may_be_packed && width % OWN_COLUMNS == 0;
+    const u64 step = u64(gridDim.y) * blockDim.x * OWN_COLUMNS;
+    for (u64 first = (u64(blockIdx.y) * blockDim.x + threadIdx.x) * OWN_COLUMNS; first < width; first += step) {
+        if (is_packed) {
+            f(Count<OWN_COLUMNS>(), first);
+        } else {
+            for (u64 column = first; column < smaller(first + OWN_COLUMNS, width); ++column) f(Count<1>(), column);
+        }
     }
-    for (u64 column = first; column < smaller(first + OWN_COLUMNS, width); ++column) f(Count<1>(), column);
+}
+
+// Rows that a thread loads before it adds the first of them.
+constexpr u32 AHEAD = 8;
+
+// Adds up `count` rows in order: number i is at row(i).
+template <u32 N, typename Row>
+__device__ __forceinline__ void add_in_order(f32 (&sums)[N], u64 count, Row row) {
+    for (u64 first = 0; first < count; first += AHEAD) {
+        decltype(neighbours<N>(row(first))) rows[AHEAD];
+#pragma unroll
+        for (u32 i = 0; i < AHEAD; ++i) rows[i] = neighbours<N>(row(smaller(first + i, count - 1)));
+#pragma unroll
+        for (u32 i = 0; i < AHEAD; ++i) {
+            f32 all[N];
+            unpack(all, rows[i]);
+            for (u32 j = 0; j < N; ++j) sums[j] = first + i < count ? sums[j] + all[j] : sums[j];
+        }
+    }
 }
 
 // Pieces that are added up by themselves: neighbours in one sequence.
@@ -60,26 +83,26 @@ struct Fold {
     u32 is_f32;
 
     __device__ __forceinline__ f32* part(u32 result, u64 piece) const {
-        return parts + (result * sequences * pieces.of_sequence() + piece) * width;
+        return parts + (result * sequences * pieces.of_sequence + piece) * width;
     }
 
     // What a block does when it has stored the sums of its piece. `own` calls a function with (how many, the first of them) for the
     // columns of a thread, as it did when they were stored.
     template <typename T, typename Own>
-    __device__ __forceinline__ void finish(u64 piece, u64 columns, Own own) const {
-        const u64 of_sequence = pieces.of_sequence(), runs_of_sequence = (of_sequence + RUN - 1) / RUN;
-        const u64 runs = sequences * runs_of_sequence, sequence = piece / of_sequence, run = piece % of_sequence / RUN;
+    __device__ __forceinline__ void finish(u32 piece, u64 columns, Own own) const {
+        const u32 of_sequence = u32(pieces.of_sequence), runs_of_sequence = (of_sequence + RUN - 1) / RUN;
+        const u32 runs = u32(sequences) * runs_of_sequence, sequence = piece / of_sequence, run = piece % of_sequence / RUN;
         const u64 first = sequence * of_sequence + run * RUN, end = smaller(first + RUN, (sequence + 1) * of_sequence);
         u32* own_tickets = tickets + columns * (runs + 1);
         if (!is_last_block(own_tickets + sequence * runs_of_sequence + run, u32(end - first))) return;
         for (u32 result = 0; result < results; ++result) {
             own([&](auto count, u64 column) {
                 f32 sums[decltype(count)::VALUE] = {};
-                for (u64 piece = first; piece < end; ++piece) add_neighbours(sums, part(result, piece) + column);
+                add_in_order(sums, end - first, [&](u64 i) { return part(result, first + i) + column; });
                 store_neighbours(part(result, first) + column, sums);
             });
         }
-        if (!is_last_block(own_tickets + runs, u32(runs))) return;
+        if (!is_last_block(own_tickets + runs, runs)) return;
         for (u32 result = 0; result < results; ++result) {
             T* const to = (T*)out[result];
             f32* const to_f32 = (f32*)out[result];
@@ -88,10 +111,9 @@ struct Fold {
                 constexpr u32 N = decltype(count)::VALUE;
                 f32 sums[N] = {};
                 for (u32 j = 0; j < N && adds; ++j) sums[j] = stores_f32 ? to_f32[column + j] : load(to + column + j);
-                for (u64 run = 0; run < runs; ++run) {
-                    const u64 piece = run / runs_of_sequence * of_sequence + run % runs_of_sequence * RUN;
-                    add_neighbours(sums, part(result, piece) + column);
-                }
+                add_in_order(sums, runs, [&](u32 run) {
+                    return part(result, run / runs_of_sequence * of_sequence + run % runs_of_sequence * RUN) + column;
+                });
                 for (u32 j = 0; j < N; ++j) stores_f32 ? store(to_f32 + column + j, sums[j]) : store(to + column + j, sums[j]);
             });
         }

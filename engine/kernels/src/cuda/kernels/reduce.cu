@@ -13,13 +13,12 @@ template <typename T>
 __device__ void column_sums(const ColumnSumsArguments& to) {
     const T* x = (const T*)to.x;
     const Fold& fold = to.fold;
-    const u64 piece = blockIdx.x;
+    const u32 piece = blockIdx.x;
     const auto own = [&](auto f) { own_columns(fold.width, is_aligned(x), f); };
     own([&](auto count, u64 column) {
         f32 sums[decltype(count)::VALUE] = {};
-        for (u64 row = fold.pieces.first(piece); row < fold.pieces.end(piece); ++row) {
-            add_neighbours(sums, x + row * fold.width + column);
-        }
+        const u64 first = fold.pieces.first(piece);
+        add_in_order(sums, fold.pieces.end(piece) - first, [&](u64 row) { return x + (first + row) * fold.width + column; });
         store_neighbours(fold.part(0, piece) + column, sums);
     });
     fold.finish<T>(piece, blockIdx.y, own);

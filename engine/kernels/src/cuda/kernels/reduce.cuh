@@ -40,22 +40,25 @@ __device__ __forceinline__ f32 fold_block(f32 x, f32* scratch) {
 __device__ __forceinline__ f32 sum_block(f32 x, f32* scratch) { return fold_block<Sum>(x, scratch); }
 __device__ __forceinline__ f32 max_block(f32 x, f32* scratch) { return fold_block<Max>(x, scratch); }
 
-// Sums each number over a block of whole warps as sum_block does, all with the same two barriers. `scratch` holds MAX_WARPS floats for
-// each.
+// Sums each number over neighbouring `warps` warps of a block, of which all have as many: in the order of sum_block, all with the same
+// two barriers, or with none if a warp is by itself. `scratch` holds MAX_WARPS floats for each.
 template <u32 COUNT>
-__device__ __forceinline__ void sum_block_each(f32 (&x)[COUNT], f32* scratch) {
+__device__ __forceinline__ void sum_warps(f32 (&x)[COUNT], u32 warps, f32* scratch) {
 #pragma unroll
     for (u32 i = 0; i < COUNT; ++i) x[i] = fold_lanes<Sum>(x[i], 32);
-    __syncthreads(); // Someone may still read what the last fold left.
+    if (warps == 1) return;
+    __syncthreads(); // Someone may still read what the last sums left.
 #pragma unroll
     for (u32 i = 0; i < COUNT; ++i) {
         if (lane_of() == 0) scratch[warp_of() * COUNT + i] = x[i];
     }
     __syncthreads();
+    const f32* own = scratch + warp_of() / warps * warps * COUNT;
 #pragma unroll
-    for (u32 i = 0; i < COUNT; ++i) x[i] = scratch[i];
-    for (u32 warp = 1; warp < blockDim.x / 32; ++warp) {
+    for (u32 i = 0; i < COUNT; ++i) x[i] = own[i];
+#pragma unroll 1
+    for (u32 warp = 1; warp < warps; ++warp) {
 #pragma unroll
-        for (u32 i = 0; i < COUNT; ++i) x[i] += scratch[warp * COUNT + i];
+        for (u32 i = 0; i < COUNT; ++i) x[i] += own[warp * COUNT + i];
     }
 }

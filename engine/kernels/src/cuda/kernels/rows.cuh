@@ -6,29 +6,107 @@
 template <typename T, u32 N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
     T at[N];
+
+    __device__ __forceinline__ f32 operator[](u32 j) const { return load(&at[j]); }
+    __device__ __forceinline__ void set(u32 j, T x) { at[j] = x; }
+};
+
+// In pairs: a compiler has a register for each element by itself.
+template <u32 N>
+struct alignas(2 * N < 16 ? 2 * N : 16) Neighbours<bf16, N> {
+    static_assert(N % 2 == 0, "pairs, or one alone");
+    u32 pairs[N / 2];
+
+    __device__ __forceinline__ f32 operator[](u32 j) const {
+        return __uint_as_float(j % 2 == 0 ? pairs[j / 2] << 16 : pairs[j / 2] & 0xffff0000u);
+    }
+    // Of zeros.
+    __device__ __forceinline__ void set(u32 j, bf16 x) { pairs[j / 2] |= u32(x.bits) << (j % 2 * 16); }
+};
+
+template <>
+struct Neighbours<bf16, 1> {
+    bf16 at[1];
+
+    __device__ __forceinline__ f32 operator[](u32) const { return load(at); }
+    __device__ __forceinline__ void set(u32, bf16 x) { at[0] = x; }
 };
 
 template <u32 N, typename T>
-__device__ __forceinline__ void load_neighbours(f32 (&to)[N], const T* from) {
-    const Neighbours<T, N> all = *reinterpret_cast<const Neighbours<T, N>*>(from);
-#pragma unroll
-    for (u32 j = 0; j < N; ++j) to[j] = load(&all.at[j]);
+__device__ __forceinline__ Neighbours<T, N> neighbours(const T* from) {
+    return *reinterpret_cast<const Neighbours<T, N>*>(from);
 }
 
 template <u32 N, typename T>
-__device__ __forceinline__ void store_neighbours(T* to, const f32 (&from)[N]) {
-    Neighbours<T, N> all;
+__device__ __forceinline__ void unpack(f32 (&to)[N], const Neighbours<T, N>& from) {
+#pragma unroll
+    for (u32 j = 0; j < N; ++j) to[j] = from[j];
+}
+
+template <u32 N, typename T>
+__device__ __forceinline__ void load_neighbours(f32 (&to)[N], const T* from) {
+    unpack(to, neighbours<N>(from));
+}
+
+// Stores words that lie side by side in global memory, together if they are 8 or 16 bytes or more: a compiler stores some one by one.
+template <u32 WORDS>
+__device__ __forceinline__ void store_words(void* to, const u32 (&words)[WORDS]) {
+#ifdef ON_HOST
+    *reinterpret_cast<Neighbours<u32, WORDS>*>(to) = reinterpret_cast<const Neighbours<u32, WORDS>&>(words);
+#else
+    if constexpr (WORDS == 1) {
+        *(u32*)to = words[0];
+    } else if constexpr (WORDS == 2) {
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words[0]), "r"(words[1]) : "memory");
+    } else {
+        static_assert(WORDS % 4 == 0, "packs");
+#pragma unroll
+        for (u32 i = 0; i < WORDS; i += 4) {
+            asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"((u32*)to + i), "r"(words[i]), "r"(words[i + 1]),
+                         "r"(words[i + 2]), "r"(words[i + 3])
+                         : "memory");
+        }
+    }
+#endif
+}
+
+template <u32 N>
+__device__ __forceinline__ void store_neighbours(u8* to, const f32 (&from)[N]) {
+    Neighbours<u8, N> all;
 #pragma unroll
     for (u32 j = 0; j < N; ++j) store(&all.at[j], from[j]);
-    *reinterpret_cast<Neighbours<T, N>*>(to) = all;
+    *reinterpret_cast<Neighbours<u8, N>*>(to) = all;
 }
 
-template <u32 N, typename T>
-__device__ __forceinline__ void add_neighbours(f32 (&to)[N], const T* from) {
-    f32 all[N];
-    load_neighbours(all, from);
+template <u32 N>
+__device__ __forceinline__ void store_neighbours(f32* to, const f32 (&from)[N]) {
+    u32 words[N];
 #pragma unroll
-    for (u32 j = 0; j < N; ++j) to[j] += all[j];
+    for (u32 j = 0; j < N; ++j) words[j] = bits_of(from[j]);
+    store_words(to, words);
+}
+
+template <u32 N>
+__device__ __forceinline__ void store_neighbours(bf16* to, const f32 (&from)[N]) {
+    if constexpr (N == 1) {
+        store(to, from[0]);
+    } else {
+        u32 pairs[N / 2];
+#pragma unroll
+        for (u32 j = 0; j < N / 2; ++j) pairs[j] = pair_of(from[2 * j], from[2 * j + 1]);
+        store_words(to, pairs);
+    }
+}
+
+// Has a compiler unpack them anew: packed, they take half the registers until then.
+template <typename T, u32 N>
+__device__ __forceinline__ void stay_packed(Neighbours<T, N>& all) {
+#ifndef ON_HOST
+    if constexpr (sizeof(T) == 2 && N > 1) {
+#pragma unroll
+        for (u32 j = 0; j < N / 2; ++j) asm volatile("" : "+r"(all.pairs[j]));
+    }
+#endif
 }
 
 // A number that is known when a kernel is compiled.
@@ -37,13 +115,37 @@ struct Count {
     static constexpr u32 VALUE = N;
 };
 
+// Threads that share a row out: all of a block, or some of its warps beside others with another row.
+struct RowThreads {
+    u64 row;
+    // Which of them this one is.
+    u32 thread;
+    u32 threads;
+
+    // The first columns of this thread if each has N at a time, and from there to its next ones.
+    template <u32 N>
+    __device__ __forceinline__ u64 first() const {
+        return u64(thread) * N;
+    }
+    template <u32 N>
+    __device__ __forceinline__ u64 step() const {
+        return u64(threads) * N;
+    }
+};
+
 // Calls f(how many, the first of them) for this thread's elements of a row: N at a time if the row is packed, that is, begins at an
 // address that is aligned; what is left at its end, and others, one by one. Every call shares the elements out alike.
 template <u32 N, typename F>
-__device__ __forceinline__ void each_of_row(u64 width, bool is_packed, F f) {
+__device__ __forceinline__ void each_of_row(const RowThreads& own, u64 width, bool is_packed, F f) {
     const u64 packed = is_packed ? width / N * N : 0;
-    for (u64 i = u64(threadIdx.x) * N; i < packed; i += u64(blockDim.x) * N) f(Count<N>(), i);
-    for (u64 i = packed + threadIdx.x; i < width; i += blockDim.x) f(Count<1>(), i);
+    for (u64 i = own.first<N>(); i < packed; i += own.step<N>()) f(Count<N>(), i);
+    for (u64 i = packed + own.first<1>(); i < width; i += own.step<1>()) f(Count<1>(), i);
+}
+
+// The same of a row that all threads of the block have.
+template <u32 N, typename F>
+__device__ __forceinline__ void each_of_row(u64 width, bool is_packed, F f) {
+    each_of_row<N>(RowThreads{blockIdx.x, threadIdx.x, blockDim.x}, width, is_packed, f);
 }
 
 // Whether all rows of so many elements are packed.

@@ -31,19 +31,7 @@ __device__ __forceinline__ void load_transposed(u32 (&to)[4], const bf16* row) {
                  : "r"(address)
                  : "memory");
 }
-
-// Two numbers as one register of bf16, the first in the low half.
-__device__ __forceinline__ u32 pair_of(f32 low, f32 high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-#else
-static u32 pair_of(f32 low, f32 high) {
-    return u32(round_to_bf16(low).bits) | u32(round_to_bf16(high).bits) << 16;
-}
 #endif
-
 
 // Rows of SIZE elements in shared memory, 16 bytes further apart than they are long, so that what a warp reads at once lies in
 // different banks.

@@ -289,7 +289,7 @@ pub fn global_norm(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         name: "global_norm".into(),
         grid: [1; 3],
         block: BLOCK,
-        shared_bytes: 0,
+        shared_bytes: 8 * BLOCK,
         tickets: 0,
         arguments: Box::new(GlobalNormArguments { tensors, tensor_count, sorted: *sorted, out: out.address, count }),
     });

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Layout};
 
-use super::{Kernel, Launch, Operand, Operands, Strides, launches, typed};
+use super::{Kernel, Launch, Operand, Operands, Strides, launches, pack, typed};
 use crate::cuda::Family::Copy;
 
 #[derive(Debug, Clone, Copy)]
@@ -13,6 +13,7 @@ struct CopyArguments {
     count: u64,
     at_x: Strides,
     at_y: Strides,
+    are_packs: u32,
     accumulate: u32,
 }
 
@@ -26,7 +27,6 @@ struct FillArguments {
 
 /// Copies x to a part of y of the same shape.
 pub fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Option<Kernel> {
-    let [at_x, at_y] = Strides::merged(x.dims(), [x.layout.stride(), part.stride()])?;
     let name = match (x.dtype, y.dtype) {
         (DType::BF16, DType::F32) => "to_f32_bf16".into(),
         (DType::F32, DType::BF16) => "to_bf16_f32".into(),
@@ -38,15 +38,23 @@ pub fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Opti
         (DType::U8 | DType::U32, DType::F32 | DType::BF16) => format!("to_{}_{}", y.dtype.as_str(), x.dtype.as_str()),
         _ => return None,
     };
-    let start = (part.start_offset() * y.dtype.size_in_bytes()) as u64;
-    let arguments = CopyArguments { x: x.address, y: y.address + start, count: x.count(), at_x, at_y, accumulate };
-    Some(Kernel::flat(Copy, name, x.count(), arguments))
+    let at = Strides::merged(x.dims(), [x.layout.stride(), part.stride()])?;
+    let addresses = [x.address, y.address + (part.start_offset() * y.dtype.size_in_bytes()) as u64];
+    let sizes = [x, y].map(|operand| operand.dtype.size_in_bytes() as u64);
+    // `pack_of` in copy.cu.
+    let neighbours = 16 / sizes[0].min(sizes[1]).max(2);
+    let is_aligned = (0..2).all(|i| addresses[i] % (neighbours * sizes[i]).min(16) == 0);
+    let packed = if is_aligned { Strides::in_packs(at, neighbours) } else { None };
+    let count = if packed.is_some() { x.count() / neighbours } else { x.count() };
+    let ([x, y], [at_x, at_y]) = (addresses, packed.unwrap_or(at));
+    let arguments = CopyArguments { x, y, count, at_x, at_y, are_packs: u32::from(packed.is_some()), accumulate };
+    Some(Kernel::flat(Copy, name, count, arguments))
 }
 
 /// The same number everywhere.
 pub(super) fn fill(y: &Operand, number: f32) -> Option<Kernel> {
     let arguments = FillArguments { y: y.address, count: y.count(), number };
-    Some(Kernel::flat(Copy, typed("fill", y.dtype)?, y.count(), arguments))
+    Some(Kernel::flat(Copy, typed("fill", y.dtype)?, y.count().div_ceil(pack(y.dtype)), arguments))
 }
 
 /// y = x without gaps, or y = x or y += x in another type.

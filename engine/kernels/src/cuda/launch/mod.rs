@@ -30,7 +30,7 @@ pub use experts::{
 };
 pub use gather::{gather_along, row_max, scatter_add};
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
-pub(super) use norm::OnePass;
+pub(super) use norm::{MOST_THREADS, OnePass, RowBlocks, rows};
 pub use norm::{fits_one_pass, norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub use product::ALIGNMENT;
 pub use product::{
@@ -252,6 +252,22 @@ impl Strides {
         Some(all)
     }
 
+    /// The same in packs of so many neighbours, if these lie side by side in all of them.
+    fn in_packs<const N: usize>(all: [Self; N], pack: u64) -> Option<[Self; N]> {
+        let is_packed = all.iter().all(|of| {
+            let (dims, strides) = (&of.dims[..of.rank as usize], &of.strides[..of.rank as usize]);
+            let ([.., extent], [outer @ .., 1]) = (dims, strides) else { return false };
+            extent % pack == 0 && outer.iter().all(|stride| stride % pack == 0)
+        });
+        let in_packs = |mut of: Self| {
+            let last = of.rank as usize - 1;
+            of.dims[last] /= pack;
+            of.strides[..last].iter_mut().for_each(|stride| *stride /= pack);
+            of
+        };
+        is_packed.then(|| all.map(in_packs))
+    }
+
     /// Walks one operand.
     pub fn of(operand: &Operand) -> Option<Self> {
         Self::merged(operand.dims(), [operand.layout.stride()]).map(|[strides]| strides)
@@ -314,5 +330,11 @@ mod tests {
         let [a, b] = Strides::merged(&[2, 3, 4], [&[12, 4, 1], &[0, 0, 1]]).unwrap();
         assert_eq!((a.is_small, Strides::merged(&[1 << 20, 1 << 12], [&[0, 1]]).unwrap()[0].is_small), (1, 0));
         assert_eq!((a.rank, a.strides[..2].to_vec(), b.strides[..2].to_vec()), (2, vec![4, 1], vec![0, 1]));
+        let [a, b] = Strides::in_packs([a, b], 2).unwrap();
+        assert_eq!((a.dims[1], a.strides[..2].to_vec(), b.strides[..2].to_vec()), (2, vec![2, 1], vec![0, 1]));
+        let odd = |dims: &[usize], strides: &[usize]| {
+            Strides::in_packs(Strides::merged(dims, [strides]).unwrap(), 2).is_none()
+        };
+        assert!(odd(&[4, 3], &[4, 1]) && odd(&[4, 2], &[3, 1]) && odd(&[4, 2], &[1, 4]) && odd(&[], &[]));
     }
 }

@@ -1,5 +1,7 @@
 //! Launches of norm.cu.
 
+use candle_core::DType;
+
 use super::reduce::{Fold, Pieces, SUMMING, blocks_of_columns};
 use super::{Arguments, FOLD_BYTES, Kernel, Launch, Operand, Operands, blocks, launches, pack, typed};
 use crate::Spec;
@@ -14,7 +16,9 @@ struct NormArguments {
     y: u64,
     stats: u64,
     width: u64,
+    rows: u64,
     eps: f32,
+    row_threads: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +30,9 @@ struct NormGradInputArguments {
     dy: u64,
     dx: u64,
     width: u64,
+    rows: u64,
     is_centred: u32,
+    row_threads: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -38,9 +44,73 @@ struct NormGradWeightArguments {
     fold: Fold,
 }
 
+/// How blocks share rows out: each has some side by side, with as many threads for each.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct RowBlocks {
+    /// Threads of a row: whole warps.
+    pub(in crate::cuda) row_threads: u32,
+    block: u32,
+    grid: u32,
+    shared_bytes: u32,
+    tickets: u32,
+}
+
+/// Threads of a block, where a row does not need more.
+const FEW_THREADS: u64 = 256;
+
+/// Threads of a row, at most.
+pub(in crate::cuda) const MOST_THREADS: u64 = 512;
+
+/// Packs of a row that a thread has in registers: `NORM_CHUNKS` of norm.cuh.
+const NORM_CHUNKS: u64 = 4;
+
+/// Packs of a row that a thread has in registers where it makes a gradient, at most.
+const GRAD_CHUNKS: u64 = 2;
+
+impl RowBlocks {
+    /// Of rows x, where so many numbers of each are summed at once.
+    fn new(x: &Operand, row_threads: u64, sums: u32) -> Self {
+        let side_by_side = (FEW_THREADS / row_threads).max(1);
+        Self {
+            row_threads: row_threads as u32,
+            block: (row_threads * side_by_side) as u32,
+            grid: blocks(rows(x), side_by_side as u32),
+            shared_bytes: sums * FOLD_BYTES,
+            tickets: 0,
+        }
+    }
+
+    /// For a normalisation of x.
+    pub(in crate::cuda) fn norm(x: &Operand) -> Self {
+        Self::new(x, x.packs().div_ceil(NORM_CHUNKS).next_multiple_of(32).clamp(32, MOST_THREADS), 1)
+    }
+
+    /// For the gradient of x.
+    pub(in crate::cuda) fn norm_grad(x: &Operand) -> Self {
+        Self::new(x, grad_threads(x.packs()), 2)
+    }
+
+    /// The kernel that takes these arguments.
+    pub(in crate::cuda) fn kernel(self, family: Family, name: String, arguments: impl Arguments + 'static) -> Kernel {
+        let Self { block, grid, shared_bytes, tickets, .. } = self;
+        Kernel { family, name, grid: [grid, 1, 1], block, shared_bytes, tickets, arguments: Box::new(arguments) }
+    }
+}
+
+/// Threads for the gradient of a row of so many packs: one for each, or half as many.
+fn grad_threads(packs: u64) -> u64 {
+    let threads = if packs <= FEW_THREADS { packs } else { packs.div_ceil(GRAD_CHUNKS) };
+    threads.next_multiple_of(32).clamp(32, MOST_THREADS)
+}
+
+pub(in crate::cuda) fn rows(x: &Operand) -> u64 {
+    x.count() / x.width().max(1)
+}
+
 /// (y, stats) from (x, weight) and, of layer normalisation, a bias.
 pub fn norm(name: &str, eps: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, weight, rest @ ..], [y, stats]) = (operands.inputs, operands.outputs) else { return None };
+    let blocks = RowBlocks::norm(x);
     let arguments = NormArguments {
         x: x.address,
         weight: weight.address,
@@ -48,14 +118,17 @@ pub fn norm(name: &str, eps: f64, operands: &Operands<'_>) -> Option<Vec<Launch>
         y: y.address,
         stats: stats.address,
         width: x.width(),
+        rows: rows(x),
         eps: eps as f32,
+        row_threads: blocks.row_threads,
     };
-    launches([Kernel::rows(Norm, typed(name, x.dtype)?, x.count() / x.width(), x.packs(), arguments)])
+    launches([blocks.kernel(Norm, typed(name, x.dtype)?, arguments)])
 }
 
 /// dx from (x, weight, stats, dy).
 pub fn norm_grad_input(is_centred: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, weight, stats, dy], [dx]) = (operands.inputs, operands.outputs) else { return None };
+    let blocks = RowBlocks::norm_grad(x);
     let arguments = NormGradInputArguments {
         x: x.address,
         weight: weight.address,
@@ -63,22 +136,33 @@ pub fn norm_grad_input(is_centred: bool, operands: &Operands<'_>) -> Option<Vec<
         dy: dy.address,
         dx: dx.address,
         width: x.width(),
+        rows: rows(x),
         is_centred: u32::from(is_centred),
+        row_threads: blocks.row_threads,
     };
-    let name = typed("norm_grad_input", x.dtype)?;
-    launches([Kernel::rows(Norm, name, x.count() / x.width(), x.packs(), arguments)])
+    launches([blocks.kernel(Norm, typed("norm_grad_input", x.dtype)?, arguments)])
+}
+
+/// Rows of a piece: few, so that there are many of them on each multiprocessor.
+const PIECE: u64 = 32;
+
+/// The pieces of rows for the gradients of weight and bias, and how many shares each has. The order of sums depends on them.
+fn pieces(dims: &[usize], dtype: DType) -> (Pieces, u64) {
+    let at_most = FEW_THREADS / grad_threads((crate::width(dims) as u64).div_ceil(pack(dtype)));
+    let shares = 1 << at_most.max(1).ilog2();
+    (Pieces::of(dims, PIECE, PIECE / shares), shares)
 }
 
 /// Bytes of the pieces' sums.
 pub fn norm_grad_weight_workspace(x: &Spec) -> Vec<u64> {
-    let pieces = Pieces::of(x.dims()).count();
+    let pieces = pieces(x.dims(), x.dtype).0.count();
     vec![2 * 4 * pieces * crate::width(x.dims()) as u64]
 }
 
 /// (d_weight, d_bias) from (x, stats, dy).
 pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [x, stats, dy] = operands.inputs else { return None };
-    let pieces = Pieces::of(x.dims());
+    let (pieces, _) = pieces(x.dims(), x.dtype);
     let fold = Fold::new(pieces, x.dtype, operands.outputs, operands, operands.accumulate)?;
     let blocks_side_by_side = blocks_of_columns(x.width());
     launches([Kernel {
@@ -92,59 +176,41 @@ pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     }])
 }
 
-/// Most threads of a block that makes all gradients of a norm in one pass over its rows: each has a pack of a row.
-const MOST_THREADS: u64 = 512;
-
-/// Whether rows are short enough for one kernel to make all gradients of their norm in one pass.
+/// Whether rows are short enough for one kernel to make all gradients of their norm in one pass: it has all of a row in registers.
 pub fn fits_one_pass(x: &Spec) -> bool {
-    crate::width(x.dims()) as u64 <= MOST_THREADS * pack(x.dtype)
+    crate::width(x.dims()) as u64 <= GRAD_CHUNKS * MOST_THREADS * pack(x.dtype)
 }
 
 /// How the gradient of rows and those of weight and bias are made in one pass (`norm_grad_to` of norm.cuh).
 #[derive(Debug)]
 pub(in crate::cuda) struct OnePass {
-    /// Elements of a thread: its template argument, as are the rows.
-    pub(in crate::cuda) pack: u64,
-    /// Rows that a block has in registers at a time.
-    pub(in crate::cuda) rows: u32,
-    /// What its registers are bounded by: threads of a block, at most.
-    pub(in crate::cuda) most_threads: u32,
+    /// Packs of a row, and rows, that a thread has in registers at a time.
+    pub(in crate::cuda) chunks: u64,
+    pub(in crate::cuda) rows: u64,
+    /// What its registers are bounded by: threads of a block, and blocks of a multiprocessor.
+    pub(in crate::cuda) bounds: [u64; 2],
     /// Its struct `Fold`.
-    pub(in crate::cuda) fold: [u64; 10],
-    grid: u32,
-    block: u32,
-    tickets: u32,
+    pub(in crate::cuda) fold: [u64; 12],
+    pub(in crate::cuda) blocks: RowBlocks,
 }
 
 impl OnePass {
     /// Of rows x, and the gradients (of weight, of bias) that become of them.
     pub(in crate::cuda) fn of(x: &Operand, outs: &[Operand], accumulate: u64, operands: &Operands<'_>) -> Option<Self> {
-        let pieces = Pieces::of(x.dims());
+        let (pieces, shares) = pieces(x.dims(), x.dtype);
         let fold = Fold::new(pieces, x.dtype, outs, operands, accumulate)?;
-        let block = x.packs().next_multiple_of(32);
-        // As many rows as 255 registers hold, or the 128 that there are for each of so many threads.
-        let (rows, most_threads) = if block <= MOST_THREADS / 2 { (4, MOST_THREADS / 2) } else { (2, MOST_THREADS) };
-        (block <= MOST_THREADS).then_some(Self {
-            pack: x.pack(),
-            rows,
-            most_threads: most_threads as u32,
-            fold: fold.words(),
+        let row_threads = grad_threads(x.packs());
+        let (chunks, rows) = if x.packs() <= row_threads { (1, 2) } else { (GRAD_CHUNKS, 1) };
+        // The sums of shares lie behind what threads sum rows by.
+        let of_shares = if shares > 1 { 2 * 4 * shares * x.width() } else { 0 };
+        let blocks = RowBlocks {
+            row_threads: row_threads as u32,
+            block: (row_threads * shares) as u32,
             grid: blocks(pieces.count(), 1),
-            block: block as u32,
+            shared_bytes: 2 * rows as u32 * FOLD_BYTES + of_shares as u32,
             tickets: fold.tickets(1)?,
-        })
-    }
-
-    /// The kernel of this text.
-    pub(in crate::cuda) fn kernel(&self, family: Family, name: String, arguments: impl Arguments + 'static) -> Kernel {
-        Kernel {
-            family,
-            name,
-            grid: [self.grid, 1, 1],
-            block: self.block,
-            shared_bytes: 2 * self.rows * FOLD_BYTES,
-            tickets: self.tickets,
-            arguments: Box::new(arguments),
-        }
+        };
+        let bounds = if row_threads <= FEW_THREADS { [FEW_THREADS, 2] } else { [MOST_THREADS, 1] };
+        (x.packs() <= chunks * row_threads).then_some(Self { chunks, rows, bounds, fold: fold.words(), blocks })
     }
 }

@@ -18,10 +18,12 @@ pub(super) struct Pieces {
 #[repr(C)]
 struct PieceRows {
     sequence: u64,
+    of_sequence: u64,
     length: u64,
+    share: u64,
 }
 
-/// Rows of a piece.
+/// Rows of a piece, of which columns are summed.
 const PIECE: u64 = 64;
 
 /// Blocks along the second and third dimension of a grid, at most.
@@ -39,21 +41,24 @@ pub(super) fn blocks_of_columns(width: u64) -> u32 {
 }
 
 impl Pieces {
-    /// The rows of [.., sequence, width]. Rows that say nothing of sequences are one.
-    pub(super) fn of(dims: &[usize]) -> Self {
+    /// The rows of [.., sequence, width], in pieces of so many, which are summed share by share. Rows that say nothing of sequences
+    /// are one.
+    pub(super) fn of(dims: &[usize], length: u64, share: u64) -> Self {
         let rows = dims.iter().rev().skip(1).product::<usize>() as u64;
         let sequence = if dims.len() > 2 { dims[dims.len() - 2] as u64 } else { rows };
         let sequences = if rows == 0 { 0 } else { rows / sequence };
-        Self { rows: PieceRows { sequence, length: PIECE }, sequences }
+        let of_sequence = sequence.div_ceil(length);
+        Self { rows: PieceRows { sequence, of_sequence, length, share }, sequences }
     }
 
-    fn of_sequence(self) -> u64 {
-        self.rows.sequence.div_ceil(PIECE)
+    /// Those of which columns are summed.
+    fn of_columns(rows: &[usize]) -> Self {
+        Self::of(rows, PIECE, PIECE)
     }
 
     /// How many there are.
     pub(super) fn count(self) -> u64 {
-        self.sequences * self.of_sequence()
+        self.sequences * self.rows.of_sequence
     }
 }
 
@@ -103,15 +108,16 @@ impl Fold {
 
     /// Numbers that blocks count themselves by, if so many lie side by side.
     pub(super) fn tickets(&self, blocks_of_columns: u32) -> Option<u32> {
-        let runs = self.sequences * self.pieces.sequence.div_ceil(PIECE).div_ceil(RUN);
+        let runs = self.sequences * self.pieces.of_sequence.div_ceil(RUN);
         u32::try_from(u64::from(blocks_of_columns) * (runs + 1)).ok()
     }
 
     /// The struct as fields of 8 bytes.
-    pub(super) fn words(&self) -> [u64; 10] {
+    pub(super) fn words(&self) -> [u64; 12] {
         let &Self { parts, tickets, out: [first, last], width, sequences, pieces, results, accumulate, is_f32 } = self;
         let counts = u64::from(results) | u64::from(accumulate) << 32;
-        [parts, tickets, first, last, width, sequences, pieces.sequence, pieces.length, counts, u64::from(is_f32)]
+        let PieceRows { sequence, of_sequence, length, share } = pieces;
+        [parts, tickets, first, last, width, sequences, sequence, of_sequence, length, share, counts, u64::from(is_f32)]
     }
 }
 
@@ -158,7 +164,7 @@ fn as_rows(x: &[usize], dims: &[usize]) -> Option<Vec<usize>> {
 
 /// Bytes of the sums of pieces, where leading dimensions are summed.
 pub fn column_sums_workspace(x: &Spec, dims: &[usize]) -> Vec<u64> {
-    let bytes = as_rows(x.dims(), dims).map(|rows| 4 * Pieces::of(&rows).count() * crate::width(&rows) as u64);
+    let bytes = as_rows(x.dims(), dims).map(|rows| 4 * Pieces::of_columns(&rows).count() * crate::width(&rows) as u64);
     bytes.into_iter().collect()
 }
 
@@ -170,7 +176,7 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
     if let (Some(rows), true, [_]) =
         (as_rows(x.dims(), dims).filter(|_| is_narrow), x.layout.is_contiguous(), operands.workspace)
     {
-        let pieces = Pieces::of(&rows);
+        let pieces = Pieces::of_columns(&rows);
         let fold = Fold::new(pieces, x.dtype, operands.outputs, operands, operands.accumulate)?;
         let blocks_side_by_side = blocks_of_columns(out.count());
         return launches([Kernel {
