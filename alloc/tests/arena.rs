@@ -351,7 +351,11 @@ fn unsound_requests_are_errors() {
     check(vec![sound()], ArenaOptions { base: Some(512), ..options() }, "inside the static plan");
     check(vec![sound()], ArenaOptions::with_reserve(Reserve::Balanced { factor: f64::NAN }), "finite");
     check(vec![sound()], ArenaOptions::with_reserve(Reserve::Bytes(u64::MAX)), "exceed the address space");
-    check(vec![Request::new(0..4, 1, u64::MAX)], ArenaOptions::with_reserve(Reserve::Worst), "exceed the address space");
+    check(
+        vec![Request::new(0..4, 1, u64::MAX)],
+        ArenaOptions::with_reserve(Reserve::Worst),
+        "exceed the address space",
+    );
     assert!(matches!(
         ArenaPlan::new(&problem, &[], vec![sound()], &options()),
         Err(Error::NotOnePerBuffer { entries: 0, buffers: 1, .. })

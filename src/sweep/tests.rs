@@ -221,7 +221,10 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
     );
     check(&step("[vary]\nbatch = [1]\n[[skip]]\nbach = 1"), &["skip.bach", "did you mean `batch`?"]);
     check(&step("[vary]\nbatch = [1]\n[[skip]]\nbatch = 1"), &["skip: leaves no configuration", "skip less"]);
-    check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"jemalloc\"]"), &["sweep.allocators", "choose one of ideal"]);
+    check(
+        &step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"jemalloc\"]"),
+        &["sweep.allocators", "choose one of ideal"],
+    );
     check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"gapless\"]"), &["sweep.allocators", "in every row"]);
     check(&step("[vary]\nbatch = [1]\n[sweep]\nfullest = 2.0"), &["sweep.fullest", "from 0 to 1"]);
     check(&step("[vary]\nbatch = [1]\n[[menu]]\nbatch = 1"), &["menu (line 5): has no name", "name it"]);
@@ -236,7 +239,10 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
     check(&step(&format!("[vary]\nbatch = [{0}]\nsequence = [{0}]", numbers(400))), &["vary", "more than 100000"]);
     check(&step(&format!("[vary]\nbatch = [{}]", numbers(100_001))), &["vary", "more than 100000", "vary fewer"]);
     let menus = "[[menu]]\nbatch = 0\n".repeat(101);
-    check(&step(&format!("[vary]\nbatch = [1]\n{menus}")), &["menu (line 5): 101 menus are more than the maximum of 100"]);
+    check(
+        &step(&format!("[vary]\nbatch = [1]\n{menus}")),
+        &["menu (line 5): 101 menus are more than the maximum of 100"],
+    );
     let skips = "[[skip]]\nbatch = \"\"\n".repeat(10_000);
     check(&step(&format!("[vary]\nbatch = [1]\n{skips}")), &["skip", "20000 values of skip and menu", "vary fewer"]);
     let skip = format!("[[skip]]\nbatch = [{}]\n", numbers(20_000));

@@ -124,7 +124,7 @@ fn ids_are_trained_on_as_the_model_knows_them() {
     assert!(prepared.largest_token() as usize >= known);
     let tokenizer = format!("text.txt\"\ntokenizer = {:?}", prepared.folder().unwrap().join("tokenizer.json"));
     let error = go(&folder.replace("text.txt\"", &tokenizer.replace("text.txt", "numbers.txt")), "larger").unwrap_err();
-    assert!(error.contains(&format!("knows {known} tokens")), "{error}");
+    assert!(error.contains(&format!("has {known} tokens")), "{error}");
     assert!(!place.path().join("larger/run.toml").exists() && !place.path().join("many").exists());
 }
 

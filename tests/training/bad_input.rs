@@ -33,7 +33,7 @@ fn extents_that_do_not_fit_together() {
     );
     refused(
         gpt(small(), TrainOptions { step: StepOptions { micro_batches: 3, ..options().step }, ..options() }),
-        &["micro_batches", "divisor"],
+        &["micro_batches", "multiple of"],
     );
     refused(
         gpt(small(), TrainOptions { step: StepOptions { batch: 0, ..options().step }, ..options() }),

@@ -296,5 +296,5 @@ fn states_that_do_not_divide_are_refused_with_a_remedy() {
     let run = on_data_ranks(Arc::new(Momentum { spare: 3 }), 2);
     let made = communicator::on_threads(2, |world| run.try_rank(Some(world)).map(|_: Trainer| ()));
     let error = made.unwrap_err().to_string();
-    assert!(error.contains("spare/") && error.contains("Optimizer::grain"), "{error}");
+    assert!(error.contains("spare/") && error.contains("Optimizer::shard_granularity"), "{error}");
 }

@@ -354,7 +354,8 @@ fn growing_keeps_to_the_budget() {
     match first.expect_err("all rows come to rank 0") {
         error @ TrainError::Runtime(RuntimeError::Growth { needed, .. }) => {
             assert!(
-                needed > bytes && error.to_string().contains(&format!("grow to {needed} bytes, which is above its limit")),
+                needed > bytes
+                    && error.to_string().contains(&format!("grow to {needed} bytes, which is above its limit")),
                 "{error}"
             );
         }

@@ -163,8 +163,8 @@ fn names_that_do_not_exist_are_refused() {
     for (policy, words) in [
         (ops(&["gelo"]), ["gelo", "gelu"]),
         (Recompute::Layers(Layers::Named(vec!["h.9".into()])), ["h.9", "h.0, h.1"]),
-        (Recompute::Cycle(Vec::new()), ["recompute", "turns"]),
-        (Recompute::Cycle(vec![Recompute::Cycle(vec![Recompute::None])]), ["recompute", "turns"]),
+        (Recompute::Cycle(Vec::new()), ["recompute", "cycle"]),
+        (Recompute::Cycle(vec![Recompute::Cycle(vec![Recompute::None])]), ["recompute", "cycle"]),
     ] {
         let mut run = Run::default();
         run.options.step.memory.recompute = policy;

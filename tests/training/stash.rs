@@ -223,7 +223,7 @@ fn invalid_compress_and_offload_are_refused() {
             |options| {
                 (options.step.memory.compress, options.step.memory.offload) = (names(&["gelu"]), names(&["gelu"]))
             },
-            ["gelu", "choose one"],
+            ["gelu", "in one of the two"],
         ),
         (
             |options| {

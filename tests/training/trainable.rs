@@ -251,7 +251,7 @@ fn patterns_that_match_nothing_are_named() {
         (Kind::Llama, lora(&["embed_tokens"]), "embed_tokens"),
         (Kind::Moe(MoeStyle::Mixtral), lora(&["down_proj"]), "mlp.experts.down_proj"),
         (Kind::Moe(MoeStyle::Mixtral), lora(&["gate"]), "mlp.gate"),
-        (Kind::Llama, Trainable::Lora(Lora { rank: 0, ..Lora::default() }), "rank 0"),
+        (Kind::Llama, Trainable::Lora(Lora { rank: 0, ..Lora::default() }), "rank is 0"),
         (Kind::Llama, Trainable::Lora(Lora { dropout: 1.0, ..Lora::default() }), "dropout"),
         (Kind::Llama, lora(&[]), "no targets"),
     ] {

@@ -168,7 +168,10 @@ mod tests {
             (json!({"normalizer": replace(json!({"String": " "}), "▁")}), None),
             (json!({ "normalizer": growing }), None),
             (json!({"normalizer": {"type": "Sequence", "normalizers": [growing, growing]}}), Some("up to 400 ×")),
-            (json!({"decoder": {"type": "Sequence", "decoders": [growing, growing]}}), Some("its decoder makes a text up to 400 ×")),
+            (
+                json!({"decoder": {"type": "Sequence", "decoders": [growing, growing]}}),
+                Some("its decoder makes a text up to 400 ×"),
+            ),
             (json!({"normalizer": replace(json!({"Regex": "a+"}), &"b".repeat(300))}), Some("up to 300 ×")),
             (json!({"normalizer": replace(json!({"String": ""}), "x")}), Some("the empty text")),
             (json!({"post_processor": template("<s>")}), None),

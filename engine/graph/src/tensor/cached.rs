@@ -18,8 +18,9 @@ impl Tensor {
         let Some(positions) = self.positions() else { return self.narrow(0, 0, tokens) };
         let (rows, window) = (self.dim(0)?, self.cache_window().unwrap_or(tokens));
         if window > rows {
-            return Err(self
-                .shape_error("embedding", format!("there are {rows} rows of positions, but the window is {window}")));
+            return Err(
+                self.shape_error("embedding", format!("the table has {rows} positions, but the window has {window}"))
+            );
         }
         self.embedding(&positions)
     }

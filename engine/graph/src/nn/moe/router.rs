@@ -119,7 +119,7 @@ impl RouterConfig {
         let amounts = [jitter, balance_loss, z_loss, bias_rate, scale];
         if amounts.iter().any(|x| !x.is_finite() || **x < 0.0) || *jitter >= 1.0 || *scale == 0.0 {
             return fail(
-                "jitter, balance_loss, z_loss, bias_rate or scale is out of range",
+                "jitter, balance_loss, z_loss, bias_rate or scale is not finite, or out of range",
                 "set jitter to at least 0 and below 1, scale above 0, and the others to at least 0",
             );
         }
