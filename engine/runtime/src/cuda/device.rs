@@ -4,7 +4,7 @@ use std::fmt::{self, Debug};
 use std::time::{Duration, Instant};
 
 use gapless_communicator::{self as communicator, Communicator};
-use gapless_kernels::cuda::launch::Launch;
+use gapless_kernels::cuda::launch::{Features, Launch};
 
 use super::KernelError;
 
@@ -13,6 +13,11 @@ use super::KernelError;
 pub trait Device: Debug + Send {
     /// What it is, in words.
     fn name(&self) -> String;
+
+    /// What it has that not all devices have.
+    fn features(&self) -> Features {
+        Features::default()
+    }
 
     /// Makes room for so many bytes, once, which may be extended, and returns the address of the first: a multiple of 256.
     ///

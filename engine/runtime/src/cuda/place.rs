@@ -11,7 +11,7 @@ use gapless_graph::launches;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::launch::together;
-use gapless_kernels::cuda::{Launch, Operand, Operands, Random};
+use gapless_kernels::cuda::{Features, Launch, Operand, Operands, Random};
 
 use super::device::{Device, DeviceError};
 use super::slots::slot;
@@ -64,11 +64,21 @@ pub(super) struct Place {
     pub slots: u64,
     pub first_part: u64,
     pub part_stride: u64,
+    /// What the device has.
+    pub features: Features,
 }
 
 impl Place {
-    /// Before there is a device: as if the arena began at address 0.
-    pub const NOWHERE: Self = Self { base: 0, key: 0, tickets: 0, slots: 0, first_part: 0, part_stride: 1 };
+    /// Before there is a device, of which no more is known: as if the arena began at address 0.
+    pub const NOWHERE: Self = Self {
+        base: 0,
+        key: 0,
+        tickets: 0,
+        slots: 0,
+        first_part: 0,
+        part_stride: 1,
+        features: Features { warpgroups: false },
+    };
 
     /// Has a device's memory reach to this offset of the arena.
     pub fn reach(&self, device: &mut dyn Device, offset: u64) -> Result<(), DeviceError> {
@@ -145,6 +155,7 @@ impl Place {
                     .first_part
                     .wrapping_add(self.part_stride.wrapping_mul(instruction.micro_batch.into())),
             },
+            features: self.features,
         };
         let launches = launches::launches(&**op, &operands)?;
         // Others would take a slot for a tensor.

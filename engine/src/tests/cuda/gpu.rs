@@ -3,7 +3,7 @@
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::DeviceChoice;
-use crate::cuda::{Cache, Device, Launch, Nvidia};
+use crate::cuda::{Cache, Device, Features, Launch, Nvidia};
 
 /// Names the GPU that judges use.
 const VARIABLE: &str = "GAPLESS_TEST_DEVICE";
@@ -35,6 +35,11 @@ fn open(ordinal: usize) -> Nvidia {
 /// Whether a GPU is asked for.
 pub fn is_asked_for() -> bool {
     ordinal().is_some()
+}
+
+/// What the GPU has that is asked for.
+pub fn features() -> Option<Features> {
+    shared().map(|gpu| gpu.lock().unwrap_or_else(PoisonError::into_inner).features())
 }
 
 /// How far off something may be: on the stand-in, which computes as exactly as the processor, and on a GPU.

@@ -40,6 +40,11 @@ pub fn is_there() -> bool {
     is_there
 }
 
+/// Whether what runs launches has products of warpgroups: the stand-in has.
+pub fn has_warpgroups() -> bool {
+    gpu::features().is_none_or(|features| features.warpgroups)
+}
+
 /// A family, once it is compiled. It is locked while a kernel of it runs: it is one device.
 type Device = &'static Mutex<Option<libloading::Library>>;
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 use cudarc::driver::{result, sys};
 use gapless_communicator::{self as communicator, Communicator, CommunicatorError, Nccl, Sums};
 use gapless_kernels::cuda::Family;
-use gapless_kernels::cuda::launch::Launch;
+use gapless_kernels::cuda::launch::{Features, Launch};
 
 use super::context::Context;
 use super::cublaslt::CublasLt;
@@ -223,12 +223,20 @@ impl Drop for Captured {
 /// Whether ranks may exchange by NCCL: not if it is "off".
 const NCCL_VARIABLE: &str = "GAPLESS_NCCL";
 
+/// `off` has kernels on the tensor cores of all devices (`mma.sync`) run where there are others for products of warpgroups (`wgmma`).
+const WGMMA_VARIABLE: &str = "GAPLESS_WGMMA";
+
 /// What the names of the files of driver, cuBLASLt and NVRTC begin with.
 const LIBRARIES: [&str; 3] = ["libcuda.so", "libcublasLt.so", "libnvrtc.so"];
 
 impl Device for Nvidia {
     fn name(&self) -> String {
         self.name.clone()
+    }
+
+    fn features(&self) -> Features {
+        let is_off = std::env::var(WGMMA_VARIABLE).is_ok_and(|value| value == "off");
+        Features { warpgroups: self.architecture == Architecture::WARPGROUPS && !is_off }
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
