@@ -92,7 +92,8 @@ fn table(kernels: &[Row]) -> String {
         "kernel", "", "registers", "stack", "spills", "shared", "launched"
     );
     for Row { architecture, resources, launched_shared_bytes, .. } in kernels {
-        let Resources { kernel, registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes, .. } = resources;
+        let Resources { kernel, registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes, .. } =
+            resources;
         let spills = format!("{spill_store_bytes} / {spill_load_bytes}");
         text += &format!(
             "\n{kernel:60} {architecture:7} {registers:9} {stack_bytes:6} {spills:>13} {shared_bytes:7} {launched_shared_bytes:9}"

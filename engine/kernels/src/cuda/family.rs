@@ -35,7 +35,7 @@ macro_rules! families {
 
             /// Whether its kernels have instructions of compute capability 9.0 alone ([`Features::warpgroups`](super::launch::Features)).
             pub fn has_warpgroups(self) -> bool {
-                matches!(self, Self::AttentionWarpgroups | Self::AttentionGradWarpgroups)
+                self.source().contains("#include \"warpgroup.cuh\"")
             }
 
             /// Whether its kernels ask the slots of counted rows where these lie ([`SLOT`](super::launch::SLOT)).

@@ -58,7 +58,9 @@ impl Architecture {
     /// What a family is compiled for to run on this; none if it cannot. Instructions that one capability has alone need code for it alone.
     pub fn of_family(self, family: Family) -> Option<Self> {
         match family.has_warpgroups() {
-            true => (Self { is_specific: false, ..self } == Self::WARPGROUPS).then_some(Self { is_specific: true, ..self }),
+            true => {
+                (Self { is_specific: false, ..self } == Self::WARPGROUPS).then_some(Self { is_specific: true, ..self })
+            }
             false => Some(self),
         }
     }

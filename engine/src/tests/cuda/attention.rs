@@ -1,4 +1,4 @@
-//! attention.cu, and with bf16 attention_tensor_cores.cu.
+//! attention.cu, and with bf16 attention_tensor_cores.cu, attention_warpgroups.cu and attention_grad_warpgroups.cu.
 
 use gapless_testing::few;
 
@@ -17,13 +17,20 @@ fn forward_and_backward() {
         (1, 4, 2, 40, 71, 5),
         (1, 3, 1, 20, 20, 64),
         (1, 2, 1, 35, 35, 80),
+        // Several blocks of warpgroups, all stages of tiles, the last of each in part.
+        (1, 2, 1, 210, 330, 64),
         (1, 2, 2, 18, 33, 130),
         // More than a block of tensor cores has, and sizes that can be moved 16 bytes at a time.
         (1, 2, 1, 140, 140, 16),
         (1, 1, 1, 66, 130, 104),
         (1, 1, 1, 70, 70, 256),
+        // Whole tiles and blocks.
+        (1, 3, 1, 256, 256, 64),
+        (1, 1, 1, 300, 300, 128),
+        (1, 1, 1, 1, 400, 32),
+        (1, 1, 1, 200, 200, 192),
     ];
-    for &(batch, heads, kv_heads, queries, keys, size) in few(&shapes, 5) {
+    for &(batch, heads, kv_heads, queries, keys, size) in few(&shapes, 6) {
         for causal in [false, true] {
             let attention = Attention { causal, ..Attention::full(1.0 / (size as f64).sqrt()) };
             // Tokens in front of heads, in memory, as projections leave them.
@@ -56,6 +63,13 @@ fn of_every_kind() {
         (cap(window(33)), 150, 150, 72, 64, None),
         (causal, 150, 150, 16, 16, Some(starts(150))),
         (cap(window(20)), 80, 80, 130, 24, Some(starts(80))),
+        (causal, 40, 70, 24, 120, None),
+        (window(70), 300, 330, 64, 64, None),
+        (causal, 300, 300, 64, 48, Some(starts(300))),
+        (cap(window(90)), 270, 270, 128, 128, Some(starts(270))),
+        (Attention::full(0.2), 200, 300, 100, 64, None),
+        // Maxima grow by more than exponents have room for.
+        (Attention::causal(1.5), 260, 260, 64, 64, None),
     ];
     for &(how, queries, keys, size, of_v, ref starts) in few(&cases, 3) {
         let (q, k, v) = ([2, queries, 4, size], [2, keys, 2, size], [2, keys, 2, of_v]);

@@ -4,9 +4,7 @@ use candle_core::{DType, Layout};
 
 use super::{Features, Kernel, Launch, Operand, Operands, launches};
 use crate::Spec;
-use crate::cuda::Family::{
-    self, Attention, AttentionGradWarpgroups, AttentionTensorCores, AttentionWarpgroups,
-};
+use crate::cuda::Family::{self, Attention, AttentionGradWarpgroups, AttentionTensorCores, AttentionWarpgroups};
 
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
