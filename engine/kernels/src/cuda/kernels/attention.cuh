@@ -105,11 +105,14 @@ struct AttentionArguments {
 
     // What the product of a query with a key counts.
     __device__ __forceinline__ f32 score(f32 product) const {
-        return cap > 0.0f ? cap * tanhf(scale * product / cap) : scale * product;
+        return cap > 0.0f ? cap * tanhf(product * (scale / cap)) : scale * product;
     }
 
     // How much of its gradient a score passes on.
-    __device__ __forceinline__ f32 slope(f32 score) const { return cap > 0.0f ? 1.0f - score / cap * (score / cap) : 1.0f; }
+    __device__ __forceinline__ f32 slope(f32 score) const {
+        const f32 part = score * (1.0f / cap);
+        return cap > 0.0f ? 1.0f - part * part : 1.0f;
+    }
 };
 
 constexpr u32 ATTENTION_THREADS = 128;

@@ -156,16 +156,22 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
     const u32 turns = (end + TILE - 1) / TILE - skipped;
     const u32 hidden_turns = u32(smaller(to.first_query(of_group) / TILE - skipped, turns));
     f32 statistic = 0.0f;
+    // The next turn's head and tile.
+    u32 next_head = turns > 0 ? 0 : group, next_tile = 0;
     const auto start = [&](u32 turn) {
-        if (turn < group * turns) {
-            const u64 head = kv_head * group + turn / turns;
-            const u32 start = (skipped + turn % turns) * TILE;
+        if (next_head < group) {
+            const u64 head = kv_head * group + next_head;
+            const u32 start = (skipped + next_tile) * TILE;
             queries_of(to, batch, head).start<TILE, THREADS>(q.behind(turn % STAGES), start);
             gradients_of(to, batch, head).start<TILE, THREADS>(d_out.behind(turn % STAGES), start);
             const u32 query = start + threadIdx.x % TILE;
             const u64 at = (batch * to.heads + head) * to.queries + query;
             if (threadIdx.x < 2 * TILE) {
                 statistic = query >= queries ? 0.0f : threadIdx.x < TILE ? to.lse[at] * LOG2_E : to.delta[at];
+            }
+            if (++next_tile == turns) {
+                next_tile = 0;
+                ++next_head;
             }
         }
         close_copies();

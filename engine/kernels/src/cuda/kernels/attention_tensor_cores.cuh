@@ -20,7 +20,7 @@ struct HeadRows {
     template <u32 ROWS, u32 THREADS = ATTENTION_THREADS, typename Tile>
     __device__ __forceinline__ void start(Tile tile, u64 first) const {
         const u32 count = first < end ? u32(smaller(end - first, ROWS)) : 0;
-        start_rows<ROWS, THREADS>(tile, at + first * stride, stride, count, size);
+        start_rows<ROWS, THREADS>(tile, at, stride, first, count, size);
     }
 };
 
@@ -193,7 +193,7 @@ __device__ __forceinline__ f32 exponent_scale(const AttentionArguments& to) {
 
 // The slope of a capped score, by its probability: the score is that one's logarithm.
 __device__ __forceinline__ f32 slope_of(const AttentionArguments& to, f32 p, f32 lse) {
-    return p > 0.0f ? to.slope((log2f(p) + lse) * (1.0f / LOG2_E)) : 0.0f;
+    return p > 0.0f ? to.slope((log2_of(p) + lse) * (1.0f / LOG2_E)) : 0.0f;
 }
 
 // Loads what there is for a tile's columns, of which this lane has two of every eight; zeros where nothing is.

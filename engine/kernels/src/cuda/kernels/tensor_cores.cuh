@@ -45,29 +45,28 @@ static u32 pair_of(f32 low, f32 high) {
 #endif
 
 
-// Starts to load ROWS rows of a tile with all THREADS of the block. `count` of them are there, and of these `size` elements; the others
-// are zeros. Rows that begin with a pack are copied asynchronously, others element by element.
+// Starts to load ROWS rows of a tile, from row `first` of a matrix on, with all THREADS of the block. `count` of them are there, and of
+// these `size` elements; the others are zeros. Rows that begin with a pack are copied asynchronously, others element by element, to
+// tiles that take them.
 template <u32 ROWS, u32 THREADS, typename Tile>
-__device__ __forceinline__ void start_rows(Tile tile, const bf16* from, u64 stride, u32 count, u32 size) {
+__device__ __forceinline__ void start_rows(Tile tile, const bf16* from, u64 stride, u64 first, u32 count, u32 size) {
     constexpr u32 PACK = Pack<bf16>::SIZE, ACROSS = Tile::COLUMNS / PACK;
-    if (!is_aligned(from) || stride % PACK != 0) {
-#pragma unroll 1
-        for (u32 i = threadIdx.x; i < ROWS * Tile::COLUMNS; i += THREADS) {
-            const u32 row = i / Tile::COLUMNS, column = i % Tile::COLUMNS;
-            *tile.at(row, column) = row < count && column < size ? from[row * stride + column] : bf16{0};
+    if constexpr (Tile::TAKES_ELEMENTS) {
+        if (!is_aligned(from) || stride % PACK != 0) {
+            for (u32 i = threadIdx.x; i < ROWS * Tile::COLUMNS; i += THREADS) {
+                const u32 row = i / Tile::COLUMNS, column = i % Tile::COLUMNS;
+                *tile.at(row, column) = row < count && column < size ? from[(first + row) * stride + column] : bf16{0};
+            }
+            return;
         }
-        return;
     }
-    // A thread copies the same columns of every so many rows.
-    constexpr u32 STEP = THREADS / ACROSS;
-    static_assert(THREADS % ACROSS == 0 && ROWS % STEP == 0, "every thread has as many packs");
-    const u32 row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * PACK;
-    const u32 bytes = column < size ? u32(smaller(size - column, PACK) * sizeof(bf16)) : 0;
-    const bf16* pack = from + row * stride + column;
+    static_assert(ROWS * ACROSS % THREADS == 0, "every thread has as many packs");
 #pragma unroll
-    for (u32 first = 0; first < ROWS; first += STEP) {
-        const bool is_there = first + row < count && bytes > 0;
-        copy_async(tile.at(first + row, column), is_there ? pack + first * stride : from, is_there ? bytes : 0);
+    for (u32 begun = 0; begun < ROWS * ACROSS; begun += THREADS) {
+        const u32 i = begun + threadIdx.x, row = i / ACROSS, column = i % ACROSS * PACK;
+        const bool is_there = row < count && column < size;
+        const u32 elements = is_there ? u32(smaller(size - column, PACK)) : 0;
+        copy_async(tile.at(row, column), is_there ? from + (first + row) * stride + column : from, elements * u32(sizeof(bf16)));
     }
 }
 
@@ -76,6 +75,7 @@ __device__ __forceinline__ void start_rows(Tile tile, const bf16* from, u64 stri
 template <u32 SIZE>
 struct HalfTile {
     static constexpr u32 COLUMNS = SIZE, PITCH = SIZE + 8;
+    static constexpr bool TAKES_ELEMENTS = true;
     bf16* rows;
 
     __device__ __forceinline__ bf16* operator[](u32 row) const { return rows + row * PITCH; }

@@ -110,6 +110,7 @@ static void start_product(f32 (&d)[N][4], const u32 (&a)[4], u64 b, bool adds) {
 template <u32 SIZE, u32 ROWS>
 struct SwizzledTile {
     static constexpr u32 COLUMNS = SIZE, BYTES = SIZE * ROWS * u32(sizeof(bf16));
+    static constexpr bool TAKES_ELEMENTS = false;
     // Bytes of a row in a block, and of eight of them.
     static constexpr u32 PITCH = 128, EIGHT_ROWS = 8 * PITCH, BLOCK = ROWS * PITCH;
     unsigned char* bytes;

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Layout};
 
-use super::{Features, Kernel, Launch, Operand, Operands, launches};
+use super::{Features, Kernel, Launch, Operand, Operands, launches, pack};
 use crate::Spec;
 use crate::cuda::Family::{self, Attention, AttentionGradWarpgroups, AttentionTensorCores, AttentionWarpgroups};
 
@@ -78,6 +78,11 @@ impl HeadStrides {
     /// Of [batch, tokens, heads, head size] with any strides but the last.
     fn by_token(layout: &Layout) -> Option<Self> {
         Self::of(layout).map(|of| Self { head: of.token, token: of.head, ..of })
+    }
+
+    /// Whether every head's row begins with a pack, where the first does.
+    fn are_packs(&self) -> bool {
+        [self.batch, self.head, self.token].iter().all(|stride| stride % pack(DType::BF16) == 0)
     }
 
     /// Of dense [batch, tokens, heads, head size].
@@ -251,8 +256,16 @@ impl AttentionArguments {
         self.head_size.max(self.value_size)
     }
 
+    /// Whether rows of all that is read can be copied 16 bytes at a time.
+    fn are_packs(&self) -> bool {
+        let read = [(self.q, self.at_q), (self.k, self.at_k), (self.v, self.at_v)];
+        let of_gradient = (self.d_out != 0).then_some((self.d_out, self.at_out));
+        read.iter().chain(&of_gradient).all(|&(address, strides)| address % 16 == 0 && strides.are_packs())
+    }
+
     /// A kernel over so many tokens and heads.
     fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64, features: Features) -> Option<Kernel> {
+        let features = if self.are_packs() { features } else { Features::default() };
         let form = Form::of(part, of.dtype, self.widest(), features)?;
         let (blocks, batch) = (tokens.div_ceil(form.rows), of.dims()[0] as u64);
         let grid = if form.is_by_heads { [heads, blocks, batch] } else { [blocks, heads, batch] };
