@@ -1,10 +1,78 @@
 //! attention.cu, and with bf16 attention_tensor_cores.cu, attention_warpgroups.cu and attention_grad_warpgroups.cu.
 
+use candle_core::{DType, Layout};
 use gapless_testing::few;
 
 use super::judge::check;
 use crate::Tensor;
+use crate::cuda::launch::{Scores, attention, attention_grad};
+use crate::cuda::{Features, Launch, Operand, Operands, Random};
 use crate::ops::Attention;
+
+/// Names of the kernels of 2 × 3 heads, forward and backward, with their blocks and shared memory; operands begin so many bytes behind a
+/// pack.
+fn kernels(
+    tokens: usize,
+    size: usize,
+    dtype: DType,
+    warpgroups: bool,
+    behind: u64,
+) -> Vec<(String, [u32; 3], u32, u32)> {
+    let at = |index: u64, dims: &[usize]| {
+        let address = (index << 20) + behind;
+        Operand { address, layout: Layout::contiguous(dims), dtype }
+    };
+    let (heads, statistics) = ([2, 3, tokens, size], [2, 3, tokens]);
+    let inputs: Vec<Operand> = (1..7).map(|index| at(index, if index == 5 { &statistics } else { &heads })).collect();
+    // By tokens, then heads, as all outputs of heads.
+    let outputs: Vec<Operand> = (7..10).map(|index| at(index, &[2, tokens, 3, size])).collect();
+    let operands = Operands {
+        inputs: &inputs[..3],
+        outputs: &[outputs[0].clone(), at(10, &statistics)],
+        workspace: &[],
+        accumulate: 0,
+        tickets: 0,
+        random: Random { key: 0, micro_batch: 0 },
+        features: Features { warpgroups },
+    };
+    let scores = Scores { scale: 1.0, cap: 0.0, is_causal: true, window: None };
+    let forward = attention(scores, &operands).unwrap();
+    let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[11 << 20], ..operands };
+    let launches = forward.into_iter().chain(attention_grad(scores, &operands).unwrap());
+    let kernel = |launch| match launch {
+        Launch::Kernel(kernel) => (kernel.name, kernel.grid, kernel.block, kernel.shared_bytes),
+        Launch::Product(product) => panic!("{product:?}"),
+    };
+    launches.map(kernel).collect()
+}
+
+/// Devices that have products of warpgroups use them, where rows are packs and registers are enough.
+#[test]
+fn kernels_are_those_of_the_device() {
+    let of = |size, warpgroups, behind| kernels(1024, size, DType::BF16, warpgroups, behind);
+    let names = |all: Vec<(String, [u32; 3], u32, u32)>| all.into_iter().map(|kernel| kernel.0).collect::<Vec<_>>();
+    let warpgroups = [
+        ("attention_wg_64".to_owned(), [3, 8, 2], 256, 50176),
+        ("attention_wg_grad_q_64".to_owned(), [3, 8, 2], 256, 82944),
+        ("attention_wg_grad_kv_64".to_owned(), [3, 8, 2], 256, 86016),
+    ];
+    assert_eq!(of(64, true, 0), warpgroups);
+    let of_all = ["attention_tc_64", "attention_tc_grad_q_64", "attention_tc_grad_kv_64"];
+    assert_eq!(of(64, false, 0)[0], (of_all[0].to_owned(), [8, 3, 2], 128, 55296));
+    assert_eq!(names(of(64, false, 0)), of_all);
+    assert_eq!(names(of(64, true, 2)), of_all);
+    assert_eq!(names(of(36, true, 0)), of_all);
+    assert_eq!(
+        names(of(256, true, 0)),
+        ["attention_wg_256", "attention_tc_grad_q_256", "attention_tc_grad_v_256", "attention_tc_grad_k_256"]
+    );
+    assert_eq!(names(kernels(9, 128, DType::BF16, true, 0))[2], "attention_wg_grad_kv_128");
+    assert_eq!(names(kernels(9, 64, DType::F32, true, 0))[0], "attention_64_f32");
+    // What a block of an H100 may have.
+    for size in [64, 128, 256] {
+        assert!(of(size, true, 0).iter().all(|kernel| kernel.3 <= 227 << 10));
+    }
+}
 
 /// Tokens below, at and above those of tiles; heads of all forms and of odd sizes; heads that share keys; more keys than
 /// queries.

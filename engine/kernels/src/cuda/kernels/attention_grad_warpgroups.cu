@@ -143,8 +143,9 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
     constexpr u32 ROWS = WARPGROUPS * WARPGROUP_ROWS, THREADS = WARPGROUPS * WARPGROUP_THREADS;
     const SwizzledTile<SIZE, ROWS> k{swizzled_memory()}, v = k.behind(1);
     const SwizzledTile<SIZE, TILE> q{v.behind(1).bytes}, d_out = q.behind(STAGES);
-    // Of each tile's queries, the logarithms of their sums, as exponents of two, and their deltas.
+    // Of each tile's queries, the logarithms of their sums, as exponents of two; their deltas; and the first keys that they see.
     f32* const statistics = (f32*)d_out.behind(STAGES).bytes;
+    static_assert(THREADS >= 3 * TILE, "a thread has one of them");
     const u64 kv_head = blockIdx.x, batch = blockIdx.z;
     const u32 group = u32(to.heads) / u32(to.kv_heads);
     const u32 first = blockIdx.y * ROWS;
@@ -168,6 +169,9 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
             const u64 at = (batch * to.heads + head) * to.queries + query;
             if (threadIdx.x < 2 * TILE) {
                 statistic = query >= queries ? 0.0f : threadIdx.x < TILE ? to.lse[at] * LOG2_E : to.delta[at];
+            } else if (to.is_cut()) {
+                // There are fewer than 2^24 keys.
+                statistic = f32(hidden_from(to, batch, query));
             }
             if (++next_tile == turns) {
                 next_tile = 0;
@@ -185,7 +189,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
     Bands<1, TILE> p, d_scores;
     u32 of_p[TILE / 16][4], of_scores[TILE / 16][4];
     const auto arrive = [&](u32 turn) {
-        if (threadIdx.x < 2 * TILE) statistics[turn % STAGES * 2 * TILE + threadIdx.x] = statistic;
+        statistics[turn % STAGES * THREADS + threadIdx.x] = statistic;
         meet();
         start(turn + 1);
     };
@@ -195,7 +199,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
         for (; tile < hidden_turns; ++tile, ++turn) arrive(turn);
         for (; tile < turns; ++tile, ++turn) {
             const SwizzledTile<SIZE, TILE> of_q = q.behind(turn % STAGES), of_d_out = d_out.behind(turn % STAGES);
-            const f32* const lse = statistics + turn % STAGES * 2 * TILE;
+            const f32* const lse = statistics + turn % STAGES * THREADS;
             const u32 at = (skipped + tile) * TILE;
             arrive(turn);
             fence_registers();
@@ -204,27 +208,26 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
             // The sums of the turn before are complete as well.
             wait_for_products<1>(p.at[0]);
             if (to.cap > 0.0f) p.visit([&](f32& p, u32, u32) { p = to.score(p); });
-            p.visit_with(lse, [&](f32& p, f32 lse) { p = exp2_of(p * scale - lse); });
+            p.visit_with(lse, [&](f32& p, u32, f32 lse) { p = exp2_of(p * scale - lse); });
             if (seen_by(to, at) < own + BAND) {
                 u32 hidden[2];
                 for (u32 half = 0; half < 2; ++half) hidden[half] = u32(to.first_query(own + p.row_of(half)));
                 p.visit([&](f32& p, u32 half, u32 query) { p = at + query >= hidden[half] ? p : 0.0f; });
             }
             if (to.is_cut()) {
-                p.visit([&](f32& p, u32 half, u32 query) {
-                    p = own + Bands<1, TILE>::row_of(half) >= hidden_from(to, batch, at + query) ? p : 0.0f;
-                });
+                f32 key[2];
+                for (u32 half = 0; half < 2; ++half) key[half] = f32(own + p.row_of(half));
+                p.visit_with(lse + 2 * TILE, [&](f32& p, u32 half, f32 first) { p = key[half] >= first ? p : 0.0f; });
             }
             // An assembler has registers of a factor be made when no products are under way, or it waits for each of them.
             keep_order(p.at[0]);
             wait_for_products<0>(d_scores.at[0]);
 #pragma unroll
             for (u32 i = 0; i < TILE / 16; ++i) p.round_to(of_p[i], 0, i * 2);
-            d_scores.visit_with(lse + TILE, [&](f32& d_score, f32 delta) { d_score -= delta; });
+            d_scores.visit_with(lse + TILE, [&](f32& d_score, u32, f32 delta) { d_score -= delta; });
             d_scores.multiply_by(p);
             if (to.cap > 0.0f) {
-                p.visit_with(lse, [&](f32& p, f32 lse) { p = slope_of(to, p, lse); });
-                d_scores.multiply_by(p);
+                d_scores.visit_beside(p, lse, [&](f32& d_score, f32 p, u32, f32 lse) { d_score *= slope_of(to, p, lse); });
             }
 #pragma unroll
             for (u32 i = 0; i < TILE / 16; ++i) d_scores.round_to(of_scores[i], 0, i * 2);

@@ -66,9 +66,9 @@ struct Bands {
         }
     }
 
-    // Calls a function with each sum and the number of its column, of which there is one for each.
+    // Calls a function with each sum, that of others in its place, its row, and the number of its column, of which there is one for each.
     template <typename F>
-    __device__ __forceinline__ void visit_with(const f32* of_columns, F f) {
+    __device__ __forceinline__ void visit_beside(const Bands& others, const f32* of_columns, F f) {
 #pragma unroll
         for (u32 n = 0; n < COLUMNS / 8; ++n) {
             f32 pair[2];
@@ -76,9 +76,15 @@ struct Bands {
 #pragma unroll
             for (u32 band = 0; band < BANDS; ++band) {
 #pragma unroll
-                for (u32 e = 0; e < 4; ++e) f(at[band][n][e], pair[e % 2]);
+                for (u32 e = 0; e < 4; ++e) f(at[band][n][e], others.at[band][n][e], band * 2 + e / 2, pair[e % 2]);
             }
         }
+    }
+
+    // The same without others.
+    template <typename F>
+    __device__ __forceinline__ void visit_with(const f32* of_columns, F f) {
+        visit_beside(*this, of_columns, [&](f32& sum, f32, u32 half, f32 of_column) { f(sum, half, of_column); });
     }
 
     // The row of a half band that this lane has some sums of.

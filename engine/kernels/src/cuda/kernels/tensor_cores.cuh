@@ -60,13 +60,16 @@ __device__ __forceinline__ void start_rows(Tile tile, const bf16* from, u64 stri
             return;
         }
     }
-    static_assert(ROWS * ACROSS % THREADS == 0, "every thread has as many packs");
+    // A thread copies the same columns of every so many rows.
+    constexpr u32 STEP = THREADS / ACROSS;
+    static_assert(THREADS % ACROSS == 0 && ROWS % STEP == 0, "every thread has as many packs");
+    const u32 row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * PACK;
+    const u32 bytes = column < size ? u32(smaller(size - column, PACK)) * u32(sizeof(bf16)) : 0;
+    const bf16* const pack = from + (first + row) * stride + column;
 #pragma unroll
-    for (u32 begun = 0; begun < ROWS * ACROSS; begun += THREADS) {
-        const u32 i = begun + threadIdx.x, row = i / ACROSS, column = i % ACROSS * PACK;
-        const bool is_there = row < count && column < size;
-        const u32 elements = is_there ? u32(smaller(size - column, PACK)) : 0;
-        copy_async(tile.at(row, column), is_there ? from + (first + row) * stride + column : from, elements * u32(sizeof(bf16)));
+    for (u32 begun = 0; begun < ROWS; begun += STEP) {
+        // Of a pack that is not there no byte is read.
+        copy_async(tile.at(begun + row, column), pack + begun * stride, begun + row < count ? bytes : 0);
     }
 }
 

@@ -134,8 +134,8 @@ struct SwizzledTile {
     // A matrix descriptor: addresses and distances in 16 bytes. Between groups of eight rows lie EIGHT_ROWS bytes; the leading distance
     // is that between blocks, which factors have that are of columns.
     __device__ __forceinline__ u64 describe(u32 offset, u32 leading) const {
-        const u32 start = shared_address(bytes) + offset;
-        return u64(1) << 62 | u64(EIGHT_ROWS / 16) << 32 | u64(leading / 16) << 16 | (start & 0x3ffff) / 16;
+        const u32 start = shared_address(bytes) / 16 + offset / 16;
+        return u64(1u << 30 | EIGHT_ROWS / 16) << 32 | (start + (leading / 16 << 16));
     }
 };
 

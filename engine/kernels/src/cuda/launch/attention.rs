@@ -160,8 +160,8 @@ impl Form {
         let (blocks, stages, statistics) = match part {
             Part::Forward => (1, 2, 0),
             Part::GradQ => (2, 3, 0),
-            // Two numbers of each query.
-            _ => (2, 3, 3 * 2 * 4 * tile),
+            // A number of each thread, in as many stages.
+            _ => (2, 3, 3 * 4 * u64::from(THREADS) * warpgroups),
         };
         Self {
             family,
