@@ -20,7 +20,7 @@ struct HeadRows {
     template <u32 ROWS, u32 THREADS = ATTENTION_THREADS, typename Tile>
     __device__ __forceinline__ void start(Tile tile, u64 first) const {
         const u32 count = first < end ? u32(smaller(end - first, ROWS)) : 0;
-        start_rows<ROWS, THREADS>(tile, at, stride, first, count, size);
+        tile.template start<ROWS, THREADS>(at + first * stride, stride, count, size);
     }
 };
 

@@ -18,7 +18,7 @@ __device__ void attention_wg(const AttentionArguments& to) {
     const u64 head = blockIdx.x, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
     // Those that see most begin first.
     const u32 first = (gridDim.y - 1 - blockIdx.y) * ROWS;
-    const u32 own = first + warp_of() * BAND, of_group = first + warpgroup_of() * WARPGROUP_ROWS;
+    const u32 own = first + warp_of() * BAND, group_row = warpgroup_of() * WARPGROUP_ROWS, of_group = first + group_row;
     const HeadRows queries = queries_of(to, batch, head);
     const HeadRows keys = keys_of(to, batch, kv_head);
     const HeadRows values = values_of(to, batch, kv_head);
@@ -68,8 +68,7 @@ __device__ void attention_wg(const AttentionArguments& to) {
             if constexpr (HOLDS_QUERIES) {
                 start_product<false>(scores.at[0], of_q[i], tile.of_rows(0, i * 16), i > 0);
             } else {
-                const u64 of_q = q.of_rows(warpgroup_of() * WARPGROUP_ROWS, i * 16);
-                start_product<false>(scores.at[0], of_q, tile.of_rows(0, i * 16), i > 0);
+                start_product<false>(scores.at[0], q.of_rows(group_row, i * 16), tile.of_rows(0, i * 16), i > 0);
             }
         }
         close_products();

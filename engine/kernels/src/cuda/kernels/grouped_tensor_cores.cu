@@ -49,7 +49,7 @@ struct TensorCoreProducts {
         __device__ __forceinline__ void start(const Factor<bf16, ALONG>& of, const Range& range) const {
             const Range own{of.first, of.end}, &down = ALONG ? own : range, &along = ALONG ? range : own;
             const u32 count = u32(smaller(down.end - down.first, ROWS)), size = u32(smaller(along.end - along.first, WIDTH));
-            start_rows<ROWS, GROUPED_THREADS>(rows, of.at + along.first, of.pitch, down.first, count, size);
+            rows.template start<ROWS, GROUPED_THREADS>(of.at + u64(down.first) * of.pitch + along.first, of.pitch, count, size);
         }
 
         // 16 of a's rows as a factor's fragments.

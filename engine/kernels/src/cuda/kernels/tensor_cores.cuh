@@ -45,44 +45,42 @@ static u32 pair_of(f32 low, f32 high) {
 #endif
 
 
-// Starts to load ROWS rows of a tile, from row `first` of a matrix on, with all THREADS of the block. `count` of them are there, and of
-// these `size` elements; the others are zeros. Rows that begin with a pack are copied asynchronously, others element by element, to
-// tiles that take them.
-template <u32 ROWS, u32 THREADS, typename Tile>
-__device__ __forceinline__ void start_rows(Tile tile, const bf16* from, u64 stride, u64 first, u32 count, u32 size) {
-    constexpr u32 PACK = Pack<bf16>::SIZE, ACROSS = Tile::COLUMNS / PACK;
-    if constexpr (Tile::TAKES_ELEMENTS) {
-        if (!is_aligned(from) || stride % PACK != 0) {
-            for (u32 i = threadIdx.x; i < ROWS * Tile::COLUMNS; i += THREADS) {
-                const u32 row = i / Tile::COLUMNS, column = i % Tile::COLUMNS;
-                *tile.at(row, column) = row < count && column < size ? from[(first + row) * stride + column] : bf16{0};
-            }
-            return;
-        }
-    }
-    // A thread copies the same columns of every so many rows.
-    constexpr u32 STEP = THREADS / ACROSS;
-    static_assert(THREADS % ACROSS == 0 && ROWS % STEP == 0, "every thread has as many packs");
-    const u32 row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * PACK;
-    const u32 bytes = column < size ? u32(smaller(size - column, PACK)) * u32(sizeof(bf16)) : 0;
-    const bf16* const pack = from + (first + row) * stride + column;
-#pragma unroll
-    for (u32 begun = 0; begun < ROWS; begun += STEP) {
-        // Of a pack that is not there no byte is read.
-        copy_async(tile.at(begun + row, column), pack + begun * stride, begun + row < count ? bytes : 0);
-    }
-}
-
 // Rows of SIZE elements in shared memory, 16 bytes further apart than they are long, so that what a warp reads at once lies in
 // different banks.
 template <u32 SIZE>
 struct HalfTile {
-    static constexpr u32 COLUMNS = SIZE, PITCH = SIZE + 8;
-    static constexpr bool TAKES_ELEMENTS = true;
+    static constexpr u32 PITCH = SIZE + 8;
     bf16* rows;
 
     __device__ __forceinline__ bf16* operator[](u32 row) const { return rows + row * PITCH; }
-    __device__ __forceinline__ bf16* at(u32 row, u32 column) const { return (*this)[row] + column; }
+
+    // Starts to load ROWS rows with all THREADS of the block. `count` of them are there, and of these `size` elements; what is
+    // not there is zeros.
+    template <u32 ROWS, u32 THREADS>
+    __device__ __forceinline__ void start(const bf16* from, u64 stride, u32 count, u32 size) const {
+        constexpr u32 PACK = Pack<bf16>::SIZE, ACROSS = SIZE / PACK;
+        if (!is_aligned(from) || stride % PACK != 0) {
+            load<ROWS>(*this, from, stride, count, size);
+            return;
+        }
+        static_assert(ROWS * ACROSS % THREADS == 0, "every thread has as many packs");
+#pragma unroll
+        for (u32 first = 0; first < ROWS * ACROSS; first += THREADS) {
+            const u32 i = first + threadIdx.x, row = i / ACROSS, column = i % ACROSS * PACK;
+            const bool is_there = row < count && column < size;
+            const u32 elements = is_there ? u32(smaller(size - column, PACK)) : 0;
+            copy_async((*this)[row] + column, is_there ? from + row * stride + column : from, elements * u32(sizeof(bf16)));
+        }
+    }
+
+    // The same element by element, for rows that no pack begins with.
+    template <u32 ROWS>
+    __device__ __forceinline__ static void load(HalfTile to, const bf16* from, u64 stride, u32 count, u32 size) {
+        for (u32 i = threadIdx.x; i < ROWS * SIZE; i += blockDim.x) {
+            const u32 row = i / SIZE, column = i % SIZE;
+            to[row][column] = row < count && column < size ? from[row * stride + column] : bf16{0};
+        }
+    }
 
     // Fragments of a left factor: rows `row` to `row` + 15, columns `column` to `column` + 15.
     __device__ __forceinline__ void load_left(u32 (&to)[4], u32 row, u32 column) const {

@@ -109,8 +109,7 @@ static void start_product(f32 (&d)[N][4], const u32 (&a)[4], u64 b, bool adds) {
 // combined with bits 7 to 9). So rows and columns alike are read from all banks. It begins at a multiple of 1024 bytes.
 template <u32 SIZE, u32 ROWS>
 struct SwizzledTile {
-    static constexpr u32 COLUMNS = SIZE, BYTES = SIZE * ROWS * u32(sizeof(bf16));
-    static constexpr bool TAKES_ELEMENTS = false;
+    static constexpr u32 BYTES = SIZE * ROWS * u32(sizeof(bf16));
     // Bytes of a row in a block, and of eight of them.
     static constexpr u32 PITCH = 128, EIGHT_ROWS = 8 * PITCH, BLOCK = ROWS * PITCH;
     unsigned char* bytes;
@@ -118,6 +117,23 @@ struct SwizzledTile {
     __device__ __forceinline__ bf16* at(u32 row, u32 column) const {
         const u32 pack = column % 64 / 8 ^ row % 8;
         return (bf16*)(bytes + column / 64 * BLOCK + row * PITCH + pack * 16) + column % 8;
+    }
+
+    // Starts to load COUNT rows with all THREADS of the block; all of them begin with a pack. `count` of them are there, and of these
+    // `size` elements; the others are zeros.
+    template <u32 COUNT, u32 THREADS>
+    __device__ __forceinline__ void start(const bf16* from, u64 stride, u32 count, u32 size) const {
+        // A thread copies the same columns of every so many rows.
+        constexpr u32 PACK = Pack<bf16>::SIZE, ACROSS = SIZE / PACK, STEP = THREADS / ACROSS;
+        static_assert(THREADS % ACROSS == 0 && COUNT % STEP == 0, "every thread has as many packs");
+        const u32 row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * PACK;
+        const u32 there = column < size ? u32(smaller(size - column, PACK)) * u32(sizeof(bf16)) : 0;
+        const bf16* const pack = from + row * stride + column;
+#pragma unroll
+        for (u32 first = 0; first < COUNT; first += STEP) {
+            // Of a pack that is not there no byte is read.
+            copy_async(at(first + row, column), pack + first * stride, first + row < count ? there : 0);
+        }
     }
 
     // What lies `count` tiles behind.
