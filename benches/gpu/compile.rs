@@ -53,8 +53,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     // The longest first, so that none of them is left over when the others are done.
     let mut families: Vec<Family> = families.into_iter().collect();
     families.sort_by_key(|family| std::cmp::Reverse(family.source().len()));
-    let jobs = families.iter().flat_map(|&family| arguments.architectures.iter().map(move |&a| (family, a)));
-    let jobs: Vec<(Family, Architecture)> = jobs.collect();
+    // Some families are for some architectures alone, in code that no other can run.
+    let of_family = |family: Family| {
+        let able: BTreeSet<_> = arguments.architectures.iter().filter_map(|a| a.of_family(family)).collect();
+        able.into_iter().map(move |architecture| (family, architecture))
+    };
+    let jobs: Vec<(Family, Architecture)> = families.iter().flat_map(|&family| of_family(family)).collect();
     let (cache, rows) = (Cache::of_user(), Mutex::new(Vec::new()));
     jobs.into_par_iter().try_for_each(|(family, architecture)| -> anyhow::Result<()> {
         let kernels = cache.fill(nvrtc, family, architecture)?;
@@ -88,7 +92,8 @@ fn table(kernels: &[Row]) -> String {
         "kernel", "", "registers", "stack", "spills", "shared", "dynamic"
     );
     for Row { architecture, resources, launched_shared_bytes, .. } in kernels {
-        let Resources { kernel, registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes } = resources;
+        let Resources { kernel, registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes, .. } =
+            resources;
         let spills = format!("{spill_store_bytes} / {spill_load_bytes}");
         text += &format!(
             "\n{kernel:60} {architecture:7} {registers:9} {stack_bytes:6} {spills:>13} {shared_bytes:7} {launched_shared_bytes:9}"

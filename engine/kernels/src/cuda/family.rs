@@ -33,6 +33,11 @@ macro_rules! families {
                 }
             }
 
+            /// Whether its kernels have instructions of compute capability 9.0 alone ([`Features::warpgroups`](super::launch::Features)).
+            pub fn has_warpgroups(self) -> bool {
+                self.source().contains("#include \"warpgroup.cuh\"")
+            }
+
             /// Whether its kernels ask the slots of counted rows where these lie ([`SLOT`](super::launch::SLOT)).
             pub fn reads_slots(self) -> bool {
                 matches!(self, Self::Experts | Self::Grouped | Self::GroupedTensorCores | Self::Generated(_))
@@ -46,8 +51,12 @@ families! {
     AdamW = "adamw.cu",
     /// Fused attention.
     Attention = "attention.cu",
+    /// The backward of fused attention on the tensor cores of compute capability 9.0.
+    AttentionGradWarpgroups = "attention_grad_warpgroups.cu",
     /// Fused attention on tensor cores.
     AttentionTensorCores = "attention_tensor_cores.cu",
+    /// The forward of fused attention on the tensor cores of compute capability 9.0.
+    AttentionWarpgroups = "attention_warpgroups.cu",
     /// Copies between strides and types.
     Copy = "copy.cu",
     /// Rows of a table by ids.
@@ -92,6 +101,7 @@ impl Generated {
 /// What the sources include: names and texts.
 pub const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("kernels/attention.cuh")),
+    ("attention_tensor_cores.cuh", include_str!("kernels/attention_tensor_cores.cuh")),
     ("base.cuh", include_str!("kernels/base.cuh")),
     ("copy_async.cuh", include_str!("kernels/copy_async.cuh")),
     ("fused.cuh", include_str!("kernels/fused.cuh")),
@@ -106,4 +116,5 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("slots.cuh", include_str!("kernels/slots.cuh")),
     ("strides.cuh", include_str!("kernels/strides.cuh")),
     ("tensor_cores.cuh", include_str!("kernels/tensor_cores.cuh")),
+    ("warpgroup.cuh", include_str!("kernels/warpgroup.cuh")),
 ];

@@ -13,7 +13,7 @@ use std::fmt::Write;
 use candle_core::{DType, Layout};
 
 use super::launch::{self, Arguments, OnePass, RowBlocks, Strides};
-use super::{Constant, Family, Fusible, Generated, Kernel, Launch, Operand, Operands, Random};
+use super::{Constant, Family, Features, Fusible, Generated, Kernel, Launch, Operand, Operands, Random};
 
 /// One of the operations of a kernel.
 #[derive(Debug, Clone)]
@@ -58,7 +58,9 @@ pub(super) fn dense(
     let operand = |&address: &u64| Operand { address, layout: Layout::contiguous(count as usize), dtype };
     let (inputs, outputs): (Vec<Operand>, _) = (inputs.iter().map(operand).collect(), [operand(&output)]);
     let random = Random { key: 0, micro_batch: 0 };
-    let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[], accumulate: 0, tickets: 0, random };
+    let features = Features::default();
+    let operands =
+        Operands { inputs: &inputs, outputs: &outputs, workspace: &[], accumulate: 0, tickets: 0, random, features };
     each(name, Fusible::each(expression), &operands)?.pop()
 }
 

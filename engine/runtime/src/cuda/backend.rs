@@ -66,7 +66,8 @@ impl Session<CudaBackend> {
         // The arena comes last because it may grow.
         let key = device.reserve(KEY_BYTES + tickets + table + arena)?;
         let slots = key + KEY_BYTES + tickets;
-        let place = Place { base: slots + table, key, tickets: key + KEY_BYTES, slots, first_part, part_stride };
+        let (base, tickets_at, features) = (slots + table, key + KEY_BYTES, device.features());
+        let place = Place { base, key, tickets: tickets_at, slots, first_part, part_stride, features };
         let mut recordings = Vec::new();
         for program in executable.programs() {
             let record = |part: Part<Launches>| {

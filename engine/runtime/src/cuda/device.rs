@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use gapless_alloc::draw::Bytes;
 use gapless_communicator::{self as communicator, Communicator};
-use gapless_kernels::cuda::launch::Launch;
+use gapless_kernels::cuda::launch::{Features, Launch};
 
 use super::KernelError;
 
@@ -14,6 +14,11 @@ use super::KernelError;
 pub trait Device: Debug + Send {
     /// The device's name.
     fn name(&self) -> String;
+
+    /// Optional features of the device.
+    fn features(&self) -> Features {
+        Features::default()
+    }
 
     /// Reserves device memory and returns its address, a multiple of 256. Can be called once; the memory can be
     /// extended later.

@@ -40,7 +40,7 @@ pub use cache::Cache;
 pub use device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 pub use error::KernelError;
 pub use gapless_kernels::cuda::{
-    Constant, Family, Fusible, Generated, Kernel, Launch, Operand, Operands, Product, Random, launch,
+    Constant, Family, Features, Fusible, Generated, Kernel, Launch, Operand, Operands, Product, Random, launch,
 };
 pub use nvidia::Nvidia;
 pub use nvrtc::{Architecture, Compiled, Nvrtc};

@@ -47,9 +47,22 @@ impl Architecture {
     /// The first with `cp.async` and with tensor cores for bf16.
     pub const OLDEST: Self = Self::new(8, 0);
 
+    /// The one with products of warpgroups.
+    pub const WARPGROUPS: Self = Self::new(9, 0);
+
     /// By the numbers before and behind the dot.
     pub const fn new(major: u32, minor: u32) -> Self {
         Self { major, minor, is_specific: false }
+    }
+
+    /// What a family is compiled for to run on this; none if it cannot. Instructions that one capability has alone need code for it alone.
+    pub fn of_family(self, family: Family) -> Option<Self> {
+        match family.has_warpgroups() {
+            true => {
+                (Self { is_specific: false, ..self } == Self::WARPGROUPS).then_some(Self { is_specific: true, ..self })
+            }
+            false => Some(self),
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use gapless_graph::launches;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::launch::together;
-use gapless_kernels::cuda::{Launch, Operand, Operands, Random};
+use gapless_kernels::cuda::{Features, Launch, Operand, Operands, Random};
 
 use super::device::{Device, DeviceError};
 use super::slots::slot;
@@ -65,11 +65,21 @@ pub(super) struct Place {
     pub slots: u64,
     pub first_part: u64,
     pub part_stride: u64,
+    /// What the device has.
+    pub features: Features,
 }
 
 impl Place {
-    /// A place without a device, with the arena at address 0.
-    pub const NOWHERE: Self = Self { base: 0, key: 0, tickets: 0, slots: 0, first_part: 0, part_stride: 1 };
+    /// A place without a device, with the arena at address 0 and no optional features.
+    pub const NOWHERE: Self = Self {
+        base: 0,
+        key: 0,
+        tickets: 0,
+        slots: 0,
+        first_part: 0,
+        part_stride: 1,
+        features: Features { warpgroups: false },
+    };
 
     /// Extends a device's memory up to this offset of the arena.
     pub fn reach(&self, device: &mut dyn Device, offset: u64) -> Result<(), DeviceError> {
@@ -146,6 +156,7 @@ impl Place {
                     .first_part
                     .wrapping_add(self.part_stride.wrapping_mul(instruction.micro_batch.into())),
             },
+            features: self.features,
         };
         let launches = launches::launches(&**op, &operands)?;
         // Other kernels would mistake the slot's address for the tensor's.

@@ -21,6 +21,8 @@ pub struct Resources {
     pub spill_load_bytes: u32,
     /// Shared memory per block that the source declares; dynamic shared memory comes on top.
     pub shared_bytes: u32,
+    /// Whether the assembler waits for each product of a warpgroup, as it says why: nothing goes on beside them then.
+    pub is_serialized: bool,
 }
 
 impl Resources {
@@ -37,6 +39,7 @@ impl Resources {
                     spill_store_bytes: 0,
                     spill_load_bytes: 0,
                     shared_bytes: 0,
+                    is_serialized: false,
                 });
             }
             let Some(last) = kernels.last_mut() else { continue };
@@ -50,6 +53,11 @@ impl Resources {
                 last.registers = before(line, " registers");
                 last.shared_bytes = before(line, " bytes smem");
             }
+        }
+        // Warnings come ahead of all kernels.
+        for line in log.lines().filter(|line| line.contains("instructions are serialized")) {
+            let is_meant = |kernel: &&mut Self| line.contains(&format!("'{}'", kernel.kernel));
+            kernels.iter_mut().filter(is_meant).for_each(|kernel| kernel.is_serialized = true);
         }
         kernels
     }
@@ -68,6 +76,7 @@ mod tests {
     #[test]
     fn a_log_tells_of_every_kernel() {
         let log = "\
+ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are serialized due to this in the function 'full_bf16'
 ptxas info    : 36 bytes gmem, 72 bytes cmem[4]
 ptxas info    : Compiling entry function 'plain_f32' for 'sm_90'
 ptxas info    : Function properties for plain_f32
@@ -84,7 +93,16 @@ ptxas info    : Used 255 registers, used 1 barriers, 24 bytes cumulative stack s
         let resources = |kernel: &str, figures: [u32; 5]| {
             let [registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes] = figures;
             let kernel = kernel.to_owned();
-            Resources { kernel, registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes }
+            let is_serialized = kernel == "full_bf16";
+            Resources {
+                kernel,
+                registers,
+                stack_bytes,
+                spill_store_bytes,
+                spill_load_bytes,
+                shared_bytes,
+                is_serialized,
+            }
         };
         let expected = [resources("plain_f32", [40, 0, 0, 0, 0]), resources("full_bf16", [255, 24, 6, 9, 512])];
         assert_eq!(Resources::of_log(log), expected);

@@ -27,9 +27,13 @@ fn kernels_compile_for_every_architecture() {
     let mut families: Vec<Family> = Family::ALL.iter().copied().chain(generated()).collect();
     // The longest sources first, so that all threads finish at about the same time.
     families.sort_by_key(|family| std::cmp::Reverse(family.source().len()));
-    let of_all = |&family| architectures.iter().map(move |&architecture| (family, architecture));
+    // Some families are for some of them alone.
+    let of_all = |&family: &Family| {
+        let able = architectures.iter().filter_map(move |architecture| architecture.of_family(family));
+        able.map(move |architecture| (family, architecture))
+    };
     let jobs: Vec<(Family, Architecture)> = families.iter().flat_map(of_all).collect();
-    jobs.into_par_iter().for_each(|(family, architecture)| {
+    jobs.par_iter().for_each(|&(family, architecture)| {
         let kernels = cache.fill(nvrtc, family, architecture).unwrap_or_else(|error| panic!("{error}"));
         let is_generated = matches!(family, Family::Generated(_));
         assert!(
@@ -39,11 +43,12 @@ fn kernels_compile_for_every_architecture() {
         let most = if is_generated { 0 } else { MOST_SPILLED };
         for kernel in &kernels {
             assert!(kernel.registers > 0, "for {architecture}: {kernel:?}");
+            assert!(!kernel.is_serialized, "for {architecture}: {kernel:?}");
             assert!(kernel.spill_store_bytes.max(kernel.spill_load_bytes) <= most, "for {architecture}: {kernel:?}");
         }
         // The code is now in the cache.
         assert!(cache.load(nvrtc, family, architecture).unwrap().starts_with(b"\x7fELF"));
     });
     let entries = std::fs::read_dir(folder.path()).unwrap().count();
-    assert_eq!(entries, families.len() * architectures.len());
+    assert_eq!(entries, jobs.len());
 }

@@ -1,10 +1,78 @@
-//! attention.cu and, for bf16, attention_tensor_cores.cu.
+//! attention.cu and, for bf16, attention_tensor_cores.cu, attention_warpgroups.cu and attention_grad_warpgroups.cu.
 
+use candle_core::{DType, Layout};
 use gapless_testing::few;
 
 use super::judge::check;
 use crate::Tensor;
+use crate::cuda::launch::{Scores, attention, attention_grad};
+use crate::cuda::{Features, Launch, Operand, Operands, Random};
 use crate::ops::Attention;
+
+/// Names of the kernels for 2 × 3 heads, forward and backward, with their blocks and shared memory. Operands begin `behind` bytes after
+/// a pack.
+fn kernels(
+    tokens: usize,
+    size: usize,
+    dtype: DType,
+    warpgroups: bool,
+    behind: u64,
+) -> Vec<(String, [u32; 3], u32, u32)> {
+    let at = |index: u64, dims: &[usize]| {
+        let address = (index << 20) + behind;
+        Operand { address, layout: Layout::contiguous(dims), dtype }
+    };
+    let (heads, statistics) = ([2, 3, tokens, size], [2, 3, tokens]);
+    let inputs: Vec<Operand> = (1..7).map(|index| at(index, if index == 5 { &statistics } else { &heads })).collect();
+    // By tokens, then heads, as all outputs of heads.
+    let outputs: Vec<Operand> = (7..10).map(|index| at(index, &[2, tokens, 3, size])).collect();
+    let operands = Operands {
+        inputs: &inputs[..3],
+        outputs: &[outputs[0].clone(), at(10, &statistics)],
+        workspace: &[],
+        accumulate: 0,
+        tickets: 0,
+        random: Random { key: 0, micro_batch: 0 },
+        features: Features { warpgroups },
+    };
+    let scores = Scores { scale: 1.0, cap: 0.0, is_causal: true, window: None };
+    let forward = attention(scores, &operands).unwrap();
+    let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[11 << 20], ..operands };
+    let launches = forward.into_iter().chain(attention_grad(scores, &operands).unwrap());
+    let kernel = |launch| match launch {
+        Launch::Kernel(kernel) => (kernel.name, kernel.grid, kernel.block, kernel.shared_bytes),
+        Launch::Product(product) => panic!("{product:?}"),
+    };
+    launches.map(kernel).collect()
+}
+
+/// Devices with `wgmma` use it if rows consist of packs and there are enough registers.
+#[test]
+fn kernels_are_those_of_the_device() {
+    let of = |size, warpgroups, behind| kernels(1024, size, DType::BF16, warpgroups, behind);
+    let names = |all: Vec<(String, [u32; 3], u32, u32)>| all.into_iter().map(|kernel| kernel.0).collect::<Vec<_>>();
+    let warpgroups = [
+        ("attention_wg_64".to_owned(), [3, 8, 2], 256, 50176),
+        ("attention_wg_grad_q_64".to_owned(), [3, 8, 2], 256, 82944),
+        ("attention_wg_grad_kv_64".to_owned(), [3, 8, 2], 256, 86016),
+    ];
+    assert_eq!(of(64, true, 0), warpgroups);
+    let of_all = ["attention_tc_64", "attention_tc_grad_q_64", "attention_tc_grad_kv_64"];
+    assert_eq!(of(64, false, 0)[0], (of_all[0].to_owned(), [8, 3, 2], 128, 55296));
+    assert_eq!(names(of(64, false, 0)), of_all);
+    assert_eq!(names(of(64, true, 2)), of_all);
+    assert_eq!(names(of(36, true, 0)), of_all);
+    assert_eq!(
+        names(of(256, true, 0)),
+        ["attention_wg_256", "attention_tc_grad_q_256", "attention_tc_grad_v_256", "attention_tc_grad_k_256"]
+    );
+    assert_eq!(names(kernels(9, 128, DType::BF16, true, 0))[2], "attention_wg_grad_kv_128");
+    assert_eq!(names(kernels(9, 64, DType::F32, true, 0))[0], "attention_64_f32");
+    // The shared memory that a block of an H100 may have.
+    for size in [64, 128, 256] {
+        assert!(of(size, true, 0).iter().all(|kernel| kernel.3 <= 227 << 10));
+    }
+}
 
 /// Token counts below, at and above the tile size; all tile forms and odd head sizes; shared key heads; more keys than
 /// queries.
@@ -17,13 +85,20 @@ fn forward_and_backward() {
         (1, 4, 2, 40, 71, 5),
         (1, 3, 1, 20, 20, 64),
         (1, 2, 1, 35, 35, 80),
+        // Several blocks of warpgroups, all stages of tiles, the last of each in part.
+        (1, 2, 1, 210, 330, 64),
         (1, 2, 2, 18, 33, 130),
         // More tokens than a block of the tensor-core kernels has, and sizes that are moved 16 bytes at a time.
         (1, 2, 1, 140, 140, 16),
         (1, 1, 1, 66, 130, 104),
         (1, 1, 1, 70, 70, 256),
+        // Whole tiles and blocks.
+        (1, 3, 1, 256, 256, 64),
+        (1, 1, 1, 300, 300, 128),
+        (1, 1, 1, 1, 400, 32),
+        (1, 1, 1, 200, 200, 192),
     ];
-    for &(batch, heads, kv_heads, queries, keys, size) in few(&shapes, 5) {
+    for &(batch, heads, kv_heads, queries, keys, size) in few(&shapes, 6) {
         for causal in [false, true] {
             let attention = Attention { causal, ..Attention::full(1.0 / (size as f64).sqrt()) };
             // Tokens before heads in memory, as projections write them.
@@ -56,6 +131,13 @@ fn windows_documents_caps_and_value_sizes_match_the_reference() {
         (cap(window(33)), 150, 150, 72, 64, None),
         (causal, 150, 150, 16, 16, Some(starts(150))),
         (cap(window(20)), 80, 80, 130, 24, Some(starts(80))),
+        (causal, 40, 70, 24, 120, None),
+        (window(70), 300, 330, 64, 64, None),
+        (causal, 300, 300, 64, 48, Some(starts(300))),
+        (cap(window(90)), 270, 270, 128, 128, Some(starts(270))),
+        (Attention::full(0.2), 200, 300, 100, 64, None),
+        // Maxima grow by more than exponents have room for.
+        (Attention::causal(1.5), 260, 260, 64, 64, None),
     ];
     for &(how, queries, keys, size, of_v, ref starts) in few(&cases, 3) {
         let (q, k, v) = ([2, queries, 4, size], [2, keys, 2, size], [2, keys, 2, of_v]);

@@ -4,7 +4,7 @@
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::DeviceChoice;
-use crate::cuda::{Cache, Device, Launch, Nvidia};
+use crate::cuda::{Cache, Device, Features, Launch, Nvidia};
 
 /// The environment variable that selects the GPU for tests.
 const VARIABLE: &str = "GAPLESS_TEST_DEVICE";
@@ -36,6 +36,11 @@ fn open(ordinal: usize) -> Nvidia {
 /// True if a GPU is selected.
 pub fn is_asked_for() -> bool {
     ordinal().is_some()
+}
+
+/// The optional features of the GPU under test; `None` on the simulated device.
+pub fn features() -> Option<Features> {
+    shared().map(|gpu| gpu.lock().unwrap_or_else(PoisonError::into_inner).features())
 }
 
 /// The allowed error: `on_stand_in` on the simulated device, which computes as exactly as the CPU, and `on_gpu` on a

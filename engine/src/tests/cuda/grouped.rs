@@ -8,7 +8,7 @@ use super::judge::check;
 use super::memory::Region;
 use crate::Tensor;
 use crate::cuda::launch::grouped_linear_grad_weight;
-use crate::cuda::{Operand, Operands, Random};
+use crate::cuda::{Features, Operand, Operands, Random};
 use crate::ops::GroupedLinear;
 
 /// Row offsets of runs of these lengths, and the end of the last one.
@@ -101,6 +101,7 @@ fn gradients_of_weights_do_not_depend_on_how_a_batch_is_cut() {
                 accumulate: u64::from(index > 0),
                 tickets: 0,
                 random: Random { key: 0, micro_batch: 0 },
+                features: Features::default(),
             };
             for launch in grouped_linear_grad_weight(1, &operands).unwrap() {
                 // SAFETY: the regions are as large as the operands say, and no other reference to them is used.

@@ -40,6 +40,11 @@ pub fn is_there() -> bool {
     is_there
 }
 
+/// True if the device that runs launches has `wgmma`; the simulated device has it.
+pub fn has_warpgroups() -> bool {
+    gpu::features().is_none_or(|features| features.warpgroups)
+}
+
 /// The compiled kernels of a family; `None` before the first use. Locked while a kernel runs, because the library
 /// simulates one device.
 type Device = &'static Mutex<Option<libloading::Library>>;

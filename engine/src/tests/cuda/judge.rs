@@ -14,7 +14,7 @@ use gapless_graph::launches;
 use super::host;
 use super::memory::Region;
 use crate::autodiff::differentiate;
-use crate::cuda::{Launch, Operand, Operands, Random};
+use crate::cuda::{Features, Launch, Operand, Operands, Random};
 use crate::gradient_check::{Recorded, random_array};
 use crate::graph::{Graph, Node, Source, Spec, Tensor, ValueId, lock};
 use crate::reference::{Array, Reference, evaluate};
@@ -148,6 +148,18 @@ struct Way {
     /// An input and an output that share memory.
     over: Option<(usize, usize)>,
     accumulate: u64,
+    features: Features,
+}
+
+impl Way {
+    /// Beside all inputs, by kernels that all devices have.
+    const PLAIN: Self = Self { over: None, accumulate: 0, features: Features { warpgroups: false } };
+}
+
+/// What kernels of an operation may ask of a device: there are others for some of it.
+fn features(op: &dyn Op, inputs: &[Stored]) -> Vec<Features> {
+    let has_others = op.name().starts_with("attention") && inputs[0].dtype == DType::BF16 && host::has_warpgroups();
+    [false].into_iter().chain(has_others.then_some(true)).map(|warpgroups| Features { warpgroups }).collect()
 }
 
 /// Checks an operation on inputs in every way that it can be run. Returns false if it has no kernels.
@@ -156,13 +168,13 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
     let exact = op.reference(&Reference { inputs: seen.iter().collect(), stream });
     // The head stores its logits in the type of x, so even its f32 losses come from rounded logits.
     let stores = op.name().starts_with("linear_cross_entropy");
-    let plain = Way { over: None, accumulate: 0 };
+    let plain = features(op, inputs).into_iter().map(|features| Way { features, ..Way::PLAIN });
     let over = op.inplace().iter().filter(|&&(input, output)| {
         inputs[input].layout.is_contiguous() && specs[input] == outputs[output] && op.mutates().is_empty()
     });
     let adding = (0..outputs.len()).filter(|&output| op.accumulates(output));
-    let ways = [plain].into_iter().chain(over.map(|&pair| Way { over: Some(pair), ..plain }));
-    for way in ways.chain(adding.map(|output| Way { accumulate: 1 << output, ..plain })) {
+    let ways = plain.chain(over.map(|&pair| Way { over: Some(pair), ..Way::PLAIN }));
+    for way in ways.chain(adding.map(|output| Way { accumulate: 1 << output, ..Way::PLAIN })) {
         let mut bits: Option<Vec<Vec<u8>>> = None;
         for is_reversed in [false, true] {
             let Some(mut regions) = run(op, inputs, outputs, stream, way, is_reversed) else { return false };
@@ -193,8 +205,7 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
 
 /// The outputs of an operation's kernels for these inputs.
 pub fn outputs(op: &dyn Op, inputs: &[Stored], outputs: &[Spec], stream: Stream) -> Vec<Vec<f64>> {
-    let plain = Way { over: None, accumulate: 0 };
-    let regions = run(op, inputs, outputs, stream, plain, false).expect("it has kernels");
+    let regions = run(op, inputs, outputs, stream, Way::PLAIN, false).expect("it has kernels");
     regions.iter().map(Region::numbers).collect()
 }
 
@@ -258,6 +269,7 @@ fn run(
         accumulate: way.accumulate,
         tickets: tickets.address(),
         random: Random { key: key.address(), micro_batch: stream.micro_batch },
+        features: way.features,
     };
     for launch in launches::launches(op, &operands)? {
         assert!(!matches!(&launch, Launch::Kernel(kernel) if kernel.tickets as usize > MOST_TICKETS), "{launch:?}");

@@ -29,3 +29,4 @@ mod small;
 mod step;
 mod trainer;
 mod vocabulary;
+mod warpgroups;

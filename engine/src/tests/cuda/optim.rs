@@ -11,7 +11,7 @@ use super::host;
 use super::judge::{Stored, judge, judge_graph};
 use super::memory::Region;
 use crate::cuda::launch::{AdamWRule, adamw, together};
-use crate::cuda::{Operand, Operands, Random};
+use crate::cuda::{Features, Operand, Operands, Random};
 use crate::gradient_check::random_array;
 use crate::graph::{Graph, Spec, lock};
 use crate::nn::Init;
@@ -96,8 +96,9 @@ fn updates_of_many_parameters() {
             inputs.extend([&m[i], &v[i], &norm_at, &scalars].map(|region| operand(region, DType::F32)));
             inputs.extend((dtype == DType::BF16).then(|| operand(&masters[i], DType::F32)));
             let random = Random { key: 0, micro_batch: 0 };
+            let (outputs, workspace, features) = (&[], &[], Features::default());
             let operands =
-                Operands { inputs: &inputs, outputs: &[], workspace: &[], accumulate: 0, tickets: 0, random };
+                Operands { inputs: &inputs, outputs, workspace, accumulate: 0, tickets: 0, random, features };
             adamw(rule, decay(i), &operands).unwrap()
         });
         let launches = together(one_by_one.enumerate().collect());

@@ -1,7 +1,7 @@
 //! A device simulated on the host: its memory is host memory, and launches run on the CPU.
 
 use super::{gpu, host};
-use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
+use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Features, Launch, Recording};
 
 /// A device simulated on the host.
 #[derive(Debug, Default)]
@@ -45,6 +45,10 @@ fn words(bytes: u64) -> usize {
 impl Device for Processor {
     fn name(&self) -> String {
         "a stand-in for a GPU".into()
+    }
+
+    fn features(&self) -> Features {
+        Features { warpgroups: true }
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {

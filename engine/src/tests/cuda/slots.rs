@@ -8,7 +8,7 @@ use super::memory::Region;
 use crate::cuda::launch::{
     SLOT, grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight, routed_gated, routed_gated_grad,
 };
-use crate::cuda::{Launch, Operand, Operands, Random};
+use crate::cuda::{Features, Launch, Operand, Operands, Random};
 use crate::ops::{Binary, BinaryKind, Powf};
 
 /// Row offsets for two sources, two experts and one sequence. There is room for [`MOST`] rows.
@@ -82,6 +82,7 @@ fn check(
                 accumulate: 0,
                 tickets: 0,
                 random: Random { key: 0, micro_batch: 0 },
+                features: Features::default(),
             };
             for launch in launches(&operands).unwrap() {
                 assert!(matches!(&launch, Launch::Kernel(kernel) if kernel.family.reads_slots()), "{launch:?}");
@@ -131,6 +132,7 @@ fn kernels_of_planned_operands_know_no_slots() {
             accumulate: 0,
             tickets: 0,
             random: Random { key: 0, micro_batch: 0 },
+            features: Features::default(),
         };
         match launches::launches(&Powf { exponent: 2.0 }, &operands).unwrap().remove(0) {
             Launch::Kernel(kernel) => kernel.family.source().contains("placed("),

@@ -106,11 +106,14 @@ struct AttentionArguments {
 
     // The score of a query and a key from their dot product.
     __device__ __forceinline__ f32 score(f32 product) const {
-        return cap > 0.0f ? cap * tanhf(scale * product / cap) : scale * product;
+        return cap > 0.0f ? cap * tanhf(product * (scale / cap)) : scale * product;
     }
 
     // The derivative of the cap, at a capped score.
-    __device__ __forceinline__ f32 slope(f32 score) const { return cap > 0.0f ? 1.0f - score / cap * (score / cap) : 1.0f; }
+    __device__ __forceinline__ f32 slope(f32 score) const {
+        const f32 part = score * (1.0f / cap);
+        return cap > 0.0f ? 1.0f - part * part : 1.0f;
+    }
 };
 
 constexpr u32 ATTENTION_THREADS = 128;

@@ -4,162 +4,13 @@
 //
 // A warp has BANDS bands of sixteen rows. More bands mean more products for each read of shared memory, and more
 // registers.
-#include "attention.cuh"
-#include "math.cuh"
-#include "tensor_cores.cuh"
+#include "attention_tensor_cores.cuh"
 
-constexpr u32 BAND = 16;
 constexpr u32 WARPS = ATTENTION_THREADS / 32;
 
 // Declares a kernel for heads of up to SIZE elements, with BANDS bands per warp and TILE rows per streamed tile.
 #define TENSOR_CORE_KERNEL(name, SIZE, BANDS, TILE) \
     BOUNDED_KERNEL(name##_##SIZE, AttentionArguments, ATTENTION_THREADS, 2) { name<SIZE, BANDS, TILE>(arguments); }
-
-// Exponentials are computed with base 2, for which the device has an instruction.
-constexpr f32 LOG2_E = 1.4426950408889634f;
-
-// Rows of heads in global memory: the rows of a block, or those that are streamed past it.
-struct HeadRows {
-    const bf16* at;
-    u64 stride;
-    u64 end;
-    u32 size;
-
-    // Starts loading ROWS rows from `first` on; missing rows become zeros.
-    template <u32 ROWS, u32 SIZE>
-    __device__ __forceinline__ void start(HalfTile<SIZE> tile, u64 first) const {
-        const u32 count = first < end ? u32(smaller(end - first, ROWS)) : 0;
-        tile.template start<ROWS, ATTENTION_THREADS>(at + first * stride, stride, count, size);
-    }
-};
-
-__device__ __forceinline__ HeadRows rows_of(const void* x, const HeadStrides& at,
-                                                   u64 batch, u64 head, u64 end, u64 size) {
-    return {(const bf16*)x + at.at(batch, head), at.token, end, u32(size)};
-}
-
-__device__ __forceinline__ HeadRows queries_of(const AttentionArguments& to, u64 batch, u64 head) {
-    return rows_of(to.q, to.at_q, batch, head, to.queries, to.head_size);
-}
-
-__device__ __forceinline__ HeadRows gradients_of(const AttentionArguments& to, u64 batch, u64 head) {
-    return rows_of(to.d_out, to.at_out, batch, head, to.queries, to.value_size);
-}
-
-__device__ __forceinline__ HeadRows keys_of(const AttentionArguments& to, u64 batch, u64 kv_head) {
-    return rows_of(to.k, to.at_k, batch, kv_head, to.keys, to.head_size);
-}
-
-__device__ __forceinline__ HeadRows values_of(const AttentionArguments& to, u64 batch, u64 kv_head) {
-    return rows_of(to.v, to.at_v, batch, kv_head, to.keys, to.value_size);
-}
-
-// The sums of a warp: BANDS bands of sixteen rows of COLUMNS columns, in fragments of 16 × 8.
-template <u32 BANDS, u32 COLUMNS>
-struct Bands {
-    f32 at[BANDS][COLUMNS / 8][4] = {};
-
-    // Calls a function with each sum, its half band and its column.
-    template <typename F>
-    __device__ __forceinline__ void visit(F f) {
-#pragma unroll
-        for (u32 band = 0; band < BANDS; ++band) {
-#pragma unroll
-            for (u32 n = 0; n < COLUMNS / 8; ++n) {
-#pragma unroll
-                for (u32 e = 0; e < 4; ++e) {
-                    const u32 half = band * 2 + e / 2;
-                    f(at[band][n][e], half, n * 8 + lane_of() % 4 * 2 + e % 2);
-                }
-            }
-        }
-    }
-
-    // The row of a half band in which this lane has sums.
-    __device__ __forceinline__ static u32 row_of(u32 half) { return half * 8 + lane_of() / 4; }
-
-    // Sets the sums to the products of rows of a, from `first` on, with the rows of b.
-    template <u32 SIZE>
-    __device__ __forceinline__ void set_to_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
-        visit([](f32& sum, u32, u32) { sum = 0.0f; });
-        add_products(a, first, b);
-    }
-
-    // Adds the products to the sums.
-    template <u32 SIZE>
-    __device__ __forceinline__ void add_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
-#pragma unroll
-        for (u32 k = 0; k < SIZE; k += 16) {
-            u32 of_a[BANDS][4];
-#pragma unroll
-            for (u32 band = 0; band < BANDS; ++band) a.load_left(of_a[band], first + band * BAND, k);
-#pragma unroll
-            for (u32 n = 0; n < COLUMNS / 8; n += 2) {
-                u32 of_b[4];
-                b.load_right_of_rows(of_b, n * 8, k);
-#pragma unroll
-                for (u32 band = 0; band < BANDS; ++band) {
-                    multiply_add(at[band][n], of_a[band], of_b[0], of_b[1]);
-                    multiply_add(at[band][n + 1], of_a[band], of_b[2], of_b[3]);
-                }
-            }
-        }
-    }
-
-    // Adds the weighted rows of b to each row. The weights, which are the fragments of a product, have the layout of a
-    // factor's fragments once they are rounded.
-    template <u32 TILE>
-    __device__ __forceinline__ void add(const Bands<BANDS, TILE>& weights, HalfTile<COLUMNS> b) {
-#pragma unroll
-        for (u32 k = 0; k < TILE / 8; k += 2) {
-            u32 of_a[BANDS][4];
-#pragma unroll
-            for (u32 band = 0; band < BANDS; ++band) {
-                const f32(&left)[4] = weights.at[band][k], (&right)[4] = weights.at[band][k + 1];
-                of_a[band][0] = pair_of(left[0], left[1]);
-                of_a[band][1] = pair_of(left[2], left[3]);
-                of_a[band][2] = pair_of(right[0], right[1]);
-                of_a[band][3] = pair_of(right[2], right[3]);
-            }
-#pragma unroll
-            for (u32 n = 0; n < COLUMNS / 8; n += 2) {
-                u32 of_b[4];
-                b.load_right(of_b, k * 8, n * 8);
-#pragma unroll
-                for (u32 band = 0; band < BANDS; ++band) {
-                    multiply_add(at[band][n], of_a[band], of_b[0], of_b[1]);
-                    multiply_add(at[band][n + 1], of_a[band], of_b[2], of_b[3]);
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void multiply_by(const Bands& other) {
-        visit([&](f32& x, u32 half, u32 column) { x *= other.at[half / 2][column / 8][half % 2 * 2 + column % 2]; });
-    }
-
-    // Rounds the rows, and stores those of tokens before `end`.
-    __device__ __forceinline__ void store(bf16* to, u64 stride, u64 first, u64 end, u32 size) const {
-        const bool is_paired = (reinterpret_cast<u64>(to) / sizeof(bf16) | stride | size) % 2 == 0;
-#pragma unroll
-        for (u32 half = 0; half < BANDS * 2; ++half) {
-            const u64 token = first + row_of(half);
-            if (token >= end) continue;
-#pragma unroll
-            for (u32 n = 0; n < COLUMNS / 8; ++n) {
-                const f32 low = at[half / 2][n][half % 2 * 2], high = at[half / 2][n][half % 2 * 2 + 1];
-                const u32 column = n * 8 + lane_of() % 4 * 2;
-                bf16* pair = to + token * stride + column;
-                if (is_paired) {
-                    if (column < size) *reinterpret_cast<u32*>(pair) = pair_of(low, high);
-                } else {
-                    if (column < size) ::store(pair, low);
-                    if (column + 1 < size) ::store(pair + 1, high);
-                }
-            }
-        }
-    }
-};
 
 // Pairs of tiles that are streamed through shared memory, one pair in use and the next one being copied.
 template <u32 SIZE, u32 TILE>
@@ -184,33 +35,6 @@ struct Passing {
         }
     }
 };
-
-// The number of keys that a query sees, counted from a tile's start on.
-__device__ __forceinline__ u32 seen_from(const AttentionArguments& to, u64 query, u64 start) {
-    const u64 seen = to.visible(query);
-    return seen > start ? u32(smaller(seen - start, 0xffff)) : 0;
-}
-
-// The first key that a query sees. Rows without a query see all keys.
-__device__ __forceinline__ u32 hidden_from(const AttentionArguments& to, u64 batch, u64 query) {
-    return query < to.queries ? u32(to.first_key(batch, query)) : 0;
-}
-
-// The end of the keys that a query sees, in 32 bits to save registers: a sequence has fewer than 2^32 tokens.
-__device__ __forceinline__ u32 seen_by(const AttentionArguments& to, u32 query) {
-    const u32 keys = u32(to.keys), seen = query + (keys - u32(to.queries)) + 1;
-    return to.is_causal && seen < keys ? seen : keys;
-}
-
-// The factor that turns scores, after the cap, into exponents of 2.
-__device__ __forceinline__ f32 exponent_scale(const AttentionArguments& to) {
-    return (to.cap > 0.0f ? 1.0f : to.scale) * LOG2_E;
-}
-
-// The derivative of the cap, from a probability: the capped score is log2 of the probability plus lse, in base 2.
-__device__ __forceinline__ f32 slope_of(const AttentionArguments& to, f32 p, f32 lse) {
-    return p > 0.0f ? to.slope((log2f(p) + lse) * (1.0f / LOG2_E)) : 0.0f;
-}
 
 template <u32 SIZE, u32 BANDS, u32 TILE>
 __device__ void attention_tc(const AttentionArguments& to) {
@@ -358,18 +182,8 @@ TENSOR_CORE_KERNEL(attention_tc_grad_q, 64, 2, 32)
 TENSOR_CORE_KERNEL(attention_tc_grad_q, 128, 1, 32)
 TENSOR_CORE_KERNEL(attention_tc_grad_q, 256, 1, 16)
 
-// Loads the values of a tile's columns, of which this lane has two out of every eight; missing ones become zeros.
-template <u32 COUNT>
-__device__ __forceinline__ void load_numbers(f32 (&to)[COUNT], const f32* from, u32 count) {
-#pragma unroll
-    for (u32 i = 0; i < COUNT; ++i) {
-        const u32 column = i / 2 * 8 + lane_of() % 4 * 2 + i % 2;
-        to[i] = column < count ? from[column] : 0.0f;
-    }
-}
-
-// A warp computes keys, so scores and their gradients are transposed. For the largest heads, registers only hold the
-// sums of one gradient, so dk and dv are computed by separate kernels.
+// Each warp handles a range of keys and iterates over queries, so scores and their gradients are transposed. For the largest heads, the
+// registers can hold the sums of only one of dk and dv, so separate kernels compute them.
 template <u32 SIZE, u32 BANDS, u32 TILE, bool OF_K, bool OF_V>
 __device__ void attention_tc_grad_of(const AttentionArguments& to) {
     constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;

@@ -18,6 +18,17 @@ __device__ __forceinline__ f32 exp2_of(f32 x) {
 #endif
 }
 
+// The logarithm to base 2 by the device's own instruction, to 2⁻²² (PTX ISA, "lg2"); of what is below f32's normal numbers, minus infinity.
+__device__ __forceinline__ f32 log2_of(f32 x) {
+#ifdef ON_HOST
+    return log2f(x);
+#else
+    f32 logarithm;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(logarithm) : "f"(x));
+    return logarithm;
+#endif
+}
+
 __device__ __forceinline__ f32 sigmoid(f32 x) { return 1.0f / (1.0f + expf(-x)); }
 
 __device__ __forceinline__ f32 silu(f32 x) { return x * sigmoid(x); }

@@ -1,10 +1,10 @@
-//! Launches of attention.cu and attention_tensor_cores.cu.
+//! Launches of attention.cu, attention_tensor_cores.cu, attention_warpgroups.cu and attention_grad_warpgroups.cu.
 
 use candle_core::{DType, Layout};
 
-use super::{Kernel, Launch, Operand, Operands, launches};
+use super::{Features, Kernel, Launch, Operand, Operands, launches, pack};
 use crate::Spec;
-use crate::cuda::Family::{self, Attention, AttentionTensorCores};
+use crate::cuda::Family::{self, Attention, AttentionGradWarpgroups, AttentionTensorCores, AttentionWarpgroups};
 
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
@@ -60,8 +60,11 @@ pub struct Scores {
     pub window: Option<usize>,
 }
 
-/// Threads of a block: `ATTENTION_THREADS` of attention.cuh.
+/// Threads of a block, and of a warpgroup: `ATTENTION_THREADS` of attention.cuh, `WARPGROUP_THREADS` of warpgroup.cuh.
 const THREADS: u32 = 128;
+
+/// Tokens of a warpgroup: `WARPGROUP_ROWS` of warpgroup.cuh.
+const WARPGROUP_ROWS: u64 = 64;
 
 impl HeadStrides {
     /// Of [batch, heads, tokens, head size] with any strides but the last.
@@ -77,6 +80,11 @@ impl HeadStrides {
         Self::of(layout).map(|of| Self { head: of.token, token: of.head, ..of })
     }
 
+    /// Whether every head's row begins with a pack, where the first does.
+    fn are_packs(&self) -> bool {
+        [self.batch, self.head, self.token].iter().all(|stride| stride % pack(DType::BF16) == 0)
+    }
+
     /// Of dense [batch, tokens, heads, head size].
     fn dense(tokens: u64, heads: u64, head_size: u64) -> Self {
         Self { batch: tokens * heads * head_size, head: head_size, token: heads * head_size }
@@ -88,8 +96,12 @@ impl HeadStrides {
 struct Form {
     family: Family,
     name: String,
+    /// Threads of a block.
+    threads: u32,
     /// Tokens of a block.
     rows: u64,
+    /// Whether neighbouring blocks are of neighbouring heads, rather than tokens.
+    is_by_heads: bool,
     /// Bytes of shared memory.
     shared_bytes: u64,
 }
@@ -122,12 +134,42 @@ impl Part {
 }
 
 impl Form {
-    fn of(part: Part, dtype: DType, widest: u64) -> Option<Self> {
+    fn of(part: Part, dtype: DType, widest: u64, features: Features) -> Option<Self> {
         let most = [64, 128, 256].into_iter().find(|&most| widest <= most)?;
         match dtype {
+            // Sums of the largest heads' backward are more than registers hold besides two tiles of scores.
+            DType::BF16 if features.warpgroups && (part == Part::Forward || most <= 128) => {
+                Some(Self::warpgroups(part, most))
+            }
             DType::BF16 => Some(Self::tensor_cores(part, most)),
             DType::F32 => Some(Self::plain(part, most, widest)),
             _ => None,
+        }
+    }
+
+    /// attention_warpgroups.cu and attention_grad_warpgroups.cu: warpgroups of a block and rows of a tile as they are there; tiles that go by
+    /// in two or three stages, behind the first multiple of 1024 bytes.
+    fn warpgroups(part: Part, most: u64) -> Self {
+        let warpgroups = 2;
+        let rows = WARPGROUP_ROWS * warpgroups;
+        let (tile, family) = match (part, most) {
+            (Part::Forward, 128) => (128, AttentionWarpgroups),
+            (Part::Forward, _) => (64, AttentionWarpgroups),
+            _ => (64, AttentionGradWarpgroups),
+        };
+        let (blocks, stages, statistics) = match part {
+            Part::Forward => (1, 2, 0),
+            Part::GradQ => (2, 3, 0),
+            // A number of each thread, in as many stages.
+            _ => (2, 3, 3 * 4 * u64::from(THREADS) * warpgroups),
+        };
+        Self {
+            family,
+            name: format!("attention_wg{}_{most}", part.suffix()),
+            threads: THREADS * warpgroups as u32,
+            rows,
+            is_by_heads: true,
+            shared_bytes: 1024 + (blocks * rows + 2 * stages * tile) * 2 * most + statistics,
         }
     }
 
@@ -144,7 +186,9 @@ impl Form {
         Self {
             family: AttentionTensorCores,
             name: format!("attention_tc{}_{most}", part.suffix()),
+            threads: THREADS,
             rows,
+            is_by_heads: false,
             shared_bytes: (blocks * rows + 4 * tile) * 2 * (most + 8),
         }
     }
@@ -161,7 +205,9 @@ impl Form {
         Self {
             family: Attention,
             name: format!("attention{}_{most}_f32", part.suffix()),
+            threads: THREADS,
             rows,
+            is_by_heads: false,
             shared_bytes: tiles * rows * 4 * (widest + 1) + squares * 4 * rows * (rows + 1),
         }
     }
@@ -210,17 +256,26 @@ impl AttentionArguments {
         self.head_size.max(self.value_size)
     }
 
+    /// Whether rows of all that is read can be copied 16 bytes at a time.
+    fn are_packs(&self) -> bool {
+        let read = [(self.q, self.at_q), (self.k, self.at_k), (self.v, self.at_v)];
+        let of_gradient = (self.d_out != 0).then_some((self.d_out, self.at_out));
+        read.iter().chain(&of_gradient).all(|&(address, strides)| address % 16 == 0 && strides.are_packs())
+    }
+
     /// A kernel over so many tokens and heads.
-    fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64) -> Option<Kernel> {
-        let form = Form::of(part, of.dtype, self.widest())?;
-        let grid = [tokens.div_ceil(form.rows), heads, of.dims()[0] as u64];
+    fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64, features: Features) -> Option<Kernel> {
+        let features = if self.are_packs() { features } else { Features::default() };
+        let form = Form::of(part, of.dtype, self.widest(), features)?;
+        let (blocks, batch) = (tokens.div_ceil(form.rows), of.dims()[0] as u64);
+        let grid = if form.is_by_heads { [heads, blocks, batch] } else { [blocks, heads, batch] };
         Some(Kernel {
             family: form.family,
             shared_bytes: form.shared_bytes as u32,
             tickets: 0,
             name: form.name,
             grid: grid.map(|blocks| blocks as u32),
-            block: THREADS,
+            block: form.threads,
             arguments: Box::new(self),
         })
     }
@@ -231,7 +286,7 @@ pub fn attention(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([q, k, v, starts @ ..], [out, lse]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = AttentionArguments::new(of, [q, k, v], starts.first())?;
     let arguments = AttentionArguments { out: out.address, lse: lse.address, ..arguments };
-    launches([arguments.launch(Part::Forward, q, arguments.queries, arguments.heads)?])
+    launches([arguments.launch(Part::Forward, q, arguments.queries, arguments.heads, operands.features)?])
 }
 
 /// Bytes of a number for each query.
@@ -262,8 +317,8 @@ pub fn attention_grad(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>
     let AttentionArguments { heads, kv_heads, queries, keys, .. } = arguments;
     let of_kv = Part::of_kv(q.dtype, arguments.widest()).iter();
     // The kernel for dq first: it leaves delta to the others.
-    std::iter::once(arguments.launch(Part::GradQ, q, queries, heads))
-        .chain(of_kv.map(|&part| arguments.launch(part, q, keys, kv_heads)))
+    std::iter::once(arguments.launch(Part::GradQ, q, queries, heads, operands.features))
+        .chain(of_kv.map(|&part| arguments.launch(part, q, keys, kv_heads, operands.features)))
         .map(|kernel| kernel.map(Launch::Kernel))
         .collect()
 }

@@ -148,6 +148,13 @@ impl Operand {
     }
 }
 
+/// What a device has beyond what all of them have, for which there are kernels of its own.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Products of warpgroups (`wgmma`), of compute capability 9.0 alone.
+    pub warpgroups: bool,
+}
+
 /// The operands of one instruction.
 #[derive(Debug)]
 pub struct Operands<'a> {
@@ -163,6 +170,8 @@ pub struct Operands<'a> {
     pub tickets: u64,
     /// Where the random numbers of this step and micro-batch come from.
     pub random: Random,
+    /// What the device has on which they are launched.
+    pub features: Features,
 }
 
 /// A stream of random numbers, of which the step's part is read when the kernel runs.

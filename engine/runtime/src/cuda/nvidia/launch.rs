@@ -36,7 +36,9 @@ impl Nvidia {
         let module = match self.modules.get(&kernel.family) {
             Some(&module) => module,
             None => {
-                let code = self.cache.load(self.nvrtc, kernel.family, self.architecture)?;
+                let architecture = self.architecture.of_family(kernel.family);
+                let architecture = architecture.expect("launches are those of the device's features");
+                let code = self.cache.load(self.nvrtc, kernel.family, architecture)?;
                 // SAFETY: the code is a complete CUBIN, which contains its own length.
                 let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
                 let module = module.named(&self.name, &format!("loading {}", kernel.family.file()))?;

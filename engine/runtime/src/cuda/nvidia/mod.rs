@@ -14,7 +14,7 @@ use std::time::Duration;
 use cudarc::driver::{result, sys};
 use gapless_communicator::{self as communicator, Communicator, CommunicatorError, Nccl, Sums};
 use gapless_kernels::cuda::Family;
-use gapless_kernels::cuda::launch::Launch;
+use gapless_kernels::cuda::launch::{Features, Launch};
 
 use super::context::Context;
 use super::cublaslt::CublasLt;
@@ -228,12 +228,20 @@ impl Drop for Captured {
 /// The environment variable that turns off NCCL between ranks if it is "off".
 const NCCL_VARIABLE: &str = "GAPLESS_NCCL";
 
+/// `off` makes a GPU with `wgmma` use the kernels for all tensor cores (`mma.sync`).
+const WGMMA_VARIABLE: &str = "GAPLESS_WGMMA";
+
 /// File name prefixes of the driver, cuBLASLt and NVRTC.
 const LIBRARIES: [&str; 3] = ["libcuda.so", "libcublasLt.so", "libnvrtc.so"];
 
 impl Device for Nvidia {
     fn name(&self) -> String {
         self.name.clone()
+    }
+
+    fn features(&self) -> Features {
+        let is_off = std::env::var(WGMMA_VARIABLE).is_ok_and(|value| value == "off");
+        Features { warpgroups: self.architecture == Architecture::WARPGROUPS && !is_off }
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {

@@ -1,6 +1,8 @@
 // The stand-in's blocks, fibers, barriers and exchanges (device.hpp).
 #include "device.hpp"
 
+#include "warpgroup.hpp"
+
 #include <setjmp.h>
 #include <string.h>
 #include <ucontext.h>
@@ -25,6 +27,22 @@ struct AsyncCopy {
     unsigned group;
 };
 
+// A product of a warpgroup that was started: this thread's part of it.
+struct WarpgroupProduct {
+    float* d;
+    unsigned n;
+    // The registers of the left factor and what they held; none if it is in shared memory.
+    const unsigned* registers;
+    unsigned held[4];
+    // What this thread's rows have in the registers of the warp.
+    float left[2][16];
+    unsigned long long a, b;
+    bool are_columns, adds;
+    unsigned group;
+    // What the sums were; empty if the product before has them.
+    std::vector<float> before;
+};
+
 struct Fiber {
     // Where it begins, and where it goes on once it has begun, in this block and those that follow: a jump asks nothing of the
     // operating system.
@@ -40,6 +58,12 @@ struct Fiber {
     // Copies that have not been waited for, and how many groups of them were closed.
     std::deque<AsyncCopy> copies;
     unsigned groups;
+    // The same of products; and a hash of all of them, which is that of the whole warpgroup.
+    std::deque<WarpgroupProduct> products;
+    unsigned product_groups;
+    unsigned long long history;
+    // Whether registers were fenced since products were last waited for, and shared memory since the last barrier.
+    bool has_fenced_registers, has_fenced_memory;
 };
 
 // What a lane brings to a product of matrices.
@@ -52,6 +76,8 @@ struct Device {
     // They stay where they are: a context points into itself.
     std::deque<Fiber> fibers;
     std::vector<unsigned char> shared;
+    // Shared memory as products of warpgroups see it.
+    std::vector<unsigned char> fenced;
     // By exchange's parity, then thread.
     std::vector<unsigned long long> slots[2];
     std::vector<int> votes[2];
@@ -64,6 +90,8 @@ struct Device {
     static constexpr unsigned STACK_BYTES = 128 << 10;
     static constexpr unsigned GUARD_BYTES = 256;
     static constexpr unsigned char POISON = 0xff;
+    // Where shared memory begins in its window: on a device it is no multiple of 1024 that a kernel may rely on.
+    static constexpr unsigned WINDOW = 1024 + 16;
 
     Fiber& fiber() { return fibers[current]; }
 
@@ -107,9 +135,20 @@ struct Device {
         } while (release(warp * 32, warp * 32 + 32, State::AT_WARP_BARRIER, false));
     }
 
+    // At a barrier: products see what all threads have fenced.
+    void show_fenced(unsigned count) {
+        bool all = true;
+        for (unsigned t = 0; t < count; ++t) {
+            all &= fibers[t].has_fenced_memory || fibers[t].state == State::OVER;
+            fibers[t].has_fenced_memory = false;
+        }
+        if (all) fenced = shared;
+    }
+
     void run_block(const Run& run) {
         const unsigned count = run.block;
         memset(shared.data(), POISON, shared.size());
+        memset(fenced.data(), POISON, fenced.size());
         shared_memory = shared.data();
         for (unsigned t = 0; t < count; ++t) {
             Fiber& fiber = fibers[t];
@@ -128,11 +167,18 @@ struct Device {
             fiber.exchanges = 0;
             fiber.copies.clear();
             fiber.groups = 0;
+            fiber.products.clear();
+            fiber.product_groups = 0;
+            fiber.history = 0;
+            fiber.has_fenced_registers = fiber.has_fenced_memory = false;
         }
         const unsigned warps = count / 32;
         for (;;) {
             for (unsigned i = 0; i < warps; ++i) run_warp(run.is_reversed ? warps - 1 - i : i, run.is_reversed);
-            if (release(0, count, State::AT_BLOCK_BARRIER, true)) continue;
+            if (release(0, count, State::AT_BLOCK_BARRIER, true)) {
+                show_fenced(count);
+                continue;
+            }
             for (unsigned t = 0; t < count; ++t) {
                 if (fibers[t].state == State::OVER) continue;
                 error = "threads of a block wait at different barriers, or for a lane that is over";
@@ -142,6 +188,8 @@ struct Device {
         }
         for (unsigned t = 0; t < count; ++t) {
             if (!fibers[t].copies.empty()) error = "a copy that nobody waits for";
+            if (!fibers[t].products.empty()) error = "a product that nobody waits for";
+            if (fibers[t].history != fibers[t / 128 * 128].history) error = "products that not all of a warpgroup start";
         }
         for (unsigned i = run.shared_bytes; i < shared.size(); ++i) {
             if (shared[i] != POISON) error = "a write behind the block's shared memory";
@@ -165,6 +213,7 @@ struct Device {
             fragments[parity].assign(run.block, Fragments{});
         }
         shared.resize(run.shared_bytes + GUARD_BYTES);
+        fenced.resize(shared.size());
         gridDim = {run.grid[0], run.grid[1], run.grid[2]};
         blockDim = {run.block, 1, 1};
         const unsigned long long blocks = 1ull * run.grid[0] * run.grid[1] * run.grid[2];
@@ -276,8 +325,112 @@ void close_copies() { ++device.fiber().groups; }
 
 void wait_for_copies(unsigned but) {
     std::deque<AsyncCopy>& copies = device.fiber().copies;
+    device.fiber().has_fenced_memory = false;
     for (; !copies.empty() && copies.front().group + but < device.fiber().groups; copies.pop_front()) {
         memcpy(copies.front().to, copies.front().from, copies.front().count);
         memset((char*)copies.front().to + copies.front().count, 0, 16 - copies.front().count);
+    }
+}
+
+unsigned shared_address(const void* at) { return Device::WINDOW + unsigned((const unsigned char*)at - device.shared.data()); }
+
+void fence_shared_memory() { device.fiber().has_fenced_memory = true; }
+
+void fence_registers() { device.fiber().has_fenced_registers = true; }
+
+void close_products() { ++device.fiber().product_groups; }
+
+namespace {
+
+float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
+
+// An element of a factor in shared memory.
+float load_factor(const Descriptor& from, unsigned mn, unsigned k, bool is_mn_major) {
+    const unsigned address = from.at(mn, k, is_mn_major) - Device::WINDOW;
+    if (address + 2 > device.shared.size() - Device::GUARD_BYTES) {
+        device.error = "a factor beside the block's shared memory";
+        return 0.0f;
+    }
+    unsigned short seen, there;
+    memcpy(&seen, &device.fenced[address], sizeof seen);
+    memcpy(&there, &device.shared[address], sizeof there);
+    if (seen != there) device.error = "a product of shared memory that was not fenced, or changed before it was waited for";
+    return of_bf16(seen);
+}
+
+// This thread's sums: of two rows, two columns of every eight.
+void finish(const WarpgroupProduct& product, float* sums) {
+    const Descriptor a(product.a), b(product.b);
+    if (b.is_strange || (!product.registers && a.is_strange)) device.error = "a matrix descriptor that is not modelled";
+    const unsigned lane = device.current % 32, first = device.current % 128 / 32 * 16 + lane / 4;
+    float left[2][16];
+    memcpy(left, product.left, sizeof left);
+    for (unsigned half = 0; half < 2 && !product.registers; ++half) {
+        for (unsigned k = 0; k < 16; ++k) left[half][k] = load_factor(a, first + half * 8, k, false);
+    }
+    if (product.registers && memcmp(product.registers, product.held, sizeof product.held) != 0)
+        device.error = "a product's registers changed before it was waited for";
+    for (unsigned pair = 0; pair < product.n / 4; ++pair) {
+        const unsigned column = pair / 2 * 8 + lane % 4 * 2 + pair % 2;
+        float* const of_column = sums + pair / 2 * 4 + pair % 2;
+        for (unsigned k = 0; k < 16; ++k) {
+            const float right = load_factor(b, column, k, product.are_columns);
+            of_column[0] += left[0][k] * right;
+            of_column[2] += left[1][k] * right;
+        }
+    }
+}
+
+}  // namespace
+
+void start_product(float* d, unsigned n, const unsigned* registers, unsigned long long a, unsigned long long b, bool are_columns,
+                   bool adds) {
+    Fiber& fiber = device.fiber();
+    if (!fiber.has_fenced_registers) device.error = "a product without a fence of registers";
+    for (unsigned long long part : {a, b, (unsigned long long)n * 4 + are_columns * 2 + adds, (unsigned long long)(registers != nullptr)}) {
+        fiber.history = (fiber.history ^ part) * 0x100000001b3ull + 1;
+    }
+    WarpgroupProduct product{d, n, registers, {}, {}, a, b, are_columns, adds, fiber.product_groups, {}};
+    if (registers) {
+        memcpy(product.held, registers, sizeof product.held);
+        std::vector<Fragments>& all = next(device.fragments);
+        memcpy(all[device.current].a, registers, sizeof product.held);
+        __syncwarp();
+        const Fragments* const row = &all[first_of_warp() + device.current % 32 / 4 * 4];
+        for (unsigned half = 0; half < 2; ++half) {
+            for (unsigned k = 0; k < 16; ++k) {
+                const unsigned pair = row[k % 8 / 2].a[half + k / 8 * 2];
+                product.left[half][k] = of_bf16(k % 2 ? pair >> 16 : pair & 0xffff);
+            }
+        }
+    }
+    // Nobody may look at the sums before they have been waited for.
+    bool is_first = true;
+    for (const WarpgroupProduct& other : fiber.products) is_first &= other.d != d;
+    if (is_first) {
+        product.before.assign(d, d + n / 2);
+        memset(d, Device::POISON, n / 2 * sizeof *d);
+    }
+    fiber.products.push_back(product);
+}
+
+void wait_for_products(unsigned but) {
+    Fiber& fiber = device.fiber();
+    fiber.has_fenced_registers = false;
+    for (; !fiber.products.empty() && fiber.products.front().group + but < fiber.product_groups; fiber.products.pop_front()) {
+        WarpgroupProduct& product = fiber.products.front();
+        std::vector<float> sums = product.before;
+        if (!product.adds) sums.assign(product.n / 2, 0.0f);
+        finish(product, sums.data());
+        // To the next product of the same sums, or to whoever has waited for the last.
+        WarpgroupProduct* heir = nullptr;
+        for (WarpgroupProduct& other : fiber.products) {
+            if (&other != &product && other.d == product.d && !heir) heir = &other;
+        }
+        if (heir) {
+            heir->before = sums;
+        } else {
+            memcpy(product.d, sums.data(), sums.size() * sizeof(float));
+        }
     }
 }

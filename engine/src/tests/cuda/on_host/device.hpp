@@ -128,6 +128,16 @@ static void wait_for_copies() {
     wait_for_copies(BUT);
 }
 
+// wgmma (warpgroup.cuh): a product of a warpgroup with n columns of f32, whose left factor is in registers or described by a. It is computed when it
+// has been waited for, from shared memory as it was at the last barrier before which all threads of the block had fenced it.
+unsigned shared_address(const void* at);
+void fence_shared_memory();
+void fence_registers();
+void start_product(float* d, unsigned n, const unsigned* registers, unsigned long long a, unsigned long long b, bool are_columns,
+                   bool adds);
+void close_products();
+void wait_for_products(unsigned but);
+
 #pragma GCC visibility pop
 
 // A kernel is a function that runs all blocks, and returns what was wrong, if anything.

@@ -1,0 +1,214 @@
+// What the kernels of attention on tensor cores share: rows of heads that are copied to shared memory, a warp's sums, and masks.
+#pragma once
+#include "attention.cuh"
+#include "math.cuh"
+#include "tensor_cores.cuh"
+
+constexpr u32 BAND = 16;
+
+// Exponents are of two, for which the device has an instruction.
+constexpr f32 LOG2_E = 1.4426950408889634f;
+
+// The rows of heads in global memory of which a block has some, or that go by.
+struct HeadRows {
+    const bf16* at;
+    u64 stride;
+    u64 end;
+    u32 size;
+
+    // Starts to load ROWS of them from `first` on with all THREADS of the block; those that are not there are zeros.
+    template <u32 ROWS, u32 THREADS = ATTENTION_THREADS, typename Tile>
+    __device__ __forceinline__ void start(Tile tile, u64 first) const {
+        const u32 count = first < end ? u32(smaller(end - first, ROWS)) : 0;
+        tile.template start<ROWS, THREADS>(at + first * stride, stride, count, size);
+    }
+};
+
+__device__ __forceinline__ HeadRows rows_of(const void* x, const HeadStrides& at,
+                                                   u64 batch, u64 head, u64 end, u64 size) {
+    return {(const bf16*)x + at.at(batch, head), at.token, end, u32(size)};
+}
+
+__device__ __forceinline__ HeadRows queries_of(const AttentionArguments& to, u64 batch, u64 head) {
+    return rows_of(to.q, to.at_q, batch, head, to.queries, to.head_size);
+}
+
+__device__ __forceinline__ HeadRows gradients_of(const AttentionArguments& to, u64 batch, u64 head) {
+    return rows_of(to.d_out, to.at_out, batch, head, to.queries, to.value_size);
+}
+
+__device__ __forceinline__ HeadRows keys_of(const AttentionArguments& to, u64 batch, u64 kv_head) {
+    return rows_of(to.k, to.at_k, batch, kv_head, to.keys, to.head_size);
+}
+
+__device__ __forceinline__ HeadRows values_of(const AttentionArguments& to, u64 batch, u64 kv_head) {
+    return rows_of(to.v, to.at_v, batch, kv_head, to.keys, to.value_size);
+}
+
+// A warp's sums: BANDS times sixteen rows of COLUMNS columns, in fragments of sixteen times eight.
+template <u32 BANDS, u32 COLUMNS>
+struct Bands {
+    f32 at[BANDS][COLUMNS / 8][4] = {};
+
+    // Calls a function with each sum, and its row and column.
+    template <typename F>
+    __device__ __forceinline__ void visit(F f) {
+#pragma unroll
+        for (u32 band = 0; band < BANDS; ++band) {
+#pragma unroll
+            for (u32 n = 0; n < COLUMNS / 8; ++n) {
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) {
+                    const u32 half = band * 2 + e / 2;
+                    f(at[band][n][e], half, n * 8 + lane_of() % 4 * 2 + e % 2);
+                }
+            }
+        }
+    }
+
+    // Calls a function with each sum, that of others in its place, its row, and the number of its column, of which there is one for each.
+    template <typename F>
+    __device__ __forceinline__ void visit_beside(const Bands& others, const f32* of_columns, F f) {
+#pragma unroll
+        for (u32 n = 0; n < COLUMNS / 8; ++n) {
+            f32 pair[2];
+            load_neighbours(pair, of_columns + n * 8 + lane_of() % 4 * 2);
+#pragma unroll
+            for (u32 band = 0; band < BANDS; ++band) {
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) f(at[band][n][e], others.at[band][n][e], band * 2 + e / 2, pair[e % 2]);
+            }
+        }
+    }
+
+    // The same without others.
+    template <typename F>
+    __device__ __forceinline__ void visit_with(const f32* of_columns, F f) {
+        visit_beside(*this, of_columns, [&](f32& sum, f32, u32 half, f32 of_column) { f(sum, half, of_column); });
+    }
+
+    // The row of a half band that this lane has some sums of.
+    __device__ __forceinline__ static u32 row_of(u32 half) { return half * 8 + lane_of() / 4; }
+
+    // Rows of a from `first` on, each times each row of b.
+    template <u32 SIZE>
+    __device__ __forceinline__ void set_to_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
+        visit([](f32& sum, u32, u32) { sum = 0.0f; });
+        add_products(a, first, b);
+    }
+
+    // The same, onto what is there.
+    template <u32 SIZE>
+    __device__ __forceinline__ void add_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
+#pragma unroll
+        for (u32 k = 0; k < SIZE; k += 16) {
+            u32 of_a[BANDS][4];
+#pragma unroll
+            for (u32 band = 0; band < BANDS; ++band) a.load_left(of_a[band], first + band * BAND, k);
+#pragma unroll
+            for (u32 n = 0; n < COLUMNS / 8; n += 2) {
+                u32 of_b[4];
+                b.load_right_of_rows(of_b, n * 8, k);
+#pragma unroll
+                for (u32 band = 0; band < BANDS; ++band) {
+                    multiply_add(at[band][n], of_a[band], of_b[0], of_b[1]);
+                    multiply_add(at[band][n + 1], of_a[band], of_b[2], of_b[3]);
+                }
+            }
+        }
+    }
+
+    // Columns 8k to 8k + 15 of a band as a left factor: what a product's fragments are, a factor's are once they are rounded.
+    __device__ __forceinline__ void round_to(u32 (&to)[4], u32 band, u32 k) const {
+        const f32(&left)[4] = at[band][k], (&right)[4] = at[band][k + 1];
+        to[0] = pair_of(left[0], left[1]);
+        to[1] = pair_of(left[2], left[3]);
+        to[2] = pair_of(right[0], right[1]);
+        to[3] = pair_of(right[2], right[3]);
+    }
+
+    // Adds to each row the rows of b, weighted.
+    template <u32 TILE>
+    __device__ __forceinline__ void add(const Bands<BANDS, TILE>& weights, HalfTile<COLUMNS> b) {
+#pragma unroll
+        for (u32 k = 0; k < TILE / 8; k += 2) {
+            u32 of_a[BANDS][4];
+#pragma unroll
+            for (u32 band = 0; band < BANDS; ++band) weights.round_to(of_a[band], band, k);
+#pragma unroll
+            for (u32 n = 0; n < COLUMNS / 8; n += 2) {
+                u32 of_b[4];
+                b.load_right(of_b, k * 8, n * 8);
+#pragma unroll
+                for (u32 band = 0; band < BANDS; ++band) {
+                    multiply_add(at[band][n], of_a[band], of_b[0], of_b[1]);
+                    multiply_add(at[band][n + 1], of_a[band], of_b[2], of_b[3]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void multiply_by(const Bands& other) {
+        visit([&](f32& x, u32 half, u32 column) { x *= other.at[half / 2][column / 8][half % 2 * 2 + column % 2]; });
+    }
+
+    // Rounds the rows, and stores those of tokens before `end`.
+    __device__ __forceinline__ void store(bf16* to, u64 stride, u64 first, u64 end, u32 size) const {
+        const bool is_paired = (reinterpret_cast<u64>(to) / sizeof(bf16) | stride | size) % 2 == 0;
+#pragma unroll
+        for (u32 half = 0; half < BANDS * 2; ++half) {
+            const u64 token = first + row_of(half);
+            if (token >= end) continue;
+#pragma unroll
+            for (u32 n = 0; n < COLUMNS / 8; ++n) {
+                const f32 low = at[half / 2][n][half % 2 * 2], high = at[half / 2][n][half % 2 * 2 + 1];
+                const u32 column = n * 8 + lane_of() % 4 * 2;
+                bf16* pair = to + token * stride + column;
+                if (is_paired) {
+                    if (column < size) *reinterpret_cast<u32*>(pair) = pair_of(low, high);
+                } else {
+                    if (column < size) ::store(pair, low);
+                    if (column + 1 < size) ::store(pair + 1, high);
+                }
+            }
+        }
+    }
+};
+
+// How many of the first keys a query sees, from a tile's start on.
+__device__ __forceinline__ u32 seen_from(const AttentionArguments& to, u64 query, u64 start) {
+    const u64 seen = to.visible(query);
+    return seen > start ? u32(smaller(seen - start, 0xffff)) : 0;
+}
+
+// The first key that a query sees; rows that are no query see all.
+__device__ __forceinline__ u32 hidden_from(const AttentionArguments& to, u64 batch, u64 query) {
+    return query < to.queries ? u32(to.first_key(batch, query)) : 0;
+}
+
+// The same from the first key on, for fewer registers: a sequence has fewer than 2^32 tokens.
+__device__ __forceinline__ u32 seen_by(const AttentionArguments& to, u32 query) {
+    const u32 keys = u32(to.keys), seen = query + (keys - u32(to.queries)) + 1;
+    return to.is_causal && seen < keys ? seen : keys;
+}
+
+// What scores are multiplied by to be exponents of two, once they are capped.
+__device__ __forceinline__ f32 exponent_scale(const AttentionArguments& to) {
+    return (to.cap > 0.0f ? 1.0f : to.scale) * LOG2_E;
+}
+
+// The slope of a capped score, by its probability: the score is that one's logarithm.
+__device__ __forceinline__ f32 slope_of(const AttentionArguments& to, f32 p, f32 lse) {
+    return p > 0.0f ? to.slope((log2_of(p) + lse) * (1.0f / LOG2_E)) : 0.0f;
+}
+
+// Loads what there is for a tile's columns, of which this lane has two of every eight; zeros where nothing is.
+template <u32 COUNT>
+__device__ __forceinline__ void load_numbers(f32 (&to)[COUNT], const f32* from, u32 count) {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        const u32 column = i / 2 * 8 + lane_of() % 4 * 2 + i % 2;
+        to[i] = column < count ? from[column] : 0.0f;
+    }
+}
+

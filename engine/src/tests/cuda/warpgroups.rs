@@ -1,0 +1,316 @@
+//! Products of warpgroups (warpgroup.cuh), by what PTX ISA says of their operands: on the stand-in, to judge it, and on a GPU that has them,
+//! to judge what is said here.
+
+use candle_core::DType;
+use gapless_graph::Numbers;
+
+use super::memory::Region;
+use super::{gpu, host};
+use crate::cuda::{Family, Generated, Kernel, Launch};
+
+/// One product onto ones, of factors in an image of shared memory; the left one may be in registers.
+const SOURCE: &str = r#"#include "warpgroup.cuh"
+
+struct Arguments {
+    const u8* image;
+    u64 bytes;
+    u64 a;
+    u64 b;
+    const u32* left;
+    f32* out;
+    u32 are_columns;
+    u32 adds;
+};
+
+template <bool ARE_COLUMNS, u32 N>
+__device__ void start(const Arguments& to, f32 (&d)[N / 8][4], const u32 (&left)[4], u64 at) {
+    fence_registers();
+    if (to.left) {
+        start_product<ARE_COLUMNS>(d, left, to.b + at, to.adds != 0);
+    } else {
+        start_product<ARE_COLUMNS>(d, to.a + at, to.b + at, to.adds != 0);
+    }
+    close_products();
+}
+
+template <u32 N>
+__device__ void product(const Arguments& to) {
+    u8* const memory = swizzled_memory();
+    for (u64 i = threadIdx.x; i < to.bytes; i += blockDim.x) memory[i] = to.image[i];
+    f32 d[N / 8][4];
+    u32 left[4] = {};
+#pragma unroll
+    for (u32 i = 0; i < N / 2; ++i) d[i / 4][i % 4] = 1.0f;
+    for (u32 i = 0; i < 4 && to.left; ++i) left[i] = to.left[threadIdx.x * 4 + i];
+    fence_shared_memory();
+    __syncthreads();
+    const u64 at = shared_address(memory) / 16;
+    if (to.are_columns) {
+        start<true, N>(to, d, left, at);
+    } else {
+        start<false, N>(to, d, left, at);
+    }
+    wait_for_products<0>(d);
+#pragma unroll
+    for (u32 i = 0; i < N / 2; ++i) to.out[threadIdx.x * (N / 2) + i] = d[i / 4][i % 4];
+}
+
+KERNEL(product_64, Arguments) { product<64>(arguments); }
+KERNEL(product_128, Arguments) { product<128>(arguments); }
+KERNEL(product_256, Arguments) { product<256>(arguments); }
+"#;
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Arguments {
+    image: u64,
+    bytes: u64,
+    a: u64,
+    b: u64,
+    left: u64,
+    out: u64,
+    are_columns: u32,
+    adds: u32,
+}
+
+/// A swizzling mode: its number in a descriptor, and cells of 16 bytes in a row of its atom, which has eight rows.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Mode {
+    number: u64,
+    cells: usize,
+}
+
+const MODES: [Mode; 4] = [
+    Mode { number: 0, cells: 1 },
+    Mode { number: 1, cells: 8 },
+    Mode { number: 2, cells: 4 },
+    Mode { number: 3, cells: 2 },
+];
+
+impl Mode {
+    /// Where a cell of an atom is moved: the figures of "Shared memory matrix layout", row by row.
+    fn cell(self, row: usize, cell: usize) -> usize {
+        match self.cells {
+            8 => cell ^ row,
+            4 => cell ^ row / 2,
+            2 => cell ^ row / 4,
+            _ => cell,
+        }
+    }
+
+    fn atom_bytes(self) -> usize {
+        8 * 16 * self.cells
+    }
+}
+
+/// Matrix (mn, k) in an image: atoms one after another along the dimension in which elements are neighbours, then along the other.
+struct Factor {
+    mode: Mode,
+    is_mn_major: bool,
+    mn: usize,
+    k: usize,
+    image: Vec<u8>,
+}
+
+impl Factor {
+    /// Bytes from an atom to the next in the dimension of neighbours, and in the other; the latter leaves a gap.
+    fn distances(&self) -> (usize, usize) {
+        let along = if self.is_mn_major { self.mn } else { self.k };
+        let atom = self.mode.atom_bytes();
+        (atom, along.div_ceil(8 * self.mode.cells) * atom + 1024)
+    }
+
+    /// Of numbers, row by row of k.
+    fn new(mode: Mode, is_mn_major: bool, (mn, k): (usize, usize), numbers: &dyn Fn(usize, usize) -> f32) -> Self {
+        let mut factor = Self { mode, is_mn_major, mn, k, image: Vec::new() };
+        let (next, across) = factor.distances();
+        let rows = if is_mn_major { k } else { mn };
+        factor.image = vec![0xff; rows.div_ceil(8) * across];
+        for mn in 0..factor.mn {
+            for k in 0..factor.k {
+                let (along, row) = if is_mn_major { (mn, k) } else { (k, mn) };
+                let (atom, in_atom) = (along / (8 * mode.cells), along % (8 * mode.cells));
+                let cell = mode.cell(row % 8, in_atom / 8);
+                let byte = row / 8 * across + atom * next + row % 8 * 16 * mode.cells + cell * 16 + in_atom % 8 * 2;
+                factor.image[byte..byte + 2].copy_from_slice(&bf16(numbers(mn, k)));
+            }
+        }
+        factor
+    }
+
+    /// The descriptor of what begins at these elements, so many bytes behind the start of shared memory; distances as "Strides" and
+    /// "Canonical layouts" have them.
+    fn descriptor(&self, before: usize, first_mn: usize, first_k: usize) -> u64 {
+        let (next, across) = self.distances();
+        let (along, row) = if self.is_mn_major { (first_mn, first_k) } else { (first_k, first_mn) };
+        let in_atom = 8 * self.mode.cells;
+        let start = before + row / 8 * across + along / in_atom * next + along % in_atom * 2;
+        // Leading: between atoms along mn; without a swizzle, along k. The other is the stride.
+        let (leading, stride) = match (self.mode.number, self.is_mn_major) {
+            (0, true) => (across, next),
+            _ => (next, across),
+        };
+        (start / 16) as u64 | ((leading / 16) as u64) << 16 | ((stride / 16) as u64) << 32 | self.mode.number << 62
+    }
+}
+
+/// A small integer, of which bf16 and sums lose nothing.
+fn small(numbers: &Numbers, index: usize) -> f32 {
+    (numbers.normal(index) * 4.0).round() as f32
+}
+
+fn bf16(x: f32) -> [u8; 2] {
+    ((x.to_bits() >> 16) as u16).to_ne_bytes()
+}
+
+fn family(source: &str) -> Family {
+    Family::Generated(Generated::of("warpgroup_product.cu".into(), source.into()))
+}
+
+/// The 64 × `columns` sums of a kernel, or what was wrong.
+fn run(
+    source: &str,
+    columns: usize,
+    a: u64,
+    b: u64,
+    image: &[u8],
+    left: Option<&[u8]>,
+    ways: [bool; 2],
+) -> Result<Vec<f32>, String> {
+    let mut image = image.to_vec();
+    image.resize(image.len().next_multiple_of(8), 0);
+    let (of_image, out) = (Region::from_bytes(image.clone(), DType::U8), Region::poisoned(64 * columns, DType::F32));
+    let of_left = left.map(|left| Region::from_bytes(left.to_vec(), DType::U32));
+    let arguments = Arguments {
+        image: of_image.address(),
+        bytes: image.len() as u64,
+        a,
+        b,
+        left: of_left.as_ref().map_or(0, Region::address),
+        out: out.address(),
+        are_columns: u32::from(ways[0]),
+        adds: u32::from(ways[1]),
+    };
+    let kernel = Kernel {
+        family: family(source),
+        name: format!("product_{columns}"),
+        grid: [1; 3],
+        block: 128,
+        shared_bytes: 1024 + image.len() as u32,
+        tickets: 0,
+        arguments: Box::new(arguments),
+    };
+    // SAFETY: the regions are as large as the arguments say, and nobody else touches them.
+    unsafe { host::run(&Launch::Kernel(kernel), false) }?;
+    assert!(out.is_intact());
+    let by_thread = out.numbers();
+    let mut sums = vec![0.0; 64 * columns];
+    // "Register fragments", of D: a thread's sum i.
+    for (at, sum) in by_thread.into_iter().enumerate() {
+        let (thread, i) = (at / (columns / 2), at % (columns / 2));
+        let row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8;
+        let column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+        sums[row * columns + column] = sum as f32;
+    }
+    Ok(sums)
+}
+
+/// The registers of a left factor, thread by thread: "Register fragments", of A.
+fn registers(a: &dyn Fn(usize, usize) -> f32) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for thread in 0..128 {
+        for i in 0..4 {
+            let row = thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8;
+            let k = thread % 4 * 2 + i / 2 * 8;
+            bytes.extend([bf16(a(row, k)), bf16(a(row, k + 1))].concat());
+        }
+    }
+    bytes
+}
+
+/// Every layout of either factor, from their beginning and from within.
+#[test]
+fn are_of_what_descriptors_say() {
+    if !host::is_there() || !host::has_warpgroups() {
+        return;
+    }
+    let (of_a, of_b) = (Numbers::from_seed(1), Numbers::from_seed(2));
+    let a = |row: usize, k: usize| small(&of_a, row * 1000 + k);
+    let b = |column: usize, k: usize| small(&of_b, column * 1000 + k);
+    for columns in [64, 128, 256] {
+        for (index, mode) in MODES.into_iter().enumerate() {
+            for are_columns in [false, true] {
+                // Other rows and columns lie in front of those that are meant, and others along k; a swizzle's rows hold them all where
+                // neighbours are along k.
+                let width = 8 * mode.cells;
+                let of_a = MODES[(index + 1) % 4];
+                let first_k = if are_columns { 16 } else { width.saturating_sub(16) };
+                let (all_k, a_first_k) = (first_k + 16, (8 * of_a.cells).saturating_sub(16));
+                let left = Factor::new(of_a, false, (72, a_first_k + 16), &|row, k| {
+                    if row < 8 || k < a_first_k { f32::NAN } else { a(row - 8, k - a_first_k) }
+                });
+                let right = Factor::new(mode, are_columns, (columns, all_k), &|column, k| {
+                    if k < first_k { f32::NAN } else { b(column, k - first_k) }
+                });
+                let before = left.image.len().next_multiple_of(1024);
+                let mut image = left.image.clone();
+                image.resize(before, 0xff);
+                image.extend(&right.image);
+                let descriptors = [left.descriptor(0, 8, a_first_k), right.descriptor(before, 0, first_k)];
+                for (in_registers, adds) in [(false, true), (true, true), (true, false)] {
+                    let left = in_registers.then(|| registers(&a));
+                    let [of_a, of_b] = descriptors;
+                    let got = run(SOURCE, columns, of_a, of_b, &image, left.as_deref(), [are_columns, adds]).unwrap();
+                    let expected = |at: usize| {
+                        let (row, column) = (at / columns, at % columns);
+                        let onto = if adds { 1.0 } else { 0.0 };
+                        (0..16).map(|k| a(row, k) * b(column, k)).sum::<f32>() + onto
+                    };
+                    let wrong = (0..64 * columns).find(|&at| got[at] != expected(at));
+                    assert_eq!(
+                        wrong.map(|at| (at / columns, at % columns, got[at], expected(at))),
+                        None,
+                        "{columns} columns, {mode:?}, {are_columns}, {in_registers}, {adds}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// The stand-in tells of what may go wrong on a device.
+#[test]
+fn misuse_is_told() {
+    if gpu::is_asked_for() || !host::is_there() {
+        return;
+    }
+    let factor = Factor::new(MODES[1], false, (64, 16), &|_, _| 1.0);
+    let descriptor = factor.descriptor(0, 0, 0);
+    let left = registers(&|_, _| 1.0);
+    let sums = |from: &str, to: &str| {
+        assert!(SOURCE.contains(from), "{from}");
+        run(&SOURCE.replacen(from, to, 1), 64, descriptor, descriptor, &factor.image, Some(&left), [false, true])
+    };
+    assert_eq!(sums("close_products();", "close_products();").unwrap(), vec![17.0; 64 * 64]);
+    // Sums are not there before they have been waited for.
+    let early = sums("wait_for_products<0>(d);\n", "").unwrap_err();
+    assert!(early.contains("a product that nobody waits for"), "{early}");
+    let late = "    wait_for_products<0>(d);\n}\n\nKERNEL(product_64,";
+    let early = SOURCE.replacen("    wait_for_products<0>(d);\n", "", 1).replacen("}\n\nKERNEL(product_64,", late, 1);
+    let early = run(&early, 64, descriptor, descriptor, &factor.image, Some(&left), [false, true]).unwrap();
+    assert!(early.iter().all(|sum| sum.is_nan()));
+    for (from, to, expected) in [
+        ("    fence_shared_memory();\n", "", "not fenced, or changed"),
+        ("    __syncthreads();\n    const", "    const", "not fenced, or changed"),
+        ("    wait_for", "    memory[threadIdx.x * 16] = 0;\n    wait_for", "not fenced, or changed"),
+        ("    fence_registers();\n", "", "without a fence of registers"),
+        ("    wait_for", "    left[1] = 0;\n    wait_for", "registers changed"),
+        ("    close_products();\n", "", "a product that nobody waits for"),
+        ("to.b + at, to.adds", "to.b + at + threadIdx.x / 32, to.adds", "not all of a warpgroup"),
+        ("to.b + at, to.adds", "(to.b + at) | 1ull << 50, to.adds", "not modelled"),
+        ("to.b + at, to.adds", "to.b + at + 1024, to.adds", "beside the block's shared memory"),
+    ] {
+        let told = sums(from, to).unwrap_err();
+        assert!(told.contains(expected), "{to}: {told}");
+    }
+}
