@@ -92,8 +92,8 @@ impl Mode {
     fn cell(self, row: usize, cell: usize) -> usize {
         match self.cells {
             8 => cell ^ row,
-            4 => cell ^ row / 2,
-            2 => cell ^ row / 4,
+            4 => cell ^ (row / 2),
+            2 => cell ^ (row / 4),
             _ => cell,
         }
     }
