@@ -45,9 +45,16 @@ fn chunks_of_a_head_become_their_gradient() {
     if !host::is_there() {
         return;
     }
-    for (rows, width, dtype) in
-        [(3usize, 5usize, DType::F32), (2, 1500, DType::F32), (3, 5, DType::BF16), (2, 1500, DType::BF16)]
-    {
+    // Rows that are kept in shared memory, as far as there is room, and rows that are no packs.
+    for (rows, width, dtype) in [
+        (3usize, 5usize, DType::F32),
+        (2, 1500, DType::F32),
+        (1, 30_000, DType::F32),
+        (3, 5, DType::BF16),
+        (2, 1504, DType::BF16),
+        (2, 1501, DType::BF16),
+        (1, 51_200, DType::BF16),
+    ] {
         let numbers = Numbers::from_seed(3);
         let logits: Vec<f64> = (0..rows * width).map(|i| numbers.normal(i)).collect();
         let logits = Region::of(&logits, dtype).numbers();
