@@ -141,6 +141,9 @@ impl Op for EmbeddingGrad {
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::EmbeddingGrad { padding: self.padding })
     }
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        gapless_kernels::cuda::launch::embedding_grad_workspace(&inputs[0])
+    }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::embedding_grad(self.padding, operands)
     }

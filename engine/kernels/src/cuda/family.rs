@@ -61,6 +61,8 @@ families! {
     Copy = "copy.cu",
     /// Rows of a table by ids.
     Embedding = "embedding.cu",
+    /// The gradient of a table of which rows were looked up.
+    EmbeddingGrad = "embedding_grad.cu",
     /// Rows to experts and back, and the experts' gated unit.
     Experts = "experts.cu",
     /// Elements that ids name, and the greatest of rows.

@@ -7,8 +7,8 @@ use super::host;
 use super::judge::{Stored, check, judge};
 use super::memory::Region;
 use crate::Tensor;
-use crate::cuda::Operand;
-use crate::cuda::launch::{HeadRows, Upstream, head};
+use crate::cuda::launch::{HeadRows, Upstream, embedding_grad, embedding_grad_workspace, head};
+use crate::cuda::{Operand, Operands, Random};
 use crate::graph::Spec;
 use crate::kernels::LossTerms;
 use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, RopeScaling, Softmax};
@@ -45,9 +45,16 @@ fn chunks_of_a_head_become_their_gradient() {
     if !host::is_there() {
         return;
     }
-    for (rows, width, dtype) in
-        [(3usize, 5usize, DType::F32), (2, 1500, DType::F32), (3, 5, DType::BF16), (2, 1500, DType::BF16)]
-    {
+    // Rows that are kept in shared memory, as far as there is room, and rows that are no packs.
+    for (rows, width, dtype) in [
+        (3usize, 5usize, DType::F32),
+        (2, 1500, DType::F32),
+        (1, 30_000, DType::F32),
+        (3, 5, DType::BF16),
+        (2, 1504, DType::BF16),
+        (2, 1501, DType::BF16),
+        (1, 51_200, DType::BF16),
+    ] {
         let numbers = Numbers::from_seed(3);
         let logits: Vec<f64> = (0..rows * width).map(|i| numbers.normal(i)).collect();
         let logits = Region::of(&logits, dtype).numbers();
@@ -116,13 +123,68 @@ fn rotations_forth_and_back() {
 fn rows_of_a_table_and_their_gradient() {
     // Ids that occur once, several times, across blocks and never; widths below and above a block's columns.
     let many: Vec<u32> = (0..700).map(|i| i * i % 11).collect();
-    for (ids, dims, width) in
-        [(&[3u32, 0, 3, 7, 3, 9][..], &[2usize, 3][..], 5), (&many, &[7, 100], 3), (&[1, 2, 1], &[3], 2100)]
-    {
+    // Places of several chunks, most of which have one id, and some spans with none of it.
+    let most: Vec<u32> = (0..2600).map(|i| if i % 3 == 0 || (300..900).contains(&i) { i % 12 } else { 5 }).collect();
+    for (ids, dims, width) in [
+        (&[3u32, 0, 3, 7, 3, 9][..], &[2usize, 3][..], 5),
+        (&many, &[7, 100], 3),
+        (&[1, 2, 1], &[3], 2100),
+        (&most, &[2, 1300], 72),
+        (&most, &[2600], 7),
+    ] {
         check(&["embedding", "embedding_grad"], &[&[12, width]], &[(dims, ids)], |x, ids| {
             let padding = (ids[0].dims().len() > 1).then_some(3);
             Tensor::apply_op::<1>(Embedding { padding }, &[&x[0], &ids[0]]).map(|[y]| y)
         });
+    }
+}
+
+/// Sequences one after another onto f32 have the bits of both at once, where an id has few rows in each and many in both.
+#[test]
+fn gradients_of_a_table_know_nothing_of_micro_batches() {
+    if !host::is_there() {
+        return;
+    }
+    let (sequence, width, vocabulary) = (400, 72, 12);
+    let ids: Vec<f64> = (0..2 * sequence).map(|i| if i % 4 == 0 { 5.0 } else { (i * i % 11) as f64 }).collect();
+    let numbers = Numbers::from_seed(3);
+    for dtype in [DType::F32, DType::BF16] {
+        let dy: Vec<f64> = (0..ids.len() * width).map(|i| numbers.normal(i)).collect();
+        let gradient = |sequences: &[std::ops::Range<usize>]| {
+            let table = Region::of(&vec![1.0; vocabulary * width], DType::F32);
+            for places in sequences {
+                let dims = (places.len() / sequence, sequence, width);
+                let spec = Spec { shape: dims.into(), dtype };
+                let of_ids = Spec { shape: (dims.0, dims.1).into(), dtype: DType::U32 };
+                let table_spec = Spec { shape: (vocabulary, width).into(), dtype: DType::F32 };
+                let ids = Region::of(&ids[places.clone()], DType::U32);
+                let dy = Region::of(&dy[places.start * width..places.end * width], dtype);
+                let scratch: Vec<Region> = embedding_grad_workspace(&of_ids)
+                    .into_iter()
+                    .map(|bytes| Region::poisoned(bytes as usize, DType::U8))
+                    .collect();
+                let operand = |region: &Region, spec: &Spec| Operand {
+                    address: region.address(),
+                    layout: Layout::contiguous(spec.shape.clone()),
+                    dtype: spec.dtype,
+                };
+                let operands = Operands {
+                    inputs: &[operand(&ids, &of_ids), operand(&dy, &spec)],
+                    outputs: &[operand(&table, &table_spec)],
+                    workspace: &scratch.iter().map(Region::address).collect::<Vec<_>>(),
+                    accumulate: 1,
+                    tickets: 0,
+                    random: Random { key: 0, micro_batch: 0 },
+                };
+                for launch in embedding_grad(None, &operands).unwrap() {
+                    // SAFETY: the regions are of these extents.
+                    unsafe { host::run(&launch, false) }.unwrap();
+                }
+                assert!(table.is_intact() && scratch.iter().all(Region::is_intact));
+            }
+            table.bytes().to_vec()
+        };
+        assert!(gradient(&[0..800]) == gradient(&[0..400, 400..800]), "{dtype:?}");
     }
 }
 

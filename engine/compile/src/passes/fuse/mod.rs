@@ -422,7 +422,7 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let sums = fusible == Fusible::NormGradWeight;
     let reads_ids = matches!(fusible, Fusible::EmbeddingGrad { .. });
     let is_plain = (instr.accumulate == 0 || sums)
-        && (instr.workspace.is_empty() || sums || fusible == Fusible::Product)
+        && (instr.workspace.is_empty() || sums || reads_ids || fusible == Fusible::Product)
         && instr.counts.is_none()
         && instr.predicate.is_none()
         && operands.all(|operand| {

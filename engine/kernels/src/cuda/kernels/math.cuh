@@ -29,6 +29,9 @@ __device__ __forceinline__ f32 log2_of(f32 x) {
 #endif
 }
 
+// e^x by the same instruction. Its error is the instruction's and, for large x, that of a rounded product.
+__device__ __forceinline__ f32 exp_of(f32 x) { return exp2_of(x * 1.4426950408889634f); }
+
 __device__ __forceinline__ f32 sigmoid(f32 x) { return 1.0f / (1.0f + expf(-x)); }
 
 __device__ __forceinline__ f32 silu(f32 x) { return x * sigmoid(x); }

@@ -131,19 +131,6 @@ struct Share {
     u64 end;
 };
 
-// N neighbours of a row, or zeros behind its end: one after another, or together. Then nothing branches, and behind the end are the
-// last ones again.
-template <bool PACKED, u32 N, typename T>
-__device__ __forceinline__ Neighbours<T, N> neighbours_in(const T* row, u64 column, u64 width) {
-    if constexpr (PACKED) return neighbours<N>(row + smaller(column, width - N));
-    Neighbours<T, N> all = {};
-#pragma unroll
-    for (u32 j = 0; j < N; ++j) {
-        if (column + j < width) all.set(j, row[column + j]);
-    }
-    return all;
-}
-
 // dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) with g = dy·weight, of this share's rows, ROWS at a time; with SUMS, the share's part of the
 // gradients of weight and bias as well. Each thread has CHUNKS times N columns in registers, and none beside them if there are sums.
 template <typename T, bool PACKED, u32 N, u32 CHUNKS, u32 ROWS, bool SUMS, typename Fetch, typename Put>

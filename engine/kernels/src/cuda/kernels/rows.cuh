@@ -37,6 +37,19 @@ __device__ __forceinline__ Neighbours<T, N> neighbours(const T* from) {
     return *reinterpret_cast<const Neighbours<T, N>*>(from);
 }
 
+// N neighbours of a row, or zeros behind its end: one after another, or together. Then nothing branches, and behind the end are the
+// last ones again.
+template <bool PACKED, u32 N, typename T>
+__device__ __forceinline__ Neighbours<T, N> neighbours_in(const T* row, u64 column, u64 width) {
+    if constexpr (PACKED) return neighbours<N>(row + smaller(column, width - N));
+    Neighbours<T, N> all = {};
+#pragma unroll
+    for (u32 j = 0; j < N; ++j) {
+        if (column + j < width) all.set(j, row[column + j]);
+    }
+    return all;
+}
+
 template <u32 N, typename T>
 __device__ __forceinline__ void unpack(f32 (&to)[N], const Neighbours<T, N>& from) {
 #pragma unroll

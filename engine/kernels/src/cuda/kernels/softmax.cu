@@ -1,38 +1,68 @@
 // Softmax of rows, its normaliser, and losses by it, with their gradients. Twins: ops/softmax.rs, ops/experts/log_sum_exp.rs,
 // ops/cross_entropy.rs, ops/linear_cross_entropy.rs. A block has one row. An output may lie over an input of its shape: a thread
 // overwrites what it alone reads.
+#include "copy_async.cuh"
+#include "math.cuh"
 #include "rows.cuh"
 #include "strides.cuh"
 
-// The greatest of a row, and the sum of exp(x - max).
+// A row that a block goes through several times.
 template <typename T>
-__device__ __forceinline__ f32 sum_of_exponentials(const T* x, u64 width, bool is_packed, f32& max, f32* scratch) {
+struct Row {
+    static constexpr u32 PACK = Pack<T>::SIZE;
+    const T* x;
+    u64 width;
+    // Whether it begins at an address that is aligned.
+    bool is_packed;
+    // So many of its first elements, in packs, are in shared memory behind what a fold needs.
+    u64 kept = 0;
+
+    __device__ __forceinline__ static T* in_shared() { return (T*)(shared_memory + sizeof(f32) * MAX_WARPS); }
+
+    // Has all that is kept on its way at once. Each thread waits for what it goes through itself.
+    __device__ __forceinline__ void keep() const {
+        for (u64 i = u64(threadIdx.x) * PACK; i < kept; i += u64(blockDim.x) * PACK) copy_async(in_shared() + i, x + i, 16);
+        close_copies();
+        wait_for_copies<0>();
+    }
+
+    // Calls f(the first one's place, elements) for this thread's elements.
+    template <typename F>
+    __device__ __forceinline__ void each(F f) const {
+        each_of_row<PACK>(width, is_packed, [&](auto count, u64 i) {
+            f32 all[decltype(count)::VALUE];
+            if (decltype(count)::VALUE > 1 && i < kept) load_neighbours(all, in_shared() + i);
+            else load_neighbours(all, x + i);
+            f(i, all);
+        });
+    }
+
+    // Stores what f(the first one's place, elements) has made of them.
+    template <typename F>
+    __device__ __forceinline__ void map(T* y, F f) const {
+        each([&](u64 i, auto& all) {
+            f(i, all);
+            store_neighbours(y + i, all);
+        });
+    }
+};
+
+// The greatest of a row, and the sum of exp(x - max), in one pass.
+template <typename T>
+__device__ __forceinline__ f32 sum_of_exponentials(const Row<T>& row, f32& max, f32* scratch) {
     // What has been seen of minus infinity alone has no greatest to take off.
     const auto base_of = [](f32 greatest) { return greatest == minus_infinity() ? 0.0f : greatest; };
     f32 own = minus_infinity(), sum = 0.0f;
-    each_of_row<Pack<T>::SIZE>(width, is_packed, [&](auto count, u64 i) {
-        f32 of_x[decltype(count)::VALUE];
-        load_neighbours(of_x, x + i);
+    row.each([&](u64, const auto& all) {
         f32 greatest = own;
-        for (const f32 x : of_x) greatest = fmaxf(greatest, x);
+        for (const f32 x : all) greatest = fmaxf(greatest, x);
         const f32 base = base_of(greatest);
-        sum *= expf(own - base);
-        for (const f32 x : of_x) sum += expf(x - base);
+        if (greatest != own) sum *= exp_of(own - base);
+        for (const f32 x : all) sum += exp_of(x - base);
         own = greatest;
     });
     max = max_block(own, scratch);
-    return sum_block(sum * expf(own - base_of(max)), scratch);
-}
-
-// y[i] = f(i, x[i]) for a row.
-template <typename T, typename F>
-__device__ __forceinline__ void map_row(const T* x, T* y, u64 width, bool is_packed, F f) {
-    each_of_row<Pack<T>::SIZE>(width, is_packed, [&](auto count, u64 i) {
-        f32 all[decltype(count)::VALUE];
-        load_neighbours(all, x + i);
-        for (u32 j = 0; j < decltype(count)::VALUE; ++j) all[j] = f(i + j, all[j]);
-        store_neighbours(y + i, all);
-    });
+    return sum_block(sum * exp_of(own - base_of(max)), scratch);
 }
 
 struct SoftmaxArguments {
@@ -41,23 +71,28 @@ struct SoftmaxArguments {
     u64 width;
 };
 
+// Row number `blockIdx.x` of tensors without gaps.
+template <typename T>
+__device__ __forceinline__ Row<T> row_of(const void* x, u64 width) {
+    return {(const T*)x + blockIdx.x * width, width, are_packed((const T*)x, width)};
+}
+
 template <typename T>
 __device__ void softmax(const SoftmaxArguments& to) {
-    const T* x = (const T*)to.x + blockIdx.x * to.width;
-    T* y = (T*)to.y + blockIdx.x * to.width;
-    const bool is_packed = are_packed((const T*)to.x, to.width) && is_aligned(to.y);
+    Row<T> row = row_of<T>(to.x, to.width);
+    row.is_packed &= is_aligned(to.y);
     f32 max;
-    const f32 scale = 1.0f / sum_of_exponentials(x, to.width, is_packed, max, (f32*)shared_memory);
-    map_row(x, y, to.width, is_packed, [&](u64, f32 x) { return expf(x - max) * scale; });
+    const f32 scale = 1.0f / sum_of_exponentials(row, max, (f32*)shared_memory);
+    row.map((T*)to.y + blockIdx.x * to.width, [&](u64, auto& all) {
+        for (f32& x : all) x = exp_of(x - max) * scale;
+    });
 }
 KERNELS(softmax, SoftmaxArguments)
 
 template <typename T>
 __device__ void log_sum_exp(const SoftmaxArguments& to) {
-    const T* x = (const T*)to.x;
     f32 max;
-    const f32 sum =
-        sum_of_exponentials(x + blockIdx.x * to.width, to.width, are_packed(x, to.width), max, (f32*)shared_memory);
+    const f32 sum = sum_of_exponentials(row_of<T>(to.x, to.width), max, (f32*)shared_memory);
     if (threadIdx.x == 0) store((T*)to.y + blockIdx.x, max + logf(sum));
 }
 KERNELS(log_sum_exp, SoftmaxArguments)
@@ -105,18 +140,25 @@ struct LossTerms {
 
 // The loss of a row of logits with its log-sum-exp, in the first thread.
 template <typename T>
-__device__ __forceinline__ f32
-loss_of(const LossTerms& terms, const T* logits, u64 width, bool is_packed, f32 lse, u64 target, f32* scratch) {
+__device__ __forceinline__ f32 loss_of(const LossTerms& terms, const Row<T>& logits, f32 lse, u64 target, f32* scratch) {
     f32 all = 0.0f;
     if (terms.spread != 0.0f) {
-        each_of_row<Pack<T>::SIZE>(width, is_packed, [&](auto count, u64 i) {
-            f32 of_x[decltype(count)::VALUE];
-            load_neighbours(of_x, logits + i);
-            for (const f32 x : of_x) all += x;
+        logits.each([&](u64, const auto& some) {
+            for (const f32 x : some) all += x;
         });
         all = sum_block(all, scratch);
     }
-    return lse - terms.keep * load(logits + target) - terms.spread * all + terms.z * lse * lse;
+    return lse - terms.keep * load(logits.x + target) - terms.spread * all + terms.z * lse * lse;
+}
+
+// Turns some logits, of which the first is number i, into exp(x - base)·scale - spread, and takes `keep` off the target's.
+template <u32 N>
+__device__ __forceinline__ void differentiate(f32 (&all)[N], u64 i, f32 base, f32 scale, const LossTerms& terms, u64 target) {
+#pragma unroll
+    for (u32 j = 0; j < N; ++j) all[j] = exp_of(all[j] - base) * scale - terms.spread;
+    if (target - i >= N) return;
+#pragma unroll
+    for (u32 j = 0; j < N; ++j) all[j] -= i + j == target ? terms.keep : 0.0f;
 }
 
 struct CrossEntropyArguments {
@@ -130,13 +172,11 @@ struct CrossEntropyArguments {
 
 template <typename T>
 __device__ void cross_entropy(const CrossEntropyArguments& to) {
-    const T* logits = (const T*)to.logits + blockIdx.x * to.width;
+    const Row<T> logits = row_of<T>(to.logits, to.width);
     f32 max;
-    const bool is_packed = are_packed((const T*)to.logits, to.width);
-    const f32 sum = sum_of_exponentials(logits, to.width, is_packed, max, (f32*)shared_memory);
+    const f32 sum = sum_of_exponentials(logits, max, (f32*)shared_memory);
     const f32 lse = max + logf(sum);
-    const f32 loss =
-        loss_of(to.terms, logits, to.width, is_packed, lse, to.targets[blockIdx.x], (f32*)shared_memory);
+    const f32 loss = loss_of(to.terms, logits, lse, to.targets[blockIdx.x], (f32*)shared_memory);
     if (threadIdx.x == 0) {
         to.lse[blockIdx.x] = lse;
         to.losses[blockIdx.x] = loss;
@@ -159,15 +199,14 @@ struct CrossEntropyGradArguments {
 template <typename T>
 __device__ void cross_entropy_grad(const CrossEntropyGradArguments& to) {
     const u64 row = blockIdx.x;
-    const T* logits = (const T*)to.logits + row * to.width;
-    T* d_logits = (T*)to.d_logits + row * to.width;
+    Row<T> logits = row_of<T>(to.logits, to.width);
+    logits.is_packed &= is_aligned(to.d_logits);
     const f32 lse = to.lse[row], d_loss = to.d_losses[to.at_d_losses.at(row)];
     const u64 target = to.targets[row];
-    const bool is_packed = are_packed((const T*)to.logits, to.width) && is_aligned(to.d_logits);
-    const LossTerms terms = to.terms;
-    const f32 of_softmax = 1.0f + 2.0f * terms.z * lse;
-    map_row(logits, d_logits, to.width, is_packed, [&](u64 i, f32 x) {
-        return (expf(x - lse) * of_softmax - (i == target ? terms.keep : 0.0f) - terms.spread) * d_loss;
+    const f32 of_softmax = 1.0f + 2.0f * to.terms.z * lse;
+    logits.map((T*)to.d_logits + row * to.width, [&](u64 i, auto& all) {
+        differentiate(all, i, lse, of_softmax, to.terms, target);
+        for (f32& x : all) x *= d_loss;
     });
 }
 KERNELS(cross_entropy_grad, CrossEntropyGradArguments)
@@ -196,6 +235,8 @@ struct HeadArguments {
     // Above 0, a logit x counts as cap·tanh(x/cap).
     f32 cap;
     LossTerms terms;
+    // Elements of a row, in packs, that are read once and kept.
+    u64 kept;
 };
 
 constexpr u64 REST = 8;
@@ -204,40 +245,46 @@ constexpr u64 REST = 8;
 template <typename T>
 __device__ void head(const HeadArguments& to) {
     const u64 row = blockIdx.x;
-    T* logits = (T*)to.logits + row * to.pitch;
+    T* const at = (T*)to.logits + row * to.pitch;
+    const Row<T> logits = {at, to.width, are_packed((const T*)to.logits, to.pitch), to.kept};
     const u64 target = to.targets[row];
-    const bool is_packed = are_packed((const T*)to.logits, to.pitch);
     const f32 cap = to.cap, weight = to.weights ? to.weights[row] : 1.0f;
     T* rest = to.rest ? (T*)to.rest + row * REST : nullptr;
     const u64 rest_column = to.entries + threadIdx.x;
     if (rest) {
-        if (rest_column < to.width) logits[rest_column] = rest[threadIdx.x];
+        if (rest_column < to.width) at[rest_column] = rest[threadIdx.x];
         __syncthreads(); // The row is whole.
     }
+    if (to.kept > 0) logits.keep();
     if (cap > 0.0f) {
-        map_row(logits, logits, to.width, is_packed, [&](u64, f32 x) { return cap * tanhf(x / cap); });
+        logits.map(at, [&](u64, auto& all) {
+            for (f32& x : all) x = cap * tanhf(x / cap);
+        });
         __syncthreads(); // The target's logit has been written.
     }
     f32 max;
-    const f32 sum = sum_of_exponentials(logits, to.width, is_packed, max, (f32*)shared_memory);
+    const f32 sum = sum_of_exponentials(logits, max, (f32*)shared_memory);
     const f32 lse = max + logf(sum);
     const LossTerms terms = to.terms;
-    const f32 loss = loss_of(terms, logits, to.width, is_packed, lse, target, (f32*)shared_memory);
+    const f32 loss = loss_of(terms, logits, lse, target, (f32*)shared_memory);
     if (threadIdx.x == 0) {
         to.losses[row] = weight * loss;
-        if (to.likelihoods) to.likelihoods[row] = weight * (lse - load(logits + target));
+        if (to.likelihoods) to.likelihoods[row] = weight * (lse - load(at + target));
     }
     if (!to.has_gradient) return;
     const f32 d_loss = to.d_losses ? to.d_losses[to.at_d_losses.at(to.first_row + row)] : weight * to.d_loss;
     __syncthreads(); // The loss has been read from the logits.
     const f32 scale = (1.0f + 2.0f * terms.z * lse) / sum;
-    map_row(logits, logits, to.width, is_packed, [&](u64 i, f32 x) {
-        const f32 slope = cap > 0.0f ? 1.0f - x / cap * (x / cap) : 1.0f;
-        return (expf(x - max) * scale - (i == target ? terms.keep : 0.0f) - terms.spread) * slope * d_loss;
+    logits.map(at, [&](u64 i, auto& all) {
+        constexpr u32 N = sizeof(all) / sizeof(f32);
+        f32 slopes[N];
+        for (u32 j = 0; j < N; ++j) slopes[j] = cap > 0.0f ? (1.0f - all[j] / cap * (all[j] / cap)) * d_loss : d_loss;
+        differentiate(all, i, max, scale, terms, target);
+        for (u32 j = 0; j < N; ++j) all[j] *= slopes[j];
     });
     if (rest) {
         __syncthreads(); // Every gradient has been written.
-        if (rest_column < to.width) rest[threadIdx.x] = logits[rest_column];
+        if (rest_column < to.width) rest[threadIdx.x] = at[rest_column];
     }
 }
 KERNELS(head, HeadArguments)

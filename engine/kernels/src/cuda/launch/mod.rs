@@ -23,7 +23,7 @@ pub use adamw::{
 };
 pub use attention::{Scores, attention, attention_grad, attention_grad_workspace};
 pub use copy::{cat, copy, copy_to, widen};
-pub use embedding::{add_embedding_grad, embedding, embedding_grad};
+pub use embedding::{add_embedding_grad, embedding, embedding_grad, embedding_grad_workspace};
 pub use experts::{
     Routing, combine, dispatch, document_load, expert_load, gather, load_bias, route, routed_gated, routed_gated_grad,
     run_lengths, run_starts, top_k, top_k_grad, unplaced,

@@ -9,14 +9,14 @@ use crate::cuda::Family::Reduce;
 /// Rows cut into pieces.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pieces {
-    rows: PieceRows,
+    pub(super) rows: PieceRows,
     sequences: u64,
 }
 
 /// Rows of sequences and of pieces, as pieces.cuh has them.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct PieceRows {
+pub(super) struct PieceRows {
     sequence: u64,
     of_sequence: u64,
     length: u64,

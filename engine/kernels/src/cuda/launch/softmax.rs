@@ -1,6 +1,6 @@
 //! Launches of softmax.cu.
 
-use super::{Kernel, Launch, Operand, Operands, Strides, launches, typed};
+use super::{FOLD_BYTES, Kernel, Launch, Operand, Operands, Strides, launches, typed};
 use crate::cuda::Family::Softmax;
 use crate::{LossTerms, RowLoss};
 
@@ -64,11 +64,17 @@ struct HeadArguments {
     has_gradient: u32,
     cap: f32,
     terms: RowLoss,
+    kept: u64,
+}
+
+/// A kernel with one block per row of a tensor.
+fn kernel(name: &str, of: &Operand, arguments: impl super::Arguments + 'static) -> Option<Kernel> {
+    Some(Kernel::rows(Softmax, typed(name, of.dtype)?, of.count() / of.width(), of.packs(), arguments))
 }
 
 /// Launches a kernel with one block per row of a tensor.
 fn rows(name: &str, of: &Operand, arguments: impl super::Arguments + 'static) -> Option<Vec<Launch>> {
-    launches([Kernel::rows(Softmax, typed(name, of.dtype)?, of.count() / of.width(), of.packs(), arguments)])
+    launches([kernel(name, of, arguments)?])
 }
 
 /// Launches a kernel of the form y = f(x), by name: softmax, or the normalizer of each row.
@@ -176,6 +182,7 @@ pub fn head(
         has_gradient: 0,
         cap: cap as f32,
         terms: terms.of_row(logits.width() as usize),
+        kept: 0,
     };
     let arguments = match upstream {
         Upstream::None => none,
@@ -185,5 +192,19 @@ pub fn head(
             HeadArguments { d_losses: d_losses.address, first_row, at_d_losses, has_gradient: 1, ..none }
         }
     };
-    rows("head", logits, arguments)
+    let kept = if arguments.has_gradient == 1 && cap == 0.0 { kept_in_shared(logits) } else { 0 };
+    let mut kernel = kernel("head", logits, HeadArguments { kept, ..arguments })?;
+    kernel.shared_bytes += (kept * logits.dtype.size_in_bytes() as u64) as u32;
+    launches([kernel])
+}
+
+/// Shared memory that a block may have on every device of compute capability 8.0 or more.
+const MOST_SHARED_BYTES: u64 = 99 << 10;
+
+/// Elements of a row, in whole packs, that shared memory has room for behind what a fold needs.
+fn kept_in_shared(rows: &Operand) -> u64 {
+    let (pack, pitch) = (rows.pack(), rows.layout.stride()[0] as u64);
+    let room = (MOST_SHARED_BYTES - u64::from(FOLD_BYTES)) / 16 * pack;
+    let is_packed = rows.address.is_multiple_of(16) && pitch.is_multiple_of(pack);
+    if is_packed { (rows.width() / pack * pack).min(room) } else { 0 }
 }
