@@ -79,7 +79,7 @@ pub fn gradient_check(
     }
     drop(graph);
     if let Ok(recorded) = Recorded::new(DType::BF16, parameters, ids, &f) {
-        error.bf16 = Some(judge_bf16(recorded, stream)?);
+        error.bf16 = Some(check_bf16(recorded, stream)?);
     }
     Ok(error)
 }
@@ -110,7 +110,7 @@ fn run(graph: &Graph, given: &HashMap<String, Array>, outputs: &[Output]) -> Res
 
 /// Checks each operation of a function and its gradients in bf16, on the inputs that it had in the run; see
 /// [`GradientError::bf16`].
-fn judge_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) -> Result<f64> {
+fn check_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) -> Result<f64> {
     let gradients = differentiate(&graph, &loss, 1.0)?;
     let graph = lock(&graph);
     let rounded = |x: &f64| f64::from(bf16::from_f64(*x));

@@ -67,7 +67,7 @@ impl Console {
         }
     }
 
-    /// A callback for [`Fit::run`](super::Fit::run). Prints every tenth step, every evaluation and every checkpoint,
+    /// A callback for [`TrainingLoop::run`](super::TrainingLoop::run). Prints every tenth step, every evaluation and every checkpoint,
     /// and writes a row for each step and evaluation.
     ///
     /// # Errors

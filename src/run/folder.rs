@@ -77,7 +77,7 @@ impl RunFolder {
     }
 
     /// Sets how many of the checkpoints with the lowest validation loss are kept in addition; 0 by default. Only
-    /// checkpoints that were saved right after an evaluation compete ([`Fit`](super::Fit)).
+    /// checkpoints that were saved right after an evaluation compete ([`TrainingLoop`](super::TrainingLoop)).
     pub fn keep_best(self, keep_best: usize) -> Self {
         Self { keep_best, ..self }
     }

@@ -21,7 +21,7 @@ use super::config::text_of;
 use super::folder::{free_name, write};
 use super::routing::StepRow;
 use super::{
-    ConfigError, Console, Ended, Event, Fit, Fitted, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig, Stop,
+    ConfigError, Console, Ended, Event, TrainingLoop, TrainingOutcome, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig, Stop,
     Summary, expect_same, sample, say_changes, validation_windows,
 };
 
@@ -268,10 +268,10 @@ impl<'a> Run<'a> {
         saved: Value,
         stop: &Stop,
         mut show: impl FnMut(Progress),
-    ) -> Result<Fitted, RunError> {
+    ) -> Result<TrainingOutcome, RunError> {
         let Self { config, out, console, dataset, training, validation, trainer } = self;
         let steps = config.steps;
-        let mut fit = Fit::new(training, steps)
+        let mut fit = TrainingLoop::new(training, steps)
             .evaluate(validation.as_ref(), config.evaluation.every)
             .save(folder, config.checkpoints.every, saved)
             .stop(stop);
@@ -284,7 +284,7 @@ impl<'a> Run<'a> {
         if config.guard.is_on() {
             fit = fit.guard(config.guard);
         }
-        fit = resumed.into_iter().fold(fit, Fit::go_on);
+        fit = resumed.into_iter().fold(fit, TrainingLoop::go_on);
         fit.run(trainer, |event, trainer| {
             match &event {
                 Event::Step { report: StepReport { loss, lr, skipped, .. }, tokens_per_second, .. } => {
@@ -444,7 +444,7 @@ fn trainer(
 ) -> Result<Trainer, RunError> {
     let options = config.options();
     let (architecture, folder) = config.model(vocabulary).open()?;
-    let mut trainer = Trainer::builder(|vb| architecture.model(vb), options).on(world).build()?;
+    let mut trainer = Trainer::builder(|vb| architecture.model(vb), options).distributed(world).build()?;
     if let Some(folder) = folder.filter(|_| is_new) {
         folder.load(&mut trainer)?;
     }

@@ -102,15 +102,15 @@ impl CostModel for ThisMachine {
     fn nanoseconds(&self, instr: &Instr, _: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
         let operands = |operands: &[Operand]| {
-            let of =
+            let describe =
                 |operand: &Operand| format!("{:?} {:?} {:?};", operand.layout, operand.dtype, operand.overwritten_by);
-            operands.iter().map(of).collect::<String>()
+            operands.iter().map(describe).collect::<String>()
         };
         let key = format!("{op:?} {} > {} {}", operands(&instr.inputs), operands(&instr.outputs), instr.accumulate);
         let copies = self.copies(instr);
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let of = known.entry((self.ranks, self.threads, copies, key));
-        *of.or_insert_with(|| {
+        let entry = known.entry((self.ranks, self.threads, copies, key));
+        *entry.or_insert_with(|| {
             self.measured(instr, copies).unwrap_or_else(|error| {
                 tracing::warn!(operation = op.name(), layer = &*instr.layer, %error, "cannot be timed alone: counts nothing");
                 0
@@ -258,8 +258,8 @@ fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
         let init = if dtype.is_float() { Init::Uniform { lo: 0.25, up: 0.75 } } else { Init::Const(0.0) };
         let kind = match dtype {
             // Sums, which only the program itself writes.
-            DType::F64 => BufferKind::FromStart,
-            _ => BufferKind::Always {
+            DType::F64 => BufferKind::Input,
+            _ => BufferKind::Persistent {
                 fill: Initializer { init, name: name.clone(), first: 0, given: None },
                 spec: Spec { shape: elements.into(), dtype },
             },
@@ -270,13 +270,13 @@ fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
     let mut workspace: Vec<BufferId> = pieces
         .into_iter()
         .enumerate()
-        .map(|(piece, bytes)| program.add(bytes, label(format!("{copy}/workspace.{piece}"), op.name()), BufferKind::No))
+        .map(|(piece, bytes)| program.add(bytes, label(format!("{copy}/workspace.{piece}"), op.name()), BufferKind::Temporary))
         .collect();
     let mut placed = |operand: &Operand| {
         let widened = operand.widened.map(|buffer| {
             let bytes = (span(&widened_layout(&operand.layout)) * size_of::<f32>()) as u64;
             let piece =
-                program.add(bytes, label(format!("{copy}/{} in f32", buffer.index()), op.name()), BufferKind::No);
+                program.add(bytes, label(format!("{copy}/{} in f32", buffer.index()), op.name()), BufferKind::Temporary);
             workspace.push(piece);
             piece
         });

@@ -68,14 +68,14 @@ impl Step {
     /// # Errors
     /// Returns the errors of [`Self::timing`].
     pub fn timing_with(&self, programs: &[Program], costs: &dyn CostModel) -> Result<Timing, TimingError> {
-        self.simulated(Measured::of(programs, costs, self.precision(), self.options.mesh))
+        self.simulated(ActionDurations::of(programs, costs, self.precision(), self.options.mesh))
     }
 
-    pub(super) fn measured(&self, programs: &[Program]) -> Measured {
-        let of = |costs: &dyn CostModel| Measured::of(programs, costs, self.precision(), self.options.mesh);
+    pub(super) fn measured(&self, programs: &[Program]) -> ActionDurations {
+        let measured_by = |costs: &dyn CostModel| ActionDurations::of(programs, costs, self.precision(), self.options.mesh);
         match self.machine(programs) {
-            Some(machine) => of(&machine),
-            None => of(&self.device),
+            Some(machine) => measured_by(&machine),
+            None => measured_by(&self.device),
         }
     }
 
@@ -94,7 +94,7 @@ impl Step {
     }
 
     /// Simulates the step with known durations.
-    pub(super) fn simulated(&self, measured: Measured) -> Result<Timing, TimingError> {
+    pub(super) fn simulated(&self, measured: ActionDurations) -> Result<Timing, TimingError> {
         let shape = self.shape();
         let actions = self.options.pipeline.schedule.actions(&shape)?;
         let again = |action: &Action| measured.recomputed.get(&measured.known(*action)).copied().unwrap_or(0);
@@ -121,7 +121,7 @@ impl Step {
 
 /// Durations of actions, computed from programs.
 #[derive(Debug, Default, Clone)]
-pub(super) struct Measured {
+pub(super) struct ActionDurations {
     pub actions: HashMap<Action, u64>,
     pub transfers: HashMap<Action, u64>,
     pub updates: Vec<u64>,
@@ -131,7 +131,7 @@ pub(super) struct Measured {
     pub all_as: Option<MicroBatch>,
 }
 
-impl Durations for Measured {
+impl Durations for ActionDurations {
     fn action(&self, action: Action) -> u64 {
         self.actions.get(&self.known(action)).copied().unwrap_or(0)
     }
@@ -146,7 +146,7 @@ impl Durations for Measured {
     }
 }
 
-impl Measured {
+impl ActionDurations {
     fn known(&self, action: Action) -> Action {
         Action { micro_batch: self.all_as.unwrap_or(action.micro_batch), ..action }
     }
@@ -192,17 +192,17 @@ impl Measured {
 
     /// Costs of a stage: the means over its actions.
     fn mean(&self, stage: StageId) -> Costs {
-        let of = |kind, map: &HashMap<Action, u64>| {
+        let mean_of = |kind, map: &HashMap<Action, u64>| {
             let is_it =
                 |action: &Action| (action.stage, action.kind) == (stage, kind) && self.known(*action) == *action;
             let of_kind = map.iter().filter(|(action, _)| is_it(action));
             let (sum, count): (u64, u64) = of_kind.fold((0, 0), |(sum, count), (_, time)| (sum + time, count + 1));
             sum.checked_div(count).unwrap_or(0)
         };
-        let forward = of(Kind::Forward, &self.actions);
-        let backward_input = of(Kind::BackwardInput, &self.actions) + of(Kind::Backward, &self.actions);
-        let backward_weight = of(Kind::BackwardWeight, &self.actions);
-        let transfer = of(Kind::Forward, &self.transfers);
+        let forward = mean_of(Kind::Forward, &self.actions);
+        let backward_input = mean_of(Kind::BackwardInput, &self.actions) + mean_of(Kind::Backward, &self.actions);
+        let backward_weight = mean_of(Kind::BackwardWeight, &self.actions);
+        let transfer = mean_of(Kind::Forward, &self.transfers);
         Costs {
             forward,
             backward_input,
@@ -230,12 +230,12 @@ impl Known {
 
 /// Bytes of these tensors. Routed rows, whose number is only known at run time, count as balanced.
 fn bytes(program: &Program, operands: &[Operand]) -> u64 {
-    let of = |operand: &Operand| {
+    let bytes_of = |operand: &Operand| {
         let buffer = &program.buffers[operand.buffer.index()];
         let tensor = (operand.layout.shape().elem_count() * operand.dtype.size_in_bytes()) as u64;
-        buffer.counted.map_or(tensor, |counted| counted.balanced.min(tensor))
+        buffer.dynamic_rows.map_or(tensor, |counted| counted.balanced.min(tensor))
     };
-    operands.iter().map(of).sum()
+    operands.iter().map(bytes_of).sum()
 }
 
 /// The time of a collective that is not hidden, by ring algorithms as in NCCL's documentation.

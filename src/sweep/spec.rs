@@ -184,7 +184,7 @@ fn in_table(error: ConfigError, text: &str, table: &str) -> ConfigError {
 }
 
 fn names(error: &ConfigError, key: &str) -> bool {
-    matches!(error, ConfigError::Value { key: of, .. } if of == key)
+    matches!(error, ConfigError::Value { key: named, .. } if named == key)
 }
 
 /// Sets a key of a run by its long or short name.
@@ -243,8 +243,8 @@ fn count_conditions(file: &File, configurations: usize) -> Result<(), ConfigErro
         return Err(ConfigError::value("menu", why, "name fewer"));
     }
     let values = |value: &Value| value.as_array().map_or(1, Vec::len);
-    let of = |table: &Table| 1 + table.iter().map(|(_, value)| values(value)).sum::<usize>();
-    let conditions: usize = file.skip.iter().chain(&file.menu).map(of).sum();
+    let conditions_of = |table: &Table| 1 + table.iter().map(|(_, value)| values(value)).sum::<usize>();
+    let conditions: usize = file.skip.iter().chain(&file.menu).map(conditions_of).sum();
     // Checking a condition takes longer than comparing with it, so few configurations count as 1000.
     if conditions.saturating_mul(configurations.max(1000)) > MAX_COMPARISONS {
         let why = format!("the {conditions} values of skip and menu are too many for {configurations} configurations");
@@ -337,14 +337,14 @@ fn configurations(
         if !file.skip.iter().any(is_met) {
             let step = Step::new(&run).map_err(|error| error.to_string());
             let key = digest(&resolved, &step, file);
-            let of = (1..).zip(menus).filter(|(_, (_, condition))| is_met(condition)).map(|(index, _)| index);
-            let menus = std::iter::once(0).chain(of).collect();
+            let met = (1..).zip(menus).filter(|(_, (_, condition))| is_met(condition)).map(|(index, _)| index);
+            let menus = std::iter::once(0).chain(met).collect();
             all.push(Configuration { key, values, menus, keys, step });
         }
     }
     // A stable sort: configurations with the same graph move to the first of them and keep their order.
     let mut first = HashMap::new();
-    let graph = |of: &Configuration| of.step.as_ref().map_or_else(Clone::clone, Step::graph_key);
+    let graph = |configuration: &Configuration| configuration.step.as_ref().map_or_else(Clone::clone, Step::graph_key);
     let order: Vec<usize> = all
         .iter()
         .enumerate()
@@ -374,7 +374,7 @@ fn digest(keys: &Table, step: &Result<Step, String>, file: &File) -> String {
 }
 
 fn title(configurations: &[Configuration]) -> String {
-    let mut titles: Vec<&str> = configurations.iter().filter_map(|of| of.step.as_ref().ok()).map(Step::title).collect();
+    let mut titles: Vec<&str> = configurations.iter().filter_map(|configuration| configuration.step.as_ref().ok()).map(Step::title).collect();
     titles.dedup();
     match titles[..] {
         [one] => one.to_owned(),

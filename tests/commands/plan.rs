@@ -403,7 +403,7 @@ fn what_is_planned_of_a_folder_is_what_a_run_takes() {
             1 => vec![Trainer::new(|vb| config.model(vb), options.clone()).unwrap().report().arena_bytes],
             ranks => communicator::on_threads(ranks, |world| {
                 Ok(Trainer::builder(|vb| config.model(vb), options.clone())
-                    .on(world)
+                    .distributed(world)
                     .build()
                     .unwrap()
                     .report()

@@ -161,7 +161,7 @@ impl Run {
         let options = self.options.clone();
         match world {
             None => Trainer::new(build, options),
-            Some(world) => Trainer::builder(build, options).on(world).build(),
+            Some(world) => Trainer::builder(build, options).distributed(world).build(),
         }
     }
 

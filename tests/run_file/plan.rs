@@ -14,7 +14,7 @@ const GPT: &str = "[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16";
 fn reserved(config: &RunConfig, vocabulary: usize) -> Vec<Report> {
     let (architecture, options) = (config.model(vocabulary).architecture().unwrap(), config.options());
     on_threads(options.step.mesh.ranks().unwrap(), |world| {
-        let trainer = Trainer::builder(|vb| architecture.model(vb), options.clone()).on(world).build()?;
+        let trainer = Trainer::builder(|vb| architecture.model(vb), options.clone()).distributed(world).build()?;
         Ok::<_, TrainError>(trainer.report().clone())
     })
     .unwrap()

@@ -57,7 +57,7 @@ fn a_tensor_of_another_rank_says_which_has_it() {
     let options = TrainOptions { step: StepOptions { mesh, micro_batches: 2, ..options().step }, ..options() };
     let config = GptConfig { layers: 2, ..small() };
     let messages = communicator::on_threads(2, |world| {
-        let trainer = Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).on(world).build()?;
+        let trainer = Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).distributed(world).build()?;
         let told = ["h.0.ln_1.weight", "ln_f.weight", "none"]
             .map(|name| trainer.tensor(name).err().map(|error| error.to_string()));
         Ok(told)

@@ -30,7 +30,7 @@ const SMOOTH: LossTerms = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
 fn parts(options: &TrainOptions, config: &MoeConfig) -> Vec<(f32, Option<LossParts>)> {
     let run = Run { options: options.clone(), ..Run::default() };
     let steps = |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).on(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).distributed(world).build()?;
         Ok([0, 1].map(|_| run.step(&mut trainer)).map(|report| (report.loss, report.loss_parts)))
     };
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), steps).unwrap();

@@ -32,7 +32,7 @@ struct Seen {
 /// Runs every rank. Also checks the addresses of each step.
 fn run(case: &Case, options: &TrainOptions) -> Vec<Seen> {
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
         let before = trainer.report().arena_bytes;
         let (mut steps, mut reports) = (Vec::new(), Vec::new());
         for step in 0..STEPS {
@@ -339,7 +339,7 @@ fn growing_keeps_to_the_budget() {
     let arena = |rank| gapless::plan::step(|vb| Moe::new(&config, vb), &plain(None), rank).unwrap().arena_bytes();
     let bytes = arena(0).max(arena(1));
     let outcomes = communicator::on_threads(2, |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), plain(Some(bytes))).on(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), plain(Some(bytes))).distributed(world).build()?;
         Pattern::One(0).steer(&mut trainer);
         let before = trainer.report().arena_bytes;
         let weights =
@@ -371,7 +371,7 @@ fn a_router_of_no_numbers_is_named_instead_of_what_it_leads_to() {
         let config = config(1);
         let outcomes = communicator::on_threads(2, |world| {
             let options = on(experts(2), Reserve::Balanced { factor: 1.0 }, overflow);
-            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).on(world).build()?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).distributed(world).build()?;
             let name = "model.layers.0.mlp.gate.weight";
             let weight = trainer.tensor(name)?.affine(f64::NAN, 0.0)?;
             trainer.set_tensor(name, &weight)?;

@@ -187,7 +187,7 @@ fn padding_counts_nowhere_however_a_step_is_done() {
     let on = |router: &RouterConfig, options: &TrainOptions| -> Vec<Seen> {
         let step = |world| {
             Ok(run(
-                &mut Trainer::builder(|vb| Moe::new(&config(router), vb), options.clone()).on(world).build()?,
+                &mut Trainer::builder(|vb| Moe::new(&config(router), vb), options.clone()).distributed(world).build()?,
                 &rows.batch(),
             ))
         };

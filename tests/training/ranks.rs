@@ -219,7 +219,7 @@ fn odd_losses(mesh: Mesh, chunks: usize, name: &str) -> Vec<(f32, f32)> {
     };
     let options = run.options.clone();
     let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
-        steps(Trainer::builder(Odd::new, options.clone()).on(world).build()?)
+        steps(Trainer::builder(Odd::new, options.clone()).distributed(world).build()?)
     });
     let ranks = ranks.unwrap();
     assert!(ranks.iter().all(|losses| *losses == ranks[0]), "all ranks see the same");
@@ -249,7 +249,7 @@ fn what_does_not_fit_together_is_said_by_every_rank() {
         change(&mut run);
         let build = |vb| Odd::new(vb);
         let made = communicator::on_threads(2, |world| {
-            Trainer::builder(build, run.options.clone()).on(world).build().map(drop)
+            Trainer::builder(build, run.options.clone()).distributed(world).build().map(drop)
         });
         made.unwrap_err().to_string()
     };

@@ -35,7 +35,7 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaRepor
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
         let rank = world.rank();
         let requests = requests(case, options, rank).len();
-        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
         let (mut seen, mut asked) = (Vec::new(), 0);
         for step in 0..STEPS {
             let what = format!("{}, rank {rank}, step {step}", case.name);
@@ -154,7 +154,7 @@ fn an_overflow_ends_the_step_on_all_ranks() {
         let together = Barrier::new(ranks);
         let outcomes = communicator::on_threads(ranks, |world| {
             let options = options(mesh, Reserve::Balanced { factor: 1.0 });
-            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).on(world).build()?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).distributed(world).build()?;
             Pattern::One(expert).steer(&mut trainer);
             let before = parameters(&trainer);
             let (tokens, targets) = batch(0);
@@ -202,7 +202,7 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     let config = config(2);
     let outcomes = communicator::on_threads(4, |world| {
         let mut trainer =
-            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).on(world).build()?;
+            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).distributed(world).build()?;
         let (tokens, targets) = batch(0);
         let name = "model.layers.1.mlp.gate.weight";
         let weight = trainer.tensor(name)?.copy()?;
@@ -215,7 +215,7 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     });
     let untouched = communicator::on_threads(4, |world| {
         let mut trainer =
-            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).on(world).build()?;
+            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).distributed(world).build()?;
         let (before, (tokens, targets)) = (parameters(&trainer), batch(0));
         Ok((before, trainer.step(&tokens, &targets)?.loss))
     });
@@ -235,7 +235,7 @@ fn evaluation_and_logits_have_the_bits_of_one_rank() {
             let options = options(mesh, Reserve::Worst);
             let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
                 let mut trainer =
-                    Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
+                    Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
                 (case.pattern)(0).steer(&mut trainer);
                 let (tokens, targets) = batch(0);
                 let some = trainer.options().step.evaluation_batch() * SEQUENCE;

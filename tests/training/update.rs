@@ -1,7 +1,7 @@
 //! Parts of the update besides its rule, and terms of the loss besides the likelihood.
 
 use candle_core::DType;
-use gapless::{AdamW, Limits, Lion, LossTerms, Mesh, ParameterGroup, Pipeline, StepOptions, Trainer, UpdateOptions};
+use gapless::{AdamW, SkipThresholds, Lion, LossTerms, Mesh, ParameterGroup, Pipeline, StepOptions, Trainer, UpdateOptions};
 
 use crate::common::{Kind, Outcome, Run};
 
@@ -48,8 +48,8 @@ fn a_step_above_its_limits_changes_nothing() {
     let before = all(&trainer);
     let below = |x: f32| 0.5 * x;
     for limits in [
-        Limits { loss: below(first.loss), ..Limits::default() },
-        Limits { gradient_norm: below(first.gradient_norm), ..Limits::default() },
+        SkipThresholds { loss: below(first.loss), ..SkipThresholds::default() },
+        SkipThresholds { gradient_norm: below(first.gradient_norm), ..SkipThresholds::default() },
     ] {
         trainer.set_limits(limits);
         let report = run.step(&mut trainer);
@@ -57,7 +57,7 @@ fn a_step_above_its_limits_changes_nothing() {
         assert_eq!(all(&trainer), before);
     }
     // A step with a non-finite result is skipped, too, and the next step is normal.
-    trainer.set_limits(Limits::default());
+    trainer.set_limits(SkipThresholds::default());
     let name = "wte.weight";
     let mut broken = numbers(&trainer, name);
     let sound = broken.clone();

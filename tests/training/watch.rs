@@ -60,7 +60,7 @@ fn shown(options: &TrainOptions) -> Vec<Vec<(String, f32)>> {
     };
     let ranks = options.step.mesh.ranks().unwrap();
     communicator::on_threads(ranks, |world| {
-        Ok(go(&mut Trainer::builder(Shown::new, options.clone()).on(world).build()?))
+        Ok(go(&mut Trainer::builder(Shown::new, options.clone()).distributed(world).build()?))
     })
     .unwrap()
 }

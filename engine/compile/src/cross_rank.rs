@@ -82,12 +82,12 @@ impl CrossRankValues {
                 crossings.record(root, maker, Phase::Update, Place::Everywhere, ranks);
             }
         }
-        crossings.number(graph);
+        crossings.assign_tags(graph);
         crossings
     }
 
     /// Assigns tags to the values that cross, identically on every rank.
-    fn number(&mut self, graph: &Graph) {
+    fn assign_tags(&mut self, graph: &Graph) {
         // A value for an earlier stage is a gradient, even if a head computes it in its forward.
         let goes_back = |root: ValueId, maker: StageId| {
             let mut readers = self.needs.iter().filter(|(_, roots)| roots.contains(&root));
@@ -256,30 +256,30 @@ impl CrossRankValues {
         let mut known = Vec::with_capacity(table[rank].len());
         loop {
             let mut moved = false;
-            for (of, row) in sources.iter().enumerate() {
-                while let Some(from) = row.get(done[of]) {
+            for (current, row) in sources.iter().enumerate() {
+                while let Some(from) = row.get(done[current]) {
                     if !from.iter().all(|&(from, at)| done[from] > at) {
                         break;
                     }
-                    let index = done[of];
-                    now[of][of] = index as u32;
+                    let index = done[current];
+                    now[current][current] = index as u32;
                     for source in from {
                         let clock = &clocks[source];
-                        now[of].iter_mut().zip(clock).for_each(|(mine, &theirs)| *mine = theirs.max(*mine));
-                        now[of][source.0] = now[of][source.0].max(source.1 as u32 + 1);
+                        now[current].iter_mut().zip(clock).for_each(|(mine, &theirs)| *mine = theirs.max(*mine));
+                        now[current][source.0] = now[current][source.0].max(source.1 as u32 + 1);
                         let left = readers.get_mut(source).expect("a reader of it was counted");
                         *left -= 1;
                         if *left == 0 {
                             clocks.remove(source);
                         }
                     }
-                    if readers.contains_key(&(of, index)) {
-                        clocks.insert((of, index), now[of].clone());
+                    if readers.contains_key(&(current, index)) {
+                        clocks.insert((current, index), now[current].clone());
                     }
-                    if of == rank {
-                        known.push(now[of].clone());
+                    if current == rank {
+                        known.push(now[current].clone());
                     }
-                    done[of] += 1;
+                    done[current] += 1;
                     moved = true;
                 }
             }

@@ -145,10 +145,10 @@ impl Pass {
         let (inputs, outputs) = (tensors(&node.inputs), tensors(&node.outputs));
         let needs = node.inputs.iter().map(|i| self.depends[i.index()]).collect();
         let graph = self.graph.clone();
-        let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, needs, sent: Vec::new() };
+        let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, wants: needs, accumulated: Vec::new() };
         node.op.gradient(&mut gradient)?;
         // Operations that compute all their gradients together may also send those of inputs that need none.
-        for (input, grad) in gradient.sent.into_iter().filter(|(input, _)| gradient.needs[*input]) {
+        for (input, grad) in gradient.accumulated.into_iter().filter(|(input, _)| gradient.wants[*input]) {
             pending.entry(node.inputs[input]).or_default().push(grad);
         }
         Ok(())

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use gapless_alloc::arena::{Arena, ArenaReport, Overflow, RequestId, Reserve, Served, check_run};
-use gapless_compile::internal::{CompiledProgram, DynamicAlloc, DynamicFree, Instruction, When};
+use gapless_compile::internal::{CompiledProgram, DynamicAlloc, DynamicFree, Instruction, RunCondition};
 use gapless_compile::{Executable, InstrKind};
 use gapless_kernels::cpu::args::{Address, Places};
 use gapless_kernels::cpu::overflow_heap::OverflowHeap;
@@ -59,7 +59,7 @@ impl Routed {
     pub fn new(executable: &Executable, outside: OverflowHeap) -> Self {
         let plan = executable.routing();
         let requests = plan.map_or(0, |plan| plan.requests().len());
-        let counts = executable.programs().iter().map(|program| program.counts).max().unwrap_or(0);
+        let counts = executable.programs().iter().map(|program| program.row_counts).max().unwrap_or(0);
         Self {
             arena: plan.cloned().map(Arena::new),
             outside,
@@ -98,7 +98,7 @@ impl Routed {
 
     /// Records the place of the rows that were counted last.
     fn found(&mut self, asked: &DynamicAlloc, offset: u64) {
-        let place = asked.place.index();
+        let place = asked.slot.index();
         (self.offsets[place], self.rows[place]) = (offset, self.counted[asked.count as usize] as usize);
     }
 
@@ -131,7 +131,7 @@ impl Routed {
         // Without room on this rank nothing is kept, whatever the sum says.
         let (evicts, had_room) = (without != 0.0 || !self.had_room, self.had_room);
         let arena = self.arena.as_mut().expect("an executable with requests has an arena");
-        for &DynamicAlloc { request, place, count, row_bytes, .. } in &*instruction.requests {
+        for &DynamicAlloc { request, slot: place, count, row_bytes, .. } in &*instruction.requests {
             self.evicted[count as usize] = evicts;
             match evicts {
                 true if had_room => arena.release(request),
@@ -147,20 +147,20 @@ impl Routed {
         }
     }
 
-    fn is_made(&self, when: When, count: u32) -> bool {
+    fn is_made(&self, when: RunCondition, count: u32) -> bool {
         match when {
-            When::Always => true,
-            When::Kept => !self.evicted[count as usize],
-            When::Evicted => self.evicted[count as usize],
+            RunCondition::Always => true,
+            RunCondition::Kept => !self.evicted[count as usize],
+            RunCondition::Evicted => self.evicted[count as usize],
         }
     }
 
     /// Finds room for the dynamic buffers that an instruction is the first to write.
     pub fn place(&mut self, instruction: &Instruction) -> Result<(), Refusal> {
         for asked in &*instruction.requests {
-            let &DynamicAlloc { request, count, when, .. } = asked;
+            let &DynamicAlloc { request, count, condition: when, .. } = asked;
             // Rows that are kept were placed by the vote.
-            if when == When::Kept || !self.is_made(when, count) {
+            if when == RunCondition::Kept || !self.is_made(when, count) {
                 continue;
             }
             let bytes = self.bytes(asked);
@@ -199,7 +199,7 @@ impl Routed {
     pub fn release(&mut self, instruction: &Instruction) {
         for released in &*instruction.releases {
             let request = released.request;
-            if self.is_made(released.when, released.count) && !self.outside.release(request.0) {
+            if self.is_made(released.condition, released.count) && !self.outside.release(request.0) {
                 self.arena.as_mut().expect("an executable with requests has an arena").release(request);
             }
         }
@@ -207,7 +207,7 @@ impl Routed {
 
     /// The arena's ranges of the buffers that [`Self::release`] released after the instruction.
     pub fn released(&self, instruction: &Instruction) -> impl Iterator<Item = Range<u64>> {
-        let made = instruction.releases.iter().filter(|released| self.is_made(released.when, released.count));
+        let made = instruction.releases.iter().filter(|released| self.is_made(released.condition, released.count));
         let served =
             |released: &DynamicFree| self.served.iter().rev().find(|served| served.request == released.request);
         let ranges = made.filter_map(served).map(|served| served.offset..served.offset + served.bytes);
@@ -238,7 +238,7 @@ impl Routed {
     ) -> Result<()> {
         for factor in [1.25 * factor, factor] {
             let before = executable.arena_bytes();
-            let has_grown = executable.reserve_anew(Reserve::Balanced { factor }, |plan| {
+            let has_grown = executable.replace_reserve(Reserve::Balanced { factor }, |plan| {
                 let bytes = plan.height();
                 if bytes > limit || bytes <= before || !enlarge(bytes)? {
                     return Ok::<_, Error>(false);

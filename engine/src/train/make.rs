@@ -8,7 +8,7 @@ use gapless_compile::Executable;
 use gapless_compile::Target;
 use gapless_compile::report::Report;
 use gapless_compile::step::{
-    Build, CompiledStep, Overflow, RankPlan, Share, StepOptions, compile_inference, compile_step, of_any,
+    Build, CompiledStep, Overflow, RankPlan, Share, StepOptions, compile_inference, compile_step, boxed_build,
 };
 use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
@@ -23,7 +23,7 @@ use gapless_runtime::cuda;
 use super::device;
 use super::documents::DocumentInputs;
 use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank, expect_ranks};
-use super::{DeviceChoice, Limits, LossParts, Programs, RunsOn, TrainOptions, Trainer};
+use super::{DeviceChoice, SkipThresholds, LossParts, Programs, DeviceInfo, TrainOptions, Trainer};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
@@ -75,7 +75,7 @@ impl TrainerBuilder<'_> {
     /// of which each rank uses its share. A rank can only read tensors of its own stages, and only its own part of
     /// states that are divided among data ranks. If one rank finds no GPU under [`DeviceChoice::Auto`], all run on
     /// CPUs.
-    pub fn on(self, world: Box<dyn Communicator>) -> Self {
+    pub fn distributed(self, world: Box<dyn Communicator>) -> Self {
         Self { world: Some(world), ..self }
     }
 
@@ -137,7 +137,7 @@ impl TrainerBuilder<'_> {
         if !agree(&mut *world, trainer.device.is_gpu, choice)? && trainer.device.is_gpu {
             self.options.device = DeviceChoice::Cpu;
             trainer = Trainer { options, ..self.rank(rank)? };
-            trainer.device.because = Some("another rank has found no GPU".into());
+            trainer.device.reason = Some("another rank has found no GPU".into());
         }
         trainer.join(world)
     }
@@ -162,7 +162,7 @@ impl TrainerBuilder<'_> {
         if !step.memory.offload.is_empty() {
             session.offload_to(&step.memory.offload_to)?;
         }
-        Trainer::of(Box::new(session), RunsOn::cpu(threads, because), compiled, &plan, options.clone())
+        Trainer::of(Box::new(session), DeviceInfo::cpu(threads, because), compiled, &plan, options.clone())
     }
 }
 
@@ -185,7 +185,7 @@ impl Trainer {
         options: impl Into<TrainOptions>,
     ) -> TrainerBuilder<'a> {
         TrainerBuilder {
-            build: Box::new(of_any(build)),
+            build: Box::new(boxed_build(build)),
             options: options.into(),
             purpose: Purpose::Training,
             world: None,
@@ -233,13 +233,13 @@ impl Trainer {
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cuda)?;
         let Share { first, stride, .. } = Share::of(step, plan.at);
         let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;
-        let device = RunsOn { name: session.device(), is_gpu: true, because: None };
+        let device = DeviceInfo { name: session.device(), is_gpu: true, reason: None };
         Self::of(Box::new(session), device, compiled, &plan, options)
     }
 
     fn of(
         mut session: Box<Session>,
-        device: RunsOn,
+        device: DeviceInfo,
         compiled: CompiledStep,
         plan: &RankPlan,
         options: TrainOptions,
@@ -277,7 +277,7 @@ impl Trainer {
             at,
             share,
             step,
-            limits: Limits::default(),
+            limits: SkipThresholds::default(),
             loss_parts,
             scalars_inputs,
             world,

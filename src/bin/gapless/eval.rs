@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use gapless::engine::data::{Corpus, DataError, Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
-use gapless::run::{EvaluationBatch, Measured, TrainedRun};
+use gapless::run::{EvaluationBatch, WindowLoss, TrainedRun};
 use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -70,8 +70,8 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
         sequence = longest;
     }
     let windows = Windows::open(&source, arguments, &mut sequence)?;
-    if let Source::Folder(of) = &source {
-        weights::tell_of_positions(of.folder.config(), sequence);
+    if let Source::Folder(opened) = &source {
+        weights::tell_of_positions(opened.folder.config(), sequence);
     }
     let count = windows.count(sequence).min(arguments.windows.unwrap_or(usize::MAX));
     ensure!(count > 0, "{} has no window of {sequence} tokens", arguments.data.display());
@@ -82,7 +82,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     // Measure the loss of all windows.
     let style = ProgressStyle::with_template("{pos}/{len} windows {wide_bar} perplexity {msg} ETA {eta}");
     let progress = ProgressBar::new(count as u64).with_style(style.context("the bar's template")?);
-    let (mut room, mut measured, mut done) = (EvaluationBatch::new(&model), Measured::default(), 0);
+    let (mut room, mut measured, mut done) = (EvaluationBatch::new(&model), WindowLoss::default(), 0);
     while done < count {
         let taken = batch.min(count - done);
         let [tokens, targets, starts] = room.windows(taken, sequence);
@@ -128,7 +128,7 @@ impl Source {
     fn longest_sequence(&self) -> anyhow::Result<Option<usize>> {
         Ok(match self {
             Self::Run(run) => run.longest_sequence()?,
-            Self::Folder(of) => of.folder.config().longest_sequence(),
+            Self::Folder(opened) => opened.folder.config().longest_sequence(),
         })
     }
 
@@ -136,7 +136,7 @@ impl Source {
     fn vocabulary(&self) -> usize {
         match self {
             Self::Run(run) => run.vocabulary.size(),
-            Self::Folder(of) => of.folder.config().vocabulary(),
+            Self::Folder(opened) => opened.folder.config().vocabulary(),
         }
     }
 
@@ -155,8 +155,8 @@ impl Source {
         };
         match self {
             Self::Run(run) => joined(&|text| run.vocabulary.encode_beginning(text), run.vocabulary.end_of_text()),
-            Self::Folder(of) => {
-                let tokenizer = Tokenizer::open(&of.tokenizer)?;
+            Self::Folder(opened) => {
+                let tokenizer = Tokenizer::open(&opened.tokenizer)?;
                 joined(&|text| tokenizer.encode(text, true), tokenizer.eos())
             }
         }
@@ -172,7 +172,7 @@ impl Source {
         };
         match self {
             Self::Run(run) => Ok(run.for_inference(options)?),
-            Self::Folder(of) => Ok(of.model(options)?),
+            Self::Folder(opened) => Ok(opened.model(options)?),
         }
     }
 }

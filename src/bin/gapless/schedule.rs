@@ -376,8 +376,8 @@ impl Durations {
             }
         }
         let of_stage = |stage: usize| {
-            let of = |list: &[u32]| list.get(stage).or(list.first()).copied().map(u64::from);
-            let [forward, backward_input, backward_weight, overlapped, transfer] = lists.map(|(_, list)| of(list));
+            let for_stage = |list: &[u32]| list.get(stage).or(list.first()).copied().map(u64::from);
+            let [forward, backward_input, backward_weight, overlapped, transfer] = lists.map(|(_, list)| for_stage(list));
             let [forward, backward_input, backward_weight, transfer] =
                 [forward, backward_input, backward_weight, transfer].map(Option::unwrap_or_default);
             let overlapped = overlapped.unwrap_or(forward + backward_input + backward_weight);
@@ -418,7 +418,7 @@ fn text(title: &str, extent: &Extent, timeline: &Timeline, width: usize, unit: &
     let &Extent { ranks, stages, micro_batches } = extent;
     let gantt = timeline.gantt_folded(if width == 0 { usize::MAX } else { width });
     let (makespan, share) = (timeline.makespan(), 100.0 * timeline.bubble_share());
-    let [busy, idle] = ["busy", "idle"].map(|of| format!("{of} {unit}"));
+    let [busy, idle] = ["busy", "idle"].map(|state| format!("{state} {unit}"));
     let mut text = format!(
         "{title}: {ranks} rank(s), {stages} stage(s), {micro_batches} micro-batch(es)\n\n{gantt}\n\
          makespan {makespan} {unit}, bubble {share:.1} %\n\n rank  {busy:>10}  {idle:>10}  peak activations\n"

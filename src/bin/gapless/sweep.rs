@@ -114,35 +114,35 @@ fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Re
 /// Prints what each allocator wastes, what plans gain over it, and which plans exceed their lower bound.
 fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> std::io::Result<()> {
     let Results { rows, throughput, .. } = results;
-    for of in fragmentation(spec, rows) {
+    for waste in fragmentation(spec, rows) {
         writeln!(
             out,
             "{}: fragmentation {:.2} % at the mean of {} configurations, {:.2} % at most; plans {:.3} %, {:.1} % less",
-            of.allocator,
-            100.0 * of.mean,
-            of.configurations,
-            100.0 * of.most,
-            100.0 * of.planned,
-            100.0 * of.reduction
+            waste.allocator,
+            100.0 * waste.mean,
+            waste.configurations,
+            100.0 * waste.most,
+            100.0 * waste.planned,
+            100.0 * waste.reduction
         )?;
     }
-    for of in gains(spec, throughput) {
+    for gain in gains(spec, throughput) {
         writeln!(
             out,
             "{}, menu {}: plans are faster by {:.1} % at the mean of {} budgets ({} without a gain), by {:.1} % at most; {} budgets where only plans fit",
-            of.allocator,
-            of.menu,
-            100.0 * of.mean,
-            of.budgets,
-            of.without,
-            100.0 * of.most,
-            of.only_planned
+            gain.allocator,
+            gain.menu,
+            100.0 * gain.mean,
+            gain.budgets,
+            gain.without,
+            100.0 * gain.most,
+            gain.only_planned
         )?;
     }
     let above = above_bound(rows);
     if let Some(largest) = above.iter().filter_map(|row| row.figures.as_ref()?.fragmentation(None)).reduce(f64::max) {
         let planned =
-            rows.iter().filter(|row| row.figures.as_ref().is_some_and(|of| !of.arena_bytes.is_empty())).count();
+            rows.iter().filter(|row| row.figures.as_ref().is_some_and(|figures| !figures.arena_bytes.is_empty())).count();
         writeln!(
             out,
             "plans above their bound by 0.05 % or more: {} of {planned}, by {:.3} % at most",

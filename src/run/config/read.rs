@@ -174,7 +174,7 @@ fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<Strin
     match value {
         Value::Array(items) => {
             let has_type = |form: &&Json, name: &str| {
-                form["type"] == name || form["type"].as_array().is_some_and(|of| of.iter().any(|of| of == name))
+                form["type"] == name || form["type"].as_array().is_some_and(|names| names.iter().any(|listed| listed == name))
             };
             let lists: Vec<&Json> = forms.iter().copied().filter(|form| has_type(form, "array")).collect();
             if lists.is_empty() {
@@ -194,7 +194,7 @@ fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<Strin
 /// All alternatives that a schema allows for a value.
 fn forms<'a>(root: &'a Json, schema: &'a Json) -> Vec<&'a Json> {
     let named = schema["$ref"].as_str().and_then(|name| root.pointer(name.strip_prefix('#')?));
-    let several = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|of| schema[of].as_array()).flatten();
+    let several = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|key| schema[key].as_array()).flatten();
     let inner: Vec<&Json> = named.into_iter().chain(several).flat_map(|schema| forms(root, schema)).collect();
     inner.into_iter().chain([schema]).collect()
 }

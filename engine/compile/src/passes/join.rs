@@ -53,7 +53,7 @@ fn places(program: &Program, uses: &[Vec<usize>], index: usize) -> Option<Vec<Pl
         let (instr, buffer) = (&program.instrs[maker], &program.buffers[part.buffer.index()]);
         let output = instr.outputs.iter().position(|output| output.buffer == part.buffer)?;
         let (InstrKind::Compute(op), None) = (&instr.kind, instr.predicate) else { return None };
-        let is_own = reader == index && matches!(buffer.kind, BufferKind::No) && buffer.counted.is_none();
+        let is_own = reader == index && matches!(buffer.kind, BufferKind::Temporary) && buffer.dynamic_rows.is_none();
         let is_set = instr.accumulate >> output & 1 == 0 && part.dtype == whole.dtype;
         let made = &instr.outputs[output].layout;
         if !is_own || !is_set || !op.writes_strides(output) || !made.is_contiguous() {

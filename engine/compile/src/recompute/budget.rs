@@ -154,7 +154,7 @@ impl Budget<'_> {
         for _ in 0..PLANS_OF_FIRST {
             let Some(choices) = self.solve(limit) else { break };
             let fits = choices == taken || {
-                let more = self.recomputation(&rest).but_for(first, self.variant(&choices));
+                let more = self.recomputation(&rest).except(first, self.variant(&choices));
                 let fits = place(&more, Some(self.bytes))? <= self.bytes;
                 if fits {
                     (best, taken) = (more, choices);
@@ -218,7 +218,7 @@ impl Budget<'_> {
         for guess in guesses {
             let others = (u128::from(limit) * u128::from(guess) / u128::from(GUESSES)) as u64;
             let below = best.as_ref().map(|best| best.1);
-            if let Some(choices) = self.solve_beside(limit - others, others, below) {
+            if let Some(choices) = self.solve_with_reserve(limit - others, others, below) {
                 let nanoseconds = self.nanoseconds(&choices);
                 best = Some((choices, nanoseconds));
             }
@@ -228,23 +228,23 @@ impl Budget<'_> {
 
     /// The fastest choices with `others` bytes reserved for the other micro-batches, if they take less time than
     /// `below`.
-    fn solve_beside(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
+    fn solve_with_reserve(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
         let mut layers: Vec<Vec<State>> = vec![vec![State::default()]];
         for (index, block) in self.blocks.iter().enumerate() {
             let others_of: Vec<[u64; 2]> = block.choices.iter().map(|choice| self.others(index, choice)).collect();
             let mut next = States::new(&layers[index], block, &others_of);
             for (from, state) in layers[index].iter().enumerate() {
-                for (choice, of) in block.choices.iter().enumerate() {
+                for (choice, figures) in block.choices.iter().enumerate() {
                     let state = State {
-                        kept: state.kept + of.kept,
+                        kept: state.kept + figures.kept,
                         others: added(state.others, others_of[choice]),
-                        nanoseconds: state.nanoseconds.saturating_add(of.nanoseconds),
+                        nanoseconds: state.nanoseconds.saturating_add(figures.nanoseconds),
                         from: from as u32,
                         choice: choice as u32,
                     };
                     let takes_less = below.is_none_or(|below| state.nanoseconds < below);
                     if takes_less
-                        && layers[index][from].kept + of.peak <= limit
+                        && layers[index][from].kept + figures.peak <= limit
                         && state.others.iter().all(|&held| held <= others)
                     {
                         next.push(state);
@@ -310,8 +310,8 @@ struct States {
 impl States {
     /// Prepares for the states that combine a state before the layer with a choice of the layer.
     fn new(before: &[State], block: &Block, others: &[[u64; 2]]) -> Self {
-        let of_choices = |of: fn(u64, u64) -> u64| {
-            block.choices.iter().zip(others).map(move |(choice, others)| choice.kept + of(others[0], others[1]))
+        let of_choices = |combine: fn(u64, u64) -> u64| {
+            block.choices.iter().zip(others).map(move |(choice, others)| choice.kept + combine(others[0], others[1]))
         };
         let of_states = || before.iter().map(State::bytes);
         let least = of_states().min().unwrap_or(0) + of_choices(u64::min).min().unwrap_or(0);

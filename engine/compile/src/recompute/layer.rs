@@ -92,7 +92,7 @@ impl Layer {
             count if count + for_weights.len() <= EXACT => {
                 let subsets = (0..1u64 << count)
                     .flat_map(|dropped| (0..1u64 << for_weights.len()).map(move |subset| (dropped, subset)));
-                undominated(subsets.map(|(dropped, subset)| costs.of(dropped, spread(subset, &for_weights))).collect())
+                undominated(subsets.map(|(dropped, subset)| costs.choice(dropped, spread(subset, &for_weights))).collect())
             }
             count => {
                 let all = for_weights.iter().fold(0, |all, &index| all | 1 << index);
@@ -100,10 +100,10 @@ impl Layer {
                 let mut choices = Vec::new();
                 for &again in all_or_none {
                     match count {
-                        ..=EXACT => choices.extend((0..1 << count).map(|dropped| costs.of(dropped, again))),
+                        ..=EXACT => choices.extend((0..1 << count).map(|dropped| costs.choice(dropped, again))),
                         _ => {
                             choices.extend(costs.joined_runs(again));
-                            choices.extend(self.cuts().into_iter().map(|dropped| costs.of(dropped, again)));
+                            choices.extend(self.cuts().into_iter().map(|dropped| costs.choice(dropped, again)));
                         }
                     }
                 }
@@ -112,7 +112,7 @@ impl Layer {
         };
         // The choice that keeps everything is normally among them, unless something can be dropped at no cost in time.
         let others = thinned(choices).into_iter().filter(|choice| (choice.dropped, choice.again) != (0, 0));
-        [costs.of(0, 0)].into_iter().chain(others).collect()
+        [costs.choice(0, 0)].into_iter().chain(others).collect()
     }
 
     /// The candidates with a value that W reads.
@@ -203,7 +203,7 @@ impl<'l> Costs<'l> {
     }
 
     /// The choice that drops these candidates and frees `again` at the end of I.
-    pub fn of(&mut self, dropped: Candidates, again: Candidates) -> Choice {
+    pub fn choice(&mut self, dropped: Candidates, again: Candidates) -> Choice {
         let layer = self.layer;
         self.there.fill(false);
         layer.saved.iter().for_each(|&value| self.there[value] = true);
@@ -216,14 +216,14 @@ impl<'l> Costs<'l> {
         self.sequence.clear();
         let mut nanoseconds = 0u64;
         for own in &layer.backward {
-            nanoseconds = nanoseconds.saturating_add(self.bring_back(own));
+            nanoseconds = nanoseconds.saturating_add(self.recompute(own));
             nanoseconds = nanoseconds.saturating_add(self.make_for_weights(own));
             self.sequence.push(own);
         }
         let until_input = self.sequence.len();
         self.ends.iter().for_each(|&value| self.there[value] = false);
         for own in &layer.weights {
-            nanoseconds = nanoseconds.saturating_add(self.bring_back(own));
+            nanoseconds = nanoseconds.saturating_add(self.recompute(own));
             self.sequence.push(own);
         }
         let (waits, peak) = self.bytes(kept, until_input);
@@ -231,7 +231,7 @@ impl<'l> Costs<'l> {
     }
 
     /// Appends the recomputation that a node needs, and returns how long it takes.
-    fn bring_back(&mut self, own: &Local) -> u64 {
+    fn recompute(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         self.wanted.extend(&own.reads);
         while let Some(value) = self.wanted.pop() {
@@ -317,12 +317,12 @@ impl<'l> Costs<'l> {
     /// The choices of all runs of candidates, combined run by run. Each run is examined while all other candidates are
     /// kept; `again` is freed at the end of I.
     fn joined_runs(&mut self, again: Candidates) -> Vec<Choice> {
-        let mut joined = vec![self.of(0, again)];
+        let mut joined = vec![self.choice(0, again)];
         for first in (0..self.layer.candidates.len()).step_by(RUN) {
             let count = RUN.min(self.layer.candidates.len() - first);
-            let run = thinned(undominated((0..1u64 << count).map(|subset| self.of(subset << first, again)).collect()));
+            let run = thinned(undominated((0..1u64 << count).map(|subset| self.choice(subset << first, again)).collect()));
             let pairs = joined.iter().flat_map(|before| run.iter().map(|run| before.dropped | run.dropped));
-            joined = thinned(undominated(pairs.map(|dropped| self.of(dropped, again)).collect()));
+            joined = thinned(undominated(pairs.map(|dropped| self.choice(dropped, again)).collect()));
         }
         joined
     }
@@ -331,7 +331,7 @@ impl<'l> Costs<'l> {
 /// The Pareto-optimal choices, by time.
 fn undominated(mut choices: Vec<Choice>) -> Vec<Choice> {
     choices.sort_unstable_by_key(|c| (c.nanoseconds, c.kept, c.waits, c.peak, c.dropped, c.again));
-    without(&choices, 0)
+    remove_beaten(&choices, 0)
 }
 
 /// At most [`CHOICES`] choices, plus those with the fewest bytes kept and the lowest peak.
@@ -339,13 +339,13 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     let all = choices.iter().map(|choice| choice.peak).max().unwrap_or(0);
     let (mut thinned, mut part) = (choices.clone(), all / 16_384);
     while thinned.len() > CHOICES && part < all {
-        thinned = without(&choices, part);
+        thinned = remove_beaten(&choices, part);
         part = 2 * part + 1;
     }
     // The smallest choices always stay: they decide which budgets can be met at all.
     let least_of = |bytes: fn(&Choice) -> u64| choices.iter().min_by_key(|choice| bytes(choice));
     let least =
-        [least_of(|of| of.kept), least_of(|of| of.waits), least_of(|of| of.kept + of.waits), least_of(|of| of.peak)];
+        [least_of(|choice| choice.kept), least_of(|choice| choice.waits), least_of(|choice| choice.kept + choice.waits), least_of(|choice| choice.peak)];
     for &choice in least.into_iter().flatten() {
         if !thinned.contains(&choice) {
             thinned.push(choice);
@@ -356,7 +356,7 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
 }
 
 /// Removes each choice that is beaten, within a tolerance in bytes, by another that takes no more time.
-fn without(choices: &[Choice], bytes: u64) -> Vec<Choice> {
+fn remove_beaten(choices: &[Choice], bytes: u64) -> Vec<Choice> {
     let mut best: Vec<Choice> = Vec::new();
     for &choice in choices {
         let beats = |other: &Choice| {

@@ -55,7 +55,7 @@ struct Network {
     /// By recomputable node: its time.
     nanoseconds: Vec<u64>,
     /// By node: the nodes that must be recomputed with it.
-    needs: Vec<Vec<usize>>,
+    dependencies: Vec<Vec<usize>>,
 }
 
 impl Network {
@@ -74,7 +74,7 @@ impl Network {
             missing.filter_map(|&value| makers[value]).collect()
         };
         let needs = layer.forward.iter().map(unkept).collect();
-        Self { candidates, nanoseconds: layer.forward.iter().map(|local| local.nanoseconds).collect(), needs }
+        Self { candidates, nanoseconds: layer.forward.iter().map(|local| local.nanoseconds).collect(), dependencies: needs }
     }
 
     /// Bytes saved by dropping these candidates, and the time it costs.
@@ -87,7 +87,7 @@ impl Network {
             let mut wanted = vec![node];
             while let Some(node) = wanted.pop() {
                 runs[node] = true;
-                wanted.extend(self.needs[node].iter().filter(|&&need| !runs[need]));
+                wanted.extend(self.dependencies[node].iter().filter(|&&need| !runs[need]));
             }
         }
         self.corner_of(&runs)
@@ -124,7 +124,7 @@ impl Network {
     /// The nodes that are recomputed if `byte` · (bytes kept) + `nanosecond` · (time) is minimal. Of several such sets,
     /// returns the smallest.
     fn cut(&self, byte: u128, nanosecond: u128) -> Vec<bool> {
-        let nodes = self.needs.len();
+        let nodes = self.dependencies.len();
         let (source, sink) = (nodes, nodes + 1);
         let mut flow = Flow::new(nodes + 2);
         for node in 0..nodes {
@@ -132,7 +132,7 @@ impl Network {
                 flow.edge(source, node, byte.saturating_mul(bytes.into()));
             }
             flow.edge(node, sink, nanosecond.saturating_mul(self.nanoseconds[node].into()));
-            self.needs[node].iter().for_each(|&need| flow.edge(node, need, u128::MAX));
+            self.dependencies[node].iter().for_each(|&need| flow.edge(node, need, u128::MAX));
         }
         let mut reached = flow.saturate(source, sink);
         reached.truncate(nodes);

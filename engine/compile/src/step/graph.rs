@@ -88,7 +88,7 @@ impl StepGraph {
         let once = policy(&self.step, options, &ranks, target, &[])?;
         let mut programs = vec![self.step.lower(&ranks, target, &once)?];
         if let Some(stages) = can_be_twice(options, &ranks, &once) {
-            let twice = once.twice_in(&self.graph(), &stages);
+            let twice = once.recompute_in_both_halves(&self.graph(), &stages);
             programs.push(self.step.lower(&ranks, target, &twice)?);
         }
         Ok(programs)

@@ -19,7 +19,7 @@ use super::{Generation, Overflow, Pipeline, SCALARS_INPUT, text};
 use crate::error::{Error, Result};
 use crate::executable::CompileOptions;
 use crate::lowering::Target;
-use crate::recompute::{Recompute, Stashing};
+use crate::recompute::{Recompute, StorageOptions};
 
 /// A training step: everything that decides its programs and their memory. A run file has its sizes and precision in
 /// `[step]`; the other fields have tables of their own.
@@ -340,8 +340,8 @@ impl StepOptions {
     }
 
     /// The operations whose saved results are compressed or offloaded.
-    pub fn stashing(&self) -> Stashing<'_> {
-        Stashing { compress: &self.memory.compress, offload: &self.memory.offload }
+    pub fn stashing(&self) -> StorageOptions<'_> {
+        StorageOptions { compress: &self.memory.compress, offload: &self.memory.offload }
     }
 
     /// The planner options for this step.

@@ -7,7 +7,7 @@ use candle_core::{DType, Layout};
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::args::{MAX_OUTPUTS, byte_range};
 
-use crate::op::{Op, Rows};
+use crate::op::{Op, RowUse};
 
 /// Checks that the operands to which an operation refers by index exist and have the types and shapes that it needs.
 pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result<(), String> {
@@ -34,7 +34,7 @@ pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result
             return Err(format!("output {output} is input {input} changed, so that {to:?} must be {from:?}"));
         }
     }
-    if let Rows::Counted { starts, .. } = op.rows() {
+    if let RowUse::DynamicOutputs { offsets: starts, .. } = op.rows() {
         match inputs.get(starts) {
             Some(spec) if spec.dtype == DType::U32 => {}
             Some(spec) => {

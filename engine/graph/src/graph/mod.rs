@@ -75,9 +75,9 @@ pub struct ReportedLoss {
     /// The part of the loss.
     pub part: LossPart,
     /// The value on which a loss depends if it contains this part.
-    pub of: ValueId,
+    pub depends_on: ValueId,
     /// The scalar that is reported for a micro-batch.
-    pub mean: ValueId,
+    pub scalar: ValueId,
 }
 
 /// Values and the nodes that produce them, in an order in which they can run.
@@ -259,7 +259,7 @@ impl Graph {
             }
         }
         let reported = self.loss_parts.iter().filter(|reported| reported.part == part);
-        reported.filter(|reported| made_of.contains(&reported.of)).map(|reported| reported.mean).collect()
+        reported.filter(|reported| made_of.contains(&reported.depends_on)).map(|reported| reported.scalar).collect()
     }
 
     /// The layer to which new nodes belong.
@@ -344,14 +344,14 @@ impl Graph {
     fn push_value(&mut self, spec: Spec, source: Source) -> ValueId {
         let id = ValueId(self.values.len() as u32);
         let layout = Layout::contiguous(spec.shape.clone());
-        self.values.push(Value { spec, source, root: id, layout, rows: None });
+        self.values.push(Value { spec, source, root: id, layout, row_count: None });
         id
     }
 
     fn push_view(&mut self, root: ValueId, spec: Spec, layout: Layout) -> ValueId {
         let id = ValueId(self.values.len() as u32);
         let source = self.value(root).source.clone();
-        self.values.push(Value { spec, source, root, layout, rows: None });
+        self.values.push(Value { spec, source, root, layout, row_count: None });
         id
     }
 }

@@ -33,10 +33,10 @@ impl Op for CrossEntropy {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        g.refuse(self, 1)?;
+        g.require_unused(self, 1)?;
         let inputs = [&g.input(0), &g.input(1), &g.output(1), &g.grad(0)];
         let [d_logits] = Tensor::apply_op(CrossEntropyGrad { terms: self.terms }, &inputs)?;
-        g.send(0, d_logits);
+        g.accumulate(0, d_logits);
         Ok(())
     }
 

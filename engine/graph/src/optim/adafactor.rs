@@ -92,21 +92,21 @@ impl Optimizer for Adafactor {
         self.as_adamw().needs_norm()
     }
 
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
-        let matrices = Matrices::of(of.dims);
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
+        let matrices = Matrices::of(parameter.dims);
         let state = |name, dims: Vec<usize>| State { name, spec: Spec::f32(dims), init: Init::Const(0.0).into() };
-        let mut states = match (matrices.is_factored(), of.dims) {
+        let mut states = match (matrices.is_factored(), parameter.dims) {
             (true, [outer @ .., rows, columns]) => {
                 vec![state("row_sq", [outer, &[*rows]].concat()), state("column_sq", [outer, &[*columns]].concat())]
             }
-            _ => vec![state("exp_avg_sq", of.dims.to_vec())],
+            _ => vec![state("exp_avg_sq", parameter.dims.to_vec())],
         };
-        states.extend(self.as_adamw().states(of).into_iter().filter(|state| state.name == "master"));
+        states.extend(self.as_adamw().states(parameter).into_iter().filter(|state| state.name == "master"));
         states
     }
 
-    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        of.kept_dtype()
+    fn sum_dtype(&self, parameter: &ParameterInfo<'_>) -> DType {
+        parameter.state_dtype()
     }
 
     /// Not split: the root mean square is over the whole parameter.
@@ -122,12 +122,12 @@ impl Optimizer for Adafactor {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        let ParameterUpdate { parameter, of, gradient, states, norm, scalars } = update;
-        let matrices = Matrices::of(of.dims);
+        let ParameterUpdate { parameter, info, gradient, states, norm, scalars } = update;
+        let matrices = Matrices::of(info.dims);
         let moments = 1 + usize::from(matrices.is_factored());
         let op = AdafactorUpdate {
             rule: *self,
-            decay: self.as_adamw().decay(&of),
+            decay: self.as_adamw().decay(&info),
             matrices,
             has_master: states.len() > moments,
         };

@@ -51,18 +51,18 @@ impl Optimizer for AdamW {
         self.max_norm.is_finite()
     }
 
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
-        let spec = || Spec { shape: of.dims.into(), dtype: self.sum_dtype(of) };
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
+        let spec = || Spec { shape: parameter.dims.into(), dtype: self.sum_dtype(parameter) };
         let moment = |name| State { name, spec: spec(), init: Init::Const(0.0).into() };
         let mut states = vec![moment("exp_avg"), moment("exp_avg_sq")];
-        if self.has_master(of) {
+        if self.has_master(parameter) {
             states.push(State { name: "master", spec: spec(), init: StateInit::Parameter });
         }
         states
     }
 
-    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        of.kept_dtype()
+    fn sum_dtype(&self, parameter: &ParameterInfo<'_>) -> DType {
+        parameter.state_dtype()
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
@@ -76,7 +76,7 @@ impl Optimizer for AdamW {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        let (decay, has_master) = (self.decay(&update.of), self.has_master(&update.of));
+        let (decay, has_master) = (self.decay(&update.info), self.has_master(&update.info));
         let op = AdamWUpdate { rule: *self, decay, has_master };
         let ParameterUpdate { parameter, gradient, norm, scalars, .. } = update;
         match update.states {
@@ -95,13 +95,13 @@ impl Optimizer for AdamW {
 
 impl AdamW {
     /// The weight decay of a parameter.
-    pub(super) fn decay(&self, of: &ParameterInfo<'_>) -> f64 {
-        if of.dims.len() >= 2 { self.weight_decay } else { 0.0 }
+    pub(super) fn decay(&self, parameter: &ParameterInfo<'_>) -> f64 {
+        if parameter.dims.len() >= 2 { self.weight_decay } else { 0.0 }
     }
 
     /// True if the update works on a master copy of the parameter in a more precise type.
-    fn has_master(&self, of: &ParameterInfo<'_>) -> bool {
-        self.sum_dtype(of) != of.dtype
+    fn has_master(&self, parameter: &ParameterInfo<'_>) -> bool {
+        self.sum_dtype(parameter) != parameter.dtype
     }
 
     /// Returns the factors of a step in f32 for the kernels, or `None` if the norm is not finite.

@@ -225,15 +225,15 @@ mod tests {
 
     /// Computes P in f32 for a matrix of any shape, and R.
     fn follow(g: &Array, rank: usize) -> (Array, Array) {
-        let of = Projection { rows: g.dims[0], columns: g.dims[1], rank };
-        let (mut p, mut r) = (vec![f32::NAN; rank * of.shorter()], vec![f32::NAN; rank * of.longer()]);
+        let projection = Projection { rows: g.dims[0], columns: g.dims[1], rank };
+        let (mut p, mut r) = (vec![f32::NAN; rank * projection.shorter()], vec![f32::NAN; rank * projection.longer()]);
         let mut coefficients = vec![f32::NAN; rank];
-        let mut memory = ScratchMemory::new(&of.scratch(rayon::current_num_threads()));
+        let mut memory = ScratchMemory::new(&projection.scratch(rayon::current_num_threads()));
         let data: Vec<f32> = g.data.iter().map(|&x| x as f32).collect();
-        of.follow(&data, &mut p, &mut r, &mut coefficients, &mut memory.lend());
+        projection.follow(&data, &mut p, &mut r, &mut coefficients, &mut memory.lend());
         assert!(memory.is_intact());
         let wide = |x: Vec<f32>, columns| Array::new(&[rank, columns], x.into_iter().map(f64::from).collect());
-        (wide(p, of.shorter()), wide(r, of.longer()))
+        (wide(p, projection.shorter()), wide(r, projection.longer()))
     }
 
     /// No space of this many directions holds more than that of the first singular vectors: Σ σᵢ² (Eckart & Young). The

@@ -226,14 +226,14 @@ impl Tensor {
         lock(&self.graph).watch(name, self.id);
     }
 
-    /// Reports the mean of this tensor as a summand of one part of the loss, if the loss depends on `of`. Each step
+    /// Reports the mean of this tensor as a summand of one part of the loss, if the loss depends on `depends_on`. Each step
     /// reports every part as the sum of its summands, averaged over micro-batches and data ranks.
     ///
     /// # Errors
     /// Returns the errors of [`Self::mean_all`].
-    pub fn report_loss(&self, part: LossPart, of: &Self) -> Result<()> {
+    pub fn report_loss(&self, part: LossPart, depends_on: &Self) -> Result<()> {
         let mean = self.mean_all()?.id;
-        lock(&self.graph).report_loss(ReportedLoss { part, of: of.id, mean });
+        lock(&self.graph).report_loss(ReportedLoss { part, depends_on: depends_on.id, scalar: mean });
         Ok(())
     }
 

@@ -53,7 +53,7 @@ pub(super) fn run_all(
             return Err((culprit.unwrap_or(index), culprit.map_or(Failure::Overflow(refusal), |_| Failure::NonFinite)));
         }
         run.execute(instruction).map_err(|failure| (index, failure))?;
-        if options.watch && culprit.is_none() && !are_finite(instruction.made(), base, run.context.routed.places()) {
+        if options.watch && culprit.is_none() && !are_finite(instruction.results(), base, run.context.routed.places()) {
             culprit = Some(index);
         }
         run.settle(instruction);
@@ -140,7 +140,7 @@ impl Run<'_> {
             }
             _ => {}
         }
-        if let Some(count) = instruction.counts {
+        if let Some(count) = instruction.defines_count {
             // SAFETY: as in `execute`; the instruction has finished.
             routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
         }

@@ -134,7 +134,7 @@ impl Backend for CudaBackend {
             if let Some(launches) = &part.launches {
                 run.device.run(launches, &|_| instruction.describe())?;
             }
-            for address in instruction.made() {
+            for address in instruction.results() {
                 if culprit.is_none() && !is_finite(run.device, run.located(), address)? {
                     culprit = Some(instruction.describe());
                 }

@@ -78,7 +78,7 @@ impl Place {
     /// All that a program does, in parts that are as long as may be: what stands between other ranks, counts, and instructions that are
     /// left out in some runs.
     pub fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
-        self.cut(program, |before, at| before.predicate == at.predicate && before.counts.is_none())
+        self.cut(program, |before, at| before.predicate == at.predicate && before.defines_count.is_none())
     }
 
     /// All that a program does, each instruction by itself.

@@ -167,7 +167,7 @@ impl Run<'_> {
 
     /// Reads what the last instruction of a part has counted.
     fn count(&mut self, instruction: &Instruction) -> Result<()> {
-        let Some(count) = instruction.counts else { return Ok(()) };
+        let Some(count) = instruction.defines_count else { return Ok(()) };
         let (at, bytes) = self.located().of(&instruction.outputs[0]);
         let rows = u32::from_ne_bytes(self.read(at + (bytes - size_of::<u32>()) as u64)?);
         self.slots.routed.count(count, rows);

@@ -74,7 +74,7 @@ impl Slots {
     pub fn note(&mut self, instruction: &Instruction) {
         let Places { offsets, rows, .. } = self.routed.places();
         for asked in &*instruction.requests {
-            let index = asked.place.index();
+            let index = asked.slot.index();
             let slot = [self.place.base + offsets[index], rows[index] as u64 * asked.row_bytes];
             if self.slots[index] != slot {
                 self.slots[index] = slot;

@@ -22,7 +22,7 @@ use gapless_compile::{
     lower,
 };
 use gapless_graph::ops::Contiguous;
-use gapless_graph::{Graph, Phase, Rows, Spec, ValueId, lock};
+use gapless_graph::{Graph, Phase, RowUse, Spec, ValueId, lock};
 use gapless_parallel::{Action, Kind};
 use gapless_runtime::cpu::{CpuBackend, Workers};
 use gapless_runtime::{RunOptions, Session};
@@ -158,7 +158,7 @@ fn what_operations_say_is_checked() {
         ..Answers::of(vec![Spec::f32(dims)])
     };
     let mutates = |pairs: &[(usize, usize)]| Answers { mutates: pairs.to_vec(), ..of() };
-    let counted = |starts, balanced| Answers { rows: Rows::Counted { starts, balanced }, ..of() };
+    let counted = |starts, balanced| Answers { rows: RowUse::DynamicOutputs { offsets: starts, balanced }, ..of() };
     let (max, far) = (usize::MAX, 1 << 62);
     for (answers, expected) in [
         (of(), None),
@@ -215,8 +215,8 @@ fn rows_are_no_more_than_their_tensors_have() {
         for (number, is_sound) in [(0, true), (3, true), (8, true), (9, false), (1 << 20, false), (u32::MAX, false)] {
             let spec = Spec { shape: DIMS.into(), dtype };
             let starts = Answers { number, ..Answers::of(vec![u32s(3)]) };
-            let rows = Answers { rows: Rows::Counted { starts: 2, balanced: 2 }, ..Answers::of(vec![spec.clone()]) };
-            let reader = Answers { rows: Rows::Fixed, ..Answers::of(vec![spec]) };
+            let rows = Answers { rows: RowUse::DynamicOutputs { offsets: 2, balanced: 2 }, ..Answers::of(vec![spec.clone()]) };
+            let reader = Answers { rows: RowUse::FixedOutputs, ..Answers::of(vec![spec]) };
             for reserve in [Reserve::Worst, Reserve::Balanced { factor: 1e9 }, Reserve::Bytes(1 << 20)] {
                 let got = outcome(dtype, &[starts.clone(), rows.clone(), reader.clone()], reserve, 2);
                 match got {
@@ -232,21 +232,21 @@ fn rows_are_no_more_than_their_tensors_have() {
 /// A dynamic buffer keeps the row count for which it was placed, even if its rows are counted again.
 #[test]
 fn rows_that_are_counted_again_stay_as_many() {
-    let mut program = Program { name: "hostile".into(), counts: 1, ..Program::default() };
+    let mut program = Program { name: "hostile".into(), row_counts: 1, ..Program::default() };
     let mut add = |spec: &Spec, name: &str, kind| {
         let (tensor, op) = (name.into(), "hostile".into());
         let label = Label { tensor, op, layer: String::new(), role: Role::Activation };
         let (buffer, layout) = (program.add(spec.bytes(), label, kind), Layout::contiguous(spec.shape.clone()));
         Operand { buffer, layout, dtype: spec.dtype, overwritten_by: None, widened: None }
     };
-    let starts = [0, 1].map(|_| add(&u32s(3), "starts", BufferKind::No));
-    let (rows, total) = (add(&same(), "rows", BufferKind::No), add(&same(), "total", BufferKind::ToEnd));
-    program.buffers[rows.buffer.index()].counted = Some(DynamicRows { count: 0, row_bytes: 16, balanced: 32 });
+    let starts = [0, 1].map(|_| add(&u32s(3), "starts", BufferKind::Temporary));
+    let (rows, total) = (add(&same(), "rows", BufferKind::Temporary), add(&same(), "total", BufferKind::Output));
+    program.buffers[rows.buffer.index()].dynamic_rows = Some(DynamicRows { count: 0, row_bytes: 16, balanced: 32 });
     let mut lay = |answers: Answers, inputs: &[&Operand], output: &Operand, counts| {
         let op = Hostile { answers: [answers.clone(), answers], is_recorded: Arc::default() };
         let inputs = inputs.iter().copied().cloned().collect();
         let instr = Instr::plain(InstrKind::Compute(Arc::new(op)), inputs, vec![output.clone()], 0, "layer".into());
-        program.instrs.push(Instr { counts, ..instr });
+        program.instrs.push(Instr { defines_count: counts, ..instr });
     };
     let count = |number| Answers { number, ..Answers::of(vec![u32s(3)]) };
     lay(count(2), &[], &starts[0], Some(0));
@@ -270,8 +270,8 @@ fn scratch_is_no_more_than_was_asked_for() {
 #[test]
 fn reserves_leave_no_address_space() {
     let starts = Answers::of(vec![u32s(3)]);
-    let rows = Answers { rows: Rows::Counted { starts: 2, balanced: usize::MAX }, ..Answers::of(vec![same()]) };
-    let reader = Answers { rows: Rows::Fixed, ..Answers::of(vec![same()]) };
+    let rows = Answers { rows: RowUse::DynamicOutputs { offsets: 2, balanced: usize::MAX }, ..Answers::of(vec![same()]) };
+    let reader = Answers { rows: RowUse::FixedOutputs, ..Answers::of(vec![same()]) };
     for reserve in [
         Reserve::Bytes(u64::MAX),
         Reserve::Bytes(1 << 62),
@@ -309,10 +309,10 @@ fn answers() -> impl Strategy<Value = Answers> {
     let view =
         prop_oneof![5 => Just(None), 1 => view.prop_map(|(dims, strides, start)| Some(layout(&dims, &strides, start)))];
     let rows = prop_oneof![
-        3 => Just(Rows::Unaware),
-        2 => Just(Rows::Fixed),
-        2 => Just(Rows::Inherited),
-        2 => (1..4_usize, extreme()).prop_map(|(starts, balanced)| Rows::Counted { starts, balanced }),
+        3 => Just(RowUse::Unaware),
+        2 => Just(RowUse::FixedOutputs),
+        2 => Just(RowUse::InheritsRows),
+        2 => (1..4_usize, extreme()).prop_map(|(offsets, balanced)| RowUse::DynamicOutputs { offsets, balanced }),
     ];
     let workspace = prop::collection::vec(extreme().prop_map(|bytes| bytes as u64), 0..3);
     let outputs = prop_oneof![20 => prop::collection::vec(specs(), 1..4), 1 => Just(vec![])];
@@ -362,13 +362,13 @@ generated! {
         let of = |count| Answers::of(vec![Spec { shape: DIMS.into(), dtype }; count]);
         let mut operations = vec![Answers { number, ..Answers::of(vec![u32s(3)]) }];
         for (count, kind, is_inplace, bf16, balanced) in others {
-            let rows = [Rows::Inherited, Rows::Fixed, Rows::Counted { starts: 2, balanced }][kind];
+            let rows = [RowUse::InheritsRows, RowUse::FixedOutputs, RowUse::DynamicOutputs { offsets: 2, balanced }][kind];
             // Input 3 follows the parameter's copy and two row offsets: it is an output of an earlier operation.
             let inplace = if is_inplace { vec![(3, 0)] } else { vec![] };
             operations.push(Answers { rows, inplace, bf16, ..of(count) });
         }
         operations[1].inplace.clear();
-        operations.push(Answers { rows: Rows::Fixed, ..of(1) });
+        operations.push(Answers { rows: RowUse::FixedOutputs, ..of(1) });
         outcome(dtype, &operations, Reserve::Balanced { factor: factor.into() }, micro_batches);
     }
 

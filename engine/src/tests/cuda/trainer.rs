@@ -13,7 +13,7 @@ use crate::data::IGNORED;
 use crate::learning_rate::{LearningRate, Shape};
 use crate::recompute::Recompute;
 use crate::{
-    Batch, DeviceChoice, GenerateOptions, Limits, LossTerms, MemoryOptions, Precision, Role, StepOptions, TrainError,
+    Batch, DeviceChoice, GenerateOptions, SkipThresholds, LossTerms, MemoryOptions, Precision, Role, StepOptions, TrainError,
     TrainOptions, Trainer, UpdateOptions,
 };
 
@@ -272,14 +272,14 @@ fn a_guarded_step_is_left_out() {
     };
     let before = all(&device);
     let lower =
-        [Limits { loss: 0.5 * loss, ..Limits::default() }, Limits { gradient_norm: 0.1 * norm, ..Limits::default() }];
+        [SkipThresholds { loss: 0.5 * loss, ..SkipThresholds::default() }, SkipThresholds { gradient_norm: 0.1 * norm, ..SkipThresholds::default() }];
     for limits in lower {
         device.set_limits(limits);
         let [tokens, targets] = batch(device.steps());
         assert!(device.step(&tokens, &targets).unwrap().skipped);
         assert_eq!(all(&device), before);
     }
-    device.set_limits(Limits::default());
+    device.set_limits(SkipThresholds::default());
     step(&mut device).unwrap();
     assert_ne!(all(&device), before);
 }

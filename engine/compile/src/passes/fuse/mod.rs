@@ -138,7 +138,7 @@ impl<'a> Fusion<'a> {
             made.push(of_outputs);
         }
         for (buffer, &version) in program.buffers.iter().zip(&now) {
-            versions[version].is_left = !matches!(buffer.kind, BufferKind::No);
+            versions[version].is_left = !matches!(buffer.kind, BufferKind::Temporary);
         }
         let mut users = vec![Vec::new(); program.buffers.len()];
         for (at, instr) in program.instrs.iter().enumerate() {
@@ -161,7 +161,7 @@ impl<'a> Fusion<'a> {
         while begins && group.len() < MOST_MEMBERS {
             let makers = group.iter().flat_map(|&member| &self.read[member]).filter_map(|&v| self.versions[v].made);
             let makers = makers.map(|(maker, _)| maker);
-            let candidates: BTreeSet<usize> = makers.chain(self.sums_beside(&group)).collect();
+            let candidates: BTreeSet<usize> = makers.chain(self.weight_sums(&group)).collect();
             let found = candidates.into_iter().rev().find(|maker| !group.contains(maker) && self.joins(&group, *maker));
             let Some(maker) = found else { break };
             self.take(&mut group, maker);
@@ -181,13 +181,13 @@ impl<'a> Fusion<'a> {
             || group.iter().any(|&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
         let is_norm = matches!(self.fusible[last], Some(Fusible::Norm { .. }));
         // A product or an embedding gradient takes only one following operation.
-        let stands_alone = |of: &Fusible| matches!(of, Fusible::Product | Fusible::EmbeddingGrad { .. });
+        let stands_alone = |fusible: &Fusible| matches!(fusible, Fusible::Product | Fusible::EmbeddingGrad { .. });
         let is_closed = || group.iter().any(|&member| self.fusible[member].as_ref().is_some_and(stands_alone));
         let may_begin = match fusible {
             Fusible::Each { .. } => !(is_closed() || is_norm && self.is_products(maker)),
             Fusible::Product => group.len() == 1 && self.follows(maker, last),
             Fusible::NormGradInput { .. } => !is_norm && !has_head() && !is_closed(),
-            Fusible::NormGradWeight => self.sums_beside(group).any(|beside| beside == maker),
+            Fusible::NormGradWeight => self.weight_sums(group).any(|beside| beside == maker),
             Fusible::EmbeddingGrad { .. } => group.len() == 1 && self.adds_in_place(maker, last),
             Fusible::Norm { .. } => false,
         };
@@ -209,7 +209,7 @@ impl<'a> Fusion<'a> {
 
     /// The sums for a normalization's weight and bias that precede the group's last member, and read the same rows as
     /// the input gradient that the group begins with.
-    fn sums_beside(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
+    fn weight_sums(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
         let last = group.last().copied().unwrap_or(0);
         let has_sums = group.iter().any(|&member| self.fusible[member] == Some(Fusible::NormGradWeight));
         let head = group.iter().find(|&&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
@@ -423,10 +423,10 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let reads_ids = matches!(fusible, Fusible::EmbeddingGrad { .. });
     let is_plain = (instr.accumulate == 0 || sums)
         && (instr.workspace.is_empty() || sums || fusible == Fusible::Product)
-        && instr.counts.is_none()
+        && instr.defines_count.is_none()
         && instr.predicate.is_none()
         && operands.all(|operand| {
-            let is_counted = program.buffers[operand.buffer.index()].counted.is_some();
+            let is_counted = program.buffers[operand.buffer.index()].dynamic_rows.is_some();
             let is_id = reads_ids && operand.dtype == DType::U32;
             !is_counted && (is_id || matches!(operand.dtype, DType::F32 | DType::BF16 | DType::U8))
         });

@@ -21,15 +21,15 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
                 Label { tensor: String::new(), op: String::new(), layer: String::new(), role: Role::Activation };
             program.add(bytes * 64, label, kind)
         };
-        let mut there = vec![buffer(&mut program, 3, BufferKind::FromStart)];
+        let mut there = vec![buffer(&mut program, 3, BufferKind::Input)];
         for (index, (bytes, random, kind, scratch)) in described.into_iter().enumerate() {
             let pick = |shift: u64| there[(random >> shift) as usize % there.len()];
             let inputs: Vec<BufferId> = (0..random as usize % 3).map(|i| pick(8 + 16 * i as u64)).collect();
             let output = match kind {
                 0 => pick(4),
                 // An output that the host reads.
-                1 => buffer(&mut program, bytes, BufferKind::ToEnd),
-                _ => buffer(&mut program, bytes, BufferKind::No),
+                1 => buffer(&mut program, bytes, BufferKind::Output),
+                _ => buffer(&mut program, bytes, BufferKind::Temporary),
             };
             there.push(output);
             let operand = |buffer: BufferId| Operand {
@@ -43,7 +43,7 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
             let work = InstrKind::Compute(Arc::new(Contiguous));
             let mut instr = Instr::plain(work, inputs, vec![operand(output)], index as u32, "".into());
             if scratch > 0 {
-                instr.workspace = vec![buffer(&mut program, scratch, BufferKind::No)];
+                instr.workspace = vec![buffer(&mut program, scratch, BufferKind::Temporary)];
             }
             program.instrs.push(instr);
         }

@@ -84,7 +84,7 @@ impl Exchange {
         let op = Collective::AllToAllRows {
             ranks: self.ranks,
             rows: rows_there,
-            counted: to_experts,
+            receives_dynamic_rows: to_experts,
             balanced: self.rows_sent,
         };
         Tensor::apply_op::<1>(op, &[rows, from, to]).map(|[rows]| rows)

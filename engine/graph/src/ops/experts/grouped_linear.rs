@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::ops::OutputTypes;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
-use crate::{Gradient, Op, Rows};
+use crate::{Gradient, Op, RowUse};
 
 /// x [rows, in], weights [experts, out, in] and `starts` (see [`Route`](super::Route)) to [rows, out]: x·Wᵀ with the
 /// weight of each row's expert. Rows are not padded (MegaBlocks, arXiv 2211.15841, computes the same in blocks).
@@ -64,7 +64,7 @@ impl Op for GroupedLinear {
         "grouped_linear"
     }
 
-    fn rows(&self) -> Rows {
+    fn rows(&self) -> RowUse {
         super::rows(2, self.balanced)
     }
 
@@ -87,7 +87,7 @@ impl Op for GroupedLinear {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (x, weight, starts, dy) = (g.input(0), g.input(1), g.input(2), g.grad(0));
         // The weight's gradient comes first, as it is the last reader of x.
-        if g.needs(1) {
+        if g.wants(1) {
             let experts = weight.dims()[0];
             let [d_weight] = Tensor::apply_op(
                 GroupedLinearGradWeight {
@@ -98,14 +98,14 @@ impl Op for GroupedLinear {
                 },
                 &[&x, &dy, &starts],
             )?;
-            g.send(1, d_weight);
+            g.accumulate(1, d_weight);
         }
-        if g.needs(0) {
+        if g.wants(0) {
             let [dx] = Tensor::apply_op(
                 GroupedLinearGradInput { sources: self.sources, balanced: self.balanced },
                 &[&dy, &weight, &starts],
             )?;
-            g.send(0, dx);
+            g.accumulate(0, dx);
         }
         Ok(())
     }
@@ -163,7 +163,7 @@ impl Op for GroupedLinearGradInput {
         "grouped_linear_grad_input"
     }
 
-    fn rows(&self) -> Rows {
+    fn rows(&self) -> RowUse {
         super::rows(2, self.balanced)
     }
 
@@ -252,8 +252,8 @@ impl Op for GroupedLinearGradWeight {
         "grouped_linear_grad_weight"
     }
 
-    fn rows(&self) -> Rows {
-        Rows::Fixed
+    fn rows(&self) -> RowUse {
+        RowUse::FixedOutputs
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

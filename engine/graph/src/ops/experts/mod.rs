@@ -47,7 +47,7 @@ use std::ops::Range;
 
 use gapless_kernels::Spec;
 
-use crate::op::Rows;
+use crate::op::RowUse;
 
 /// Marks a row or a slot that does not exist.
 pub const NONE: u32 = u32::MAX;
@@ -108,8 +108,8 @@ impl<'a> Runs<'a> {
 
 /// The row handling of an operation whose row offsets are input `starts`: rows are dynamic if the balanced number of
 /// rows is given.
-fn rows(starts: usize, balanced: Option<usize>) -> Rows {
-    balanced.map_or(Rows::Fixed, |balanced| Rows::Counted { starts, balanced })
+fn rows(starts: usize, balanced: Option<usize>) -> RowUse {
+    balanced.map_or(RowUse::FixedOutputs, |balanced| RowUse::DynamicOutputs { offsets: starts, balanced })
 }
 
 /// Returns the number of rows that are used.
