@@ -4,15 +4,15 @@
 use gapless_engine::{Error, Result};
 
 /// The greatest number of blocks.
-pub const MOST_LAYERS: usize = 4096;
+pub const MAX_LAYERS: usize = 4096;
 /// The greatest number of heads or experts, and the greatest width.
-pub const MOST_WIDTH: usize = 1 << 20;
+pub const MAX_WIDTH: usize = 1 << 20;
 /// The greatest width of a feed-forward layer.
-pub const MOST_HIDDEN: usize = 1 << 22;
+pub const MAX_HIDDEN: usize = 1 << 22;
 /// The greatest number of tokens in a vocabulary, and of positions.
-pub const MOST_TOKENS: usize = 1 << 28;
+pub const MAX_TOKENS: usize = 1 << 28;
 /// The greatest number of parameters: 2⁴⁸ f32 elements take a petabyte.
-pub const MOST_ELEMENTS: u128 = 1 << 48;
+pub const MAX_ELEMENTS: u128 = 1 << 48;
 
 /// Checks of a configuration. It records the first violation.
 #[derive(Default)]
@@ -39,8 +39,8 @@ impl Checked {
 
     /// Checks the number of parameters.
     pub fn elements(self, elements: u128) -> Self {
-        let why = || format!("it has {elements} parameters, and {MOST_ELEMENTS} are the most");
-        self.holds(elements <= MOST_ELEMENTS, why)
+        let why = || format!("it has {elements} parameters, and {MAX_ELEMENTS} are the most");
+        self.holds(elements <= MAX_ELEMENTS, why)
     }
 
     fn holds(mut self, holds: bool, why: impl FnOnce() -> String) -> Self {

@@ -260,7 +260,7 @@ impl<'a> TrainingLoop<'a> {
         // A barrier: every rank has opened the checkpoint before the first rank removes others.
         trainer.any(false)?;
         if trainer.rank() == 0 {
-            folder.remove_behind(checkpoint.step())?;
+            folder.remove_after(checkpoint.step())?;
         }
         let (best, before) = found(&checkpoint);
         Ok((best, before.rolled_back(recent, done - checkpoint.step())))

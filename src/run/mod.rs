@@ -48,7 +48,7 @@ pub use config::{
     NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig,
 };
 #[cfg(feature = "sweep")]
-pub(crate) use config::{flat, insert, key_of, line_of, refused, text_of, value_at, with_nearest};
+pub(crate) use config::{flatten, insert, key_of, line_of, refused, text_of, value_at, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use error::RunError;
 pub use event::{Event, Seconds};

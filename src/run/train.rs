@@ -204,7 +204,7 @@ impl<'a> Rank<'a> {
         let stop =
             Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
         let fitted = run.fit(&folder, resumed, saved, &stop, show)?;
-        folder.expect_there()?;
+        folder.check_exists()?;
         let mut summary = Summary::new(&run.trainer, &fitted, stop.signal());
         if is_first {
             let path = out.join("summary.json");
@@ -288,7 +288,7 @@ impl<'a> Run<'a> {
         fit.run(trainer, |event, trainer| {
             match &event {
                 Event::Step { report: StepReport { loss, lr, skipped, .. }, tokens_per_second, .. } => {
-                    folder.expect_there()?;
+                    folder.check_exists()?;
                     if *skipped {
                         console.say(&event);
                     }

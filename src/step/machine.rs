@@ -29,7 +29,7 @@ use super::{CostModel, DeviceProfile, Precision};
 /// Measured runs of each operation; the median counts.
 const ROUNDS: usize = 5;
 /// Maximum number of copies of an operation in one measured run.
-const MOST_COPIES: u64 = 48;
+const MAX_COPIES: u64 = 48;
 
 /// This machine's CPU, shared by the step's ranks, which are threads of one process.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ pub struct ThisMachine {
 
 /// Measured nanoseconds by ranks, threads, copies and operation. The lock is held during a measurement, so only one
 /// runs at a time.
-static KNOWN: Mutex<BTreeMap<(usize, usize, u64, String), u64>> = Mutex::new(BTreeMap::new());
+static MEASURED: Mutex<BTreeMap<(usize, usize, u64, String), u64>> = Mutex::new(BTreeMap::new());
 
 /// Cost of a message from one thread to another.
 #[derive(Debug, Clone, Copy)]
@@ -64,7 +64,7 @@ impl ThisMachine {
     /// same operands, half an arena is touched, as on average in a step.
     fn copies(&self, instr: &Instr) -> u64 {
         let bytes: u64 = buffers(instr).into_values().map(|(bytes, _)| bytes).sum();
-        (self.footprint / 2 / bytes.max(1)).clamp(1, MOST_COPIES)
+        (self.footprint / 2 / bytes.max(1)).clamp(1, MAX_COPIES)
     }
 
     /// Times an operation; returns the mean over the ranks, which run it at the same time.
@@ -108,7 +108,7 @@ impl CostModel for ThisMachine {
         };
         let key = format!("{op:?} {} > {} {}", operands(&instr.inputs), operands(&instr.outputs), instr.accumulate);
         let copies = self.copies(instr);
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
         let entry = known.entry((self.ranks, self.threads, copies, key));
         *entry.or_insert_with(|| {
             self.measured(instr, copies).unwrap_or_else(|error| {

@@ -7,7 +7,7 @@ use gapless_allocators::Kind;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::run::{ConfigError, RunConfig, flat, insert, key_of, line_of, text_of, value_at, with_nearest};
+use crate::run::{ConfigError, RunConfig, flatten, insert, key_of, line_of, text_of, value_at, with_nearest};
 use crate::step::Step;
 
 /// Limit of configurations in one sweep. So many take some hundred megabytes, and seconds before the first is timed.
@@ -212,7 +212,7 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
         }
         Ok((key.clone(), values.clone()))
     };
-    let lists = flat(vary, "").into_iter().map(list).collect::<Result<Vec<_>, _>>()?;
+    let lists = flatten(vary, "").into_iter().map(list).collect::<Result<Vec<_>, _>>()?;
     let mut known = BTreeSet::new();
     if let Some((name, _)) = lists.iter().find(|(name, _)| !known.insert(key_of(name))) {
         let why = format!("is {}, which another list varies", key_of(name));
@@ -272,7 +272,7 @@ fn menus(tables: &[Table]) -> Result<Vec<(String, Table)>, ConfigError> {
 
 /// Checks that a condition has at least one key, and that its keys and values are those of a run.
 fn check_condition(table: &str, condition: &Table) -> Result<(), ConfigError> {
-    for (key, value) in &flat(condition, "") {
+    for (key, value) in &flatten(condition, "") {
         let one = |value: &Value| {
             let mut root = Table::from_iter([("model".to_owned(), Value::from("small"))]);
             put(&mut root, key, value)?;
@@ -326,14 +326,14 @@ fn configurations(
         }
         let mut root = base.clone();
         values.iter().try_for_each(|(name, value)| put(&mut root, name, value))?;
-        let keys = flat(&root, "");
+        let keys = flatten(&root, "");
         let run = RunConfig::of_table(&root)?;
         let resolved = Table::try_from(&run).expect("keys and plain values are TOML");
         let has = |(name, value): &(String, Value)| {
             let key = key_of(name);
             [&root, &resolved].into_iter().any(|table| is_one_of(value_at(table, key), value))
         };
-        let is_met = |condition: &Table| flat(condition, "").iter().all(has);
+        let is_met = |condition: &Table| flatten(condition, "").iter().all(has);
         if !file.skip.iter().any(is_met) {
             let step = Step::new(&run).map_err(|error| error.to_string());
             let key = digest(&resolved, &step, file);

@@ -55,8 +55,8 @@ impl Case {
         self.expected.iter().filter_map(move |(key, tensor)| Some((key.strip_prefix(prefix)?, tensor)))
     }
 
-    fn noise(&self, of: &str) -> f64 {
-        self.about["noise_f32_against_f64"][of].as_f64().unwrap_or(0.0)
+    fn noise(&self, name: &str) -> f64 {
+        self.about["noise_f32_against_f64"][name].as_f64().unwrap_or(0.0)
     }
 }
 

@@ -194,7 +194,7 @@ fn what_is_let_go_comes_back_with_the_same_bits() {
 fn letting_go_goes_with_all_that_moves_the_backward() {
     let mut case = uneven_cases().find(|case| case.name == "oscillating").unwrap();
     case.config.llama.layers = 4;
-    let judge = |options: TrainOptions, what: &str| {
+    let check = |options: TrainOptions, what: &str| {
         let with = |routing, overflow| TrainOptions {
             step: StepOptions {
                 memory: MemoryOptions { routing, overflow, ..options.step.memory.clone() },
@@ -214,7 +214,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
         for policy in in_turn(&["none", "layers"], turn) {
             let recompute = policy.parse().unwrap();
             let options = on(mesh, Reserve::Worst, Overflow::Error);
-            judge(
+            check(
                 TrainOptions {
                     step: StepOptions {
                         pipeline: pipeline.clone(),
@@ -230,7 +230,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
     let plain = on(experts(2), Reserve::Worst, Overflow::Error);
     let ops = ["linear", "rms_norm", "add", "route"].map(str::to_owned).to_vec();
     let offload = ops;
-    judge(
+    check(
         TrainOptions {
             step: StepOptions { memory: MemoryOptions { offload, ..plain.step.memory.clone() }, ..plain.step.clone() },
             ..plain.clone()

@@ -124,7 +124,7 @@ fn steps(router: &RouterConfig, options: TrainOptions, batch: &Batch<'_>) -> See
 fn expect_close(what: &str, seen: &Seen, expected: &Seen) {
     assert_eq!(seen.statistics, expected.statistics, "{what}");
     for (a, b) in seen.reports.iter().zip(&expected.reports) {
-        let part = |parts: fn(gapless::LossParts) -> Option<f32>, of: &StepReport| of.loss_parts.and_then(parts);
+        let part = |parts: fn(gapless::LossParts) -> Option<f32>, report: &StepReport| report.loss_parts.and_then(parts);
         let balance = [a, b].map(|report| part(|parts| parts.balance, report).unwrap_or_default());
         let router_z = [a, b].map(|report| part(|parts| parts.router_z, report).unwrap_or_default());
         for [a, b] in [[a.loss, b.loss], [a.gradient_norm, b.gradient_norm], balance, router_z] {

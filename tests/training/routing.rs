@@ -46,7 +46,7 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaRepor
             assert_eq!(trainer.check_run().unwrap(), requests, "{what}");
             let read = |name: &str| trainer.watched(name).unwrap().flatten_all().unwrap().to_vec1().unwrap();
             let watched: Vec<_> = trainer.watched_names().map(|name| (name.to_owned(), read(name))).collect();
-            watched.iter().filter(|(name, _)| name.ends_with(".load")).for_each(|(_, load)| pattern.judge(load, &what));
+            watched.iter().filter(|(name, _)| name.ends_with(".load")).for_each(|(_, load)| pattern.check(load, &what));
             let before = asked;
             asked = trainer.routing().map_or(0, |report| report.asked_bytes);
             seen.push(Seen { loss: report.loss, norm: report.gradient_norm, watched, asked: asked - before });
@@ -231,7 +231,7 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
 #[test]
 fn evaluation_and_logits_have_the_bits_of_one_rank() {
     for case in &cases() {
-        let of = |mesh: Mesh| {
+        let losses_on = |mesh: Mesh| {
             let options = options(mesh, Reserve::Worst);
             let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
                 let mut trainer =
@@ -248,9 +248,9 @@ fn evaluation_and_logits_have_the_bits_of_one_rank() {
             });
             ranks.unwrap()
         };
-        let alone = of(Mesh::default()).remove(0);
+        let alone = losses_on(Mesh::default()).remove(0);
         for mesh in [experts(2), experts(4)] {
-            for (rank, seen) in of(mesh).into_iter().enumerate() {
+            for (rank, seen) in losses_on(mesh).into_iter().enumerate() {
                 assert!(seen == alone, "{} on rank {rank} of {mesh:?}: {} instead of {}", case.name, seen.0, alone.0);
             }
         }

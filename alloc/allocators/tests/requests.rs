@@ -14,15 +14,15 @@ const CAPACITY: u64 = 256 * MIB;
 
 /// A step of a program: an allocation of bytes on a stream, or a free of the n-th live block.
 #[derive(Debug, Clone)]
-enum Step {
+enum Action {
     Allocate(u64, u32),
     Free(prop::sample::Index),
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn steps() -> impl Strategy<Value = Vec<Action>> {
     let bytes = prop_oneof![1..4096u64, 1..2 * MIB, MIB..12 * MIB, 8 * MIB..64 * MIB];
-    let allocate = (bytes, 0..2u32).prop_map(|(bytes, stream)| Step::Allocate(bytes, stream));
-    prop::collection::vec(prop_oneof![3 => allocate, 2 => any::<prop::sample::Index>().prop_map(Step::Free)], 1..200)
+    let allocate = (bytes, 0..2u32).prop_map(|(bytes, stream)| Action::Allocate(bytes, stream));
+    prop::collection::vec(prop_oneof![3 => allocate, 2 => any::<prop::sample::Index>().prop_map(Action::Free)], 1..200)
 }
 
 /// Checks that live blocks do not overlap and that the extents add up to the statistics.
@@ -39,12 +39,12 @@ fn check_layout(allocator: &dyn Allocator) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-fn check(mut allocator: impl Allocator, steps: &[Step]) -> Result<(), TestCaseError> {
+fn check(mut allocator: impl Allocator, steps: &[Action]) -> Result<(), TestCaseError> {
     let mut live: Vec<Block> = Vec::new();
     let mut ranges: BTreeMap<u64, u64> = BTreeMap::new();
     for step in steps {
         match step {
-            Step::Allocate(bytes, stream) => match allocator.allocate(*bytes, Stream(*stream)) {
+            Action::Allocate(bytes, stream) => match allocator.allocate(*bytes, Stream(*stream)) {
                 Ok(block) => {
                     prop_assert!(block.bytes() >= *bytes);
                     let end = block.address() + block.bytes();
@@ -55,8 +55,8 @@ fn check(mut allocator: impl Allocator, steps: &[Step]) -> Result<(), TestCaseEr
                 }
                 Err(error) => prop_assert_eq!(error.requested, *bytes),
             },
-            Step::Free(_) if live.is_empty() => {}
-            Step::Free(which) => {
+            Action::Free(_) if live.is_empty() => {}
+            Action::Free(which) => {
                 let block = live.swap_remove(which.index(live.len()));
                 ranges.remove(&block.address());
                 allocator.free(block);
@@ -131,13 +131,13 @@ generated! {
         for (name, step) in steps.iter().enumerate() {
             let name = name as u64 + 1;
             match step {
-                Step::Allocate(bytes, stream) => {
+                Action::Allocate(bytes, stream) => {
                     let block = allocator.allocate(*bytes, Stream(*stream)).ok();
                     prop_assert_eq!(block.as_ref().map(Block::bytes), twin.allocate(*bytes, *stream, name));
                     live.extend(block.map(|block| (block, name)));
                 }
-                Step::Free(_) if live.is_empty() => {}
-                Step::Free(which) => {
+                Action::Free(_) if live.is_empty() => {}
+                Action::Free(which) => {
                     let (block, name) = live.swap_remove(which.index(live.len()));
                     allocator.free(block);
                     twin.free(name);

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use gapless_alloc::arena::{ArenaOptions, ArenaPlan, Need, Request, RequestId, Reserve};
 use gapless_alloc::{Problem, Solution};
-use gapless_kernels::cpu::args::CountedAddress;
+use gapless_kernels::cpu::args::DynamicAddress;
 
 use crate::error::{Error, Result};
 use crate::executable::Executable;
@@ -129,11 +129,11 @@ impl DynamicBuffers {
     }
 
     /// The run-time address of an operand, if it has dynamic rows.
-    pub fn address(&self, program_index: usize, program: &Program, operand: &Operand) -> Option<CountedAddress> {
+    pub fn address(&self, program_index: usize, program: &Program, operand: &Operand) -> Option<DynamicAddress> {
         let dynamic_rows = program.buffers[operand.buffer.index()].dynamic_rows?;
         let request = self.request_of[&(program_index, operand.buffer)].0;
         let row = (dynamic_rows.row_bytes / operand.dtype.size_in_bytes() as u64) as usize;
-        Some(CountedAddress { request, row })
+        Some(DynamicAddress { request, row })
     }
 
     /// For each instruction of a program: the requests that start at it, and those that end after it.

@@ -156,7 +156,7 @@ impl Linker<'_> {
                     distinct: distinct(layout),
                 })
             }),
-            counted: self.requests.address(self.program_index, self.program, operand),
+            dynamic: self.requests.address(self.program_index, self.program, operand),
         }
     }
 
@@ -215,7 +215,7 @@ fn persistent(programs: &[Program], problem_index: &[Vec<usize>], solution: &Sol
                 let (layout, span) = (Layout::contiguous(spec.shape.clone()), spec.elements());
                 let (offset, dtype) = (solution.offsets[index], spec.dtype);
                 let address =
-                    Address { offset, layout, dtype, span, overwritten_by: None, counted: None, widened: None };
+                    Address { offset, layout, dtype, span, overwritten_by: None, dynamic: None, widened: None };
                 let (label, spec, fill) = (buffer.label.clone(), spec.clone(), fill.clone());
                 Persistent { label, address, spec, fill, changes_here: false }
             });

@@ -18,7 +18,7 @@ use crate::program::{Buffer, BufferId, BufferKind, DynamicRows, Instr, InstrKind
 
 /// Maximum bytes of all tensors of a program together: an exbibyte. Sums of sizes, also of rounded ones, then cannot
 /// overflow.
-const MOST_BYTES: u64 = 1 << 60;
+const MAX_BYTES: u64 = 1 << 60;
 
 /// The reason, in words, why a program cannot run.
 type Verdict<T = ()> = Result<T, String>;
@@ -28,13 +28,13 @@ pub(crate) fn check_sizes(program: &Program) -> Result<()> {
     let mut all: u64 = 0;
     for buffer in &program.buffers {
         all = all.saturating_add(buffer.bytes);
-        if all > MOST_BYTES {
+        if all > MAX_BYTES {
             let (program, what, op) = (program.name.clone(), buffer.label.tensor.clone(), buffer.label.op.clone());
             return Err(Error::TooLarge { program, what, op });
         }
     }
     let on_host = program.offload.iter().fold(0, |all: u64, buffer| all.saturating_add(buffer.bytes));
-    if on_host > MOST_BYTES {
+    if on_host > MAX_BYTES {
         let (program, what, op) = (program.name.clone(), "what is offloaded".into(), "offload".into());
         return Err(Error::TooLarge { program, what, op });
     }

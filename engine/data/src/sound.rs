@@ -16,7 +16,7 @@ use serde_json::Value as Json;
 use crate::DataError;
 
 /// The most that all replacements together may lengthen a text. Real ones write three bytes for a space.
-const MOST_GROWTH: f64 = 256.0;
+const MAX_GROWTH: f64 = 256.0;
 
 /// The most characters of a word in WordPiece, whose time grows with their square.
 const LONGEST_WORD: u64 = 1 << 14;
@@ -58,9 +58,9 @@ pub(crate) fn check(json: &str, path: &Path) -> Result<(), DataError> {
             Ok(())
         })
         .map_err(|why: String| wrong(format!("its {name} {why}")))?;
-        if growth > MOST_GROWTH {
+        if growth > MAX_GROWTH {
             let why = format!(
-                "its {name} replaces texts by longer ones, up to {growth:.0} × the text; {MOST_GROWTH} × is the limit"
+                "its {name} replaces texts by longer ones, up to {growth:.0} × the text; {MAX_GROWTH} × is the limit"
             );
             return Err(wrong(why));
         }

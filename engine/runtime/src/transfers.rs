@@ -28,7 +28,7 @@ pub struct Communicators {
 }
 
 impl Communicators {
-    fn of(&mut self, group: Group) -> communicator::Result<&mut Box<dyn Communicator>> {
+    fn group(&mut self, group: Group) -> communicator::Result<&mut Box<dyn Communicator>> {
         let group = match group {
             Group::Batch => &mut self.batch,
             Group::Experts => &mut self.experts,
@@ -58,7 +58,7 @@ pub(crate) const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsuppo
 #[derive(Debug, Default)]
 pub struct Transfers {
     communicators: Communicators,
-    requests: Vec<Option<Under>>,
+    requests: Vec<Option<InProgress>>,
     /// Bytes sent to and received from each expert rank, indexed by request.
     lens: Vec<[Vec<usize>; 2]>,
     /// The launch order of each program's messages, where the pipeline's communicator requires one.
@@ -109,7 +109,7 @@ impl Transfers {
 
 /// A transfer in progress.
 #[derive(Debug)]
-enum Under {
+enum InProgress {
     Message(Request),
     Collective(Request, Group),
 }
@@ -154,7 +154,7 @@ pub(crate) struct Operands<'a> {
     pub inputs: [Option<Bytes>; 2],
     pub output: Bytes,
     /// For [`AllToAllRows`](Collective::AllToAllRows): the row offsets of what is sent, and of what is received.
-    pub starts: [&'a [u32]; 2],
+    pub row_offsets: [&'a [u32]; 2],
     /// For [`AllToAllRows`](Collective::AllToAllRows): bytes of a row.
     pub row_bytes: usize,
 }
@@ -184,13 +184,13 @@ impl Transfers {
                 unsafe { pipeline.irecv(to, len, peer, tag) }?
             }
             _ => {
-                let Some(Under::Message(under_way)) = self.requests[request].take() else {
+                let Some(InProgress::Message(under_way)) = self.requests[request].take() else {
                     unreachable!("lowering starts every message that it waits for")
                 };
                 return pipeline.wait_on_device(under_way);
             }
         };
-        self.requests[request] = Some(Under::Message(started));
+        self.requests[request] = Some(InProgress::Message(started));
         Ok(())
     }
 
@@ -206,9 +206,9 @@ impl Transfers {
         operands: &Operands<'_>,
         clear: impl FnOnce(Bytes),
     ) -> communicator::Result<()> {
-        let &Operands { inputs, output, starts, row_bytes } = operands;
+        let &Operands { inputs, output, row_offsets: starts, row_bytes } = operands;
         let group = collective.group();
-        let communicator = self.communicators.of(group)?;
+        let communicator = self.communicators.group(group)?;
         if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
             return Err(OTHER_RANKS);
         }
@@ -233,13 +233,13 @@ impl Transfers {
         let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
         // SAFETY: by this function's contract. The sizes in `lens` stay unchanged until this request is finished.
         let started = unsafe { communicator.start(request_of) }?;
-        self.requests[request] = Some(Under::Collective(started, group));
+        self.requests[request] = Some(InProgress::Collective(started, group));
         Ok(())
     }
 
     /// Reports a failure to the other ranks and drops the communicators, which ends all loans of memory.
     #[cfg(feature = "cuda")]
-    pub(crate) fn give_up(&mut self, reason: &str) {
+    pub(crate) fn abort(&mut self, reason: &str) {
         let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
         [pipeline, batch, experts, replicas].into_iter().flatten().for_each(|way| way.abort(reason));
         *self = Self::default();
@@ -247,10 +247,10 @@ impl Transfers {
 
     /// Waits for a collective.
     pub(crate) fn finish(&mut self, request: usize) -> communicator::Result<()> {
-        let Some(Under::Collective(under_way, group)) = self.requests[request].take() else {
+        let Some(InProgress::Collective(under_way, group)) = self.requests[request].take() else {
             unreachable!("lowering starts every collective that it finishes")
         };
-        self.communicators.of(group)?.wait_on_device(under_way)
+        self.communicators.group(group)?.wait_on_device(under_way)
     }
 }
 
@@ -312,7 +312,7 @@ pub(super) unsafe fn begin(
     let operands = Operands {
         inputs: [inputs.first().map(range), inputs.get(1).map(range)],
         output: outputs.first().map(range).expect("a collective has an output"),
-        starts,
+        row_offsets: starts,
         row_bytes,
     };
     // SAFETY: by this function's contract; the plan either keeps inputs and outputs apart or makes them the same

@@ -342,7 +342,7 @@ impl Trainer {
         let Share { first, stride, .. } = self.share;
         let (first_part, part_stride) = (first as u64, stride as u64);
         let TrainOptions { seed, poison, .. } = self.options;
-        RunOptions { seed, step: self.step, poison, watch: false, first_part, part_stride }
+        RunOptions { seed, step: self.step, poison, watch: false, first_micro_batch: first_part, micro_batch_stride: part_stride }
     }
 
     fn write_step(&mut self, batch: &Batch<'_>, lr: f64) -> Result<()> {

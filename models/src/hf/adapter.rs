@@ -334,8 +334,8 @@ fn take(fields: &mut Fields) -> Lora {
     fields.one_of("bias", &["none"]);
     fields.one_of("task_type", &["CAUSAL_LM"]);
     initial_values(fields);
-    fields.off(&OFF);
-    fields.pass_over(&PASSED_OVER);
+    fields.require_off(&OFF);
+    fields.ignore(&PASSED_OVER);
     lora
 }
 

@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 use super::HEAD;
 use super::error::{HfError, Result};
 use super::folder::{Folder, INDEX, SINGLE};
-use super::layout::Piece;
+use super::layout::StoredRange;
 use super::tensors::narrow;
 
 /// Number of elements that are converted at a time.
@@ -40,7 +40,7 @@ const TOKENIZER: [&str; 9] = [
 ];
 
 /// A part of a stored tensor: its parameter, the index of the parameter's element with which it begins, and the piece.
-type Origin<'a> = (&'a str, usize, &'a Piece);
+type Origin<'a> = (&'a str, usize, &'a StoredRange);
 
 impl Folder {
     /// Saves a trainer's parameters as a folder at `out`, which must be empty or not exist. Names and types are those

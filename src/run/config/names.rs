@@ -39,12 +39,12 @@ pub const NAMES: [(&str, &str); 28] = [
 ];
 
 /// Former short names and their present ones.
-const OLD: [(&str, &str); 2] = [("dtype", "precision"), ("kernels", "device")];
+const FORMER_NAMES: [(&str, &str); 2] = [("dtype", "precision"), ("kernels", "device")];
 
 /// Returns the key of a name. The name may be a short name, a former name (with or without `step.`), or the key itself.
 pub(crate) fn key_of(name: &str) -> &str {
     let bare = name.strip_prefix("step.").unwrap_or(name);
-    let short = OLD.iter().find(|(old, _)| *old == bare).map_or(bare, |(_, short)| short);
+    let short = FORMER_NAMES.iter().find(|(old, _)| *old == bare).map_or(bare, |(_, short)| short);
     NAMES.iter().find(|(known, _)| *known == short).map_or(name, |(_, key)| key)
 }
 
@@ -102,11 +102,11 @@ pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), St
 }
 
 /// The keys of a table and of all tables in it, as full names with dots, with their values.
-pub(crate) fn flat(table: &Table, path: &str) -> Vec<(String, Value)> {
+pub(crate) fn flatten(table: &Table, path: &str) -> Vec<(String, Value)> {
     let inner = |(key, value): (&String, &Value)| {
         let key = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
         match value {
-            Value::Table(table) => flat(table, &key),
+            Value::Table(table) => flatten(table, &key),
             value => vec![(key, value.clone())],
         }
     };

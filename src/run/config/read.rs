@@ -8,7 +8,7 @@ use serde_json::Value as Json;
 use toml::{Table, Value};
 
 use super::RunConfig;
-use super::names::{NAMES, flat, insert, key_of, rename};
+use super::names::{NAMES, flatten, insert, key_of, rename};
 
 /// The reason for which a run file, or an assignment of the command line, is refused.
 #[derive(Debug, thiserror::Error)]
@@ -120,7 +120,7 @@ impl RunConfig {
             insert(&mut one, &key, value).ok()?;
             Self::deserialize(one).err().map(|error| (key, error))
         };
-        let (key, error) = flat(&root, "").into_iter().find_map(alone).unwrap_or_else(|| {
+        let (key, error) = flatten(&root, "").into_iter().find_map(alone).unwrap_or_else(|| {
             let quoted = error.message().split('`').nth(1).unwrap_or("the run");
             (quoted.to_owned(), error)
         });
@@ -150,10 +150,10 @@ fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, C
 }
 
 /// Maximum size of a file that is written by hand.
-const MOST_BYTES: u64 = 16 << 20;
+const MAX_BYTES: u64 = 16 << 20;
 
 pub(crate) fn text_of(path: &Path) -> Result<String, ConfigError> {
-    read_text(path, MOST_BYTES).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
+    read_text(path, MAX_BYTES).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
 }
 
 /// Refuses lists in place of tables, which serde would read as the values of the table's keys in their order.

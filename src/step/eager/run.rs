@@ -10,7 +10,7 @@ use gapless_engine::recompute::block_of;
 use gapless_parallel::{Action, Kind, StageId};
 
 use super::EagerError;
-use super::autograd::{Autograd, Frame, Mode, Var};
+use super::autograd::{Autograd, Checkpoint, Mode, Var};
 use super::experts::{ExpertRows, Mixture, drawn};
 use super::stage::{Stage, is_sum};
 use super::tape::{BF16, F32, INT64, Tensor};
@@ -267,9 +267,9 @@ impl<'g> Run<'g> {
             let inputs = self.inputs(stage, nodes.clone(), &environment);
             first = name.filter(|_| self.mixtures.is_empty()).map(|_| first.unwrap_or_else(|| inputs.clone()));
             let is_checkpointed = name.is_some_and(|name| self.checkpointed.contains(name));
-            let frame = is_checkpointed.then(|| Frame::new(nodes.clone(), inputs.clone()));
+            let frame = is_checkpointed.then(|| Checkpoint::new(nodes.clone(), inputs.clone()));
             if let Some(frame) = &frame {
-                self.autograd.set_mode(Mode::Forget(frame.clone()));
+                self.autograd.set_mode(Mode::Drop(frame.clone()));
             }
             // While a block runs, its caller holds the block's inputs. Outside of blocks no caller does.
             let mut inside: Environment = inputs.into_iter().collect();
@@ -297,7 +297,7 @@ impl<'g> Run<'g> {
     }
 
     /// Recomputes a checkpoint's forward.
-    fn recall(&self, stage: &Stage, frame: &Frame) {
+    fn recall(&self, stage: &Stage, frame: &Checkpoint) {
         let mut environment = frame.inputs.iter().cloned().collect();
         // Errors cannot occur: the same nodes have run before.
         let _ = self.run_nodes(stage, frame.nodes.clone(), &mut environment);

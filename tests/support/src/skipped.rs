@@ -25,7 +25,7 @@ pub(crate) fn is_slow_asked() -> bool {
 
 /// True if slow tests may run, which is the case with `GAPLESS_SLOW_TESTS`. Otherwise reports that the test is skipped.
 #[track_caller]
-pub fn may_take_long() -> bool {
+pub fn slow_tests_enabled() -> bool {
     let is_asked = is_slow_asked();
     if !is_asked {
         not_checked("anything: it takes long; GAPLESS_SLOW_TESTS=1 does");

@@ -16,15 +16,15 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use super::backtrack::sixteenths_of_doublings;
-use super::lots::{At, Lots, Place, UNDECIDED};
-use super::open_stack::Course;
+use super::lots::{At, Lots, Candidate, UNDECIDED};
+use super::open_stack::HalfSearch;
 use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::mix::mix;
 
 /// An item at its offset, or the undecided range of the stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Slab {
+pub(super) struct PlacedItem {
     pub from: u64,
     pub to: u64,
     /// The clique before which it dies.
@@ -34,7 +34,7 @@ pub(super) struct Slab {
 /// A layout at the next milestone.
 pub(super) struct Arrival {
     /// The slabs alive there, ascending by address.
-    pub live: Vec<Slab>,
+    pub live: Vec<PlacedItem>,
     /// The items placed on the way and the lots whose offsets were decided, in order.
     pub places: Vec<(u32, At)>,
     /// The lots that are still undecided.
@@ -92,7 +92,7 @@ struct Birth {
 
 /// The search for ways between two milestones.
 pub(super) struct Leap<'c> {
-    course: &'c Course<'c>,
+    course: &'c HalfSearch<'c>,
     to: u32,
     births: Vec<Birth>,
     /// Bytes of the births that are still alive at the milestone, the largest first, and whether each is still to come.
@@ -112,7 +112,7 @@ pub(super) struct Leap<'c> {
 impl<'c> Leap<'c> {
     /// A leap from the milestone `cliques.start` to the milestone `cliques.end`. Each unit of `effort` doubles its
     /// limits.
-    pub fn new(course: &'c Course<'c>, cliques: Range<u32>, effort: u32) -> Self {
+    pub fn new(course: &'c HalfSearch<'c>, cliques: Range<u32>, effort: u32) -> Self {
         let to = cliques.end;
         let born =
             (cliques.start + 1..=to).flat_map(|clique| course.born(clique).into_iter().map(move |i| (clique, i)));
@@ -144,7 +144,7 @@ impl<'c> Leap<'c> {
     }
 
     /// The layouts at the next milestone that are reached from one layout.
-    pub fn from(&mut self, live: &[Slab], lots: &Lots, budget: &mut Budget) -> Vec<Arrival> {
+    pub fn from(&mut self, live: &[PlacedItem], lots: &Lots, budget: &mut Budget) -> Vec<Arrival> {
         let is_large = live.len().saturating_mul(self.births.len()) > SLABS;
         self.steps = if is_large || budget.is_late() { 0 } else { self.most.0 };
         self.known.clear();
@@ -157,7 +157,7 @@ impl<'c> Leap<'c> {
     }
 
     /// Places the births from number `next` on.
-    fn go(&mut self, next: usize, mut live: Vec<Slab>, lots: Lots, budget: &mut Budget) {
+    fn go(&mut self, next: usize, mut live: Vec<PlacedItem>, lots: Lots, budget: &mut Budget) {
         if self.is_over(budget) {
             return;
         }
@@ -189,7 +189,7 @@ impl<'c> Leap<'c> {
             let at = match place.heir {
                 Some(lot) => At::Of(left.root(lot)),
                 None => {
-                    let slab = Slab { from: place.from, to: place.from + birth.bytes, leaves: birth.leaves };
+                    let slab = PlacedItem { from: place.from, to: place.from + birth.bytes, leaves: birth.leaves };
                     let index = grown.partition_point(|other| other.from < slab.from);
                     grown.insert(index, slab);
                     At::Offset(place.from)
@@ -218,17 +218,17 @@ impl<'c> Leap<'c> {
     }
 
     /// The candidate places of a birth, the best first.
-    fn places(&self, birth: Birth, live: &[Slab], lots: &Lots) -> Vec<Place> {
+    fn places(&self, birth: Birth, live: &[PlacedItem], lots: &Lots) -> Vec<Candidate> {
         let (course, bytes) = (self.course, birth.bytes);
         let leaves = course.seen_by(birth.leaves);
-        let mut places: Vec<Place> = Vec::new();
+        let mut places: Vec<Candidate> = Vec::new();
         // In every other attempt, a large item may split a range next to the undecided one without a higher rank.
         let parts = course.number % 2 == 1 && course.is_largest(bytes);
         let dead = lots.dead(birth.clique);
         let heir = dead.iter().find(|lot| lot.1 == bytes).map(|lot| lot.0);
         if heir.is_some() {
             let rank = if birth.waits.is_some() { 0 } else { HEIR };
-            places.push(Place { rank, heir, ..Place::default() });
+            places.push(Candidate { rank, heir, ..Candidate::default() });
         }
         each_range(live, course.ceiling, |from, to, between| {
             let is_open = between.map(|slab| slab.is_some_and(|slab| slab.leaves == UNDECIDED));
@@ -239,19 +239,19 @@ impl<'c> Leap<'c> {
                     let opening = OPENING * opened.iter().flatten().count() as u64;
                     if to - from == bytes {
                         let rank = (low + high + opening).saturating_sub(RANGE + apart(below, above));
-                        places.push(Place { rank, from, opened, ..Place::default() });
+                        places.push(Candidate { rank, from, opened, ..Candidate::default() });
                     } else {
-                        places.extend([(low, from), (high, to - bytes)].map(|(side, from)| Place {
+                        places.extend([(low, from), (high, to - bytes)].map(|(side, from)| Candidate {
                             rank: side + ASIDE.0 + opening,
                             from,
                             opened,
-                            ..Place::default()
+                            ..Candidate::default()
                         }));
                     }
                 });
                 return;
             }
-            let mut push = |rank, from| places.push(Place { rank, from, ..Place::default() });
+            let mut push = |rank, from| places.push(Candidate { rank, from, ..Candidate::default() });
             if to - from == bytes {
                 push((low + high).saturating_sub(RANGE + apart(below, above)), from);
                 return;
@@ -270,7 +270,7 @@ impl<'c> Leap<'c> {
             }
         });
         places.sort_unstable();
-        places.dedup_by_key(|place| Place { rank: 0, ..*place });
+        places.dedup_by_key(|place| Candidate { rank: 0, ..*place });
         if birth.waits.is_none() {
             places.truncate(PLACES.0);
         } else if bytes < course.largest / LARGE {
@@ -282,11 +282,11 @@ impl<'c> Leap<'c> {
     /// True if the births that are still to come and alive at the milestone find room between the slabs that stay, each
     /// in the tightest range. Ranges next to the undecided one form a common pool, with the bytes of the lots that are
     /// dead by then.
-    fn has_room(&mut self, live: &[Slab], lots: &Lots) -> bool {
+    fn has_room(&mut self, live: &[PlacedItem], lots: &Lots) -> bool {
         self.room.clear();
         let (mut floor, mut is_open) = (0, false);
         let mut open = 0;
-        let top = Slab { from: self.course.ceiling, to: self.course.ceiling, leaves: 0 };
+        let top = PlacedItem { from: self.course.ceiling, to: self.course.ceiling, leaves: 0 };
         for &slab in live.iter().filter(|slab| slab.leaves > self.to).chain([&top]) {
             let opens = slab.leaves == UNDECIDED;
             if is_open || opens {
@@ -309,7 +309,7 @@ impl<'c> Leap<'c> {
         })
     }
 
-    fn arrive(&mut self, live: Vec<Slab>, lots: Lots) {
+    fn arrive(&mut self, live: Vec<PlacedItem>, lots: Lots) {
         let course = self.course;
         let hash = live.iter().fold(0, |hash, slab| hash ^ slab.key(course.seen_by(slab.leaves)));
         let hash = hash ^ lots.key(self.to, |leaves| course.seen_by(leaves));
@@ -344,7 +344,7 @@ impl<'c> Leap<'c> {
     }
 }
 
-impl Slab {
+impl PlacedItem {
     /// A hash of the slab's addresses and time of death.
     fn key(self, leaves: u32) -> u64 {
         mix(self.from ^ (self.to - self.from).rotate_left(20), u64::from(leaves))
@@ -353,8 +353,8 @@ impl Slab {
 
 /// Visits every free range below the ceiling, with its neighbours below and above (`None` at an edge of the arena).
 /// Beside the undecided range, empty ranges are visited too, since lots can extend them.
-fn each_range(live: &[Slab], ceiling: u64, mut visit: impl FnMut(u64, u64, [Option<&Slab>; 2])) {
-    let mut below: Option<&Slab> = None;
+fn each_range(live: &[PlacedItem], ceiling: u64, mut visit: impl FnMut(u64, u64, [Option<&PlacedItem>; 2])) {
+    let mut below: Option<&PlacedItem> = None;
     for slab in live {
         let floor = below.map_or(0, |slab| slab.to);
         if floor < slab.from || [below, Some(slab)].into_iter().flatten().any(|slab| slab.leaves == UNDECIDED) {

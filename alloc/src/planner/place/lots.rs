@@ -9,7 +9,7 @@
 
 use std::cmp::Reverse;
 
-use super::leap::Slab;
+use super::leap::PlacedItem;
 use crate::planner::mix::mix;
 
 /// Value of [`Slab::leaves`] for the undecided range.
@@ -39,7 +39,7 @@ pub(super) struct Lots(Vec<Lot>);
 
 /// A candidate place for a birth.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Place {
+pub(super) struct Candidate {
     pub rank: u64,
     pub from: u64,
     /// The lot that the birth takes over, if any.
@@ -133,7 +133,7 @@ impl Lots {
 
     /// Applies a place. A lot that is taken over gets a new owner, which dies before clique `leaves`. Lots whose
     /// offsets are decided leave the undecided range of `live`, and their offsets are appended to `path`.
-    pub fn take(&mut self, place: &Place, leaves: u32, live: &mut Vec<Slab>, path: &mut Vec<(u32, At)>) {
+    pub fn take(&mut self, place: &Candidate, leaves: u32, live: &mut Vec<PlacedItem>, path: &mut Vec<(u32, At)>) {
         if let Some(lot) = place.heir {
             self.0[lot].leaves = leaves;
         }
@@ -165,10 +165,10 @@ mod tests {
     use super::*;
 
     /// The lots of `(bytes, leaves)`, and the undecided range that holds them, from address 10 on.
-    fn stretch(rows: &[(u64, u32)]) -> (Lots, Vec<Slab>) {
+    fn stretch(rows: &[(u64, u32)]) -> (Lots, Vec<PlacedItem>) {
         let lots = Lots::new((0..).zip(rows).map(|(root, &(bytes, leaves))| (root, bytes, leaves)));
         let to = 10 + rows.iter().map(|row| row.0).sum::<u64>();
-        (lots, vec![Slab { from: 10, to, leaves: UNDECIDED }])
+        (lots, vec![PlacedItem { from: 10, to, leaves: UNDECIDED }])
     }
 
     generated! {
@@ -187,7 +187,7 @@ mod tests {
                 Lots::openings(&dead, (from, to), open, free + more, |from, to, opened| ways.push((from, to, opened)));
                 for (low, high, opened) in ways {
                     let (mut left, mut live, mut path) = (lots.clone(), live.clone(), Vec::new());
-                    left.take(&Place { opened, ..Place::default() }, 0, &mut live, &mut path);
+                    left.take(&Candidate { opened, ..Candidate::default() }, 0, &mut live, &mut path);
                     let grown: u64 = path.iter().map(|&(root, _)| rows[root as usize].0).sum();
                     prop_assert!(path.iter().all(|&(root, _)| rows[root as usize].1 <= clique));
                     prop_assert_eq!(high - low, free + grown);
@@ -207,7 +207,7 @@ mod tests {
         let (mut lots, mut live) = stretch(&[(4, 9), (4, 1), (2, 1)]);
         let before = live.clone();
         assert_eq!(lots.dead(2), [(1, 4), (2, 2)]);
-        lots.take(&Place { heir: Some(1), ..Place::default() }, 5, &mut live, &mut Vec::new());
+        lots.take(&Candidate { heir: Some(1), ..Candidate::default() }, 5, &mut live, &mut Vec::new());
         assert_eq!((lots.dead(2), lots.dead(5)), (vec![(2, 2)], vec![(1, 4), (2, 2)]));
         assert_eq!((live, lots.root(1), lots.freed(5)), (before, 1, 6));
     }

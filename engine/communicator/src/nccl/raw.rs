@@ -87,7 +87,7 @@ impl Comm {
     ///
     /// # Errors
     /// Returns an error if the communicator has failed since.
-    pub(super) fn is_settled(&self) -> Result<bool> {
+    pub(super) fn is_call_complete(&self) -> Result<bool> {
         const CALL: &str = "ncclCommGetAsyncError";
         let mut state = SUCCESS;
         // SAFETY: the handle is a valid communicator; `state` outlives the call.

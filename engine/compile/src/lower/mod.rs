@@ -37,7 +37,7 @@ use crate::program::{BufferId, BufferKind, Instr, InstrKind, IoTensor, Operand, 
 use crate::verify::check_sizes;
 
 /// The maximum number of instructions of a program. Each takes some 5 KB until it has an address.
-const MOST_INSTRUCTIONS: usize = 1 << 20;
+const MAX_INSTRUCTIONS: usize = 1 << 20;
 
 /// Lowers a graph along a schedule, for one rank, and runs all passes over the program.
 ///
@@ -58,9 +58,9 @@ pub(crate) fn lower_observed(
     let mut lowerer = Lowerer::new(lowering, &alive, &crossings);
     let actions = &lowering.table[lowering.rank];
     let instructions = actions.iter().map(|action| lowerer.nodes_of(action).count()).sum();
-    if instructions > MOST_INSTRUCTIONS {
+    if instructions > MAX_INSTRUCTIONS {
         let program = lowering.name.to_owned();
-        return Err(Error::TooManyInstructions { program, instructions, most: MOST_INSTRUCTIONS });
+        return Err(Error::TooManyInstructions { program, instructions, most: MAX_INSTRUCTIONS });
     }
     for (index, action) in actions.iter().enumerate() {
         lowerer.emit_action(index, action);

@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 
 use gapless_alloc::Role;
 use gapless_communicator::{Direction, Tag};
-use gapless_parallel::{Action, Cell, Communication, CommunicationKind, Kept, Kind, MicroBatch, StageId};
+use gapless_parallel::{Action, Cell, Communication, CommunicationKind, KeptBuffer, Kind, MicroBatch, StageId};
 
 use crate::program::{BufferKind, InstrKind, Message, Program};
 
@@ -36,10 +36,10 @@ impl Program {
     }
 
     /// The values that live across several cells. The simulator takes them from a program of one micro-batch.
-    pub fn kept(&self) -> Vec<Kept> {
+    pub fn kept(&self) -> Vec<KeptBuffer> {
         let (cells, cell_of) = self.cells_of_instructions();
         self.outliving(&cell_of)
-            .map(|(bytes, born, dead)| Kept { bytes, from: cells[born], until: cells[dead] })
+            .map(|(bytes, born, dead)| KeptBuffer { bytes, from: cells[born], until: cells[dead] })
             .collect()
     }
 

@@ -306,9 +306,9 @@ impl Default for StepOptions {
 
 impl StepOptions {
     /// Maximum number of tokens per step.
-    const MOST_TOKENS: usize = 1 << 28;
+    const MAX_TOKENS: usize = 1 << 28;
     /// Maximum number of micro-batches, of ranks along one axis, and of chunks per rank.
-    const MOST_PARTS: usize = 1 << 16;
+    const MAX_EXTENT: usize = 1 << 16;
 
     /// Number of parts into which the batch is split: the micro-batches of all ranks that share it.
     pub fn parts(&self) -> usize {
@@ -396,20 +396,20 @@ impl StepOptions {
     pub fn check_values(&self) -> Result<()> {
         let Self { batch, sequence, mesh, memory, .. } = self;
         let extents = [
-            ("step.batch", *batch, Self::MOST_TOKENS),
-            ("step.sequence", *sequence, Self::MOST_TOKENS),
-            ("step.micro_batches", self.micro_batches, Self::MOST_PARTS),
-            ("mesh.data", mesh.data, Self::MOST_PARTS),
-            ("mesh.pipeline", mesh.pipeline, Self::MOST_PARTS),
-            ("mesh.expert", mesh.expert, Self::MOST_PARTS),
-            ("pipeline.chunks", self.pipeline.chunks, Self::MOST_PARTS),
+            ("step.batch", *batch, Self::MAX_TOKENS),
+            ("step.sequence", *sequence, Self::MAX_TOKENS),
+            ("step.micro_batches", self.micro_batches, Self::MAX_EXTENT),
+            ("mesh.data", mesh.data, Self::MAX_EXTENT),
+            ("mesh.pipeline", mesh.pipeline, Self::MAX_EXTENT),
+            ("mesh.expert", mesh.expert, Self::MAX_EXTENT),
+            ("pipeline.chunks", self.pipeline.chunks, Self::MAX_EXTENT),
         ];
         if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
             let why = if extent == 0 { "is 0".into() } else { format!("is {extent}, and {most} are the most") };
             return Err(Error::config(key, why, "it is at least 1"));
         }
-        if batch.saturating_mul(*sequence) > Self::MOST_TOKENS {
-            let why = format!("{batch} sequences of {sequence} tokens are more than {} tokens", Self::MOST_TOKENS);
+        if batch.saturating_mul(*sequence) > Self::MAX_TOKENS {
+            let why = format!("{batch} sequences of {sequence} tokens are more than {} tokens", Self::MAX_TOKENS);
             return Err(Error::config("step.batch", why, "choose a smaller step.batch or step.sequence"));
         }
         mesh.ranks()?;

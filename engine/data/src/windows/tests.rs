@@ -72,7 +72,7 @@ generated! {
 /// not depend on other calls.
 #[test]
 fn parts_of_a_mixture_have_their_shares_and_their_own_order() {
-    let cut = |from: u64, to: u64| Cut::new(counting(3000), from..to, None, 10, "training").unwrap();
+    let cut = |from: u64, to: u64| WindowSource::new(counting(3000), from..to, None, 10, "training").unwrap();
     let weights = [0.7, 0.3 - 1e-6, 1e-6];
     let ranges = [(0, 1000), (1000, 1300), (1300, 3000)];
     let parts: Vec<_> = ranges.into_iter().zip(weights).map(|((from, to), weight)| (cut(from, to), weight)).collect();

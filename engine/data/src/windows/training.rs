@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Cut, documents, fill, shares};
+use super::{WindowSource, documents, fill, shares};
 use crate::permutation::mix;
 use crate::{DataError, Permutation, Tokens};
 
@@ -28,7 +28,7 @@ use crate::{DataError, Permutation, Tokens};
 #[derive(Debug, Clone)]
 pub struct TrainingWindows {
     /// Each part, with its slots among [`PLACES`].
-    parts: Vec<(Cut, Range<u64>)>,
+    parts: Vec<(WindowSource, Range<u64>)>,
     batch: usize,
     seed: u64,
 }
@@ -50,17 +50,17 @@ impl TrainingWindows {
         batch: usize,
         seed: u64,
     ) -> Result<Self, DataError> {
-        Self::of(vec![(Cut::new(tokens, range, None, sequence, "training")?, 1.0)], batch, seed)
+        Self::of(vec![(WindowSource::new(tokens, range, None, sequence, "training")?, 1.0)], batch, seed)
     }
 
     /// Batches over weighted parts.
-    pub(crate) fn of(parts: Vec<(Cut, f64)>, batch: usize, seed: u64) -> Result<Self, DataError> {
+    pub(crate) fn of(parts: Vec<(WindowSource, f64)>, batch: usize, seed: u64) -> Result<Self, DataError> {
         if batch == 0 {
             return Err(DataError::Zero { what: "the batch size" });
         }
         let shares = shares(&parts, PLACES as usize);
         let mut first = 0;
-        let with_places = |((cut, _), share): ((Cut, f64), usize)| {
+        let with_places = |((cut, _), share): ((WindowSource, f64), usize)| {
             let places = first..first + share as u64;
             first = places.end;
             (cut, places)
@@ -87,7 +87,7 @@ impl TrainingWindows {
 
     /// Finds window `index` of the batch of `step`: its part, and within that the position of its first token in the
     /// stream, or the index of its row of examples.
-    pub(super) fn start(&self, step: u64, index: usize) -> (&Cut, u64) {
+    pub(super) fn start(&self, step: u64, index: usize) -> (&WindowSource, u64) {
         let visit = u128::from(step) * self.batch as u128 + index as u128;
         if let [(cut, _)] = &self.parts[..] {
             return (cut, cut.visited(visit, self.seed));

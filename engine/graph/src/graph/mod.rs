@@ -27,7 +27,7 @@ pub use node::{Node, NodeId, Phase, Place};
 pub use value::{FLOATS, RowCount, Source, Value, ValueId};
 
 /// Upper limit of the tensors in a graph. A model of a thousand layers has some ten thousand.
-const MOST_VALUES: usize = 1 << 20;
+const MAX_VALUES: usize = 1 << 20;
 
 /// The relation between the tokens of a graph's sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -324,8 +324,8 @@ impl Graph {
 
     /// Checks that tensors are not empty and not too large, and that the graph does not have too many.
     fn check_sizes(&self, op: &str, specs: &[Spec]) -> Result<()> {
-        if self.values.len() > MOST_VALUES {
-            let why = format!("a step of more than {MOST_VALUES} tensors");
+        if self.values.len() > MAX_VALUES {
+            let why = format!("a step of more than {MAX_VALUES} tensors");
             return Err(Error::config("model", why, "fewer layers"));
         }
         for spec in specs {

@@ -14,16 +14,16 @@ use gapless_kernels::Stream;
 use gapless_kernels::cpu::args::{Address, Args, Element, Places};
 use half::bf16;
 
-use super::offload::HostFile;
-use crate::routed::{Refusal, Routed, not_finite_before};
+use super::offload::OffloadFile;
+use crate::routed::{Refusal, DynamicBuffers, find_nonfinite_origin};
 use crate::session::{RunOptions, Times};
 use crate::transfers::{Base, Transfers, begin, range, transfer};
 
 /// The resources of a run besides the planned arena.
 pub(super) struct RunContext<'o> {
     pub transfers: &'o mut Transfers,
-    pub routed: &'o mut Routed,
-    pub file: &'o mut Option<HostFile>,
+    pub routed: &'o mut DynamicBuffers,
+    pub file: &'o mut Option<OffloadFile>,
     pub times: &'o mut Times,
 }
 
@@ -49,14 +49,14 @@ pub(super) fn run_all(
         }
         if let Err(refusal) = run.context.routed.place(instruction) {
             let is_finite = |planned: &Address| are_finite(std::slice::from_ref(planned), base, Places::NONE);
-            let culprit = not_finite_before(program, index, is_finite);
+            let culprit = find_nonfinite_origin(program, index, is_finite);
             return Err((culprit.unwrap_or(index), culprit.map_or(Failure::Overflow(refusal), |_| Failure::NonFinite)));
         }
         run.execute(instruction).map_err(|failure| (index, failure))?;
         if options.watch && culprit.is_none() && !are_finite(instruction.results(), base, run.context.routed.places()) {
             culprit = Some(index);
         }
-        run.settle(instruction);
+        run.apply_vote_and_count(instruction);
         let ended = Instant::now();
         run.context.times.add(instruction.activity, ended - begun);
         begun = ended;
@@ -84,7 +84,7 @@ impl Run<'_> {
         let &mut Self { program, base, options, .. } = self;
         let RunContext { transfers, routed, file, .. } = &mut self.context;
         let places = routed.places();
-        let part = options.part_of(instruction.micro_batch);
+        let part = options.index_in_batch(instruction.micro_batch);
         match &instruction.kind {
             InstrKind::Compute(op) => {
                 let stream = Stream::new(options.seed, options.step, part);
@@ -127,16 +127,16 @@ impl Run<'_> {
     }
 
     /// Casts or applies a vote, and records the row count that the instruction has computed.
-    fn settle(&mut self, instruction: &Instruction) {
+    fn apply_vote_and_count(&mut self, instruction: &Instruction) {
         let (base, routed) = (self.base, &mut *self.context.routed);
         match instruction.kind {
             InstrKind::Vote(_) => {
                 // SAFETY: as in `execute`.
-                unsafe { scalar(base, &instruction.outputs[0]).write(routed.offer(instruction)) };
+                unsafe { scalar(base, &instruction.outputs[0]).write(routed.try_reserve(instruction)) };
             }
             InstrKind::ApplyVote(_) => {
                 // SAFETY: as in `execute`.
-                routed.settle(instruction, unsafe { scalar(base, &instruction.inputs[0]).read() });
+                routed.apply_vote(instruction, unsafe { scalar(base, &instruction.inputs[0]).read() });
             }
             _ => {}
         }
@@ -169,7 +169,7 @@ pub(super) enum Failure {
 ///
 /// # Safety
 /// The operand must lie in the arena at `base`, and must not be accessed by others meanwhile.
-unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Option<HostFile>) -> io::Result<()> {
+unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Option<OffloadFile>) -> io::Result<()> {
     let none = || io::Error::new(io::ErrorKind::NotFound, "no file was made to offload to");
     let file = file.as_mut().ok_or_else(none)?;
     match &*instruction.outputs {

@@ -178,8 +178,8 @@ impl Backend for CudaBackend {
         self.runner.slots.routed.check(executable)
     }
 
-    fn serve_outside(&mut self, limit: u64) {
-        self.runner.slots.routed.serve_outside(limit);
+    fn allow_overflow_heap(&mut self, limit: u64) {
+        self.runner.slots.routed.allow_overflow_heap(limit);
     }
 
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()> {

@@ -121,7 +121,7 @@ impl Place {
     fn of(&self, instruction: &Instruction) -> Option<Vec<Launch>> {
         let InstrKind::Compute(op) = &instruction.kind else { return None };
         let operand = |of: &Address| {
-            let address = of.counted.map_or(self.base + of.offset, |counted| slot(self.slots, counted));
+            let address = of.dynamic.map_or(self.base + of.offset, |counted| slot(self.slots, counted));
             Operand { address, layout: of.layout.clone(), dtype: of.dtype }
         };
         let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Vec<_>>();

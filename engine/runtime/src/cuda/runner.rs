@@ -16,7 +16,7 @@ use super::place::{ALIGNMENT, Part, Place};
 use super::slots::{Located, Slots};
 use super::staging::{Exchanging, Staging};
 use crate::error::{Error, Result};
-use crate::routed::{Refusal, not_finite_before};
+use crate::routed::{Refusal, find_nonfinite_origin};
 use crate::session::RunOptions;
 
 /// What runs programs.
@@ -135,7 +135,7 @@ impl Run<'_> {
         }
         let located = self.slots.located();
         let is_finite = |planned: &Address| is_finite(self.device, located, planned).unwrap_or(true);
-        match not_finite_before(self.program, begun, is_finite) {
+        match find_nonfinite_origin(self.program, begun, is_finite) {
             Some(index) => {
                 let culprit = self.program.instructions[index].describe();
                 Error::NonFinite { step: self.step, loss: f32::NAN, culprit }
@@ -150,14 +150,14 @@ impl Run<'_> {
             // Of tensors of nothing.
             InstrKind::Compute(_) => {}
             InstrKind::Vote(_) => {
-                let without = self.slots.routed.offer(instruction);
+                let without = self.slots.routed.try_reserve(instruction);
                 let (at, _) = self.located().of(&instruction.outputs[0]);
                 self.write(at, &without.to_ne_bytes())?;
             }
             InstrKind::ApplyVote(_) => {
                 let (at, _) = self.located().of(&instruction.inputs[0]);
                 let without = f32::from_ne_bytes(self.read(at)?);
-                self.slots.routed.settle(instruction, without);
+                self.slots.routed.apply_vote(instruction, without);
                 self.slots.note(instruction);
             }
             _ => self.exchanging.exchange(instruction, self.device, self.slots.located())?,

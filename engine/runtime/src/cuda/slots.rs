@@ -7,12 +7,12 @@ use std::ops::Range;
 
 use gapless_compile::Executable;
 use gapless_compile::internal::Instruction;
-use gapless_kernels::cpu::args::{Address, CountedAddress, Places};
+use gapless_kernels::cpu::args::{Address, DynamicAddress, Places};
 use gapless_kernels::cpu::overflow_heap::OverflowHeap;
 use gapless_kernels::cuda::launch::SLOT;
 
 use super::place::Place;
-use crate::routed::Routed;
+use crate::routed::DynamicBuffers;
 
 /// What the device reads of a place: address and bytes.
 type Slot = [u64; 2];
@@ -20,7 +20,7 @@ type Slot = [u64; 2];
 /// The places of one run after another, and their slots.
 #[derive(Debug)]
 pub(super) struct Slots {
-    pub routed: Routed,
+    pub routed: DynamicBuffers,
     /// What is to be in device memory.
     slots: Vec<Slot>,
     /// Which of them are not there yet.
@@ -53,7 +53,7 @@ fn requests(executable: &Executable) -> usize {
 }
 
 /// The address of an operand's slot in a table, as kernels are given it.
-pub(super) fn slot(table: u64, counted: CountedAddress) -> u64 {
+pub(super) fn slot(table: u64, counted: DynamicAddress) -> u64 {
     SLOT | (table + u64::from(counted.request) * size_of::<Slot>() as u64)
 }
 
@@ -61,7 +61,7 @@ impl Slots {
     /// For the programs of an executable, run one at a time.
     pub fn new(executable: &Executable, place: Place) -> Self {
         // Rows outside of the arena are in memory that goes on behind it.
-        let routed = Routed::new(executable, OverflowHeap::elsewhere());
+        let routed = DynamicBuffers::new(executable, OverflowHeap::elsewhere());
         let slots = vec![[0; 2]; requests(executable)];
         Self { routed, changed: 0..slots.len(), slots, place }
     }

@@ -120,7 +120,7 @@ fn run_program(program: Program, reserve: Reserve) -> Outcome {
         Err(error) => return refused(&error),
     };
     let program = session.executable().program("hostile").unwrap();
-    let options = RunOptions { poison: true, watch: true, part_stride: u64::MAX, ..RunOptions::default() };
+    let options = RunOptions { poison: true, watch: true, micro_batch_stride: u64::MAX, ..RunOptions::default() };
     for _ in 0..2 {
         match catch_unwind(AssertUnwindSafe(|| session.run(program, options))) {
             Ok(Ok(_)) => {}
@@ -152,16 +152,16 @@ fn layout(dims: &[usize], strides: &[usize], start: usize) -> Layout {
 /// Each case is an operation's answers and a part of the expected refusal; `None` for a step that runs.
 #[test]
 fn what_operations_say_is_checked() {
-    let of = || Answers::of(vec![same()]);
+    let answers = || Answers::of(vec![same()]);
     let view = |dims: &[usize], strides: &[usize], start| Answers {
         view: Some(layout(dims, strides, start)),
         ..Answers::of(vec![Spec::f32(dims)])
     };
-    let mutates = |pairs: &[(usize, usize)]| Answers { mutates: pairs.to_vec(), ..of() };
-    let counted = |starts, balanced| Answers { rows: RowUse::DynamicOutputs { offsets: starts, balanced }, ..of() };
+    let mutates = |pairs: &[(usize, usize)]| Answers { mutates: pairs.to_vec(), ..answers() };
+    let counted = |starts, balanced| Answers { rows: RowUse::DynamicOutputs { offsets: starts, balanced }, ..answers() };
     let (max, far) = (usize::MAX, 1 << 62);
     for (answers, expected) in [
-        (of(), None),
+        (answers(), None),
         (view(&[4, 8], &[1, 4], 0), None),
         (view(&[2], &[far], 0), Some("beyond a tensor")),
         (view(&[2], &[max], 0), Some("beyond a tensor")),
@@ -180,13 +180,13 @@ fn what_operations_say_is_checked() {
         (Answers::of(vec![Spec::f32((far, 4))]), Some("more than 2^63 bytes")),
         (Answers::of(vec![Spec { shape: 8.into(), dtype: DType::F4 }]), Some("no whole bytes")),
         (Answers::of(vec![Spec::f32((1 << 59) - 1)]), Some("2^60")),
-        (Answers { workspace: vec![64, 0, 3], ..of() }, None),
-        (Answers { workspace: vec![u64::MAX], ..of() }, Some("2^60")),
-        (Answers { workspace: vec![u64::MAX - 63], ..of() }, Some("2^60")),
-        (Answers { workspace: vec![1 << 63, 1 << 63], ..of() }, Some("2^60")),
-        (Answers { inplace: vec![(0, 0)], ..of() }, None),
-        (Answers { inplace: vec![(max, 0)], ..of() }, Some("takes the bytes of input")),
-        (Answers { inplace: vec![(0, max)], ..of() }, Some("takes the bytes of input")),
+        (Answers { workspace: vec![64, 0, 3], ..answers() }, None),
+        (Answers { workspace: vec![u64::MAX], ..answers() }, Some("2^60")),
+        (Answers { workspace: vec![u64::MAX - 63], ..answers() }, Some("2^60")),
+        (Answers { workspace: vec![1 << 63, 1 << 63], ..answers() }, Some("2^60")),
+        (Answers { inplace: vec![(0, 0)], ..answers() }, None),
+        (Answers { inplace: vec![(max, 0)], ..answers() }, Some("takes the bytes of input")),
+        (Answers { inplace: vec![(0, max)], ..answers() }, Some("takes the bytes of input")),
         (mutates(&[(0, 0)]), None),
         (mutates(&[(2, 0)]), Some("takes the bytes of input 2")),
         (mutates(&[(1, 0)]), Some("must be")),
@@ -196,7 +196,7 @@ fn what_operations_say_is_checked() {
         (counted(0, 1), Some("not u32")),
         (Answers { outputs: vec![Spec::f32(())], ..counted(1, 1) }, Some("without dimensions")),
         (counted(1, max), None),
-        (Answers { cost: u64::MAX, ..of() }, None),
+        (Answers { cost: u64::MAX, ..answers() }, None),
     ] {
         let got = outcome(DType::F32, std::slice::from_ref(&answers), Reserve::Worst, 2);
         match (expected, &got) {
@@ -359,16 +359,16 @@ generated! {
         micro_batches in 1..4_u32,
     ) {
         let dtype = if is_bf16 { DType::BF16 } else { DType::F32 };
-        let of = |count| Answers::of(vec![Spec { shape: DIMS.into(), dtype }; count]);
+        let answers = |count| Answers::of(vec![Spec { shape: DIMS.into(), dtype }; count]);
         let mut operations = vec![Answers { number, ..Answers::of(vec![u32s(3)]) }];
         for (count, kind, is_inplace, bf16, balanced) in others {
             let rows = [RowUse::InheritsRows, RowUse::FixedOutputs, RowUse::DynamicOutputs { offsets: 2, balanced }][kind];
             // Input 3 follows the parameter's copy and two row offsets: it is an output of an earlier operation.
             let inplace = if is_inplace { vec![(3, 0)] } else { vec![] };
-            operations.push(Answers { rows, inplace, bf16, ..of(count) });
+            operations.push(Answers { rows, inplace, bf16, ..answers(count) });
         }
         operations[1].inplace.clear();
-        operations.push(Answers { rows: RowUse::FixedOutputs, ..of(1) });
+        operations.push(Answers { rows: RowUse::FixedOutputs, ..answers(1) });
         outcome(dtype, &operations, Reserve::Balanced { factor: factor.into() }, micro_batches);
     }
 

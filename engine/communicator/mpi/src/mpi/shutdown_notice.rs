@@ -8,7 +8,7 @@ use gapless_communicator::Result;
 use super::raw::{self, Outcome};
 
 /// The shutdown notices: one empty message from each rank to every other.
-pub(super) struct Farewells {
+pub(super) struct ShutdownNotices {
     comm: raw::Comm,
     rank: usize,
     /// The notice of each rank; its own is never awaited.
@@ -22,7 +22,7 @@ enum ShutdownNotice {
     Own,
 }
 
-impl Farewells {
+impl ShutdownNotices {
     /// Starts to receive the notices of all ranks, on a communicator that carries nothing else.
     pub(super) fn new(comm: raw::Comm, rank: usize, size: usize) -> Result<Self> {
         let others = (0..size).map(|other| match other == rank {

@@ -40,12 +40,12 @@ use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 const REACH: usize = 64;
 
 /// Maximum number of members. Larger kernels run out of registers before they save launches.
-const MOST_MEMBERS: usize = 24;
+const MAX_MEMBERS: usize = 24;
 /// Maximum number of operands of the fused instruction, for the same reason.
-const MOST_OPERANDS: usize = 16;
+const MAX_OPERANDS: usize = 16;
 
 /// Maximum number of inputs, and of constants, because an expression names each by one digit.
-const MOST_NAMED: usize = 10;
+const MAX_NAMED: usize = 10;
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     fuse(program);
@@ -158,7 +158,7 @@ impl<'a> Fusion<'a> {
                 Some(Fusible::Each { .. } | Fusible::Norm { .. } | Fusible::NormGradInput { .. })
             );
         // Each new member can make further ones possible.
-        while begins && group.len() < MOST_MEMBERS {
+        while begins && group.len() < MAX_MEMBERS {
             let makers = group.iter().flat_map(|&member| &self.read[member]).filter_map(|&v| self.versions[v].made);
             let makers = makers.map(|(maker, _)| maker);
             let candidates: BTreeSet<usize> = makers.chain(self.weight_sums(&group)).collect();
@@ -373,7 +373,7 @@ impl<'a> Fusion<'a> {
             }
         }
         let overwrites = self.overwrites(&order, &mut inputs, &outputs)?;
-        if inputs.len() + outputs.len() > MOST_OPERANDS {
+        if inputs.len() + outputs.len() > MAX_OPERANDS {
             return None;
         }
         let specs = outputs.iter().map(spec).collect();
@@ -433,7 +433,7 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let elements = count(instr.outputs.first()?);
     let fits = match &fusible {
         Fusible::Each { constants, .. } => {
-            instr.inputs.len().max(constants.len()) <= MOST_NAMED
+            instr.inputs.len().max(constants.len()) <= MAX_NAMED
                 && instr.inputs.iter().all(|input| count(input) == elements && can_walk(&input.layout))
                 && instr.outputs.iter().all(|output| count(output) == elements)
                 && fusible.is_well_formed(instr.inputs.len())

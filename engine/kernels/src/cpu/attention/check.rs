@@ -4,7 +4,7 @@
 //! an element.
 
 use super::{Attention, HeadStrides, MAX_HEAD_SIZE, forward};
-use crate::cpu::scratch::{Parts, Scratch};
+use crate::cpu::scratch::{PartLayout, Scratch};
 
 /// The reason why an attention cannot run.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -168,8 +168,8 @@ pub(super) fn at_least(operand: &'static str, needed: usize, given: usize) -> Re
     if given < needed { Err(AttentionError::TooShort { operand, needed, given }) } else { Ok(()) }
 }
 
-pub(super) fn check_scratch(scratch: &Scratch<'_>, parts: &[Parts]) -> Result<(), AttentionError> {
-    match scratch.too_short(parts.iter().copied().flat_map(Parts::bytes)) {
+pub(super) fn check_scratch(scratch: &Scratch<'_>, parts: &[PartLayout]) -> Result<(), AttentionError> {
+    match scratch.too_short(parts.iter().copied().flat_map(PartLayout::bytes)) {
         Some((needed, given)) => Err(AttentionError::TooShort { operand: "scratch", needed, given }),
         None => Ok(()),
     }

@@ -173,7 +173,7 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                 for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
                     let lines = line..line + kernels.lines(block.len());
                     let packed_b = operands.packing.b(operands.scratch, 0, lines);
-                    let part = Part { rows: rows.clone(), columns: columns.clone(), block };
+                    let part = TileBlock { rows: rows.clone(), columns: columns.clone(), block };
                     // SAFETY: the rows belong to this task alone; the panels are packed and only read from here on.
                     unsafe { multiply(job, kernels, *operands, part, &packed_a, packed_b) };
                 }
@@ -307,7 +307,7 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
                 for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
                     let packed_b = packed_b(line, &block);
                     let rows = first_row..rows.end.min(first_row + height);
-                    let part = Part { rows, columns: columns.clone(), block };
+                    let part = TileBlock { rows, columns: columns.clone(), block };
                     multiply(job, kernels, operands, part, &packed_a, packed_b);
                 }
             }
@@ -320,7 +320,7 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
 }
 
 /// A tile of C and one k block.
-struct Part {
+struct TileBlock {
     rows: Range<usize>,
     columns: Range<usize>,
     block: Range<usize>,
@@ -334,11 +334,11 @@ unsafe fn multiply<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
     operands: Operands<'_, A, B>,
-    part: Part,
+    part: TileBlock,
     packed_a: &PackedA,
     packed_b: PackedB<'_>,
 ) {
-    let Part { rows, columns, block } = part;
+    let TileBlock { rows, columns, block } = part;
     let width = kernels.columns;
     let k = block.len();
     let layout = layout_of(job.a);
