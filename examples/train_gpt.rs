@@ -7,7 +7,7 @@ use std::{path::PathBuf, process::ExitCode};
 use anyhow::{Error, Result};
 use clap::{CommandFactory, FromArgMatches, Parser, parser::ValueSource};
 use gapless::models::{Gpt, GptConfig};
-use gapless::run::{Console, TrainingLoop, RunFolder, Stop, Summary, dataset, validation_windows, with_saved};
+use gapless::run::{Console, RunFolder, Stop, Summary, TrainingLoop, dataset, validation_windows, with_saved};
 use gapless::{GenerateOptions, Generation, VocabularyChoice, prelude::*};
 use serde::{Deserialize, Serialize};
 use serde_json::json;

@@ -11,7 +11,7 @@ use anyhow::{Error, Result, ensure};
 use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum, parser::ValueSource};
 use gapless::models::{Moe, MoeConfig, MoeStyle};
 use gapless::prelude::*;
-use gapless::run::{Console, Event, TrainingLoop, RunError, RunFolder, Stop, dataset, with_saved};
+use gapless::run::{Console, Event, RunError, RunFolder, Stop, TrainingLoop, dataset, with_saved};
 use gapless::{Mesh, Reserve, VocabularyChoice, communicator};
 use serde::{Deserialize, Serialize};
 use serde_json::json;

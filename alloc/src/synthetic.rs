@@ -1,6 +1,6 @@
 //! Problems that resemble training steps, for tests and benches.
 //!
-//! A [`Step`] is one stage of a pipeline. Per layer and micro-batch, a forward part leaves saved activations for its
+//! A [`SyntheticStep`] is one stage of a pipeline. Per layer and micro-batch, a forward part leaves saved activations for its
 //! backward part, and both use transients that die a few ticks later. Schedules differ in the order of the parts, and
 //! so in how the lifetimes of saved activations nest.
 

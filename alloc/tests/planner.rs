@@ -241,7 +241,8 @@ fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fence
 #[test]
 fn chance_does_not_depend_on_threads() {
     for stages in [1, 2] {
-        let step = SyntheticStep { order: Order::Overlapped, layers: 4, stages, micro_batches: 8, ..SyntheticStep::default() };
+        let step =
+            SyntheticStep { order: Order::Overlapped, layers: 4, stages, micro_batches: 8, ..SyntheticStep::default() };
         let problem = step.problem().unwrap();
         let solve = |threads| planned(&problem, &Options { threads: Some(threads), work: 10_000_000, ..options() });
         let [one, two, three] = [1, 2, 3].map(solve);
@@ -256,7 +257,8 @@ fn chance_does_not_depend_on_threads() {
 #[test]
 fn a_step_that_is_full_once_per_layer_meets_the_bound() {
     for (layers, stages, micro_batches) in [(3, 2, 8), (4, 2, 8), (6, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
-        let step = SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
+        let step =
+            SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
         let solution = planned(&step.problem().unwrap(), &Options::default());
         assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
     }
@@ -266,7 +268,8 @@ fn a_step_that_is_full_once_per_layer_meets_the_bound() {
 #[test]
 fn a_small_step_that_is_full_once_per_layer_costs_little() {
     for (layers, stages, micro_batches) in [(4, 2, 8), (5, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
-        let step = SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
+        let step =
+            SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
         let solution = planned(&step.problem().unwrap(), &Options { work: 20_000_000, ..Options::default() });
         assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
     }

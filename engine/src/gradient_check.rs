@@ -30,7 +30,7 @@ pub struct GradientError {
     /// bf16 inputs. The value is the error as a fraction of the allowed error, so it should be below 1.
     ///
     /// Each element may be off by one rounding (2⁻⁸ of it) plus a part of the norm of the whole: 1e-5 for sums in f32,
-    /// or 2⁻⁸ if the operation [rounds its factors](gapless_graph::Op::rounds_factors). `None` if the function only
+    /// or 2⁻⁸ if the operation [rounds its factors](gapless_graph::Op::rounds_intermediates). `None` if the function only
     /// supports f32.
     pub bf16: Option<f64>,
 }
@@ -146,7 +146,7 @@ fn check_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) 
     for node in graph.nodes().iter().filter(|node| !graph.is_view(node.outputs[0])) {
         let inputs: Vec<Array> = node.inputs.iter().map(|&id| value_of(id)).collect();
         let exact = node.op.reference(&Reference { inputs: inputs.iter().collect(), stream });
-        let of_sums = if node.op.rounds_factors() { 1.0 / 256.0 } else { 1e-5 };
+        let of_sums = if node.op.rounds_intermediates() { 1.0 / 256.0 } else { 1e-5 };
         for (&id, exact) in node.outputs.iter().zip(exact) {
             let unit = if graph.value(id).spec.dtype == DType::BF16 { 1.0 / 256.0 } else { 0.0 };
             let whole = exact.data.iter().map(|x| x * x).sum::<f64>().sqrt();

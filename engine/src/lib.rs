@@ -72,6 +72,6 @@ pub use gapless_kernels::LossTerms;
 pub use gapless_runtime::Times;
 pub use gradient_check::{GradientError, gradient_check};
 pub use train::{
-    Batch, DeviceChoice, GenerateOptions, Generation, IGNORED, SkipThresholds, LossParts, NextToken, DeviceInfo, Sampling,
-    StepReport, TrainOptions, Trainer, TrainerBuilder,
+    Batch, DeviceChoice, DeviceInfo, GenerateOptions, Generation, IGNORED, LossParts, NextToken, Sampling,
+    SkipThresholds, StepReport, TrainOptions, Trainer, TrainerBuilder,
 };

@@ -129,8 +129,8 @@ impl LatentAttention {
         // values of the window are recomputed from it, by the same operations as those of a whole sequence.
         let shared = self.kv_a_proj_with_mqa.forward(x)?;
         let k_rotated = rotated(split(shared.narrow(2, kv_rank, rotated_size)?, 1, rotated_size)?)?;
-        let k_rotated = k_rotated.with_past("rotated_keys")?;
-        let latent = self.kv_a_layernorm.forward(&shared.narrow(2, 0, kv_rank)?)?.with_past("latent")?;
+        let k_rotated = k_rotated.cached("rotated_keys")?;
+        let latent = self.kv_a_layernorm.forward(&shared.narrow(2, 0, kv_rank)?)?.cached("latent")?;
         let seen = latent.dim(1)?;
         let kv = self.kv_b_proj.forward(&latent)?;
         let kv = kv.reshape((b, seen, heads, plain_size + value_size))?.transpose(1, 2)?;

@@ -89,7 +89,12 @@ impl Durations for [Costs] {
     }
 
     fn overlapped(&self, forward: Action, backward: Action) -> u64 {
-        side_by_side(&costs_of_stage(self, forward.stage), forward.kind, &costs_of_stage(self, backward.stage), backward.kind)
+        side_by_side(
+            &costs_of_stage(self, forward.stage),
+            forward.kind,
+            &costs_of_stage(self, backward.stage),
+            backward.kind,
+        )
     }
 
     fn transfer(&self, from: Action) -> u64 {

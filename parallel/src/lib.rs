@@ -52,7 +52,7 @@ pub use communicate::{Waits, communicate};
 pub use costs::{Costs, Durations, Rates};
 pub use error::Error;
 pub use kept::{KeptBuffer, peak_bytes};
-pub use live_bytes::{StageBytes, LastReader};
+pub use live_bytes::{LastReader, StageBytes};
 pub use mesh::{Coordinate, Mesh};
 pub use schedule::{
     Automatic, DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst,

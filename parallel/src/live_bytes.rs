@@ -172,7 +172,10 @@ impl Memory<'_> {
                 (BufferKind::SavedUntilInput, input),
                 (BufferKind::SavedUntilWeight, weight),
                 (BufferKind::KeptByInput, weight),
-                (BufferKind::SentOutput, kind == Kind::Forward && !self.kinds.contains(&CommunicationKind::SendForward)),
+                (
+                    BufferKind::SentOutput,
+                    kind == Kind::Forward && !self.kinds.contains(&CommunicationKind::SendForward),
+                ),
                 (BufferKind::SentGradient, input && !self.kinds.contains(&CommunicationKind::SendBackward)),
             ] {
                 if last {
@@ -191,7 +194,9 @@ impl Memory<'_> {
         let (owner, bytes) = match what {
             BufferKind::Input => (reader, self.stage_bytes(reader).input),
             BufferKind::SentOutput => (maker, self.stage_bytes(reader).input),
-            BufferKind::OutputGradient => (reader, self.stage_bytes(StageId(reader.0.saturating_add(1))).input_gradient),
+            BufferKind::OutputGradient => {
+                (reader, self.stage_bytes(StageId(reader.0.saturating_add(1))).input_gradient)
+            }
             BufferKind::SentGradient => (maker, self.stage_bytes(maker).input_gradient),
             BufferKind::SavedUntilInput => (maker, self.stage_bytes(maker).saved_until_input),
             BufferKind::SavedUntilWeight => (maker, self.stage_bytes(maker).saved_until_weight),

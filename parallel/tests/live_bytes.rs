@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use gapless_parallel::{
-    Cell, Costs, Kind, Shape, StageBytes, LastReader, Waits, all, by_name, communicate, read_table, simulate,
+    Cell, Costs, Kind, LastReader, Shape, StageBytes, Waits, all, by_name, communicate, read_table, simulate,
 };
 
 fn live(table: &str, rank: usize, bytes: &[StageBytes]) -> Vec<(u64, u64)> {

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gapless_engine::metrics::{JsonLines, MetricsError};
 use serde::Serialize;
 
-use super::{Answer, Event, Stop};
+use super::{CallbackResult, Event, Stop};
 
 /// Writes lines to the standard output, rows to a file, and warnings to the standard error. Failed writes are counted.
 /// The first failure of each output is reported on the standard error, and [`Self::finish`] returns them all.
@@ -72,7 +72,7 @@ impl Console {
     ///
     /// # Errors
     /// Never returns an error: failed writes do not end the training.
-    pub fn event(&mut self, event: &Event) -> Answer {
+    pub fn event(&mut self, event: &Event) -> CallbackResult {
         if !matches!(event, Event::Step { report, .. } if !(report.step + 1).is_multiple_of(10)) {
             self.say(event);
         }

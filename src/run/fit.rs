@@ -15,7 +15,7 @@ use super::guard::Recent;
 use super::{Event, GuardConfig, RunError, RunFolder, Seconds, Stop, validation_loss};
 
 /// The result of a callback of [`TrainingLoop::run`]: whether to continue, or an error that ends the run.
-pub type Answer = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
+pub type CallbackResult = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
 
 /// The loop of a training program. It starts at the trainer's current step, so a trainer after [`Trainer::resume`]
 /// continues its run.
@@ -123,7 +123,7 @@ impl<'a> TrainingLoop<'a> {
 
     /// Continues from a checkpoint that such a loop has saved. The results of earlier evaluations count for early
     /// stopping.
-    pub fn go_on(self, checkpoint: &Checkpoint) -> Self {
+    pub fn continue_from(self, checkpoint: &Checkpoint) -> Self {
         let (best, recent) = found(checkpoint);
         Self { best, recent, ..self }
     }
@@ -150,7 +150,7 @@ impl<'a> TrainingLoop<'a> {
     pub fn run(
         &self,
         trainer: &mut Trainer,
-        mut on: impl FnMut(Event, &mut Trainer) -> Answer,
+        mut on: impl FnMut(Event, &mut Trainer) -> CallbackResult,
     ) -> Result<TrainingOutcome, RunError> {
         let size = self.training.batch() * self.training.sequence();
         let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
@@ -162,10 +162,16 @@ impl<'a> TrainingLoop<'a> {
                 break ended;
             }
             if let Some(guard) = &self.guard {
-                trainer.set_limits(recent.limits(guard));
+                trainer.set_limits(recent.thresholds(guard));
             }
             let step_begun = Instant::now();
-            self.training.fill_documents(trainer.steps() + recent.ahead, 0, &mut tokens, &mut targets, &mut starts)?;
+            self.training.fill_documents(
+                trainer.steps() + recent.data_offset,
+                0,
+                &mut tokens,
+                &mut targets,
+                &mut starts,
+            )?;
             let data = step_begun.elapsed();
             let report = trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts })?;
             let both = step_begun.elapsed();
@@ -405,10 +411,12 @@ mod tests {
 
         let run = |breaks_behind: u64, resumed: Option<&Checkpoint>| {
             let ranks = communicator::on_threads(2, |world| {
-                let mut trainer = Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).distributed(world).build()?;
+                let mut trainer =
+                    Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).distributed(world).build()?;
                 resumed.map(|checkpoint| trainer.resume(checkpoint)).transpose()?;
                 let mut saved = Vec::new();
-                let fit = TrainingLoop::new(&training, 5).save(&folder, 3, json!({ "flags": Flags { width: 16, lr: 0.1 } }));
+                let fit =
+                    TrainingLoop::new(&training, 5).save(&folder, 3, json!({ "flags": Flags { width: 16, lr: 0.1 } }));
                 let fitted = fit.run(&mut trainer, |event, trainer| {
                     if let Event::Saved { .. } = event {
                         saved.push(trainer.steps());

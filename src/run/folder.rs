@@ -103,7 +103,7 @@ impl RunFolder {
     /// Returns [`RunError::FolderGone`] if the folder is gone.
     pub fn check_exists(&self) -> Result<(), RunError> {
         match self.lock.get() {
-            Some(lock) if !lock.holds(&self.path) => Err(RunError::FolderGone { path: self.path.clone() }),
+            Some(lock) if !lock.is_current(&self.path) => Err(RunError::FolderGone { path: self.path.clone() }),
             _ => Ok(()),
         }
     }

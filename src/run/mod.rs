@@ -48,11 +48,11 @@ pub use config::{
     NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig,
 };
 #[cfg(feature = "sweep")]
-pub(crate) use config::{flatten, insert, key_of, line_of, refused, text_of, value_at, with_nearest};
+pub(crate) use config::{flatten, key_of, line_of, refused, set, text_of, value_at, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use error::RunError;
 pub use event::{Event, Seconds};
-pub use fit::{Answer, Ended, TrainingLoop, TrainingOutcome, sample, validation_windows};
+pub use fit::{CallbackResult, Ended, TrainingLoop, TrainingOutcome, sample, validation_windows};
 pub use folder::RunFolder;
 pub use guard::GuardConfig;
 pub use measure::{EvaluationBatch, WindowLoss, validation_loss};

@@ -270,13 +270,18 @@ fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
     let mut workspace: Vec<BufferId> = pieces
         .into_iter()
         .enumerate()
-        .map(|(piece, bytes)| program.add(bytes, label(format!("{copy}/workspace.{piece}"), op.name()), BufferKind::Temporary))
+        .map(|(piece, bytes)| {
+            program.add(bytes, label(format!("{copy}/workspace.{piece}"), op.name()), BufferKind::Temporary)
+        })
         .collect();
     let mut placed = |operand: &Operand| {
         let widened = operand.widened.map(|buffer| {
             let bytes = (span(&widened_layout(&operand.layout)) * size_of::<f32>()) as u64;
-            let piece =
-                program.add(bytes, label(format!("{copy}/{} in f32", buffer.index()), op.name()), BufferKind::Temporary);
+            let piece = program.add(
+                bytes,
+                label(format!("{copy}/{} in f32", buffer.index()), op.name()),
+                BufferKind::Temporary,
+            );
             workspace.push(piece);
             piece
         });

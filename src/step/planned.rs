@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use gapless_engine::compile::step::{CompiledStep, RankPlan, StepGraph, compile_step, boxed_build};
+use gapless_engine::compile::step::{CompiledStep, RankPlan, StepGraph, boxed_build, compile_step};
 use gapless_engine::compile::{Executable, Program, Target, compile};
 use gapless_engine::nn::VarBuilder;
 use gapless_engine::recompute::Recompute;

@@ -115,10 +115,10 @@ impl Step {
         for (rank, row) in table.iter().enumerate() {
             // If recomputing twice saves less than a hundredth, the compiled step depends on buffers within an action,
             // which a sketch does not know. The faster variant is assumed then.
-            let (twice, least) = sketch.stages_twice(rank, row);
+            let (twice, least) = sketch.stages_that_recompute_twice(rank, row);
             let once = sketch.once.ranks[rank].most(row);
             if least < once - once / 100 {
-                sketch.take_twice(&twice, &mut measured);
+                sketch.use_twice(&twice, &mut measured);
             }
         }
         self.simulated(measured)
@@ -132,7 +132,7 @@ impl Step {
     /// Returns an error if the schedule does not exist for the step's shape.
     pub fn surely_alive(&self, sketch: &Sketch) -> Result<Vec<u64>, TimingError> {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
-        let of_rank = |(rank, row): (usize, &Vec<Action>)| sketch.stages_twice(rank, row).1;
+        let of_rank = |(rank, row): (usize, &Vec<Action>)| sketch.stages_that_recompute_twice(rank, row).1;
         Ok(table.iter().enumerate().map(of_rank).collect())
     }
 }
@@ -158,10 +158,11 @@ impl Sketch {
 
     /// The stages of a rank that recompute in both halves of a split backward, and the peak bytes with that choice. It
     /// is the choice of the compiler, except that only the bytes of the sketch are counted.
-    fn stages_twice(&self, rank: usize, row: &[Action]) -> (BTreeSet<StageId>, u64) {
+    fn stages_that_recompute_twice(&self, rank: usize, row: &[Action]) -> (BTreeSet<StageId>, u64) {
         let split = row.iter().filter(|action| self.twice.is_some() && action.kind == Kind::BackwardInput);
         let all = split.map(|action| action.stage).collect();
-        let Ok(found) = stages_that_recompute_twice(all, |stages| Ok::<u64, Infallible>(self.kept(rank, stages).most(row)));
+        let Ok(found) =
+            stages_that_recompute_twice(all, |stages| Ok::<u64, Infallible>(self.kept(rank, stages).most(row)));
         found
     }
 
@@ -177,7 +178,7 @@ impl Sketch {
     }
 
     /// Replaces the times of these stages by those of the variant that recomputes twice.
-    fn take_twice(&self, stages: &BTreeSet<StageId>, measured: &mut ActionDurations) {
+    fn use_twice(&self, stages: &BTreeSet<StageId>, measured: &mut ActionDurations) {
         let Some(Variant { measured: twice, .. }) = &self.twice else { return };
         for (mine, other) in [(&mut measured.actions, &twice.actions), (&mut measured.recomputed, &twice.recomputed)] {
             mine.extend(other.iter().filter(|(action, _)| stages.contains(&action.stage)));
@@ -218,7 +219,8 @@ impl KeptBytes {
             if matches!(buffer.kind, BufferKind::Persistent { .. }) {
                 kept.always += buffer.bytes;
             }
-            let (true, None, Some((from, until))) = (matches!(buffer.kind, BufferKind::Temporary), buffer.dynamic_rows, used)
+            let (true, None, Some((from, until))) =
+                (matches!(buffer.kind, BufferKind::Temporary), buffer.dynamic_rows, used)
             else {
                 continue;
             };

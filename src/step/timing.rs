@@ -72,7 +72,8 @@ impl Step {
     }
 
     pub(super) fn measured(&self, programs: &[Program]) -> ActionDurations {
-        let measured_by = |costs: &dyn CostModel| ActionDurations::of(programs, costs, self.precision(), self.options.mesh);
+        let measured_by =
+            |costs: &dyn CostModel| ActionDurations::of(programs, costs, self.precision(), self.options.mesh);
         match self.machine(programs) {
             Some(machine) => measured_by(&machine),
             None => measured_by(&self.device),
@@ -97,7 +98,8 @@ impl Step {
     pub(super) fn simulated(&self, measured: ActionDurations) -> Result<Timing, TimingError> {
         let shape = self.shape();
         let actions = self.options.pipeline.schedule.actions(&shape)?;
-        let again = |action: &Action| measured.recomputed.get(&measured.known(*action)).copied().unwrap_or(0);
+        let again =
+            |action: &Action| measured.recomputed.get(&measured.representative_of(*action)).copied().unwrap_or(0);
         let recomputed = actions.iter().map(|row| row.iter().map(again).sum()).collect();
         let mut table = self.options.pipeline.schedule.table(&shape)?;
         for (rank, row) in table.iter_mut().enumerate() {
@@ -133,11 +135,11 @@ pub(super) struct ActionDurations {
 
 impl Durations for ActionDurations {
     fn action(&self, action: Action) -> u64 {
-        self.actions.get(&self.known(action)).copied().unwrap_or(0)
+        self.actions.get(&self.representative_of(action)).copied().unwrap_or(0)
     }
 
     fn transfer(&self, from: Action) -> u64 {
-        self.transfers.get(&self.known(from)).copied().unwrap_or(0)
+        self.transfers.get(&self.representative_of(from)).copied().unwrap_or(0)
     }
 
     /// `rank` is a rank's number: each rank has one update.
@@ -147,7 +149,7 @@ impl Durations for ActionDurations {
 }
 
 impl ActionDurations {
-    fn known(&self, action: Action) -> Action {
+    fn representative_of(&self, action: Action) -> Action {
         Action { micro_batch: self.all_as.unwrap_or(action.micro_batch), ..action }
     }
 
@@ -162,7 +164,9 @@ impl ActionDurations {
                 for instr in &program.instrs[part.instrs.clone()] {
                     let here = match &instr.kind {
                         InstrKind::Compute(_) => known.nanoseconds(instr, device, precision),
-                        InstrKind::Collective(collective, _) => exposed(program, instr, *collective, device, mesh),
+                        InstrKind::Collective(collective, _) => {
+                            collective_nanoseconds(program, instr, *collective, device, mesh)
+                        }
                         InstrKind::Send(_) => {
                             sent += bytes(program, &instr.inputs);
                             0
@@ -193,8 +197,9 @@ impl ActionDurations {
     /// Costs of a stage: the means over its actions.
     fn mean(&self, stage: StageId) -> Costs {
         let mean_of = |kind, map: &HashMap<Action, u64>| {
-            let is_it =
-                |action: &Action| (action.stage, action.kind) == (stage, kind) && self.known(*action) == *action;
+            let is_it = |action: &Action| {
+                (action.stage, action.kind) == (stage, kind) && self.representative_of(*action) == *action
+            };
             let of_kind = map.iter().filter(|(action, _)| is_it(action));
             let (sum, count): (u64, u64) = of_kind.fold((0, 0), |(sum, count), (_, time)| (sum + time, count + 1));
             sum.checked_div(count).unwrap_or(0)
@@ -239,7 +244,13 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
 }
 
 /// The time of a collective that is not hidden, by ring algorithms as in NCCL's documentation.
-fn exposed(program: &Program, instr: &Instr, collective: Collective, device: &dyn CostModel, mesh: Mesh) -> u64 {
+fn collective_nanoseconds(
+    program: &Program,
+    instr: &Instr,
+    collective: Collective,
+    device: &dyn CostModel,
+    mesh: Mesh,
+) -> u64 {
     let ranks = match collective.group() {
         Group::Batch => mesh.data * mesh.expert,
         Group::Experts => mesh.expert,

@@ -16,7 +16,7 @@ use gapless_engine::compile::step::StepGraph;
 use gapless_engine::compile::{Error as CompileError, Executable, Program, table};
 
 use super::row::Figures;
-use super::{Configuration, Planned, Row, Status, Sweep};
+use super::{Configuration, PlannedConfigurations, Row, Status, Sweep};
 use crate::run::key_of;
 use crate::step::{EagerError, Lowering, Sketch, SketchKey, Step, TimingError, estimate};
 
@@ -25,11 +25,11 @@ pub(super) struct Evaluator<'a> {
     sweep: &'a Sweep,
     /// Bytes that allocators reserve, by the digest of the replayed table. Equal tables of different ranks or
     /// configurations are replayed once.
-    reserved: Mutex<HashMap<PlanHash, Reserved>>,
+    reserved: Mutex<HashMap<PlanHash, ReservedBytes>>,
 }
 
 /// Reserved bytes by allocator.
-type Reserved = BTreeMap<Kind, u64>;
+type ReservedBytes = BTreeMap<Kind, u64>;
 
 /// The reasons for which a configuration has no figures.
 enum Refused {
@@ -97,7 +97,12 @@ impl<'a> Evaluator<'a> {
         let sure = figures.at_least.iter().copied().max().unwrap_or(0);
         let status = match sure > self.capacity(configuration) {
             true => Status::TooLarge,
-            false if self.sweep.options.plan == Planned::Front && least.is_dominated(configuration, sure) => Status::Dominated,
+            false
+                if self.sweep.options.plan == PlannedConfigurations::Front
+                    && least.is_dominated(configuration, sure) =>
+            {
+                Status::Dominated
+            }
             false => return None,
         };
         Some(Row { status, ..sketched.clone() })
@@ -138,7 +143,7 @@ impl<'a> Evaluator<'a> {
         if most > capacity {
             return Ok(Status::TooLarge);
         }
-        let all = self.sweep.options.plan == Planned::All;
+        let all = self.sweep.options.plan == PlannedConfigurations::All;
         let can_be_on_front = most < least.plan(configuration);
         if all || can_be_on_front {
             plan(step, &programs, can_be_on_front, figures)?;
@@ -167,7 +172,7 @@ impl<'a> Evaluator<'a> {
     }
 
     /// Returns the bytes that each allocator reserves for a table, from the cache where possible.
-    fn reserved(&self, problem: &Problem, kinds: &[Kind]) -> Reserved {
+    fn reserved(&self, problem: &Problem, kinds: &[Kind]) -> ReservedBytes {
         let digest = plan_hash(problem, &vec![0; problem.len()]);
         let lock = || self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let mut reserved = lock().get(&digest).cloned().unwrap_or_default();
@@ -214,7 +219,8 @@ impl BestKnown {
     /// True if, in each of its menus, the plan and every allocator already take no more than `bytes` for something as
     /// fast.
     fn is_dominated(&self, configuration: &Configuration, bytes: u64) -> bool {
-        self.plan(configuration) <= bytes && self.reserved.keys().all(|&kind| self.reserved(configuration, kind) <= bytes)
+        self.plan(configuration) <= bytes
+            && self.reserved.keys().all(|&kind| self.reserved(configuration, kind) <= bytes)
     }
 }
 
@@ -299,7 +305,9 @@ fn sketch(
         tokens_per_second: (options.batch * options.sequence) as f64 / seconds.max(1e-9),
         formula_bytes: formulas.bytes_per_parameter as u64,
         megatron_bytes: formulas.megatron as u64,
-        stages: costs.map(|costs| [costs.forward, costs.backward_input, costs.backward_weight, costs.transfer]).collect(),
+        stages: costs
+            .map(|costs| [costs.forward, costs.backward_input, costs.backward_weight, costs.transfer])
+            .collect(),
         updates: timing.updates,
     })
 }

@@ -44,11 +44,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 
-use self::evaluate::{Evaluator, BestKnown};
+use self::evaluate::{BestKnown, Evaluator};
 pub use self::row::{Row, Status};
-pub use self::spec::{Configuration, Planned, Sweep, SweepOptions};
+pub use self::spec::{Configuration, PlannedConfigurations, Sweep, SweepOptions};
 pub use self::store::StoreError;
-use self::store::{Known, Store};
+use self::store::{Store, StoredRows};
 pub use self::summary::{Fragmentation, Gain, Throughput, above_bound, fragmentation, gains, throughput};
 use crate::step::Step;
 
@@ -62,7 +62,7 @@ pub struct Progress {
     /// Work items finished.
     pub done: usize,
     /// Work items in total.
-    pub all: usize,
+    pub total: usize,
 }
 
 /// All rows of a sweep, in the order of its configurations.
@@ -91,7 +91,7 @@ pub fn run(
     threads: usize,
     show: impl FnMut(Progress) -> ControlFlow<()>,
 ) -> Result<Option<Results>, StoreError> {
-    let (store, Known { by_key: lines, changed }) = Store::open(folder)?;
+    let (store, StoredRows { by_key: lines, changed }) = Store::open(folder)?;
     let mut rows = HashMap::new();
     for configuration in &sweep.configurations {
         if let Some(line) = lines.get(&configuration.key) {
@@ -102,7 +102,10 @@ pub fn run(
     let evaluator = Evaluator::new(sweep);
     let done = rows.values().map(weight).sum();
     // Operations that are timed on this machine must not compete with other work.
-    let is_timed = sweep.configurations.iter().any(|configuration| configuration.step.as_ref().is_ok_and(|step| step.device.is_measured()));
+    let is_timed = sweep
+        .configurations
+        .iter()
+        .any(|configuration| configuration.step.as_ref().is_ok_and(|step| step.device.is_measured()));
     let threads = if is_timed { 1 } else { threads.max(1) };
     let mut run = SweepInProgress { sweep, evaluator, threads, store, lines, rows, done, show };
     match run.sketch().and_then(|()| run.place()) {
@@ -149,8 +152,12 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
     /// share one job.
     fn sketch(&mut self) -> Result<(), End> {
         let graph = |configuration: &Configuration| configuration.step.as_ref().ok().map(Step::graph_key);
-        let missing: Vec<&Configuration> =
-            self.sweep.configurations.iter().filter(|configuration| !self.rows.contains_key(&configuration.key)).collect();
+        let missing: Vec<&Configuration> = self
+            .sweep
+            .configurations
+            .iter()
+            .filter(|configuration| !self.rows.contains_key(&configuration.key))
+            .collect();
         let groups: Vec<&[&Configuration]> = missing.chunk_by(|a, b| graph(a) == graph(b)).collect();
         self.run_jobs(&groups, |evaluator, group, give| evaluator.sketch(group, give))
     }
@@ -159,8 +166,12 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
     /// in rounds. A round only uses the results of earlier rounds to leave configurations out. So the rows depend
     /// neither on the number of threads nor on where an earlier run was stopped.
     fn place(&mut self) -> Result<(), End> {
-        let mut order: Vec<&Configuration> =
-            self.sweep.configurations.iter().filter(|configuration| self.rows[&configuration.key].figures.is_some()).collect();
+        let mut order: Vec<&Configuration> = self
+            .sweep
+            .configurations
+            .iter()
+            .filter(|configuration| self.rows[&configuration.key].figures.is_some())
+            .collect();
         // Time is compared per token, because steps may differ in their number of tokens.
         let speed_and_bytes = |configuration: &Configuration| {
             let figures = self.rows[&configuration.key].figures.as_ref();
@@ -185,8 +196,11 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
                     self.write(row)?;
                 }
             }
-            let missing: Vec<(&Configuration, Row)> =
-                round.iter().map(|configuration| (*configuration, self.rows[&configuration.key].clone())).filter(|(_, row)| !row.is_final()).collect();
+            let missing: Vec<(&Configuration, Row)> = round
+                .iter()
+                .map(|configuration| (*configuration, self.rows[&configuration.key].clone()))
+                .filter(|(_, row)| !row.is_final())
+                .collect();
             self.run_jobs(&missing, |evaluator, (configuration, row), give| {
                 give(evaluator.plan_and_replay(configuration, row.clone(), &least));
             })?;
@@ -240,7 +254,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
         self.lines.insert(row.key.clone(), line);
         self.done += weight(&row);
         self.done -= self.rows.insert(row.key.clone(), row).as_ref().map_or(0, weight);
-        match (self.show)(Progress { done: self.done, all: 2 * self.sweep.configurations.len() }) {
+        match (self.show)(Progress { done: self.done, total: 2 * self.sweep.configurations.len() }) {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(End::Stopped),
         }

@@ -124,10 +124,14 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
         fields.push(number(figures.and_then(|figures| figures.live_bytes.iter().max().copied())));
         fields.push(number(figures.and_then(Figures::arena)));
         fields.extend(
-            sweep.allocators.iter().map(|kind| number(figures.and_then(|figures| figures.reserved.get(kind.name()).copied()))),
+            sweep
+                .allocators
+                .iter()
+                .map(|kind| number(figures.and_then(|figures| figures.reserved.get(kind.name()).copied()))),
         );
         let real = |value: Option<f64>, digits: usize| value.map_or_else(String::new, |x| format!("{x:.digits$}"));
-        fields.extend(sweep.allocators.iter().map(|&kind| real(figures.and_then(|figures| figures.reduction(kind)), 4)));
+        fields
+            .extend(sweep.allocators.iter().map(|&kind| real(figures.and_then(|figures| figures.reduction(kind)), 4)));
         fields.push(number(figures.map(|figures| figures.formula_bytes)));
         fields.push(number(figures.map(|figures| figures.megatron_bytes)));
         fields.push(real(figures.map(|figures| figures.nanoseconds as f64 / 1e6), 3));

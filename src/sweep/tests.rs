@@ -72,13 +72,18 @@ fn fronts_are_those_of_all_plans() {
         assert_eq!(sweep.menus, ["all", "coarse"]);
         let folder = tempfile::tempdir().unwrap();
         let rows = all(&sweep, folder.path(), 1).rows;
-        let planned = rows.iter().filter(|row| row.figures.as_ref().is_some_and(|figures| !figures.plans.is_empty())).count();
+        let planned =
+            rows.iter().filter(|row| row.figures.as_ref().is_some_and(|figures| !figures.plans.is_empty())).count();
         let names = ["gapless", "pytorch", "pytorch-expandable", "gmlake", "stalloc"];
         let front = |name: &str, menu: usize| {
-            let bytes = |figures: &Figures| if name == "gapless" { figures.arena() } else { figures.reserved.get(name).copied() };
-            let of_menu = sweep.configurations.iter().zip(&rows).filter(|(configuration, _)| configuration.menus.contains(&menu));
+            let bytes = |figures: &Figures| {
+                if name == "gapless" { figures.arena() } else { figures.reserved.get(name).copied() }
+            };
+            let of_menu =
+                sweep.configurations.iter().zip(&rows).filter(|(configuration, _)| configuration.menus.contains(&menu));
             let points = of_menu.filter_map(|(_, row)| row.figures.as_ref());
-            let mut points: Vec<(u64, u64)> = points.filter_map(|figures| Some((figures.nanoseconds, bytes(figures)?))).collect();
+            let mut points: Vec<(u64, u64)> =
+                points.filter_map(|figures| Some((figures.nanoseconds, bytes(figures)?))).collect();
             points.sort_unstable();
             let mut least = u64::MAX;
             points.retain(|&(_, bytes)| {
@@ -121,7 +126,9 @@ fn rows_are_summed_up_by_allocator_and_budget() {
     assert!((waste.mean - 0.3).abs() < 1e-12 && (waste.most - 0.5).abs() < 1e-12, "{waste:?}");
     assert!(above_bound(&rows).is_empty());
     let throughput = throughput(&sweep, &rows);
-    let at = |budget: u64| throughput.iter().find(|point| point.budget == budget).map(|point| point.tokens_per_second[0].clone());
+    let at = |budget: u64| {
+        throughput.iter().find(|point| point.budget == budget).map(|point| point.tokens_per_second[0].clone())
+    };
     assert_eq!(at(592), None);
     assert_eq!(at(608), Some(vec![Some(2.0), None]));
     assert_eq!(at(912), Some(vec![Some(3.0), None]));

@@ -11,7 +11,7 @@ use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::MoeConfig;
 
 use super::llama::{Attention, Mlp, rms_norm};
-use super::{Judge, WEIGHT, linear_no_bias};
+use super::{ReferenceModel, WEIGHT, linear_no_bias};
 
 /// The reference implementation of [`gapless::models::Moe`], without jitter.
 pub struct Moe {
@@ -71,7 +71,7 @@ impl Module for Moe {
     }
 }
 
-impl Judge for Moe {
+impl ReferenceModel for Moe {
     fn training_loss(&self, tokens: &Tensor) -> Result<Option<Tensor>> {
         let losses = self.hidden(tokens)?.1.into_iter().map(|(_, routed)| Ok(routed.loss));
         losses.reduce(|a, b| a? + b?).transpose()

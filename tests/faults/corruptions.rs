@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use gapless::engine::checkpoint::Checkpoint;
 
-use crate::{Budget, Draw, Checker, copy, two_steps};
+use crate::{Budget, Checker, Draw, copy, two_steps};
 
 /// Every file of a folder of checkpoints, with its contents.
 type Files = BTreeMap<PathBuf, Vec<u8>>;

@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 
 use gapless_testing::not_checked;
 
-use crate::{Budget, Draw, Checker, copy, two_steps, victim_command};
+use crate::{Budget, Checker, Draw, copy, two_steps, victim_command};
 
 const ERRORS: [&str; 6] = ["EIO", "ENOSPC", "EACCES", "EMFILE", "EINTR", "EROFS"];
 

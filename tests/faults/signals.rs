@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use gapless_testing::not_checked;
 
-use crate::{Budget, Draw, Checker, victim_command};
+use crate::{Budget, Checker, Draw, victim_command};
 
 const SIGNALS: [(&str, i32); 5] = [("INT", 2), ("TERM", 15), ("HUP", 1), ("XCPU", 24), ("KILL", 9)];
 

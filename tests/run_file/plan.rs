@@ -67,7 +67,8 @@ fn a_plan_is_what_the_run_reserves() {
         let text = TINY.replace(GPT, model).replace(bytes, vocabulary).replace("steps = 4", "steps = 1");
         let assignments: Vec<String> = assignments.iter().map(|&assignment| assignment.to_owned()).collect();
         let case = format!("{model}\n{vocabulary} {assignments:?}");
-        let config = RunConfig::read(&place.file(&text), &assignments).unwrap_or_else(|error| panic!("{case}: {error}"));
+        let config =
+            RunConfig::read(&place.file(&text), &assignments).unwrap_or_else(|error| panic!("{case}: {error}"));
         let planned = config.plan().unwrap_or_else(|error| panic!("{case}: {error}"));
         let out = tempfile::tempdir().unwrap();
         let run = train(&config, &out.path().join("run"), &Start::Anew, &mut Console::default(), |_| {}).unwrap();

@@ -323,7 +323,8 @@ fn budgets_count_the_rows_that_ranks_receive() {
     let (_, config) = &styles()[0];
     let on = |options: TrainOptions| {
         let ranks = communicator::on_threads(2, |world| {
-            let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).distributed(world).build()?;
+            let mut trainer =
+                Trainer::builder(|vb| Moe::new(config, vb), options.clone()).distributed(world).build()?;
             let report = trainer.report();
             Ok((report.arena_bytes, report.reserve_bytes, outcome(&mut trainer, 2)))
         });
@@ -378,7 +379,7 @@ impl Model for Mismatched {
         let x = self.embed.forward(tokens)?;
         let routing = self.gate.forward(&x, train)?;
         let exchange = routing.exchange(self.ranks)?;
-        let echo = routing.combine(&exchange.give_back(&exchange.receive(&routing.dispatch(&x)?)?)?)?;
+        let echo = routing.combine(&exchange.send_back(&exchange.receive(&routing.dispatch(&x)?)?)?)?;
         self.experts.forward(&x, &routing)?.add(&echo)?.linear(self.embed.embeddings(), None)
     }
 }

@@ -32,7 +32,8 @@ struct Seen {
 /// Runs every rank. Also checks the addresses of each step.
 fn run(case: &Case, options: &TrainOptions) -> Vec<Seen> {
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
+        let mut trainer =
+            Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
         let before = trainer.report().arena_bytes;
         let (mut steps, mut reports) = (Vec::new(), Vec::new());
         for step in 0..STEPS {
@@ -339,7 +340,8 @@ fn growing_keeps_to_the_budget() {
     let arena = |rank| gapless::plan::step(|vb| Moe::new(&config, vb), &plain(None), rank).unwrap().arena_bytes();
     let bytes = arena(0).max(arena(1));
     let outcomes = communicator::on_threads(2, |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), plain(Some(bytes))).distributed(world).build()?;
+        let mut trainer =
+            Trainer::builder(|vb| Moe::new(&config, vb), plain(Some(bytes))).distributed(world).build()?;
         Pattern::One(0).steer(&mut trainer);
         let before = trainer.report().arena_bytes;
         let weights =

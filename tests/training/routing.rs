@@ -35,7 +35,8 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaRepor
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
         let rank = world.rank();
         let requests = requests(case, options, rank).len();
-        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
+        let mut trainer =
+            Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
         let (mut seen, mut asked) = (Vec::new(), 0);
         for step in 0..STEPS {
             let what = format!("{}, rank {rank}, step {step}", case.name);
@@ -201,8 +202,9 @@ fn an_overflow_ends_the_step_on_all_ranks() {
 fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     let config = config(2);
     let outcomes = communicator::on_threads(4, |world| {
-        let mut trainer =
-            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).distributed(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst))
+            .distributed(world)
+            .build()?;
         let (tokens, targets) = batch(0);
         let name = "model.layers.1.mlp.gate.weight";
         let weight = trainer.tensor(name)?.copy()?;
@@ -214,8 +216,9 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
         Ok((error.to_string(), matches!(error, TrainError::NonFinite { .. }), after, fresh.loss))
     });
     let untouched = communicator::on_threads(4, |world| {
-        let mut trainer =
-            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).distributed(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst))
+            .distributed(world)
+            .build()?;
         let (before, (tokens, targets)) = (parameters(&trainer), batch(0));
         Ok((before, trainer.step(&tokens, &targets)?.loss))
     });

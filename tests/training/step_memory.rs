@@ -13,7 +13,7 @@ use gapless::{DeviceChoice, MemoryOptions, Precision, Recompute, StepOptions, Tr
 use crate::common::on_cpu;
 
 /// The figures of a planned step.
-struct Step {
+struct StepPlan {
     arena: u64,
     roles: Vec<(Role, u64)>,
     /// FLOPs and estimated time of recomputation, as fractions of everything else.
@@ -21,7 +21,7 @@ struct Step {
     overhead: f64,
 }
 
-impl Step {
+impl StepPlan {
     fn bytes(&self, role: Role) -> u64 {
         self.roles.iter().find(|(other, _)| *other == role).map_or(0, |(_, bytes)| *bytes)
     }
@@ -36,7 +36,7 @@ impl Step {
 /// FLOP/s of a bf16 matrix product, and bytes per second of a copy, on an H100 (see docs/recompute.md).
 const H100: Rates = Rates { flops: 770e12, bytes: 3e12 };
 
-fn plan(options: &TrainOptions, model: &Model) -> Step {
+fn plan(options: &TrainOptions, model: &Model) -> StepPlan {
     let program = match model {
         Model::Gpt(config) => gapless::plan::program(|vb| Gpt::new(config, vb), options, 0),
         Model::Llama(config) => gapless::plan::program(|vb| Llama::new(config, vb), options, 0),
@@ -51,7 +51,7 @@ fn plan(options: &TrainOptions, model: &Model) -> Step {
         let bytes = alive.iter().filter(|id| executable.labels()[id.index()].role == role);
         (role, bytes.map(|&id| executable.problem().buffer(id).bytes).sum())
     };
-    Step {
+    StepPlan {
         arena: executable.solution().height,
         roles: Role::ALL.into_iter().map(bytes_of).collect(),
         extra_flops: rematerialized_flops as f64 / (flops - rematerialized_flops) as f64,

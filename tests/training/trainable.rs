@@ -371,8 +371,12 @@ fn a_llama_of_1b_is_planned_in_part() {
         };
         let plan = Trainer::builder(|vb| Llama::new(&config, vb), options.clone()).plan(0).unwrap();
         let kept = if options.step.trainable == Trainable::All { 0 } else { kept(&config, &options) };
-        let roles: Vec<String> =
-            plan.summary.roles.iter().map(|role_bytes| format!("{} {}", role_bytes.role.name(), Bytes(role_bytes.bytes))).collect();
+        let roles: Vec<String> = plan
+            .summary
+            .roles
+            .iter()
+            .map(|role_bytes| format!("{} {}", role_bytes.role.name(), Bytes(role_bytes.bytes)))
+            .collect();
         println!("{name:<26} {} kept {} at the peak {}", Bytes(plan.arena_bytes), Bytes(kept), roles.join(", "));
         assert!(plan.gap < 1.001);
         arenas.push(plan.arena_bytes);

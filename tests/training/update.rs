@@ -1,7 +1,9 @@
 //! Parts of the update besides its rule, and terms of the loss besides the likelihood.
 
 use candle_core::DType;
-use gapless::{AdamW, SkipThresholds, Lion, LossTerms, Mesh, ParameterGroup, Pipeline, StepOptions, Trainer, UpdateOptions};
+use gapless::{
+    AdamW, Lion, LossTerms, Mesh, ParameterGroup, Pipeline, SkipThresholds, StepOptions, Trainer, UpdateOptions,
+};
 
 use crate::common::{Kind, Outcome, TinyRun};
 

@@ -126,26 +126,26 @@ generated! {
     #[test]
     fn pytorch_is_its_twin(steps in steps()) {
         let mut allocator = PyTorch::new(Device::new(CAPACITY), PyTorchOptions::default());
-        let mut twin = Twin::default();
+        let mut reference = ReferenceArena::default();
         let mut live: Vec<(Block, u64)> = Vec::new();
         for (name, step) in steps.iter().enumerate() {
             let name = name as u64 + 1;
             match step {
                 Action::Allocate(bytes, stream) => {
                     let block = allocator.allocate(*bytes, Stream(*stream)).ok();
-                    prop_assert_eq!(block.as_ref().map(Block::bytes), twin.allocate(*bytes, *stream, name));
+                    prop_assert_eq!(block.as_ref().map(Block::bytes), reference.allocate(*bytes, *stream, name));
                     live.extend(block.map(|block| (block, name)));
                 }
                 Action::Free(_) if live.is_empty() => {}
                 Action::Free(which) => {
                     let (block, name) = live.swap_remove(which.index(live.len()));
                     allocator.free(block);
-                    twin.free(name);
+                    reference.free(name);
                 }
             }
             let statistics = allocator.statistics();
-            prop_assert_eq!((allocator.reserved(), allocator.segments()), (twin.reserved(), twin.segments.len() as u64));
-            prop_assert_eq!((statistics.device_allocations, statistics.retries), (twin.allocations, twin.retries));
+            prop_assert_eq!((allocator.reserved(), allocator.segments()), (reference.reserved(), reference.segments.len() as u64));
+            prop_assert_eq!((statistics.device_allocations, statistics.retries), (reference.allocations, reference.retries));
         }
     }
 
@@ -174,20 +174,20 @@ generated! {
 
 /// PyTorch's default allocator in its simplest form: every search looks at every block.
 #[derive(Default)]
-struct Twin {
+struct ReferenceArena {
     /// The segments in order of creation. A piece is its bytes and its owner, 0 for none.
-    segments: Vec<TwinSegment>,
+    segments: Vec<ReferenceSegment>,
     allocations: u64,
     retries: u64,
 }
 
-struct TwinSegment {
+struct ReferenceSegment {
     stream: u32,
     is_small: bool,
     pieces: Vec<(u64, u64)>,
 }
 
-impl Twin {
+impl ReferenceArena {
     fn allocate(&mut self, bytes: u64, stream: u32, name: u64) -> Option<u64> {
         let bytes = bytes.next_multiple_of(512);
         let is_small = bytes <= MIB;
@@ -215,7 +215,7 @@ impl Twin {
                 self.retries += 1;
             }
             if self.reserved() + fresh <= CAPACITY {
-                self.segments.push(TwinSegment { stream, is_small, pieces: vec![(fresh, 0)] });
+                self.segments.push(ReferenceSegment { stream, is_small, pieces: vec![(fresh, 0)] });
                 self.allocations += 1;
                 found = Some((fresh, self.segments.len() - 1, 0));
             }

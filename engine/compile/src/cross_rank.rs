@@ -60,7 +60,7 @@ impl CrossRankValues {
                     None => readers.entry(root).or_default().extend(ranks),
                 }
             }
-            for input in node.changed() {
+            for input in node.mutated_inputs() {
                 let root = graph.value(input).root;
                 let persistent = matches!(graph.value(root).source, Source::Persistent { .. });
                 if let (true, Place::Stage(stage)) = (persistent, node.place) {
@@ -182,14 +182,14 @@ impl CrossRankValues {
     ///
     /// # Errors
     /// Returns an error if the actions wait for each other in a cycle, or if one needs a value that is never computed.
-    pub fn taken(
+    pub fn received_before(
         &self,
         graph: &Graph,
         table: &[Vec<Action>],
         rank: usize,
     ) -> Result<HashMap<(ValueId, u32, usize), usize>> {
         let known = self.known(graph, table, rank)?;
-        let mut taken = HashMap::new();
+        let mut received_before = HashMap::new();
         for (to, row) in table.iter().enumerate().filter(|(to, _)| *to != rank) {
             let mut seen = BTreeSet::new();
             for (index, action) in row.iter().enumerate() {
@@ -200,12 +200,12 @@ impl CrossRankValues {
                     }
                     let by = known.partition_point(|knows| knows[to] as usize <= index);
                     if by < table[rank].len() {
-                        taken.insert((key.0, key.1, to), by);
+                        received_before.insert((key.0, key.1, to), by);
                     }
                 }
             }
         }
-        Ok(taken)
+        Ok(received_before)
     }
 
     fn maker(&self, graph: &Graph, root: ValueId) -> Option<usize> {

@@ -78,8 +78,8 @@ impl DynamicBuffers {
         spans: &[Range<u64>],
         problem: &Problem,
     ) -> Self {
-        let waits: Vec<_> = programs.iter().map(|program| evictable(program.borrow())).collect();
-        let need = if waits.iter().all(HashMap::is_empty) { Need::Usual } else { Need::Certain };
+        let evictable: Vec<_> = programs.iter().map(|program| evictable(program.borrow())).collect();
+        let need = if evictable.iter().all(HashMap::is_empty) { Need::Usual } else { Need::Certain };
         let mut keyed_requests = Vec::new();
         for (program_index, (program, indices)) in programs.iter().zip(problem_index).enumerate() {
             for (id, (buffer, &index)) in program.borrow().buffers.iter().zip(indices).enumerate() {
@@ -92,27 +92,32 @@ impl DynamicBuffers {
                         .labelled(buffer.label.clone())
                 };
                 let (key, ticks) = ((program_index, BufferId(id as u32)), problem.buffers()[index].lifetime.clone());
-                let Some(EvictableUses { vote: offer, forward, backward }) = waits[program_index].get(&key.1) else {
+                let Some(EvictableUses { vote, forward, backward }) = evictable[program_index].get(&key.1) else {
                     keyed_requests.push((request(ticks, need), (key, None)));
                     continue;
                 };
                 let written = |instr: usize| tick_of(spans[program_index].start, instr) + 1;
-                keyed_requests.push((request(written(*offer)..ticks.end, Need::Optional), (key, None)));
+                keyed_requests.push((request(written(*vote)..ticks.end, Need::Optional), (key, None)));
                 for (part, [first, last]) in [*forward, *backward].into_iter().enumerate() {
                     keyed_requests.push((request(written(first)..written(last) + 1, Need::Certain), (key, Some(part))));
                 }
             }
         }
         keyed_requests.sort_by_key(|(request, _)| request.ticks.start);
-        let (mut request_of, mut parts) = (HashMap::new(), HashMap::new());
+        let (mut request_of, mut evicted_halves) = (HashMap::new(), HashMap::new());
         for (id, (_, (key, part))) in keyed_requests.iter().enumerate() {
             let id = RequestId(id as u32);
             match part {
                 None => _ = request_of.insert(*key, id),
-                Some(part) => parts.entry(*key).or_insert([id; 2])[*part] = id,
+                Some(part) => evicted_halves.entry(*key).or_insert([id; 2])[*part] = id,
             }
         }
-        Self { requests: keyed_requests.into_iter().map(|(request, _)| request).collect(), request_of, evicted_halves: parts, evictable: waits }
+        Self {
+            requests: keyed_requests.into_iter().map(|(request, _)| request).collect(),
+            request_of,
+            evicted_halves,
+            evictable,
+        }
     }
 
     /// True if no program has dynamic rows.
@@ -137,32 +142,37 @@ impl DynamicBuffers {
     }
 
     /// For each instruction of a program: the requests that start at it, and those that end after it.
-    pub fn by_instruction(&self, program_index: usize, program: &Program) -> Vec<(Vec<DynamicAlloc>, Vec<DynamicFree>)> {
+    pub fn by_instruction(
+        &self,
+        program_index: usize,
+        program: &Program,
+    ) -> Vec<(Vec<DynamicAlloc>, Vec<DynamicFree>)> {
         let mut by_instruction = vec![(Vec::new(), Vec::new()); program.instrs.len()];
         if self.is_empty() {
             return by_instruction;
         }
         let dynamic_rows = |buffer: BufferId| program.buffers[buffer.index()].dynamic_rows;
-        let mut add = |buffer: BufferId, request: RequestId, [first, last]: [usize; 2], when| {
+        let mut add = |buffer: BufferId, request: RequestId, [first, last]: [usize; 2], condition| {
             let Some(DynamicRows { count, row_bytes, .. }) = dynamic_rows(buffer) else { return };
-            let place = self.request_of[&(program_index, buffer)];
-            by_instruction[first].0.push(DynamicAlloc { request, slot: place, count, row_bytes, condition: when });
-            by_instruction[last].1.push(DynamicFree { request, count, condition: when });
+            let slot = self.request_of[&(program_index, buffer)];
+            by_instruction[first].0.push(DynamicAlloc { request, slot, count, row_bytes, condition });
+            by_instruction[last].1.push(DynamicFree { request, count, condition });
         };
         let mut uses: BTreeMap<BufferId, [usize; 2]> = BTreeMap::new();
         for (index, instr) in program.instrs.iter().enumerate() {
-            for operand in instr.inputs.iter().chain(&instr.outputs).filter(|operand| dynamic_rows(operand.buffer).is_some())
+            for operand in
+                instr.inputs.iter().chain(&instr.outputs).filter(|operand| dynamic_rows(operand.buffer).is_some())
             {
                 uses.entry(operand.buffer).or_insert([index; 2])[1] = index;
             }
         }
         for (buffer, used) in uses {
             let (key, waits) = ((program_index, buffer), self.evictable[program_index].get(&buffer));
-            let Some(EvictableUses { vote: offer, forward, backward }) = waits else {
+            let Some(EvictableUses { vote, forward, backward }) = waits else {
                 add(buffer, self.request_of[&key], used, RunCondition::Always);
                 continue;
             };
-            add(buffer, self.request_of[&key], [*offer, used[1]], RunCondition::Kept);
+            add(buffer, self.request_of[&key], [*vote, used[1]], RunCondition::Kept);
             for (part, used) in [*forward, *backward].into_iter().enumerate() {
                 add(buffer, self.evicted_halves[&key][part], used, RunCondition::Evicted);
             }

@@ -40,8 +40,8 @@ pub use lowering::{Lowering, Output, Target};
 pub use offload_plan::HostPlan;
 pub use partition::StagePartition;
 pub use program::{
-    Buffer, BufferId, BufferKind, DynamicRows, OffloadBuffer, OffloadId, Instr, InstrKind, IoTensor, Message, Operand,
-    Instance, Part, Program,
+    Buffer, BufferId, BufferKind, DynamicRows, Instance, Instr, InstrKind, IoTensor, Message, OffloadBuffer, OffloadId,
+    Operand, Part, Program,
 };
 
 /// Internals for the runtime only.

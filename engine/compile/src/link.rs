@@ -19,7 +19,7 @@ use gapless_kernels::cpu::scratch::Piece;
 use crate::dynamic_alloc::DynamicBuffers;
 use crate::error::{Error, Result};
 use crate::executable::{CompileOptions, Executable};
-use crate::instruction::{CompiledProgram, Instruction, BoundTensor, Persistent};
+use crate::instruction::{BoundTensor, CompiledProgram, Instruction, Persistent};
 use crate::lifetimes::{Lifetimes, lifetimes, tick_of};
 use crate::offload_plan::plan_host;
 use crate::plan::{lowest_within, planned};
@@ -56,8 +56,15 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let mut parts = Vec::new();
     for (program_index, program) in programs.iter().enumerate() {
         let (indices, span) = (&problem_index[program_index], &spans[program_index]);
-        let linker =
-            Linker { program_index, program, indices, span, problem: &problem, solution: &solution, requests: &requests };
+        let linker = Linker {
+            program_index,
+            program,
+            indices,
+            span,
+            problem: &problem,
+            solution: &solution,
+            requests: &requests,
+        };
         compiled.push(linker.program(std::mem::take(&mut host.offsets[program_index])));
         parts.extend(linker.marks());
     }
@@ -66,7 +73,19 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let flops = programs.iter().map(Program::flops).collect();
     let labels = labels.into_iter().cloned().collect();
     let programs = compiled;
-    Ok(Executable { programs, persistent, problem, solution, dynamic_arena, labels, parts, plan_hash, plan_ms, host, flops })
+    Ok(Executable {
+        programs,
+        persistent,
+        problem,
+        solution,
+        dynamic_arena,
+        labels,
+        parts,
+        plan_hash,
+        plan_ms,
+        host,
+        flops,
+    })
 }
 
 /// The size of the arena of all `programs`. If the lower bound is above the capacity, returns the bound without
@@ -166,7 +185,12 @@ impl Linker<'_> {
 
     fn named(&self, instance: &IoTensor) -> BoundTensor {
         let IoTensor { name, micro_batch, operand, spec } = instance;
-        BoundTensor { name: name.clone(), micro_batch: *micro_batch, spec: spec.clone(), address: self.address(operand) }
+        BoundTensor {
+            name: name.clone(),
+            micro_batch: *micro_batch,
+            spec: spec.clone(),
+            address: self.address(operand),
+        }
     }
 
     /// The address range of a buffer of the problem.

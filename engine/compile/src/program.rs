@@ -288,7 +288,8 @@ impl Instr {
         micro_batch: u32,
         layer: Arc<str>,
     ) -> Self {
-        let (workspace, accumulate, rematerialized, counts, predicate, node) = (Vec::new(), 0, false, None, None, None);
+        let (workspace, accumulate, rematerialized, defines_count, predicate, node) =
+            (Vec::new(), 0, false, None, None, None);
         Self {
             kind,
             inputs,
@@ -298,7 +299,7 @@ impl Instr {
             micro_batch,
             layer,
             rematerialized,
-            defines_count: counts,
+            defines_count,
             predicate,
             node,
         }

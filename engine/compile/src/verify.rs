@@ -79,13 +79,13 @@ fn check(program: &Program) -> Verdict {
 /// A dynamic buffer has a size of whole rows, and must be a temporary: the host and other programs need planned
 /// addresses.
 fn buffer_is_sound(program: &Program, buffer: &Buffer) -> Verdict {
-    let Buffer { bytes, label, kind, dynamic_rows: counted } = buffer;
+    let Buffer { bytes, label, kind, dynamic_rows } = buffer;
     if let BufferKind::Persistent { spec, .. } = kind
         && spec.checked_bytes().is_none_or(|declared| declared > *bytes)
     {
         return Err(format!("{:?} has {bytes} bytes, too few for {spec:?}", label.tensor));
     }
-    match *counted {
+    match *dynamic_rows {
         None => Ok(()),
         Some(DynamicRows { count, row_bytes, .. })
             if matches!(kind, BufferKind::Temporary)
@@ -189,7 +189,8 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
             // GPU kernels may write interleaved parts of one tensor (`passes::join`).
             let is_static = buffer(program, output.buffer)?.dynamic_rows.is_none();
             let are_strided = !output.layout.is_contiguous() && !other.layout.is_contiguous();
-            let [a, b] = [output, other].map(|operand| byte_range(&operand.layout, operand.dtype).unwrap_or(0..u64::MAX));
+            let [a, b] =
+                [output, other].map(|operand| byte_range(&operand.layout, operand.dtype).unwrap_or(0..u64::MAX));
             if !is_static || !(are_strided || a.end <= b.start || b.end <= a.start) {
                 return Err("two of its outputs are the same bytes".into());
             }

@@ -7,8 +7,8 @@ use candle_core::{DType, Layout};
 use gapless_alloc::{Label, Role};
 use gapless_communicator::Tag;
 use gapless_compile::{
-    BufferId, BufferKind, CompileOptions, DynamicRows, Error, OffloadBuffer, Instr, InstrKind, IoTensor, Message, Operand,
-    Part, Program, compile,
+    BufferId, BufferKind, CompileOptions, DynamicRows, Error, Instr, InstrKind, IoTensor, Message, OffloadBuffer,
+    Operand, Part, Program, compile,
 };
 use gapless_graph::Spec;
 use gapless_graph::nn::{Init, Initializer};

@@ -158,7 +158,8 @@ fn begins_with_a_text(path: &Path) -> bool {
 /// The error that a path contains no text; it names some of the files that are there instead.
 pub(super) fn no_text(path: &Path, is_folder: bool, skipped: usize) -> Result<DataError, DataError> {
     let others = if is_folder { files_below(path, |_| true)? } else { Vec::new() };
-    let is_read = |file: &PathBuf| inner_extension(file).is_some_and(|extension| TEXT_EXTENSIONS.contains(&&*extension));
+    let is_read =
+        |file: &PathBuf| inner_extension(file).is_some_and(|extension| TEXT_EXTENSIONS.contains(&&*extension));
     let others = others.into_iter().filter(|file| !is_read(file)).take(MAX_NAMED).collect();
     Ok(DataError::Empty { path: path.to_owned(), skipped, others })
 }

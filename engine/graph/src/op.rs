@@ -139,7 +139,7 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     }
 
     /// True if, with bf16 inputs, the kernel may round intermediate results to bf16 before it multiplies them.
-    fn rounds_factors(&self) -> bool {
+    fn rounds_intermediates(&self) -> bool {
         false
     }
 

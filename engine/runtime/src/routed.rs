@@ -56,13 +56,13 @@ impl Refusal {
 
 impl DynamicBuffers {
     /// Creates the state for the programs of an executable, which are run one at a time.
-    pub fn new(executable: &Executable, outside: OverflowHeap) -> Self {
+    pub fn new(executable: &Executable, overflow_heap: OverflowHeap) -> Self {
         let plan = executable.routing();
         let requests = plan.map_or(0, |plan| plan.requests().len());
         let counts = executable.programs().iter().map(|program| program.row_counts).max().unwrap_or(0);
         Self {
             arena: plan.cloned().map(Arena::new),
-            overflow_heap: outside,
+            overflow_heap,
             request_offsets: vec![0; requests],
             rows: vec![0; requests],
             row_counts: vec![0; counts],
@@ -131,13 +131,13 @@ impl DynamicBuffers {
         // Without room on this rank nothing is kept, whatever the sum says.
         let (evicts, had_room) = (without != 0.0 || !self.had_room, self.had_room);
         let arena = self.arena.as_mut().expect("an executable with requests has an arena");
-        for &DynamicAlloc { request, slot: place, count, row_bytes, .. } in &*instruction.requests {
+        for &DynamicAlloc { request, slot, count, row_bytes, .. } in &*instruction.requests {
             self.evicted[count as usize] = evicts;
             match evicts {
                 true if had_room => arena.release(request),
                 true => {}
                 false => {
-                    let (offset, rows) = (self.request_offsets[place.index()], self.rows[place.index()]);
+                    let (offset, rows) = (self.request_offsets[slot.index()], self.rows[slot.index()]);
                     self.assigned.push(Served { request, offset, bytes: rows as u64 * row_bytes });
                 }
             }
@@ -158,9 +158,9 @@ impl DynamicBuffers {
     /// Finds room for the dynamic buffers that an instruction is the first to write.
     pub fn place(&mut self, instruction: &Instruction) -> Result<(), Refusal> {
         for asked in &*instruction.requests {
-            let &DynamicAlloc { request, count, condition: when, .. } = asked;
+            let &DynamicAlloc { request, count, condition, .. } = asked;
             // Rows that are kept were placed by the vote.
-            if when == RunCondition::Kept || !self.is_active(when, count) {
+            if condition == RunCondition::Kept || !self.is_active(condition, count) {
                 continue;
             }
             let bytes = self.bytes(asked);

@@ -326,7 +326,7 @@ impl<B: Backend + ?Sized> Session<B> {
     /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
     /// together take at most `limit` bytes. [`grow`](Self::grow) then enlarges the arena, so that later steps find
     /// room.
-    pub fn serve_outside(&mut self, limit: u64) {
+    pub fn allow_overflow_heap(&mut self, limit: u64) {
         self.backend.allow_overflow_heap(limit);
     }
 

@@ -65,9 +65,9 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
-    pub(super) fn cpu(threads: usize, because: Option<String>) -> Self {
+    pub(super) fn cpu(threads: usize, reason: Option<String>) -> Self {
         let name = format!("the CPU, {threads} {}", if threads == 1 { "thread" } else { "threads" });
-        Self { name, is_gpu: false, reason: because }
+        Self { name, is_gpu: false, reason }
     }
 }
 

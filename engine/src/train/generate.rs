@@ -158,7 +158,7 @@ impl Trainer {
                 break;
             }
             // Discard old tokens of sequences that have filled the window.
-            let slides = sequences.iter_mut().map(|sequence| sequence.slide(way.window()));
+            let slides = sequences.iter_mut().map(|sequence| sequence.discard_old(way.window()));
             must_prefill = slides.fold(false, |any, slid| any | slid);
         }
         Ok(())
@@ -364,7 +364,7 @@ impl Sequence {
     }
 
     /// Discards the older half of the context if it exceeds the window. Returns whether it did.
-    fn slide(&mut self, window: usize) -> bool {
+    fn discard_old(&mut self, window: usize) -> bool {
         let is_full = !self.has_ended && self.tokens.len() - self.first > window;
         if is_full {
             self.first = self.tokens.len() - (window / 2).max(1);

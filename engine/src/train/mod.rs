@@ -340,9 +340,9 @@ impl Trainer {
 
     fn run_options(&self) -> RunOptions {
         let Share { first, stride, .. } = self.share;
-        let (first_part, part_stride) = (first as u64, stride as u64);
+        let (first_micro_batch, micro_batch_stride) = (first as u64, stride as u64);
         let TrainOptions { seed, poison, .. } = self.options;
-        RunOptions { seed, step: self.step, poison, watch: false, first_micro_batch: first_part, micro_batch_stride: part_stride }
+        RunOptions { seed, step: self.step, poison, watch: false, first_micro_batch, micro_batch_stride }
     }
 
     fn write_step(&mut self, batch: &Batch<'_>, lr: f64) -> Result<()> {
@@ -372,7 +372,7 @@ impl Trainer {
         }
         self.check_ids(batch.tokens)?;
         if !self.options.step.documents {
-            batch.expect_none()?;
+            batch.expect_no_documents()?;
             self.check_ids(batch.targets)?;
             return self.write_inputs(program, share, &[("tokens", batch.tokens), ("targets", batch.targets)]);
         }

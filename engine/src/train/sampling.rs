@@ -317,7 +317,12 @@ mod tests {
             let eta = f64::from(sampling.eta_cutoff);
             let eta = eta.min(eta.sqrt() * (-entropy(&p)).exp());
             let least = if is_eta { eta } else { f64::from(sampling.epsilon_cutoff) };
-            left = left.into_iter().zip(&p).filter(|(_, probability)| **probability >= least || **probability == p[0]).map(|x| x.0).collect();
+            left = left
+                .into_iter()
+                .zip(&p)
+                .filter(|(_, probability)| **probability >= least || **probability == p[0])
+                .map(|x| x.0)
+                .collect();
         }
         left
     }

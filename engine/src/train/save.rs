@@ -205,7 +205,8 @@ impl Trainer {
                 let frozen = |name: &str| self.layout.frozen.contains(name) || !self.layout.shapes.contains_key(name);
                 let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
-                    let first = part_of(name).map_or(self.at.data == 0 && self.at.expert == 0, |part| part.alone);
+                    let first =
+                        part_of(name).map_or(self.at.data == 0 && self.at.expert == 0, |part| part.is_first_copy);
                     t.label.role == role && first && (t.changes_here || frozen(name))
                 };
                 let mine: Vec<TensorBytes<'_>> = tensors

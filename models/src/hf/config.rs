@@ -101,7 +101,7 @@ impl Config {
             _ => 0..0,
         };
         known::take(&mut fields);
-        let problems = fields.finish();
+        let problems = fields.problems();
         if !problems.is_empty() {
             return Err(refused(problems));
         }

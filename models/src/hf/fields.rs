@@ -134,7 +134,7 @@ impl Fields {
         fields.iter().for_each(|field| drop(self.left.remove(*field)));
     }
 
-    /// Removes all options whose names satisfy a condition, like [`Self::pass_over`].
+    /// Removes all options whose names satisfy a condition, like [`Self::ignore`].
     pub fn pass_over_if(&mut self, is_one: impl Fn(&str) -> bool) {
         self.left.retain(|field, _| !is_one(field));
     }
@@ -164,7 +164,7 @@ impl Fields {
     }
 
     /// Returns all problems. Options that were not read and are not null are problems too.
-    pub fn finish(mut self) -> Vec<ConfigProblem> {
+    pub fn problems(mut self) -> Vec<ConfigProblem> {
         for (field, value) in std::mem::take(&mut self.left) {
             if !value.is_null() {
                 self.problems.push(ConfigProblem::Unknown { field: self.full(&field), found: short(&value) });

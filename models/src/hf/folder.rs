@@ -12,7 +12,7 @@ use super::HEAD;
 use super::config::{Config, Pretrained};
 use super::error::{HfError, Result, WeightProblem};
 use super::fields::read_object;
-use super::layout::{StoredRange, ParameterLayout, is_known_buffer, layout};
+use super::layout::{ParameterLayout, StoredRange, is_known_buffer, layout};
 use super::tensors::{TensorFile, is_supported};
 
 /// Name of the file of a small model, which is the only one.
@@ -95,7 +95,8 @@ impl Folder {
         let trainable = &trainer.options().step.trainable;
         let wanted = trainer.parameter_names().filter(|name| !trainable.is_adapter(name));
         let wanted: Vec<String> = wanted.map(str::to_owned).collect();
-        let placed: BTreeMap<&str, &ParameterLayout> = self.layout.iter().map(|one| (one.parameter.as_str(), one)).collect();
+        let placed: BTreeMap<&str, &ParameterLayout> =
+            self.layout.iter().map(|one| (one.parameter.as_str(), one)).collect();
         let mut elements = Vec::new();
         for name in wanted {
             let Some(placed) = placed.get(name.as_str()) else {

@@ -61,8 +61,13 @@ impl Family {
         Self { kv_heads: Some(8), biases: Biases::Never, window: WindowedLayers::All(Some(4096)), ..Self::LLAMA };
     pub const QWEN2: Self =
         Self { kv_heads: Some(32), biases: Biases::Qkv { option: None }, window: WindowedLayers::Last, ..Self::LLAMA };
-    pub const QWEN3: Self =
-        Self { kv_heads: Some(32), head_size: Some(128), qk_norm: QkNorm::Head, window: WindowedLayers::Last, ..Self::LLAMA };
+    pub const QWEN3: Self = Self {
+        kv_heads: Some(32),
+        head_size: Some(128),
+        qk_norm: QkNorm::Head,
+        window: WindowedLayers::Last,
+        ..Self::LLAMA
+    };
     pub const OLMO2: Self =
         Self { rms_norm_eps: 1e-5, qk_norm: QkNorm::Width, norms: Norms::After, padding: Some(1), ..Self::LLAMA };
 }

@@ -23,7 +23,7 @@ pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usi
         config.rope_theta = scaling.positive("rope_theta", Some(config.rope_theta));
         scaling.require("partial_rotary_factor", 1.0);
         config.rope_scaling = self::scaling(&mut scaling, config.rope_theta, head_size, positions);
-        fields.problems.extend(scaling.finish());
+        fields.problems.extend(scaling.problems());
     }
 }
 
@@ -32,10 +32,10 @@ fn by_layer_type(fields: &mut Fields, config: &mut LlamaConfig, mut both: Fields
     if let Some(mut sliding) = both.object("sliding_attention") {
         config.window_rope_theta = Some(sliding.positive("rope_theta", config.window_rope_theta));
         sliding.one_of("rope_type", &["default"]);
-        fields.problems.extend(sliding.finish());
+        fields.problems.extend(sliding.problems());
     }
     let full = both.object("full_attention");
-    fields.problems.extend(both.finish());
+    fields.problems.extend(both.problems());
     full
 }
 

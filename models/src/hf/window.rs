@@ -32,11 +32,15 @@ pub(super) fn take(fields: &mut Fields, window: WindowedLayers, layers: usize) -
     }
     let mut limit = 0;
     match window {
-        WindowedLayers::Last | WindowedLayers::Alternate => limit = fields.count("max_window_layers", Some(28), 0..=1 << 40),
+        WindowedLayers::Last | WindowedLayers::Alternate => {
+            limit = fields.count("max_window_layers", Some(28), 0..=1 << 40)
+        }
         _ => fields.ignore(&["max_window_layers"]),
     }
     let is_used = match window {
-        WindowedLayers::AllIfUsed | WindowedLayers::Last | WindowedLayers::Alternate => fields.flag("use_sliding_window", false),
+        WindowedLayers::AllIfUsed | WindowedLayers::Last | WindowedLayers::Alternate => {
+            fields.flag("use_sliding_window", false)
+        }
         _ => {
             fields.ignore(&["use_sliding_window"]);
             true

@@ -56,9 +56,9 @@ impl Schedule for Automatic {
         let rules = self.rules().into_iter().filter_map(|rule| rule.actions(shape).ok());
         let at_once = self.costs.iter().map(|costs| Costs { transfer: 0, ..*costs }).collect();
         let costs = [self.costs.clone(), at_once, vec![Costs::default()]];
-        let grown = costs
-            .iter()
-            .flat_map(|costs| Policy::all().filter_map(move |policy| GreedyOrders::run(self, costs, shape, limit, policy)));
+        let grown = costs.iter().flat_map(|costs| {
+            Policy::all().filter_map(move |policy| GreedyOrders::run(self, costs, shape, limit, policy))
+        });
         let timed = rules.chain(grown).filter_map(|rows| {
             let cells: Vec<Vec<Cell>> = rows.iter().map(|row| row.iter().copied().map(Cell::One).collect()).collect();
             let timeline = simulate(&cells, &self.costs[..]).ok()?;

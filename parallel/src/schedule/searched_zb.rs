@@ -6,7 +6,7 @@
 //! input gradient per rank, with weight gradients where a rank would wait or has to make room. Three choices are open.
 //! All eight combinations are tried, and the first of the shortest orders is taken.
 
-use super::gap_filling::{PartialOrders, Overrun, Saved, Setting};
+use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Costs, Durations, Error, Kind};
 

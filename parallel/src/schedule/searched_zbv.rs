@@ -8,7 +8,7 @@
 //! Each attempt measures how long every rank has waited. In the next attempt, a rank that waited less than the longest
 //! may wait longer by the difference. This repeats as long as it helps.
 
-use super::gap_filling::{PartialOrders, Overrun, Saved, Setting};
+use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Costs, Durations, Error, Kind};
 

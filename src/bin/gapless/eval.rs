@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use gapless::engine::data::{Corpus, DataError, Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
-use gapless::run::{EvaluationBatch, WindowLoss, TrainedRun};
+use gapless::run::{EvaluationBatch, TrainedRun, WindowLoss};
 use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -63,14 +63,14 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     // Open the windows of data, and a model for one batch of them.
-    let source = Source::open(arguments)?;
+    let source = ModelSource::open(arguments)?;
     let mut sequence = arguments.sequence as usize;
     if let Some(longest) = source.longest_sequence()?.filter(|&longest| longest < sequence) {
         tell(format_args!("windows of {longest} tokens, which is as far as the model goes"));
         sequence = longest;
     }
     let windows = Windows::open(&source, arguments, &mut sequence)?;
-    if let Source::Folder(opened) = &source {
+    if let ModelSource::Folder(opened) = &source {
         weights::tell_of_positions(opened.folder.config(), sequence);
     }
     let count = windows.count(sequence).min(arguments.windows.unwrap_or(usize::MAX));
@@ -111,12 +111,12 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// The origin of the weights.
-enum Source {
+enum ModelSource {
     Run(Box<TrainedRun>),
     Folder(Box<Pretrained>),
 }
 
-impl Source {
+impl ModelSource {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
         if let Some(run) = weights::run_at(&arguments.folder, arguments.average, &arguments.of_folder)? {
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
@@ -187,11 +187,11 @@ enum Windows {
 
 impl Windows {
     /// Opens a text, token ids or a dataset. If a text is shorter than a window, the window is shortened.
-    fn open(source: &Source, arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
+    fn open(source: &ModelSource, arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
         let path = &arguments.data;
         if path.join("dataset.json").exists() {
             let dataset = Dataset::open_prepared(path)?;
-            if let Source::Run(run) = source {
+            if let ModelSource::Run(run) = source {
                 let is_same = dataset.vocabulary().hash() == run.vocabulary.hash();
                 ensure!(is_same, "{} has another vocabulary than the run", path.display());
             }
@@ -219,9 +219,9 @@ impl Windows {
     }
 
     /// Whether the documents of a window are isolated from each other, as they were in training.
-    fn has_documents(&self, source: &Source) -> bool {
+    fn has_documents(&self, source: &ModelSource) -> bool {
         match (self, source) {
-            (Self::Dataset(_), Source::Run(run)) => run.config.data.has_documents(),
+            (Self::Dataset(_), ModelSource::Run(run)) => run.config.data.has_documents(),
             _ => false,
         }
     }

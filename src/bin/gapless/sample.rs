@@ -83,7 +83,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     // Read the source of the weights, the prompt and the options.
-    let source = Source::open(arguments)?;
+    let source = ModelSource::open(arguments)?;
     let (prompt, ids) = source.prompt(arguments)?;
     let options = source.options(arguments, ids.len())?;
 
@@ -99,7 +99,7 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let window = arguments.window.map_or_else(|| wanted.min(limit.unwrap_or(wanted)), |window| window as usize);
     let mut trainer = source.model(Generation { batch: 1, window: Some(window), chunk: CHUNK }, arguments.threads)?;
-    if let Source::Folder(opened) = &source {
+    if let ModelSource::Folder(opened) = &source {
         weights::tell_of_positions(opened.0.folder.config(), wanted.min(window));
     }
     if wanted > window {
@@ -139,12 +139,12 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// The origin of the weights.
-enum Source {
+enum ModelSource {
     Run(Box<TrainedRun>),
     Folder(Box<(Pretrained, Tokenizer, GenerationConfig)>),
 }
 
-impl Source {
+impl ModelSource {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
         if let Some(run) = weights::run_at(&arguments.folder, arguments.average, &arguments.of_folder)? {
             ensure!(

@@ -243,7 +243,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
         micro_batches: number(run.step.micro_batches),
     };
     check_size(&shape)?;
-    if let Some(measured) = made_to_measure(arguments, &name, &shape)? {
+    if let Some(measured) = searched_schedule(arguments, &name, &shape)? {
         schedule = measured;
     } else if arguments.peak.is_some() {
         bail!("{name} keeps what it keeps; leave --peak out, or ask for automatic, zb-searched or zbv-searched");
@@ -273,7 +273,7 @@ fn check_size(shape: &Shape) -> anyhow::Result<()> {
 }
 
 /// The schedule that is searched for the given ticks, if the name stands for one.
-fn made_to_measure(
+fn searched_schedule(
     arguments: &Arguments,
     name: &str,
     shape: &Shape,
@@ -377,7 +377,8 @@ impl Durations {
         }
         let of_stage = |stage: usize| {
             let for_stage = |list: &[u32]| list.get(stage).or(list.first()).copied().map(u64::from);
-            let [forward, backward_input, backward_weight, overlapped, transfer] = lists.map(|(_, list)| for_stage(list));
+            let [forward, backward_input, backward_weight, overlapped, transfer] =
+                lists.map(|(_, list)| for_stage(list));
             let [forward, backward_input, backward_weight, transfer] =
                 [forward, backward_input, backward_weight, transfer].map(Option::unwrap_or_default);
             let overlapped = overlapped.unwrap_or(forward + backward_input + backward_weight);

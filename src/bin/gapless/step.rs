@@ -129,7 +129,8 @@ impl RunArguments {
     /// True if a flag or an assignment sets the key with this short name.
     pub fn has(&self, name: &str) -> bool {
         let key = NAMES.iter().find(|(short, _)| *short == name).map_or(name, |(_, key)| key);
-        let is_assigned = |text: &String| text.split('=').next().is_some_and(|assigned| [name, key].contains(&assigned.trim()));
+        let is_assigned =
+            |text: &String| text.split('=').next().is_some_and(|assigned| [name, key].contains(&assigned.trim()));
         self.assignments.iter().any(is_assigned)
     }
 

@@ -52,10 +52,10 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Ok(threads) => threads,
         Err(error) => return fail(&error, 1),
     };
-    let show = |Progress { done, all }: Progress| {
+    let show = |Progress { done, total }: Progress| {
         bar.set_position(done as u64);
-        if bar.is_hidden() && (done % 1000 == 0 || done == all) {
-            tell(format_args!("{done} of {all}"));
+        if bar.is_hidden() && (done % 1000 == 0 || done == total) {
+            tell(format_args!("{done} of {total}"));
         }
         if stop.signal().is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
@@ -141,8 +141,10 @@ fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> 
     }
     let above = above_bound(rows);
     if let Some(largest) = above.iter().filter_map(|row| row.figures.as_ref()?.fragmentation(None)).reduce(f64::max) {
-        let planned =
-            rows.iter().filter(|row| row.figures.as_ref().is_some_and(|figures| !figures.arena_bytes.is_empty())).count();
+        let planned = rows
+            .iter()
+            .filter(|row| row.figures.as_ref().is_some_and(|figures| !figures.arena_bytes.is_empty()))
+            .count();
         writeln!(
             out,
             "plans above their bound by 0.05 % or more: {} of {planned}, by {:.3} % at most",

@@ -159,7 +159,8 @@ impl RunConfig {
         {
             return fail("data.vocabulary", format!("{size} tokens do not even hold the bytes"), "it is at least 256");
         }
-        let most = if sources.iter().all(|(_, path)| are_ids(path)) { limits::MAX_TOKENS } else { MAX_TRAINED_VOCABULARY };
+        let most =
+            if sources.iter().all(|(_, path)| are_ids(path)) { limits::MAX_TOKENS } else { MAX_TRAINED_VOCABULARY };
         if let Some(size) = self.data.vocabulary.filter(|&size| size > most) {
             return fail("data.vocabulary", format!("is {size}, and {most} are the most"), "choose a smaller one");
         }

@@ -49,7 +49,7 @@ pub(crate) fn key_of(name: &str) -> &str {
 }
 
 /// Moves keys with former names out of `[step]`, and returns a notice for each.
-pub(super) fn rename(root: &mut Table) -> Result<Vec<String>, ConfigError> {
+pub(super) fn move_former_names(root: &mut Table) -> Result<Vec<String>, ConfigError> {
     let Some(Value::Table(step)) = root.get_mut("step") else { return Ok(Vec::new()) };
     let names: Vec<String> = step.keys().map(|name| format!("step.{name}")).collect();
     let moved = names.into_iter().filter(|name| key_of(name) != name);
@@ -62,7 +62,7 @@ pub(super) fn rename(root: &mut Table) -> Result<Vec<String>, ConfigError> {
             let why = format!("stands beside {key}, which is its name now");
             return Err(ConfigError::value(&old, why, "leave one of them out"));
         }
-        insert(root, key, value).map_err(|why| ConfigError::value(key, why, "give it a table"))?;
+        set(root, key, value).map_err(|why| ConfigError::value(key, why, "give it a table"))?;
         notices.push(format!("{old} is {key} now; the old name will go with the next release"));
     }
     Ok(notices)
@@ -76,7 +76,7 @@ pub(crate) fn value_at<'a>(root: &'a Table, key: &str) -> Option<&'a Value> {
 }
 
 /// Assigns a value to a key. Missing tables are created.
-pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), String> {
+pub(crate) fn set(root: &mut Table, key: &str, value: Value) -> Result<(), String> {
     let (tables, last) = key.rsplit_once('.').map_or((None, key), |(tables, last)| (Some(tables), last));
     // An enum has one variant's table: assigning to another variant replaces it. A preset's name is expanded to its
     // table first.

@@ -8,7 +8,7 @@ use serde_json::Value as Json;
 use toml::{Table, Value};
 
 use super::RunConfig;
-use super::names::{NAMES, flatten, insert, key_of, rename};
+use super::names::{NAMES, flatten, key_of, move_former_names, set};
 
 /// The reason for which a run file, or an assignment of the command line, is refused.
 #[derive(Debug, thiserror::Error)]
@@ -107,17 +107,17 @@ impl RunConfig {
     /// Returns a [`ConfigError::Value`] for an unknown key or a value of the wrong type.
     pub(crate) fn of_table(table: &Table) -> Result<Self, ConfigError> {
         let mut root = table.clone();
-        let notices = rename(&mut root)?;
+        let notices = move_former_names(&mut root)?;
         let error = match Self::deserialize(root) {
             Ok(config) => return Ok(Self { notices, ..config }.with_targets()),
             Err(error) => error,
         };
         // The error has no key, so each key is tried on its own to find the faulty one.
         let mut root = table.clone();
-        rename(&mut root)?;
+        move_former_names(&mut root)?;
         let alone = |(key, value): (String, Value)| {
             let mut one = Table::from_iter([("model".to_owned(), Value::from("small"))]);
-            insert(&mut one, &key, value).ok()?;
+            set(&mut one, &key, value).ok()?;
             Self::deserialize(one).err().map(|error| (key, error))
         };
         let (key, error) = flatten(&root, "").into_iter().find_map(alone).unwrap_or_else(|| {
@@ -134,7 +134,7 @@ fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, C
     let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
     let mut root: Table = toml::from_str(text).map_err(|error| syntax(error.to_string()))?;
     expect_tables(&root).map_err(|error| at_line(error, text, &[]))?;
-    let notices = rename(&mut root).map_err(|error| at_line(error, text, &[]))?;
+    let notices = move_former_names(&mut root).map_err(|error| at_line(error, text, &[]))?;
     let config = match (assignments, &notices[..]) {
         // Deserialized from the text, so that errors have line numbers.
         ([], []) => toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?,
@@ -174,7 +174,8 @@ fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<Strin
     match value {
         Value::Array(items) => {
             let has_type = |form: &&Json, name: &str| {
-                form["type"] == name || form["type"].as_array().is_some_and(|names| names.iter().any(|listed| listed == name))
+                form["type"] == name
+                    || form["type"].as_array().is_some_and(|names| names.iter().any(|listed| listed == name))
             };
             let lists: Vec<&Json> = forms.iter().copied().filter(|form| has_type(form, "array")).collect();
             if lists.is_empty() {
@@ -230,7 +231,7 @@ fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunCo
         if key.split('.').any(str::is_empty) {
             return Err(wrong("it names no key"));
         }
-        insert(&mut root, key, value).map_err(|why: String| wrong(&why))?;
+        set(&mut root, key, value).map_err(|why: String| wrong(&why))?;
     }
     expect_tables(&root)?;
     Ok(RunConfig::deserialize(root).map_err(|error| with_nearest_name(error.to_string())))

@@ -11,7 +11,7 @@ use gapless_parallel::{Action, Kind, StageId};
 
 use super::EagerError;
 use super::autograd::{Autograd, Checkpoint, Mode, Var};
-use super::experts::{ExpertRows, Mixture, drawn};
+use super::experts::{ExpertRows, Mixture, draw_row_counts};
 use super::stage::{Stage, is_sum};
 use super::tape::{BF16, F32, INT64, Tensor};
 
@@ -163,7 +163,7 @@ impl<'g> Run<'g> {
     }
 
     /// Does an action of the schedule; `next` is the one after it.
-    pub fn act(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
+    pub fn run_action(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
         self.micro_batch.set(action.micro_batch.0 as usize);
         match action.kind {
             Kind::Forward => self.forward(action, next),
@@ -458,12 +458,12 @@ impl<'g> Run<'g> {
             None => {
                 let stream = Stream::new(0, 0, micro_batch as u64);
                 let numbers = stream.place(mixture.dispatch.index() as u64, count);
-                drawn(weights.data.elements * ranks, count as u64 * ranks, count as u64, numbers)
+                draw_row_counts(weights.data.elements * ranks, count as u64 * ranks, count as u64, numbers)
             }
         };
         rows.truncate(count);
         match ranks {
-            1 => autograd.experts_in_turn(x, weights, &rows, &expert),
+            1 => autograd.looped_experts(x, weights, &rows, &expert),
             _ => autograd.experts_over_ranks(x, weights, &rows, &expert),
         }
     }

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use gapless_testing::{slow_tests_enabled, not_checked};
+use gapless_testing::{not_checked, slow_tests_enabled};
 use serde_json::{Value, json};
 
 /// The width of the window, and whether the color scheme is dark.

@@ -60,7 +60,7 @@ pub(crate) struct Part {
     pub cliques: u32,
     /// Bytes below the part, taken by items that are alive throughout.
     pub base: u64,
-    /// Lower bound of the part's height, see [`Part::fullest`].
+    /// Lower bound of the part's height, see [`Part::height_bound`].
     pub bound: u64,
     /// Every height is a multiple of this.
     pub grain: u64,

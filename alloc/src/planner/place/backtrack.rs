@@ -400,7 +400,8 @@ mod tests {
     #[test]
     fn a_way_is_found_where_every_sweep_fails() {
         for (layers, stages, micro_batches) in [(1, 2, 6), (2, 1, 5), (4, 1, 8), (12, 1, 8)] {
-            let step = SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
+            let step =
+                SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
             let whole = Whole::new(&step.problem().unwrap(), true);
             let [part] = whole.parts.as_slice() else { panic!("one part") };
             let mut solver = Solver::new(part, Goal::exactly(part.bound));

@@ -124,7 +124,7 @@ pub(super) struct HalfSearch<'s> {
     /// The milestones, ascending; the last clique is always one.
     milestones: Vec<u32>,
     /// By clique: how many milestones come before it.
-    seen: Vec<u32>,
+    milestones_before: Vec<u32>,
 }
 
 /// The layouts that are kept at a milestone.
@@ -152,9 +152,10 @@ const ROOT: u32 = u32::MAX;
 impl<'s> HalfSearch<'s> {
     fn new(timeline: &'s Timeline<'s>, ceiling: u64, peak: u32, number: u64, live: impl Fn(u32) -> u64) -> Self {
         let milestones = milestones(peak, timeline.cliques, |clique| ceiling - live(clique));
-        let seen = (0..=timeline.cliques).map(|death| milestones.partition_point(|&k| k < death) as u32).collect();
+        let milestones_before =
+            (0..=timeline.cliques).map(|death| milestones.partition_point(|&k| k < death) as u32).collect();
         let largest = timeline.items.iter().map(|item| item.bytes).max().unwrap_or(1);
-        Self { timeline, number, ceiling, largest, peak, milestones, seen }
+        Self { timeline, number, ceiling, largest, peak, milestones, milestones_before }
     }
 
     /// True if no leap has more births than [`BIRTHS`].
@@ -168,8 +169,8 @@ impl<'s> HalfSearch<'s> {
 
     /// The milestones before a clique. It serves as the time of death of items that die before that clique, and is
     /// [`UNDECIDED`] for the undecided range.
-    pub fn seen_by(&self, death: u32) -> u32 {
-        self.seen.get(death as usize).copied().unwrap_or(UNDECIDED)
+    pub fn death_milestone(&self, death: u32) -> u32 {
+        self.milestones_before.get(death as usize).copied().unwrap_or(UNDECIDED)
     }
 
     /// True if an item is at least half as large as the largest.
@@ -194,7 +195,7 @@ impl<'s> HalfSearch<'s> {
         let lot = |&i: &u32| (i, self.timeline.item(i).bytes, self.timeline.item(i).end);
         let to = stack.iter().map(|&i| self.timeline.item(i).bytes).sum();
         Layout {
-            live: vec![PlacedItem { from: 0, to, leaves: UNDECIDED }],
+            live: vec![PlacedItem { from: 0, to, dies_before: UNDECIDED }],
             lots: Lots::new(stack.iter().map(lot)),
             node: ROOT,
         }
@@ -204,7 +205,7 @@ impl<'s> HalfSearch<'s> {
     fn stacked(&self, stack: &[u32], offsets: &[u64]) -> Layout {
         let slab = |&i: &u32| {
             let (item, from) = (self.timeline.item(i), offsets[i as usize]);
-            PlacedItem { from, to: from + item.bytes, leaves: item.end }
+            PlacedItem { from, to: from + item.bytes, dies_before: item.end }
         };
         Layout { live: stack.iter().map(slab).collect(), lots: Lots::default(), node: ROOT }
     }
@@ -279,7 +280,7 @@ impl<'s> HalfSearch<'s> {
 
 /// Writes the offsets of a layout and its history. The lots that are still undecided are stacked in any order.
 fn write(layout: &Layout, history: &[Entry], offsets: &mut [u64]) {
-    let mut floor = layout.live.iter().find(|slab| slab.leaves == UNDECIDED).map_or(0, |slab| slab.from);
+    let mut floor = layout.live.iter().find(|slab| slab.dies_before == UNDECIDED).map_or(0, |slab| slab.from);
     for (i, bytes) in layout.lots.rest() {
         offsets[i as usize] = floor;
         floor += bytes;

@@ -1,7 +1,7 @@
 //! The few NCCL calls that the backend makes, with errors as values.
 //!
 //! Communicators are non-blocking: a call may return before it has finished its own communication with other ranks. The
-//! communicator must not be used again until [`Comm::is_settled`] returns true.
+//! communicator must not be used again until [`Comm::is_call_complete`] returns true.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -19,7 +19,7 @@ use gapless_graph::{Graph, Node, NodeId, Phase, ValueId};
 use super::dynamic_rows::RowCounts;
 use super::rematerialize::Occurrence;
 use super::{BufferId, Lowerer, Lowering, collective_of};
-use crate::program::{BufferKind, Instr, InstrKind, Operand, Instance};
+use crate::program::{BufferKind, Instance, Instr, InstrKind, Operand};
 use crate::recompute::{SavedActivations, Variant};
 
 /// Rows that may be evicted: per recomputation variant (indexed by
@@ -83,13 +83,17 @@ impl EvictableRows {
     fn find_recomputation(&mut self, graph: &Graph, saved: &SavedActivations<'_>, variant: &Variant) {
         let mut missing: Vec<ValueId> = self.roots.iter().copied().collect();
         while let Some(root) = missing.pop() {
-            let Some(maker) = graph.maker(root) else { continue };
+            let Some(maker) = graph.producer_id(root) else { continue };
             if !self.rematerialized.insert(maker) {
                 continue;
             }
             for input in graph.node(maker).inputs.iter().map(|&input| graph.value(input).root) {
                 let is_there = self.roots.contains(&input) || variant.is_rematerialized(input) || saved.is_read(input);
-                if !is_there && !saved.leaves_layer(input) && saved.is_repeatable(input) && self.temporaries.insert(input) {
+                if !is_there
+                    && !saved.leaves_layer(input)
+                    && saved.is_repeatable(input)
+                    && self.temporaries.insert(input)
+                {
                     missing.push(input);
                 }
             }
@@ -116,8 +120,8 @@ impl Lowerer<'_> {
     /// After the node that counts rows: emits the vote of the exchanging ranks on whether these rows can be kept.
     pub(super) fn emit_vote(&mut self, node: &Node, micro_batch: u32) {
         let Some(count) = self.program.instrs.last().and_then(|instr| instr.defines_count) else { return };
-        let starts = node.outputs[0];
-        if self.rows_of(starts, micro_batch).is_none() {
+        let offsets = node.outputs[0];
+        if self.rows_of(offsets, micro_batch).is_none() {
             return;
         }
         let tensor = format!("{}/no room for rows of micro-batch {micro_batch}", node.layer);
@@ -148,10 +152,11 @@ impl Lowerer<'_> {
             if !self.evicted.recomputed.insert((starts, micro_batch)) {
                 continue;
             }
-            let Some(EvictableRows { rematerialized, temporaries: between, .. }) = self.rows_of(starts, micro_batch).cloned() else {
+            let Some(EvictableRows { rematerialized, temporaries, .. }) = self.rows_of(starts, micro_batch).cloned()
+            else {
                 continue;
             };
-            between.iter().for_each(|&root| _ = self.live_buffer.remove(&Instance::micro_batch(root, micro_batch)));
+            temporaries.iter().for_each(|&root| _ = self.live_buffer.remove(&Instance::micro_batch(root, micro_batch)));
             let count = self.count_id(starts, micro_batch);
             for id in rematerialized {
                 self.rematerialize_static_inputs(graph.node(id), micro_batch);
@@ -166,9 +171,9 @@ impl Lowerer<'_> {
     }
 
     /// The buffer of a root that may have been evicted.
-    pub(super) fn still_placed(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
-        let starts = self.evicted.read.get(&root)?;
-        let waits = self.rows_of(*starts, micro_batch)?.roots.contains(&root);
+    pub(super) fn still_live(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
+        let offsets = self.evicted.read.get(&root)?;
+        let waits = self.rows_of(*offsets, micro_batch)?.roots.contains(&root);
         self.live_buffer.get(&Instance::micro_batch(root, micro_batch)).copied().filter(|_| waits)
     }
 }

@@ -33,7 +33,9 @@ use crate::cross_rank::{CrossRankValues, phases};
 use crate::error::{Error, Result};
 use crate::lowering::{Lowering, Output, Target};
 use crate::passes::{self, Context, FINISH, UPDATE, dump};
-use crate::program::{BufferId, BufferKind, Instr, InstrKind, IoTensor, Operand, Instance, Part, Program, role_of_node};
+use crate::program::{
+    BufferId, BufferKind, Instance, Instr, InstrKind, IoTensor, Operand, Part, Program, role_of_node,
+};
 use crate::verify::check_sizes;
 
 /// The maximum number of instructions of a program. Each takes some 5 KB until it has an address.
@@ -67,10 +69,14 @@ pub(crate) fn lower_observed(
     }
     lowerer.emit_update();
     lowerer.outputs();
-    let Lowerer { mut program, first_buffer: made, .. } = lowerer;
+    let Lowerer { mut program, first_buffer, .. } = lowerer;
     check_sizes(&program)?;
     observe("lower", &program);
-    passes::run(&mut program, &Context { lowering, alive: &alive, crossings: &crossings, first_buffer: &made }, observe)?;
+    passes::run(
+        &mut program,
+        &Context { lowering, alive: &alive, crossings: &crossings, first_buffer: &first_buffer },
+        observe,
+    )?;
     Ok(program)
 }
 
@@ -125,7 +131,8 @@ impl<'a> Lowerer<'a> {
         let row_counts = RowCounts::new(lowering, alive, crossings);
         let evicted = Evicted::new(lowering, alive, &row_counts);
         let program = Program { name: lowering.name.into(), ..Program::default() };
-        let (placed, made, alive, early) = (HashMap::new(), HashMap::new(), alive.to_vec(), Vec::new());
+        let (live_buffer, first_buffer, alive, early_update) =
+            (HashMap::new(), HashMap::new(), alive.to_vec(), Vec::new());
         let smaller_for_weights = smaller_for_weights(lowering, &nodes);
         let lowerer = Self {
             lowering,
@@ -134,10 +141,10 @@ impl<'a> Lowerer<'a> {
             alive,
             accumulated,
             read_within,
-            live_buffer: placed,
-            first_buffer: made,
+            live_buffer,
+            first_buffer,
             nodes,
-            early_update: early,
+            early_update,
             row_counts,
             evicted,
             smaller_for_weights,
@@ -254,7 +261,7 @@ impl<'a> Lowerer<'a> {
     ) -> (BufferId, bool) {
         let id = node.outputs[index];
         let value = self.lowering.graph.value(id);
-        if let Some(buffer) = occurrence.predicate().and_then(|_| self.still_placed(id, micro_batch)) {
+        if let Some(buffer) = occurrence.predicate().and_then(|_| self.still_live(id, micro_batch)) {
             return (buffer, false);
         }
         let (is_read, sum) = (self.read_within[id.index()], self.live_buffer.get(&Instance::sum(id)).copied());

@@ -44,10 +44,10 @@ impl Lowerer<'_> {
         }
         // Keep only nodes that a collective needs; the others gain nothing from running early.
         let mut wanted = HashSet::new();
-        for EarlyNode { node, incomplete_inputs: waits_for } in early.iter().rev() {
+        for EarlyNode { node, incomplete_inputs } in early.iter().rev() {
             let node = graph.node(*node);
             if collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output)) {
-                wanted.extend(waits_for.iter().copied());
+                wanted.extend(incomplete_inputs.iter().copied());
             }
         }
         early.retain(|EarlyNode { node, .. }| {

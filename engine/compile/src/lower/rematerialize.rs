@@ -45,7 +45,8 @@ pub(super) fn smaller_for_weights(
 ) -> Vec<SmallerForWeights> {
     let graph = lowering.graph;
     let root_of = |&input: &ValueId| graph.value(input).root;
-    let of_phase = |wanted: Phase| nodes.iter().filter(move |((_, phase), _)| *phase == wanted).flat_map(|entry| entry.1);
+    let of_phase =
+        |wanted: Phase| nodes.iter().filter(move |((_, phase), _)| *phase == wanted).flat_map(|entry| entry.1);
     let mut by_weights = vec![false; graph.values().len()];
     for root in of_phase(Phase::BackwardWeight).flat_map(|&node| &graph.node(node).inputs).map(root_of) {
         by_weights[root.index()] = true;
@@ -68,7 +69,7 @@ pub(super) fn smaller_for_weights(
             let waiting: BTreeSet<ValueId> =
                 inputs.iter().map(root_of).filter(|root| !by_weights[root.index()]).filter(is_of_forward).collect();
             let again = waiting.iter().filter(|&&root| variant.is_rematerialized(root));
-            let last_again = again.filter_map(|&root| graph.maker(root)).max();
+            let last_again = again.filter_map(|&root| graph.producer_id(root)).max();
             let first = || waiting.iter().filter_map(|&root| first_by_input.get(&(*place, root))).min().copied();
             let when = last_again.or_else(first);
             let is_wanted = made.iter().any(|root| by_weights[root.index()]);
@@ -117,7 +118,8 @@ impl Lowerer<'_> {
         let graph = self.lowering.graph;
         for maker in self.missing(node, micro_batch) {
             // An earlier iteration may have computed it early for W.
-            let is_there = |output: &ValueId| self.live_buffer.contains_key(&Instance::micro_batch(*output, micro_batch));
+            let is_there =
+                |output: &ValueId| self.live_buffer.contains_key(&Instance::micro_batch(*output, micro_batch));
             if graph.node(maker).outputs.iter().all(is_there) {
                 continue;
             }
@@ -138,9 +140,11 @@ impl Lowerer<'_> {
             let variant = &self.lowering.recomputation.variants()[index];
             let is_there = |input: &ValueId| {
                 let root = graph.value(*input).root;
-                !variant.is_rematerialized(root) || self.live_buffer.contains_key(&Instance::micro_batch(root, micro_batch))
+                !variant.is_rematerialized(root)
+                    || self.live_buffer.contains_key(&Instance::micro_batch(root, micro_batch))
             };
-            let is_made = |output: &ValueId| self.live_buffer.contains_key(&Instance::micro_batch(*output, micro_batch));
+            let is_made =
+                |output: &ValueId| self.live_buffer.contains_key(&Instance::micro_batch(*output, micro_batch));
             if graph.node(node).inputs.iter().all(is_there) && !graph.node(node).outputs.iter().any(is_made) {
                 self.emit(node, micro_batch, Occurrence::Recomputed);
             }

@@ -17,15 +17,23 @@ use gapless_graph::{NodeId, Phase, Place, Source, ValueId};
 
 use super::{Context, UPDATE};
 use crate::error::Result;
-use crate::program::{Instr, InstrKind, Message, Operand, Instance, Part, Program};
+use crate::program::{Instance, Instr, InstrKind, Message, Operand, Part, Program};
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let graph = context.lowering.graph;
-    let taken = context.crossings.taken(graph, context.lowering.table, context.lowering.rank)?;
+    let received_before = context.crossings.received_before(graph, context.lowering.table, context.lowering.rank)?;
     let instrs = std::mem::take(&mut program.instrs).into();
     let parts = std::mem::take(&mut program.parts);
-    let (sending, collecting, received) = (Vec::new(), Vec::new(), HashSet::new());
-    let mut messages = Messages { context: *context, program, instrs, taken, sends_in_flight: sending, collectives_in_flight: collecting, received };
+    let (sends_in_flight, collectives_in_flight, received) = (Vec::new(), Vec::new(), HashSet::new());
+    let mut messages = Messages {
+        context: *context,
+        program,
+        instrs,
+        received_before,
+        sends_in_flight,
+        collectives_in_flight,
+        received,
+    };
     let mut actions = 0;
     for part in parts {
         let (first, count) = (messages.program.instrs.len(), part.instrs.len());
@@ -51,7 +59,7 @@ struct Messages<'a> {
     /// Instructions that are still to be emitted.
     instrs: VecDeque<Instr>,
     /// The first action before which a message has certainly been received, by root, micro-batch and receiver.
-    taken: HashMap<(ValueId, u32, usize), usize>,
+    received_before: HashMap<(ValueId, u32, usize), usize>,
     /// Sends without a wait so far.
     sends_in_flight: Vec<Sending>,
     /// Collectives without a wait so far.
@@ -66,7 +74,7 @@ struct Sending {
     instance: Instance,
     message: Message,
     /// The action before which it has certainly been received; `None` if that is only certain at the end.
-    taken: Option<usize>,
+    received_before: Option<usize>,
 }
 
 /// A collective in flight, with all operands that it reads or writes.
@@ -87,7 +95,7 @@ impl Messages<'_> {
         for root in self.context.crossings.needs(&action).collect::<Vec<_>>() {
             self.receive(Instance::micro_batch(root, micro_batch), Some(micro_batch));
         }
-        self.wait_for_sends(|sending| sending.taken.is_some_and(|taken| taken <= index));
+        self.wait_for_sends(|sending| sending.received_before.is_some_and(|taken| taken <= index));
         // Recomputed values stay on this rank.
         let mut made: Vec<NodeId> = Vec::new();
         for _ in 0..count {
@@ -132,7 +140,7 @@ impl Messages<'_> {
                 }
                 node.outputs.iter().for_each(|&output| self.send_per_step(output));
             }
-            node.changed().for_each(|input| self.refresh(graph.value(input).root, node.place, is_here));
+            node.mutated_inputs().for_each(|input| self.refresh(graph.value(input).root, node.place, is_here));
         }
     }
 
@@ -148,7 +156,9 @@ impl Messages<'_> {
     /// Emits an instruction, after the waits for collectives that use its operands.
     fn emit(&mut self, instr: Instr) {
         match &instr.kind {
-            InstrKind::Finish(request) => self.collectives_in_flight.retain(|collecting| collecting.request != *request),
+            InstrKind::Finish(request) => {
+                self.collectives_in_flight.retain(|collecting| collecting.request != *request)
+            }
             _ => {
                 for operand in instr.inputs.iter().chain(&instr.outputs) {
                     self.finish_collectives(|collecting| {
@@ -222,12 +232,14 @@ impl Messages<'_> {
         let message = self.message(instance.root, to, micro_batch);
         let operand = self.operand(instance);
         self.transfer(InstrKind::Send(message), instance, vec![operand], Vec::new());
-        let taken = micro_batch.and_then(|micro_batch| self.taken.get(&(instance.root, micro_batch, to)).copied());
-        self.sends_in_flight.push(Sending { instance, message, taken });
+        let received_before =
+            micro_batch.and_then(|micro_batch| self.received_before.get(&(instance.root, micro_batch, to)).copied());
+        self.sends_in_flight.push(Sending { instance, message, received_before });
     }
 
     fn wait_for_sends(&mut self, which: impl Fn(&Sending) -> bool) {
-        let (over, left): (Vec<Sending>, Vec<Sending>) = self.sends_in_flight.iter().partition(|&sending| which(sending));
+        let (over, left): (Vec<Sending>, Vec<Sending>) =
+            self.sends_in_flight.iter().partition(|&sending| which(sending));
         self.sends_in_flight = left;
         for Sending { instance, message, .. } in over {
             let operand = self.operand(instance);
@@ -236,7 +248,8 @@ impl Messages<'_> {
     }
 
     fn finish_collectives(&mut self, which: impl Fn(&Collecting) -> bool) {
-        let (over, left): (Vec<_>, Vec<_>) = std::mem::take(&mut self.collectives_in_flight).into_iter().partition(which);
+        let (over, left): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.collectives_in_flight).into_iter().partition(which);
         self.collectives_in_flight = left;
         for Collecting { request, operands, layer, predicate } in over {
             let instr = Instr::plain(InstrKind::Finish(request), operands, Vec::new(), 0, layer);

@@ -18,7 +18,7 @@ use gapless_parallel::Kind;
 use super::Context;
 use crate::error::Result;
 use crate::program::{
-    BufferId, BufferKind, OffloadBuffer, OffloadId, Instr, InstrKind, Operand, Instance, Part, Program, role_of_node,
+    BufferId, BufferKind, Instance, Instr, InstrKind, OffloadBuffer, OffloadId, Operand, Part, Program, role_of_node,
 };
 use crate::recompute::ActivationStorage;
 

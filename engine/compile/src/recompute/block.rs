@@ -39,7 +39,7 @@ impl Block {
 
     /// The values that a choice frees at the end of the input gradients (I) of a split backward.
     pub fn again(&self, choice: &Choice) -> impl Iterator<Item = ValueId> + '_ {
-        self.chosen(choice.again)
+        self.chosen(choice.freed_after_input)
     }
 
     fn chosen(&self, candidates: Candidates) -> impl Iterator<Item = ValueId> + '_ {
@@ -157,7 +157,7 @@ impl LayerNodes {
                 candidates.push(roots);
             }
         }
-        layer.of_forward = locals.bytes.len();
+        layer.forward_values = locals.bytes.len();
         for node in self.backward.iter().map(|&id| graph.node(id)) {
             let is_gradient = |root: ValueId| graph.producer(root).is_some_and(|p| p.phase == Phase::BackwardInput);
             let mut reads = Vec::new();

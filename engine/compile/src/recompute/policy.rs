@@ -148,7 +148,7 @@ impl Resolving<'_> {
         let is_split = self.can_be_twice && self.row.iter().any(|action| action.kind == Kind::BackwardInput);
         let mut blocks = blocks(self.graph, self.alive, saved, is_split, |node| self.nanoseconds(node, rates));
         blocks.retain(|block| in_flight.contains_key(&block.place));
-        Budget { bytes, saved, blocks: &blocks, in_flight, first: first_backward(self.row) }.fit(place)
+        Budget { bytes, saved, blocks: &blocks, in_flight, first_backward: first_backward(self.row) }.fit(place)
     }
 
     fn nanoseconds(&self, node: &Node, rates: &Rates) -> u64 {

@@ -38,7 +38,9 @@ impl StorageOptions<'_> {
             return Err(Error::config("memory.offload", why, "choose one of the two"));
         }
         let mut stash = Vec::new();
-        for (how, names) in [(ActivationStorage::Compressed, self.compress), (ActivationStorage::Offloaded, self.offload)] {
+        for (how, names) in
+            [(ActivationStorage::Compressed, self.compress), (ActivationStorage::Offloaded, self.offload)]
+        {
             let can = |root: &ValueId| how == ActivationStorage::Offloaded || FLOATS.contains(&saved.spec(*root).dtype);
             // Only the main result counts, not the statistics that an operation computes along with it.
             let results = saved.roots().iter().copied().filter(|&root| saved.maker(root).outputs[0] == root);

@@ -56,7 +56,11 @@ impl Program {
         self.buffers.iter().zip(used).filter_map(|(buffer, used)| {
             let (born, dead) = used?;
             let counted = matches!(buffer.label.role, Role::Activation | Role::Communication);
-            (counted && matches!(buffer.kind, BufferKind::Temporary) && born < dead).then_some((buffer.bytes, born, dead))
+            (counted && matches!(buffer.kind, BufferKind::Temporary) && born < dead).then_some((
+                buffer.bytes,
+                born,
+                dead,
+            ))
         })
     }
 
@@ -104,10 +108,14 @@ impl Program {
         let stage_and_micro_batch = |action: &Action| (action.stage, action.micro_batch);
         let actions = || self.parts.iter().filter(|part| !part.instrs.is_empty()).filter_map(|part| part.action);
         let with = |kinds: &'static [Kind]| -> HashSet<_> {
-            actions().filter(|action| kinds.contains(&action.kind)).map(|action| stage_and_micro_batch(&action)).collect()
+            actions()
+                .filter(|action| kinds.contains(&action.kind))
+                .map(|action| stage_and_micro_batch(&action))
+                .collect()
         };
         let (inputs, weights) = (with(&[Kind::Backward, Kind::BackwardInput]), with(&[Kind::BackwardWeight]));
-        let lacking = actions().filter(|action| action.kind == Kind::Forward && !inputs.contains(&stage_and_micro_batch(action)));
+        let lacking =
+            actions().filter(|action| action.kind == Kind::Forward && !inputs.contains(&stage_and_micro_batch(action)));
         lacking
             .map(|forward| {
                 let is_split = weights.contains(&stage_and_micro_batch(&forward));

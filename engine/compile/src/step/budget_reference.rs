@@ -7,7 +7,7 @@ use gapless_parallel::Rates;
 use gapless_testing::few;
 
 use super::record::TrainStep;
-use super::{MemoryOptions, RankPlan, StepOptions, boxed_build, recompute, record};
+use super::{MemoryOptions, RankPlan, StepOptions, boxed_build, choose_recomputation, record};
 use crate::error::Error;
 use crate::link::height;
 use crate::lower::alive_nodes;
@@ -133,7 +133,7 @@ fn check(hidden: &[usize], micro_batches: usize) {
         StepOptions { memory, ..options.clone() }
     };
     let below = within(least - 1);
-    match recompute(&step, &below, &plan, TARGET, &[]) {
+    match choose_recomputation(&step, &below, &plan, TARGET, &[]) {
         Err(Error::OverBudget { smallest, .. }) => {
             // The search knows a layer's peak only in the graph's order of operations. With several micro-batches it
             // also underestimates slightly what is live besides the layers. So it may take the second smallest choice
@@ -149,7 +149,8 @@ fn check(hidden: &[usize], micro_batches: usize) {
         let bytes = least + (most - least) * part / 16;
         let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
         let options = within(bytes);
-        let program = step.lower(&plan, TARGET, &recompute(&step, &options, &plan, TARGET, &[]).unwrap()).unwrap();
+        let program =
+            step.lower(&plan, TARGET, &choose_recomputation(&step, &options, &plan, TARGET, &[]).unwrap()).unwrap();
         let arena = height(&[&program], options.planning_within(Some(bytes))).unwrap();
         let [all, again] = program.nanoseconds(&rates);
         println!("{hidden:?}: {bytes} bytes, {arena} planned, {again} ns again, {best} at best, of {}", all - again);

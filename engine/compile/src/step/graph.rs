@@ -11,7 +11,7 @@ use gapless_graph::Graph;
 use gapless_parallel::Action;
 
 use super::record::TrainStep;
-use super::{Build, RankPlan, StepOptions, can_be_twice, policy, recompute, record};
+use super::{Build, RankPlan, StepOptions, can_be_twice, choose_recomputation, policy, record};
 use crate::error::{Error, Result};
 use crate::lowering::Target;
 use crate::program::Program;
@@ -108,7 +108,7 @@ impl StepGraph {
     }
 
     fn lower(&self, options: &StepOptions, ranks: &RankPlan, target: Target) -> Result<Program> {
-        let recomputation = recompute(&self.step, options, ranks, target, &[])?;
+        let recomputation = choose_recomputation(&self.step, options, ranks, target, &[])?;
         self.step.lower(ranks, target, &recomputation)
     }
 }

@@ -131,7 +131,7 @@ pub fn compile_step(
     // The choice of what is recomputed so that all programs fit; then instructions, and the passes over them.
     let recomputation = {
         let others: Vec<&Program> = [&evaluate, &logits].into_iter().chain(&generation).collect();
-        recompute(&step, options, ranks, target, &others)?
+        choose_recomputation(&step, options, ranks, target, &others)?
     };
     let train = step.lower(ranks, target, &recomputation)?;
     let programs: Vec<Program> = [train, evaluate, logits].into_iter().chain(generation).collect();
@@ -178,7 +178,7 @@ fn lowered(build: &Build<'_>, options: &StepOptions, rank: usize, target: Target
     options.check()?;
     let ranks = RankPlan::of(options, rank)?;
     let step = record(build, options, &ranks)?;
-    let recomputation = recompute(&step, options, &ranks, target, &[])?;
+    let recomputation = choose_recomputation(&step, options, &ranks, target, &[])?;
     step.lower(&ranks, target, &recomputation)
 }
 
@@ -196,7 +196,7 @@ fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<
 
 /// Decides what a step recomputes. In a split backward, a stage recomputes twice if that lowers the peak live bytes of
 /// the rank.
-fn recompute(
+fn choose_recomputation(
     step: &TrainStep,
     options: &StepOptions,
     ranks: &RankPlan,
@@ -207,7 +207,7 @@ fn recompute(
     let once = policy(step, options, ranks, target, others)?;
     let Some(stages) = can_be_twice(options, ranks, &once) else { return Ok(once) };
     let graph = step.graph();
-    let short = fewer_micro_batches(options, ranks);
+    let short = shortened(options, ranks);
     let (twice, _) = stages_that_recompute_twice(stages, |stages| {
         let train = step.lower_graph(&graph, &short, target, &once.clone().recompute_in_both_halves(&graph, stages))?;
         let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
@@ -218,7 +218,7 @@ fn recompute(
 
 /// The same rank in a shorter step, with enough micro-batches for a schedule to reach its steady state. After that,
 /// further micro-batches only repeat it.
-fn fewer_micro_batches(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
+fn shortened(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     let fewer = MICRO_BATCHES_PER_RANK * options.mesh.pipeline;
     let short = (fewer < options.micro_batches)
         .then(|| RankPlan::new(options.mesh, options.mesh.rank(ranks.at), &options.pipeline, fewer).ok());

@@ -101,7 +101,7 @@ pub struct Shard {
     /// Index of the first element.
     pub first: usize,
     /// Whether this rank is the first of those with the same part.
-    pub alone: bool,
+    pub is_first_copy: bool,
 }
 
 /// The result of recording an update.
@@ -202,7 +202,7 @@ impl Update<'_> {
         let of_rule = &states[..states.len() - usize::from(average.is_some())];
         let parameter = match target.part {
             Ownership::Whole => here.clone(),
-            Ownership::OfBatch => self.part_of(here)?,
+            Ownership::OfBatch => self.shard_of(here)?,
             Ownership::OfExperts => here.reshape(here.elem_count())?,
         };
         let updated = target.rule.update(ParameterUpdate {
@@ -248,7 +248,7 @@ impl Update<'_> {
                 let skip = if target.part == Ownership::OfBatch { layout.parts[&state].first } else { 0 };
                 let mut graph = self.trace.lock();
                 let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
-                graph.fill_as(id, here.id(), skip);
+                graph.initialize_from(id, here.id(), skip);
                 layout.copies.entry(name.clone()).or_default().push(state.clone());
                 id
             }
@@ -287,7 +287,7 @@ impl Update<'_> {
         let Parameter { name, tensor, gradient, dims, shared, .. } = parameter;
         let (looked_up, masters) = (looked_up.contains(&tensor.id()), self.options.precision.has_masters());
         let parameter_info = ParameterInfo { name, dims, dtype: tensor.dtype(), looked_up, masters };
-        let own = self.trace.lock().rule(tensor.id()).cloned();
+        let own = self.trace.lock().optimizer_of(tensor.id()).cloned();
         let (is_own, group) = (own.is_some(), self.options.update.group_of(name));
         let rule = own.unwrap_or_else(|| self.options.rule_of(name).clone());
         let (gradient, part) = self.reduced_gradient(gradient, &parameter_info, &*rule, *shared)?;
@@ -307,7 +307,8 @@ impl Update<'_> {
         is_shared: bool,
     ) -> Result<(Tensor, Ownership)> {
         let divides = |ranks: usize| {
-            rule.shard_granularity(parameter).is_some_and(|grain| parameter.elements().is_multiple_of(ranks.saturating_mul(grain)))
+            rule.shard_granularity(parameter)
+                .is_some_and(|grain| parameter.elements().is_multiple_of(ranks.saturating_mul(grain)))
         };
         if is_shared {
             if !divides(self.ranks(Ownership::OfExperts)) {
@@ -380,7 +381,7 @@ impl Update<'_> {
     }
 
     /// A copy of this rank's part of a parameter that it holds whole.
-    fn part_of(&self, whole: &Tensor) -> Result<Tensor> {
+    fn shard_of(&self, whole: &Tensor) -> Result<Tensor> {
         let part = whole.elem_count() / self.ranks(Ownership::OfBatch);
         let view = whole.reshape(whole.elem_count())?.narrow(0, self.plan.batch_rank() * part, part)?;
         self.own(&view)
@@ -398,14 +399,16 @@ impl Update<'_> {
     /// This rank's part, which has this many elements.
     fn kept_part(&self, part: Ownership, elements: usize) -> Shard {
         match part {
-            Ownership::Whole | Ownership::OfBatch => Shard { first: self.plan.batch_rank() * elements, alone: true },
+            Ownership::Whole | Ownership::OfBatch => {
+                Shard { first: self.plan.batch_rank() * elements, is_first_copy: true }
+            }
             Ownership::OfExperts => self.share(elements),
         }
     }
 
     /// This expert rank's share, which has this many elements.
     pub fn share(&self, elements: usize) -> Shard {
-        Shard { first: self.plan.at.expert * elements, alone: self.plan.at.data == 0 }
+        Shard { first: self.plan.at.expert * elements, is_first_copy: self.plan.at.data == 0 }
     }
 
     /// The sum over the ranks of a group, in place. Returns the value itself if there is only one rank.

@@ -120,7 +120,11 @@ impl ChatTemplate {
     }
 
     /// Renders a part of a conversation, and returns the byte ranges of its generation blocks.
-    fn render_part(&self, conversation: &Conversation, part: RenderedRange) -> Result<(String, Vec<Range<usize>>), DataError> {
+    fn render_part(
+        &self,
+        conversation: &Conversation,
+        part: RenderedRange,
+    ) -> Result<(String, Vec<Range<usize>>), DataError> {
         let template = self.template_of(conversation);
         let set = |variables: &mut Variables<'_>| {
             for (name, token) in &self.special {

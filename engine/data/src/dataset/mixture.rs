@@ -4,7 +4,7 @@
 //! vocabularies.
 
 use super::folder::lock;
-use super::{DataOptions, Dataset, TokenStream, Source, TOKENIZER};
+use super::{DataOptions, Dataset, Source, TOKENIZER, TokenStream};
 use crate::encode::move_into_place;
 use crate::tokenize::sample;
 use crate::{DataError, Vocabulary, VocabularyChoice};

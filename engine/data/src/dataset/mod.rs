@@ -171,7 +171,13 @@ impl Dataset {
     }
 
     /// Cuts a range of a stream into windows: of whole examples if it has examples, otherwise of consecutive tokens.
-    fn cut(&self, part: &TokenStream, range: &Range<u64>, sequence: usize, name: &'static str) -> Result<WindowSource, DataError> {
+    fn cut(
+        &self,
+        part: &TokenStream,
+        range: &Range<u64>,
+        sequence: usize,
+        name: &'static str,
+    ) -> Result<WindowSource, DataError> {
         let (tokens, range) = (part.tokens.clone(), range.clone());
         match &part.examples {
             Some(examples) => WindowSource::of_examples(tokens, range, examples.clone(), sequence, name),

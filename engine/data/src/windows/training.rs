@@ -27,7 +27,7 @@ use crate::{DataError, Permutation, Tokens};
 /// ```
 #[derive(Debug, Clone)]
 pub struct TrainingWindows {
-    /// Each part, with its slots among [`PLACES`].
+    /// Each part, with its slots among [`MIXTURE_PERIOD`].
     parts: Vec<(WindowSource, Range<u64>)>,
     batch: usize,
     seed: u64,
@@ -35,7 +35,7 @@ pub struct TrainingWindows {
 
 /// The period of a mixture: in each run of this many windows, every part has the number of windows that its weight
 /// implies, in a new order.
-pub(super) const PLACES: u64 = 4096;
+pub(super) const MIXTURE_PERIOD: u64 = 4096;
 
 impl TrainingWindows {
     /// Batches of `batch` windows over the tokens of `range`.
@@ -58,7 +58,7 @@ impl TrainingWindows {
         if batch == 0 {
             return Err(DataError::Zero { what: "the batch size" });
         }
-        let shares = shares(&parts, PLACES as usize);
+        let shares = shares(&parts, MIXTURE_PERIOD as usize);
         let mut first = 0;
         let with_places = |((cut, _), share): ((WindowSource, f64), usize)| {
             let places = first..first + share as u64;
@@ -93,8 +93,8 @@ impl TrainingWindows {
             return (cut, cut.visited(visit, self.seed));
         }
         // In each period, a part has its fixed slots; it continues there with its own next window.
-        let (round, at) = (visit / u128::from(PLACES), (visit % u128::from(PLACES)) as u64);
-        let place = Permutation::new(PLACES, mix(!self.seed ^ mix(round as u64))).at(at);
+        let (round, at) = (visit / u128::from(MIXTURE_PERIOD), (visit % u128::from(MIXTURE_PERIOD)) as u64);
+        let place = Permutation::new(MIXTURE_PERIOD, mix(!self.seed ^ mix(round as u64))).at(at);
         let part = self.parts.iter().find(|(_, places)| places.contains(&place));
         let (cut, places) = part.expect("the parts share all places");
         let own = u128::from(places.end - places.start);

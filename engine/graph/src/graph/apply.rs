@@ -56,8 +56,8 @@ impl Graph {
     fn rows_of(&self, op: &dyn Op, inputs: &[ValueId], output: ValueId) -> Option<RowCount> {
         let dims = self.value(output).spec.dims();
         match op.rows() {
-            RowUse::DynamicOutputs { offsets: starts, balanced } => {
-                inputs.get(starts).map(|&starts| RowCount { offsets: starts, balanced }).filter(|_| !dims.is_empty())
+            RowUse::DynamicOutputs { offsets, balanced } => {
+                inputs.get(offsets).map(|&offsets| RowCount { offsets, balanced }).filter(|_| !dims.is_empty())
             }
             RowUse::InheritsRows if dims.is_empty() => None,
             RowUse::InheritsRows => inputs.iter().find_map(|&input| {
@@ -122,7 +122,7 @@ impl Graph {
     ///
     /// # Errors
     /// Returns [`Error::Shape`] if anything but the type of that output would change.
-    pub fn make_in(&mut self, id: ValueId, dtype: DType) -> Result<bool> {
+    pub fn change_output_dtype(&mut self, id: ValueId, dtype: DType) -> Result<bool> {
         let Source::Node { node, output } = self.value(id).source else { return Ok(false) };
         let Node { op, inputs, outputs, .. } = self.node(node);
         let Some(op) = op.with_output_dtype(output, dtype).filter(|_| outputs[output] == id) else { return Ok(false) };

@@ -34,13 +34,13 @@ pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result
             return Err(format!("output {output} is input {input} changed, so that {to:?} must be {from:?}"));
         }
     }
-    if let RowUse::DynamicOutputs { offsets: starts, .. } = op.rows() {
-        match inputs.get(starts) {
+    if let RowUse::DynamicOutputs { offsets, .. } = op.rows() {
+        match inputs.get(offsets) {
             Some(spec) if spec.dtype == DType::U32 => {}
             Some(spec) => {
-                return Err(format!("its rows are counted by input {starts}, which is {:?}, not u32", spec.dtype));
+                return Err(format!("its rows are counted by input {offsets}, which is {:?}, not u32", spec.dtype));
             }
-            None => return Err(format!("its rows are counted by input {starts} of {}", inputs.len())),
+            None => return Err(format!("its rows are counted by input {offsets} of {}", inputs.len())),
         }
         if outputs.iter().any(|output| output.dims().is_empty()) {
             return Err("its rows are counted, but it has an output without dimensions".into());

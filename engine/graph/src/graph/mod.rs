@@ -47,7 +47,7 @@ pub enum Sequences {
     /// token is multiplied by a weight.
     Packed {
         /// The index of the first token of each token's document: u32 [batch, tokens].
-        starts: ValueId,
+        document_starts: ValueId,
         /// The position of each token in its document: u32 [batch, tokens].
         positions: ValueId,
         /// The factor of each token's loss: f32 [batch, tokens].
@@ -207,12 +207,12 @@ impl Graph {
     }
 
     /// Sets the rule by which a parameter is updated in place of the optimizer.
-    pub fn set_rule(&mut self, parameter: ValueId, rule: Arc<dyn Optimizer>) {
+    pub fn set_optimizer(&mut self, parameter: ValueId, rule: Arc<dyn Optimizer>) {
         self.rules.insert(parameter, rule);
     }
 
     /// Returns the rule by which a parameter is updated in place of the optimizer, if there is one.
-    pub fn rule(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
+    pub fn optimizer_of(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
         self.rules.get(&parameter)
     }
 
@@ -306,11 +306,11 @@ impl Graph {
 
     /// Returns the node that produces a value's bytes, or `None` if no node does.
     pub fn producer(&self, id: ValueId) -> Option<&Node> {
-        self.maker(id).map(|node| self.node(node))
+        self.producer_id(id).map(|node| self.node(node))
     }
 
     /// Returns the id of the node that produces a value's bytes, or `None` if no node does.
-    pub fn maker(&self, id: ValueId) -> Option<NodeId> {
+    pub fn producer_id(&self, id: ValueId) -> Option<NodeId> {
         match self.value(self.value(id).root).source {
             Source::Node { node, .. } => Some(node),
             _ => None,

@@ -159,7 +159,7 @@ impl Op for Attention {
     }
 
     /// The kernel rounds probabilities and gradients of scores.
-    fn rounds_factors(&self) -> bool {
+    fn rounds_intermediates(&self) -> bool {
         true
     }
 
@@ -341,7 +341,7 @@ impl Op for AttentionGrad {
     }
 
     /// The kernel rounds probabilities and gradients of scores.
-    fn rounds_factors(&self) -> bool {
+    fn rounds_intermediates(&self) -> bool {
         true
     }
 

@@ -135,7 +135,9 @@ impl Op for Collective {
 
     fn rows(&self) -> RowUse {
         match *self {
-            Self::AllToAllRows { receives_dynamic_rows: true, balanced, .. } => RowUse::DynamicOutputs { offsets: 2, balanced },
+            Self::AllToAllRows { receives_dynamic_rows: true, balanced, .. } => {
+                RowUse::DynamicOutputs { offsets: 2, balanced }
+            }
             Self::AllToAllRows { .. } => RowUse::FixedOutputs,
             _ => RowUse::Unaware,
         }
@@ -174,7 +176,12 @@ impl Op for Collective {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         match *self {
             Self::AllToAllRows { ranks, receives_dynamic_rows, balanced, .. } => {
-                let back = Self::AllToAllRows { ranks, rows: g.input(0).dims()[0], receives_dynamic_rows: !receives_dynamic_rows, balanced };
+                let back = Self::AllToAllRows {
+                    ranks,
+                    rows: g.input(0).dims()[0],
+                    receives_dynamic_rows: !receives_dynamic_rows,
+                    balanced,
+                };
                 let [d_rows] = Tensor::apply_op(back, &[&g.grad(0), &g.input(2), &g.input(1)])?;
                 g.accumulate(0, d_rows);
                 Ok(())

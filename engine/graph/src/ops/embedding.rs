@@ -98,7 +98,7 @@ impl Op for EmbeddingGrad {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        Ok(self.types.of([inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))]))
+        Ok(self.types.apply_to([inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))]))
     }
 
     /// Counts the rows that are looked up, not the whole table.

@@ -247,7 +247,7 @@ impl Op for LinearGradWeight {
         let (width, out) = (super::width(inputs[0].dims()), super::width(inputs[1].dims()));
         let weight = inputs[0].in_shape((out, width));
         let bias = self.has_bias.then(|| inputs[0].in_shape(out));
-        Ok(self.types.of([weight].into_iter().chain(bias)))
+        Ok(self.types.apply_to([weight].into_iter().chain(bias)))
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {

@@ -132,7 +132,7 @@ impl Op for NormGradWeight {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let width = inputs[0].in_shape(super::width(inputs[0].dims()));
-        Ok(self.types.of([width.clone(), width]))
+        Ok(self.types.apply_to([width.clone(), width]))
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {

@@ -171,7 +171,7 @@ impl AdafactorUpdate {
         let mut moments = [args.output::<f32>(1), if is_factored { args.output::<f32>(2) } else { &mut [] }];
         let mut master = self.has_master.then(|| args.output::<f32>(2 + usize::from(is_factored)));
         let sums = args.workspace().take::<f32>();
-        let step = Step {
+        let step = UpdateSizes {
             clip: (self.rule.max_norm as f32 / (norm + 1e-6)).min(1.0),
             beta: scalars[1],
             rate: scalars[0],
@@ -196,7 +196,7 @@ impl AdafactorUpdate {
 
 /// The factors of a step.
 #[derive(Clone, Copy)]
-struct Step {
+struct UpdateSizes {
     clip: f32,
     beta: f32,
     rate: f32,
@@ -205,7 +205,7 @@ struct Step {
     least: f32,
 }
 
-impl Step {
+impl UpdateSizes {
     /// β·before + (1 − β)·mean.
     #[inline(always)]
     fn moment(&self, before: f32, mean: f32) -> f32 {

@@ -105,7 +105,7 @@ impl AdamW {
     }
 
     /// Returns the factors of a step in f32 for the kernels, or `None` if the norm is not finite.
-    pub(super) fn at(&self, decay: f64, norm: f32, scalars: &[f32]) -> Option<AdamWStep> {
+    pub(super) fn step_factors(&self, decay: f64, norm: f32, scalars: &[f32]) -> Option<AdamWStep> {
         norm.is_finite().then(|| AdamWStep {
             clip: (self.max_norm as f32 / (norm + 1e-6)).min(1.0),
             beta1: self.beta1 as f32,
@@ -191,7 +191,7 @@ impl AdamWUpdate {
     fn run_on<P: Float, M: Float, G: Float>(&self, args: &mut Args<'_>) {
         let (p, m, v) = (args.output::<P>(0), args.output::<M>(1), args.output::<M>(2));
         let (gradient, norm, scalars) = (args.input::<G>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
-        let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
+        let Some(step) = self.rule.step_factors(self.decay, norm, scalars) else { return };
         let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
         if self.has_master {
             let masters = args.output::<M>(3).pieces_mut(BLOCK).zip(p.pieces_mut(BLOCK));

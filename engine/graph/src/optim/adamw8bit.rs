@@ -151,7 +151,7 @@ impl Op for AdamW8bitUpdate {
         let (p, m, v) = (args.output::<f32>(0), args.output::<u8>(1), args.output::<u8>(2));
         let (m_scales, v_scales) = (args.output::<f32>(3), args.output::<f32>(4));
         let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(6)[0], args.input::<f32>(7));
-        let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
+        let Some(step) = self.rule.step_factors(self.decay, norm, scalars) else { return };
         let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
         let scales = m_scales.pieces_mut(1).zip(v_scales.pieces_mut(1));
         let parameters = p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK));

@@ -149,11 +149,11 @@ impl Op for GaLoreUpdate {
         let mut scratch = args.workspace();
         let (r, coefficients) = (scratch.take::<f32>(), scratch.take::<f32>());
         let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(5)[0], args.input::<f32>(6));
-        let Some(step) = self.rule.rule.at(self.decay, norm, scalars) else { return };
+        let Some(step) = self.rule.rule.step_factors(self.decay, norm, scalars) else { return };
         if scalars[REFRESH] == 0.0 {
             self.projection.apply(p, gradient, r, &mut scratch);
         } else {
-            self.projection.follow(gradient, p, r, coefficients, &mut scratch);
+            self.projection.recompute(gradient, p, r, coefficients, &mut scratch);
         }
         let alpha = self.rule.alpha as f32;
         let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
@@ -172,7 +172,7 @@ impl Op for GaLoreUpdate {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let turn = |x: &Array| if self.projection.is_turned() { exact::transposed(x) } else { x.clone() };
+        let turn = |x: &Array| if self.projection.is_transposed() { exact::transposed(x) } else { x.clone() };
         let (weight, gradient, scalars) = (args.input(0), turn(args.input(1)), args.input(6));
         let p = if scalars.data[REFRESH] == 0.0 {
             args.input(2).clone()

@@ -68,8 +68,8 @@ impl Optimizer for Lion {
         let op = MomentumUpdate {
             name: "lion",
             direction: Direction::Sign { beta: self.beta1 },
-            keep: self.beta2,
-            add: 1.0 - self.beta2,
+            moment_factor: self.beta2,
+            gradient_factor: 1.0 - self.beta2,
             decay: self.as_adamw().decay(&update.info),
             max_norm: self.max_norm,
             has_master: update.states.len() > 1,

@@ -45,7 +45,11 @@ impl Default for Muon {
 impl Muon {
     fn is_hidden_matrix(parameter: &ParameterInfo<'_>) -> bool {
         let [.., rows, columns] = parameter.dims else { return false };
-        parameter.dims.len() <= 3 && !parameter.looked_up && *rows > 1 && *columns > 1 && !parameter.name.contains("lm_head")
+        parameter.dims.len() <= 3
+            && !parameter.looked_up
+            && *rows > 1
+            && *columns > 1
+            && !parameter.name.contains("lm_head")
     }
 
     /// Returns roughly the nearest orthogonal matrix: its singular values lie between 0.7 and 1.2 (Jordan).
@@ -127,8 +131,8 @@ impl Optimizer for Muon {
         let op = MomentumUpdate {
             name: "muon",
             direction: Direction::Given { scale: ROOT_MEAN_SQUARE * (longer as f64).sqrt() },
-            keep: self.momentum,
-            add: 1.0,
+            moment_factor: self.momentum,
+            gradient_factor: 1.0,
             decay: self.rule.decay(info),
             max_norm: self.rule.max_norm,
             has_master: states.len() > 1,

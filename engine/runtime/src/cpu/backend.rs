@@ -17,7 +17,7 @@ use super::workers::Workers;
 use crate::error::{Error, Result};
 use crate::routed::DynamicBuffers;
 use crate::session::{Backend, RunOptions, Session, Times};
-use crate::transfers::{Base, Transfers};
+use crate::transfers::{ArenaBase, Transfers};
 
 /// The element types that the CPU kernels read and write.
 const KERNELS: [DType; 5] = [DType::F32, DType::BF16, DType::F64, DType::U32, DType::U8];
@@ -109,7 +109,7 @@ impl Backend for CpuBackend {
         let _entered = span.enter();
         let bytes = self.arena.bytes();
         let outcome = self.arena.exclusive(|base| {
-            let base = Base(base);
+            let base = ArenaBase(base);
             let outcome = OnceLock::new();
             self.workers.run(&|| {
                 let mut transfers = self.transfers.lock().unwrap_or_else(PoisonError::into_inner);

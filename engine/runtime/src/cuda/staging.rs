@@ -234,7 +234,8 @@ impl Exchanging<'_> {
                 });
                 let output = lent.output.as_ref().expect("a collective has an output");
                 let inputs = lent.inputs.each_ref().map(|input| input.as_ref().map(bytes));
-                let operands = Operands { inputs, output: bytes(output), row_offsets: starts, row_bytes: lent.row_bytes };
+                let operands =
+                    Operands { inputs, output: bytes(output), row_offsets: starts, row_bytes: lent.row_bytes };
                 let mut cleared = Ok(());
                 let clear = |(start, bytes): Bytes| match output.at {
                     // SAFETY: as above.

@@ -158,7 +158,7 @@ fn what_operations_say_is_checked() {
         ..Answers::of(vec![Spec::f32(dims)])
     };
     let mutates = |pairs: &[(usize, usize)]| Answers { mutates: pairs.to_vec(), ..answers() };
-    let counted = |starts, balanced| Answers { rows: RowUse::DynamicOutputs { offsets: starts, balanced }, ..answers() };
+    let counted = |offsets, balanced| Answers { rows: RowUse::DynamicOutputs { offsets, balanced }, ..answers() };
     let (max, far) = (usize::MAX, 1 << 62);
     for (answers, expected) in [
         (answers(), None),
@@ -215,7 +215,8 @@ fn rows_are_no_more_than_their_tensors_have() {
         for (number, is_sound) in [(0, true), (3, true), (8, true), (9, false), (1 << 20, false), (u32::MAX, false)] {
             let spec = Spec { shape: DIMS.into(), dtype };
             let starts = Answers { number, ..Answers::of(vec![u32s(3)]) };
-            let rows = Answers { rows: RowUse::DynamicOutputs { offsets: 2, balanced: 2 }, ..Answers::of(vec![spec.clone()]) };
+            let rows =
+                Answers { rows: RowUse::DynamicOutputs { offsets: 2, balanced: 2 }, ..Answers::of(vec![spec.clone()]) };
             let reader = Answers { rows: RowUse::FixedOutputs, ..Answers::of(vec![spec]) };
             for reserve in [Reserve::Worst, Reserve::Balanced { factor: 1e9 }, Reserve::Bytes(1 << 20)] {
                 let got = outcome(dtype, &[starts.clone(), rows.clone(), reader.clone()], reserve, 2);
@@ -242,11 +243,11 @@ fn rows_that_are_counted_again_stay_as_many() {
     let starts = [0, 1].map(|_| add(&u32s(3), "starts", BufferKind::Temporary));
     let (rows, total) = (add(&same(), "rows", BufferKind::Temporary), add(&same(), "total", BufferKind::Output));
     program.buffers[rows.buffer.index()].dynamic_rows = Some(DynamicRows { count: 0, row_bytes: 16, balanced: 32 });
-    let mut lay = |answers: Answers, inputs: &[&Operand], output: &Operand, counts| {
+    let mut lay = |answers: Answers, inputs: &[&Operand], output: &Operand, defines_count| {
         let op = Hostile { answers: [answers.clone(), answers], is_recorded: Arc::default() };
         let inputs = inputs.iter().copied().cloned().collect();
         let instr = Instr::plain(InstrKind::Compute(Arc::new(op)), inputs, vec![output.clone()], 0, "layer".into());
-        program.instrs.push(Instr { defines_count: counts, ..instr });
+        program.instrs.push(Instr { defines_count, ..instr });
     };
     let count = |number| Answers { number, ..Answers::of(vec![u32s(3)]) };
     lay(count(2), &[], &starts[0], Some(0));
@@ -270,7 +271,8 @@ fn scratch_is_no_more_than_was_asked_for() {
 #[test]
 fn reserves_leave_no_address_space() {
     let starts = Answers::of(vec![u32s(3)]);
-    let rows = Answers { rows: RowUse::DynamicOutputs { offsets: 2, balanced: usize::MAX }, ..Answers::of(vec![same()]) };
+    let rows =
+        Answers { rows: RowUse::DynamicOutputs { offsets: 2, balanced: usize::MAX }, ..Answers::of(vec![same()]) };
     let reader = Answers { rows: RowUse::FixedOutputs, ..Answers::of(vec![same()]) };
     for reserve in [
         Reserve::Bytes(u64::MAX),

@@ -55,7 +55,8 @@ fn train(trainer: &mut Trainer) -> Result<Trained, TrainError> {
 
 fn on_cpus<M: Model>(options: &TrainOptions, model: impl Fn(VarBuilder) -> Result<M> + Sync) -> Vec<Trained> {
     let ranks = options.step.mesh.ranks().unwrap();
-    on_threads(ranks, |world| train(&mut Trainer::builder(&model, options.clone()).distributed(world).build()?)).unwrap()
+    on_threads(ranks, |world| train(&mut Trainer::builder(&model, options.clone()).distributed(world).build()?))
+        .unwrap()
 }
 
 /// On the one device of judges, which ranks share, or each on its own.
@@ -274,8 +275,10 @@ fn a_rank_that_leaves_is_named() {
         TrainOptions { step: StepOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick().step }, ..quick() };
     let errors = on_threads(2, |world| {
         let rank = world.rank();
-        let mut trainer =
-            Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone()).distributed(world).on_device(device()).build()?;
+        let mut trainer = Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone())
+            .distributed(world)
+            .on_device(device())
+            .build()?;
         if rank == 1 {
             return Ok(Vec::new());
         }
@@ -300,8 +303,10 @@ fn a_device_that_fails_is_told_to_the_others() {
             1 => Box::new(Failing { device: device(), replays: 1 }),
             _ => device(),
         };
-        let mut trainer =
-            Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone()).distributed(world).on_device(failing).build()?;
+        let mut trainer = Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone())
+            .distributed(world)
+            .on_device(failing)
+            .build()?;
         Ok([step(&mut trainer).unwrap_err().to_string(), step(&mut trainer).unwrap_err().to_string()])
     })
     .unwrap();
@@ -404,7 +409,8 @@ fn parameters_of_ranks_are_written() {
             ..quick()
         };
         on_threads(2, |world| {
-            let mut trainer = Trainer::builder(model, options.clone()).distributed(world).on_device(device()).build()?;
+            let mut trainer =
+                Trainer::builder(model, options.clone()).distributed(world).on_device(device()).build()?;
             let names: Vec<String> = trainer.parameter_names().map(String::from).collect();
             for name in &names {
                 let fours = (trainer.tensor(name)?.zeros_like()? + 4.0)?;

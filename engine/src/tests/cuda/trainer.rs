@@ -13,8 +13,8 @@ use crate::data::IGNORED;
 use crate::learning_rate::{LearningRate, Shape};
 use crate::recompute::Recompute;
 use crate::{
-    Batch, DeviceChoice, GenerateOptions, SkipThresholds, LossTerms, MemoryOptions, Precision, Role, StepOptions, TrainError,
-    TrainOptions, Trainer, UpdateOptions,
+    Batch, DeviceChoice, GenerateOptions, LossTerms, MemoryOptions, Precision, Role, SkipThresholds, StepOptions,
+    TrainError, TrainOptions, Trainer, UpdateOptions,
 };
 
 pub fn options() -> TrainOptions {
@@ -271,8 +271,10 @@ fn a_guarded_step_is_left_out() {
         names.map(|name| numbers(&trainer.tensor(&name).unwrap())).collect()
     };
     let before = all(&device);
-    let lower =
-        [SkipThresholds { loss: 0.5 * loss, ..SkipThresholds::default() }, SkipThresholds { gradient_norm: 0.1 * norm, ..SkipThresholds::default() }];
+    let lower = [
+        SkipThresholds { loss: 0.5 * loss, ..SkipThresholds::default() },
+        SkipThresholds { gradient_norm: 0.1 * norm, ..SkipThresholds::default() },
+    ];
     for limits in lower {
         device.set_limits(limits);
         let [tokens, targets] = batch(device.steps());

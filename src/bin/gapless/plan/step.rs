@@ -224,7 +224,11 @@ fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<
     writeln!(out, "{}\n", if ranks > 1 { format!(", {ranks} ranks, schedule {schedule}") } else { String::new() })?;
     writeln!(out, "{}", step.summary)?;
     for (rank, run) in step.ranks.iter().enumerate() {
-        let roles = run.roles.iter().map(|role_bytes| format!("{} {}", role_bytes.role.name(), Bytes(role_bytes.bytes))).collect::<Vec<_>>();
+        let roles = run
+            .roles
+            .iter()
+            .map(|role_bytes| format!("{} {}", role_bytes.role.name(), Bytes(role_bytes.bytes)))
+            .collect::<Vec<_>>();
         let arena = Size(run.arena_bytes);
         writeln!(
             out,

@@ -360,8 +360,13 @@ mod tests {
     /// most one step more than the work allowed.
     #[test]
     fn a_tower_comes_down() {
-        let step =
-            SyntheticStep { order: Order::Interleaved, layers: 2, micro_batches: 5, tokens: &[512, 768], ..SyntheticStep::default() };
+        let step = SyntheticStep {
+            order: Order::Interleaved,
+            layers: 2,
+            micro_batches: 5,
+            tokens: &[512, 768],
+            ..SyntheticStep::default()
+        };
         let problem = step.problem().unwrap();
         let whole = Whole::new(&problem, true);
         let [part] = whole.parts.as_slice() else { panic!("one part") };

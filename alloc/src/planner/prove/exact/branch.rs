@@ -116,7 +116,9 @@ impl<'p> Search<'p> {
         if self.failed.contains(&hash) {
             return Outcome::Failed;
         }
-        let Some(BranchPoint { clique, gap, mut candidates }) = self.most_contended(from, to) else { return Outcome::Failed };
+        let Some(BranchPoint { clique, gap, mut candidates }) = self.most_contended(from, to) else {
+            return Outcome::Failed;
+        };
         self.sort(&mut candidates);
         let mark = self.state.trail.len();
         let mut previous = None;

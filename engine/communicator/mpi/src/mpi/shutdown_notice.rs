@@ -46,7 +46,7 @@ impl ShutdownNotices {
     }
 
     /// The world ranks whose notice arrived longer than `time` ago.
-    pub(super) fn longer_ago_than(&self, time: Duration) -> impl Iterator<Item = usize> {
+    pub(super) fn arrived_before(&self, time: Duration) -> impl Iterator<Item = usize> {
         let heard = move |other: &ShutdownNotice| matches!(other, ShutdownNotice::Heard(at) if at.elapsed() > time);
         self.others.iter().enumerate().filter(move |(_, other)| heard(other)).map(|(rank, _)| rank)
     }
@@ -61,7 +61,7 @@ impl ShutdownNotices {
     }
 
     /// True if all notices from and to all ranks have arrived. MPI may then be left.
-    pub(super) fn all_said(&mut self) -> Result<bool> {
+    pub(super) fn all_arrived(&mut self) -> Result<bool> {
         self.listen()?;
         while let Some(request) = self.said.last_mut() {
             match raw::test(request)? {

@@ -101,7 +101,7 @@ pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
                 }
                 Command::Finish => {
                     or_end_job(me, farewells.say());
-                    while !or_end_job(me, farewells.all_said()) {
+                    while !or_end_job(me, farewells.all_arrived()) {
                         std::thread::sleep(INTERVAL);
                     }
                     drop(universe);
@@ -121,7 +121,7 @@ pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
             continue;
         }
         or_end_job(me, farewells.listen());
-        for rank in farewells.longer_ago_than(GRACE) {
+        for rank in farewells.arrived_before(GRACE) {
             if let Some(operation) = operations.iter().find(|o| o.waits_for(rank, &groups[o.group])) {
                 end_job(&format!("rank {rank} left while rank {me} was {}", operation.awaited));
             }

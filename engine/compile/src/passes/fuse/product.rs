@@ -47,11 +47,11 @@ impl Fusion<'_> {
     /// True if `last` can be the epilogue of a product. An extra tensor that the library reads or writes must have rows
     /// of a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`). A tensor that the product is
     /// added to must be contiguous, like the result.
-    pub(super) fn follows(&self, product: usize, last: usize) -> bool {
+    pub(super) fn fits_epilogue(&self, product: usize, last: usize) -> bool {
         const PACK: usize = 8;
         let Some(follows) = self.fusible[last].as_ref().and_then(EpilogueKind::from_fusible) else { return false };
         let (from, to) = (&self.program.instrs[product].outputs[0], &self.program.instrs[last].outputs[0]);
-        let version = self.made[product][0];
+        let version = self.written[product][0];
         let places: Vec<usize> = (0..self.read[last].len()).filter(|&i| self.read[last][i] == version).collect();
         let is_only = places.len() == 1 && follows.inputs().contains(&places[0]);
         let is_kept = !self.is_private(&BTreeSet::from([product, last]), version);
@@ -75,7 +75,7 @@ impl Fusion<'_> {
 
     /// True if `last` adds an embedding gradient, which nothing else reads, to another tensor in place.
     pub(super) fn adds_in_place(&self, rows: usize, last: usize) -> bool {
-        let version = self.made[rows][0];
+        let version = self.written[rows][0];
         let of_last = &self.program.instrs[last];
         let over: Vec<&usize> = self.read[last]
             .iter()
@@ -99,8 +99,8 @@ impl Fusion<'_> {
 
     /// True if a sum is better fused with the product before it than with its reader. The product then accumulates into
     /// the other summand, which needs no separate read and write.
-    pub(super) fn is_products(&self, sum: usize) -> bool {
-        let makers = self.read[sum].iter().filter_map(|&version| self.versions[version].made);
+    pub(super) fn prefers_product(&self, sum: usize) -> bool {
+        let makers = self.read[sum].iter().filter_map(|&version| self.versions[version].written_by);
         let mut products =
             makers.map(|(maker, _)| maker).filter(|&maker| self.fusible[maker] == Some(Fusible::Product));
         products.any(|product| self.joins(&BTreeSet::from([sum]), product))

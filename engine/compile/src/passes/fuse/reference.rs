@@ -15,7 +15,7 @@ use gapless_testing::prelude::*;
 use super::fuse;
 use super::fused::Fused;
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
-use crate::test_support::{in_parts, most};
+use crate::test_support::{in_parts, peak};
 use gapless_kernels::cuda::generate::Source;
 
 /// Number of elements of a tensor.
@@ -44,10 +44,8 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
     let instr = (0..9u8, 0..8u8, any::<[u8; 4]>());
     prop::collection::vec(instr, instrs).prop_map(move |described| {
         let mut program = Program::default();
-        let mut there = vec![
-            buffer(&mut program, WIDTH, BufferKind::Input),
-            buffer(&mut program, WIDTH, BufferKind::Input),
-        ];
+        let mut there =
+            vec![buffer(&mut program, WIDTH, BufferKind::Input), buffer(&mut program, WIDTH, BufferKind::Input)];
         for (kind, to, picks) in described {
             let pick = |i: usize| there[there.len() - 1 - picks[i] as usize % there.len().min(5)];
             let (op, reads): (Arc<dyn Op>, usize) = match kind {
@@ -137,7 +135,7 @@ generated! {
         let mut merged = program.clone();
         fuse(&mut merged);
         prop_assert_eq!(shown(&merged), shown(&program));
-        prop_assert!(most(&merged) <= most(&program), "{} bytes, before {}", most(&merged), most(&program));
+        prop_assert!(peak(&merged) <= peak(&program), "{} bytes, before {}", peak(&merged), peak(&program));
         // Parts are adjacent, and nothing is computed twice or left out.
         let mut end = 0;
         for part in &merged.parts {

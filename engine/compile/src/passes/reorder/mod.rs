@@ -88,11 +88,14 @@ impl Profile {
         let instrs = program.instrs.len();
         let aligned = |bytes: u64| bytes.next_multiple_of(ALIGNMENT);
         let buffers = program.buffers.iter();
-        let mut bytes: Vec<u64> = buffers.map(|b| if b.dynamic_rows.is_some() { 0 } else { aligned(b.bytes) }).collect();
+        let mut bytes: Vec<u64> =
+            buffers.map(|b| if b.dynamic_rows.is_some() { 0 } else { aligned(b.bytes) }).collect();
         bytes.resize(bytes.len() + program.row_counts, 0);
         let touches: Vec<Vec<Touch>> = program.instrs.iter().map(|instr| touches(program, instr)).collect();
         let (mut born, mut dies) = (vec![None; bytes.len()], vec![None; bytes.len()]);
-        for (at, touch) in touches.iter().enumerate().flat_map(|(at, touched)| touched.iter().map(move |touch| (at, touch))) {
+        for (at, touch) in
+            touches.iter().enumerate().flat_map(|(at, touched)| touched.iter().map(move |touch| (at, touch)))
+        {
             born[touch.resource] = born[touch.resource].or(Some(at));
             dies[touch.resource] = Some(at);
         }

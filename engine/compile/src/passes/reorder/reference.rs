@@ -8,7 +8,7 @@ use gapless_testing::prelude::*;
 
 use super::order;
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
-use crate::test_support::{in_parts, most};
+use crate::test_support::{in_parts, peak};
 
 /// Random programs. Each instruction reads some earlier buffers, and writes a new buffer or rewrites an earlier one.
 /// Parts have `part` instructions each.
@@ -71,7 +71,7 @@ fn least(program: &Program, order: &mut Vec<usize>) -> u64 {
     if order.len() == count {
         let mut ordered = program.clone();
         ordered.rearrange(order);
-        return most(&ordered);
+        return peak(&ordered);
     }
     let mut best = u64::MAX;
     for next in (0..count).filter(|next| !order.contains(next)).collect::<Vec<_>>() {
@@ -93,7 +93,7 @@ generated! {
     fn no_order_has_less_alive(program in any_program(1..8, 8)) {
         let mut ordered = program.clone();
         order(&mut ordered);
-        prop_assert_eq!(most(&ordered), least(&program, &mut Vec::new()));
+        prop_assert_eq!(peak(&ordered), least(&program, &mut Vec::new()));
     }
 
     /// Longer programs than one window, in several parts.
@@ -101,7 +101,7 @@ generated! {
     fn less_is_alive_and_every_step_stays_in_its_part(program in any_program(1..300, 90)) {
         let mut ordered = program.clone();
         order(&mut ordered);
-        prop_assert!(most(&ordered) <= most(&program));
+        prop_assert!(peak(&ordered) <= peak(&program));
         let place = numbers(&ordered);
         prop_assert!(place.iter().enumerate().all(|(at, number)| at / 90 == number / 90));
         prop_assert_eq!(ordered.parts.len(), program.parts.len());

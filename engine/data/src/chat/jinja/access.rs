@@ -88,7 +88,8 @@ fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Optio
     if name.starts_with("__") && name.ends_with("__") {
         return fault(format!("access to attribute '{name}' of '{kind}' object is unsafe."));
     }
-    let refused = NOT_SUPPORTED.iter().find(|(type_name, _)| *type_name == kind || (*type_name == "int" && kind == "bool"));
+    let refused =
+        NOT_SUPPORTED.iter().find(|(type_name, _)| *type_name == kind || (*type_name == "int" && kind == "bool"));
     if refused.is_some_and(|(_, names)| names.contains(&&**name)) {
         return fault(format!("the attribute '{name}' of '{kind}' objects is not supported"));
     }

@@ -66,7 +66,7 @@ impl Exchange {
     ///
     /// # Errors
     /// Returns an error if the number of rows is not that of this rank's experts.
-    pub fn give_back(&self, rows: &Tensor) -> Result<Tensor> {
+    pub fn send_back(&self, rows: &Tensor) -> Result<Tensor> {
         self.all_to_all(rows, false, &self.received, &self.sent)
     }
 

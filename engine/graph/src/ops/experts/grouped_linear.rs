@@ -8,7 +8,7 @@ use gapless_kernels::cpu::bf16::Stored;
 use gapless_kernels::cpu::gemm::{Factor, Gemm, Groups, Mode, Strides};
 use gapless_kernels::cpu::{Args, with_float};
 
-use super::{Runs, exact_starts, used_rows};
+use super::{RowRuns, exact_starts, used_rows};
 use crate::error::Result;
 use crate::ops::OutputTypes;
 use crate::reference::{Array, Reference};
@@ -138,7 +138,7 @@ impl Op for GroupedLinear {
         let (x, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
         let (experts, out, width) = weight_dims(&weight.dims);
         let mut y = Array::zeros(&[x.dims[0], out]);
-        let runs = Runs { starts: &starts, sources: self.sources, experts };
+        let runs = RowRuns { starts: &starts, sources: self.sources, experts };
         for expert in 0..experts {
             for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {
@@ -199,7 +199,7 @@ impl Op for GroupedLinearGradInput {
         let (dy, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
         let (experts, out, width) = weight_dims(&weight.dims);
         let mut dx = Array::zeros(&[dy.dims[0], width]);
-        let runs = Runs { starts: &starts, sources: self.sources, experts };
+        let runs = RowRuns { starts: &starts, sources: self.sources, experts };
         for expert in 0..experts {
             for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {
@@ -258,7 +258,7 @@ impl Op for GroupedLinearGradWeight {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let (width, out) = (gapless_kernels::width(inputs[0].dims()), gapless_kernels::width(inputs[1].dims()));
-        Ok(self.types.of([inputs[0].in_shape((self.experts, out, width))]))
+        Ok(self.types.apply_to([inputs[0].in_shape((self.experts, out, width))]))
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
@@ -294,7 +294,7 @@ impl Op for GroupedLinearGradWeight {
         let (x, dy, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
         let (width, out) = (gapless_kernels::width(&x.dims), gapless_kernels::width(&dy.dims));
         let mut d_weight = Array::zeros(&[self.experts, out, width]);
-        let runs = Runs { starts: &starts, sources: self.sources, experts: self.experts };
+        let runs = RowRuns { starts: &starts, sources: self.sources, experts: self.experts };
         for expert in 0..self.experts {
             for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {

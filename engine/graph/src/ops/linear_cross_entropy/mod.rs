@@ -116,7 +116,7 @@ impl Op for LinearCrossEntropy {
             None => losses,
             Some(_) => {
                 let d_weight = self.has_d_weight.then(|| inputs[1].clone());
-                self.types.of(losses.into_iter().chain([inputs[0].clone()]).chain(d_weight))
+                self.types.apply_to(losses.into_iter().chain([inputs[0].clone()]).chain(d_weight))
             }
         })
     }
@@ -253,7 +253,7 @@ impl Op for LinearCrossEntropyGrad {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let d_weight = self.has_d_weight.then(|| inputs[1].clone());
-        Ok(self.types.of([inputs[0].clone()].into_iter().chain(d_weight)))
+        Ok(self.types.apply_to([inputs[0].clone()].into_iter().chain(d_weight)))
     }
 
     fn reads_strides(&self, index: usize, _: &Layout) -> bool {
@@ -337,7 +337,13 @@ fn reference_losses(x: &Array, weight: &Array, targets: &Array, definition: &Los
     Array::new(&targets.dims, reference_logits(x, weight, definition.cap).zip(&targets.data).map(loss).collect())
 }
 
-fn reference_gradients(x: &Array, weight: &Array, targets: &Array, d_losses: &Array, definition: &LossDefinition) -> [Array; 2] {
+fn reference_gradients(
+    x: &Array,
+    weight: &Array,
+    targets: &Array,
+    d_losses: &Array,
+    definition: &LossDefinition,
+) -> [Array; 2] {
     let width = weight.dims[1];
     let (mut dx, mut d_weight) = (Array::zeros(&x.dims), Array::zeros(&weight.dims));
     for (row, logits) in reference_logits(x, weight, definition.cap).enumerate() {

@@ -123,7 +123,7 @@ fn cross_entropy(
     d_loss: impl Fn(usize) -> Option<f32> + Sync,
 ) {
     let vocabulary = logits.len() / targets.len();
-    let (rows, terms, cap) = (rows_per_task(vocabulary), terms.of_row(vocabulary), cap.map(|cap| cap as f32));
+    let (rows, terms, cap) = (rows_per_task(vocabulary), terms.for_row(vocabulary), cap.map(|cap| cap as f32));
     let likelihoods = likelihoods.map(|likelihoods| likelihoods.pieces_mut(rows));
     let tasks = losses.pieces_mut(rows).zip(likelihoods).zip(targets.pieces(rows));
     tasks.zip(logits.pieces_mut(rows * vocabulary)).enumerate().for_each(
@@ -222,7 +222,7 @@ mod tests {
         /// Runs the case in several calls with equally many sequences each. Each call adds to d_weight, if that is
         /// computed. dx either overwrites x or is separate.
         fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
-            let Self { batch, sequence, width, vocabulary, counted } = self;
+            let Self { batch, sequence, width, vocabulary, counted: loss } = self;
             let rows = batch * sequence;
             let targets = random(rows, 3).iter().map(|x| ((x + 1.0) * 0.5 * vocabulary as f32) as u32).collect();
             let mut run = Run {
@@ -245,7 +245,7 @@ mod tests {
                     x: (!over_x).then_some(&run.x[elements.clone()]),
                     weight: &run.weight,
                     targets: &run.targets[rows.clone()],
-                    loss: counted,
+                    loss,
                 };
                 let backward = Backward {
                     d_losses: Upstream::Everywhere(0.5),

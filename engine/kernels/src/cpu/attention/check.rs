@@ -68,13 +68,13 @@ impl Attention {
     /// Returns the address of the queries' first keys, or an error if the slice is too short; null without `starts`.
     pub(super) fn check_starts(&self, starts: Option<&[u32]>) -> Result<*const u32, AttentionError> {
         let Some(starts) = starts else { return Ok(std::ptr::null()) };
-        at_least("starts", self.numbers_of(1), starts.len())?;
+        at_least("starts", self.per_query_len(1), starts.len())?;
         Ok(starts.as_ptr())
     }
 
     /// Elements of a tensor with one per query of each of `heads` heads. Saturates, so that the length check fails if
     /// it overflows.
-    pub(super) fn numbers_of(&self, heads: usize) -> usize {
+    pub(super) fn per_query_len(&self, heads: usize) -> usize {
         self.batch.saturating_mul(heads).saturating_mul(self.queries)
     }
 

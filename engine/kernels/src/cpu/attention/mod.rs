@@ -194,7 +194,7 @@ impl Attention {
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_forward(q, k, v, out, scratch)?;
-        at_least("lse", self.numbers_of(self.heads), lse.len())?;
+        at_least("lse", self.per_query_len(self.heads), lse.len())?;
         let starts = self.check_starts(starts)?;
         let operands = Forward {
             q: q.as_ptr(),
@@ -226,8 +226,11 @@ impl Attention {
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_forward(q, k, v, out, scratch)?;
-        at_least("positions", self.numbers_of(1), positions.len())?;
-        let ends = positions.chunks_exact(self.queries.max(1)).take(self.batch).map(|query_positions| query_positions[0] as usize + self.queries);
+        at_least("positions", self.per_query_len(1), positions.len())?;
+        let ends = positions
+            .chunks_exact(self.queries.max(1))
+            .take(self.batch)
+            .map(|query_positions| query_positions[0] as usize + self.queries);
         at_least("cache", ends.max().unwrap_or(0), self.keys)?;
         let operands = Forward {
             q: q.as_ptr(),
@@ -298,7 +301,7 @@ impl Attention {
         self.check_apart("dq", self.d_q, of_q)?;
         self.check_apart("dk", self.d_k, of_k)?;
         self.check_apart("dv", self.d_v, of_v)?;
-        at_least("lse", self.numbers_of(self.heads), lse.len())?;
+        at_least("lse", self.per_query_len(self.heads), lse.len())?;
         check_scratch(scratch, &backward::parts(self, rayon::current_num_threads()))?;
         let starts = self.check_starts(starts)?;
         let operands = Backward {

@@ -80,7 +80,7 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, op
     // SAFETY: by this function's contract.
     unsafe {
         if operands.packing.together {
-            run_together(job, kernels, operands);
+            run_shared_b(job, kernels, operands);
         } else {
             run_privately(job, kernels, operands);
         }
@@ -141,7 +141,7 @@ impl<A, B> Operands<'_, A, B> {
 }
 
 /// Alternates between packing a chunk of B on all threads and multiplying by it on all threads.
-unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
+unsafe fn run_shared_b<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let threads = rayon::current_num_threads();
     let width = kernels.columns;
     // Enough tasks to balance threads of different speed, each of whole micro-kernels.
