@@ -167,8 +167,8 @@ impl DynamicBuffers {
             }
         }
         for (buffer, used) in uses {
-            let (key, waits) = ((program_index, buffer), self.evictable[program_index].get(&buffer));
-            let Some(EvictableUses { vote, forward, backward }) = waits else {
+            let (key, uses) = ((program_index, buffer), self.evictable[program_index].get(&buffer));
+            let Some(EvictableUses { vote, forward, backward }) = uses else {
                 add(buffer, self.request_of[&key], used, RunCondition::Always);
                 continue;
             };
@@ -203,9 +203,9 @@ fn votes(program: &Program) -> HashMap<u32, usize> {
 /// The evictable buffers: those that conditional instructions write a second time.
 fn evictable(program: &Program) -> HashMap<BufferId, EvictableUses> {
     let offers = votes(program);
-    let mut waits: HashMap<BufferId, EvictableUses> = HashMap::new();
+    let mut evictable: HashMap<BufferId, EvictableUses> = HashMap::new();
     if offers.is_empty() {
-        return waits;
+        return evictable;
     }
     let mut uses: HashMap<BufferId, [usize; 2]> = HashMap::new();
     for (index, instr) in program.instrs.iter().enumerate() {
@@ -214,17 +214,17 @@ fn evictable(program: &Program) -> HashMap<BufferId, EvictableUses> {
             let Some(offer) = program.buffers[buffer.index()].dynamic_rows.and_then(|c| offers.get(&c.count)) else {
                 continue;
             };
-            match (waits.get_mut(&buffer), uses.get(&buffer)) {
+            match (evictable.get_mut(&buffer), uses.get(&buffer)) {
                 (Some(waits), _) => waits.backward[1] = index,
                 // A temporary that only the recomputation writes is not evictable.
                 (None, Some(&forward))
                     if is_written && instr.predicate.is_some() && program.instrs[forward[0]].predicate.is_none() =>
                 {
-                    waits.insert(buffer, EvictableUses { vote: *offer, forward, backward: [index; 2] });
+                    evictable.insert(buffer, EvictableUses { vote: *offer, forward, backward: [index; 2] });
                 }
                 (None, _) => uses.entry(buffer).or_insert([index; 2])[1] = index,
             }
         }
     }
-    waits
+    evictable
 }

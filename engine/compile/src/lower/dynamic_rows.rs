@@ -58,11 +58,11 @@ impl RowCounts {
             if offsets.len() > 1 {
                 refused.extend(&offsets);
             }
-            let counts_first = |starts: &ValueId| {
-                let root = graph.value(*starts).root;
+            let counts_first = |offsets_value: &ValueId| {
+                let root = graph.value(*offsets_value).root;
                 graph.producer(root).is_some_and(|maker| maker.outputs[0] == root)
             };
-            refused.extend(offsets.into_iter().filter(|starts| !counts_first(starts)));
+            refused.extend(offsets.into_iter().filter(|offsets_value| !counts_first(offsets_value)));
         }
         // Compression and offloading only support static shapes.
         for (root, _) in lowering.recomputation.variants().iter().flat_map(Variant::stashed) {
@@ -106,9 +106,9 @@ impl Lowerer<'_> {
         self.row_counts.row_offsets.contains(&root).then(|| self.count_id(root, micro_batch))
     }
 
-    pub(super) fn count_id(&mut self, starts: ValueId, micro_batch: u32) -> u32 {
+    pub(super) fn count_id(&mut self, offsets: ValueId, micro_batch: u32) -> u32 {
         let next = self.row_counts.count_ids.len() as u32;
-        let id = *self.row_counts.count_ids.entry((starts, micro_batch)).or_insert(next);
+        let id = *self.row_counts.count_ids.entry((offsets, micro_batch)).or_insert(next);
         self.program.row_counts = self.row_counts.count_ids.len();
         id
     }

@@ -56,8 +56,8 @@ impl Evicted {
             if matches!(node.phase, Phase::BackwardInput | Phase::BackwardWeight) {
                 for root in node.inputs.iter().map(|&input| graph.value(input).root) {
                     let is_forward = graph.producer(root).is_some_and(|maker| maker.phase == Phase::Forward);
-                    if let Some(starts) = counts.offsets_of(graph, root).filter(|_| is_forward) {
-                        read.insert(root, starts);
+                    if let Some(offsets) = counts.offsets_of(graph, root).filter(|_| is_forward) {
+                        read.insert(root, offsets);
                     }
                 }
             }
@@ -66,9 +66,9 @@ impl Evicted {
         let variants = std::iter::once(&plain).chain(lowering.recomputation.variants());
         let rows = |variant: &Variant| {
             let mut by_count: BTreeMap<ValueId, EvictableRows> = BTreeMap::new();
-            for (&root, &starts) in &read {
+            for (&root, &offsets) in &read {
                 if !variant.is_rematerialized(root) && is_repeatable(graph, &saved, root) {
-                    by_count.entry(starts).or_default().roots.insert(root);
+                    by_count.entry(offsets).or_default().roots.insert(root);
                 }
             }
             by_count.values_mut().for_each(|rows| rows.find_recomputation(graph, &saved, variant));
@@ -113,8 +113,8 @@ impl Lowerer<'_> {
         self.evicted.by_variant.get(self.lowering.recomputation.table_index(micro_batch))
     }
 
-    fn rows_of(&self, starts: ValueId, micro_batch: u32) -> Option<&EvictableRows> {
-        self.evicted(micro_batch)?.get(&starts)
+    fn rows_of(&self, offsets: ValueId, micro_batch: u32) -> Option<&EvictableRows> {
+        self.evicted(micro_batch)?.get(&offsets)
     }
 
     /// After the node that counts rows: emits the vote of the exchanging ranks on whether these rows can be kept.
@@ -148,16 +148,16 @@ impl Lowerer<'_> {
         let inputs = readers.iter().flat_map(|node| &node.inputs);
         let read: BTreeSet<ValueId> =
             inputs.filter_map(|&input| self.evicted.read.get(&graph.value(input).root).copied()).collect();
-        for starts in read {
-            if !self.evicted.recomputed.insert((starts, micro_batch)) {
+        for offsets in read {
+            if !self.evicted.recomputed.insert((offsets, micro_batch)) {
                 continue;
             }
-            let Some(EvictableRows { rematerialized, temporaries, .. }) = self.rows_of(starts, micro_batch).cloned()
+            let Some(EvictableRows { rematerialized, temporaries, .. }) = self.rows_of(offsets, micro_batch).cloned()
             else {
                 continue;
             };
             temporaries.iter().for_each(|&root| _ = self.live_buffer.remove(&Instance::micro_batch(root, micro_batch)));
-            let count = self.count_id(starts, micro_batch);
+            let count = self.count_id(offsets, micro_batch);
             for id in rematerialized {
                 self.rematerialize_static_inputs(graph.node(id), micro_batch);
                 self.emit(id, micro_batch, Occurrence::RecomputedIfEvicted(count));
@@ -173,7 +173,7 @@ impl Lowerer<'_> {
     /// The buffer of a root that may have been evicted.
     pub(super) fn still_live(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
         let offsets = self.evicted.read.get(&root)?;
-        let waits = self.rows_of(*offsets, micro_batch)?.roots.contains(&root);
-        self.live_buffer.get(&Instance::micro_batch(root, micro_batch)).copied().filter(|_| waits)
+        let is_evictable = self.rows_of(*offsets, micro_batch)?.roots.contains(&root);
+        self.live_buffer.get(&Instance::micro_batch(root, micro_batch)).copied().filter(|_| is_evictable)
     }
 }

@@ -215,11 +215,11 @@ impl<'a> Lowerer<'a> {
             let buffer = self.instance(value.root, node.phase, micro_batch);
             inputs.push(Operand::new(buffer, value));
         }
-        let mut behind = Vec::new();
+        let mut followups = Vec::new();
         let mut accumulate = 0;
         let mut outputs = Vec::with_capacity(node.outputs.len());
         for index in 0..node.outputs.len() {
-            let (buffer, adds) = self.output(node, index, micro_batch, occurrence, &mut inputs, &mut behind);
+            let (buffer, adds) = self.output(node, index, micro_batch, occurrence, &mut inputs, &mut followups);
             accumulate |= u64::from(adds) << index;
             outputs.push(Operand::new(buffer, graph.value(node.outputs[index])));
         }
@@ -240,7 +240,7 @@ impl<'a> Lowerer<'a> {
             node: Some(id),
             ..instr
         });
-        for Followup { op, inputs, output, value } in behind {
+        for Followup { op, inputs, output, value } in followups {
             let input = |(buffer, overwritten_by)| Operand { overwritten_by, ..Operand::new(buffer, value) };
             let (inputs, outputs) = (inputs.into_iter().map(input).collect(), vec![Operand::new(output, value)]);
             let instr = Instr::plain(InstrKind::Compute(op), inputs, outputs, micro_batch, node.layer.clone());
@@ -257,7 +257,7 @@ impl<'a> Lowerer<'a> {
         micro_batch: u32,
         occurrence: Occurrence,
         inputs: &mut [Operand],
-        behind: &mut Vec<Followup<'a>>,
+        followups: &mut Vec<Followup<'a>>,
     ) -> (BufferId, bool) {
         let id = node.outputs[index];
         let value = self.lowering.graph.value(id);
@@ -283,7 +283,7 @@ impl<'a> Lowerer<'a> {
             (false, _) => {}
             (true, Some(sum)) => {
                 let op = Arc::new(Binary { kind: BinaryKind::Add });
-                behind.push(Followup { op, inputs: vec![(sum, Some(0)), (buffer, None)], output: sum, value });
+                followups.push(Followup { op, inputs: vec![(sum, Some(0)), (buffer, None)], output: sum, value });
             }
             // The first micro-batch starts the sum: in its own buffer, or in a copy if the buffer is also read within
             // the micro-batch.
@@ -293,7 +293,7 @@ impl<'a> Lowerer<'a> {
             (true, None) => {
                 let sum = self.new_buffer(node, id, index, micro_batch);
                 self.set_buffer(Instance::sum(id), sum);
-                behind.push(Followup { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
+                followups.push(Followup { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
             }
         }
         // A value that is still live keeps its first buffer. A node that recomputes evicted rows may have other

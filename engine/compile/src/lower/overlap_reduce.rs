@@ -22,7 +22,7 @@ impl Lowerer<'_> {
     pub(super) fn early_nodes(&self) -> Vec<EarlyNode> {
         let graph = self.lowering.graph;
         let mut early: Vec<EarlyNode> = Vec::new();
-        let mut made = HashSet::new();
+        let mut computed = HashSet::new();
         for id in graph.node_ids() {
             let node = graph.node(id);
             let here = self.alive[id.index()] && node.phase == Phase::Update && node.place != Place::Everywhere;
@@ -35,9 +35,9 @@ impl Lowerer<'_> {
                 maker.is_some_and(|maker| self.accumulated[root.index()] && self.is_here(maker.place))
             };
             let crosses = node.outputs.iter().any(|&output| self.crossings.per_step(output).next().is_some());
-            if !crosses && roots.iter().all(|root| is_gradient(root) || made.contains(root)) {
+            if !crosses && roots.iter().all(|root| is_gradient(root) || computed.contains(root)) {
                 if collective_of(node).is_none() {
-                    made.extend(node.outputs.iter().copied());
+                    computed.extend(node.outputs.iter().copied());
                 }
                 early.push(EarlyNode { node: id, incomplete_inputs: roots });
             }
@@ -81,9 +81,9 @@ impl Lowerer<'_> {
             return Vec::new();
         }
         let row = &self.lowering.table[self.lowering.rank];
-        let again = |phase: &Phase| {
+        let runs_again = |phase: &Phase| {
             row[index + 1..].iter().any(|later| later.stage == action.stage && phases(later.kind).contains(phase))
         };
-        phases(action.kind).iter().copied().filter(|phase| !again(phase)).collect()
+        phases(action.kind).iter().copied().filter(|phase| !runs_again(phase)).collect()
     }
 }

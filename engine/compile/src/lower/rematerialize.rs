@@ -65,15 +65,15 @@ pub(super) fn smaller_for_weights(
         for &node in variant.nodes() {
             let Node { inputs, outputs, place, .. } = graph.node(node);
             let is_made = |root: &ValueId| variant.is_rematerialized(*root) && !variant.ends_with_input(*root);
-            let made: BTreeSet<ValueId> = outputs.iter().map(root_of).filter(is_made).collect();
+            let outputs_for_w: BTreeSet<ValueId> = outputs.iter().map(root_of).filter(is_made).collect();
             let waiting: BTreeSet<ValueId> =
                 inputs.iter().map(root_of).filter(|root| !by_weights[root.index()]).filter(is_of_forward).collect();
-            let again = waiting.iter().filter(|&&root| variant.is_rematerialized(root));
-            let last_again = again.filter_map(|&root| graph.producer_id(root)).max();
+            let recomputed = waiting.iter().filter(|&&root| variant.is_rematerialized(root));
+            let last_again = recomputed.filter_map(|&root| graph.producer_id(root)).max();
             let first = || waiting.iter().filter_map(|&root| first_by_input.get(&(*place, root))).min().copied();
             let when = last_again.or_else(first);
-            let is_wanted = made.iter().any(|root| by_weights[root.index()]);
-            if let (true, Some(when)) = (is_wanted && bytes(&made) < bytes(&waiting), when) {
+            let is_wanted = outputs_for_w.iter().any(|root| by_weights[root.index()]);
+            if let (true, Some(when)) = (is_wanted && bytes(&outputs_for_w) < bytes(&waiting), when) {
                 smaller.entry(when).or_default().push(node);
             }
         }

@@ -154,10 +154,10 @@ impl Flow {
     }
 
     fn edge(&mut self, from: usize, to: usize, capacity: u128) {
-        for (from, to, left) in [(from, to, capacity), (to, from, 0)] {
+        for (from, to, residual) in [(from, to, capacity), (to, from, 0)] {
             self.outgoing[from].push(self.to.len());
             self.to.push(to);
-            self.residual.push(left);
+            self.residual.push(residual);
         }
     }
 

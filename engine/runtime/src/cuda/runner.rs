@@ -1,7 +1,7 @@
 //! A run of a program on a device, part by part.
 //!
 //! In: parts, and what is to be done with the launches of each. Out: messages exchanged, counts read, places found in between. Never: a
-//! decision that [`Routed`](crate::routed::DynamicBuffers) does not make, as on the CPU; or a wait for the device before what it waits for has come.
+//! decision that [`DynamicBuffers`](crate::routed::DynamicBuffers) does not make, as on the CPU; or a wait for the device before what it waits for has come.
 
 use std::ops::Range;
 

@@ -8,7 +8,7 @@ use gapless_kernels::cpu::bf16::Stored;
 use gapless_kernels::cpu::gemm::{Factor, Gemm, Groups, Mode, Strides};
 use gapless_kernels::cpu::{Args, with_float};
 
-use super::{RowRuns, exact_starts, used_rows};
+use super::{RowRuns, exact_offsets, used_rows};
 use crate::error::Result;
 use crate::ops::OutputTypes;
 use crate::reference::{Array, Reference};
@@ -47,15 +47,15 @@ fn run(args: &mut Args<'_>, sources: usize, most: &Gemm) {
 
 fn run_on<T: Factor>(args: &mut Args<'_>, sources: usize, most: &Gemm) {
     let ((out, mut rounded), mut scratch) = (args.output_rounded(0), args.workspace());
-    let (x, weight, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
+    let (x, weight, offsets) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
     let experts = weight.len() / (most.n * most.k);
-    let groups = Groups::new(starts, sources * experts).expect("starts by the shape rule");
+    let groups = Groups::new(offsets, sources * experts).expect("starts by the shape rule");
     let c = (&mut *out, rounded.as_deref_mut());
     most.run_grouped(groups, experts, x, weight, c, &mut scratch).expect("extents by the shape rule");
-    let behind = used_rows(starts) * most.n..;
+    let unused = used_rows(offsets) * most.n..;
     match rounded {
-        Some(rounded) => rounded[behind].fill(Stored::ZERO),
-        None => out[behind].fill(0.0),
+        Some(rounded) => rounded[unused].fill(Stored::ZERO),
+        None => out[unused].fill(0.0),
     }
 }
 
@@ -85,7 +85,7 @@ impl Op for GroupedLinear {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        let (x, weight, starts, dy) = (g.input(0), g.input(1), g.input(2), g.grad(0));
+        let (x, weight, offsets, dy) = (g.input(0), g.input(1), g.input(2), g.grad(0));
         // The weight's gradient comes first, as it is the last reader of x.
         if g.wants(1) {
             let experts = weight.dims()[0];
@@ -96,14 +96,14 @@ impl Op for GroupedLinear {
                     balanced: self.balanced,
                     types: OutputTypes::default(),
                 },
-                &[&x, &dy, &starts],
+                &[&x, &dy, &offsets],
             )?;
             g.accumulate(1, d_weight);
         }
         if g.wants(0) {
             let [dx] = Tensor::apply_op(
                 GroupedLinearGradInput { sources: self.sources, balanced: self.balanced },
-                &[&dy, &weight, &starts],
+                &[&dy, &weight, &offsets],
             )?;
             g.accumulate(0, dx);
         }
@@ -135,10 +135,10 @@ impl Op for GroupedLinear {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (x, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
+        let (x, weight, offsets) = (args.input(0), args.input(1), exact_offsets(args.input(2)));
         let (experts, out, width) = weight_dims(&weight.dims);
         let mut y = Array::zeros(&[x.dims[0], out]);
-        let runs = RowRuns { starts: &starts, sources: self.sources, experts };
+        let runs = RowRuns { offsets: &offsets, sources: self.sources, experts };
         for expert in 0..experts {
             for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {
@@ -196,10 +196,10 @@ impl Op for GroupedLinearGradInput {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (dy, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
+        let (dy, weight, offsets) = (args.input(0), args.input(1), exact_offsets(args.input(2)));
         let (experts, out, width) = weight_dims(&weight.dims);
         let mut dx = Array::zeros(&[dy.dims[0], width]);
-        let runs = RowRuns { starts: &starts, sources: self.sources, experts };
+        let runs = RowRuns { offsets: &offsets, sources: self.sources, experts };
         for expert in 0..experts {
             for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {
@@ -234,13 +234,13 @@ impl GroupedLinearGradWeight {
     fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
         let accumulate = args.accumulate(0);
         let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
-        let (x, dy, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
+        let (x, dy, offsets) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
         let most = Self::most(args.input_dims(0), args.input_dims(1));
         // Each sequence is a sum of its own. The sequences of one source follow those of another.
-        let of_source = (starts.len() - 1) / self.sources;
+        let of_source = (offsets.len() - 1) / self.sources;
         for source in 0..self.sources {
-            let starts = &starts[source * of_source..][..=of_source];
-            let groups = Groups::new(starts, self.experts).expect("starts by the shape rule");
+            let source_offsets = &offsets[source * of_source..][..=of_source];
+            let groups = Groups::new(source_offsets, self.experts).expect("starts by the shape rule");
             let mode = if accumulate || source > 0 { Mode::Accumulate } else { Mode::Overwrite };
             most.sum_grouped(groups, dy, x, d_weight, mode, &mut scratch).expect("extents by the shape rule");
         }
@@ -291,10 +291,10 @@ impl Op for GroupedLinearGradWeight {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (x, dy, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
+        let (x, dy, offsets) = (args.input(0), args.input(1), exact_offsets(args.input(2)));
         let (width, out) = (gapless_kernels::width(&x.dims), gapless_kernels::width(&dy.dims));
         let mut d_weight = Array::zeros(&[self.experts, out, width]);
-        let runs = RowRuns { starts: &starts, sources: self.sources, experts: self.experts };
+        let runs = RowRuns { offsets: &offsets, sources: self.sources, experts: self.experts };
         for expert in 0..self.experts {
             for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {

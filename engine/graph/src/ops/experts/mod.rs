@@ -87,7 +87,7 @@ fn is_routed<T: PartialOrd + Default>(routed: Option<&[T]>, token: usize) -> boo
 /// Runs are ordered by source (the rank from which rows come), expert and sequence.
 #[derive(Debug, Clone, Copy)]
 struct RowRuns<'a> {
-    starts: &'a [u32],
+    offsets: &'a [u32],
     sources: usize,
     experts: usize,
 }
@@ -95,8 +95,8 @@ struct RowRuns<'a> {
 impl<'a> RowRuns<'a> {
     /// Returns the offsets of the runs of one expert from one source.
     fn offsets_of(self, source: usize, expert: usize) -> &'a [u32] {
-        let sequences = (self.starts.len() - 1) / (self.sources * self.experts);
-        &self.starts[(source * self.experts + expert) * sequences..][..=sequences]
+        let sequences = (self.offsets.len() - 1) / (self.sources * self.experts);
+        &self.offsets[(source * self.experts + expert) * sequences..][..=sequences]
     }
 
     /// Returns the rows of an expert by sequence, in the order of their tokens in the whole batch.
@@ -113,11 +113,11 @@ fn rows(offsets: usize, balanced: Option<usize>) -> RowUse {
 }
 
 /// Returns the number of rows that are used.
-fn used_rows(starts: &[u32]) -> usize {
-    starts.last().map_or(0, |&end| end as usize)
+fn used_rows(offsets: &[u32]) -> usize {
+    offsets.last().map_or(0, |&end| end as usize)
 }
 
 /// Converts offsets from the f64 of the reference implementations.
-fn exact_starts(starts: &crate::reference::Array) -> Vec<u32> {
+fn exact_offsets(starts: &crate::reference::Array) -> Vec<u32> {
     starts.data.iter().map(|&start| start as u32).collect()
 }

@@ -27,7 +27,7 @@ pub(super) struct Operands<'s, A, B> {
     pub packing: Packing,
     /// Further boundaries in k at which the order of summation restarts. Positions are relative to the first entry;
     /// ascending.
-    pub cuts: &'s [u32],
+    pub restarts: &'s [u32],
 }
 
 impl<A, B> Clone for Operands<'_, A, B> {
@@ -96,7 +96,7 @@ impl<A, B> Operands<'_, A, B> {
         kernels: &Kernels,
         range: Range<usize>,
     ) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let (segment, longest, cuts) = (job.k_segment, BLOCK_K * kernels.k_of_line, self.cuts);
+        let (segment, longest, cuts) = (job.k_segment, BLOCK_K * kernels.k_of_line, self.restarts);
         let mut next = Some((0, range.start));
         std::iter::from_fn(move || {
             let (line, start) = next?;
@@ -250,7 +250,7 @@ pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
             operands.c = operands.c.add(group.c);
             operands.epilogue = operands.epilogue.from(group.c, 0);
             if let Some(cuts) = group.cuts {
-                operands.cuts = cuts;
+                operands.restarts = cuts;
                 if !operands.accumulate {
                     operands.accumulate = true;
                     let line = |row| operands.c.add(row * job.c_row + columns.start);
