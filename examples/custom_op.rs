@@ -24,7 +24,7 @@ impl Op for SquaredRelu {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         // dy/dx = 2·max(x, 0), composed of existing operations.
         let dx = g.input(0).relu()?.affine(2.0, 0.0)?.mul(&g.grad(0))?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

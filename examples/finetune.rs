@@ -12,7 +12,7 @@ use clap::Parser;
 use gapless::alloc::draw::Bytes;
 use gapless::engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
 use gapless::models::hf::Folder;
-use gapless::run::Fit;
+use gapless::run::TrainingLoop;
 use gapless::{DeviceChoice, LearningRate, Lora, MemoryOptions, StepOptions, TrainOptions, Trainable, Trainer};
 
 #[derive(Parser)]
@@ -83,7 +83,7 @@ fn main() -> Result<()> {
     let data = DataOptions { vocabulary, ..DataOptions::default() };
     let dataset = Dataset::prepare(&Source::Path(args.data), &data).context("cannot read the text")?;
     let training = dataset.training(args.sequence, args.batch, 0)?;
-    Fit::new(&training, args.steps).run(&mut trainer, |event, _| {
+    TrainingLoop::new(&training, args.steps).run(&mut trainer, |event, _| {
         println!("{event}");
         Ok(Continue(()))
     })?;

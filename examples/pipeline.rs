@@ -112,7 +112,7 @@ fn train(options: &TrainOptions, steps: usize) -> Result<Vec<RankReport>> {
     let ranks = options.step.mesh.ranks()?;
     let reports = match ranks {
         1 => Trainer::new(build, options.clone()).and_then(run).map(|report| vec![report]),
-        _ => on_threads(ranks, |world| run(Trainer::builder(build, options.clone()).on(world).build()?)),
+        _ => on_threads(ranks, |world| run(Trainer::builder(build, options.clone()).distributed(world).build()?)),
     };
     reports.context("training failed")
 }

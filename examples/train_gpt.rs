@@ -7,7 +7,7 @@ use std::{path::PathBuf, process::ExitCode};
 use anyhow::{Error, Result};
 use clap::{CommandFactory, FromArgMatches, Parser, parser::ValueSource};
 use gapless::models::{Gpt, GptConfig};
-use gapless::run::{Console, Fit, RunFolder, Stop, Summary, dataset, validation_windows, with_saved};
+use gapless::run::{Console, RunFolder, Stop, Summary, TrainingLoop, dataset, validation_windows, with_saved};
 use gapless::{GenerateOptions, Generation, VocabularyChoice, prelude::*};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -110,7 +110,7 @@ fn main() -> Result<ExitCode> {
     }
     let stop = Stop::on_signals()?;
     let saved = json!({ "flags": args, "config": config, "data": dataset.folder(), "data_hash": dataset.hash() });
-    let fitted = Fit::new(&training, steps)
+    let fitted = TrainingLoop::new(&training, steps)
         .evaluate(validation_windows(&dataset, sequence, 32)?.as_ref(), args.eval_every)
         .save(&folder, args.save_every, saved)
         .stop(&stop)

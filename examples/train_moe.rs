@@ -11,7 +11,7 @@ use anyhow::{Error, Result, ensure};
 use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum, parser::ValueSource};
 use gapless::models::{Moe, MoeConfig, MoeStyle};
 use gapless::prelude::*;
-use gapless::run::{Console, Event, Fit, RunError, RunFolder, Stop, dataset, with_saved};
+use gapless::run::{Console, Event, RunError, RunFolder, Stop, TrainingLoop, dataset, with_saved};
 use gapless::{Mesh, Reserve, VocabularyChoice, communicator};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -116,9 +116,9 @@ fn main() -> Result<ExitCode> {
 
     let (options, stop) = (options(&args)?, Stop::on_signals()?);
     let run = json!({ "flags": args, "config": config, "data": dataset.folder(), "data_hash": dataset.hash() });
-    let fit = Fit::new(&training, args.steps).save(&folder, args.save_every, run).stop(&stop);
+    let fit = TrainingLoop::new(&training, args.steps).save(&folder, args.save_every, run).stop(&stop);
     let trained = communicator::on_threads(args.expert_ranks, |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options.clone()).on(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options.clone()).distributed(world).build()?;
         Ok(train(&mut trainer, &fit, &folder, checkpoint.as_ref(), &console))
     });
     trained?.into_iter().collect::<Result<(), _>>()?;
@@ -151,7 +151,7 @@ fn options(args: &Args) -> Result<TrainOptions> {
 /// Trains on one rank. Only the first rank prints.
 fn train(
     trainer: &mut Trainer,
-    fit: &Fit,
+    fit: &TrainingLoop,
     folder: &RunFolder,
     checkpoint: Option<&Checkpoint>,
     console: &Console,

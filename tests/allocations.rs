@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 
-use common::{Kind, Run};
+use common::{Kind, TinyRun};
 use gapless::alloc::arena::ArenaReport;
 use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
 use gapless::models::MoeStyle;
@@ -59,7 +59,7 @@ fn counted() -> usize {
 /// Counts allocations per token: several sequences, every sampling rule, with caches.
 fn tokens() {
     for kind in [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral)] {
-        let mut run = Run { kind, ..Run::default() };
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.step.generation = Some(Generation { batch: 3, window: Some(16), chunk: 4 });
         let mut trainer = run.trainer();
         let sampling = Sampling { top_p: 0.9, min_p: 0.01, repetition_penalty: 1.1, ..Sampling::default() };
@@ -80,7 +80,7 @@ fn tokens() {
 fn rows_without_room() {
     let mesh = Mesh { expert: 2, ..Mesh::default() };
     for (overflow, factor) in [(Overflow::Recompute, 1.0), (Overflow::Grow, 0.5)] {
-        let mut run = Run { kind: Kind::Moe(MoeStyle::Mixtral), ..Run::default() };
+        let mut run = TinyRun { kind: Kind::Moe(MoeStyle::Mixtral), ..TinyRun::default() };
         run.options.threads = 1;
         run.options.step.micro_batches = 4;
         run.options.step.mesh = mesh;
@@ -98,7 +98,7 @@ fn rows_without_room() {
 
 /// Counts the heap allocations of all ranks in the steps after the first ten. Returns each rank's count, and its
 /// arena's report on all steps.
-fn allocations_on_ranks(run: &Run) -> (Vec<u64>, Vec<Option<ArenaReport>>) {
+fn allocations_on_ranks(run: &TinyRun) -> (Vec<u64>, Vec<Option<ArenaReport>>) {
     let counted = counted();
     let together = Barrier::new(run.options.step.mesh.ranks().unwrap());
     let ranks = run.on_ranks(|mut trainer| {
@@ -133,7 +133,7 @@ fn several_ranks() {
         (Kind::Moe(MoeStyle::Switch), experts),
         (Kind::Moe(MoeStyle::Qwen), Mesh { pipeline: 2, ..experts }),
     ] {
-        let mut run = Run { kind, ..Run::default() };
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.threads = 1;
         run.options.step.micro_batches = 4;
         run.options.step.mesh = mesh;
@@ -147,7 +147,7 @@ fn several_ranks() {
 }
 
 /// Counts the heap allocations of the steps after the first ten.
-fn allocations_of_steps(run: &Run) -> u64 {
+fn allocations_of_steps(run: &TinyRun) -> u64 {
     let (mut trainer, counted) = (run.trainer(), counted());
     let (tokens, targets) = run.batch(0);
     let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
@@ -162,7 +162,7 @@ fn optimizers_of_fewer_bytes() {
     let galore = GaLore { rank: 12, refresh_steps: 3, ..GaLore::default() };
     let rules: [Arc<dyn Optimizer>; 2] = [AdamW8bit::default().into(), galore.into()];
     for optimizer in rules {
-        let mut run = Run::default();
+        let mut run = TinyRun::default();
         run.options.step.optimizer = optimizer;
         assert_eq!(allocations_of_steps(&run), 0, "{:?}: heap allocations", run.options.step.optimizer);
     }
@@ -170,7 +170,7 @@ fn optimizers_of_fewer_bytes() {
 
 /// Covers groups, clamped gradients, averages, and guarded steps.
 fn what_an_update_does_beside_its_rule() {
-    let mut run = Run::default();
+    let mut run = TinyRun::default();
     let (names, optimizer) = (vec!["h.0".to_owned()], run.options.step.optimizer.clone());
     let groups = vec![ParameterGroup { names, optimizer, learning_rate: 0.5 }];
     run.options.step.update = UpdateOptions { groups, max_value: Some(1e-2), guarded: true, average: Some(0.9) };
@@ -180,7 +180,7 @@ fn what_an_update_does_beside_its_rule() {
 /// Covers compressed activations, and activations that are offloaded to a file.
 fn what_waits_otherwise_than_as_it_is() {
     for dtype in [DType::F32, DType::BF16] {
-        let mut run = Run::default();
+        let mut run = TinyRun::default();
         run.options.step.precision = dtype.try_into().unwrap();
         run.options.step.micro_batches = 2;
         run.options.step.memory.compress = vec!["gelu".into(), "layer_norm".into()];
@@ -192,7 +192,7 @@ fn what_waits_otherwise_than_as_it_is() {
 fn one_rank_and_memory_stays_flat() {
     for (turn, kind) in Kind::all().enumerate() {
         let steps = if turn < 2 { 10 * counted() } else { counted() };
-        let mut run = Run { kind, ..Run::default() };
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.step.micro_batches = 2;
         let mut trainer = run.trainer();
         let (tokens, targets) = run.batch(0);

@@ -126,8 +126,8 @@ fn steps_allocate_what_the_library_does() {
         let recorded = &entry["iteration"]["replay_3_iterations"]["default"];
         let live = recorded["live_peak"].as_u64().unwrap();
         let waste = recorded["fragmentation"].as_f64().unwrap();
-        let [of, more] = [wasted, wasted - waste].map(|part| 100.0 * part);
-        let line = format!("{name}: {} bytes of {live}; waste {of:.2} %, {more:+.2} points", requests.peak_live());
+        let [percent, more] = [wasted, wasted - waste].map(|part| 100.0 * part);
+        let line = format!("{name}: {} bytes of {live}; waste {percent:.2} %, {more:+.2} points", requests.peak_live());
         println!("{line}");
         if requests.peak_live() != live || more.abs() > 0.5 {
             wrong += &(line + "\n");

@@ -41,7 +41,7 @@ fn crates() -> Vec<Crate> {
     metadata.args(["metadata", "--no-deps", "--offline", "--format-version", "1", "--manifest-path"]);
     let output = metadata.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).output().unwrap();
     let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let of = |package: &Value| {
+    let crate_of = |package: &Value| {
         let text = |value: &Value| value.as_str().unwrap().to_owned();
         let used = package["dependencies"].as_array().unwrap().iter().filter(|used| used["kind"].is_null());
         let manifest = PathBuf::from(text(&package["manifest_path"]));
@@ -51,7 +51,7 @@ fn crates() -> Vec<Crate> {
             dependencies: used.map(|used| text(&used["name"])).filter(|name| name.starts_with("gapless")).collect(),
         }
     };
-    metadata["packages"].as_array().unwrap().iter().map(of).collect()
+    metadata["packages"].as_array().unwrap().iter().map(crate_of).collect()
 }
 
 #[test]
@@ -123,9 +123,9 @@ fn circles(uses: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<&str> {
 #[test]
 fn modules_of_a_crate_use_each_other_one_way() {
     // The package of examples has no src folder.
-    for Crate { name, source, .. } in crates().into_iter().filter(|of| of.source.exists()) {
+    for Crate { name, source, .. } in crates().into_iter().filter(|member| member.source.exists()) {
         let uses = modules(&source);
-        let allowed = CIRCLES.iter().find(|(of, _)| *of == name).map_or(&[][..], |(_, modules)| modules);
+        let allowed = CIRCLES.iter().find(|(member, _)| *member == name).map_or(&[][..], |(_, modules)| modules);
         let circles = circles(&uses);
         assert!(circles.iter().all(|module| allowed.contains(module)), "{name}: {circles:?} of {uses:#?}");
     }

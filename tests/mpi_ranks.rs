@@ -26,7 +26,7 @@ mod jobs {
     use gapless::{Mesh, Overflow, Pipeline, Reserve};
     use gapless_testing::{not_checked, only_test};
 
-    use crate::common::{Kind, Outcome, Run};
+    use crate::common::{Kind, Outcome, TinyRun};
 
     const STEPS: u64 = 2;
     /// The rank that is killed and the step at which it is killed, which is after the checkpoint.
@@ -39,7 +39,7 @@ mod jobs {
             _ => only_test("mpi_ranks", || match Command::new("mpirun").arg("--version").output() {
                 Err(error) => not_checked(format_args!("mpirun cannot be run: {error}")),
                 Ok(_) => [2, 4].into_iter().for_each(|ranks| {
-                    judge(ranks);
+                    check(ranks);
                     judge_experts(ranks);
                     judge_file(ranks);
                 }),
@@ -47,12 +47,12 @@ mod jobs {
         }
     }
 
-    fn run(ranks: usize, name: &str) -> Run {
+    fn run(ranks: usize, name: &str) -> TinyRun {
         let schedule = gapless::parallel::by_name(name).expect("the name of a schedule");
         let shape = |chunks| gapless::parallel::Shape { ranks: ranks as u32, chunks, micro_batches: 8 };
         let chunks = [1, 2].into_iter().find(|&chunks| schedule.actions(&shape(chunks)).is_ok());
         let chunks = chunks.expect("one or two chunks") as usize;
-        let mut run = Run::default();
+        let mut run = TinyRun::default();
         run.options.threads = 1;
         run.options.step.micro_batches = 8;
         run.options.step.mesh = Mesh::pipeline(ranks);
@@ -61,8 +61,8 @@ mod jobs {
     }
 
     /// A run on expert ranks in a pipeline of `stages` stages.
-    fn experts(ranks: usize, stages: usize, style: MoeStyle) -> Run {
-        let mut run = Run { kind: Kind::Moe(style), ..Run::default() };
+    fn experts(ranks: usize, stages: usize, style: MoeStyle) -> TinyRun {
+        let mut run = TinyRun { kind: Kind::Moe(style), ..TinyRun::default() };
         run.options.threads = 1;
         run.options.step.mesh = Mesh { pipeline: stages, expert: ranks / stages, ..Mesh::default() };
         run.options.step.micro_batches = 4 / run.options.step.mesh.expert;
@@ -71,7 +71,7 @@ mod jobs {
     }
 
     /// A run on expert ranks with a reserve for half of the rows of even routing.
-    fn without_room(ranks: usize, style: MoeStyle, overflow: Overflow) -> Run {
+    fn without_room(ranks: usize, style: MoeStyle, overflow: Overflow) -> TinyRun {
         let mut run = experts(ranks, 1, style);
         run.options.step.memory.routing = Reserve::Balanced { factor: 0.5 };
         run.options.step.memory.overflow = overflow;
@@ -119,7 +119,7 @@ mod jobs {
     }
 
     /// Routes all tokens to the first experts, with a reserve for even routing.
-    fn overflow(mut run: Run, world: Box<dyn Communicator>) -> ! {
+    fn overflow(mut run: TinyRun, world: Box<dyn Communicator>) -> ! {
         run.options.step.memory.routing = Reserve::Balanced { factor: 1.0 };
         let mut trainer = run.rank(Some(world));
         let names: Vec<String> = trainer.parameter_names().map(Into::into).collect();
@@ -137,10 +137,10 @@ mod jobs {
         format!("outcome {:?} {:?}", outcome.losses, outcome.gradient_norms)
     }
 
-    fn judge(ranks: usize) {
-        let mut straight = Run::default().trainer();
-        let first = text(&Run::default().go_on(&mut straight, STEPS));
-        let second = text(&Run::default().go_on(&mut straight, STEPS));
+    fn check(ranks: usize) {
+        let mut straight = TinyRun::default().trainer();
+        let first = text(&TinyRun::default().go_on(&mut straight, STEPS));
+        let second = text(&TinyRun::default().go_on(&mut straight, STEPS));
         let dir = std::env::temp_dir().join(format!("gapless-mpi-{}-{ranks}", std::process::id()));
 
         for schedule in ["gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev"] {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use gapless_alloc::synthetic::{Order, Step};
+use gapless_alloc::synthetic::{Order, SyntheticStep};
 use gapless_alloc::{Buffer, Options, Problem, check, csv, plan};
 
 struct Instance {
@@ -24,7 +24,7 @@ struct Instance {
 fn instances() -> Vec<Instance> {
     let named = std::env::var_os("GAPLESS_INSTANCES").map(PathBuf::from);
     let root = named
-        .or_else(|| gapless_testing::shared("instances"))
+        .or_else(|| gapless_testing::next_to_repository("instances"))
         .unwrap_or_else(|| gapless_testing::evidence("instances"));
     let entries = |folder: &Path| -> Vec<PathBuf> {
         let entries = std::fs::read_dir(folder).into_iter().flatten();
@@ -49,22 +49,28 @@ fn read(path: &Path) -> Instance {
 }
 
 fn generated() -> Vec<Instance> {
-    let step = |name: &str, step: Step| Instance {
+    let step = |name: &str, step: SyntheticStep| Instance {
         name: format!("generated {name}"),
         problem: step.problem().expect("a sound step"),
         capacity: None,
     };
-    let base = Step { persistent: true, ..Step::default() };
+    let base = SyntheticStep { persistent: true, ..SyntheticStep::default() };
     vec![
-        step("accumulation 10^4", Step { order: Order::Accumulation, layers: 32, micro_batches: 20, ..base }),
-        step("1f1b 10^4", Step { layers: 32, micro_batches: 20, ..base }),
-        step("interleaved 10^4", Step { order: Order::Interleaved, layers: 32, micro_batches: 20, ..base }),
-        step("varying 10^4", Step { layers: 32, micro_batches: 20, tokens: &[512, 1024, 768, 896, 640], ..base }),
-        step("1f1b 10^5", Step { layers: 32, micro_batches: 200, stages: 8, ..base }),
-        step("interleaved 10^5", Step { order: Order::Interleaved, layers: 32, micro_batches: 200, stages: 8, ..base }),
-        step("1f1b 10^6", Step { layers: 64, micro_batches: 1000, stages: 16, ..base }),
-        pinned(step("1f1b 10^4", Step { layers: 32, micro_batches: 20, ..base })),
-        pinned(step("1f1b 10^5", Step { layers: 32, micro_batches: 200, stages: 8, ..base })),
+        step("accumulation 10^4", SyntheticStep { order: Order::Accumulation, layers: 32, micro_batches: 20, ..base }),
+        step("1f1b 10^4", SyntheticStep { layers: 32, micro_batches: 20, ..base }),
+        step("interleaved 10^4", SyntheticStep { order: Order::Interleaved, layers: 32, micro_batches: 20, ..base }),
+        step(
+            "varying 10^4",
+            SyntheticStep { layers: 32, micro_batches: 20, tokens: &[512, 1024, 768, 896, 640], ..base },
+        ),
+        step("1f1b 10^5", SyntheticStep { layers: 32, micro_batches: 200, stages: 8, ..base }),
+        step(
+            "interleaved 10^5",
+            SyntheticStep { order: Order::Interleaved, layers: 32, micro_batches: 200, stages: 8, ..base },
+        ),
+        step("1f1b 10^6", SyntheticStep { layers: 64, micro_batches: 1000, stages: 16, ..base }),
+        pinned(step("1f1b 10^4", SyntheticStep { layers: 32, micro_batches: 20, ..base })),
+        pinned(step("1f1b 10^5", SyntheticStep { layers: 32, micro_batches: 200, stages: 8, ..base })),
     ]
 }
 

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::{BufReader, BufWriter};
 use std::time::Instant;
 
-use gapless_alloc::synthetic::Step;
+use gapless_alloc::synthetic::SyntheticStep;
 use gapless_alloc::{Options, check, csv, plan};
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -24,7 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn write(path: &str, micro_batches: u64) -> Result<(), Box<dyn Error>> {
-    let step = Step { layers: 64, micro_batches, stages: 16, persistent: true, ..Step::default() };
+    let step = SyntheticStep { layers: 64, micro_batches, stages: 16, persistent: true, ..SyntheticStep::default() };
     let problem = step.problem()?;
     let ids: Vec<String> = problem.ids().map(|id| id.0.to_string()).collect();
     let table = csv::Table::new(ids, problem);

@@ -1,6 +1,6 @@
 //! Problems that resemble training steps, for tests and benches.
 //!
-//! A [`Step`] is one stage of a pipeline. Per layer and micro-batch, a forward part leaves saved activations for its
+//! A [`SyntheticStep`] is one stage of a pipeline. Per layer and micro-batch, a forward part leaves saved activations for its
 //! backward part, and both use transients that die a few ticks later. Schedules differ in the order of the parts, and
 //! so in how the lifetimes of saved activations nest.
 
@@ -22,7 +22,7 @@ pub enum Order {
 
 /// A pipeline stage's part of a training step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Step {
+pub struct SyntheticStep {
     /// The order of its parts.
     pub order: Order,
     /// Layers on this rank.
@@ -37,7 +37,7 @@ pub struct Step {
     pub persistent: bool,
 }
 
-impl Default for Step {
+impl Default for SyntheticStep {
     fn default() -> Self {
         Self {
             order: Order::OneForwardOneBackward,
@@ -59,7 +59,7 @@ const TRANSIENT: [u64; 5] = [2048, 4096, 8192, 2048, 16384];
 /// Bytes of a layer's parameters; all are multiples of 64.
 const PARAMETERS: [u64; 4] = [12 << 20, 4 << 20, 32 << 20, 8192];
 
-impl Step {
+impl SyntheticStep {
     /// The step's buffers: sizes are multiples of 64, alignment 64.
     ///
     /// # Errors
@@ -180,7 +180,7 @@ mod tests {
     fn every_saved_activation_meets_its_backward_part() {
         for order in [Order::Accumulation, Order::OneForwardOneBackward, Order::Interleaved, Order::Overlapped] {
             for micro_batches in [1, 3, 8] {
-                let step = Step { order, micro_batches, ..Step::default() };
+                let step = SyntheticStep { order, micro_batches, ..SyntheticStep::default() };
                 let problem = step.problem().unwrap();
                 let parts = 2 * micro_batches * step.layers;
                 assert_eq!(problem.len() as u64, parts * TRANSIENT.len() as u64 + parts / 2 * SAVED.len() as u64);
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn pipelining_holds_more_than_accumulation() {
-        let bound = |order| lower_bound(&Step { order, ..Step::default() }.problem().unwrap());
+        let bound = |order| lower_bound(&SyntheticStep { order, ..SyntheticStep::default() }.problem().unwrap());
         assert!(bound(Order::Accumulation) < bound(Order::OneForwardOneBackward));
     }
 }

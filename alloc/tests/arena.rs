@@ -12,7 +12,7 @@ const TICKS: u64 = 24;
 
 /// A planned step and its requests.
 #[derive(Debug, Clone)]
-struct Step {
+struct ArenaStep {
     problem: Problem,
     offsets: Vec<u64>,
     requests: Vec<Request>,
@@ -22,7 +22,7 @@ fn lifetimes() -> impl Strategy<Value = Range<u64>> {
     (0..TICKS, 1..=TICKS).prop_map(|(start, length)| start..(start + length).min(TICKS))
 }
 
-fn steps() -> impl Strategy<Value = Step> {
+fn steps() -> impl Strategy<Value = ArenaStep> {
     let buffers = prop::collection::vec((lifetimes(), 0..40u64), 0..24);
     let request = (lifetimes(), 0..300u64, 0..900u64, prop_oneof![Just(1u64), Just(8), Just(16)]);
     (buffers, prop::collection::vec(request, 0..24)).prop_map(|(buffers, requests)| {
@@ -33,7 +33,7 @@ fn steps() -> impl Strategy<Value = Step> {
             |(ticks, balanced, more, alignment)| Request::new(ticks, balanced, balanced + more).aligned(alignment);
         let mut requests: Vec<Request> = requests.into_iter().map(request).collect();
         requests.sort_by_key(|r| r.ticks.start);
-        Step { problem, offsets, requests }
+        ArenaStep { problem, offsets, requests }
     })
 }
 
@@ -78,7 +78,7 @@ fn sizes() -> impl Strategy<Value = Sizes> {
     ]
 }
 
-impl Step {
+impl ArenaStep {
     fn arena(&self, reserve: Reserve) -> Arena {
         let options = ArenaOptions::with_reserve(reserve);
         Arena::new(ArenaPlan::new(&self.problem, &self.offsets, self.requests.clone(), &options).unwrap())
@@ -177,7 +177,7 @@ generated! {
                 live.extract_if(.., |(end, _)| *end <= ticks.start).for_each(|(_, over)| arena.release(over));
                 let bytes = sizes.bytes(&step.requests, request);
                 let offset = match need {
-                    Need::Optional => arena.offer(request, bytes),
+                    Need::Optional => arena.try_request(request, bytes),
                     _ => Some(arena.request(request, bytes).unwrap()),
                 };
                 prop_assert!(offset.is_some() || bytes > arena.plan().promised(request).unwrap());
@@ -228,7 +228,7 @@ generated! {
 }
 
 /// The offset of every request, found by looking at every grain of memory each time.
-fn twin(step: &Step, plan: &ArenaPlan, sizes: &Sizes) -> Vec<Option<u64>> {
+fn twin(step: &ArenaStep, plan: &ArenaPlan, sizes: &Sizes) -> Vec<Option<u64>> {
     let (grain, reserve) = (plan.grain(), plan.reserve());
     let length = |r: &Request| r.ticks.end - r.ticks.start;
     let lengths = || step.requests.iter().map(length);
@@ -329,7 +329,7 @@ fn no_request_is_served_beyond_its_bound() {
                 overflow.to_string().ends_with("the request exceeds its own bound; correct the bound (Request::most)"),
                 "{overflow}"
             );
-            assert_eq!(arena.offer(RequestId(0), bytes), None);
+            assert_eq!(arena.try_request(RequestId(0), bytes), None);
         }
         assert!(arena.request(RequestId(0), 128).is_ok());
     }

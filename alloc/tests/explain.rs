@@ -5,7 +5,7 @@ mod exhaustion;
 use std::time::Duration;
 
 use exhaustion::{exhausted, fits};
-use gapless_alloc::synthetic::{Order, Step};
+use gapless_alloc::synthetic::{Order, SyntheticStep};
 use gapless_alloc::{Buffer, BufferId, Change, Explanation, Options, Problem, Remedy, check, explain, plan};
 use gapless_testing::prelude::*;
 
@@ -90,12 +90,12 @@ generated! {
 /// If a step exceeds its capacity by little, few changes suffice, and it is proven that they are the fewest.
 #[test]
 fn remedies_of_steps_are_proven_smallest() {
-    let base = Step { layers: 2, persistent: true, ..Step::default() };
+    let base = SyntheticStep { layers: 2, persistent: true, ..SyntheticStep::default() };
     for (step, percent) in [
-        (Step { order: Order::Accumulation, ..base }, 98),
+        (SyntheticStep { order: Order::Accumulation, ..base }, 98),
         (base, 98),
-        (Step { order: Order::Interleaved, ..base }, 98),
-        (Step { persistent: false, micro_batches: 3, ..base }, 90),
+        (SyntheticStep { order: Order::Interleaved, ..base }, 98),
+        (SyntheticStep { persistent: false, micro_batches: 3, ..base }, 90),
     ] {
         let problem = step.problem().unwrap();
         let solution = plan(&problem, &Options::default());
@@ -130,7 +130,7 @@ fn the_largest_changes_are_counted() {
 /// However much is missing, the remedies suffice, and they are not much larger than the lower bound.
 #[test]
 fn remedies_of_tight_capacities_suffice() {
-    let problem = Step::default().problem().unwrap();
+    let problem = SyntheticStep::default().problem().unwrap();
     let solution = plan(&problem, &Options::default());
     for percent in [95, 80, 50] {
         let capacity = solution.height / 100 * percent;
@@ -145,7 +145,7 @@ fn remedies_of_tight_capacities_suffice() {
 /// be smaller ones.
 #[test]
 fn a_deadline_holds_for_explanations() {
-    let step = Step { layers: 2, persistent: true, ..Step::default() };
+    let step = SyntheticStep { layers: 2, persistent: true, ..SyntheticStep::default() };
     let problem = step.problem().unwrap();
     let solution = plan(&problem, &Options::default());
     let capacity = (solution.height / 100 * 98).next_multiple_of(64);

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use exhaustion::exhausted;
 use families::{adversarial, buffers, lifetimes, near_powers, nested, often_none, several_stacks, step};
-use gapless_alloc::synthetic::{Order, Step};
+use gapless_alloc::synthetic::{Order, SyntheticStep};
 use gapless_alloc::{Buffer, BufferId, Error, Fit, Options, Problem, Proof, Solution, StopReason, check, plan};
 use gapless_testing::prelude::*;
 
@@ -241,7 +241,8 @@ fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fence
 #[test]
 fn chance_does_not_depend_on_threads() {
     for stages in [1, 2] {
-        let step = Step { order: Order::Overlapped, layers: 4, stages, micro_batches: 8, ..Step::default() };
+        let step =
+            SyntheticStep { order: Order::Overlapped, layers: 4, stages, micro_batches: 8, ..SyntheticStep::default() };
         let problem = step.problem().unwrap();
         let solve = |threads| planned(&problem, &Options { threads: Some(threads), work: 10_000_000, ..options() });
         let [one, two, three] = [1, 2, 3].map(solve);
@@ -256,7 +257,8 @@ fn chance_does_not_depend_on_threads() {
 #[test]
 fn a_step_that_is_full_once_per_layer_meets_the_bound() {
     for (layers, stages, micro_batches) in [(3, 2, 8), (4, 2, 8), (6, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
-        let step = Step { order: Order::Overlapped, layers, stages, micro_batches, ..Step::default() };
+        let step =
+            SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
         let solution = planned(&step.problem().unwrap(), &Options::default());
         assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
     }
@@ -266,7 +268,8 @@ fn a_step_that_is_full_once_per_layer_meets_the_bound() {
 #[test]
 fn a_small_step_that_is_full_once_per_layer_costs_little() {
     for (layers, stages, micro_batches) in [(4, 2, 8), (5, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
-        let step = Step { order: Order::Overlapped, layers, stages, micro_batches, ..Step::default() };
+        let step =
+            SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
         let solution = planned(&step.problem().unwrap(), &Options { work: 20_000_000, ..Options::default() });
         assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
     }
@@ -287,7 +290,7 @@ fn a_capacity_gets_a_verdict() {
 /// An unchanged problem keeps every address. One more buffer moves few of them and costs no height.
 #[test]
 fn a_warm_start_keeps_addresses() {
-    let problem = Step { micro_batches: 6, ..Step::default() }.problem().unwrap();
+    let problem = SyntheticStep { micro_batches: 6, ..SyntheticStep::default() }.problem().unwrap();
     let cold = plan(&problem, &Options::default());
     let warm = |earlier: &[u64], problem: &Problem| {
         let earlier = problem.ids().map(|id| earlier.get(id.index()).copied()).collect();
@@ -306,7 +309,7 @@ fn a_warm_start_keeps_addresses() {
 /// Keeping addresses does not get around a deadline.
 #[test]
 fn a_warm_start_keeps_the_deadline() {
-    let problem = Step { micro_batches: 6, ..Step::default() }.problem().unwrap();
+    let problem = SyntheticStep { micro_batches: 6, ..SyntheticStep::default() }.problem().unwrap();
     let earlier = Some(problem.ids().map(|id| Some(64 * u64::from(id.0))).collect());
     let late = Options { deadline: Some(Duration::ZERO), ..Options::default() };
     let cold = planned(&problem, &late);

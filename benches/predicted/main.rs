@@ -139,7 +139,7 @@ fn measured(step: &Step, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
     let build = |vb| step.build(vb);
     let measured = match ranks {
         1 => Trainer::new(build, options(step)).and_then(run).map(|rank| vec![rank]),
-        _ => on_threads(ranks, |world| run(Trainer::builder(build, options(step)).on(world).build()?)),
+        _ => on_threads(ranks, |world| run(Trainer::builder(build, options(step)).distributed(world).build()?)),
     };
     Ok(measured?)
 }
@@ -185,7 +185,7 @@ fn on_processes(keys: &str, ranks: usize, steps: usize) -> Result<Vec<Measured>>
 fn one_process(step: &Step, steps: usize) -> Result<()> {
     let world = world()?;
     let rank = world.rank();
-    let trainer = Trainer::builder(|vb| step.build(vb), options(step)).on(world).build()?;
+    let trainer = Trainer::builder(|vb| step.build(vb), options(step)).distributed(world).build()?;
     let Measured { arena_bytes, milliseconds } = timed(step, trainer, steps)?;
     println!("rank {rank} {arena_bytes} {milliseconds}");
     Ok(())

@@ -71,7 +71,7 @@ pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
         }
         Side::Candle => {
             let Model::Gpt(model) = Model::new(options) else { anyhow::bail!("candle's side is a GPT") };
-            let twin = candle::Twin::gpt(&model, VarMap::new(), DType::F32)?;
+            let twin = candle::Reference::gpt(&model, VarMap::new(), DType::F32)?;
             let mut optimizer = candle_optimizer(&twin)?;
             let (tokens, targets) = (candle::ids(&tokens, options.batch())?, candle::ids(&targets, options.batch())?);
             answer(|| {
@@ -113,7 +113,7 @@ pub fn batch(options: &Options) -> (Vec<u32>, Vec<u32>) {
 }
 
 /// The update rule of our side, except that candle-nn applies weight decay to all parameters.
-fn candle_optimizer(twin: &candle::Twin) -> candle_core::Result<AdamW> {
+fn candle_optimizer(twin: &candle::Reference) -> candle_core::Result<AdamW> {
     let variables: Vec<Var> = twin.variables().into_iter().map(|(_, variable)| variable).collect();
     let lr = TrainOptions::default().learning_rate.peak;
     let gapless::engine::optim::AdamW { beta1, beta2, eps, weight_decay, .. } = Default::default();

@@ -30,7 +30,7 @@ pub struct GradientError {
     /// bf16 inputs. The value is the error as a fraction of the allowed error, so it should be below 1.
     ///
     /// Each element may be off by one rounding (2⁻⁸ of it) plus a part of the norm of the whole: 1e-5 for sums in f32,
-    /// or 2⁻⁸ if the operation [rounds its factors](gapless_graph::Op::rounds_factors). `None` if the function only
+    /// or 2⁻⁸ if the operation [rounds its factors](gapless_graph::Op::rounds_intermediates). `None` if the function only
     /// supports f32.
     pub bf16: Option<f64>,
 }
@@ -79,7 +79,7 @@ pub fn gradient_check(
     }
     drop(graph);
     if let Ok(recorded) = Recorded::new(DType::BF16, parameters, ids, &f) {
-        error.bf16 = Some(judge_bf16(recorded, stream)?);
+        error.bf16 = Some(check_bf16(recorded, stream)?);
     }
     Ok(error)
 }
@@ -110,7 +110,7 @@ fn run(graph: &Graph, given: &HashMap<String, Array>, outputs: &[Output]) -> Res
 
 /// Checks each operation of a function and its gradients in bf16, on the inputs that it had in the run; see
 /// [`GradientError::bf16`].
-fn judge_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) -> Result<f64> {
+fn check_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) -> Result<f64> {
     let gradients = differentiate(&graph, &loss, 1.0)?;
     let graph = lock(&graph);
     let rounded = |x: &f64| f64::from(bf16::from_f64(*x));
@@ -146,7 +146,7 @@ fn judge_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) 
     for node in graph.nodes().iter().filter(|node| !graph.is_view(node.outputs[0])) {
         let inputs: Vec<Array> = node.inputs.iter().map(|&id| value_of(id)).collect();
         let exact = node.op.reference(&Reference { inputs: inputs.iter().collect(), stream });
-        let of_sums = if node.op.rounds_factors() { 1.0 / 256.0 } else { 1e-5 };
+        let of_sums = if node.op.rounds_intermediates() { 1.0 / 256.0 } else { 1e-5 };
         for (&id, exact) in node.outputs.iter().zip(exact) {
             let unit = if graph.value(id).spec.dtype == DType::BF16 { 1.0 / 256.0 } else { 0.0 };
             let whole = exact.data.iter().map(|x| x * x).sum::<f64>().sqrt();

@@ -66,12 +66,12 @@ pub use gapless_compile::step::{
     MemoryOptions, Overflow, ParameterGroup, Pipeline, Precision, StepOptions, UpdateOptions,
 };
 pub use gapless_graph::{
-    Args, Array, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, Rows, Spec, Stream, Tensor,
+    Args, Array, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, RowUse, Spec, Stream, Tensor,
 };
 pub use gapless_kernels::LossTerms;
 pub use gapless_runtime::Times;
 pub use gradient_check::{GradientError, gradient_check};
 pub use train::{
-    Batch, DeviceChoice, GenerateOptions, Generation, IGNORED, Limits, LossParts, NextToken, RunsOn, Sampling,
-    StepReport, TrainOptions, Trainer, TrainerBuilder,
+    Batch, DeviceChoice, DeviceInfo, GenerateOptions, Generation, IGNORED, LossParts, NextToken, Sampling,
+    SkipThresholds, StepReport, TrainOptions, Trainer, TrainerBuilder,
 };

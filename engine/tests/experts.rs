@@ -2,8 +2,8 @@
 
 use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
 use gapless_engine::ops::{
-    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route,
-    RoutedSwiGlu, SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, GroupedLinear, Jitter,
+    Route, RoutedSwiGlu, SlotWeights, TopK,
 };
 use gapless_engine::{Result, Tensor, gradient_check};
 
@@ -125,7 +125,7 @@ fn losses_and_noise() {
     for whole_tokens in [false, true] {
         check(&[&[2, TOKENS, 2]], &[(IDS_DIMS, &IDS)], |x, ids| {
             let [places, ..] = route(&ids[0], Some((1, DropPolicy::Last)), None)?;
-            let [count] = Tensor::apply_op(Unplaced { whole_tokens }, &[&places])?;
+            let [count] = Tensor::apply_op(Dropped { whole_tokens }, &[&places])?;
             x[0].sum_all()?.mul(&count)
         });
     }
@@ -159,7 +159,7 @@ fn padding_has_no_experts() {
             let [weights] = Tensor::apply_op(SlotWeights, &[&weights, &places, &slots])?;
             let [y] = Tensor::apply_op(Combine, &[&rows.broadcast_mul(&weights)?, &places, &slots])?;
             let [load] = Tensor::apply_op(DocumentLoad { experts: EXPERTS }, &[&ids, &starts])?;
-            let [dropped] = Tensor::apply_op(Unplaced { whole_tokens: false }, &[&places, &routed])?;
+            let [dropped] = Tensor::apply_op(Dropped { whole_tokens: false }, &[&places, &routed])?;
             y.sum_all()?.mul(&dropped.affine(1.0, 1.0)?)?.add(&load.mul(&x[0])?.sum_all()?)
         });
     }
@@ -169,7 +169,7 @@ fn padding_has_no_experts() {
         let route = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity };
         let [places, slots, _] = Tensor::apply_op(route, &[&x[0], &routed, &limits])?;
         let [rows] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
-        let [dropped] = Tensor::apply_op(Unplaced { whole_tokens: true }, &[&places, &routed])?;
+        let [dropped] = Tensor::apply_op(Dropped { whole_tokens: true }, &[&places, &routed])?;
         rows.sqr()?.sum_all()?.mul(&dropped.affine(1.0, 1.0)?)
     });
 }

@@ -136,8 +136,8 @@ fn views_and_copies() {
 /// x times a detached x has half of the gradient of x². The same for a detached view of x.
 #[test]
 fn detached_tensors_are_constants() {
-    let of = |f: fn(&Tensor) -> Result<Tensor>| gradient_check(&[&[2, 3]], &[], |x, _| f(&x[0])).unwrap();
-    for error in [of(|x| x * x.detach()), of(|x| x * (x.detach().t()?.exp()?.log()?.t())?)] {
+    let error_of = |f: fn(&Tensor) -> Result<Tensor>| gradient_check(&[&[2, 3]], &[], |x, _| f(&x[0])).unwrap();
+    for error in [error_of(|x| x * x.detach()), error_of(|x| x * (x.detach().t()?.exp()?.log()?.t())?)] {
         assert!((error.finite_difference - 0.5).abs() <= 1e-6 && error.kernel <= KERNEL, "{error:?}");
     }
     check(&[&[2, 3], &[2, 3]], |x| &x[0] * x[1].detach());

@@ -146,8 +146,8 @@ fn csv(text: &str) -> Vec<Vec<String>> {
 fn print(args: &Args, row: &Row, facts: &[Fact], outcomes: &[Outcome]) {
     let gb = |bytes: u64| bytes as f64 / 1e9;
     let said = |name: &str| {
-        let of: Vec<&str> = facts.iter().filter(|fact| fact.allocator == name).map(|fact| &*fact.text).collect();
-        of.join(", ")
+        let texts: Vec<&str> = facts.iter().filter(|fact| fact.allocator == name).map(|fact| &*fact.text).collect();
+        texts.join(", ")
     };
     if !args.tsv {
         println!("{}\n  {}", row.name, row.comparable);

@@ -9,7 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::head_size;
-use crate::limits::{Checked, MOST_HIDDEN, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH};
+use crate::limits::{Checked, MAX_HIDDEN, MAX_LAYERS, MAX_TOKENS, MAX_WIDTH};
 
 /// The settings of a [`Gpt`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -86,12 +86,12 @@ impl GptConfig {
     pub fn check(&self) -> Result<()> {
         let &Self { vocabulary, sequence, layers, heads, width, .. } = self;
         Checked::default()
-            .extent("vocabulary", vocabulary, MOST_TOKENS)
-            .extent("sequence", sequence, MOST_TOKENS)
-            .extent("layers", layers, MOST_LAYERS)
-            .extent("heads", heads, MOST_WIDTH)
-            .extent("width", width, MOST_WIDTH)
-            .extent("hidden", self.hidden.unwrap_or(width), MOST_HIDDEN)
+            .extent("vocabulary", vocabulary, MAX_TOKENS)
+            .extent("sequence", sequence, MAX_TOKENS)
+            .extent("layers", layers, MAX_LAYERS)
+            .extent("heads", heads, MAX_WIDTH)
+            .extent("width", width, MAX_WIDTH)
+            .extent("hidden", self.hidden.unwrap_or(width), MAX_HIDDEN)
             .positive("layer_norm_eps", self.layer_norm_eps)
             .probability("dropout", self.dropout)
             .done()?;

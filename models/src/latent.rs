@@ -48,14 +48,14 @@ impl LatentConfig {
     }
 
     /// Returns the number of parameters of one layer's attention.
-    pub(crate) fn parameters(&self, of: &LlamaConfig) -> usize {
-        let (width, q) = (of.width, of.heads * self.head_size());
-        let bias = |outputs: usize| if of.output_bias { outputs } else { 0 };
+    pub(crate) fn parameters(&self, config: &LlamaConfig) -> usize {
+        let (width, q) = (config.width, config.heads * self.head_size());
+        let bias = |outputs: usize| if config.output_bias { outputs } else { 0 };
         let queries = self.query_rank.map_or(width * q, |rank| rank * (width + 1 + q) + bias(rank));
         let shared = self.kv_rank + self.rotated_size;
-        let of_heads = of.heads * (self.plain_size + self.value_size);
+        let of_heads = config.heads * (self.plain_size + self.value_size);
         let keys_values = width * shared + bias(shared) + self.kv_rank * (1 + of_heads);
-        queries + keys_values + of.heads * self.value_size * width + bias(width)
+        queries + keys_values + config.heads * self.value_size * width + bias(width)
     }
 }
 
@@ -129,8 +129,8 @@ impl LatentAttention {
         // values of the window are recomputed from it, by the same operations as those of a whole sequence.
         let shared = self.kv_a_proj_with_mqa.forward(x)?;
         let k_rotated = rotated(split(shared.narrow(2, kv_rank, rotated_size)?, 1, rotated_size)?)?;
-        let k_rotated = k_rotated.with_past("rotated_keys")?;
-        let latent = self.kv_a_layernorm.forward(&shared.narrow(2, 0, kv_rank)?)?.with_past("latent")?;
+        let k_rotated = k_rotated.cached("rotated_keys")?;
+        let latent = self.kv_a_layernorm.forward(&shared.narrow(2, 0, kv_rank)?)?.cached("latent")?;
         let seen = latent.dim(1)?;
         let kv = self.kv_b_proj.forward(&latent)?;
         let kv = kv.reshape((b, seen, heads, plain_size + value_size))?.transpose(1, 2)?;

@@ -4,15 +4,15 @@
 use gapless_engine::{Error, Result};
 
 /// The greatest number of blocks.
-pub const MOST_LAYERS: usize = 4096;
+pub const MAX_LAYERS: usize = 4096;
 /// The greatest number of heads or experts, and the greatest width.
-pub const MOST_WIDTH: usize = 1 << 20;
+pub const MAX_WIDTH: usize = 1 << 20;
 /// The greatest width of a feed-forward layer.
-pub const MOST_HIDDEN: usize = 1 << 22;
+pub const MAX_HIDDEN: usize = 1 << 22;
 /// The greatest number of tokens in a vocabulary, and of positions.
-pub const MOST_TOKENS: usize = 1 << 28;
+pub const MAX_TOKENS: usize = 1 << 28;
 /// The greatest number of parameters: 2⁴⁸ f32 elements take a petabyte.
-pub const MOST_ELEMENTS: u128 = 1 << 48;
+pub const MAX_ELEMENTS: u128 = 1 << 48;
 
 /// Checks of a configuration. It records the first violation.
 #[derive(Default)]
@@ -23,27 +23,27 @@ pub(crate) struct Checked {
 impl Checked {
     /// Checks that an extent is between 1 and `most`.
     pub fn extent(self, name: &str, extent: usize, most: usize) -> Self {
-        self.holds((1..=most).contains(&extent), || format!("{name} is {extent}, which is not from 1 to {most}"))
+        self.require((1..=most).contains(&extent), || format!("{name} is {extent}, which is not from 1 to {most}"))
     }
 
     /// Checks that a number is above 0 and, like its reciprocal, representable in f32.
     pub fn positive(self, name: &str, x: f64) -> Self {
         let is_sound = x > 0.0 && (x as f32).is_normal() && ((1.0 / x) as f32).is_normal();
-        self.holds(is_sound, || format!("{name} is {x}, which is not a number above 0 in f32"))
+        self.require(is_sound, || format!("{name} is {x}, which is not a number above 0 in f32"))
     }
 
     /// Checks that a probability is at least 0 and below 1.
     pub fn probability(self, name: &str, x: f64) -> Self {
-        self.holds((0.0..1.0).contains(&x), || format!("{name} is {x}, which is not from 0 to below 1"))
+        self.require((0.0..1.0).contains(&x), || format!("{name} is {x}, which is not from 0 to below 1"))
     }
 
     /// Checks the number of parameters.
     pub fn elements(self, elements: u128) -> Self {
-        let why = || format!("it has {elements} parameters, above the maximum of {MOST_ELEMENTS}");
-        self.holds(elements <= MOST_ELEMENTS, why)
+        let why = || format!("it has {elements} parameters, above the maximum of {MAX_ELEMENTS}");
+        self.require(elements <= MAX_ELEMENTS, why)
     }
 
-    fn holds(mut self, holds: bool, why: impl FnOnce() -> String) -> Self {
+    fn require(mut self, holds: bool, why: impl FnOnce() -> String) -> Self {
         if !holds && self.wrong.is_none() {
             self.wrong = Some((why(), "choose a value within these bounds"));
         }

@@ -11,7 +11,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::head_size;
-use crate::limits::{Checked, MOST_HIDDEN, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH};
+use crate::limits::{Checked, MAX_HIDDEN, MAX_LAYERS, MAX_TOKENS, MAX_WIDTH};
 
 /// The settings of a [`Llama`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -151,14 +151,14 @@ impl LlamaConfig {
     pub fn check(&self) -> Result<()> {
         let &Self { vocabulary, layers, heads, kv_heads, width, hidden, .. } = self;
         let checked = Checked::default()
-            .extent("vocabulary", vocabulary, MOST_TOKENS)
-            .extent("layers", layers, MOST_LAYERS)
-            .extent("heads", heads, MOST_WIDTH)
-            .extent("kv_heads", kv_heads, MOST_WIDTH)
-            .extent("width", width, MOST_WIDTH)
-            .extent("hidden", hidden, MOST_HIDDEN)
-            .extent("head_size", self.head_size.unwrap_or(1), MOST_WIDTH)
-            .extent("heads × head_size", heads.saturating_mul(self.head_size.unwrap_or(1)), MOST_HIDDEN)
+            .extent("vocabulary", vocabulary, MAX_TOKENS)
+            .extent("layers", layers, MAX_LAYERS)
+            .extent("heads", heads, MAX_WIDTH)
+            .extent("kv_heads", kv_heads, MAX_WIDTH)
+            .extent("width", width, MAX_WIDTH)
+            .extent("hidden", hidden, MAX_HIDDEN)
+            .extent("head_size", self.head_size.unwrap_or(1), MAX_WIDTH)
+            .extent("heads × head_size", heads.saturating_mul(self.head_size.unwrap_or(1)), MAX_HIDDEN)
             .extent("sliding_window", self.sliding_window.unwrap_or(1), usize::MAX)
             .positive("rope_theta", self.rope_theta)
             .positive("rms_norm_eps", self.rms_norm_eps);
@@ -307,13 +307,13 @@ impl Block {
 /// The two residual connections of a block, with their norms.
 #[derive(Debug, Clone)]
 pub(crate) struct Residual {
-    attention: AroundPart,
-    feed_forward: AroundPart,
+    attention: PartNorms,
+    feed_forward: PartNorms,
 }
 
 /// The norms of the input and of the output of a part.
 #[derive(Debug, Clone)]
-struct AroundPart {
+struct PartNorms {
     before: Option<RmsNorm>,
     after: Option<RmsNorm>,
 }
@@ -331,7 +331,7 @@ impl Residual {
             ),
         };
         let norm = |name: Option<&str>| name.map(|name| config.norm(config.width, vb.pp(name))).transpose();
-        let around = |(before, after)| Ok::<_, Error>(AroundPart { before: norm(before)?, after: norm(after)? });
+        let around = |(before, after)| Ok::<_, Error>(PartNorms { before: norm(before)?, after: norm(after)? });
         Ok(Self { attention: around(attention)?, feed_forward: around(feed_forward)? })
     }
 
@@ -344,7 +344,7 @@ impl Residual {
     }
 }
 
-impl AroundPart {
+impl PartNorms {
     fn add(&self, x: &Tensor, part: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let normed = |norm: &Option<RmsNorm>, x: Tensor| norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward(&x));
         x + normed(&self.after, part(&normed(&self.before, x.clone())?)?)?

@@ -11,7 +11,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::latent::{LatentAttention, LatentConfig};
-use crate::limits::{Checked, MOST_HIDDEN, MOST_TOKENS, MOST_WIDTH};
+use crate::limits::{Checked, MAX_HIDDEN, MAX_TOKENS, MAX_WIDTH};
 use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
 
 /// The settings of a [`Moe`].
@@ -150,14 +150,14 @@ impl MoeConfig {
         self.llama.check()?;
         // Extents of 0 are allowed here; layers and routers reject them with their own messages.
         let checked = Checked::default()
-            .extent("router.experts", self.router.experts.max(1), MOST_WIDTH)
-            .extent("expert_hidden", self.expert_hidden.max(1), MOST_HIDDEN)
+            .extent("router.experts", self.router.experts.max(1), MAX_WIDTH)
+            .extent("expert_hidden", self.expert_hidden.max(1), MAX_HIDDEN)
             .extent(
                 "experts × expert_hidden",
                 self.router.experts.max(1).saturating_mul(self.expert_hidden.max(1)),
-                MOST_TOKENS,
+                MAX_TOKENS,
             )
-            .extent("shared_hidden", self.shared_hidden.max(1), MOST_HIDDEN);
+            .extent("shared_hidden", self.shared_hidden.max(1), MAX_HIDDEN);
         let latent = self.latent.iter().flat_map(|latent| {
             let LatentConfig { query_rank, kv_rank, plain_size, rotated_size, value_size, .. } = *latent;
             let rank = query_rank.unwrap_or(1);
@@ -171,7 +171,7 @@ impl MoeConfig {
                 ("heads × latent.value_size", self.llama.heads.saturating_mul(value_size)),
             ]
         });
-        latent.fold(checked, |checked, (name, extent)| checked.extent(name, extent, MOST_WIDTH)).done()?;
+        latent.fold(checked, |checked, (name, extent)| checked.extent(name, extent, MAX_WIDTH)).done()?;
         Checked::default().elements(self.parameters().into()).done()
     }
 

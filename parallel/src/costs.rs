@@ -50,7 +50,7 @@ impl Default for Costs {
 }
 
 impl Costs {
-    fn of(&self, kind: Kind) -> u64 {
+    fn ticks(&self, kind: Kind) -> u64 {
         match kind {
             Kind::Forward => self.forward,
             Kind::Backward => self.backward_input + self.backward_weight,
@@ -61,13 +61,13 @@ impl Costs {
 
     /// Ticks saved by running a pair at the same time; negative if it takes longer.
     fn saved(&self) -> i128 {
-        i128::from(self.of(Kind::Forward)) + i128::from(self.of(Kind::Backward)) - i128::from(self.overlapped)
+        i128::from(self.ticks(Kind::Forward)) + i128::from(self.ticks(Kind::Backward)) - i128::from(self.overlapped)
     }
 }
 
 impl Durations for Costs {
     fn action(&self, action: Action) -> u64 {
-        self.of(action.kind)
+        self.ticks(action.kind)
     }
 
     fn overlapped(&self, forward: Action, backward: Action) -> u64 {
@@ -85,25 +85,30 @@ impl Durations for Costs {
 /// A pair of two stages saves the lesser of the ticks that each of them saves.
 impl Durations for [Costs] {
     fn action(&self, action: Action) -> u64 {
-        of_stage(self, action.stage).of(action.kind)
+        costs_of_stage(self, action.stage).ticks(action.kind)
     }
 
     fn overlapped(&self, forward: Action, backward: Action) -> u64 {
-        side_by_side(&of_stage(self, forward.stage), forward.kind, &of_stage(self, backward.stage), backward.kind)
+        side_by_side(
+            &costs_of_stage(self, forward.stage),
+            forward.kind,
+            &costs_of_stage(self, backward.stage),
+            backward.kind,
+        )
     }
 
     fn transfer(&self, from: Action) -> u64 {
-        of_stage(self, from.stage).transfer
+        costs_of_stage(self, from.stage).transfer
     }
 }
 
-fn of_stage(costs: &[Costs], stage: StageId) -> Costs {
+fn costs_of_stage(costs: &[Costs], stage: StageId) -> Costs {
     let nothing = Costs { forward: 0, backward_input: 0, backward_weight: 0, overlapped: 0, transfer: 0 };
     costs.get(stage.0 as usize).or(costs.last()).copied().unwrap_or(nothing)
 }
 
 fn side_by_side(forward: &Costs, forward_kind: Kind, backward: &Costs, backward_kind: Kind) -> u64 {
-    let alone = i128::from(forward.of(forward_kind)) + i128::from(backward.of(backward_kind));
+    let alone = i128::from(forward.ticks(forward_kind)) + i128::from(backward.ticks(backward_kind));
     u64::try_from(alone - forward.saved().min(backward.saved())).unwrap_or(0)
 }
 

@@ -9,7 +9,7 @@ use crate::{Action, Cell, Communication, MicroBatch};
 
 /// A buffer of one stage and micro-batch that outlives the cell in which it is born.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Kept {
+pub struct KeptBuffer {
     /// Size of the buffer.
     pub bytes: u64,
     /// The cell in which it is born.
@@ -21,7 +21,7 @@ pub struct Kept {
 /// The most bytes alive in any cell of `row`, if micro-batch m keeps the buffers `kept(m)`, whichever micro-batch the
 /// cells of these buffers name. A buffer is alive from the start of the cell it is born in to the end of its last cell.
 /// It counts nothing if `row` does not contain both cells.
-pub fn peak_bytes<'a>(row: &[Cell], kept: impl Fn(MicroBatch) -> &'a [Kept]) -> u64 {
+pub fn peak_bytes<'a>(row: &[Cell], kept: impl Fn(MicroBatch) -> &'a [KeptBuffer]) -> u64 {
     let at: HashMap<Cell, usize> = row.iter().enumerate().map(|(index, &cell)| (cell, index)).collect();
     let micro_batches: BTreeSet<MicroBatch> = row.iter().filter_map(micro_batch).collect();
     // By cell: bytes born at its start, and bytes that die at its end.
@@ -72,7 +72,7 @@ mod tests {
     #[test]
     fn overlapping_bytes_are_added() {
         let cell = |kind, micro_batch| Cell::One(Action::new(kind, 0, micro_batch));
-        let kept = |bytes, from, until| Kept { bytes, from: cell(from, 0), until: cell(until, 0) };
+        let kept = |bytes, from, until| KeptBuffer { bytes, from: cell(from, 0), until: cell(until, 0) };
         let saved = kept(10, Kind::Forward, Kind::Backward);
         let split = kept(1, Kind::BackwardInput, Kind::BackwardWeight);
         let row: Vec<Cell> = [
@@ -86,7 +86,7 @@ mod tests {
         .map(|(kind, micro_batch)| cell(kind, micro_batch))
         .to_vec();
         let all = [saved, split];
-        let peak = |row: &[Cell], kept: &[Kept]| peak_bytes(row, |_| kept);
+        let peak = |row: &[Cell], kept: &[KeptBuffer]| peak_bytes(row, |_| kept);
         assert_eq!(peak(&row, &all[..1]), 20);
         assert_eq!(peak(&row, &all), 20, "no cell of the split kind");
         assert_eq!(peak(&row[..2], &all[..1]), 0, "never dies");

@@ -51,8 +51,8 @@ pub use check::{Sends, Violation, check};
 pub use communicate::{Waits, communicate};
 pub use costs::{Costs, Durations, Rates};
 pub use error::Error;
-pub use kept::{Kept, peak_bytes};
-pub use live_bytes::{StageBytes, Until};
+pub use kept::{KeptBuffer, peak_bytes};
+pub use live_bytes::{LastReader, StageBytes};
 pub use mesh::{Coordinate, Mesh};
 pub use schedule::{
     Automatic, DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst,

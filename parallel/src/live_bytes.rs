@@ -22,7 +22,7 @@ pub struct StageBytes {
     /// The activation from the stage above: a receive buffer, or the output of a stage on the same rank.
     pub input: u64,
     /// The last reader of the input.
-    pub input_until: Until,
+    pub input_until: LastReader,
     /// The gradient of the input, which is sent upwards. Stage 0 may have none.
     pub input_gradient: u64,
     /// Whether W also reads the gradient from the stage below, not only I.
@@ -37,7 +37,7 @@ pub struct StageBytes {
 
 /// The last reader of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Until {
+pub enum LastReader {
     /// F.
     #[default]
     Forward,
@@ -81,7 +81,7 @@ impl Timeline {
 
 /// A live buffer. Messages are keyed by the stage that reads them, all others by the stage that creates them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum What {
+enum BufferKind {
     Input,
     OutputGradient,
     SentOutput,
@@ -97,7 +97,7 @@ struct Memory<'a> {
     stages: BTreeSet<StageId>,
     /// The kinds of communication of this rank.
     kinds: BTreeSet<CommunicationKind>,
-    alive: BTreeMap<(What, StageId, MicroBatch), u64>,
+    alive: BTreeMap<(BufferKind, StageId, MicroBatch), u64>,
     now: u64,
 }
 
@@ -106,8 +106,8 @@ impl Memory<'_> {
     fn start(&mut self, cell: &Cell) {
         if let Cell::Communicate(Communication { kind, stage, micro_batch: Some(micro_batch) }) = *cell {
             match kind {
-                CommunicationKind::ReceiveForward => self.birth(What::Input, stage, micro_batch),
-                CommunicationKind::ReceiveBackward => self.birth(What::OutputGradient, stage, micro_batch),
+                CommunicationKind::ReceiveForward => self.birth(BufferKind::Input, stage, micro_batch),
+                CommunicationKind::ReceiveBackward => self.birth(BufferKind::OutputGradient, stage, micro_batch),
                 _ => {}
             }
         }
@@ -115,19 +115,19 @@ impl Memory<'_> {
             if kind == Kind::Forward {
                 // Without a receive in the table, the input arrives just now; from a stage of this rank it is there
                 // already.
-                self.birth(What::Input, stage, micro_batch);
-                self.birth(What::SavedUntilInput, stage, micro_batch);
-                self.birth(What::SavedUntilWeight, stage, micro_batch);
+                self.birth(BufferKind::Input, stage, micro_batch);
+                self.birth(BufferKind::SavedUntilInput, stage, micro_batch);
+                self.birth(BufferKind::SavedUntilWeight, stage, micro_batch);
                 let below = StageId(stage.0.saturating_add(1));
                 let own = self.stages.contains(&below);
-                self.birth_of(if own { What::Input } else { What::SentOutput }, below, stage, micro_batch);
+                self.birth_of(if own { BufferKind::Input } else { BufferKind::SentOutput }, below, stage, micro_batch);
             }
             if matches!(kind, Kind::Backward | Kind::BackwardInput) {
-                self.birth(What::OutputGradient, stage, micro_batch);
+                self.birth(BufferKind::OutputGradient, stage, micro_batch);
                 if let Some(above) = stage.0.checked_sub(1).map(StageId) {
                     let own = self.stages.contains(&above);
                     self.birth_of(
-                        if own { What::OutputGradient } else { What::SentGradient },
+                        if own { BufferKind::OutputGradient } else { BufferKind::SentGradient },
                         above,
                         stage,
                         micro_batch,
@@ -135,7 +135,7 @@ impl Memory<'_> {
                 }
             }
             if kind == Kind::BackwardInput {
-                self.birth(What::KeptByInput, stage, micro_batch);
+                self.birth(BufferKind::KeptByInput, stage, micro_batch);
             }
         }
     }
@@ -145,35 +145,38 @@ impl Memory<'_> {
         if let Cell::Communicate(Communication { kind, stage, micro_batch: Some(micro_batch) }) = *cell {
             let waits = |kind| self.kinds.contains(&kind);
             match kind {
-                CommunicationKind::WaitSendForward => self.death(What::SentOutput, stage, micro_batch),
-                CommunicationKind::WaitSendBackward => self.death(What::SentGradient, stage, micro_batch),
+                CommunicationKind::WaitSendForward => self.death(BufferKind::SentOutput, stage, micro_batch),
+                CommunicationKind::WaitSendBackward => self.death(BufferKind::SentGradient, stage, micro_batch),
                 CommunicationKind::SendForward if !waits(CommunicationKind::WaitSendForward) => {
-                    self.death(What::SentOutput, stage, micro_batch);
+                    self.death(BufferKind::SentOutput, stage, micro_batch);
                 }
                 CommunicationKind::SendBackward if !waits(CommunicationKind::WaitSendBackward) => {
-                    self.death(What::SentGradient, stage, micro_batch);
+                    self.death(BufferKind::SentGradient, stage, micro_batch);
                 }
                 _ => {}
             }
         }
         for Action { kind, stage, micro_batch } in cell.actions() {
-            let of_stage = self.of(stage);
+            let of_stage = self.stage_bytes(stage);
             let input = matches!(kind, Kind::Backward | Kind::BackwardInput);
             let weight = matches!(kind, Kind::Backward | Kind::BackwardWeight);
             let reads_input_last = match of_stage.input_until {
-                Until::Forward => kind == Kind::Forward,
-                Until::InputGradient => input,
-                Until::WeightGradient => weight,
+                LastReader::Forward => kind == Kind::Forward,
+                LastReader::InputGradient => input,
+                LastReader::WeightGradient => weight,
             };
             let reads_gradient_last = if of_stage.weight_reads_gradient { weight } else { input };
             for (what, last) in [
-                (What::Input, reads_input_last),
-                (What::OutputGradient, reads_gradient_last),
-                (What::SavedUntilInput, input),
-                (What::SavedUntilWeight, weight),
-                (What::KeptByInput, weight),
-                (What::SentOutput, kind == Kind::Forward && !self.kinds.contains(&CommunicationKind::SendForward)),
-                (What::SentGradient, input && !self.kinds.contains(&CommunicationKind::SendBackward)),
+                (BufferKind::Input, reads_input_last),
+                (BufferKind::OutputGradient, reads_gradient_last),
+                (BufferKind::SavedUntilInput, input),
+                (BufferKind::SavedUntilWeight, weight),
+                (BufferKind::KeptByInput, weight),
+                (
+                    BufferKind::SentOutput,
+                    kind == Kind::Forward && !self.kinds.contains(&CommunicationKind::SendForward),
+                ),
+                (BufferKind::SentGradient, input && !self.kinds.contains(&CommunicationKind::SendBackward)),
             ] {
                 if last {
                     self.death(what, stage, micro_batch);
@@ -182,31 +185,33 @@ impl Memory<'_> {
         }
     }
 
-    fn birth(&mut self, what: What, stage: StageId, micro_batch: MicroBatch) {
+    fn birth(&mut self, what: BufferKind, stage: StageId, micro_batch: MicroBatch) {
         self.birth_of(what, stage, stage, micro_batch);
     }
 
     /// A message between two stages is keyed by its reader if that is on this rank, otherwise by its maker.
-    fn birth_of(&mut self, what: What, reader: StageId, maker: StageId, micro_batch: MicroBatch) {
+    fn birth_of(&mut self, what: BufferKind, reader: StageId, maker: StageId, micro_batch: MicroBatch) {
         let (owner, bytes) = match what {
-            What::Input => (reader, self.of(reader).input),
-            What::SentOutput => (maker, self.of(reader).input),
-            What::OutputGradient => (reader, self.of(StageId(reader.0.saturating_add(1))).input_gradient),
-            What::SentGradient => (maker, self.of(maker).input_gradient),
-            What::SavedUntilInput => (maker, self.of(maker).saved_until_input),
-            What::SavedUntilWeight => (maker, self.of(maker).saved_until_weight),
-            What::KeptByInput => (maker, self.of(maker).kept_by_input),
+            BufferKind::Input => (reader, self.stage_bytes(reader).input),
+            BufferKind::SentOutput => (maker, self.stage_bytes(reader).input),
+            BufferKind::OutputGradient => {
+                (reader, self.stage_bytes(StageId(reader.0.saturating_add(1))).input_gradient)
+            }
+            BufferKind::SentGradient => (maker, self.stage_bytes(maker).input_gradient),
+            BufferKind::SavedUntilInput => (maker, self.stage_bytes(maker).saved_until_input),
+            BufferKind::SavedUntilWeight => (maker, self.stage_bytes(maker).saved_until_weight),
+            BufferKind::KeptByInput => (maker, self.stage_bytes(maker).kept_by_input),
         };
         if self.alive.insert((what, owner, micro_batch), bytes).is_none() {
             self.now += bytes;
         }
     }
 
-    fn death(&mut self, what: What, stage: StageId, micro_batch: MicroBatch) {
+    fn death(&mut self, what: BufferKind, stage: StageId, micro_batch: MicroBatch) {
         self.now -= self.alive.remove(&(what, stage, micro_batch)).unwrap_or_default();
     }
 
-    fn of(&self, stage: StageId) -> StageBytes {
+    fn stage_bytes(&self, stage: StageId) -> StageBytes {
         self.bytes.get(stage.0 as usize).copied().unwrap_or_default()
     }
 }

@@ -124,7 +124,7 @@ impl Timeline {
 
 /// A result that other cells wait for. A whole backward counts as its input gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Done {
+enum Completed {
     Forward(StageId, MicroBatch),
     Input(StageId, MicroBatch),
     Weight(StageId, MicroBatch),
@@ -133,7 +133,7 @@ enum Done {
 /// The results so far, with rank, end and action of each, and the ends of the sends.
 struct Results {
     sends_are_written: bool,
-    ends: BTreeMap<Done, (usize, u64, Action)>,
+    ends: BTreeMap<Completed, (usize, u64, Action)>,
     sends: BTreeMap<Communication, u64>,
 }
 
@@ -141,13 +141,13 @@ impl Results {
     /// The tick at which everything that a cell needs has arrived; `None` if some of it is not done yet.
     fn ready(&self, cell: &Cell, rank: usize, last: Option<StageId>, costs: &(impl Durations + ?Sized)) -> Option<u64> {
         if let Cell::Communicate(wait) = cell {
-            return self.waited_for(*wait, costs);
+            return self.wait_end(*wait, costs);
         }
         let needs = cell.actions().flat_map(|action| needs(action, last));
         needs.map(|need| self.arrival(need, rank, costs)).try_fold(0, |ready, arrival| Some(ready.max(arrival?)))
     }
 
-    fn arrival(&self, need: Done, rank: usize, costs: &(impl Durations + ?Sized)) -> Option<u64> {
+    fn arrival(&self, need: Completed, rank: usize, costs: &(impl Durations + ?Sized)) -> Option<u64> {
         let &(from, end, action) = self.ends.get(&need)?;
         if from == rank {
             return Some(end);
@@ -156,19 +156,19 @@ impl Results {
         Some(left + costs.transfer(action))
     }
 
-    fn waited_for(&self, wait: Communication, costs: &(impl Durations + ?Sized)) -> Option<u64> {
+    fn wait_end(&self, wait: Communication, costs: &(impl Durations + ?Sized)) -> Option<u64> {
         let Communication { kind, stage, micro_batch } = wait;
-        let (kind, of) = match kind {
+        let (kind, kind_of_action) = match kind {
             CommunicationKind::WaitSendForward => (CommunicationKind::SendForward, Kind::Forward),
             CommunicationKind::WaitSendBackward => (CommunicationKind::SendBackward, Kind::BackwardInput),
             _ => return Some(0),
         };
         let left = self.sends.get(&Communication { kind, ..wait })?;
-        Some(left + costs.transfer(Action { kind: of, stage, micro_batch: micro_batch? }))
+        Some(left + costs.transfer(Action { kind: kind_of_action, stage, micro_batch: micro_batch? }))
     }
 
     fn record(&mut self, cell: &Cell, rank: usize, end: u64) {
-        self.ends.extend(cell.actions().map(|action| (Done::of(action), (rank, end, action))));
+        self.ends.extend(cell.actions().map(|action| (Completed::of(action), (rank, end, action))));
         if let Cell::Communicate(send) = *cell
             && is_send(send.kind)
         {
@@ -177,7 +177,7 @@ impl Results {
     }
 }
 
-impl Done {
+impl Completed {
     fn of(action: Action) -> Self {
         match action.kind {
             Kind::Forward => Self::Forward(action.stage, action.micro_batch),
@@ -187,15 +187,15 @@ impl Done {
     }
 }
 
-fn needs(action: Action, last: Option<StageId>) -> Vec<Done> {
+fn needs(action: Action, last: Option<StageId>) -> Vec<Completed> {
     let Action { kind, stage, micro_batch } = action;
     let neighbour = match kind {
-        Kind::Forward => stage.0.checked_sub(1).map(|above| Done::Forward(StageId(above), micro_batch)),
+        Kind::Forward => stage.0.checked_sub(1).map(|above| Completed::Forward(StageId(above), micro_batch)),
         Kind::Backward | Kind::BackwardInput if last == Some(stage) => None,
-        Kind::Backward | Kind::BackwardInput => Some(Done::Input(StageId(stage.0 + 1), micro_batch)),
-        Kind::BackwardWeight => Some(Done::Input(stage, micro_batch)),
+        Kind::Backward | Kind::BackwardInput => Some(Completed::Input(StageId(stage.0 + 1), micro_batch)),
+        Kind::BackwardWeight => Some(Completed::Input(stage, micro_batch)),
     };
-    let own = matches!(kind, Kind::Backward | Kind::BackwardInput).then_some(Done::Forward(stage, micro_batch));
+    let own = matches!(kind, Kind::Backward | Kind::BackwardInput).then_some(Completed::Forward(stage, micro_batch));
     own.into_iter().chain(neighbour).collect()
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use gapless_parallel::{
-    Cell, Costs, Kind, Shape, StageBytes, Until, Waits, all, by_name, communicate, read_table, simulate,
+    Cell, Costs, Kind, LastReader, Shape, StageBytes, Waits, all, by_name, communicate, read_table, simulate,
 };
 
 fn live(table: &str, rank: usize, bytes: &[StageBytes]) -> Vec<(u64, u64)> {
@@ -17,7 +17,7 @@ fn counted_by_hand() {
         StageBytes::default(),
         StageBytes {
             input: 10,
-            input_until: Until::InputGradient,
+            input_until: LastReader::InputGradient,
             input_gradient: 7,
             weight_reads_gradient: false,
             saved_until_input: 100,
@@ -83,7 +83,7 @@ fn activations_are_the_bytes_of_stages_that_save_one_byte() {
 fn as_intervals_say() {
     let bytes = |stage: u32| StageBytes {
         input: 1 + u64::from(stage),
-        input_until: [Until::Forward, Until::InputGradient, Until::WeightGradient][stage as usize % 3],
+        input_until: [LastReader::Forward, LastReader::InputGradient, LastReader::WeightGradient][stage as usize % 3],
         input_gradient: 100 + u64::from(stage),
         weight_reads_gradient: stage % 2 == 1,
         saved_until_input: 10_000 * u64::from(stage + 1),
@@ -129,9 +129,9 @@ fn peak_by_intervals(row: &[Cell], stages: &[StageBytes]) -> u64 {
         let input = at("I").or(at("B")).unwrap();
         let weight = at("W").or(at("B")).unwrap();
         let until = match own.input_until {
-            Until::Forward => forward,
-            Until::InputGradient => input,
-            Until::WeightGradient => weight,
+            LastReader::Forward => forward,
+            LastReader::InputGradient => input,
+            LastReader::WeightGradient => weight,
         };
         let above = s.checked_sub(1).filter(|above| owned.contains(above));
         let born = above.and_then(|above| find(format!("{above}F{m}"))).or(at("RECV_F")).unwrap_or(forward);

@@ -36,7 +36,7 @@ impl Page<'_> {
             ("{data}", self.data),
             ("{script}", &script),
         ];
-        filled(include_str!("assets/page.html"), &parts)
+        fill_template(include_str!("assets/page.html"), &parts)
     }
 }
 
@@ -48,7 +48,7 @@ pub(crate) fn json(value: &impl Serialize) -> String {
 
 /// Fills each part into the template. The parts must be in the order of the template; placeholders inside a part are
 /// left as they are.
-fn filled(template: &str, parts: &[(&str, &str)]) -> String {
+fn fill_template(template: &str, parts: &[(&str, &str)]) -> String {
     let mut page = String::with_capacity(template.len() + parts.iter().map(|(_, text)| text.len()).sum::<usize>());
     let mut rest = template;
     for (name, text) in parts {

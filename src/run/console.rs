@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gapless_engine::metrics::{JsonLines, MetricsError};
 use serde::Serialize;
 
-use super::{Answer, Event, Stop};
+use super::{CallbackResult, Event, Stop};
 
 /// Writes lines to the standard output, rows to a file, and warnings to the standard error. Failed writes are counted.
 /// The first failure of each output is reported on the standard error, and [`Self::finish`] returns them all.
@@ -67,12 +67,12 @@ impl Console {
         }
     }
 
-    /// A callback for [`Fit::run`](super::Fit::run). Prints every tenth step, every evaluation and every checkpoint,
+    /// A callback for [`TrainingLoop::run`](super::TrainingLoop::run). Prints every tenth step, every evaluation and every checkpoint,
     /// and writes a row for each step and evaluation.
     ///
     /// # Errors
     /// Never returns an error: failed writes do not end the training.
-    pub fn event(&mut self, event: &Event) -> Answer {
+    pub fn event(&mut self, event: &Event) -> CallbackResult {
         if !matches!(event, Event::Step { report, .. } if !(report.step + 1).is_multiple_of(10)) {
             self.say(event);
         }
@@ -103,7 +103,7 @@ impl Console {
         let log = self.errors.heard().log.as_ref().map(|(path, _)| PathBuf::from(path));
         for path in self.rows.into_iter().map(|(path, _)| path).chain(log) {
             if let Err(error) = path.symlink_metadata() {
-                self.errors.is_first(&path.display().to_string(), error);
+                self.errors.record_failure(&path.display().to_string(), error);
             }
         }
         let lost = std::mem::take(&mut self.errors.heard().lost);
@@ -119,11 +119,11 @@ fn say_to(out: &mut impl Write, line: impl Display) -> io::Result<()> {
 /// A writer to the standard error that also keeps the log and the failed writes of all outputs.
 #[derive(Debug, Clone, Default)]
 pub struct ErrorOutput {
-    heard: Arc<Mutex<Heard>>,
+    heard: Arc<Mutex<OutputState>>,
 }
 
 #[derive(Debug, Default)]
-struct Heard {
+struct OutputState {
     lost: Vec<Lost>,
     /// The log file, and its path.
     log: Option<(String, File)>,
@@ -132,7 +132,7 @@ struct Heard {
 }
 
 /// Limit of the bytes that are kept for the log before its file is opened.
-const MOST_BEFORE: usize = 1 << 20;
+const MAX_EARLY_LOG_BYTES: usize = 1 << 20;
 
 #[derive(Debug)]
 struct Lost {
@@ -146,20 +146,20 @@ impl ErrorOutput {
     fn note(&self, output: &str, result: io::Result<()>) {
         let Err(error) = result else { return };
         let line = format!("cannot write to {output}: {error}; training continues without it\n");
-        if self.is_first(output, error) {
+        if self.record_failure(output, error) {
             self.write_line(line.as_bytes());
         }
     }
 
-    fn heard(&self) -> MutexGuard<'_, Heard> {
+    fn heard(&self) -> MutexGuard<'_, OutputState> {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds text to the log, without color sequences.
     fn log(&self, said: &[u8]) {
         let mut heard = self.heard();
-        let Heard { log, before, .. } = &mut *heard;
-        if before.len() < MOST_BEFORE {
+        let OutputState { log, before, .. } = &mut *heard;
+        if before.len() < MAX_EARLY_LOG_BYTES {
             before.extend(plain(said));
         }
         let Some((path, file)) = log else { return };
@@ -171,7 +171,7 @@ impl ErrorOutput {
         }
     }
 
-    fn is_first(&self, output: &str, error: io::Error) -> bool {
+    fn record_failure(&self, output: &str, error: io::Error) -> bool {
         let all = &mut self.heard().lost;
         match all.iter_mut().find(|lost| lost.output == output) {
             Some(lost) => {
@@ -187,7 +187,7 @@ impl ErrorOutput {
 
     fn write_line(&self, line: &[u8]) {
         if let Err(error) = io::stderr().write_all(line) {
-            self.is_first("the standard error", error);
+            self.record_failure("the standard error", error);
         }
     }
 }

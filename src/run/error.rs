@@ -77,7 +77,7 @@ pub enum RunError {
         /// Path that the folder had.
         path: PathBuf,
     },
-    /// The error that a callback of [`Fit::run`](super::Fit::run) returned.
+    /// The error that a callback of [`TrainingLoop::run`](super::TrainingLoop::run) returned.
     #[error(transparent)]
     Callback(#[from] Box<dyn std::error::Error + Send + Sync>),
     /// A file of the run's folder cannot be written, or signals cannot be handled.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use gapless_engine::{StepReport, Times, Trainer};
 use serde::Serialize;
 
-/// An event of a [`Fit`](super::Fit). Displayed, it is a line to read; serialized, a row for a file
+/// An event of a [`TrainingLoop`](super::TrainingLoop). Displayed, it is a line to read; serialized, a row for a file
 /// ([`Console::row`](super::Console::row)).
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
@@ -78,7 +78,7 @@ impl Seconds {
     /// Returns the times of the step that the trainer has just done.
     pub(super) fn of_step(trainer: &Trainer, data: Duration, step: Duration) -> Self {
         let there = |time: Duration| Some(time.as_secs_f32()).filter(|_| !time.is_zero());
-        let part = |of: fn(Times) -> Duration| trainer.times().and_then(|times| there(of(times)));
+        let part = |select: fn(Times) -> Duration| trainer.times().and_then(|times| there(select(times)));
         Self {
             data: there(data),
             step: there(step),

@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 use super::guard::Recent;
 use super::{Event, GuardConfig, RunError, RunFolder, Seconds, Stop, validation_loss};
 
-/// The result of a callback of [`Fit::run`]: whether to continue, or an error that ends the run.
-pub type Answer = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
+/// The result of a callback of [`TrainingLoop::run`]: whether to continue, or an error that ends the run.
+pub type CallbackResult = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
 
 /// The loop of a training program. It starts at the trainer's current step, so a trainer after [`Trainer::resume`]
 /// continues its run.
@@ -23,12 +23,12 @@ pub type Answer = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
 /// ```no_run
 /// # use gapless::{Dataset, Trainer};
 /// # fn program(dataset: &Dataset, trainer: &mut Trainer) -> Result<(), Box<dyn std::error::Error>> {
-/// use gapless::run::Fit;
+/// use gapless::run::TrainingLoop;
 /// use std::ops::ControlFlow::Continue;
 ///
 /// let training = dataset.training(256, 8, 0)?;
 /// let validation = dataset.validation(256, 32)?;
-/// let fitted = Fit::new(&training, 300).evaluate(validation.as_ref(), 100).run(trainer, |event, trainer| {
+/// let fitted = TrainingLoop::new(&training, 300).evaluate(validation.as_ref(), 100).run(trainer, |event, trainer| {
 ///     println!("{event}"); // "step 12 loss 3.141 norm 0.59 lr 1.0e-3 2653 tokens/s", or of an evaluation, of a checkpoint
 ///     Ok(Continue(())) // or Break(()), to end
 /// })?;
@@ -37,7 +37,7 @@ pub type Answer = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
 /// # }
 /// ```
 #[derive(Debug, Clone)]
-pub struct Fit<'a> {
+pub struct TrainingLoop<'a> {
     training: &'a TrainingWindows,
     steps: u64,
     evaluation: Option<(&'a ValidationWindows, u64)>,
@@ -59,24 +59,24 @@ struct Best {
     since: u64,
 }
 
-/// The reason for which a [`Fit`] ended.
+/// The reason for which a [`TrainingLoop`] ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ended {
     /// All steps are done.
     #[default]
     Complete,
-    /// The validation loss has not fallen for the number of evaluations given to [`Fit::patience`].
+    /// The validation loss has not fallen for the number of evaluations given to [`TrainingLoop::patience`].
     NoImprovement,
-    /// The time limit given to [`Fit::limit`] has passed.
+    /// The time limit given to [`TrainingLoop::limit`] has passed.
     TimeLimit,
     /// A signal arrived, or a callback returned `Break`.
     Asked,
 }
 
-/// The outcome of a [`Fit`].
+/// The outcome of a [`TrainingLoop`].
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Fitted {
+pub struct TrainingOutcome {
     /// Loss of the last step; `None` if there was no step left to do.
     pub loss: Option<f32>,
     /// Validation loss of the last evaluation.
@@ -87,7 +87,7 @@ pub struct Fitted {
     pub ended: Ended,
 }
 
-impl<'a> Fit<'a> {
+impl<'a> TrainingLoop<'a> {
     /// Creates a loop that trains until `steps` steps are done in total; steps before a resume count.
     pub fn new(training: &'a TrainingWindows, steps: u64) -> Self {
         let (evaluation, checkpoints, saves_after, stop) = (None, None, None, None);
@@ -123,7 +123,7 @@ impl<'a> Fit<'a> {
 
     /// Continues from a checkpoint that such a loop has saved. The results of earlier evaluations count for early
     /// stopping.
-    pub fn go_on(self, checkpoint: &Checkpoint) -> Self {
+    pub fn continue_from(self, checkpoint: &Checkpoint) -> Self {
         let (best, recent) = found(checkpoint);
         Self { best, recent, ..self }
     }
@@ -150,22 +150,28 @@ impl<'a> Fit<'a> {
     pub fn run(
         &self,
         trainer: &mut Trainer,
-        mut on: impl FnMut(Event, &mut Trainer) -> Answer,
-    ) -> Result<Fitted, RunError> {
+        mut on: impl FnMut(Event, &mut Trainer) -> CallbackResult,
+    ) -> Result<TrainingOutcome, RunError> {
         let size = self.training.batch() * self.training.sequence();
         let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
         let (first, begun, mut busy) = (trainer.steps(), Instant::now(), Duration::ZERO);
         let (mut breaks, mut best, mut saved) = (false, self.best, Saved { steps: None, at: begun });
-        let (mut fitted, mut val_loss, mut recent) = (Fitted::default(), None, self.recent.clone());
+        let (mut fitted, mut val_loss, mut recent) = (TrainingOutcome::default(), None, self.recent.clone());
         fitted.ended = loop {
             if let Some(ended) = self.end(trainer, breaks, best, begun)? {
                 break ended;
             }
             if let Some(guard) = &self.guard {
-                trainer.set_limits(recent.limits(guard));
+                trainer.set_limits(recent.thresholds(guard));
             }
             let step_begun = Instant::now();
-            self.training.fill_documents(trainer.steps() + recent.ahead, 0, &mut tokens, &mut targets, &mut starts)?;
+            self.training.fill_documents(
+                trainer.steps() + recent.data_offset,
+                0,
+                &mut tokens,
+                &mut targets,
+                &mut starts,
+            )?;
             let data = step_begun.elapsed();
             let report = trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts })?;
             let both = step_begun.elapsed();
@@ -260,7 +266,7 @@ impl<'a> Fit<'a> {
         // A barrier: every rank has opened the checkpoint before the first rank removes others.
         trainer.any(false)?;
         if trainer.rank() == 0 {
-            folder.remove_behind(checkpoint.step())?;
+            folder.remove_after(checkpoint.step())?;
         }
         let (best, before) = found(&checkpoint);
         Ok((best, before.rolled_back(recent, done - checkpoint.step())))
@@ -290,7 +296,7 @@ impl<'a> Fit<'a> {
     }
 }
 
-/// Reads what [`Fit::with_state`] has added to the checkpoint's metadata.
+/// Reads what [`TrainingLoop::with_state`] has added to the checkpoint's metadata.
 fn found(checkpoint: &Checkpoint) -> (Option<Best>, Recent) {
     let said = |key: &str| checkpoint.metadata().get("run").and_then(|run| run.get(key));
     let best = said("best").and_then(|best| Best::deserialize(best).ok());
@@ -405,10 +411,12 @@ mod tests {
 
         let run = |breaks_behind: u64, resumed: Option<&Checkpoint>| {
             let ranks = communicator::on_threads(2, |world| {
-                let mut trainer = Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).on(world).build()?;
+                let mut trainer =
+                    Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).distributed(world).build()?;
                 resumed.map(|checkpoint| trainer.resume(checkpoint)).transpose()?;
                 let mut saved = Vec::new();
-                let fit = Fit::new(&training, 5).save(&folder, 3, json!({ "flags": Flags { width: 16, lr: 0.1 } }));
+                let fit =
+                    TrainingLoop::new(&training, 5).save(&folder, 3, json!({ "flags": Flags { width: 16, lr: 0.1 } }));
                 let fitted = fit.run(&mut trainer, |event, trainer| {
                     if let Event::Saved { .. } = event {
                         saved.push(trainer.steps());

@@ -11,7 +11,7 @@ use gapless_engine::{TrainError, Trainer};
 use super::{Console, RunError};
 
 /// Default number of checkpoints that are kept.
-const KEPT: usize = 2;
+const DEFAULT_KEEP_LAST: usize = 2;
 
 /// Name of the subfolder with the checkpoints.
 const CHECKPOINTS: &str = "checkpoints";
@@ -22,7 +22,7 @@ const WRITTEN: [&str; 7] =
     [CHECKPOINTS, "metrics.jsonl", "log.txt", "samples.txt", "summary.json", "memory.html", "plan.csv"];
 
 /// Files that are needed to read an earlier run's checkpoints.
-const NEEDED: [&str; 2] = ["run.toml", "tokenizer.json"];
+const COPIED: [&str; 2] = ["run.toml", "tokenizer.json"];
 
 /// A folder that one run at a time writes into. Its checkpoints are in the subfolder `checkpoints`.
 ///
@@ -67,7 +67,7 @@ impl RunFolder {
 
     /// The folder as seen by ranks other than the first, which do not lock it.
     pub(super) fn of_another_rank(path: &Path) -> Self {
-        let (keep_last, keep_best, lock) = (KEPT, 0, OnceLock::new());
+        let (keep_last, keep_best, lock) = (DEFAULT_KEEP_LAST, 0, OnceLock::new());
         Self { path: path.to_owned(), checkpoints: path.join(CHECKPOINTS), keep_last, keep_best, lock }
     }
 
@@ -77,7 +77,7 @@ impl RunFolder {
     }
 
     /// Sets how many of the checkpoints with the lowest validation loss are kept in addition; 0 by default. Only
-    /// checkpoints that were saved right after an evaluation compete ([`Fit`](super::Fit)).
+    /// checkpoints that were saved right after an evaluation compete ([`TrainingLoop`](super::TrainingLoop)).
     pub fn keep_best(self, keep_best: usize) -> Self {
         Self { keep_best, ..self }
     }
@@ -101,9 +101,9 @@ impl RunFolder {
     ///
     /// # Errors
     /// Returns [`RunError::FolderGone`] if the folder is gone.
-    pub fn expect_there(&self) -> Result<(), RunError> {
+    pub fn check_exists(&self) -> Result<(), RunError> {
         match self.lock.get() {
-            Some(lock) if !lock.holds(&self.path) => Err(RunError::FolderGone { path: self.path.clone() }),
+            Some(lock) if !lock.is_current(&self.path) => Err(RunError::FolderGone { path: self.path.clone() }),
             _ => Ok(()),
         }
     }
@@ -140,7 +140,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// Returns an error if a removal fails.
-    pub(super) fn remove_behind(&self, steps: u64) -> Result<(), CheckpointError> {
+    pub(super) fn remove_after(&self, steps: u64) -> Result<(), CheckpointError> {
         for listed in Checkpoint::list(&self.checkpoints)?.into_iter().filter(|listed| listed.step > steps) {
             fs::remove_dir_all(&listed.path).map_err(|source| CheckpointError::Write { path: listed.path, source })?;
         }
@@ -225,7 +225,7 @@ impl RunFolder {
             put(&from, &to).map_err(|source| CheckpointError::Write { path: to, source })
         };
         fs::create_dir(&earlier).map_err(|source| CheckpointError::Write { path: earlier.clone(), source })?;
-        for name in NEEDED.into_iter().filter(|name| self.path.join(name).is_file()) {
+        for name in COPIED.into_iter().filter(|name| self.path.join(name).is_file()) {
             put(name, |from, to| fs::copy(from, to).map(drop))?;
         }
         for name in written {
@@ -313,20 +313,20 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let (out, moved) = (place.path().join("run"), place.path().join("moved"));
         let folder = RunFolder::open(&out).unwrap();
-        folder.expect_there().unwrap();
+        folder.check_exists().unwrap();
         folder.claim().unwrap();
-        folder.expect_there().unwrap();
+        folder.check_exists().unwrap();
         fs::rename(&out, &moved).unwrap();
-        let is_gone = || matches!(folder.expect_there(), Err(RunError::FolderGone { path }) if path == out);
+        let is_gone = || matches!(folder.check_exists(), Err(RunError::FolderGone { path }) if path == out);
         assert!(is_gone());
         // Another folder at the same path.
         let other = RunFolder::open(&out).unwrap();
         other.claim().unwrap();
-        assert!(is_gone() == cfg!(unix) && other.expect_there().is_ok());
+        assert!(is_gone() == cfg!(unix) && other.check_exists().is_ok());
         drop(other);
         fs::remove_dir_all(&out).unwrap();
         fs::rename(&moved, &out).unwrap();
-        folder.expect_there().unwrap();
+        folder.check_exists().unwrap();
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use gapless_engine::{Limits, StepReport};
+use gapless_engine::{SkipThresholds, StepReport};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -52,17 +52,17 @@ pub(super) struct Recent {
     #[serde(default)]
     pub rollbacks: u64,
     /// Number of batches by which the data is ahead of the steps: those that were seen before the rollbacks.
-    #[serde(default)]
-    pub ahead: u64,
+    #[serde(default, rename = "ahead")]
+    pub data_offset: u64,
 }
 
 impl Recent {
     /// Limits above which the next step is skipped.
-    pub fn limits(&self, guard: &GuardConfig) -> Limits {
+    pub fn thresholds(&self, guard: &GuardConfig) -> SkipThresholds {
         if self.losses.len() < guard.window {
-            return Limits::default();
+            return SkipThresholds::default();
         }
-        Limits {
+        SkipThresholds {
             loss: guard.loss.map_or(f32::INFINITY, |above| median(&self.losses) + above),
             gradient_norm: guard.norm.map_or(f32::INFINITY, |times| median(&self.norms) * times),
         }
@@ -83,13 +83,13 @@ impl Recent {
     /// The state after a rollback to the checkpoint that holds `self`; `now` is the state before it, `steps` steps
     /// later.
     pub fn rolled_back(self, now: &Self, steps: u64) -> Self {
-        Self { skipped: 0, rollbacks: now.rollbacks + 1, ahead: now.ahead + steps, ..self }
+        Self { skipped: 0, rollbacks: now.rollbacks + 1, data_offset: now.data_offset + steps, ..self }
     }
 }
 
 /// The median; the upper one of an even number of values, which must be finite.
-fn median(of: &VecDeque<f32>) -> f32 {
-    let mut sorted: Vec<f32> = of.iter().copied().collect();
+fn median(values: &VecDeque<f32>) -> f32 {
+    let mut sorted: Vec<f32> = values.iter().copied().collect();
     sorted.sort_unstable_by(f32::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f32::INFINITY)
 }
@@ -111,14 +111,14 @@ mod tests {
         };
         let mut recent = Recent::default();
         for (loss, norm) in [(9.0, 90.0), (4.0, 1.0), (5.0, 3.0)] {
-            assert_eq!(recent.limits(&guard), Limits::default());
+            assert_eq!(recent.thresholds(&guard), SkipThresholds::default());
             recent.push(&step(loss, norm, false), &guard);
         }
-        assert_eq!(recent.limits(&guard), Limits { loss: 5.5, gradient_norm: 9.0 });
+        assert_eq!(recent.thresholds(&guard), SkipThresholds { loss: 5.5, gradient_norm: 9.0 });
         recent.push(&step(50.0, 7.0, true), &guard);
-        assert_eq!((recent.limits(&guard), recent.skipped), (Limits { loss: 5.5, gradient_norm: 9.0 }, 1));
+        assert_eq!((recent.thresholds(&guard), recent.skipped), (SkipThresholds { loss: 5.5, gradient_norm: 9.0 }, 1));
         recent.push(&step(2.0, 2.0, false), &guard);
-        assert_eq!((recent.limits(&guard), recent.skipped), (Limits { loss: 4.5, gradient_norm: 6.0 }, 0));
+        assert_eq!((recent.thresholds(&guard), recent.skipped), (SkipThresholds { loss: 4.5, gradient_norm: 6.0 }, 0));
         let text = serde_json::to_string(&recent).unwrap();
         assert_eq!(serde_json::from_str::<Recent>(&text).unwrap(), recent);
     }

@@ -19,14 +19,14 @@ pub struct EvaluationBatch {
 
 /// The loss of some tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Measured {
+pub struct WindowLoss {
     /// Sum of the losses of the targets that count.
     pub sum: f64,
     /// Number of targets that count.
     pub counted: usize,
 }
 
-impl Measured {
+impl WindowLoss {
     /// Adds the loss of other tokens.
     #[must_use]
     pub fn with(self, other: Self) -> Self {
@@ -62,12 +62,12 @@ impl EvaluationBatch {
     ///
     /// # Errors
     /// Returns the errors of [`Trainer::evaluate_batch`].
-    pub fn measure(&mut self, trainer: &mut Trainer, windows: usize) -> Result<Measured, TrainError> {
+    pub fn measure(&mut self, trainer: &mut Trainer, windows: usize) -> Result<WindowLoss, TrainError> {
         let (batch, sequence) = (trainer.options().step.evaluation_batch(), trainer.options().step.sequence);
         let size = windows * sequence;
         let counted = self.targets[..size].iter().filter(|&&target| target != IGNORED).count();
         if counted == 0 {
-            return Ok(Measured::default());
+            return Ok(WindowLoss::default());
         }
         if trainer.options().step.documents {
             self.tokens[size..].fill(0);
@@ -79,11 +79,11 @@ impl EvaluationBatch {
         let mean = self.evaluate(trainer)?;
         let (times, rest) = (batch / windows, batch % windows);
         if trainer.options().step.documents || rest == 0 {
-            return Ok(Measured { sum: mean * counted as f64, counted });
+            return Ok(WindowLoss { sum: mean * counted as f64, counted });
         }
         self.repeat(1, sequence);
         let sum = (mean * batch as f64 - self.evaluate(trainer)? * rest as f64) / times as f64;
-        Ok(Measured { sum: sum * sequence as f64, counted })
+        Ok(WindowLoss { sum: sum * sequence as f64, counted })
     }
 
     fn evaluate(&self, trainer: &mut Trainer) -> Result<f64, TrainError> {
@@ -115,7 +115,7 @@ pub fn validation_loss(trainer: &mut Trainer, windows: &ValidationWindows) -> Re
         let (name, given) = ("tokens of a window".to_owned(), windows.sequence());
         return Err(TrainError::ElementCount { name, expected: sequence, given }.into());
     }
-    let (mut room, mut measured) = (EvaluationBatch::new(trainer), Measured::default());
+    let (mut room, mut measured) = (EvaluationBatch::new(trainer), WindowLoss::default());
     for first in (0..windows.count()).step_by(batch) {
         let count = batch.min(windows.count() - first);
         let [tokens, targets, starts] = room.windows(count, sequence);

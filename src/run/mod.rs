@@ -48,14 +48,14 @@ pub use config::{
     NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig,
 };
 #[cfg(feature = "sweep")]
-pub(crate) use config::{flat, insert, key_of, line_of, refused, text_of, value_at, with_nearest};
+pub(crate) use config::{flatten, key_of, line_of, refused, set, text_of, value_at, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use error::RunError;
 pub use event::{Event, Seconds};
-pub use fit::{Answer, Ended, Fit, Fitted, sample, validation_windows};
+pub use fit::{CallbackResult, Ended, TrainingLoop, TrainingOutcome, sample, validation_windows};
 pub use folder::RunFolder;
 pub use guard::GuardConfig;
-pub use measure::{EvaluationBatch, Measured, validation_loss};
+pub use measure::{EvaluationBatch, WindowLoss, validation_loss};
 pub use report::{Report, ReportError, ReportServer, RunRecord};
 use saved::say_changes;
 pub use saved::{dataset, expect_same, with_saved};

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::{Console, RunConfig, RunError};
 
 /// Returns the settings of a resumed run: those for which `is_given` is true from `now`, all others from the
-/// checkpoint. `part` is their key in the value that was saved with the run ([`Fit::save`](super::Fit::save)). The
+/// checkpoint. `part` is their key in the value that was saved with the run ([`TrainingLoop::save`](super::TrainingLoop::save)). The
 /// result is checked by [`expect_same`].
 ///
 /// # Errors

@@ -7,7 +7,7 @@ use gapless_engine::Trainer;
 use gapless_engine::metrics::peak_rss_bytes;
 use serde::Serialize;
 
-use super::{Ended, Fitted};
+use super::{Ended, TrainingOutcome};
 
 /// The summary of a run that has ended: `summary.json`.
 #[derive(Debug, Clone, Serialize)]
@@ -45,7 +45,7 @@ pub struct Summary {
 
 impl Summary {
     /// Summarizes a run that has ended, by itself or by a signal.
-    pub fn new(trainer: &Trainer, fitted: &Fitted, signal: Option<u8>) -> Self {
+    pub fn new(trainer: &Trainer, fitted: &TrainingOutcome, signal: Option<u8>) -> Self {
         let report = trainer.report();
         Self {
             final_loss: fitted.loss,

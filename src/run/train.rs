@@ -21,8 +21,8 @@ use super::config::text_of;
 use super::folder::{free_name, write};
 use super::routing::StepRow;
 use super::{
-    ConfigError, Console, Ended, Event, Fit, Fitted, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig, Stop,
-    Summary, expect_same, sample, say_changes, validation_windows,
+    ConfigError, Console, Ended, Event, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig, Stop, Summary,
+    TrainingLoop, TrainingOutcome, expect_same, sample, say_changes, validation_windows,
 };
 
 /// The starting point of a run.
@@ -183,7 +183,7 @@ impl<'a> Rank<'a> {
         }
         expect_known(&dataset, &config.model, console)?;
         let writes_vocabulary = is_first && may_write_vocabulary(dataset.vocabulary(), &folder)?;
-        let mut run = Run::new(world, config, out, dataset, checkpoint.is_none(), console)?;
+        let mut run = RunInProgress::new(world, config, out, dataset, checkpoint.is_none(), console)?;
         // From here on the folder belongs to this run.
         match (start, &checkpoint) {
             (Start::Fork(_), Some(from)) => folder.fork(&mut run.trainer, from, run.console)?,
@@ -204,7 +204,7 @@ impl<'a> Rank<'a> {
         let stop =
             Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
         let fitted = run.fit(&folder, resumed, saved, &stop, show)?;
-        folder.expect_there()?;
+        folder.check_exists()?;
         let mut summary = Summary::new(&run.trainer, &fitted, stop.signal());
         if is_first {
             let path = out.join("summary.json");
@@ -231,7 +231,7 @@ impl<'a> Rank<'a> {
 }
 
 /// A rank of a run with its data and its trainer.
-struct Run<'a> {
+struct RunInProgress<'a> {
     config: &'a RunConfig,
     out: &'a Path,
     console: &'a mut Console,
@@ -241,7 +241,7 @@ struct Run<'a> {
     trainer: Trainer,
 }
 
-impl<'a> Run<'a> {
+impl<'a> RunInProgress<'a> {
     fn new(
         world: Box<dyn Communicator>,
         config: &'a RunConfig,
@@ -268,10 +268,10 @@ impl<'a> Run<'a> {
         saved: Value,
         stop: &Stop,
         mut show: impl FnMut(Progress),
-    ) -> Result<Fitted, RunError> {
+    ) -> Result<TrainingOutcome, RunError> {
         let Self { config, out, console, dataset, training, validation, trainer } = self;
         let steps = config.steps;
-        let mut fit = Fit::new(training, steps)
+        let mut fit = TrainingLoop::new(training, steps)
             .evaluate(validation.as_ref(), config.evaluation.every)
             .save(folder, config.checkpoints.every, saved)
             .stop(stop);
@@ -284,11 +284,11 @@ impl<'a> Run<'a> {
         if config.guard.is_on() {
             fit = fit.guard(config.guard);
         }
-        fit = resumed.into_iter().fold(fit, Fit::go_on);
+        fit = resumed.into_iter().fold(fit, TrainingLoop::continue_from);
         fit.run(trainer, |event, trainer| {
             match &event {
                 Event::Step { report: StepReport { loss, lr, skipped, .. }, tokens_per_second, .. } => {
-                    folder.expect_there()?;
+                    folder.check_exists()?;
                     if *skipped {
                         console.say(&event);
                     }
@@ -444,7 +444,7 @@ fn trainer(
 ) -> Result<Trainer, RunError> {
     let options = config.options();
     let (architecture, folder) = config.model(vocabulary).open()?;
-    let mut trainer = Trainer::builder(|vb| architecture.model(vb), options).on(world).build()?;
+    let mut trainer = Trainer::builder(|vb| architecture.model(vb), options).distributed(world).build()?;
     if let Some(folder) = folder.filter(|_| is_new) {
         folder.load(&mut trainer)?;
     }

@@ -29,7 +29,7 @@ use super::{CostModel, DeviceProfile, Precision};
 /// Measured runs of each operation; the median counts.
 const ROUNDS: usize = 5;
 /// Maximum number of copies of an operation in one measured run.
-const MOST_COPIES: u64 = 48;
+const MAX_COPIES: u64 = 48;
 
 /// This machine's CPU, shared by the step's ranks, which are threads of one process.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ pub struct ThisMachine {
 
 /// Measured nanoseconds by ranks, threads, copies and operation. The lock is held during a measurement, so only one
 /// runs at a time.
-static KNOWN: Mutex<BTreeMap<(usize, usize, u64, String), u64>> = Mutex::new(BTreeMap::new());
+static MEASURED: Mutex<BTreeMap<(usize, usize, u64, String), u64>> = Mutex::new(BTreeMap::new());
 
 /// Cost of a message from one thread to another.
 #[derive(Debug, Clone, Copy)]
@@ -64,7 +64,7 @@ impl ThisMachine {
     /// same operands, half an arena is touched, as on average in a step.
     fn copies(&self, instr: &Instr) -> u64 {
         let bytes: u64 = buffers(instr).into_values().map(|(bytes, _)| bytes).sum();
-        (self.footprint / 2 / bytes.max(1)).clamp(1, MOST_COPIES)
+        (self.footprint / 2 / bytes.max(1)).clamp(1, MAX_COPIES)
     }
 
     /// Times an operation; returns the mean over the ranks, which run it at the same time.
@@ -102,15 +102,15 @@ impl CostModel for ThisMachine {
     fn nanoseconds(&self, instr: &Instr, _: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
         let operands = |operands: &[Operand]| {
-            let of =
+            let describe =
                 |operand: &Operand| format!("{:?} {:?} {:?};", operand.layout, operand.dtype, operand.overwritten_by);
-            operands.iter().map(of).collect::<String>()
+            operands.iter().map(describe).collect::<String>()
         };
         let key = format!("{op:?} {} > {} {}", operands(&instr.inputs), operands(&instr.outputs), instr.accumulate);
         let copies = self.copies(instr);
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let of = known.entry((self.ranks, self.threads, copies, key));
-        *of.or_insert_with(|| {
+        let mut known = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
+        let entry = known.entry((self.ranks, self.threads, copies, key));
+        *entry.or_insert_with(|| {
             self.measured(instr, copies).unwrap_or_else(|error| {
                 tracing::warn!(operation = op.name(), layer = &*instr.layer, %error, "cannot be timed alone: it counts as 0");
                 0
@@ -258,8 +258,8 @@ fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
         let init = if dtype.is_float() { Init::Uniform { lo: 0.25, up: 0.75 } } else { Init::Const(0.0) };
         let kind = match dtype {
             // Sums, which only the program itself writes.
-            DType::F64 => BufferKind::FromStart,
-            _ => BufferKind::Always {
+            DType::F64 => BufferKind::Input,
+            _ => BufferKind::Persistent {
                 fill: Initializer { init, name: name.clone(), first: 0, given: None },
                 spec: Spec { shape: elements.into(), dtype },
             },
@@ -270,13 +270,18 @@ fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
     let mut workspace: Vec<BufferId> = pieces
         .into_iter()
         .enumerate()
-        .map(|(piece, bytes)| program.add(bytes, label(format!("{copy}/workspace.{piece}"), op.name()), BufferKind::No))
+        .map(|(piece, bytes)| {
+            program.add(bytes, label(format!("{copy}/workspace.{piece}"), op.name()), BufferKind::Temporary)
+        })
         .collect();
     let mut placed = |operand: &Operand| {
         let widened = operand.widened.map(|buffer| {
             let bytes = (span(&widened_layout(&operand.layout)) * size_of::<f32>()) as u64;
-            let piece =
-                program.add(bytes, label(format!("{copy}/{} in f32", buffer.index()), op.name()), BufferKind::No);
+            let piece = program.add(
+                bytes,
+                label(format!("{copy}/{} in f32", buffer.index()), op.name()),
+                BufferKind::Temporary,
+            );
             workspace.push(piece);
             piece
         });

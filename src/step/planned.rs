@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use gapless_engine::compile::step::{CompiledStep, RankPlan, StepGraph, compile_step, of_any};
+use gapless_engine::compile::step::{CompiledStep, RankPlan, StepGraph, boxed_build, compile_step};
 use gapless_engine::compile::{Executable, Program, Target, compile};
 use gapless_engine::nn::VarBuilder;
 use gapless_engine::recompute::Recompute;
@@ -107,7 +107,7 @@ impl Step {
     /// # Errors
     /// Returns an error if the options or the model's shapes do not fit together.
     pub fn record(&self) -> Result<StepGraph, TrainError> {
-        Ok(StepGraph::record(&of_any(|vb| self.build(vb)), &self.options)?)
+        Ok(StepGraph::record(&boxed_build(|vb| self.build(vb)), &self.options)?)
     }
 
     /// Compiles everything that a pipeline rank runs in one arena, as a trainer does: the training step, the evaluation
@@ -118,7 +118,7 @@ impl Step {
     /// [`OverBudget`](gapless_engine::compile::Error::OverBudget) if no recomputation fits the budget.
     pub fn compile(&self, rank: usize) -> Result<(Executable, CompiledStep), TrainError> {
         let ranks = RankPlan::of(&self.options, rank * self.options.mesh.expert)?;
-        Ok(compile_step(&of_any(|vb| self.build(vb)), &self.options, &ranks, self.target)?)
+        Ok(compile_step(&boxed_build(|vb| self.build(vb)), &self.options, &ranks, self.target)?)
     }
 
     /// Lowers the training step of a pipeline rank to a program.

@@ -12,10 +12,10 @@ use gapless_alloc::Role;
 use gapless_engine::TrainError;
 use gapless_engine::compile::step::StepGraph;
 use gapless_engine::compile::{BufferKind, Instr, InstrKind, Program};
-use gapless_engine::recompute::stages_twice;
+use gapless_engine::recompute::stages_that_recompute_twice;
 use gapless_parallel::{Action, Kind, MicroBatch, StageId};
 
-use super::timing::Measured;
+use super::timing::ActionDurations;
 use super::{Step, Timing, TimingError};
 
 /// The properties of a schedule that decide a sketch.
@@ -28,32 +28,32 @@ pub struct SketchKey {
 }
 
 /// An action without its micro-batch.
-type Place = (Kind, StageId);
+type ActionKind = (Kind, StageId);
 
 /// Times and bytes by action.
 #[derive(Debug, Clone)]
 pub struct Sketch {
-    once: Way,
+    once: Variant,
     /// The same, if everything that a split backward recomputes for the input gradients is recomputed again for the
     /// weight gradients. `None` if the recompute policy does not allow this.
-    twice: Option<Way>,
+    twice: Option<Variant>,
 }
 
 #[derive(Debug, Clone)]
-struct Way {
-    measured: Measured,
-    ranks: Vec<Kept>,
+struct Variant {
+    measured: ActionDurations,
+    ranks: Vec<KeptBytes>,
 }
 
 /// Bytes that a rank keeps across actions.
 #[derive(Debug, Clone, Default)]
-struct Kept {
+struct KeptBytes {
     /// Bytes that live through the whole step.
     always: u64,
     /// For each micro-batch: bytes that live from one action to another.
-    each: HashMap<(Place, Place), u64>,
+    each: HashMap<(ActionKind, ActionKind), u64>,
     /// Sums over micro-batches: bytes that live from the first action of a kind to the last.
-    sums: HashMap<Place, u64>,
+    sums: HashMap<ActionKind, u64>,
 }
 
 impl Step {
@@ -91,9 +91,9 @@ impl Step {
             let mut once: Vec<Vec<Program>> = (0..key.stages.len()).map(of_rank).collect::<Result<_, TrainError>>()?;
             let twice: Vec<Program> = once.iter_mut().flat_map(|ways| ways.drain(1..)).collect();
             let once: Vec<Program> = once.into_iter().flatten().collect();
-            let way = |programs: &[Program]| Way {
-                measured: Measured { all_as: Some(MicroBatch(last)), ..self.measured(programs) },
-                ranks: programs.iter().map(|program| Kept::of(program, last)).collect(),
+            let way = |programs: &[Program]| Variant {
+                measured: ActionDurations { all_as: Some(MicroBatch(last)), ..self.measured(programs) },
+                ranks: programs.iter().map(|program| KeptBytes::of(program, last)).collect(),
             };
             let is_twice = twice.len() == once.len();
             let this = Sketch { once: way(&once), twice: is_twice.then(|| way(&twice)) };
@@ -115,10 +115,10 @@ impl Step {
         for (rank, row) in table.iter().enumerate() {
             // If recomputing twice saves less than a hundredth, the compiled step depends on buffers within an action,
             // which a sketch does not know. The faster variant is assumed then.
-            let (twice, least) = sketch.stages_twice(rank, row);
+            let (twice, least) = sketch.stages_that_recompute_twice(rank, row);
             let once = sketch.once.ranks[rank].most(row);
             if least < once - once / 100 {
-                sketch.take_twice(&twice, &mut measured);
+                sketch.use_twice(&twice, &mut measured);
             }
         }
         self.simulated(measured)
@@ -132,7 +132,7 @@ impl Step {
     /// Returns an error if the schedule does not exist for the step's shape.
     pub fn surely_alive(&self, sketch: &Sketch) -> Result<Vec<u64>, TimingError> {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
-        let of_rank = |(rank, row): (usize, &Vec<Action>)| sketch.stages_twice(rank, row).1;
+        let of_rank = |(rank, row): (usize, &Vec<Action>)| sketch.stages_that_recompute_twice(rank, row).1;
         Ok(table.iter().enumerate().map(of_rank).collect())
     }
 }
@@ -140,12 +140,12 @@ impl Step {
 /// The actions that take each micro-batch through all stages forward and backward, before the next one starts.
 fn one_after_another(stages: &[u32], last: u32, split: bool) -> Vec<Action> {
     let kinds: &[Kind] = if split { &[Kind::BackwardInput, Kind::BackwardWeight] } else { &[Kind::Backward] };
-    let of = |micro_batch: u32| {
+    let actions_of = |micro_batch: u32| {
         let down = stages.iter().map(move |&stage| Action::new(Kind::Forward, stage, micro_batch));
         let up = stages.iter().rev();
         down.chain(up.flat_map(move |&stage| kinds.iter().map(move |&kind| Action::new(kind, stage, micro_batch))))
     };
-    (0..=last).flat_map(of).collect()
+    (0..=last).flat_map(actions_of).collect()
 }
 
 impl Sketch {
@@ -158,18 +158,19 @@ impl Sketch {
 
     /// The stages of a rank that recompute in both halves of a split backward, and the peak bytes with that choice. It
     /// is the choice of the compiler, except that only the bytes of the sketch are counted.
-    fn stages_twice(&self, rank: usize, row: &[Action]) -> (BTreeSet<StageId>, u64) {
+    fn stages_that_recompute_twice(&self, rank: usize, row: &[Action]) -> (BTreeSet<StageId>, u64) {
         let split = row.iter().filter(|action| self.twice.is_some() && action.kind == Kind::BackwardInput);
         let all = split.map(|action| action.stage).collect();
-        let Ok(found) = stages_twice(all, |stages| Ok::<u64, Infallible>(self.kept(rank, stages).most(row)));
+        let Ok(found) =
+            stages_that_recompute_twice(all, |stages| Ok::<u64, Infallible>(self.kept(rank, stages).most(row)));
         found
     }
 
     /// The bytes that a rank keeps if these stages recompute in both halves.
-    fn kept(&self, rank: usize, twice: &BTreeSet<StageId>) -> Kept {
+    fn kept(&self, rank: usize, twice: &BTreeSet<StageId>) -> KeptBytes {
         let mut kept = self.once.ranks[rank].clone();
         if let Some(other) = self.twice.as_ref().filter(|_| !twice.is_empty()) {
-            let is_other = |&(_, (_, stage)): &(Place, Place)| twice.contains(&stage);
+            let is_other = |&(_, (_, stage)): &(ActionKind, ActionKind)| twice.contains(&stage);
             kept.each.retain(|places, _| !is_other(places));
             kept.each.extend(other.ranks[rank].each.iter().filter(|(places, _)| is_other(places)));
         }
@@ -177,15 +178,15 @@ impl Sketch {
     }
 
     /// Replaces the times of these stages by those of the variant that recomputes twice.
-    fn take_twice(&self, stages: &BTreeSet<StageId>, measured: &mut Measured) {
-        let Some(Way { measured: twice, .. }) = &self.twice else { return };
+    fn use_twice(&self, stages: &BTreeSet<StageId>, measured: &mut ActionDurations) {
+        let Some(Variant { measured: twice, .. }) = &self.twice else { return };
         for (mine, other) in [(&mut measured.actions, &twice.actions), (&mut measured.recomputed, &twice.recomputed)] {
             mine.extend(other.iter().filter(|(action, _)| stages.contains(&action.stage)));
         }
     }
 }
 
-impl Way {
+impl Variant {
     fn join(&mut self, other: Self) {
         self.measured.actions.extend(other.measured.actions);
         self.measured.recomputed.extend(other.measured.recomputed);
@@ -200,7 +201,7 @@ impl Way {
     }
 }
 
-impl Kept {
+impl KeptBytes {
     fn of(program: &Program, last: u32) -> Self {
         let mut used: Vec<Option<(Action, Action)>> = vec![None; program.buffers.len()];
         for part in &program.parts {
@@ -215,10 +216,11 @@ impl Kept {
         }
         let mut kept = Self::default();
         for (buffer, used) in program.buffers.iter().zip(used) {
-            if matches!(buffer.kind, BufferKind::Always { .. }) {
+            if matches!(buffer.kind, BufferKind::Persistent { .. }) {
                 kept.always += buffer.bytes;
             }
-            let (true, None, Some((from, until))) = (matches!(buffer.kind, BufferKind::No), buffer.counted, used)
+            let (true, None, Some((from, until))) =
+                (matches!(buffer.kind, BufferKind::Temporary), buffer.dynamic_rows, used)
             else {
                 continue;
             };
@@ -242,7 +244,7 @@ impl Kept {
         let at: HashMap<Action, usize> = row.iter().enumerate().map(|(index, &action)| (action, index)).collect();
         // Bytes allocated in each action, and bytes freed in it.
         let mut changes = vec![(0u64, 0u64); row.len()];
-        let mut ends: HashMap<Place, (usize, usize)> = HashMap::new();
+        let mut ends: HashMap<ActionKind, (usize, usize)> = HashMap::new();
         for (index, action) in row.iter().enumerate() {
             ends.entry((action.kind, action.stage)).or_insert((index, index)).1 = index;
         }

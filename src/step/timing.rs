@@ -68,14 +68,15 @@ impl Step {
     /// # Errors
     /// Returns the errors of [`Self::timing`].
     pub fn timing_with(&self, programs: &[Program], costs: &dyn CostModel) -> Result<Timing, TimingError> {
-        self.simulated(Measured::of(programs, costs, self.precision(), self.options.mesh))
+        self.simulated(ActionDurations::of(programs, costs, self.precision(), self.options.mesh))
     }
 
-    pub(super) fn measured(&self, programs: &[Program]) -> Measured {
-        let of = |costs: &dyn CostModel| Measured::of(programs, costs, self.precision(), self.options.mesh);
+    pub(super) fn measured(&self, programs: &[Program]) -> ActionDurations {
+        let measured_by =
+            |costs: &dyn CostModel| ActionDurations::of(programs, costs, self.precision(), self.options.mesh);
         match self.machine(programs) {
-            Some(machine) => of(&machine),
-            None => of(&self.device),
+            Some(machine) => measured_by(&machine),
+            None => measured_by(&self.device),
         }
     }
 
@@ -94,10 +95,11 @@ impl Step {
     }
 
     /// Simulates the step with known durations.
-    pub(super) fn simulated(&self, measured: Measured) -> Result<Timing, TimingError> {
+    pub(super) fn simulated(&self, measured: ActionDurations) -> Result<Timing, TimingError> {
         let shape = self.shape();
         let actions = self.options.pipeline.schedule.actions(&shape)?;
-        let again = |action: &Action| measured.recomputed.get(&measured.known(*action)).copied().unwrap_or(0);
+        let again =
+            |action: &Action| measured.recomputed.get(&measured.representative_of(*action)).copied().unwrap_or(0);
         let recomputed = actions.iter().map(|row| row.iter().map(again).sum()).collect();
         let mut table = self.options.pipeline.schedule.table(&shape)?;
         for (rank, row) in table.iter_mut().enumerate() {
@@ -121,7 +123,7 @@ impl Step {
 
 /// Durations of actions, computed from programs.
 #[derive(Debug, Default, Clone)]
-pub(super) struct Measured {
+pub(super) struct ActionDurations {
     pub actions: HashMap<Action, u64>,
     pub transfers: HashMap<Action, u64>,
     pub updates: Vec<u64>,
@@ -131,13 +133,13 @@ pub(super) struct Measured {
     pub all_as: Option<MicroBatch>,
 }
 
-impl Durations for Measured {
+impl Durations for ActionDurations {
     fn action(&self, action: Action) -> u64 {
-        self.actions.get(&self.known(action)).copied().unwrap_or(0)
+        self.actions.get(&self.representative_of(action)).copied().unwrap_or(0)
     }
 
     fn transfer(&self, from: Action) -> u64 {
-        self.transfers.get(&self.known(from)).copied().unwrap_or(0)
+        self.transfers.get(&self.representative_of(from)).copied().unwrap_or(0)
     }
 
     /// `rank` is a rank's number: each rank has one update.
@@ -146,8 +148,8 @@ impl Durations for Measured {
     }
 }
 
-impl Measured {
-    fn known(&self, action: Action) -> Action {
+impl ActionDurations {
+    fn representative_of(&self, action: Action) -> Action {
         Action { micro_batch: self.all_as.unwrap_or(action.micro_batch), ..action }
     }
 
@@ -162,7 +164,9 @@ impl Measured {
                 for instr in &program.instrs[part.instrs.clone()] {
                     let here = match &instr.kind {
                         InstrKind::Compute(_) => known.nanoseconds(instr, device, precision),
-                        InstrKind::Collective(collective, _) => exposed(program, instr, *collective, device, mesh),
+                        InstrKind::Collective(collective, _) => {
+                            collective_nanoseconds(program, instr, *collective, device, mesh)
+                        }
                         InstrKind::Send(_) => {
                             sent += bytes(program, &instr.inputs);
                             0
@@ -192,17 +196,18 @@ impl Measured {
 
     /// Costs of a stage: the means over its actions.
     fn mean(&self, stage: StageId) -> Costs {
-        let of = |kind, map: &HashMap<Action, u64>| {
-            let is_it =
-                |action: &Action| (action.stage, action.kind) == (stage, kind) && self.known(*action) == *action;
+        let mean_of = |kind, map: &HashMap<Action, u64>| {
+            let is_it = |action: &Action| {
+                (action.stage, action.kind) == (stage, kind) && self.representative_of(*action) == *action
+            };
             let of_kind = map.iter().filter(|(action, _)| is_it(action));
             let (sum, count): (u64, u64) = of_kind.fold((0, 0), |(sum, count), (_, time)| (sum + time, count + 1));
             sum.checked_div(count).unwrap_or(0)
         };
-        let forward = of(Kind::Forward, &self.actions);
-        let backward_input = of(Kind::BackwardInput, &self.actions) + of(Kind::Backward, &self.actions);
-        let backward_weight = of(Kind::BackwardWeight, &self.actions);
-        let transfer = of(Kind::Forward, &self.transfers);
+        let forward = mean_of(Kind::Forward, &self.actions);
+        let backward_input = mean_of(Kind::BackwardInput, &self.actions) + mean_of(Kind::Backward, &self.actions);
+        let backward_weight = mean_of(Kind::BackwardWeight, &self.actions);
+        let transfer = mean_of(Kind::Forward, &self.transfers);
         Costs {
             forward,
             backward_input,
@@ -230,16 +235,22 @@ impl Known {
 
 /// Bytes of these tensors. Routed rows, whose number is only known at run time, count as balanced.
 fn bytes(program: &Program, operands: &[Operand]) -> u64 {
-    let of = |operand: &Operand| {
+    let bytes_of = |operand: &Operand| {
         let buffer = &program.buffers[operand.buffer.index()];
         let tensor = (operand.layout.shape().elem_count() * operand.dtype.size_in_bytes()) as u64;
-        buffer.counted.map_or(tensor, |counted| counted.balanced.min(tensor))
+        buffer.dynamic_rows.map_or(tensor, |counted| counted.balanced.min(tensor))
     };
-    operands.iter().map(of).sum()
+    operands.iter().map(bytes_of).sum()
 }
 
 /// The time of a collective that is not hidden, by ring algorithms as in NCCL's documentation.
-fn exposed(program: &Program, instr: &Instr, collective: Collective, device: &dyn CostModel, mesh: Mesh) -> u64 {
+fn collective_nanoseconds(
+    program: &Program,
+    instr: &Instr,
+    collective: Collective,
+    device: &dyn CostModel,
+    mesh: Mesh,
+) -> u64 {
     let ranks = match collective.group() {
         Group::Batch => mesh.data * mesh.expert,
         Group::Experts => mesh.expert,

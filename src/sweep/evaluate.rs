@@ -16,7 +16,7 @@ use gapless_engine::compile::step::StepGraph;
 use gapless_engine::compile::{Error as CompileError, Executable, Program, table};
 
 use super::row::Figures;
-use super::{Configuration, Planned, Row, Status, Sweep};
+use super::{Configuration, PlannedConfigurations, Row, Status, Sweep};
 use crate::run::key_of;
 use crate::step::{EagerError, Lowering, Sketch, SketchKey, Step, TimingError, estimate};
 
@@ -25,11 +25,11 @@ pub(super) struct Evaluator<'a> {
     sweep: &'a Sweep,
     /// Bytes that allocators reserve, by the digest of the replayed table. Equal tables of different ranks or
     /// configurations are replayed once.
-    reserved: Mutex<HashMap<PlanHash, Reserved>>,
+    reserved: Mutex<HashMap<PlanHash, ReservedBytes>>,
 }
 
 /// Reserved bytes by allocator.
-type Reserved = BTreeMap<Kind, u64>;
+type ReservedBytes = BTreeMap<Kind, u64>;
 
 /// The reasons for which a configuration has no figures.
 enum Refused {
@@ -60,9 +60,9 @@ impl From<TimingError> for Refused {
 
 /// The fewest bytes reserved by any configuration so far, per menu. Configurations come in order of speed, so these are
 /// all at least as fast as those to come.
-pub(super) struct Least {
+pub(super) struct BestKnown {
     plan: Vec<u64>,
-    of: BTreeMap<Kind, Vec<u64>>,
+    reserved: BTreeMap<Kind, Vec<u64>>,
 }
 
 impl<'a> Evaluator<'a> {
@@ -72,16 +72,16 @@ impl<'a> Evaluator<'a> {
 
     /// Computes time and sure bytes of configurations that share a graph. Stops when `give` returns false.
     pub fn sketch(&self, group: &[&Configuration], give: &mut dyn FnMut(Row) -> bool) {
-        let first = group.iter().find_map(|of| of.step.as_ref().ok());
+        let first = group.iter().find_map(|configuration| configuration.step.as_ref().ok());
         let graph = first.map(|step| step.record().map_err(|error| error.to_string()));
         let mut known = HashMap::new();
-        for of in group {
-            let row = match (&of.step, &graph) {
-                (Ok(step), Some(Ok(graph))) => match sketch(of, step, graph, &mut known) {
-                    Ok(figures) => row(of, Status::Sketched, None, Some(figures)),
-                    Err(refused) => refused.row(of),
+        for configuration in group {
+            let row = match (&configuration.step, &graph) {
+                (Ok(step), Some(Ok(graph))) => match sketch(configuration, step, graph, &mut known) {
+                    Ok(figures) => row(configuration, Status::Sketched, None, Some(figures)),
+                    Err(refused) => refused.row(configuration),
                 },
-                (Err(why), _) | (_, Some(Err(why))) => row(of, Status::Invalid, Some(why.clone()), None),
+                (Err(why), _) | (_, Some(Err(why))) => row(configuration, Status::Invalid, Some(why.clone()), None),
                 (Ok(_), None) => unreachable!("a step is in its own group"),
             };
             if !give(row) {
@@ -92,41 +92,46 @@ impl<'a> Evaluator<'a> {
 
     /// The final row of a configuration that need not be planned because it cannot fit or is on no front; `None` if it
     /// has to be planned.
-    pub fn left_out(&self, of: &Configuration, sketched: &Row, least: &Least) -> Option<Row> {
+    pub fn skipped_row(&self, configuration: &Configuration, sketched: &Row, least: &BestKnown) -> Option<Row> {
         let figures = sketched.figures.as_ref()?;
         let sure = figures.at_least.iter().copied().max().unwrap_or(0);
-        let status = match sure > self.capacity(of) {
+        let status = match sure > self.capacity(configuration) {
             true => Status::TooLarge,
-            false if self.sweep.options.plan == Planned::Front && least.is_no_front(of, sure) => Status::Dominated,
+            false
+                if self.sweep.options.plan == PlannedConfigurations::Front
+                    && least.is_dominated(configuration, sure) =>
+            {
+                Status::Dominated
+            }
             false => return None,
         };
         Some(Row { status, ..sketched.clone() })
     }
 
     /// Memory of each rank's device, in bytes.
-    fn capacity(&self, of: &Configuration) -> u64 {
-        let device = of.step.as_ref().map_or(u64::MAX, |step| step.device.memory);
+    fn capacity(&self, configuration: &Configuration) -> u64 {
+        let device = configuration.step.as_ref().map_or(u64::MAX, |step| step.device.memory);
         self.sweep.options.capacity.unwrap_or(device)
     }
 
     /// Plans and replays a configuration, except where a configuration that is as fast is already known to take no more
     /// bytes.
-    pub fn place(&self, of: &Configuration, mut row: Row, least: &Least) -> Row {
-        let placed = match (&of.step, &mut row.figures) {
-            (Ok(step), Some(figures)) => self.figures(of, step, least, figures),
+    pub fn plan_and_replay(&self, configuration: &Configuration, mut row: Row, least: &BestKnown) -> Row {
+        let placed = match (&configuration.step, &mut row.figures) {
+            (Ok(step), Some(figures)) => self.figures(configuration, step, least, figures),
             _ => return row,
         };
         match placed {
             Ok(status) => Row { status, ..row },
-            Err(refused) => refused.row(of),
+            Err(refused) => refused.row(configuration),
         }
     }
 
     fn figures(
         &self,
-        of: &Configuration,
+        configuration: &Configuration,
         step: &Step,
-        least: &Least,
+        least: &BestKnown,
         figures: &mut Figures,
     ) -> Result<Status, Refused> {
         let graph = step.record()?;
@@ -134,17 +139,17 @@ impl<'a> Evaluator<'a> {
         let tables =
             programs.iter().map(table).collect::<Result<Vec<Problem>, CompileError>>().map_err(TrainError::from)?;
         figures.live_bytes = tables.iter().map(lower_bound).collect();
-        let (most, capacity) = (figures.live(), self.capacity(of));
+        let (most, capacity) = (figures.live(), self.capacity(configuration));
         if most > capacity {
             return Ok(Status::TooLarge);
         }
-        let all = self.sweep.options.plan == Planned::All;
-        let can_be_on_front = most < least.plan(of);
+        let all = self.sweep.options.plan == PlannedConfigurations::All;
+        let can_be_on_front = most < least.plan(configuration);
         if all || can_be_on_front {
             plan(step, &programs, can_be_on_front, figures)?;
         }
         let kinds: Vec<Kind> =
-            least.of.keys().copied().filter(|kind| all || most < least.reserved(of, *kind)).collect();
+            least.reserved.keys().copied().filter(|kind| all || most < least.reserved(configuration, *kind)).collect();
         for (rank, (problem, &live)) in tables.into_iter().zip(&figures.live_bytes).enumerate() {
             if kinds.is_empty() || (live as f64) < self.sweep.options.fullest * most as f64 {
                 continue;
@@ -167,7 +172,7 @@ impl<'a> Evaluator<'a> {
     }
 
     /// Returns the bytes that each allocator reserves for a table, from the cache where possible.
-    fn reserved(&self, problem: &Problem, kinds: &[Kind]) -> Reserved {
+    fn reserved(&self, problem: &Problem, kinds: &[Kind]) -> ReservedBytes {
         let digest = plan_hash(problem, &vec![0; problem.len()]);
         let lock = || self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let mut reserved = lock().get(&digest).cloned().unwrap_or_default();
@@ -184,47 +189,48 @@ impl<'a> Evaluator<'a> {
     }
 }
 
-impl Least {
+impl BestKnown {
     pub fn new(sweep: &Sweep) -> Self {
         let nothing = vec![u64::MAX; sweep.menus.len()];
-        Self { of: sweep.allocators.iter().map(|&kind| (kind, nothing.clone())).collect(), plan: nothing }
+        Self { reserved: sweep.allocators.iter().map(|&kind| (kind, nothing.clone())).collect(), plan: nothing }
     }
 
     /// Records the bytes of a configuration. Later configurations must not be faster.
-    pub fn see(&mut self, of: &Configuration, row: &Row) {
+    pub fn record(&mut self, configuration: &Configuration, row: &Row) {
         let Some(figures) = &row.figures else { return };
-        for &menu in &of.menus {
+        for &menu in &configuration.menus {
             self.plan[menu] = self.plan[menu].min(figures.arena().unwrap_or(u64::MAX));
-            for (kind, least) in &mut self.of {
+            for (kind, least) in &mut self.reserved {
                 least[menu] = least[menu].min(figures.reserved.get(kind.name()).copied().unwrap_or(u64::MAX));
             }
         }
     }
 
     /// The arena of this configuration must be smaller than this to be on the front of plans of any of its menus.
-    fn plan(&self, of: &Configuration) -> u64 {
-        of.menus.iter().map(|&menu| self.plan[menu]).max().unwrap_or(u64::MAX)
+    fn plan(&self, configuration: &Configuration) -> u64 {
+        configuration.menus.iter().map(|&menu| self.plan[menu]).max().unwrap_or(u64::MAX)
     }
 
     /// The same bound for the bytes that an allocator reserves.
-    fn reserved(&self, of: &Configuration, kind: Kind) -> u64 {
-        of.menus.iter().map(|&menu| self.of[&kind][menu]).max().unwrap_or(u64::MAX)
+    fn reserved(&self, configuration: &Configuration, kind: Kind) -> u64 {
+        configuration.menus.iter().map(|&menu| self.reserved[&kind][menu]).max().unwrap_or(u64::MAX)
     }
 
     /// True if, in each of its menus, the plan and every allocator already take no more than `bytes` for something as
     /// fast.
-    fn is_no_front(&self, of: &Configuration, bytes: u64) -> bool {
-        self.plan(of) <= bytes && self.of.keys().all(|&kind| self.reserved(of, kind) <= bytes)
+    fn is_dominated(&self, configuration: &Configuration, bytes: u64) -> bool {
+        self.plan(configuration) <= bytes
+            && self.reserved.keys().all(|&kind| self.reserved(configuration, kind) <= bytes)
     }
 }
 
 impl Refused {
-    fn row(self, of: &Configuration) -> Row {
+    fn row(self, configuration: &Configuration) -> Row {
         let (status, why) = match self {
             Self::OverBudget(why) => (Status::OverBudget, why),
             Self::Invalid(why) => (Status::Invalid, why),
         };
-        row(of, status, Some(why), None)
+        row(configuration, status, Some(why), None)
     }
 }
 
@@ -256,14 +262,14 @@ fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut 
 /// Computes what can be known of a step without planning it. Configurations that differ only in their schedule may
 /// share a sketch.
 fn sketch(
-    of: &Configuration,
+    configuration: &Configuration,
     step: &Step,
     graph: &StepGraph,
     known: &mut HashMap<(String, SketchKey), Sketch>,
 ) -> Result<Figures, Refused> {
     let (timing, at_least) = match step.sketch_key()? {
         Some(key) => {
-            let mut others = of.keys.clone();
+            let mut others = configuration.keys.clone();
             others.retain(|(name, _)| key_of(name) != "pipeline.schedule");
             let others = format!("{others:?}");
             let sketch = match known.entry((others, key.clone())) {
@@ -299,14 +305,16 @@ fn sketch(
         tokens_per_second: (options.batch * options.sequence) as f64 / seconds.max(1e-9),
         formula_bytes: formulas.bytes_per_parameter as u64,
         megatron_bytes: formulas.megatron as u64,
-        stages: costs.map(|of| [of.forward, of.backward_input, of.backward_weight, of.transfer]).collect(),
+        stages: costs
+            .map(|costs| [costs.forward, costs.backward_input, costs.backward_weight, costs.transfer])
+            .collect(),
         updates: timing.updates,
     })
 }
 
-fn row(of: &Configuration, status: Status, why: Option<String>, figures: Option<Figures>) -> Row {
-    let configuration = of.values.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
-    Row { key: of.key.clone(), configuration, status, why, figures }
+fn row(configuration: &Configuration, status: Status, why: Option<String>, figures: Option<Figures>) -> Row {
+    let values = configuration.values.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
+    Row { key: configuration.key.clone(), configuration: values, status, why, figures }
 }
 
 /// Bytes that are alive at the peak, by role.

@@ -44,11 +44,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 
-use self::evaluate::{Evaluator, Least};
+use self::evaluate::{BestKnown, Evaluator};
 pub use self::row::{Row, Status};
-pub use self::spec::{Configuration, Planned, Sweep, SweepOptions};
+pub use self::spec::{Configuration, PlannedConfigurations, Sweep, SweepOptions};
 pub use self::store::StoreError;
-use self::store::{Known, Store};
+use self::store::{Store, StoredRows};
 pub use self::summary::{Fragmentation, Gain, Throughput, above_bound, fragmentation, gains, throughput};
 use crate::step::Step;
 
@@ -62,7 +62,7 @@ pub struct Progress {
     /// Work items finished.
     pub done: usize,
     /// Work items in total.
-    pub all: usize,
+    pub total: usize,
 }
 
 /// All rows of a sweep, in the order of its configurations.
@@ -91,20 +91,23 @@ pub fn run(
     threads: usize,
     show: impl FnMut(Progress) -> ControlFlow<()>,
 ) -> Result<Option<Results>, StoreError> {
-    let (store, Known { by_key: lines, changed }) = Store::open(folder)?;
+    let (store, StoredRows { by_key: lines, changed }) = Store::open(folder)?;
     let mut rows = HashMap::new();
-    for of in &sweep.configurations {
-        if let Some(line) = lines.get(&of.key) {
-            rows.insert(of.key.clone(), store.parse(line)?);
+    for configuration in &sweep.configurations {
+        if let Some(line) = lines.get(&configuration.key) {
+            rows.insert(configuration.key.clone(), store.parse(line)?);
         }
     }
     let reused = rows.values().filter(|row| row.is_final()).count();
     let evaluator = Evaluator::new(sweep);
     let done = rows.values().map(weight).sum();
     // Operations that are timed on this machine must not compete with other work.
-    let is_timed = sweep.configurations.iter().any(|of| of.step.as_ref().is_ok_and(|step| step.device.is_measured()));
+    let is_timed = sweep
+        .configurations
+        .iter()
+        .any(|configuration| configuration.step.as_ref().is_ok_and(|step| step.device.is_measured()));
     let threads = if is_timed { 1 } else { threads.max(1) };
-    let mut run = Run { sweep, evaluator, threads, store, lines, rows, done, show };
+    let mut run = SweepInProgress { sweep, evaluator, threads, store, lines, rows, done, show };
     match run.sketch().and_then(|()| run.place()) {
         Ok(()) => run.finish(folder, reused, changed).map(Some),
         Err(End::Stopped) => Ok(None),
@@ -113,7 +116,7 @@ pub fn run(
 }
 
 /// A sweep in progress.
-struct Run<'a, F> {
+struct SweepInProgress<'a, F> {
     sweep: &'a Sweep,
     evaluator: Evaluator<'a>,
     threads: usize,
@@ -144,40 +147,48 @@ impl From<StoreError> for End {
     }
 }
 
-impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
+impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
     /// Computes time and sure bytes of all configurations that have no row yet. Configurations with the same graph
     /// share one job.
     fn sketch(&mut self) -> Result<(), End> {
-        let graph = |of: &Configuration| of.step.as_ref().ok().map(Step::graph_key);
-        let missing: Vec<&Configuration> =
-            self.sweep.configurations.iter().filter(|of| !self.rows.contains_key(&of.key)).collect();
+        let graph = |configuration: &Configuration| configuration.step.as_ref().ok().map(Step::graph_key);
+        let missing: Vec<&Configuration> = self
+            .sweep
+            .configurations
+            .iter()
+            .filter(|configuration| !self.rows.contains_key(&configuration.key))
+            .collect();
         let groups: Vec<&[&Configuration]> = missing.chunk_by(|a, b| graph(a) == graph(b)).collect();
-        self.each(&groups, |evaluator, group, give| evaluator.sketch(group, give))
+        self.run_jobs(&groups, |evaluator, group, give| evaluator.sketch(group, give))
     }
 
     /// Plans the configurations that can be on a front and replays them through the allocators, the fastest first and
     /// in rounds. A round only uses the results of earlier rounds to leave configurations out. So the rows depend
     /// neither on the number of threads nor on where an earlier run was stopped.
     fn place(&mut self) -> Result<(), End> {
-        let mut order: Vec<&Configuration> =
-            self.sweep.configurations.iter().filter(|of| self.rows[&of.key].figures.is_some()).collect();
+        let mut order: Vec<&Configuration> = self
+            .sweep
+            .configurations
+            .iter()
+            .filter(|configuration| self.rows[&configuration.key].figures.is_some())
+            .collect();
         // Time is compared per token, because steps may differ in their number of tokens.
-        let speed_and_bytes = |of: &Configuration| {
-            let figures = self.rows[&of.key].figures.as_ref();
-            figures.map_or((0.0, None), |of| (of.tokens_per_second, of.at_least.iter().max().copied()))
+        let speed_and_bytes = |configuration: &Configuration| {
+            let figures = self.rows[&configuration.key].figures.as_ref();
+            figures.map_or((0.0, None), |figures| (figures.tokens_per_second, figures.at_least.iter().max().copied()))
         };
         order.sort_by(|a, b| {
             let ((fast, bytes), (slow, most)) = (speed_and_bytes(a), speed_and_bytes(b));
             slow.total_cmp(&fast).then(bytes.cmp(&most))
         });
         let mut order = order.into_iter().peekable();
-        let mut least = Least::new(self.sweep);
+        let mut least = BestKnown::new(self.sweep);
         while order.peek().is_some() {
             let (mut round, mut left_out) = (Vec::new(), Vec::new());
-            while let Some(of) = order.next_if(|_| round.len() < ROUND) {
-                match self.evaluator.left_out(of, &self.rows[&of.key], &least) {
+            while let Some(configuration) = order.next_if(|_| round.len() < ROUND) {
+                match self.evaluator.skipped_row(configuration, &self.rows[&configuration.key], &least) {
                     Some(row) => left_out.push(row),
-                    None => round.push(of),
+                    None => round.push(configuration),
                 }
             }
             for row in left_out {
@@ -185,19 +196,22 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
                     self.write(row)?;
                 }
             }
-            let missing: Vec<(&Configuration, Row)> =
-                round.iter().map(|of| (*of, self.rows[&of.key].clone())).filter(|(_, row)| !row.is_final()).collect();
-            self.each(&missing, |evaluator, (of, row), give| {
-                give(evaluator.place(of, row.clone(), &least));
+            let missing: Vec<(&Configuration, Row)> = round
+                .iter()
+                .map(|configuration| (*configuration, self.rows[&configuration.key].clone()))
+                .filter(|(_, row)| !row.is_final())
+                .collect();
+            self.run_jobs(&missing, |evaluator, (configuration, row), give| {
+                give(evaluator.plan_and_replay(configuration, row.clone(), &least));
             })?;
-            round.iter().for_each(|of| least.see(of, &self.rows[&of.key]));
+            round.iter().for_each(|configuration| least.record(configuration, &self.rows[&configuration.key]));
         }
         Ok(())
     }
 
     /// Runs `job` on every item, on all threads, and writes the rows that the jobs produce, until all are done or the
     /// sweep is stopped.
-    fn each<T: Sync>(
+    fn run_jobs<T: Sync>(
         &mut self,
         work: &[T],
         job: impl Fn(&Evaluator<'_>, &T, &mut dyn FnMut(Row) -> bool) + Sync,
@@ -240,7 +254,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
         self.lines.insert(row.key.clone(), line);
         self.done += weight(&row);
         self.done -= self.rows.insert(row.key.clone(), row).as_ref().map_or(0, weight);
-        match (self.show)(Progress { done: self.done, all: 2 * self.sweep.configurations.len() }) {
+        match (self.show)(Progress { done: self.done, total: 2 * self.sweep.configurations.len() }) {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(End::Stopped),
         }
@@ -248,11 +262,11 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
 
     /// Writes the rows in the sweep's order, then the tables and the page.
     fn finish(mut self, folder: &Path, reused: usize, changed: usize) -> Result<Results, StoreError> {
-        let keys = || self.sweep.configurations.iter().map(|of| &of.key);
+        let keys = || self.sweep.configurations.iter().map(|configuration| &configuration.key);
         let lines: Vec<String> = keys().filter_map(|key| self.lines.get(key).cloned()).collect();
         let rows: Vec<Row> = keys().filter_map(|key| self.rows.get(key).cloned()).collect();
-        for of in &self.sweep.configurations {
-            self.lines.remove(&of.key);
+        for configuration in &self.sweep.configurations {
+            self.lines.remove(&configuration.key);
         }
         self.store.finish(&lines, self.lines)?;
         store::replace(&folder.join("results.csv"), row::csv(self.sweep, &rows).as_bytes())?;

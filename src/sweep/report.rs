@@ -76,13 +76,13 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
         [Kind::Gapless].iter().chain(&sweep.allocators).map(|kind| kind.name()).collect();
     let mut tables = BTreeMap::new();
     let mut shown = Vec::new();
-    for (of, row) in sweep.configurations.iter().zip(rows) {
-        let (Ok(step), Some(figures)) = (&of.step, &row.figures) else { continue };
+    for (configuration, row) in sweep.configurations.iter().zip(rows) {
+        let (Ok(step), Some(figures)) = (&configuration.step, &row.figures) else { continue };
         let table = table_key(step);
         tables.entry(table.clone()).or_insert_with(|| cells(step));
-        shown.push(page_row(sweep, (of, step), row, figures, table));
+        shown.push(page_row(sweep, (configuration, step), row, figures, table));
     }
-    let first = sweep.configurations.iter().find_map(|of| of.step.as_ref().ok());
+    let first = sweep.configurations.iter().find_map(|configuration| configuration.step.as_ref().ok());
     let page = Page {
         title: &sweep.title,
         device: first.map_or("", |step| &step.device.name),
@@ -111,7 +111,7 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
 
 fn page_row<'a>(
     sweep: &Sweep,
-    (of, step): (&'a Configuration, &'a Step),
+    (configuration, step): (&'a Configuration, &'a Step),
     row: &'a Row,
     figures: &'a Figures,
     table: String,
@@ -120,7 +120,7 @@ fn page_row<'a>(
     PageRow {
         key: &row.key,
         values: sweep.varied.iter().map(|key| row.configuration.get(key).map_or_else(String::new, plain)).collect(),
-        menus: &of.menus,
+        menus: &configuration.menus,
         class: class(step),
         schedule: step.options.pipeline.schedule.name(),
         table,
@@ -140,7 +140,7 @@ fn page_row<'a>(
         ranks: &figures.live_bytes,
         stages: &figures.stages,
         updates: &figures.updates,
-        command: command(of),
+        command: command(configuration),
     }
 }
 
@@ -183,9 +183,9 @@ fn cells(step: &Step) -> Vec<String> {
 }
 
 /// The command line that draws the memory map of this configuration.
-fn command(of: &Configuration) -> String {
+fn command(configuration: &Configuration) -> String {
     let mut command = "gapless plan".to_owned();
-    for (name, value) in of.keys.iter().map(|(name, value)| (key_of(name), plain(value))) {
+    for (name, value) in configuration.keys.iter().map(|(name, value)| (key_of(name), plain(value))) {
         let quote = if value.contains([' ', '*', '{', ';']) { "'" } else { "" };
         command += &match NAMES.iter().find(|(_, key)| *key == name) {
             Some((flag, _)) => format!(" --{} {quote}{value}{quote}", flag.replace('_', "-")),

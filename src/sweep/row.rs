@@ -118,22 +118,26 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
             serde_json::to_value(row.status).ok().and_then(|s| s.as_str().map(str::to_owned)).unwrap_or_default(),
         );
         let figures = row.figures.as_ref();
-        let number = |of: Option<u64>| of.map_or_else(String::new, |n| n.to_string());
-        fields.push(number(figures.map(|of| of.micro_batch as u64)));
-        fields.push(number(figures.and_then(|of| of.at_least.iter().max().copied())));
-        fields.push(number(figures.and_then(|of| of.live_bytes.iter().max().copied())));
+        let number = |value: Option<u64>| value.map_or_else(String::new, |n| n.to_string());
+        fields.push(number(figures.map(|figures| figures.micro_batch as u64)));
+        fields.push(number(figures.and_then(|figures| figures.at_least.iter().max().copied())));
+        fields.push(number(figures.and_then(|figures| figures.live_bytes.iter().max().copied())));
         fields.push(number(figures.and_then(Figures::arena)));
         fields.extend(
-            sweep.allocators.iter().map(|kind| number(figures.and_then(|of| of.reserved.get(kind.name()).copied()))),
+            sweep
+                .allocators
+                .iter()
+                .map(|kind| number(figures.and_then(|figures| figures.reserved.get(kind.name()).copied()))),
         );
-        let real = |of: Option<f64>, digits: usize| of.map_or_else(String::new, |x| format!("{x:.digits$}"));
-        fields.extend(sweep.allocators.iter().map(|&kind| real(figures.and_then(|of| of.reduction(kind)), 4)));
-        fields.push(number(figures.map(|of| of.formula_bytes)));
-        fields.push(number(figures.map(|of| of.megatron_bytes)));
-        fields.push(real(figures.map(|of| of.nanoseconds as f64 / 1e6), 3));
-        fields.push(real(figures.map(|of| of.bubble), 6));
-        fields.push(real(figures.map(|of| of.overhead), 6));
-        fields.push(real(figures.map(|of| of.tokens_per_second), 1));
+        let real = |value: Option<f64>, digits: usize| value.map_or_else(String::new, |x| format!("{x:.digits$}"));
+        fields
+            .extend(sweep.allocators.iter().map(|&kind| real(figures.and_then(|figures| figures.reduction(kind)), 4)));
+        fields.push(number(figures.map(|figures| figures.formula_bytes)));
+        fields.push(number(figures.map(|figures| figures.megatron_bytes)));
+        fields.push(real(figures.map(|figures| figures.nanoseconds as f64 / 1e6), 3));
+        fields.push(real(figures.map(|figures| figures.bubble), 6));
+        fields.push(real(figures.map(|figures| figures.overhead), 6));
+        fields.push(real(figures.map(|figures| figures.tokens_per_second), 1));
         fields.push(row.key.clone());
         fields.push(row.why.clone().unwrap_or_default());
         text += &(fields.iter().map(|field| quoted(field)).collect::<Vec<_>>().join(",") + "\n");

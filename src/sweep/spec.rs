@@ -7,7 +7,7 @@ use gapless_allocators::Kind;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::run::{ConfigError, RunConfig, flat, insert, key_of, line_of, text_of, value_at, with_nearest};
+use crate::run::{ConfigError, RunConfig, flatten, key_of, line_of, set, text_of, value_at, with_nearest};
 use crate::step::Step;
 
 /// Limit of configurations in one sweep. So many take some hundred megabytes, and seconds before the first is timed.
@@ -51,7 +51,7 @@ pub struct SweepOptions {
     #[serde(skip_serializing_if = "Option::is_none", with = "gapless_engine::compile::step::text::size")]
     pub capacity: Option<u64>,
     /// The configurations that are planned and replayed, among those that can fit.
-    pub plan: Planned,
+    pub plan: PlannedConfigurations,
     /// A rank is replayed if it has at least this fraction of the fullest rank's live bytes.
     pub fullest: f64,
 }
@@ -59,14 +59,19 @@ pub struct SweepOptions {
 impl Default for SweepOptions {
     fn default() -> Self {
         let allocators = ["pytorch", "pytorch-expandable", "gmlake", "stalloc"];
-        Self { allocators: allocators.map(str::to_owned).to_vec(), capacity: None, plan: Planned::Front, fullest: 0.9 }
+        Self {
+            allocators: allocators.map(str::to_owned).to_vec(),
+            capacity: None,
+            plan: PlannedConfigurations::Front,
+            fullest: 0.9,
+        }
     }
 }
 
 /// The configurations that are planned and replayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Planned {
+pub enum PlannedConfigurations {
     /// Configurations that can be on a Pareto front of bytes and time, among those that share a graph.
     #[default]
     Front,
@@ -142,7 +147,7 @@ impl Sweep {
         // Counts are checked first: all later checks take time for each value.
         let lists = lists(&file.vary).map_err(|error| here(error, "vary"))?;
         count_conditions(&file, count(&lists)).map_err(|error| {
-            let table = if names(&error, "menu") { "menu" } else { "skip" };
+            let table = if concerns_key(&error, "menu") { "menu" } else { "skip" };
             here(error, table)
         })?;
         let allocators = allocators(&file.sweep).map_err(|error| here(error, "sweep"))?;
@@ -161,11 +166,12 @@ impl Sweep {
                 let mut one = first.clone();
                 put(&mut one, name, value)?;
                 let checked = RunConfig::of_table(&one).and_then(|run| Step::new(&run).map(|_| run.notices));
-                notices =
-                    checked.map_err(|error| match lists.iter().find(|(name, _)| names(&error, key_of(name))) {
-                        Some((name, _)) => here(named(error, name), "vary"),
+                notices = checked.map_err(|error| {
+                    match lists.iter().find(|(name, _)| concerns_key(&error, key_of(name))) {
+                        Some((name, _)) => here(with_key(error, name), "vary"),
                         None => here(error, ""),
-                    })?;
+                    }
+                })?;
             }
         }
         let configurations = configurations(&base, &file, &lists, &menus).map_err(|error| here(error, "vary"))?;
@@ -187,17 +193,17 @@ fn in_table(error: ConfigError, text: &str, table: &str) -> ConfigError {
     ConfigError::Value { line: line_of(text, &key), key, why, remedy }
 }
 
-fn names(error: &ConfigError, key: &str) -> bool {
-    matches!(error, ConfigError::Value { key: of, .. } if of == key)
+fn concerns_key(error: &ConfigError, key: &str) -> bool {
+    matches!(error, ConfigError::Value { key: named, .. } if named == key)
 }
 
 /// Sets a key of a run by its long or short name.
 fn put(root: &mut Table, name: &str, value: &Value) -> Result<(), ConfigError> {
-    insert(root, key_of(name), value.clone()).map_err(|why| ConfigError::value(name, why, "name a key of a run"))
+    set(root, key_of(name), value.clone()).map_err(|why| ConfigError::value(name, why, "name a key of a run"))
 }
 
 /// Replaces the key of an error.
-fn named(error: ConfigError, name: &str) -> ConfigError {
+fn with_key(error: ConfigError, name: &str) -> ConfigError {
     match error {
         ConfigError::Value { line, why, remedy, .. } => ConfigError::Value { key: name.to_owned(), line, why, remedy },
         other => other,
@@ -216,7 +222,7 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
         }
         Ok((key.clone(), values.clone()))
     };
-    let lists = flat(vary, "").into_iter().map(list).collect::<Result<Vec<_>, _>>()?;
+    let lists = flatten(vary, "").into_iter().map(list).collect::<Result<Vec<_>, _>>()?;
     let mut known = BTreeSet::new();
     if let Some((name, _)) = lists.iter().find(|(name, _)| !known.insert(key_of(name))) {
         let why = format!("is {}, which another list varies", key_of(name));
@@ -247,8 +253,8 @@ fn count_conditions(file: &File, configurations: usize) -> Result<(), ConfigErro
         return Err(ConfigError::value("menu", why, "use fewer"));
     }
     let values = |value: &Value| value.as_array().map_or(1, Vec::len);
-    let of = |table: &Table| 1 + table.iter().map(|(_, value)| values(value)).sum::<usize>();
-    let conditions: usize = file.skip.iter().chain(&file.menu).map(of).sum();
+    let conditions_of = |table: &Table| 1 + table.iter().map(|(_, value)| values(value)).sum::<usize>();
+    let conditions: usize = file.skip.iter().chain(&file.menu).map(conditions_of).sum();
     // Checking a condition takes longer than comparing with it, so few configurations count as 1000.
     if conditions.saturating_mul(configurations.max(1000)) > MAX_COMPARISONS {
         let why = format!("the {conditions} values of skip and menu are too many for {configurations} configurations");
@@ -280,11 +286,11 @@ fn menus(tables: &[Table]) -> Result<Vec<(String, Table)>, ConfigError> {
 
 /// Checks that a condition has at least one key, and that its keys and values are those of a run.
 fn check_condition(table: &str, condition: &Table) -> Result<(), ConfigError> {
-    for (key, value) in &flat(condition, "") {
+    for (key, value) in &flatten(condition, "") {
         let one = |value: &Value| {
             let mut root = Table::from_iter([("model".to_owned(), Value::from("small"))]);
             put(&mut root, key, value)?;
-            RunConfig::of_table(&root).map_err(|error| named(error, key))
+            RunConfig::of_table(&root).map_err(|error| with_key(error, key))
         };
         match value {
             // Either the value of a key that takes a list, or a list of values.
@@ -334,25 +340,25 @@ fn configurations(
         }
         let mut root = base.clone();
         values.iter().try_for_each(|(name, value)| put(&mut root, name, value))?;
-        let keys = flat(&root, "");
+        let keys = flatten(&root, "");
         let run = RunConfig::of_table(&root)?;
         let resolved = Table::try_from(&run).expect("keys and plain values are TOML");
         let has = |(name, value): &(String, Value)| {
             let key = key_of(name);
             [&root, &resolved].into_iter().any(|table| is_one_of(value_at(table, key), value))
         };
-        let is_met = |condition: &Table| flat(condition, "").iter().all(has);
+        let is_met = |condition: &Table| flatten(condition, "").iter().all(has);
         if !file.skip.iter().any(is_met) {
             let step = Step::new(&run).map_err(|error| error.to_string());
             let key = digest(&resolved, &step, file);
-            let of = (1..).zip(menus).filter(|(_, (_, condition))| is_met(condition)).map(|(index, _)| index);
-            let menus = std::iter::once(0).chain(of).collect();
+            let met = (1..).zip(menus).filter(|(_, (_, condition))| is_met(condition)).map(|(index, _)| index);
+            let menus = std::iter::once(0).chain(met).collect();
             all.push(Configuration { key, values, menus, keys, step });
         }
     }
     // A stable sort: configurations with the same graph move to the first of them and keep their order.
     let mut first = HashMap::new();
-    let graph = |of: &Configuration| of.step.as_ref().map_or_else(Clone::clone, Step::graph_key);
+    let graph = |configuration: &Configuration| configuration.step.as_ref().map_or_else(Clone::clone, Step::graph_key);
     let order: Vec<usize> = all
         .iter()
         .enumerate()
@@ -382,7 +388,8 @@ fn digest(keys: &Table, step: &Result<Step, String>, file: &File) -> String {
 }
 
 fn title(configurations: &[Configuration]) -> String {
-    let mut titles: Vec<&str> = configurations.iter().filter_map(|of| of.step.as_ref().ok()).map(Step::title).collect();
+    let mut titles: Vec<&str> =
+        configurations.iter().filter_map(|configuration| configuration.step.as_ref().ok()).map(Step::title).collect();
     titles.dedup();
     match titles[..] {
         [one] => one.to_owned(),

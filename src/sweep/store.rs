@@ -63,25 +63,25 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> StoreError + '_ {
 }
 
 /// The rows that earlier runs have left.
-pub(super) struct Known {
+pub(super) struct StoredRows {
     pub by_key: HashMap<String, String>,
     /// Number of rows that were edited since they were written.
     pub changed: usize,
 }
 
 /// Returns a row's line: its JSON object, with the hash of that JSON as the first field.
-fn sealed(row: &str) -> String {
+fn with_hash(row: &str) -> String {
     format!("{{\"hash\":\"{}\",{}", &blake3::hash(row.as_bytes()).to_hex()[..16], &row[1..])
 }
 
 /// True if the line's hash matches its row.
-fn is_sealed(line: &str) -> bool {
-    line.split_once(',').is_some_and(|(_, rest)| sealed(&format!("{{{rest}")) == line)
+fn has_valid_hash(line: &str) -> bool {
+    line.split_once(',').is_some_and(|(_, rest)| with_hash(&format!("{{{rest}")) == line)
 }
 
 impl Store {
     /// Opens the folder's file, or creates it, and reads the lines that it has.
-    pub fn open(folder: &Path) -> Result<(Self, Known), StoreError> {
+    pub fn open(folder: &Path) -> Result<(Self, StoredRows), StoreError> {
         fs::create_dir_all(folder).map_err(failed(folder))?;
         let path = folder.join("results.jsonl");
         let cannot = failed(&path);
@@ -98,12 +98,12 @@ impl Store {
         bytes.truncate(bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1));
         file.set_len(bytes.len() as u64).map_err(&cannot)?;
         file.seek(SeekFrom::End(0)).map_err(&cannot)?;
-        let mut known = Known { by_key: HashMap::new(), changed: 0 };
+        let mut known = StoredRows { by_key: HashMap::new(), changed: 0 };
         for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate().filter(|(_, line)| !line.is_empty()) {
             let fail = |why: String| StoreError::Line { path: path.clone(), line: index + 1, why };
             let line = std::str::from_utf8(line).map_err(|error| fail(error.to_string()))?;
             let row: Row = serde_json::from_str(line).map_err(|error| fail(error.to_string()))?;
-            match is_sealed(line) {
+            match has_valid_hash(line) {
                 true => drop(known.by_key.insert(row.key, line.to_owned())),
                 false => known.changed += 1,
             }
@@ -114,7 +114,7 @@ impl Store {
 
     /// Appends a row and returns its line.
     pub fn append(&mut self, row: &Row) -> Result<String, StoreError> {
-        let line = sealed(&serde_json::to_string(row).expect("a row is plain data"));
+        let line = with_hash(&serde_json::to_string(row).expect("a row is plain data"));
         self.file.write_all(format!("{line}\n").as_bytes()).map_err(failed(&self.path))?;
         Ok(line)
     }

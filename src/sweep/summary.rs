@@ -95,8 +95,8 @@ impl Figures {
 pub fn fragmentation(sweep: &Sweep, rows: &[Row]) -> Vec<Fragmentation> {
     let of_kind = |&kind: &Kind| {
         let both = |figures: &Figures| {
-            let (of, planned) = (figures.fragmentation(Some(kind))?, figures.fragmentation(None)?);
-            Some([of, planned])
+            let (waste, planned) = (figures.fragmentation(Some(kind))?, figures.fragmentation(None)?);
+            Some([waste, planned])
         };
         let figures: Vec<&Figures> = rows.iter().filter_map(|row| row.figures.as_ref()).collect();
         let all: Vec<[f64; 2]> = figures.iter().filter_map(|figures| both(figures)).collect();
@@ -114,8 +114,8 @@ pub fn fragmentation(sweep: &Sweep, rows: &[Row]) -> Vec<Fragmentation> {
     sweep.allocators.iter().filter_map(of_kind).collect()
 }
 
-fn mean(of: &[f64]) -> f64 {
-    of.iter().sum::<f64>() / of.len().max(1) as f64
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len().max(1) as f64
 }
 
 /// Computes the best throughput at equally spaced budgets, up to the largest arena.
@@ -126,13 +126,13 @@ pub fn throughput(sweep: &Sweep, rows: &[Row]) -> Vec<Throughput> {
     let kinds: Vec<Option<Kind>> = std::iter::once(None).chain(sweep.allocators.iter().copied().map(Some)).collect();
     let at = |budget: u64| {
         let mut best = vec![vec![None; kinds.len()]; sweep.menus.len()];
-        for (of, row) in sweep.configurations.iter().zip(rows) {
+        for (configuration, row) in sweep.configurations.iter().zip(rows) {
             let Some(figures) = &row.figures else { continue };
             for (at, &kind) in kinds.iter().enumerate() {
                 if figures.reserved_and_allocated(kind).is_none_or(|(reserved, _)| reserved > budget) {
                     continue;
                 }
-                for &menu in &of.menus {
+                for &menu in &configuration.menus {
                     let best: &mut Option<f64> = &mut best[menu][at];
                     *best = Some(best.unwrap_or(0.0).max(figures.tokens_per_second));
                 }
@@ -141,7 +141,7 @@ pub fn throughput(sweep: &Sweep, rows: &[Row]) -> Vec<Throughput> {
         Throughput { budget, tokens_per_second: best }
     };
     let all = (1..=largest.div_ceil(step)).map(|number| at(number * step));
-    all.filter(|of| of.tokens_per_second.iter().flatten().any(Option::is_some)).collect()
+    all.filter(|throughput| throughput.tokens_per_second.iter().flatten().any(Option::is_some)).collect()
 }
 
 /// Computes what plans gain over each allocator, for each menu.

@@ -36,14 +36,14 @@ fn rows_equal_plans_made_one_by_one() {
     let results = all(&sweep, folder.path(), 2);
     assert_eq!(results.rows.len(), 24);
     let gpt = GptConfig { vocabulary: 64, layers: 4, heads: 2, width: 32, ..GptConfig::default() };
-    for (of, row) in sweep.configurations.iter().zip(&results.rows) {
-        let options = &of.step.as_ref().unwrap().options;
+    for (configuration, row) in sweep.configurations.iter().zip(&results.rows) {
+        let options = &configuration.step.as_ref().unwrap().options;
         let plan = |rank| crate::plan::step(|vb| Gpt::new(&gpt, vb), &options.clone().into(), rank);
         let Some(figures) = &row.figures else {
             // Eight sequences do not divide into three micro-batches, and `zbv` needs at least as many micro-batches as
             // ranks.
             assert_eq!(row.status, Status::Invalid);
-            assert_eq!(row.why.as_deref(), Some(&*plan(0).unwrap_err().to_string()), "{:?}", of.values);
+            assert_eq!(row.why.as_deref(), Some(&*plan(0).unwrap_err().to_string()), "{:?}", configuration.values);
             continue;
         };
         let plans: Vec<Executable> = (0..2).map(|rank| plan(rank).unwrap()).collect();
@@ -54,7 +54,7 @@ fn rows_equal_plans_made_one_by_one() {
             (&figures.live_bytes, &figures.arena_bytes, &figures.plans),
             (&live, &arenas, &hashes),
             "{:?}",
-            of.values
+            configuration.values
         );
         assert!(figures.at_least.iter().zip(&live).all(|(sure, live)| sure <= live), "{figures:?}");
         assert!(figures.reserved.values().all(|&bytes| bytes >= figures.live()));
@@ -72,13 +72,18 @@ fn fronts_are_those_of_all_plans() {
         assert_eq!(sweep.menus, ["all", "coarse"]);
         let folder = tempfile::tempdir().unwrap();
         let rows = all(&sweep, folder.path(), 1).rows;
-        let planned = rows.iter().filter(|row| row.figures.as_ref().is_some_and(|of| !of.plans.is_empty())).count();
+        let planned =
+            rows.iter().filter(|row| row.figures.as_ref().is_some_and(|figures| !figures.plans.is_empty())).count();
         let names = ["gapless", "pytorch", "pytorch-expandable", "gmlake", "stalloc"];
         let front = |name: &str, menu: usize| {
-            let bytes = |of: &Figures| if name == "gapless" { of.arena() } else { of.reserved.get(name).copied() };
-            let of_menu = sweep.configurations.iter().zip(&rows).filter(|(of, _)| of.menus.contains(&menu));
+            let bytes = |figures: &Figures| {
+                if name == "gapless" { figures.arena() } else { figures.reserved.get(name).copied() }
+            };
+            let of_menu =
+                sweep.configurations.iter().zip(&rows).filter(|(configuration, _)| configuration.menus.contains(&menu));
             let points = of_menu.filter_map(|(_, row)| row.figures.as_ref());
-            let mut points: Vec<(u64, u64)> = points.filter_map(|of| Some((of.nanoseconds, bytes(of)?))).collect();
+            let mut points: Vec<(u64, u64)> =
+                points.filter_map(|figures| Some((figures.nanoseconds, bytes(figures)?))).collect();
             points.sort_unstable();
             let mut least = u64::MAX;
             points.retain(|&(_, bytes)| {
@@ -116,12 +121,14 @@ fn rows_are_summed_up_by_allocator_and_budget() {
         figures.reserved = reserved.map(|bytes| ("pytorch".to_owned(), bytes)).into_iter().collect();
         figures.tokens_per_second = speed;
     }
-    let [of] = &fragmentation(&sweep, &rows)[..] else { panic!("one allocator") };
-    assert_eq!((of.allocator, of.configurations, of.planned, of.reduction), ("pytorch", 2, 0.0, 1.0));
-    assert!((of.mean - 0.3).abs() < 1e-12 && (of.most - 0.5).abs() < 1e-12, "{of:?}");
+    let [waste] = &fragmentation(&sweep, &rows)[..] else { panic!("one allocator") };
+    assert_eq!((waste.allocator, waste.configurations, waste.planned, waste.reduction), ("pytorch", 2, 0.0, 1.0));
+    assert!((waste.mean - 0.3).abs() < 1e-12 && (waste.most - 0.5).abs() < 1e-12, "{waste:?}");
     assert!(above_bound(&rows).is_empty());
     let throughput = throughput(&sweep, &rows);
-    let at = |budget: u64| throughput.iter().find(|of| of.budget == budget).map(|of| of.tokens_per_second[0].clone());
+    let at = |budget: u64| {
+        throughput.iter().find(|point| point.budget == budget).map(|point| point.tokens_per_second[0].clone())
+    };
     assert_eq!(at(592), None);
     assert_eq!(at(608), Some(vec![Some(2.0), None]));
     assert_eq!(at(912), Some(vec![Some(3.0), None]));
@@ -130,9 +137,9 @@ fn rows_are_summed_up_by_allocator_and_budget() {
     assert_eq!((gain.budgets, gain.only_planned), (0, 20));
     rows[1].figures.as_mut().unwrap().arena_bytes = vec![1080];
     assert_eq!(above_bound(&rows).len(), 1);
-    let [of] = &fragmentation(&sweep, &rows)[..] else { panic!("one allocator") };
+    let [waste] = &fragmentation(&sweep, &rows)[..] else { panic!("one allocator") };
     // The plan wastes 180 bytes where the allocator wastes 100, and 0 where it wastes 600.
-    assert!((of.reduction - (1.0 - 1.8 + 1.0) / 2.0).abs() < 1e-12, "{of:?}");
+    assert!((waste.reduction - (1.0 - 1.8 + 1.0) / 2.0).abs() < 1e-12, "{waste:?}");
 }
 
 #[test]
@@ -272,7 +279,7 @@ fn a_sketch_bounds_the_step() {
                 checked += 1;
             }
             let [sketched, whole] =
-                [step.timing_by(&sketch), step.timing(&programs)].map(|of| of.unwrap().nanoseconds());
+                [step.timing_by(&sketch), step.timing(&programs)].map(|timing| timing.unwrap().nanoseconds());
             assert!(sketched.abs_diff(whole) * 100 <= whole, "{text}: {sketched} ns, {whole}");
         }
     }

@@ -17,12 +17,12 @@ use gapless::models::{GptConfig, LlamaConfig, MoeConfig};
 pub use moe::Choice;
 
 /// A model with candle's variables.
-pub struct Twin {
-    model: Box<dyn Judge>,
+pub struct Reference {
+    model: Box<dyn ReferenceModel>,
     variables: VarMap,
 }
 
-impl Twin {
+impl Reference {
     /// Creates a GPT. Existing `variables` are used by name; missing ones are initialized as in GPT-2.
     pub fn gpt(config: &GptConfig, variables: VarMap, dtype: DType) -> Result<Self> {
         let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
@@ -75,7 +75,7 @@ impl Twin {
 }
 
 /// A model, with the additional results of a mixture of experts.
-trait Judge: Module {
+trait ReferenceModel: Module {
     /// The terms that training adds to the loss, as a scalar.
     fn training_loss(&self, _tokens: &Tensor) -> Result<Option<Tensor>> {
         Ok(None)
@@ -86,8 +86,8 @@ trait Judge: Module {
     }
 }
 
-impl Judge for gpt::Gpt {}
-impl Judge for llama::Llama {}
+impl ReferenceModel for gpt::Gpt {}
+impl ReferenceModel for llama::Llama {}
 
 /// Copies the current parameters of a trainer.
 pub fn variables_of(trainer: &Trainer, dtype: DType) -> gapless::Result<VarMap> {

@@ -11,7 +11,7 @@ use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::MoeConfig;
 
 use super::llama::{Attention, Mlp, rms_norm};
-use super::{Judge, WEIGHT, linear_no_bias};
+use super::{ReferenceModel, WEIGHT, linear_no_bias};
 
 /// The reference implementation of [`gapless::models::Moe`], without jitter.
 pub struct Moe {
@@ -71,7 +71,7 @@ impl Module for Moe {
     }
 }
 
-impl Judge for Moe {
+impl ReferenceModel for Moe {
     fn training_loss(&self, tokens: &Tensor) -> Result<Option<Tensor>> {
         let losses = self.hidden(tokens)?.1.into_iter().map(|(_, routed)| Ok(routed.loss));
         losses.reduce(|a, b| a? + b?).transpose()
@@ -168,9 +168,9 @@ impl Sparse {
             nn::Score::Sigmoid => (logits.neg()?.exp()? + 1.0)?.recip()?,
         };
         let choice = self.choose(&scores)?;
-        let mask = |of: &[bool]| {
-            let of: Vec<f64> = of.iter().map(|&chosen| f64::from(u8::from(chosen))).collect();
-            Tensor::from_vec(of, scores.shape(), scores.device())?.to_dtype(scores.dtype())
+        let mask = |chosen: &[bool]| {
+            let values: Vec<f64> = chosen.iter().map(|&chosen| f64::from(u8::from(chosen))).collect();
+            Tensor::from_vec(values, scores.shape(), scores.device())?.to_dtype(scores.dtype())
         };
         let mut weights = (&scores * mask(&choice.wanted)?)?;
         if router.renormalise && router.choice == nn::Choice::Tokens {
@@ -179,7 +179,7 @@ impl Sparse {
         let weights = ((weights * mask(&choice.kept)?)? * router.scale)?;
         let mut y = x.zeros_like()?;
         for expert in 0..router.experts {
-            let linear = |x: &Tensor, of: &Tensor| Linear::new(of.get(expert)?, None).forward(x);
+            let linear = |x: &Tensor, weights: &Tensor| Linear::new(weights.get(expert)?, None).forward(x);
             let hidden = (linear(x, &self.gate_proj)?.silu()? * linear(x, &self.up_proj)?)?;
             let weight = weights.narrow(2, expert, 1)?;
             y = (y + linear(&hidden, &self.down_proj)?.broadcast_mul(&weight)?)?;
@@ -252,7 +252,7 @@ impl Sparse {
             }
             choice.dropped += match router.choice {
                 nn::Choice::Tokens => wanted.iter().zip(&kept).filter(|(wanted, kept)| wanted != kept).count(),
-                nn::Choice::Experts => kept.chunks(experts).filter(|of| !of.contains(&true)).count(),
+                nn::Choice::Experts => kept.chunks(experts).filter(|flags| !flags.contains(&true)).count(),
             };
             choice.wanted.extend(wanted);
             choice.kept.extend(kept);
@@ -284,15 +284,15 @@ impl Choice {
     }
 
     /// Returns the `count` best elements (the first among equals) and the others.
-    fn best<T>(&mut self, mut of: Vec<T>, worth: impl Fn(&T) -> f64, count: usize) -> (Vec<T>, Vec<T>) {
-        of.sort_by(|a, b| worth(b).total_cmp(&worth(a)));
-        let others = of.split_off(count.min(of.len()));
-        if let (Some(last), Some(next)) = (of.last(), others.first()) {
+    fn best<T>(&mut self, mut items: Vec<T>, worth: impl Fn(&T) -> f64, count: usize) -> (Vec<T>, Vec<T>) {
+        items.sort_by(|a, b| worth(b).total_cmp(&worth(a)));
+        let others = items.split_off(count.min(items.len()));
+        if let (Some(last), Some(next)) = (items.last(), others.first()) {
             let margin = (worth(last) - worth(next)) / worth(last).abs();
             if margin > 0.0 {
                 self.margin = self.margin.min(margin);
             }
         }
-        (of, others)
+        (items, others)
     }
 }

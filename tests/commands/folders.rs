@@ -168,7 +168,8 @@ fn adapters_are_sampled_evaluated_and_merged() {
 /// The model has as many positions as its table. A longer prompt is refused rather than silently cut.
 #[test]
 fn prompts_longer_than_the_model_are_refused() {
-    let Some(gpt2) = gapless_testing::shared("hf/models/gpt2/checkpoint").filter(|folder| folder.is_dir()) else {
+    let Some(gpt2) = gapless_testing::next_to_repository("hf/models/gpt2/checkpoint").filter(|folder| folder.is_dir())
+    else {
         gapless_testing::not_checked("there is no ../shared/hf/models/gpt2");
         return;
     };

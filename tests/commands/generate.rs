@@ -25,7 +25,8 @@ pub fn error(arguments: &[&str]) -> String {
 
 /// A model with a tokenizer, if the larger collection is there.
 fn case() -> Option<PathBuf> {
-    let case = gapless_testing::shared("hf").map(|hf| hf.join("models/smollm")).filter(|case| case.exists());
+    let case =
+        gapless_testing::next_to_repository("hf").map(|hf| hf.join("models/smollm")).filter(|case| case.exists());
     if case.is_none() {
         gapless_testing::not_checked("there is no ../shared/hf/models/smollm");
     }

@@ -319,7 +319,7 @@ fn an_expert_rank_is_planned_with_its_reserve() {
         serde_json::from_slice(&output.stdout).unwrap()
     };
     let (worst, even) = (plan(&[]), plan(&["--routing", "1"]));
-    let number = |of: &serde_json::Value, name: &str| of[name].as_u64().unwrap();
+    let number = |object: &serde_json::Value, name: &str| object[name].as_u64().unwrap();
     for step in [&worst, &even] {
         let plan = number(step, "arena_bytes") - number(step, "reserve_bytes");
         assert_eq!(plan, number(step, "lower_bound_bytes"), "the plan is at its bound");
@@ -401,7 +401,7 @@ fn what_is_planned_of_a_folder_is_what_a_run_takes() {
             1 => vec![Trainer::new(|vb| config.model(vb), options.clone()).unwrap().report().arena_bytes],
             ranks => communicator::on_threads(ranks, |world| {
                 Ok(Trainer::builder(|vb| config.model(vb), options.clone())
-                    .on(world)
+                    .distributed(world)
                     .build()
                     .unwrap()
                     .report()

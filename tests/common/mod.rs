@@ -54,12 +54,12 @@ pub fn on_cpu() -> TrainOptions {
 
 /// A model, its options, and a batch per step.
 #[derive(Debug, Clone)]
-pub struct Run {
+pub struct TinyRun {
     pub kind: Kind,
     pub options: TrainOptions,
 }
 
-impl Default for Run {
+impl Default for TinyRun {
     fn default() -> Self {
         let (threads, planning) = (2, PLANNING);
         let options = TrainOptions {
@@ -94,7 +94,7 @@ pub const LATENT: (usize, usize) = (24, 6);
 /// Planning work for tests about computed results: planning the last thousandth of a small arena takes seconds.
 pub const PLANNING: u64 = 1 << 20;
 
-impl Run {
+impl TinyRun {
     pub fn trainer(&self) -> Trainer {
         self.rank(None)
     }
@@ -161,7 +161,7 @@ impl Run {
         let options = self.options.clone();
         match world {
             None => Trainer::new(build, options),
-            Some(world) => Trainer::builder(build, options).on(world).build(),
+            Some(world) => Trainer::builder(build, options).distributed(world).build(),
         }
     }
 

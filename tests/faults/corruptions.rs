@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 
 use gapless::engine::checkpoint::Checkpoint;
 
-use crate::{Budget, Draw, Judge, copy, two_steps};
+use crate::{Budget, Checker, Draw, copy, two_steps};
 
 /// Every file of a folder of checkpoints, with its contents.
 type Files = BTreeMap<PathBuf, Vec<u8>>;
 
 pub fn are_seen() {
-    let (template, mut judge) = (two_steps(), Judge::new());
+    let (template, mut judge) = (two_steps(), Checker::new());
     let originals = files(&template.path().join("checkpoints"));
     let work = tempfile::tempdir().unwrap();
     let dir = work.path().join("checkpoints");

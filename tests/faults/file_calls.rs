@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 
 use gapless_testing::not_checked;
 
-use crate::{Budget, Draw, Judge, copy, two_steps, victim_command};
+use crate::{Budget, Checker, Draw, copy, two_steps, victim_command};
 
 const ERRORS: [&str; 6] = ["EIO", "ENOSPC", "EACCES", "EMFILE", "EINTR", "EROFS"];
 
@@ -32,7 +32,7 @@ pub fn an_error_loses_nothing() {
 
 /// Injects each fault at each call, in random order, until the budget is used up.
 fn at_calls(budget: Budget, faults: &[String], is_allowed: impl Fn(&Output, &str) -> bool) {
-    let (template, mut judge, mut draw) = (two_steps(), Judge::new(), Draw::new());
+    let (template, mut judge, mut draw) = (two_steps(), Checker::new(), Draw::new());
     let Some(calls) = calls(template.path()) else { return };
     let with_faults = |call: Call| faults.iter().map(move |fault| (call.clone(), fault));
     let mut cases: Vec<(Call, &String)> = calls.into_iter().flat_map(with_faults).collect();

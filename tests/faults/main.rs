@@ -22,7 +22,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
-use common::{Run, VOCABULARY, on_cpu, parameters};
+use common::{TinyRun, VOCABULARY, on_cpu, parameters};
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::models::{Gpt, GptConfig};
 use gapless::run::{Console, RunFolder, Stop};
@@ -93,7 +93,7 @@ fn victim_command(dir: &Path, steps: u64) -> Command {
 }
 
 /// A model whose checkpoint has only a few kilobytes, and the run with its batches.
-fn tiny() -> (Run, Trainer) {
+fn tiny() -> (TinyRun, Trainer) {
     let options = TrainOptions {
         step: StepOptions {
             batch: 2,
@@ -105,7 +105,7 @@ fn tiny() -> (Run, Trainer) {
         seed: 7,
         ..on_cpu()
     };
-    let run = Run { options: options.clone(), ..Run::default() };
+    let run = TinyRun { options: options.clone(), ..TinyRun::default() };
     let config = GptConfig {
         vocabulary: VOCABULARY as usize,
         sequence: 8,
@@ -120,15 +120,15 @@ fn tiny() -> (Run, Trainer) {
 }
 
 /// Compares a resumed run with one that was never interrupted.
-struct Judge {
-    run: Run,
+struct Checker {
+    run: TinyRun,
     straight: Trainer,
     /// Parameters after each step.
     reference: Vec<Vec<(String, u64)>>,
     resumed: Trainer,
 }
 
-impl Judge {
+impl Checker {
     fn new() -> Self {
         let ((run, straight), (_, resumed)) = (tiny(), tiny());
         let reference = vec![parameters(&straight)];

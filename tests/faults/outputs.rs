@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use gapless_testing::not_checked;
 
-use crate::{Judge, victim_command};
+use crate::{Checker, victim_command};
 
 const STEPS: u64 = 3;
 
@@ -16,7 +16,7 @@ pub fn training_goes_on_unheard() {
     if !full.exists() {
         return not_checked("there is no /dev/full");
     }
-    let mut judge = Judge::new();
+    let mut judge = Checker::new();
     let mut check = |stdout: Stdio, stderr: Stdio, rows: Option<&Path>, words: &str| {
         let dir = tempfile::tempdir().unwrap();
         if let Some(rows) = rows {
@@ -41,7 +41,7 @@ pub fn a_full_disk_loses_nothing() {
     // The victim gets a file system of its own, which disappears with it.
     let script = r#"mount -t tmpfs -o "size=$3k" none "$0" || exit 99
 "$1" --victim "$0" 4; code=$?; cp -r "$0/." "$2"; exit $code"#;
-    let mut judge = Judge::new();
+    let mut judge = Checker::new();
     let mut codes = Vec::new();
     for kilobytes in [64, 128, 192, 4096] {
         let work = tempfile::tempdir().unwrap();
@@ -66,7 +66,7 @@ pub fn a_full_disk_loses_nothing() {
 
 /// Writes beyond the maximum file size fail like those to a full disk, and do not end the process silently.
 pub fn a_limit_of_file_sizes_loses_nothing() {
-    let mut judge = Judge::new();
+    let mut judge = Checker::new();
     let mut codes = Vec::new();
     for blocks in [8, 16, 4096] {
         let dir = tempfile::tempdir().unwrap();

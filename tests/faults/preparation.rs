@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use gapless::engine::data::VocabularyChoice;
 use gapless::{DataOptions, Dataset, Source};
-use gapless_testing::may_take_long;
+use gapless_testing::slow_tests_enabled;
 
 use crate::Draw;
 
@@ -28,7 +28,7 @@ fn progress(cache: &Path) -> Option<String> {
 }
 
 pub fn a_kill_loses_nothing() {
-    if !may_take_long() {
+    if !slow_tests_enabled() {
         return;
     }
     let (dir, mut draw) = (tempfile::tempdir().unwrap(), Draw::new());

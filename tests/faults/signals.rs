@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use gapless_testing::not_checked;
 
-use crate::{Budget, Draw, Judge, victim_command};
+use crate::{Budget, Checker, Draw, victim_command};
 
 const SIGNALS: [(&str, i32); 5] = [("INT", 2), ("TERM", 15), ("HUP", 1), ("XCPU", 24), ("KILL", 9)];
 
@@ -40,7 +40,7 @@ fn heard_signals() -> Vec<(&'static str, i32)> {
 }
 
 pub fn save_and_are_told() {
-    let (budget, mut draw, mut judge) = (Budget::new(12, 10), Draw::new(), Judge::new());
+    let (budget, mut draw, mut judge) = (Budget::new(12, 10), Draw::new(), Checker::new());
     let signals = heard_signals();
     let mut case = 0;
     while budget.allows(case) {
@@ -77,7 +77,7 @@ pub fn a_second_run_is_refused() {
     // The lock is released when its owner dies.
     first.kill().unwrap();
     first.wait().unwrap();
-    let saved = Judge::new().resumes(dir.path());
+    let saved = Checker::new().resumes(dir.path());
     let third = victim_command(dir.path(), saved + 1).output().unwrap();
     assert!(third.status.success(), "{third:?}");
 }

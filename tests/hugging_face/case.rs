@@ -45,8 +45,8 @@ impl Case {
     }
 
     /// The rounding error of f32 itself in this case, for the named result.
-    pub fn noise(&self, of: &str) -> f64 {
-        self.about["noise_f32_against_f64"][of].as_f64().unwrap_or(0.0)
+    pub fn noise(&self, name: &str) -> f64 {
+        self.about["noise_f32_against_f64"][name].as_f64().unwrap_or(0.0)
     }
 }
 

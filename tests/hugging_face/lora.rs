@@ -51,12 +51,12 @@ impl Case {
     }
 
     /// Expected tensors whose keys begin with `prefix`, by the rest of the key.
-    fn of<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a Tensor)> {
+    fn expected_under<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a Tensor)> {
         self.expected.iter().filter_map(move |(key, tensor)| Some((key.strip_prefix(prefix)?, tensor)))
     }
 
-    fn noise(&self, of: &str) -> f64 {
-        self.about["noise_f32_against_f64"][of].as_f64().unwrap_or(0.0)
+    fn noise(&self, name: &str) -> f64 {
+        self.about["noise_f32_against_f64"][name].as_f64().unwrap_or(0.0)
     }
 }
 
@@ -89,7 +89,7 @@ fn what_peft_computes() {
         let (mut losses, mut gradients) = (Vec::new(), 0.0f64);
         for step in 0..3 {
             losses.push(f64::from(trainer.step(&tokens, &targets).unwrap().loss));
-            for (stored, expected) in case.of("grad.").filter(|_| step == 0) {
+            for (stored, expected) in case.expected_under("grad.").filter(|_| step == 0) {
                 let found = trainer.gradient(parameter(stored)).unwrap();
                 gradients = gradients.max(relative(&values(&found), &values(expected)));
             }
@@ -99,7 +99,7 @@ fn what_peft_computes() {
         let off = losses.iter().zip(values(&case.expected["losses"])).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         assert!(off <= LOSS, "{}: losses {losses:?}", case.name);
         let mut parameters = 0.0f64;
-        for (stored, expected) in case.of("param_after.") {
+        for (stored, expected) in case.expected_under("param_after.") {
             let found = trainer.tensor(parameter(stored)).unwrap();
             parameters = parameters.max(root_mean_square(&values(&found), &values(expected)));
         }
@@ -178,7 +178,7 @@ fn a_merged_folder_is_the_base_with_the_adapter_added() {
         };
         let (before, after) = (read(&case.folder.join("base")), read(&out));
         assert!(before.keys().eq(after.keys()));
-        let expected: HashMap<&str, &Tensor> = case.of("merged.").collect();
+        let expected: HashMap<&str, &Tensor> = case.expected_under("merged.").collect();
         assert!(!expected.is_empty());
         for (name, tensor) in &before {
             match expected.get(name.as_str()) {

@@ -21,7 +21,7 @@ fn roots() -> Vec<PathBuf> {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf");
     let others = match std::env::var_os("GAPLESS_HF") {
         Some(folder) => Some(PathBuf::from(folder)),
-        None => gapless_testing::shared("hf"),
+        None => gapless_testing::next_to_repository("hf"),
     };
     [own].into_iter().chain(others).collect()
 }

@@ -108,12 +108,12 @@ fn train(case: &Case, mut trainer: Trainer, worst: &mut Worst) {
         losses.push(f64::from(trainer.step(&tokens, &targets).unwrap().loss));
         if step == 0 {
             let limit = GRADIENT.max(5.0 * case.noise("grad"));
-            worst.gradients = judge(case, ["grad.", "grad_row_dot.", "grad_norm"], limit, relative, |name| {
+            worst.gradients = check(case, ["grad.", "grad_row_dot.", "grad_norm"], limit, relative, |name| {
                 on_disk(name, |parameter| trainer.gradient(parameter))
             });
         }
     }
-    worst.parameters = judge(
+    worst.parameters = check(
         case,
         ["param_after.", "param_row_dot_after.", "param_norm_after"],
         PARAMETERS,
@@ -128,7 +128,7 @@ fn train(case: &Case, mut trainer: Trainer, worst: &mut Worst) {
 }
 
 /// Compares whole tensors, rows of large tensors, and the norms of all tensors.
-fn judge(
+fn check(
     case: &Case,
     [whole, rows, norms]: [&str; 3],
     limit: f64,

@@ -196,7 +196,7 @@ fn windows_are_those_of_transformers() {
 /// Published files can be read. Those next to the repository are read if they exist.
 #[test]
 fn published_files_are_read() {
-    let Some(folder) = gapless_testing::shared("cases/configs").filter(|folder| folder.is_dir()) else {
+    let Some(folder) = gapless_testing::next_to_repository("cases/configs").filter(|folder| folder.is_dir()) else {
         gapless_testing::not_checked("there is no ../shared/cases/configs");
         return;
     };

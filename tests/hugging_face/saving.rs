@@ -72,7 +72,7 @@ fn shards_of_a_given_size_hold_the_same() {
         let files: std::collections::BTreeSet<&str> = saved.values().map(|(file, _)| file.as_str()).collect();
         assert!(files.len() > 1 && out.join("model.safetensors.index.json").exists(), "{}: {files:?}", case.name);
         for file in files {
-            let of_file = saved.values().filter(|(of, _)| of == file).map(|(_, tensor)| tensor);
+            let of_file = saved.values().filter(|(stored_in, _)| stored_in == file).map(|(_, tensor)| tensor);
             let sizes: Vec<usize> =
                 of_file.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).collect();
             assert!(sizes.len() == 1 || sizes.iter().sum::<usize>() <= most as usize, "{}: {file}", case.name);

@@ -10,7 +10,7 @@ mod candle;
 mod mixtures;
 mod verdict;
 
-use candle::{Twin, ids, variables_of};
+use candle::{Reference, ids, variables_of};
 use candle_core::DType;
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use gapless::engine::optim::AdamW as Rule;
@@ -83,12 +83,12 @@ impl Config {
     }
 
     /// The reference implementation with the trainer's current parameters.
-    fn twin(&self, trainer: &Trainer) -> Result<Twin> {
+    fn twin(&self, trainer: &Trainer) -> Result<Reference> {
         let variables = variables_of(trainer, DType::F64)?;
         Ok(match self {
-            Self::Gpt(config) => Twin::gpt(config, variables, DType::F64)?,
-            Self::Llama(config) => Twin::llama(config, variables, DType::F64)?,
-            Self::Moe(config) => Twin::moe(config, variables, DType::F64)?,
+            Self::Gpt(config) => Reference::gpt(config, variables, DType::F64)?,
+            Self::Llama(config) => Reference::llama(config, variables, DType::F64)?,
+            Self::Moe(config) => Reference::moe(config, variables, DType::F64)?,
         })
     }
 
@@ -239,7 +239,7 @@ fn training_steps_are_those_of_candle() -> Result {
 }
 
 /// Two optimizers, as in our rule: one for matrices, and one without weight decay for vectors.
-fn optimizers(twin: &Twin, rule: Rule, lr: f64) -> Result<[AdamW; 2]> {
+fn optimizers(twin: &Reference, rule: Rule, lr: f64) -> Result<[AdamW; 2]> {
     let (matrices, vectors): (Vec<_>, Vec<_>) =
         twin.variables().into_iter().map(|(_, variable)| variable).partition(|variable| variable.rank() >= 2);
     let decayed =
@@ -249,7 +249,7 @@ fn optimizers(twin: &Twin, rule: Rule, lr: f64) -> Result<[AdamW; 2]> {
 }
 
 /// Scales all gradients down to a global norm, if theirs is larger.
-fn clip(twin: &Twin, gradients: &mut candle_core::backprop::GradStore, max_norm: f64) -> Result {
+fn clip(twin: &Reference, gradients: &mut candle_core::backprop::GradStore, max_norm: f64) -> Result {
     let mut variables = twin.variables();
     variables.retain(|(name, _)| !name.ends_with(LOAD_BIAS));
     let mut squares = 0.0;

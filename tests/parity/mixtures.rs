@@ -7,7 +7,7 @@ use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::{LlamaConfig, MoeConfig, MoeStyle};
 use gapless_testing::in_turn;
 
-use crate::candle::{Choice, Twin, ids};
+use crate::candle::{Choice, Reference, ids};
 use crate::verdict::Verdict;
 use crate::{BATCH, Config, Result, options};
 
@@ -61,7 +61,12 @@ pub const LOAD_BIAS: &str = ".e_score_correction_bias";
 
 /// Checks that the engine made the same choices in f32 as the reference in f64. Choices are not continuous, so nothing
 /// else can be compared otherwise.
-pub fn expect_choices(twin: &Twin, trainer: &Trainer, tokens: &Tensor, place: &str) -> Result<Vec<(String, Choice)>> {
+pub fn expect_choices(
+    twin: &Reference,
+    trainer: &Trainer,
+    tokens: &Tensor,
+    place: &str,
+) -> Result<Vec<(String, Choice)>> {
     let choices = decided_choices(twin, tokens, place)?;
     for (gate, choice) in &choices {
         let watched = |what: &str| -> Result<Vec<f32>> {
@@ -82,7 +87,7 @@ pub fn expect_choices(twin: &Twin, trainer: &Trainer, tokens: &Tensor, place: &s
 }
 
 /// The choices of the reference. Scores have relative errors of about 1e-7, so no choice may have a smaller margin.
-pub fn decided_choices(twin: &Twin, tokens: &Tensor, place: &str) -> Result<Vec<(String, Choice)>> {
+pub fn decided_choices(twin: &Reference, tokens: &Tensor, place: &str) -> Result<Vec<(String, Choice)>> {
     let choices = twin.choices(tokens)?;
     for (gate, Choice { margin, .. }) in &choices {
         assert!(*margin > 1e-6, "{gate} of {place} chooses by {margin:.1e}: take other numbers");
@@ -91,7 +96,7 @@ pub fn decided_choices(twin: &Twin, tokens: &Tensor, place: &str) -> Result<Vec<
 }
 
 /// Updates the routers' biases (Wang et al., arXiv 2408.15664, algorithm 1).
-pub fn balance(twin: &Twin, choices: &[(String, Choice)], rate: f64) -> Result {
+pub fn balance(twin: &Reference, choices: &[(String, Choice)], rate: f64) -> Result {
     for (name, variable) in twin.variables() {
         let Some(gate) = name.strip_suffix(LOAD_BIAS) else { continue };
         let (_, Choice { load, .. }) = choices.iter().find(|choice| choice.0 == gate).expect("every gate chooses");

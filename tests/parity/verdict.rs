@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use gapless::{StepReport, Trainer};
 
-use crate::candle::{Twin, ids};
+use crate::candle::{Reference, ids};
 use crate::mixtures::{LOAD_BIAS, expect_choices};
 use crate::{BATCH, Result};
 
@@ -39,7 +39,7 @@ impl Verdict {
         &mut self,
         trainer: &Trainer,
         report: StepReport,
-        twin: &Twin,
+        twin: &Reference,
         (tokens, targets): (&[u32], &[u32]),
         place: &str,
     ) -> Result {

@@ -10,7 +10,7 @@ mod common;
 
 use std::fmt::Write;
 
-use common::{Kind, Run, on_cpu};
+use common::{Kind, TinyRun, on_cpu};
 use gapless::engine::compile::Executable;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::VarBuilder;
@@ -20,15 +20,15 @@ use gapless::{
 };
 
 /// The run of the other tests, with enough planning work that heights show the planner's quality.
-fn run() -> Run {
-    Run {
+fn run() -> TinyRun {
+    TinyRun {
         kind: Kind::Gpt,
         options: TrainOptions {
             step: StepOptions {
-                memory: MemoryOptions { planning: 1 << 23, ..Run::default().options.step.memory },
-                ..Run::default().options.step
+                memory: MemoryOptions { planning: 1 << 23, ..TinyRun::default().options.step.memory },
+                ..TinyRun::default().options.step
             },
-            ..Run::default().options
+            ..TinyRun::default().options
         },
     }
 }
@@ -109,14 +109,14 @@ fn default_run() {
     let options =
         TrainOptions { step: StepOptions { batch: 8, sequence: 256, ..on_cpu().step }, threads: 2, ..on_cpu() };
     let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options.clone()).unwrap();
-    let run = Run { kind: Kind::Gpt, options };
+    let run = TinyRun { kind: Kind::Gpt, options };
     let outcome = run.go_on(&mut trainer, 2);
     stepped(&mut rows, "default train_gpt", &trainer.report(), &outcome);
     expect("default", &rows);
 }
 
 /// Appends the rows of every rank of a mesh.
-fn on_ranks(rows: &mut String, name: &str, run: &Run) {
+fn on_ranks(rows: &mut String, name: &str, run: &TinyRun) {
     let ranks = run.on_ranks(|mut trainer| {
         let outcome = run.go_on(&mut trainer, 2);
         (trainer.report(), outcome)
@@ -143,7 +143,7 @@ fn schedules() {
             threads: 1,
             ..options
         };
-        on_ranks(&mut rows, &format!("schedule {name}"), &Run { kind: Kind::Gpt, options });
+        on_ranks(&mut rows, &format!("schedule {name}"), &TinyRun { kind: Kind::Gpt, options });
     }
     expect("schedule", &rows);
 }
@@ -152,7 +152,7 @@ fn schedules() {
 fn mixtures() {
     let mut rows = String::new();
     for kind in Kind::MOE.into_iter().chain([Kind::Llama]) {
-        let run = Run { kind, ..run() };
+        let run = TinyRun { kind, ..run() };
         let mut trainer = run.trainer();
         let outcome = run.go_on(&mut trainer, 2);
         stepped(&mut rows, &format!("mixture {kind:?}"), &trainer.report(), &outcome);
@@ -160,28 +160,28 @@ fn mixtures() {
     for style in [MoeStyle::Mixtral, MoeStyle::DeepSeek] {
         let mesh = Mesh { expert: 2, ..Mesh::default() };
         let options = TrainOptions { step: StepOptions { mesh, ..options().step }, threads: 1, ..options() };
-        on_ranks(&mut rows, &format!("mixture expert-ranks {style:?}"), &Run { kind: Kind::Moe(style), options });
+        on_ranks(&mut rows, &format!("mixture expert-ranks {style:?}"), &TinyRun { kind: Kind::Moe(style), options });
     }
     let options = TrainOptions {
         step: StepOptions { mesh: Mesh { data: 2, ..Mesh::default() }, ..options().step },
         threads: 1,
         ..options()
     };
-    on_ranks(&mut rows, "mixture data-ranks Gpt", &Run { kind: Kind::Gpt, options });
+    on_ranks(&mut rows, "mixture data-ranks Gpt", &TinyRun { kind: Kind::Gpt, options });
     expect("mixture", &rows);
 }
 
 #[test]
 fn budgets() {
     let mut rows = String::new();
-    let whole = Run {
+    let whole = TinyRun {
         options: TrainOptions { step: StepOptions { micro_batches: 2, ..options().step }, ..options() },
         ..run()
     };
     let all = whole.trainer().report().arena_bytes;
     for percent in [95, 90, 85] {
         let budget = Some(all * percent / 100);
-        let run = Run {
+        let run = TinyRun {
             options: TrainOptions {
                 step: StepOptions {
                     memory: MemoryOptions { budget, ..whole.options.step.memory.clone() },

@@ -91,7 +91,8 @@ fn the_validation_loss_does_not_depend_on_the_batch() {
             ..options(24, documents)
         };
         let on_ranks = |world| {
-            let mut trainer = Trainer::builder(|vb| Llama::new(&llama(), vb), ranks.clone()).on(world).build()?;
+            let mut trainer =
+                Trainer::builder(|vb| Llama::new(&llama(), vb), ranks.clone()).distributed(world).build()?;
             Ok(validation_loss(&mut trainer, &windows).unwrap())
         };
         communicator::on_threads(2, on_ranks).unwrap().into_iter().for_each(|loss| expect("on ranks", loss));

@@ -14,7 +14,7 @@ const GPT: &str = "[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16";
 fn reserved(config: &RunConfig, vocabulary: usize) -> Vec<Report> {
     let (architecture, options) = (config.model(vocabulary).architecture().unwrap(), config.options());
     on_threads(options.step.mesh.ranks().unwrap(), |world| {
-        let trainer = Trainer::builder(|vb| architecture.model(vb), options.clone()).on(world).build()?;
+        let trainer = Trainer::builder(|vb| architecture.model(vb), options.clone()).distributed(world).build()?;
         Ok::<_, TrainError>(trainer.report().clone())
     })
     .unwrap()
@@ -66,18 +66,19 @@ fn a_plan_is_what_the_run_reserves() {
     ] {
         let text = TINY.replace(GPT, model).replace(bytes, vocabulary).replace("steps = 4", "steps = 1");
         let assignments: Vec<String> = assignments.iter().map(|&assignment| assignment.to_owned()).collect();
-        let of = format!("{model}\n{vocabulary} {assignments:?}");
-        let config = RunConfig::read(&place.file(&text), &assignments).unwrap_or_else(|error| panic!("{of}: {error}"));
-        let planned = config.plan().unwrap_or_else(|error| panic!("{of}: {error}"));
+        let case = format!("{model}\n{vocabulary} {assignments:?}");
+        let config =
+            RunConfig::read(&place.file(&text), &assignments).unwrap_or_else(|error| panic!("{case}: {error}"));
+        let planned = config.plan().unwrap_or_else(|error| panic!("{case}: {error}"));
         let out = tempfile::tempdir().unwrap();
         let run = train(&config, &out.path().join("run"), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
-        assert_eq!((planned[0].arena_bytes, &planned[0].plan_hash), (run.arena_bytes, &run.plan_hash), "{of}");
+        assert_eq!((planned[0].arena_bytes, &planned[0].plan_hash), (run.arena_bytes, &run.plan_hash), "{case}");
         let size = config.dataset().unwrap().vocabulary().size();
         let figures = |report: &Report| (report.arena_bytes, report.host_bytes, report.plan_hash.clone());
         assert_eq!(
             planned.iter().map(figures).collect::<Vec<_>>(),
             reserved(&config, size).iter().map(figures).collect::<Vec<_>>(),
-            "{of}"
+            "{case}"
         );
     }
 }
@@ -144,9 +145,9 @@ fn the_command_plans_a_file() {
     let config = RunConfig::read_without_data(Some(file.as_ref()), &[]).unwrap();
     let [of_run] = &config.plan().unwrap()[..] else { panic!("one rank") };
     // All places of the output show the same numbers and the same plan.
-    for of in [&one, &one["ranks"][0]] {
+    for figures in [&one, &one["ranks"][0]] {
         assert_eq!(
-            (&of["arena_bytes"], &of["plan_hash"]),
+            (&figures["arena_bytes"], &figures["plan_hash"]),
             (&of_run.arena_bytes.into(), &of_run.plan_hash.clone().into())
         );
     }

@@ -156,19 +156,19 @@ fn the_reference_is_that_of_the_types() {
 #[test]
 fn the_schema_names_the_keys_that_are_read() {
     let schema = RunConfig::schema();
-    for (name, of) in [
+    for (name, object) in [
         ("", &schema),
         ("data.", &schema["$defs"]["DataConfig"]),
         ("step.", &schema["$defs"]["StepOptions"]),
         ("memory.", &schema["$defs"]["MemoryOptions"]),
     ] {
-        assert_eq!(of["additionalProperties"], false);
+        assert_eq!(object["additionalProperties"], false);
         let wrong = format!("{name}nonsense=1");
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run.toml");
         std::fs::write(&path, "[model.gpt]\n[data]\npath = \"x\"\n").unwrap();
         let error = RunConfig::read(&path, &[wrong]).unwrap_err().to_string();
-        for key in of["properties"].as_object().unwrap().keys() {
+        for key in object["properties"].as_object().unwrap().keys() {
             assert!(error.contains(&format!("`{key}`")), "{key} is in the schema, but: {error}");
         }
     }

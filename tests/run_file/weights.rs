@@ -110,13 +110,13 @@ fn what_was_trained_continues_texts_and_is_measured() {
         train(&config, &place.path().join(name), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
         let samples = std::fs::read_to_string(place.path().join(name).join("samples.txt")).unwrap();
         let (second, last) = samples.strip_prefix("=== step 2\n").unwrap().split_once("=== step 4\n").unwrap();
-        for (of, expected) in [(name.to_owned(), last), (format!("{name}/checkpoints/step-00000002"), second)] {
-            let asked = ["sample", &of, "--prompt", "to be", "--tokens", "4", "--seed", "3", "--ignore-eos"];
+        for (folder, expected) in [(name.to_owned(), last), (format!("{name}/checkpoints/step-00000002"), second)] {
+            let asked = ["sample", &folder, "--prompt", "to be", "--tokens", "4", "--seed", "3", "--ignore-eos"];
             let output = place.gapless(&asked);
             // The printed text has no end-of-text tokens, and an incomplete character is printed as a replacement
             // character.
             let bare = |text: &str| text.replace('\0', "").trim_end_matches(['\u{fffd}', '\n']).to_owned();
-            assert_eq!(bare(&String::from_utf8_lossy(&output.stdout)), bare(expected), "{of}: {output:?}");
+            assert_eq!(bare(&String::from_utf8_lossy(&output.stdout)), bare(expected), "{folder}: {output:?}");
         }
         let dataset = config.dataset().unwrap();
         let windows = dataset.validation(16, usize::MAX).unwrap().unwrap();

@@ -58,19 +58,19 @@ impl Model for Unusual {
 
 /// The same model with a head without a bias, optionally fused with its loss. The head's weight is computed and tied.
 struct Headed {
-    of: Unusual,
+    model: Unusual,
     fused: bool,
 }
 
 impl Model for Headed {
     fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
-        self.of.hidden(tokens)?.linear(&self.of.head()?, None)
+        self.model.hidden(tokens)?.linear(&self.model.head()?, None)
     }
 
     fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
         match self.fused {
             false => self.forward(tokens, train)?.cross_entropy(targets)?.mean_all(),
-            true => self.of.hidden(tokens)?.linear_cross_entropy(&self.of.head()?, targets)?.mean_all(),
+            true => self.model.hidden(tokens)?.linear_cross_entropy(&self.model.head()?, targets)?.mean_all(),
         }
     }
 }
@@ -114,7 +114,7 @@ fn any_cut_of_the_batch_gives_the_same_gradients() {
 
 #[test]
 fn a_head_fused_with_its_loss_gives_the_gradients_of_the_pair() {
-    let headed = |fused| move |vb: VarBuilder| Ok(Headed { of: Unusual::new(vb)?, fused });
+    let headed = |fused| move |vb: VarBuilder| Ok(Headed { model: Unusual::new(vb)?, fused });
     let pair = gradients(headed(false), 1);
     for micro_batches in [1, 2, 4] {
         let name = format!("fused, {micro_batches} micro-batches");

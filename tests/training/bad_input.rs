@@ -4,7 +4,7 @@ use gapless::engine::compile::Error as CompileError;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::{Mesh, StepOptions, TrainError, TrainOptions, Trainer, communicator};
 
-use crate::common::{Run, on_cpu, parameters};
+use crate::common::{TinyRun, on_cpu, parameters};
 
 fn small() -> GptConfig {
     GptConfig { vocabulary: 50, sequence: 16, layers: 1, heads: 2, width: 16, dropout: 0.0, ..GptConfig::default() }
@@ -57,7 +57,7 @@ fn a_tensor_of_another_rank_says_which_has_it() {
     let options = TrainOptions { step: StepOptions { mesh, micro_batches: 2, ..options().step }, ..options() };
     let config = GptConfig { layers: 2, ..small() };
     let messages = communicator::on_threads(2, |world| {
-        let trainer = Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).on(world).build()?;
+        let trainer = Trainer::builder(|vb| Gpt::new(&config, vb), options.clone()).distributed(world).build()?;
         let told = ["h.0.ln_1.weight", "ln_f.weight", "none"]
             .map(|name| trainer.tensor(name).err().map(|error| error.to_string()));
         Ok(told)
@@ -93,7 +93,7 @@ fn an_arena_larger_than_the_machine_is_refused_before_it_is_touched() {
 
 #[test]
 fn batches_that_do_not_fit() {
-    let run = Run::default();
+    let run = TinyRun::default();
     let mut trainer = run.trainer();
     let (tokens, targets) = run.batch(0);
     assert!(matches!(trainer.step(&tokens[1..], &targets), Err(TrainError::ElementCount { .. })));
@@ -110,7 +110,7 @@ fn batches_that_do_not_fit() {
 
 #[test]
 fn a_non_finite_loss_stops_names_its_source_and_leaves_the_model_alone() {
-    let run = Run::default();
+    let run = TinyRun::default();
     let mut trainer = run.trainer();
     run.step(&mut trainer);
     let name = "h.1.mlp.c_fc.weight";

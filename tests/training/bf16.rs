@@ -9,7 +9,7 @@ use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, MoeStyle};
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
 use gapless::{DType, Layers, Mesh, Model, Precision, Recompute, Result, StepOptions, Tensor, TrainOptions};
 
-use crate::common::{Kind, Run, VOCABULARY, on_cpu};
+use crate::common::{Kind, TinyRun, VOCABULARY, on_cpu};
 
 fn options(precision: Precision, mesh: Mesh) -> TrainOptions {
     TrainOptions {
@@ -118,8 +118,8 @@ fn masters_take_what_they_are_said_to() {
 }
 
 /// A small run of a model in bf16.
-fn run(kind: Kind) -> Run {
-    let mut run = Run { kind, ..Run::default() };
+fn run(kind: Kind) -> TinyRun {
+    let mut run = TinyRun { kind, ..TinyRun::default() };
     run.options.step.precision = Precision::Bf16;
     run
 }

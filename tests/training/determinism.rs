@@ -1,11 +1,11 @@
 //! Results do not depend on the number of threads, the micro-batches, or the contents of dead memory.
 
-use crate::common::{Kind, Run};
+use crate::common::{Kind, TinyRun};
 
-fn check(name: &str, change: impl Fn(&mut Run)) {
+fn check(name: &str, change: impl Fn(&mut TinyRun)) {
     for kind in Kind::all() {
-        let plain = Run { kind, ..Run::default() }.steps(4);
-        let mut run = Run { kind, ..Run::default() };
+        let plain = TinyRun { kind, ..TinyRun::default() }.steps(4);
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         change(&mut run);
         assert_eq!(plain, run.steps(4), "{name}, {kind:?}: bits of losses, gradient norms or parameters differ");
     }
@@ -39,8 +39,8 @@ fn nan_in_every_dead_range_changes_nothing() {
 /// Checks that the two tests above can fail: another seed must give different results.
 #[test]
 fn another_seed_gives_other_bits() {
-    let plain = Run::default().steps(2);
-    let mut run = Run::default();
+    let plain = TinyRun::default().steps(2);
+    let mut run = TinyRun::default();
     run.options.seed += 1;
     assert_ne!(plain, run.steps(2));
 }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use gapless::{Layers, Recompute};
 
-use crate::common::{Kind, PLANNING, Run, VOCABULARY, on_cpu};
+use crate::common::{Kind, PLANNING, TinyRun, VOCABULARY, on_cpu};
 
 /// Lengths of the documents in each sequence, in tokens.
 const LENGTHS: [&[usize]; 2] = [&[5, 1, 10], &[9, 7]];
@@ -162,8 +162,8 @@ fn a_document_changes_no_bit_of_others() {
     }
 }
 
-fn run(kind: Kind) -> Run {
-    let mut run = Run { kind, ..Run::default() };
+fn run(kind: Kind) -> TinyRun {
+    let mut run = TinyRun { kind, ..TinyRun::default() };
     run.options.step.documents = true;
     run
 }

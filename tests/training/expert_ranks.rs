@@ -146,7 +146,7 @@ fn merge(outcomes: Vec<Outcome>, mesh: Mesh) -> Outcome {
 fn run(config: &MoeConfig, options: TrainOptions, steps: u64) -> Outcome {
     let mesh = options.step.mesh;
     let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).on(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).distributed(world).build()?;
         Ok(outcome(&mut trainer, steps))
     });
     merge(ranks.unwrap(), mesh)
@@ -303,13 +303,13 @@ fn a_checkpoint_of_one_layout_of_experts_resumes_on_another() {
     ] {
         let dir = tempfile::tempdir().unwrap();
         let straight = communicator::on_threads(from.ranks().unwrap(), |world| {
-            let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options(from)).on(world).build()?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options(from)).distributed(world).build()?;
             outcome(&mut trainer, 2);
             trainer.save(dir.path(), serde_json::Value::Null).unwrap();
             Ok(outcome(&mut trainer, 2))
         });
         let resumed = communicator::on_threads(to.ranks().unwrap(), |world| {
-            let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options(to)).on(world).build()?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options(to)).distributed(world).build()?;
             trainer.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
             Ok(outcome(&mut trainer, 2))
         });
@@ -323,7 +323,8 @@ fn budgets_count_the_rows_that_ranks_receive() {
     let (_, config) = &styles()[0];
     let on = |options: TrainOptions| {
         let ranks = communicator::on_threads(2, |world| {
-            let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).on(world).build()?;
+            let mut trainer =
+                Trainer::builder(|vb| Moe::new(config, vb), options.clone()).distributed(world).build()?;
             let report = trainer.report();
             Ok((report.arena_bytes, report.reserve_bytes, outcome(&mut trainer, 2)))
         });
@@ -378,7 +379,7 @@ impl Model for Mismatched {
         let x = self.embed.forward(tokens)?;
         let routing = self.gate.forward(&x, train)?;
         let exchange = routing.exchange(self.ranks)?;
-        let echo = routing.combine(&exchange.give_back(&exchange.receive(&routing.dispatch(&x)?)?)?)?;
+        let echo = routing.combine(&exchange.send_back(&exchange.receive(&routing.dispatch(&x)?)?)?)?;
         self.experts.forward(&x, &routing)?.add(&echo)?.linear(self.embed.embeddings(), None)
     }
 }
@@ -397,7 +398,7 @@ fn layers_that_do_not_go_together_are_refused() {
         };
         let errors = communicator::on_threads(2, |world| {
             let (tokens, targets) = batch(0);
-            let trainer = Trainer::builder(build, options(mesh(1, 1, 2))).on(world).build();
+            let trainer = Trainer::builder(build, options(mesh(1, 1, 2))).distributed(world).build();
             Ok(trainer.and_then(|mut trainer| trainer.step(&tokens, &targets)).err().map(|error| error.to_string()))
         });
         errors.unwrap().swap_remove(0)
@@ -419,7 +420,7 @@ fn experts_that_ranks_cannot_share_are_refused() {
             |vb| Moe::new(config, vb),
             TrainOptions { step: StepOptions { micro_batches: 1, ..options.step }, ..options },
         )
-        .on(world)
+        .distributed(world)
         .build();
         Ok(trainer.err().map(|error| error.to_string()))
     });

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use gapless::models::MoeStyle;
 use gapless::{DType, GenerateOptions, Generation, NextToken, Sampling, Trainer};
 
-use crate::common::{Kind, Run};
+use crate::common::{Kind, TinyRun};
 
 /// Models in which the expert of a token does not depend on other tokens.
 const KINDS: [Kind; 6] = [
@@ -17,8 +17,8 @@ const KINDS: [Kind; 6] = [
     Kind::Latent,
 ];
 
-fn run(kind: Kind, generation: Option<Generation>) -> Run {
-    let mut run = Run { kind, ..Run::default() };
+fn run(kind: Kind, generation: Option<Generation>) -> TinyRun {
+    let mut run = TinyRun { kind, ..TinyRun::default() };
     run.options.step.generation = generation;
     run
 }

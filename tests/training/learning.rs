@@ -3,10 +3,10 @@
 use gapless::engine::Numbers;
 use gapless::engine::learning_rate::{LearningRate, Shape};
 
-use crate::common::{Run, VOCABULARY};
+use crate::common::{TinyRun, VOCABULARY};
 
 /// A walk over the vocabulary with a random step one time in ten. A model that has learned it has a loss of about 0.7.
-pub fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
+pub fn walk(run: &TinyRun, step: u64) -> (Vec<u32>, Vec<u32>) {
     let numbers = Numbers::from_seed(step);
     let count = run.options.step.batch * run.options.step.sequence;
     let mut ids = vec![step as u32 % VOCABULARY];
@@ -22,12 +22,12 @@ pub fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
 pub const PEAK: f64 = 3e-3;
 
 /// Mean losses of the first and the last ten of 200 steps.
-pub fn learn(run: Run) -> [f32; 2] {
+pub fn learn(run: TinyRun) -> [f32; 2] {
     learn_at(run, PEAK)
 }
 
 /// Like [`learn`], with another learning rate.
-pub fn learn_at(mut run: Run, peak: f64) -> [f32; 2] {
+pub fn learn_at(mut run: TinyRun, peak: f64) -> [f32; 2] {
     const STEPS: u64 = 200;
     run.options.learning_rate =
         LearningRate { peak, floor: peak / 10.0, warmup_steps: 10, steps: STEPS, shape: Shape::Cosine };

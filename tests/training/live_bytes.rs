@@ -14,7 +14,7 @@ const MICRO_BATCHES: u32 = 8;
 
 /// A schedule of one micro-batch, forward and backward, with the stages of another schedule's ranks.
 struct Once {
-    of: Arc<dyn Schedule + Send + Sync>,
+    schedule: Arc<dyn Schedule + Send + Sync>,
     /// The stages with a split backward.
     split: BTreeSet<u32>,
 }
@@ -25,7 +25,7 @@ impl Schedule for Once {
     }
 
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, parallel::Error> {
-        let rows = self.of.actions(&Shape { micro_batches: MICRO_BATCHES, ..*shape })?;
+        let rows = self.schedule.actions(&Shape { micro_batches: MICRO_BATCHES, ..*shape })?;
         let once = |row: Vec<Action>| {
             let mut stages: Vec<u32> = row.iter().map(|action| action.stage.0).collect();
             stages.sort_unstable();
@@ -94,7 +94,7 @@ fn every_schedule_keeps_what_the_simulator_says_to_the_byte() {
                 let kept: BTreeMap<_, _> = split
                     .iter()
                     .map(|split| {
-                        let once = Once { of: schedule.clone(), split: split.clone() };
+                        let once = Once { schedule: schedule.clone(), split: split.clone() };
                         (split, self::program(Arc::new(once), &Shape { micro_batches: 1, ..shape }, rank).kept())
                     })
                     .collect();

@@ -4,7 +4,7 @@ use gapless::models::{Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::{Embedding, Experts, Linear, Module, Router, RouterConfig, VarBuilder, embedding, linear_no_bias};
 use gapless::{LossParts, LossTerms, Mesh, Model, StepOptions, Tensor, TrainOptions, Trainer, communicator};
 
-use crate::common::{Kind, Run, VOCABULARY, moe};
+use crate::common::{Kind, TinyRun, VOCABULARY, moe};
 
 fn close(a: f32, b: f32) -> bool {
     (a - b).abs() <= 2e-5 * b.abs().max(1.0)
@@ -19,8 +19,8 @@ fn mixture() -> MoeConfig {
 
 fn options(loss: LossTerms) -> TrainOptions {
     TrainOptions {
-        step: StepOptions { loss, ..Run { kind: Kind::Llama, ..Run::default() }.options.step },
-        ..Run { kind: Kind::Llama, ..Run::default() }.options
+        step: StepOptions { loss, ..TinyRun { kind: Kind::Llama, ..TinyRun::default() }.options.step },
+        ..TinyRun { kind: Kind::Llama, ..TinyRun::default() }.options
     }
 }
 
@@ -28,9 +28,9 @@ const SMOOTH: LossTerms = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
 
 /// The losses of two steps and their parts.
 fn parts(options: &TrainOptions, config: &MoeConfig) -> Vec<(f32, Option<LossParts>)> {
-    let run = Run { options: options.clone(), ..Run::default() };
+    let run = TinyRun { options: options.clone(), ..TinyRun::default() };
     let steps = |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).on(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(config, vb), options.clone()).distributed(world).build()?;
         Ok([0, 1].map(|_| run.step(&mut trainer)).map(|report| (report.loss, report.loss_parts)))
     };
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), steps).unwrap();
@@ -50,7 +50,7 @@ fn the_parts_of_a_loss_add_up_on_any_ranks_and_micro_batches() {
     }
     // The first step's likelihood is that of an evaluation of the same weights, whose loss is the likelihood alone.
     let mut trainer = Trainer::new(|vb| Moe::new(&mixture(), vb), plain.clone()).unwrap();
-    let (tokens, targets) = Run { options: plain.clone(), ..Run::default() }.batch(0);
+    let (tokens, targets) = TinyRun { options: plain.clone(), ..TinyRun::default() }.batch(0);
     assert!(close(trainer.evaluate(&tokens, &targets).unwrap(), expected[0].1.unwrap().likelihood));
 
     let meshes = [
@@ -77,17 +77,17 @@ fn the_parts_of_a_loss_add_up_on_any_ranks_and_micro_batches() {
 
 #[test]
 fn a_part_that_a_loss_has_not_is_not_reported() {
-    let of = |loss, balance_loss, z_loss| {
+    let parts_of = |loss, balance_loss, z_loss| {
         let mut config = mixture();
         (config.router.balance_loss, config.router.z_loss) = (balance_loss, z_loss);
         parts(&options(loss), &config)[0]
             .1
             .map(|parts| [parts.balance.is_some(), parts.router_z.is_some(), parts.regularization.is_some()])
     };
-    assert_eq!(of(LossTerms::NONE, 0.0, 0.0), None);
-    assert_eq!(of(LossTerms::NONE, 0.1, 0.0), Some([true, false, false]));
-    assert_eq!(of(LossTerms::NONE, 0.0, 0.1), Some([false, true, false]));
-    assert_eq!(of(SMOOTH, 0.0, 0.0), Some([false, false, true]));
+    assert_eq!(parts_of(LossTerms::NONE, 0.0, 0.0), None);
+    assert_eq!(parts_of(LossTerms::NONE, 0.1, 0.0), Some([true, false, false]));
+    assert_eq!(parts_of(LossTerms::NONE, 0.0, 0.1), Some([false, true, false]));
+    assert_eq!(parts_of(SMOOTH, 0.0, 0.0), Some([false, false, true]));
 }
 
 /// A head that computes whole logits.
@@ -119,7 +119,7 @@ fn heads_report_the_likelihood_that_an_evaluation_measures() {
         |vb: VarBuilder| Ok(Whole(embedding(size, 8, vb.pp("embed"))?, linear_no_bias(8, size, vb.pp("head"))?));
     for documents in [false, true] {
         let options = TrainOptions { step: StepOptions { documents, ..options(SMOOTH).step }, ..options(SMOOTH) };
-        let run = Run { options: options.clone(), ..Run::default() };
+        let run = TinyRun { options: options.clone(), ..TinyRun::default() };
         let trainers =
             [Trainer::new(whole, options.clone()), Trainer::new(|vb| Llama::new(&llama, vb), options.clone())];
         for trainer in trainers {
@@ -157,7 +157,7 @@ fn a_loss_that_is_not_added_is_not_reported() {
         let head = linear_no_bias(8, size, vb.pp("head"))?;
         Ok(Unbalanced(embedding(size, 8, vb.pp("embed"))?, router, experts, head))
     };
-    let run = Run { options: options(LossTerms::NONE), ..Run::default() };
+    let run = TinyRun { options: options(LossTerms::NONE), ..TinyRun::default() };
     let report = run.step(&mut Trainer::new(build, run.options.clone()).unwrap());
     assert_eq!(report.loss_parts, None);
 }

@@ -8,7 +8,7 @@ use gapless::engine::optim::AdamW;
 use gapless::models::{LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::{Mesh, TrainError, Trainer};
 
-use crate::common::{Kind, Run, moe, parameters};
+use crate::common::{Kind, TinyRun, moe, parameters};
 
 const DEEP_SEEK: Kind = Kind::Moe(MoeStyle::DeepSeek);
 
@@ -30,7 +30,7 @@ fn set(trainer: &mut Trainer, name: &str, change: impl Fn(usize, f32) -> f32) {
 #[test]
 fn the_bias_of_an_overloaded_expert_falls_by_the_rate_and_that_of_an_idle_one_rises() {
     let rate = moe(MoeStyle::DeepSeek).router.bias_rate as f32;
-    let mut run = Run { kind: DEEP_SEEK, ..Run::default() };
+    let mut run = TinyRun { kind: DEEP_SEEK, ..TinyRun::default() };
     run.options.step.micro_batches = 2;
     // Neither the learning rate nor weight decay applies to the bias.
     run.options.learning_rate.peak = 0.1;
@@ -61,7 +61,7 @@ fn the_bias_of_an_overloaded_expert_falls_by_the_rate_and_that_of_an_idle_one_ri
 
 #[test]
 fn the_bias_has_no_part_in_the_norm_and_no_state() {
-    let mut run = Run { kind: DEEP_SEEK, ..Run::default() };
+    let mut run = TinyRun { kind: DEEP_SEEK, ..TinyRun::default() };
     run.options.step.keep_gradients = true;
     let mut trainer = run.trainer();
     let report = run.step(&mut trainer);
@@ -85,7 +85,7 @@ fn the_bias_has_no_part_in_the_norm_and_no_state() {
 
 #[test]
 fn a_step_that_is_not_finite_moves_no_bias() {
-    let run = Run { kind: DEEP_SEEK, ..Run::default() };
+    let run = TinyRun { kind: DEEP_SEEK, ..TinyRun::default() };
     let mut trainer = run.trainer();
     run.step(&mut trainer);
     set(&mut trainer, "lm_head.weight", |_, _| f32::INFINITY);
@@ -102,7 +102,7 @@ fn a_step_that_is_not_finite_moves_no_bias() {
 fn routers_that_are_not_finite_are_named() {
     for kind in Kind::MOE {
         for value in [f32::NAN, f32::INFINITY, -f32::INFINITY] {
-            let run = Run { kind, ..Run::default() };
+            let run = TinyRun { kind, ..TinyRun::default() };
             let mut trainer = run.trainer();
             set(&mut trainer, &format!("{GATE}.weight"), |i, x| if i % 7 == 0 { value } else { x });
             let before = parameters(&trainer);
@@ -119,7 +119,7 @@ fn routers_that_are_not_finite_are_named() {
 #[test]
 fn a_bias_goes_on_from_a_checkpoint_on_any_mesh() {
     let on = |mesh: Mesh| {
-        let mut run = Run { kind: DEEP_SEEK, ..Run::default() };
+        let mut run = TinyRun { kind: DEEP_SEEK, ..TinyRun::default() };
         run.options.threads = 1;
         run.options.step.micro_batches = 4 / mesh.data;
         run.options.step.mesh = mesh;
@@ -150,9 +150,9 @@ fn loads_and_drops_are_those_of_the_whole_batch_on_any_ranks_and_micro_batches()
     for kind in Kind::MOE {
         let Kind::Moe(style) = kind else { unreachable!("all are mixtures") };
         let config = moe(style).router;
-        let mut run = Run { kind, ..Run::default() };
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.threads = 1;
-        let seen = |run: &Run| {
+        let seen = |run: &TinyRun| {
             run.on_ranks(|mut trainer| {
                 run.step(&mut trainer);
                 run.step(&mut trainer);
@@ -162,14 +162,14 @@ fn loads_and_drops_are_those_of_the_whole_batch_on_any_ranks_and_micro_batches()
         let whole = seen(&run).remove(0);
         let slots = run.options.step.batch * run.options.step.sequence * config.top_k;
         let layers = 2 - moe(style).dense_layers.len();
-        let of = |what: &str| whole.iter().filter(|(name, _)| name.ends_with(what)).collect::<Vec<_>>();
-        let loads = of(".load");
+        let parameters_named = |what: &str| whole.iter().filter(|(name, _)| name.ends_with(what)).collect::<Vec<_>>();
+        let loads = parameters_named(".load");
         assert_eq!(loads.len(), if config.choice == Choice::Tokens { layers } else { 0 }, "{kind:?}");
         for (name, load) in loads {
             assert_eq!(load.len(), config.experts, "{name}");
             assert_eq!(load.iter().sum::<f32>(), slots as f32, "{name} of {kind:?}");
         }
-        assert_eq!(of(".dropped").len(), if config.capacity.is_some() { layers } else { 0 }, "{kind:?}");
+        assert_eq!(parameters_named(".dropped").len(), if config.capacity.is_some() { layers } else { 0 }, "{kind:?}");
         run.options.poison = true;
         for (data, pipeline, micro_batches) in [(1, 1, 4), (2, 1, 2), (2, 2, 2)] {
             run.options.step.mesh = Mesh { data, pipeline, expert: 1 };
@@ -183,7 +183,7 @@ fn loads_and_drops_are_those_of_the_whole_batch_on_any_ranks_and_micro_batches()
 
 #[test]
 fn what_an_expert_has_no_room_for_is_dropped_and_counted() {
-    let mut run = Run { kind: Kind::Moe(MoeStyle::Switch), ..Run::default() };
+    let mut run = TinyRun { kind: Kind::Moe(MoeStyle::Switch), ..TinyRun::default() };
     let (sequence, config) = (run.options.step.sequence, moe(MoeStyle::Switch).router);
     run.options.step.batch = 1;
     let room = (config.capacity.unwrap().factor * (sequence * config.top_k) as f64 / config.experts as f64).ceil();
@@ -203,7 +203,7 @@ fn what_an_expert_has_no_room_for_is_dropped_and_counted() {
 fn a_router_that_makes_no_sense_is_refused() {
     let base = moe(MoeStyle::Mixtral);
     let refused = |config: MoeConfig, words: &[&str]| {
-        let made = Trainer::new(|vb| Moe::new(&config, vb), Run::default().options);
+        let made = Trainer::new(|vb| Moe::new(&config, vb), TinyRun::default().options);
         let message = made.expect_err("must be refused").to_string();
         assert!(words.iter().all(|word| message.contains(word)), "{message:?} does not speak of {words:?}");
     };

@@ -12,7 +12,7 @@ use gapless::nn::Init;
 use gapless::{Mesh, Tensor, Trainer, communicator};
 use gapless_testing::{few, in_turn};
 
-use crate::common::{Kind, Outcome, Run};
+use crate::common::{Kind, Outcome, TinyRun};
 use crate::learning::{PEAK, learn, learn_at, walk};
 
 type Rule = Arc<dyn Optimizer>;
@@ -32,8 +32,8 @@ fn muon() -> Rule {
     Muon::default().into()
 }
 
-fn run(kind: Kind, rule: Rule) -> Run {
-    let mut run = Run { kind, ..Run::default() };
+fn run(kind: Kind, rule: Rule) -> TinyRun {
+    let mut run = TinyRun { kind, ..TinyRun::default() };
     run.options.step.optimizer = rule;
     run
 }
@@ -52,7 +52,7 @@ fn threads_micro_batches_and_poison_change_no_bit() {
         (mixture, muon()),
     ] {
         let plain = run(kind, rule.clone()).steps(4);
-        let changes: [fn(&mut Run); 4] = [
+        let changes: [fn(&mut TinyRun); 4] = [
             |run| run.options.threads = 1,
             |run| run.options.threads = 3,
             |run| run.options.step.micro_batches = 4,
@@ -130,7 +130,7 @@ fn states_take_the_bytes_of_their_formulas() {
     }
 }
 
-fn on_data_ranks(rule: Rule, data: usize) -> Run {
+fn on_data_ranks(rule: Rule, data: usize) -> TinyRun {
     let mut run = run(Kind::Gpt, rule);
     run.options.threads = 1;
     run.options.step.micro_batches = 8 / data;
@@ -221,9 +221,9 @@ struct Momentum {
 }
 
 impl Optimizer for Momentum {
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
         let state = |name, spec| State { name, spec, init: Init::Const(0.0).into() };
-        let mut states = vec![state("velocity", Spec::f32(of.dims))];
+        let mut states = vec![state("velocity", Spec::f32(parameter.dims))];
         if self.spare > 0 {
             states.push(state("spare", Spec::f32(self.spare)));
         }

@@ -32,7 +32,8 @@ struct Seen {
 /// Runs every rank. Also checks the addresses of each step.
 fn run(case: &Case, options: &TrainOptions) -> Vec<Seen> {
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
+        let mut trainer =
+            Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
         let before = trainer.report().arena_bytes;
         let (mut steps, mut reports) = (Vec::new(), Vec::new());
         for step in 0..STEPS {
@@ -194,7 +195,7 @@ fn evicted_rows_are_recomputed_with_the_same_bits() {
 fn letting_go_goes_with_all_that_moves_the_backward() {
     let mut case = uneven_cases().find(|case| case.name == "oscillating").unwrap();
     case.config.llama.layers = 4;
-    let judge = |options: TrainOptions, what: &str| {
+    let check = |options: TrainOptions, what: &str| {
         let with = |routing, overflow| TrainOptions {
             step: StepOptions {
                 memory: MemoryOptions { routing, overflow, ..options.step.memory.clone() },
@@ -214,7 +215,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
         for policy in in_turn(&["none", "layers"], turn) {
             let recompute = policy.parse().unwrap();
             let options = on(mesh, Reserve::Worst, Overflow::Error);
-            judge(
+            check(
                 TrainOptions {
                     step: StepOptions {
                         pipeline: pipeline.clone(),
@@ -230,7 +231,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
     let plain = on(experts(2), Reserve::Worst, Overflow::Error);
     let ops = ["linear", "rms_norm", "add", "route"].map(str::to_owned).to_vec();
     let offload = ops;
-    judge(
+    check(
         TrainOptions {
             step: StepOptions { memory: MemoryOptions { offload, ..plain.step.memory.clone() }, ..plain.step.clone() },
             ..plain.clone()
@@ -339,7 +340,8 @@ fn growing_keeps_to_the_budget() {
     let arena = |rank| gapless::plan::step(|vb| Moe::new(&config, vb), &plain(None), rank).unwrap().arena_bytes();
     let bytes = arena(0).max(arena(1));
     let outcomes = communicator::on_threads(2, |world| {
-        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), plain(Some(bytes))).on(world).build()?;
+        let mut trainer =
+            Trainer::builder(|vb| Moe::new(&config, vb), plain(Some(bytes))).distributed(world).build()?;
         Pattern::One(0).steer(&mut trainer);
         let before = trainer.report().arena_bytes;
         let weights =
@@ -372,7 +374,7 @@ fn a_router_of_no_numbers_is_named_instead_of_what_it_leads_to() {
         let config = config(1);
         let outcomes = communicator::on_threads(2, |world| {
             let options = on(experts(2), Reserve::Balanced { factor: 1.0 }, overflow);
-            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).on(world).build()?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).distributed(world).build()?;
             let name = "model.layers.0.mlp.gate.weight";
             let weight = trainer.tensor(name)?.affine(f64::NAN, 0.0)?;
             trainer.set_tensor(name, &weight)?;

@@ -124,7 +124,8 @@ fn steps(router: &RouterConfig, options: TrainOptions, batch: &Batch<'_>) -> See
 fn expect_close(what: &str, seen: &Seen, expected: &Seen) {
     assert_eq!(seen.statistics, expected.statistics, "{what}");
     for (a, b) in seen.reports.iter().zip(&expected.reports) {
-        let part = |parts: fn(gapless::LossParts) -> Option<f32>, of: &StepReport| of.loss_parts.and_then(parts);
+        let part =
+            |parts: fn(gapless::LossParts) -> Option<f32>, report: &StepReport| report.loss_parts.and_then(parts);
         let balance = [a, b].map(|report| part(|parts| parts.balance, report).unwrap_or_default());
         let router_z = [a, b].map(|report| part(|parts| parts.router_z, report).unwrap_or_default());
         for [a, b] in [[a.loss, b.loss], [a.gradient_norm, b.gradient_norm], balance, router_z] {
@@ -187,7 +188,9 @@ fn padding_counts_nowhere_however_a_step_is_done() {
     let on = |router: &RouterConfig, options: &TrainOptions| -> Vec<Seen> {
         let step = |world| {
             Ok(run(
-                &mut Trainer::builder(|vb| Moe::new(&config(router), vb), options.clone()).on(world).build()?,
+                &mut Trainer::builder(|vb| Moe::new(&config(router), vb), options.clone())
+                    .distributed(world)
+                    .build()?,
                 &rows.batch(),
             ))
         };

@@ -8,7 +8,7 @@ use gapless::nn::{Embedding, Init, Linear, Module, VarBuilder, embedding, linear
 use gapless::parallel::{self, Schedule};
 use gapless::{Mesh, Model, Pipeline, Tensor, Trainer, communicator};
 
-use crate::common::{Kind, Outcome, Run, VOCABULARY};
+use crate::common::{Kind, Outcome, TinyRun, VOCABULARY};
 
 const MICRO_BATCHES: usize = 8;
 
@@ -16,8 +16,8 @@ fn schedule(name: &str) -> Arc<dyn Schedule + Send + Sync> {
     parallel::by_name(name).unwrap().into()
 }
 
-fn run(kind: Kind, mesh: Mesh, chunks: usize, name: &str) -> Run {
-    let mut run = Run { kind, ..Run::default() };
+fn run(kind: Kind, mesh: Mesh, chunks: usize, name: &str) -> TinyRun {
+    let mut run = TinyRun { kind, ..TinyRun::default() };
     run.options.threads = 1;
     run.options.step.micro_batches = MICRO_BATCHES / mesh.data;
     run.options.step.mesh = mesh;
@@ -27,7 +27,7 @@ fn run(kind: Kind, mesh: Mesh, chunks: usize, name: &str) -> Run {
 
 /// The outcome on one rank, with the whole batch at once.
 fn plain(kind: Kind) -> Outcome {
-    Run { kind, ..Run::default() }.steps(2)
+    TinyRun { kind, ..TinyRun::default() }.steps(2)
 }
 
 /// The combinations (ranks, chunks) of 1, 2 and 4 for which a schedule exists.
@@ -219,7 +219,7 @@ fn odd_losses(mesh: Mesh, chunks: usize, name: &str) -> Vec<(f32, f32)> {
     };
     let options = run.options.clone();
     let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
-        steps(Trainer::builder(Odd::new, options.clone()).on(world).build()?)
+        steps(Trainer::builder(Odd::new, options.clone()).distributed(world).build()?)
     });
     let ranks = ranks.unwrap();
     assert!(ranks.iter().all(|losses| *losses == ranks[0]), "all ranks see the same");
@@ -244,17 +244,17 @@ fn odd_models_give_the_same_bits_too() {
 
 #[test]
 fn inconsistent_options_are_refused_on_every_rank() {
-    let error = |mesh: Mesh, change: fn(&mut Run)| {
+    let error = |mesh: Mesh, change: fn(&mut TinyRun)| {
         let mut run = run(Kind::Gpt, mesh, 1, "1f1b");
         change(&mut run);
         let build = |vb| Odd::new(vb);
         let made = communicator::on_threads(2, |world| {
-            Trainer::builder(build, run.options.clone()).on(world).build().map(drop)
+            Trainer::builder(build, run.options.clone()).distributed(world).build().map(drop)
         });
         made.unwrap_err().to_string()
     };
     for (mesh, change, word) in [
-        (Mesh::pipeline(4), (|_| {}) as fn(&mut Run), "4 ranks, but 2"),
+        (Mesh::pipeline(4), (|_| {}) as fn(&mut TinyRun), "4 ranks, but 2"),
         (Mesh::pipeline(2), |run| run.options.step.micro_batches = 3, "8 sequences"),
         (Mesh::pipeline(2), |run| run.options.step.pipeline.chunks = 0, "chunks"),
         (Mesh::pipeline(2), |run| run.options.step.pipeline.chunks = 3, "1f1b runs 1 chunk"),

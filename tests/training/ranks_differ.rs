@@ -6,14 +6,14 @@ use gapless::engine::learning_rate::LearningRate;
 use gapless::engine::optim::AdamW;
 use gapless::{Mesh, Recompute, Trainer};
 
-use crate::common::{Kind, Run};
+use crate::common::{Kind, TinyRun};
 
-type Change = dyn Fn(&mut Run) + Sync;
+type Change = dyn Fn(&mut TinyRun) + Sync;
 
 /// The errors of the two ranks of a run. The second has changed options, and trains on the batch of another step.
 fn answers(change: &Change, batch_of: u64) -> Vec<String> {
     let answer = |rank: usize, world| {
-        let mut run = Run::default();
+        let mut run = TinyRun::default();
         (run.options.threads, run.options.step.mesh) = (1, Mesh { data: 2, ..Mesh::default() });
         if rank == 1 {
             change(&mut run);
@@ -54,7 +54,7 @@ fn ranks_that_differ_are_stopped_by_name() {
 #[test]
 fn copies_of_a_parameter_are_compared_when_they_are_saved() {
     let place = tempfile::tempdir().unwrap();
-    let mut run = Run::default();
+    let mut run = TinyRun::default();
     (run.options.threads, run.options.step.mesh) = (1, Mesh { data: 2, ..Mesh::default() });
     let answers = communicator::on_threads(2, |world| {
         let rank = world.rank();

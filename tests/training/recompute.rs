@@ -14,7 +14,7 @@ use gapless::{Layers, Mesh, Pipeline, Recompute, RecomputePolicy};
 
 use gapless_testing::few;
 
-use crate::common::{Kind, Run};
+use crate::common::{Kind, TinyRun};
 
 fn ops(names: &[&str]) -> Recompute {
     Recompute::Ops(names.iter().map(|&name| name.to_owned()).collect())
@@ -65,7 +65,7 @@ fn every_policy_gives_the_bits_of_none() {
     for kind in Kind::all() {
         let cuts: &[usize] = if Kind::MOE.contains(&kind) { &[4] } else { &[1, 4] };
         for &micro_batches in cuts {
-            let mut run = Run { kind, ..Run::default() };
+            let mut run = TinyRun { kind, ..TinyRun::default() };
             run.options.step.micro_batches = micro_batches;
             let plain = run.steps(3);
             run.options.poison = true;
@@ -77,7 +77,7 @@ fn every_policy_gives_the_bits_of_none() {
     }
 }
 
-fn put_on_pipeline(run: &mut Run, schedule: &str, ranks: usize, chunks: usize) {
+fn put_on_pipeline(run: &mut TinyRun, schedule: &str, ranks: usize, chunks: usize) {
     let schedule: Arc<dyn Schedule + Send + Sync> = parallel::by_name(schedule).unwrap().into();
     run.options.step.mesh = Mesh::pipeline(ranks);
     run.options.step.pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
@@ -95,7 +95,7 @@ fn every_policy_gives_the_bits_of_none_on_ranks() {
         (Kind::Gpt, "gpipe", 2, 1),
     ];
     for &(kind, schedule, ranks, chunks) in few(&all, 3) {
-        let mut run = Run { kind, ..Run::default() };
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.step.micro_batches = 8;
         run.options.threads = 1;
         let plain = run.steps(2);
@@ -113,12 +113,12 @@ fn every_policy_gives_the_bits_of_none_on_ranks() {
 #[test]
 fn split_backwards_wait_with_no_more_than_they_must() {
     for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2)] {
-        let mut run = Run { kind: Kind::Llama, ..Run::default() };
+        let mut run = TinyRun { kind: Kind::Llama, ..TinyRun::default() };
         run.options.step.micro_batches = 8;
         run.options.threads = 1;
         put_on_pipeline(&mut run, schedule, 2, chunks);
         let plain = run.steps_on_ranks(2);
-        let arenas = |run: &Run| run.on_ranks(|trainer| trainer.report().arena_bytes);
+        let arenas = |run: &TinyRun| run.on_ranks(|trainer| trainer.report().arena_bytes);
         let kept = arenas(&run);
         run.options.poison = true;
         for (policy, at_most) in [(ops(&["rms_norm", "swiglu"]), 100), (Recompute::Layers(Layers::All), 95)] {
@@ -136,12 +136,12 @@ fn split_backwards_wait_with_no_more_than_they_must() {
 #[test]
 fn every_rank_keeps_to_its_budget() {
     for (schedule, ranks, chunks) in [("1f1b", 4, 1), ("zb-h2", 2, 1), ("zbv", 2, 2), ("interleaved", 2, 2)] {
-        let mut run = Run::default();
+        let mut run = TinyRun::default();
         run.options.step.micro_batches = 8;
         run.options.threads = 1;
         let plain = run.steps(2);
         put_on_pipeline(&mut run, schedule, ranks, chunks);
-        let arenas = |run: &Run| run.on_ranks(|trainer| trainer.report().arena_bytes);
+        let arenas = |run: &TinyRun| run.on_ranks(|trainer| trainer.report().arena_bytes);
         let most = arenas(&run).into_iter().max().unwrap();
         run.options.step.memory.recompute = Recompute::Layers(Layers::All);
         let least = arenas(&run).into_iter().max().unwrap();
@@ -166,7 +166,7 @@ fn names_that_do_not_exist_are_refused() {
         (Recompute::Cycle(Vec::new()), ["recompute", "cycle"]),
         (Recompute::Cycle(vec![Recompute::Cycle(vec![Recompute::None])]), ["recompute", "cycle"]),
     ] {
-        let mut run = Run::default();
+        let mut run = TinyRun::default();
         run.options.step.memory.recompute = policy;
         let error = run.try_trainer().expect_err("it names what is not there").to_string();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
@@ -183,7 +183,7 @@ fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
         (Kind::Moe(MoeStyle::DeepSeek), 2),
         (Kind::Moe(MoeStyle::Switch), 1),
     ] {
-        let mut run = Run { kind, ..Run::default() };
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.step.micro_batches = micro_batches;
         run.options.threads = 1;
         let plain = run.steps(2);
@@ -229,7 +229,7 @@ fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
         (Kind::Moe(MoeStyle::DeepSeek), 1, 1),
         (Kind::Moe(MoeStyle::DeepSeek), 4, 2),
     ] {
-        let mut run = Run { kind, ..Run::default() };
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.step.micro_batches = micro_batches;
         // With few tokens, gradients dominate the bytes that are not persistent.
         (run.options.step.batch, run.options.step.sequence) = (4, 4);
@@ -237,7 +237,7 @@ fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
         run.options.step.optimizer = AdamW { max_norm: f64::INFINITY, ..AdamW::default() }.into();
         run.options.step.memory.recompute = Recompute::Layers(Layers::All);
         let plain = run.steps_on_ranks(3);
-        let arenas = |run: &Run| run.on_ranks(|trainer| trainer.report().arena_bytes);
+        let arenas = |run: &TinyRun| run.on_ranks(|trainer| trainer.report().arena_bytes);
         let kept = arenas(&run);
         run.options.step.memory.release_gradients = true;
         run.options.poison = true;
@@ -247,7 +247,7 @@ fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
         // With several micro-batches, gradients are alive from the first to the last.
         assert!(micro_batches > 1 || released[0] < kept[0] / 20 * 19);
     }
-    let mut run = Run::default();
+    let mut run = TinyRun::default();
     run.options.step.memory.release_gradients = true;
     let error = run.try_trainer().expect_err("gradients are clipped").to_string();
     assert!(error.contains("max_norm"), "{error}");

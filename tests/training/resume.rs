@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use gapless::engine::checkpoint::Checkpoint;
 use serde_json::json;
 
-use crate::common::{Kind, Run, parameters};
+use crate::common::{Kind, TinyRun, parameters};
 
-fn saved(run: &Run, steps: u64, dir: &Path) -> PathBuf {
+fn saved(run: &TinyRun, steps: u64, dir: &Path) -> PathBuf {
     let mut trainer = run.trainer();
     run.go_on(&mut trainer, steps);
     trainer.save(dir, json!({ "note": "mine" })).unwrap()
@@ -19,7 +19,7 @@ fn saved(run: &Run, steps: u64, dir: &Path) -> PathBuf {
 fn a_resumed_run_goes_on_with_the_same_bits() {
     for kind in Kind::all() {
         let dir = tempfile::tempdir().unwrap();
-        let run = Run { kind, ..Run::default() };
+        let run = TinyRun { kind, ..TinyRun::default() };
         let mut straight = run.trainer();
         run.go_on(&mut straight, 3);
         let expected = run.go_on(&mut straight, 3);
@@ -38,8 +38,8 @@ fn a_resumed_run_goes_on_with_the_same_bits() {
 #[test]
 fn a_checkpoint_of_another_model_is_refused_and_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let path = saved(&Run::default(), 1, dir.path());
-    let other = Run { kind: Kind::Llama, ..Run::default() };
+    let path = saved(&TinyRun::default(), 1, dir.path());
+    let other = TinyRun { kind: Kind::Llama, ..TinyRun::default() };
     let mut trainer = other.trainer();
     let before = parameters(&trainer);
     let error = trainer.resume(&Checkpoint::open(&path).unwrap()).unwrap_err().to_string();
@@ -50,7 +50,7 @@ fn a_checkpoint_of_another_model_is_refused_and_changes_nothing() {
 #[test]
 fn damaged_and_newer_checkpoints_are_named_and_passed_over() {
     let dir = tempfile::tempdir().unwrap();
-    let run = Run::default();
+    let run = TinyRun::default();
     let good = saved(&run, 1, dir.path());
     let damage = |change: &dyn Fn(&Path)| {
         let bad = saved(&run, 2, dir.path());

@@ -35,7 +35,8 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaRepor
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
         let rank = world.rank();
         let requests = requests(case, options, rank).len();
-        let mut trainer = Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
+        let mut trainer =
+            Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
         let (mut seen, mut asked) = (Vec::new(), 0);
         for step in 0..STEPS {
             let what = format!("{}, rank {rank}, step {step}", case.name);
@@ -46,7 +47,7 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaRepor
             assert_eq!(trainer.check_run().unwrap(), requests, "{what}");
             let read = |name: &str| trainer.watched(name).unwrap().flatten_all().unwrap().to_vec1().unwrap();
             let watched: Vec<_> = trainer.watched_names().map(|name| (name.to_owned(), read(name))).collect();
-            watched.iter().filter(|(name, _)| name.ends_with(".load")).for_each(|(_, load)| pattern.judge(load, &what));
+            watched.iter().filter(|(name, _)| name.ends_with(".load")).for_each(|(_, load)| pattern.check(load, &what));
             let before = asked;
             asked = trainer.routing().map_or(0, |report| report.asked_bytes);
             seen.push(Seen { loss: report.loss, norm: report.gradient_norm, watched, asked: asked - before });
@@ -154,7 +155,7 @@ fn an_overflow_ends_the_step_on_all_ranks() {
         let together = Barrier::new(ranks);
         let outcomes = communicator::on_threads(ranks, |world| {
             let options = options(mesh, Reserve::Balanced { factor: 1.0 });
-            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).on(world).build()?;
+            let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options).distributed(world).build()?;
             Pattern::One(expert).steer(&mut trainer);
             let before = parameters(&trainer);
             let (tokens, targets) = batch(0);
@@ -201,8 +202,9 @@ fn an_overflow_ends_the_step_on_all_ranks() {
 fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     let config = config(2);
     let outcomes = communicator::on_threads(4, |world| {
-        let mut trainer =
-            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).on(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst))
+            .distributed(world)
+            .build()?;
         let (tokens, targets) = batch(0);
         let name = "model.layers.1.mlp.gate.weight";
         let weight = trainer.tensor(name)?.copy()?;
@@ -214,8 +216,9 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
         Ok((error.to_string(), matches!(error, TrainError::NonFinite { .. }), after, fresh.loss))
     });
     let untouched = communicator::on_threads(4, |world| {
-        let mut trainer =
-            Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst)).on(world).build()?;
+        let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst))
+            .distributed(world)
+            .build()?;
         let (before, (tokens, targets)) = (parameters(&trainer), batch(0));
         Ok((before, trainer.step(&tokens, &targets)?.loss))
     });
@@ -231,11 +234,11 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
 #[test]
 fn evaluation_and_logits_have_the_bits_of_one_rank() {
     for case in &cases() {
-        let of = |mesh: Mesh| {
+        let losses_on = |mesh: Mesh| {
             let options = options(mesh, Reserve::Worst);
             let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
                 let mut trainer =
-                    Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).on(world).build()?;
+                    Trainer::builder(|vb| Moe::new(&case.config, vb), options.clone()).distributed(world).build()?;
                 (case.pattern)(0).steer(&mut trainer);
                 let (tokens, targets) = batch(0);
                 let some = trainer.options().step.evaluation_batch() * SEQUENCE;
@@ -248,9 +251,9 @@ fn evaluation_and_logits_have_the_bits_of_one_rank() {
             });
             ranks.unwrap()
         };
-        let alone = of(Mesh::default()).remove(0);
+        let alone = losses_on(Mesh::default()).remove(0);
         for mesh in [experts(2), experts(4)] {
-            for (rank, seen) in of(mesh).into_iter().enumerate() {
+            for (rank, seen) in losses_on(mesh).into_iter().enumerate() {
                 assert!(seen == alone, "{} on rank {rank} of {mesh:?}: {} instead of {}", case.name, seen.0, alone.0);
             }
         }

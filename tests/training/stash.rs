@@ -8,7 +8,7 @@ use gapless::parallel::{self, Rates, Schedule};
 use gapless::{Layers, Mesh, Pipeline, Precision, Recompute, StepOptions, TrainOptions};
 use gapless_testing::in_turn;
 
-use crate::common::{Kind, Run, on_cpu};
+use crate::common::{Kind, TinyRun, on_cpu};
 use crate::learning::learn;
 
 type Change = fn(&mut TrainOptions);
@@ -39,7 +39,7 @@ fn put_on_pipeline(options: &mut TrainOptions, schedule: &str, ranks: usize, chu
 fn a_file_gives_the_bits_of_none() {
     for kind in [Kind::Gpt, Kind::Llama, Kind::MOE[1]] {
         for micro_batches in [1, 4] {
-            let mut run = Run { kind, ..Run::default() };
+            let mut run = TinyRun { kind, ..TinyRun::default() };
             run.options.step.micro_batches = micro_batches;
             let plain = run.steps(3);
             let all = run.trainer().report().arena_bytes;
@@ -67,7 +67,7 @@ fn a_file_gives_the_bits_of_none() {
 #[test]
 fn a_file_per_rank_gives_the_bits_of_one_rank() {
     for (schedule, ranks, chunks) in [("1f1b", 2, 1), ("interleaved-zb", 2, 1), ("zbv", 2, 2), ("gpipe", 4, 1)] {
-        let mut run = Run::default();
+        let mut run = TinyRun::default();
         run.options.step.micro_batches = 8;
         run.options.threads = 1;
         let plain = run.steps(2);
@@ -79,7 +79,7 @@ fn a_file_per_rank_gives_the_bits_of_one_rank() {
 }
 
 /// The smallest sufficient budget.
-fn smallest(run: &Run) -> u64 {
+fn smallest(run: &TinyRun) -> u64 {
     let mut run = run.clone();
     run.options.step.memory.budget = Some(1);
     match run.try_trainer() {
@@ -91,7 +91,7 @@ fn smallest(run: &Run) -> u64 {
 /// Offloaded values need not be recomputed: the same budget costs less time, and a smaller one becomes possible.
 #[test]
 fn a_budget_counts_what_is_in_the_file() {
-    let mut run = Run::default();
+    let mut run = TinyRun::default();
     run.options.step.micro_batches = 2;
     let plain = run.steps(2);
     let least = smallest(&run);
@@ -109,7 +109,7 @@ fn a_budget_counts_what_is_in_the_file() {
 /// The space in the file is reused: values that have been read make room for later ones.
 #[test]
 fn the_file_is_planned() {
-    let mut run = Run::default();
+    let mut run = TinyRun::default();
     run.options.step.micro_batches = 4;
     run.options.step.memory.offload = most(Kind::Gpt);
     let trainer = run.trainer();
@@ -124,7 +124,7 @@ fn the_file_is_planned() {
 #[test]
 fn eight_bits_are_the_same_bits_however_they_are_run() {
     for kind in [Kind::Gpt, Kind::Llama] {
-        let mut run = Run { kind, ..Run::default() };
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         let exact = run.steps(3);
         let all = run.trainer().report().arena_bytes;
         run.options.step.memory.compress = most(kind);
@@ -154,7 +154,7 @@ fn eight_bits_are_the_same_bits_however_they_are_run() {
 /// Under a budget, the other values are dropped or kept; recomputation from rounded values uses the rounded ones.
 #[test]
 fn eight_bits_and_a_budget_go_together() {
-    let mut run = Run::default();
+    let mut run = TinyRun::default();
     run.options.step.micro_batches = 2;
     let exact = run.steps(1);
     run.options.step.memory.compress = names(&["linear", "gelu"]);
@@ -174,13 +174,13 @@ fn eight_bits_and_a_budget_go_together() {
 fn gradients_stay_near_those_of_exact_activations() {
     const TOLERANCE: f64 = 0.03;
     for kind in [Kind::Gpt, Kind::Llama] {
-        let mut run = Run { kind, ..Run::default() };
+        let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.step.keep_gradients = true;
-        let gradients = |run: &Run| -> Vec<(String, Vec<f32>)> {
+        let gradients = |run: &TinyRun| -> Vec<(String, Vec<f32>)> {
             let mut trainer = run.trainer();
             run.step(&mut trainer);
-            let of = |name: &str| trainer.gradient(name).unwrap().flatten_all().unwrap().to_vec1().unwrap();
-            trainer.parameter_names().map(|name| (name.to_owned(), of(name))).collect()
+            let gradient = |name: &str| trainer.gradient(name).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+            trainer.parameter_names().map(|name| (name.to_owned(), gradient(name))).collect()
         };
         let exact = gradients(&run);
         run.options.step.memory.compress = most(kind);
@@ -200,7 +200,7 @@ fn gradients_stay_near_those_of_exact_activations() {
 #[test]
 fn eight_bits_learn_as_much() {
     let learn = |compress: Vec<String>| {
-        let mut run = Run::default();
+        let mut run = TinyRun::default();
         run.options.step.memory.compress = compress;
         learn(run)
     };
@@ -234,7 +234,7 @@ fn invalid_compress_and_offload_are_refused() {
         ),
     ];
     for (change, words) in cases {
-        let mut run = Run::default();
+        let mut run = TinyRun::default();
         change(&mut run.options);
         let error = run.try_trainer().expect_err("it cannot be").to_string();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");

@@ -13,7 +13,7 @@ use gapless::{DeviceChoice, MemoryOptions, Precision, Recompute, StepOptions, Tr
 use crate::common::on_cpu;
 
 /// The figures of a planned step.
-struct Step {
+struct StepPlan {
     arena: u64,
     roles: Vec<(Role, u64)>,
     /// FLOPs and estimated time of recomputation, as fractions of everything else.
@@ -21,22 +21,22 @@ struct Step {
     overhead: f64,
 }
 
-impl Step {
-    fn of(&self, role: Role) -> u64 {
+impl StepPlan {
+    fn bytes(&self, role: Role) -> u64 {
         self.roles.iter().find(|(other, _)| *other == role).map_or(0, |(_, bytes)| *bytes)
     }
 
     /// Bytes of parameters, optimizer states, and gradients. With several micro-batches, gradients are alive
     /// throughout.
     fn persistent(&self) -> u64 {
-        2 * self.of(Role::Parameter) + self.of(Role::OptimizerState)
+        2 * self.bytes(Role::Parameter) + self.bytes(Role::OptimizerState)
     }
 }
 
 /// FLOP/s of a bf16 matrix product, and bytes per second of a copy, on an H100 (see docs/recompute.md).
 const H100: Rates = Rates { flops: 770e12, bytes: 3e12 };
 
-fn plan(options: &TrainOptions, model: &Model) -> Step {
+fn plan(options: &TrainOptions, model: &Model) -> StepPlan {
     let program = match model {
         Model::Gpt(config) => gapless::plan::program(|vb| Gpt::new(config, vb), options, 0),
         Model::Llama(config) => gapless::plan::program(|vb| Llama::new(config, vb), options, 0),
@@ -47,13 +47,13 @@ fn plan(options: &TrainOptions, model: &Model) -> Step {
     let executable = compile(&[program], &options.step.planning()).unwrap();
     let tick = gapless::alloc::peak_tick(executable.problem()).unwrap();
     let alive: Vec<_> = gapless::alloc::live_at(executable.problem(), tick).collect();
-    let of = |role: Role| {
+    let bytes_of = |role: Role| {
         let bytes = alive.iter().filter(|id| executable.labels()[id.index()].role == role);
         (role, bytes.map(|&id| executable.problem().buffer(id).bytes).sum())
     };
-    Step {
+    StepPlan {
         arena: executable.solution().height,
-        roles: Role::ALL.into_iter().map(of).collect(),
+        roles: Role::ALL.into_iter().map(bytes_of).collect(),
         extra_flops: rematerialized_flops as f64 / (flops - rematerialized_flops) as f64,
         overhead: again as f64 / (all - again) as f64,
     }
@@ -158,15 +158,15 @@ fn activations_take_less_than_those_of_recorded_pytorch_runs() {
             let step = plan(&options, &Model::Gpt(config.clone()));
             let ours = step.arena - step.persistent();
             let ratio = ours as f64 / activations;
-            let of = |role| Bytes(step.of(role)).to_string();
+            let text_of = |role| Bytes(step.bytes(role)).to_string();
             println!(
                 "{name:<11} {what:<22} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10} {ratio:>7.3} {:>6.2}% {:>10}",
                 Bytes(step.arena).to_string(),
-                of(Role::Parameter),
-                of(Role::OptimizerState),
-                of(Role::Gradient),
-                of(Role::Activation),
-                of(Role::Workspace),
+                text_of(Role::Parameter),
+                text_of(Role::OptimizerState),
+                text_of(Role::Gradient),
+                text_of(Role::Activation),
+                text_of(Role::Workspace),
                 Bytes(ours).to_string(),
                 100.0 * step.extra_flops,
                 Bytes(reserved).to_string()

@@ -16,7 +16,7 @@ use gapless::{
 };
 use serde_json::Value;
 
-use crate::common::{Kind, Run, on_cpu, parameters};
+use crate::common::{Kind, TinyRun, on_cpu, parameters};
 
 fn lora(targets: &[&str]) -> Trainable {
     let targets = targets.iter().map(|&target| target.to_owned()).collect();
@@ -27,14 +27,14 @@ fn only(patterns: &[&str]) -> Trainable {
     Trainable::Only(patterns.iter().map(|&pattern| pattern.to_owned()).collect())
 }
 
-fn run(kind: Kind, trainable: Trainable) -> Run {
-    let mut run = Run { kind, ..Run::default() };
+fn run(kind: Kind, trainable: Trainable) -> TinyRun {
+    let mut run = TinyRun { kind, ..TinyRun::default() };
     run.options.step.trainable = trainable;
     run
 }
 
 /// Runs that train parts of models of every kind.
-fn parts() -> Vec<Run> {
+fn parts() -> Vec<TinyRun> {
     vec![
         run(Kind::Gpt, only(&["h.1", "ln_f.bias"])),
         run(Kind::Gpt, only(&["wte"])),
@@ -55,7 +55,7 @@ fn bits(tensor: &Data) -> Vec<u32> {
 }
 
 /// The gradients after one step, by name.
-fn gradients(run: &Run) -> BTreeMap<String, Vec<u32>> {
+fn gradients(run: &TinyRun) -> BTreeMap<String, Vec<u32>> {
     let mut run = run.clone();
     run.options.step.keep_gradients = true;
     let mut trainer = run.trainer();
@@ -67,7 +67,7 @@ fn gradients(run: &Run) -> BTreeMap<String, Vec<u32>> {
 #[test]
 fn the_trained_part_has_the_gradients_of_the_whole() {
     for run in parts().into_iter().filter(|run| matches!(run.options.step.trainable, Trainable::Only(_))) {
-        let whole = gradients(&Run {
+        let whole = gradients(&TinyRun {
             options: TrainOptions {
                 step: StepOptions { trainable: Trainable::All, ..run.options.step.clone() },
                 ..run.options.clone()
@@ -94,7 +94,7 @@ fn an_adapter_has_the_gradients_that_follow_from_the_merged_weight() {
         let mut run = run(kind, lora(targets));
         run.options.step.keep_gradients = true;
         let mut adapted = run.trainer();
-        let mut whole = Run {
+        let mut whole = TinyRun {
             options: TrainOptions {
                 step: StepOptions { trainable: Trainable::All, ..run.options.step.clone() },
                 ..run.options.clone()
@@ -155,7 +155,7 @@ fn what_is_frozen_keeps_its_bits_and_has_no_state() {
         let trained = || trainer.parameter_names().filter(|name| trainable.trains(name)).map(elements);
         assert_eq!(trainer.report().parameters, trained().sum::<u64>(), "{trainable:?}");
         let (roles, own) = (trainer.report().summary.roles, trained().sum::<u64>() * 8);
-        let states = roles.iter().find(|of| of.role == Role::OptimizerState).map_or(0, |of| of.bytes);
+        let states = roles.iter().find(|bytes| bytes.role == Role::OptimizerState).map_or(0, |bytes| bytes.bytes);
         // Two moments, each padded to the alignment of a buffer.
         let padding = 2 * 64 * trained().count() as u64;
         assert!((own..=own + padding).contains(&states), "{trainable:?}: {states} bytes of states for {own}");
@@ -223,7 +223,7 @@ fn a_resumed_run_goes_on_with_the_same_bits() {
 #[test]
 fn an_adapter_drops_its_input_while_it_is_trained_only() {
     let mut plain = run(Kind::Llama, lora(&["q_proj", "v_proj"]));
-    let with = |dropout: f64, run: &mut Run| {
+    let with = |dropout: f64, run: &mut TinyRun| {
         if let Trainable::Lora(lora) = &mut run.options.step.trainable {
             lora.dropout = dropout;
         }
@@ -302,15 +302,15 @@ fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
     let mut kept = BTreeSet::new();
     let mut bytes = 0;
     for node in graph.nodes() {
-        let (of, makes) = (|index: usize| node.inputs[index], &node.outputs);
+        let (input, makes) = (|index: usize| node.inputs[index], &node.outputs);
         let any = node.inputs.iter().any(|&input| trains(input));
         match node.op.name() {
-            "linear" if trains(of(1)) => kept.extend([of(0)]),
-            "rms_norm" if any => kept.extend([of(0), makes[1]]),
+            "linear" if trains(input(1)) => kept.extend([input(0)]),
+            "rms_norm" if any => kept.extend([input(0), makes[1]]),
             "attention" if any => kept.extend(node.inputs.iter().chain(makes)),
             "swiglu" if any => kept.extend(&node.inputs),
             // Its gradients are computed in the forward; that of x is kept.
-            "linear_cross_entropy" if any => bytes += graph.value(of(0)).spec.bytes(),
+            "linear_cross_entropy" if any => bytes += graph.value(input(0)).spec.bytes(),
             "linear" | "rms_norm" | "attention" | "swiglu" | "linear_cross_entropy" => {}
             // Their gradients need only the output's gradient.
             "embedding" | "rope" | "add" | "affine" | "reshape" | "transpose" | "scaled_sum" | "contiguous" => {}
@@ -335,16 +335,16 @@ const LINEAR: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", 
 
 #[test]
 fn the_forward_keeps_what_the_trained_part_needs() {
-    let of = |trainable: Trainable| {
+    let planned = |trainable: Trainable| {
         kept(
             &small(),
             &TrainOptions { step: StepOptions { batch: 2, sequence: 32, trainable, ..on_cpu().step }, ..on_cpu() },
         )
     };
-    let [few, many] = [of(lora(&["q_proj", "v_proj"])), of(lora(&LINEAR))];
+    let [few, many] = [planned(lora(&["q_proj", "v_proj"])), planned(lora(&LINEAR))];
     assert!(few < many);
-    assert!(of(only(&["model.layers.2.mlp.down_proj"])) < few);
-    assert!(of(only(&["model.norm"])) < of(only(&["model.layers.2.mlp.down_proj"])));
+    assert!(planned(only(&["model.layers.2.mlp.down_proj"])) < few);
+    assert!(planned(only(&["model.norm"])) < planned(only(&["model.layers.2.mlp.down_proj"])));
 }
 
 /// Prints the table of docs/hugging_face.md: `cargo test --test training llama_of_1b -- --nocapture`.
@@ -371,8 +371,12 @@ fn a_llama_of_1b_is_planned_in_part() {
         };
         let plan = Trainer::builder(|vb| Llama::new(&config, vb), options.clone()).plan(0).unwrap();
         let kept = if options.step.trainable == Trainable::All { 0 } else { kept(&config, &options) };
-        let roles: Vec<String> =
-            plan.summary.roles.iter().map(|of| format!("{} {}", of.role.name(), Bytes(of.bytes))).collect();
+        let roles: Vec<String> = plan
+            .summary
+            .roles
+            .iter()
+            .map(|role_bytes| format!("{} {}", role_bytes.role.name(), Bytes(role_bytes.bytes)))
+            .collect();
         println!("{name:<26} {} kept {} at the peak {}", Bytes(plan.arena_bytes), Bytes(kept), roles.join(", "));
         assert!(plan.gap < 1.001);
         arenas.push(plan.arena_bytes);

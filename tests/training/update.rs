@@ -1,9 +1,11 @@
 //! Parts of the update besides its rule, and terms of the loss besides the likelihood.
 
 use candle_core::DType;
-use gapless::{AdamW, Limits, Lion, LossTerms, Mesh, ParameterGroup, Pipeline, StepOptions, Trainer, UpdateOptions};
+use gapless::{
+    AdamW, Lion, LossTerms, Mesh, ParameterGroup, Pipeline, SkipThresholds, StepOptions, Trainer, UpdateOptions,
+};
 
-use crate::common::{Kind, Outcome, Run};
+use crate::common::{Kind, Outcome, TinyRun};
 
 fn numbers(trainer: &Trainer, name: &str) -> Vec<f32> {
     trainer.tensor(name).unwrap().flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
@@ -18,8 +20,8 @@ fn all(trainer: &Trainer) -> Vec<(String, Vec<f32>)> {
     names.iter().chain(&states).map(|name| (name.clone(), numbers(trainer, name))).collect()
 }
 
-fn with(update: UpdateOptions) -> Run {
-    let mut run = Run::default();
+fn with(update: UpdateOptions) -> TinyRun {
+    let mut run = TinyRun::default();
     run.options.step.update = update;
     run.options.poison = true;
     run
@@ -48,8 +50,8 @@ fn a_step_above_its_limits_changes_nothing() {
     let before = all(&trainer);
     let below = |x: f32| 0.5 * x;
     for limits in [
-        Limits { loss: below(first.loss), ..Limits::default() },
-        Limits { gradient_norm: below(first.gradient_norm), ..Limits::default() },
+        SkipThresholds { loss: below(first.loss), ..SkipThresholds::default() },
+        SkipThresholds { gradient_norm: below(first.gradient_norm), ..SkipThresholds::default() },
     ] {
         trainer.set_limits(limits);
         let report = run.step(&mut trainer);
@@ -57,7 +59,7 @@ fn a_step_above_its_limits_changes_nothing() {
         assert_eq!(all(&trainer), before);
     }
     // A step with a non-finite result is skipped, too, and the next step is normal.
-    trainer.set_limits(Limits::default());
+    trainer.set_limits(SkipThresholds::default());
     let name = "wte.weight";
     let mut broken = numbers(&trainer, name);
     let sound = broken.clone();
@@ -73,7 +75,7 @@ fn a_step_above_its_limits_changes_nothing() {
 /// A guarded run without limits has the same bits as one without a guard.
 #[test]
 fn a_guard_that_leaves_nothing_out_changes_no_bit() {
-    let plain = Run::default().steps(3);
+    let plain = TinyRun::default().steps(3);
     assert_eq!(with(UpdateOptions { guarded: true, ..UpdateOptions::default() }).steps(3), plain);
     // An average changes no bit either, nor does a group with the same rule and rate.
     assert_eq!(with(UpdateOptions { average: Some(0.9), ..UpdateOptions::default() }).steps(3), plain);
@@ -170,7 +172,7 @@ fn ranks_and_resuming_change_no_bit() {
     let Outcome { losses, parameters, .. } = run.resume_on_ranks(place.path(), 2);
     assert_eq!((&losses[..], parameters), (&plain.losses[2..], plain.parameters));
     // Data ranks sum gradients in another order.
-    let shared = Run {
+    let shared = TinyRun {
         options: gapless::TrainOptions {
             step: StepOptions {
                 mesh: Mesh { data: 2, ..Mesh::default() },
@@ -190,7 +192,7 @@ fn ranks_and_resuming_change_no_bit() {
 #[test]
 fn terms_of_the_loss_are_of_training_alone() {
     let run = |loss| {
-        let mut run = Run { kind: Kind::Llama, ..Run::default() };
+        let mut run = TinyRun { kind: Kind::Llama, ..TinyRun::default() };
         run.options.step.loss = loss;
         let mut trainer = run.trainer();
         let (tokens, targets) = run.batch(0);
@@ -203,7 +205,7 @@ fn terms_of_the_loss_are_of_training_alone() {
     assert!((plain.0 - plain.1).abs() < 1e-5, "{plain:?}");
     // The square of a log-sum-exp, which is near ln 50.
     assert!((1.0..2.5).contains(&(with.1 - plain.1)), "{plain:?}, {with:?}");
-    let mut refused = Run::default();
+    let mut refused = TinyRun::default();
     refused.options.step.loss = LossTerms { label_smoothing: 1.0, z_loss: 0.0 };
     assert!(refused.try_trainer().unwrap_err().to_string().contains("label_smoothing: is 1"));
 }

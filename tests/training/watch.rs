@@ -60,7 +60,7 @@ fn shown(options: &TrainOptions) -> Vec<Vec<(String, f32)>> {
     };
     let ranks = options.step.mesh.ranks().unwrap();
     communicator::on_threads(ranks, |world| {
-        Ok(go(&mut Trainer::builder(Shown::new, options.clone()).on(world).build()?))
+        Ok(go(&mut Trainer::builder(Shown::new, options.clone()).distributed(world).build()?))
     })
     .unwrap()
 }
@@ -75,7 +75,7 @@ fn what_is_shown_is_summed_once_over_micro_batches_and_ranks() {
     };
     let expected = shown(&plain).remove(0);
     assert_eq!(expected.len(), 5);
-    let value = |of: &[(String, f32)], name: &str| of.iter().find(|(other, _)| other == name).unwrap().1;
+    let value = |values: &[(String, f32)], name: &str| values.iter().find(|(other, _)| other == name).unwrap().1;
     for (data, pipeline, micro_batches) in [(1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 4), (2, 2, 2)] {
         for recompute in [Recompute::None, Recompute::Layers(Layers::All)] {
             let mesh = Mesh { data, pipeline, expert: 1 };

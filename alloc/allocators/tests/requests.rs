@@ -14,15 +14,15 @@ const CAPACITY: u64 = 256 * MIB;
 
 /// A step of a program: an allocation of bytes on a stream, or a free of the n-th live block.
 #[derive(Debug, Clone)]
-enum Step {
+enum Action {
     Allocate(u64, u32),
     Free(prop::sample::Index),
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn steps() -> impl Strategy<Value = Vec<Action>> {
     let bytes = prop_oneof![1..4096u64, 1..2 * MIB, MIB..12 * MIB, 8 * MIB..64 * MIB];
-    let allocate = (bytes, 0..2u32).prop_map(|(bytes, stream)| Step::Allocate(bytes, stream));
-    prop::collection::vec(prop_oneof![3 => allocate, 2 => any::<prop::sample::Index>().prop_map(Step::Free)], 1..200)
+    let allocate = (bytes, 0..2u32).prop_map(|(bytes, stream)| Action::Allocate(bytes, stream));
+    prop::collection::vec(prop_oneof![3 => allocate, 2 => any::<prop::sample::Index>().prop_map(Action::Free)], 1..200)
 }
 
 /// Checks that live blocks do not overlap and that the extents add up to the statistics.
@@ -39,12 +39,12 @@ fn check_layout(allocator: &dyn Allocator) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-fn check(mut allocator: impl Allocator, steps: &[Step]) -> Result<(), TestCaseError> {
+fn check(mut allocator: impl Allocator, steps: &[Action]) -> Result<(), TestCaseError> {
     let mut live: Vec<Block> = Vec::new();
     let mut ranges: BTreeMap<u64, u64> = BTreeMap::new();
     for step in steps {
         match step {
-            Step::Allocate(bytes, stream) => match allocator.allocate(*bytes, Stream(*stream)) {
+            Action::Allocate(bytes, stream) => match allocator.allocate(*bytes, Stream(*stream)) {
                 Ok(block) => {
                     prop_assert!(block.bytes() >= *bytes);
                     let end = block.address() + block.bytes();
@@ -55,8 +55,8 @@ fn check(mut allocator: impl Allocator, steps: &[Step]) -> Result<(), TestCaseEr
                 }
                 Err(error) => prop_assert_eq!(error.requested, *bytes),
             },
-            Step::Free(_) if live.is_empty() => {}
-            Step::Free(which) => {
+            Action::Free(_) if live.is_empty() => {}
+            Action::Free(which) => {
                 let block = live.swap_remove(which.index(live.len()));
                 ranges.remove(&block.address());
                 allocator.free(block);
@@ -126,26 +126,26 @@ generated! {
     #[test]
     fn pytorch_is_its_twin(steps in steps()) {
         let mut allocator = PyTorch::new(Device::new(CAPACITY), PyTorchOptions::default());
-        let mut twin = Twin::default();
+        let mut reference = ReferenceArena::default();
         let mut live: Vec<(Block, u64)> = Vec::new();
         for (name, step) in steps.iter().enumerate() {
             let name = name as u64 + 1;
             match step {
-                Step::Allocate(bytes, stream) => {
+                Action::Allocate(bytes, stream) => {
                     let block = allocator.allocate(*bytes, Stream(*stream)).ok();
-                    prop_assert_eq!(block.as_ref().map(Block::bytes), twin.allocate(*bytes, *stream, name));
+                    prop_assert_eq!(block.as_ref().map(Block::bytes), reference.allocate(*bytes, *stream, name));
                     live.extend(block.map(|block| (block, name)));
                 }
-                Step::Free(_) if live.is_empty() => {}
-                Step::Free(which) => {
+                Action::Free(_) if live.is_empty() => {}
+                Action::Free(which) => {
                     let (block, name) = live.swap_remove(which.index(live.len()));
                     allocator.free(block);
-                    twin.free(name);
+                    reference.free(name);
                 }
             }
             let statistics = allocator.statistics();
-            prop_assert_eq!((allocator.reserved(), allocator.segments()), (twin.reserved(), twin.segments.len() as u64));
-            prop_assert_eq!((statistics.device_allocations, statistics.retries), (twin.allocations, twin.retries));
+            prop_assert_eq!((allocator.reserved(), allocator.segments()), (reference.reserved(), reference.segments.len() as u64));
+            prop_assert_eq!((statistics.device_allocations, statistics.retries), (reference.allocations, reference.retries));
         }
     }
 
@@ -174,20 +174,20 @@ generated! {
 
 /// PyTorch's default allocator in its simplest form: every search looks at every block.
 #[derive(Default)]
-struct Twin {
+struct ReferenceArena {
     /// The segments in order of creation. A piece is its bytes and its owner, 0 for none.
-    segments: Vec<TwinSegment>,
+    segments: Vec<ReferenceSegment>,
     allocations: u64,
     retries: u64,
 }
 
-struct TwinSegment {
+struct ReferenceSegment {
     stream: u32,
     is_small: bool,
     pieces: Vec<(u64, u64)>,
 }
 
-impl Twin {
+impl ReferenceArena {
     fn allocate(&mut self, bytes: u64, stream: u32, name: u64) -> Option<u64> {
         let bytes = bytes.next_multiple_of(512);
         let is_small = bytes <= MIB;
@@ -215,7 +215,7 @@ impl Twin {
                 self.retries += 1;
             }
             if self.reserved() + fresh <= CAPACITY {
-                self.segments.push(TwinSegment { stream, is_small, pieces: vec![(fresh, 0)] });
+                self.segments.push(ReferenceSegment { stream, is_small, pieces: vec![(fresh, 0)] });
                 self.allocations += 1;
                 found = Some((fresh, self.segments.len() - 1, 0));
             }

@@ -103,7 +103,7 @@ impl Arena {
     }
 
     /// Records that a refused request was served outside of the arena, where `in_use` bytes are in use now.
-    pub fn note_outside(&mut self, bytes: u64, in_use: u64) {
+    pub fn record_outside(&mut self, bytes: u64, in_use: u64) {
         self.report.outside_bytes += bytes;
         self.report.most_outside_bytes = self.report.most_outside_bytes.max(in_use);
     }
@@ -141,7 +141,7 @@ impl Arena {
     ///
     /// # Panics
     /// Panics in the same cases as [`request`](Self::request).
-    pub fn offer(&mut self, id: RequestId, bytes: u64) -> Option<u64> {
+    pub fn try_request(&mut self, id: RequestId, bytes: u64) -> Option<u64> {
         assert!(self.live[id.index()].is_none(), "request {} is released before it is made again", id.0);
         let offset = self.place(id, bytes, true)?;
         self.report.requests += 1;
@@ -151,7 +151,7 @@ impl Arena {
     }
 
     /// Records that the caller evicted buffers that are optional.
-    pub fn note_evicted(&mut self) {
+    pub fn record_eviction(&mut self) {
         self.report.evicted += 1;
     }
 

@@ -43,7 +43,7 @@ pub enum Need {
     /// Room for its bound, whatever the [`Reserve`] promises to others.
     Certain,
     /// As much as the [`Reserve`] promises, but the caller can do without it. It gets more where that takes room from
-    /// no other request, see [`Arena::offer`](super::Arena::offer).
+    /// no other request, see [`Arena::try_request`](super::Arena::try_request).
     Optional,
 }
 

@@ -60,9 +60,9 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
         }
         if let Some(column) = columns.gaps {
             // More buffers than a `u32` can count are refused below.
-            let of = BufferId(buffers.len() as u32);
+            let buffer_id = BufferId(buffers.len() as u32);
             let field = fields.text(column);
-            match gaps::parse(field, of, &buffer, columns.after_last) {
+            match gaps::parse(field, buffer_id, &buffer, columns.after_last) {
                 Ok(gaps) => table.gaps.extend(gaps),
                 Err(what) => return fields.fail(format!("gaps {}: {what}", shown(field))),
             }

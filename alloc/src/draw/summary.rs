@@ -184,8 +184,8 @@ impl fmt::Display for Summary {
 
         if !self.largest.is_empty() {
             writeln!(f, "\nlargest at peak tick {peak}")?;
-            let width = |of: fn(&TensorAtPeak) -> &str| {
-                self.largest.iter().map(|t| printable(of(t)).chars().count()).max().unwrap_or(0).min(48)
+            let width = |column: fn(&TensorAtPeak) -> &str| {
+                self.largest.iter().map(|t| printable(column(t)).chars().count()).max().unwrap_or(0).min(48)
             };
             let (tensor, op, layer) = (width(|t| &t.tensor), width(|t| &t.op), width(|t| &t.layer));
             for t in &self.largest {

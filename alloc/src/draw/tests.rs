@@ -158,7 +158,7 @@ fn svg_of_two_buffers() {
 fn an_empty_problem_has_pictures_too() {
     let problem = Problem::default();
     let map = MemoryMap::new("nothing", &problem, &[], &[]).unwrap();
-    judge(&map);
+    check_pictures(&map);
     assert_eq!(map.summary(5).peak_tick, None);
     assert!(map.text(&TextOptions::default()).starts_with("nothing  0 B high"));
 }
@@ -168,7 +168,7 @@ fn an_empty_problem_has_pictures_too() {
 fn a_step_that_starts_late_has_pictures_too() {
     let problem = Problem::new(vec![Buffer::new(1..2, 0), Buffer::new(2..3, 8)]).unwrap();
     let labels = vec![label("a", "", "", Role::Input); 2];
-    judge(&MemoryMap::new("late", &problem, &[0, 0], &labels).unwrap());
+    check_pictures(&MemoryMap::new("late", &problem, &[0, 0], &labels).unwrap());
 }
 
 /// The page fetches nothing, and shows names as text only.
@@ -214,10 +214,10 @@ fn unused_bytes_add_up_to_the_area_that_no_rectangle_covers() {
 }
 
 /// Reads every picture of `map` with parsers that know nothing of the writers.
-fn judge(map: &MemoryMap<'_>) {
-    judge_text(map);
-    judge_svg(map);
-    judge_html(map);
+fn check_pictures(map: &MemoryMap<'_>) {
+    check_text(map);
+    check_svg(map);
+    check_html(map);
     let summary = map.summary(usize::MAX);
     let again: Summary = serde_json::from_str(&serde_json::to_string(&summary).unwrap()).unwrap();
     // serde_json reads the last digit of a float to within one unit, unless its slower exact mode is on.
@@ -228,7 +228,7 @@ fn judge(map: &MemoryMap<'_>) {
     assert!(summary.gap.is_finite());
 }
 
-fn judge_text(map: &MemoryMap<'_>) {
+fn check_text(map: &MemoryMap<'_>) {
     let text = map.text(&TextOptions { columns: 60, rows: 16, colour: false });
     for line in text.lines() {
         assert!(line.chars().count() <= 62, "{line:?}");
@@ -237,7 +237,7 @@ fn judge_text(map: &MemoryMap<'_>) {
     assert!(text.lines().count() >= 16);
 }
 
-fn judge_svg(map: &MemoryMap<'_>) {
+fn check_svg(map: &MemoryMap<'_>) {
     let svg = map.svg(&SvgOptions { width: 640, height: 480 });
     assert_eq!(svg, map.svg(&SvgOptions { width: 640, height: 480 }));
     let document = roxmltree::Document::parse(&svg).unwrap();
@@ -260,7 +260,7 @@ fn judge_svg(map: &MemoryMap<'_>) {
     }
 }
 
-fn judge_html(map: &MemoryMap<'_>) {
+fn check_html(map: &MemoryMap<'_>) {
     let html = map.html();
     assert_eq!(html, map.html());
     // There is one data element, one script and one style: no name has opened or closed one.
@@ -347,6 +347,6 @@ generated! {
         let labels: Vec<Label> =
             rows.iter().map(|(_, tensor, op, layer, role)| label(tensor, op, layer, Role::ALL[*role])).collect();
         let marks: Vec<Mark> = phases.into_iter().map(|(start, length, name)| Mark::new(start..start + length, name)).collect();
-        judge(&MemoryMap::new(&title, &problem, &offsets, &labels).unwrap().with_marks(&marks).unwrap());
+        check_pictures(&MemoryMap::new(&title, &problem, &offsets, &labels).unwrap().with_marks(&marks).unwrap());
     }
 }

@@ -189,7 +189,7 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
 /// places, only some are looked at.
 fn suffix_bounds(demand: &[u64], candidates: &[Candidate], deadline: Deadline) -> Option<Vec<usize>> {
     let cells: usize = candidates.iter().map(|c| c.span.len()).sum();
-    let stride = cells.div_ceil(MOST_CELLS).max(1);
+    let stride = cells.div_ceil(MAX_CELLS).max(1);
     let mut here: Vec<Vec<u32>> = vec![Vec::new(); demand.len().div_ceil(stride)];
     for (k, c) in candidates.iter().enumerate() {
         let looked_at = c.span.start.div_ceil(stride)..c.span.end.div_ceil(stride);
@@ -213,7 +213,7 @@ fn suffix_bounds(demand: &[u64], candidates: &[Candidate], deadline: Deadline) -
 }
 
 /// Most pairs of a place and a candidate that the bounds look at.
-const MOST_CELLS: usize = 20_000_000;
+const MAX_CELLS: usize = 20_000_000;
 
 /// The number of largest values that meet the demand.
 fn largest_first(bytes: &mut [u64], demand: u64) -> Option<usize> {

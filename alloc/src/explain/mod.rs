@@ -16,7 +16,7 @@ use crate::deadline::Deadline;
 use crate::draw::Mark;
 use crate::order::sort_by_key;
 use crate::{BufferId, Label, Options, Problem, Role, Solution, live_at, peak_tick};
-use remedy::Patient;
+use remedy::RemedySearch;
 pub use remedy::{Change, Remedy};
 
 /// The reasons why a problem does not fit, and what would help.
@@ -69,7 +69,7 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options
     }
     let mut roles: Vec<_> = by_role.into_iter().map(|(role, (bytes, buffers))| (role, bytes, buffers)).collect();
     sort_by_key(&mut roles, |&(role, bytes, _)| (Reverse(bytes), role));
-    let patient = Patient { problem, labels, solution, capacity, threads: options.threads, deadline };
+    let patient = RemedySearch { problem, labels, solution, capacity, threads: options.threads, deadline };
     let (leave_out, shrink, free) = (patient.leave_out(), patient.shrink(), patient.free());
     let explanation = Explanation {
         capacity,

@@ -80,7 +80,7 @@ pub(super) fn apply(problem: &Problem, changes: &[Change]) -> Option<Problem> {
 }
 
 /// The problem that remedies are sought for.
-pub(super) struct Patient<'p> {
+pub(super) struct RemedySearch<'p> {
     pub problem: &'p Problem,
     pub labels: &'p [Label],
     pub solution: &'p Solution,
@@ -99,7 +99,7 @@ const PLAN_WORK: u64 = 20_000_000;
 /// Most changes that are tried alone, or left out one by one.
 const TRIES: usize = 12;
 
-impl Patient<'_> {
+impl RemedySearch<'_> {
     /// The fewest buffers without which the rest fits.
     pub fn leave_out(&self) -> Remedy {
         let out = |ids: &[BufferId]| -> Vec<Change> { ids.iter().map(|&id| Change::LeaveOut(id)).collect() };

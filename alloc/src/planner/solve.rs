@@ -20,7 +20,7 @@ pub(crate) struct Goal {
 
 impl Goal {
     /// A goal of exactly this height.
-    pub fn of(height: u64) -> Self {
+    pub fn exactly(height: u64) -> Self {
         Self { ceiling: height, enough: height }
     }
 }
@@ -42,7 +42,7 @@ pub(crate) struct Solver<'p> {
 
 /// A step that may lower the plan.
 #[derive(Debug, Clone, Copy)]
-enum Step {
+enum Method {
     /// Sweeps with simple policies.
     Sweeps,
     /// Sweeps with the long-lived items first.
@@ -65,27 +65,27 @@ enum Step {
 
 /// The steps after plain sweeps. The first ones settle most parts; the later ones repeat them with more work.
 /// Each number is a divisor: the step may spend that fraction of the work that is left.
-const STEPS: [(u64, Step); 12] = [
-    (64, Step::Repair),
-    (22, Step::Backtracking),
-    (32, Step::Learning),
-    (8, Step::Regions),
-    (16, Step::LongFirst),
-    (8, Step::Strips),
-    (8, Step::Repair),
-    (8, Step::Backtracking),
-    (8, Step::Learning),
-    (4, Step::Repair),
-    (4, Step::Backtracking),
-    (1, Step::Repair),
+const METHODS: [(u64, Method); 12] = [
+    (64, Method::Repair),
+    (22, Method::Backtracking),
+    (32, Method::Learning),
+    (8, Method::Regions),
+    (16, Method::LongFirst),
+    (8, Method::Strips),
+    (8, Method::Repair),
+    (8, Method::Backtracking),
+    (8, Method::Learning),
+    (4, Method::Repair),
+    (4, Method::Backtracking),
+    (1, Method::Repair),
 ];
 
 /// The first steps for a small part.
-const SMALL_STEPS: [(u64, Step); 3] = [(16, Step::LongFirst), (2, Step::OpenStacks), (8, Step::Search)];
+const SMALL_STEPS: [(u64, Method); 3] = [(16, Method::LongFirst), (2, Method::OpenStacks), (8, Method::Search)];
 
 /// The steps for a region that is planned alone.
-const REGION_STEPS: [(u64, Step); 5] =
-    [(1, Step::Sweeps), (2, Step::Search), (2, Step::Backtracking), (3, Step::LongFirst), (1, Step::Repair)];
+const REGION_STEPS: [(u64, Method); 5] =
+    [(1, Method::Sweeps), (2, Method::Search), (2, Method::Backtracking), (3, Method::LongFirst), (1, Method::Repair)];
 
 /// Plans that are kept for repairs.
 const REPAIRS: usize = 3;
@@ -154,7 +154,7 @@ impl<'p> Solver<'p> {
     }
 
     /// Keeps a plan if it is the lowest so far.
-    pub fn offer(&mut self, plan: Option<Placement>) {
+    pub fn keep_if_lower(&mut self, plan: Option<Placement>) {
         if let Some(plan) = plan.filter(|plan| plan.height < self.height()) {
             self.best = Some(plan);
         }
@@ -171,7 +171,7 @@ impl<'p> Solver<'p> {
     }
 
     /// Runs steps until the goal is met or the budget is spent.
-    fn run(&mut self, steps: &[(u64, Step)], budget: &mut Budget) {
+    fn run(&mut self, steps: &[(u64, Method)], budget: &mut Budget) {
         for &(share, step) in steps {
             if self.is_met() || budget.stopped().is_some() {
                 return;
@@ -180,29 +180,29 @@ impl<'p> Solver<'p> {
         }
     }
 
-    fn make(&mut self, step: Step, budget: &mut Budget) {
+    fn make(&mut self, step: Method, budget: &mut Budget) {
         match step {
-            Step::Sweeps => self.sweep_once(budget),
-            Step::LongFirst => self.sweep_long_first(budget),
-            Step::Learning => self.sweep_and_learn(budget),
-            Step::Backtracking => self.backtrack_down(budget),
-            Step::OpenStacks => self.open_stacks(budget),
-            Step::Repair => self.repair(budget),
-            Step::Regions => self.plan_regions(budget),
-            Step::Strips => self.plan_strips(budget),
-            Step::Search => self.search_goal(budget),
+            Method::Sweeps => self.sweep_once(budget),
+            Method::LongFirst => self.sweep_long_first(budget),
+            Method::Learning => self.sweep_and_learn(budget),
+            Method::Backtracking => self.backtrack_down(budget),
+            Method::OpenStacks => self.open_stacks(budget),
+            Method::Repair => self.repair(budget),
+            Method::Regions => self.plan_regions(budget),
+            Method::Strips => self.plan_strips(budget),
+            Method::Search => self.search_goal(budget),
         }
     }
 
     /// Runs the steps after plain sweeps, the cheapest first, until the goal is met or the budget is spent.
     fn improve(&mut self, budget: &mut Budget) {
         if !self.is_small() {
-            return self.run(&STEPS, budget);
+            return self.run(&METHODS, budget);
         }
         self.run(&SMALL_STEPS, budget);
         // A small part keeps most of its work for searches.
         if self.proven <= self.goal.ceiling {
-            budget.within(budget.left() / SMALL_SHARE, |budget| self.run(&STEPS, budget));
+            budget.within(budget.left() / SMALL_SHARE, |budget| self.run(&METHODS, budget));
         }
         self.close_in(budget);
     }
@@ -222,7 +222,7 @@ impl<'p> Solver<'p> {
     /// Searches for a plan of at most `capacity` bytes.
     fn search(&mut self, capacity: u64, budget: &mut Budget) {
         match search(self.part, capacity, budget) {
-            Verdict::Found(offsets) => self.offer(Some(self.part.placement(offsets))),
+            Verdict::Found(offsets) => self.keep_if_lower(Some(self.part.placement(offsets))),
             Verdict::Impossible => {
                 let next = capacity.saturating_add(1).checked_next_multiple_of(self.part.grain);
                 self.proven = self.proven.max(next.unwrap_or(u64::MAX));
@@ -253,7 +253,7 @@ impl<'p> Solver<'p> {
             if let Some(repair) = repair.as_mut().filter(|_| self.height() > ceiling && self.proven <= ceiling) {
                 let share = work / 100 * (100 - SEARCH_PERCENT);
                 budget.within(share, |budget| repair.lower(ceiling, budget));
-                self.offer(Some(repair.plan.clone()));
+                self.keep_if_lower(Some(repair.plan.clone()));
             }
             if self.height() > ceiling {
                 missed = ceiling.saturating_add(grain);
@@ -306,7 +306,7 @@ impl<'p> Solver<'p> {
         for (done, repair) in repairs.iter_mut().enumerate() {
             let share = if done + 1 == count { budget.left() } else { budget.left() / 2 };
             budget.within(share, |budget| repair.descend(budget));
-            self.offer(Some(repair.plan.clone()));
+            self.keep_if_lower(Some(repair.plan.clone()));
             if self.is_met() {
                 break;
             }
@@ -326,7 +326,7 @@ impl<'p> Solver<'p> {
             let mut base = 0;
             for region in &regions {
                 let height = region.part.bound;
-                let mut alone = Solver::new(&region.part, Goal::of(height));
+                let mut alone = Solver::new(&region.part, Goal::exactly(height));
                 budget.within(budget.left() / 4, |budget| alone.run(&REGION_STEPS, budget));
                 self.placements += alone.placements;
                 let offsets = alone.best.map_or(Vec::new(), |best| best.offsets);
@@ -338,7 +338,7 @@ impl<'p> Solver<'p> {
             }
             if let Some(mut repair) = Ejection::new(self.part, &places, self.goal.enough, budget) {
                 budget.within(budget.left() / 2, |budget| repair.descend(budget));
-                self.offer(Some(repair.plan.clone()));
+                self.keep_if_lower(Some(repair.plan.clone()));
                 self.repairs.push(repair);
             }
             if self.is_met() {
@@ -351,7 +351,7 @@ impl<'p> Solver<'p> {
     fn plan_strips(&mut self, budget: &mut Budget) {
         if let Some(offsets) = strips(self.part, budget) {
             let repair = self.start_repair(&offsets, budget);
-            self.offer(repair.as_ref().map(|repair| repair.plan.clone()));
+            self.keep_if_lower(repair.as_ref().map(|repair| repair.plan.clone()));
             self.repairs.extend(repair);
         }
     }

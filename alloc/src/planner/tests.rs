@@ -14,7 +14,7 @@ pub(super) fn part(rows: &[(u32, u32, u64)], cliques: u32) -> Part {
     };
     let mut items: Vec<Item> = rows.iter().map(item).collect();
     items.sort_by_key(|item| (item.start, Reverse(item.end)));
-    Part::of_items(items, cliques)
+    Part::from_items(items, cliques)
 }
 
 /// True if no two items overlap, every alignment is kept and the height is the highest end. It compares every pair.

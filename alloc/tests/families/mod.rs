@@ -1,7 +1,7 @@
 //! Generated problems of every family, for checks of their plans.
 
 use gapless_alloc::Buffer;
-use gapless_alloc::synthetic::{Order, Step};
+use gapless_alloc::synthetic::{Order, SyntheticStep};
 use gapless_testing::prelude::*;
 
 pub fn lifetimes(ticks: u64) -> impl Strategy<Value = (u64, u64)> {
@@ -51,11 +51,11 @@ pub fn nested() -> impl Strategy<Value = Vec<Buffer>> {
 pub fn several_stacks() -> impl Strategy<Value = Vec<Buffer>> {
     prop::collection::vec((0..4u64, prop::option::weighted(0.6, often_none(1..1000u64))), 1..120).prop_map(|calls| {
         let end = calls.len() as u64;
-        let of = |number: u64| -> Vec<(u64, Call)> {
+        let calls_of = |number: u64| -> Vec<(u64, Call)> {
             let all = (0..).zip(&calls).filter(|(_, (stack, _))| *stack == number);
             all.map(|(tick, (_, call))| (tick, *call)).collect()
         };
-        (0..4).flat_map(|number| stack(&of(number), end)).collect()
+        (0..4).flat_map(|number| stack(&calls_of(number), end)).collect()
     })
 }
 
@@ -75,7 +75,7 @@ pub fn adversarial() -> impl Strategy<Value = Vec<Buffer>> {
         .prop_map(|list| list.into_iter().map(|((s, e), bytes, a)| Buffer::new(s..e, bytes).aligned(a)).collect())
 }
 
-pub fn step() -> impl Strategy<Value = Step> {
+pub fn step() -> impl Strategy<Value = SyntheticStep> {
     let order = prop_oneof![
         Just(Order::Accumulation),
         Just(Order::OneForwardOneBackward),
@@ -84,7 +84,7 @@ pub fn step() -> impl Strategy<Value = Step> {
     ];
     let tokens = prop_oneof![Just(&[512u64][..]), Just(&[384, 512, 640, 1024][..])];
     (order, 1..5u64, 1..9u64, 1..5u64, tokens, any::<bool>()).prop_map(
-        |(order, layers, micro_batches, stages, tokens, persistent)| Step {
+        |(order, layers, micro_batches, stages, tokens, persistent)| SyntheticStep {
             order,
             layers,
             micro_batches,

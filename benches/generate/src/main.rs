@@ -79,9 +79,9 @@ fn main() -> Result<()> {
                 shares.push(rate(our_time) / batch as f64 * weight_bytes as f64 / bandwidth);
             }
         }
-        let median = |mut of: Vec<f64>| {
-            of.sort_by(f64::total_cmp);
-            of[of.len() / 2]
+        let median = |mut times: Vec<f64>| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
         };
         println!(
             "batch {batch}: {:.1} tokens/s, candle-transformers {:.1}, ratio {:.2} (of CPU times {:.2}); {:.2} of the rate that \

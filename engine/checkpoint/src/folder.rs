@@ -19,7 +19,7 @@ pub(super) enum State {
     /// It was set aside for a new checkpoint of the same step.
     Replaced,
     /// It is complete.
-    Committed,
+    Complete,
 }
 
 impl State {
@@ -27,7 +27,7 @@ impl State {
         match self {
             Self::Partial => ".partial",
             Self::Replaced => ".replaced",
-            Self::Committed => "",
+            Self::Complete => "",
         }
     }
 }
@@ -66,7 +66,7 @@ impl Entry {
     /// Reads a checkpoint's state from its path; `None` if the name is not that of a checkpoint.
     fn of(path: PathBuf) -> Option<Self> {
         let name = path.file_name()?.to_str()?.strip_prefix("step-")?;
-        let states = [State::Partial, State::Replaced, State::Committed];
+        let states = [State::Partial, State::Replaced, State::Complete];
         let (state, name) = states.into_iter().find_map(|state| Some((state, name.strip_suffix(state.suffix())?)))?;
         let (step, number) = name.split_once('-').unwrap_or((name, "0"));
         number.parse::<u64>().ok()?;
@@ -105,7 +105,7 @@ impl Checkpoint {
     /// # Errors
     /// Returns an error if the folder cannot be read.
     pub fn list(dir: &Path) -> Result<Vec<Listed>, CheckpointError> {
-        let complete = entries(dir)?.into_iter().filter(|entry| entry.state == State::Committed && entry.is_complete());
+        let complete = entries(dir)?.into_iter().filter(|entry| entry.state == State::Complete && entry.is_complete());
         let listed = |entry: Entry| {
             let metadata = Manifest::read(&entry.path).ok()?.metadata;
             Some(Listed { path: entry.path, step: entry.step, metadata })
@@ -178,7 +178,7 @@ impl Checkpoint {
                 }
                 continue;
             }
-            if entry.state == State::Committed && others.contains(&entry.step) {
+            if entry.state == State::Complete && others.contains(&entry.step) {
                 continue;
             }
             match fs::remove_dir_all(&entry.path) {

@@ -48,7 +48,7 @@ impl FolderLock {
     /// True if a folder has been locked before, even by a process that has ended.
     pub fn was_acquired(dir: &Path) -> bool {
         let path = dir.join(Self::FILE);
-        path.is_file() && File::open(path).is_ok_and(|file| is_ours(&file))
+        path.is_file() && File::open(path).is_ok_and(|file| is_lock_file(&file))
     }
 
     /// Checks that files can be created in a folder, by creating one without a name, which disappears again.
@@ -75,7 +75,7 @@ impl FolderLock {
             }
             _ => write_error(source),
         })?;
-        if !is_ours(&file) {
+        if !is_lock_file(&file) {
             return Err(CheckpointError::Foreign { path: dir.to_owned(), name: Self::FILE });
         }
         match file.try_lock() {
@@ -96,7 +96,7 @@ impl FolderLock {
 
     /// True if the folder is still the one that was locked. It is not if it was deleted or moved, or if another one has
     /// its place.
-    pub fn holds(&self, dir: &Path) -> bool {
+    pub fn is_current(&self, dir: &Path) -> bool {
         match (fs::metadata(dir.join(Self::FILE)), self.file.metadata()) {
             (Ok(there), Ok(locked)) => is_same_file(&there, &locked),
             (Err(error), _) => !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory),
@@ -131,7 +131,7 @@ fn first_line(mut file: &File) -> String {
     String::from_utf8_lossy(&bytes).lines().next().unwrap_or_default().to_owned()
 }
 
-fn is_ours(file: &File) -> bool {
+fn is_lock_file(file: &File) -> bool {
     let line = first_line(file);
     line.is_empty() || line.starts_with(OWNER)
 }

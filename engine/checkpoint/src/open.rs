@@ -17,7 +17,7 @@ use crate::{CheckpointError, differences};
 /// whole file.
 const CHUNK_BYTES: usize = 1 << 20;
 /// The greatest size in bytes of a header that the safetensors library reads.
-const MOST_HEADER_BYTES: u64 = 100_000_000;
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// An opened checkpoint: all its files have the sizes and hashes with which they were written.
 #[derive(Debug)]
@@ -258,7 +258,7 @@ impl SavedSection {
             if let (0, Some(length)) = (at, chunk.first_chunk()) {
                 head_bytes = u64::from_le_bytes(*length).saturating_add(8);
             }
-            if head_bytes <= MOST_HEADER_BYTES {
+            if head_bytes <= MAX_HEADER_BYTES {
                 head.extend_from_slice(&chunk[..head_bytes.saturating_sub(at).min(chunk.len() as u64) as usize]);
             }
             at += chunk.len() as u64;

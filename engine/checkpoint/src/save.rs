@@ -164,11 +164,11 @@ fn commit_on(
 
 /// Creates an empty folder with the name of an incomplete checkpoint.
 fn create_partial(disk: &mut impl Disk, dir: &Path, partial: &Path) -> Result<(), CheckpointError> {
-    if is_there(partial) {
+    if exists(partial) {
         disk.remove_folder(partial).map_err(write_error(partial))?;
     }
-    tell_of_other_name(partial);
-    let is_new = !is_there(dir);
+    warn_of_numbered_name(partial);
+    let is_new = !exists(dir);
     disk.create_folder(partial).map_err(write_error(partial))?;
     match dir.parent() {
         Some(parent) if is_new => {
@@ -194,11 +194,11 @@ fn write_manifest(disk: &mut impl Disk, partial: &Path, manifest: &Manifest) -> 
 /// gets the next free name.
 fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
     let [partial, path, replaced] =
-        [State::Partial, State::Committed, State::Replaced].map(|state| path_for(dir, step, state));
-    tell_of_other_name(&path);
-    let replacing = is_there(&path);
+        [State::Partial, State::Complete, State::Replaced].map(|state| path_for(dir, step, state));
+    warn_of_numbered_name(&path);
+    let replacing = exists(&path);
     if replacing {
-        if is_there(&replaced) {
+        if exists(&replaced) {
             disk.remove_folder(&replaced).map_err(write_error(&replaced))?;
         }
         disk.rename(&path, &replaced).map_err(write_error(&replaced))?;
@@ -218,7 +218,7 @@ fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<Path
 }
 
 /// Logs a warning if a checkpoint gets a numbered name, because its usual name is taken by something else.
-fn tell_of_other_name(path: &Path) {
+fn warn_of_numbered_name(path: &Path) {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if name.matches('-').count() > 1 {
         let path = path.display();
@@ -228,7 +228,7 @@ fn tell_of_other_name(path: &Path) {
 
 /// True if the path exists. If it cannot be examined, it counts as existing, so that the next operation reports the
 /// error.
-fn is_there(path: &Path) -> bool {
+fn exists(path: &Path) -> bool {
     path.try_exists().unwrap_or(true)
 }
 

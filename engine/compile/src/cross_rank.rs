@@ -60,7 +60,7 @@ impl CrossRankValues {
                     None => readers.entry(root).or_default().extend(ranks),
                 }
             }
-            for input in node.changed() {
+            for input in node.mutated_inputs() {
                 let root = graph.value(input).root;
                 let persistent = matches!(graph.value(root).source, Source::Persistent { .. });
                 if let (true, Place::Stage(stage)) = (persistent, node.place) {
@@ -82,12 +82,12 @@ impl CrossRankValues {
                 crossings.record(root, maker, Phase::Update, Place::Everywhere, ranks);
             }
         }
-        crossings.number(graph);
+        crossings.assign_tags(graph);
         crossings
     }
 
     /// Assigns tags to the values that cross, identically on every rank.
-    fn number(&mut self, graph: &Graph) {
+    fn assign_tags(&mut self, graph: &Graph) {
         // A value for an earlier stage is a gradient, even if a head computes it in its forward.
         let goes_back = |root: ValueId, maker: StageId| {
             let mut readers = self.needs.iter().filter(|(_, roots)| roots.contains(&root));
@@ -182,14 +182,14 @@ impl CrossRankValues {
     ///
     /// # Errors
     /// Returns an error if the actions wait for each other in a cycle, or if one needs a value that is never computed.
-    pub fn taken(
+    pub fn received_before(
         &self,
         graph: &Graph,
         table: &[Vec<Action>],
         rank: usize,
     ) -> Result<HashMap<(ValueId, u32, usize), usize>> {
         let known = self.known(graph, table, rank)?;
-        let mut taken = HashMap::new();
+        let mut received_before = HashMap::new();
         for (to, row) in table.iter().enumerate().filter(|(to, _)| *to != rank) {
             let mut seen = BTreeSet::new();
             for (index, action) in row.iter().enumerate() {
@@ -200,12 +200,12 @@ impl CrossRankValues {
                     }
                     let by = known.partition_point(|knows| knows[to] as usize <= index);
                     if by < table[rank].len() {
-                        taken.insert((key.0, key.1, to), by);
+                        received_before.insert((key.0, key.1, to), by);
                     }
                 }
             }
         }
-        Ok(taken)
+        Ok(received_before)
     }
 
     fn maker(&self, graph: &Graph, root: ValueId) -> Option<usize> {
@@ -256,30 +256,30 @@ impl CrossRankValues {
         let mut known = Vec::with_capacity(table[rank].len());
         loop {
             let mut moved = false;
-            for (of, row) in sources.iter().enumerate() {
-                while let Some(from) = row.get(done[of]) {
+            for (current, row) in sources.iter().enumerate() {
+                while let Some(from) = row.get(done[current]) {
                     if !from.iter().all(|&(from, at)| done[from] > at) {
                         break;
                     }
-                    let index = done[of];
-                    now[of][of] = index as u32;
+                    let index = done[current];
+                    now[current][current] = index as u32;
                     for source in from {
                         let clock = &clocks[source];
-                        now[of].iter_mut().zip(clock).for_each(|(mine, &theirs)| *mine = theirs.max(*mine));
-                        now[of][source.0] = now[of][source.0].max(source.1 as u32 + 1);
+                        now[current].iter_mut().zip(clock).for_each(|(mine, &theirs)| *mine = theirs.max(*mine));
+                        now[current][source.0] = now[current][source.0].max(source.1 as u32 + 1);
                         let left = readers.get_mut(source).expect("a reader of it was counted");
                         *left -= 1;
                         if *left == 0 {
                             clocks.remove(source);
                         }
                     }
-                    if readers.contains_key(&(of, index)) {
-                        clocks.insert((of, index), now[of].clone());
+                    if readers.contains_key(&(current, index)) {
+                        clocks.insert((current, index), now[current].clone());
                     }
-                    if of == rank {
-                        known.push(now[of].clone());
+                    if current == rank {
+                        known.push(now[current].clone());
                     }
-                    done[of] += 1;
+                    done[current] += 1;
                     moved = true;
                 }
             }

@@ -8,11 +8,11 @@ use std::ops::Range;
 
 use gapless_alloc::arena::{ArenaOptions, ArenaPlan, Need, Request, RequestId, Reserve};
 use gapless_alloc::{Problem, Solution};
-use gapless_kernels::cpu::args::CountedAddress;
+use gapless_kernels::cpu::args::DynamicAddress;
 
 use crate::error::{Error, Result};
 use crate::executable::Executable;
-use crate::instruction::{DynamicAlloc, DynamicFree, When};
+use crate::instruction::{DynamicAlloc, DynamicFree, RunCondition};
 use crate::lifetimes::{ALIGNMENT, tick_of};
 use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
 
@@ -23,18 +23,18 @@ impl Executable {
     /// # Errors
     /// Returns an error if the reserve exceeds the address space or its factor is not a valid number. Passes on errors
     /// of `accept`.
-    pub fn reserve_anew<E: From<Error>>(
+    pub fn replace_reserve<E: From<Error>>(
         &mut self,
         reserve: Reserve,
         accept: impl FnOnce(&ArenaPlan) -> Result<bool, E>,
     ) -> Result<bool, E> {
-        let Some(plan) = &self.routing else { return Ok(false) };
+        let Some(plan) = &self.dynamic_arena else { return Ok(false) };
         let requests = plan.requests().to_vec();
         let anew = ArenaPlan::new(&self.problem, &self.solution.offsets, requests, &options(reserve));
         let anew = anew.map_err(Error::from)?;
         let is_accepted = accept(&anew)?;
         if is_accepted {
-            self.routing = Some(anew);
+            self.dynamic_arena = Some(anew);
         }
         Ok(is_accepted)
     }
@@ -47,43 +47,43 @@ fn options(reserve: Reserve) -> ArenaOptions {
 
 /// The requests of all programs.
 #[derive(Debug)]
-pub(super) struct Requests {
+pub(super) struct DynamicBuffers {
     requests: Vec<Request>,
     /// By program and buffer: the request under whose id instructions look up the buffer's offset.
-    of: HashMap<(usize, BufferId), RequestId>,
+    request_of: HashMap<(usize, BufferId), RequestId>,
     /// For each evictable buffer: the two requests used when it is evicted, one for the forward and one for the
     /// backward.
-    parts: HashMap<(usize, BufferId), [RequestId; 2]>,
+    evicted_halves: HashMap<(usize, BufferId), [RequestId; 2]>,
     /// By program: the evictable buffers.
-    waits: Vec<HashMap<BufferId, Waits>>,
+    evictable: Vec<HashMap<BufferId, EvictableUses>>,
 }
 
 /// The instructions that use an evictable buffer.
 #[derive(Debug, Clone, Copy)]
-struct Waits {
+struct EvictableUses {
     /// The one that votes on its rows.
-    offer: usize,
+    vote: usize,
     /// The first and the last in the forward.
     forward: [usize; 2],
     /// The first and the last in the backward. The first belongs to the recomputation of evicted rows.
     backward: [usize; 2],
 }
 
-impl Requests {
-    /// Collects the requests of all programs. `of[program][buffer]` is a buffer's index in `problem`, and `spans` has
+impl DynamicBuffers {
+    /// Collects the requests of all programs. `problem_index[program][buffer]` is a buffer's index in `problem`, and `spans` has
     /// the ticks of each program.
-    pub fn of<P: std::borrow::Borrow<Program>>(
+    pub fn new<P: std::borrow::Borrow<Program>>(
         programs: &[P],
-        of: &[Vec<usize>],
+        problem_index: &[Vec<usize>],
         spans: &[Range<u64>],
         problem: &Problem,
     ) -> Self {
-        let waits: Vec<_> = programs.iter().map(|program| waits(program.borrow())).collect();
-        let need = if waits.iter().all(HashMap::is_empty) { Need::Usual } else { Need::Certain };
-        let mut counted = Vec::new();
-        for (number, (program, indices)) in programs.iter().zip(of).enumerate() {
+        let evictable: Vec<_> = programs.iter().map(|program| evictable(program.borrow())).collect();
+        let need = if evictable.iter().all(HashMap::is_empty) { Need::Usual } else { Need::Certain };
+        let mut keyed_requests = Vec::new();
+        for (program_index, (program, indices)) in programs.iter().zip(problem_index).enumerate() {
             for (id, (buffer, &index)) in program.borrow().buffers.iter().zip(indices).enumerate() {
-                let Some(DynamicRows { row_bytes, balanced, .. }) = buffer.counted else { continue };
+                let Some(DynamicRows { row_bytes, balanced, .. }) = buffer.dynamic_rows else { continue };
                 let request = |ticks, need| {
                     Request::new(ticks, balanced.min(buffer.bytes), buffer.bytes)
                         .aligned(ALIGNMENT)
@@ -91,28 +91,33 @@ impl Requests {
                         .needed(need)
                         .labelled(buffer.label.clone())
                 };
-                let (key, ticks) = ((number, BufferId(id as u32)), problem.buffers()[index].lifetime.clone());
-                let Some(Waits { offer, forward, backward }) = waits[number].get(&key.1) else {
-                    counted.push((request(ticks, need), (key, None)));
+                let (key, ticks) = ((program_index, BufferId(id as u32)), problem.buffers()[index].lifetime.clone());
+                let Some(EvictableUses { vote, forward, backward }) = evictable[program_index].get(&key.1) else {
+                    keyed_requests.push((request(ticks, need), (key, None)));
                     continue;
                 };
-                let written = |instr: usize| tick_of(spans[number].start, instr) + 1;
-                counted.push((request(written(*offer)..ticks.end, Need::Optional), (key, None)));
+                let written = |instr: usize| tick_of(spans[program_index].start, instr) + 1;
+                keyed_requests.push((request(written(*vote)..ticks.end, Need::Optional), (key, None)));
                 for (part, [first, last]) in [*forward, *backward].into_iter().enumerate() {
-                    counted.push((request(written(first)..written(last) + 1, Need::Certain), (key, Some(part))));
+                    keyed_requests.push((request(written(first)..written(last) + 1, Need::Certain), (key, Some(part))));
                 }
             }
         }
-        counted.sort_by_key(|(request, _)| request.ticks.start);
-        let (mut of, mut parts) = (HashMap::new(), HashMap::new());
-        for (id, (_, (key, part))) in counted.iter().enumerate() {
+        keyed_requests.sort_by_key(|(request, _)| request.ticks.start);
+        let (mut request_of, mut evicted_halves) = (HashMap::new(), HashMap::new());
+        for (id, (_, (key, part))) in keyed_requests.iter().enumerate() {
             let id = RequestId(id as u32);
             match part {
-                None => _ = of.insert(*key, id),
-                Some(part) => parts.entry(*key).or_insert([id; 2])[*part] = id,
+                None => _ = request_of.insert(*key, id),
+                Some(part) => evicted_halves.entry(*key).or_insert([id; 2])[*part] = id,
             }
         }
-        Self { requests: counted.into_iter().map(|(request, _)| request).collect(), of, parts, waits }
+        Self {
+            requests: keyed_requests.into_iter().map(|(request, _)| request).collect(),
+            request_of,
+            evicted_halves,
+            evictable,
+        }
     }
 
     /// True if no program has dynamic rows.
@@ -129,60 +134,65 @@ impl Requests {
     }
 
     /// The run-time address of an operand, if it has dynamic rows.
-    pub fn address(&self, number: usize, program: &Program, operand: &Operand) -> Option<CountedAddress> {
-        let counted = program.buffers[operand.buffer.index()].counted?;
-        let request = self.of[&(number, operand.buffer)].0;
-        let row = (counted.row_bytes / operand.dtype.size_in_bytes() as u64) as usize;
-        Some(CountedAddress { request, row })
+    pub fn address(&self, program_index: usize, program: &Program, operand: &Operand) -> Option<DynamicAddress> {
+        let dynamic_rows = program.buffers[operand.buffer.index()].dynamic_rows?;
+        let request = self.request_of[&(program_index, operand.buffer)].0;
+        let row = (dynamic_rows.row_bytes / operand.dtype.size_in_bytes() as u64) as usize;
+        Some(DynamicAddress { request, row })
     }
 
     /// For each instruction of a program: the requests that start at it, and those that end after it.
-    pub fn by_step(&self, number: usize, program: &Program) -> Vec<(Vec<DynamicAlloc>, Vec<DynamicFree>)> {
-        let mut by_step = vec![(Vec::new(), Vec::new()); program.instrs.len()];
+    pub fn by_instruction(
+        &self,
+        program_index: usize,
+        program: &Program,
+    ) -> Vec<(Vec<DynamicAlloc>, Vec<DynamicFree>)> {
+        let mut by_instruction = vec![(Vec::new(), Vec::new()); program.instrs.len()];
         if self.is_empty() {
-            return by_step;
+            return by_instruction;
         }
-        let counted = |buffer: BufferId| program.buffers[buffer.index()].counted;
-        let mut add = |buffer: BufferId, request: RequestId, [first, last]: [usize; 2], when| {
-            let Some(DynamicRows { count, row_bytes, .. }) = counted(buffer) else { return };
-            let place = self.of[&(number, buffer)];
-            by_step[first].0.push(DynamicAlloc { request, place, count, row_bytes, when });
-            by_step[last].1.push(DynamicFree { request, count, when });
+        let dynamic_rows = |buffer: BufferId| program.buffers[buffer.index()].dynamic_rows;
+        let mut add = |buffer: BufferId, request: RequestId, [first, last]: [usize; 2], condition| {
+            let Some(DynamicRows { count, row_bytes, .. }) = dynamic_rows(buffer) else { return };
+            let slot = self.request_of[&(program_index, buffer)];
+            by_instruction[first].0.push(DynamicAlloc { request, slot, count, row_bytes, condition });
+            by_instruction[last].1.push(DynamicFree { request, count, condition });
         };
         let mut uses: BTreeMap<BufferId, [usize; 2]> = BTreeMap::new();
         for (index, instr) in program.instrs.iter().enumerate() {
-            for operand in instr.inputs.iter().chain(&instr.outputs).filter(|operand| counted(operand.buffer).is_some())
+            for operand in
+                instr.inputs.iter().chain(&instr.outputs).filter(|operand| dynamic_rows(operand.buffer).is_some())
             {
                 uses.entry(operand.buffer).or_insert([index; 2])[1] = index;
             }
         }
         for (buffer, used) in uses {
-            let (key, waits) = ((number, buffer), self.waits[number].get(&buffer));
-            let Some(Waits { offer, forward, backward }) = waits else {
-                add(buffer, self.of[&key], used, When::Always);
+            let (key, uses) = ((program_index, buffer), self.evictable[program_index].get(&buffer));
+            let Some(EvictableUses { vote, forward, backward }) = uses else {
+                add(buffer, self.request_of[&key], used, RunCondition::Always);
                 continue;
             };
-            add(buffer, self.of[&key], [*offer, used[1]], When::Kept);
+            add(buffer, self.request_of[&key], [*vote, used[1]], RunCondition::Kept);
             for (part, used) in [*forward, *backward].into_iter().enumerate() {
-                add(buffer, self.parts[&key][part], used, When::Evicted);
+                add(buffer, self.evicted_halves[&key][part], used, RunCondition::Evicted);
             }
         }
         // Applying a vote concerns the same requests as the vote.
-        let offers: HashMap<u32, usize> = offers(program);
+        let offers: HashMap<u32, usize> = votes(program);
         for (index, instr) in program.instrs.iter().enumerate() {
             if let InstrKind::ApplyVote(count) = instr.kind {
-                by_step[index].0 = by_step[offers[&count]].0.clone();
+                by_instruction[index].0 = by_instruction[offers[&count]].0.clone();
             }
         }
         // In the order of their first tick.
-        by_step.iter_mut().for_each(|(asked, _)| asked.sort_unstable_by_key(|asked| asked.request));
-        by_step.iter_mut().for_each(|(_, released)| released.sort_unstable_by_key(|released| released.request));
-        by_step
+        by_instruction.iter_mut().for_each(|(asked, _)| asked.sort_unstable_by_key(|asked| asked.request));
+        by_instruction.iter_mut().for_each(|(_, released)| released.sort_unstable_by_key(|released| released.request));
+        by_instruction
     }
 }
 
 /// The index of the instruction that votes on each row count.
-fn offers(program: &Program) -> HashMap<u32, usize> {
+fn votes(program: &Program) -> HashMap<u32, usize> {
     let offer = |(index, instr): (usize, &Instr)| match instr.kind {
         InstrKind::Vote(count) => Some((count, index)),
         _ => None,
@@ -191,30 +201,30 @@ fn offers(program: &Program) -> HashMap<u32, usize> {
 }
 
 /// The evictable buffers: those that conditional instructions write a second time.
-fn waits(program: &Program) -> HashMap<BufferId, Waits> {
-    let offers = offers(program);
-    let mut waits: HashMap<BufferId, Waits> = HashMap::new();
+fn evictable(program: &Program) -> HashMap<BufferId, EvictableUses> {
+    let offers = votes(program);
+    let mut evictable: HashMap<BufferId, EvictableUses> = HashMap::new();
     if offers.is_empty() {
-        return waits;
+        return evictable;
     }
     let mut uses: HashMap<BufferId, [usize; 2]> = HashMap::new();
     for (index, instr) in program.instrs.iter().enumerate() {
         let outputs = instr.outputs.iter().map(|operand| (operand.buffer, true));
         for (buffer, is_written) in instr.inputs.iter().map(|operand| (operand.buffer, false)).chain(outputs) {
-            let Some(offer) = program.buffers[buffer.index()].counted.and_then(|c| offers.get(&c.count)) else {
+            let Some(offer) = program.buffers[buffer.index()].dynamic_rows.and_then(|c| offers.get(&c.count)) else {
                 continue;
             };
-            match (waits.get_mut(&buffer), uses.get(&buffer)) {
+            match (evictable.get_mut(&buffer), uses.get(&buffer)) {
                 (Some(waits), _) => waits.backward[1] = index,
                 // A temporary that only the recomputation writes is not evictable.
                 (None, Some(&forward))
                     if is_written && instr.predicate.is_some() && program.instrs[forward[0]].predicate.is_none() =>
                 {
-                    waits.insert(buffer, Waits { offer: *offer, forward, backward: [index; 2] });
+                    evictable.insert(buffer, EvictableUses { vote: *offer, forward, backward: [index; 2] });
                 }
                 (None, _) => uses.entry(buffer).or_insert([index; 2])[1] = index,
             }
         }
     }
-    waits
+    evictable
 }

@@ -58,7 +58,7 @@ pub struct Executable {
     pub(crate) persistent: Vec<Persistent>,
     pub(crate) problem: Problem,
     pub(crate) solution: Solution,
-    pub(crate) routing: Option<ArenaPlan>,
+    pub(crate) dynamic_arena: Option<ArenaPlan>,
     pub(crate) labels: Vec<Label>,
     pub(crate) parts: Vec<Mark>,
     pub(crate) plan_hash: PlanHash,
@@ -92,7 +92,7 @@ impl Executable {
 
     /// The arena of dynamic rows, above and between the planned buffers; `None` if there are no dynamic rows.
     pub fn routing(&self) -> Option<&ArenaPlan> {
-        self.routing.as_ref()
+        self.dynamic_arena.as_ref()
     }
 
     /// Names and roles of the problem's buffers.
@@ -127,7 +127,7 @@ impl Executable {
 
     /// Size of the arena.
     pub fn arena_bytes(&self) -> u64 {
-        self.routing.as_ref().map_or(self.solution.height, ArenaPlan::height)
+        self.dynamic_arena.as_ref().map_or(self.solution.height, ArenaPlan::height)
     }
 
     /// Writes the plan as a table in minimalloc's columns. Each buffer has an id of its index and its tensor's name,

@@ -38,7 +38,7 @@ pub struct Instruction {
     /// Ranges of bytes that are not read after this instruction.
     pub dead_after: Box<[Range<u64>]>,
     /// The row count that it produces, as the last element of output 0.
-    pub counts: Option<u32>,
+    pub defines_count: Option<u32>,
     /// If set, the instruction runs only if the rows of this count were evicted.
     pub predicate: Option<u32>,
     /// Arena requests to make before it, for dynamic buffers that it is the first to use.
@@ -56,7 +56,7 @@ impl Instruction {
 
     /// Tensors to check for non-finite values when a run is watched. A received tensor is checked at its wait, not
     /// before.
-    pub fn made(&self) -> &[Address] {
+    pub fn results(&self) -> &[Address] {
         match &self.kind {
             InstrKind::Compute(_) | InstrKind::Fetch(_) => &self.outputs,
             InstrKind::Wait(_) | InstrKind::Finish(_) => &self.inputs,
@@ -76,13 +76,13 @@ pub struct DynamicAlloc {
     /// The request.
     pub request: RequestId,
     /// The request under whose id instructions look up the offset.
-    pub place: RequestId,
+    pub slot: RequestId,
     /// The row count.
     pub count: u32,
     /// Bytes of a row.
     pub row_bytes: u64,
     /// The condition under which the request is made.
-    pub when: When,
+    pub condition: RunCondition,
 }
 
 /// The end of an arena request.
@@ -93,12 +93,12 @@ pub struct DynamicFree {
     /// The row count of its buffer.
     pub count: u32,
     /// The condition under which the request was made.
-    pub when: When,
+    pub condition: RunCondition,
 }
 
 /// The condition under which an arena request is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum When {
+pub enum RunCondition {
     /// In every run.
     Always,
     /// In runs that keep the rows until the backward.
@@ -109,7 +109,7 @@ pub enum When {
 
 /// A tensor at its address, with the name by which the host refers to it.
 #[derive(Debug, Clone)]
-pub struct Named {
+pub struct BoundTensor {
     /// The name it was declared with.
     pub name: String,
     /// The micro-batch, for tensors that exist once per micro-batch.
@@ -128,24 +128,24 @@ pub struct CompiledProgram {
     /// Instructions in execution order.
     pub instructions: Vec<Instruction>,
     /// Tensors that the host writes before the program starts.
-    pub inputs: Vec<Named>,
+    pub inputs: Vec<BoundTensor>,
     /// Tensors that the host reads after the program ends.
-    pub outputs: Vec<Named>,
+    pub outputs: Vec<BoundTensor>,
     /// Number of messages and collectives.
     pub requests: usize,
     /// Calls to the pipeline's communicator, for ranks that must agree on an order of messages.
     pub messages: Vec<Call>,
-    /// Offsets in the offload file, indexed by [`HostId`](super::HostId).
+    /// Offsets in the offload file, indexed by [`OffloadId`](super::OffloadId).
     pub host: Vec<u64>,
     /// Number of row counts that are determined while the program runs.
-    pub counts: usize,
+    pub row_counts: usize,
 }
 
 impl CompiledProgram {
     /// The address of an input. Checks that it has the type and number of elements of `data`.
     pub fn input_for<T: Element>(&self, name: &str, micro_batch: u32, data: &[T]) -> Result<&Address> {
         let found = self.inputs.iter().find(|input| input.name == name && input.micro_batch == micro_batch);
-        let Some(Named { address, spec, .. }) = found else {
+        let Some(BoundTensor { address, spec, .. }) = found else {
             return Err(unknown(name, self.inputs.iter().map(|input| input.name.as_str())));
         };
         if address.span != data.len() || spec.dtype != T::DTYPE {
@@ -155,7 +155,7 @@ impl CompiledProgram {
     }
 
     /// Finds an output by its name.
-    pub fn output(&self, name: &str) -> Result<&Named> {
+    pub fn output(&self, name: &str) -> Result<&BoundTensor> {
         let found = self.outputs.iter().find(|output| output.name == name);
         found.ok_or_else(|| unknown(name, self.outputs.iter().map(|output| output.name.as_str())))
     }
@@ -176,7 +176,7 @@ pub struct Persistent {
     pub changes_here: bool,
 }
 
-impl Named {
+impl BoundTensor {
     /// True if the host reads and writes it as f32.
     pub fn is_f32(&self) -> bool {
         self.spec.dtype == DType::F32

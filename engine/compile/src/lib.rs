@@ -40,14 +40,14 @@ pub use lowering::{Lowering, Output, Target};
 pub use offload_plan::HostPlan;
 pub use partition::StagePartition;
 pub use program::{
-    Buffer, BufferId, BufferKind, DynamicRows, HostBuffer, HostId, Instr, InstrKind, IoTensor, Message, Operand,
-    Origin, Part, Program,
+    Buffer, BufferId, BufferKind, DynamicRows, Instance, Instr, InstrKind, IoTensor, Message, OffloadBuffer, OffloadId,
+    Operand, Part, Program,
 };
 
 /// Internals for the runtime only.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::instruction::{CompiledProgram, DynamicAlloc, DynamicFree, Instruction, Persistent, When};
+    pub use crate::instruction::{CompiledProgram, DynamicAlloc, DynamicFree, Instruction, Persistent, RunCondition};
     pub use crate::lifetimes::ALIGNMENT;
     pub use crate::lower::PER_STEP;
     pub use crate::plan::planned;

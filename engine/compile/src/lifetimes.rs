@@ -25,8 +25,8 @@ pub const ALIGNMENT: u64 = 64;
 pub struct Lifetimes<'p> {
     pub problem: Problem,
     pub labels: Vec<&'p Label>,
-    /// `of[program][buffer]` is an index into the problem.
-    pub of: Vec<Vec<usize>>,
+    /// `problem_index[program][buffer]` is an index into the problem.
+    pub problem_index: Vec<Vec<usize>>,
     /// The range of ticks of every program.
     pub spans: Vec<Range<u64>>,
 }
@@ -57,23 +57,23 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
     programs.iter().try_for_each(|program| check_sizes(program))?;
     let mut shared: HashMap<&str, (usize, &BufferKind)> = HashMap::new();
     let caches = cache_lifetimes(programs, &spans);
-    let mut of = Vec::new();
+    let mut problem_index = Vec::new();
     for (program, span) in programs.iter().zip(&spans) {
         let uses = uses(program, span);
         let mut indices = Vec::with_capacity(program.buffers.len());
         for (buffer, used) in program.buffers.iter().zip(uses) {
             let lifetime = match &buffer.kind {
-                BufferKind::Always { .. } => whole.clone(),
+                BufferKind::Persistent { .. } => whole.clone(),
                 BufferKind::Cache => caches[buffer.label.tensor.as_str()].clone(),
-                BufferKind::FromStart => span.start..used.end.max(span.start + 1),
-                BufferKind::ToEnd => used.start.min(span.end - 1)..span.end,
-                BufferKind::No => used,
+                BufferKind::Input => span.start..used.end.max(span.start + 1),
+                BufferKind::Output => used.start.min(span.end - 1)..span.end,
+                BufferKind::Temporary => used,
             };
-            let is_shared = matches!(buffer.kind, BufferKind::Always { .. } | BufferKind::Cache);
+            let is_shared = matches!(buffer.kind, BufferKind::Persistent { .. } | BufferKind::Cache);
             if is_shared && let Some(&(index, kind)) = shared.get(buffer.label.tensor.as_str()) {
                 let known: &Buffer = &buffers[index];
                 let is_one = match (kind, &buffer.kind) {
-                    (BufferKind::Always { spec, .. }, BufferKind::Always { spec: other, .. }) => spec == other,
+                    (BufferKind::Persistent { spec, .. }, BufferKind::Persistent { spec: other, .. }) => spec == other,
                     (BufferKind::Cache, BufferKind::Cache) => true,
                     _ => false,
                 };
@@ -90,14 +90,14 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
             }
             // Sizes are whole cache lines, so that two buffers never share a line between threads. Dynamic buffers take
             // no space in the static plan, but their lifetimes are needed.
-            let bytes = if buffer.counted.is_some() { 0 } else { buffer.bytes.next_multiple_of(ALIGNMENT) };
+            let bytes = if buffer.dynamic_rows.is_some() { 0 } else { buffer.bytes.next_multiple_of(ALIGNMENT) };
             buffers.push(Buffer::new(lifetime, bytes).aligned(ALIGNMENT));
             labels.push(&buffer.label);
             indices.push(index);
         }
-        of.push(indices);
+        problem_index.push(indices);
     }
-    Ok(Lifetimes { problem: Problem::new(buffers)?, labels, of, spans })
+    Ok(Lifetimes { problem: Problem::new(buffers)?, labels, problem_index, spans })
 }
 
 /// The lifetime of each cache: from the start of the first program that names it to the end of the last. In between,

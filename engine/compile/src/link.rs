@@ -16,10 +16,10 @@ use gapless_kernels::cpu::args::{Address, Widened, span};
 use gapless_kernels::cpu::bf16::{distinct, widened_layout};
 use gapless_kernels::cpu::scratch::Piece;
 
-use crate::dynamic_alloc::Requests;
+use crate::dynamic_alloc::DynamicBuffers;
 use crate::error::{Error, Result};
 use crate::executable::{CompileOptions, Executable};
-use crate::instruction::{CompiledProgram, Instruction, Named, Persistent};
+use crate::instruction::{BoundTensor, CompiledProgram, Instruction, Persistent};
 use crate::lifetimes::{Lifetimes, lifetimes, tick_of};
 use crate::offload_plan::plan_host;
 use crate::plan::{lowest_within, planned};
@@ -36,16 +36,16 @@ use crate::verify::verify;
 pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executable> {
     programs.iter().try_for_each(verify)?;
     // Lifetimes, and the static plan.
-    let Lifetimes { problem, labels, of, spans } = lifetimes(&programs.iter().collect::<Vec<_>>())?;
+    let Lifetimes { problem, labels, problem_index, spans } = lifetimes(&programs.iter().collect::<Vec<_>>())?;
     let started = Instant::now();
     let solution = {
         let _span = tracing::info_span!("plan", buffers = problem.len()).entered();
         lowest_within(&problem, &options.planner)?
     };
     // The arena of dynamic rows, and the file for offloaded activations.
-    let requests = Requests::of(programs, &of, &spans, &problem);
-    let routing = requests.plan(&problem, &solution, options.reserve)?;
-    let height = routing.as_ref().map_or(solution.height, ArenaPlan::height);
+    let requests = DynamicBuffers::new(programs, &problem_index, &spans, &problem);
+    let dynamic_arena = requests.plan(&problem, &solution, options.reserve)?;
+    let height = dynamic_arena.as_ref().map_or(solution.height, ArenaPlan::height);
     if let Some(budget) = options.planner.capacity.filter(|&capacity| height > capacity) {
         return Err(Error::OverBudget { budget, smallest: height });
     }
@@ -54,42 +54,61 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     // Addresses.
     let mut compiled = Vec::new();
     let mut parts = Vec::new();
-    for (number, program) in programs.iter().enumerate() {
-        let (indices, span) = (&of[number], &spans[number]);
-        let linker =
-            Linker { number, program, indices, span, problem: &problem, solution: &solution, requests: &requests };
-        compiled.push(linker.program(std::mem::take(&mut host.offsets[number])));
+    for (program_index, program) in programs.iter().enumerate() {
+        let (indices, span) = (&problem_index[program_index], &spans[program_index]);
+        let linker = Linker {
+            program_index,
+            program,
+            indices,
+            span,
+            problem: &problem,
+            solution: &solution,
+            requests: &requests,
+        };
+        compiled.push(linker.program(std::mem::take(&mut host.offsets[program_index])));
         parts.extend(linker.marks());
     }
-    let persistent = persistent(programs, &of, &solution);
+    let persistent = persistent(programs, &problem_index, &solution);
     let plan_hash = plan_hash(&problem, &solution.offsets);
     let flops = programs.iter().map(Program::flops).collect();
     let labels = labels.into_iter().cloned().collect();
     let programs = compiled;
-    Ok(Executable { programs, persistent, problem, solution, routing, labels, parts, plan_hash, plan_ms, host, flops })
+    Ok(Executable {
+        programs,
+        persistent,
+        problem,
+        solution,
+        dynamic_arena,
+        labels,
+        parts,
+        plan_hash,
+        plan_ms,
+        host,
+        flops,
+    })
 }
 
 /// The size of the arena of all `programs`. If the lower bound is above the capacity, returns the bound without
 /// planning.
 pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: CompileOptions) -> Result<u64> {
-    let Lifetimes { problem, of, spans, .. } = lifetimes(programs)?;
+    let Lifetimes { problem, problem_index, spans, .. } = lifetimes(programs)?;
     let bound = lower_bound(&problem);
     if planner.capacity.is_some_and(|capacity| bound > capacity) {
         return Ok(bound);
     }
-    let requests = Requests::of(programs, &of, &spans, &problem);
+    let requests = DynamicBuffers::new(programs, &problem_index, &spans, &problem);
     // The arena of dynamic rows depends on the static plan, so the latter must be the one that `compile` makes.
     let solution = match requests.is_empty() {
         true => planned(&problem, &planner),
         false => lowest_within(&problem, &planner),
     }?;
-    let routing = requests.plan(&problem, &solution, reserve)?;
-    Ok(routing.as_ref().map_or(solution.height, ArenaPlan::height))
+    let dynamic_arena = requests.plan(&problem, &solution, reserve)?;
+    Ok(dynamic_arena.as_ref().map_or(solution.height, ArenaPlan::height))
 }
 
 /// Assigns addresses to one program.
 struct Linker<'a> {
-    number: usize,
+    program_index: usize,
     program: &'a Program,
     /// For each of its buffers, the index in the problem.
     indices: &'a [usize],
@@ -97,14 +116,14 @@ struct Linker<'a> {
     span: &'a Range<u64>,
     problem: &'a Problem,
     solution: &'a Solution,
-    requests: &'a Requests,
+    requests: &'a DynamicBuffers,
 }
 
 impl Linker<'_> {
     fn program(&self, host: Vec<u64>) -> CompiledProgram {
         let Self { program, .. } = *self;
         let deaths = self.deaths();
-        let mut dynamic = self.requests.by_step(self.number, program).into_iter();
+        let mut dynamic = self.requests.by_instruction(self.program_index, program).into_iter();
         let activities = program.activities();
         let instructions = program.instrs.iter().enumerate().map(|(index, instr)| {
             let dead = deaths.get(&tick_of(self.span.start, index)).map_or(&[][..], Vec::as_slice);
@@ -119,7 +138,7 @@ impl Linker<'_> {
                 micro_batch: instr.micro_batch,
                 layer: instr.layer.clone(),
                 dead_after: dead.iter().map(|&index| self.range(index)).collect(),
-                counts: instr.counts,
+                defines_count: instr.defines_count,
                 predicate: instr.predicate,
                 requests: requests.into(),
                 releases: releases.into(),
@@ -133,7 +152,7 @@ impl Linker<'_> {
             requests: program.requests,
             messages: program.messages(),
             host,
-            counts: program.counts,
+            row_counts: program.row_counts,
         }
     }
 
@@ -156,7 +175,7 @@ impl Linker<'_> {
                     distinct: distinct(layout),
                 })
             }),
-            counted: self.requests.address(self.number, self.program, operand),
+            dynamic: self.requests.address(self.program_index, self.program, operand),
         }
     }
 
@@ -164,9 +183,14 @@ impl Linker<'_> {
         Piece { offset: self.offset(buffer), bytes: self.program.buffers[buffer.index()].bytes }
     }
 
-    fn named(&self, instance: &IoTensor) -> Named {
+    fn named(&self, instance: &IoTensor) -> BoundTensor {
         let IoTensor { name, micro_batch, operand, spec } = instance;
-        Named { name: name.clone(), micro_batch: *micro_batch, spec: spec.clone(), address: self.address(operand) }
+        BoundTensor {
+            name: name.clone(),
+            micro_batch: *micro_batch,
+            spec: spec.clone(),
+            address: self.address(operand),
+        }
     }
 
     /// The address range of a buffer of the problem.
@@ -198,9 +222,9 @@ impl Linker<'_> {
 }
 
 /// The tensors that outlive a step, in the order of their declaration, which is their order in the problem.
-fn persistent(programs: &[Program], of: &[Vec<usize>], solution: &Solution) -> Vec<Persistent> {
+fn persistent(programs: &[Program], problem_index: &[Vec<usize>], solution: &Solution) -> Vec<Persistent> {
     let mut persistent: BTreeMap<usize, Persistent> = BTreeMap::new();
-    for (program, indices) in programs.iter().zip(of) {
+    for (program, indices) in programs.iter().zip(problem_index) {
         let mut changes = vec![false; program.buffers.len()];
         for instr in program
             .instrs
@@ -210,12 +234,12 @@ fn persistent(programs: &[Program], of: &[Vec<usize>], solution: &Solution) -> V
             instr.outputs.iter().for_each(|output| changes[output.buffer.index()] = true);
         }
         for ((buffer, &index), changes_here) in program.buffers.iter().zip(indices).zip(changes) {
-            let BufferKind::Always { fill, spec } = &buffer.kind else { continue };
+            let BufferKind::Persistent { fill, spec } = &buffer.kind else { continue };
             let persistent = persistent.entry(index).or_insert_with(|| {
                 let (layout, span) = (Layout::contiguous(spec.shape.clone()), spec.elements());
                 let (offset, dtype) = (solution.offsets[index], spec.dtype);
                 let address =
-                    Address { offset, layout, dtype, span, overwritten_by: None, counted: None, widened: None };
+                    Address { offset, layout, dtype, span, overwritten_by: None, dynamic: None, widened: None };
                 let (label, spec, fill) = (buffer.label.clone(), spec.clone(), fill.clone());
                 Persistent { label, address, spec, fill, changes_here: false }
             });

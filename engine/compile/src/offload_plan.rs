@@ -1,7 +1,7 @@
 //! Plans the file for offloaded activations like an arena.
 //!
 //! - In: programs, and their ticks.
-//! - Out: a checked offset for each [`HostBuffer`](super::HostBuffer). A buffer lives from the instruction that writes
+//! - Out: a checked offset for each [`OffloadBuffer`](super::OffloadBuffer). A buffer lives from the instruction that writes
 //!   it to the one that reads it back.
 //! - Never: opens a file.
 
@@ -36,14 +36,14 @@ pub struct HostPlan {
 pub(super) fn plan_host(programs: &[Program], spans: &[Range<u64>], options: &Options) -> Result<HostPlan> {
     let mut buffers: Vec<Buffer> = Vec::new();
     for (program, span) in programs.iter().zip(spans) {
-        let mut lifetimes = vec![span.end..span.start; program.host.len()];
+        let mut lifetimes = vec![span.end..span.start; program.offload.len()];
         for (index, instr) in program.instrs.iter().enumerate() {
             if let InstrKind::Offload(id) | InstrKind::Fetch(id) = instr.kind {
                 let (tick, lifetime) = (tick_of(span.start, index), &mut lifetimes[id.index()]);
                 *lifetime = lifetime.start.min(tick)..lifetime.end.max(tick + 2);
             }
         }
-        let sizes = program.host.iter().map(|buffer| buffer.bytes.next_multiple_of(PAGE));
+        let sizes = program.offload.iter().map(|buffer| buffer.bytes.next_multiple_of(PAGE));
         buffers.extend(
             lifetimes.into_iter().zip(sizes).map(|(lifetime, bytes)| Buffer::new(lifetime, bytes).aligned(PAGE)),
         );
@@ -51,6 +51,6 @@ pub(super) fn plan_host(programs: &[Program], spans: &[Range<u64>], options: &Op
     let problem = Problem::new(buffers)?;
     let solution = planned(&problem, &Options { capacity: None, ..options.clone() })?;
     let mut left = solution.offsets.iter().copied();
-    let offsets = programs.iter().map(|program| left.by_ref().take(program.host.len()).collect()).collect();
+    let offsets = programs.iter().map(|program| left.by_ref().take(program.offload.len()).collect()).collect();
     Ok(HostPlan { problem, solution, offsets })
 }

@@ -32,7 +32,7 @@ const FLOPS_PER_BYTE: u64 = 64;
 /// # Errors
 /// Returns an error if there are fewer nodes than stages, or if a layer that should begin a stage does not exist or
 /// comes too early.
-pub fn cut(graph: &mut Graph, stages: usize, cut: &StagePartition) -> Result<()> {
+pub fn partition(graph: &mut Graph, stages: usize, cut: &StagePartition) -> Result<()> {
     let nodes: Vec<NodeId> = graph.node_ids().collect();
     let starts = match cut {
         StagePartition::Balanced => balanced(graph, stages)?,
@@ -63,7 +63,7 @@ pub fn parameter_stages(graph: &Graph) -> ParameterStages {
 /// Assigns the forward nodes of another graph of the same model to stages, so that every parameter is read in a stage
 /// that already reads it. Each node goes to the earliest stage that has its parameters and is not before the stages of
 /// earlier nodes.
-pub fn cut_like(graph: &mut Graph, stages: &ParameterStages) {
+pub fn partition_like(graph: &mut Graph, stages: &ParameterStages) {
     let nodes: Vec<NodeId> = graph.node_ids().collect();
     let mut stage = StageId(0);
     for id in nodes {

@@ -24,9 +24,9 @@ impl BufferId {
 
 /// Index of a buffer in the offload file of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct HostId(pub(crate) u32);
+pub struct OffloadId(pub(crate) u32);
 
-impl HostId {
+impl OffloadId {
     /// The id as a table index.
     pub fn index(self) -> usize {
         self.0 as usize
@@ -35,7 +35,7 @@ impl HostId {
 
 /// A range of the offload file that holds an activation from the instruction that writes it to the one that reads it.
 #[derive(Debug, Clone)]
-pub struct HostBuffer {
+pub struct OffloadBuffer {
     /// Size in bytes.
     pub bytes: u64,
 }
@@ -50,12 +50,12 @@ pub struct Buffer {
     /// The lifetime of the buffer beyond its uses.
     pub kind: BufferKind,
     /// Set if the number of rows is known only while the step runs.
-    pub counted: Option<DynamicRows>,
+    pub dynamic_rows: Option<DynamicRows>,
 }
 
 /// One instance of a value: that of a micro-batch, or the one of the whole step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Origin {
+pub struct Instance {
     /// The root of the value. All views of a root share its instance.
     pub root: ValueId,
     /// The micro-batch; 0 for values that exist once per step.
@@ -64,9 +64,9 @@ pub struct Origin {
     pub is_sum: bool,
 }
 
-impl Origin {
+impl Instance {
     /// The instance of a value in one micro-batch.
-    pub fn of(root: ValueId, micro_batch: u32) -> Self {
+    pub fn micro_batch(root: ValueId, micro_batch: u32) -> Self {
         Self { root, micro_batch, is_sum: false }
     }
 
@@ -91,9 +91,9 @@ pub struct DynamicRows {
 #[derive(Debug, Clone)]
 pub enum BufferKind {
     /// The buffer is used by instructions only.
-    No,
+    Temporary,
     /// The buffer lives for the whole run: parameters, optimizer states, constants. Programs share it by name.
-    Always {
+    Persistent {
         /// Its contents before the first step.
         fill: Initializer,
         /// The shape and type it was declared with; instructions may read it through views of other shapes.
@@ -103,9 +103,9 @@ pub enum BufferKind {
     /// by name; others may use its bytes.
     Cache,
     /// An input: the host writes it before the program starts.
-    FromStart,
+    Input,
     /// An output: the host reads it after the program ends.
-    ToEnd,
+    Output,
 }
 
 /// A tensor of an instruction.
@@ -163,9 +163,9 @@ pub enum InstrKind {
     /// Waits for the collective with this request; its inputs are all operands of the collective.
     Finish(usize),
     /// Copies input 0 from the arena to the offload file.
-    Offload(HostId),
+    Offload(OffloadId),
     /// Copies output 0 from the offload file to the arena.
-    Fetch(HostId),
+    Fetch(OffloadId),
     /// Tries to reserve arena space until the backward for all rows of this count. Output 0 is an f32: 1 if there is no
     /// space, 0 otherwise.
     Vote(u32),
@@ -211,7 +211,7 @@ pub struct Instr {
     /// Whether it recomputes what the forward has already computed.
     pub rematerialized: bool,
     /// The row count that it produces, as the last element of output 0.
-    pub counts: Option<u32>,
+    pub defines_count: Option<u32>,
     /// If set, the instruction runs only if the rows of this count were evicted.
     pub predicate: Option<u32>,
     /// The graph node that it was lowered from.
@@ -247,11 +247,11 @@ pub struct Program {
     /// Number of requests: messages and collectives together.
     pub requests: usize,
     /// Number of row counts that are determined while the program runs.
-    pub counts: usize,
+    pub row_counts: usize,
     /// Named ranges of instructions, in order.
     pub parts: Vec<Part>,
-    /// Buffers in the offload file, indexed by [`HostId`].
-    pub host: Vec<HostBuffer>,
+    /// Buffers in the offload file, indexed by [`OffloadId`].
+    pub offload: Vec<OffloadBuffer>,
 }
 
 /// Consecutive instructions that belong together, e.g. `0F3`: an action with its messages, or the work done once per
@@ -288,7 +288,8 @@ impl Instr {
         micro_batch: u32,
         layer: Arc<str>,
     ) -> Self {
-        let (workspace, accumulate, rematerialized, counts, predicate, node) = (Vec::new(), 0, false, None, None, None);
+        let (workspace, accumulate, rematerialized, defines_count, predicate, node) =
+            (Vec::new(), 0, false, None, None, None);
         Self {
             kind,
             inputs,
@@ -298,7 +299,7 @@ impl Instr {
             micro_batch,
             layer,
             rematerialized,
-            counts,
+            defines_count,
             predicate,
             node,
         }
@@ -456,7 +457,7 @@ impl Program {
     /// Adds a buffer.
     pub fn add(&mut self, bytes: u64, label: Label, kind: BufferKind) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
-        self.buffers.push(Buffer { bytes, label, kind, counted: None });
+        self.buffers.push(Buffer { bytes, label, kind, dynamic_rows: None });
         id
     }
 }

@@ -7,7 +7,7 @@ use super::lifetimes::lifetimes;
 use crate::program::{Part, Program};
 
 /// The peak of live bytes, computed as the planner's lower bound.
-pub fn most(program: &Program) -> u64 {
+pub fn peak(program: &Program) -> u64 {
     lower_bound(&lifetimes(&[program]).unwrap().problem)
 }
 

@@ -41,13 +41,13 @@ impl Display for Program {
 impl Display for Buffer {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let held = match self.kind {
-            BufferKind::No => "",
-            BufferKind::Always { .. } => ", kept between steps",
+            BufferKind::Temporary => "",
+            BufferKind::Persistent { .. } => ", kept between steps",
             BufferKind::Cache => ", kept between runs",
-            BufferKind::FromStart => ", from the host",
-            BufferKind::ToEnd => ", for the host",
+            BufferKind::Input => ", from the host",
+            BufferKind::Output => ", for the host",
         };
-        let rows = if self.counted.is_some() { ", dynamic rows" } else { "" };
+        let rows = if self.dynamic_rows.is_some() { ", dynamic rows" } else { "" };
         write!(f, "{}: {} bytes, {}{held}{rows}", self.label.tensor, self.bytes, self.label.role.name())
     }
 }
@@ -77,7 +77,7 @@ impl Display for Instr {
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
         write!(f, " @ {layer}, micro-batch {}", self.micro_batch)?;
         f.write_str(if self.rematerialized { ", recomputed" } else { "" })?;
-        self.counts.map_or(Ok(()), |count| write!(f, ", makes rows {count}"))?;
+        self.defines_count.map_or(Ok(()), |count| write!(f, ", makes rows {count}"))?;
         self.predicate.map_or(Ok(()), |count| write!(f, ", if rows {count} were evicted"))
     }
 }

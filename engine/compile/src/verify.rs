@@ -18,7 +18,7 @@ use crate::program::{Buffer, BufferId, BufferKind, DynamicRows, Instr, InstrKind
 
 /// Maximum bytes of all tensors of a program together: an exbibyte. Sums of sizes, also of rounded ones, then cannot
 /// overflow.
-const MOST_BYTES: u64 = 1 << 60;
+const MAX_BYTES: u64 = 1 << 60;
 
 /// The reason, in words, why a program cannot run.
 type Verdict<T = ()> = Result<T, String>;
@@ -28,13 +28,13 @@ pub(crate) fn check_sizes(program: &Program) -> Result<()> {
     let mut all: u64 = 0;
     for buffer in &program.buffers {
         all = all.saturating_add(buffer.bytes);
-        if all > MOST_BYTES {
+        if all > MAX_BYTES {
             let (program, what, op) = (program.name.clone(), buffer.label.tensor.clone(), buffer.label.op.clone());
             return Err(Error::TooLarge { program, what, op });
         }
     }
-    let on_host = program.host.iter().fold(0, |all: u64, buffer| all.saturating_add(buffer.bytes));
-    if on_host > MOST_BYTES {
+    let on_host = program.offload.iter().fold(0, |all: u64, buffer| all.saturating_add(buffer.bytes));
+    if on_host > MAX_BYTES {
         let (program, what, op) = (program.name.clone(), "what is offloaded".into(), "offload".into());
         return Err(Error::TooLarge { program, what, op });
     }
@@ -62,7 +62,7 @@ fn check(program: &Program) -> Verdict {
         };
         of_instr().map_err(named)?;
     }
-    lent_is_left_alone(program)?;
+    transfers_own_operands(program)?;
     program.inputs.iter().chain(&program.outputs).try_for_each(|tensor| host_can_reach(program, tensor))?;
     match program
         .parts
@@ -79,17 +79,17 @@ fn check(program: &Program) -> Verdict {
 /// A dynamic buffer has a size of whole rows, and must be a temporary: the host and other programs need planned
 /// addresses.
 fn buffer_is_sound(program: &Program, buffer: &Buffer) -> Verdict {
-    let Buffer { bytes, label, kind, counted } = buffer;
-    if let BufferKind::Always { spec, .. } = kind
+    let Buffer { bytes, label, kind, dynamic_rows } = buffer;
+    if let BufferKind::Persistent { spec, .. } = kind
         && spec.checked_bytes().is_none_or(|declared| declared > *bytes)
     {
         return Err(format!("{:?} has {bytes} bytes, too few for {spec:?}", label.tensor));
     }
-    match *counted {
+    match *dynamic_rows {
         None => Ok(()),
         Some(DynamicRows { count, row_bytes, .. })
-            if matches!(kind, BufferKind::No)
-                && (count as usize) < program.counts
+            if matches!(kind, BufferKind::Temporary)
+                && (count as usize) < program.row_counts
                 && bytes.checked_rem(row_bytes) == Some(0) =>
         {
             Ok(())
@@ -100,7 +100,7 @@ fn buffer_is_sound(program: &Program, buffer: &Buffer) -> Verdict {
 
 /// Tensors that programs share by name must have distinct names within a program.
 fn names_are_apart(program: &Program) -> Verdict {
-    let shared = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Always { .. } | BufferKind::Cache));
+    let shared = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Persistent { .. } | BufferKind::Cache));
     let mut names = HashSet::new();
     match shared.map(|buffer| &buffer.label.tensor).find(|name| !names.insert(*name)) {
         Some(name) => Err(format!("two tensors that outlive the step are named {name:?}; rename one")),
@@ -144,16 +144,16 @@ fn operands_are_inside(program: &Program, instr: &Instr) -> Verdict {
 
 fn operand_is_inside(program: &Program, operand: &Operand) -> Verdict {
     let Operand { layout, dtype, .. } = operand;
-    let of = buffer(program, operand.buffer)?;
+    let declared = buffer(program, operand.buffer)?;
     let (dims, strides, start) = (layout.dims(), layout.stride(), layout.start_offset());
-    let Some(range) = byte_range(layout, *dtype).filter(|range| range.end <= of.bytes) else {
+    let Some(range) = byte_range(layout, *dtype).filter(|range| range.end <= declared.bytes) else {
         return Err(format!(
             "an operand of {dtype:?} {dims:?} by strides {strides:?} from element {start} on reaches beyond its buffer of {} bytes",
-            of.bytes
+            declared.bytes
         ));
     };
-    let Some(DynamicRows { row_bytes, .. }) = of.counted else { return Ok(()) };
-    let is_whole = layout.is_contiguous() && range == (0..of.bytes);
+    let Some(DynamicRows { row_bytes, .. }) = declared.dynamic_rows else { return Ok(()) };
+    let is_whole = layout.is_contiguous() && range == (0..declared.bytes);
     match is_whole && row_bytes.is_multiple_of(dtype.size_in_bytes() as u64) {
         true => Ok(()),
         false => Err(format!("an operand of {dtype:?} {dims:?} is only a part of a tensor with dynamic rows")),
@@ -191,9 +191,10 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
     for (index, output) in outputs.iter().enumerate() {
         for other in outputs[..index].iter().filter(|other| other.buffer == output.buffer) {
             // GPU kernels may write interleaved parts of one tensor (`passes::join`).
-            let is_static = buffer(program, output.buffer)?.counted.is_none();
+            let is_static = buffer(program, output.buffer)?.dynamic_rows.is_none();
             let are_strided = !output.layout.is_contiguous() && !other.layout.is_contiguous();
-            let [a, b] = [output, other].map(|of| byte_range(&of.layout, of.dtype).unwrap_or(0..u64::MAX));
+            let [a, b] =
+                [output, other].map(|operand| byte_range(&operand.layout, operand.dtype).unwrap_or(0..u64::MAX));
             if !is_static || !(are_strided || a.end <= b.start || b.end <= a.start) {
                 return Err("two of its outputs are the same bytes".into());
             }
@@ -202,7 +203,7 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
     for (index, &piece) in workspace.iter().enumerate() {
         let is_shared = workspace[..index].contains(&piece);
         let is_operand = inputs.iter().chain(outputs).any(|operand| operand.buffer == piece);
-        if is_shared || is_operand || buffer(program, piece)?.counted.is_some() {
+        if is_shared || is_operand || buffer(program, piece)?.dynamic_rows.is_some() {
             return Err(format!("piece {index} of its scratch is another operand's, or has dynamic rows"));
         }
     }
@@ -211,13 +212,13 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
 
 /// A row count that the instruction produces is valid, and one that it depends on exists.
 fn counts_exist(program: &Program, instr: &Instr) -> Verdict {
-    let known = |count: u32| (count as usize) < program.counts;
+    let known = |count: u32| (count as usize) < program.row_counts;
     if !instr.predicate.is_none_or(known) {
-        return Err(format!("it depends on count {:?} of {}", instr.predicate, program.counts));
+        return Err(format!("it depends on count {:?} of {}", instr.predicate, program.row_counts));
     }
-    match instr.counts {
+    match instr.defines_count {
         Some(count) if !known(count) || !instr.outputs.first().is_some_and(|o| is_planned(program, o, DType::U32)) => {
-            Err(format!("its first output cannot be count {count} of {}", program.counts))
+            Err(format!("its first output cannot be count {count} of {}", program.row_counts))
         }
         _ => Ok(()),
     }
@@ -226,7 +227,7 @@ fn counts_exist(program: &Program, instr: &Instr) -> Verdict {
 /// True if an operand is contiguous, not empty, of this type, and at a planned address.
 fn is_planned(program: &Program, operand: &Operand, dtype: DType) -> bool {
     let is_dense = operand.layout.is_contiguous() && span(&operand.layout) > 0;
-    operand.dtype == dtype && is_dense && buffer(program, operand.buffer).is_ok_and(|b| b.counted.is_none())
+    operand.dtype == dtype && is_dense && buffer(program, operand.buffer).is_ok_and(|b| b.dynamic_rows.is_none())
 }
 
 /// Every instruction other than a computation has the operands that its kind needs. `votes` lists the row counts voted
@@ -243,12 +244,12 @@ fn kind_fits(program: &Program, instr: &Instr, votes: &mut Vec<u32>) -> Verdict 
         InstrKind::Collective(collective, _) => collective_fits(program, collective, inputs, outputs),
         InstrKind::Offload(id) | InstrKind::Fetch(id) => match (kind, &inputs[..], &outputs[..]) {
             (InstrKind::Offload(_), [operand], []) | (InstrKind::Fetch(_), [], [operand]) => {
-                dense(operand) && program.host.get(id.index()).is_some_and(|host| bytes(operand) <= host.bytes)
+                dense(operand) && program.offload.get(id.index()).is_some_and(|host| bytes(operand) <= host.bytes)
             }
             _ => false,
         },
         InstrKind::Vote(count) => {
-            let is_first = (count as usize) < program.counts && !votes.contains(&count);
+            let is_first = (count as usize) < program.row_counts && !votes.contains(&count);
             votes.push(count);
             is_first && matches!(&outputs[..], [number] if is_planned(program, number, DType::F32))
         }
@@ -295,7 +296,7 @@ fn collective_fits(program: &Program, collective: Collective, inputs: &[Operand]
 }
 
 /// Operands of a message or collective stay unchanged until the instruction that waits for it.
-fn lent_is_left_alone(program: &Program) -> Verdict {
+fn transfers_own_operands(program: &Program) -> Verdict {
     // By buffer: the number of transfers that read it, and whether one writes it.
     let mut lent: Vec<(usize, bool)> = vec![(0, false); program.buffers.len()];
     let mut under_way: Vec<Option<&Instr>> = vec![None; program.requests];

@@ -7,8 +7,8 @@ use candle_core::{DType, Layout};
 use gapless_alloc::{Label, Role};
 use gapless_communicator::Tag;
 use gapless_compile::{
-    BufferId, BufferKind, CompileOptions, DynamicRows, Error, HostBuffer, Instr, InstrKind, IoTensor, Message, Operand,
-    Part, Program, compile,
+    BufferId, BufferKind, CompileOptions, DynamicRows, Error, Instr, InstrKind, IoTensor, Message, OffloadBuffer,
+    Operand, Part, Program, compile,
 };
 use gapless_graph::Spec;
 use gapless_graph::nn::{Init, Initializer};
@@ -27,7 +27,7 @@ fn spec() -> Spec {
 
 fn always(name: &str, spec: Spec) -> BufferKind {
     let fill = Initializer { init: Init::Const(1.0), name: name.into(), first: 0, given: None };
-    BufferKind::Always { fill, spec }
+    BufferKind::Persistent { fill, spec }
 }
 
 fn operand(buffer: BufferId, spec: &Spec) -> Operand {
@@ -62,10 +62,10 @@ impl Case {
     fn new() -> Self {
         let mut program = Program { name: "case".into(), ..Program::default() };
         let parameter = program.add(BYTES, label("parameter"), always("parameter", spec()));
-        let x = program.add(BYTES, label("x"), BufferKind::No);
-        let y = program.add(BYTES, label("y"), BufferKind::ToEnd);
+        let x = program.add(BYTES, label("x"), BufferKind::Temporary);
+        let y = program.add(BYTES, label("y"), BufferKind::Output);
         program.instrs = vec![copy(parameter, x), copy(x, y)];
-        let workspace = program.add(64, label("workspace"), BufferKind::No);
+        let workspace = program.add(64, label("workspace"), BufferKind::Temporary);
         program.instrs[0].workspace.push(workspace);
         let output = IoTensor { name: "y".into(), micro_batch: 0, operand: operand(y, &spec()), spec: spec() };
         program.outputs.push(output);
@@ -74,7 +74,7 @@ impl Case {
     }
 
     fn buffer(&mut self, bytes: u64) -> BufferId {
-        self.program.add(bytes, label("more"), BufferKind::No)
+        self.program.add(bytes, label("more"), BufferKind::Temporary)
     }
 
     fn layout(&mut self, strides: &[usize], start: usize) {
@@ -83,9 +83,9 @@ impl Case {
     }
 
     /// Makes the rows of `x` dynamic, at 16 bytes each.
-    fn counted(&mut self, rows: DynamicRows) {
-        self.program.counts = 1;
-        self.program.buffers[self.x.index()].counted = Some(rows);
+    fn dynamic_rows(&mut self, rows: DynamicRows) {
+        self.program.row_counts = 1;
+        self.program.buffers[self.x.index()].dynamic_rows = Some(rows);
     }
 
     /// Inserts `begin` and its wait after the first instruction.
@@ -103,14 +103,14 @@ impl Case {
     }
 
     fn collective(&mut self, collective: Collective, inputs: &[Spec], output: Spec) {
-        let mut add = |spec: &Spec| operand(self.program.add(spec.bytes(), label("more"), BufferKind::No), spec);
+        let mut add = |spec: &Spec| operand(self.program.add(spec.bytes(), label("more"), BufferKind::Temporary), spec);
         let begin =
             instr(InstrKind::Collective(collective, 0), inputs.iter().map(&mut add).collect(), vec![add(&output)]);
         self.exchange(begin, InstrKind::Finish(0));
     }
 
     fn rows(&mut self, starts: [Spec; 2], rows: usize, ranks: usize) {
-        let collective = Collective::AllToAllRows { ranks, rows, counted: false, balanced: 1 };
+        let collective = Collective::AllToAllRows { ranks, rows, receives_dynamic_rows: false, balanced: 1 };
         let [sent, received] = starts;
         self.collective(collective, &[Spec::f32((8, 4)), sent, received], Spec::f32((8, 4)));
     }
@@ -128,7 +128,7 @@ fn sound_programs_compile() {
     let sound: [Change; 6] = [
         ("as it is", |_| {}),
         ("a view", |case| case.layout(&[1, 0], 16)),
-        ("rows that are counted", |case| case.counted(ROWS)),
+        ("rows that are counted", |case| case.dynamic_rows(ROWS)),
         ("a message", Case::receive),
         ("a gathering", |case| {
             let collective = Collective::AllGather { group: Group::Batch, ranks: 2 };
@@ -181,7 +181,7 @@ const UNSOUND: [Change; 58] = [
     ("2^60", |case| case.program.buffers[3].bytes = u64::MAX - 63),
     ("2^60", |case| case.program.buffers[3].bytes = 1 << 62),
     ("2^60", |case| (0..20).for_each(|_| _ = case.buffer(1 << 60))),
-    ("2^60", |case| case.program.host.push(HostBuffer { bytes: u64::MAX })),
+    ("2^60", |case| case.program.offload.push(OffloadBuffer { bytes: u64::MAX })),
     // Overlap of operands.
     ("the same bytes", |case| {
         let output = case.program.instrs[0].outputs[0].clone();
@@ -225,30 +225,30 @@ const UNSOUND: [Change; 58] = [
         case.program.instrs.push(copy(case.x, again));
     }),
     // Dynamic rows.
-    ("cannot have", |case| case.counted(DynamicRows { count: 1, ..ROWS })),
-    ("cannot have", |case| case.counted(DynamicRows { row_bytes: 0, ..ROWS })),
-    ("cannot have", |case| case.counted(DynamicRows { row_bytes: 1 << 62, ..ROWS })),
-    ("only a part of a tensor", |case| case.counted(DynamicRows { row_bytes: 2, ..ROWS })),
+    ("cannot have", |case| case.dynamic_rows(DynamicRows { count: 1, ..ROWS })),
+    ("cannot have", |case| case.dynamic_rows(DynamicRows { row_bytes: 0, ..ROWS })),
+    ("cannot have", |case| case.dynamic_rows(DynamicRows { row_bytes: 1 << 62, ..ROWS })),
+    ("only a part of a tensor", |case| case.dynamic_rows(DynamicRows { row_bytes: 2, ..ROWS })),
     ("only a part of a tensor", |case| {
-        case.counted(ROWS);
+        case.dynamic_rows(ROWS);
         case.program.instrs[1].inputs[0].layout = Layout::contiguous(COUNT / 2);
     }),
     ("cannot have", |case| {
-        case.counted(ROWS);
-        case.program.buffers[case.x.index()].kind = BufferKind::ToEnd;
+        case.dynamic_rows(ROWS);
+        case.program.buffers[case.x.index()].kind = BufferKind::Output;
     }),
     ("cannot be count", |case| {
-        case.counted(ROWS);
-        case.program.instrs[0].counts = Some(0);
+        case.dynamic_rows(ROWS);
+        case.program.instrs[0].defines_count = Some(0);
     }),
     ("depends on count", |case| case.program.instrs[0].predicate = Some(0)),
     ("do not fit this kind", |case| {
-        case.program.counts = 1;
+        case.program.row_counts = 1;
         let number = Operand::scalar(case.buffer(4));
         case.program.instrs.push(instr(InstrKind::ApplyVote(0), vec![number], vec![]));
     }),
     ("do not fit this kind", |case| {
-        case.program.counts = 1;
+        case.program.row_counts = 1;
         let number = Operand { dtype: DType::U8, ..Operand::scalar(case.buffer(1)) };
         case.program.instrs.push(instr(InstrKind::Vote(0), vec![], vec![number]));
     }),

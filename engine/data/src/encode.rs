@@ -17,7 +17,7 @@ pub(super) const PIECE_BYTES: usize = 64 << 10;
 pub(super) const ENCODED_BYTES: usize = 2 << 10;
 
 /// The most bytes of text without a place to cut: they are encoded at once, which takes many times as much memory.
-pub(super) const MOST_UNCUT: usize = 32 << 20;
+pub(super) const MAX_UNCUT_BYTES: usize = 32 << 20;
 
 /// A file of tokens that is being written, and its hash.
 pub(super) struct TokenWriter {

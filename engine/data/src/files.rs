@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use walkdir::WalkDir;
 
 use crate::compressed::{MARK, inner_extension, open, open_text, read_error};
-use crate::encode::MOST_UNCUT;
+use crate::encode::MAX_UNCUT_BYTES;
 #[cfg(feature = "parquet")]
 use crate::parquet::each_row;
 use crate::{Corpus, DataError};
@@ -20,7 +20,7 @@ const TEXT_EXTENSIONS: [&str; 7] = ["txt", "rs", "md", "jsonl", "ndjson", "json"
 const LONGEST_LINE: u64 = 256 << 20;
 
 /// The most files of other types that are named in the error if there is no text.
-const MOST_NAMED: usize = 3;
+const MAX_NAMED: usize = 3;
 
 impl Corpus {
     /// Reads one file, whatever its extension, or all text files below a folder, in sorted order:
@@ -161,8 +161,9 @@ fn begins_with_a_text(path: &Path) -> bool {
 /// The error that a path contains no text; it names some of the files that are there instead.
 pub(super) fn no_text(path: &Path, is_folder: bool, skipped: usize) -> Result<DataError, DataError> {
     let others = if is_folder { files_below(path, |_| true)? } else { Vec::new() };
-    let is_read = |file: &PathBuf| inner_extension(file).is_some_and(|of| TEXT_EXTENSIONS.contains(&&*of));
-    let others = others.into_iter().filter(|file| !is_read(file)).take(MOST_NAMED).collect();
+    let is_read =
+        |file: &PathBuf| inner_extension(file).is_some_and(|extension| TEXT_EXTENSIONS.contains(&&*extension));
+    let others = others.into_iter().filter(|file| !is_read(file)).take(MAX_NAMED).collect();
     Ok(DataError::Empty { path: path.to_owned(), skipped, others })
 }
 
@@ -183,7 +184,7 @@ pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     let binary = |reason| DataError::Binary { path: path.to_owned(), reason };
     let mut source = open(path)?;
     let (mut bytes, mut before, mut mark, mut line) = (Vec::new(), 0, 0, 0);
-    let most = if has_lines(path) { LONGEST_LINE } else { MOST_UNCUT as u64 };
+    let most = if has_lines(path) { LONGEST_LINE } else { MAX_UNCUT_BYTES as u64 };
     loop {
         let read = source.by_ref().take(1 << 20).read_to_end(&mut bytes).map_err(|error| read_error(path, error))?;
         if let Some(position) = bytes.iter().position(|&byte| byte == 0) {

@@ -88,9 +88,9 @@ fn begin_of(tokenizer: &Tokenizer, path: &Path) -> Result<Vec<u32>, DataError> {
     Ok(all[..at.unwrap_or(0)].to_vec())
 }
 
-type Found = (&'static str, String, u32);
+type EndToken = (&'static str, String, u32);
 
-fn end_of(tokenizer: &Tokenizer, path: &Path) -> Result<Option<Found>, DataError> {
+fn end_of(tokenizer: &Tokenizer, path: &Path) -> Result<Option<EndToken>, DataError> {
     let folder = path.parent().unwrap_or(Path::new("."));
     for file in ["tokenizer_config.json", "special_tokens_map.json"] {
         let token = special_token(&read_json(folder, file)?, "eos_token");

@@ -9,7 +9,7 @@ use crate::files::text_files;
 use crate::{Corpus, DataError};
 
 /// The most bytes of a lock file.
-const MOST_BYTES: u64 = 64 << 20;
+const MAX_BYTES: u64 = 64 << 20;
 
 /// The Rust sources of a workspace and of its locked dependencies, as unpacked by cargo.
 ///
@@ -103,7 +103,7 @@ fn locked_packages(lock: &Path) -> Result<Vec<String>, DataError> {
         version: String,
         source: Option<String>,
     }
-    let text = read_text(lock, MOST_BYTES).map_err(|error| DataError::read(lock, error))?;
+    let text = read_text(lock, MAX_BYTES).map_err(|error| DataError::read(lock, error))?;
     let parsed: Lock = toml::from_str(&text)
         .map_err(|error| DataError::Lock { path: lock.to_owned(), reason: error.message().to_owned() })?;
     let mut packages = parsed.package;

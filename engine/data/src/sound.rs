@@ -16,7 +16,7 @@ use serde_json::Value as Json;
 use crate::DataError;
 
 /// The most that all replacements together may lengthen a text. Real ones write three bytes for a space.
-const MOST_GROWTH: f64 = 256.0;
+const MAX_GROWTH: f64 = 256.0;
 
 /// The most characters of a word in WordPiece, whose time grows with their square.
 const LONGEST_WORD: u64 = 1 << 14;
@@ -58,8 +58,8 @@ pub(crate) fn check(json: &str, path: &Path) -> Result<(), DataError> {
             Ok(())
         })
         .map_err(|why: String| wrong(format!("its {name} {why}")))?;
-        if growth > MOST_GROWTH {
-            let why = format!("its {name} makes a text up to {growth:.0} × as long; the limit is {MOST_GROWTH} ×");
+        if growth > MAX_GROWTH {
+            let why = format!("its {name} makes a text up to {growth:.0} × as long; the limit is {MAX_GROWTH} ×");
             return Err(wrong(why));
         }
     }

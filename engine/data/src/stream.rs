@@ -16,20 +16,20 @@ pub struct TextStream<'a> {
     /// The tokens of the last returned piece, as context for the next ones, followed by those not returned yet.
     ids: Vec<u32>,
     /// Number of them whose text has been returned.
-    told: usize,
+    returned_ids: usize,
     /// The text of the returned ones.
     text: String,
 }
 
 impl fmt::Debug for TextStream<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TextStream").field("ids", &self.ids).field("told", &self.told).finish_non_exhaustive()
+        f.debug_struct("TextStream").field("ids", &self.ids).field("told", &self.returned_ids).finish_non_exhaustive()
     }
 }
 
 impl<'a> TextStream<'a> {
     pub(crate) fn new(decode: impl Fn(&[u32]) -> Result<String, DataError> + 'a) -> Self {
-        Self { decode: Box::new(decode), ids: Vec::new(), told: 0, text: String::new() }
+        Self { decode: Box::new(decode), ids: Vec::new(), returned_ids: 0, text: String::new() }
     }
 
     /// Continues after a prompt, whose text is not returned. The next piece may begin with a space that it would not
@@ -39,7 +39,7 @@ impl<'a> TextStream<'a> {
     /// Returns an error if the tokenizer does.
     pub fn after(mut self, prompt: &[u32]) -> Result<Self, DataError> {
         self.ids = prompt.to_vec();
-        self.tell()?;
+        self.mark_returned()?;
         Ok(self)
     }
 
@@ -54,8 +54,8 @@ impl<'a> TextStream<'a> {
             return Ok(None);
         }
         let piece = behind(&self.text, &text).to_owned();
-        self.ids.drain(..self.told);
-        self.tell()?;
+        self.ids.drain(..self.returned_ids);
+        self.mark_returned()?;
         Ok(Some(piece))
     }
 
@@ -68,8 +68,8 @@ impl<'a> TextStream<'a> {
         Ok(behind(&self.text, &text).to_owned())
     }
 
-    fn tell(&mut self) -> Result<(), DataError> {
-        self.told = self.ids.len();
+    fn mark_returned(&mut self) -> Result<(), DataError> {
+        self.returned_ids = self.ids.len();
         self.text = (self.decode)(&self.ids)?;
         Ok(())
     }

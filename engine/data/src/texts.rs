@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::compressed::{open_text, read_error};
 use crate::corpus::TextHasher;
-use crate::encode::{MOST_UNCUT, PIECE_BYTES, border, pieces};
+use crate::encode::{MAX_UNCUT_BYTES, PIECE_BYTES, border, pieces};
 use crate::files::{check_text, each_text, has_lines, no_text, text_below};
 use crate::{Corpus, CorpusReport, DataError};
 
@@ -46,8 +46,8 @@ pub(super) fn visit_as_reported(texts: &dyn Texts, visit: &mut Visit) -> Result<
 fn visit_text(path: &Path, text: &str, visit: &mut Visit) -> Result<(), DataError> {
     let mut pieces = pieces(text, PIECE_BYTES).peekable();
     while let Some(piece) = pieces.next() {
-        if piece.len() > MOST_UNCUT {
-            return Err(DataError::NoBreak { path: path.to_owned(), most: MOST_UNCUT as u64 });
+        if piece.len() > MAX_UNCUT_BYTES {
+            return Err(DataError::NoBreak { path: path.to_owned(), most: MAX_UNCUT_BYTES as u64 });
         }
         visit(piece, pieces.peek().is_none())?;
     }
@@ -146,8 +146,8 @@ fn visit_file(path: &Path, visit: &mut Visit) -> Result<(), DataError> {
         }
         bytes.drain(..start);
         searched = bytes.len();
-        if searched > MOST_UNCUT {
-            return Err(DataError::NoBreak { path: path.to_owned(), most: MOST_UNCUT as u64 });
+        if searched > MAX_UNCUT_BYTES {
+            return Err(DataError::NoBreak { path: path.to_owned(), most: MAX_UNCUT_BYTES as u64 });
         }
         let read = source.by_ref().take(16 * PIECE_BYTES as u64).read_to_end(&mut bytes);
         if read.map_err(|error| read_error(path, error))? == 0 {

@@ -26,7 +26,7 @@ const SAVE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 64 << 20 };
 const SAMPLE_BYTES: u64 = 128 << 20;
 
 /// The results of tokenizing.
-pub(super) struct Parts {
+pub(super) struct Tokenized {
     pub all: Written,
     pub validation_tokens: u64,
 }
@@ -78,7 +78,7 @@ pub(super) fn tokenize(
     vocabulary: &Vocabulary,
     is_validation: &dyn Fn(u64) -> bool,
     tokens: &Path,
-) -> Result<Parts, DataError> {
+) -> Result<Tokenized, DataError> {
     let report = texts.report();
     let mut job = Job::open(vocabulary, report.hash.clone(), report.bytes, tokens)?;
     let (done, mut piece, mut document, mut begins) = (job.progress.pieces, 0, 0, true);
@@ -245,7 +245,7 @@ impl<'a> Job<'a> {
     }
 
     /// Appends the validation tokens to the training tokens, and moves the file into place.
-    fn finish(mut self, tokens: &Path) -> Result<Parts, DataError> {
+    fn finish(mut self, tokens: &Path) -> Result<Tokenized, DataError> {
         self.encode()?;
         self.save()?;
         if let (pieces, Some(token)) = &self.spelled {
@@ -261,7 +261,7 @@ impl<'a> Job<'a> {
         for done in [self.path, back] {
             fs::remove_file(&done).map_err(DataError::write(&done))?;
         }
-        Ok(Parts { all, validation_tokens })
+        Ok(Tokenized { all, validation_tokens })
     }
 }
 

@@ -16,7 +16,7 @@ use crate::sound::{check, guarded, probe};
 use crate::{ChatTemplate, DataError, TextOptions, TextStream};
 
 /// The most bytes of a tokenizer.json; one with 256,000 tokens has 35 MiB.
-const MOST_BYTES: u64 = 512 << 20;
+const MAX_BYTES: u64 = 512 << 20;
 
 /// A tokenizer, its special tokens, and its chat template.
 pub struct Tokenizer {
@@ -112,7 +112,7 @@ impl Tokenizer {
 /// # Errors
 /// Returns an error if the file is missing, is not a tokenizer, or would make the library fail.
 pub(crate) fn read(path: &Path) -> Result<tokenizers::Tokenizer, DataError> {
-    let json = read_text(path, MOST_BYTES).map_err(|error| DataError::read(path, error))?;
+    let json = read_text(path, MAX_BYTES).map_err(|error| DataError::read(path, error))?;
     check(&json, path)?;
     // `parse` is already compiled in the tokenizers crate; `from_bytes` would compile the whole deserializer in this
     // one.

@@ -105,7 +105,7 @@ impl Pass {
             }
             let _layer = loss.enter(&node.layer);
             if self.is_weight[node.outputs[0].index()] {
-                self.through_weight(node_id, &mut pending)?;
+                self.propagate_each(node_id, &mut pending)?;
                 continue;
             }
             let mut grads = Vec::new();
@@ -113,7 +113,7 @@ impl Pass {
                 grads.push(pending.remove(output).map(|parts| self.total(parts)).transpose()?);
             }
             input_gradients.extend(grads.iter().flatten().map(Tensor::id));
-            self.send_on(node_id, grads, &mut pending)?;
+            self.propagate(node_id, grads, &mut pending)?;
         }
         self.mark_phases(&input_gradients);
         let gradients = self.collect(pending, dtype_of)?;
@@ -123,18 +123,18 @@ impl Pass {
 
     /// Passes on the gradients of a weight's view one by one, because each use may be in another stage and is summed
     /// there.
-    fn through_weight(&self, id: NodeId, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
+    fn propagate_each(&self, id: NodeId, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
         let node = lock(&self.graph).node(id).clone();
         for part in pending.remove(&node.outputs[0]).unwrap_or_default() {
             let place = lock(&self.graph).place_of(part.id()).unwrap_or(node.place);
             lock(&self.graph).set_place(place);
-            self.send_on(id, vec![Some(part)], pending)?;
+            self.propagate(id, vec![Some(part)], pending)?;
         }
         Ok(())
     }
 
     /// Records the gradients of a node's inputs, given those of its outputs.
-    fn send_on(
+    fn propagate(
         &self,
         id: NodeId,
         grads: Vec<Option<Tensor>>,
@@ -143,12 +143,12 @@ impl Pass {
         let node = lock(&self.graph).node(id).clone();
         let tensors = |ids: &[ValueId]| ids.iter().map(|&id| Tensor::of(&self.graph, id)).collect();
         let (inputs, outputs) = (tensors(&node.inputs), tensors(&node.outputs));
-        let needs = node.inputs.iter().map(|i| self.depends[i.index()]).collect();
+        let wants = node.inputs.iter().map(|i| self.depends[i.index()]).collect();
         let graph = self.graph.clone();
-        let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, needs, sent: Vec::new() };
+        let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, wants, accumulated: Vec::new() };
         node.op.gradient(&mut gradient)?;
         // Operations that compute all their gradients together may also send those of inputs that need none.
-        for (input, grad) in gradient.sent.into_iter().filter(|(input, _)| gradient.needs[*input]) {
+        for (input, grad) in gradient.accumulated.into_iter().filter(|(input, _)| gradient.wants[*input]) {
             pending.entry(node.inputs[input]).or_default().push(grad);
         }
         Ok(())
@@ -181,10 +181,10 @@ impl Pass {
                 lock(&self.graph).set_place(place);
                 let dense =
                     if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
-                // The handle `dense` still has the type from before; `make_in` may have changed the value's.
+                // The handle `dense` still has the type from before; `change_output_dtype` may have changed the value's.
                 let made_in = lock(&self.graph).value(dense.id()).spec.dtype;
-                let is_so =
-                    made_in == dtype || !read.contains(&dense.id()) && lock(&self.graph).make_in(dense.id(), dtype)?;
+                let is_so = made_in == dtype
+                    || !read.contains(&dense.id()) && lock(&self.graph).change_output_dtype(dense.id(), dtype)?;
                 let summand = if is_so { dense.id() } else { self.cast(dense, dtype)?.id() };
                 // Another parameter of the same sum has the same gradient: from here on, this one has a reader.
                 read.insert(summand);

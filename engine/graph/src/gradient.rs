@@ -16,8 +16,8 @@ pub struct Gradient {
     pub(crate) inputs: Vec<Tensor>,
     pub(crate) outputs: Vec<Tensor>,
     pub(crate) grads: Vec<Option<Tensor>>,
-    pub(crate) needs: Vec<bool>,
-    pub(crate) sent: Vec<(usize, Tensor)>,
+    pub(crate) wants: Vec<bool>,
+    pub(crate) accumulated: Vec<(usize, Tensor)>,
 }
 
 impl Gradient {
@@ -61,7 +61,7 @@ impl Gradient {
     /// # Errors
     /// Returns [`Error::Shape`] if the shape rule of `op` rejects the inputs or gives other outputs, or if `op` cannot
     /// read the strides of an input.
-    pub fn in_forward<const NEW: usize>(&mut self, op: impl Op) -> Result<[Tensor; NEW]> {
+    pub fn compute_in_forward<const NEW: usize>(&mut self, op: impl Op) -> Result<[Tensor; NEW]> {
         let new = lock(&self.graph).extend_node(self.node, Arc::new(op), NEW)?;
         let new: Vec<Tensor> = new.into_iter().map(|id| Tensor::of(&self.graph, id)).collect();
         Ok(new.try_into().expect("as many as were asked for"))
@@ -71,7 +71,7 @@ impl Gradient {
     ///
     /// # Errors
     /// Returns [`Error::NoOutputGradient`] if it does.
-    pub fn refuse(&self, op: &dyn Op, output: usize) -> Result<()> {
+    pub fn require_unused(&self, op: &dyn Op, output: usize) -> Result<()> {
         match self.grads[output] {
             Some(_) => Err(Error::NoOutputGradient { op: op.name().into(), output }),
             None => Ok(()),
@@ -79,13 +79,13 @@ impl Gradient {
     }
 
     /// True if the gradient with respect to an input is needed. Gradients of other inputs should not be sent.
-    pub fn needs(&self, index: usize) -> bool {
-        self.needs[index]
+    pub fn wants(&self, index: usize) -> bool {
+        self.wants[index]
     }
 
     /// Adds a summand to the gradient with respect to an input.
-    pub fn send(&mut self, index: usize, gradient: Tensor) {
+    pub fn accumulate(&mut self, index: usize, gradient: Tensor) {
         debug_assert_eq!(gradient.dims(), self.inputs[index].dims(), "gradient has the shape of its input");
-        self.sent.push((index, gradient));
+        self.accumulated.push((index, gradient));
     }
 }

@@ -49,6 +49,6 @@ pub use graph::{
     FLOATS, Graph, LossPart, Node, NodeId, Phase, Place, ReportedLoss, RowCount, Sequences, Source, Value, ValueId,
 };
 pub use nn::Model;
-pub use op::{Op, Rows};
+pub use op::{Op, RowUse};
 pub use reference::{Array, Reference};
 pub use tensor::{Device, IndexOp, Tensor, TensorIndexer, TensorOrScalar};

@@ -23,17 +23,17 @@ use crate::reference::{Array, Reference};
 /// Launches of other kernels are refused, unless their family [reads
 /// slots](gapless_kernels::cuda::Family::reads_slots).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rows {
+pub enum RowUse {
     /// The operation does not distinguish them: it uses the shapes alone.
     Unaware,
     /// The operation reads as many rows as there are. Its outputs have fixed shapes.
-    Fixed,
+    FixedOutputs,
     /// Outputs with the shape of a dynamic input have as many rows as that input.
-    Inherited,
-    /// The outputs have dynamic rows. Their number is the last element of input `starts`.
-    Counted {
+    InheritsRows,
+    /// The outputs have dynamic rows. Their number is the last element of input `offsets`.
+    DynamicOutputs {
         /// Index of the input with the row offsets.
-        starts: usize,
+        offsets: usize,
         /// Number of rows if all ranks have equally many.
         balanced: usize,
     },
@@ -51,8 +51,8 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String>;
 
     /// Returns how the operation treats dynamic rows.
-    fn rows(&self) -> Rows {
-        Rows::Unaware
+    fn rows(&self) -> RowUse {
+        RowUse::Unaware
     }
 
     /// Returns the layout of the output in the storage of input 0, if the operation is a view, which moves no data.
@@ -76,7 +76,7 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// # Errors
     /// Returns [`Error::NoGradient`] if the operation has no gradient, or the errors of recording graph nodes.
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        match (0..g.inputs()).find(|&input| g.needs(input)) {
+        match (0..g.inputs()).find(|&input| g.wants(input)) {
             Some(input) => Err(Error::NoGradient { op: self.name().into(), input }),
             None => Ok(()),
         }
@@ -139,7 +139,7 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     }
 
     /// True if, with bf16 inputs, the kernel may round intermediate results to bf16 before it multiplies them.
-    fn rounds_factors(&self) -> bool {
+    fn rounds_intermediates(&self) -> bool {
         false
     }
 

@@ -102,12 +102,12 @@ impl<'a> Reference<'a> {
 /// # Panics
 /// Panics if a persistent tensor or an input is not given or has the wrong number of elements.
 pub fn evaluate(graph: &Graph, given: &HashMap<String, Array>, stream: Stream) -> Vec<Array> {
-    evaluate_as_read(graph, given, stream, |_, _, x| x)
+    evaluate_with(graph, given, stream, |_, _, x| x)
 }
 
 /// Like [`evaluate`], but every element passes through `read` each time it is read. `read` gets the index of the
 /// reading node, or `None` for the caller's result, then the value and the element.
-pub fn evaluate_as_read(
+pub fn evaluate_with(
     graph: &Graph,
     given: &HashMap<String, Array>,
     stream: Stream,

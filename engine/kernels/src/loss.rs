@@ -25,7 +25,7 @@ impl LossTerms {
 
     /// The coefficients that kernels use for a row of `vocabulary` logits.
     #[inline(always)]
-    pub fn of_row(&self, vocabulary: usize) -> RowLoss {
+    pub fn for_row(&self, vocabulary: usize) -> RowLoss {
         let (smoothing, z) = (self.label_smoothing as f32, self.z_loss as f32);
         RowLoss { keep: 1.0 - smoothing, spread: smoothing / vocabulary as f32, z }
     }

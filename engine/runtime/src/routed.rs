@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use gapless_alloc::arena::{Arena, ArenaReport, Overflow, RequestId, Reserve, Served, check_run};
-use gapless_compile::internal::{CompiledProgram, DynamicAlloc, DynamicFree, Instruction, When};
+use gapless_compile::internal::{CompiledProgram, DynamicAlloc, DynamicFree, Instruction, RunCondition};
 use gapless_compile::{Executable, InstrKind};
 use gapless_kernels::cpu::args::{Address, Places};
 use gapless_kernels::cpu::overflow_heap::OverflowHeap;
@@ -16,17 +16,17 @@ use crate::error::{Error, Result};
 
 /// The row counts and places of the current run, or of the last one.
 #[derive(Debug, Default)]
-pub(crate) struct Routed {
+pub(crate) struct DynamicBuffers {
     arena: Option<Arena>,
     /// Byte offset of each request, indexed by request.
-    offsets: Vec<u64>,
+    request_offsets: Vec<u64>,
     /// The row count for which each request was placed, indexed by request. A later count does not change it.
     rows: Vec<usize>,
     /// The last row count, indexed by count.
-    counted: Vec<u32>,
+    row_counts: Vec<u32>,
     /// The requests that the last run was given places for, in order.
-    served: Vec<Served>,
-    outside: OverflowHeap,
+    assigned: Vec<Served>,
+    overflow_heap: OverflowHeap,
     /// Flags, indexed by count: true if the count's rows were evicted in this run.
     evicted: Vec<bool>,
     /// True if this rank had room for the rows of the last vote.
@@ -54,52 +54,52 @@ impl Refusal {
     }
 }
 
-impl Routed {
+impl DynamicBuffers {
     /// Creates the state for the programs of an executable, which are run one at a time.
-    pub fn new(executable: &Executable, outside: OverflowHeap) -> Self {
+    pub fn new(executable: &Executable, overflow_heap: OverflowHeap) -> Self {
         let plan = executable.routing();
         let requests = plan.map_or(0, |plan| plan.requests().len());
-        let counts = executable.programs().iter().map(|program| program.counts).max().unwrap_or(0);
+        let counts = executable.programs().iter().map(|program| program.row_counts).max().unwrap_or(0);
         Self {
             arena: plan.cloned().map(Arena::new),
-            outside,
-            offsets: vec![0; requests],
+            overflow_heap,
+            request_offsets: vec![0; requests],
             rows: vec![0; requests],
-            counted: vec![0; counts],
+            row_counts: vec![0; counts],
             evicted: vec![false; counts],
-            served: Vec::with_capacity(requests),
+            assigned: Vec::with_capacity(requests),
             ..Self::default()
         }
     }
 
     /// Allows requests that the arena refuses to be placed outside of it, as long as both take at most `limit` bytes.
-    pub fn serve_outside(&mut self, limit: u64) {
+    pub fn allow_overflow_heap(&mut self, limit: u64) {
         self.limit = Some(limit);
     }
 
     /// Starts a run: forgets the places and evictions of the last one.
     pub fn begin(&mut self, arena_bytes: u64) {
         self.arena.iter_mut().for_each(Arena::reset);
-        self.served.clear();
+        self.assigned.clear();
         self.rows.fill(0);
         self.evicted.fill(false);
-        self.outside.begin(arena_bytes);
+        self.overflow_heap.begin(arena_bytes);
     }
 
     /// Records a row count.
     pub fn count(&mut self, count: u32, rows: u32) {
-        self.counted[count as usize] = rows;
+        self.row_counts[count as usize] = rows;
     }
 
     /// Bytes of the rows that were counted last. Saturates, so an impossible size exceeds every request's bound.
     fn bytes(&self, asked: &DynamicAlloc) -> u64 {
-        u64::from(self.counted[asked.count as usize]).saturating_mul(asked.row_bytes)
+        u64::from(self.row_counts[asked.count as usize]).saturating_mul(asked.row_bytes)
     }
 
     /// Records the place of the rows that were counted last.
-    fn found(&mut self, asked: &DynamicAlloc, offset: u64) {
-        let place = asked.place.index();
-        (self.offsets[place], self.rows[place]) = (offset, self.counted[asked.count as usize] as usize);
+    fn record_place(&mut self, asked: &DynamicAlloc, offset: u64) {
+        let place = asked.slot.index();
+        (self.request_offsets[place], self.rows[place]) = (offset, self.row_counts[asked.count as usize] as usize);
     }
 
     /// True if the instruction is skipped in this run: it only runs if the rows of its count were evicted, and they
@@ -110,16 +110,16 @@ impl Routed {
 
     /// Reserves room for all rows that a vote instruction proposes to keep. Returns this rank's vote: 1 if there is no
     /// room, otherwise 0.
-    pub fn offer(&mut self, instruction: &Instruction) -> f32 {
+    pub fn try_reserve(&mut self, instruction: &Instruction) -> f32 {
         for (index, asked) in instruction.requests.iter().enumerate() {
             let bytes = self.bytes(asked);
             let arena = self.arena.as_mut().expect("an executable with requests has an arena");
-            let Some(offset) = arena.offer(asked.request, bytes) else {
+            let Some(offset) = arena.try_request(asked.request, bytes) else {
                 instruction.requests[..index].iter().for_each(|asked| arena.release(asked.request));
                 self.had_room = false;
                 return 1.0;
             };
-            self.found(asked, offset);
+            self.record_place(asked, offset);
         }
         self.had_room = true;
         0.0
@@ -127,57 +127,57 @@ impl Routed {
 
     /// Applies a vote: keeps the rows if all ranks have room for them, evicts them otherwise. `without` is the sum of
     /// the ranks' votes.
-    pub fn settle(&mut self, instruction: &Instruction, without: f32) {
+    pub fn apply_vote(&mut self, instruction: &Instruction, without: f32) {
         // Without room on this rank nothing is kept, whatever the sum says.
         let (evicts, had_room) = (without != 0.0 || !self.had_room, self.had_room);
         let arena = self.arena.as_mut().expect("an executable with requests has an arena");
-        for &DynamicAlloc { request, place, count, row_bytes, .. } in &*instruction.requests {
+        for &DynamicAlloc { request, slot, count, row_bytes, .. } in &*instruction.requests {
             self.evicted[count as usize] = evicts;
             match evicts {
                 true if had_room => arena.release(request),
                 true => {}
                 false => {
-                    let (offset, rows) = (self.offsets[place.index()], self.rows[place.index()]);
-                    self.served.push(Served { request, offset, bytes: rows as u64 * row_bytes });
+                    let (offset, rows) = (self.request_offsets[slot.index()], self.rows[slot.index()]);
+                    self.assigned.push(Served { request, offset, bytes: rows as u64 * row_bytes });
                 }
             }
         }
         if evicts {
-            arena.note_evicted();
+            arena.record_eviction();
         }
     }
 
-    fn is_made(&self, when: When, count: u32) -> bool {
+    fn is_active(&self, when: RunCondition, count: u32) -> bool {
         match when {
-            When::Always => true,
-            When::Kept => !self.evicted[count as usize],
-            When::Evicted => self.evicted[count as usize],
+            RunCondition::Always => true,
+            RunCondition::Kept => !self.evicted[count as usize],
+            RunCondition::Evicted => self.evicted[count as usize],
         }
     }
 
     /// Finds room for the dynamic buffers that an instruction is the first to write.
     pub fn place(&mut self, instruction: &Instruction) -> Result<(), Refusal> {
         for asked in &*instruction.requests {
-            let &DynamicAlloc { request, count, when, .. } = asked;
+            let &DynamicAlloc { request, count, condition, .. } = asked;
             // Rows that are kept were placed by the vote.
-            if when == When::Kept || !self.is_made(when, count) {
+            if condition == RunCondition::Kept || !self.is_active(condition, count) {
                 continue;
             }
             let bytes = self.bytes(asked);
             let arena = self.arena.as_mut().expect("an executable with requests has an arena");
             let offset = match arena.request(request, bytes) {
                 Ok(offset) => offset,
-                Err(overflow) => self.place_outside(request, bytes, overflow)?,
+                Err(overflow) => self.place_in_overflow_heap(request, bytes, overflow)?,
             };
-            self.found(asked, offset);
-            self.served.push(Served { request, offset, bytes });
+            self.record_place(asked, offset);
+            self.assigned.push(Served { request, offset, bytes });
         }
         Ok(())
     }
 
-    fn place_outside(&mut self, request: RequestId, bytes: u64, overflow: Overflow) -> Result<u64, Refusal> {
+    fn place_in_overflow_heap(&mut self, request: RequestId, bytes: u64, overflow: Overflow) -> Result<u64, Refusal> {
         let arena = self.arena.as_mut().expect("it has refused");
-        let needed = arena.plan().height().saturating_add(self.outside.live()).saturating_add(bytes);
+        let needed = arena.plan().height().saturating_add(self.overflow_heap.live()).saturating_add(bytes);
         let is_beyond_bound = bytes > overflow.most;
         let refusal = |needed| Refusal { overflow: Box::new(overflow), needed };
         match self.limit {
@@ -185,9 +185,9 @@ impl Routed {
             _ if is_beyond_bound => Err(refusal(None)),
             None => Err(refusal(None)),
             Some(limit) if needed > limit => Err(refusal(Some(needed))),
-            Some(_) => match self.outside.serve(request.0, bytes) {
+            Some(_) => match self.overflow_heap.serve(request.0, bytes) {
                 Some(offset) => {
-                    arena.note_outside(bytes, self.outside.live());
+                    arena.record_outside(bytes, self.overflow_heap.live());
                     Ok(offset)
                 }
                 None => Err(refusal(Some(needed))),
@@ -199,7 +199,7 @@ impl Routed {
     pub fn release(&mut self, instruction: &Instruction) {
         for released in &*instruction.releases {
             let request = released.request;
-            if self.is_made(released.when, released.count) && !self.outside.release(request.0) {
+            if self.is_active(released.condition, released.count) && !self.overflow_heap.release(request.0) {
                 self.arena.as_mut().expect("an executable with requests has an arena").release(request);
             }
         }
@@ -207,24 +207,24 @@ impl Routed {
 
     /// The arena's ranges of the buffers that [`Self::release`] released after the instruction.
     pub fn released(&self, instruction: &Instruction) -> impl Iterator<Item = Range<u64>> {
-        let made = instruction.releases.iter().filter(|released| self.is_made(released.when, released.count));
+        let made = instruction.releases.iter().filter(|released| self.is_active(released.condition, released.count));
         let served =
-            |released: &DynamicFree| self.served.iter().rev().find(|served| served.request == released.request);
+            |released: &DynamicFree| self.assigned.iter().rev().find(|served| served.request == released.request);
         let ranges = made.filter_map(served).map(|served| served.offset..served.offset + served.bytes);
-        ranges.filter(|range| range.end <= self.outside.range().start)
+        ranges.filter(|range| range.end <= self.overflow_heap.range().start)
     }
 
     /// End of the addresses outside of the arena, if the run used any.
     #[cfg(feature = "cuda")]
     pub fn outside_end(&self) -> Option<u64> {
-        let range = self.outside.range();
+        let range = self.overflow_heap.range();
         (!range.is_empty()).then_some(range.end)
     }
 
     /// The factor of [`Reserve::Balanced`] that would have served the last run, if the arena did not.
     pub fn factor_needed(&self) -> Option<f64> {
         let arena = self.arena.as_ref()?;
-        (!self.outside.range().is_empty() && arena.is_idle()).then(|| arena.factor())
+        (!self.overflow_heap.range().is_empty() && arena.is_idle()).then(|| arena.factor())
     }
 
     /// Continues with a larger arena: for a quarter more than `factor` if `limit` and `enlarge` allow it, otherwise for
@@ -238,7 +238,7 @@ impl Routed {
     ) -> Result<()> {
         for factor in [1.25 * factor, factor] {
             let before = executable.arena_bytes();
-            let has_grown = executable.reserve_anew(Reserve::Balanced { factor }, |plan| {
+            let has_grown = executable.replace_reserve(Reserve::Balanced { factor }, |plan| {
                 let bytes = plan.height();
                 if bytes > limit || bytes <= before || !enlarge(bytes)? {
                     return Ok::<_, Error>(false);
@@ -255,7 +255,7 @@ impl Routed {
     }
 
     pub fn places(&self) -> Places<'_> {
-        Places { offsets: &self.offsets, rows: &self.rows, outside: Some(&self.outside) }
+        Places { offsets: &self.request_offsets, rows: &self.rows, outside: Some(&self.overflow_heap) }
     }
 
     pub fn report(&self) -> Option<ArenaReport> {
@@ -266,21 +266,21 @@ impl Routed {
     pub fn check(&self, executable: &Executable) -> Result<usize> {
         let Some(plan) = executable.routing() else { return Ok(0) };
         let (problem, offsets) = (executable.problem(), &executable.solution().offsets);
-        let limit = plan.height().max(self.outside.range().end);
-        check_run(problem, offsets, plan.requests(), &self.served, limit).map_err(|violations| Error::BadRun {
+        let limit = plan.height().max(self.overflow_heap.range().end);
+        check_run(problem, offsets, plan.requests(), &self.assigned, limit).map_err(|violations| Error::BadRun {
             what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
         })?;
-        Ok(self.served.len())
+        Ok(self.assigned.len())
     }
 }
 
 /// The number of preceding instructions that are searched: enough for a router and the layers that feed it.
-const LOOKED_AT: usize = 96;
+const MAX_SEARCHED: usize = 96;
 
 /// Finds the origin of non-finite values when `program.instructions[index]` finds no room: NaN scores send all tokens
 /// to the same experts. Returns the earliest of the preceding instructions of its micro-batch whose planned outputs are
 /// still in memory and not all finite.
-pub(crate) fn not_finite_before(
+pub(crate) fn find_nonfinite_origin(
     program: &CompiledProgram,
     index: usize,
     is_finite: impl Fn(&Address) -> bool,
@@ -288,11 +288,11 @@ pub(crate) fn not_finite_before(
     let mut gone: Vec<Range<u64>> = Vec::new();
     let mut culprit = None;
     let micro_batch = program.instructions[index].micro_batch;
-    for (index, instruction) in program.instructions[..index].iter().enumerate().rev().take(LOOKED_AT) {
+    for (index, instruction) in program.instructions[..index].iter().enumerate().rev().take(MAX_SEARCHED) {
         gone.extend(instruction.dead_after.iter().cloned());
         let range =
             |output: &Address| output.offset..output.offset + (output.span * output.dtype.size_in_bytes()) as u64;
-        let planned = || instruction.outputs.iter().filter(|output| output.counted.is_none());
+        let planned = || instruction.outputs.iter().filter(|output| output.dynamic.is_none());
         let is_there = |output: &&Address| {
             let range = range(output);
             gone.iter().all(|gone| gone.end <= range.start || range.end <= gone.start)

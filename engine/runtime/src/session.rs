@@ -31,10 +31,10 @@ pub struct RunOptions {
     /// Report the first instruction whose output is not finite.
     pub watch: bool,
     /// Index, in the whole batch, of this rank's micro-batch 0.
-    pub first_part: u64,
+    pub first_micro_batch: u64,
     /// Distance, in micro-batches of the whole batch, between two consecutive micro-batches of this rank; 0 if it has
     /// only one.
-    pub part_stride: u64,
+    pub micro_batch_stride: u64,
 }
 
 /// The time of a run, by activity.
@@ -52,9 +52,9 @@ pub struct Times {
 
 impl RunOptions {
     /// The index, in the whole batch, of one of this rank's micro-batches.
-    pub(crate) fn part_of(&self, micro_batch: u32) -> u64 {
+    pub(crate) fn index_in_batch(&self, micro_batch: u32) -> u64 {
         // Wrapping is harmless: the result only keys random numbers.
-        self.first_part.wrapping_add(self.part_stride.wrapping_mul(micro_batch.into()))
+        self.first_micro_batch.wrapping_add(self.micro_batch_stride.wrapping_mul(micro_batch.into()))
     }
 }
 
@@ -124,7 +124,7 @@ pub trait Backend: Any + Debug + Send {
 
     /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
     /// together take at most `limit` bytes.
-    fn serve_outside(&mut self, limit: u64);
+    fn allow_overflow_heap(&mut self, limit: u64);
 
     /// Enlarges the arena, to at most `limit` bytes, if the last run needed more than it had.
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()>;
@@ -326,8 +326,8 @@ impl<B: Backend + ?Sized> Session<B> {
     /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
     /// together take at most `limit` bytes. [`grow`](Self::grow) then enlarges the arena, so that later steps find
     /// room.
-    pub fn serve_outside(&mut self, limit: u64) {
-        self.backend.serve_outside(limit);
+    pub fn allow_overflow_heap(&mut self, limit: u64) {
+        self.backend.allow_overflow_heap(limit);
     }
 
     /// Enlarges the arena if the last run had to place buffers outside of it. The new size is what that run needed plus

@@ -28,7 +28,7 @@ pub struct Communicators {
 }
 
 impl Communicators {
-    fn of(&mut self, group: Group) -> communicator::Result<&mut Box<dyn Communicator>> {
+    fn group(&mut self, group: Group) -> communicator::Result<&mut Box<dyn Communicator>> {
         let group = match group {
             Group::Batch => &mut self.batch,
             Group::Experts => &mut self.experts,
@@ -58,7 +58,7 @@ pub(crate) const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsuppo
 #[derive(Debug, Default)]
 pub struct Transfers {
     communicators: Communicators,
-    requests: Vec<Option<Under>>,
+    requests: Vec<Option<InProgress>>,
     /// Bytes sent to and received from each expert rank, indexed by request.
     lens: Vec<[Vec<usize>; 2]>,
     /// The launch order of each program's messages, where the pipeline's communicator requires one.
@@ -109,7 +109,7 @@ impl Transfers {
 
 /// A transfer in progress.
 #[derive(Debug)]
-enum Under {
+enum InProgress {
     Message(Request),
     Collective(Request, Group),
 }
@@ -138,13 +138,13 @@ impl Drop for RunGuard<'_> {
 
 /// The arena's base address, which can be shared with the threads of the pool.
 #[derive(Clone, Copy)]
-pub(crate) struct Base(pub *mut u8);
+pub(crate) struct ArenaBase(pub *mut u8);
 
 // SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint ranges.
-unsafe impl Send for Base {}
+unsafe impl Send for ArenaBase {}
 
 // SAFETY: as above.
-unsafe impl Sync for Base {}
+unsafe impl Sync for ArenaBase {}
 
 /// The address of the first byte, and the number of bytes.
 pub(crate) type Bytes = (*mut u8, usize);
@@ -154,7 +154,7 @@ pub(crate) struct Operands<'a> {
     pub inputs: [Option<Bytes>; 2],
     pub output: Bytes,
     /// For [`AllToAllRows`](Collective::AllToAllRows): the row offsets of what is sent, and of what is received.
-    pub starts: [&'a [u32]; 2],
+    pub row_offsets: [&'a [u32]; 2],
     /// For [`AllToAllRows`](Collective::AllToAllRows): bytes of a row.
     pub row_bytes: usize,
 }
@@ -184,13 +184,13 @@ impl Transfers {
                 unsafe { pipeline.irecv(to, len, peer, tag) }?
             }
             _ => {
-                let Some(Under::Message(under_way)) = self.requests[request].take() else {
+                let Some(InProgress::Message(under_way)) = self.requests[request].take() else {
                     unreachable!("lowering starts every message that it waits for")
                 };
                 return pipeline.wait_on_device(under_way);
             }
         };
-        self.requests[request] = Some(Under::Message(started));
+        self.requests[request] = Some(InProgress::Message(started));
         Ok(())
     }
 
@@ -206,9 +206,9 @@ impl Transfers {
         operands: &Operands<'_>,
         clear: impl FnOnce(Bytes),
     ) -> communicator::Result<()> {
-        let &Operands { inputs, output, starts, row_bytes } = operands;
+        let &Operands { inputs, output, row_offsets, row_bytes } = operands;
         let group = collective.group();
-        let communicator = self.communicators.of(group)?;
+        let communicator = self.communicators.group(group)?;
         if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
             return Err(OTHER_RANKS);
         }
@@ -218,8 +218,8 @@ impl Transfers {
             Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
             Collective::AllToAllRows { .. } => {
                 let [sends, receives] = lens;
-                let sent = row_lens(starts[0], row_bytes, sends).ok_or(OTHER_ROWS)?;
-                let received = row_lens(starts[1], row_bytes, receives).ok_or(OTHER_ROWS)?;
+                let sent = row_lens(row_offsets[0], row_bytes, sends).ok_or(OTHER_ROWS)?;
+                let received = row_lens(row_offsets[1], row_bytes, receives).ok_or(OTHER_ROWS)?;
                 if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
                     return Err(OTHER_ROWS);
                 }
@@ -233,13 +233,13 @@ impl Transfers {
         let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
         // SAFETY: by this function's contract. The sizes in `lens` stay unchanged until this request is finished.
         let started = unsafe { communicator.start(request_of) }?;
-        self.requests[request] = Some(Under::Collective(started, group));
+        self.requests[request] = Some(InProgress::Collective(started, group));
         Ok(())
     }
 
     /// Reports a failure to the other ranks and drops the communicators, which ends all loans of memory.
     #[cfg(feature = "cuda")]
-    pub(crate) fn give_up(&mut self, reason: &str) {
+    pub(crate) fn abort(&mut self, reason: &str) {
         let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
         [pipeline, batch, experts, replicas].into_iter().flatten().for_each(|way| way.abort(reason));
         *self = Self::default();
@@ -247,10 +247,10 @@ impl Transfers {
 
     /// Waits for a collective.
     pub(crate) fn finish(&mut self, request: usize) -> communicator::Result<()> {
-        let Some(Under::Collective(under_way, group)) = self.requests[request].take() else {
+        let Some(InProgress::Collective(under_way, group)) = self.requests[request].take() else {
             unreachable!("lowering starts every collective that it finishes")
         };
-        self.communicators.of(group)?.wait_on_device(under_way)
+        self.communicators.group(group)?.wait_on_device(under_way)
     }
 }
 
@@ -274,7 +274,7 @@ fn row_lens(starts: &[u32], row_bytes: usize, lens: &mut [usize]) -> Option<usiz
 pub(super) unsafe fn transfer(
     instruction: &Instruction,
     message: Message,
-    base: Base,
+    base: ArenaBase,
     transfers: &mut Transfers,
 ) -> communicator::Result<()> {
     let operand = match &instruction.kind {
@@ -294,16 +294,16 @@ pub(super) unsafe fn begin(
     collective: Collective,
     request: usize,
     instruction: &Instruction,
-    (base, places): (Base, Places<'_>),
+    (base, places): (ArenaBase, Places<'_>),
     transfers: &mut Transfers,
 ) -> communicator::Result<()> {
     let Instruction { inputs, outputs, .. } = instruction;
     // SAFETY: by this function's contract.
     let range = |address: &Address| unsafe { range(base, address, places) };
-    let (mut starts, mut row_bytes) = ([&[][..]; 2], 0);
+    let (mut row_offsets, mut row_bytes) = ([&[][..]; 2], 0);
     if let Collective::AllToAllRows { rows, .. } = collective {
         row_bytes = outputs[0].span / rows * outputs[0].dtype.size_in_bytes();
-        for (starts, address) in starts.iter_mut().zip(&inputs[1..]) {
+        for (starts, address) in row_offsets.iter_mut().zip(&inputs[1..]) {
             let start = base.0.wrapping_add(address.offset as usize).cast::<u32>().cast_const();
             // SAFETY: by this function's contract; row offsets are contiguous u32 that no instruction writes meanwhile.
             *starts = unsafe { std::slice::from_raw_parts(start, address.span) };
@@ -312,7 +312,7 @@ pub(super) unsafe fn begin(
     let operands = Operands {
         inputs: [inputs.first().map(range), inputs.get(1).map(range)],
         output: outputs.first().map(range).expect("a collective has an output"),
-        starts,
+        row_offsets,
         row_bytes,
     };
     // SAFETY: by this function's contract; the plan either keeps inputs and outputs apart or makes them the same
@@ -326,7 +326,7 @@ pub(super) unsafe fn begin(
 ///
 /// # Safety
 /// The operand must lie in the arena at `base`, or outside of it if `places` says so.
-pub(crate) unsafe fn range(base: Base, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
+pub(crate) unsafe fn range(base: ArenaBase, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
     // SAFETY: by this function's contract.
     let (start, span) = unsafe { places.locate(base.0, address) };
     (start, span * address.dtype.size_in_bytes())

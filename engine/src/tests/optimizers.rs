@@ -50,13 +50,13 @@ impl Update {
         };
         lock(&graph).set_phase(Phase::Update);
         let weight = persistent("weight", Spec::f32(dims), Init::Randn { mean: 0.0, stdev: 1.0 });
-        let of = ParameterInfo { name: "weight", dims, dtype: DType::F32, looked_up: false, masters: true };
+        let info = ParameterInfo { name: "weight", dims, dtype: DType::F32, looked_up: false, masters: true };
         let states: Vec<Tensor> = rule
-            .states(&of)
+            .states(&info)
             .into_iter()
             .map(|State { name, spec, init }| {
                 names.push(name.to_owned());
-                let StateInit::Filled(init) = init else { panic!("{name} begins as the parameter, which is f32") };
+                let StateInit::Init(init) = init else { panic!("{name} begins as the parameter, which is f32") };
                 persistent(name, spec, init)
             })
             .collect();
@@ -64,7 +64,7 @@ impl Update {
         let gradient = input("gradient", Spec::f32(dims));
         let update = ParameterUpdate {
             parameter: &weight,
-            of,
+            info,
             gradient: &gradient,
             states: &states,
             norm: &norm,

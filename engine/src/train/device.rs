@@ -56,26 +56,26 @@ impl fmt::Display for DeviceChoice {
 
 /// The device that a trainer runs on.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RunsOn {
+pub struct DeviceInfo {
     /// Description of the device.
     pub name: String,
     /// Whether the device is a GPU.
     pub is_gpu: bool,
     /// The reason why it is not the GPU that [`DeviceChoice::Auto`] would have used.
-    pub because: Option<String>,
+    pub reason: Option<String>,
 }
 
-impl RunsOn {
-    pub(super) fn cpu(threads: usize, because: Option<String>) -> Self {
+impl DeviceInfo {
+    pub(super) fn cpu(threads: usize, reason: Option<String>) -> Self {
         let name = format!("the CPU, {threads} {}", if threads == 1 { "thread" } else { "threads" });
-        Self { name, is_gpu: false, because }
+        Self { name, is_gpu: false, reason }
     }
 }
 
-impl fmt::Display for RunsOn {
+impl fmt::Display for DeviceInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "runs on {}", self.name)?;
-        match &self.because {
+        match &self.reason {
             Some(why) => write!(f, " ({why})"),
             None => Ok(()),
         }

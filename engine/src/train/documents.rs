@@ -28,7 +28,7 @@ impl Batch<'_> {
     }
 
     /// Checks that the batch needs no support for documents.
-    pub(super) fn expect_none(&self) -> Result<()> {
+    pub(super) fn expect_no_documents(&self) -> Result<()> {
         let fail = |why: &str| Err(TrainError::config("documents", why, "set TrainOptions::documents"));
         if !self.starts.is_empty() {
             return fail("a batch has document starts");

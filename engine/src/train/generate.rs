@@ -96,7 +96,7 @@ impl Trainer {
             }
             self.check_ids(prompt)?;
         }
-        let mut way = Way::of(self);
+        let mut way = LogitsSource::of(self);
         let mut sampler = Sampler::new(options.sampling, self.vocabulary);
         let mut added = Vec::with_capacity(prompts.len());
         for (group, prompts) in prompts.chunks(way.batch()).enumerate() {
@@ -114,7 +114,7 @@ impl Trainer {
     /// Continues sequences at the same time until all of them have ended.
     fn continue_all(
         &mut self,
-        way: &mut Way,
+        way: &mut LogitsSource,
         sequences: &mut [Sequence],
         options: &GenerateOptions,
         sampler: &mut Sampler,
@@ -124,9 +124,9 @@ impl Trainer {
         for index in 0..options.tokens {
             // Compute the logits of the next tokens.
             let program = match way {
-                Way::Cached(cached) if must_prefill => self.prefill(cached, sequences)?,
-                Way::Cached(cached) => self.decode(cached, sequences)?,
-                Way::Whole(whole) => {
+                LogitsSource::Cached(cached) if must_prefill => self.prefill(cached, sequences)?,
+                LogitsSource::Cached(cached) => self.decode(cached, sequences)?,
+                LogitsSource::Whole(whole) => {
                     self.whole_windows(whole, sequences)?;
                     None
                 }
@@ -146,8 +146,8 @@ impl Trainer {
             };
             let chosen = match (program, &*way) {
                 (Some(program), _) => self.session.with_output(program, "logits", choose)?,
-                (None, Way::Whole(whole)) => choose(&whole.logits),
-                (None, Way::Cached(_)) => None,
+                (None, LogitsSource::Whole(whole)) => choose(&whole.logits),
+                (None, LogitsSource::Cached(_)) => None,
             };
             if chosen.is_none() {
                 let why = "the logits are not finite, or every token is suppressed";
@@ -158,7 +158,7 @@ impl Trainer {
                 break;
             }
             // Discard old tokens of sequences that have filled the window.
-            let slides = sequences.iter_mut().map(|sequence| sequence.slide(way.window()));
+            let slides = sequences.iter_mut().map(|sequence| sequence.discard_old(way.window()));
             must_prefill = slides.fold(false, |any, slid| any | slid);
         }
         Ok(())
@@ -225,7 +225,7 @@ impl Trainer {
 
 /// The way to compute the logits of the next token: with caches, or over whole windows.
 #[derive(Debug)]
-enum Way {
+enum LogitsSource {
     Cached(Cached),
     Whole(Whole),
 }
@@ -250,7 +250,7 @@ struct Whole {
     logits: Vec<f32>,
 }
 
-impl Way {
+impl LogitsSource {
     fn of(trainer: &Trainer) -> Self {
         let (Some((prefill, decode)), Some(generation)) =
             (trainer.programs.generation, trainer.options.step.generation)
@@ -364,7 +364,7 @@ impl Sequence {
     }
 
     /// Discards the older half of the context if it exceeds the window. Returns whether it did.
-    fn slide(&mut self, window: usize) -> bool {
+    fn discard_old(&mut self, window: usize) -> bool {
         let is_full = !self.has_ended && self.tokens.len() - self.first > window;
         if is_full {
             self.first = self.tokens.len() - (window / 2).max(1);

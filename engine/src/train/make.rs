@@ -8,7 +8,7 @@ use gapless_compile::Executable;
 use gapless_compile::Target;
 use gapless_compile::report::Report;
 use gapless_compile::step::{
-    Build, CompiledStep, Overflow, RankPlan, Share, StepOptions, compile_inference, compile_step, of_any,
+    Build, CompiledStep, Overflow, RankPlan, Share, StepOptions, boxed_build, compile_inference, compile_step,
 };
 use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
@@ -23,7 +23,7 @@ use gapless_runtime::cuda;
 use super::device;
 use super::documents::DocumentInputs;
 use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank, expect_ranks};
-use super::{DeviceChoice, Limits, LossParts, Programs, RunsOn, TrainOptions, Trainer};
+use super::{DeviceChoice, DeviceInfo, LossParts, Programs, SkipThresholds, TrainOptions, Trainer};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
@@ -75,7 +75,7 @@ impl TrainerBuilder<'_> {
     /// of which each rank uses its share. A rank can only read tensors of its own stages, and only its own part of
     /// states that are divided among data ranks. If one rank finds no GPU under [`DeviceChoice::Auto`], all run on
     /// CPUs.
-    pub fn on(self, world: Box<dyn Communicator>) -> Self {
+    pub fn distributed(self, world: Box<dyn Communicator>) -> Self {
         Self { world: Some(world), ..self }
     }
 
@@ -134,10 +134,10 @@ impl TrainerBuilder<'_> {
         #[cfg(feature = "cuda")]
         let choice = if self.device.is_some() { DeviceChoice::Cuda(0) } else { choice };
         let mut trainer = self.rank(rank)?;
-        if !agree(&mut *world, trainer.device.is_gpu, choice)? && trainer.device.is_gpu {
+        if !same_device_kind(&mut *world, trainer.device.is_gpu, choice)? && trainer.device.is_gpu {
             self.options.device = DeviceChoice::Cpu;
             trainer = Trainer { options, ..self.rank(rank)? };
-            trainer.device.because = Some("another rank has found no GPU".into());
+            trainer.device.reason = Some("another rank has found no GPU".into());
         }
         trainer.join(world)
     }
@@ -162,7 +162,7 @@ impl TrainerBuilder<'_> {
         if !step.memory.offload.is_empty() {
             session.offload_to(&step.memory.offload_to)?;
         }
-        Trainer::of(Box::new(session), RunsOn::cpu(threads, because), compiled, &plan, options.clone())
+        Trainer::of(Box::new(session), DeviceInfo::cpu(threads, because), compiled, &plan, options.clone())
     }
 }
 
@@ -185,7 +185,7 @@ impl Trainer {
         options: impl Into<TrainOptions>,
     ) -> TrainerBuilder<'a> {
         TrainerBuilder {
-            build: Box::new(of_any(build)),
+            build: Box::new(boxed_build(build)),
             options: options.into(),
             purpose: Purpose::Training,
             world: None,
@@ -233,19 +233,19 @@ impl Trainer {
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cuda)?;
         let Share { first, stride, .. } = Share::of(step, plan.at);
         let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;
-        let device = RunsOn { name: session.device(), is_gpu: true, because: None };
+        let device = DeviceInfo { name: session.device(), is_gpu: true, reason: None };
         Self::of(Box::new(session), device, compiled, &plan, options)
     }
 
     fn of(
         mut session: Box<Session>,
-        device: RunsOn,
+        device: DeviceInfo,
         compiled: CompiledStep,
         plan: &RankPlan,
         options: TrainOptions,
     ) -> Result<Self> {
         if options.step.memory.overflow == Overflow::Grow {
-            session.serve_outside(options.most_bytes());
+            session.allow_overflow_heap(options.most_bytes());
         }
         let find = |name| session.executable().program(name);
         let programs = Programs {
@@ -277,7 +277,7 @@ impl Trainer {
             at,
             share,
             step,
-            limits: Limits::default(),
+            limits: SkipThresholds::default(),
             loss_parts,
             scalars_inputs,
             world,
@@ -302,7 +302,7 @@ impl Trainer {
         match options.device {
             DeviceChoice::Cpu => Ok(Err(None)),
             DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
-            DeviceChoice::Auto => match on(number_here(rank) % cuda::Nvidia::count().max(1)) {
+            DeviceChoice::Auto => match on(local_index(rank) % cuda::Nvidia::count().max(1)) {
                 // A GPU that is full or fails must not lead to slow training on the CPU, so it is an error. An invalid
                 // model is one as well.
                 Err(TrainError::Runtime(RuntimeError::Device(why))) if !why.is_absence() => Err(why.into()),
@@ -328,7 +328,7 @@ impl Trainer {
 
 /// A rank's index among those of its host. For processes the launcher provides it; threads are all on one host.
 #[cfg(feature = "cuda")]
-fn number_here(rank: usize) -> usize {
+fn local_index(rank: usize) -> usize {
     let launched = gapless_parallel::World::discover().ok().flatten();
     launched.and_then(|world| world.local_rank).unwrap_or(rank)
 }
@@ -338,7 +338,7 @@ fn number_here(rank: usize) -> usize {
 ///
 /// # Errors
 /// Returns an error if some ranks must use a GPU and others don't.
-fn agree(world: &mut dyn Communicator, is_gpu: bool, choice: DeviceChoice) -> Result<bool> {
+fn same_device_kind(world: &mut dyn Communicator, is_gpu: bool, choice: DeviceChoice) -> Result<bool> {
     const CPU: u8 = 0;
     const HOPED_FOR: u8 = 1;
     const ASKED_FOR: u8 = 2;

@@ -19,7 +19,7 @@ use gapless_kernels::Element;
 use gapless_parallel::Coordinate;
 use gapless_runtime::{Session, Times};
 
-pub use device::{DeviceChoice, RunsOn};
+pub use device::{DeviceChoice, DeviceInfo};
 pub use documents::{Batch, IGNORED};
 pub use gapless_compile::step::Generation;
 pub use generate::{GenerateOptions, NextToken};
@@ -55,7 +55,7 @@ pub struct StepReport {
     pub gradient_norm: f32,
     /// Learning rate of the update.
     pub lr: f64,
-    /// Whether the step was skipped, because the loss or the norm exceeded its [`Limits`] or was not finite.
+    /// Whether the step was skipped, because the loss or the norm exceeded its [`SkipThresholds`] or was not finite.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub skipped: bool,
 }
@@ -63,20 +63,20 @@ pub struct StepReport {
 /// The thresholds above which a guarded step is skipped
 /// ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)).
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Limits {
+pub struct SkipThresholds {
     /// Maximum loss.
     pub loss: f32,
     /// Maximum norm of all gradients together, before clipping.
     pub gradient_norm: f32,
 }
 
-impl Default for Limits {
+impl Default for SkipThresholds {
     fn default() -> Self {
         Self { loss: f32::INFINITY, gradient_norm: f32::INFINITY }
     }
 }
 
-impl Limits {
+impl SkipThresholds {
     /// True if a step is within the limits.
     fn allow(self, loss: f32, gradient_norm: f32) -> bool {
         let is_within = |x: f32, limit: f32| x.is_finite() && x <= limit;
@@ -88,7 +88,7 @@ impl Limits {
 #[derive(Debug)]
 pub struct Trainer {
     session: Box<Session>,
-    device: RunsOn,
+    device: DeviceInfo,
     options: TrainOptions,
     schedule: Schedule,
     programs: Programs,
@@ -103,7 +103,7 @@ pub struct Trainer {
     /// This rank's share of a training batch.
     share: Share,
     step: u64,
-    limits: Limits,
+    limits: SkipThresholds,
     /// Outputs of the training step with the terms of its loss.
     loss_parts: Vec<(LossPart, &'static str)>,
     /// Inputs with the scalars of each group's rule.
@@ -139,7 +139,7 @@ impl Trainer {
     }
 
     /// The device that the trainer runs on.
-    pub fn device(&self) -> &RunsOn {
+    pub fn device(&self) -> &DeviceInfo {
         &self.device
     }
 
@@ -231,7 +231,7 @@ impl Trainer {
     /// Sets the limits above which later guarded steps are skipped
     /// ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)). By default, only steps that are not
     /// finite are skipped. All ranks must set the same limits.
-    pub fn set_limits(&mut self, limits: Limits) {
+    pub fn set_limits(&mut self, limits: SkipThresholds) {
         self.limits = limits;
     }
 
@@ -340,9 +340,9 @@ impl Trainer {
 
     fn run_options(&self) -> RunOptions {
         let Share { first, stride, .. } = self.share;
-        let (first_part, part_stride) = (first as u64, stride as u64);
+        let (first_micro_batch, micro_batch_stride) = (first as u64, stride as u64);
         let TrainOptions { seed, poison, .. } = self.options;
-        RunOptions { seed, step: self.step, poison, watch: false, first_part, part_stride }
+        RunOptions { seed, step: self.step, poison, watch: false, first_micro_batch, micro_batch_stride }
     }
 
     fn write_step(&mut self, batch: &Batch<'_>, lr: f64) -> Result<()> {
@@ -356,7 +356,7 @@ impl Trainer {
             }
         }
         if self.session.has_input(program, LIMITS_INPUT) {
-            let Limits { loss, gradient_norm } = self.limits;
+            let SkipThresholds { loss, gradient_norm } = self.limits;
             self.session.write_input(program, LIMITS_INPUT, 0, &[loss, gradient_norm])?;
         }
         Ok(())
@@ -372,7 +372,7 @@ impl Trainer {
         }
         self.check_ids(batch.tokens)?;
         if !self.options.step.documents {
-            batch.expect_none()?;
+            batch.expect_no_documents()?;
             self.check_ids(batch.targets)?;
             return self.write_inputs(program, share, &[("tokens", batch.tokens), ("targets", batch.targets)]);
         }

@@ -2,7 +2,7 @@
 
 use gapless_compile::Target;
 use gapless_compile::step::{MemoryOptions, StepOptions};
-use gapless_runtime::cpu::{MOST_THREADS, resolve_threads};
+use gapless_runtime::cpu::{MAX_THREADS, resolve_threads};
 
 use super::DeviceChoice;
 use crate::error::{Result, TrainError};
@@ -100,8 +100,8 @@ impl TrainOptions {
     /// # Errors
     /// Returns an error for a setting that is refused; [`TrainError::refused`] names it.
     pub fn check(&self) -> Result<()> {
-        if self.threads > MOST_THREADS {
-            let why = format!("{} are more than the maximum of {MOST_THREADS}", self.threads);
+        if self.threads > MAX_THREADS {
+            let why = format!("{} are more than the maximum of {MAX_THREADS}", self.threads);
             let remedy = "use as many as the machine has cores, or 0 for all of them";
             return Err(TrainError::config("threads", why, remedy));
         }

@@ -242,12 +242,12 @@ impl Distribution {
     }
 
     /// −log of a candidate's probability.
-    fn information(&self, of: &Candidate) -> f64 {
-        self.log_total + f64::from((self.best - of.logit) / self.temperature)
+    fn information(&self, candidate: &Candidate) -> f64 {
+        self.log_total + f64::from((self.best - candidate.logit) / self.temperature)
     }
 
-    fn probability(&self, of: &Candidate) -> f64 {
-        (-self.information(of)).exp()
+    fn probability(&self, candidate: &Candidate) -> f64 {
+        (-self.information(candidate)).exp()
     }
 }
 
@@ -317,7 +317,12 @@ mod tests {
             let eta = f64::from(sampling.eta_cutoff);
             let eta = eta.min(eta.sqrt() * (-entropy(&p)).exp());
             let least = if is_eta { eta } else { f64::from(sampling.epsilon_cutoff) };
-            left = left.into_iter().zip(&p).filter(|(_, of)| **of >= least || **of == p[0]).map(|x| x.0).collect();
+            left = left
+                .into_iter()
+                .zip(&p)
+                .filter(|(_, probability)| **probability >= least || **probability == p[0])
+                .map(|x| x.0)
+                .collect();
         }
         left
     }

@@ -55,14 +55,14 @@ impl Trainer {
         let first = self.rank() == 0;
         let draft = Draft::join(dir, self.step);
         let begun = if first { Draft::begin(dir, self.step).err() } else { None };
-        agree(self.all(begun.map(|error| error.to_string()))?)?;
+        first_error(self.all(begun.map(|error| error.to_string()))?)?;
         let written = self.write_own(&draft)?;
         let written = self.all(written)?;
         let failed = written.iter().any(|written| written.error.is_some());
         if first && failed {
             draft.discard();
         }
-        agree(written.iter().map(|written| written.error.clone()).collect())?;
+        first_error(written.iter().map(|written| written.error.clone()).collect())?;
         let committed = if first { Some(self.commit(&draft, written, run)) } else { None };
         let path = committed.transpose().map_err(|error| error.to_string());
         if path.is_err() {
@@ -71,7 +71,7 @@ impl Trainer {
         // The name of the first rank's folder, or its error. Other ranks may reach the folder by another path.
         let name = path.as_ref().ok().and_then(|path| Some(path.as_ref()?.file_name()?.to_string_lossy().into_owned()));
         let (names, errors): (Vec<Option<String>>, _) = self.all((name, path.err()))?.into_iter().unzip();
-        agree(errors)?;
+        first_error(errors)?;
         Ok(dir.join(names.into_iter().flatten().next().expect("the first rank has committed it")))
     }
 
@@ -205,7 +205,8 @@ impl Trainer {
                 let frozen = |name: &str| self.layout.frozen.contains(name) || !self.layout.shapes.contains_key(name);
                 let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
-                    let first = part_of(name).map_or(self.at.data == 0 && self.at.expert == 0, |part| part.alone);
+                    let first =
+                        part_of(name).map_or(self.at.data == 0 && self.at.expert == 0, |part| part.is_first_copy);
                     t.label.role == role && first && (t.changes_here || frozen(name))
                 };
                 let mine: Vec<TensorBytes<'_>> = tensors
@@ -314,7 +315,7 @@ fn expect_equal_copies(all: &[Copies]) -> Result<()> {
 }
 
 /// Returns the error of the first rank that has one.
-fn agree(errors: Vec<Option<String>>) -> Result<()> {
+fn first_error(errors: Vec<Option<String>>) -> Result<()> {
     match errors.into_iter().enumerate().find_map(|(rank, error)| Some((rank, error?))) {
         None => Ok(()),
         Some((rank, why)) => Err(TrainError::NotSaved { rank, why }),

@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use super::error::{ConfigProblem, HfError, Result, WeightProblem};
 use super::fields::{Fields, read_object};
 use super::folder::Folder;
-use super::save::{put_in_place, write_error};
+use super::save::{write_error, write_then_rename};
 use super::tensors::{Dtype, TensorFile, is_supported, narrow};
 
 const CONFIG: &str = "adapter_config.json";
@@ -87,7 +87,7 @@ impl Adapter {
         let mut fields = Fields::new(config.clone(), "");
         let lora = take(&mut fields);
         let base = fields.text(BASE);
-        let problems = fields.finish();
+        let problems = fields.problems();
         if !problems.is_empty() {
             return Err(HfError::Config { path: path.join(CONFIG), problems });
         }
@@ -180,7 +180,7 @@ impl Adapter {
     /// # Errors
     /// Returns the errors of [`Self::for_inference`] and [`Folder::save`].
     pub fn merge(&self, base: &Folder, out: impl AsRef<Path>) -> Result<()> {
-        put_in_place(out.as_ref(), |partial| {
+        write_then_rename(out.as_ref(), |partial| {
             // The smallest sizes suffice, as the model is not run.
             let options = TrainOptions {
                 step: StepOptions { batch: 1, sequence: 1, ..StepOptions::default() },
@@ -295,7 +295,7 @@ fn write(
         narrow(&elements, dtype, &mut bytes);
         tensors.push((stored, dtype, shape, bytes));
     }
-    put_in_place(out, |partial| {
+    write_then_rename(out, |partial| {
         let weights = partial.join(WEIGHTS);
         let malformed =
             |error: safetensors::SafeTensorError| HfError::Malformed { path: weights.clone(), why: error.to_string() };
@@ -334,8 +334,8 @@ fn take(fields: &mut Fields) -> Lora {
     fields.one_of("bias", &["none"]);
     fields.one_of("task_type", &["CAUSAL_LM"]);
     initial_values(fields);
-    fields.off(&OFF);
-    fields.pass_over(&PASSED_OVER);
+    fields.require_off(&OFF);
+    fields.ignore(&PASSED_OVER);
     lora
 }
 

@@ -12,7 +12,7 @@ use super::error::{ConfigProblem, HfError, Result};
 use super::fields::{Fields, read_object};
 use super::llama::Family;
 use super::{deepseek, gemma, gpt2, known, llama, moe};
-use crate::limits::MOST_ELEMENTS;
+use crate::limits::MAX_ELEMENTS;
 use crate::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
 
 const FAMILIES: [&str; 12] = [
@@ -101,19 +101,19 @@ impl Config {
             _ => 0..0,
         };
         known::take(&mut fields);
-        let problems = fields.finish();
+        let problems = fields.problems();
         if !problems.is_empty() {
             return Err(refused(problems));
         }
         let parameters = parameters(&architecture, &Trainable::All)?;
         let elements = |shape: &[usize]| shape.iter().map(|&extent| extent as u128).product::<u128>();
         let all: u128 = parameters.iter().map(|(_, shape)| elements(shape)).sum();
-        if all > MOST_ELEMENTS {
+        if all > MAX_ELEMENTS {
             let (field, found) = ("the number of parameters".to_owned(), all.to_string());
             return Err(refused(vec![ConfigProblem::Value {
                 field,
                 found,
-                expected: format!("below {MOST_ELEMENTS}"),
+                expected: format!("below {MAX_ELEMENTS}"),
             }]));
         }
         Ok(Self { path, architecture, parameters, unread_layers, positions })

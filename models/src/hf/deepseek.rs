@@ -24,19 +24,19 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
         fields.unsupported("num_key_value_heads", &llama.kv_heads.into(), "num_attention_heads");
     }
     let size = latent.head_size();
-    fields.only("qk_head_dim", size);
+    fields.require("qk_head_dim", size);
     // The file's YaRN factor multiplies queries and keys, so its square multiplies the scores; `query_scale` is under a
     // root.
     let query_scale = Some(size as f64 / stretch.powi(4));
     let llama = LlamaConfig { head_size: Some(size), query_scale, qkv_bias: false, ..llama };
 
     let experts = fields.count("n_routed_experts", Some(256), 1..=EXPERTS);
-    fields.only("num_local_experts", experts);
+    fields.require("num_local_experts", experts);
     let expert_hidden = fields.count("moe_intermediate_size", Some(2048), SIZE);
     let shared = fields.count("n_shared_experts", Some(1), 0..=EXPERTS);
     let dense = fields.count("first_k_dense_replace", Some(3), 0..=4096);
     let router = sigmoid_router(fields, experts);
-    fields.only("moe_layer_freq", 1);
+    fields.require("moe_layer_freq", 1);
     MoeConfig {
         dense_layers: (0..dense.min(llama.layers)).collect(),
         expert_hidden,
@@ -75,8 +75,8 @@ fn latent(fields: &mut Fields) -> LatentConfig {
 }
 
 fn sigmoid_router(fields: &mut Fields, experts: usize) -> RouterConfig {
-    fields.only("scoring_func", "sigmoid");
-    fields.only("topk_method", "noaux_tc");
+    fields.require("scoring_func", "sigmoid");
+    fields.require("topk_method", "noaux_tc");
     let renormalise = fields.flag("norm_topk_prob", true);
     let of_all = router(fields, experts, 8, renormalise);
     let count = fields.count("n_group", Some(8), 1..=experts);

@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use super::error::{ConfigProblem, HfError, Result};
 
 /// The greatest size of a JSON file in bytes. Even the index of a model with a million tensors is smaller.
-const MOST_BYTES: u64 = 256 << 20;
+const MAX_BYTES: u64 = 256 << 20;
 
 /// The options that have not been read yet, and the problems of those that have.
 #[derive(Debug)]
@@ -119,7 +119,7 @@ impl Fields {
     }
 
     /// Reads an option of which only one value is supported.
-    pub fn only(&mut self, field: &str, supported: impl Into<Value>) {
+    pub fn require(&mut self, field: &str, supported: impl Into<Value>) {
         let supported = supported.into();
         if let Some(found) = self.take(field)
             && found != supported
@@ -130,17 +130,17 @@ impl Fields {
     }
 
     /// Removes options without checking their values, because they have no effect.
-    pub fn pass_over(&mut self, fields: &[&str]) {
+    pub fn ignore(&mut self, fields: &[&str]) {
         fields.iter().for_each(|field| drop(self.left.remove(*field)));
     }
 
-    /// Removes all options whose names satisfy a condition, like [`Self::pass_over`].
+    /// Removes all options whose names satisfy a condition, like [`Self::ignore`].
     pub fn pass_over_if(&mut self, is_one: impl Fn(&str) -> bool) {
         self.left.retain(|field, _| !is_one(field));
     }
 
     /// Reads options that are supported only if they are switched off: null, false or empty.
-    pub fn off(&mut self, fields: &[&str]) {
+    pub fn require_off(&mut self, fields: &[&str]) {
         for field in fields {
             let is_off = |value: &Value| match value {
                 Value::Array(values) => values.is_empty(),
@@ -164,7 +164,7 @@ impl Fields {
     }
 
     /// Returns all problems. Options that were not read and are not null are problems too.
-    pub fn finish(mut self) -> Vec<ConfigProblem> {
+    pub fn problems(mut self) -> Vec<ConfigProblem> {
         for (field, value) in std::mem::take(&mut self.left) {
             if !value.is_null() {
                 self.problems.push(ConfigProblem::Unknown { field: self.full(&field), found: short(&value) });
@@ -196,9 +196,9 @@ pub(super) fn read_object(path: &Path) -> Result<Map<String, Value>> {
     let read_error = |source| HfError::Read { path: path.to_owned(), source };
     let file = open_regular(path).map_err(read_error)?;
     let mut bytes = Vec::new();
-    file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(read_error)?;
-    if bytes.len() as u64 > MOST_BYTES {
-        return Err(HfError::Malformed { path: path.to_owned(), why: format!("it has more than {MOST_BYTES} bytes") });
+    file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(read_error)?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(HfError::Malformed { path: path.to_owned(), why: format!("it has more than {MAX_BYTES} bytes") });
     }
     serde_json::from_slice(&bytes).map_err(|error| {
         let mut lines = bytes.split(|&byte| byte == b'\n');

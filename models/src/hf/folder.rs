@@ -12,7 +12,7 @@ use super::HEAD;
 use super::config::{Config, Pretrained};
 use super::error::{HfError, Result, WeightProblem};
 use super::fields::read_object;
-use super::layout::{Piece, Placed, is_known_buffer, layout};
+use super::layout::{ParameterLayout, StoredRange, is_known_buffer, layout};
 use super::tensors::{TensorFile, is_supported};
 
 /// Name of the file of a small model, which is the only one.
@@ -33,7 +33,7 @@ pub struct Folder {
     pub(super) metadata: Option<Map<String, Value>>,
     /// Index into `files` for each stored tensor.
     pub(super) places: BTreeMap<String, usize>,
-    pub(super) layout: Vec<Placed>,
+    pub(super) layout: Vec<ParameterLayout>,
 }
 
 impl Folder {
@@ -95,7 +95,8 @@ impl Folder {
         let trainable = &trainer.options().step.trainable;
         let wanted = trainer.parameter_names().filter(|name| !trainable.is_adapter(name));
         let wanted: Vec<String> = wanted.map(str::to_owned).collect();
-        let placed: BTreeMap<&str, &Placed> = self.layout.iter().map(|one| (one.parameter.as_str(), one)).collect();
+        let placed: BTreeMap<&str, &ParameterLayout> =
+            self.layout.iter().map(|one| (one.parameter.as_str(), one)).collect();
         let mut elements = Vec::new();
         for name in wanted {
             let Some(placed) = placed.get(name.as_str()) else {
@@ -119,7 +120,7 @@ impl Folder {
     }
 
     /// Appends the elements of a piece.
-    fn read(&self, piece: &Piece, elements: &mut Vec<f32>) -> Result<()> {
+    fn read(&self, piece: &StoredRange, elements: &mut Vec<f32>) -> Result<()> {
         let (file, _) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
         let (first, count) = (piece.elements.start, piece.elements.len());
         if !piece.transposed {

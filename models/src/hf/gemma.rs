@@ -2,7 +2,7 @@
 
 use super::fields::Fields;
 use super::llama::{self, Family};
-use super::window::Window;
+use super::window::WindowedLayers;
 use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
 /// The settings of both: norms before and after each part, which multiply by 1 + weight; GeGLU; a scaled embedding, to
@@ -11,7 +11,7 @@ const GEMMA: Family = Family {
     kv_heads: Some(4),
     head_size: Some(256),
     norms: Norms::Both,
-    window: Window::AllBut { every: 2 },
+    window: WindowedLayers::AllBut { every: 2 },
     activation: GateActivation::Gelu,
     padding: Some(0),
     tied: true,
@@ -20,7 +20,7 @@ const GEMMA: Family = Family {
 
 pub(super) fn gemma2(fields: &mut Fields) -> LlamaConfig {
     // An older name of `sliding_window`, which is also there.
-    fields.pass_over(&["sliding_window_size"]);
+    fields.ignore(&["sliding_window_size"]);
     take(fields, &GEMMA, Some(50.0), Some(30.0))
 }
 
@@ -29,14 +29,14 @@ pub(super) fn gemma3(fields: &mut Fields) -> LlamaConfig {
     let local = fields.positive("rope_local_base_freq", Some(10_000.0));
     // Files with `_sliding_window_pattern` also have `layer_types`, which transformers reads instead.
     let every = fields.count("sliding_window_pattern", Some(6), 1..=4096);
-    let window = Window::AllBut { every };
+    let window = WindowedLayers::AllBut { every };
     let family = Family { rope_theta: 1e6, qk_norm: QkNorm::Head, window, local_rope_theta: Some(local), ..GEMMA };
     take(fields, &family, None, None)
 }
 
 fn take(fields: &mut Fields, family: &Family, attention_cap: Option<f64>, logit_cap: Option<f64>) -> LlamaConfig {
     fields.one_of("hidden_activation", &["gelu_pytorch_tanh"]);
-    fields.only("use_bidirectional_attention", false);
+    fields.require("use_bidirectional_attention", false);
     let attention_cap = cap(fields, "attn_logit_softcapping", attention_cap);
     let logit_cap = cap(fields, "final_logit_softcapping", logit_cap);
     let query_scale = Some(fields.positive("query_pre_attn_scalar", Some(256.0)));

@@ -30,7 +30,7 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     for (field, supported) in
         [("scale_attn_weights", true), ("scale_attn_by_inverse_layer_idx", false), ("reorder_and_upcast_attn", false)]
     {
-        fields.only(field, supported);
+        fields.require(field, supported);
     }
     // The names of these options in other families.
     for (field, value) in [
@@ -39,7 +39,7 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
         ("num_attention_heads", heads),
         ("num_hidden_layers", config.layers),
     ] {
-        fields.only(field, value);
+        fields.require(field, value);
     }
     // Summary options belong to classification models.
     fields.pass_over_if(|field| field.starts_with("summary_"));

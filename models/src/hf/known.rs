@@ -148,9 +148,9 @@ pub(super) fn take(fields: &mut Fields) {
     if let Some(quantised) = fields.take("quantization_config") {
         fields.unsupported("quantization_config", &quantised, "unquantised weights");
     }
-    fields.off(&OFF);
+    fields.require_off(&OFF);
     for (field, value) in neutral() {
-        fields.only(field, value);
+        fields.require(field, value);
     }
     fields.pass_over_if(|field| {
         METADATA.contains(&field)
@@ -164,7 +164,7 @@ pub(super) fn take(fields: &mut Fields) {
 fn is_base(name: &str) -> bool {
     let family = name.strip_suffix("TextModel").or(name.strip_suffix("Model"));
     family.is_some_and(|family| {
-        !["Reward", "Bi", "Dense", "DoubleHeads", "Embedding"].iter().any(|of| family.ends_with(of))
+        !["Reward", "Bi", "Dense", "DoubleHeads", "Embedding"].iter().any(|suffix| family.ends_with(suffix))
     })
 }
 

@@ -16,14 +16,14 @@ use super::{HEAD, gpt2};
 
 /// A parameter, as parts of stored tensors that are concatenated.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Placed {
+pub(super) struct ParameterLayout {
     pub parameter: String,
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<StoredRange>,
 }
 
 /// A range of the elements of a stored tensor.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Piece {
+pub(super) struct StoredRange {
     pub stored: String,
     /// Shape of the whole stored tensor.
     pub shape: Vec<usize>,
@@ -34,25 +34,25 @@ pub(super) struct Piece {
 }
 
 /// Returns the location of every parameter. The stored names decide between the possible layouts.
-pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<Placed> {
+pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterLayout> {
     let prefix = if stored.iter().any(|name| name.starts_with("transformer.")) { "transformer." } else { "" };
     let place = |(parameter, shape): (&str, &[usize])| {
         let pieces = match (config.is_gpt2(), expert_part(parameter)) {
             (true, _) => {
                 let (name, transposed) = gpt2::stored(parameter, prefix);
                 let shape: Vec<usize> = if transposed { shape.iter().rev().copied().collect() } else { shape.to_vec() };
-                vec![Piece { transposed, ..whole(name, shape) }]
+                vec![StoredRange { transposed, ..whole(name, shape) }]
             }
             (false, Some((layer, part))) => experts(layer, part, shape, stored),
             (false, None) => vec![whole(dense(parameter, stored), shape.to_vec())],
         };
-        Placed { parameter: parameter.to_owned(), pieces }
+        ParameterLayout { parameter: parameter.to_owned(), pieces }
     };
     config.parameters().map(place).collect()
 }
 
-fn whole(stored: String, shape: Vec<usize>) -> Piece {
-    Piece { stored, elements: 0..shape.iter().product(), shape, transposed: false }
+fn whole(stored: String, shape: Vec<usize>) -> StoredRange {
+    StoredRange { stored, elements: 0..shape.iter().product(), shape, transposed: false }
 }
 
 /// Mixtral's name of the part with experts.
@@ -68,7 +68,7 @@ fn expert_part(parameter: &str) -> Option<(&str, &str)> {
     parameter.split_once(".mlp.experts.")
 }
 
-fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) -> Vec<Piece> {
+fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) -> Vec<StoredRange> {
     let (count, each) = (shape[0], shape[1] * shape[2]);
     let fused = |name: &str| format!("{layer}.mlp.experts.{name}");
     if stored.contains(fused("gate_up_proj").as_str()) {
@@ -77,12 +77,12 @@ fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) ->
         }
         // For each expert, the rows of the gate precede those of up.
         let first = if part == "gate_proj" { 0 } else { each };
-        let of = |expert: usize| {
+        let piece_of = |expert: usize| {
             let begin = 2 * each * expert + first;
             let both = vec![count, 2 * shape[1], shape[2]];
-            Piece { elements: begin..begin + each, ..whole(fused("gate_up_proj"), both) }
+            StoredRange { elements: begin..begin + each, ..whole(fused("gate_up_proj"), both) }
         };
-        return (0..count).map(of).collect();
+        return (0..count).map(piece_of).collect();
     }
     let mixtral = format!("{layer}.{MIXTRAL}.");
     let is_mixtral = stored.range(mixtral.as_str()..).next().is_some_and(|name| name.starts_with(&mixtral));

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use super::fields::Fields;
 use super::rope;
-use super::window::{self, Window};
+use super::window::{self, WindowedLayers};
 use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
 /// The allowed extents of one dimension.
@@ -23,7 +23,7 @@ pub(super) struct Family {
     pub biases: Biases,
     pub qk_norm: QkNorm,
     pub norms: Norms,
-    pub window: Window,
+    pub window: WindowedLayers,
     pub activation: GateActivation,
     /// Default padding token.
     pub padding: Option<u32>,
@@ -52,17 +52,22 @@ impl Family {
         biases: Biases::All,
         qk_norm: QkNorm::None,
         norms: Norms::Before,
-        window: Window::Never,
+        window: WindowedLayers::Never,
         activation: GateActivation::Silu,
         padding: None,
         tied: false,
     };
     pub const MISTRAL: Self =
-        Self { kv_heads: Some(8), biases: Biases::Never, window: Window::All(Some(4096)), ..Self::LLAMA };
+        Self { kv_heads: Some(8), biases: Biases::Never, window: WindowedLayers::All(Some(4096)), ..Self::LLAMA };
     pub const QWEN2: Self =
-        Self { kv_heads: Some(32), biases: Biases::Qkv { option: None }, window: Window::Last, ..Self::LLAMA };
-    pub const QWEN3: Self =
-        Self { kv_heads: Some(32), head_size: Some(128), qk_norm: QkNorm::Head, window: Window::Last, ..Self::LLAMA };
+        Self { kv_heads: Some(32), biases: Biases::Qkv { option: None }, window: WindowedLayers::Last, ..Self::LLAMA };
+    pub const QWEN3: Self = Self {
+        kv_heads: Some(32),
+        head_size: Some(128),
+        qk_norm: QkNorm::Head,
+        window: WindowedLayers::Last,
+        ..Self::LLAMA
+    };
     pub const OLMO2: Self =
         Self { rms_norm_eps: 1e-5, qk_norm: QkNorm::Width, norms: Norms::After, padding: Some(1), ..Self::LLAMA };
 }
@@ -97,11 +102,11 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
         GateActivation::Gelu => fields.one_of("hidden_act", &["gelu_pytorch_tanh"]),
     };
     match family.biases {
-        Biases::Never => fields.only("attention_bias", false),
+        Biases::Never => fields.require("attention_bias", false),
         Biases::Qkv { option } => {
-            fields.only("attention_bias", false);
+            fields.require("attention_bias", false);
             config.qkv_bias = option.is_none_or(|option| fields.flag(option, true));
-            fields.only("qkv_bias", config.qkv_bias);
+            fields.require("qkv_bias", config.qkv_bias);
         }
         Biases::All => {
             config.qkv_bias = fields.flag("attention_bias", false);
@@ -110,7 +115,7 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
     }
     config.mlp_bias = fields.flag("mlp_bias", false);
     if family.qk_norm != QkNorm::None {
-        ["qk_norm", "use_qk_norm"].iter().for_each(|name| fields.only(name, true));
+        ["qk_norm", "use_qk_norm"].iter().for_each(|name| fields.require(name, true));
     }
     (config.sliding_window, config.full_layers) = window::take(fields, family.window, config.layers);
     rope::take(fields, &mut config, head_size);

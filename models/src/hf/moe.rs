@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::fields::Fields;
 use super::llama::{self, Biases, Family, SIZE};
-use super::window::Window;
+use super::window::WindowedLayers;
 use crate::MoeConfig;
 
 /// The greatest number of experts in a layer.
@@ -18,20 +18,20 @@ pub(super) fn mixtral(fields: &mut Fields) -> MoeConfig {
         rms_norm_eps: 1e-5,
         kv_heads: Some(8),
         biases: Biases::Never,
-        window: Window::All(None),
+        window: WindowedLayers::All(None),
         ..Family::LLAMA
     };
     let llama = llama::take(fields, &family);
-    fields.only("router_jitter_noise", 0.0);
+    fields.require("router_jitter_noise", 0.0);
     let experts = fields.count("num_local_experts", Some(8), 1..=EXPERTS);
-    fields.only("num_experts", experts);
+    fields.require("num_experts", experts);
     let router = router(fields, experts, 2, true);
     MoeConfig { expert_hidden: llama.hidden, llama, router, ..MoeConfig::default() }
 }
 
 pub(super) fn qwen2(fields: &mut Fields) -> MoeConfig {
     let biases = Biases::Qkv { option: Some("qkv_bias") };
-    let family = Family { kv_heads: Some(16), biases, window: Window::Alternate, ..Family::QWEN2 };
+    let family = Family { kv_heads: Some(16), biases, window: WindowedLayers::Alternate, ..Family::QWEN2 };
     let llama = llama::take(fields, &family);
     let renormalise = fields.flag("norm_topk_prob", false);
     let experts = fields.count("num_experts", Some(60), 1..=EXPERTS);
@@ -47,13 +47,13 @@ pub(super) fn qwen2(fields: &mut Fields) -> MoeConfig {
 }
 
 pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
-    let family = Family { kv_heads: Some(4), head_size: None, window: Window::AllIfUsed, ..Family::QWEN3 };
+    let family = Family { kv_heads: Some(4), head_size: None, window: WindowedLayers::AllIfUsed, ..Family::QWEN3 };
     let llama = llama::take(fields, &family);
     let renormalise = fields.flag("norm_topk_prob", false);
     // Both names mean the same option.
     let experts = if fields.has("num_experts") { "num_experts" } else { "num_local_experts" };
     let experts = fields.count(experts, Some(128), 1..=EXPERTS);
-    fields.only("num_local_experts", experts);
+    fields.require("num_local_experts", experts);
     MoeConfig {
         expert_hidden: fields.count("moe_intermediate_size", Some(768), SIZE),
         dense_layers: dense_layers(fields, llama.layers),
@@ -67,7 +67,7 @@ pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
 pub(super) fn router(fields: &mut Fields, experts: usize, top_k: usize, renormalise: bool) -> RouterConfig {
     let top_k = fields.count("num_experts_per_tok", Some(top_k.min(experts)), 1..=experts);
     // In transformers, this option adds a balance loss that differs from ours.
-    fields.only("output_router_logits", false);
+    fields.require("output_router_logits", false);
     RouterConfig { experts, top_k, renormalise, balance_loss: 0.0, ..RouterConfig::default() }
 }
 

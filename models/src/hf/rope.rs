@@ -8,7 +8,7 @@ use crate::LlamaConfig;
 /// Reads the base and the scaling. The scaling depends on the width of a head.
 pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usize) {
     // `partial_rotary_factor` may be here or among the options of the scaling.
-    fields.only("partial_rotary_factor", 1.0);
+    fields.require("partial_rotary_factor", 1.0);
     let positions = fields.count("max_position_embeddings", Some(2048), 1..=1 << 40) as f64;
     config.rope_theta = fields.positive("rope_theta", Some(config.rope_theta));
     let (old, new) = (fields.object("rope_scaling"), fields.object("rope_parameters"));
@@ -21,9 +21,9 @@ pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usi
     }
     if let Some(mut scaling) = given {
         config.rope_theta = scaling.positive("rope_theta", Some(config.rope_theta));
-        scaling.only("partial_rotary_factor", 1.0);
+        scaling.require("partial_rotary_factor", 1.0);
         config.rope_scaling = self::scaling(&mut scaling, config.rope_theta, head_size, positions);
-        fields.problems.extend(scaling.finish());
+        fields.problems.extend(scaling.problems());
     }
 }
 
@@ -32,22 +32,22 @@ fn by_layer_type(fields: &mut Fields, config: &mut LlamaConfig, mut both: Fields
     if let Some(mut sliding) = both.object("sliding_attention") {
         config.window_rope_theta = Some(sliding.positive("rope_theta", config.window_rope_theta));
         sliding.one_of("rope_type", &["default"]);
-        fields.problems.extend(sliding.finish());
+        fields.problems.extend(sliding.problems());
     }
     let full = both.object("full_attention");
-    fields.problems.extend(both.finish());
+    fields.problems.extend(both.problems());
     full
 }
 
 fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> RopeScaling {
     // `finetuned` only records how the weights were trained.
-    fields.pass_over(&["finetuned"]);
+    fields.ignore(&["finetuned"]);
     // `type` is an older name of `rope_type`; if both are there, they agree.
     let older = fields.has("rope_type").then(|| fields.take("type")).is_none();
     let kind = fields.one_of(if older { "type" } else { "rope_type" }, &["default", "linear", "llama3", "yarn"]);
     match kind {
         "linear" => {
-            fields.pass_over(&["original_max_position_embeddings"]);
+            fields.ignore(&["original_max_position_embeddings"]);
             RopeScaling::Linear { factor: fields.positive("factor", None) }
         }
         "llama3" => {
@@ -62,7 +62,7 @@ fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) ->
         "yarn" => yarn(fields, theta, head_size, positions),
         // Options of other kinds have no effect.
         _ => {
-            fields.pass_over(&["factor", "original_max_position_embeddings"]);
+            fields.ignore(&["factor", "original_max_position_embeddings"]);
             RopeScaling::None
         }
     }
@@ -79,11 +79,11 @@ fn yarn(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> Ro
     let parts = fields.take("mscale").zip(fields.take("mscale_all_dim"));
     let parts =
         parts.and_then(|(one, all)| Some((one.as_f64()?, all.as_f64()?))).filter(|(a, b)| *a != 0.0 && *b != 0.0);
-    let of = |scale: f64| if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 };
+    let amplitude_of = |scale: f64| if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 };
     if let RopeScaling::Yarn { amplitude, .. } = &mut scaling {
         match (given.filter(|given| *given > 0.0), parts) {
             (Some(given), _) => *amplitude = given,
-            (None, Some((one, all))) => *amplitude = of(one) / of(all),
+            (None, Some((one, all))) => *amplitude = amplitude_of(one) / amplitude_of(all),
             (None, None) => {}
         }
     }

@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 use super::HEAD;
 use super::error::{HfError, Result};
 use super::folder::{Folder, INDEX, SINGLE};
-use super::layout::Piece;
+use super::layout::StoredRange;
 use super::tensors::narrow;
 
 /// Number of elements that are converted at a time.
@@ -40,7 +40,7 @@ const TOKENIZER: [&str; 9] = [
 ];
 
 /// A part of a stored tensor: its parameter, the index of the parameter's element with which it begins, and the piece.
-type Origin<'a> = (&'a str, usize, &'a Piece);
+type Origin<'a> = (&'a str, usize, &'a StoredRange);
 
 impl Folder {
     /// Saves a trainer's parameters as a folder at `out`, which must be empty or not exist. Names and types are those
@@ -52,7 +52,7 @@ impl Folder {
     /// Returns [`HfError::Exists`] if `out` is not empty, and an error if a file cannot be read or written; in that
     /// case nothing is left at `out`.
     pub fn save(&self, trainer: &Trainer, out: impl AsRef<Path>, max_shard_size: Option<u64>) -> Result<()> {
-        put_in_place(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size, &self.path))
+        write_then_rename(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size, &self.path))
     }
 
     /// Writes the files of a folder, with the tokenizer of the folder `tokenizer`.
@@ -231,7 +231,7 @@ impl Folder {
 }
 
 /// Writes a folder under a temporary name next to its path, then renames it.
-pub(super) fn put_in_place(out: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+pub(super) fn write_then_rename(out: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(HfError::Exists { path: out.to_owned() });
     }

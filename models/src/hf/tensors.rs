@@ -18,7 +18,7 @@ pub use safetensors::tensor::Dtype;
 use super::error::{HfError, Result, WeightProblem};
 
 /// The greatest size of a header in bytes, which is that of the safetensors library.
-const MOST_HEADER_BYTES: u64 = 100_000_000;
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Number of bytes that are read at once: a multiple of every type's size.
 const PIECE_BYTES: usize = 1 << 20;
@@ -50,7 +50,7 @@ impl TensorFile {
         let mut length = [0; 8];
         file.read_exact(&mut length).map_err(read)?;
         let length = u64::from_le_bytes(length);
-        if length > bytes - 8 || length > MOST_HEADER_BYTES {
+        if length > bytes - 8 || length > MAX_HEADER_BYTES {
             return Err(bad(format!("it declares a header of {length} bytes, but has {bytes} bytes")));
         }
         let mut json = vec![0; length as usize];

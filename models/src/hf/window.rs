@@ -9,7 +9,7 @@ use super::fields::Fields;
 
 /// The layers that have a window, whose width is the option `sliding_window`.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Window {
+pub(super) enum WindowedLayers {
     /// No layer.
     Never,
     /// All layers. The value is the default width.
@@ -25,43 +25,47 @@ pub(super) enum Window {
 }
 
 /// Returns the width of the windows in tokens, if there are any, and the layers without one.
-pub(super) fn take(fields: &mut Fields, window: Window, layers: usize) -> (Option<usize>, Vec<usize>) {
-    if let Window::Never = window {
+pub(super) fn take(fields: &mut Fields, window: WindowedLayers, layers: usize) -> (Option<usize>, Vec<usize>) {
+    if let WindowedLayers::Never = window {
         never(fields);
         return (None, Vec::new());
     }
     let mut limit = 0;
     match window {
-        Window::Last | Window::Alternate => limit = fields.count("max_window_layers", Some(28), 0..=1 << 40),
-        _ => fields.pass_over(&["max_window_layers"]),
+        WindowedLayers::Last | WindowedLayers::Alternate => {
+            limit = fields.count("max_window_layers", Some(28), 0..=1 << 40)
+        }
+        _ => fields.ignore(&["max_window_layers"]),
     }
     let is_used = match window {
-        Window::AllIfUsed | Window::Last | Window::Alternate => fields.flag("use_sliding_window", false),
+        WindowedLayers::AllIfUsed | WindowedLayers::Last | WindowedLayers::Alternate => {
+            fields.flag("use_sliding_window", false)
+        }
         _ => {
-            fields.pass_over(&["use_sliding_window"]);
+            fields.ignore(&["use_sliding_window"]);
             true
         }
     };
     let size = match window {
         _ if !is_used => {
-            fields.pass_over(&["sliding_window"]);
+            fields.ignore(&["sliding_window"]);
             None
         }
-        Window::All(default) => width(fields, default),
+        WindowedLayers::All(default) => width(fields, default),
         _ => width(fields, Some(4096)),
     };
     let types = match window {
-        Window::All(_) | Window::AllIfUsed => {
-            fields.pass_over(&["layer_types"]);
+        WindowedLayers::All(_) | WindowedLayers::AllIfUsed => {
+            fields.ignore(&["layer_types"]);
             None
         }
         _ => layer_types(fields, layers),
     };
     let slides = |layer: &usize| match (&types, window) {
         (Some(types), _) => types[*layer],
-        (None, Window::Last) => size.is_some() && *layer >= limit,
-        (None, Window::Alternate) => is_used && layer.is_multiple_of(2) && *layer < limit,
-        (None, Window::AllBut { every }) => !(layer + 1).is_multiple_of(every),
+        (None, WindowedLayers::Last) => size.is_some() && *layer >= limit,
+        (None, WindowedLayers::Alternate) => is_used && layer.is_multiple_of(2) && *layer < limit,
+        (None, WindowedLayers::AllBut { every }) => !(layer + 1).is_multiple_of(every),
         (None, _) => size.is_some(),
     };
     let (sliding, full): (Vec<usize>, Vec<usize>) = (0..layers).partition(slides);
@@ -79,10 +83,10 @@ pub(super) fn take(fields: &mut Fields, window: Window, layers: usize) -> (Optio
 /// Reads the options of a family without windows. A file that requests them is refused.
 fn never(fields: &mut Fields) {
     if fields.peek("use_sliding_window") == Some(&Value::Bool(false)) {
-        fields.pass_over(&["sliding_window"]);
+        fields.ignore(&["sliding_window"]);
     }
-    fields.pass_over(&["max_window_layers"]);
-    fields.off(&["sliding_window", "use_sliding_window"]);
+    fields.ignore(&["max_window_layers"]);
+    fields.require_off(&["sliding_window", "use_sliding_window"]);
     if let Some(types) = fields.take("layer_types")
         && types.as_array().is_none_or(|types| types.iter().any(|one| one != FULL))
     {

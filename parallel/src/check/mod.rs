@@ -58,9 +58,9 @@ pub fn check<C: Copy + Into<Cell>>(table: &[Vec<C>], stages: u32, micro_batches:
     let mut violations = Vec::new();
     let owners = owners(&rows, &mut violations);
     let table = Table { kinds: rows.iter().flatten().filter_map(communication_kind).collect(), rows, owners, stages };
-    table.count(micro_batches, &mut violations);
-    table.count_of_weights(&mut violations);
-    table.pair(&mut violations);
+    table.check_counts(micro_batches, &mut violations);
+    table.check_weight_counts(&mut violations);
+    table.check_pairs(&mut violations);
     table.order(&mut violations);
     table.progress(sends, &mut violations);
     violations
@@ -116,7 +116,7 @@ impl Table {
     }
 
     /// Checks that each forward occurs once, and each backward once, either whole or split.
-    fn count(&self, micro_batches: u32, violations: &mut Vec<Violation>) {
+    fn check_counts(&self, micro_batches: u32, violations: &mut Vec<Violation>) {
         let stages = self.stages;
         let mut times: BTreeMap<Cell, usize> = BTreeMap::new();
         for (rank, cell) in self.cells() {
@@ -156,7 +156,7 @@ impl Table {
     }
 
     /// Checks that gradients are reduced and weights updated for all stages or for none.
-    fn count_of_weights(&self, violations: &mut Vec<Violation>) {
+    fn check_weight_counts(&self, violations: &mut Vec<Violation>) {
         let about = |kind| move |stage| Cell::Communicate(Communication { kind, stage, micro_batch: None });
         let kinds: [(&str, &dyn Fn(StageId) -> Cell); 3] = [
             ("reduction of its gradients", &about(CommunicationKind::ReduceGradient)),
@@ -174,7 +174,7 @@ impl Table {
     }
 
     /// Checks that every send has its receive, every receive its send, and every send its wait if the table has waits.
-    fn pair(&self, violations: &mut Vec<Violation>) {
+    fn check_pairs(&self, violations: &mut Vec<Violation>) {
         let there: BTreeSet<Cell> = self.rows.iter().flatten().copied().collect();
         let waits = [CommunicationKind::WaitSendForward, CommunicationKind::WaitSendBackward];
         let has_waits = waits.iter().any(|wait| self.kinds.contains(wait));

@@ -56,9 +56,9 @@ impl Schedule for Automatic {
         let rules = self.rules().into_iter().filter_map(|rule| rule.actions(shape).ok());
         let at_once = self.costs.iter().map(|costs| Costs { transfer: 0, ..*costs }).collect();
         let costs = [self.costs.clone(), at_once, vec![Costs::default()]];
-        let grown = costs
-            .iter()
-            .flat_map(|costs| Policy::all().filter_map(move |policy| Growth::run(self, costs, shape, limit, policy)));
+        let grown = costs.iter().flat_map(|costs| {
+            Policy::all().filter_map(move |policy| GreedyOrders::run(self, costs, shape, limit, policy))
+        });
         let timed = rules.chain(grown).filter_map(|rows| {
             let cells: Vec<Vec<Cell>> = rows.iter().map(|row| row.iter().copied().map(Cell::One).collect()).collect();
             let timeline = simulate(&cells, &self.costs[..]).ok()?;
@@ -135,7 +135,7 @@ impl Policy {
 }
 
 /// An order that is being grown on all ranks.
-struct Growth<'a> {
+struct GreedyOrders<'a> {
     automatic: &'a Automatic,
     /// Costs that the order is grown for.
     costs: &'a [Costs],
@@ -158,7 +158,7 @@ struct Rank {
     able: BTreeMap<Action, u64>,
 }
 
-impl<'a> Growth<'a> {
+impl<'a> GreedyOrders<'a> {
     /// Returns `None` if a cap on the warm-up stops the order half-way.
     fn run(
         automatic: &'a Automatic,

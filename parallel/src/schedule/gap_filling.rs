@@ -53,7 +53,7 @@ pub(super) struct Setting<'a> {
 }
 
 /// The orders of all ranks so far.
-pub(super) struct Growth<'a> {
+pub(super) struct PartialOrders<'a> {
     setting: Setting<'a>,
     ranks: Vec<Rank>,
     /// Ends of the forwards and of the input gradients of each stage, indexed by micro-batch.
@@ -83,7 +83,7 @@ pub(super) struct Overrun {
     pub costly: bool,
 }
 
-impl<'a> Growth<'a> {
+impl<'a> PartialOrders<'a> {
     /// Starts with empty orders. `lent` is zero for ranks that it has no entry for.
     pub fn new(setting: Setting<'a>, mut lent: Vec<u64>) -> Self {
         let ranks: Vec<Rank> = (0..setting.shape.ranks).map(|_| Rank::default()).collect();

@@ -149,7 +149,7 @@ pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
 }
 
 /// The schedules that make an order for given costs, here with equal costs.
-fn made_to_measure() -> [Box<dyn Schedule + Send + Sync>; 3] {
+fn cost_based() -> [Box<dyn Schedule + Send + Sync>; 3] {
     [Box::new(Automatic::default()), Box::new(SearchedZb::default()), Box::new(SearchedZbv::default())]
 }
 
@@ -158,7 +158,7 @@ fn made_to_measure() -> [Box<dyn Schedule + Send + Sync>; 3] {
 /// # Errors
 /// Returns [`Error::Unknown`], which lists the known names.
 pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
-    let known = || all().into_iter().chain(made_to_measure());
+    let known = || all().into_iter().chain(cost_based());
     known().find(|schedule| schedule.name() == name).ok_or_else(|| {
         let known: Vec<&str> = known().map(|schedule| schedule.name()).collect();
         Error::Unknown { name: name.to_owned(), known: known.join(", ") }

@@ -6,7 +6,7 @@
 //! input gradient per rank, with weight gradients where a rank would wait or has to make room. Three choices are open.
 //! All eight combinations are tried, and the first of the shortest orders is taken.
 
-use super::gap_filling::{Growth, Overrun, Saved, Setting};
+use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Costs, Durations, Error, Kind};
 
@@ -38,8 +38,8 @@ impl Schedule for SearchedZb {
         let peak = self.peak.unwrap_or(shape.ranks);
         let setting = Setting { costs: &self.costs, shape, placement: Placement::Loop, saved: self.saved, peak };
         let found = Choices::all().filter_map(|choices| Search::run(setting, choices));
-        let shortest = found.min_by_key(Growth::longest_span);
-        shortest.map(Growth::rows).ok_or(Error::Room { schedule: self.name(), needed: 1, peak })
+        let shortest = found.min_by_key(PartialOrders::longest_span);
+        shortest.map(PartialOrders::rows).ok_or(Error::Room { schedule: self.name(), needed: 1, peak })
     }
 }
 
@@ -66,14 +66,14 @@ impl Choices {
 
 /// One order that is being searched. Here the rank and its stage have the same number.
 struct Search<'a> {
-    growth: Growth<'a>,
+    growth: PartialOrders<'a>,
     setting: Setting<'a>,
     choices: Choices,
 }
 
 impl<'a> Search<'a> {
-    fn run(setting: Setting<'a>, choices: Choices) -> Option<Growth<'a>> {
-        let mut search = Self { growth: Growth::new(setting, Vec::new()), setting, choices };
+    fn run(setting: Setting<'a>, choices: Choices) -> Option<PartialOrders<'a>> {
+        let mut search = Self { growth: PartialOrders::new(setting, Vec::new()), setting, choices };
         search.warm_up()?;
         for _ in 1..setting.shape.micro_batches {
             search.round()?;

@@ -8,7 +8,7 @@
 //! Each attempt measures how long every rank has waited. In the next attempt, a rank that waited less than the longest
 //! may wait longer by the difference. This repeats as long as it helps.
 
-use super::gap_filling::{Growth, Overrun, Saved, Setting};
+use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Costs, Durations, Error, Kind};
 
@@ -47,24 +47,24 @@ impl Schedule for SearchedZbv {
         let costs = [middle(&self.costs)];
         let setting = Setting { costs: &costs, shape, placement: Placement::V, saved: self.saved, peak };
         let found = Choices::all().filter_map(|choices| Search::improve(setting, choices));
-        let shortest = found.min_by_key(Growth::longest_wait);
-        shortest.map(Growth::rows).ok_or(Error::Room { schedule: self.name(), needed: enough, peak })
+        let shortest = found.min_by_key(PartialOrders::longest_wait);
+        shortest.map(PartialOrders::rows).ok_or(Error::Room { schedule: self.name(), needed: enough, peak })
     }
 }
 
 /// The median of each kind of ticks.
 fn middle(costs: &[Costs]) -> Costs {
-    let of = |ticks: fn(&Costs) -> u64| {
+    let averaged = |ticks: fn(&Costs) -> u64| {
         let mut all: Vec<u64> = costs.iter().map(ticks).collect();
         all.sort_unstable();
         all.get(all.len() / 2).copied().unwrap_or_default()
     };
     Costs {
-        forward: of(|costs| costs.forward),
-        backward_input: of(|costs| costs.backward_input),
-        backward_weight: of(|costs| costs.backward_weight),
-        overlapped: of(|costs| costs.overlapped),
-        transfer: of(|costs| costs.transfer),
+        forward: averaged(|costs| costs.forward),
+        backward_input: averaged(|costs| costs.backward_input),
+        backward_weight: averaged(|costs| costs.backward_weight),
+        overlapped: averaged(|costs| costs.overlapped),
+        transfer: averaged(|costs| costs.transfer),
     }
 }
 
@@ -87,14 +87,14 @@ impl Choices {
 
 /// One order that is being searched.
 struct Search<'a> {
-    growth: Growth<'a>,
+    growth: PartialOrders<'a>,
     setting: Setting<'a>,
     choices: Choices,
 }
 
 impl<'a> Search<'a> {
     /// Repeats the search, each time with what the attempt before has measured, until an attempt is no better.
-    fn improve(setting: Setting<'a>, choices: Choices) -> Option<Growth<'a>> {
+    fn improve(setting: Setting<'a>, choices: Choices) -> Option<PartialOrders<'a>> {
         let mut best = Self::run(setting, choices, Vec::new())?;
         loop {
             let lent = best.waits().into_iter().map(|waited| best.longest_wait() - waited).collect();
@@ -105,8 +105,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    fn run(setting: Setting<'a>, choices: Choices, lent: Vec<u64>) -> Option<Growth<'a>> {
-        let mut search = Self { growth: Growth::new(setting, lent), setting, choices };
+    fn run(setting: Setting<'a>, choices: Choices, lent: Vec<u64>) -> Option<PartialOrders<'a>> {
+        let mut search = Self { growth: PartialOrders::new(setting, lent), setting, choices };
         search.warm_up()?;
         for _ in 0..2 * setting.shape.micro_batches {
             search.round()?;

@@ -279,7 +279,8 @@ impl RankSlots {
 
     fn actions(&self, ranks: u32, rank: u32) -> Vec<Action> {
         let (down, up) = (Placement::V.stage(ranks, rank, 0), Placement::V.stage(ranks, rank, 1));
-        let mut weights = [(Pass::InputUp, up), (Pass::InputDown, down)].map(|(of, stage)| (of, stage, 0));
+        let mut weights =
+            [(Pass::InputUp, up), (Pass::InputDown, down)].map(|(input_pass, stage)| (input_pass, stage, 0));
         let mut timed: Vec<(u32, Action)> = self
             .uses(0)
             .map(|Use { slot, pass, index, .. }| {
@@ -294,7 +295,8 @@ impl RankSlots {
             })
             .collect();
         for (slot, pass) in self.holes() {
-            let (_, stage, next) = weights.iter_mut().find(|(of, ..)| *of == pass).expect("one of the two");
+            let (_, stage, next) =
+                weights.iter_mut().find(|(input_pass, ..)| *input_pass == pass).expect("one of the two");
             timed.push((slot, Action::new(Kind::BackwardWeight, *stage, *next)));
             *next += 1;
         }

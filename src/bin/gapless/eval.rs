@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use gapless::engine::data::{Corpus, DataError, Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
-use gapless::run::{EvaluationBatch, Measured, TrainedRun};
+use gapless::run::{EvaluationBatch, TrainedRun, WindowLoss};
 use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -63,15 +63,15 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     // Open the windows of data, and a model for one batch of them.
-    let source = Source::open(arguments)?;
+    let source = ModelSource::open(arguments)?;
     let mut sequence = arguments.sequence as usize;
     if let Some(longest) = source.longest_sequence()?.filter(|&longest| longest < sequence) {
         tell(format_args!("windows are shortened to {longest} tokens, the model's maximum"));
         sequence = longest;
     }
     let windows = Windows::open(&source, arguments, &mut sequence)?;
-    if let Source::Folder(of) = &source {
-        weights::tell_of_positions(of.folder.config(), sequence);
+    if let ModelSource::Folder(opened) = &source {
+        weights::tell_of_positions(opened.folder.config(), sequence);
     }
     let count = windows.count(sequence).min(arguments.windows.unwrap_or(usize::MAX));
     ensure!(count > 0, "{} has no window of {sequence} tokens; use a shorter --sequence", arguments.data.display());
@@ -82,7 +82,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     // Measure the loss of all windows.
     let style = ProgressStyle::with_template("{pos}/{len} windows {wide_bar} perplexity {msg} ETA {eta}");
     let progress = ProgressBar::new(count as u64).with_style(style.context("the bar's template")?);
-    let (mut room, mut measured, mut done) = (EvaluationBatch::new(&model), Measured::default(), 0);
+    let (mut room, mut measured, mut done) = (EvaluationBatch::new(&model), WindowLoss::default(), 0);
     while done < count {
         let taken = batch.min(count - done);
         let [tokens, targets, starts] = room.windows(taken, sequence);
@@ -111,12 +111,12 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// The origin of the weights.
-enum Source {
+enum ModelSource {
     Run(Box<TrainedRun>),
     Folder(Box<Pretrained>),
 }
 
-impl Source {
+impl ModelSource {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
         if let Some(run) = weights::run_at(&arguments.folder, arguments.average, &arguments.of_folder)? {
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
@@ -128,7 +128,7 @@ impl Source {
     fn longest_sequence(&self) -> anyhow::Result<Option<usize>> {
         Ok(match self {
             Self::Run(run) => run.longest_sequence()?,
-            Self::Folder(of) => of.folder.config().longest_sequence(),
+            Self::Folder(opened) => opened.folder.config().longest_sequence(),
         })
     }
 
@@ -136,7 +136,7 @@ impl Source {
     fn vocabulary(&self) -> usize {
         match self {
             Self::Run(run) => run.vocabulary.size(),
-            Self::Folder(of) => of.folder.config().vocabulary(),
+            Self::Folder(opened) => opened.folder.config().vocabulary(),
         }
     }
 
@@ -155,8 +155,8 @@ impl Source {
         };
         match self {
             Self::Run(run) => joined(&|text| run.vocabulary.encode_beginning(text), run.vocabulary.end_of_text()),
-            Self::Folder(of) => {
-                let tokenizer = Tokenizer::open(&of.tokenizer)?;
+            Self::Folder(opened) => {
+                let tokenizer = Tokenizer::open(&opened.tokenizer)?;
                 joined(&|text| tokenizer.encode(text, true), tokenizer.eos())
             }
         }
@@ -172,7 +172,7 @@ impl Source {
         };
         match self {
             Self::Run(run) => Ok(run.for_inference(options)?),
-            Self::Folder(of) => Ok(of.model(options)?),
+            Self::Folder(opened) => Ok(opened.model(options)?),
         }
     }
 }
@@ -187,11 +187,11 @@ enum Windows {
 
 impl Windows {
     /// Opens a text, token ids or a dataset. If a text is shorter than a window, the window is shortened.
-    fn open(source: &Source, arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
+    fn open(source: &ModelSource, arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
         let path = &arguments.data;
         if path.join("dataset.json").exists() {
             let dataset = Dataset::open_prepared(path)?;
-            if let Source::Run(run) = source {
+            if let ModelSource::Run(run) = source {
                 let is_same = dataset.vocabulary().hash() == run.vocabulary.hash();
                 ensure!(
                     is_same,
@@ -225,9 +225,9 @@ impl Windows {
     }
 
     /// Whether the documents of a window are isolated from each other, as they were in training.
-    fn has_documents(&self, source: &Source) -> bool {
+    fn has_documents(&self, source: &ModelSource) -> bool {
         match (self, source) {
-            (Self::Dataset(_), Source::Run(run)) => run.config.data.has_documents(),
+            (Self::Dataset(_), ModelSource::Run(run)) => run.config.data.has_documents(),
             _ => false,
         }
     }

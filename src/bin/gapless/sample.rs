@@ -83,7 +83,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     // Read the source of the weights, the prompt and the options.
-    let source = Source::open(arguments)?;
+    let source = ModelSource::open(arguments)?;
     let (prompt, ids) = source.prompt(arguments)?;
     let options = source.options(arguments, ids.len())?;
 
@@ -99,8 +99,8 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let window = arguments.window.map_or_else(|| wanted.min(limit.unwrap_or(wanted)), |window| window as usize);
     let mut trainer = source.model(Generation { batch: 1, window: Some(window), chunk: CHUNK }, arguments.threads)?;
-    if let Source::Folder(of) = &source {
-        weights::tell_of_positions(of.0.folder.config(), wanted.min(window));
+    if let ModelSource::Folder(opened) = &source {
+        weights::tell_of_positions(opened.0.folder.config(), wanted.min(window));
     }
     if wanted > window {
         tell(format_args!(
@@ -141,12 +141,12 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// The origin of the weights.
-enum Source {
+enum ModelSource {
     Run(Box<TrainedRun>),
     Folder(Box<(Pretrained, Tokenizer, GenerationConfig)>),
 }
 
-impl Source {
+impl ModelSource {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
         if let Some(run) = weights::run_at(&arguments.folder, arguments.average, &arguments.of_folder)? {
             ensure!(
@@ -173,8 +173,8 @@ impl Source {
         }
         let ids = match self {
             Self::Run(run) => run.vocabulary.encode_beginning(&text)?,
-            Self::Folder(of) if arguments.chat => {
-                let (_, tokenizer, _) = &**of;
+            Self::Folder(opened) if arguments.chat => {
+                let (_, tokenizer, _) = &**opened;
                 let system = arguments.system.iter().map(|system| Message::new("system", system));
                 let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
                 let Some(template) = tokenizer.chat_template() else {
@@ -182,7 +182,7 @@ impl Source {
                 };
                 return Ok((String::new(), tokenizer.encode(&template.render(&messages, true)?, false)?));
             }
-            Self::Folder(of) => of.1.encode(&text, true)?,
+            Self::Folder(opened) => opened.1.encode(&text, true)?,
         };
         ensure!(!ids.is_empty(), "the prompt is empty; give at least one character");
         Ok((text, ids))
@@ -195,8 +195,8 @@ impl Source {
                 let stop = run.vocabulary.end_of_text().into_iter().collect();
                 GenerateOptions { tokens: TOKENS, stop, ..GenerateOptions::default() }
             }
-            Self::Folder(of) => {
-                let of_folder = &of.2;
+            Self::Folder(opened) => {
+                let of_folder = &opened.2;
                 let is_allowed = of_folder.tokens(prompt) != Some(0) || arguments.tokens.is_some();
                 let most = of_folder.max_length.unwrap_or_default();
                 ensure!(
@@ -218,7 +218,7 @@ impl Source {
     fn stop_strings(&self, prompt: &[u32]) -> Option<StopStrings<'_>> {
         match self {
             Self::Run(_) => None,
-            Self::Folder(of) => Some(StopStrings::new(&of.1, &of.2.stop_strings, prompt)),
+            Self::Folder(opened) => Some(StopStrings::new(&opened.1, &opened.2.stop_strings, prompt)),
         }
     }
 
@@ -228,8 +228,8 @@ impl Source {
         let is_drawn = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
         let base = match self {
             Self::Run(run) => run.config.sample.sampling(),
-            Self::Folder(of) if is_drawn => of.2.sampling,
-            Self::Folder(of) => of.2.default_sampling(),
+            Self::Folder(opened) if is_drawn => opened.2.sampling,
+            Self::Folder(opened) => opened.2.default_sampling(),
         };
         Sampling {
             temperature: temperature.unwrap_or(base.temperature),
@@ -245,14 +245,14 @@ impl Source {
     fn longest_sequence(&self) -> anyhow::Result<Option<usize>> {
         Ok(match self {
             Self::Run(run) => run.longest_sequence()?,
-            Self::Folder(of) => of.0.folder.config().longest_sequence(),
+            Self::Folder(opened) => opened.0.folder.config().longest_sequence(),
         })
     }
 
     fn model(&self, generation: Generation, threads: usize) -> anyhow::Result<Trainer> {
         match self {
             Self::Run(run) => Ok(run.model(generation, threads)?),
-            Self::Folder(of) => {
+            Self::Folder(opened) => {
                 let sequence = generation.window.unwrap_or(CHUNK).min(CHUNK);
                 let (device, generation) = (DeviceChoice::Cpu, Some(generation));
                 let options = TrainOptions {
@@ -261,7 +261,7 @@ impl Source {
                     threads,
                     ..TrainOptions::default()
                 };
-                Ok(of.0.model(options)?)
+                Ok(opened.0.model(options)?)
             }
         }
     }
@@ -270,7 +270,7 @@ impl Source {
     fn stream(&self) -> TextStream<'_> {
         match self {
             Self::Run(run) => run.vocabulary.stream(),
-            Self::Folder(of) => of.1.stream(),
+            Self::Folder(opened) => opened.1.stream(),
         }
     }
 }

@@ -154,7 +154,7 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
         tell("gapless schedule: this table needs buffered sends; --communicate inserts messages that do not");
     }
     let timeline = simulate(&table, &costs[..])?;
-    give(arguments, &title, &extent, &table, &timeline, "ticks")?;
+    write_output(arguments, &title, &extent, &table, &timeline, "ticks")?;
     Ok(violations)
 }
 
@@ -178,7 +178,7 @@ fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
 /// Shows the step of a run, in nanoseconds of its device.
 fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     let step = keys(arguments)?.step(file(arguments))?;
-    expect_few(&Shape {
+    check_size(&Shape {
         ranks: u32::try_from(step.options.mesh.pipeline)?,
         chunks: u32::try_from(step.options.pipeline.chunks)?,
         micro_batches: u32::try_from(step.options.micro_batches)?,
@@ -187,12 +187,12 @@ fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     let table: Vec<Vec<Cell>> =
         timing.timeline.ranks.iter().map(|spans| spans.iter().map(|span| span.cell).collect()).collect();
     let title = format!("{} under {} on {}", step.title(), step.options.pipeline.schedule.name(), step.device.name);
-    give(arguments, &title, &Extent::of(&table)?, &table, &timing.timeline, "ns")?;
+    write_output(arguments, &title, &Extent::of(&table)?, &table, &timing.timeline, "ns")?;
     Ok(Vec::new())
 }
 
 /// Writes the files and prints the text that the arguments ask for.
-fn give(
+fn write_output(
     arguments: &Arguments,
     title: &str,
     extent: &Extent,
@@ -242,8 +242,8 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
         chunks: number(run.pipeline.chunks),
         micro_batches: number(run.step.micro_batches),
     };
-    expect_few(&shape)?;
-    if let Some(measured) = made_to_measure(arguments, &name, &shape)? {
+    check_size(&shape)?;
+    if let Some(measured) = searched_schedule(arguments, &name, &shape)? {
         schedule = measured;
     } else if arguments.peak.is_some() {
         bail!(
@@ -263,7 +263,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
 }
 
 /// Refuses a table that is too large to show, before it is generated or checked.
-fn expect_few(shape: &Shape) -> anyhow::Result<()> {
+fn check_size(shape: &Shape) -> anyhow::Result<()> {
     let &Shape { ranks, chunks, micro_batches } = shape;
     if shape.extent() > MAX_EXTENT {
         bail!(
@@ -275,7 +275,7 @@ fn expect_few(shape: &Shape) -> anyhow::Result<()> {
 }
 
 /// The schedule that is searched for the given ticks, if the name stands for one.
-fn made_to_measure(
+fn searched_schedule(
     arguments: &Arguments,
     name: &str,
     shape: &Shape,
@@ -299,11 +299,11 @@ fn saved(text: &str) -> anyhow::Result<Saved> {
 }
 
 fn read_file(path: &Path) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
-    const MOST_BYTES: u64 = 16 << 20;
+    const MAX_BYTES: u64 = 16 << 20;
     let mut text = String::new();
-    std::fs::File::open(path)?.take(MOST_BYTES + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > MOST_BYTES {
-        bail!("{} is longer than {MOST_BYTES} bytes", path.display());
+    std::fs::File::open(path)?.take(MAX_BYTES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_BYTES {
+        bail!("{} is longer than {MAX_BYTES} bytes", path.display());
     }
     // An empty row is a rank without actions, except at the end, where editors add one.
     let table = read_table(text.trim_end())?;
@@ -380,8 +380,9 @@ impl Durations {
             }
         }
         let of_stage = |stage: usize| {
-            let of = |list: &[u32]| list.get(stage).or(list.first()).copied().map(u64::from);
-            let [forward, backward_input, backward_weight, overlapped, transfer] = lists.map(|(_, list)| of(list));
+            let for_stage = |list: &[u32]| list.get(stage).or(list.first()).copied().map(u64::from);
+            let [forward, backward_input, backward_weight, overlapped, transfer] =
+                lists.map(|(_, list)| for_stage(list));
             let [forward, backward_input, backward_weight, transfer] =
                 [forward, backward_input, backward_weight, transfer].map(Option::unwrap_or_default);
             let overlapped = overlapped.unwrap_or(forward + backward_input + backward_weight);
@@ -422,7 +423,7 @@ fn text(title: &str, extent: &Extent, timeline: &Timeline, width: usize, unit: &
     let &Extent { ranks, stages, micro_batches } = extent;
     let gantt = timeline.gantt_folded(if width == 0 { usize::MAX } else { width });
     let (makespan, share) = (timeline.makespan(), 100.0 * timeline.bubble_share());
-    let [busy, idle] = ["busy", "idle"].map(|of| format!("{of} {unit}"));
+    let [busy, idle] = ["busy", "idle"].map(|state| format!("{state} {unit}"));
     let mut text = format!(
         "{title}: {ranks} rank(s), {stages} stage(s), {micro_batches} micro-batch(es)\n\n{gantt}\n\
          makespan {makespan} {unit}, bubble {share:.1} %\n\n rank  {busy:>10}  {idle:>10}  peak activations\n"

@@ -32,14 +32,14 @@ static FLAGS: LazyLock<Vec<Flag>> = LazyLock::new(|| {
     let schema = RunConfig::schema();
     let flag = |&(name, key): &(&'static str, &'static str)| {
         let described = key.split('.').try_fold(&schema, |at, part| property(&schema, at, part));
-        let of = |field: &str| described.map_or(&Value::Null, |it| &it[field]);
-        let mut help = of("description").as_str().unwrap_or_default().replace('\n', " ");
+        let described_field = |field: &str| described.map_or(&Value::Null, |it| &it[field]);
+        let mut help = described_field("description").as_str().unwrap_or_default().replace('\n', " ");
         match name {
             "lora" => help += " RANK:ALPHA sets alpha too.",
             "train" => help += "Patterns of the parameters to train; all others stay as they are.",
             _ => help += &values(&schema, described),
         }
-        let is_list = of("type") == "array" || key == "trainable.only";
+        let is_list = described_field("type") == "array" || key == "trainable.only";
         Flag { name, key, long: name.replace('_', "-"), help: format!("{help} [{key}]"), is_list }
     };
     NAMES.iter().map(flag).collect()
@@ -59,7 +59,7 @@ fn property<'a>(root: &'a Value, at: &'a Value, key: &str) -> Option<&'a Value> 
         return Some(found);
     }
     let named = at["$ref"].as_str().and_then(|name| root.pointer(name.strip_prefix('#')?));
-    let several = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|of| at[of].as_array()).flatten();
+    let several = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|key| at[key].as_array()).flatten();
     named.into_iter().chain(several).find_map(|below| property(root, below, key))
 }
 
@@ -105,8 +105,8 @@ impl clap::FromArgMatches for RunArguments {
             let Some(value) = matches.get_one::<String>(flag.name) else { continue };
             match value.split_once(':').filter(|_| flag.name == "lora") {
                 Some((rank, alpha)) => {
-                    let of = |key, value| format!("trainable.lora.{key}={value}");
-                    self.assignments.extend([of("rank", rank), of("alpha", alpha)]);
+                    let assignment = |key, value| format!("trainable.lora.{key}={value}");
+                    self.assignments.extend([assignment("rank", rank), assignment("alpha", alpha)]);
                 }
                 None if flag.is_list => {
                     let items: Vec<String> = value.split(',').map(|item| Value::from(item).to_string()).collect();
@@ -129,7 +129,8 @@ impl RunArguments {
     /// True if a flag or an assignment sets the key with this short name.
     pub fn has(&self, name: &str) -> bool {
         let key = NAMES.iter().find(|(short, _)| *short == name).map_or(name, |(_, key)| key);
-        let is_assigned = |text: &String| text.split('=').next().is_some_and(|of| [name, key].contains(&of.trim()));
+        let is_assigned =
+            |text: &String| text.split('=').next().is_some_and(|assigned| [name, key].contains(&assigned.trim()));
         self.assignments.iter().any(is_assigned)
     }
 

@@ -52,10 +52,10 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Ok(threads) => threads,
         Err(error) => return fail(&error, 1),
     };
-    let show = |Progress { done, all }: Progress| {
+    let show = |Progress { done, total }: Progress| {
         bar.set_position(done as u64);
-        if bar.is_hidden() && (done % 1000 == 0 || done == all) {
-            tell(format_args!("{done} of {all}"));
+        if bar.is_hidden() && (done % 1000 == 0 || done == total) {
+            tell(format_args!("{done} of {total}"));
         }
         if stop.signal().is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
@@ -114,35 +114,37 @@ fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Re
 /// Prints what each allocator wastes, what plans gain over it, and which plans exceed their lower bound.
 fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> std::io::Result<()> {
     let Results { rows, throughput, .. } = results;
-    for of in fragmentation(spec, rows) {
+    for waste in fragmentation(spec, rows) {
         writeln!(
             out,
             "{}: fragmentation {:.2} % on average over {} configurations, {:.2} % at most; plans {:.3} %, {:.1} % less",
-            of.allocator,
-            100.0 * of.mean,
-            of.configurations,
-            100.0 * of.most,
-            100.0 * of.planned,
-            100.0 * of.reduction
+            waste.allocator,
+            100.0 * waste.mean,
+            waste.configurations,
+            100.0 * waste.most,
+            100.0 * waste.planned,
+            100.0 * waste.reduction
         )?;
     }
-    for of in gains(spec, throughput) {
+    for gain in gains(spec, throughput) {
         writeln!(
             out,
             "{}, menu {}: plans are {:.1} % faster on average over {} budgets ({} without a gain), {:.1} % at most; {} budgets where only plans fit",
-            of.allocator,
-            of.menu,
-            100.0 * of.mean,
-            of.budgets,
-            of.without,
-            100.0 * of.most,
-            of.only_planned
+            gain.allocator,
+            gain.menu,
+            100.0 * gain.mean,
+            gain.budgets,
+            gain.without,
+            100.0 * gain.most,
+            gain.only_planned
         )?;
     }
     let above = above_bound(rows);
     if let Some(largest) = above.iter().filter_map(|row| row.figures.as_ref()?.fragmentation(None)).reduce(f64::max) {
-        let planned =
-            rows.iter().filter(|row| row.figures.as_ref().is_some_and(|of| !of.arena_bytes.is_empty())).count();
+        let planned = rows
+            .iter()
+            .filter(|row| row.figures.as_ref().is_some_and(|figures| !figures.arena_bytes.is_empty()))
+            .count();
         writeln!(
             out,
             "plans above their bound by 0.05 % or more: {} of {planned}, by {:.3} % at most",

@@ -224,8 +224,8 @@ mod tests {
     #[test]
     fn spans_and_events_are_written_as_they_end() {
         let (lines, left_out, _) = traced(1 << 20);
-        let of = |name: &str| lines.iter().filter(|line| line["name"] == *name).collect::<Vec<_>>();
-        let (outer, inner) = (of("outer"), of("inner"));
+        let lines_named = |name: &str| lines.iter().filter(|line| line["name"] == *name).collect::<Vec<_>>();
+        let (outer, inner) = (lines_named("outer"), lines_named("inner"));
         assert_eq!((outer.len(), inner.len(), left_out), (50, 50, 0));
         assert_eq!((&outer[7]["args"]["step"], &outer[7]["args"]["what"]), (&json!(7), &json!("line\nend")));
         let [start, end] = [outer[7], inner[7]].map(|span| {

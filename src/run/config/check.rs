@@ -11,7 +11,7 @@ use gapless_models::limits;
 use super::{ConfigError, ModelConfig, RunConfig};
 
 /// Maximum size of a vocabulary that is trained on the data.
-const MOST_TRAINED: usize = 1 << 24;
+const MAX_TRAINED_VOCABULARY: usize = 1 << 24;
 
 fn fail(key: &str, why: String, remedy: &'static str) -> Result<(), ConfigError> {
     Err(ConfigError::value(key, why, remedy))
@@ -165,7 +165,8 @@ impl RunConfig {
                 "set it to at least 256",
             );
         }
-        let most = if sources.iter().all(|(_, path)| are_ids(path)) { limits::MOST_TOKENS } else { MOST_TRAINED };
+        let most =
+            if sources.iter().all(|(_, path)| are_ids(path)) { limits::MAX_TOKENS } else { MAX_TRAINED_VOCABULARY };
         if let Some(size) = self.data.vocabulary.filter(|&size| size > most) {
             return fail(
                 "data.vocabulary",

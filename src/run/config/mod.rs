@@ -33,7 +33,7 @@ pub use learning_rate::{RateConfig, RateShape};
 pub use model::{ModelConfig, PRESETS};
 pub use names::NAMES;
 #[cfg(feature = "sweep")]
-pub(crate) use names::{flat, insert, key_of, value_at};
+pub(crate) use names::{flatten, key_of, set, value_at};
 pub use optimizer::{GroupConfig, OptimizerConfig, Rule};
 pub use read::ConfigError;
 pub(crate) use read::text_of;

@@ -39,17 +39,17 @@ pub const NAMES: [(&str, &str); 28] = [
 ];
 
 /// Former short names and their present ones.
-const OLD: [(&str, &str); 2] = [("dtype", "precision"), ("kernels", "device")];
+const FORMER_NAMES: [(&str, &str); 2] = [("dtype", "precision"), ("kernels", "device")];
 
 /// Returns the key of a name. The name may be a short name, a former name (with or without `step.`), or the key itself.
 pub(crate) fn key_of(name: &str) -> &str {
     let bare = name.strip_prefix("step.").unwrap_or(name);
-    let short = OLD.iter().find(|(old, _)| *old == bare).map_or(bare, |(_, short)| short);
+    let short = FORMER_NAMES.iter().find(|(old, _)| *old == bare).map_or(bare, |(_, short)| short);
     NAMES.iter().find(|(known, _)| *known == short).map_or(name, |(_, key)| key)
 }
 
 /// Moves keys with former names out of `[step]`, and returns a notice for each.
-pub(super) fn rename(root: &mut Table) -> Result<Vec<String>, ConfigError> {
+pub(super) fn move_former_names(root: &mut Table) -> Result<Vec<String>, ConfigError> {
     let Some(Value::Table(step)) = root.get_mut("step") else { return Ok(Vec::new()) };
     let names: Vec<String> = step.keys().map(|name| format!("step.{name}")).collect();
     let moved = names.into_iter().filter(|name| key_of(name) != name);
@@ -62,7 +62,7 @@ pub(super) fn rename(root: &mut Table) -> Result<Vec<String>, ConfigError> {
             let why = format!("is given along with {key}, which is its new name");
             return Err(ConfigError::value(&old, why, "leave one of them out"));
         }
-        insert(root, key, value).map_err(|why| ConfigError::value(key, why, "make it a table"))?;
+        set(root, key, value).map_err(|why| ConfigError::value(key, why, "make it a table"))?;
         notices.push(format!("{old} is now called {key}; the old name will be removed in the next release"));
     }
     Ok(notices)
@@ -76,7 +76,7 @@ pub(crate) fn value_at<'a>(root: &'a Table, key: &str) -> Option<&'a Value> {
 }
 
 /// Assigns a value to a key. Missing tables are created.
-pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), String> {
+pub(crate) fn set(root: &mut Table, key: &str, value: Value) -> Result<(), String> {
     let (tables, last) = key.rsplit_once('.').map_or((None, key), |(tables, last)| (Some(tables), last));
     // An enum has one variant's table: assigning to another variant replaces it. A preset's name is expanded to its
     // table first.
@@ -102,11 +102,11 @@ pub(crate) fn insert(root: &mut Table, key: &str, value: Value) -> Result<(), St
 }
 
 /// The keys of a table and of all tables in it, as full names with dots, with their values.
-pub(crate) fn flat(table: &Table, path: &str) -> Vec<(String, Value)> {
+pub(crate) fn flatten(table: &Table, path: &str) -> Vec<(String, Value)> {
     let inner = |(key, value): (&String, &Value)| {
         let key = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
         match value {
-            Value::Table(table) => flat(table, &key),
+            Value::Table(table) => flatten(table, &key),
             value => vec![(key, value.clone())],
         }
     };

@@ -8,7 +8,7 @@ use serde_json::Value as Json;
 use toml::{Table, Value};
 
 use super::RunConfig;
-use super::names::{NAMES, flat, insert, key_of, rename};
+use super::names::{NAMES, flatten, key_of, move_former_names, set};
 
 /// The reason for which a run file, or an assignment of the command line, is refused.
 #[derive(Debug, thiserror::Error)]
@@ -107,20 +107,20 @@ impl RunConfig {
     /// Returns a [`ConfigError::Value`] for an unknown key or a value of the wrong type.
     pub(crate) fn of_table(table: &Table) -> Result<Self, ConfigError> {
         let mut root = table.clone();
-        let notices = rename(&mut root)?;
+        let notices = move_former_names(&mut root)?;
         let error = match Self::deserialize(root) {
             Ok(config) => return Ok(Self { notices, ..config }.with_targets()),
             Err(error) => error,
         };
         // The error has no key, so each key is tried on its own to find the faulty one.
         let mut root = table.clone();
-        rename(&mut root)?;
+        move_former_names(&mut root)?;
         let alone = |(key, value): (String, Value)| {
             let mut one = Table::from_iter([("model".to_owned(), Value::from("small"))]);
-            insert(&mut one, &key, value).ok()?;
+            set(&mut one, &key, value).ok()?;
             Self::deserialize(one).err().map(|error| (key, error))
         };
-        let (key, error) = flat(&root, "").into_iter().find_map(alone).unwrap_or_else(|| {
+        let (key, error) = flatten(&root, "").into_iter().find_map(alone).unwrap_or_else(|| {
             let quoted = error.message().split('`').nth(1).unwrap_or("the run");
             (quoted.to_owned(), error)
         });
@@ -134,7 +134,7 @@ fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, C
     let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
     let mut root: Table = toml::from_str(text).map_err(|error| syntax(error.to_string()))?;
     expect_tables(&root).map_err(|error| at_line(error, text, &[]))?;
-    let notices = rename(&mut root).map_err(|error| at_line(error, text, &[]))?;
+    let notices = move_former_names(&mut root).map_err(|error| at_line(error, text, &[]))?;
     let config = match (assignments, &notices[..]) {
         // Deserialized from the text, so that errors have line numbers.
         ([], []) => toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?,
@@ -150,10 +150,10 @@ fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, C
 }
 
 /// Maximum size of a file that is written by hand.
-const MOST_BYTES: u64 = 16 << 20;
+const MAX_BYTES: u64 = 16 << 20;
 
 pub(crate) fn text_of(path: &Path) -> Result<String, ConfigError> {
-    read_text(path, MOST_BYTES).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
+    read_text(path, MAX_BYTES).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
 }
 
 /// Refuses lists in place of tables, which serde would read as the values of the table's keys in their order.
@@ -174,7 +174,8 @@ fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<Strin
     match value {
         Value::Array(items) => {
             let has_type = |form: &&Json, name: &str| {
-                form["type"] == name || form["type"].as_array().is_some_and(|of| of.iter().any(|of| of == name))
+                form["type"] == name
+                    || form["type"].as_array().is_some_and(|names| names.iter().any(|listed| listed == name))
             };
             let lists: Vec<&Json> = forms.iter().copied().filter(|form| has_type(form, "array")).collect();
             if lists.is_empty() {
@@ -194,7 +195,7 @@ fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<Strin
 /// All alternatives that a schema allows for a value.
 fn forms<'a>(root: &'a Json, schema: &'a Json) -> Vec<&'a Json> {
     let named = schema["$ref"].as_str().and_then(|name| root.pointer(name.strip_prefix('#')?));
-    let several = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|of| schema[of].as_array()).flatten();
+    let several = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|key| schema[key].as_array()).flatten();
     let inner: Vec<&Json> = named.into_iter().chain(several).flat_map(|schema| forms(root, schema)).collect();
     inner.into_iter().chain([schema]).collect()
 }
@@ -230,7 +231,7 @@ fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunCo
         if key.split('.').any(str::is_empty) {
             return Err(wrong("it has no key"));
         }
-        insert(&mut root, key, value).map_err(|why: String| wrong(&why))?;
+        set(&mut root, key, value).map_err(|why: String| wrong(&why))?;
     }
     expect_tables(&root)?;
     Ok(RunConfig::deserialize(root).map_err(|error| with_nearest_name(error.to_string())))

@@ -64,7 +64,7 @@ impl ReportServer {
     /// Serves a connection on its own thread, because browsers open connections before they need them. If the client
     /// disconnects, the error is ignored.
     fn start(&self, stream: TcpStream, open: &Arc<AtomicUsize>) {
-        let place = Place::take(open);
+        let place = ConnectionSlot::take(open);
         if open.load(Ordering::Relaxed) > MAX_CONNECTIONS {
             return refuse(stream);
         }
@@ -79,16 +79,16 @@ impl ReportServer {
 }
 
 /// Counts an open connection until it is dropped.
-struct Place(Arc<AtomicUsize>);
+struct ConnectionSlot(Arc<AtomicUsize>);
 
-impl Place {
+impl ConnectionSlot {
     fn take(open: &Arc<AtomicUsize>) -> Self {
         open.fetch_add(1, Ordering::Relaxed);
         Self(open.clone())
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

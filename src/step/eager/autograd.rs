@@ -62,12 +62,12 @@ enum Slot {
     #[expect(dead_code, reason = "it is held, not read")]
     Kept(Tensor),
     /// A tensor of a checkpoint, by its index among the tensors that the checkpoint would save.
-    Again(Rc<Frame>, usize),
+    Again(Rc<Checkpoint>, usize),
 }
 
 /// A checkpoint: a part of the forward that saves only its inputs.
 #[derive(Debug)]
-pub struct Frame {
+pub struct Checkpoint {
     /// Positions of its nodes within the stage.
     pub nodes: Range<usize>,
     pub inputs: Vec<(ValueId, Var)>,
@@ -76,7 +76,7 @@ pub struct Frame {
     tensors: RefCell<Vec<Option<Tensor>>>,
 }
 
-impl Frame {
+impl Checkpoint {
     pub fn new(nodes: Range<usize>, inputs: Vec<(ValueId, Var)>) -> Rc<Self> {
         Rc::new(Self { nodes, inputs, saves: Cell::new(0), tensors: RefCell::default() })
     }
@@ -89,9 +89,9 @@ pub enum Mode {
     #[default]
     Keep,
     /// They are dropped; the frame can recompute them.
-    Forget(Rc<Frame>),
+    Drop(Rc<Checkpoint>),
     /// The frame's forward runs again, until all dropped tensors have been recomputed.
-    Recall(Rc<Frame>),
+    Recompute(Rc<Checkpoint>),
 }
 
 /// Records operations and runs their backward.
@@ -127,7 +127,7 @@ impl Autograd {
     }
 
     /// Runs the backward from some outputs, given their gradients. `again` runs the forward of a frame.
-    pub fn backward(&self, roots: Vec<(Edge, Tensor)>, again: &dyn Fn(&Frame)) {
+    pub fn backward(&self, roots: Vec<(Edge, Tensor)>, again: &dyn Fn(&Checkpoint)) {
         let nodes: Vec<Rc<Node>> = roots.iter().map(|((node, _), _)| node.clone()).collect();
         let mut waiting = dependencies(&nodes);
         let mut buffers: HashMap<*const Node, Vec<Option<Tensor>>> = HashMap::new();
@@ -161,7 +161,7 @@ impl Autograd {
 
     /// Computes the gradients of a node's inputs. The output gradients are freed first, then the tensors that the node
     /// saved.
-    fn run(&self, node: &Node, gradients: Vec<Option<Tensor>>, again: &dyn Fn(&Frame)) -> Vec<Option<Tensor>> {
+    fn run(&self, node: &Node, gradients: Vec<Option<Tensor>>, again: &dyn Fn(&Checkpoint)) -> Vec<Option<Tensor>> {
         let Some(formula) = &node.formula else {
             let mut kept = node.leaf.grad.borrow_mut();
             if node.leaf.keeps && kept.is_none() {
@@ -185,9 +185,9 @@ impl Autograd {
     }
 
     /// Recomputes a frame's tensors, unless this has been done.
-    fn recall(&self, frame: &Rc<Frame>, again: &dyn Fn(&Frame)) {
+    fn recall(&self, frame: &Rc<Checkpoint>, again: &dyn Fn(&Checkpoint)) {
         if frame.tensors.borrow().is_empty() {
-            let before = self.mode.replace(Mode::Recall(frame.clone()));
+            let before = self.mode.replace(Mode::Recompute(frame.clone()));
             again(frame);
             self.tape.mute(false);
             self.set_mode(before);
@@ -218,11 +218,11 @@ impl Recording<'_> {
         }
         match &*self.autograd.mode.borrow() {
             Mode::Keep => self.saved.push(Slot::Kept(tensor.clone())),
-            Mode::Forget(frame) => {
+            Mode::Drop(frame) => {
                 self.saved.push(Slot::Again(frame.clone(), frame.saves.get()));
                 frame.saves.set(frame.saves.get() + 1);
             }
-            Mode::Recall(frame) => {
+            Mode::Recompute(frame) => {
                 let mut tensors = frame.tensors.borrow_mut();
                 if tensors.len() < frame.saves.get() {
                     tensors.push(Some(tensor.clone()));

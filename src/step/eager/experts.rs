@@ -63,7 +63,7 @@ impl Mixture {
 
 /// Draws the row counts of the first `here` of `experts` experts, if each of `rows` rows goes to any expert with equal
 /// probability. The counts are drawn from a normal distribution, which approximates the binomial one.
-pub fn drawn(rows: u64, experts: u64, here: u64, numbers: Numbers) -> Vec<u64> {
+pub fn draw_row_counts(rows: u64, experts: u64, here: u64, numbers: Numbers) -> Vec<u64> {
     let mut left = rows;
     let mut draw = |expert: u64| {
         let chance = 1.0 / (experts - expert) as f64;
@@ -81,7 +81,7 @@ type Expert<'a> = &'a dyn Fn(usize, &Var) -> Var;
 
 impl Autograd {
     /// The program for experts that are all on this rank.
-    pub fn experts_in_turn(&self, x: &Var, weights: &Var, rows: &[u64], expert: Expert<'_>) -> Var {
+    pub fn looped_experts(&self, x: &Var, weights: &Var, rows: &[u64], expert: Expert<'_>) -> Var {
         let mut sum = Var { data: self.tape.like(&x.data), edge: None };
         // The loop variables of the Python program. Each keeps its tensor until the next expert's is assigned.
         let (mut _made, mut _state): (Option<Var>, Option<Var>) = (None, None);
@@ -275,7 +275,7 @@ mod tests {
     #[test]
     fn drawn_rows_are_all_rows_on_all_experts() {
         for (rows, experts) in [(0, 1), (7, 8), (16_384, 8), (1 << 20, 60)] {
-            let drawn = |here, seed| drawn(rows, experts, here, Numbers::from_seed(seed));
+            let drawn = |here, seed| draw_row_counts(rows, experts, here, Numbers::from_seed(seed));
             let all = drawn(experts, 3);
             assert_eq!(all.iter().sum::<u64>(), rows);
             // A rank draws the same counts for its experts as a rank that has all of them.

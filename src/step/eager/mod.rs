@@ -83,7 +83,7 @@ impl Step {
         let mut run = Run::new(&graph, self.style(), row);
         run.route(rows);
         run.checkpoint(self.checkpoints(run.blocks())?);
-        row.iter().enumerate().try_for_each(|(at, &action)| run.act(action, row.get(at + 1)))?;
+        row.iter().enumerate().try_for_each(|(at, &action)| run.run_action(action, row.get(at + 1)))?;
         run.update();
         Ok(Problem::new(run.into_buffers())?)
     }

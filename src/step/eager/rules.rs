@@ -26,11 +26,11 @@ pub fn sort_workspace(count: u64) -> u64 {
 /// `torch::sum` over rows: partial sums of several blocks in float32, and a counter for each block's columns
 /// (`global_memory_size` in `aten/src/ATen/native/cuda/Reduce.cuh`: 128 columns and 4 rows per block, 1,728 blocks, at least 16 rows per
 /// thread).
-pub fn sum_rows(tape: &Tape, of: &Tensor, dtype: u64) -> Tensor {
-    let sum = tape.new_tensor(of.width, of.width, dtype);
-    let columns = of.width.div_ceil(128);
-    let blocks = 1728u64.div_ceil(columns).min((of.rows() / 4).div_ceil(16));
-    let _partial = tape.bytes(if blocks > 1 { F32 * of.width * 128 * blocks } else { 0 });
+pub fn sum_rows(tape: &Tape, tensor: &Tensor, dtype: u64) -> Tensor {
+    let sum = tape.new_tensor(tensor.width, tensor.width, dtype);
+    let columns = tensor.width.div_ceil(128);
+    let blocks = 1728u64.div_ceil(columns).min((tensor.rows() / 4).div_ceil(16));
+    let _partial = tape.bytes(if blocks > 1 { F32 * tensor.width * 128 * blocks } else { 0 });
     let _counters = tape.bytes(if blocks > 1 { F32 * columns } else { 0 });
     sum
 }
@@ -89,14 +89,14 @@ impl Autograd {
     pub fn add(&self, a: &Var, b: &Var) -> Var {
         let dtype = a.data.dtype.max(b.data.dtype);
         let long = if a.data.elements >= b.data.elements { a } else { b };
-        let of = [a, b].map(|x| (x.data.elements, x.data.width, x.data.dtype));
+        let operands = [a, b].map(|x| (x.data.elements, x.data.width, x.data.dtype));
         self.record(&[a, b]).output(self.tape.cast(&long.data, dtype), move |t, g| {
             let to = |(elements, width, dtype)| match () {
                 () if elements < g.elements => t.new_tensor(elements, width, dtype),
                 () if dtype != g.dtype => t.cast(g, dtype),
                 () => g.clone(),
             };
-            of.map(|x| Some(to(x))).to_vec()
+            operands.map(|x| Some(to(x))).to_vec()
         })
     }
 
@@ -112,7 +112,7 @@ impl Autograd {
             op.save(&a.data);
         }
         let long = if a.data.elements >= b.data.elements { a } else { b };
-        let of = [a, b].map(|x| (x.data.elements, x.data.width, x.data.dtype));
+        let operands = [a, b].map(|x| (x.data.elements, x.data.width, x.data.dtype));
         let dtype = a.data.dtype.max(b.data.dtype);
         op.output(self.tape.cast(&long.data, dtype), move |t, g| {
             let of_b = needs[1].then(|| t.like(g));
@@ -122,7 +122,7 @@ impl Autograd {
                 Some(whole) if elements < whole.elements => Some(t.new_tensor(elements, width, whole.dtype)),
                 x => x,
             };
-            vec![sum(of_a, of[0]), sum(of_b, of[1])]
+            vec![sum(of_a, operands[0]), sum(of_b, operands[1])]
         })
     }
 

@@ -10,8 +10,8 @@ use gapless_engine::recompute::block_of;
 use gapless_parallel::{Action, Kind, StageId};
 
 use super::EagerError;
-use super::autograd::{Autograd, Frame, Mode, Var};
-use super::experts::{ExpertRows, Mixture, drawn};
+use super::autograd::{Autograd, Checkpoint, Mode, Var};
+use super::experts::{ExpertRows, Mixture, draw_row_counts};
 use super::stage::{Stage, is_sum};
 use super::tape::{BF16, F32, INT64, Tensor};
 
@@ -163,7 +163,7 @@ impl<'g> Run<'g> {
     }
 
     /// Does an action of the schedule; `next` is the one after it.
-    pub fn act(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
+    pub fn run_action(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
         self.micro_batch.set(action.micro_batch.0 as usize);
         match action.kind {
             Kind::Forward => self.forward(action, next),
@@ -267,9 +267,9 @@ impl<'g> Run<'g> {
             let inputs = self.inputs(stage, nodes.clone(), &environment);
             first = name.filter(|_| self.mixtures.is_empty()).map(|_| first.unwrap_or_else(|| inputs.clone()));
             let is_checkpointed = name.is_some_and(|name| self.checkpointed.contains(name));
-            let frame = is_checkpointed.then(|| Frame::new(nodes.clone(), inputs.clone()));
+            let frame = is_checkpointed.then(|| Checkpoint::new(nodes.clone(), inputs.clone()));
             if let Some(frame) = &frame {
-                self.autograd.set_mode(Mode::Forget(frame.clone()));
+                self.autograd.set_mode(Mode::Drop(frame.clone()));
             }
             // While a block runs, its caller holds the block's inputs. Outside of blocks no caller does.
             let mut inside: Environment = inputs.into_iter().collect();
@@ -297,7 +297,7 @@ impl<'g> Run<'g> {
     }
 
     /// Recomputes a checkpoint's forward.
-    fn recall(&self, stage: &Stage, frame: &Frame) {
+    fn recall(&self, stage: &Stage, frame: &Checkpoint) {
         let mut environment = frame.inputs.iter().cloned().collect();
         // Errors cannot occur: the same nodes have run before.
         let _ = self.run_nodes(stage, frame.nodes.clone(), &mut environment);
@@ -458,12 +458,12 @@ impl<'g> Run<'g> {
             None => {
                 let stream = Stream::new(0, 0, micro_batch as u64);
                 let numbers = stream.place(mixture.dispatch.index() as u64, count);
-                drawn(weights.data.elements * ranks, count as u64 * ranks, count as u64, numbers)
+                draw_row_counts(weights.data.elements * ranks, count as u64 * ranks, count as u64, numbers)
             }
         };
         rows.truncate(count);
         match ranks {
-            1 => autograd.experts_in_turn(x, weights, &rows, &expert),
+            1 => autograd.looped_experts(x, weights, &rows, &expert),
             _ => autograd.experts_over_ranks(x, weights, &rows, &expert),
         }
     }

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use gapless_testing::{may_take_long, not_checked};
+use gapless_testing::{not_checked, slow_tests_enabled};
 use serde_json::{Value, json};
 
 /// The width of the window, and whether the color scheme is dark.
@@ -126,7 +126,7 @@ fn run(folder: &Path, name: &str, first: f64, map: &Path) -> String {
 
 #[test]
 fn pages_open_in_a_browser() {
-    let Some(chromium) = chromium().filter(|_| may_take_long()) else { return };
+    let Some(chromium) = chromium().filter(|_| slow_tests_enabled()) else { return };
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
     let [table, spec, map, compared, schedule, report] =

@@ -72,7 +72,10 @@ impl Generated {
             seed = seed.wrapping_add(1);
         }
         let cases = seed.wrapping_sub(first);
-        crate::skipped::say(format_args!("explored: {}: {cases} cases, {SEED_VARIABLE}={first}", self.name));
+        crate::skipped::print_uncaptured(format_args!(
+            "explored: {}: {cases} cases, {SEED_VARIABLE}={first}",
+            self.name
+        ));
     }
 }
 

@@ -43,7 +43,7 @@ pub use generated::{Generated, SEED};
 pub use only::only_test;
 pub use processes::mpirun;
 pub use proptest;
-pub use skipped::{few, in_turn, may_take_long, not_checked, shared};
+pub use skipped::{few, in_turn, next_to_repository, not_checked, slow_tests_enabled};
 
 /// The imports of a file with generated tests. `proptest!` itself is left out, because it draws different cases in
 /// every run.

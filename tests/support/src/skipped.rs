@@ -13,8 +13,8 @@ use std::sync::{Mutex, PoisonError};
 pub fn not_checked(why: impl Display) {
     let thread = std::thread::current();
     match thread.name().filter(|&name| name != "main") {
-        Some(test) => say(format_args!("not checked: {test}: {why}")),
-        None => say(format_args!("not checked: {}: {why}", Location::caller())),
+        Some(test) => print_uncaptured(format_args!("not checked: {test}: {why}")),
+        None => print_uncaptured(format_args!("not checked: {}: {why}", Location::caller())),
     }
 }
 
@@ -25,7 +25,7 @@ pub(crate) fn is_slow_asked() -> bool {
 
 /// True if slow tests may run, which is the case with `GAPLESS_SLOW_TESTS`. Otherwise reports that the test is skipped.
 #[track_caller]
-pub fn may_take_long() -> bool {
+pub fn slow_tests_enabled() -> bool {
     let is_asked = is_slow_asked();
     if !is_asked {
         not_checked("anything: it takes long; GAPLESS_SLOW_TESTS=1 does");
@@ -56,7 +56,7 @@ pub fn few<T>(all: &[T], count: usize) -> &[T] {
 
 /// Returns the path of a file or folder next to the repository, outside of it. If it does not exist, reports that.
 #[track_caller]
-pub fn shared(path: &str) -> Option<PathBuf> {
+pub fn next_to_repository(path: &str) -> Option<PathBuf> {
     let found = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared").join(path);
     if !found.exists() {
         not_checked(format_args!("there is no ../shared/{path}"));
@@ -66,7 +66,7 @@ pub fn shared(path: &str) -> Option<PathBuf> {
 }
 
 /// Prints a line once, bypassing the test harness, which would capture it.
-pub(crate) fn say(line: Arguments<'_>) {
+pub(crate) fn print_uncaptured(line: Arguments<'_>) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     // Line breaks in the reason are replaced, so that this is always one line.
     let words: Vec<String> = line.to_string().split_whitespace().map(str::to_owned).collect();

@@ -63,7 +63,7 @@ impl Pattern {
     }
 
     /// Checks that the loads, the number of tokens that chose each expert, follow the pattern.
-    pub fn judge(self, load: &[f32], what: &str) {
+    pub fn check(self, load: &[f32], what: &str) {
         let all: f32 = load.iter().sum();
         let fits = match self {
             Self::One(expert) => load[expert] == all,

@@ -37,10 +37,10 @@ impl Timeline {
 
     /// Records the state after a request, whose number counts from 1.
     pub(super) fn observe(&mut self, request: u64, allocator: &dyn Allocator) {
-        let of = |request: u64| {
+        let column_of = |request: u64| {
             (u128::from(request) * u128::from(Self::COLUMNS.min(self.requests)) / u128::from(self.requests)) as usize
         };
-        let column = of(request - 1);
+        let column = column_of(request - 1);
         if column == self.columns.len() {
             self.columns.push(Column::default());
         }
@@ -48,7 +48,7 @@ impl Timeline {
         let statistics = allocator.statistics();
         current.reserved = current.reserved.max(statistics.reserved.current);
         current.allocated = current.allocated.max(statistics.allocated.current);
-        if of(request) != column {
+        if column_of(request) != column {
             current.layout = runs(&allocator.extents());
         }
     }

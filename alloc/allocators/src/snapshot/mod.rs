@@ -16,9 +16,9 @@ use crate::Stream;
 
 /// Larger files are not read.
 const LARGEST_FILE: u64 = 2 << 30;
-const MOST_BLOCKS: usize = 1 << 26;
-const MOST_DEVICES: usize = 1 << 10;
-const MOST_REFUSED: usize = 16;
+const MAX_BLOCKS: usize = 1 << 26;
+const MAX_DEVICES: usize = 1 << 10;
+const MAX_REFUSED: usize = 16;
 
 /// The allocations of one device.
 #[derive(Debug, Clone)]
@@ -135,7 +135,7 @@ pub fn read_snapshot(input: impl Read, device: Option<usize>) -> Result<Snapshot
     let traces = pickle.field(pickle.root(), "device_traces").ok_or_else(missing)?;
     let traces = list(&pickle, traces, "device_traces")?;
     let has_events = |device: &usize| pickle.list(traces[*device]).is_none_or(|events| !events.is_empty());
-    let known: Vec<usize> = (0..traces.len()).filter(has_events).take(MOST_DEVICES).collect();
+    let known: Vec<usize> = (0..traces.len()).filter(has_events).take(MAX_DEVICES).collect();
     let device = match (device, known.as_slice()) {
         (Some(device), _) if known.contains(&device) => device,
         (Some(device), _) => return Err(SnapshotError::NoDevice { device, known }),
@@ -172,8 +172,8 @@ fn blocks(pickle: &Pickle, device: usize) -> Result<Vec<SegmentBlock>, SnapshotE
         let what = || SnapshotError::NotASnapshot { what: "a segment has no blocks".into() };
         let in_segment = list(pickle, pickle.field(segment, "blocks").ok_or_else(what)?, "blocks")?;
         // Lists can be shared, so the blocks read must be bounded, not only those in the file.
-        if blocks.len() + in_segment.len() > MOST_BLOCKS {
-            return Err(SnapshotError::TooLarge { what: "blocks", limit: MOST_BLOCKS as u64 });
+        if blocks.len() + in_segment.len() > MAX_BLOCKS {
+            return Err(SnapshotError::TooLarge { what: "blocks", limit: MAX_BLOCKS as u64 });
         }
         for &block in in_segment {
             let state = pickle.field(block, "state").and_then(|state| pickle.text(state));
@@ -280,7 +280,7 @@ fn refused(events: &[Entry], history: &History, held: u64, mut number: impl FnMu
         match entry.action {
             Action::Take => reserved = reserved.saturating_sub(bytes),
             Action::GiveBack => reserved = reserved.saturating_add(bytes),
-            Action::Refused if refused.len() < MOST_REFUSED => {
+            Action::Refused if refused.len() < MAX_REFUSED => {
                 let is_alive = |it: &&Allocation| it.start <= tick && it.end.is_none_or(|end| end > tick);
                 let allocated = history.allocations.iter().filter(is_alive).map(|it| it.bytes);
                 let device_free = u64::try_from(entry.address).unwrap_or(0);

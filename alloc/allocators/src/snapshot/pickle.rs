@@ -12,7 +12,7 @@ use std::ops::Range;
 use super::SnapshotError;
 
 /// Most values in one file: a few gigabytes of table.
-const MOST_VALUES: usize = 1 << 26;
+const MAX_VALUES: usize = 1 << 26;
 
 /// Number of a value in its [`Pickle`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -268,7 +268,7 @@ impl Machine<'_> {
 /// Returns an error if a table has reached the limit, which is the same for all tables.
 fn room<T>(table: &[T]) -> Result<(), SnapshotError> {
     match table.len() {
-        MOST_VALUES => Err(SnapshotError::TooLarge { what: "values", limit: MOST_VALUES as u64 }),
+        MAX_VALUES => Err(SnapshotError::TooLarge { what: "values", limit: MAX_VALUES as u64 }),
         _ => Ok(()),
     }
 }

@@ -140,14 +140,14 @@ impl Plan {
 fn in_ticks_of_requests(requests: &Requests, iteration: u64) -> impl Iterator<Item = Birth> {
     let first = 1 + iteration * requests.step().len() as u64;
     let mut births: Vec<Birth> = Vec::new();
-    let mut of = vec![usize::MAX; requests.buffers()];
+    let mut birth_of = vec![usize::MAX; requests.buffers()];
     for (tick, request) in (first..).zip(requests.step()) {
         match *request {
             Request::Allocate(id) => {
-                of[id.index()] = births.len();
+                birth_of[id.index()] = births.len();
                 births.push(Birth { id, iteration, lifetime: tick..tick });
             }
-            Request::Free(id) => births[of[id.index()]].lifetime.end = tick,
+            Request::Free(id) => births[birth_of[id.index()]].lifetime.end = tick,
         }
     }
     births.into_iter()

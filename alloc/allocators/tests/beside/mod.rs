@@ -50,8 +50,8 @@ pub struct Row {
 
 impl Row {
     /// The least that any of the other allocators took.
-    pub fn best(&self, of: impl Fn(&Reserved) -> u64) -> u64 {
-        self.peers.iter().map(of).min().expect("there are three")
+    pub fn best(&self, bytes: impl Fn(&Reserved) -> u64) -> u64 {
+        self.peers.iter().map(bytes).min().expect("there are three")
     }
 
     pub fn print_header() {

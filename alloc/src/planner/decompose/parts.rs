@@ -60,7 +60,7 @@ pub(crate) struct Part {
     pub cliques: u32,
     /// Bytes below the part, taken by items that are alive throughout.
     pub base: u64,
-    /// Lower bound of the part's height, see [`Part::fullest`].
+    /// Lower bound of the part's height, see [`Part::height_bound`].
     pub bound: u64,
     /// Every height is a multiple of this.
     pub grain: u64,
@@ -163,7 +163,7 @@ impl Part {
     }
 
     /// A part of these items, without pins.
-    pub fn of_items(items: Vec<Item>, cliques: u32) -> Self {
+    pub fn from_items(items: Vec<Item>, cliques: u32) -> Self {
         Self { items, cliques, ..Self::default() }.measured()
     }
 
@@ -171,7 +171,7 @@ impl Part {
     fn measured(self) -> Self {
         let sizes = self.items.iter().map(|item| gcd(item.bytes, if item.alignment == 1 { 0 } else { item.alignment }));
         let grain = sizes.chain(self.pins.iter().map(|pin| pin.1)).fold(0, |grain, size| gcd(size, grain)).max(1);
-        Self { bound: self.fullest(), grain, ..self }
+        Self { bound: self.height_bound(), grain, ..self }
     }
 
     /// Bytes alive in each clique.
@@ -196,7 +196,7 @@ impl Part {
 
     /// The maximum of two bounds: for each clique, the height at which the space between the pins holds the rest; and
     /// the ends of the pins.
-    fn fullest(&self) -> u64 {
+    fn height_bound(&self) -> u64 {
         let live = self.live();
         let bound = live.iter().copied().max().unwrap_or(0);
         if self.pins.is_empty() {

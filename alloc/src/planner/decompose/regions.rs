@@ -107,7 +107,7 @@ impl Class {
     }
 
     fn part(&self, part: &Part) -> Part {
-        Part::of_items(self.members.iter().map(|&i| part.items[i as usize]).collect(), part.cliques)
+        Part::from_items(self.members.iter().map(|&i| part.items[i as usize]).collect(), part.cliques)
     }
 
     fn join(&mut self, other: Self) {
@@ -173,7 +173,7 @@ impl Class {
         let mut kept = is_kept.iter();
         let members: Vec<u32> = self.members.into_iter().filter(|_| kept.next() == Some(&true)).collect();
         let items = members.iter().map(|&i| whole.items[i as usize]).collect();
-        Region { part: Part::of_items(items, whole.cliques), members }
+        Region { part: Part::from_items(items, whole.cliques), members }
     }
 }
 
@@ -194,11 +194,11 @@ mod tests {
         let items: Vec<Item> =
             rows.iter().map(|&(start, end, bytes)| Item { start, end, bytes, alignment: 1 }).collect();
         let cliques = items.iter().map(|item| item.end).max().unwrap_or(0);
-        Part::of_items(items, cliques)
+        Part::from_items(items, cliques)
     }
 
     /// Bytes and members of each region.
-    fn of(rows: &[(u32, u32, u64)], whole: bool) -> Vec<(u64, Vec<u32>)> {
+    fn regions_of(rows: &[(u32, u32, u64)], whole: bool) -> Vec<(u64, Vec<u32>)> {
         let regions = regions(&part(rows), whole, &mut Budget { work: 1_000, ..Budget::default() });
         regions.into_iter().map(|region| (region.part.bound, region.members)).collect()
     }
@@ -208,8 +208,8 @@ mod tests {
     #[test]
     fn sizes_that_need_more_in_between_are_cut_or_share_a_region() {
         let rows = [(0, 1, 4), (0, 2, 2), (0, 1, 1), (0, 1, 1), (1, 3, 2), (2, 3, 4), (2, 3, 1), (2, 3, 1)];
-        assert_eq!(of(&rows, true), [(4, vec![1, 2, 3, 4, 6, 7]), (4, vec![0, 5])]);
-        assert_eq!(of(&rows, false), [(4, vec![0, 5]), (2, vec![4]), (2, vec![2, 3, 6, 7])]);
+        assert_eq!(regions_of(&rows, true), [(4, vec![1, 2, 3, 4, 6, 7]), (4, vec![0, 5])]);
+        assert_eq!(regions_of(&rows, false), [(4, vec![0, 5]), (2, vec![4]), (2, vec![2, 3, 6, 7])]);
     }
 
     /// The items of sizes 3 and 1 live throughout and keep their regions. The second one of size 2 needs what the first
@@ -217,26 +217,26 @@ mod tests {
     #[test]
     fn one_that_leaves_enough_is_enough() {
         let rows = [(0, 1, 7), (0, 3, 3), (0, 3, 1), (0, 2, 2), (1, 3, 2), (2, 3, 7)];
-        assert_eq!(of(&rows, true), [(3, vec![1]), (1, vec![2]), (9, vec![0, 3, 4, 5])]);
+        assert_eq!(regions_of(&rows, true), [(3, vec![1]), (1, vec![2]), (9, vec![0, 3, 4, 5])]);
     }
 
     /// If no smaller size is left, the class before takes in the smallest.
     #[test]
     fn the_smallest_may_join_a_larger_size() {
-        assert_eq!(of(&[(0, 1, 2), (0, 2, 1), (1, 3, 1), (2, 3, 2)], true), [(3, vec![0, 1, 2, 3])]);
+        assert_eq!(regions_of(&[(0, 1, 2), (0, 2, 1), (1, 3, 1), (2, 3, 2)], true), [(3, vec![0, 1, 2, 3])]);
     }
 
     /// Two items of size 2 follow the one of size 4, so both sizes share a region.
     #[test]
     fn sizes_are_level_at_all_fullest_cliques() {
         let rows = [(0, 1, 4), (0, 3, 2), (2, 3, 2), (2, 3, 2)];
-        assert_eq!(of(&rows, false), [(6, vec![0, 1, 2, 3])]);
+        assert_eq!(regions_of(&rows, false), [(6, vec![0, 1, 2, 3])]);
     }
 
     /// A size that no fullest clique has gets no region.
     #[test]
     fn only_the_fullest_cliques_count() {
-        assert_eq!(of(&[(0, 1, 3), (1, 2, 2), (2, 3, 3)], false), [(3, vec![0, 2])]);
+        assert_eq!(regions_of(&[(0, 1, 3), (1, 2, 2), (2, 3, 3)], false), [(3, vec![0, 2])]);
         let mut pinned = part(&[(0, 1, 3), (2, 3, 3)]);
         let found = |part: &Part, work: u64| regions(part, true, &mut Budget { work, ..Budget::default() }).len();
         assert_eq!(found(&pinned, 1_000), 1);
@@ -248,6 +248,6 @@ mod tests {
     #[test]
     fn the_shortest_lived_are_left_out() {
         let rows = [(0, 3, 1), (0, 5, 1), (0, 1, 9), (1, 2, 1), (3, 4, 1), (4, 9, 1), (5, 8, 1), (6, 9, 1)];
-        assert_eq!(of(&rows, false)[0], (2, vec![0, 1, 4, 5, 7]));
+        assert_eq!(regions_of(&rows, false)[0], (2, vec![0, 1, 4, 5, 7]));
     }
 }

@@ -41,7 +41,7 @@ impl Buckets {
     }
 
     /// The entries of a key.
-    pub fn of(&self, key: u32) -> &[u32] {
+    pub fn entries_of(&self, key: u32) -> &[u32] {
         &self.entries[self.starts[key as usize] as usize..self.starts[key as usize + 1] as usize]
     }
 }
@@ -83,12 +83,12 @@ impl<'p> Timeline<'p> {
 
     /// The items born in a clique, the longest-lived first.
     pub fn born(&self, clique: u32) -> &[u32] {
-        self.births.of(clique)
+        self.births.entries_of(clique)
     }
 
     /// The items that are alive for the last time in the clique before this one.
-    pub fn dead(&self, clique: u32) -> &[u32] {
-        self.deaths.of(clique)
+    pub fn dying(&self, clique: u32) -> &[u32] {
+        self.deaths.entries_of(clique)
     }
 
     /// The items alive in a clique, in the order of their numbers.
@@ -120,7 +120,7 @@ mod tests {
                     prop_assert!(born.windows(2).all(|pair| timeline.item(pair[0]).end >= timeline.item(pair[1]).end));
                     born.sort_unstable();
                     prop_assert_eq!(born, those(&|item| item.start == clique));
-                    prop_assert_eq!(timeline.dead(clique), those(&|item| item.end == clique));
+                    prop_assert_eq!(timeline.dying(clique), those(&|item| item.end == clique));
                     prop_assert_eq!(timeline.alive(clique), those(&|item| item.start <= clique && clique < item.end));
                 }
             }

@@ -40,10 +40,10 @@ struct Grouped<'p> {
 }
 
 /// Most buffers of a problem in which staircases are placed together with all other buffers, one by one.
-const MOST_IN_ORDER: usize = 50_000;
+const MAX_IN_ORDER: usize = 50_000;
 
 /// Most combinations of the ragged groups' places that are tried one by one.
-const MOST_PLACES: u64 = 1_000;
+const MAX_PLACES: u64 = 1_000;
 
 /// Rounds of placing units in one order. In each, the units that ended too high before come first.
 const ROUNDS: u32 = 6;
@@ -60,17 +60,17 @@ impl Grouped<'_> {
         }
         if self.is_open(aim) {
             let (_, whole) = self.solve_one(problem, 4, &self.run.options.clone());
-            self.offer(whole.clone());
+            self.keep_if_lower(whole.clone());
             if let Some((_, offsets)) = whole.filter(|_| self.is_open(aim)) {
                 self.flow_around(&|id| offsets.get(id.index()).copied(), 8);
             }
         }
-        let stairs = Stairs::new(problem);
+        let stairs = RigidUnits::new(problem);
         for key in KEYS {
             let (groups, everything): (Vec<u32>, Vec<u32>) =
                 (0..stairs.units.len() as u32).partition(|&u| stairs.units[u as usize].is_ragged);
             let mut lists = vec![groups.clone()];
-            if problem.len() <= MOST_IN_ORDER {
+            if problem.len() <= MAX_IN_ORDER {
                 lists.push([groups, everything].concat());
             }
             for units in lists {
@@ -86,7 +86,7 @@ impl Grouped<'_> {
     }
 
     /// Tries all places of all ragged groups below the best height, if those are few, and learns what that rules out.
-    fn everywhere(&mut self, stairs: &Stairs, known: &mut Known) {
+    fn everywhere(&mut self, stairs: &RigidUnits, known: &mut Known) {
         let Some((height, mut offsets)) = self.best.clone() else { return };
         let grain = stairs.grain();
         let places = |unit: &Unit| -> Option<Vec<(usize, u64)>> {
@@ -95,7 +95,7 @@ impl Grouped<'_> {
                 let last = (height - 1).saturating_sub(order.bytes);
                 let step = grain.next_multiple_of(order.alignment);
                 let all = order.offset.map_or(0..=last, |pin| pin..=pin);
-                if (all.end() - all.start()) / step > MOST_PLACES {
+                if (all.end() - all.start()) / step > MAX_PLACES {
                     return None;
                 }
                 places.extend(all.step_by(usize::try_from(step).ok()?).map(|at| (k, at)));
@@ -105,7 +105,7 @@ impl Grouped<'_> {
         let units: Vec<&Unit> = stairs.units.iter().filter(|unit| unit.is_ragged).collect();
         let Some(places) = units.iter().map(|unit| places(unit)).collect::<Option<Vec<_>>>() else { return };
         let count = places.iter().try_fold(1u64, |count, places| count.checked_mul(places.len() as u64));
-        let Some(count) = count.filter(|&count| count <= MOST_PLACES) else { return };
+        let Some(count) = count.filter(|&count| count <= MAX_PLACES) else { return };
         let mut proven = height;
         for number in 0..count {
             if !self.is_open(known.searched) {
@@ -129,7 +129,7 @@ impl Grouped<'_> {
 
     /// Places `units` in the order of `key`, then plans the rest around the groups at these offsets. Units that ended
     /// too high are placed first in the next round.
-    fn in_order(&mut self, stairs: &Stairs, key: Key, units: &[u32], aim: u64) {
+    fn in_order(&mut self, stairs: &RigidUnits, key: Key, units: &[u32], aim: u64) {
         let is_everything = units.len() == stairs.units.len();
         let mut rank: Vec<(bool, u32)> = units.iter().map(|&u| (true, u)).collect();
         squeaky_wheel(ROUNDS, Vec::new(), |first| {
@@ -139,7 +139,7 @@ impl Grouped<'_> {
             let placed = stairs.place(&order, aim, &mut self.run.budget)?;
             self.run.stats.placements += 1;
             if is_everything {
-                self.offer(Some((placed.height, placed.offsets.clone())));
+                self.keep_if_lower(Some((placed.height, placed.offsets.clone())));
             }
             if self.is_open(aim) {
                 self.flow_around(&|id| placed.offsets.get(id.index()).copied(), 8);
@@ -173,7 +173,7 @@ impl Grouped<'_> {
         let others = problem.with_groups(|group| !group.is_ragged(problem.buffers()));
         let Some(pinned) = others.with_buffers(buffers) else { return u64::MAX };
         let (known, plan) = self.solve_one(&pinned, shares, &self.run.options.clone());
-        self.offer(plan);
+        self.keep_if_lower(plan);
         known.searched
     }
 
@@ -187,7 +187,7 @@ impl Grouped<'_> {
         result
     }
 
-    fn offer(&mut self, plan: Option<Plan>) {
+    fn keep_if_lower(&mut self, plan: Option<Plan>) {
         self.best = [self.best.take(), plan].into_iter().flatten().min_by_key(|plan| plan.0);
     }
 
@@ -209,7 +209,7 @@ const KEYS: [Key; 4] = [
 ];
 
 /// A problem as rigid units: groups, and the buffers that belong to none.
-struct Stairs<'p> {
+struct RigidUnits<'p> {
     problem: &'p Problem,
     /// The item of each buffer.
     items: Vec<Item>,
@@ -236,7 +236,7 @@ struct Placed {
     over: Vec<u32>,
 }
 
-impl<'p> Stairs<'p> {
+impl<'p> RigidUnits<'p> {
     fn new(problem: &'p Problem) -> Self {
         let lifetimes: Vec<(u64, u64)> = problem.buffers().iter().map(|b| (b.lifetime.start, b.lifetime.end)).collect();
         let item = |b: &Buffer| Item { start: 0, end: 0, bytes: b.bytes, alignment: b.alignment };

@@ -121,7 +121,7 @@ impl Solver<'_> {
             budget.spend(results.iter().map(|(_, spent)| spent).sum());
             self.placements += here;
             if let Some(offsets) = results.into_iter().find_map(|(offsets, _)| offsets) {
-                self.offer(Some(self.part.placement(offsets)));
+                self.keep_if_lower(Some(self.part.placement(offsets)));
                 return true;
             }
             (number, wave) = (number + here, (2 * wave).min(most));
@@ -332,7 +332,7 @@ mod tests {
     use crate::planner::decompose::parts::Whole;
     use crate::planner::solve::Goal;
     use crate::planner::tests::{is_plan, part};
-    use crate::synthetic::{Order, Step};
+    use crate::synthetic::{Order, SyntheticStep};
 
     generated! {
         /// Checked against every pair of items; a second run finds the same plan.
@@ -344,7 +344,7 @@ mod tests {
             number in 0..40u64,
         ) {
             let part = part(&rows, 12);
-            let solver = Solver::new(&part, Goal::of(part.bound));
+            let solver = Solver::new(&part, Goal::exactly(part.bound));
             let ceiling = part.bound + room;
             let attempt = Attempt::new(&solver, ceiling, &part.fullest_cliques(), small_below, number);
             let run = || attempt.run(&mut Budget { work: 50_000, ..Budget::default() });
@@ -400,10 +400,11 @@ mod tests {
     #[test]
     fn a_way_is_found_where_every_sweep_fails() {
         for (layers, stages, micro_batches) in [(1, 2, 6), (2, 1, 5), (4, 1, 8), (12, 1, 8)] {
-            let step = Step { order: Order::Overlapped, layers, stages, micro_batches, ..Step::default() };
+            let step =
+                SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
             let whole = Whole::new(&step.problem().unwrap(), true);
             let [part] = whole.parts.as_slice() else { panic!("one part") };
-            let mut solver = Solver::new(part, Goal::of(part.bound));
+            let mut solver = Solver::new(part, Goal::exactly(part.bound));
             solver.sweep_once(&mut Budget { work: u64::MAX, ..Budget::default() });
             assert!(!solver.is_met(), "{step:?} is too easy");
             assert!(solver.backtrack(part.bound, &mut Budget { work: 5_000_000, ..Budget::default() }), "{step:?}");

@@ -16,25 +16,25 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use super::backtrack::sixteenths_of_doublings;
-use super::lots::{At, Lots, Place, UNDECIDED};
-use super::open_stack::Course;
+use super::lots::{At, Candidate, Lots, UNDECIDED};
+use super::open_stack::HalfSearch;
 use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::mix::mix;
 
 /// An item at its offset, or the undecided range of the stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Slab {
+pub(super) struct PlacedItem {
     pub from: u64,
     pub to: u64,
     /// The clique before which it dies.
-    pub leaves: u32,
+    pub dies_before: u32,
 }
 
 /// A layout at the next milestone.
 pub(super) struct Arrival {
     /// The slabs alive there, ascending by address.
-    pub live: Vec<Slab>,
+    pub live: Vec<PlacedItem>,
     /// The items placed on the way and the lots whose offsets were decided, in order.
     pub places: Vec<(u32, At)>,
     /// The lots that are still undecided.
@@ -74,9 +74,9 @@ const RANGE: u64 = 80;
 const ASIDE: (u64, u64) = (10, 90);
 
 /// Rank that is added for taking over a lot with an item that dies before the milestone.
-const HEIR: u64 = 180;
+const REUSE: u64 = 180;
 /// Rank that is added for each lot whose offset a place decides. Such places are the last resort.
-const OPENING: u64 = 300;
+const DECISION: u64 = 300;
 
 /// An item born on the way.
 #[derive(Debug, Clone, Copy)]
@@ -85,18 +85,18 @@ struct Birth {
     item: u32,
     bytes: u64,
     /// The clique before which it dies.
-    leaves: u32,
-    /// Index into [`Leap::waiting`], if the item is still alive at the milestone.
-    waits: Option<usize>,
+    dies_before: u32,
+    /// Index into [`Leap::survivors`], if the item is still alive at the milestone.
+    survivor: Option<usize>,
 }
 
 /// The search for ways between two milestones.
 pub(super) struct Leap<'c> {
-    course: &'c Course<'c>,
+    course: &'c HalfSearch<'c>,
     to: u32,
     births: Vec<Birth>,
     /// Bytes of the births that are still alive at the milestone, the largest first, and whether each is still to come.
-    waiting: Vec<(u64, bool)>,
+    survivors: Vec<(u64, bool)>,
     /// Most places tried and most arrivals for each layout.
     most: (u64, usize),
     /// Places that may still be tried.
@@ -112,19 +112,19 @@ pub(super) struct Leap<'c> {
 impl<'c> Leap<'c> {
     /// A leap from the milestone `cliques.start` to the milestone `cliques.end`. Each unit of `effort` doubles its
     /// limits.
-    pub fn new(course: &'c Course<'c>, cliques: Range<u32>, effort: u32) -> Self {
+    pub fn new(course: &'c HalfSearch<'c>, cliques: Range<u32>, effort: u32) -> Self {
         let to = cliques.end;
         let born =
             (cliques.start + 1..=to).flat_map(|clique| course.born(clique).into_iter().map(move |i| (clique, i)));
         let birth = |(clique, item): (u32, u32)| {
             let seen = course.timeline.item(item);
-            Birth { clique, item, bytes: seen.bytes, leaves: seen.end, waits: None }
+            Birth { clique, item, bytes: seen.bytes, dies_before: seen.end, survivor: None }
         };
         let mut births: Vec<Birth> = born.map(birth).collect();
-        let mut stay: Vec<usize> = (0..births.len()).filter(|&k| births[k].leaves > to).collect();
+        let mut stay: Vec<usize> = (0..births.len()).filter(|&k| births[k].dies_before > to).collect();
         sort_by_key(&mut stay, |&k| Reverse(births[k].bytes));
-        let waiting = stay.iter().map(|&k| (births[k].bytes, true)).collect();
-        stay.iter().enumerate().for_each(|(rank, &k)| births[k].waits = Some(rank));
+        let survivors = stay.iter().map(|&k| (births[k].bytes, true)).collect();
+        stay.iter().enumerate().for_each(|(rank, &k)| births[k].survivor = Some(rank));
         let most = (
             (1 + births.len() as u64) * (PLACES_PER_BIRTH << (course.number % 3 + u64::from(course.effort()))),
             ARRIVALS << course.effort(),
@@ -133,7 +133,7 @@ impl<'c> Leap<'c> {
             course,
             to,
             births,
-            waiting,
+            survivors,
             most: (most.0 << effort, most.1 << effort),
             steps: 0,
             arrivals: Vec::new(),
@@ -144,7 +144,7 @@ impl<'c> Leap<'c> {
     }
 
     /// The layouts at the next milestone that are reached from one layout.
-    pub fn from(&mut self, live: &[Slab], lots: &Lots, budget: &mut Budget) -> Vec<Arrival> {
+    pub fn from(&mut self, live: &[PlacedItem], lots: &Lots, budget: &mut Budget) -> Vec<Arrival> {
         let is_large = live.len().saturating_mul(self.births.len()) > SLABS;
         self.steps = if is_large || budget.is_late() { 0 } else { self.most.0 };
         self.known.clear();
@@ -157,27 +157,27 @@ impl<'c> Leap<'c> {
     }
 
     /// Places the births from number `next` on.
-    fn go(&mut self, next: usize, mut live: Vec<Slab>, lots: Lots, budget: &mut Budget) {
+    fn go(&mut self, next: usize, mut live: Vec<PlacedItem>, lots: Lots, budget: &mut Budget) {
         if self.is_over(budget) {
             return;
         }
         self.steps -= 1;
         budget.spend(4 + (live.len() + lots.len()) as u64 / 4);
         let Some(&birth) = self.births.get(next) else {
-            live.retain(|slab| slab.leaves > self.to);
+            live.retain(|slab| slab.dies_before > self.to);
             return self.arrive(live, lots);
         };
         if next == 0 || self.births[next - 1].clique < birth.clique {
-            live.retain(|slab| slab.leaves > birth.clique);
-            let hash = live.iter().fold(next as u64, |hash, slab| hash ^ slab.key(slab.leaves));
+            live.retain(|slab| slab.dies_before > birth.clique);
+            let hash = live.iter().fold(next as u64, |hash, slab| hash ^ slab.key(slab.dies_before));
             if !self.known.insert(hash ^ lots.key(birth.clique, |leaves| leaves)) {
                 return;
             }
         }
-        let (course, waits) = (self.course, birth.waits.is_some());
+        let (course, waits) = (self.course, birth.survivor.is_some());
         let is_last = next + 1 == self.births.len();
-        if let Some(rank) = birth.waits {
-            self.waiting[rank].1 = false;
+        if let Some(rank) = birth.survivor {
+            self.survivors[rank].1 = false;
         }
         let places = self.places(birth, &live, &lots);
         budget.spend(places.len() as u64 / 8);
@@ -185,11 +185,12 @@ impl<'c> Leap<'c> {
             budget.spend(2 + live.len() as u64 / 8);
             let known = self.path.len();
             let (mut grown, mut left) = (live.clone(), lots.clone());
-            left.take(&place, birth.leaves, &mut grown, &mut self.path);
-            let at = match place.heir {
+            left.take(&place, birth.dies_before, &mut grown, &mut self.path);
+            let at = match place.reused_lot {
                 Some(lot) => At::Of(left.root(lot)),
                 None => {
-                    let slab = Slab { from: place.from, to: place.from + birth.bytes, leaves: birth.leaves };
+                    let slab =
+                        PlacedItem { from: place.from, to: place.from + birth.bytes, dies_before: birth.dies_before };
                     let index = grown.partition_point(|other| other.from < slab.from);
                     grown.insert(index, slab);
                     At::Offset(place.from)
@@ -200,7 +201,7 @@ impl<'c> Leap<'c> {
             let mut has_room = true;
             if waits && !is_last {
                 has_room = self.has_room(&grown, &left);
-                budget.spend(self.room.len() as u64 * self.waiting.len() as u64 / 64);
+                budget.spend(self.room.len() as u64 * self.survivors.len() as u64 / 64);
             }
             if has_room {
                 self.go(next + 1, grown, left, budget);
@@ -212,46 +213,46 @@ impl<'c> Leap<'c> {
                 break;
             }
         }
-        if let Some(rank) = birth.waits {
-            self.waiting[rank].1 = true;
+        if let Some(rank) = birth.survivor {
+            self.survivors[rank].1 = true;
         }
     }
 
     /// The candidate places of a birth, the best first.
-    fn places(&self, birth: Birth, live: &[Slab], lots: &Lots) -> Vec<Place> {
+    fn places(&self, birth: Birth, live: &[PlacedItem], lots: &Lots) -> Vec<Candidate> {
         let (course, bytes) = (self.course, birth.bytes);
-        let leaves = course.seen_by(birth.leaves);
-        let mut places: Vec<Place> = Vec::new();
+        let leaves = course.death_milestone(birth.dies_before);
+        let mut places: Vec<Candidate> = Vec::new();
         // In every other attempt, a large item may split a range next to the undecided one without a higher rank.
         let parts = course.number % 2 == 1 && course.is_largest(bytes);
         let dead = lots.dead(birth.clique);
-        let heir = dead.iter().find(|lot| lot.1 == bytes).map(|lot| lot.0);
-        if heir.is_some() {
-            let rank = if birth.waits.is_some() { 0 } else { HEIR };
-            places.push(Place { rank, heir, ..Place::default() });
+        let reused_lot = dead.iter().find(|lot| lot.1 == bytes).map(|lot| lot.0);
+        if reused_lot.is_some() {
+            let rank = if birth.survivor.is_some() { 0 } else { REUSE };
+            places.push(Candidate { rank, reused_lot, ..Candidate::default() });
         }
         each_range(live, course.ceiling, |from, to, between| {
-            let is_open = between.map(|slab| slab.is_some_and(|slab| slab.leaves == UNDECIDED));
-            let [below, above] = between.map(|slab| slab.map_or(UNDECIDED, |s| course.seen_by(s.leaves)));
+            let is_open = between.map(|slab| slab.is_some_and(|slab| slab.dies_before == UNDECIDED));
+            let [below, above] = between.map(|slab| slab.map_or(UNDECIDED, |s| course.death_milestone(s.dies_before)));
             let (low, high) = (apart(below, leaves), apart(leaves, above));
             if to - from < bytes {
-                Lots::openings(&dead, (from, to), is_open, bytes, |from, to, opened| {
-                    let opening = OPENING * opened.iter().flatten().count() as u64;
+                Lots::extensions(&dead, (from, to), is_open, bytes, |from, to, decided| {
+                    let opening = DECISION * decided.iter().flatten().count() as u64;
                     if to - from == bytes {
                         let rank = (low + high + opening).saturating_sub(RANGE + apart(below, above));
-                        places.push(Place { rank, from, opened, ..Place::default() });
+                        places.push(Candidate { rank, from, decided, ..Candidate::default() });
                     } else {
-                        places.extend([(low, from), (high, to - bytes)].map(|(side, from)| Place {
+                        places.extend([(low, from), (high, to - bytes)].map(|(side, from)| Candidate {
                             rank: side + ASIDE.0 + opening,
                             from,
-                            opened,
-                            ..Place::default()
+                            decided,
+                            ..Candidate::default()
                         }));
                     }
                 });
                 return;
             }
-            let mut push = |rank, from| places.push(Place { rank, from, ..Place::default() });
+            let mut push = |rank, from| places.push(Candidate { rank, from, ..Candidate::default() });
             if to - from == bytes {
                 push((low + high).saturating_sub(RANGE + apart(below, above)), from);
                 return;
@@ -259,7 +260,7 @@ impl<'c> Leap<'c> {
             push(low + ASIDE.0, from);
             push(high + ASIDE.0, to - bytes);
             let mut last = 0;
-            for &(other, is_to_come) in self.waiting.iter().filter(|_| birth.waits.is_some()) {
+            for &(other, is_to_come) in self.survivors.iter().filter(|_| birth.survivor.is_some()) {
                 if is_to_come && other != last && to - from - bytes > other {
                     last = other;
                     let parts = parts && course.is_largest(other);
@@ -270,8 +271,8 @@ impl<'c> Leap<'c> {
             }
         });
         places.sort_unstable();
-        places.dedup_by_key(|place| Place { rank: 0, ..*place });
-        if birth.waits.is_none() {
+        places.dedup_by_key(|place| Candidate { rank: 0, ..*place });
+        if birth.survivor.is_none() {
             places.truncate(PLACES.0);
         } else if bytes < course.largest / LARGE {
             places.truncate(PLACES.1);
@@ -282,13 +283,13 @@ impl<'c> Leap<'c> {
     /// True if the births that are still to come and alive at the milestone find room between the slabs that stay, each
     /// in the tightest range. Ranges next to the undecided one form a common pool, with the bytes of the lots that are
     /// dead by then.
-    fn has_room(&mut self, live: &[Slab], lots: &Lots) -> bool {
+    fn has_room(&mut self, live: &[PlacedItem], lots: &Lots) -> bool {
         self.room.clear();
         let (mut floor, mut is_open) = (0, false);
         let mut open = 0;
-        let top = Slab { from: self.course.ceiling, to: self.course.ceiling, leaves: 0 };
-        for &slab in live.iter().filter(|slab| slab.leaves > self.to).chain([&top]) {
-            let opens = slab.leaves == UNDECIDED;
+        let top = PlacedItem { from: self.course.ceiling, to: self.course.ceiling, dies_before: 0 };
+        for &slab in live.iter().filter(|slab| slab.dies_before > self.to).chain([&top]) {
+            let opens = slab.dies_before == UNDECIDED;
             if is_open || opens {
                 open += slab.from - floor;
             } else if slab.from > floor {
@@ -297,7 +298,7 @@ impl<'c> Leap<'c> {
             (floor, is_open) = (slab.to, opens);
         }
         open += lots.freed(self.to);
-        self.waiting.iter().filter(|waiting| waiting.1).all(|&(bytes, _)| {
+        self.survivors.iter().filter(|waiting| waiting.1).all(|&(bytes, _)| {
             let tightest = self.room.iter_mut().filter(|left| **left >= bytes).min();
             if let Some(left) = tightest {
                 *left -= bytes;
@@ -309,10 +310,10 @@ impl<'c> Leap<'c> {
         })
     }
 
-    fn arrive(&mut self, live: Vec<Slab>, lots: Lots) {
+    fn arrive(&mut self, live: Vec<PlacedItem>, lots: Lots) {
         let course = self.course;
-        let hash = live.iter().fold(0, |hash, slab| hash ^ slab.key(course.seen_by(slab.leaves)));
-        let hash = hash ^ lots.key(self.to, |leaves| course.seen_by(leaves));
+        let hash = live.iter().fold(0, |hash, slab| hash ^ slab.key(course.death_milestone(slab.dies_before)));
+        let hash = hash ^ lots.key(self.to, |leaves| course.death_milestone(leaves));
         if !self.known.insert(hash) {
             return;
         }
@@ -322,7 +323,7 @@ impl<'c> Leap<'c> {
         let mut floor = 0;
         let mut below = UNDECIDED;
         for slab in &live {
-            let seen = course.seen_by(slab.leaves);
+            let seen = course.death_milestone(slab.dies_before);
             if floor < slab.from {
                 outline.push((0, slab.from - floor));
                 disorder += RANGE;
@@ -344,7 +345,7 @@ impl<'c> Leap<'c> {
     }
 }
 
-impl Slab {
+impl PlacedItem {
     /// A hash of the slab's addresses and time of death.
     fn key(self, leaves: u32) -> u64 {
         mix(self.from ^ (self.to - self.from).rotate_left(20), u64::from(leaves))
@@ -353,17 +354,17 @@ impl Slab {
 
 /// Visits every free range below the ceiling, with its neighbours below and above (`None` at an edge of the arena).
 /// Beside the undecided range, empty ranges are visited too, since lots can extend them.
-fn each_range(live: &[Slab], ceiling: u64, mut visit: impl FnMut(u64, u64, [Option<&Slab>; 2])) {
-    let mut below: Option<&Slab> = None;
+fn each_range(live: &[PlacedItem], ceiling: u64, mut visit: impl FnMut(u64, u64, [Option<&PlacedItem>; 2])) {
+    let mut below: Option<&PlacedItem> = None;
     for slab in live {
         let floor = below.map_or(0, |slab| slab.to);
-        if floor < slab.from || [below, Some(slab)].into_iter().flatten().any(|slab| slab.leaves == UNDECIDED) {
+        if floor < slab.from || [below, Some(slab)].into_iter().flatten().any(|slab| slab.dies_before == UNDECIDED) {
             visit(floor, slab.from, [below, Some(slab)]);
         }
         below = Some(slab);
     }
     let floor = below.map_or(0, |slab| slab.to);
-    if floor < ceiling || below.is_some_and(|slab| slab.leaves == UNDECIDED) {
+    if floor < ceiling || below.is_some_and(|slab| slab.dies_before == UNDECIDED) {
         visit(floor, ceiling, [below, None]);
     }
 }

@@ -9,10 +9,10 @@
 
 use std::cmp::Reverse;
 
-use super::leap::Slab;
+use super::leap::PlacedItem;
 use crate::planner::mix::mix;
 
-/// Value of [`Slab::leaves`] for the undecided range.
+/// Value of [`PlacedItem::dies_before`] for the undecided range.
 pub(super) const UNDECIDED: u32 = u32::MAX;
 
 /// Where an item was placed: at an offset, or in the bytes of an item of the stack, whose offset may still be
@@ -30,7 +30,7 @@ struct Lot {
     root: u32,
     bytes: u64,
     /// The clique before which the last owner dies.
-    leaves: u32,
+    dies_before: u32,
 }
 
 /// The lots whose offsets are not decided yet.
@@ -39,19 +39,19 @@ pub(super) struct Lots(Vec<Lot>);
 
 /// A candidate place for a birth.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Place {
+pub(super) struct Candidate {
     pub rank: u64,
     pub from: u64,
     /// The lot that the birth takes over, if any.
-    pub heir: Option<usize>,
+    pub reused_lot: Option<usize>,
     /// Lots whose offsets this place decides, with those offsets; the first lies at an end of the undecided range.
-    pub opened: [Option<(usize, u64)>; 2],
+    pub decided: [Option<(usize, u64)>; 2],
 }
 
 impl Lots {
     /// Creates the lots of a stack from `(item, bytes, clique before which it dies)`.
     pub fn new(stack: impl Iterator<Item = (u32, u64, u32)>) -> Self {
-        Self(stack.map(|(root, bytes, leaves)| Lot { root, bytes, leaves }).collect())
+        Self(stack.map(|(root, bytes, dies_before)| Lot { root, bytes, dies_before }).collect())
     }
 
     pub fn len(&self) -> usize {
@@ -71,20 +71,20 @@ impl Lots {
     /// `seen` coarsens the clique before which a lot's owner dies.
     pub fn key(&self, clique: u32, seen: impl Fn(u32) -> u32) -> u64 {
         self.0.iter().fold(0, |key: u64, lot| {
-            let leaves = if lot.leaves <= clique { 0 } else { 1 + u64::from(seen(lot.leaves)) };
+            let leaves = if lot.dies_before <= clique { 0 } else { 1 + u64::from(seen(lot.dies_before)) };
             key.wrapping_add(mix(lot.bytes, leaves))
         })
     }
 
     /// Bytes of the lots that are free at a clique.
     pub fn freed(&self, clique: u32) -> u64 {
-        self.0.iter().filter(|lot| lot.leaves <= clique).map(|lot| lot.bytes).sum()
+        self.0.iter().filter(|lot| lot.dies_before <= clique).map(|lot| lot.bytes).sum()
     }
 
     /// The lots that are free at a clique, as `(index, bytes)`: at most two of each size, the largest first.
     pub fn dead(&self, clique: u32) -> Vec<(usize, u64)> {
         let mut dead: Vec<(usize, u64)> = Vec::new();
-        for (index, lot) in self.0.iter().enumerate().filter(|(_, lot)| lot.leaves <= clique) {
+        for (index, lot) in self.0.iter().enumerate().filter(|(_, lot)| lot.dies_before <= clique) {
             if dead.iter().filter(|other| other.1 == lot.bytes).count() < 2 {
                 dead.push((index, lot.bytes));
             }
@@ -96,7 +96,7 @@ impl Lots {
     /// Visits every way to extend the free range `from..to`, which is too small, to at least `bytes` with one or two
     /// dead lots at one of its ends. `open` says for each end whether the undecided range begins there. `visit` gets
     /// the extended range and the lots used, with their offsets.
-    pub fn openings(
+    pub fn extensions(
         dead: &[(usize, u64)],
         (from, to): (u64, u64),
         open: [bool; 2],
@@ -133,16 +133,16 @@ impl Lots {
 
     /// Applies a place. A lot that is taken over gets a new owner, which dies before clique `leaves`. Lots whose
     /// offsets are decided leave the undecided range of `live`, and their offsets are appended to `path`.
-    pub fn take(&mut self, place: &Place, leaves: u32, live: &mut Vec<Slab>, path: &mut Vec<(u32, At)>) {
-        if let Some(lot) = place.heir {
-            self.0[lot].leaves = leaves;
+    pub fn take(&mut self, place: &Candidate, leaves: u32, live: &mut Vec<PlacedItem>, path: &mut Vec<(u32, At)>) {
+        if let Some(lot) = place.reused_lot {
+            self.0[lot].dies_before = leaves;
         }
-        let mut opened: Vec<(usize, u64)> = place.opened.into_iter().flatten().collect();
-        for &(index, at) in &opened {
+        let mut decided: Vec<(usize, u64)> = place.decided.into_iter().flatten().collect();
+        for &(index, at) in &decided {
             let lot = self.0[index];
             path.push((lot.root, At::Offset(at)));
             let end = at + lot.bytes;
-            for slab in live.iter_mut().filter(|slab| slab.leaves == UNDECIDED) {
+            for slab in live.iter_mut().filter(|slab| slab.dies_before == UNDECIDED) {
                 if slab.from == at {
                     slab.from = end;
                 } else if slab.to == end {
@@ -151,8 +151,8 @@ impl Lots {
             }
             live.retain(|slab| slab.from < slab.to);
         }
-        opened.sort_unstable();
-        while let Some((index, _)) = opened.pop() {
+        decided.sort_unstable();
+        while let Some((index, _)) = decided.pop() {
             self.0.remove(index);
         }
     }
@@ -165,10 +165,10 @@ mod tests {
     use super::*;
 
     /// The lots of `(bytes, leaves)`, and the undecided range that holds them, from address 10 on.
-    fn stretch(rows: &[(u64, u32)]) -> (Lots, Vec<Slab>) {
+    fn stretch(rows: &[(u64, u32)]) -> (Lots, Vec<PlacedItem>) {
         let lots = Lots::new((0..).zip(rows).map(|(root, &(bytes, leaves))| (root, bytes, leaves)));
         let to = 10 + rows.iter().map(|row| row.0).sum::<u64>();
-        (lots, vec![Slab { from: 10, to, leaves: UNDECIDED }])
+        (lots, vec![PlacedItem { from: 10, to, dies_before: UNDECIDED }])
     }
 
     generated! {
@@ -184,10 +184,10 @@ mod tests {
             let end = live[0].to;
             for (from, to, open) in [(10 - free, 10, [false, true]), (end, end + free, [true, false])] {
                 let mut ways = Vec::new();
-                Lots::openings(&dead, (from, to), open, free + more, |from, to, opened| ways.push((from, to, opened)));
-                for (low, high, opened) in ways {
+                Lots::extensions(&dead, (from, to), open, free + more, |from, to, decided| ways.push((from, to, decided)));
+                for (low, high, decided) in ways {
                     let (mut left, mut live, mut path) = (lots.clone(), live.clone(), Vec::new());
-                    left.take(&Place { opened, ..Place::default() }, 0, &mut live, &mut path);
+                    left.take(&Candidate { decided, ..Candidate::default() }, 0, &mut live, &mut path);
                     let grown: u64 = path.iter().map(|&(root, _)| rows[root as usize].0).sum();
                     prop_assert!(path.iter().all(|&(root, _)| rows[root as usize].1 <= clique));
                     prop_assert_eq!(high - low, free + grown);
@@ -207,7 +207,7 @@ mod tests {
         let (mut lots, mut live) = stretch(&[(4, 9), (4, 1), (2, 1)]);
         let before = live.clone();
         assert_eq!(lots.dead(2), [(1, 4), (2, 2)]);
-        lots.take(&Place { heir: Some(1), ..Place::default() }, 5, &mut live, &mut Vec::new());
+        lots.take(&Candidate { reused_lot: Some(1), ..Candidate::default() }, 5, &mut live, &mut Vec::new());
         assert_eq!((lots.dead(2), lots.dead(5)), (vec![(2, 2)], vec![(1, 4), (2, 2)]));
         assert_eq!((live, lots.root(1), lots.freed(5)), (before, 1, 6));
     }

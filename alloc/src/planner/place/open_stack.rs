@@ -16,7 +16,7 @@
 use std::cmp::Reverse;
 use std::collections::HashSet;
 
-use super::leap::{Arrival, BIRTHS, Leap, Slab};
+use super::leap::{Arrival, BIRTHS, Leap, PlacedItem};
 use super::lots::{At, Lots, UNDECIDED};
 use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
@@ -94,8 +94,8 @@ fn attempt(
     let is_backward = number / KIND % 2 == 1;
     let peak = if is_backward { peaks[peaks.len() - 1] } else { peaks[0] };
     let last = solver.part.cliques - 1;
-    let forward = Course::new(&solver.forward, ceiling, peak, number, |k| live[k as usize]);
-    let backward = Course::new(&solver.backward, ceiling, last - peak, number, |k| live[(last - k) as usize]);
+    let forward = HalfSearch::new(&solver.forward, ceiling, peak, number, |k| live[k as usize]);
+    let backward = HalfSearch::new(&solver.backward, ceiling, last - peak, number, |k| live[(last - k) as usize]);
     let (first, mut second) = if is_backward { (backward, forward) } else { (forward, backward) };
     if !first.is_passable() || !second.is_passable() {
         return None;
@@ -114,7 +114,7 @@ fn attempt(
 }
 
 /// One half of an attempt: the way from the peak to the last clique.
-pub(super) struct Course<'s> {
+pub(super) struct HalfSearch<'s> {
     pub timeline: &'s Timeline<'s>,
     pub number: u64,
     pub ceiling: u64,
@@ -124,11 +124,11 @@ pub(super) struct Course<'s> {
     /// The milestones, ascending; the last clique is always one.
     milestones: Vec<u32>,
     /// By clique: how many milestones come before it.
-    seen: Vec<u32>,
+    milestones_before: Vec<u32>,
 }
 
 /// The layouts that are kept at a milestone.
-struct Station {
+struct MilestoneLayouts {
     /// Milestones passed so far.
     passed: usize,
     layouts: Vec<Layout>,
@@ -138,7 +138,7 @@ struct Station {
 
 /// A layout at a milestone: the slabs alive, ascending by address, and the last history entry that led there.
 struct Layout {
-    live: Vec<Slab>,
+    live: Vec<PlacedItem>,
     lots: Lots,
     node: u32,
 }
@@ -149,12 +149,13 @@ type Entry = (u32, u32, At);
 /// The parent of an entry that has none before it.
 const ROOT: u32 = u32::MAX;
 
-impl<'s> Course<'s> {
+impl<'s> HalfSearch<'s> {
     fn new(timeline: &'s Timeline<'s>, ceiling: u64, peak: u32, number: u64, live: impl Fn(u32) -> u64) -> Self {
         let milestones = milestones(peak, timeline.cliques, |clique| ceiling - live(clique));
-        let seen = (0..=timeline.cliques).map(|death| milestones.partition_point(|&k| k < death) as u32).collect();
+        let milestones_before =
+            (0..=timeline.cliques).map(|death| milestones.partition_point(|&k| k < death) as u32).collect();
         let largest = timeline.items.iter().map(|item| item.bytes).max().unwrap_or(1);
-        Self { timeline, number, ceiling, largest, peak, milestones, seen }
+        Self { timeline, number, ceiling, largest, peak, milestones, milestones_before }
     }
 
     /// True if no leap has more births than [`BIRTHS`].
@@ -168,8 +169,8 @@ impl<'s> Course<'s> {
 
     /// The milestones before a clique. It serves as the time of death of items that die before that clique, and is
     /// [`UNDECIDED`] for the undecided range.
-    pub fn seen_by(&self, death: u32) -> u32 {
-        self.seen.get(death as usize).copied().unwrap_or(UNDECIDED)
+    pub fn death_milestone(&self, death: u32) -> u32 {
+        self.milestones_before.get(death as usize).copied().unwrap_or(UNDECIDED)
     }
 
     /// True if an item is at least half as large as the largest.
@@ -194,7 +195,7 @@ impl<'s> Course<'s> {
         let lot = |&i: &u32| (i, self.timeline.item(i).bytes, self.timeline.item(i).end);
         let to = stack.iter().map(|&i| self.timeline.item(i).bytes).sum();
         Layout {
-            live: vec![Slab { from: 0, to, leaves: UNDECIDED }],
+            live: vec![PlacedItem { from: 0, to, dies_before: UNDECIDED }],
             lots: Lots::new(stack.iter().map(lot)),
             node: ROOT,
         }
@@ -204,7 +205,7 @@ impl<'s> Course<'s> {
     fn stacked(&self, stack: &[u32], offsets: &[u64]) -> Layout {
         let slab = |&i: &u32| {
             let (item, from) = (self.timeline.item(i), offsets[i as usize]);
-            Slab { from, to: from + item.bytes, leaves: item.end }
+            PlacedItem { from, to: from + item.bytes, dies_before: item.end }
         };
         Layout { live: stack.iter().map(slab).collect(), lots: Lots::default(), node: ROOT }
     }
@@ -213,7 +214,7 @@ impl<'s> Course<'s> {
     /// of the lots left undecided. Returns false if there is no way or the budget is spent.
     fn run(&self, start: Layout, offsets: &mut [u64], budget: &mut Budget) -> bool {
         let mut history: Vec<Entry> = Vec::new();
-        let mut stations = vec![Station { passed: 0, layouts: vec![start], entries: 0 }];
+        let mut stations = vec![MilestoneLayouts { passed: 0, layouts: vec![start], entries: 0 }];
         let (mut failed, mut failed_at) = (0, 0);
         while let Some(here) = stations.last()
             && here.passed < self.milestones.len()
@@ -227,7 +228,7 @@ impl<'s> Course<'s> {
             }
             let layouts = self.pass(here, failed, &mut history, budget);
             if !layouts.is_empty() {
-                stations.push(Station { passed: passed + 1, layouts, entries: history.len() });
+                stations.push(MilestoneLayouts { passed: passed + 1, layouts, entries: history.len() });
                 continue;
             }
             failed += 1;
@@ -249,7 +250,7 @@ impl<'s> Course<'s> {
     /// Leaps from a milestone to the next and returns the layouts that are kept there, those to go on from first.
     /// Layouts that differ only in small items fail for the same reason. So the best layout of each order of large
     /// items comes first, and the others follow where there is room for them.
-    fn pass(&self, here: &Station, failed: u32, history: &mut Vec<Entry>, budget: &mut Budget) -> Vec<Layout> {
+    fn pass(&self, here: &MilestoneLayouts, failed: u32, history: &mut Vec<Entry>, budget: &mut Budget) -> Vec<Layout> {
         let from = here.passed.checked_sub(1).map_or(self.peak, |k| self.milestones[k]);
         let width = WIDTH << (failed + self.effort());
         let mut leap = Leap::new(self, from..self.milestones[here.passed], failed / 2);
@@ -279,7 +280,7 @@ impl<'s> Course<'s> {
 
 /// Writes the offsets of a layout and its history. The lots that are still undecided are stacked in any order.
 fn write(layout: &Layout, history: &[Entry], offsets: &mut [u64]) {
-    let mut floor = layout.live.iter().find(|slab| slab.leaves == UNDECIDED).map_or(0, |slab| slab.from);
+    let mut floor = layout.live.iter().find(|slab| slab.dies_before == UNDECIDED).map_or(0, |slab| slab.from);
     for (i, bytes) in layout.lots.rest() {
         offsets[i as usize] = floor;
         floor += bytes;
@@ -331,7 +332,7 @@ mod tests {
             number in 0..ATTEMPTS,
         ) {
             let part = part(&rows, 99);
-            let solver = Solver::new(&part, Goal::of(part.bound));
+            let solver = Solver::new(&part, Goal::exactly(part.bound));
             let (live, ceiling, peaks) = (part.live(), part.bound + room, part.fullest_cliques());
             let run = |work| attempt(&solver, &live, ceiling, &peaks, number, &mut Budget { work, ..Budget::default() });
             let found = run(200_000);
@@ -365,7 +366,7 @@ mod tests {
             let mut rows = vec![(0, 1, bound)];
             rows.resize(births + 1, (1, 1, 1));
             let part = part(&rows, 2);
-            let solver = Solver::new(&part, Goal::of(bound));
+            let solver = Solver::new(&part, Goal::exactly(bound));
             let mut budget = Budget { work: 1_000_000, ..Budget::default() };
             let found = attempt(&solver, &part.live(), bound, &[0], 0, &mut budget);
             assert_eq!((found.is_some(), budget.spent > 0), (is_passable, is_passable), "{births}");

@@ -109,7 +109,7 @@ impl Solver<'_> {
             let (placement, spent) = self.follow(&chain, u64::MAX, enough);
             self.count(spent, budget);
             if placement.is_some() {
-                return self.offer(placement);
+                return self.keep_if_lower(placement);
             }
         }
     }
@@ -142,7 +142,7 @@ impl Solver<'_> {
             for (i, _) in part.items.iter().enumerate().filter(|(_, item)| item.end <= peak) {
                 both.offsets[i] = before.offsets[i];
             }
-            self.offer(Some(both));
+            self.keep_if_lower(Some(both));
         }
     }
 
@@ -204,7 +204,7 @@ impl Solver<'_> {
             let results: Vec<_> = wave.par_iter().map(|chain| self.follow(chain, limit, share)).collect();
             for (placement, spent) in results {
                 self.count(spent, budget);
-                self.offer(placement);
+                self.keep_if_lower(placement);
             }
         }
     }
@@ -301,7 +301,7 @@ impl Rule for Fitted<'_> {
             sort_by_key(born, |&i| Reverse(self.solver.part.items[i as usize].bytes));
         }
         if !self.reserved.is_empty() {
-            sort_by_key(born, |&i| self.reserved.of(i).is_none());
+            sort_by_key(born, |&i| self.reserved.offset(i).is_none());
         }
     }
 
@@ -309,7 +309,7 @@ impl Rule for Fitted<'_> {
         let (policy, part) = (self.chain.policy, self.solver.part);
         let item = self.solver.timeline(self.chain.is_backward).item(i);
         let end = |at: u64| at + item.bytes;
-        if let Some(at) = self.reserved.of(i) {
+        if let Some(at) = self.reserved.offset(i) {
             let place = space.at(at, item.bytes)?;
             self.height = if part.is_forbidden(i) { self.height } else { self.height.max(end(at)) };
             return (self.height <= self.limit).then_some(place);

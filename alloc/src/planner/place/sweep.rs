@@ -31,7 +31,7 @@ pub(crate) trait Rule {
 
 /// A step that can be undone.
 #[derive(Debug, Clone, Copy)]
-enum Step {
+enum Event {
     Birth(u32),
     Death(u32),
 }
@@ -43,7 +43,7 @@ pub(crate) struct Sweep<'s> {
     /// The cliques to pass.
     pub cliques: Range<u32>,
     /// The steps so far, if they may be undone.
-    trail: Option<Vec<Step>>,
+    trail: Option<Vec<Event>>,
     born: Vec<u32>,
 }
 
@@ -71,10 +71,10 @@ impl<'s> Sweep<'s> {
 
     /// Frees the items that die before a clique and places those born in it. Returns false if the rule stops the sweep.
     pub fn pass(&mut self, clique: u32, rule: &mut impl Rule, budget: &mut Budget) -> bool {
-        for &i in self.timeline.dead(clique) {
+        for &i in self.timeline.dying(clique) {
             self.space.free(i);
             if let Some(trail) = &mut self.trail {
-                trail.push(Step::Death(i));
+                trail.push(Event::Death(i));
             }
         }
         let mut born = std::mem::take(&mut self.born);
@@ -88,7 +88,7 @@ impl<'s> Sweep<'s> {
             if let Some(place) = place {
                 self.space.put(i, place);
                 if let Some(trail) = &mut self.trail {
-                    trail.push(Step::Birth(i));
+                    trail.push(Event::Birth(i));
                 }
             }
             place.is_some()
@@ -107,8 +107,8 @@ impl<'s> Sweep<'s> {
         let Some(trail) = &mut self.trail else { return };
         for step in trail.split_off(steps).into_iter().rev() {
             match step {
-                Step::Birth(i) => self.space.free(i),
-                Step::Death(i) => {
+                Event::Birth(i) => self.space.free(i),
+                Event::Death(i) => {
                     let (at, bytes) = (self.space.offsets[i as usize], self.timeline.item(i).bytes);
                     let place = self.space.at(at, bytes).expect("what an item left is free again");
                     self.space.put(i, place);

@@ -155,7 +155,7 @@ mod tests {
         ) {
             let item = |start: u32, cliques: u32| Item { start, end: (start + cliques).min(900), bytes: 3, alignment: 1 };
             let items: Vec<Item> = placed.iter().map(|&(start, cliques, ..)| item(start, cliques)).collect();
-            let part = Part::of_items(items.clone(), 900);
+            let part = Part::from_items(items.clone(), 900);
             let mut index = ByTime::new(&part);
             for (i, &(_, _, at, _)) in placed.iter().enumerate() {
                 index.insert(i as u32, items[i], at);

@@ -46,7 +46,7 @@ impl Reserved {
     }
 
     /// The reserved offset of an item.
-    pub fn of(&self, item: u32) -> Option<u64> {
+    pub fn offset(&self, item: u32) -> Option<u64> {
         self.places.get(item as usize).copied().flatten()
     }
 

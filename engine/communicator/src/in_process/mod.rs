@@ -110,7 +110,7 @@ impl InProcess {
 
     /// Works on an operation until it ends, or until `when_blocked` gives up on it. Afterwards its memory is not
     /// accessed any more.
-    fn settle<'a>(
+    fn work_until_ended<'a>(
         &mut self,
         world: &'a World,
         mut state: MutexGuard<'a, State>,
@@ -119,11 +119,11 @@ impl InProcess {
     ) -> (MutexGuard<'a, State>, Result<()>) {
         let me = self.me();
         let outcome = loop {
-            match self.outlook(&state, slot) {
-                Outlook::Ended(outcome) => break outcome,
-                Outlook::ToDo(round) => state = self.perform(world, state, round),
-                Outlook::InWork => state = world.block(state, me, None),
-                Outlook::Blocked => match when_blocked(&state, slot) {
+            match self.state(&state, slot) {
+                OperationState::Ended(outcome) => break outcome,
+                OperationState::ToDo(round) => state = self.perform(world, state, round),
+                OperationState::InWork => state = world.block(state, me, None),
+                OperationState::Blocked => match when_blocked(&state, slot) {
                     Ok(deadline) => state = world.block(state, me, deadline),
                     Err(error) => break Err(error),
                 },
@@ -137,22 +137,22 @@ impl InProcess {
     }
 
     /// The state of an operation.
-    fn outlook(&self, state: &State, slot: usize) -> Outlook {
+    fn state(&self, state: &State, slot: usize) -> OperationState {
         let me = self.me();
         match state.slots[me][slot].status {
-            Status::Free => Outlook::Ended(Err(CommunicatorError::UnknownRequest)),
-            Status::Posted(_) => Outlook::Blocked,
-            Status::Copying => Outlook::InWork,
-            Status::Done => Outlook::Ended(Ok(())),
-            Status::Mismatched { post, other } => Outlook::Ended(Err(mismatch(me, &post, other))),
+            Status::Free => OperationState::Ended(Err(CommunicatorError::UnknownRequest)),
+            Status::Posted(_) => OperationState::Blocked,
+            Status::Copying => OperationState::InWork,
+            Status::Done => OperationState::Ended(Ok(())),
+            Status::Mismatched { post, other } => OperationState::Ended(Err(mismatch(me, &post, other))),
             Status::Round(index) => {
                 let round = &state.rounds[index];
                 match round.disagreement {
-                    _ if !round.is_full() => Outlook::Blocked,
-                    Some(disagreement) => Outlook::Ended(Err(self.disagreement(disagreement))),
-                    None if round.next < round.items => Outlook::ToDo(index),
-                    None if round.done < round.items => Outlook::InWork,
-                    None => Outlook::Ended(Ok(())),
+                    _ if !round.is_full() => OperationState::Blocked,
+                    Some(disagreement) => OperationState::Ended(Err(self.disagreement(disagreement))),
+                    None if round.next < round.items => OperationState::ToDo(index),
+                    None if round.done < round.items => OperationState::InWork,
+                    None => OperationState::Ended(Ok(())),
                 }
             }
         }
@@ -204,7 +204,7 @@ impl InProcess {
 }
 
 /// The state of an operation.
-enum Outlook {
+enum OperationState {
     /// Its memory is not accessed any more.
     Ended(Result<()>),
     /// All ranks have started this round, and it has items left.
@@ -272,7 +272,7 @@ unsafe impl Communicator for InProcess {
         let (world, me, timeout) = (self.world.clone(), self.me(), self.timeout);
         let state = world.lock();
         let mut deadline = None;
-        let (mut state, outcome) = self.settle(&world, state, slot, |state, slot| {
+        let (mut state, outcome) = self.work_until_ended(&world, state, slot, |state, slot| {
             let awaited = || state.awaited(me, slot);
             state.check(me, awaited)?;
             if let Some(rank) = state.absent(me, slot) {
@@ -329,7 +329,7 @@ impl Drop for InProcess {
             let Slot { group, status, .. } = &state.slots[me][slot];
             if *group == self.group && !matches!(status, Status::Free) {
                 let give_up = |_: &State, _| Err(CommunicatorError::UnknownRequest);
-                let (back, outcome) = self.settle(&world, state, slot, give_up);
+                let (back, outcome) = self.work_until_ended(&world, state, slot, give_up);
                 state = back;
                 under_way += usize::from(outcome.is_err());
             }

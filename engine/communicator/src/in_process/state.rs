@@ -15,7 +15,7 @@ pub(super) struct State {
     /// Operations, by world rank.
     pub(super) slots: Vec<Vec<Slot>>,
     /// Collectives in progress, and empty ones for reuse.
-    pub(super) rounds: Vec<Round>,
+    pub(super) rounds: Vec<CollectiveInProgress>,
     /// Number of messages posted so far.
     posted: u64,
 }
@@ -77,7 +77,7 @@ pub(super) struct Post {
 
 /// A collective in progress.
 #[derive(Debug)]
-pub(super) struct Round {
+pub(super) struct CollectiveInProgress {
     pub(super) group: usize,
     /// Its index among the group's collectives.
     pub(super) serial: u64,
@@ -108,7 +108,7 @@ impl State {
             slots.push(Slot { group, status: Status::Free });
             // Each round in use is held by at least one slot. With as many rounds as slots, the interleaving of ranks
             // does not determine whether a round is allocated.
-            self.rounds.push(Round::empty(self.groups[0].members.len()));
+            self.rounds.push(CollectiveInProgress::empty(self.groups[0].members.len()));
             slots.len() - 1
         });
         slots[index] = Slot { group, status };
@@ -139,18 +139,19 @@ impl State {
 
     /// Enters a member into a collective of its group, by the collective's index. Returns the index of its round.
     pub(super) fn enter(&mut self, group: usize, serial: u64, member: usize, entry: Entry) -> usize {
-        let under_way = |round: &Round| round.present > 0 && (round.group, round.serial) == (group, serial);
+        let under_way =
+            |round: &CollectiveInProgress| round.present > 0 && (round.group, round.serial) == (group, serial);
         let index = self.rounds.iter().position(under_way).unwrap_or_else(|| {
             let free = self.rounds.iter().position(|round| round.present == 0);
             let index = free.unwrap_or_else(|| {
-                self.rounds.push(Round::empty(self.groups[0].members.len()));
+                self.rounds.push(CollectiveInProgress::empty(self.groups[0].members.len()));
                 self.rounds.len() - 1
             });
             let round = &mut self.rounds[index];
             round.entries.clear();
             round.entries.resize(self.groups[group].members.len(), None);
             let entries = std::mem::take(&mut round.entries);
-            *round = Round { group, serial, entries, ..Round::empty(0) };
+            *round = CollectiveInProgress { group, serial, entries, ..CollectiveInProgress::empty(0) };
             index
         });
         let round = &mut self.rounds[index];
@@ -187,7 +188,7 @@ impl State {
     }
 
     /// World ranks of the members that have not started a round, and whether each has left.
-    fn missing(&self, round: &Round) -> impl Iterator<Item = (usize, bool)> {
+    fn missing(&self, round: &CollectiveInProgress) -> impl Iterator<Item = (usize, bool)> {
         let group = &self.groups[round.group];
         let all = round.entries.iter().zip(group.members.iter().zip(&group.left));
         all.filter(|(entry, _)| entry.is_none()).map(|(_, (rank, left))| (*rank, *left))
@@ -218,7 +219,7 @@ impl State {
     }
 }
 
-impl Round {
+impl CollectiveInProgress {
     fn empty(capacity: usize) -> Self {
         Self {
             group: 0,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::operation::Operation;
-use super::{MOST_LEFT, Nccl, Sums, heartbeat};
+use super::{MAX_LEFT_TO_DEVICE, Nccl, Sums, heartbeat};
 use crate::backend::world_rank;
 use crate::launch_order::{Call, Kind, LaunchOrder, LaunchQueue, Start};
 use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag};
@@ -68,7 +68,7 @@ unsafe impl Communicator for Nccl {
     }
 
     fn agree(&mut self, program: &[Call]) -> Result<Option<Arc<LaunchOrder>>> {
-        self.expect_well()?;
+        self.check_failure()?;
         self.bind()?;
         let order = LaunchOrder::agree(&mut *self.control, program)?;
         let peers = order.starts().iter().filter_map(|start| match *start {
@@ -82,7 +82,7 @@ unsafe impl Communicator for Nccl {
 
     /// Begins a run of a program. Outside of a run, only collectives can be started.
     fn follow(&mut self, order: &Arc<LaunchOrder>) -> Result<()> {
-        self.expect_well()?;
+        self.check_failure()?;
         if self.run.is_some() {
             return Err(CommunicatorError::Unsupported {
                 what: "a run of a program before the end of another on the same communicator",
@@ -103,15 +103,15 @@ unsafe impl Communicator for Nccl {
         self.left.push_back(index);
         // Settle before a queue of the driver is full: the host would then block without checking for failures of other
         // ranks.
-        self.settle_to(MOST_LEFT)
+        self.wait_until_at_most(MAX_LEFT_TO_DEVICE)
     }
 
     fn settle(&mut self) -> Result<()> {
-        self.expect_well()?;
+        self.check_failure()?;
         if self.left.is_empty() {
             return Ok(());
         }
-        self.settle_to(0)?;
+        self.wait_until_at_most(0)?;
         // A failing rank first reports it and then aborts its communicators, so operations that wait for it may end.
         // Check for such a report before trusting their results.
         heartbeat(&mut *self.control).map_err(|error| self.fail(error))
@@ -119,7 +119,7 @@ unsafe impl Communicator for Nccl {
 
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
         const WORD: usize = size_of::<usize>();
-        self.expect_well()?;
+        self.check_failure()?;
         let mut part = self.control.split(color, key).map_err(|error| self.fail(error))?;
         let mut members = vec![0; WORD * part.size()];
         part.all_gather(&self.me().to_ne_bytes(), &mut members).map_err(|error| self.fail(error))?;

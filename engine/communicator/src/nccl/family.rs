@@ -35,7 +35,7 @@ impl Family {
 
     /// Returns an error if any of the communicators has failed.
     pub(super) fn check(&self) -> Result<()> {
-        self.members().iter().try_for_each(|member| member.is_settled().map(drop))
+        self.members().iter().try_for_each(|member| member.is_call_complete().map(drop))
     }
 
     /// Aborts all communicators, concurrently: NCCL may wait in one for an operation of another.

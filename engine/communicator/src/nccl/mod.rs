@@ -67,7 +67,7 @@ const INTERVAL: Duration = Duration::from_micros(20);
 const HEARTBEAT: Duration = Duration::from_millis(100);
 
 /// The most operations that the device may wait for while the host goes on.
-const MOST_LEFT: usize = 64;
+const MAX_LEFT_TO_DEVICE: usize = 64;
 
 /// The order in which f32 are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -138,7 +138,7 @@ impl Nccl {
     }
 
     /// Returns an error after a failure.
-    fn expect_well(&self) -> Result<()> {
+    fn check_failure(&self) -> Result<()> {
         self.failure.clone().map_or(Ok(()), Err)
     }
 
@@ -152,7 +152,7 @@ impl Nccl {
     /// # Safety
     /// The operation's memory must be lent until the request was waited for.
     unsafe fn begin(&mut self, operation: Operation) -> Result<Request> {
-        self.expect_well()?;
+        self.check_failure()?;
         self.bind()?;
         // SAFETY: an all-to-all has one size per rank.
         unsafe { operation.expect_on_device(self.members.len(), self.compute.context()) }?;
@@ -263,7 +263,7 @@ impl Nccl {
     }
 
     /// Waits for operations that were left to the device, oldest first, until at most `most` remain.
-    fn settle_to(&mut self, most: usize) -> Result<()> {
+    fn wait_until_at_most(&mut self, most: usize) -> Result<()> {
         while self.left.len() > most {
             let index = self.left.pop_front().expect("there are more");
             self.end_of(index)?;
@@ -288,7 +288,7 @@ impl Nccl {
         let begun = Instant::now();
         let mut asked = begun;
         let mut polls = 0;
-        while !(self.comm.is_settled()? && and(self)?) {
+        while !(self.comm.is_call_complete()? && and(self)?) {
             polls += 1;
             if polls < EAGER_POLLS {
                 std::hint::spin_loop();

@@ -1,7 +1,7 @@
 //! The few NCCL calls that the backend makes, with errors as values.
 //!
 //! Communicators are non-blocking: a call may return before it has finished its own communication with other ranks. The
-//! communicator must not be used again until [`Comm::is_settled`] returns true.
+//! communicator must not be used again until [`Comm::is_call_complete`] returns true.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -87,7 +87,7 @@ impl Comm {
     ///
     /// # Errors
     /// Returns an error if the communicator has failed since.
-    pub(super) fn is_settled(&self) -> Result<bool> {
+    pub(super) fn is_call_complete(&self) -> Result<bool> {
         const CALL: &str = "ncclCommGetAsyncError";
         let mut state = SUCCESS;
         // SAFETY: the handle is a valid communicator; `state` outlives the call.

@@ -1,6 +1,6 @@
 //! Decides which values can have dynamic rows: buffers sized by a row count that is known only while the step runs.
 //!
-//! An operation that supports dynamic rows ([`Rows`]) touches only as many rows as the count says, so its buffers need
+//! An operation that supports dynamic rows ([`RowUse`]) touches only as many rows as the count says, so its buffers need
 //! no more. They are allocated at run time by the online arena. All values that share a count are planned at their
 //! maximum size instead if one of them is used by
 //!
@@ -10,7 +10,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use gapless_graph::Rows;
+use gapless_graph::RowUse;
 use gapless_graph::{Graph, Phase, Place, RowCount, Value, ValueId};
 
 use super::{Lowerer, Lowering};
@@ -20,67 +20,67 @@ use crate::recompute::Variant;
 
 /// The row counts of a program.
 #[derive(Debug)]
-pub(super) struct Counts {
+pub(super) struct RowCounts {
     /// Roots with dynamic rows.
     roots: HashMap<ValueId, RowCount>,
     /// Roots that hold row offsets; their last element is the row count.
-    starts: HashSet<ValueId>,
+    row_offsets: HashSet<ValueId>,
     /// The index of each row count, by its offsets value and micro-batch.
-    numbers: HashMap<(ValueId, u32), u32>,
+    count_ids: HashMap<(ValueId, u32), u32>,
 }
 
-impl Counts {
-    pub(super) fn new(of: &Lowering<'_>, alive: &[bool], crossings: &CrossRankValues) -> Self {
-        let graph = of.graph;
-        let counted = |id: ValueId| graph.value(graph.value(id).root).rows;
-        let here = |place: Place| crossings.ranks_of(place) == (of.rank..of.rank + 1);
+impl RowCounts {
+    pub(super) fn new(lowering: &Lowering<'_>, alive: &[bool], crossings: &CrossRankValues) -> Self {
+        let graph = lowering.graph;
+        let row_count = |id: ValueId| graph.value(graph.value(id).root).row_count;
+        let here = |place: Place| crossings.ranks_of(place) == (lowering.rank..lowering.rank + 1);
         let mut roots = HashMap::new();
         let mut refused: HashSet<ValueId> = HashSet::new();
         for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
-            for (&output, rows) in node.outputs.iter().filter_map(|output| Some((output, counted(*output)?))) {
+            for (&output, rows) in node.outputs.iter().filter_map(|output| Some((output, row_count(*output)?))) {
                 roots.insert(output, rows);
                 let crosses = crossings.per_micro_batch(output).next().is_some();
-                let starts_here = graph.place_of(rows.starts).is_some_and(here);
+                let starts_here = graph.place_of(rows.offsets).is_some_and(here);
                 if crosses || !here(node.place) || !starts_here || node.phase == Phase::Update {
-                    refused.insert(rows.starts);
+                    refused.insert(rows.offsets);
                 }
             }
-            for (&input, rows) in node.inputs.iter().filter_map(|input| Some((input, counted(*input)?))) {
-                let knows = !matches!(node.op.rows(), Rows::Unaware) && node.phase != Phase::Update;
+            for (&input, rows) in node.inputs.iter().filter_map(|input| Some((input, row_count(*input)?))) {
+                let knows = !matches!(node.op.rows(), RowUse::Unaware) && node.phase != Phase::Update;
                 if !knows || !is_whole(graph, input) || !here(node.place) {
-                    refused.insert(rows.starts);
+                    refused.insert(rows.offsets);
                 }
             }
-            let counts: HashSet<ValueId> =
-                node.inputs.iter().chain(&node.outputs).filter_map(|&id| Some(counted(id)?.starts)).collect();
+            let offsets: HashSet<ValueId> =
+                node.inputs.iter().chain(&node.outputs).filter_map(|&id| Some(row_count(id)?.offsets)).collect();
             // A node cannot combine rows of two counts. The runtime reads a count from its producer's first output
             // only.
-            if counts.len() > 1 {
-                refused.extend(&counts);
+            if offsets.len() > 1 {
+                refused.extend(&offsets);
             }
-            let counts_first = |starts: &ValueId| {
-                let root = graph.value(*starts).root;
+            let counts_first = |offsets_value: &ValueId| {
+                let root = graph.value(*offsets_value).root;
                 graph.producer(root).is_some_and(|maker| maker.outputs[0] == root)
             };
-            refused.extend(counts.into_iter().filter(|starts| !counts_first(starts)));
+            refused.extend(offsets.into_iter().filter(|offsets_value| !counts_first(offsets_value)));
         }
         // Compression and offloading only support static shapes.
-        for (root, _) in of.recomputation.variants().iter().flat_map(Variant::stashed) {
-            refused.extend(counted(root).map(|rows| rows.starts));
+        for (root, _) in lowering.recomputation.variants().iter().flat_map(Variant::stashed) {
+            refused.extend(row_count(root).map(|rows| rows.offsets));
         }
-        for output in of.outputs {
-            refused.extend(counted(output.value).map(|rows| rows.starts));
+        for output in lowering.outputs {
+            refused.extend(row_count(output.value).map(|rows| rows.offsets));
         }
-        roots.retain(|_, rows| !refused.contains(&rows.starts));
-        let starts = roots.values().map(|rows| graph.value(rows.starts).root).collect();
-        Self { roots, starts, numbers: HashMap::new() }
+        roots.retain(|_, rows| !refused.contains(&rows.offsets));
+        let row_offsets = roots.values().map(|rows| graph.value(rows.offsets).root).collect();
+        Self { roots, row_offsets, count_ids: HashMap::new() }
     }
 }
 
-impl Counts {
+impl RowCounts {
     /// The value that counts the rows of a root, if its rows are dynamic.
-    pub(super) fn starts_of(&self, graph: &Graph, root: ValueId) -> Option<ValueId> {
-        self.roots.get(&root).map(|rows| graph.value(rows.starts).root)
+    pub(super) fn offsets_of(&self, graph: &Graph, root: ValueId) -> Option<ValueId> {
+        self.roots.get(&root).map(|rows| graph.value(rows.offsets).root)
     }
 }
 
@@ -93,23 +93,23 @@ fn is_whole(graph: &Graph, id: ValueId) -> bool {
 
 impl Lowerer<'_> {
     /// The dynamic size of a value, if its rows are dynamic.
-    pub(super) fn counted(&mut self, id: ValueId, micro_batch: u32) -> Option<DynamicRows> {
-        let rows = *self.counts.roots.get(&id)?;
-        let spec = &self.of.graph.value(id).spec;
+    pub(super) fn dynamic_rows(&mut self, id: ValueId, micro_batch: u32) -> Option<DynamicRows> {
+        let rows = *self.row_counts.roots.get(&id)?;
+        let spec = &self.lowering.graph.value(id).spec;
         let row_bytes = spec.bytes() / spec.dims()[0] as u64;
-        let count = self.number(self.of.graph.value(rows.starts).root, micro_batch);
+        let count = self.count_id(self.lowering.graph.value(rows.offsets).root, micro_batch);
         Some(DynamicRows { count, row_bytes, balanced: (rows.balanced as u64).saturating_mul(row_bytes) })
     }
 
     /// The row count that a value defines, if it defines one.
-    pub(super) fn count_made(&mut self, root: ValueId, micro_batch: u32) -> Option<u32> {
-        self.counts.starts.contains(&root).then(|| self.number(root, micro_batch))
+    pub(super) fn count_defined(&mut self, root: ValueId, micro_batch: u32) -> Option<u32> {
+        self.row_counts.row_offsets.contains(&root).then(|| self.count_id(root, micro_batch))
     }
 
-    pub(super) fn number(&mut self, starts: ValueId, micro_batch: u32) -> u32 {
-        let next = self.counts.numbers.len() as u32;
-        let number = *self.counts.numbers.entry((starts, micro_batch)).or_insert(next);
-        self.program.counts = self.counts.numbers.len();
-        number
+    pub(super) fn count_id(&mut self, offsets: ValueId, micro_batch: u32) -> u32 {
+        let next = self.row_counts.count_ids.len() as u32;
+        let id = *self.row_counts.count_ids.entry((offsets, micro_batch)).or_insert(next);
+        self.program.row_counts = self.row_counts.count_ids.len();
+        id
     }
 }

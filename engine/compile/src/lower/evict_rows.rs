@@ -16,80 +16,84 @@ use gapless_alloc::{Label, Role};
 use gapless_graph::ops::{Collective, Group};
 use gapless_graph::{Graph, Node, NodeId, Phase, ValueId};
 
-use super::dynamic_rows::Counts;
+use super::dynamic_rows::RowCounts;
 use super::rematerialize::Occurrence;
 use super::{BufferId, Lowerer, Lowering, collective_of};
-use crate::program::{BufferKind, Instr, InstrKind, Operand, Origin};
+use crate::program::{BufferKind, Instance, Instr, InstrKind, Operand};
 use crate::recompute::{SavedActivations, Variant};
 
 /// Rows that may be evicted: per recomputation variant (indexed by
-/// [`RematPlan::table`](crate::recompute::RematPlan::table)), by the value that counts them.
+/// [`RematPlan::table_index`](crate::recompute::RematPlan::table_index)), by the value that counts them.
 #[derive(Debug, Default)]
 pub(super) struct Evicted {
-    of: Vec<BTreeMap<ValueId, Rows>>,
+    by_variant: Vec<BTreeMap<ValueId, EvictableRows>>,
     /// Roots with dynamic rows that the forward computes and the backward reads, each with the value that counts it.
     read: HashMap<ValueId, ValueId>,
     /// Counts and micro-batches whose recomputation has been emitted.
-    back: HashSet<(ValueId, u32)>,
+    recomputed: HashSet<(ValueId, u32)>,
 }
 
 /// The rows of one count.
 #[derive(Debug, Default, Clone)]
-pub(super) struct Rows {
+pub(super) struct EvictableRows {
     /// Roots that are kept for the backward, or recomputed.
     roots: BTreeSet<ValueId>,
     /// The nodes that recompute them, in order.
     rematerialized: BTreeSet<NodeId>,
     /// Other roots that this recomputation produces and reads, and that are not kept.
-    between: BTreeSet<ValueId>,
+    temporaries: BTreeSet<ValueId>,
 }
 
 impl Evicted {
-    pub(super) fn new(of: &Lowering<'_>, alive: &[bool], counts: &Counts) -> Self {
-        if !of.evicts {
+    pub(super) fn new(lowering: &Lowering<'_>, alive: &[bool], counts: &RowCounts) -> Self {
+        if !lowering.evicts {
             return Self::default();
         }
-        let graph = of.graph;
+        let graph = lowering.graph;
         let saved = SavedActivations::new(graph, alive);
         let mut read = HashMap::new();
         for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
             if matches!(node.phase, Phase::BackwardInput | Phase::BackwardWeight) {
                 for root in node.inputs.iter().map(|&input| graph.value(input).root) {
                     let is_forward = graph.producer(root).is_some_and(|maker| maker.phase == Phase::Forward);
-                    if let Some(starts) = counts.starts_of(graph, root).filter(|_| is_forward) {
-                        read.insert(root, starts);
+                    if let Some(offsets) = counts.offsets_of(graph, root).filter(|_| is_forward) {
+                        read.insert(root, offsets);
                     }
                 }
             }
         }
         let plain = Variant::default();
-        let variants = std::iter::once(&plain).chain(of.recomputation.variants());
+        let variants = std::iter::once(&plain).chain(lowering.recomputation.variants());
         let rows = |variant: &Variant| {
-            let mut by_count: BTreeMap<ValueId, Rows> = BTreeMap::new();
-            for (&root, &starts) in &read {
+            let mut by_count: BTreeMap<ValueId, EvictableRows> = BTreeMap::new();
+            for (&root, &offsets) in &read {
                 if !variant.is_rematerialized(root) && is_repeatable(graph, &saved, root) {
-                    by_count.entry(starts).or_default().roots.insert(root);
+                    by_count.entry(offsets).or_default().roots.insert(root);
                 }
             }
-            by_count.values_mut().for_each(|rows| rows.find_way(graph, &saved, variant));
+            by_count.values_mut().for_each(|rows| rows.find_recomputation(graph, &saved, variant));
             by_count
         };
-        Self { of: variants.map(rows).collect(), read, back: HashSet::new() }
+        Self { by_variant: variants.map(rows).collect(), read, recomputed: HashSet::new() }
     }
 }
 
-impl Rows {
+impl EvictableRows {
     /// Finds the nodes that compute the roots from values that are available in any case.
-    fn find_way(&mut self, graph: &Graph, saved: &SavedActivations<'_>, variant: &Variant) {
+    fn find_recomputation(&mut self, graph: &Graph, saved: &SavedActivations<'_>, variant: &Variant) {
         let mut missing: Vec<ValueId> = self.roots.iter().copied().collect();
         while let Some(root) = missing.pop() {
-            let Some(maker) = graph.maker(root) else { continue };
+            let Some(maker) = graph.producer_id(root) else { continue };
             if !self.rematerialized.insert(maker) {
                 continue;
             }
             for input in graph.node(maker).inputs.iter().map(|&input| graph.value(input).root) {
                 let is_there = self.roots.contains(&input) || variant.is_rematerialized(input) || saved.is_read(input);
-                if !is_there && !saved.leaves_layer(input) && saved.is_repeatable(input) && self.between.insert(input) {
+                if !is_there
+                    && !saved.leaves_layer(input)
+                    && saved.is_repeatable(input)
+                    && self.temporaries.insert(input)
+                {
                     missing.push(input);
                 }
             }
@@ -105,24 +109,24 @@ fn is_repeatable(graph: &Graph, saved: &SavedActivations<'_>, root: ValueId) -> 
 
 impl Lowerer<'_> {
     /// Rows that a micro-batch may evict, by the value that counts them.
-    fn evicted(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, Rows>> {
-        self.evicted.of.get(self.of.recomputation.table(micro_batch))
+    fn evicted(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, EvictableRows>> {
+        self.evicted.by_variant.get(self.lowering.recomputation.table_index(micro_batch))
     }
 
-    fn rows_of(&self, starts: ValueId, micro_batch: u32) -> Option<&Rows> {
-        self.evicted(micro_batch)?.get(&starts)
+    fn rows_of(&self, offsets: ValueId, micro_batch: u32) -> Option<&EvictableRows> {
+        self.evicted(micro_batch)?.get(&offsets)
     }
 
     /// After the node that counts rows: emits the vote of the exchanging ranks on whether these rows can be kept.
-    pub(super) fn settle(&mut self, node: &Node, micro_batch: u32) {
-        let Some(count) = self.program.instrs.last().and_then(|instr| instr.counts) else { return };
-        let starts = node.outputs[0];
-        if self.rows_of(starts, micro_batch).is_none() {
+    pub(super) fn emit_vote(&mut self, node: &Node, micro_batch: u32) {
+        let Some(count) = self.program.instrs.last().and_then(|instr| instr.defines_count) else { return };
+        let offsets = node.outputs[0];
+        if self.rows_of(offsets, micro_batch).is_none() {
             return;
         }
         let tensor = format!("{}/no room for rows of micro-batch {micro_batch}", node.layer);
         let label = Label { tensor, op: "offer".into(), layer: node.layer.to_string(), role: Role::Communication };
-        let buffer = self.program.add(size_of::<f32>() as u64, label, BufferKind::No);
+        let buffer = self.program.add(size_of::<f32>() as u64, label, BufferKind::Temporary);
         let flag = Operand::scalar(buffer);
         let request = self.program.add_request();
         let sum = InstrKind::Collective(Collective::AllReduce { group: Group::Experts }, request);
@@ -139,36 +143,37 @@ impl Lowerer<'_> {
 
     /// Emits the conditional recomputation of evicted rows that one of these nodes is the first to read in the
     /// backward.
-    pub(super) fn bring_rows_back(&mut self, readers: &[&Node], micro_batch: u32) {
-        let graph = self.of.graph;
+    pub(super) fn recompute_evicted(&mut self, readers: &[&Node], micro_batch: u32) {
+        let graph = self.lowering.graph;
         let inputs = readers.iter().flat_map(|node| &node.inputs);
         let read: BTreeSet<ValueId> =
             inputs.filter_map(|&input| self.evicted.read.get(&graph.value(input).root).copied()).collect();
-        for starts in read {
-            if !self.evicted.back.insert((starts, micro_batch)) {
+        for offsets in read {
+            if !self.evicted.recomputed.insert((offsets, micro_batch)) {
                 continue;
             }
-            let Some(Rows { rematerialized, between, .. }) = self.rows_of(starts, micro_batch).cloned() else {
+            let Some(EvictableRows { rematerialized, temporaries, .. }) = self.rows_of(offsets, micro_batch).cloned()
+            else {
                 continue;
             };
-            between.iter().for_each(|&root| _ = self.placed.remove(&Origin::of(root, micro_batch)));
-            let count = self.number(starts, micro_batch);
+            temporaries.iter().for_each(|&root| _ = self.live_buffer.remove(&Instance::micro_batch(root, micro_batch)));
+            let count = self.count_id(offsets, micro_batch);
             for id in rematerialized {
-                self.restore_inputs(graph.node(id), micro_batch);
-                self.instruct(id, micro_batch, Occurrence::IfEvicted(count));
+                self.rematerialize_static_inputs(graph.node(id), micro_batch);
+                self.emit(id, micro_batch, Occurrence::RecomputedIfEvicted(count));
             }
         }
     }
 
     /// True if a root is only a temporary of the recomputation of evicted rows.
-    pub(super) fn is_between(&self, root: ValueId, micro_batch: u32) -> bool {
-        self.evicted(micro_batch).is_some_and(|all| all.values().any(|rows| rows.between.contains(&root)))
+    pub(super) fn is_temporary(&self, root: ValueId, micro_batch: u32) -> bool {
+        self.evicted(micro_batch).is_some_and(|all| all.values().any(|rows| rows.temporaries.contains(&root)))
     }
 
     /// The buffer of a root that may have been evicted.
-    pub(super) fn still_placed(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
-        let starts = self.evicted.read.get(&root)?;
-        let waits = self.rows_of(*starts, micro_batch)?.roots.contains(&root);
-        self.placed.get(&Origin::of(root, micro_batch)).copied().filter(|_| waits)
+    pub(super) fn still_live(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
+        let offsets = self.evicted.read.get(&root)?;
+        let is_evictable = self.rows_of(*offsets, micro_batch)?.roots.contains(&root);
+        self.live_buffer.get(&Instance::micro_batch(root, micro_batch)).copied().filter(|_| is_evictable)
     }
 }

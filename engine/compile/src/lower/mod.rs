@@ -25,19 +25,21 @@ use gapless_graph::ops::{Binary, BinaryKind, Collective, Contiguous};
 use gapless_graph::{Graph, Node, NodeId, Op, Phase, Place, Source, Value, ValueId};
 use gapless_parallel::{Action, Kind};
 
-use self::dynamic_rows::Counts;
+use self::dynamic_rows::RowCounts;
 use self::evict_rows::Evicted;
-use self::overlap_reduce::Early;
+use self::overlap_reduce::EarlyNode;
 use self::rematerialize::{Occurrence, SmallerForWeights, smaller_for_weights};
 use crate::cross_rank::{CrossRankValues, phases};
 use crate::error::{Error, Result};
 use crate::lowering::{Lowering, Output, Target};
 use crate::passes::{self, Context, FINISH, UPDATE, dump};
-use crate::program::{BufferId, BufferKind, Instr, InstrKind, IoTensor, Operand, Origin, Part, Program, role_of_node};
+use crate::program::{
+    BufferId, BufferKind, Instance, Instr, InstrKind, IoTensor, Operand, Part, Program, role_of_node,
+};
 use crate::verify::check_sizes;
 
 /// The maximum number of instructions of a program. Each takes some 5 KB until it has an address.
-const MOST_INSTRUCTIONS: usize = 1 << 20;
+const MAX_INSTRUCTIONS: usize = 1 << 20;
 
 /// Lowers a graph along a schedule, for one rank, and runs all passes over the program.
 ///
@@ -58,24 +60,28 @@ pub(crate) fn lower_observed(
     let mut lowerer = Lowerer::new(lowering, &alive, &crossings);
     let actions = &lowering.table[lowering.rank];
     let instructions = actions.iter().map(|action| lowerer.nodes_of(action).count()).sum();
-    if instructions > MOST_INSTRUCTIONS {
+    if instructions > MAX_INSTRUCTIONS {
         let program = lowering.name.to_owned();
-        return Err(Error::TooManyInstructions { program, instructions, most: MOST_INSTRUCTIONS });
+        return Err(Error::TooManyInstructions { program, instructions, most: MAX_INSTRUCTIONS });
     }
     for (index, action) in actions.iter().enumerate() {
-        lowerer.action(index, action);
+        lowerer.emit_action(index, action);
     }
-    lowerer.update();
+    lowerer.emit_update();
     lowerer.outputs();
-    let Lowerer { mut program, made, .. } = lowerer;
+    let Lowerer { mut program, first_buffer, .. } = lowerer;
     check_sizes(&program)?;
     observe("lower", &program);
-    passes::run(&mut program, &Context { lowering, alive: &alive, crossings: &crossings, made: &made }, observe)?;
+    passes::run(
+        &mut program,
+        &Context { lowering, alive: &alive, crossings: &crossings, first_buffer: &first_buffer },
+        observe,
+    )?;
     Ok(program)
 }
 
 struct Lowerer<'a> {
-    of: &'a Lowering<'a>,
+    lowering: &'a Lowering<'a>,
     crossings: &'a CrossRankValues,
     program: Program,
     /// Nodes that are still to run.
@@ -85,15 +91,15 @@ struct Lowerer<'a> {
     /// By root: whether it is read, or sent to another rank, within its micro-batch.
     read_within: Vec<bool>,
     /// The buffer of each instance that is currently live.
-    placed: HashMap<Origin, BufferId>,
+    live_buffer: HashMap<Instance, BufferId>,
     /// The first buffer of each instance.
-    made: HashMap<Origin, BufferId>,
+    first_buffer: HashMap<Instance, BufferId>,
     /// The nodes of each place and phase, in graph order.
     nodes: HashMap<(Place, Phase), Vec<NodeId>>,
     /// Nodes of the update that can run before the last action ends: the sums of gradients over the data ranks.
-    early: Vec<Early>,
+    early_update: Vec<EarlyNode>,
     /// Values with dynamic rows.
-    counts: Counts,
+    row_counts: RowCounts,
     /// Dynamic rows that may be evicted between forward and backward.
     evicted: Evicted,
     /// Per [`Variant`](crate::recompute::Variant): nodes that I runs early because their outputs are smaller to keep
@@ -104,14 +110,14 @@ struct Lowerer<'a> {
 }
 
 impl<'a> Lowerer<'a> {
-    fn new(of: &'a Lowering<'a>, alive: &[bool], crossings: &'a CrossRankValues) -> Self {
-        let graph = of.graph;
+    fn new(lowering: &'a Lowering<'a>, alive: &[bool], crossings: &'a CrossRankValues) -> Self {
+        let graph = lowering.graph;
         let values = graph.values().len();
         let (mut accumulated, mut read_within) = (vec![false; values], vec![false; values]);
         let mut nodes: HashMap<(Place, Phase), Vec<NodeId>> = HashMap::new();
         for id in graph.node_ids().filter(|id| alive[id.index()]) {
             let node = graph.node(id);
-            let is_here = crossings.ranks_of(node.place).contains(&of.rank);
+            let is_here = crossings.ranks_of(node.place).contains(&lowering.rank);
             for root in node.inputs.iter().map(|&input| graph.value(input).root) {
                 let per_micro_batch = graph.producer(root).is_some_and(|p| p.phase != Phase::Update);
                 accumulated[root.index()] |= node.phase == Phase::Update && per_micro_batch;
@@ -122,28 +128,29 @@ impl<'a> Lowerer<'a> {
             }
             nodes.entry((node.place, node.phase)).or_default().push(id);
         }
-        let counts = Counts::new(of, alive, crossings);
-        let evicted = Evicted::new(of, alive, &counts);
-        let program = Program { name: of.name.into(), ..Program::default() };
-        let (placed, made, alive, early) = (HashMap::new(), HashMap::new(), alive.to_vec(), Vec::new());
-        let smaller_for_weights = smaller_for_weights(of, &nodes);
+        let row_counts = RowCounts::new(lowering, alive, crossings);
+        let evicted = Evicted::new(lowering, alive, &row_counts);
+        let program = Program { name: lowering.name.into(), ..Program::default() };
+        let (live_buffer, first_buffer, alive, early_update) =
+            (HashMap::new(), HashMap::new(), alive.to_vec(), Vec::new());
+        let smaller_for_weights = smaller_for_weights(lowering, &nodes);
         let lowerer = Self {
-            of,
+            lowering,
             crossings,
             program,
             alive,
             accumulated,
             read_within,
-            placed,
-            made,
+            live_buffer,
+            first_buffer,
             nodes,
-            early,
-            counts,
+            early_update,
+            row_counts,
             evicted,
             smaller_for_weights,
             is_split: false,
         };
-        Self { early: lowerer.early_nodes(), ..lowerer }
+        Self { early_update: lowerer.early_nodes(), ..lowerer }
     }
 
     /// The nodes that an action runs, phase by phase.
@@ -153,8 +160,8 @@ impl<'a> Lowerer<'a> {
         phases(action.kind).iter().flat_map(of_phase)
     }
 
-    fn action(&mut self, index: usize, action: &Action) {
-        let graph = self.of.graph;
+    fn emit_action(&mut self, index: usize, action: &Action) {
+        let graph = self.lowering.graph;
         let (first, micro_batch) = (self.program.instrs.len(), action.micro_batch.0);
         let mut nodes: Vec<NodeId> = self.nodes_of(action).collect();
         nodes.sort_unstable();
@@ -162,8 +169,8 @@ impl<'a> Lowerer<'a> {
         let last = self.last_phases(index, action);
         for id in nodes {
             let node = graph.node(id);
-            self.restore(id, micro_batch);
-            self.node(id, micro_batch);
+            self.rematerialize_inputs(id, micro_batch);
+            self.emit_node(id, micro_batch);
             if last.contains(&node.phase) {
                 self.complete(&node.outputs);
             }
@@ -173,13 +180,13 @@ impl<'a> Lowerer<'a> {
     }
 
     /// Emits the work that is done once per step, after the last action.
-    fn update(&mut self) {
-        let graph = self.of.graph;
+    fn emit_update(&mut self) {
+        let graph = self.lowering.graph;
         let first = self.program.instrs.len();
         for id in graph.node_ids() {
             let node = graph.node(id);
             if node.phase == Phase::Update && self.alive[id.index()] && self.is_here(node.place) {
-                self.node(id, 0);
+                self.emit_node(id, 0);
             }
         }
         self.end_part(first, UPDATE.into(), None);
@@ -190,17 +197,17 @@ impl<'a> Lowerer<'a> {
     }
 
     fn is_here(&self, place: Place) -> bool {
-        self.crossings.ranks_of(place).contains(&self.of.rank)
+        self.crossings.ranks_of(place).contains(&self.lowering.rank)
     }
 
-    fn node(&mut self, id: NodeId, micro_batch: u32) {
-        self.instruct(id, micro_batch, Occurrence::First);
-        self.settle(self.of.graph.node(id), micro_batch);
+    fn emit_node(&mut self, id: NodeId, micro_batch: u32) {
+        self.emit(id, micro_batch, Occurrence::Original);
+        self.emit_vote(self.lowering.graph.node(id), micro_batch);
     }
 
     /// Emits a node, and the sums over micro-batches that follow it.
-    fn instruct(&mut self, id: NodeId, micro_batch: u32, occurrence: Occurrence) {
-        let graph = self.of.graph;
+    fn emit(&mut self, id: NodeId, micro_batch: u32, occurrence: Occurrence) {
+        let graph = self.lowering.graph;
         let node = graph.node(id);
         let mut inputs: Vec<Operand> = Vec::with_capacity(node.inputs.len());
         for &id in &node.inputs {
@@ -208,32 +215,32 @@ impl<'a> Lowerer<'a> {
             let buffer = self.instance(value.root, node.phase, micro_batch);
             inputs.push(Operand::new(buffer, value));
         }
-        let mut behind = Vec::new();
+        let mut followups = Vec::new();
         let mut accumulate = 0;
         let mut outputs = Vec::with_capacity(node.outputs.len());
         for index in 0..node.outputs.len() {
-            let (buffer, adds) = self.output(node, index, micro_batch, occurrence, &mut inputs, &mut behind);
+            let (buffer, adds) = self.output(node, index, micro_batch, occurrence, &mut inputs, &mut followups);
             accumulate |= u64::from(adds) << index;
             outputs.push(Operand::new(buffer, graph.value(node.outputs[index])));
         }
         let workspace = self.workspace(node, micro_batch);
-        let counts = node.outputs.first().and_then(|&output| self.count_made(output, micro_batch));
+        let defines_count = node.outputs.first().and_then(|&output| self.count_defined(output, micro_batch));
         let work = match collective_of(node) {
             Some(collective) => InstrKind::Collective(collective, self.program.add_request()),
             None => InstrKind::Compute(node.op.clone()),
         };
         let instr = Instr::plain(work, inputs, outputs, micro_batch, node.layer.clone());
-        let (rematerialized, predicate) = (occurrence == Occurrence::Second, occurrence.predicate());
+        let (rematerialized, predicate) = (occurrence == Occurrence::Recomputed, occurrence.predicate());
         self.program.instrs.push(Instr {
             workspace,
             accumulate,
             rematerialized,
-            counts,
+            defines_count,
             predicate,
             node: Some(id),
             ..instr
         });
-        for Behind { op, inputs, output, value } in behind {
+        for Followup { op, inputs, output, value } in followups {
             let input = |(buffer, overwritten_by)| Operand { overwritten_by, ..Operand::new(buffer, value) };
             let (inputs, outputs) = (inputs.into_iter().map(input).collect(), vec![Operand::new(output, value)]);
             let instr = Instr::plain(InstrKind::Compute(op), inputs, outputs, micro_batch, node.layer.clone());
@@ -250,14 +257,14 @@ impl<'a> Lowerer<'a> {
         micro_batch: u32,
         occurrence: Occurrence,
         inputs: &mut [Operand],
-        behind: &mut Vec<Behind<'a>>,
+        followups: &mut Vec<Followup<'a>>,
     ) -> (BufferId, bool) {
         let id = node.outputs[index];
-        let value = self.of.graph.value(id);
-        if let Some(buffer) = occurrence.predicate().and_then(|_| self.still_placed(id, micro_batch)) {
+        let value = self.lowering.graph.value(id);
+        if let Some(buffer) = occurrence.predicate().and_then(|_| self.still_live(id, micro_batch)) {
             return (buffer, false);
         }
-        let (is_read, sum) = (self.read_within[id.index()], self.placed.get(&Origin::sum(id)).copied());
+        let (is_read, sum) = (self.read_within[id.index()], self.live_buffer.get(&Instance::sum(id)).copied());
         if let Some(sum) = sum
             && !is_read
             && node.op.accumulates(index)
@@ -270,62 +277,62 @@ impl<'a> Lowerer<'a> {
                 input.overwritten_by = Some(index);
                 input.buffer
             }
-            None => self.fresh(node, id, index, micro_batch),
+            None => self.new_buffer(node, id, index, micro_batch),
         };
         match (self.accumulated[id.index()], sum) {
             (false, _) => {}
             (true, Some(sum)) => {
                 let op = Arc::new(Binary { kind: BinaryKind::Add });
-                behind.push(Behind { op, inputs: vec![(sum, Some(0)), (buffer, None)], output: sum, value });
+                followups.push(Followup { op, inputs: vec![(sum, Some(0)), (buffer, None)], output: sum, value });
             }
             // The first micro-batch starts the sum: in its own buffer, or in a copy if the buffer is also read within
             // the micro-batch.
             (true, None) if !is_read => {
-                self.place(Origin::sum(id), buffer);
+                self.set_buffer(Instance::sum(id), buffer);
             }
             (true, None) => {
-                let sum = self.fresh(node, id, index, micro_batch);
-                self.place(Origin::sum(id), sum);
-                behind.push(Behind { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
+                let sum = self.new_buffer(node, id, index, micro_batch);
+                self.set_buffer(Instance::sum(id), sum);
+                followups.push(Followup { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
             }
         }
         // A value that is still live keeps its first buffer. A node that recomputes evicted rows may have other
         // outputs; they are not registered, so a reader that needs one recomputes it itself.
         let key = self.key(id, node.phase, micro_batch);
-        let is_wanted = occurrence.predicate().is_none() || self.is_between(id, micro_batch);
-        if is_wanted && (occurrence == Occurrence::First || !self.placed.contains_key(&key)) {
-            self.place(key, buffer);
+        let is_wanted = occurrence.predicate().is_none() || self.is_temporary(id, micro_batch);
+        if is_wanted && (occurrence == Occurrence::Original || !self.live_buffer.contains_key(&key)) {
+            self.set_buffer(key, buffer);
         }
         (buffer, false)
     }
 
     /// The instance of `root` that a node of `phase` reads or writes.
-    fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> Origin {
-        let once = match &self.of.graph.value(root).source {
-            Source::Node { node, .. } => self.of.graph.node(*node).phase == Phase::Update,
+    fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> Instance {
+        let once = match &self.lowering.graph.value(root).source {
+            Source::Node { node, .. } => self.lowering.graph.node(*node).phase == Phase::Update,
             Source::Persistent { .. } | Source::Constant(_) | Source::Data { .. } | Source::Cache { .. } => true,
             Source::Input { name } => name.starts_with(PER_STEP),
         };
         match phase {
-            _ if once => Origin::of(root, 0),
-            Phase::Update if self.accumulated[root.index()] => Origin::sum(root),
-            _ => Origin::of(root, micro_batch),
+            _ if once => Instance::micro_batch(root, 0),
+            Phase::Update if self.accumulated[root.index()] => Instance::sum(root),
+            _ => Instance::micro_batch(root, micro_batch),
         }
     }
 
     /// The buffer of a value to read. Values from outside or from another rank are declared at their first use.
     fn instance(&mut self, root: ValueId, phase: Phase, micro_batch: u32) -> BufferId {
         let key = self.key(root, phase, micro_batch);
-        if let Some(&buffer) = self.placed.get(&key) {
+        if let Some(&buffer) = self.live_buffer.get(&key) {
             return buffer;
         }
-        let value = self.of.graph.value(root);
+        let value = self.lowering.graph.value(root);
         let buffer = match &value.source {
             Source::Persistent { name, fill } => {
-                let role = self.of.roles.get(&root).copied().unwrap_or(Role::Parameter);
+                let role = self.lowering.roles.get(&root).copied().unwrap_or(Role::Parameter);
                 let layer = name.rsplit_once('.').map_or("", |(layer, _)| layer).to_owned();
                 let label = Label { tensor: name.clone(), op: String::new(), layer, role };
-                let kind = BufferKind::Always { fill: fill.clone(), spec: value.spec.clone() };
+                let kind = BufferKind::Persistent { fill: fill.clone(), spec: value.spec.clone() };
                 self.program.add(value.spec.bytes(), label, kind)
             }
             Source::Constant(number) => {
@@ -345,64 +352,64 @@ impl<'a> Lowerer<'a> {
                 let label = Label { tensor: name.clone(), op: "cache".into(), layer, role: Role::Cache };
                 self.program.add(value.spec.bytes(), label, BufferKind::Cache)
             }
-            Source::Node { .. } => self.of_another_rank(root, key),
+            Source::Node { .. } => self.remote_value(root, key),
         };
-        self.place(key, buffer);
+        self.set_buffer(key, buffer);
         buffer
     }
 
-    fn place(&mut self, key: Origin, buffer: BufferId) {
-        self.placed.insert(key, buffer);
-        self.made.entry(key).or_insert(buffer);
+    fn set_buffer(&mut self, key: Instance, buffer: BufferId) {
+        self.live_buffer.insert(key, buffer);
+        self.first_buffer.entry(key).or_insert(buffer);
     }
 
     fn constant(&mut self, init: Init, name: String, given: Option<Arc<[f64]>>, value: &Value) -> BufferId {
         let fill = Initializer { init, name: name.clone(), first: 0, given };
         let label = Label { tensor: name, op: String::new(), layer: String::new(), role: Role::Input };
-        self.program.add(value.spec.bytes(), label, BufferKind::Always { fill, spec: value.spec.clone() })
+        self.program.add(value.spec.bytes(), label, BufferKind::Persistent { fill, spec: value.spec.clone() })
     }
 
-    fn input(&mut self, name: &str, key: Origin, value: &Value) -> BufferId {
+    fn input(&mut self, name: &str, key: Instance, value: &Value) -> BufferId {
         let label = Label { tensor: name.to_owned(), op: "input".into(), layer: String::new(), role: Role::Input };
-        let buffer = self.program.add(value.spec.bytes(), label, BufferKind::FromStart);
+        let buffer = self.program.add(value.spec.bytes(), label, BufferKind::Input);
         let (operand, spec) = (Operand::new(buffer, value), value.spec.clone());
         self.program.inputs.push(IoTensor { name: name.to_owned(), micro_batch: key.micro_batch, operand, spec });
         buffer
     }
 
     /// Declares a value that another rank computes.
-    fn of_another_rank(&mut self, root: ValueId, key: Origin) -> BufferId {
-        let maker = self.of.graph.producer(root).expect("it is made by a node");
+    fn remote_value(&mut self, root: ValueId, key: Instance) -> BufferId {
+        let maker = self.lowering.graph.producer(root).expect("it is made by a node");
         debug_assert!(!self.is_here(maker.place), "inputs are made before they are read");
         let output = maker.outputs.iter().position(|&output| output == root).unwrap_or(0);
-        let buffer = self.fresh(maker, root, output, key.micro_batch);
+        let buffer = self.new_buffer(maker, root, output, key.micro_batch);
         self.program.buffers[buffer.index()].label.role = Role::Communication;
         buffer
     }
 
-    fn fresh(&mut self, node: &Node, id: ValueId, output: usize, micro_batch: u32) -> BufferId {
-        let of = node.op.name();
+    fn new_buffer(&mut self, node: &Node, id: ValueId, output: usize, micro_batch: u32) -> BufferId {
+        let op_name = node.op.name();
         let is_summed = self.accumulated[id.index()];
         let tensor = match (node.phase, is_summed) {
-            (Phase::Update, _) | (_, true) => format!("{}/{of}.{output}", node.layer),
-            _ => format!("{}/{of}.{output} of micro-batch {micro_batch}", node.layer),
+            (Phase::Update, _) | (_, true) => format!("{}/{op_name}.{output}", node.layer),
+            _ => format!("{}/{op_name}.{output} of micro-batch {micro_batch}", node.layer),
         };
-        let counted = self.counted(id, micro_batch);
-        let role = match counted {
+        let dynamic_rows = self.dynamic_rows(id, micro_batch);
+        let role = match dynamic_rows {
             Some(_) => Role::Routing,
             None if is_summed => Role::Gradient,
             None => role_of_node(node.phase),
         };
-        let label = Label { tensor, op: of.into(), layer: node.layer.to_string(), role };
-        let buffer = self.program.add(self.of.graph.value(id).spec.bytes(), label, BufferKind::No);
-        self.program.buffers[buffer.index()].counted = counted;
+        let label = Label { tensor, op: op_name.into(), layer: node.layer.to_string(), role };
+        let buffer = self.program.add(self.lowering.graph.value(id).spec.bytes(), label, BufferKind::Temporary);
+        self.program.buffers[buffer.index()].dynamic_rows = dynamic_rows;
         buffer
     }
 
     fn workspace(&mut self, node: &Node, micro_batch: u32) -> Vec<BufferId> {
-        let graph = self.of.graph;
+        let graph = self.lowering.graph;
         let outputs = graph.specs(&node.outputs);
-        let pieces = match self.of.target {
+        let pieces = match self.lowering.target {
             Target::Cpu { threads } => node.op.workspace(&graph.specs(&node.inputs), &outputs, threads),
             Target::Cuda | Target::CudaUnfused => {
                 let inputs = node.inputs.iter().map(|&id| graph.value(id));
@@ -413,23 +420,23 @@ impl<'a> Lowerer<'a> {
         let add = |(piece, bytes): (usize, u64)| {
             let tensor = format!("{}/{} workspace.{piece} of micro-batch {micro_batch}", node.layer, node.op.name());
             let (op, layer) = (node.op.name().into(), node.layer.to_string());
-            self.program.add(bytes, Label { tensor, op, layer, role: Role::Workspace }, BufferKind::No)
+            self.program.add(bytes, Label { tensor, op, layer, role: Role::Workspace }, BufferKind::Temporary)
         };
         pieces.into_iter().enumerate().map(add).collect()
     }
 
     /// Declares the values that the host reads, and keeps their buffers until the end of the program.
     fn outputs(&mut self) {
-        let graph = self.of.graph;
-        for output in self.of.outputs {
+        let graph = self.lowering.graph;
+        for output in self.lowering.outputs {
             let value = graph.value(output.value);
             if !output.everywhere && graph.place_of(value.root).is_some_and(|place| !self.is_here(place)) {
                 continue;
             }
             let buffer = self.instance(value.root, Phase::Update, 0);
             let kind = &mut self.program.buffers[buffer.index()].kind;
-            if matches!(kind, BufferKind::No) {
-                *kind = BufferKind::ToEnd;
+            if matches!(kind, BufferKind::Temporary) {
+                *kind = BufferKind::Output;
             }
             let (operand, spec) = (Operand::new(buffer, value), value.spec.clone());
             self.program.outputs.push(IoTensor { name: output.name.clone(), micro_batch: 0, operand, spec });
@@ -439,7 +446,7 @@ impl<'a> Lowerer<'a> {
 }
 
 /// An instruction to emit after a node's own, on the buffers of one of its outputs.
-struct Behind<'a> {
+struct Followup<'a> {
     op: Arc<dyn Op>,
     /// Each input, with the output that overwrites it.
     inputs: Vec<(BufferId, Option<usize>)>,

@@ -11,18 +11,18 @@ use crate::cross_rank::phases;
 
 /// A node of the update that runs as soon as its last input is complete.
 #[derive(Debug)]
-pub(super) struct Early {
+pub(super) struct EarlyNode {
     node: NodeId,
     /// Input roots that are not complete yet.
-    waits_for: Vec<ValueId>,
+    incomplete_inputs: Vec<ValueId>,
 }
 
 impl Lowerer<'_> {
     /// The nodes that lead from gradients summed on this rank to the collectives that sum them over the data ranks.
-    pub(super) fn early_nodes(&self) -> Vec<Early> {
-        let graph = self.of.graph;
-        let mut early: Vec<Early> = Vec::new();
-        let mut made = HashSet::new();
+    pub(super) fn early_nodes(&self) -> Vec<EarlyNode> {
+        let graph = self.lowering.graph;
+        let mut early: Vec<EarlyNode> = Vec::new();
+        let mut computed = HashSet::new();
         for id in graph.node_ids() {
             let node = graph.node(id);
             let here = self.alive[id.index()] && node.phase == Phase::Update && node.place != Place::Everywhere;
@@ -35,22 +35,22 @@ impl Lowerer<'_> {
                 maker.is_some_and(|maker| self.accumulated[root.index()] && self.is_here(maker.place))
             };
             let crosses = node.outputs.iter().any(|&output| self.crossings.per_step(output).next().is_some());
-            if !crosses && roots.iter().all(|root| is_gradient(root) || made.contains(root)) {
+            if !crosses && roots.iter().all(|root| is_gradient(root) || computed.contains(root)) {
                 if collective_of(node).is_none() {
-                    made.extend(node.outputs.iter().copied());
+                    computed.extend(node.outputs.iter().copied());
                 }
-                early.push(Early { node: id, waits_for: roots });
+                early.push(EarlyNode { node: id, incomplete_inputs: roots });
             }
         }
         // Keep only nodes that a collective needs; the others gain nothing from running early.
         let mut wanted = HashSet::new();
-        for Early { node, waits_for } in early.iter().rev() {
+        for EarlyNode { node, incomplete_inputs } in early.iter().rev() {
             let node = graph.node(*node);
             if collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output)) {
-                wanted.extend(waits_for.iter().copied());
+                wanted.extend(incomplete_inputs.iter().copied());
             }
         }
-        early.retain(|Early { node, .. }| {
+        early.retain(|EarlyNode { node, .. }| {
             let node = graph.node(*node);
             collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output))
         });
@@ -59,31 +59,31 @@ impl Lowerer<'_> {
 
     /// Marks these values complete, and emits the early nodes whose inputs are now all complete.
     pub(super) fn complete(&mut self, values: &[ValueId]) {
-        let graph = self.of.graph;
+        let graph = self.lowering.graph;
         let mut complete: Vec<ValueId> = values.to_vec();
-        let mut waiting = std::mem::take(&mut self.early);
+        let mut waiting = std::mem::take(&mut self.early_update);
         waiting.retain_mut(|early| {
-            early.waits_for.retain(|root| !complete.contains(root));
-            let runs = early.waits_for.is_empty();
+            early.incomplete_inputs.retain(|root| !complete.contains(root));
+            let runs = early.incomplete_inputs.is_empty();
             if runs {
-                self.node(early.node, 0);
+                self.emit_node(early.node, 0);
                 self.alive[early.node.index()] = false;
                 complete.extend(&graph.node(early.node).outputs);
             }
             !runs
         });
-        self.early = waiting;
+        self.early_update = waiting;
     }
 
     /// The phases of an action's stage that no later action runs. Empty if no early nodes are left.
     pub(super) fn last_phases(&self, index: usize, action: &Action) -> Vec<Phase> {
-        if self.early.is_empty() {
+        if self.early_update.is_empty() {
             return Vec::new();
         }
-        let row = &self.of.table[self.of.rank];
-        let again = |phase: &Phase| {
+        let row = &self.lowering.table[self.lowering.rank];
+        let runs_again = |phase: &Phase| {
             row[index + 1..].iter().any(|later| later.stage == action.stage && phases(later.kind).contains(phase))
         };
-        phases(action.kind).iter().copied().filter(|phase| !again(phase)).collect()
+        phases(action.kind).iter().copied().filter(|phase| !runs_again(phase)).collect()
     }
 }

@@ -8,26 +8,26 @@ use gapless_parallel::{Action, Kind};
 
 use super::Lowerer;
 use crate::lowering::Lowering;
-use crate::program::Origin;
+use crate::program::Instance;
 use crate::recompute::Variant;
 
 /// The computation of a value that an instruction performs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Occurrence {
     /// The one of the forward, or the only one.
-    First,
+    Original,
     /// A recomputation before its first reader in the backward, or in one half of a split backward.
-    Second,
+    Recomputed,
     /// A recomputation that runs only if the rows of this count were evicted.
-    IfEvicted(u32),
+    RecomputedIfEvicted(u32),
 }
 
 impl Occurrence {
     /// The row count that decides whether the instruction runs.
     pub(super) fn predicate(self) -> Option<u32> {
         match self {
-            Self::First | Self::Second => None,
-            Self::IfEvicted(count) => Some(count),
+            Self::Original | Self::Recomputed => None,
+            Self::RecomputedIfEvicted(count) => Some(count),
         }
     }
 }
@@ -40,12 +40,13 @@ pub(super) type SmallerForWeights = HashMap<NodeId, Vec<NodeId>>;
 
 /// Finds such nodes for each variant.
 pub(super) fn smaller_for_weights(
-    of: &Lowering<'_>,
+    lowering: &Lowering<'_>,
     nodes: &HashMap<(Place, Phase), Vec<NodeId>>,
 ) -> Vec<SmallerForWeights> {
-    let graph = of.graph;
+    let graph = lowering.graph;
     let root_of = |&input: &ValueId| graph.value(input).root;
-    let of_phase = |wanted: Phase| nodes.iter().filter(move |((_, phase), _)| *phase == wanted).flat_map(|of| of.1);
+    let of_phase =
+        |wanted: Phase| nodes.iter().filter(move |((_, phase), _)| *phase == wanted).flat_map(|entry| entry.1);
     let mut by_weights = vec![false; graph.values().len()];
     for root in of_phase(Phase::BackwardWeight).flat_map(|&node| &graph.node(node).inputs).map(root_of) {
         by_weights[root.index()] = true;
@@ -64,27 +65,27 @@ pub(super) fn smaller_for_weights(
         for &node in variant.nodes() {
             let Node { inputs, outputs, place, .. } = graph.node(node);
             let is_made = |root: &ValueId| variant.is_rematerialized(*root) && !variant.ends_with_input(*root);
-            let made: BTreeSet<ValueId> = outputs.iter().map(root_of).filter(is_made).collect();
+            let outputs_for_w: BTreeSet<ValueId> = outputs.iter().map(root_of).filter(is_made).collect();
             let waiting: BTreeSet<ValueId> =
                 inputs.iter().map(root_of).filter(|root| !by_weights[root.index()]).filter(is_of_forward).collect();
-            let again = waiting.iter().filter(|&&root| variant.is_rematerialized(root));
-            let last_again = again.filter_map(|&root| graph.maker(root)).max();
+            let recomputed = waiting.iter().filter(|&&root| variant.is_rematerialized(root));
+            let last_again = recomputed.filter_map(|&root| graph.producer_id(root)).max();
             let first = || waiting.iter().filter_map(|&root| first_by_input.get(&(*place, root))).min().copied();
             let when = last_again.or_else(first);
-            let is_wanted = made.iter().any(|root| by_weights[root.index()]);
-            if let (true, Some(when)) = (is_wanted && bytes(&made) < bytes(&waiting), when) {
+            let is_wanted = outputs_for_w.iter().any(|root| by_weights[root.index()]);
+            if let (true, Some(when)) = (is_wanted && bytes(&outputs_for_w) < bytes(&waiting), when) {
                 smaller.entry(when).or_default().push(node);
             }
         }
         smaller
     };
-    of.recomputation.variants().iter().map(of_variant).collect()
+    lowering.recomputation.variants().iter().map(of_variant).collect()
 }
 
 impl Lowerer<'_> {
     /// Ends the lifetimes of a stage's recomputed values after its forward, and after the I of a split backward.
     pub(super) fn drop_rematerialized(&mut self, action: &Action) {
-        let (graph, micro_batch) = (self.of.graph, action.micro_batch.0);
+        let (graph, micro_batch) = (self.lowering.graph, action.micro_batch.0);
         let Some(variant) = self.variant(micro_batch) else { return };
         let ends: Vec<ValueId> = match action.kind {
             Kind::Forward => variant.rematerialized(graph).collect(),
@@ -92,38 +93,39 @@ impl Lowerer<'_> {
             Kind::Backward | Kind::BackwardWeight => return,
         };
         for root in ends.into_iter().filter(|&root| graph.place_of(root) == Some(Place::Stage(action.stage))) {
-            self.placed.remove(&Origin::of(root, micro_batch));
+            self.live_buffer.remove(&Instance::micro_batch(root, micro_batch));
         }
     }
 
     /// Emits the recomputation of all values that this node is the first to read in the backward.
-    pub(super) fn restore(&mut self, id: NodeId, micro_batch: u32) {
-        let graph = self.of.graph;
+    pub(super) fn rematerialize_inputs(&mut self, id: NodeId, micro_batch: u32) {
+        let graph = self.lowering.graph;
         let node = graph.node(id);
         if node.phase == Phase::Forward {
             return;
         }
         let makers = self.missing(node, micro_batch).into_iter().map(|maker| graph.node(maker));
         let readers: Vec<&Node> = std::iter::once(node).chain(makers).collect();
-        self.bring_rows_back(&readers, micro_batch);
-        self.restore_inputs(node, micro_batch);
+        self.recompute_evicted(&readers, micro_batch);
+        self.rematerialize_static_inputs(node, micro_batch);
         if self.is_split && node.phase == Phase::BackwardInput {
-            self.make_for_weights(id, micro_batch);
+            self.keep_smaller_for_w(id, micro_batch);
         }
     }
 
-    /// Like [`restore`](Self::restore), but without rows that may have been evicted.
-    pub(super) fn restore_inputs(&mut self, node: &Node, micro_batch: u32) {
-        let graph = self.of.graph;
+    /// Like [`rematerialize_inputs`](Self::rematerialize_inputs), but without rows that may have been evicted.
+    pub(super) fn rematerialize_static_inputs(&mut self, node: &Node, micro_batch: u32) {
+        let graph = self.lowering.graph;
         for maker in self.missing(node, micro_batch) {
             // An earlier iteration may have computed it early for W.
-            let is_there = |output: &ValueId| self.placed.contains_key(&Origin::of(*output, micro_batch));
+            let is_there =
+                |output: &ValueId| self.live_buffer.contains_key(&Instance::micro_batch(*output, micro_batch));
             if graph.node(maker).outputs.iter().all(is_there) {
                 continue;
             }
-            self.instruct(maker, micro_batch, Occurrence::Second);
+            self.emit(maker, micro_batch, Occurrence::Recomputed);
             if self.is_split && node.phase == Phase::BackwardInput {
-                self.make_for_weights(maker, micro_batch);
+                self.keep_smaller_for_w(maker, micro_batch);
             }
         }
     }
@@ -131,42 +133,44 @@ impl Lowerer<'_> {
     /// Recomputes values that only W reads, if they take fewer bytes than their inputs. Example: in x → gate, up →
     /// swiglu, I reads gate and up, and W reads only swiglu. If W recomputed swiglu, both gate and up would have to be
     /// kept until then.
-    fn make_for_weights(&mut self, when: NodeId, micro_batch: u32) {
-        let graph = self.of.graph;
-        let Some(index) = self.of.recomputation.of(micro_batch) else { return };
+    fn keep_smaller_for_w(&mut self, when: NodeId, micro_batch: u32) {
+        let graph = self.lowering.graph;
+        let Some(index) = self.lowering.recomputation.variant_of(micro_batch) else { return };
         for node in self.smaller_for_weights[index].get(&when).cloned().unwrap_or_default() {
-            let variant = &self.of.recomputation.variants()[index];
+            let variant = &self.lowering.recomputation.variants()[index];
             let is_there = |input: &ValueId| {
                 let root = graph.value(*input).root;
-                !variant.is_rematerialized(root) || self.placed.contains_key(&Origin::of(root, micro_batch))
+                !variant.is_rematerialized(root)
+                    || self.live_buffer.contains_key(&Instance::micro_batch(root, micro_batch))
             };
-            let is_made = |output: &ValueId| self.placed.contains_key(&Origin::of(*output, micro_batch));
+            let is_made =
+                |output: &ValueId| self.live_buffer.contains_key(&Instance::micro_batch(*output, micro_batch));
             if graph.node(node).inputs.iter().all(is_there) && !graph.node(node).outputs.iter().any(is_made) {
-                self.instruct(node, micro_batch, Occurrence::Second);
+                self.emit(node, micro_batch, Occurrence::Recomputed);
             }
         }
     }
 
     fn variant(&self, micro_batch: u32) -> Option<&Variant> {
-        let recomputation = &self.of.recomputation;
-        recomputation.of(micro_batch).map(|index| &recomputation.variants()[index])
+        let recomputation = &self.lowering.recomputation;
+        recomputation.variant_of(micro_batch).map(|index| &recomputation.variants()[index])
     }
 
     /// The nodes that must be recomputed before a node can run.
     fn missing(&self, node: &Node, micro_batch: u32) -> BTreeSet<NodeId> {
-        let of = self.of;
+        let lowering = self.lowering;
         let mut missing = BTreeSet::new();
         let Some(variant) = self.variant(micro_batch) else { return missing };
-        let root_of = |&input: &ValueId| of.graph.value(input).root;
+        let root_of = |&input: &ValueId| lowering.graph.value(input).root;
         let mut wanted: Vec<ValueId> = node.inputs.iter().map(root_of).collect();
         while let Some(root) = wanted.pop() {
             let is_dropped = variant.is_rematerialized(root) || variant.ends_with_input(root);
-            if !is_dropped || self.placed.contains_key(&Origin::of(root, micro_batch)) {
+            if !is_dropped || self.live_buffer.contains_key(&Instance::micro_batch(root, micro_batch)) {
                 continue;
             }
-            let Source::Node { node: maker, .. } = of.graph.value(root).source else { continue };
+            let Source::Node { node: maker, .. } = lowering.graph.value(root).source else { continue };
             if missing.insert(maker) {
-                wanted.extend(of.graph.node(maker).inputs.iter().map(root_of));
+                wanted.extend(lowering.graph.node(maker).inputs.iter().map(root_of));
             }
         }
         missing

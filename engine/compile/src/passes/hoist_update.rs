@@ -40,8 +40,8 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     for (index, instr) in program.instrs.iter().enumerate() {
         if update.contains(&index) && matches!(instr.kind, InstrKind::Compute(_)) {
             let size = |&buffer: &usize| program.buffers[buffer].bytes;
-            let is_free = |&buffer: &usize| matches!(program.buffers[buffer].kind, BufferKind::No);
-            let is_always = |&buffer: &usize| matches!(program.buffers[buffer].kind, BufferKind::Always { .. });
+            let is_free = |&buffer: &usize| matches!(program.buffers[buffer].kind, BufferKind::Temporary);
+            let is_always = |&buffer: &usize| matches!(program.buffers[buffer].kind, BufferKind::Persistent { .. });
             let made = outputs(instr).filter(|&buffer| first_use[buffer] == index && !is_always(&buffer));
             // Scratch counts, because it moves to where more bytes may be live.
             let scratch: u64 = instr.workspace.iter().map(|buffer| size(&buffer.index())).sum();

@@ -13,8 +13,8 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     let mut last_use = last_uses(program);
     // For each buffer, the buffer that has replaced it.
     let mut taken_over: Vec<BufferId> = (0..program.buffers.len() as u32).map(BufferId).collect();
-    let mut steps = std::mem::take(&mut program.instrs);
-    for (index, instr) in steps.iter_mut().enumerate() {
+    let mut instrs = std::mem::take(&mut program.instrs);
+    for (index, instr) in instrs.iter_mut().enumerate() {
         each_operand(instr, |operand| operand.buffer = taken_over[operand.buffer.index()]);
         let InstrKind::Compute(op) = instr.kind.clone() else { continue };
         for output in 0..instr.outputs.len() {
@@ -38,7 +38,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
             }
         }
     }
-    program.instrs = steps;
+    program.instrs = instrs;
     for output in &mut program.outputs {
         output.operand.buffer = taken_over[output.operand.buffer.index()];
     }
@@ -51,8 +51,8 @@ fn can_take(program: &Program, instr: &Instr, input: usize, output: usize) -> bo
     let (from, to) = (&program.buffers[operand.buffer.index()], &program.buffers[made.buffer.index()]);
     let is_whole = operand.layout.is_contiguous() && operand.layout.start_offset() == 0;
     let is_alone = instr.inputs.iter().filter(|other| other.buffer == operand.buffer).count() == 1;
-    let is_equal = from.bytes == to.bytes && from.counted == to.counted && operand.dtype == made.dtype;
-    is_whole && is_alone && is_equal && matches!(from.kind, BufferKind::No) && operand.overwritten_by.is_none()
+    let is_equal = from.bytes == to.bytes && from.dynamic_rows == to.dynamic_rows && operand.dtype == made.dtype;
+    is_whole && is_alone && is_equal && matches!(from.kind, BufferKind::Temporary) && operand.overwritten_by.is_none()
 }
 
 /// The last instruction that touches each buffer. Buffers that the host reads are never free.

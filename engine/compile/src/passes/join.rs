@@ -18,7 +18,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     for (index, is_kept) in is_kept.iter_mut().enumerate() {
         let Some(places) = places(program, &uses, index) else { continue };
         let whole = program.instrs[index].outputs[0].buffer;
-        for Place { maker, output, layout } in places {
+        for JoinedPart { maker, output, layout } in places {
             let part = &mut program.instrs[maker].outputs[output];
             (part.buffer, part.layout) = (whole, layout);
         }
@@ -31,14 +31,14 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
 }
 
 /// An output of an instruction, with its layout in the concatenated tensor.
-struct Place {
+struct JoinedPart {
     maker: usize,
     output: usize,
     layout: Layout,
 }
 
 /// The place of each part of a `cat`, if all of them can be written directly.
-fn places(program: &Program, uses: &[Vec<usize>], index: usize) -> Option<Vec<Place>> {
+fn places(program: &Program, uses: &[Vec<usize>], index: usize) -> Option<Vec<JoinedPart>> {
     let cat = &program.instrs[index];
     let (InstrKind::Compute(op), [whole], None) = (&cat.kind, &cat.outputs[..], cat.predicate) else { return None };
     if op.name() != "cat" || !whole.layout.is_contiguous() {
@@ -53,7 +53,7 @@ fn places(program: &Program, uses: &[Vec<usize>], index: usize) -> Option<Vec<Pl
         let (instr, buffer) = (&program.instrs[maker], &program.buffers[part.buffer.index()]);
         let output = instr.outputs.iter().position(|output| output.buffer == part.buffer)?;
         let (InstrKind::Compute(op), None) = (&instr.kind, instr.predicate) else { return None };
-        let is_own = reader == index && matches!(buffer.kind, BufferKind::No) && buffer.counted.is_none();
+        let is_own = reader == index && matches!(buffer.kind, BufferKind::Temporary) && buffer.dynamic_rows.is_none();
         let is_set = instr.accumulate >> output & 1 == 0 && part.dtype == whole.dtype;
         let made = &instr.outputs[output].layout;
         if !is_own || !is_set || !op.writes_strides(output) || !made.is_contiguous() {
@@ -61,7 +61,7 @@ fn places(program: &Program, uses: &[Vec<usize>], index: usize) -> Option<Vec<Pl
         }
         let layout = inside(made, &part.layout, &whole.layout, dim, start)?;
         start += part.layout.dims()[dim] * inner;
-        Some(Place { maker, output, layout })
+        Some(JoinedPart { maker, output, layout })
     };
     cat.inputs.iter().map(place).collect()
 }

@@ -17,15 +17,23 @@ use gapless_graph::{NodeId, Phase, Place, Source, ValueId};
 
 use super::{Context, UPDATE};
 use crate::error::Result;
-use crate::program::{Instr, InstrKind, Message, Operand, Origin, Part, Program};
+use crate::program::{Instance, Instr, InstrKind, Message, Operand, Part, Program};
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let graph = context.lowering.graph;
-    let taken = context.crossings.taken(graph, context.lowering.table, context.lowering.rank)?;
+    let received_before = context.crossings.received_before(graph, context.lowering.table, context.lowering.rank)?;
     let instrs = std::mem::take(&mut program.instrs).into();
     let parts = std::mem::take(&mut program.parts);
-    let (sending, collecting, received) = (Vec::new(), Vec::new(), HashSet::new());
-    let mut messages = Messages { context: *context, program, instrs, taken, sending, collecting, received };
+    let (sends_in_flight, collectives_in_flight, received) = (Vec::new(), Vec::new(), HashSet::new());
+    let mut messages = Messages {
+        context: *context,
+        program,
+        instrs,
+        received_before,
+        sends_in_flight,
+        collectives_in_flight,
+        received,
+    };
     let mut actions = 0;
     for part in parts {
         let (first, count) = (messages.program.instrs.len(), part.instrs.len());
@@ -51,22 +59,22 @@ struct Messages<'a> {
     /// Instructions that are still to be emitted.
     instrs: VecDeque<Instr>,
     /// The first action before which a message has certainly been received, by root, micro-batch and receiver.
-    taken: HashMap<(ValueId, u32, usize), usize>,
+    received_before: HashMap<(ValueId, u32, usize), usize>,
     /// Sends without a wait so far.
-    sending: Vec<Sending>,
+    sends_in_flight: Vec<Sending>,
     /// Collectives without a wait so far.
-    collecting: Vec<Collecting>,
+    collectives_in_flight: Vec<Collecting>,
     /// Values that have been received from other ranks.
-    received: HashSet<Origin>,
+    received: HashSet<Instance>,
 }
 
 /// A send in flight.
 #[derive(Debug, Clone, Copy)]
 struct Sending {
-    of: Origin,
+    instance: Instance,
     message: Message,
     /// The action before which it has certainly been received; `None` if that is only certain at the end.
-    taken: Option<usize>,
+    received_before: Option<usize>,
 }
 
 /// A collective in flight, with all operands that it reads or writes.
@@ -85,9 +93,9 @@ impl Messages<'_> {
         let action = part.action.expect("the part of an action");
         let micro_batch = action.micro_batch.0;
         for root in self.context.crossings.needs(&action).collect::<Vec<_>>() {
-            self.receive(Origin::of(root, micro_batch), Some(micro_batch));
+            self.receive(Instance::micro_batch(root, micro_batch), Some(micro_batch));
         }
-        self.wait_for_sends(|sending| sending.taken.is_some_and(|taken| taken <= index));
+        self.wait_for_sends(|sending| sending.received_before.is_some_and(|taken| taken <= index));
         // Recomputed values stay on this rank.
         let mut made: Vec<NodeId> = Vec::new();
         for _ in 0..count {
@@ -96,11 +104,11 @@ impl Messages<'_> {
                 .node
                 .filter(|node| !instr.rematerialized && instr.predicate.is_none() && made.last() != Some(node));
             made.extend(node);
-            self.lay(instr);
+            self.emit(instr);
         }
         for root in made.into_iter().flat_map(|node| graph.node(node).outputs.iter().copied()) {
             for to in self.context.crossings.per_micro_batch(root).collect::<Vec<_>>() {
-                self.send(Origin::of(root, micro_batch), to, Some(micro_batch));
+                self.send(Instance::micro_batch(root, micro_batch), to, Some(micro_batch));
             }
         }
     }
@@ -128,11 +136,11 @@ impl Messages<'_> {
                 node.inputs.iter().for_each(|&input| self.receive_per_step(graph.value(input).root));
                 while self.instrs.len() > last && self.instrs.front().is_some_and(|instr| instr.node == Some(id)) {
                     let instr = self.instrs.pop_front().expect("there is a front");
-                    self.lay(instr);
+                    self.emit(instr);
                 }
                 node.outputs.iter().for_each(|&output| self.send_per_step(output));
             }
-            node.changed().for_each(|input| self.refresh(graph.value(input).root, node.place, is_here));
+            node.mutated_inputs().for_each(|input| self.refresh(graph.value(input).root, node.place, is_here));
         }
     }
 
@@ -146,9 +154,11 @@ impl Messages<'_> {
     }
 
     /// Emits an instruction, after the waits for collectives that use its operands.
-    fn lay(&mut self, instr: Instr) {
+    fn emit(&mut self, instr: Instr) {
         match &instr.kind {
-            InstrKind::Finish(request) => self.collecting.retain(|collecting| collecting.request != *request),
+            InstrKind::Finish(request) => {
+                self.collectives_in_flight.retain(|collecting| collecting.request != *request)
+            }
             _ => {
                 for operand in instr.inputs.iter().chain(&instr.outputs) {
                     self.finish_collectives(|collecting| {
@@ -161,7 +171,7 @@ impl Messages<'_> {
             let operands = instr.inputs.iter().chain(&instr.outputs);
             let operands = operands.map(|operand| Operand { overwritten_by: None, ..operand.clone() }).collect();
             let (layer, predicate) = (instr.layer.clone(), instr.predicate);
-            self.collecting.push(Collecting { request, operands, layer, predicate });
+            self.collectives_in_flight.push(Collecting { request, operands, layer, predicate });
         }
         self.program.instrs.push(instr);
     }
@@ -171,9 +181,9 @@ impl Messages<'_> {
     }
 
     /// The instance of a root that the update and the host read.
-    fn per_step(&self, root: ValueId) -> Origin {
-        let is_summed = self.context.made.contains_key(&Origin::sum(root));
-        if is_summed { Origin::sum(root) } else { Origin::of(root, 0) }
+    fn per_step(&self, root: ValueId) -> Instance {
+        let is_summed = self.context.first_buffer.contains_key(&Instance::sum(root));
+        if is_summed { Instance::sum(root) } else { Instance::micro_batch(root, 0) }
     }
 
     /// Sends a value that was just computed for the update or the host to all other ranks that read it.
@@ -196,48 +206,51 @@ impl Messages<'_> {
         let Context { lowering, crossings, .. } = self.context;
         let replicas: Vec<usize> = crossings.replicas(root).collect();
         if is_here {
-            replicas.into_iter().for_each(|to| self.send(Origin::of(root, 0), to, None));
+            replicas.into_iter().for_each(|to| self.send(Instance::micro_batch(root, 0), to, None));
         } else if replicas.contains(&lowering.rank) {
-            self.receive_from(Origin::of(root, 0), crossings.ranks_of(place).start, None);
+            self.receive_from(Instance::micro_batch(root, 0), crossings.ranks_of(place).start, None);
         }
     }
 
     /// Receives an instance of a value once, if this rank reads it.
-    fn receive(&mut self, of: Origin, micro_batch: Option<u32>) {
+    fn receive(&mut self, instance: Instance, micro_batch: Option<u32>) {
         let Context { lowering, crossings, .. } = self.context;
-        let Source::Node { node, .. } = lowering.graph.value(of.root).source else { return };
-        if self.context.made.contains_key(&of) && self.received.insert(of) {
-            self.receive_from(of, crossings.ranks_of(lowering.graph.node(node).place).start, micro_batch);
+        let Source::Node { node, .. } = lowering.graph.value(instance.root).source else { return };
+        if self.context.first_buffer.contains_key(&instance) && self.received.insert(instance) {
+            self.receive_from(instance, crossings.ranks_of(lowering.graph.node(node).place).start, micro_batch);
         }
     }
 
-    fn receive_from(&mut self, of: Origin, from: usize, micro_batch: Option<u32>) {
-        let message = self.message(of.root, from, micro_batch);
-        let operand = self.operand(of);
-        self.transfer(InstrKind::Receive(message), of, Vec::new(), vec![operand.clone()]);
-        self.transfer(InstrKind::Wait(message), of, vec![operand], Vec::new());
+    fn receive_from(&mut self, instance: Instance, from: usize, micro_batch: Option<u32>) {
+        let message = self.message(instance.root, from, micro_batch);
+        let operand = self.operand(instance);
+        self.transfer(InstrKind::Receive(message), instance, Vec::new(), vec![operand.clone()]);
+        self.transfer(InstrKind::Wait(message), instance, vec![operand], Vec::new());
     }
 
-    fn send(&mut self, of: Origin, to: usize, micro_batch: Option<u32>) {
-        let message = self.message(of.root, to, micro_batch);
-        let operand = self.operand(of);
-        self.transfer(InstrKind::Send(message), of, vec![operand], Vec::new());
-        let taken = micro_batch.and_then(|micro_batch| self.taken.get(&(of.root, micro_batch, to)).copied());
-        self.sending.push(Sending { of, message, taken });
+    fn send(&mut self, instance: Instance, to: usize, micro_batch: Option<u32>) {
+        let message = self.message(instance.root, to, micro_batch);
+        let operand = self.operand(instance);
+        self.transfer(InstrKind::Send(message), instance, vec![operand], Vec::new());
+        let received_before =
+            micro_batch.and_then(|micro_batch| self.received_before.get(&(instance.root, micro_batch, to)).copied());
+        self.sends_in_flight.push(Sending { instance, message, received_before });
     }
 
     fn wait_for_sends(&mut self, which: impl Fn(&Sending) -> bool) {
-        let (over, left): (Vec<Sending>, Vec<Sending>) = self.sending.iter().partition(|&sending| which(sending));
-        self.sending = left;
-        for Sending { of, message, .. } in over {
-            let operand = self.operand(of);
-            self.transfer(InstrKind::Wait(message), of, vec![operand], Vec::new());
+        let (over, left): (Vec<Sending>, Vec<Sending>) =
+            self.sends_in_flight.iter().partition(|&sending| which(sending));
+        self.sends_in_flight = left;
+        for Sending { instance, message, .. } in over {
+            let operand = self.operand(instance);
+            self.transfer(InstrKind::Wait(message), instance, vec![operand], Vec::new());
         }
     }
 
     fn finish_collectives(&mut self, which: impl Fn(&Collecting) -> bool) {
-        let (over, left): (Vec<_>, Vec<_>) = std::mem::take(&mut self.collecting).into_iter().partition(which);
-        self.collecting = left;
+        let (over, left): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.collectives_in_flight).into_iter().partition(which);
+        self.collectives_in_flight = left;
         for Collecting { request, operands, layer, predicate } in over {
             let instr = Instr::plain(InstrKind::Finish(request), operands, Vec::new(), 0, layer);
             self.program.instrs.push(Instr { predicate, ..instr });
@@ -249,13 +262,13 @@ impl Messages<'_> {
         Message { peer, tag: self.context.crossings.tag(root, micro_batch), request }
     }
 
-    fn operand(&self, of: Origin) -> Operand {
-        Operand::new(self.context.made[&of], self.context.lowering.graph.value(of.root))
+    fn operand(&self, instance: Instance) -> Operand {
+        Operand::new(self.context.first_buffer[&instance], self.context.lowering.graph.value(instance.root))
     }
 
-    fn transfer(&mut self, kind: InstrKind, of: Origin, inputs: Vec<Operand>, outputs: Vec<Operand>) {
-        let maker = self.context.lowering.graph.producer(of.root);
+    fn transfer(&mut self, kind: InstrKind, instance: Instance, inputs: Vec<Operand>, outputs: Vec<Operand>) {
+        let maker = self.context.lowering.graph.producer(instance.root);
         let layer = maker.map_or_else(|| Arc::from(""), |maker| maker.layer.clone());
-        self.lay(Instr::plain(kind, inputs, outputs, of.micro_batch, layer));
+        self.emit(Instr::plain(kind, inputs, outputs, instance.micro_batch, layer));
     }
 }

@@ -21,7 +21,7 @@ use std::collections::HashMap;
 use crate::cross_rank::CrossRankValues;
 use crate::error::Result;
 use crate::lowering::{Lowering, Target};
-use crate::program::{BufferId, Origin, Program};
+use crate::program::{BufferId, Instance, Program};
 
 /// The name of the part with the update, which runs once per step.
 pub(crate) const UPDATE: &str = "update";
@@ -39,7 +39,7 @@ pub(crate) struct Context<'a> {
     /// Values that are read on other ranks than the one that computes them.
     pub crossings: &'a CrossRankValues,
     /// The first buffer of each instance, as lowering has created it.
-    pub made: &'a HashMap<Origin, BufferId>,
+    pub first_buffer: &'a HashMap<Instance, BufferId>,
 }
 
 /// One pass.

@@ -18,9 +18,9 @@ use gapless_parallel::Kind;
 use super::Context;
 use crate::error::Result;
 use crate::program::{
-    BufferId, BufferKind, HostBuffer, HostId, Instr, InstrKind, Operand, Origin, Part, Program, role_of_node,
+    BufferId, BufferKind, Instance, Instr, InstrKind, OffloadBuffer, OffloadId, Operand, Part, Program, role_of_node,
 };
-use crate::recompute::Stash;
+use crate::recompute::ActivationStorage;
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let mut pass =
@@ -30,7 +30,7 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     for (buffer, origin, stash) in stashed {
         // Only values that the backward reads.
         if let Uses { last: Some(last), first: Some(first) } = uses[&buffer] {
-            pass.put_away(program, buffer, origin, stash, (last, first));
+            pass.store(program, buffer, origin, stash, (last, first));
         }
     }
     if !pass.behind.is_empty() {
@@ -83,25 +83,25 @@ struct Offload<'a> {
 
 impl Offload<'_> {
     /// The buffers of the forward that are compressed or offloaded.
-    fn stashed(&self) -> Vec<(BufferId, Origin, Stash)> {
+    fn stashed(&self) -> Vec<(BufferId, Instance, ActivationStorage)> {
         let recomputation = self.context.lowering.recomputation;
-        let of = |(&origin, &buffer): (&Origin, &BufferId)| {
-            let variant = recomputation.of(origin.micro_batch).filter(|_| !origin.is_sum)?;
+        let stored = |(&origin, &buffer): (&Instance, &BufferId)| {
+            let variant = recomputation.variant_of(origin.micro_batch).filter(|_| !origin.is_sum)?;
             let stash = recomputation.variants()[variant].stash(origin.root)?;
             Some((buffer, origin, stash))
         };
-        let mut stashed: Vec<_> = self.context.made.iter().filter_map(of).collect();
+        let mut stashed: Vec<_> = self.context.first_buffer.iter().filter_map(stored).collect();
         stashed.sort_unstable_by_key(|&(buffer, origin, _)| (buffer, origin));
         stashed
     }
 
     /// Stores one buffer after its last use in the forward, and restores it before its first use elsewhere.
-    fn put_away(
+    fn store(
         &mut self,
         program: &mut Program,
         buffer: BufferId,
-        origin: Origin,
-        stash: Stash,
+        origin: Instance,
+        stash: ActivationStorage,
         (last, first): (usize, usize),
     ) {
         let graph = self.context.lowering.graph;
@@ -110,15 +110,15 @@ impl Offload<'_> {
         let from = Operand::new(buffer, value);
         // The restored value.
         let label = program.buffers[buffer.index()].label.clone();
-        let back = program.add(value.spec.bytes(), label, BufferKind::No);
+        let back = program.add(value.spec.bytes(), label, BufferKind::Temporary);
         let to = Operand::new(back, value);
         let (away, fetch) = match stash {
-            Stash::Compressed => {
+            ActivationStorage::Compressed => {
                 let buffers = packed(&value.spec).map(|spec| {
                     let tensor = format!("{}/{} in 8 bits of micro-batch {micro_batch}", maker.layer, maker.op.name());
                     let (op, layer) = ("compress".into(), maker.layer.to_string());
                     let label = Label { tensor, op, layer, role: role_of_node(Phase::Forward) };
-                    program.add(spec.bytes(), label, BufferKind::No)
+                    program.add(spec.bytes(), label, BufferKind::Temporary)
                 });
                 let (compress, expand): (Arc<dyn Op>, Arc<dyn Op>) =
                     (Arc::new(Compress), Arc::new(Expand(value.spec.clone())));
@@ -128,9 +128,9 @@ impl Offload<'_> {
                     (InstrKind::Compute(expand), codes, vec![to]),
                 )
             }
-            Stash::Offloaded => {
-                let id = HostId(u32::try_from(program.host.len()).expect("fewer than 2^32 buffers"));
-                program.host.push(HostBuffer { bytes: value.spec.bytes() });
+            ActivationStorage::Offloaded => {
+                let id = OffloadId(u32::try_from(program.offload.len()).expect("fewer than 2^32 buffers"));
+                program.offload.push(OffloadBuffer { bytes: value.spec.bytes() });
                 ((InstrKind::Offload(id), vec![from], vec![]), (InstrKind::Fetch(id), vec![], vec![to]))
             }
         };
@@ -153,10 +153,10 @@ impl Offload<'_> {
 
     /// Inserts all new instructions.
     fn insert(mut self, program: &mut Program) {
-        let mut steps = std::mem::take(&mut program.instrs).into_iter().enumerate();
+        let mut instrs = std::mem::take(&mut program.instrs).into_iter().enumerate();
         for part in &mut program.parts {
             let first = program.instrs.len();
-            for (index, instr) in steps.by_ref().take(part.instrs.len()) {
+            for (index, instr) in instrs.by_ref().take(part.instrs.len()) {
                 program.instrs.extend(self.before.remove(&index).into_iter().flatten());
                 program.instrs.push(instr);
                 program.instrs.extend(self.behind.remove(&index).into_iter().flatten());

@@ -16,13 +16,13 @@ use crate::error::Result;
 use crate::program::{BufferKind, Instr, InstrKind, Operand, Program};
 
 /// Adds an f32 buffer for an operand.
-fn wide(program: &mut Program, of: &Instr, operand: &Operand) -> Operand {
-    let name = of.kind.name();
-    let tensor = format!("{}/{name} in f32 of micro-batch {}", of.layer, of.micro_batch);
-    let label = Label { tensor, op: name.into(), layer: of.layer.to_string(), role: Role::Communication };
+fn wide(program: &mut Program, instr: &Instr, operand: &Operand) -> Operand {
+    let name = instr.kind.name();
+    let tensor = format!("{}/{name} in f32 of micro-batch {}", instr.layer, instr.micro_batch);
+    let label = Label { tensor, op: name.into(), layer: instr.layer.to_string(), role: Role::Communication };
     let layout = Layout::contiguous(operand.layout.shape().clone());
     let bytes = (layout.shape().elem_count() * size_of::<f32>()) as u64;
-    let buffer = program.add(bytes, label, BufferKind::No);
+    let buffer = program.add(bytes, label, BufferKind::Temporary);
     Operand { buffer, layout, dtype: DType::F32, overwritten_by: None, widened: None }
 }
 

@@ -12,8 +12,8 @@ use insta::assert_snapshot;
 
 use crate::lower::lower_observed;
 use crate::lowering::{Lowering, Output, Target};
-use crate::partition::{StagePartition, cut};
-use crate::recompute::{Recompute, Resolving, Stashing};
+use crate::partition::{StagePartition, partition};
+use crate::recompute::{Recompute, Resolving, StorageOptions};
 
 /// A test case: a loss of `x` [2, 4] and its gradients, with these options.
 #[derive(Default)]
@@ -35,7 +35,7 @@ fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BT
     let x = lock(&graph).add_input("x", Spec::f32((2, 4))).unwrap();
     let loss = f(&Tensor::of(&graph, x), &VarBuilder::new(&graph, DType::F32)).unwrap();
     let ranks = case.stages.max(1);
-    cut(&mut lock(&graph), ranks, &StagePartition::Balanced).unwrap();
+    partition(&mut lock(&graph), ranks, &StagePartition::Balanced).unwrap();
     let mut outputs = vec![Output::local("loss", loss.id())];
     for gradient in differentiate(&graph, &loss, 1.0).unwrap() {
         let name = format!("gradient {}", gradient.parameter.index());
@@ -49,11 +49,11 @@ fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BT
     let row = |stage: u32| kinds.iter().map(|&kind| Action::new(kind, stage, 0)).collect();
     let table: Vec<Vec<Action>> = (0..ranks as u32).map(row).collect();
     let alive = crate::lower::alive_nodes(&graph, &outputs);
-    let stashing = Stashing { compress: &case.compress, offload: &[] };
+    let stashing = StorageOptions { compress: &case.compress, offload: &[] };
     let resolving = Resolving { graph: &graph, alive: &alive, row: &table[case.rank], stashing, can_be_twice: true };
     let once = resolving.resolve(&case.recompute, None, |_, _| Ok(0)).unwrap();
     let twice = (0..ranks as u32).map(StageId).filter(|_| case.twice).collect();
-    let recomputation = once.twice_in(&graph, &twice);
+    let recomputation = once.recompute_in_both_halves(&graph, &twice);
     let lowering = Lowering {
         name: "case",
         graph: &graph,
@@ -125,8 +125,8 @@ fn outputs_take_over_what_nobody_reads_any_more() {
 
 #[test]
 fn ranks_exchange_what_they_read_of_each_other() {
-    let of = |rank| stages(&Case { stages: 2, rank, ..Case::default() }, two_layers);
-    assert_snapshot!(of(0)["messages"], @r"
+    let program_of = |rank| stages(&Case { stages: 2, rank, ..Case::default() }, two_layers);
+    assert_snapshot!(program_of(0)["messages"], @r"
     0F0:
       %2 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %3, %4 @ the model, micro-batch 0
       %5 f32[2,4] = gelu %2 f32[2,4] @ the model, micro-batch 0
@@ -139,7 +139,7 @@ fn ranks_exchange_what_they_read_of_each_other() {
       %8 f32[4,4] = linear_grad_weight %0 f32[2,4], %7 f32[2,4] scratch %9, %10 @ the model, micro-batch 0
     gradient 1 = %8 f32[4,4]
     ");
-    assert_snapshot!(of(1)["messages"], @r"
+    assert_snapshot!(program_of(1)["messages"], @r"
     1F0:
       %0 f32[2,4] = receive from rank 0 @ the model, micro-batch 0
       wait #0 %0 f32[2,4] @ the model, micro-batch 0

@@ -37,9 +37,9 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
 }
 
 /// Adds a buffer for the f32 copy of the elements of a layout.
-fn room(program: &mut Program, of: &Instr, layout: &Layout) -> BufferId {
-    let name = of.kind.name();
-    let tensor = format!("{}/{name} in f32 of micro-batch {}", of.layer, of.micro_batch);
-    let label = Label { tensor, op: name.into(), layer: of.layer.to_string(), role: Role::Workspace };
-    program.add((span(&widened_layout(layout)) * size_of::<f32>()) as u64, label, BufferKind::No)
+fn room(program: &mut Program, instr: &Instr, layout: &Layout) -> BufferId {
+    let name = instr.kind.name();
+    let tensor = format!("{}/{name} in f32 of micro-batch {}", instr.layer, instr.micro_batch);
+    let label = Label { tensor, op: name.into(), layer: instr.layer.to_string(), role: Role::Workspace };
+    program.add((span(&widened_layout(layout)) * size_of::<f32>()) as u64, label, BufferKind::Temporary)
 }

@@ -39,7 +39,7 @@ impl Block {
 
     /// The values that a choice frees at the end of the input gradients (I) of a split backward.
     pub fn again(&self, choice: &Choice) -> impl Iterator<Item = ValueId> + '_ {
-        self.chosen(choice.again)
+        self.chosen(choice.freed_after_input)
     }
 
     fn chosen(&self, candidates: Candidates) -> impl Iterator<Item = ValueId> + '_ {
@@ -68,7 +68,7 @@ pub fn blocks(
 }
 
 /// The nodes of one layer, or of a run of its candidates.
-struct PartOfGraph {
+struct LayerNodes {
     group: Group,
     place: Place,
     candidates: usize,
@@ -76,8 +76,8 @@ struct PartOfGraph {
     backward: Vec<NodeId>,
 }
 
-fn parts(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>) -> Vec<PartOfGraph> {
-    let mut parts: Vec<PartOfGraph> = Vec::new();
+fn parts(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>) -> Vec<LayerNodes> {
+    let mut parts: Vec<LayerNodes> = Vec::new();
     let groups = Groups::of(graph);
     let mut last: HashMap<(Place, Group), usize> = HashMap::new();
     // The part that computes each value.
@@ -93,7 +93,7 @@ fn parts(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>) -> Vec<Par
                     Some(part) if parts[part].candidates < CANDIDATES || !is_candidate => part,
                     _ => {
                         let (group, place) = (group.clone(), node.place);
-                        parts.push(PartOfGraph { group, place, candidates: 0, forward: vec![], backward: vec![] });
+                        parts.push(LayerNodes { group, place, candidates: 0, forward: vec![], backward: vec![] });
                         parts.len() - 1
                     }
                 };
@@ -127,7 +127,7 @@ fn candidates_of<'a>(node: &'a Node, saved: &'a SavedActivations<'_>) -> impl It
     node.outputs.iter().copied().filter(|&root| saved.is_candidate(root))
 }
 
-impl PartOfGraph {
+impl LayerNodes {
     /// Builds the [`Layer`] of this part, and lists the saved values of each of its candidates.
     fn layer(
         &self,
@@ -142,7 +142,7 @@ impl PartOfGraph {
             let makes: Vec<usize> = node.outputs.iter().map(|&output| locals.index(graph, output)).collect();
             // Values of other layers are kept by those layers. They only count here if W needs them.
             let is_of_forward = |root: &ValueId| graph.producer(*root).is_some_and(|p| p.phase == Phase::Forward);
-            for root in node.inputs.iter().map(|&input| root(input)).filter(|of| is_split && is_of_forward(of)) {
+            for root in node.inputs.iter().map(|&input| root(input)).filter(|root| is_split && is_of_forward(root)) {
                 locals.index(graph, root);
             }
             let reads = node.inputs.iter().filter_map(|&input| locals.known(root(input))).collect();
@@ -157,7 +157,7 @@ impl PartOfGraph {
                 candidates.push(roots);
             }
         }
-        layer.of_forward = locals.bytes.len();
+        layer.forward_values = locals.bytes.len();
         for node in self.backward.iter().map(|&id| graph.node(id)) {
             let is_gradient = |root: ValueId| graph.producer(root).is_some_and(|p| p.phase == Phase::BackwardInput);
             let mut reads = Vec::new();

@@ -60,7 +60,7 @@ pub struct Budget<'a> {
     /// Micro-batches in flight at once, by stage.
     pub in_flight: HashMap<Place, InFlight>,
     /// The micro-batch that runs its backward first, if there are others.
-    pub first: Option<u32>,
+    pub first_backward: Option<u32>,
 }
 
 impl Budget<'_> {
@@ -72,17 +72,17 @@ impl Budget<'_> {
     ///
     /// # Errors
     /// Returns [`Error::OverBudget`] with the smallest arena found if none fits, and passes on errors of `place`.
-    pub fn fit(&self, mut place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>) -> Result<RematPlan> {
+    pub fn fit(&self, mut plan_size: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>) -> Result<RematPlan> {
         let plain: Vec<usize> = vec![0; self.blocks.len()];
-        let height = place(&self.recomputation(&plain), Some(self.bytes))?;
+        let height = plan_size(&self.recomputation(&plain), Some(self.bytes))?;
         if height <= self.bytes {
             return Ok(self.recomputation(&plain));
         }
-        match self.search(&plain, height, &mut place)? {
-            Some((choices, limit)) => self.spare_first(choices, limit, &mut place),
+        match self.search(&plain, height, &mut plan_size)? {
+            Some((choices, limit)) => self.refine_first(choices, limit, &mut plan_size),
             None => {
                 let least = self.recomputation(&self.least());
-                match place(&least, None)? {
+                match plan_size(&least, None)? {
                     smallest if smallest <= self.bytes => Ok(least),
                     smallest => Err(Error::OverBudget { budget: self.bytes, smallest }),
                 }
@@ -95,7 +95,7 @@ impl Budget<'_> {
         &self,
         plain: &[usize],
         height: u64,
-        mut place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
+        mut plan_size: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
     ) -> Result<Option<(Vec<usize>, u64)>> {
         // Bytes that the model of the layers leaves out: parameters, workspaces, the update.
         let unseen = i128::from(height) - i128::from(self.peak(plain));
@@ -116,7 +116,7 @@ impl Budget<'_> {
             let before = known.get(&choices).copied();
             let height = match before {
                 Some(height) => height,
-                None => place(&self.recomputation(&choices), Some(self.bytes))?,
+                None => plan_size(&self.recomputation(&choices), Some(self.bytes))?,
             };
             known.insert(choices.clone(), height);
             let slack = i128::from(self.bytes) - i128::from(height);
@@ -140,22 +140,22 @@ impl Budget<'_> {
     }
 
     /// Finds separate choices for the first micro-batch to run its backward, starting from the limit of the others.
-    fn spare_first(
+    fn refine_first(
         &self,
         rest: Vec<usize>,
         limit: u64,
-        mut place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
+        mut plan_size: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
     ) -> Result<RematPlan> {
         let (mut best, all) = (self.recomputation(&rest), self.peak(&vec![0; self.blocks.len()]));
-        let (Some(first), mut low, mut high) = (self.first, limit, all) else { return Ok(best) };
+        let (Some(first), mut low, mut high) = (self.first_backward, limit, all) else { return Ok(best) };
         let mut taken = rest.clone();
         // Try keeping everything first.
         let mut limit = all;
         for _ in 0..PLANS_OF_FIRST {
             let Some(choices) = self.solve(limit) else { break };
             let fits = choices == taken || {
-                let more = self.recomputation(&rest).but_for(first, self.variant(&choices));
-                let fits = place(&more, Some(self.bytes))? <= self.bytes;
+                let more = self.recomputation(&rest).except(first, self.variant(&choices));
+                let fits = plan_size(&more, Some(self.bytes))? <= self.bytes;
                 if fits {
                     (best, taken) = (more, choices);
                 }
@@ -192,15 +192,15 @@ impl Budget<'_> {
     }
 
     /// Bytes of a block that all micro-batches but the current one hold, at each of the two moments.
-    fn others(&self, block: usize, choice: &Choice) -> [u64; 2] {
+    fn held_by_others(&self, block: usize, choice: &Choice) -> [u64; 2] {
         let moments = self.in_flight.get(&self.blocks[block].place).copied().unwrap_or_default();
-        moments.map(|[kept, waits]| kept.saturating_sub(1) * choice.kept + waits * choice.waits)
+        moments.map(|[kept, waits]| kept.saturating_sub(1) * choice.kept + waits * choice.kept_until_weights)
     }
 
     /// The maximum bytes that the layers hold, according to the model.
     fn peak(&self, choices: &[usize]) -> u64 {
         let chosen = || choices.iter().enumerate().map(|(block, &choice)| (block, self.choice(block, choice)));
-        let others = chosen().map(|(block, choice)| self.others(block, choice)).fold([0, 0], added);
+        let others = chosen().map(|(block, choice)| self.held_by_others(block, choice)).fold([0, 0], added);
         let mut before = 0;
         let at_layer = chosen().map(|(_, choice)| {
             let peak = before + choice.peak;
@@ -218,7 +218,7 @@ impl Budget<'_> {
         for guess in guesses {
             let others = (u128::from(limit) * u128::from(guess) / u128::from(GUESSES)) as u64;
             let below = best.as_ref().map(|best| best.1);
-            if let Some(choices) = self.solve_beside(limit - others, others, below) {
+            if let Some(choices) = self.solve_with_reserve(limit - others, others, below) {
                 let nanoseconds = self.nanoseconds(&choices);
                 best = Some((choices, nanoseconds));
             }
@@ -228,23 +228,24 @@ impl Budget<'_> {
 
     /// The fastest choices with `others` bytes reserved for the other micro-batches, if they take less time than
     /// `below`.
-    fn solve_beside(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
+    fn solve_with_reserve(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
         let mut layers: Vec<Vec<State>> = vec![vec![State::default()]];
         for (index, block) in self.blocks.iter().enumerate() {
-            let others_of: Vec<[u64; 2]> = block.choices.iter().map(|choice| self.others(index, choice)).collect();
+            let others_of: Vec<[u64; 2]> =
+                block.choices.iter().map(|choice| self.held_by_others(index, choice)).collect();
             let mut next = States::new(&layers[index], block, &others_of);
             for (from, state) in layers[index].iter().enumerate() {
-                for (choice, of) in block.choices.iter().enumerate() {
+                for (choice, figures) in block.choices.iter().enumerate() {
                     let state = State {
-                        kept: state.kept + of.kept,
+                        kept: state.kept + figures.kept,
                         others: added(state.others, others_of[choice]),
-                        nanoseconds: state.nanoseconds.saturating_add(of.nanoseconds),
+                        nanoseconds: state.nanoseconds.saturating_add(figures.nanoseconds),
                         from: from as u32,
                         choice: choice as u32,
                     };
                     let takes_less = below.is_none_or(|below| state.nanoseconds < below);
                     if takes_less
-                        && layers[index][from].kept + of.peak <= limit
+                        && layers[index][from].kept + figures.peak <= limit
                         && state.others.iter().all(|&held| held <= others)
                     {
                         next.push(state);
@@ -304,28 +305,28 @@ struct States {
     fastest: Vec<Option<State>>,
     smallest: Option<State>,
     least: u64,
-    instr: u64,
+    bucket_bytes: u64,
 }
 
 impl States {
     /// Prepares for the states that combine a state before the layer with a choice of the layer.
     fn new(before: &[State], block: &Block, others: &[[u64; 2]]) -> Self {
-        let of_choices = |of: fn(u64, u64) -> u64| {
-            block.choices.iter().zip(others).map(move |(choice, others)| choice.kept + of(others[0], others[1]))
+        let of_choices = |combine: fn(u64, u64) -> u64| {
+            block.choices.iter().zip(others).map(move |(choice, others)| choice.kept + combine(others[0], others[1]))
         };
         let of_states = || before.iter().map(State::bytes);
         let least = of_states().min().unwrap_or(0) + of_choices(u64::min).min().unwrap_or(0);
         let most = of_states().max().unwrap_or(0) + of_choices(u64::max).max().unwrap_or(0);
         let many = before.len() * block.choices.len() > MANY;
         let fastest = vec![None; if many { STATES } else { 0 }];
-        Self { all: Vec::new(), fastest, smallest: None, least, instr: (most - least) / STATES as u64 + 1 }
+        Self { all: Vec::new(), fastest, smallest: None, least, bucket_bytes: (most - least) / STATES as u64 + 1 }
     }
 
     fn push(&mut self, state: State) {
         if self.fastest.is_empty() {
             return self.all.push(state);
         }
-        let fastest = &mut self.fastest[((state.bytes() - self.least) / self.instr) as usize];
+        let fastest = &mut self.fastest[((state.bytes() - self.least) / self.bucket_bytes) as usize];
         let order = |state: &State| (state.nanoseconds, state.bytes());
         if fastest.is_none_or(|known| order(&state) < order(&known)) {
             *fastest = Some(state);

@@ -14,7 +14,7 @@ use crate::recompute::policy::block_of;
 /// The layer of each node name.
 #[derive(Debug)]
 pub(super) struct Groups {
-    of: HashMap<Arc<str>, Group>,
+    by_layer: HashMap<Arc<str>, Group>,
 }
 
 /// A layer of the model.
@@ -27,7 +27,7 @@ pub(super) enum Group {
 
 impl Groups {
     pub(super) fn of(graph: &Graph) -> Self {
-        let mut of: HashMap<Arc<str>, Group> = HashMap::new();
+        let mut by_layer: HashMap<Arc<str>, Group> = HashMap::new();
         let mut outside = Group::Front;
         for node in graph.nodes().iter().filter(|node| node.phase == Phase::Forward) {
             let group = match block_of(&node.layer) {
@@ -37,13 +37,13 @@ impl Groups {
                 }
                 None => outside.clone(),
             };
-            of.entry(node.layer.clone()).or_insert(group);
+            by_layer.entry(node.layer.clone()).or_insert(group);
         }
-        Self { of }
+        Self { by_layer }
     }
 
     /// The layer of a node. Gradient nodes belong to the layer of their forward node.
     pub(super) fn of_node(&self, node: &Node) -> Group {
-        self.of.get(&node.layer).cloned().unwrap_or(Group::Back)
+        self.by_layer.get(&node.layer).cloned().unwrap_or(Group::Back)
     }
 }

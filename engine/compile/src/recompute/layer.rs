@@ -43,11 +43,11 @@ pub struct Choice {
     /// The candidates that are dropped after the forward.
     pub(super) dropped: Candidates,
     /// The candidates that are freed at the end of I, if the backward is split.
-    pub(super) again: Candidates,
+    pub(super) freed_after_input: Candidates,
     /// Bytes that one micro-batch keeps from the layer's forward to its backward.
     pub kept: u64,
     /// Bytes of forward values that one micro-batch keeps from I to W; 0 if the backward is not split.
-    pub waits: u64,
+    pub kept_until_weights: u64,
     /// Peak bytes of the layer during its backward, kept values included.
     pub peak: u64,
     /// Time of the recomputation, in nanoseconds.
@@ -73,7 +73,7 @@ pub(super) struct Layer {
     /// Nodes for weight gradients, if the backward is split.
     pub weights: Vec<Local>,
     /// Number of values that the forward reads or produces; they come first in [`Self::bytes`].
-    pub of_forward: usize,
+    pub forward_values: usize,
     /// Values kept from forward to backward if nothing is dropped.
     pub saved: Vec<usize>,
     /// The values that each candidate saves, in the order in which they are computed.
@@ -92,18 +92,24 @@ impl Layer {
             count if count + for_weights.len() <= EXACT => {
                 let subsets = (0..1u64 << count)
                     .flat_map(|dropped| (0..1u64 << for_weights.len()).map(move |subset| (dropped, subset)));
-                undominated(subsets.map(|(dropped, subset)| costs.of(dropped, spread(subset, &for_weights))).collect())
+                undominated(
+                    subsets.map(|(dropped, subset)| costs.choice(dropped, spread(subset, &for_weights))).collect(),
+                )
             }
             count => {
                 let all = for_weights.iter().fold(0, |all, &index| all | 1 << index);
                 let all_or_none: &[Candidates] = if all == 0 { &[0] } else { &[0, all] };
                 let mut choices = Vec::new();
-                for &again in all_or_none {
+                for &freed_after_input in all_or_none {
                     match count {
-                        ..=EXACT => choices.extend((0..1 << count).map(|dropped| costs.of(dropped, again))),
+                        ..=EXACT => {
+                            choices.extend((0..1 << count).map(|dropped| costs.choice(dropped, freed_after_input)))
+                        }
                         _ => {
-                            choices.extend(costs.joined_runs(again));
-                            choices.extend(self.cuts().into_iter().map(|dropped| costs.of(dropped, again)));
+                            choices.extend(costs.joined_runs(freed_after_input));
+                            choices.extend(
+                                self.cuts().into_iter().map(|dropped| costs.choice(dropped, freed_after_input)),
+                            );
                         }
                     }
                 }
@@ -111,8 +117,8 @@ impl Layer {
             }
         };
         // The choice that keeps everything is normally among them, unless something can be dropped at no cost in time.
-        let others = thinned(choices).into_iter().filter(|choice| (choice.dropped, choice.again) != (0, 0));
-        [costs.of(0, 0)].into_iter().chain(others).collect()
+        let others = thinned(choices).into_iter().filter(|choice| (choice.dropped, choice.freed_after_input) != (0, 0));
+        [costs.choice(0, 0)].into_iter().chain(others).collect()
     }
 
     /// The candidates with a value that W reads.
@@ -161,81 +167,82 @@ pub(super) struct Costs<'l> {
     /// By value: whether it belongs to a candidate.
     is_candidate: Vec<bool>,
     /// By value: whether W reads it.
-    by_weights: Vec<bool>,
+    read_by_weights: Vec<bool>,
     /// Nodes that compute some value that W reads.
     makes_for_weights: Vec<usize>,
     /// Scratch: which values are available.
-    there: Vec<bool>,
+    available: Vec<bool>,
     /// Scratch: which values will still be read.
     alive: Vec<bool>,
     sequence: Vec<&'l Local>,
     wanted: Vec<usize>,
     missing: Vec<usize>,
     /// Values that are freed at the end of I.
-    ends: Vec<usize>,
+    freed_after_input: Vec<usize>,
     /// Nodes that I runs early for W.
-    smaller: Vec<usize>,
+    early_for_weights: Vec<usize>,
 }
 
 impl<'l> Costs<'l> {
     pub fn new(layer: &'l Layer) -> Self {
-        let [mut is_candidate, mut by_weights, there, alive] = [(); 4].map(|()| vec![false; layer.bytes.len()]);
+        let [mut is_candidate, mut read_by_weights, available, alive] =
+            [(); 4].map(|()| vec![false; layer.bytes.len()]);
         layer.candidates.iter().flatten().for_each(|&value| is_candidate[value] = true);
-        layer.weights.iter().flat_map(|local| &local.reads).for_each(|&value| by_weights[value] = true);
-        let makes = |&node: &usize| layer.forward[node].makes.iter().any(|&value| by_weights[value]);
+        layer.weights.iter().flat_map(|local| &local.reads).for_each(|&value| read_by_weights[value] = true);
+        let makes = |&node: &usize| layer.forward[node].makes.iter().any(|&value| read_by_weights[value]);
         let makes_for_weights = (0..layer.forward.len()).filter(makes).collect();
         let (sequence, wanted, missing) = (Vec::new(), Vec::new(), Vec::new());
-        let (makers, ends, smaller) = (layer.makers(), Vec::new(), Vec::new());
+        let (makers, freed_after_input, early_for_weights) = (layer.makers(), Vec::new(), Vec::new());
         Self {
             layer,
             makers,
             is_candidate,
-            by_weights,
+            read_by_weights,
             makes_for_weights,
-            there,
+            available,
             alive,
             sequence,
             wanted,
             missing,
-            ends,
-            smaller,
+            freed_after_input,
+            early_for_weights,
         }
     }
 
     /// The choice that drops these candidates and frees `again` at the end of I.
-    pub fn of(&mut self, dropped: Candidates, again: Candidates) -> Choice {
+    pub fn choice(&mut self, dropped: Candidates, freed_after_input: Candidates) -> Choice {
         let layer = self.layer;
-        self.there.fill(false);
-        layer.saved.iter().for_each(|&value| self.there[value] = true);
-        self.find_ends(again);
+        self.available.fill(false);
+        layer.saved.iter().for_each(|&value| self.available[value] = true);
+        self.find_ends(freed_after_input);
         let chosen = layer.candidates.iter().enumerate().filter(|(index, _)| dropped >> index & 1 == 1);
-        chosen.flat_map(|(_, values)| values).for_each(|&value| self.there[value] = false);
+        chosen.flat_map(|(_, values)| values).for_each(|&value| self.available[value] = false);
         self.find_smaller();
-        let kept = layer.saved.iter().filter(|&&value| self.there[value]).map(|&value| layer.bytes[value]).sum();
+        let kept = layer.saved.iter().filter(|&&value| self.available[value]).map(|&value| layer.bytes[value]).sum();
         // The execution order of the backward: its own nodes, each preceded by the recomputation that it needs.
         self.sequence.clear();
         let mut nanoseconds = 0u64;
         for own in &layer.backward {
-            nanoseconds = nanoseconds.saturating_add(self.bring_back(own));
-            nanoseconds = nanoseconds.saturating_add(self.make_for_weights(own));
+            nanoseconds = nanoseconds.saturating_add(self.recompute(own));
+            nanoseconds = nanoseconds.saturating_add(self.keep_smaller_for_w(own));
             self.sequence.push(own);
         }
         let until_input = self.sequence.len();
-        self.ends.iter().for_each(|&value| self.there[value] = false);
+        self.freed_after_input.iter().for_each(|&value| self.available[value] = false);
         for own in &layer.weights {
-            nanoseconds = nanoseconds.saturating_add(self.bring_back(own));
+            nanoseconds = nanoseconds.saturating_add(self.recompute(own));
             self.sequence.push(own);
         }
-        let (waits, peak) = self.bytes(kept, until_input);
-        Choice { dropped, again, kept, waits, peak, nanoseconds }
+        let (kept_until_weights, peak) = self.bytes(kept, until_input);
+        Choice { dropped, freed_after_input, kept, kept_until_weights, peak, nanoseconds }
     }
 
     /// Appends the recomputation that a node needs, and returns how long it takes.
-    fn bring_back(&mut self, own: &Local) -> u64 {
+    fn recompute(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         self.wanted.extend(&own.reads);
         while let Some(value) = self.wanted.pop() {
-            let Some(maker) = self.makers[value].filter(|_| !self.there[value]) else { continue };
+            let Some(maker) = self.makers[value].filter(|_| !self.available[value]) else { continue };
             if !self.missing.contains(&maker) {
                 self.missing.push(maker);
                 self.wanted.extend(&layer.forward[maker].reads);
@@ -243,10 +250,10 @@ impl<'l> Costs<'l> {
         }
         self.missing.sort_unstable();
         let mut nanoseconds = 0u64;
-        for again in self.missing.drain(..).map(|maker| &layer.forward[maker]) {
-            nanoseconds = nanoseconds.saturating_add(again.nanoseconds);
-            again.makes.iter().for_each(|&value| self.there[value] = true);
-            self.sequence.push(again);
+        for node in self.missing.drain(..).map(|maker| &layer.forward[maker]) {
+            nanoseconds = nanoseconds.saturating_add(node.nanoseconds);
+            node.makes.iter().for_each(|&value| self.available[value] = true);
+            self.sequence.push(node);
         }
         nanoseconds
     }
@@ -255,46 +262,49 @@ impl<'l> Costs<'l> {
     /// back to values that W also reads or that are always kept.
     fn find_ends(&mut self, again: Candidates) {
         let layer = self.layer;
-        self.ends.clear();
+        self.freed_after_input.clear();
         let chosen = layer.candidates.iter().enumerate().filter(|(index, _)| again >> index & 1 == 1);
         self.wanted.extend(chosen.flat_map(|(_, values)| values));
         while let Some(value) = self.wanted.pop() {
-            if self.ends.contains(&value) {
+            if self.freed_after_input.contains(&value) {
                 continue;
             }
-            self.ends.push(value);
+            self.freed_after_input.push(value);
             let Some(maker) = self.makers[value] else { continue };
-            let waits = |value: usize| self.by_weights[value] || (self.there[value] && !self.is_candidate[value]);
+            let waits =
+                |value: usize| self.read_by_weights[value] || (self.available[value] && !self.is_candidate[value]);
             self.wanted.extend(layer.forward[maker].reads.iter().filter(|&&value| !waits(value)));
         }
     }
 
     /// Finds the nodes that I runs early for W, because their outputs are smaller to keep than their inputs.
     fn find_smaller(&mut self) {
-        let Self { layer, by_weights, there, ends, smaller, .. } = self;
+        let Self { layer, read_by_weights, available, freed_after_input, early_for_weights, .. } = self;
         let bytes = |values: &mut dyn Iterator<Item = &usize>| values.map(|&value| layer.bytes[value]).sum::<u64>();
-        smaller.clear();
-        smaller.extend(self.makes_for_weights.iter().copied().filter(|&node| {
+        early_for_weights.clear();
+        early_for_weights.extend(self.makes_for_weights.iter().copied().filter(|&node| {
             let Local { reads, makes, .. } = &layer.forward[node];
-            let mut made = makes.iter().filter(|value| !there[**value] && !ends.contains(value));
-            let is_wanted = makes.iter().any(|&value| by_weights[value] && !there[value] && !ends.contains(&value));
-            is_wanted && bytes(&mut made) < bytes(&mut reads.iter().filter(|value| !by_weights[**value]))
+            let mut made = makes.iter().filter(|value| !available[**value] && !freed_after_input.contains(value));
+            let is_wanted = makes
+                .iter()
+                .any(|&value| read_by_weights[value] && !available[value] && !freed_after_input.contains(&value));
+            is_wanted && bytes(&mut made) < bytes(&mut reads.iter().filter(|value| !read_by_weights[**value]))
         }));
     }
 
     /// Appends nodes that I runs early for W before one of its own nodes, which reads some of their inputs. Returns how
     /// long they take.
-    fn make_for_weights(&mut self, own: &Local) -> u64 {
+    fn keep_smaller_for_w(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         let mut nanoseconds = 0u64;
-        for again in self.smaller.iter().map(|&node| &layer.forward[node]) {
-            let reads = |value: &usize| own.reads.contains(value) && !self.by_weights[*value];
-            let is_there = |value: &usize| self.there[*value] || self.makers[*value].is_none();
-            let is_made = again.makes.iter().any(|&value| self.there[value]);
-            if !is_made && again.reads.iter().any(reads) && again.reads.iter().all(is_there) {
-                nanoseconds = nanoseconds.saturating_add(again.nanoseconds);
-                again.makes.iter().for_each(|&value| self.there[value] = true);
-                self.sequence.push(again);
+        for node in self.early_for_weights.iter().map(|&node| &layer.forward[node]) {
+            let reads = |value: &usize| own.reads.contains(value) && !self.read_by_weights[*value];
+            let is_there = |value: &usize| self.available[*value] || self.makers[*value].is_none();
+            let is_made = node.makes.iter().any(|&value| self.available[value]);
+            if !is_made && node.reads.iter().any(reads) && node.reads.iter().all(is_there) {
+                nanoseconds = nanoseconds.saturating_add(node.nanoseconds);
+                node.makes.iter().for_each(|&value| self.available[value] = true);
+                self.sequence.push(node);
             }
         }
         nanoseconds
@@ -306,23 +316,25 @@ impl<'l> Costs<'l> {
         self.alive.fill(false);
         let mut alive = Alive { values: &mut self.alive, bytes: &self.layer.bytes, now: 0 };
         let (for_input, for_weights) = self.sequence.split_at(until_input);
-        let most_for_weights = alive.most(for_weights);
+        let most_for_weights = alive.peak(for_weights);
         let back = most_for_weights - alive.now;
-        let waits = (0..self.layer.of_forward).filter(|&value| alive.values[value]);
+        let waits = (0..self.layer.forward_values).filter(|&value| alive.values[value]);
         let waits = waits.map(|value| self.layer.bytes[value]).sum();
         alive.set(&self.layer.leaves, true);
-        (waits, alive.most(for_input).max(kept + back))
+        (waits, alive.peak(for_input).max(kept + back))
     }
 
     /// The choices of all runs of candidates, combined run by run. Each run is examined while all other candidates are
     /// kept; `again` is freed at the end of I.
-    fn joined_runs(&mut self, again: Candidates) -> Vec<Choice> {
-        let mut joined = vec![self.of(0, again)];
+    fn joined_runs(&mut self, freed_after_input: Candidates) -> Vec<Choice> {
+        let mut joined = vec![self.choice(0, freed_after_input)];
         for first in (0..self.layer.candidates.len()).step_by(RUN) {
             let count = RUN.min(self.layer.candidates.len() - first);
-            let run = thinned(undominated((0..1u64 << count).map(|subset| self.of(subset << first, again)).collect()));
+            let run = thinned(undominated(
+                (0..1u64 << count).map(|subset| self.choice(subset << first, freed_after_input)).collect(),
+            ));
             let pairs = joined.iter().flat_map(|before| run.iter().map(|run| before.dropped | run.dropped));
-            joined = thinned(undominated(pairs.map(|dropped| self.of(dropped, again)).collect()));
+            joined = thinned(undominated(pairs.map(|dropped| self.choice(dropped, freed_after_input)).collect()));
         }
         joined
     }
@@ -330,8 +342,10 @@ impl<'l> Costs<'l> {
 
 /// The Pareto-optimal choices, by time.
 fn undominated(mut choices: Vec<Choice>) -> Vec<Choice> {
-    choices.sort_unstable_by_key(|c| (c.nanoseconds, c.kept, c.waits, c.peak, c.dropped, c.again));
-    without(&choices, 0)
+    choices.sort_unstable_by_key(|c| {
+        (c.nanoseconds, c.kept, c.kept_until_weights, c.peak, c.dropped, c.freed_after_input)
+    });
+    remove_beaten(&choices, 0)
 }
 
 /// At most [`CHOICES`] choices, plus those with the fewest bytes kept and the lowest peak.
@@ -339,28 +353,35 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     let all = choices.iter().map(|choice| choice.peak).max().unwrap_or(0);
     let (mut thinned, mut part) = (choices.clone(), all / 16_384);
     while thinned.len() > CHOICES && part < all {
-        thinned = without(&choices, part);
+        thinned = remove_beaten(&choices, part);
         part = 2 * part + 1;
     }
     // The smallest choices always stay: they decide which budgets can be met at all.
     let least_of = |bytes: fn(&Choice) -> u64| choices.iter().min_by_key(|choice| bytes(choice));
-    let least =
-        [least_of(|of| of.kept), least_of(|of| of.waits), least_of(|of| of.kept + of.waits), least_of(|of| of.peak)];
+    let least = [
+        least_of(|choice| choice.kept),
+        least_of(|choice| choice.kept_until_weights),
+        least_of(|choice| choice.kept + choice.kept_until_weights),
+        least_of(|choice| choice.peak),
+    ];
     for &choice in least.into_iter().flatten() {
         if !thinned.contains(&choice) {
             thinned.push(choice);
         }
     }
-    thinned.sort_unstable_by_key(|c| (c.nanoseconds, c.kept, c.waits, c.peak, c.dropped, c.again));
+    thinned.sort_unstable_by_key(|c| {
+        (c.nanoseconds, c.kept, c.kept_until_weights, c.peak, c.dropped, c.freed_after_input)
+    });
     thinned
 }
 
 /// Removes each choice that is beaten, within a tolerance in bytes, by another that takes no more time.
-fn without(choices: &[Choice], bytes: u64) -> Vec<Choice> {
+fn remove_beaten(choices: &[Choice], bytes: u64) -> Vec<Choice> {
     let mut best: Vec<Choice> = Vec::new();
     for &choice in choices {
         let beats = |other: &Choice| {
-            let holds = other.kept <= choice.kept + bytes && other.waits <= choice.waits + bytes;
+            let holds =
+                other.kept <= choice.kept + bytes && other.kept_until_weights <= choice.kept_until_weights + bytes;
             holds && other.peak <= choice.peak + bytes
         };
         if !best.iter().any(beats) {
@@ -390,7 +411,7 @@ impl Alive<'_> {
 
     /// Peak bytes while these nodes run. On entry, `self` is the set of values live after them; on exit, the set live
     /// before them.
-    fn most(&mut self, nodes: &[&Local]) -> u64 {
+    fn peak(&mut self, nodes: &[&Local]) -> u64 {
         let mut most = self.now;
         for local in nodes.iter().rev() {
             self.set(&local.reads, true);

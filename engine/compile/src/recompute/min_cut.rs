@@ -55,7 +55,7 @@ struct Network {
     /// By recomputable node: its time.
     nanoseconds: Vec<u64>,
     /// By node: the nodes that must be recomputed with it.
-    needs: Vec<Vec<usize>>,
+    dependencies: Vec<Vec<usize>>,
 }
 
 impl Network {
@@ -73,8 +73,8 @@ impl Network {
             let missing = local.reads.iter().filter(|&&value| !is_there[value]);
             missing.filter_map(|&value| makers[value]).collect()
         };
-        let needs = layer.forward.iter().map(unkept).collect();
-        Self { candidates, nanoseconds: layer.forward.iter().map(|local| local.nanoseconds).collect(), needs }
+        let dependencies = layer.forward.iter().map(unkept).collect();
+        Self { candidates, nanoseconds: layer.forward.iter().map(|local| local.nanoseconds).collect(), dependencies }
     }
 
     /// Bytes saved by dropping these candidates, and the time it costs.
@@ -87,7 +87,7 @@ impl Network {
             let mut wanted = vec![node];
             while let Some(node) = wanted.pop() {
                 runs[node] = true;
-                wanted.extend(self.needs[node].iter().filter(|&&need| !runs[need]));
+                wanted.extend(self.dependencies[node].iter().filter(|&&need| !runs[need]));
             }
         }
         self.corner_of(&runs)
@@ -124,7 +124,7 @@ impl Network {
     /// The nodes that are recomputed if `byte` · (bytes kept) + `nanosecond` · (time) is minimal. Of several such sets,
     /// returns the smallest.
     fn cut(&self, byte: u128, nanosecond: u128) -> Vec<bool> {
-        let nodes = self.needs.len();
+        let nodes = self.dependencies.len();
         let (source, sink) = (nodes, nodes + 1);
         let mut flow = Flow::new(nodes + 2);
         for node in 0..nodes {
@@ -132,7 +132,7 @@ impl Network {
                 flow.edge(source, node, byte.saturating_mul(bytes.into()));
             }
             flow.edge(node, sink, nanosecond.saturating_mul(self.nanoseconds[node].into()));
-            self.needs[node].iter().for_each(|&need| flow.edge(node, need, u128::MAX));
+            self.dependencies[node].iter().for_each(|&need| flow.edge(node, need, u128::MAX));
         }
         let mut reached = flow.saturate(source, sink);
         reached.truncate(nodes);
@@ -143,21 +143,21 @@ impl Network {
 /// A flow network with residual capacities. Edges i and i ^ 1 are each other's reverse.
 struct Flow {
     to: Vec<usize>,
-    left: Vec<u128>,
+    residual: Vec<u128>,
     /// Outgoing edges of each node.
-    leave: Vec<Vec<usize>>,
+    outgoing: Vec<Vec<usize>>,
 }
 
 impl Flow {
     fn new(nodes: usize) -> Self {
-        Self { to: Vec::new(), left: Vec::new(), leave: vec![Vec::new(); nodes] }
+        Self { to: Vec::new(), residual: Vec::new(), outgoing: vec![Vec::new(); nodes] }
     }
 
     fn edge(&mut self, from: usize, to: usize, capacity: u128) {
-        for (from, to, left) in [(from, to, capacity), (to, from, 0)] {
-            self.leave[from].push(self.to.len());
+        for (from, to, residual) in [(from, to, capacity), (to, from, 0)] {
+            self.outgoing[from].push(self.to.len());
             self.to.push(to);
-            self.left.push(left);
+            self.residual.push(residual);
         }
     }
 
@@ -165,12 +165,12 @@ impl Flow {
     /// source still reaches: its side of the smallest minimal cut.
     fn saturate(&mut self, source: usize, sink: usize) -> Vec<bool> {
         loop {
-            let mut by: Vec<Option<usize>> = vec![None; self.leave.len()];
+            let mut by: Vec<Option<usize>> = vec![None; self.outgoing.len()];
             let mut queue = std::collections::VecDeque::from([source]);
             while let Some(node) = queue.pop_front() {
-                for &edge in &self.leave[node] {
+                for &edge in &self.outgoing[node] {
                     let to = self.to[edge];
-                    if to != source && by[to].is_none() && self.left[edge] > 0 {
+                    if to != source && by[to].is_none() && self.residual[edge] > 0 {
                         by[to] = Some(edge);
                         queue.push_back(to);
                     }
@@ -182,10 +182,10 @@ impl Flow {
                 return reached;
             }
             let way: Vec<usize> = std::iter::successors(by[sink], |&edge| by[self.to[edge ^ 1]]).collect();
-            let least = way.iter().map(|&edge| self.left[edge]).min().unwrap_or(0);
+            let least = way.iter().map(|&edge| self.residual[edge]).min().unwrap_or(0);
             for edge in way {
-                self.left[edge] -= least;
-                self.left[edge ^ 1] = self.left[edge ^ 1].saturating_add(least);
+                self.residual[edge] -= least;
+                self.residual[edge ^ 1] = self.residual[edge ^ 1].saturating_add(least);
             }
         }
     }

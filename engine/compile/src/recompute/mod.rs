@@ -26,8 +26,8 @@ mod twice;
 pub(crate) use policy::Resolving;
 pub use policy::{CustomPolicy, Layers, Recompute, RecomputePolicy, block_of};
 pub(crate) use saved::SavedActivations;
-pub(crate) use stash::{Stash, Stashing};
-pub use twice::stages_twice;
+pub(crate) use stash::{ActivationStorage, StorageOptions};
+pub use twice::stages_that_recompute_twice;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -56,7 +56,7 @@ pub struct Variant {
     /// They are recomputed before the weight gradients that read them.
     end_with_input: BTreeSet<ValueId>,
     /// Roots that are compressed or offloaded between forward and backward.
-    stash: BTreeMap<ValueId, Stash>,
+    stash: BTreeMap<ValueId, ActivationStorage>,
 }
 
 impl Variant {
@@ -87,12 +87,12 @@ impl Variant {
     }
 
     /// The way a root is stored until the backward, if it is compressed or offloaded.
-    pub fn stash(&self, root: ValueId) -> Option<Stash> {
+    pub fn stash(&self, root: ValueId) -> Option<ActivationStorage> {
         self.stash.get(&root).copied()
     }
 
     /// The roots that are compressed or offloaded, and which of the two.
-    pub fn stashed(&self) -> impl Iterator<Item = (ValueId, Stash)> + '_ {
+    pub fn stashed(&self) -> impl Iterator<Item = (ValueId, ActivationStorage)> + '_ {
         self.stash.iter().map(|(&root, &stash)| (root, stash))
     }
 }
@@ -104,7 +104,7 @@ impl RematPlan {
     }
 
     /// This plan with a different variant for one micro-batch.
-    pub fn but_for(mut self, micro_batch: u32, variant: Variant) -> Self {
+    pub fn except(mut self, micro_batch: u32, variant: Variant) -> Self {
         self.exception = Some((micro_batch, self.variants.len()));
         self.variants.push(variant);
         self
@@ -112,7 +112,7 @@ impl RematPlan {
 
     /// This plan, except that in these stages the values recomputed for the input gradients of a split backward are
     /// freed with them, and recomputed once more for the weight gradients.
-    pub fn twice_in(mut self, graph: &Graph, stages: &BTreeSet<StageId>) -> Self {
+    pub fn recompute_in_both_halves(mut self, graph: &Graph, stages: &BTreeSet<StageId>) -> Self {
         for variant in &mut self.variants {
             let is_in = |root: &ValueId| match graph.place_of(*root) {
                 Some(Place::Stage(stage)) => stages.contains(&stage),
@@ -134,7 +134,7 @@ impl RematPlan {
     }
 
     /// The index of a micro-batch's variant; `None` if the plan recomputes nothing at all.
-    pub fn of(&self, micro_batch: u32) -> Option<usize> {
+    pub fn variant_of(&self, micro_batch: u32) -> Option<usize> {
         match self.exception {
             Some((exception, variant)) if exception == micro_batch => Some(variant),
             _ => (!self.cycle.is_empty()).then(|| self.cycle[micro_batch as usize % self.cycle.len()]),
@@ -142,7 +142,7 @@ impl RematPlan {
     }
 
     /// The index of a micro-batch's variant in tables whose entry 0 stands for no recomputation.
-    pub fn table(&self, micro_batch: u32) -> usize {
-        self.of(micro_batch).map_or(0, |variant| variant + 1)
+    pub fn table_index(&self, micro_batch: u32) -> usize {
+        self.variant_of(micro_batch).map_or(0, |variant| variant + 1)
     }
 }

@@ -10,7 +10,7 @@ use gapless_parallel::{Action, Kind, Rates};
 
 use super::block::blocks;
 use super::budget::{Budget, first_backward, in_flight};
-use super::{RematPlan, SavedActivations, Stashing, Variant};
+use super::{RematPlan, SavedActivations, StorageOptions, Variant};
 use crate::error::{Error, Result};
 
 /// The forward values that a micro-batch recomputes in its backward instead of keeping them.
@@ -106,7 +106,7 @@ pub struct Resolving<'a> {
     /// The actions of this rank.
     pub row: &'a [Action],
     /// The activations that are compressed or offloaded.
-    pub stashing: Stashing<'a>,
+    pub stashing: StorageOptions<'a>,
     /// Whether values recomputed for the input gradients of a split backward may be freed with them, and recomputed
     /// again for the weight gradients.
     pub can_be_twice: bool,
@@ -148,7 +148,7 @@ impl Resolving<'_> {
         let is_split = self.can_be_twice && self.row.iter().any(|action| action.kind == Kind::BackwardInput);
         let mut blocks = blocks(self.graph, self.alive, saved, is_split, |node| self.nanoseconds(node, rates));
         blocks.retain(|block| in_flight.contains_key(&block.place));
-        Budget { bytes, saved, blocks: &blocks, in_flight, first: first_backward(self.row) }.fit(place)
+        Budget { bytes, saved, blocks: &blocks, in_flight, first_backward: first_backward(self.row) }.fit(place)
     }
 
     fn nanoseconds(&self, node: &Node, rates: &Rates) -> u64 {

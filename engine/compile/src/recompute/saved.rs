@@ -6,7 +6,7 @@ use gapless_graph::ops::Collective;
 use gapless_graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, Spec, ValueId};
 
 use super::groups::Groups;
-use super::{Stash, Variant};
+use super::{ActivationStorage, Variant};
 
 /// The values that a forward pass hands to its own backward.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ pub struct SavedActivations<'g> {
     /// By value index: whether a forward node of another layer reads it.
     leaves_layer: Vec<bool>,
     /// Values that are compressed or offloaded if they are kept.
-    stash: BTreeMap<ValueId, Stash>,
+    stash: BTreeMap<ValueId, ActivationStorage>,
 }
 
 impl<'g> SavedActivations<'g> {
@@ -59,9 +59,9 @@ impl<'g> SavedActivations<'g> {
     /// Sets how some of [`Self::roots`] are stored until the backward. If some are compressed, then discrete choices
     /// (values that are not floats, and other outputs of the same nodes) can no longer be recomputed: from rounded
     /// inputs they might turn out differently.
-    pub fn stashing(mut self, stash: impl IntoIterator<Item = (ValueId, Stash)>) -> Self {
+    pub fn stashing(mut self, stash: impl IntoIterator<Item = (ValueId, ActivationStorage)>) -> Self {
         self.stash = stash.into_iter().collect();
-        if self.stash.values().any(|&stash| stash == Stash::Compressed) {
+        if self.stash.values().any(|&stash| stash == ActivationStorage::Compressed) {
             let graph = self.graph;
             let is_choice =
                 |node: &&Node| node.outputs.iter().any(|&output| !FLOATS.contains(&graph.value(output).spec.dtype));
@@ -132,7 +132,7 @@ impl<'g> SavedActivations<'g> {
             }
         }
         let kept = self.stash.iter().filter(|(root, _)| !rematerialized[root.index()]);
-        let stash: BTreeMap<ValueId, Stash> = kept.map(|(&root, &stash)| (root, stash)).collect();
+        let stash: BTreeMap<ValueId, ActivationStorage> = kept.map(|(&root, &stash)| (root, stash)).collect();
         let (nodes, end_with_input) = (nodes.into_iter().collect(), BTreeSet::new());
         Variant { rematerialized, nodes, end_with_input, stash }
     }

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 /// The storage of a kept value between forward and backward, if it is not simply left in the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stash {
+pub enum ActivationStorage {
     /// Compressed to eight bits per element; it comes back rounded.
     Compressed,
     /// Offloaded to a file; it comes back unchanged.
@@ -22,24 +22,26 @@ pub enum Stash {
 
 /// Names of the operations whose results are compressed, and of those whose results are offloaded.
 #[derive(Debug, Clone, Copy)]
-pub struct Stashing<'a> {
+pub struct StorageOptions<'a> {
     pub compress: &'a [String],
     pub offload: &'a [String],
 }
 
-impl Stashing<'_> {
+impl StorageOptions<'_> {
     /// Finds the values that the names refer to.
     ///
     /// # Errors
     /// Returns an error if the backward reads no suitable result of a named operation, or if a name is in both lists.
-    pub(super) fn resolve(&self, saved: &SavedActivations<'_>) -> Result<Vec<(ValueId, Stash)>> {
+    pub(super) fn resolve(&self, saved: &SavedActivations<'_>) -> Result<Vec<(ValueId, ActivationStorage)>> {
         if let Some(name) = self.compress.iter().find(|name| self.offload.contains(name)) {
             let why = format!("{name:?} is in memory.compress too");
             return Err(Error::config("memory.offload", why, "leave it in one of the two"));
         }
         let mut stash = Vec::new();
-        for (how, names) in [(Stash::Compressed, self.compress), (Stash::Offloaded, self.offload)] {
-            let can = |root: &ValueId| how == Stash::Offloaded || FLOATS.contains(&saved.spec(*root).dtype);
+        for (how, names) in
+            [(ActivationStorage::Compressed, self.compress), (ActivationStorage::Offloaded, self.offload)]
+        {
+            let can = |root: &ValueId| how == ActivationStorage::Offloaded || FLOATS.contains(&saved.spec(*root).dtype);
             // Only the main result counts, not the statistics that an operation computes along with it.
             let results = saved.roots().iter().copied().filter(|&root| saved.maker(root).outputs[0] == root);
             let results: Vec<ValueId> = results.filter(can).collect();
@@ -47,8 +49,8 @@ impl Stashing<'_> {
             let made_by: BTreeSet<&str> = results.iter().map(|&root| op(root)).collect();
             if let Some(name) = names.iter().find(|name| !made_by.contains(name.as_str())) {
                 let there = made_by.into_iter().collect::<Vec<_>>().join(", ");
-                let key = if how == Stash::Compressed { "memory.compress" } else { "memory.offload" };
-                let done = if how == Stash::Compressed { "compressed" } else { "offloaded" };
+                let key = if how == ActivationStorage::Compressed { "memory.compress" } else { "memory.offload" };
+                let done = if how == ActivationStorage::Compressed { "compressed" } else { "offloaded" };
                 let why = format!("the backward reads no result of {name:?} that can be {done}");
                 let remedy = "choose from these operations";
                 return Err(Error::config(key, format!("{why}; it reads results of {there}"), remedy));

@@ -15,7 +15,7 @@ use gapless_parallel::StageId;
 ///
 /// # Errors
 /// Passes on errors of `most_alive`.
-pub fn stages_twice<E>(
+pub fn stages_that_recompute_twice<E>(
     all: BTreeSet<StageId>,
     mut most_alive: impl FnMut(&BTreeSet<StageId>) -> Result<u64, E>,
 ) -> Result<(BTreeSet<StageId>, u64), E> {
@@ -57,7 +57,7 @@ mod tests {
         ] {
             let all = (0..bytes.len().ilog2()).map(StageId).collect();
             let set = |stages: &BTreeSet<StageId>| stages.iter().map(|stage| 1usize << stage.0).sum::<usize>();
-            let (found, least) = stages_twice(all, |stages| Ok::<u64, ()>(bytes[set(stages)])).unwrap();
+            let (found, least) = stages_that_recompute_twice(all, |stages| Ok::<u64, ()>(bytes[set(stages)])).unwrap();
             assert_eq!((set(&found), least), (expected, bytes[expected]), "{bytes:?}");
         }
     }

@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 
 use gapless_alloc::Role;
 use gapless_communicator::{Direction, Tag};
-use gapless_parallel::{Action, Cell, Communication, CommunicationKind, Kept, Kind, MicroBatch, StageId};
+use gapless_parallel::{Action, Cell, Communication, CommunicationKind, KeptBuffer, Kind, MicroBatch, StageId};
 
 use crate::program::{BufferKind, InstrKind, Message, Program};
 
@@ -17,12 +17,12 @@ impl Program {
     /// The row of a schedule table that this program runs: its actions, and the messages between them. If the last
     /// stage is only a head that computes its gradients in the forward, its backward is listed there too.
     pub fn cells(&self) -> Vec<Cell> {
-        self.steps_by_cell().0
+        self.cells_of_instructions().0
     }
 
     /// The peak bytes of activations and messages that live across several cells.
     pub fn peak_bytes_between_cells(&self) -> u64 {
-        let (cells, cell_of) = self.steps_by_cell();
+        let (cells, cell_of) = self.cells_of_instructions();
         let mut change = vec![0i128; cells.len() + 1];
         for (bytes, born, dead) in self.outliving(&cell_of) {
             change[born] += i128::from(bytes);
@@ -36,10 +36,10 @@ impl Program {
     }
 
     /// The values that live across several cells. The simulator takes them from a program of one micro-batch.
-    pub fn kept(&self) -> Vec<Kept> {
-        let (cells, cell_of) = self.steps_by_cell();
+    pub fn kept(&self) -> Vec<KeptBuffer> {
+        let (cells, cell_of) = self.cells_of_instructions();
         self.outliving(&cell_of)
-            .map(|(bytes, born, dead)| Kept { bytes, from: cells[born], until: cells[dead] })
+            .map(|(bytes, born, dead)| KeptBuffer { bytes, from: cells[born], until: cells[dead] })
             .collect()
     }
 
@@ -56,12 +56,16 @@ impl Program {
         self.buffers.iter().zip(used).filter_map(|(buffer, used)| {
             let (born, dead) = used?;
             let counted = matches!(buffer.label.role, Role::Activation | Role::Communication);
-            (counted && matches!(buffer.kind, BufferKind::No) && born < dead).then_some((buffer.bytes, born, dead))
+            (counted && matches!(buffer.kind, BufferKind::Temporary) && born < dead).then_some((
+                buffer.bytes,
+                born,
+                dead,
+            ))
         })
     }
 
     /// The cells, and the cell of each instruction; `None` for work that is done once per step.
-    fn steps_by_cell(&self) -> (Vec<Cell>, Vec<Option<usize>>) {
+    fn cells_of_instructions(&self) -> (Vec<Cell>, Vec<Option<usize>>) {
         let mut cells: Vec<Cell> = Vec::new();
         let mut cell_of = vec![None; self.instrs.len()];
         let mut receiving = vec![false; self.requests];
@@ -71,8 +75,8 @@ impl Program {
                 if let InstrKind::Send(Message { tag, .. }) = &self.instrs[index].kind
                     && tag.direction == Direction::Backward
                 {
-                    let of = (StageId(tag.stage), MicroBatch(tag.micro_batch));
-                    cells.extend(within_forward.remove(&of).map(Cell::One));
+                    let stage_and_micro_batch = (StageId(tag.stage), MicroBatch(tag.micro_batch));
+                    cells.extend(within_forward.remove(&stage_and_micro_batch).map(Cell::One));
                 }
                 let cell = match (&self.instrs[index].kind, part.action) {
                     (InstrKind::Receive(message), Some(action)) => {
@@ -101,18 +105,22 @@ impl Program {
     /// Backwards without instructions of their own, by stage and micro-batch. Their gradient is computed in the forward
     /// and sent.
     fn backwards_within_forwards(&self) -> HashMap<(StageId, MicroBatch), Action> {
-        let of = |action: &Action| (action.stage, action.micro_batch);
+        let stage_and_micro_batch = |action: &Action| (action.stage, action.micro_batch);
         let actions = || self.parts.iter().filter(|part| !part.instrs.is_empty()).filter_map(|part| part.action);
         let with = |kinds: &'static [Kind]| -> HashSet<_> {
-            actions().filter(|action| kinds.contains(&action.kind)).map(|action| of(&action)).collect()
+            actions()
+                .filter(|action| kinds.contains(&action.kind))
+                .map(|action| stage_and_micro_batch(&action))
+                .collect()
         };
         let (inputs, weights) = (with(&[Kind::Backward, Kind::BackwardInput]), with(&[Kind::BackwardWeight]));
-        let lacking = actions().filter(|action| action.kind == Kind::Forward && !inputs.contains(&of(action)));
+        let lacking =
+            actions().filter(|action| action.kind == Kind::Forward && !inputs.contains(&stage_and_micro_batch(action)));
         lacking
             .map(|forward| {
-                let is_split = weights.contains(&of(&forward));
+                let is_split = weights.contains(&stage_and_micro_batch(&forward));
                 let kind = if is_split { Kind::BackwardInput } else { Kind::Backward };
-                (of(&forward), Action { kind, ..forward })
+                (stage_and_micro_batch(&forward), Action { kind, ..forward })
             })
             .collect()
     }

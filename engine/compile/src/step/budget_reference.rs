@@ -7,7 +7,7 @@ use gapless_parallel::Rates;
 use gapless_testing::few;
 
 use super::record::TrainStep;
-use super::{MemoryOptions, RankPlan, StepOptions, of_any, recompute, record};
+use super::{MemoryOptions, RankPlan, StepOptions, boxed_build, choose_recomputation, record};
 use crate::error::Error;
 use crate::link::height;
 use crate::lower::alive_nodes;
@@ -54,7 +54,7 @@ pub(super) const TARGET: Target = Target::Cpu { threads: 1 };
 fn dropping(step: &TrainStep, plan: &RankPlan, first: Vec<ValueId>, rest: Vec<ValueId>) -> Program {
     let graph = step.graph();
     let saved = SavedActivations::new(&graph, &alive_nodes(&graph, step.outputs()));
-    let recomputation = RematPlan::uniform(saved.dropping(rest)).but_for(0, saved.dropping(first));
+    let recomputation = RematPlan::uniform(saved.dropping(rest)).except(0, saved.dropping(first));
     step.lower_graph(&graph, plan, TARGET, &recomputation).unwrap()
 }
 
@@ -77,12 +77,12 @@ fn all_ways(step: &TrainStep, plan: &RankPlan, rates: &Rates, first_is_other: bo
     let graph = step.graph();
     let candidates = candidates(&SavedActivations::new(&graph, &alive_nodes(&graph, step.outputs())));
     drop(graph);
-    let of = |subset: usize| -> Vec<ValueId> {
+    let values_in = |subset: usize| -> Vec<ValueId> {
         let chosen = candidates.iter().enumerate().filter(|(i, _)| subset >> i & 1 == 1);
         chosen.flat_map(|(_, group)| group.iter().copied()).collect()
     };
     let way = |(first, rest): (usize, usize)| {
-        let program = dropping(step, plan, of(first), of(rest));
+        let program = dropping(step, plan, values_in(first), values_in(rest));
         let [_, again] = program.nanoseconds(rates);
         // A capacity of 0 yields the lower bound, which no plan is below.
         (
@@ -106,7 +106,7 @@ fn all_ways(step: &TrainStep, plan: &RankPlan, rates: &Rates, first_is_other: bo
 fn no_way_to_keep_and_drop_is_cheaper() {
     let all: [&[usize]; 3] = [&[96, 32], &[32, 96, 64], &[64, 64, 64]];
     for hidden in few(&all, 2) {
-        judge(hidden, 1);
+        check(hidden, 1);
     }
 }
 
@@ -115,14 +115,14 @@ fn no_way_to_keep_and_drop_is_cheaper() {
 fn no_way_of_its_own_for_the_first_micro_batch_is_cheaper() {
     let all: [&[usize]; 2] = [&[96], &[96, 32]];
     for hidden in few(&all, 1) {
-        judge(hidden, 2);
+        check(hidden, 2);
     }
 }
 
-fn judge(hidden: &[usize], micro_batches: usize) {
+fn check(hidden: &[usize], micro_batches: usize) {
     let options = StepOptions { batch: 4 * micro_batches, micro_batches, sequence: 16, ..<_>::default() };
     let plan = RankPlan::new(options.mesh, 0, &options.pipeline, options.micro_batches).unwrap();
-    let step = record(&of_any(|vb| Chain::new(hidden, vb)), &options, &plan).unwrap();
+    let step = record(&boxed_build(|vb| Chain::new(hidden, vb)), &options, &plan).unwrap();
     let rates = Rates { flops: 1e9, bytes: 1e9 };
     let same = all_ways(&step, &plan, &rates, false);
     let (mut least, most) = (same.iter().map(|way| way.0).min().unwrap(), same[0].0);
@@ -133,7 +133,7 @@ fn judge(hidden: &[usize], micro_batches: usize) {
         StepOptions { memory, ..options.clone() }
     };
     let below = within(least - 1);
-    match recompute(&step, &below, &plan, TARGET, &[]) {
+    match choose_recomputation(&step, &below, &plan, TARGET, &[]) {
         Err(Error::OverBudget { smallest, .. }) => {
             // The search knows a layer's peak only in the graph's order of operations. With several micro-batches it
             // also underestimates slightly what is live besides the layers. So it may take the second smallest choice
@@ -149,7 +149,8 @@ fn judge(hidden: &[usize], micro_batches: usize) {
         let bytes = least + (most - least) * part / 16;
         let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
         let options = within(bytes);
-        let program = step.lower(&plan, TARGET, &recompute(&step, &options, &plan, TARGET, &[]).unwrap()).unwrap();
+        let program =
+            step.lower(&plan, TARGET, &choose_recomputation(&step, &options, &plan, TARGET, &[]).unwrap()).unwrap();
         let arena = height(&[&program], options.planning_within(Some(bytes))).unwrap();
         let [all, again] = program.nanoseconds(&rates);
         println!("{hidden:?}: {bytes} bytes, {arena} planned, {again} ns again, {best} at best, of {}", all - again);

@@ -132,7 +132,7 @@ pub fn compile_inference(
     // Each parameter counts once, even if several programs read it.
     let mut parameters: HashMap<&str, u64> = HashMap::new();
     for buffer in programs.iter().flat_map(|program| &program.buffers) {
-        if let BufferKind::Always { spec, .. } = &buffer.kind
+        if let BufferKind::Persistent { spec, .. } = &buffer.kind
             && buffer.label.role == Role::Parameter
         {
             parameters.insert(&buffer.label.tensor, spec.elements() as u64);

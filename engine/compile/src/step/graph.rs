@@ -11,7 +11,7 @@ use gapless_graph::Graph;
 use gapless_parallel::Action;
 
 use super::record::TrainStep;
-use super::{Build, RankPlan, StepOptions, can_be_twice, policy, recompute, record};
+use super::{Build, RankPlan, StepOptions, can_be_twice, choose_recomputation, policy, record};
 use crate::error::{Error, Result};
 use crate::lowering::Target;
 use crate::program::Program;
@@ -88,7 +88,7 @@ impl StepGraph {
         let once = policy(&self.step, options, &ranks, target, &[])?;
         let mut programs = vec![self.step.lower(&ranks, target, &once)?];
         if let Some(stages) = can_be_twice(options, &ranks, &once) {
-            let twice = once.twice_in(&self.graph(), &stages);
+            let twice = once.recompute_in_both_halves(&self.graph(), &stages);
             programs.push(self.step.lower(&ranks, target, &twice)?);
         }
         Ok(programs)
@@ -108,7 +108,7 @@ impl StepGraph {
     }
 
     fn lower(&self, options: &StepOptions, ranks: &RankPlan, target: Target) -> Result<Program> {
-        let recomputation = recompute(&self.step, options, ranks, target, &[])?;
+        let recomputation = choose_recomputation(&self.step, options, ranks, target, &[])?;
         self.step.lower(ranks, target, &recomputation)
     }
 }

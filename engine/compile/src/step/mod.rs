@@ -31,24 +31,24 @@ pub use self::options::{MemoryOptions, ParameterGroup, Precision, StepOptions, U
 pub use self::overflow::Overflow;
 pub use self::ranks::{Pipeline, RankPlan, Share};
 use self::record::{Trace, TrainStep};
-pub use self::update::{CheckpointLayout, KeptPart};
+pub use self::update::{CheckpointLayout, Shard};
 use crate::Executable;
 use crate::error::{Error, Result};
 use crate::lifetimes::lifetimes;
 use crate::link::{compile, height};
 use crate::lower::{alive_nodes, lower};
 use crate::lowering::{Lowering, Output, Target};
-use crate::partition::{ParameterStages, cut_like};
+use crate::partition::{ParameterStages, partition_like};
 use crate::passes::dump;
 use crate::program::{BufferKind, Program};
-use crate::recompute::{RematPlan, Resolving, stages_twice};
+use crate::recompute::{RematPlan, Resolving, stages_that_recompute_twice};
 
 /// A function that builds any model. It is a trait object so that recording and compiling steps need not be
 /// instantiated for every model type.
 pub type Build<'a> = dyn Fn(VarBuilder) -> gapless_graph::Result<Box<dyn Model + 'a>> + 'a;
 
 /// Makes a [`Build`] of a function that builds one type of model.
-pub fn of_any<'a, M: Model + 'a>(
+pub fn boxed_build<'a, M: Model + 'a>(
     build: impl Fn(VarBuilder) -> gapless_graph::Result<M> + 'a,
 ) -> impl Fn(VarBuilder) -> gapless_graph::Result<Box<dyn Model + 'a>> + 'a {
     move |vb| Ok(Box::new(build(vb)?))
@@ -131,7 +131,7 @@ pub fn compile_step(
     // The choice of what is recomputed so that all programs fit; then instructions, and the passes over them.
     let recomputation = {
         let others: Vec<&Program> = [&evaluate, &logits].into_iter().chain(&generation).collect();
-        recompute(&step, options, ranks, target, &others)?
+        choose_recomputation(&step, options, ranks, target, &others)?
     };
     let train = step.lower(ranks, target, &recomputation)?;
     let programs: Vec<Program> = [train, evaluate, logits].into_iter().chain(generation).collect();
@@ -157,7 +157,7 @@ pub fn program<M: Model>(
     rank: usize,
     target: Target,
 ) -> Result<Program> {
-    lowered(&of_any(build), options, rank, target)
+    lowered(&boxed_build(build), options, rank, target)
 }
 
 /// The plan of a rank's training step alone, without the evaluation and sampling programs that share a trainer's arena.
@@ -178,7 +178,7 @@ fn lowered(build: &Build<'_>, options: &StepOptions, rank: usize, target: Target
     options.check()?;
     let ranks = RankPlan::of(options, rank)?;
     let step = record(build, options, &ranks)?;
-    let recomputation = recompute(&step, options, &ranks, target, &[])?;
+    let recomputation = choose_recomputation(&step, options, &ranks, target, &[])?;
     step.lower(&ranks, target, &recomputation)
 }
 
@@ -196,7 +196,7 @@ fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<
 
 /// Decides what a step recomputes. In a split backward, a stage recomputes twice if that lowers the peak live bytes of
 /// the rank.
-fn recompute(
+fn choose_recomputation(
     step: &TrainStep,
     options: &StepOptions,
     ranks: &RankPlan,
@@ -207,18 +207,18 @@ fn recompute(
     let once = policy(step, options, ranks, target, others)?;
     let Some(stages) = can_be_twice(options, ranks, &once) else { return Ok(once) };
     let graph = step.graph();
-    let short = fewer_micro_batches(options, ranks);
-    let (twice, _) = stages_twice(stages, |stages| {
-        let train = step.lower_graph(&graph, &short, target, &once.clone().twice_in(&graph, stages))?;
+    let short = shortened(options, ranks);
+    let (twice, _) = stages_that_recompute_twice(stages, |stages| {
+        let train = step.lower_graph(&graph, &short, target, &once.clone().recompute_in_both_halves(&graph, stages))?;
         let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
         Ok::<u64, Error>(lower_bound(&lifetimes(&programs)?.problem))
     })?;
-    Ok(once.twice_in(&graph, &twice))
+    Ok(once.recompute_in_both_halves(&graph, &twice))
 }
 
 /// The same rank in a shorter step, with enough micro-batches for a schedule to reach its steady state. After that,
 /// further micro-batches only repeat it.
-fn fewer_micro_batches(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
+fn shortened(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     let fewer = MICRO_BATCHES_PER_RANK * options.mesh.pipeline;
     let short = (fewer < options.micro_batches)
         .then(|| RankPlan::new(options.mesh, options.mesh.rank(ranks.at), &options.pipeline, fewer).ok());
@@ -295,7 +295,7 @@ fn forward(
     stages: &ParameterStages,
     target: Target,
 ) -> Result<Program> {
-    cut_like(&mut trace.lock(), stages);
+    partition_like(&mut trace.lock(), stages);
     lower(&Lowering {
         name,
         graph: &trace.lock(),
@@ -312,7 +312,7 @@ fn forward(
 /// Checks that later programs read only parameters of the training step; any other would not be updated.
 fn expect_same_parameters(programs: &[Program]) -> Result<()> {
     let held = |program: &Program| -> BTreeSet<String> {
-        let always = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Always { .. }));
+        let always = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Persistent { .. }));
         always.filter(|b| b.label.role == Role::Parameter).map(|b| b.label.tensor.clone()).collect()
     };
     let trained = held(&programs[0]);

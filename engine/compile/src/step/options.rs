@@ -19,7 +19,7 @@ use super::{Generation, Overflow, Pipeline, SCALARS_INPUT, text};
 use crate::error::{Error, Result};
 use crate::executable::CompileOptions;
 use crate::lowering::Target;
-use crate::recompute::{Recompute, Stashing};
+use crate::recompute::{Recompute, StorageOptions};
 
 /// A training step: everything that decides its programs and their memory. A run file has its sizes and precision in
 /// `[step]`; the other fields have tables of their own.
@@ -314,9 +314,9 @@ impl Default for StepOptions {
 
 impl StepOptions {
     /// Maximum number of tokens per step.
-    const MOST_TOKENS: usize = 1 << 28;
+    const MAX_TOKENS: usize = 1 << 28;
     /// Maximum number of micro-batches, of ranks along one axis, and of chunks per rank.
-    const MOST_PARTS: usize = 1 << 16;
+    const MAX_EXTENT: usize = 1 << 16;
 
     /// Number of parts into which the batch is split: the micro-batches of all ranks that share it.
     pub fn parts(&self) -> usize {
@@ -348,8 +348,8 @@ impl StepOptions {
     }
 
     /// The operations whose saved results are compressed or offloaded.
-    pub fn stashing(&self) -> Stashing<'_> {
-        Stashing { compress: &self.memory.compress, offload: &self.memory.offload }
+    pub fn stashing(&self) -> StorageOptions<'_> {
+        StorageOptions { compress: &self.memory.compress, offload: &self.memory.offload }
     }
 
     /// The planner options for this step.
@@ -408,13 +408,13 @@ impl StepOptions {
     pub fn check_values(&self) -> Result<()> {
         let Self { batch, sequence, mesh, memory, .. } = self;
         let extents = [
-            ("step.batch", *batch, Self::MOST_TOKENS),
-            ("step.sequence", *sequence, Self::MOST_TOKENS),
-            ("step.micro_batches", self.micro_batches, Self::MOST_PARTS),
-            ("mesh.data", mesh.data, Self::MOST_PARTS),
-            ("mesh.pipeline", mesh.pipeline, Self::MOST_PARTS),
-            ("mesh.expert", mesh.expert, Self::MOST_PARTS),
-            ("pipeline.chunks", self.pipeline.chunks, Self::MOST_PARTS),
+            ("step.batch", *batch, Self::MAX_TOKENS),
+            ("step.sequence", *sequence, Self::MAX_TOKENS),
+            ("step.micro_batches", self.micro_batches, Self::MAX_EXTENT),
+            ("mesh.data", mesh.data, Self::MAX_EXTENT),
+            ("mesh.pipeline", mesh.pipeline, Self::MAX_EXTENT),
+            ("mesh.expert", mesh.expert, Self::MAX_EXTENT),
+            ("pipeline.chunks", self.pipeline.chunks, Self::MAX_EXTENT),
         ];
         if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
             return Err(match extent {
@@ -422,10 +422,10 @@ impl StepOptions {
                 _ => Error::config(key, format!("is {extent}, above the maximum of {most}"), "choose a smaller value"),
             });
         }
-        if batch.saturating_mul(*sequence) > Self::MOST_TOKENS {
+        if batch.saturating_mul(*sequence) > Self::MAX_TOKENS {
             let why = format!(
                 "{batch} sequences of {sequence} tokens are more than the maximum of {} tokens",
-                Self::MOST_TOKENS
+                Self::MAX_TOKENS
             );
             return Err(Error::config("step.batch", why, "choose a smaller step.batch or step.sequence"));
         }

@@ -16,7 +16,7 @@ use crate::partition::StagePartition;
 
 /// The order of work in a pipeline, and how the model is partitioned for it.
 #[derive(Clone, Serialize, Deserialize)]
-#[serde(try_from = "Named", into = "Named")]
+#[serde(try_from = "PipelineConfig", into = "PipelineConfig")]
 pub struct Pipeline {
     /// The schedule, which gives each rank's actions in order.
     pub schedule: Arc<dyn Schedule + Send + Sync>,
@@ -36,7 +36,7 @@ impl Default for Pipeline {
 /// A pipeline as a run file's `[pipeline]` describes it.
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct Named {
+struct PipelineConfig {
     /// The name of the pipeline schedule; `gapless schedule --help` lists them.
     #[serde(default = "usual_schedule")]
     schedule: String,
@@ -53,7 +53,7 @@ fn usual_schedule() -> String {
     Pipeline::default().schedule.name().to_owned()
 }
 
-impl From<Pipeline> for Named {
+impl From<Pipeline> for PipelineConfig {
     fn from(Pipeline { schedule, chunks, cut }: Pipeline) -> Self {
         let cut = match cut {
             StagePartition::Balanced => Vec::new(),
@@ -63,10 +63,10 @@ impl From<Pipeline> for Named {
     }
 }
 
-impl TryFrom<Named> for Pipeline {
+impl TryFrom<PipelineConfig> for Pipeline {
     type Error = Error;
 
-    fn try_from(Named { schedule, chunks, cut }: Named) -> Result<Self> {
+    fn try_from(PipelineConfig { schedule, chunks, cut }: PipelineConfig) -> Result<Self> {
         let schedule = by_name(&schedule)?;
         let usual = match schedule.placement() {
             Placement::Loop => 1,
@@ -83,7 +83,7 @@ impl JsonSchema for Pipeline {
     }
 
     fn json_schema(generator: &mut SchemaGenerator) -> Schema {
-        Named::json_schema(generator)
+        PipelineConfig::json_schema(generator)
     }
 }
 

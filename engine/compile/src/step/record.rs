@@ -16,7 +16,7 @@ use super::{Build, DOCUMENT_INPUTS, LOSS_PARTS, Overflow, RankPlan, StepOptions,
 use crate::error::{Error, Result};
 use crate::lower::lower;
 use crate::lowering::{Lowering, Output, Target};
-use crate::partition::{ParameterStages, cut, parameter_stages};
+use crate::partition::{ParameterStages, parameter_stages, partition};
 use crate::program::Program;
 use crate::recompute::RematPlan;
 
@@ -27,7 +27,7 @@ pub(super) struct TrainStep {
     /// The loss of a micro-batch.
     loss: Tensor,
     /// The weight of a micro-batch's loss in the loss of the batch.
-    share: f64,
+    loss_weight: f64,
     gradients: Vec<Parameter>,
     outputs: Vec<Output>,
     roles: HashMap<ValueId, Role>,
@@ -56,7 +56,7 @@ impl TrainStep {
         Ok(Self {
             trace,
             loss,
-            share: 1.0 / parts as f64,
+            loss_weight: 1.0 / parts as f64,
             gradients: Vec::new(),
             outputs: Vec::new(),
             roles: HashMap::new(),
@@ -71,7 +71,7 @@ impl TrainStep {
 
     /// Assigns each node to a stage.
     pub fn partition(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
-        cut(&mut self.trace.lock(), ranks.stages, &options.pipeline.cut)?;
+        partition(&mut self.trace.lock(), ranks.stages, &options.pipeline.cut)?;
         self.stages = parameter_stages(&self.trace.lock());
         Ok(())
     }
@@ -83,12 +83,12 @@ impl TrainStep {
         // A sum over micro-batches loses more to rounding, so the optimizer may ask for a wider type.
         let several = options.micro_batches > 1;
         let looked_up = trace.looked_up();
-        let gradients = differentiate_in(&trace.graph, &self.loss, self.share, &|parameter| {
+        let gradients = differentiate_in(&trace.graph, &self.loss, self.loss_weight, &|parameter| {
             let (name, dims, dtype) = (&trace.name(parameter.id()), parameter.dims(), parameter.dtype());
             let (looked_up, masters) = (looked_up.contains(&parameter.id()), options.precision.has_masters());
-            let of = ParameterInfo { name, dims, dtype, looked_up, masters };
-            let rule = trace.lock().rule(parameter.id()).cloned();
-            if several { rule.as_ref().unwrap_or(options.rule_of(name)).sum_dtype(&of) } else { dtype }
+            let info = ParameterInfo { name, dims, dtype, looked_up, masters };
+            let rule = trace.lock().optimizer_of(parameter.id()).cloned();
+            if several { rule.as_ref().unwrap_or(options.rule_of(name)).sum_dtype(&info) } else { dtype }
         })?;
         self.loss.set_phase(Phase::Update);
         for gradient in gradients {
@@ -111,14 +111,16 @@ impl TrainStep {
     /// Records loss, norm and the update of every parameter, and the outputs that the host reads.
     pub fn update(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
         let Self { trace, gradients, .. } = &*self;
-        let trained = |p: &&Parameter| trace.lock().rule(p.tensor.id()).is_none();
+        let trained = |p: &&Parameter| trace.lock().optimizer_of(p.tensor.id()).is_none();
         let count = gradients.iter().filter(trained).map(|p| p.dims.iter().product::<usize>() as u64).sum();
         let update = Update { trace, plan: ranks, options };
-        let mean_loss = update.mean_loss(&self.loss, self.share)?;
+        let mean_loss = update.mean_loss(&self.loss, self.loss_weight)?;
         let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
         for (part, name) in LOSS_PARTS {
             outputs.extend(
-                update.mean_loss_part(part, &self.loss, self.share)?.map(|mean| Output::everywhere(name, mean.id())),
+                update
+                    .mean_loss_part(part, &self.loss, self.loss_weight)?
+                    .map(|mean| Output::everywhere(name, mean.id())),
             );
         }
         let watched = trace.lock().watched().to_vec();
@@ -238,9 +240,9 @@ impl Trace {
             return Ok(model.loss(&self.tokens, &targets, train)?);
         }
         let [starts, positions, weights, routed] = DOCUMENT_INPUTS;
-        let (starts, positions) = (input(starts, DType::U32)?.id(), input(positions, DType::U32)?.id());
+        let (document_starts, positions) = (input(starts, DType::U32)?.id(), input(positions, DType::U32)?.id());
         let (weights, routed) = (input(weights, DType::F32)?.id(), input(routed, DType::F32)?.id());
-        self.lock().set_sequences(Sequences::Packed { starts, positions, weights, routed });
+        self.lock().set_sequences(Sequences::Packed { document_starts, positions, weights, routed });
         let loss = model.loss(&self.tokens, &targets, train)?;
         let is_weighted = self.lock().nodes().iter().any(|node| node.inputs.contains(&weights));
         if !is_weighted {

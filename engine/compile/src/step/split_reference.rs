@@ -11,7 +11,7 @@ use gapless_testing::few;
 
 use super::budget_reference::{Chain, TARGET, candidates};
 use super::record::TrainStep;
-use super::{MemoryOptions, Pipeline, RankPlan, StepOptions, of_any, policy, recompute, record};
+use super::{MemoryOptions, Pipeline, RankPlan, StepOptions, boxed_build, choose_recomputation, policy, record};
 use crate::error::Error;
 use crate::lower::alive_nodes;
 use crate::recompute::{Layers, Recompute, RematPlan, SavedActivations};
@@ -32,7 +32,7 @@ fn options(schedule: &str, chunks: usize, micro_batches: usize, memory: MemoryOp
 
 fn recorded(hidden: &[usize], options: &StepOptions, rank: usize) -> (TrainStep, RankPlan) {
     let ranks = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches).unwrap();
-    (record(&of_any(|vb| Chain::new(hidden, vb)), options, &ranks).unwrap(), ranks)
+    (record(&boxed_build(|vb| Chain::new(hidden, vb)), options, &ranks).unwrap(), ranks)
 }
 
 /// The peak live bytes, and the time of the recomputation.
@@ -57,11 +57,12 @@ fn no_other_stages_hold_less() {
             let stages: Vec<StageId> = of_row.map(|action| action.stage).collect::<BTreeSet<_>>().into_iter().collect();
             let way = |set: usize| {
                 let chosen = stages.iter().enumerate().filter(|(index, _)| set >> index & 1 == 1);
-                let plan = named.clone().twice_in(&step.graph(), &chosen.map(|(_, &stage)| stage).collect());
+                let plan =
+                    named.clone().recompute_in_both_halves(&step.graph(), &chosen.map(|(_, &stage)| stage).collect());
                 cost(&step.lower(&ranks, TARGET, &plan).unwrap())
             };
             let best = (0..1 << stages.len()).map(way).min().unwrap();
-            let chosen = recompute(&step, &options, &ranks, TARGET, &[]).unwrap();
+            let chosen = choose_recomputation(&step, &options, &ranks, TARGET, &[]).unwrap();
             let found = cost(&step.lower(&ranks, TARGET, &chosen).unwrap());
             println!("{schedule} {rank}, {micro_batches} micro-batches: {found:?}, {:?} at once", way(0));
             assert_eq!(found, best, "{schedule}, rank {rank}, {micro_batches}, {recomputed:?}");
@@ -84,14 +85,14 @@ fn all_ways(step: &TrainStep, ranks: &RankPlan) -> Vec<(u64, u64)> {
         readers.flat_map(|node| &node.inputs).any(|&input| roots.contains(&graph.value(input).root))
     };
     let for_weights: Vec<Vec<ValueId>> = candidates.iter().filter(|roots| by_weights(roots)).cloned().collect();
-    let of = |all: &[Vec<ValueId>], subset: usize| -> Vec<ValueId> {
+    let values_in = |all: &[Vec<ValueId>], subset: usize| -> Vec<ValueId> {
         let chosen = all.iter().enumerate().filter(|(index, _)| subset >> index & 1 == 1);
         chosen.flat_map(|(_, roots)| roots.iter().copied()).collect()
     };
     println!("{} candidates, {} that W reads", candidates.len(), for_weights.len());
     let way = |(dropped, again)| {
-        let dropping = saved.dropping(of(&candidates, dropped));
-        let plan = RematPlan::uniform(saved.ending_with_input(dropping, of(&for_weights, again)));
+        let dropping = saved.dropping(values_in(&candidates, dropped));
+        let plan = RematPlan::uniform(saved.ending_with_input(dropping, values_in(&for_weights, again)));
         cost(&step.lower_graph(&graph, ranks, TARGET, &plan).unwrap())
     };
     let all_again = 1 << for_weights.len();
@@ -110,7 +111,7 @@ fn no_way_for_both_halves_is_cheaper() {
         let (step, ranks) = recorded(hidden, &within(0), rank);
         let ways = all_ways(&step, &ranks);
         let (least, most) = (ways.iter().map(|way| way.0).min().unwrap(), ways[0].0);
-        let found = |bytes| recompute(&step, &within(bytes), &ranks, TARGET, &[]);
+        let found = |bytes| choose_recomputation(&step, &within(bytes), &ranks, TARGET, &[]);
         let Err(Error::OverBudget { smallest, .. }) = found(least - 1) else { panic!("it fits below the least") };
         println!("{schedule} {rank}: from {least} ({smallest} found) to {most}");
         assert!((least..=least + least / 100).contains(&smallest), "{smallest}, not {least}");
@@ -120,7 +121,8 @@ fn no_way_for_both_halves_is_cheaper() {
             let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
             let found = found(bytes).unwrap();
             let alike = RematPlan::uniform(found.variants()[0].clone());
-            let [(alive, less), (_, time)] = [&found, &alike].map(|of| cost(&step.lower(&ranks, TARGET, of).unwrap()));
+            let [(alive, less), (_, time)] =
+                [&found, &alike].map(|plan| cost(&step.lower(&ranks, TARGET, plan).unwrap()));
             println!("{bytes} bytes, {alive} alive, {less} ns again, {time} if all are alike, {best} at best");
             assert!(alive <= bytes && less <= time && best <= time);
             (again, at_best) = (again + time, at_best + best);

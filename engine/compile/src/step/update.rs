@@ -47,11 +47,11 @@ pub(super) struct Update<'a> {
 }
 
 /// A parameter, or the part of it that this rank updates.
-struct Target<'a> {
+struct UpdateTarget<'a> {
     parameter: &'a Parameter,
-    of: ParameterInfo<'a>,
+    info: ParameterInfo<'a>,
     gradient: Tensor,
-    part: Part,
+    part: Ownership,
     rule: Arc<dyn Optimizer>,
     /// Index of the group whose scalars the rule reads.
     group: usize,
@@ -68,7 +68,7 @@ struct Inputs {
 
 /// The part of a parameter that a rank holds and updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Part {
+enum Ownership {
     /// The rank updates the whole parameter, as all other ranks do.
     Whole,
     /// The rank holds the whole parameter and updates its part, as each rank that shares the batch does.
@@ -90,18 +90,18 @@ pub struct CheckpointLayout {
     /// Tensors that no update changes.
     pub frozen: BTreeSet<String>,
     /// Tensors of which this rank has only a part.
-    pub parts: HashMap<String, KeptPart>,
+    pub parts: HashMap<String, Shard>,
     /// States that are initialized from their parameter (masters and averages), by the parameter's name.
     pub copies: HashMap<String, Vec<String>>,
 }
 
 /// A contiguous part of a flattened tensor.
 #[derive(Debug, Clone, Copy)]
-pub struct KeptPart {
+pub struct Shard {
     /// Index of the first element.
     pub first: usize,
     /// Whether this rank is the first of those with the same part.
-    pub alone: bool,
+    pub is_first_copy: bool,
 }
 
 /// The result of recording an update.
@@ -154,7 +154,7 @@ impl Update<'_> {
     pub fn record(&self, parameters: &[Parameter], loss: &Tensor) -> Result<Recorded> {
         let looked_up = self.trace.looked_up();
         let target = |p| self.target(p, &looked_up);
-        let targets = parameters.iter().map(target).collect::<Result<Vec<Target<'_>>>>()?;
+        let targets = parameters.iter().map(target).collect::<Result<Vec<UpdateTarget<'_>>>>()?;
         self.check_groups(&targets)?;
         let norm = self.norm(&targets, loss)?;
         let inputs = Inputs {
@@ -179,35 +179,35 @@ impl Update<'_> {
     /// Records the update of one parameter, with its states.
     fn update(
         &self,
-        target: &Target<'_>,
+        target: &UpdateTarget<'_>,
         inputs: &Inputs,
         roles: &mut Roles,
         layout: &mut CheckpointLayout,
     ) -> Result<()> {
         self.place(Place::Stage(target.parameter.owner));
         let Parameter { name, tensor: here, .. } = target.parameter;
-        layout.shapes.insert(name.clone(), target.of.dims.to_vec());
+        layout.shapes.insert(name.clone(), target.info.dims.to_vec());
         layout.stages.insert(name.clone(), target.parameter.owner);
-        if target.part == Part::OfExperts {
+        if target.part == Ownership::OfExperts {
             layout.parts.insert(name.clone(), self.kept_part(target.part, here.elem_count()));
         }
-        let mut states = target.rule.states(&target.of);
+        let mut states = target.rule.states(&target.info);
         let average = self.options.update.average.filter(|_| !target.is_own);
         if average.is_some() {
-            let spec = Spec { shape: target.of.dims.into(), dtype: DType::F32 };
+            let spec = Spec { shape: target.info.dims.into(), dtype: DType::F32 };
             states.push(State { name: "average", spec, init: StateInit::Parameter });
         }
         let states = states.into_iter().map(|state| self.state(target, state, roles, layout));
         let states = states.collect::<Result<Vec<_>>>()?;
         let of_rule = &states[..states.len() - usize::from(average.is_some())];
         let parameter = match target.part {
-            Part::Whole => here.clone(),
-            Part::OfBatch => self.part_of(here)?,
-            Part::OfExperts => here.reshape(here.elem_count())?,
+            Ownership::Whole => here.clone(),
+            Ownership::OfBatch => self.shard_of(here)?,
+            Ownership::OfExperts => here.reshape(here.elem_count())?,
         };
         let updated = target.rule.update(ParameterUpdate {
             parameter: &parameter,
-            of: target.of,
+            info: target.info,
             gradient: &target.gradient,
             states: of_rule,
             norm: &inputs.norm,
@@ -216,7 +216,7 @@ impl Update<'_> {
         if let Some((decay, average)) = average.zip(states.last()) {
             Tensor::apply_op::<1>(WeightAverage { decay }, &[average, &updated, &inputs.norm])?;
         }
-        if target.part == Part::OfBatch {
+        if target.part == Ownership::OfBatch {
             Tensor::apply_op::<1>(Collective::Refill { ranks: self.ranks(target.part) }, &[here, &updated])?;
         }
         Ok(())
@@ -225,30 +225,30 @@ impl Update<'_> {
     /// Declares this rank's part of a parameter's state.
     fn state(
         &self,
-        target: &Target<'_>,
+        target: &UpdateTarget<'_>,
         State { name: kind, spec, init }: State,
         roles: &mut Roles,
         layout: &mut CheckpointLayout,
     ) -> Result<Tensor> {
         let Parameter { name, tensor: here, owner, .. } = target.parameter;
         let state = format!("{kind}/{name}");
-        if ![target.of.dtype, DType::F32, DType::U8].contains(&spec.dtype) {
+        if ![target.info.dtype, DType::F32, DType::U8].contains(&spec.dtype) {
             let (why, remedy) = (format!("state {state} is {:?}", spec.dtype), "keep states in f32 or u8");
             return Err(Error::config("optimizer", why, remedy));
         }
         layout.shapes.insert(state.clone(), spec.dims().to_vec());
         layout.stages.insert(state.clone(), *owner);
         let own = self.part_of_state(&state, spec, target.part)?;
-        if target.part != Part::Whole {
+        if target.part != Ownership::Whole {
             layout.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
         }
         let id = match init {
-            StateInit::Filled(init) => self.trace.lock().add_persistent(&state, own, init)?,
+            StateInit::Init(init) => self.trace.lock().add_persistent(&state, own, init)?,
             StateInit::Parameter => {
-                let skip = if target.part == Part::OfBatch { layout.parts[&state].first } else { 0 };
+                let skip = if target.part == Ownership::OfBatch { layout.parts[&state].first } else { 0 };
                 let mut graph = self.trace.lock();
                 let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
-                graph.fill_as(id, here.id(), skip);
+                graph.initialize_from(id, here.id(), skip);
                 layout.copies.entry(name.clone()).or_default().push(state.clone());
                 id
             }
@@ -258,7 +258,7 @@ impl Update<'_> {
     }
 
     /// Checks that every pattern names a trained parameter.
-    fn check_groups(&self, targets: &[Target<'_>]) -> Result<()> {
+    fn check_groups(&self, targets: &[UpdateTarget<'_>]) -> Result<()> {
         let is_there = |pattern: &String| targets.iter().any(|target| names(pattern, &target.parameter.name));
         match self.options.update.groups.iter().flat_map(|group| &group.names).find(|pattern| !is_there(pattern)) {
             Some(pattern) => {
@@ -282,51 +282,52 @@ impl Update<'_> {
         loss.gt(&limit(0)?)?.where_cond(&infinite, &norm)
     }
 
-    fn target<'p>(&self, parameter: &'p Parameter, looked_up: &HashSet<ValueId>) -> Result<Target<'p>> {
+    fn target<'p>(&self, parameter: &'p Parameter, looked_up: &HashSet<ValueId>) -> Result<UpdateTarget<'p>> {
         self.place(Place::Stage(parameter.owner));
         let Parameter { name, tensor, gradient, dims, shared, .. } = parameter;
         let (looked_up, masters) = (looked_up.contains(&tensor.id()), self.options.precision.has_masters());
-        let of = ParameterInfo { name, dims, dtype: tensor.dtype(), looked_up, masters };
-        let own = self.trace.lock().rule(tensor.id()).cloned();
+        let parameter_info = ParameterInfo { name, dims, dtype: tensor.dtype(), looked_up, masters };
+        let own = self.trace.lock().optimizer_of(tensor.id()).cloned();
         let (is_own, group) = (own.is_some(), self.options.update.group_of(name));
         let rule = own.unwrap_or_else(|| self.options.rule_of(name).clone());
-        let (gradient, part) = self.summed(gradient, &of, &*rule, *shared)?;
+        let (gradient, part) = self.reduced_gradient(gradient, &parameter_info, &*rule, *shared)?;
         let gradient = match self.options.update.max_value.filter(|_| !is_own) {
             Some(most) => gradient.clamp(-most, most)?,
             None => gradient,
         };
-        Ok(Target { parameter, of, gradient, part, rule, group, is_own })
+        Ok(UpdateTarget { parameter, info: parameter_info, gradient, part, rule, group, is_own })
     }
 
     /// A parameter's gradient summed over all ranks that share the batch, and the part of it that this rank updates.
-    fn summed(
+    fn reduced_gradient(
         &self,
         gradient: &Tensor,
-        of: &ParameterInfo<'_>,
+        parameter: &ParameterInfo<'_>,
         rule: &dyn Optimizer,
         is_shared: bool,
-    ) -> Result<(Tensor, Part)> {
+    ) -> Result<(Tensor, Ownership)> {
         let divides = |ranks: usize| {
-            rule.shard_granularity(of).is_some_and(|grain| of.elements().is_multiple_of(ranks.saturating_mul(grain)))
+            rule.shard_granularity(parameter)
+                .is_some_and(|grain| parameter.elements().is_multiple_of(ranks.saturating_mul(grain)))
         };
         if is_shared {
-            if !divides(self.ranks(Part::OfExperts)) {
-                let why = format!("it cannot update a part of {}, which expert ranks share", of.name);
+            if !divides(self.ranks(Ownership::OfExperts)) {
+                let why = format!("it cannot update a part of {}, which expert ranks share", parameter.name);
                 return Err(Error::config("optimizer", why, "use AdamW, or one expert rank"));
             }
             let gradient = match self.plan.mesh.data {
                 1 => gradient.clone(),
                 _ => self.all_reduce(&self.own(gradient)?, Group::Replicas)?,
             };
-            return Ok((gradient.reshape(gradient.elem_count())?, Part::OfExperts));
+            return Ok((gradient.reshape(gradient.elem_count())?, Ownership::OfExperts));
         }
-        match self.ranks(Part::OfBatch) {
-            1 => Ok((gradient.clone(), Part::Whole)),
-            ranks if divides(ranks) && of.elements() / ranks >= SMALLEST_PART => {
+        match self.ranks(Ownership::OfBatch) {
+            1 => Ok((gradient.clone(), Ownership::Whole)),
+            ranks if divides(ranks) && parameter.elements() / ranks >= SMALLEST_PART => {
                 let [part] = Tensor::apply_op(Collective::ReduceScatter { ranks }, &[gradient])?;
-                Ok((part, Part::OfBatch))
+                Ok((part, Ownership::OfBatch))
             }
-            _ => Ok((self.all_reduce(&self.own(gradient)?, Group::Batch)?, Part::Whole)),
+            _ => Ok((self.all_reduce(&self.own(gradient)?, Group::Batch)?, Ownership::Whole)),
         }
     }
 
@@ -337,8 +338,8 @@ impl Update<'_> {
 
     /// The norm of all gradients: each stage squares its own, and every rank adds them up. Parameters with a rule set
     /// by the model are left out.
-    fn norm(&self, targets: &[Target<'_>], loss: &Tensor) -> Result<Tensor> {
-        let mut groups: BTreeMap<(StageId, Part, usize), Vec<&Tensor>> = BTreeMap::new();
+    fn norm(&self, targets: &[UpdateTarget<'_>], loss: &Tensor) -> Result<Tensor> {
+        let mut groups: BTreeMap<(StageId, Ownership, usize), Vec<&Tensor>> = BTreeMap::new();
         for (index, target) in targets.iter().enumerate().filter(|(_, target)| !target.is_own) {
             // A gradient that is released early is squared on its own.
             let group = if self.options.memory.release_gradients { index } else { 0 };
@@ -349,12 +350,12 @@ impl Update<'_> {
             self.place(Place::Stage(owner));
             let [own] = Tensor::apply_op(SquaredNorms, &gradients)?;
             let (group, ranks) = match part {
-                Part::Whole => {
+                Ownership::Whole => {
                     squares.push(own);
                     continue;
                 }
-                Part::OfBatch => (Group::Batch, self.ranks(part)),
-                Part::OfExperts => (Group::Experts, self.ranks(part)),
+                Ownership::OfBatch => (Group::Batch, self.ranks(part)),
+                Ownership::OfExperts => (Group::Experts, self.ranks(part)),
             };
             let [all] = Tensor::apply_op(Collective::AllGather { group, ranks }, &[&own])?;
             squares.push(all);
@@ -366,9 +367,9 @@ impl Update<'_> {
     }
 
     /// Shape and type of this rank's part of a state.
-    fn part_of_state(&self, name: &str, whole: Spec, part: Part) -> Result<Spec> {
+    fn part_of_state(&self, name: &str, whole: Spec, part: Ownership) -> Result<Spec> {
         let ranks = self.ranks(part);
-        if part == Part::Whole {
+        if part == Ownership::Whole {
             return Ok(whole);
         }
         if !whole.elements().is_multiple_of(ranks) {
@@ -380,32 +381,34 @@ impl Update<'_> {
     }
 
     /// A copy of this rank's part of a parameter that it holds whole.
-    fn part_of(&self, whole: &Tensor) -> Result<Tensor> {
-        let part = whole.elem_count() / self.ranks(Part::OfBatch);
+    fn shard_of(&self, whole: &Tensor) -> Result<Tensor> {
+        let part = whole.elem_count() / self.ranks(Ownership::OfBatch);
         let view = whole.reshape(whole.elem_count())?.narrow(0, self.plan.batch_rank() * part, part)?;
         self.own(&view)
     }
 
     /// Number of ranks among which a parameter is divided.
-    fn ranks(&self, part: Part) -> usize {
+    fn ranks(&self, part: Ownership) -> usize {
         match part {
-            Part::Whole => 1,
-            Part::OfBatch => self.plan.batch_ranks(),
-            Part::OfExperts => self.plan.mesh.expert,
+            Ownership::Whole => 1,
+            Ownership::OfBatch => self.plan.batch_ranks(),
+            Ownership::OfExperts => self.plan.mesh.expert,
         }
     }
 
     /// This rank's part, which has this many elements.
-    fn kept_part(&self, part: Part, elements: usize) -> KeptPart {
+    fn kept_part(&self, part: Ownership, elements: usize) -> Shard {
         match part {
-            Part::Whole | Part::OfBatch => KeptPart { first: self.plan.batch_rank() * elements, alone: true },
-            Part::OfExperts => self.share(elements),
+            Ownership::Whole | Ownership::OfBatch => {
+                Shard { first: self.plan.batch_rank() * elements, is_first_copy: true }
+            }
+            Ownership::OfExperts => self.share(elements),
         }
     }
 
     /// This expert rank's share, which has this many elements.
-    pub fn share(&self, elements: usize) -> KeptPart {
-        KeptPart { first: self.plan.at.expert * elements, alone: self.plan.at.data == 0 }
+    pub fn share(&self, elements: usize) -> Shard {
+        Shard { first: self.plan.at.expert * elements, is_first_copy: self.plan.at.data == 0 }
     }
 
     /// The sum over the ranks of a group, in place. Returns the value itself if there is only one rank.

@@ -9,7 +9,7 @@ use std::ops::Range;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::conversation::{MARK, Part};
+use super::conversation::{MARK, RenderedRange};
 use super::{ChatTemplate, Conversation};
 use crate::DataError;
 
@@ -55,7 +55,7 @@ impl ChatTemplate {
         let last = answers.last().copied();
         let length = if which == Answers::Last { last.map_or(turns.len(), |last| last + 1) } else { turns.len() };
         let counts = |index: usize| turns[index].counts && (which == Answers::All || last == Some(index));
-        let whole = Part { messages: length, add_generation_prompt: false, marked: None };
+        let whole = RenderedRange { messages: length, add_generation_prompt: false, marked: None };
         let (text, tagged) = self.render_part(conversation, whole)?;
         let spans = if !self.template_of(conversation).marks_answers {
             let added = |index| self.added(conversation, index, length, &text);
@@ -69,7 +69,7 @@ impl ChatTemplate {
     }
 
     fn text_of(&self, conversation: &Conversation, messages: usize, prompt: bool) -> Result<String, DataError> {
-        Ok(self.render_part(conversation, Part { messages, add_generation_prompt: prompt, marked: None })?.0)
+        Ok(self.render_part(conversation, RenderedRange { messages, add_generation_prompt: prompt, marked: None })?.0)
     }
 
     /// Selects the tagged ranges of the answers that count. The ranges of a message are those that the text gains when
@@ -84,7 +84,7 @@ impl ChatTemplate {
     ) -> Result<Vec<Range<usize>>, DataError> {
         let (mut spans, mut before) = (Vec::new(), 0);
         for &index in answers {
-            let part = Part { messages: index + 1, add_generation_prompt: false, marked: None };
+            let part = RenderedRange { messages: index + 1, add_generation_prompt: false, marked: None };
             let (upto, tags) = self.render_part(conversation, part)?;
             let is_same = (before..=tagged.len()).contains(&tags.len())
                 && tags.iter().zip(tagged).all(|(a, b)| upto[a.clone()] == text[b.clone()]);
@@ -155,7 +155,7 @@ impl ChatTemplate {
         index: usize,
         messages: usize,
     ) -> Result<Option<(String, String)>, DataError> {
-        let part = Part { messages, add_generation_prompt: false, marked: Some(index) };
+        let part = RenderedRange { messages, add_generation_prompt: false, marked: Some(index) };
         let (text, _) = self.render_part(conversation, part)?;
         let once = text.split_once(MARK).filter(|(_, after)| !after.contains(MARK));
         Ok(once.map(|(before, after)| (before.to_owned(), after.to_owned())))

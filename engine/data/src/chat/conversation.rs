@@ -128,7 +128,7 @@ impl Conversation {
 
     /// Sets the variables of a template for a part of the conversation. As in transformers, missing tools and documents
     /// are `none`.
-    pub(super) fn set_variables(&self, variables: &mut Variables<'_>, part: Part) -> Result<(), String> {
+    pub(super) fn set_variables(&self, variables: &mut Variables<'_>, part: RenderedRange) -> Result<(), String> {
         let row = variables.parse(&self.row)?;
         let field = |name: &str| row.field(name).cloned().unwrap_or(Value::None);
         if let Value::Dict(more) = field("chat_template_kwargs") {
@@ -160,7 +160,7 @@ impl Conversation {
 
 /// The part of a conversation to render.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Part {
+pub(super) struct RenderedRange {
     /// Number of messages, from the first.
     pub messages: usize,
     /// True if the prompt for an answer follows.

@@ -18,7 +18,7 @@ use serde_json::Value as Json;
 
 use crate::DataError;
 use crate::compressed::read_text;
-use conversation::Part;
+use conversation::RenderedRange;
 use jinja::{Template, Value, Variables};
 
 pub use answers::Answers;
@@ -98,7 +98,7 @@ impl ChatTemplate {
         conversation: &Conversation,
         add_generation_prompt: bool,
     ) -> Result<String, DataError> {
-        let part = Part { messages: conversation.len(), add_generation_prompt, marked: None };
+        let part = RenderedRange { messages: conversation.len(), add_generation_prompt, marked: None };
         Ok(self.render_part(conversation, part)?.0)
     }
 
@@ -120,7 +120,11 @@ impl ChatTemplate {
     }
 
     /// Renders a part of a conversation, and returns the byte ranges of its generation blocks.
-    fn render_part(&self, conversation: &Conversation, part: Part) -> Result<(String, Vec<Range<usize>>), DataError> {
+    fn render_part(
+        &self,
+        conversation: &Conversation,
+        part: RenderedRange,
+    ) -> Result<(String, Vec<Range<usize>>), DataError> {
         let template = self.template_of(conversation);
         let set = |variables: &mut Variables<'_>| {
             for (name, token) in &self.special {
@@ -163,10 +167,10 @@ pub(super) fn special_token(config: &Json, name: &str) -> Option<String> {
 }
 
 /// The most bytes of a file in a tokenizer's folder.
-const MOST_BYTES: u64 = 64 << 20;
+const MAX_BYTES: u64 = 64 << 20;
 
 fn read_if_there(path: &Path) -> Result<Option<String>, DataError> {
-    match read_text(path, MOST_BYTES) {
+    match read_text(path, MAX_BYTES) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(DataError::read(path, error)),

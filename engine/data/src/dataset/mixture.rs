@@ -4,7 +4,7 @@
 //! vocabularies.
 
 use super::folder::lock;
-use super::{DataOptions, Dataset, Part, Source, TOKENIZER};
+use super::{DataOptions, Dataset, Source, TOKENIZER, TokenStream};
 use crate::encode::move_into_place;
 use crate::tokenize::sample;
 use crate::{DataError, Vocabulary, VocabularyChoice};
@@ -43,7 +43,7 @@ impl Dataset {
         let said: Vec<String> = parts.iter().map(|(part, weight)| format!("{weight} {}", part.hash)).collect();
         let of_part = |(dataset, weight): (Self, f64)| {
             let all: f64 = dataset.parts.iter().map(|part| part.weight).sum();
-            dataset.parts.into_iter().map(move |part| Part { weight: weight * part.weight / all, ..part })
+            dataset.parts.into_iter().map(move |part| TokenStream { weight: weight * part.weight / all, ..part })
         };
         Ok(Self {
             vocabulary,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::examples::{Encoding, Examples, Line, encode_lines, read_lines};
 use crate::files::token_files;
 use crate::tokens::Scan;
-use crate::windows::Cut;
+use crate::windows::WindowSource;
 use crate::{
     Corpus, CorpusReport, DataError, Format, Tokenizer, Tokens, TrainingWindows, ValidationWindows, Vocabulary,
     VocabularyChoice,
@@ -28,7 +28,7 @@ const TOKENIZER: &str = "tokenizer.json";
 pub struct Dataset {
     vocabulary: Vocabulary,
     /// The stream of tokens, or the streams of a mixture.
-    parts: Vec<Part>,
+    parts: Vec<TokenStream>,
     hash: String,
     corpus: Option<CorpusReport>,
     folder: Option<PathBuf>,
@@ -38,7 +38,7 @@ pub struct Dataset {
 
 /// A stream of tokens.
 #[derive(Debug, Clone)]
-struct Part {
+struct TokenStream {
     tokens: Arc<Tokens>,
     training: Range<u64>,
     validation: Range<u64>,
@@ -155,7 +155,7 @@ impl Dataset {
     /// # Errors
     /// Returns an error if the data is shorter than one window, or if a size is zero.
     pub fn training(&self, sequence: usize, batch: usize, seed: u64) -> Result<TrainingWindows, DataError> {
-        let cut = |part: &Part| Ok((self.cut(part, &part.training, sequence, "training")?, part.weight));
+        let cut = |part: &TokenStream| Ok((self.cut(part, &part.training, sequence, "training")?, part.weight));
         TrainingWindows::of(self.parts.iter().map(cut).collect::<Result<_, DataError>>()?, batch, seed)
     }
 
@@ -165,17 +165,23 @@ impl Dataset {
     /// Returns an error if the data is shorter than one window, or if a size is zero.
     pub fn validation(&self, sequence: usize, count: usize) -> Result<Option<ValidationWindows>, DataError> {
         let there = self.parts.iter().filter(|part| !part.validation.is_empty());
-        let cut = |part: &Part| Ok((self.cut(part, &part.validation, sequence, "validation")?, part.weight));
+        let cut = |part: &TokenStream| Ok((self.cut(part, &part.validation, sequence, "validation")?, part.weight));
         let cuts = there.map(cut).collect::<Result<Vec<_>, DataError>>()?;
         if cuts.is_empty() { Ok(None) } else { ValidationWindows::of(cuts, count).map(Some) }
     }
 
     /// Cuts a range of a stream into windows: of whole examples if it has examples, otherwise of consecutive tokens.
-    fn cut(&self, part: &Part, range: &Range<u64>, sequence: usize, name: &'static str) -> Result<Cut, DataError> {
+    fn cut(
+        &self,
+        part: &TokenStream,
+        range: &Range<u64>,
+        sequence: usize,
+        name: &'static str,
+    ) -> Result<WindowSource, DataError> {
         let (tokens, range) = (part.tokens.clone(), range.clone());
         match &part.examples {
-            Some(examples) => Cut::of_examples(tokens, range, examples.clone(), sequence, name),
-            None => Cut::new(tokens, range, self.vocabulary.end_of_text(), sequence, name),
+            Some(examples) => WindowSource::of_examples(tokens, range, examples.clone(), sequence, name),
+            None => WindowSource::new(tokens, range, self.vocabulary.end_of_text(), sequence, name),
         }
     }
 
@@ -220,7 +226,7 @@ impl Dataset {
         let training = 0..tokens.count() - validation;
         let hash = blake3::hash(format!("{} {} {training:?}", vocabulary.hash(), scan.hash).as_bytes());
         let validation = training.end..tokens.count();
-        let part = Part { tokens: Arc::new(tokens), training, validation, examples: None, weight: 1.0 };
+        let part = TokenStream { tokens: Arc::new(tokens), training, validation, examples: None, weight: 1.0 };
         let hash = hash.to_hex().to_string();
         Self { vocabulary, parts: vec![part], hash, corpus: None, folder: None, largest: scan.largest }
     }

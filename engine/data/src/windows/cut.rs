@@ -12,7 +12,7 @@ use crate::{DataError, IGNORED, Permutation, Tokens};
 
 /// A part of a stream, cut into windows.
 #[derive(Debug, Clone)]
-pub(crate) struct Cut {
+pub(crate) struct WindowSource {
     tokens: Arc<Tokens>,
     range: Range<u64>,
     pub sequence: usize,
@@ -28,7 +28,7 @@ enum Kind {
     Rows { examples: Arc<Examples>, rows: Arc<Vec<Vec<Range<u64>>>> },
 }
 
-impl Cut {
+impl WindowSource {
     /// Creates windows of consecutive tokens. Documents end with `end_of_text`, if it is known.
     pub fn new(
         tokens: Arc<Tokens>,

@@ -8,13 +8,13 @@ mod validation;
 
 use crate::DataError;
 
-pub(crate) use cut::Cut;
+pub(crate) use cut::WindowSource;
 pub use training::TrainingWindows;
 pub use validation::ValidationWindows;
 
 /// Splits `count` among the parts by their weights. Each part gets at least one; the total is `count` if that is
 /// possible.
-fn shares(parts: &[(Cut, f64)], count: usize) -> Vec<usize> {
+fn shares(parts: &[(WindowSource, f64)], count: usize) -> Vec<usize> {
     let all: f64 = parts.iter().map(|(_, weight)| weight).sum();
     let (mut weights, mut given) = (0.0, 0);
     let mut shares = Vec::with_capacity(parts.len());
@@ -34,7 +34,7 @@ fn fill<'a>(
     sequence: usize,
     windows: usize,
     first: usize,
-    start: impl Fn(usize) -> (&'a Cut, u64),
+    start: impl Fn(usize) -> (&'a WindowSource, u64),
     inputs: &mut [u32],
     targets: &mut [u32],
 ) -> Result<(), DataError> {
@@ -55,7 +55,7 @@ fn fill<'a>(
 /// Writes the start of each token's document, for windows that are already filled.
 fn documents<'a>(
     sequence: usize,
-    start: impl Fn(usize) -> (&'a Cut, u64),
+    start: impl Fn(usize) -> (&'a WindowSource, u64),
     inputs: &[u32],
     targets: &mut [u32],
     starts: &mut [u32],

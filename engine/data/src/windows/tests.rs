@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use gapless_testing::prelude::*;
 
-use super::training::PLACES;
+use super::training::MIXTURE_PERIOD;
 use super::*;
 use crate::Tokens;
 
@@ -72,13 +72,13 @@ generated! {
 /// not depend on other calls.
 #[test]
 fn parts_of_a_mixture_have_their_shares_and_their_own_order() {
-    let cut = |from: u64, to: u64| Cut::new(counting(3000), from..to, None, 10, "training").unwrap();
+    let cut = |from: u64, to: u64| WindowSource::new(counting(3000), from..to, None, 10, "training").unwrap();
     let weights = [0.7, 0.3 - 1e-6, 1e-6];
     let ranges = [(0, 1000), (1000, 1300), (1300, 3000)];
     let parts: Vec<_> = ranges.into_iter().zip(weights).map(|((from, to), weight)| (cut(from, to), weight)).collect();
     let windows = TrainingWindows::of(parts, 8, 5).unwrap();
     let mut seen: Vec<Vec<u64>> = vec![Vec::new(); 3];
-    for visit in 0..2 * PLACES {
+    for visit in 0..2 * MIXTURE_PERIOD {
         let start = windows.start(visit / 8, (visit % 8) as usize).1;
         let part = ranges.iter().position(|(from, to)| (*from..*to).contains(&start)).unwrap();
         seen[part].push(start);

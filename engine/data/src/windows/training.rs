@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Cut, documents, fill, shares};
+use super::{WindowSource, documents, fill, shares};
 use crate::permutation::mix;
 use crate::{DataError, Permutation, Tokens};
 
@@ -27,15 +27,15 @@ use crate::{DataError, Permutation, Tokens};
 /// ```
 #[derive(Debug, Clone)]
 pub struct TrainingWindows {
-    /// Each part, with its slots among [`PLACES`].
-    parts: Vec<(Cut, Range<u64>)>,
+    /// Each part, with its slots among [`MIXTURE_PERIOD`].
+    parts: Vec<(WindowSource, Range<u64>)>,
     batch: usize,
     seed: u64,
 }
 
 /// The period of a mixture: in each run of this many windows, every part has the number of windows that its weight
 /// implies, in a new order.
-pub(super) const PLACES: u64 = 4096;
+pub(super) const MIXTURE_PERIOD: u64 = 4096;
 
 impl TrainingWindows {
     /// Batches of `batch` windows over the tokens of `range`.
@@ -50,17 +50,17 @@ impl TrainingWindows {
         batch: usize,
         seed: u64,
     ) -> Result<Self, DataError> {
-        Self::of(vec![(Cut::new(tokens, range, None, sequence, "training")?, 1.0)], batch, seed)
+        Self::of(vec![(WindowSource::new(tokens, range, None, sequence, "training")?, 1.0)], batch, seed)
     }
 
     /// Batches over weighted parts.
-    pub(crate) fn of(parts: Vec<(Cut, f64)>, batch: usize, seed: u64) -> Result<Self, DataError> {
+    pub(crate) fn of(parts: Vec<(WindowSource, f64)>, batch: usize, seed: u64) -> Result<Self, DataError> {
         if batch == 0 {
             return Err(DataError::Zero { what: "the batch size" });
         }
-        let shares = shares(&parts, PLACES as usize);
+        let shares = shares(&parts, MIXTURE_PERIOD as usize);
         let mut first = 0;
-        let with_places = |((cut, _), share): ((Cut, f64), usize)| {
+        let with_places = |((cut, _), share): ((WindowSource, f64), usize)| {
             let places = first..first + share as u64;
             first = places.end;
             (cut, places)
@@ -87,14 +87,14 @@ impl TrainingWindows {
 
     /// Finds window `index` of the batch of `step`: its part, and within that the position of its first token in the
     /// stream, or the index of its row of examples.
-    pub(super) fn start(&self, step: u64, index: usize) -> (&Cut, u64) {
+    pub(super) fn start(&self, step: u64, index: usize) -> (&WindowSource, u64) {
         let visit = u128::from(step) * self.batch as u128 + index as u128;
         if let [(cut, _)] = &self.parts[..] {
             return (cut, cut.visited(visit, self.seed));
         }
         // In each period, a part has its fixed slots; it continues there with its own next window.
-        let (round, at) = (visit / u128::from(PLACES), (visit % u128::from(PLACES)) as u64);
-        let place = Permutation::new(PLACES, mix(!self.seed ^ mix(round as u64))).at(at);
+        let (round, at) = (visit / u128::from(MIXTURE_PERIOD), (visit % u128::from(MIXTURE_PERIOD)) as u64);
+        let place = Permutation::new(MIXTURE_PERIOD, mix(!self.seed ^ mix(round as u64))).at(at);
         let part = self.parts.iter().find(|(_, places)| places.contains(&place));
         let (cut, places) = part.expect("the parts share all places");
         let own = u128::from(places.end - places.start);

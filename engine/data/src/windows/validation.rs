@@ -3,14 +3,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Cut, documents, fill, shares};
+use super::{WindowSource, documents, fill, shares};
 use crate::{DataError, Tokens};
 
 /// The same windows in every evaluation, evenly spread over a stream.
 #[derive(Debug, Clone)]
 pub struct ValidationWindows {
     /// Each part, with its number of windows.
-    parts: Vec<(Cut, usize)>,
+    parts: Vec<(WindowSource, usize)>,
 }
 
 impl ValidationWindows {
@@ -20,17 +20,17 @@ impl ValidationWindows {
     /// Returns an error if the range is shorter than one window plus the target of its last token, or if a size is
     /// zero.
     pub fn new(tokens: Arc<Tokens>, range: Range<u64>, sequence: usize, count: usize) -> Result<Self, DataError> {
-        Self::of(vec![(Cut::new(tokens, range, None, sequence, "validation")?, 1.0)], count)
+        Self::of(vec![(WindowSource::new(tokens, range, None, sequence, "validation")?, 1.0)], count)
     }
 
     /// Windows over weighted parts.
-    pub(crate) fn of(parts: Vec<(Cut, f64)>, count: usize) -> Result<Self, DataError> {
+    pub(crate) fn of(parts: Vec<(WindowSource, f64)>, count: usize) -> Result<Self, DataError> {
         if count == 0 {
             return Err(DataError::Zero { what: "the number of validation windows" });
         }
         let shares = shares(&parts, count);
-        let most = |cut: &Cut| usize::try_from(cut.all()).unwrap_or(usize::MAX);
-        let with_count = |((cut, _), share): ((Cut, f64), usize)| {
+        let most = |cut: &WindowSource| usize::try_from(cut.all()).unwrap_or(usize::MAX);
+        let with_count = |((cut, _), share): ((WindowSource, f64), usize)| {
             let count = share.min(most(&cut));
             (cut, count)
         };
@@ -49,7 +49,7 @@ impl ValidationWindows {
 
     /// Finds window `index`: its part, and within that the position of its first token in the stream, or the index of
     /// its row of examples.
-    pub(super) fn start(&self, mut index: usize) -> (&Cut, u64) {
+    pub(super) fn start(&self, mut index: usize) -> (&WindowSource, u64) {
         let mut parts = self.parts.iter();
         let (cut, count) = loop {
             let (cut, count) = parts.next().expect("windows are counted");

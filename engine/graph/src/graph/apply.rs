@@ -11,7 +11,7 @@ use gapless_kernels::Spec;
 
 use super::{Graph, Node, NodeId, Phase, RowCount, Source, ValueId, check};
 use crate::error::{Error, Result};
-use crate::op::{Op, Rows};
+use crate::op::{Op, RowUse};
 use crate::ops::Contiguous;
 
 impl Graph {
@@ -46,7 +46,7 @@ impl Graph {
             })
             .collect();
         for &output in &outputs {
-            self.values[output.index()].rows = self.rows_of(&*op, &inputs, output);
+            self.values[output.index()].row_count = self.rows_of(&*op, &inputs, output);
         }
         self.push_node(op, inputs, outputs.clone());
         Ok(outputs)
@@ -56,15 +56,15 @@ impl Graph {
     fn rows_of(&self, op: &dyn Op, inputs: &[ValueId], output: ValueId) -> Option<RowCount> {
         let dims = self.value(output).spec.dims();
         match op.rows() {
-            Rows::Counted { starts, balanced } => {
-                inputs.get(starts).map(|&starts| RowCount { starts, balanced }).filter(|_| !dims.is_empty())
+            RowUse::DynamicOutputs { offsets, balanced } => {
+                inputs.get(offsets).map(|&offsets| RowCount { offsets, balanced }).filter(|_| !dims.is_empty())
             }
-            Rows::Inherited if dims.is_empty() => None,
-            Rows::Inherited => inputs.iter().find_map(|&input| {
+            RowUse::InheritsRows if dims.is_empty() => None,
+            RowUse::InheritsRows => inputs.iter().find_map(|&input| {
                 let input = self.value(input);
-                (input.spec.dims() == dims).then_some(self.value(input.root).rows).flatten()
+                (input.spec.dims() == dims).then_some(self.value(input.root).row_count).flatten()
             }),
-            Rows::Unaware | Rows::Fixed => None,
+            RowUse::Unaware | RowUse::FixedOutputs => None,
         }
     }
 
@@ -122,7 +122,7 @@ impl Graph {
     ///
     /// # Errors
     /// Returns [`Error::Shape`] if anything but the type of that output would change.
-    pub fn make_in(&mut self, id: ValueId, dtype: DType) -> Result<bool> {
+    pub fn change_output_dtype(&mut self, id: ValueId, dtype: DType) -> Result<bool> {
         let Source::Node { node, output } = self.value(id).source else { return Ok(false) };
         let Node { op, inputs, outputs, .. } = self.node(node);
         let Some(op) = op.with_output_dtype(output, dtype).filter(|_| outputs[output] == id) else { return Ok(false) };

@@ -7,7 +7,7 @@ use candle_core::{DType, Layout};
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::args::{MAX_OUTPUTS, byte_range};
 
-use crate::op::{Op, Rows};
+use crate::op::{Op, RowUse};
 
 /// Checks that the operands to which an operation refers by index exist and have the types and shapes that it needs.
 pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result<(), String> {
@@ -32,13 +32,13 @@ pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result
             return Err(format!("output {output} overwrites input {input}, so {to:?} must be {from:?}"));
         }
     }
-    if let Rows::Counted { starts, .. } = op.rows() {
-        match inputs.get(starts) {
+    if let RowUse::DynamicOutputs { offsets, .. } = op.rows() {
+        match inputs.get(offsets) {
             Some(spec) if spec.dtype == DType::U32 => {}
             Some(spec) => {
-                return Err(format!("its rows are counted by input {starts}, which is {:?}, not u32", spec.dtype));
+                return Err(format!("its rows are counted by input {offsets}, which is {:?}, not u32", spec.dtype));
             }
-            None => return Err(format!("its rows are counted by input {starts}, but it has {} inputs", inputs.len())),
+            None => return Err(format!("its rows are counted by input {offsets}, but it has {} inputs", inputs.len())),
         }
         if outputs.iter().any(|output| output.dims().is_empty()) {
             return Err("its rows are counted, but it has an output without dimensions".into());

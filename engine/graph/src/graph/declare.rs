@@ -49,7 +49,7 @@ impl Graph {
 
     /// Initializes a persistent tensor with the elements of a parameter, beginning with element `skip`. The tensor may
     /// have another type than the parameter.
-    pub fn fill_as(&mut self, id: ValueId, parameter: ValueId, skip: usize) {
+    pub fn initialize_from(&mut self, id: ValueId, parameter: ValueId, skip: usize) {
         let Source::Persistent { fill, .. } = &self.value(parameter).source else { return };
         let like = Initializer { first: fill.first + skip, ..fill.clone() };
         if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {

@@ -27,7 +27,7 @@ pub use node::{Node, NodeId, Phase, Place};
 pub use value::{FLOATS, RowCount, Source, Value, ValueId};
 
 /// Upper limit of the tensors in a graph. A model of a thousand layers has some ten thousand.
-const MOST_VALUES: usize = 1 << 20;
+const MAX_VALUES: usize = 1 << 20;
 
 /// The relation between the tokens of a graph's sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -47,7 +47,7 @@ pub enum Sequences {
     /// token is multiplied by a weight.
     Packed {
         /// The index of the first token of each token's document: u32 [batch, tokens].
-        starts: ValueId,
+        document_starts: ValueId,
         /// The position of each token in its document: u32 [batch, tokens].
         positions: ValueId,
         /// The factor of each token's loss: f32 [batch, tokens].
@@ -75,9 +75,9 @@ pub struct ReportedLoss {
     /// The part of the loss.
     pub part: LossPart,
     /// The value on which a loss depends if it contains this part.
-    pub of: ValueId,
+    pub depends_on: ValueId,
     /// The scalar that is reported for a micro-batch.
-    pub mean: ValueId,
+    pub scalar: ValueId,
 }
 
 /// Values and the nodes that produce them, in an order in which they can run.
@@ -207,12 +207,12 @@ impl Graph {
     }
 
     /// Sets the rule by which a parameter is updated in place of the optimizer.
-    pub fn set_rule(&mut self, parameter: ValueId, rule: Arc<dyn Optimizer>) {
+    pub fn set_optimizer(&mut self, parameter: ValueId, rule: Arc<dyn Optimizer>) {
         self.rules.insert(parameter, rule);
     }
 
     /// Returns the rule by which a parameter is updated in place of the optimizer, if there is one.
-    pub fn rule(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
+    pub fn optimizer_of(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
         self.rules.get(&parameter)
     }
 
@@ -259,7 +259,7 @@ impl Graph {
             }
         }
         let reported = self.loss_parts.iter().filter(|reported| reported.part == part);
-        reported.filter(|reported| made_of.contains(&reported.of)).map(|reported| reported.mean).collect()
+        reported.filter(|reported| made_of.contains(&reported.depends_on)).map(|reported| reported.scalar).collect()
     }
 
     /// The layer to which new nodes belong.
@@ -306,11 +306,11 @@ impl Graph {
 
     /// Returns the node that produces a value's bytes, or `None` if no node does.
     pub fn producer(&self, id: ValueId) -> Option<&Node> {
-        self.maker(id).map(|node| self.node(node))
+        self.producer_id(id).map(|node| self.node(node))
     }
 
     /// Returns the id of the node that produces a value's bytes, or `None` if no node does.
-    pub fn maker(&self, id: ValueId) -> Option<NodeId> {
+    pub fn producer_id(&self, id: ValueId) -> Option<NodeId> {
         match self.value(self.value(id).root).source {
             Source::Node { node, .. } => Some(node),
             _ => None,
@@ -324,8 +324,8 @@ impl Graph {
 
     /// Checks that tensors are not empty and not too large, and that the graph does not have too many.
     fn check_sizes(&self, op: &str, specs: &[Spec]) -> Result<()> {
-        if self.values.len() > MOST_VALUES {
-            let why = format!("the step has more than {MOST_VALUES} tensors");
+        if self.values.len() > MAX_VALUES {
+            let why = format!("the step has more than {MAX_VALUES} tensors");
             return Err(Error::config("model", why, "use fewer layers"));
         }
         for spec in specs {
@@ -344,14 +344,14 @@ impl Graph {
     fn push_value(&mut self, spec: Spec, source: Source) -> ValueId {
         let id = ValueId(self.values.len() as u32);
         let layout = Layout::contiguous(spec.shape.clone());
-        self.values.push(Value { spec, source, root: id, layout, rows: None });
+        self.values.push(Value { spec, source, root: id, layout, row_count: None });
         id
     }
 
     fn push_view(&mut self, root: ValueId, spec: Spec, layout: Layout) -> ValueId {
         let id = ValueId(self.values.len() as u32);
         let source = self.value(root).source.clone();
-        self.values.push(Value { spec, source, root, layout, rows: None });
+        self.values.push(Value { spec, source, root, layout, row_count: None });
         id
     }
 }

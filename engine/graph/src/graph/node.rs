@@ -66,7 +66,7 @@ pub struct Node {
 impl Node {
     /// The inputs that the node changes in place. Indices that the node does not have are skipped, in case the
     /// operation's answer differs from when it was recorded.
-    pub fn changed(&self) -> impl Iterator<Item = ValueId> {
+    pub fn mutated_inputs(&self) -> impl Iterator<Item = ValueId> {
         self.op.mutates().iter().filter_map(|&(input, _)| self.inputs.get(input).copied())
     }
 }

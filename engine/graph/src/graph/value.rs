@@ -74,14 +74,14 @@ pub struct Value {
     /// The layout of the elements in the bytes of the root.
     pub layout: Layout,
     /// The number of rows, if it is known only while the step runs. Set at roots only.
-    pub rows: Option<RowCount>,
+    pub row_count: Option<RowCount>,
 }
 
 /// A number of rows that is known only while the step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowCount {
     /// The value whose last element is the number of rows.
-    pub starts: ValueId,
+    pub offsets: ValueId,
     /// The number of rows if all ranks have equally many.
     pub balanced: usize,
 }

@@ -158,7 +158,7 @@ impl VarBuilder {
         rule: impl Into<Arc<dyn Optimizer>>,
     ) -> Result<Tensor> {
         let tensor = self.get_with_hints(shape, name, init)?;
-        lock(&self.graph).set_rule(tensor.id(), rule.into());
+        lock(&self.graph).set_optimizer(tensor.id(), rule.into());
         Ok(tensor)
     }
 

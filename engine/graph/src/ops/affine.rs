@@ -28,7 +28,7 @@ impl Op for Affine {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dx = g.grad(0).affine(self.scale, 0.0)?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

@@ -134,13 +134,13 @@ impl Op for Attention {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        g.refuse(self, 1)?;
+        g.require_unused(self, 1)?;
         let starts = (g.inputs() > 3).then(|| g.input(3));
         let inputs = [g.input(0), g.input(1), g.input(2), g.output(0), g.output(1), g.grad(0)];
         let inputs: Vec<&Tensor> = inputs.iter().chain(&starts).collect();
-        let grads = Tensor::apply_op::<3>(AttentionGrad { of: *self }, &inputs)?;
-        for (input, grad) in grads.into_iter().enumerate().filter(|&(input, _)| g.needs(input)).collect::<Vec<_>>() {
-            g.send(input, grad.transpose(1, 2)?);
+        let grads = Tensor::apply_op::<3>(AttentionGrad { attention: *self }, &inputs)?;
+        for (input, grad) in grads.into_iter().enumerate().filter(|&(input, _)| g.wants(input)).collect::<Vec<_>>() {
+            g.accumulate(input, grad.transpose(1, 2)?);
         }
         Ok(())
     }
@@ -159,7 +159,7 @@ impl Op for Attention {
     }
 
     /// The kernel rounds probabilities and gradients of scores.
-    fn rounds_factors(&self) -> bool {
+    fn rounds_intermediates(&self) -> bool {
         true
     }
 
@@ -306,7 +306,7 @@ fn log_sum_exp(scores: &[f64]) -> f64 {
 /// recomputed from the log-sum-exp.
 #[derive(Debug, Clone, Copy)]
 struct AttentionGrad {
-    of: Attention,
+    attention: Attention,
 }
 
 impl Op for AttentionGrad {
@@ -325,7 +325,7 @@ impl Op for AttentionGrad {
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         let e = Extents::of_specs(inputs);
-        (3 * e.head_size + 2 * e.value_size) as u64 * self.of.flops_per_element(e)
+        (3 * e.head_size + 2 * e.value_size) as u64 * self.attention.flops_per_element(e)
     }
 
     fn reads_strides(&self, index: usize, layout: &Layout) -> bool {
@@ -333,7 +333,7 @@ impl Op for AttentionGrad {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        self.of.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).backward_scratch(threads)
+        self.attention.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).backward_scratch(threads)
     }
 
     fn reads_bf16(&self, _: usize) -> bool {
@@ -341,7 +341,7 @@ impl Op for AttentionGrad {
     }
 
     /// The kernel rounds probabilities and gradients of scores.
-    fn rounds_factors(&self) -> bool {
+    fn rounds_intermediates(&self) -> bool {
         true
     }
 
@@ -352,7 +352,7 @@ impl Op for AttentionGrad {
         with_float!(args.input_dtype(0), T => {
             let ((q, of_q), (k, of_k), (v, of_v)) = (args.strided::<T>(0), args.strided::<T>(1), args.strided::<T>(2));
             let (out, lse, d_out) = (args.input::<T>(3), args.input(4), args.input::<T>(5));
-            let kernel = self.of.kernel(of_q, of_k, of_v);
+            let kernel = self.attention.kernel(of_q, of_k, of_v);
             kernel.backward(q, k, v, out, lse, d_out, starts, grads, scratch).expect("extents by the shape rule");
         });
     }
@@ -363,7 +363,7 @@ impl Op for AttentionGrad {
         gapless_kernels::cuda::launch::attention_grad_workspace(&inputs[4])
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::attention_grad(self.of.scores(), operands)
+        gapless_kernels::cuda::launch::attention_grad(self.attention.scores(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -375,7 +375,7 @@ impl Op for AttentionGrad {
         let mut dv = Array::zeros(&[e.batch, e.keys, e.kv_heads, e.value_size]);
         let group = e.heads / e.kv_heads;
         let starts = (args.inputs() > 6).then(|| args.input(6));
-        self.of.for_each_score(e, q, k, starts, |b, h, t, first, scores| {
+        self.attention.for_each_score(e, q, k, starts, |b, h, t, first, scores| {
             let row = (b * e.queries + t) * e.heads + h;
             let of_out = row * e.value_size..(row + 1) * e.value_size;
             let (out, d_out) = (&out.data[of_out.clone()], &d_out.data[of_out]);
@@ -384,8 +384,8 @@ impl Op for AttentionGrad {
                 let p = (score - lse.data[(b * e.heads + h) * e.queries + t]).exp();
                 let of_kv = e.kv_row(b, h, s);
                 let dp: f64 = d_out.iter().zip(&v.data[of_kv * e.value_size..]).map(|(d, v)| d * v).sum();
-                let slope = self.of.cap.map_or(1.0, |cap| 1.0 - (score / cap).powi(2));
-                let d_score = p * (dp - delta) * slope * self.of.scale;
+                let slope = self.attention.cap.map_or(1.0, |cap| 1.0 - (score / cap).powi(2));
+                let d_score = p * (dp - delta) * slope * self.attention.scale;
                 let to_kv = (b * e.keys + s) * e.kv_heads + h / group;
                 let of_q = (b * e.heads + h) * e.queries + t;
                 for i in 0..e.head_size {

@@ -6,7 +6,7 @@ use gapless_kernels::cpu::{Args, zip};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::{Gradient, Op, Rows};
+use crate::{Gradient, Op, RowUse};
 
 /// The function of [`Binary`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,8 +45,8 @@ impl Op for Binary {
         self.kind.name()
     }
 
-    fn rows(&self) -> Rows {
-        Rows::Inherited
+    fn rows(&self) -> RowUse {
+        RowUse::InheritsRows
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -66,16 +66,16 @@ impl Op for Binary {
             BinaryKind::Minimum => a.le(&b)?,
             _ => a.clone(),
         };
-        if g.needs(0) {
+        if g.wants(0) {
             let da = match self.kind {
                 BinaryKind::Add | BinaryKind::Sub => dy.clone(),
                 BinaryKind::Mul => dy.mul(&b)?,
                 BinaryKind::Div => dy.div(&b)?,
                 BinaryKind::Maximum | BinaryKind::Minimum => first.where_cond(&dy, &dy.zeros_like()?)?,
             };
-            g.send(0, da);
+            g.accumulate(0, da);
         }
-        if g.needs(1) {
+        if g.wants(1) {
             let db = match self.kind {
                 BinaryKind::Add => dy,
                 BinaryKind::Sub => dy.neg()?,
@@ -84,7 +84,7 @@ impl Op for Binary {
                 BinaryKind::Div => dy.mul(&g.output(0))?.div(&b)?.neg()?,
                 BinaryKind::Maximum | BinaryKind::Minimum => first.where_cond(&dy.zeros_like()?, &dy)?,
             };
-            g.send(1, db);
+            g.accumulate(1, db);
         }
         Ok(())
     }

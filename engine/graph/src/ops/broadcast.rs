@@ -41,7 +41,7 @@ impl Op for BroadcastAs {
         let dy = g.grad(0);
         let summed = if dims.is_empty() { dy } else { Tensor::apply_op::<1>(Sum { dims }, &[&dy])?[0].clone() };
         let dx = summed.reshape(from)?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

@@ -80,7 +80,7 @@ impl Op for CachedAttention {
     }
 
     /// The kernel rounds probabilities.
-    fn rounds_factors(&self) -> bool {
+    fn rounds_intermediates(&self) -> bool {
         true
     }
 

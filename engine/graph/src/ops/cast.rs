@@ -36,7 +36,7 @@ impl Op for Cast {
             return Ok(()); // Masks and ids are constants to what is made of them.
         }
         let [dx] = Tensor::apply_op(Self { dtype }, &[&g.grad(0)])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

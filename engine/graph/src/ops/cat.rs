@@ -43,9 +43,9 @@ impl Op for Cat {
         let (dy, mut start) = (g.grad(0), 0);
         for input in 0..g.inputs() {
             let len = g.input(input).dims()[self.dim];
-            if g.needs(input) {
+            if g.wants(input) {
                 let dx = dy.narrow(self.dim, start, len)?;
-                g.send(input, dx);
+                g.accumulate(input, dx);
             }
             start += len;
         }

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::graph::FLOATS;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
-use crate::{Gradient, Op, Rows};
+use crate::{Gradient, Op, RowUse};
 
 /// The ranks that take part in a collective, among those with the same stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,7 +63,7 @@ pub enum Collective {
         /// The greatest number of rows received.
         rows: usize,
         /// True if the number of rows received is known only while the step runs; false if that of the rows sent is.
-        counted: bool,
+        receives_dynamic_rows: bool,
         /// The number of such rows if all ranks have equally many.
         balanced: usize,
     },
@@ -133,11 +133,13 @@ impl Op for Collective {
         }
     }
 
-    fn rows(&self) -> Rows {
+    fn rows(&self) -> RowUse {
         match *self {
-            Self::AllToAllRows { counted: true, balanced, .. } => Rows::Counted { starts: 2, balanced },
-            Self::AllToAllRows { .. } => Rows::Fixed,
-            _ => Rows::Unaware,
+            Self::AllToAllRows { receives_dynamic_rows: true, balanced, .. } => {
+                RowUse::DynamicOutputs { offsets: 2, balanced }
+            }
+            Self::AllToAllRows { .. } => RowUse::FixedOutputs,
+            _ => RowUse::Unaware,
         }
     }
 
@@ -173,10 +175,15 @@ impl Op for Collective {
     /// The gradients of rows go back to the ranks from which the rows came.
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         match *self {
-            Self::AllToAllRows { ranks, counted, balanced, .. } => {
-                let back = Self::AllToAllRows { ranks, rows: g.input(0).dims()[0], counted: !counted, balanced };
+            Self::AllToAllRows { ranks, receives_dynamic_rows, balanced, .. } => {
+                let back = Self::AllToAllRows {
+                    ranks,
+                    rows: g.input(0).dims()[0],
+                    receives_dynamic_rows: !receives_dynamic_rows,
+                    balanced,
+                };
                 let [d_rows] = Tensor::apply_op(back, &[&g.grad(0), &g.input(2), &g.input(1)])?;
-                g.send(0, d_rows);
+                g.accumulate(0, d_rows);
                 Ok(())
             }
             // Row counts have no gradient.

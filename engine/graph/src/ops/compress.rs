@@ -28,11 +28,11 @@ const LEAST_STEP: f32 = 1e-37;
 
 /// The division of a tensor into rows, and of rows into groups. No row spans two entries of the first dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Cut {
+struct Grouping {
     row: usize,
 }
 
-impl Cut {
+impl Grouping {
     fn of(dims: &[usize]) -> Self {
         let entry: usize = dims.iter().skip(1).product();
         let width = dims.last().copied().unwrap_or(1).max(1);
@@ -51,7 +51,7 @@ impl Cut {
 /// The shapes and types of a tensor's codes and of its groups' ranges.
 pub fn packed(spec: &Spec) -> [Spec; 2] {
     let codes = Spec { shape: spec.shape.clone(), dtype: DType::U8 };
-    [codes, Spec::f32((Cut::of(spec.dims()).groups(spec.elements()), 2))]
+    [codes, Spec::f32((Grouping::of(spec.dims()).groups(spec.elements()), 2))]
 }
 
 /// (codes, smallest element and step of each group) from x.
@@ -70,7 +70,7 @@ impl Op for Compress {
 
     fn run(&self, args: &mut Args<'_>) {
         let (codes, ranges) = (args.output::<u8>(0), args.output::<f32>(1));
-        let (x, cut) = (args.input::<f32>(0), Cut::of(args.input_dims(0)));
+        let (x, cut) = (args.input::<f32>(0), Grouping::of(args.input_dims(0)));
         let (rows, groups) = (rows_per_task(cut.row), cut.groups_of_row());
         let task = rows * cut.row;
         let tasks = codes.pieces_mut(task).zip(x.pieces(task)).zip(ranges.pieces_mut(2 * rows * groups));
@@ -90,7 +90,7 @@ impl Op for Compress {
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         let (mut codes, mut ranges) = (Vec::new(), Vec::new());
-        for group in x.data.chunks(Cut::of(&x.dims).row).flat_map(|row| row.chunks(GROUP)) {
+        for group in x.data.chunks(Grouping::of(&x.dims).row).flat_map(|row| row.chunks(GROUP)) {
             let least = group.iter().copied().fold(f64::INFINITY, f64::min);
             let greatest = group.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let step = (greatest - least) / 255.0;
@@ -134,7 +134,7 @@ impl Op for Expand {
 
     fn run(&self, args: &mut Args<'_>) {
         let x = args.output::<f32>(0);
-        let (codes, ranges, cut) = (args.input::<u8>(0), args.input::<f32>(1), Cut::of(self.0.dims()));
+        let (codes, ranges, cut) = (args.input::<u8>(0), args.input::<f32>(1), Grouping::of(self.0.dims()));
         let (rows, groups) = (rows_per_task(cut.row), cut.groups_of_row());
         let task = rows * cut.row;
         let tasks = x.pieces_mut(task).zip(codes.pieces(task)).zip(ranges.pieces(2 * rows * groups));
@@ -155,7 +155,7 @@ impl Op for Expand {
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (codes, ranges) = (args.input(0), args.input(1));
         let mut x = Vec::new();
-        let groups = codes.data.chunks(Cut::of(self.0.dims()).row).flat_map(|row| row.chunks(GROUP));
+        let groups = codes.data.chunks(Grouping::of(self.0.dims()).row).flat_map(|row| row.chunks(GROUP));
         for (codes, range) in groups.zip(ranges.rows()) {
             x.extend(codes.iter().map(|code| code * range[1] + range[0]));
         }
@@ -206,7 +206,7 @@ mod tests {
             (vec![8, 24, 48], 48, 8 * 24),
             (vec![512], 512, 2),
         ] {
-            let cut = Cut::of(&dims);
+            let cut = Grouping::of(&dims);
             assert_eq!((cut.row, cut.groups(dims.iter().product())), (row, groups), "{dims:?}");
             assert!(dims.len() == 1 || dims[1..].iter().product::<usize>() % cut.row == 0);
         }

@@ -29,7 +29,7 @@ impl Op for Contiguous {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dy = g.grad(0);
-        g.send(0, dy);
+        g.accumulate(0, dy);
         Ok(())
     }
 

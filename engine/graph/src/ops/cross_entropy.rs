@@ -33,10 +33,10 @@ impl Op for CrossEntropy {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        g.refuse(self, 1)?;
+        g.require_unused(self, 1)?;
         let inputs = [&g.input(0), &g.input(1), &g.output(1), &g.grad(0)];
         let [d_logits] = Tensor::apply_op(CrossEntropyGrad { terms: self.terms }, &inputs)?;
-        g.send(0, d_logits);
+        g.accumulate(0, d_logits);
         Ok(())
     }
 
@@ -48,7 +48,7 @@ impl Op for CrossEntropy {
         let (losses, lse) = (args.output::<f32>(0), args.output::<f32>(1));
         let (logits, targets) = (args.input::<f32>(0), args.input::<u32>(1));
         let width = super::width(args.input_dims(0));
-        let (rows, terms) = (rows_per_task(width), self.terms.of_row(width));
+        let (rows, terms) = (rows_per_task(width), self.terms.for_row(width));
         let tasks = losses.pieces_mut(rows).zip(lse.pieces_mut(rows));
         tasks.zip(targets.pieces(rows).zip(logits.pieces(rows * width))).for_each(|(out, (targets, logits))| {
             vectorize!({
@@ -117,7 +117,7 @@ impl Op for CrossEntropyGrad {
         let (targets, lse) = (args.input::<u32>(1), args.input::<f32>(2));
         let (d_loss, d_layout) = args.strided::<f32>(3);
         let width = super::width(args.output_dims(0));
-        let (rows, terms) = (rows_per_task(width), self.terms.of_row(width));
+        let (rows, terms) = (rows_per_task(width), self.terms.for_row(width));
         out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
             for (i, row) in out.chunks_exact_mut(width).enumerate() {
                 let index = task * rows + i;

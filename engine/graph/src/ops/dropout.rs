@@ -50,7 +50,7 @@ impl Op for Dropout {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let [dx] = Tensor::apply_op(*self, &[&g.grad(0)])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

@@ -36,7 +36,7 @@ impl Op for Embedding {
         let vocabulary = g.input(0).dims()[0];
         let op = EmbeddingGrad { vocabulary, padding: self.padding, types: OutputTypes::default() };
         let [d_table] = Tensor::apply_op(op, &[&g.input(1), &g.grad(0)])?;
-        g.send(0, d_table);
+        g.accumulate(0, d_table);
         Ok(())
     }
 
@@ -98,7 +98,7 @@ impl Op for EmbeddingGrad {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        Ok(self.types.of([inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))]))
+        Ok(self.types.apply_to([inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))]))
     }
 
     /// Counts the rows that are looked up, not the whole table.

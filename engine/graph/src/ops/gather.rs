@@ -38,7 +38,7 @@ impl Op for Gather {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let extent = g.input(0).dims()[self.dim];
         let [dx] = Tensor::apply_op(ScatterAdd { dim: self.dim, extent }, &[&g.input(1), &g.grad(0)])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 
@@ -65,11 +65,11 @@ impl Op for Gather {
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, ids) = (args.input(0), args.input(1));
         let Sizes { extent, count, inner } = Sizes::of(&x.dims, &ids.dims, self.dim);
-        let of = |(i, &id): (usize, &f64)| match id < extent as f64 {
+        let element = |(i, &id): (usize, &f64)| match id < extent as f64 {
             true => x.data[(i / (count * inner) * extent + id as usize) * inner + i % inner],
             false => f64::NAN,
         };
-        vec![Array::new(&ids.dims, ids.data.iter().enumerate().map(of).collect())]
+        vec![Array::new(&ids.dims, ids.data.iter().enumerate().map(element).collect())]
     }
 }
 
@@ -101,7 +101,7 @@ impl Op for ScatterAdd {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let [d_source] = Tensor::apply_op(Gather { dim: self.dim }, &[&g.grad(0), &g.input(0)])?;
-        g.send(1, d_source);
+        g.accumulate(1, d_source);
         Ok(())
     }
 

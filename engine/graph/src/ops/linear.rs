@@ -41,22 +41,22 @@ impl Op for Linear {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (x, weight, dy) = (g.input(0), g.input(1), g.grad(0));
-        let needs_bias = self.has_bias && g.needs(2);
+        let needs_bias = self.has_bias && g.wants(2);
         // The weight's gradient comes first, as it is the last reader of x.
         let op = LinearGradWeight { has_bias: needs_bias, types: OutputTypes::default() };
         if needs_bias {
             let [d_weight, d_bias] = Tensor::apply_op(op, &[&x, &dy])?;
-            if g.needs(1) {
-                g.send(1, d_weight);
+            if g.wants(1) {
+                g.accumulate(1, d_weight);
             }
-            g.send(2, d_bias);
-        } else if g.needs(1) {
+            g.accumulate(2, d_bias);
+        } else if g.wants(1) {
             let [d_weight] = Tensor::apply_op(op, &[&x, &dy])?;
-            g.send(1, d_weight);
+            g.accumulate(1, d_weight);
         }
-        if g.needs(0) {
+        if g.wants(0) {
             let [dx] = Tensor::apply_op(LinearGradInput, &[&dy, &weight])?;
-            g.send(0, dx);
+            g.accumulate(0, dx);
         }
         Ok(())
     }
@@ -247,7 +247,7 @@ impl Op for LinearGradWeight {
         let (width, out) = (super::width(inputs[0].dims()), super::width(inputs[1].dims()));
         let weight = inputs[0].in_shape((out, width));
         let bias = self.has_bias.then(|| inputs[0].in_shape(out));
-        Ok(self.types.of([weight].into_iter().chain(bias)))
+        Ok(self.types.apply_to([weight].into_iter().chain(bias)))
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {

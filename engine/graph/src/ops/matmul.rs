@@ -36,13 +36,13 @@ impl Op for MatMul {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dy = g.grad(0);
-        if g.needs(1) {
+        if g.wants(1) {
             let db = g.input(0).t()?.matmul(&dy)?;
-            g.send(1, db);
+            g.accumulate(1, db);
         }
-        if g.needs(0) {
+        if g.wants(0) {
             let da = dy.matmul(&g.input(1).t()?)?;
-            g.send(0, da);
+            g.accumulate(0, da);
         }
         Ok(())
     }

@@ -34,7 +34,7 @@ impl Op for Max {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let experts = gapless_kernels::width(g.input(0).dims());
         let [dx] = Tensor::apply_op(TopKGrad { experts }, &[&g.output(1), &g.grad(0)])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

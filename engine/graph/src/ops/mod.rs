@@ -58,8 +58,8 @@ pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub(crate) use experts::TopKGrad;
 pub use experts::{
-    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp,
-    NONE, Route, RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, GroupedLinear, Jitter,
+    LogSumExp, NONE, Route, RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK,
 };
 pub use gather::{Gather, ScatterAdd};
 pub use layer_norm::LayerNorm;

@@ -50,7 +50,7 @@ impl Op for Narrow {
         let dy = g.grad(0);
         let widen = Widen { dim: self.dim, start: self.start, extent };
         let [dx] = Tensor::apply_op(widen, &[&dy])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 
@@ -83,7 +83,7 @@ impl Op for Widen {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dx = g.grad(0).narrow(self.dim, self.start, g.input(0).dims()[self.dim])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

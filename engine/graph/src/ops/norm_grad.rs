@@ -18,18 +18,18 @@ use crate::{Gradient, Op};
 /// Records the gradients of a normalisation with inputs (x, weight[, bias]) and outputs (y, stats).
 pub(super) fn record(g: &mut Gradient, centred: bool) -> Result<()> {
     let (x, weight, stats, dy) = (g.input(0), g.input(1), g.output(1), g.grad(0));
-    if g.needs(1) || (centred && g.needs(2)) {
+    if g.wants(1) || (centred && g.wants(2)) {
         let [d_weight, d_bias] = Tensor::apply_op(NormGradWeight::default(), &[&x, &stats, &dy])?;
-        if g.needs(1) {
-            g.send(1, d_weight);
+        if g.wants(1) {
+            g.accumulate(1, d_weight);
         }
-        if centred && g.needs(2) {
-            g.send(2, d_bias);
+        if centred && g.wants(2) {
+            g.accumulate(2, d_bias);
         }
     }
-    if g.needs(0) {
+    if g.wants(0) {
         let [dx] = Tensor::apply_op(NormGradInput { centred }, &[&x, &weight, &stats, &dy])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
     }
     Ok(())
 }
@@ -132,7 +132,7 @@ impl Op for NormGradWeight {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let width = inputs[0].in_shape(super::width(inputs[0].dims()));
-        Ok(self.types.of([width.clone(), width]))
+        Ok(self.types.apply_to([width.clone(), width]))
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {

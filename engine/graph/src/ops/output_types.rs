@@ -21,7 +21,7 @@ impl<const N: usize> OutputTypes<N> {
     }
 
     /// Returns the outputs in the requested types.
-    pub fn of(&self, outputs: impl IntoIterator<Item = Spec>) -> Vec<Spec> {
+    pub fn apply_to(&self, outputs: impl IntoIterator<Item = Spec>) -> Vec<Spec> {
         let typed = outputs.into_iter().zip(&self.0);
         typed.map(|(output, dtype)| Spec { dtype: dtype.unwrap_or(output.dtype), ..output }).collect()
     }

@@ -5,7 +5,7 @@ use gapless_kernels::cpu::{Args, map};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::{Gradient, Op, Rows};
+use crate::{Gradient, Op, RowUse};
 
 /// y = xᵉ.
 #[derive(Debug, Clone, Copy)]
@@ -19,8 +19,8 @@ impl Op for Powf {
         "powf"
     }
 
-    fn rows(&self) -> Rows {
-        Rows::Inherited
+    fn rows(&self) -> RowUse {
+        RowUse::InheritsRows
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -30,7 +30,7 @@ impl Op for Powf {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dx = (g.input(0).powf(self.exponent - 1.0)? * self.exponent)?.mul(&g.grad(0))?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

@@ -37,7 +37,7 @@ impl Op for Reshape {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dx = g.grad(0).reshape(g.input(0).dims().to_vec())?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

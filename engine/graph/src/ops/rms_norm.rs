@@ -27,7 +27,7 @@ impl Op for RmsNorm {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        g.refuse(self, 1)?;
+        g.require_unused(self, 1)?;
         norm_grad::record(g, false)
     }
 

@@ -145,7 +145,7 @@ impl Op for Rope {
         let d_out = g.grad(0);
         let inputs: Vec<&Tensor> = [&d_out].into_iter().chain(&positions).collect();
         let [dx] = Tensor::apply_op(Self { inverse: !self.inverse, ..*self }, &inputs)?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

@@ -34,7 +34,7 @@ impl Op for ScaledSum {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dx = g.grad(0).affine(self.scale, 0.0)?.broadcast_as(g.input(0).shape().clone())?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

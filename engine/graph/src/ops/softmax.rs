@@ -25,7 +25,7 @@ impl Op for Softmax {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let [dx] = Tensor::apply_op(SoftmaxGrad, &[&g.output(0), &g.grad(0)])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

@@ -45,7 +45,7 @@ impl Op for Sum {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dx = g.grad(0).broadcast_as(g.input(0).shape().clone())?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

@@ -25,8 +25,8 @@ impl Op for SwiGlu {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let [d_gate, d_up] = Tensor::apply_op(SwiGluGrad, &[&g.input(0), &g.input(1), &g.grad(0)])?;
-        g.send(0, d_gate);
-        g.send(1, d_up);
+        g.accumulate(0, d_gate);
+        g.accumulate(1, d_up);
         Ok(())
     }
 

@@ -33,7 +33,7 @@ impl Op for Transpose {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dx = g.grad(0).transpose(self.dim1, self.dim2)?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

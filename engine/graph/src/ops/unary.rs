@@ -6,7 +6,7 @@ use gapless_kernels::cpu::{Args, map, math, zip};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
-use crate::{Gradient, Op, Rows};
+use crate::{Gradient, Op, RowUse};
 
 /// The function of [`Unary`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,8 +83,8 @@ impl Op for Unary {
         self.kind.name()
     }
 
-    fn rows(&self) -> Rows {
-        Rows::Inherited
+    fn rows(&self) -> RowUse {
+        RowUse::InheritsRows
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -94,7 +94,7 @@ impl Op for Unary {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let [dx] = Tensor::apply_op(UnaryGrad { kind: self.kind }, &[&g.input(0), &g.grad(0)])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 
@@ -145,8 +145,8 @@ impl Op for UnaryGrad {
         self.kind.gradient_name()
     }
 
-    fn rows(&self) -> Rows {
-        Rows::Inherited
+    fn rows(&self) -> RowUse {
+        RowUse::InheritsRows
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -54,13 +54,13 @@ impl Op for Where {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (mask, dy) = (g.input(0), g.grad(0));
         let zeros = dy.zeros_like()?;
-        if g.needs(1) {
+        if g.wants(1) {
             let da = mask.where_cond(&dy, &zeros)?;
-            g.send(1, da);
+            g.accumulate(1, da);
         }
-        if g.needs(2) {
+        if g.wants(2) {
             let db = mask.where_cond(&zeros, &dy)?;
-            g.send(2, db);
+            g.accumulate(2, db);
         }
         Ok(())
     }

@@ -92,21 +92,21 @@ impl Optimizer for Adafactor {
         self.as_adamw().needs_norm()
     }
 
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
-        let matrices = Matrices::of(of.dims);
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
+        let matrices = Matrices::of(parameter.dims);
         let state = |name, dims: Vec<usize>| State { name, spec: Spec::f32(dims), init: Init::Const(0.0).into() };
-        let mut states = match (matrices.is_factored(), of.dims) {
+        let mut states = match (matrices.is_factored(), parameter.dims) {
             (true, [outer @ .., rows, columns]) => {
                 vec![state("row_sq", [outer, &[*rows]].concat()), state("column_sq", [outer, &[*columns]].concat())]
             }
-            _ => vec![state("exp_avg_sq", of.dims.to_vec())],
+            _ => vec![state("exp_avg_sq", parameter.dims.to_vec())],
         };
-        states.extend(self.as_adamw().states(of).into_iter().filter(|state| state.name == "master"));
+        states.extend(self.as_adamw().states(parameter).into_iter().filter(|state| state.name == "master"));
         states
     }
 
-    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        of.kept_dtype()
+    fn sum_dtype(&self, parameter: &ParameterInfo<'_>) -> DType {
+        parameter.state_dtype()
     }
 
     /// Not split: the root mean square is over the whole parameter.
@@ -122,12 +122,12 @@ impl Optimizer for Adafactor {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        let ParameterUpdate { parameter, of, gradient, states, norm, scalars } = update;
-        let matrices = Matrices::of(of.dims);
+        let ParameterUpdate { parameter, info, gradient, states, norm, scalars } = update;
+        let matrices = Matrices::of(info.dims);
         let moments = 1 + usize::from(matrices.is_factored());
         let op = AdafactorUpdate {
             rule: *self,
-            decay: self.as_adamw().decay(&of),
+            decay: self.as_adamw().decay(&info),
             matrices,
             has_master: states.len() > moments,
         };
@@ -171,7 +171,7 @@ impl AdafactorUpdate {
         let mut moments = [args.output::<f32>(1), if is_factored { args.output::<f32>(2) } else { &mut [] }];
         let mut master = self.has_master.then(|| args.output::<f32>(2 + usize::from(is_factored)));
         let sums = args.workspace().take::<f32>();
-        let step = Step {
+        let step = UpdateSizes {
             clip: (self.rule.max_norm as f32 / (norm + 1e-6)).min(1.0),
             beta: scalars[1],
             rate: scalars[0],
@@ -196,7 +196,7 @@ impl AdafactorUpdate {
 
 /// The factors of a step.
 #[derive(Clone, Copy)]
-struct Step {
+struct UpdateSizes {
     clip: f32,
     beta: f32,
     rate: f32,
@@ -205,7 +205,7 @@ struct Step {
     least: f32,
 }
 
-impl Step {
+impl UpdateSizes {
     /// β·before + (1 − β)·mean.
     #[inline(always)]
     fn moment(&self, before: f32, mean: f32) -> f32 {

@@ -54,18 +54,18 @@ impl Optimizer for AdamW {
         self.max_norm.is_finite()
     }
 
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
-        let spec = || Spec { shape: of.dims.into(), dtype: self.sum_dtype(of) };
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
+        let spec = || Spec { shape: parameter.dims.into(), dtype: self.sum_dtype(parameter) };
         let moment = |name| State { name, spec: spec(), init: Init::Const(0.0).into() };
         let mut states = vec![moment("exp_avg"), moment("exp_avg_sq")];
-        if self.has_master(of) {
+        if self.has_master(parameter) {
             states.push(State { name: "master", spec: spec(), init: StateInit::Parameter });
         }
         states
     }
 
-    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        of.kept_dtype()
+    fn sum_dtype(&self, parameter: &ParameterInfo<'_>) -> DType {
+        parameter.state_dtype()
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
@@ -79,7 +79,7 @@ impl Optimizer for AdamW {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        let (decay, has_master) = (self.decay(&update.of), self.has_master(&update.of));
+        let (decay, has_master) = (self.decay(&update.info), self.has_master(&update.info));
         let op = AdamWUpdate { rule: *self, decay, has_master };
         let ParameterUpdate { parameter, gradient, norm, scalars, .. } = update;
         match update.states {
@@ -98,17 +98,17 @@ impl Optimizer for AdamW {
 
 impl AdamW {
     /// The weight decay of a parameter.
-    pub(super) fn decay(&self, of: &ParameterInfo<'_>) -> f64 {
-        if of.dims.len() >= 2 { self.weight_decay } else { 0.0 }
+    pub(super) fn decay(&self, parameter: &ParameterInfo<'_>) -> f64 {
+        if parameter.dims.len() >= 2 { self.weight_decay } else { 0.0 }
     }
 
     /// True if the update works on a master copy of the parameter in a more precise type.
-    fn has_master(&self, of: &ParameterInfo<'_>) -> bool {
-        self.sum_dtype(of) != of.dtype
+    fn has_master(&self, parameter: &ParameterInfo<'_>) -> bool {
+        self.sum_dtype(parameter) != parameter.dtype
     }
 
     /// Returns the factors of a step in f32 for the kernels, or `None` if the norm is not finite.
-    pub(super) fn at(&self, decay: f64, norm: f32, scalars: &[f32]) -> Option<AdamWStep> {
+    pub(super) fn step_factors(&self, decay: f64, norm: f32, scalars: &[f32]) -> Option<AdamWStep> {
         norm.is_finite().then(|| AdamWStep {
             clip: (self.max_norm as f32 / (norm + 1e-6)).min(1.0),
             beta1: self.beta1 as f32,
@@ -194,7 +194,7 @@ impl AdamWUpdate {
     fn run_on<P: Float, M: Float, G: Float>(&self, args: &mut Args<'_>) {
         let (p, m, v) = (args.output::<P>(0), args.output::<M>(1), args.output::<M>(2));
         let (gradient, norm, scalars) = (args.input::<G>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
-        let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
+        let Some(step) = self.rule.step_factors(self.decay, norm, scalars) else { return };
         let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
         if self.has_master {
             let masters = args.output::<M>(3).pieces_mut(BLOCK).zip(p.pieces_mut(BLOCK));

@@ -39,8 +39,8 @@ impl AdamW8bit {
     /// Number of neighbouring elements that share a scale.
     pub const BLOCK: usize = BLOCK;
 
-    fn applies(&self, of: &ParameterInfo<'_>) -> bool {
-        of.elements() >= self.smallest && (self.embeddings || !of.looked_up)
+    fn applies(&self, parameter: &ParameterInfo<'_>) -> bool {
+        parameter.elements() >= self.smallest && (self.embeddings || !parameter.looked_up)
     }
 }
 
@@ -53,19 +53,19 @@ impl Optimizer for AdamW8bit {
         self.rule.needs_norm()
     }
 
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
-        if !self.applies(of) {
-            return self.rule.states(of);
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
+        if !self.applies(parameter) {
+            return self.rule.states(parameter);
         }
         // Zero moments: with a scale of zero, every code decodes to zero.
-        let codes = |name| State { name, spec: codes(of.dims), init: Init::Const(0.0).into() };
-        let scales = |name| State { name, spec: scales(of.elements()), init: Init::Const(0.0).into() };
+        let codes = |name| State { name, spec: codes(parameter.dims), init: Init::Const(0.0).into() };
+        let scales = |name| State { name, spec: scales(parameter.elements()), init: Init::Const(0.0).into() };
         vec![codes("exp_avg_8bit"), codes("exp_avg_sq_8bit"), scales("exp_avg_scale"), scales("exp_avg_sq_scale")]
     }
 
     /// Multiples of a block, so that a part has the same blocks as the whole.
-    fn shard_granularity(&self, of: &ParameterInfo<'_>) -> Option<usize> {
-        if self.applies(of) { Some(BLOCK) } else { self.rule.shard_granularity(of) }
+    fn shard_granularity(&self, parameter: &ParameterInfo<'_>) -> Option<usize> {
+        if self.applies(parameter) { Some(BLOCK) } else { self.rule.shard_granularity(parameter) }
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
@@ -73,10 +73,10 @@ impl Optimizer for AdamW8bit {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        if !self.applies(&update.of) {
+        if !self.applies(&update.info) {
             return self.rule.update(update);
         }
-        let op = AdamW8bitUpdate { rule: self.rule, decay: self.rule.decay(&update.of) };
+        let op = AdamW8bitUpdate { rule: self.rule, decay: self.rule.decay(&update.info) };
         let [m, v, m_scales, v_scales] = update.states else { unreachable!("four states were asked for") };
         let inputs = [update.parameter, update.gradient, m, v, m_scales, v_scales, update.norm, update.scalars];
         let [parameter, ..] = Tensor::apply_op::<5>(op, &inputs)?;
@@ -151,7 +151,7 @@ impl Op for AdamW8bitUpdate {
         let (p, m, v) = (args.output::<f32>(0), args.output::<u8>(1), args.output::<u8>(2));
         let (m_scales, v_scales) = (args.output::<f32>(3), args.output::<f32>(4));
         let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(6)[0], args.input::<f32>(7));
-        let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
+        let Some(step) = self.rule.step_factors(self.decay, norm, scalars) else { return };
         let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
         let scales = m_scales.pieces_mut(1).zip(v_scales.pieces_mut(1));
         let parameters = p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK));

@@ -44,9 +44,9 @@ impl Default for GaLore {
 const REFRESH: usize = 3;
 
 impl GaLore {
-    fn projection(&self, of: &ParameterInfo<'_>) -> Option<Projection> {
-        let &[rows, columns] = of.dims else { return None };
-        let applies = !of.looked_up && rows.min(columns) > self.rank;
+    fn projection(&self, parameter: &ParameterInfo<'_>) -> Option<Projection> {
+        let &[rows, columns] = parameter.dims else { return None };
+        let applies = !parameter.looked_up && rows.min(columns) > self.rank;
         applies.then_some(Projection { rows, columns, rank: self.rank })
     }
 }
@@ -67,8 +67,8 @@ impl Optimizer for GaLore {
         self.rule.needs_norm()
     }
 
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
-        let Some(projection) = self.projection(of) else { return self.rule.states(of) };
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
+        let Some(projection) = self.projection(parameter) else { return self.rule.states(parameter) };
         let state =
             |name, columns| State { name, spec: Spec::f32((self.rank, columns)), init: Init::Const(0.0).into() };
         let (shorter, longer) = (projection.shorter(), projection.longer());
@@ -76,8 +76,8 @@ impl Optimizer for GaLore {
     }
 
     /// A projected weight is not split: the projection reads the whole gradient, so every data rank computes it.
-    fn shard_granularity(&self, of: &ParameterInfo<'_>) -> Option<usize> {
-        if self.projection(of).is_some() { None } else { self.rule.shard_granularity(of) }
+    fn shard_granularity(&self, parameter: &ParameterInfo<'_>) -> Option<usize> {
+        if self.projection(parameter).is_some() { None } else { self.rule.shard_granularity(parameter) }
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
@@ -87,8 +87,8 @@ impl Optimizer for GaLore {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        let Some(projection) = self.projection(&update.of) else { return self.rule.update(update) };
-        let op = GaLoreUpdate { rule: *self, decay: self.rule.decay(&update.of), projection };
+        let Some(projection) = self.projection(&update.info) else { return self.rule.update(update) };
+        let op = GaLoreUpdate { rule: *self, decay: self.rule.decay(&update.info), projection };
         let [p, m, v] = update.states else { unreachable!("three states were asked for") };
         let inputs = [update.parameter, update.gradient, p, m, v, update.norm, update.scalars];
         let [parameter, ..] = Tensor::apply_op::<4>(op, &inputs)?;
@@ -149,11 +149,11 @@ impl Op for GaLoreUpdate {
         let mut scratch = args.workspace();
         let (r, coefficients) = (scratch.take::<f32>(), scratch.take::<f32>());
         let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(5)[0], args.input::<f32>(6));
-        let Some(step) = self.rule.rule.at(self.decay, norm, scalars) else { return };
+        let Some(step) = self.rule.rule.step_factors(self.decay, norm, scalars) else { return };
         if scalars[REFRESH] == 0.0 {
             self.projection.apply(p, gradient, r, &mut scratch);
         } else {
-            self.projection.follow(gradient, p, r, coefficients, &mut scratch);
+            self.projection.recompute(gradient, p, r, coefficients, &mut scratch);
         }
         let alpha = self.rule.alpha as f32;
         let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
@@ -172,7 +172,7 @@ impl Op for GaLoreUpdate {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let turn = |x: &Array| if self.projection.is_turned() { exact::transposed(x) } else { x.clone() };
+        let turn = |x: &Array| if self.projection.is_transposed() { exact::transposed(x) } else { x.clone() };
         let (weight, gradient, scalars) = (args.input(0), turn(args.input(1)), args.input(6));
         let p = if scalars.data[REFRESH] == 0.0 {
             args.input(2).clone()

@@ -48,14 +48,14 @@ impl Optimizer for Lion {
         self.as_adamw().needs_norm()
     }
 
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
-        let mut states = self.as_adamw().states(of);
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
+        let mut states = self.as_adamw().states(parameter);
         states.retain(|state| state.name != "exp_avg_sq");
         states
     }
 
-    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        of.kept_dtype()
+    fn sum_dtype(&self, parameter: &ParameterInfo<'_>) -> DType {
+        parameter.state_dtype()
     }
 
     fn scalars(&self, _: u64, lr: f64) -> [f32; SCALARS] {
@@ -68,9 +68,9 @@ impl Optimizer for Lion {
         let op = MomentumUpdate {
             name: "lion",
             direction: Direction::Sign { beta: self.beta1 },
-            keep: self.beta2,
-            add: 1.0 - self.beta2,
-            decay: self.as_adamw().decay(&update.of),
+            moment_factor: self.beta2,
+            gradient_factor: 1.0 - self.beta2,
+            decay: self.as_adamw().decay(&update.info),
             max_norm: self.max_norm,
             has_master: update.states.len() > 1,
         };

@@ -56,7 +56,7 @@ pub struct ParameterInfo<'a> {
 
 impl ParameterInfo<'_> {
     /// The type of the parameter's optimizer states.
-    pub fn kept_dtype(&self) -> DType {
+    pub fn state_dtype(&self) -> DType {
         if self.masters { DType::F32 } else { self.dtype }
     }
 
@@ -81,7 +81,7 @@ pub struct State {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum StateInit {
     /// An initialization of its own, such as zeros.
-    Filled(Init),
+    Init(Init),
     /// The parameter's value, in the parameter's own type. The state must have as many elements as the parameter. It is
     /// overwritten together with the parameter (`Trainer::set_tensor`).
     Parameter,
@@ -89,7 +89,7 @@ pub enum StateInit {
 
 impl From<Init> for StateInit {
     fn from(init: Init) -> Self {
-        Self::Filled(init)
+        Self::Init(init)
     }
 }
 
@@ -99,7 +99,7 @@ pub struct ParameterUpdate<'a> {
     /// The parameter; the update overwrites it.
     pub parameter: &'a Tensor,
     /// Description of the whole parameter.
-    pub of: ParameterInfo<'a>,
+    pub info: ParameterInfo<'a>,
     /// Gradient of the parameter, summed over the micro-batches of the step.
     pub gradient: &'a Tensor,
     /// States of the parameter, in the order of [`Optimizer::states`]. If the parameter is a flat part, so are its
@@ -128,11 +128,11 @@ pub trait Optimizer: std::fmt::Debug + Send + Sync {
     }
 
     /// Returns the tensors that the optimizer keeps for a parameter from step to step.
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State>;
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State>;
 
     /// Returns the type in which a parameter's gradient is summed over micro-batches; by default the parameter's own.
-    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        of.dtype
+    fn sum_dtype(&self, parameter: &ParameterInfo<'_>) -> DType {
+        parameter.dtype
     }
 
     /// Returns the granularity at which data ranks may split a parameter, or `None` if each rank must update it whole.

@@ -40,9 +40,9 @@ pub(super) struct MomentumUpdate {
     pub name: &'static str,
     pub direction: Direction,
     /// Factor of the old moment in the new one.
-    pub keep: f64,
+    pub moment_factor: f64,
     /// Factor of the gradient in the new moment.
-    pub add: f64,
+    pub gradient_factor: f64,
     pub decay: f64,
     /// The norm to which gradients are scaled down if their global norm is larger.
     pub max_norm: f64,
@@ -83,7 +83,7 @@ impl MomentumUpdate {
             Direction::Given { scale } => (None, scale as f32, args.input::<G>(5)),
         };
         let clip = (self.max_norm as f32 / (norm + 1e-6)).min(1.0);
-        let (keep, add) = (self.keep as f32, self.add as f32);
+        let (keep, add) = (self.moment_factor as f32, self.gradient_factor as f32);
         let (left, far) = (1.0 - rate * self.decay as f32, rate * scale);
         let step = |p: f32, m: f32, g: f32, given: f32| {
             let g = g * clip;
@@ -184,7 +184,7 @@ impl Op for MomentumUpdate {
         let master = self.has_master.then(|| args.input(self.least_inputs()));
         let from = master.unwrap_or(args.input(0));
         let next = from.zip(&direction, |p, x| p * (1.0 - rate * self.decay) - rate * x);
-        let moment = before.zip(&gradient, |m, g| self.keep * m + self.add * g);
+        let moment = before.zip(&gradient, |m, g| self.moment_factor * m + self.gradient_factor * g);
         let copy = master.map(|_| next.clone());
         [next, moment].into_iter().chain(copy).collect()
     }

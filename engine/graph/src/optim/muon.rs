@@ -43,9 +43,13 @@ impl Default for Muon {
 }
 
 impl Muon {
-    fn is_hidden_matrix(of: &ParameterInfo<'_>) -> bool {
-        let [.., rows, columns] = of.dims else { return false };
-        of.dims.len() <= 3 && !of.looked_up && *rows > 1 && *columns > 1 && !of.name.contains("lm_head")
+    fn is_hidden_matrix(parameter: &ParameterInfo<'_>) -> bool {
+        let [.., rows, columns] = parameter.dims else { return false };
+        parameter.dims.len() <= 3
+            && !parameter.looked_up
+            && *rows > 1
+            && *columns > 1
+            && !parameter.name.contains("lm_head")
     }
 
     /// Returns roughly the nearest orthogonal matrix: its singular values lie between 0.7 and 1.2 (Jordan).
@@ -83,23 +87,23 @@ impl Optimizer for Muon {
         self.rule.needs_norm()
     }
 
-    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
-        let mut states = self.rule.states(of);
-        if Self::is_hidden_matrix(of) {
+    fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
+        let mut states = self.rule.states(parameter);
+        if Self::is_hidden_matrix(parameter) {
             states.retain(|state| state.name == "master");
-            let spec = Spec { shape: of.dims.into(), dtype: self.sum_dtype(of) };
+            let spec = Spec { shape: parameter.dims.into(), dtype: self.sum_dtype(parameter) };
             states.insert(0, State { name: "momentum", spec, init: Init::Const(0.0).into() });
         }
         states
     }
 
-    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
-        of.kept_dtype()
+    fn sum_dtype(&self, parameter: &ParameterInfo<'_>) -> DType {
+        parameter.state_dtype()
     }
 
     /// A hidden matrix is not split: it is orthogonalized as a whole.
-    fn shard_granularity(&self, of: &ParameterInfo<'_>) -> Option<usize> {
-        if Self::is_hidden_matrix(of) { None } else { self.rule.shard_granularity(of) }
+    fn shard_granularity(&self, parameter: &ParameterInfo<'_>) -> Option<usize> {
+        if Self::is_hidden_matrix(parameter) { None } else { self.rule.shard_granularity(parameter) }
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
@@ -107,10 +111,10 @@ impl Optimizer for Muon {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        if !Self::is_hidden_matrix(&update.of) {
+        if !Self::is_hidden_matrix(&update.info) {
             return self.rule.update(update);
         }
-        let ParameterUpdate { of, gradient, states, norm, .. } = &update;
+        let ParameterUpdate { info, gradient, states, norm, .. } = &update;
         let moment = states[0].to_dtype(gradient.dtype())?;
         // The moment accumulates clipped gradients.
         let gradient = match self.rule.max_norm.is_finite() {
@@ -123,13 +127,13 @@ impl Optimizer for Muon {
         // β(βm + g) + g: the Nesterov step, where βm + g is the moment that the update stores.
         let ahead = ((moment * self.momentum.powi(2))? + (gradient * (1.0 + self.momentum))?)?;
         let direction = self.orthogonal(&ahead)?;
-        let longer = of.dims[of.dims.len() - 2..].iter().copied().max().unwrap_or(1);
+        let longer = info.dims[info.dims.len() - 2..].iter().copied().max().unwrap_or(1);
         let op = MomentumUpdate {
             name: "muon",
             direction: Direction::Given { scale: ROOT_MEAN_SQUARE * (longer as f64).sqrt() },
-            keep: self.momentum,
-            add: 1.0,
-            decay: self.rule.decay(of),
+            moment_factor: self.momentum,
+            gradient_factor: 1.0,
+            decay: self.rule.decay(info),
             max_norm: self.rule.max_norm,
             has_master: states.len() > 1,
         };

@@ -46,7 +46,7 @@ impl Projection {
         self.rows.max(self.columns)
     }
 
-    pub fn is_turned(&self) -> bool {
+    pub fn is_transposed(&self) -> bool {
         self.rows > self.columns
     }
 
@@ -57,27 +57,30 @@ impl Projection {
     }
 
     /// The product R·Gᵀ, which has the shape of P.
-    fn back(&self) -> Gemm {
+    fn back_project(&self) -> Gemm {
         let (r, g) = (Strides::row_major(self.longer()), Strides::transposed(self.columns));
         Gemm::new(self.rank, self.shorter(), self.longer(), r, self.turned(g))
     }
 
     /// The product Pᵀ·R in the layout of the weight: Rᵀ·P if the weight is transposed.
-    fn lift(&self) -> Gemm {
+    fn project_back_to_weight(&self) -> Gemm {
         let (first, second) =
-            if self.is_turned() { (self.longer(), self.shorter()) } else { (self.shorter(), self.longer()) };
+            if self.is_transposed() { (self.longer(), self.shorter()) } else { (self.shorter(), self.longer()) };
         Gemm::new(self.rows, self.columns, self.rank, Strides::transposed(first), Strides::row_major(second))
     }
 
     fn turned(&self, strides: Strides) -> Strides {
         let Strides { row, column } = strides;
-        if self.is_turned() { Strides { row: column, column: row } } else { strides }
+        if self.is_transposed() { Strides { row: column, column: row } } else { strides }
     }
 
-    /// Returns the bytes of each piece of scratch that [`Self::follow`], [`Self::apply`] and [`Self::add`] need with
+    /// Returns the bytes of each piece of scratch that [`Self::recompute`], [`Self::apply`] and [`Self::add`] need with
     /// `threads` threads.
     pub fn scratch(&self, threads: usize) -> Vec<u64> {
-        for_each_of([self.project(), self.back(), self.lift()].map(|product| product.scratch(threads)))
+        for_each_of(
+            [self.project(), self.back_project(), self.project_back_to_weight()]
+                .map(|product| product.scratch(threads)),
+        )
     }
 
     /// Computes R = P·G.
@@ -87,19 +90,26 @@ impl Projection {
 
     /// Adds Pᵀ·R to the weight.
     pub fn add(&self, p: &[f32], r: &[f32], weight: &mut [f32], scratch: &mut Scratch<'_>) {
-        let (first, second) = if self.is_turned() { (r, p) } else { (p, r) };
-        multiply(&self.lift(), first, second, weight, Mode::Accumulate, scratch);
+        let (first, second) = if self.is_transposed() { (r, p) } else { (p, r) };
+        multiply(&self.project_back_to_weight(), first, second, weight, Mode::Accumulate, scratch);
     }
 
     /// Computes P for this G, and R = P·G. If G has fewer directions than P has rows, the remaining rows are zeros.
     /// `coefficients` is scratch of one element per row.
-    pub fn follow(&self, g: &[f32], p: &mut [f32], r: &mut [f32], coefficients: &mut [f32], scratch: &mut Scratch<'_>) {
+    pub fn recompute(
+        &self,
+        g: &[f32],
+        p: &mut [f32],
+        r: &mut [f32],
+        coefficients: &mut [f32],
+        scratch: &mut Scratch<'_>,
+    ) {
         let numbers = start();
         r.pieces_mut(COLUMNS).enumerate().for_each(|(task, r)| {
             r.iter_mut().enumerate().for_each(|(i, r)| *r = numbers.normal(task * COLUMNS + i) as f32);
         });
         for _ in 0..ITERATIONS {
-            multiply(&self.back(), r, g, p, Mode::Overwrite, scratch);
+            multiply(&self.back_project(), r, g, p, Mode::Overwrite, scratch);
             orthonormalise(p, self.shorter(), coefficients);
             self.apply(p, g, r, scratch);
         }
@@ -225,15 +235,15 @@ mod tests {
 
     /// Computes P in f32 for a matrix of any shape, and R.
     fn follow(g: &Array, rank: usize) -> (Array, Array) {
-        let of = Projection { rows: g.dims[0], columns: g.dims[1], rank };
-        let (mut p, mut r) = (vec![f32::NAN; rank * of.shorter()], vec![f32::NAN; rank * of.longer()]);
+        let projection = Projection { rows: g.dims[0], columns: g.dims[1], rank };
+        let (mut p, mut r) = (vec![f32::NAN; rank * projection.shorter()], vec![f32::NAN; rank * projection.longer()]);
         let mut coefficients = vec![f32::NAN; rank];
-        let mut memory = ScratchMemory::new(&of.scratch(rayon::current_num_threads()));
+        let mut memory = ScratchMemory::new(&projection.scratch(rayon::current_num_threads()));
         let data: Vec<f32> = g.data.iter().map(|&x| x as f32).collect();
-        of.follow(&data, &mut p, &mut r, &mut coefficients, &mut memory.lend());
+        projection.recompute(&data, &mut p, &mut r, &mut coefficients, &mut memory.lend());
         assert!(memory.is_intact());
         let wide = |x: Vec<f32>, columns| Array::new(&[rank, columns], x.into_iter().map(f64::from).collect());
-        (wide(p, of.shorter()), wide(r, of.longer()))
+        (wide(p, projection.shorter()), wide(r, projection.longer()))
     }
 
     /// No space of this many directions holds more than that of the first singular vectors: Σ σᵢ² (Eckart & Young). The

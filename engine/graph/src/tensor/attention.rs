@@ -29,10 +29,10 @@ impl Tensor {
     /// Returns the errors of [`Self::causal_attention`], and an error for a window without causality, or a scale or cap
     /// that is not positive.
     pub fn attend(&self, k: &Self, v: &Self, how: ops::Attention) -> Result<Self> {
-        self.attend_past(&k.with_past("keys")?, &v.with_past("values")?, how)
+        self.attend_past(&k.cached("keys")?, &v.cached("values")?, how)
     }
 
-    /// Like [`Self::attend`], for keys and values computed from the results of [`Self::with_past`]. They cover all
+    /// Like [`Self::attend`], for keys and values computed from the results of [`Self::cached`]. They cover all
     /// tokens of the window and are not cached again.
     ///
     /// # Errors
@@ -43,8 +43,8 @@ impl Tensor {
         }
         match self.sequences() {
             Sequences::Whole => self.fused_attention(&[self, k, v], how),
-            Sequences::Packed { starts, .. } => {
-                self.fused_attention(&[self, k, v, &Self::of(&self.graph, starts)], how)
+            Sequences::Packed { document_starts, .. } => {
+                self.fused_attention(&[self, k, v, &Self::of(&self.graph, document_starts)], how)
             }
             Sequences::Continued { positions, .. } => {
                 let inputs = [self, k, v, &Self::of(&self.graph, positions)];

@@ -52,7 +52,7 @@ impl Tensor {
     ///
     /// # Errors
     /// Returns an error if the number of targets is not that of the tokens.
-    pub(super) fn weights_of(&self, targets: &Self) -> Result<Option<Self>> {
+    pub(super) fn target_weights(&self, targets: &Self) -> Result<Option<Self>> {
         match self.sequences() {
             Sequences::Packed { weights, .. } => {
                 Self::of(&self.graph, weights).reshape(targets.shape().clone()).map(Some)
@@ -65,7 +65,9 @@ impl Tensor {
     /// router's statistics.
     pub(crate) fn documents(&self) -> Option<[Self; 2]> {
         match self.sequences() {
-            Sequences::Packed { starts, routed, .. } => Some([starts, routed].map(|id| Self::of(&self.graph, id))),
+            Sequences::Packed { document_starts, routed, .. } => {
+                Some([document_starts, routed].map(|id| Self::of(&self.graph, id)))
+            }
             Sequences::Whole | Sequences::Continued { .. } => None,
         }
     }
@@ -81,10 +83,10 @@ impl Tensor {
     ///
     /// # Errors
     /// Returns an error if there are more tokens than the window has.
-    pub fn with_past(&self, what: &str) -> Result<Self> {
+    pub fn cached(&self, what: &str) -> Result<Self> {
         let Sequences::Continued { positions, window } = self.sequences() else { return Ok(self.clone()) };
         if self.rank() == 3 {
-            return self.unsqueeze(1)?.with_past(what)?.squeeze(1);
+            return self.unsqueeze(1)?.cached(what)?.squeeze(1);
         }
         let (batch, heads, _, size) = self.dims4()?;
         let spec = self.spec.in_shape((batch, heads, window, size));

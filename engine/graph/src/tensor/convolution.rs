@@ -5,7 +5,7 @@ use crate::error::Result;
 
 /// The movement of a kernel along one dimension.
 #[derive(Debug, Clone, Copy)]
-struct Walk {
+struct KernelStride {
     padding: usize,
     stride: usize,
     dilation: usize,
@@ -17,8 +17,8 @@ impl Tensor {
     /// # Errors
     /// Returns an error if the shapes do not fit, or if the kernel is longer than the padded input.
     pub fn conv1d(&self, kernel: &Self, padding: usize, stride: usize, dilation: usize, groups: usize) -> Result<Self> {
-        let along = Walk { padding, stride, dilation };
-        let across = Walk { padding: 0, stride: 1, dilation: 1 };
+        let along = KernelStride { padding, stride, dilation };
+        let across = KernelStride { padding: 0, stride: 1, dilation: 1 };
         self.unsqueeze(2)?.convolve(&kernel.unsqueeze(2)?, [across, along], groups)?.squeeze(2)
     }
 
@@ -27,10 +27,10 @@ impl Tensor {
     /// # Errors
     /// Returns an error if the shapes do not fit, or if the kernel is larger than the padded input.
     pub fn conv2d(&self, kernel: &Self, padding: usize, stride: usize, dilation: usize, groups: usize) -> Result<Self> {
-        self.convolve(kernel, [Walk { padding, stride, dilation }; 2], groups)
+        self.convolve(kernel, [KernelStride { padding, stride, dilation }; 2], groups)
     }
 
-    fn convolve(&self, kernel: &Self, [down, along]: [Walk; 2], groups: usize) -> Result<Self> {
+    fn convolve(&self, kernel: &Self, [down, along]: [KernelStride; 2], groups: usize) -> Result<Self> {
         let ((batch, channels, ..), (out, of_group, high, wide)) = (self.dims4()?, kernel.dims4()?);
         if groups == 0 || channels != of_group * groups || !out.is_multiple_of(groups) {
             let what = format!("{channels} channels in {groups} groups do not fit a kernel {:?}", kernel.dims());
@@ -51,8 +51,8 @@ impl Tensor {
     }
 
     /// Splits dimension `dim` into two: the positions of a kernel of `size`, and the elements under it.
-    fn windows(&self, dim: usize, size: usize, walk: Walk) -> Result<Self> {
-        let Walk { padding, stride, dilation } = walk;
+    fn windows(&self, dim: usize, size: usize, walk: KernelStride) -> Result<Self> {
+        let KernelStride { padding, stride, dilation } = walk;
         let extent = self.dims()[dim] + 2 * padding;
         let span = dilation * size.saturating_sub(1) + 1;
         if size == 0 || stride == 0 || dilation == 0 || span > extent {

@@ -226,14 +226,14 @@ impl Tensor {
         lock(&self.graph).watch(name, self.id);
     }
 
-    /// Reports the mean of this tensor as a summand of one part of the loss, if the loss depends on `of`. Each step
+    /// Reports the mean of this tensor as a summand of one part of the loss, if the loss depends on `depends_on`. Each step
     /// reports every part as the sum of its summands, averaged over micro-batches and data ranks.
     ///
     /// # Errors
     /// Returns the errors of [`Self::mean_all`].
-    pub fn report_loss(&self, part: LossPart, of: &Self) -> Result<()> {
-        let mean = self.mean_all()?.id;
-        lock(&self.graph).report_loss(ReportedLoss { part, of: of.id, mean });
+    pub fn report_loss(&self, part: LossPart, depends_on: &Self) -> Result<()> {
+        let scalar = self.mean_all()?.id;
+        lock(&self.graph).report_loss(ReportedLoss { part, depends_on: depends_on.id, scalar });
         Ok(())
     }
 
@@ -376,7 +376,7 @@ impl Tensor {
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
         let terms = self.loss_terms();
         let [losses, lse] = Self::apply_op(ops::CrossEntropy { terms }, &[self, targets])?;
-        let weights = self.weights_of(targets)?;
+        let weights = self.target_weights(targets)?;
         let weighted = |losses: Self| weights.as_ref().map_or(Ok(losses.clone()), |weights| losses.mul(weights));
         if terms != LossTerms::NONE {
             let last = self.rank() - 1;
@@ -405,7 +405,7 @@ impl Tensor {
     /// # Errors
     /// Returns the errors of [`Self::linear_cross_entropy`], and an error for a cap that is not positive.
     pub fn capped_cross_entropy(&self, weight: &Self, targets: &Self, cap: Option<f64>) -> Result<Self> {
-        let weights = self.weights_of(targets)?;
+        let weights = self.target_weights(targets)?;
         let inputs: Vec<&Self> = [self, weight, targets].into_iter().chain(&weights).collect();
         let terms = self.loss_terms();
         let op = ops::LinearCrossEntropy::new(None).with_terms(terms).with_cap(cap);

@@ -8,8 +8,8 @@ use crate::error::Result;
 
 /// Implements one operator: its trait and method, then `(a, b) => value` for each pair of types.
 macro_rules! operator {
-    ($operator:ident, $method:ident; $($left:ty, $right:ty $([$of:ident])?: |$a:ident, $b:ident| $value:expr;)*) => {
-        $(impl$(<$of: Borrow<Tensor>>)? $operator<$right> for $left {
+    ($operator:ident, $method:ident; $($left:ty, $right:ty $([$borrowed:ident])?: |$a:ident, $b:ident| $value:expr;)*) => {
+        $(impl$(<$borrowed: Borrow<Tensor>>)? $operator<$right> for $left {
             type Output = Result<Tensor>;
 
             fn $method(self, rhs: $right) -> Result<Tensor> {

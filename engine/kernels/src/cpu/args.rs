@@ -27,7 +27,7 @@ pub struct Address {
     /// For an input: the output that overwrites it.
     pub overwritten_by: Option<usize>,
     /// For a dynamic buffer, whose place and rows are only known while the program runs.
-    pub counted: Option<CountedAddress>,
+    pub dynamic: Option<DynamicAddress>,
     /// For a bf16 operand of a kernel that only supports f32: the f32 copy that the kernel works on.
     pub widened: Option<Box<Widened>>,
 }
@@ -73,7 +73,7 @@ pub fn span(layout: &Layout) -> usize {
 
 /// A dynamic buffer's request for a place.
 #[derive(Debug, Clone, Copy)]
-pub struct CountedAddress {
+pub struct DynamicAddress {
     /// Index of the request.
     pub request: u32,
     /// Elements of a row.
@@ -97,8 +97,8 @@ impl Places<'_> {
 
     /// Returns a tensor's byte offset and element count.
     pub fn find(&self, address: &Address) -> (u64, usize) {
-        match address.counted {
-            Some(CountedAddress { request, row }) => {
+        match address.dynamic {
+            Some(DynamicAddress { request, row }) => {
                 (self.offsets[request as usize], self.rows[request as usize] * row)
             }
             None => (address.offset, address.span),
@@ -111,7 +111,7 @@ impl Places<'_> {
     /// A planned tensor must lie in the arena at `base`; a dynamic buffer must lie there or outside, as its place says.
     pub unsafe fn locate(&self, base: *mut u8, address: &Address) -> (*mut u8, usize) {
         let (offset, span) = self.find(address);
-        let outside = self.outside.filter(|_| address.counted.is_some()).and_then(|outside| outside.find(offset));
+        let outside = self.outside.filter(|_| address.dynamic.is_some()).and_then(|outside| outside.find(offset));
         // In bounds by this function's contract, unless the tensor has no rows.
         (outside.unwrap_or_else(|| base.wrapping_add(offset as usize)), span)
     }
@@ -263,7 +263,7 @@ impl<'a> Args<'a> {
         match &operand.widened {
             None => (start, elements),
             Some(widened) => {
-                let elements = if operand.counted.is_some() { elements } else { span(&widened.layout) };
+                let elements = if operand.dynamic.is_some() { elements } else { span(&widened.layout) };
                 // In bounds of the arena by `new`'s contract.
                 (self.base.wrapping_add(widened.offset as usize), elements)
             }

@@ -202,14 +202,14 @@ mod tests {
             let shape = Shape::from(dims);
             let dense = Layout::contiguous(&shape);
             let [count, width, rank] = [shape.elem_count(), last_extent(&dense), shape.rank()];
-            let of = |strides| Layout::new(shape.clone(), strides, 0);
-            let of_columns = of((0..rank).map(|dim| usize::from(dim + 1 == rank)).collect());
-            let of_rows = of(dense.stride().iter().map(|&stride| stride / width).collect());
-            let every_third = of(dense.stride().iter().map(|stride| 3 * stride).collect());
+            let strided = |strides| Layout::new(shape.clone(), strides, 0);
+            let of_columns = strided((0..rank).map(|dim| usize::from(dim + 1 == rank)).collect());
+            let of_rows = strided(dense.stride().iter().map(|&stride| stride / width).collect());
+            let every_third = strided(dense.stride().iter().map(|stride| 3 * stride).collect());
             let with_gaps =
-                of(dense.stride().iter().map(|&s| if s == 1 { 1 } else { s / width * (width + 3) }).collect());
+                strided(dense.stride().iter().map(|&s| if s == 1 { 1 } else { s / width * (width + 3) }).collect());
             let reversed =
-                of(shape.dims().iter().scan(1, |next, dim| Some(std::mem::replace(next, *next * dim))).collect());
+                strided(shape.dims().iter().scan(1, |next, dim| Some(std::mem::replace(next, *next * dim))).collect());
             let layouts = [dense, of_columns, of_rows, every_third, with_gaps, reversed];
             let data: Vec<f32> = (0..4 * count).map(|i| i as f32).collect();
             let place = |mut i: usize, layout: &Layout| {

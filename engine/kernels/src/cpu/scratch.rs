@@ -129,7 +129,7 @@ impl ScratchMemory {
 
 /// Equal parts of scratch, such as one per thread. A piece holds one or more whole parts.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Parts {
+pub(super) struct PartLayout {
     /// The piece that holds the first part.
     first: usize,
     count: usize,
@@ -145,7 +145,7 @@ const ENOUGH_LEN: usize = 8 << 10;
 /// already small.
 const MAX_PIECES: usize = 16;
 
-impl Parts {
+impl PartLayout {
     /// `count` parts of at least `len` floats, placed after the first `first` pieces.
     pub fn new(first: usize, count: usize, len: usize) -> Self {
         let len = len.max(1).next_multiple_of(LINE_LEN);
@@ -193,7 +193,7 @@ mod tests {
     generated! {
         #[test]
         fn parts_lie_apart_and_within_their_pieces(count in 0..200usize, lengths in [0..40_000usize, 0..300, 1..9]) {
-            let kinds = Parts::of_kinds(count, lengths);
+            let kinds = PartLayout::of_kinds(count, lengths);
             let bytes: Vec<u64> = kinds.iter().flat_map(|parts| parts.bytes()).collect();
             prop_assert!(bytes.len() <= kinds.len() * MAX_PIECES);
             let mut memory = ScratchMemory::new(&bytes);
@@ -235,7 +235,7 @@ mod tests {
 
     #[test]
     fn pieces_are_small_but_few() {
-        let pieces = |count, len| Parts::new(0, count, len).bytes().collect::<Vec<u64>>();
+        let pieces = |count, len| PartLayout::new(0, count, len).bytes().collect::<Vec<u64>>();
         assert_eq!(pieces(3, 20_000), [80_000; 3]);
         assert_eq!(pieces(5, 4096), [32_768, 32_768, 16_384]);
         assert_eq!(pieces(64, 16_384), [262_144; 16]);

@@ -11,13 +11,13 @@ use gapless_kernels::cpu::overflow_heap::OverflowHeap;
 use gapless_kernels::cpu::peak::{Bf16Products, Peak, has_amx, has_pairs};
 
 use super::arena::Arena;
-use super::offload::HostFile;
+use super::offload::OffloadFile;
 use super::run::{Failure, RunContext, run_all};
 use super::workers::Workers;
 use crate::error::{Error, Result};
-use crate::routed::Routed;
+use crate::routed::DynamicBuffers;
 use crate::session::{Backend, RunOptions, Session, Times};
-use crate::transfers::{Base, Transfers};
+use crate::transfers::{ArenaBase, Transfers};
 
 /// The element types that the CPU kernels read and write.
 const KERNELS: [DType; 5] = [DType::F32, DType::BF16, DType::F64, DType::U32, DType::U8];
@@ -29,10 +29,10 @@ pub struct CpuBackend {
     transfers: Mutex<Transfers>,
     arena: Arena,
     /// The dynamic buffers. Locked only by the current run.
-    routed: Mutex<Routed>,
+    routed: Mutex<DynamicBuffers>,
     workers: Workers,
     /// The file for offloaded activations. Locked only by the current run.
-    file: Mutex<Option<HostFile>>,
+    file: Mutex<Option<OffloadFile>>,
     /// The time of the last run by activity. Locked only by the current run.
     times: Mutex<Times>,
 }
@@ -86,7 +86,7 @@ impl Session<CpuBackend> {
             return Err(Error::DoesNotFit { needed, available, limit, largest });
         }
         let transfers = Mutex::new(Transfers::default());
-        let routed = Mutex::new(Routed::new(&executable, OverflowHeap::default()));
+        let routed = Mutex::new(DynamicBuffers::new(&executable, OverflowHeap::default()));
         let (arena, file, times) = (arena_of(needed)?, Mutex::default(), Mutex::default());
         Self::with_initial_values(executable, CpuBackend { transfers, arena, routed, workers, file, times }, seed)
     }
@@ -96,7 +96,7 @@ impl Session<CpuBackend> {
     /// # Errors
     /// Returns [`Error::Offload`] if the file cannot be created in this folder.
     pub fn offload_to(&mut self, folder: &Path) -> Result<()> {
-        let file = HostFile::new(folder, self.executable.host_bytes())?;
+        let file = OffloadFile::new(folder, self.executable.host_bytes())?;
         self.backend.file = Mutex::new(Some(file));
         Ok(())
     }
@@ -109,7 +109,7 @@ impl Backend for CpuBackend {
         let _entered = span.enter();
         let bytes = self.arena.bytes();
         let outcome = self.arena.exclusive(|base| {
-            let base = Base(base);
+            let base = ArenaBase(base);
             let outcome = OnceLock::new();
             self.workers.run(&|| {
                 let mut transfers = self.transfers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -204,8 +204,8 @@ impl Backend for CpuBackend {
         self.routed.lock().unwrap_or_else(PoisonError::into_inner).check(executable)
     }
 
-    fn serve_outside(&mut self, limit: u64) {
-        self.routed.get_mut().unwrap_or_else(PoisonError::into_inner).serve_outside(limit);
+    fn allow_overflow_heap(&mut self, limit: u64) {
+        self.routed.get_mut().unwrap_or_else(PoisonError::into_inner).allow_overflow_heap(limit);
     }
 
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()> {

@@ -7,4 +7,4 @@ pub(crate) mod run;
 mod workers;
 
 pub use backend::CpuBackend;
-pub use workers::{MOST_THREADS, Workers, resolve_threads};
+pub use workers::{MAX_THREADS, Workers, resolve_threads};

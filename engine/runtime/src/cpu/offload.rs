@@ -8,9 +8,9 @@ use crate::error::{Error, Result};
 
 /// An unnamed temporary file: it disappears with the process, however that ends.
 #[derive(Debug)]
-pub(super) struct HostFile(File);
+pub(super) struct OffloadFile(File);
 
-impl HostFile {
+impl OffloadFile {
     /// Creates a file of `bytes` bytes.
     ///
     /// # Errors

@@ -14,16 +14,16 @@ use gapless_kernels::Stream;
 use gapless_kernels::cpu::args::{Address, Args, Element, Places};
 use half::bf16;
 
-use super::offload::HostFile;
-use crate::routed::{Refusal, Routed, not_finite_before};
+use super::offload::OffloadFile;
+use crate::routed::{DynamicBuffers, Refusal, find_nonfinite_origin};
 use crate::session::{RunOptions, Times};
-use crate::transfers::{Base, Transfers, begin, range, transfer};
+use crate::transfers::{ArenaBase, Transfers, begin, range, transfer};
 
 /// The resources of a run besides the planned arena.
 pub(super) struct RunContext<'o> {
     pub transfers: &'o mut Transfers,
-    pub routed: &'o mut Routed,
-    pub file: &'o mut Option<HostFile>,
+    pub routed: &'o mut DynamicBuffers,
+    pub file: &'o mut Option<OffloadFile>,
     pub times: &'o mut Times,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct RunContext<'o> {
 /// instruction and the reason.
 pub(super) fn run_all(
     program: &CompiledProgram,
-    base: Base,
+    base: ArenaBase,
     bytes: u64,
     options: RunOptions,
     context: RunContext<'_>,
@@ -49,14 +49,14 @@ pub(super) fn run_all(
         }
         if let Err(refusal) = run.context.routed.place(instruction) {
             let is_finite = |planned: &Address| are_finite(std::slice::from_ref(planned), base, Places::NONE);
-            let culprit = not_finite_before(program, index, is_finite);
+            let culprit = find_nonfinite_origin(program, index, is_finite);
             return Err((culprit.unwrap_or(index), culprit.map_or(Failure::Overflow(refusal), |_| Failure::NonFinite)));
         }
         run.execute(instruction).map_err(|failure| (index, failure))?;
-        if options.watch && culprit.is_none() && !are_finite(instruction.made(), base, run.context.routed.places()) {
+        if options.watch && culprit.is_none() && !are_finite(instruction.results(), base, run.context.routed.places()) {
             culprit = Some(index);
         }
-        run.settle(instruction);
+        run.apply_vote_and_count(instruction);
         let ended = Instant::now();
         run.context.times.add(instruction.activity, ended - begun);
         begun = ended;
@@ -72,19 +72,19 @@ pub(super) fn run_all(
 /// A run of a program.
 struct Run<'r> {
     program: &'r CompiledProgram,
-    base: Base,
+    base: ArenaBase,
     bytes: u64,
     options: RunOptions,
     context: RunContext<'r>,
 }
 
 impl Run<'_> {
-    /// Executes an instruction, except for the decisions that depend on it ([`Self::settle`]).
+    /// Executes an instruction, except for the decisions that depend on it ([`Self::apply_vote_and_count`]).
     fn execute(&mut self, instruction: &Instruction) -> Result<(), Failure> {
         let &mut Self { program, base, options, .. } = self;
         let RunContext { transfers, routed, file, .. } = &mut self.context;
         let places = routed.places();
-        let part = options.part_of(instruction.micro_batch);
+        let part = options.index_in_batch(instruction.micro_batch);
         match &instruction.kind {
             InstrKind::Compute(op) => {
                 let stream = Stream::new(options.seed, options.step, part);
@@ -127,20 +127,20 @@ impl Run<'_> {
     }
 
     /// Casts or applies a vote, and records the row count that the instruction has computed.
-    fn settle(&mut self, instruction: &Instruction) {
+    fn apply_vote_and_count(&mut self, instruction: &Instruction) {
         let (base, routed) = (self.base, &mut *self.context.routed);
         match instruction.kind {
             InstrKind::Vote(_) => {
                 // SAFETY: as in `execute`.
-                unsafe { scalar(base, &instruction.outputs[0]).write(routed.offer(instruction)) };
+                unsafe { scalar(base, &instruction.outputs[0]).write(routed.try_reserve(instruction)) };
             }
             InstrKind::ApplyVote(_) => {
                 // SAFETY: as in `execute`.
-                routed.settle(instruction, unsafe { scalar(base, &instruction.inputs[0]).read() });
+                routed.apply_vote(instruction, unsafe { scalar(base, &instruction.inputs[0]).read() });
             }
             _ => {}
         }
-        if let Some(count) = instruction.counts {
+        if let Some(count) = instruction.defines_count {
             // SAFETY: as in `execute`; the instruction has finished.
             routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
         }
@@ -169,7 +169,12 @@ pub(super) enum Failure {
 ///
 /// # Safety
 /// The operand must lie in the arena at `base`, and must not be accessed by others meanwhile.
-unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Option<HostFile>) -> io::Result<()> {
+unsafe fn copy(
+    instruction: &Instruction,
+    offset: u64,
+    base: ArenaBase,
+    file: &mut Option<OffloadFile>,
+) -> io::Result<()> {
     let none = || io::Error::new(io::ErrorKind::NotFound, "there is no file to offload to");
     let file = file.as_mut().ok_or_else(none)?;
     match &*instruction.outputs {
@@ -196,7 +201,7 @@ unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Op
 ///
 /// # Safety
 /// The tensor must lie in the arena at `base`.
-unsafe fn scalar(base: Base, address: &Address) -> *mut f32 {
+unsafe fn scalar(base: ArenaBase, address: &Address) -> *mut f32 {
     // SAFETY: by this function's contract.
     unsafe { base.0.add(address.offset as usize).cast() }
 }
@@ -205,12 +210,12 @@ unsafe fn scalar(base: Base, address: &Address) -> *mut f32 {
 ///
 /// # Safety
 /// The tensor must lie in the arena at `base`, and must not be written meanwhile.
-unsafe fn last_u32(base: Base, address: &Address) -> u32 {
+unsafe fn last_u32(base: ArenaBase, address: &Address) -> u32 {
     // SAFETY: by this function's contract; a tensor has at least one element.
     unsafe { base.0.add(address.offset as usize).cast::<u32>().add(address.span - 1).read() }
 }
 
-fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
+fn are_finite(operands: &[Address], base: ArenaBase, places: Places<'_>) -> bool {
     // SAFETY: as for the instruction itself, which has finished.
     operands.iter().all(|operand| match operand.dtype {
         f32::DTYPE => unsafe { elements::<f32>(operand, base, places) }.iter().all(|x| x.is_finite()),
@@ -223,7 +228,7 @@ fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
 ///
 /// # Safety
 /// The tensor must have type `T`, lie in the arena or where `places` says, and must not be written meanwhile.
-unsafe fn elements<'a, T: Element>(operand: &Address, base: Base, places: Places<'_>) -> &'a [T] {
+unsafe fn elements<'a, T: Element>(operand: &Address, base: ArenaBase, places: Places<'_>) -> &'a [T] {
     // SAFETY: by this function's contract.
     unsafe {
         let (start, span) = places.locate(base.0, operand);
@@ -232,7 +237,7 @@ unsafe fn elements<'a, T: Element>(operand: &Address, base: Base, places: Places
 }
 
 /// Poisons bytes that hold no live buffer, by the checked plan or because a dynamic buffer was released.
-fn fill_with_nan(range: Range<u64>, base: Base, bytes: u64) {
+fn fill_with_nan(range: Range<u64>, base: ArenaBase, bytes: u64) {
     debug_assert!(range.end <= bytes);
     let elements = ((range.end - range.start) / 4) as usize;
     // SAFETY: no live buffer holds these bytes, which lie in the arena.

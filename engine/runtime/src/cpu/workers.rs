@@ -127,7 +127,7 @@ impl Drop for Workers {
 }
 
 /// The most threads that a rank may have: more than any machine has cores, and few enough to start quickly.
-pub const MOST_THREADS: usize = 1024;
+pub const MAX_THREADS: usize = 1024;
 
 /// Resolves a thread setting in which 0 means all cores.
 pub fn resolve_threads(threads: usize) -> usize {

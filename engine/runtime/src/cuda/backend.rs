@@ -142,7 +142,7 @@ impl Backend for CudaBackend {
             if let Some(launches) = &part.launches {
                 run.device.run(launches, &|_| instruction.describe())?;
             }
-            for address in instruction.made() {
+            for address in instruction.results() {
                 if culprit.is_none() && !is_finite(run.device, run.located(), address)? {
                     culprit = Some(instruction.describe());
                 }
@@ -186,8 +186,8 @@ impl Backend for CudaBackend {
         self.runner.slots.routed.check(executable)
     }
 
-    fn serve_outside(&mut self, limit: u64) {
-        self.runner.slots.routed.serve_outside(limit);
+    fn allow_overflow_heap(&mut self, limit: u64) {
+        self.runner.slots.routed.allow_overflow_heap(limit);
     }
 
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()> {

@@ -89,7 +89,7 @@ impl Place {
     /// Divides a program into the longest possible parts. A new part begins at messages to other ranks, after row
     /// counts, and where instructions that only run in some runs begin or end.
     pub fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
-        self.cut(program, |before, at| before.predicate == at.predicate && before.counts.is_none())
+        self.cut(program, |before, at| before.predicate == at.predicate && before.defines_count.is_none())
     }
 
     /// Divides a program into one part per instruction.
@@ -132,7 +132,7 @@ impl Place {
     fn of(&self, instruction: &Instruction) -> Option<Vec<Launch>> {
         let InstrKind::Compute(op) = &instruction.kind else { return None };
         let operand = |of: &Address| {
-            let address = of.counted.map_or(self.base + of.offset, |counted| slot(self.slots, counted));
+            let address = of.dynamic.map_or(self.base + of.offset, |counted| slot(self.slots, counted));
             Operand { address, layout: of.layout.clone(), dtype: of.dtype }
         };
         let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Vec<_>>();

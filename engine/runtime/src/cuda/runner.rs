@@ -2,7 +2,7 @@
 //!
 //! - In: the parts, and a function that starts the launches of each.
 //! - Out: between the parts, messages are exchanged, row counts are read and dynamic buffers are placed.
-//! - Never: a decision of its own about dynamic buffers, which [`Routed`](crate::routed::Routed) makes as on the CPU;
+//! - Never: a decision of its own about dynamic buffers, which [`DynamicBuffers`](crate::routed::DynamicBuffers) makes as on the CPU;
 //!   or a wait for the device before the messages that the device waits for have arrived.
 
 use std::ops::Range;
@@ -18,7 +18,7 @@ use super::place::{ALIGNMENT, Part, Place};
 use super::slots::{Located, Slots};
 use super::staging::{Exchanging, Staging};
 use crate::error::{Error, Result};
-use crate::routed::{Refusal, not_finite_before};
+use crate::routed::{Refusal, find_nonfinite_origin};
 use crate::session::RunOptions;
 
 /// The state that is needed to run programs.
@@ -139,7 +139,7 @@ impl Run<'_> {
         }
         let located = self.slots.located();
         let is_finite = |planned: &Address| is_finite(self.device, located, planned).unwrap_or(true);
-        match not_finite_before(self.program, begun, is_finite) {
+        match find_nonfinite_origin(self.program, begun, is_finite) {
             Some(index) => {
                 let culprit = self.program.instructions[index].describe();
                 Error::NonFinite { step: self.step, loss: f32::NAN, culprit }
@@ -154,14 +154,14 @@ impl Run<'_> {
             // An operation on empty tensors.
             InstrKind::Compute(_) => {}
             InstrKind::Vote(_) => {
-                let without = self.slots.routed.offer(instruction);
+                let without = self.slots.routed.try_reserve(instruction);
                 let (at, _) = self.located().of(&instruction.outputs[0]);
                 self.write(at, &without.to_ne_bytes())?;
             }
             InstrKind::ApplyVote(_) => {
                 let (at, _) = self.located().of(&instruction.inputs[0]);
                 let without = f32::from_ne_bytes(self.read(at)?);
-                self.slots.routed.settle(instruction, without);
+                self.slots.routed.apply_vote(instruction, without);
                 self.slots.note(instruction);
             }
             _ => self.exchanging.exchange(instruction, self.device, self.slots.located())?,
@@ -171,7 +171,7 @@ impl Run<'_> {
 
     /// Reads the row count that the last instruction of a part has computed.
     fn count(&mut self, instruction: &Instruction) -> Result<()> {
-        let Some(count) = instruction.counts else { return Ok(()) };
+        let Some(count) = instruction.defines_count else { return Ok(()) };
         let (at, bytes) = self.located().of(&instruction.outputs[0]);
         let rows = u32::from_ne_bytes(self.read(at + (bytes - size_of::<u32>()) as u64)?);
         self.slots.routed.count(count, rows);

@@ -10,12 +10,12 @@ use std::ops::Range;
 
 use gapless_compile::Executable;
 use gapless_compile::internal::Instruction;
-use gapless_kernels::cpu::args::{Address, CountedAddress, Places};
+use gapless_kernels::cpu::args::{Address, DynamicAddress, Places};
 use gapless_kernels::cpu::overflow_heap::OverflowHeap;
 use gapless_kernels::cuda::launch::SLOT;
 
 use super::place::Place;
-use crate::routed::Routed;
+use crate::routed::DynamicBuffers;
 
 /// One entry of the table in device memory: address and bytes.
 type Slot = [u64; 2];
@@ -23,7 +23,7 @@ type Slot = [u64; 2];
 /// The places of dynamic rows in the current run, and their slots.
 #[derive(Debug)]
 pub(super) struct Slots {
-    pub routed: Routed,
+    pub routed: DynamicBuffers,
     /// The table's contents.
     slots: Vec<Slot>,
     /// Entries that are not in device memory yet.
@@ -56,7 +56,7 @@ fn requests(executable: &Executable) -> usize {
 }
 
 /// The address of an operand's slot in a table, tagged as such for kernels.
-pub(super) fn slot(table: u64, counted: CountedAddress) -> u64 {
+pub(super) fn slot(table: u64, counted: DynamicAddress) -> u64 {
     SLOT | (table + u64::from(counted.request) * size_of::<Slot>() as u64)
 }
 
@@ -64,7 +64,7 @@ impl Slots {
     /// Creates the slots of an executable, whose programs run one at a time.
     pub fn new(executable: &Executable, place: Place) -> Self {
         // Rows outside of the arena are in memory mapped after it.
-        let routed = Routed::new(executable, OverflowHeap::elsewhere());
+        let routed = DynamicBuffers::new(executable, OverflowHeap::elsewhere());
         let slots = vec![[0; 2]; requests(executable)];
         Self { routed, changed: 0..slots.len(), slots, place }
     }
@@ -77,7 +77,7 @@ impl Slots {
     pub fn note(&mut self, instruction: &Instruction) {
         let Places { offsets, rows, .. } = self.routed.places();
         for asked in &*instruction.requests {
-            let index = asked.place.index();
+            let index = asked.slot.index();
             let slot = [self.place.base + offsets[index], rows[index] as u64 * asked.row_bytes];
             if self.slots[index] != slot {
                 self.slots[index] = slot;

@@ -182,7 +182,7 @@ impl Exchanging<'_> {
     /// Ends the run. If it failed, the other ranks are told why.
     pub fn end<T>(self, ended: Result<T>) -> Result<T> {
         if let Err(error) = &ended {
-            self.guard.transfers.give_up(&error.to_string());
+            self.guard.transfers.abort(&error.to_string());
         }
         self.guard.end(ended.is_ok());
         ended
@@ -238,7 +238,8 @@ impl Exchanging<'_> {
                 });
                 let output = lent.output.as_ref().expect("a collective has an output");
                 let inputs = lent.inputs.each_ref().map(|input| input.as_ref().map(bytes));
-                let operands = Operands { inputs, output: bytes(output), starts, row_bytes: lent.row_bytes };
+                let operands =
+                    Operands { inputs, output: bytes(output), row_offsets: starts, row_bytes: lent.row_bytes };
                 let mut cleared = Ok(());
                 let clear = |(start, bytes): Bytes| match output.at {
                     // SAFETY: as above.

@@ -22,7 +22,7 @@ use gapless_compile::{
     lower,
 };
 use gapless_graph::ops::Contiguous;
-use gapless_graph::{Graph, Phase, Rows, Spec, ValueId, lock};
+use gapless_graph::{Graph, Phase, RowUse, Spec, ValueId, lock};
 use gapless_parallel::{Action, Kind};
 use gapless_runtime::cpu::{CpuBackend, Workers};
 use gapless_runtime::{RunOptions, Session};
@@ -120,7 +120,7 @@ fn run_program(program: Program, reserve: Reserve) -> Outcome {
         Err(error) => return refused(&error),
     };
     let program = session.executable().program("hostile").unwrap();
-    let options = RunOptions { poison: true, watch: true, part_stride: u64::MAX, ..RunOptions::default() };
+    let options = RunOptions { poison: true, watch: true, micro_batch_stride: u64::MAX, ..RunOptions::default() };
     for _ in 0..2 {
         match catch_unwind(AssertUnwindSafe(|| session.run(program, options))) {
             Ok(Ok(_)) => {}
@@ -152,16 +152,16 @@ fn layout(dims: &[usize], strides: &[usize], start: usize) -> Layout {
 /// Each case is an operation's answers and a part of the expected refusal; `None` for a step that runs.
 #[test]
 fn what_operations_say_is_checked() {
-    let of = || Answers::of(vec![same()]);
+    let answers = || Answers::of(vec![same()]);
     let view = |dims: &[usize], strides: &[usize], start| Answers {
         view: Some(layout(dims, strides, start)),
         ..Answers::of(vec![Spec::f32(dims)])
     };
-    let mutates = |pairs: &[(usize, usize)]| Answers { mutates: pairs.to_vec(), ..of() };
-    let counted = |starts, balanced| Answers { rows: Rows::Counted { starts, balanced }, ..of() };
+    let mutates = |pairs: &[(usize, usize)]| Answers { mutates: pairs.to_vec(), ..answers() };
+    let counted = |offsets, balanced| Answers { rows: RowUse::DynamicOutputs { offsets, balanced }, ..answers() };
     let (max, far) = (usize::MAX, 1 << 62);
     for (answers, expected) in [
-        (of(), None),
+        (answers(), None),
         (view(&[4, 8], &[1, 4], 0), None),
         (view(&[2], &[far], 0), Some("beyond a tensor")),
         (view(&[2], &[max], 0), Some("beyond a tensor")),
@@ -180,13 +180,13 @@ fn what_operations_say_is_checked() {
         (Answers::of(vec![Spec::f32((far, 4))]), Some("more than 2^63 bytes")),
         (Answers::of(vec![Spec { shape: 8.into(), dtype: DType::F4 }]), Some("not whole bytes")),
         (Answers::of(vec![Spec::f32((1 << 59) - 1)]), Some("2^60")),
-        (Answers { workspace: vec![64, 0, 3], ..of() }, None),
-        (Answers { workspace: vec![u64::MAX], ..of() }, Some("2^60")),
-        (Answers { workspace: vec![u64::MAX - 63], ..of() }, Some("2^60")),
-        (Answers { workspace: vec![1 << 63, 1 << 63], ..of() }, Some("2^60")),
-        (Answers { inplace: vec![(0, 0)], ..of() }, None),
-        (Answers { inplace: vec![(max, 0)], ..of() }, Some("takes the bytes of input")),
-        (Answers { inplace: vec![(0, max)], ..of() }, Some("takes the bytes of input")),
+        (Answers { workspace: vec![64, 0, 3], ..answers() }, None),
+        (Answers { workspace: vec![u64::MAX], ..answers() }, Some("2^60")),
+        (Answers { workspace: vec![u64::MAX - 63], ..answers() }, Some("2^60")),
+        (Answers { workspace: vec![1 << 63, 1 << 63], ..answers() }, Some("2^60")),
+        (Answers { inplace: vec![(0, 0)], ..answers() }, None),
+        (Answers { inplace: vec![(max, 0)], ..answers() }, Some("takes the bytes of input")),
+        (Answers { inplace: vec![(0, max)], ..answers() }, Some("takes the bytes of input")),
         (mutates(&[(0, 0)]), None),
         (mutates(&[(2, 0)]), Some("takes the bytes of input 2")),
         (mutates(&[(1, 0)]), Some("must be")),
@@ -196,7 +196,7 @@ fn what_operations_say_is_checked() {
         (counted(0, 1), Some("not u32")),
         (Answers { outputs: vec![Spec::f32(())], ..counted(1, 1) }, Some("without dimensions")),
         (counted(1, max), None),
-        (Answers { cost: u64::MAX, ..of() }, None),
+        (Answers { cost: u64::MAX, ..answers() }, None),
     ] {
         let got = outcome(DType::F32, std::slice::from_ref(&answers), Reserve::Worst, 2);
         match (expected, &got) {
@@ -215,8 +215,9 @@ fn rows_are_no_more_than_their_tensors_have() {
         for (number, is_sound) in [(0, true), (3, true), (8, true), (9, false), (1 << 20, false), (u32::MAX, false)] {
             let spec = Spec { shape: DIMS.into(), dtype };
             let starts = Answers { number, ..Answers::of(vec![u32s(3)]) };
-            let rows = Answers { rows: Rows::Counted { starts: 2, balanced: 2 }, ..Answers::of(vec![spec.clone()]) };
-            let reader = Answers { rows: Rows::Fixed, ..Answers::of(vec![spec]) };
+            let rows =
+                Answers { rows: RowUse::DynamicOutputs { offsets: 2, balanced: 2 }, ..Answers::of(vec![spec.clone()]) };
+            let reader = Answers { rows: RowUse::FixedOutputs, ..Answers::of(vec![spec]) };
             for reserve in [Reserve::Worst, Reserve::Balanced { factor: 1e9 }, Reserve::Bytes(1 << 20)] {
                 let got = outcome(dtype, &[starts.clone(), rows.clone(), reader.clone()], reserve, 2);
                 match got {
@@ -232,21 +233,21 @@ fn rows_are_no_more_than_their_tensors_have() {
 /// A dynamic buffer keeps the row count for which it was placed, even if its rows are counted again.
 #[test]
 fn rows_that_are_counted_again_stay_as_many() {
-    let mut program = Program { name: "hostile".into(), counts: 1, ..Program::default() };
+    let mut program = Program { name: "hostile".into(), row_counts: 1, ..Program::default() };
     let mut add = |spec: &Spec, name: &str, kind| {
         let (tensor, op) = (name.into(), "hostile".into());
         let label = Label { tensor, op, layer: String::new(), role: Role::Activation };
         let (buffer, layout) = (program.add(spec.bytes(), label, kind), Layout::contiguous(spec.shape.clone()));
         Operand { buffer, layout, dtype: spec.dtype, overwritten_by: None, widened: None }
     };
-    let starts = [0, 1].map(|_| add(&u32s(3), "starts", BufferKind::No));
-    let (rows, total) = (add(&same(), "rows", BufferKind::No), add(&same(), "total", BufferKind::ToEnd));
-    program.buffers[rows.buffer.index()].counted = Some(DynamicRows { count: 0, row_bytes: 16, balanced: 32 });
-    let mut lay = |answers: Answers, inputs: &[&Operand], output: &Operand, counts| {
+    let starts = [0, 1].map(|_| add(&u32s(3), "starts", BufferKind::Temporary));
+    let (rows, total) = (add(&same(), "rows", BufferKind::Temporary), add(&same(), "total", BufferKind::Output));
+    program.buffers[rows.buffer.index()].dynamic_rows = Some(DynamicRows { count: 0, row_bytes: 16, balanced: 32 });
+    let mut lay = |answers: Answers, inputs: &[&Operand], output: &Operand, defines_count| {
         let op = Hostile { answers: [answers.clone(), answers], is_recorded: Arc::default() };
         let inputs = inputs.iter().copied().cloned().collect();
         let instr = Instr::plain(InstrKind::Compute(Arc::new(op)), inputs, vec![output.clone()], 0, "layer".into());
-        program.instrs.push(Instr { counts, ..instr });
+        program.instrs.push(Instr { defines_count, ..instr });
     };
     let count = |number| Answers { number, ..Answers::of(vec![u32s(3)]) };
     lay(count(2), &[], &starts[0], Some(0));
@@ -270,8 +271,9 @@ fn scratch_is_no_more_than_was_asked_for() {
 #[test]
 fn reserves_leave_no_address_space() {
     let starts = Answers::of(vec![u32s(3)]);
-    let rows = Answers { rows: Rows::Counted { starts: 2, balanced: usize::MAX }, ..Answers::of(vec![same()]) };
-    let reader = Answers { rows: Rows::Fixed, ..Answers::of(vec![same()]) };
+    let rows =
+        Answers { rows: RowUse::DynamicOutputs { offsets: 2, balanced: usize::MAX }, ..Answers::of(vec![same()]) };
+    let reader = Answers { rows: RowUse::FixedOutputs, ..Answers::of(vec![same()]) };
     for reserve in [
         Reserve::Bytes(u64::MAX),
         Reserve::Bytes(1 << 62),
@@ -309,10 +311,10 @@ fn answers() -> impl Strategy<Value = Answers> {
     let view =
         prop_oneof![5 => Just(None), 1 => view.prop_map(|(dims, strides, start)| Some(layout(&dims, &strides, start)))];
     let rows = prop_oneof![
-        3 => Just(Rows::Unaware),
-        2 => Just(Rows::Fixed),
-        2 => Just(Rows::Inherited),
-        2 => (1..4_usize, extreme()).prop_map(|(starts, balanced)| Rows::Counted { starts, balanced }),
+        3 => Just(RowUse::Unaware),
+        2 => Just(RowUse::FixedOutputs),
+        2 => Just(RowUse::InheritsRows),
+        2 => (1..4_usize, extreme()).prop_map(|(offsets, balanced)| RowUse::DynamicOutputs { offsets, balanced }),
     ];
     let workspace = prop::collection::vec(extreme().prop_map(|bytes| bytes as u64), 0..3);
     let outputs = prop_oneof![20 => prop::collection::vec(specs(), 1..4), 1 => Just(vec![])];
@@ -359,16 +361,16 @@ generated! {
         micro_batches in 1..4_u32,
     ) {
         let dtype = if is_bf16 { DType::BF16 } else { DType::F32 };
-        let of = |count| Answers::of(vec![Spec { shape: DIMS.into(), dtype }; count]);
+        let answers = |count| Answers::of(vec![Spec { shape: DIMS.into(), dtype }; count]);
         let mut operations = vec![Answers { number, ..Answers::of(vec![u32s(3)]) }];
         for (count, kind, is_inplace, bf16, balanced) in others {
-            let rows = [Rows::Inherited, Rows::Fixed, Rows::Counted { starts: 2, balanced }][kind];
+            let rows = [RowUse::InheritsRows, RowUse::FixedOutputs, RowUse::DynamicOutputs { offsets: 2, balanced }][kind];
             // Input 3 follows the parameter's copy and two row offsets: it is an output of an earlier operation.
             let inplace = if is_inplace { vec![(3, 0)] } else { vec![] };
-            operations.push(Answers { rows, inplace, bf16, ..of(count) });
+            operations.push(Answers { rows, inplace, bf16, ..answers(count) });
         }
         operations[1].inplace.clear();
-        operations.push(Answers { rows: Rows::Fixed, ..of(1) });
+        operations.push(Answers { rows: RowUse::FixedOutputs, ..answers(1) });
         outcome(dtype, &operations, Reserve::Balanced { factor: factor.into() }, micro_batches);
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Layout};
-use gapless_graph::{Args, Array, Element, Op, Reference, Rows, Spec};
+use gapless_graph::{Args, Array, Element, Op, Reference, RowUse, Spec};
 use half::bf16;
 
 /// The answers that an operation gives about itself.
@@ -16,7 +16,7 @@ pub struct Answers {
     pub workspace: Vec<u64>,
     pub inplace: Vec<(usize, usize)>,
     pub mutates: Vec<(usize, usize)>,
-    pub rows: Rows,
+    pub rows: RowUse,
     pub accumulates: bool,
     pub strides: bool,
     pub bf16: bool,
@@ -37,7 +37,7 @@ impl Answers {
             workspace: vec![],
             inplace: vec![],
             mutates: vec![],
-            rows: Rows::Unaware,
+            rows: RowUse::Unaware,
             accumulates: false,
             strides: false,
             bf16: false,
@@ -122,7 +122,7 @@ impl Op for Hostile {
         Ok(self.now().outputs.clone())
     }
 
-    fn rows(&self) -> Rows {
+    fn rows(&self) -> RowUse {
         self.now().rows
     }
 

@@ -2,8 +2,8 @@
 
 use super::judge::check;
 use crate::ops::{
-    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu, RunLengths,
-    RunStarts, SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu,
+    RunLengths, RunStarts, SlotWeights, TopK,
 };
 use crate::{Result, Tensor};
 
@@ -128,7 +128,7 @@ fn padding_has_no_experts() {
                     let route = Route { experts: EXPERTS, chooses, capacity };
                     let [places, slots, _] = Tensor::apply_op(route, &inputs.collect::<Vec<_>>())?;
                     let whole_tokens = chooses == Chooses::Experts;
-                    let [_] = Tensor::apply_op(Unplaced { whole_tokens }, &[&places, &routed])?;
+                    let [_] = Tensor::apply_op(Dropped { whole_tokens }, &[&places, &routed])?;
                     let [_] = Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence: true }, &[&chosen])?;
                     let [load] = Tensor::apply_op(DocumentLoad { experts: EXPERTS }, &[&chosen, &ids[0]])?;
                     let [rows] = Tensor::apply_op(Dispatch, &[&x[2], &places, &slots])?;
@@ -150,7 +150,7 @@ fn counts() {
                 &[(IDS_DIMS, &ids())],
                 |x, ids| {
                     let [places, _, starts] = route(&ids[0], Some((3, DropPolicy::Last)), None)?;
-                    let [_] = Tensor::apply_op(Unplaced { whole_tokens }, &[&places])?;
+                    let [_] = Tensor::apply_op(Dropped { whole_tokens }, &[&places])?;
                     let [_] = Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence }, &[&ids[0]])?;
                     let [lengths] = Tensor::apply_op(RunLengths, &[&starts])?;
                     let [_] = Tensor::apply_op(RunStarts, &[&lengths])?;

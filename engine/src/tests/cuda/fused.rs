@@ -351,7 +351,7 @@ fn the_reference_of_fused_operations_is_that_of_each() {
         let workers = Workers::new(1).unwrap();
         let mut session = Session::on_cpu(executable, workers, 3).unwrap();
         let program = session.executable().program("function").unwrap();
-        session.run(program, RunOptions { seed: 3, part_stride: 1, ..RunOptions::default() }).unwrap();
+        session.run(program, RunOptions { seed: 3, micro_batch_stride: 1, ..RunOptions::default() }).unwrap();
         let output = |output: &Output| numbers(&session.output(program, &output.name).unwrap());
         function.outputs.iter().map(output).collect::<Vec<_>>()
     };

@@ -191,7 +191,7 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, sta
     let (norm, scalars) = (add("norm", &Array::new(&[], vec![norm]), false), add("scalars", &scalars, false));
     rule.update(ParameterUpdate {
         parameter: &parameter,
-        of: ParameterInfo { name: "parameter", dims: &dims, dtype: DType::F32, looked_up: false, masters: true },
+        info: ParameterInfo { name: "parameter", dims: &dims, dtype: DType::F32, looked_up: false, masters: true },
         gradient: &gradient,
         states: &states,
         norm: &norm,

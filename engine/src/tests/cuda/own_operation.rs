@@ -22,7 +22,7 @@ impl Op for Softplus {
 
     fn gradient(&self, g: &mut Gradient) -> Result<(), gapless_graph::Error> {
         let dx = g.input(0).sigmoid()?.mul(&g.grad(0))?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

@@ -55,7 +55,8 @@ fn train(trainer: &mut Trainer) -> Result<Trained, TrainError> {
 
 fn on_cpus<M: Model>(options: &TrainOptions, model: impl Fn(VarBuilder) -> Result<M> + Sync) -> Vec<Trained> {
     let ranks = options.step.mesh.ranks().unwrap();
-    on_threads(ranks, |world| train(&mut Trainer::builder(&model, options.clone()).on(world).build()?)).unwrap()
+    on_threads(ranks, |world| train(&mut Trainer::builder(&model, options.clone()).distributed(world).build()?))
+        .unwrap()
 }
 
 /// Trains on the given device of each rank.
@@ -67,7 +68,7 @@ fn on_devices<M: Model>(
     let ranks = options.step.mesh.ranks().unwrap();
     let on_rank = |world: Box<dyn Communicator>| {
         let device = device(world.rank());
-        train(&mut Trainer::builder(&model, options.clone()).on(world).on_device(device).build()?)
+        train(&mut Trainer::builder(&model, options.clone()).distributed(world).on_device(device).build()?)
     };
     on_threads(ranks, on_rank).unwrap()
 }
@@ -165,7 +166,7 @@ fn a_profile_of_a_rank_is_its_step() {
     let model = |vb| Small::new(Style::Llama, vb);
     let [tokens, targets] = batch(0);
     let profiles = on_threads(4, |world| {
-        let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
+        let mut trainer = Trainer::builder(model, options.clone()).distributed(world).on_device(device()).build()?;
         trainer.profile(&tokens, &targets)
     });
     for (rank, profile) in profiles.unwrap().iter().enumerate() {
@@ -242,7 +243,7 @@ fn ranks_save_and_resume() {
         TrainOptions { step: StepOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick().step }, ..quick() };
     let model = |vb| Small::new(Style::Gpt, vb);
     let expected = on_threads(2, |world| {
-        let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
+        let mut trainer = Trainer::builder(model, options.clone()).distributed(world).on_device(device()).build()?;
         step(&mut trainer)?;
         trainer.save(folder.path(), serde_json::json!({}))?;
         step(&mut trainer)
@@ -250,7 +251,7 @@ fn ranks_save_and_resume() {
     .unwrap();
     let saved = Checkpoint::latest(folder.path()).unwrap().unwrap();
     let resumed = on_threads(2, |world| {
-        let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
+        let mut trainer = Trainer::builder(model, options.clone()).distributed(world).on_device(device()).build()?;
         trainer.resume(&saved)?;
         step(&mut trainer)
     })
@@ -275,8 +276,10 @@ fn a_rank_that_leaves_is_named() {
         TrainOptions { step: StepOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick().step }, ..quick() };
     let errors = on_threads(2, |world| {
         let rank = world.rank();
-        let mut trainer =
-            Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone()).on(world).on_device(device()).build()?;
+        let mut trainer = Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone())
+            .distributed(world)
+            .on_device(device())
+            .build()?;
         if rank == 1 {
             return Ok(Vec::new());
         }
@@ -301,8 +304,10 @@ fn a_device_that_fails_is_told_to_the_others() {
             1 => Box::new(Failing { device: device(), replays: 1 }),
             _ => device(),
         };
-        let mut trainer =
-            Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone()).on(world).on_device(failing).build()?;
+        let mut trainer = Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone())
+            .distributed(world)
+            .on_device(failing)
+            .build()?;
         Ok([step(&mut trainer).unwrap_err().to_string(), step(&mut trainer).unwrap_err().to_string()])
     })
     .unwrap();
@@ -372,7 +377,7 @@ fn ranks_break_together_and_are_of_one_kind() {
     let options = TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() };
     let model = |vb| Small::new(Style::Llama, vb);
     on_threads(2, |world| {
-        let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
+        let mut trainer = Trainer::builder(model, options.clone()).distributed(world).on_device(device()).build()?;
         let before = trainer.tensor("up.weight")?;
         let infinite = (trainer.tensor("out.weight")?.ones_like()? * f64::INFINITY)?;
         trainer.set_tensor("out.weight", &infinite)?;
@@ -386,8 +391,8 @@ fn ranks_break_together_and_are_of_one_kind() {
     })
     .unwrap();
     let mixed = on_threads(2, |world| match world.rank() {
-        0 => Trainer::builder(model, options.clone()).on(world).on_device(device()).build(),
-        _ => Trainer::builder(model, options.clone()).on(world).build(),
+        0 => Trainer::builder(model, options.clone()).distributed(world).on_device(device()).build(),
+        _ => Trainer::builder(model, options.clone()).distributed(world).build(),
     });
     assert!(mixed.unwrap_err().to_string().contains("would drift apart"));
 }
@@ -405,7 +410,8 @@ fn parameters_of_ranks_are_written() {
             ..quick()
         };
         on_threads(2, |world| {
-            let mut trainer = Trainer::builder(model, options.clone()).on(world).on_device(device()).build()?;
+            let mut trainer =
+                Trainer::builder(model, options.clone()).distributed(world).on_device(device()).build()?;
             let names: Vec<String> = trainer.parameter_names().map(String::from).collect();
             for name in &names {
                 let fours = (trainer.tensor(name)?.zeros_like()? + 4.0)?;

@@ -16,7 +16,7 @@ use super::fused::{Function, any_function, random_function};
 use super::memory::to_bf16;
 use crate::graph::{Graph, Source, ValueId, lock};
 
-use crate::reference::{Array, evaluate, evaluate_as_read};
+use crate::reference::{Array, evaluate, evaluate_with};
 
 /// The number of evaluations with random changes.
 const DRAWS: u64 = 32;
@@ -60,7 +60,7 @@ pub fn judged(graph: &Graph, given: &HashMap<String, Array>, stream: Stream, res
     }
     let mut furthest = vec![0.0f64; results.len()];
     for draw in 0..DRAWS {
-        let changed = evaluate_as_read(graph, given, stream, |reader, id, x| {
+        let changed = evaluate_with(graph, given, stream, |reader, id, x| {
             let value = graph.value(id);
             match graph.value(value.root).source {
                 Source::Node { .. } => {
@@ -110,7 +110,7 @@ generated! {
         let stream = Stream::new(3, 0, 0);
         let results: Vec<ValueId> = function.outputs.iter().map(|output| output.value).collect();
         let judged = judged(&graph, &parameters, stream, &results);
-        let stored = evaluate_as_read(&graph, &parameters, stream, |reader, id, x| {
+        let stored = evaluate_with(&graph, &parameters, stream, |reader, id, x| {
             let is_stored = reader.is_none() || uniform((salt, reader, id.index())) < 0.5;
             if is_stored && graph.value(id).spec.dtype == DType::BF16 { rounded(x) } else { x }
         });

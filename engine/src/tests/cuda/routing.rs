@@ -58,7 +58,7 @@ fn on_cpu(
     config: &RouterConfig,
     is_shared: bool,
 ) -> impl Fn(Box<dyn Communicator>, TrainOptions) -> Result<Trainer, TrainError> {
-    move |world, options| Trainer::builder(|vb| Mixture::new(config, is_shared, vb), options).on(world).build()
+    move |world, options| Trainer::builder(|vb| Mixture::new(config, is_shared, vb), options).distributed(world).build()
 }
 
 fn on_device(
@@ -66,7 +66,10 @@ fn on_device(
     is_shared: bool,
 ) -> impl Fn(Box<dyn Communicator>, TrainOptions) -> Result<Trainer, TrainError> {
     move |world, options| {
-        Trainer::builder(|vb| Mixture::new(config, is_shared, vb), options).on(world).on_device(device()).build()
+        Trainer::builder(|vb| Mixture::new(config, is_shared, vb), options)
+            .distributed(world)
+            .on_device(device())
+            .build()
     }
 }
 

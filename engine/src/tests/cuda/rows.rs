@@ -8,7 +8,7 @@ use super::judge::{Stored, check, judge};
 use super::memory::Region;
 use crate::Tensor;
 use crate::cuda::launch::{HeadRows, Upstream, embedding_grad, embedding_grad_workspace, head};
-use crate::cuda::{Operand, Operands, Random};
+use crate::cuda::{Features, Operand, Operands, Random};
 use crate::graph::Spec;
 use crate::kernels::LossTerms;
 use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, RopeScaling, Softmax};
@@ -175,6 +175,7 @@ fn gradients_of_a_table_know_nothing_of_micro_batches() {
                     accumulate: 1,
                     tickets: 0,
                     random: Random { key: 0, micro_batch: 0 },
+                    features: Features::default(),
                 };
                 for launch in embedding_grad(None, &operands).unwrap() {
                     // SAFETY: the regions are of these extents.

@@ -89,7 +89,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
             let scalars = options.step.optimizer.scalars(step, 1e-2);
             on_cpu.write_input(of_cpu, "step.scalars", 0, &scalars).unwrap();
             on_device.write_input(of_device, "step.scalars", 0, &scalars).unwrap();
-            let run = RunOptions { seed: 3, step, part_stride: 1, ..RunOptions::default() };
+            let run = RunOptions { seed: 3, step, micro_batch_stride: 1, ..RunOptions::default() };
             on_cpu.run(of_cpu, run).unwrap();
             on_device.run(of_device, run).unwrap();
             for name in ["loss", "gradient_norm"] {

@@ -13,8 +13,8 @@ use crate::data::IGNORED;
 use crate::learning_rate::{LearningRate, Shape};
 use crate::recompute::Recompute;
 use crate::{
-    Batch, DeviceChoice, GenerateOptions, Limits, LossTerms, MemoryOptions, Precision, Role, StepOptions, TrainError,
-    TrainOptions, Trainer, UpdateOptions,
+    Batch, DeviceChoice, GenerateOptions, LossTerms, MemoryOptions, Precision, Role, SkipThresholds, StepOptions,
+    TrainError, TrainOptions, Trainer, UpdateOptions,
 };
 
 pub fn options() -> TrainOptions {
@@ -273,15 +273,17 @@ fn a_guarded_step_is_left_out() {
         names.map(|name| numbers(&trainer.tensor(&name).unwrap())).collect()
     };
     let before = all(&device);
-    let lower =
-        [Limits { loss: 0.5 * loss, ..Limits::default() }, Limits { gradient_norm: 0.1 * norm, ..Limits::default() }];
+    let lower = [
+        SkipThresholds { loss: 0.5 * loss, ..SkipThresholds::default() },
+        SkipThresholds { gradient_norm: 0.1 * norm, ..SkipThresholds::default() },
+    ];
     for limits in lower {
         device.set_limits(limits);
         let [tokens, targets] = batch(device.steps());
         assert!(device.step(&tokens, &targets).unwrap().skipped);
         assert_eq!(all(&device), before);
     }
-    device.set_limits(Limits::default());
+    device.set_limits(SkipThresholds::default());
     step(&mut device).unwrap();
     assert_ne!(all(&device), before);
 }

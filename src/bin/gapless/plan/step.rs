@@ -61,7 +61,7 @@ pub struct Planned {
     summary: Summary,
     /// Arenas of whole runs, by rank.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    ranks: Vec<Run>,
+    ranks: Vec<RankMemory>,
     #[serde(skip_serializing_if = "Option::is_none")]
     curve: Option<Curve>,
     #[cfg(feature = "cuda")]
@@ -71,13 +71,13 @@ pub struct Planned {
 
 /// The arena of a rank for the training step, the evaluation and the generation.
 #[derive(Debug, Clone, Serialize)]
-struct Run {
+struct RankMemory {
     arena_bytes: u64,
     plan_hash: String,
     roles: Vec<RoleBytes>,
 }
 
-impl Run {
+impl RankMemory {
     fn of(Planned { arena_bytes, plan_hash, summary, .. }: &Planned) -> Self {
         Self { arena_bytes: *arena_bytes, plan_hash: plan_hash.clone(), roles: summary.roles.clone() }
     }
@@ -125,7 +125,7 @@ fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, 
 
 /// Plans the step of each rank and prints its figures.
 pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
-    let of = &arguments.curve;
+    let curve_arguments = &arguments.curve;
     let mut planned = Vec::new();
     for &rank in &step.ranks {
         match plan_rank(step, rank) {
@@ -151,10 +151,10 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
     let ranks = of_all_ranks(step, &planned)?;
     let [first, ..] = &mut planned[..] else { bail!("no rank is chosen; give --rank 0 or --rank all") };
     first.ranks = ranks;
-    if let Some(points) = of.curve {
+    if let Some(points) = curve_arguments.curve {
         first.curve = Some(curve(step, first.rank, points.into())?);
     }
-    if let (Some(path), Some(curve)) = (&of.curve_svg, &first.curve) {
+    if let (Some(path), Some(curve)) = (&curve_arguments.curve_svg, &first.curve) {
         std::fs::write(path, curve.svg(step.title(), (first.arena_bytes, first.step_ms)))
             .with_context(|| format!("cannot draw {}", path.display()))?;
     }
@@ -168,13 +168,13 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
 }
 
 /// The arenas of all ranks of the mesh. Each stage is planned once; ranks that share its batch or experts have the same plan.
-fn of_all_ranks(step: &Step, planned: &[Planned]) -> Result<Vec<Run>, TrainError> {
+fn of_all_ranks(step: &Step, planned: &[Planned]) -> Result<Vec<RankMemory>, TrainError> {
     let mesh = step.options.mesh;
-    let of_stage = |stage: usize| match planned.iter().find(|of| of.rank == stage) {
-        Some(known) => Ok(Run::of(known)),
-        None => plan_rank(step, stage).map(|(planned, _)| Run::of(&planned)),
+    let of_stage = |stage: usize| match planned.iter().find(|plan| plan.rank == stage) {
+        Some(known) => Ok(RankMemory::of(known)),
+        None => plan_rank(step, stage).map(|(planned, _)| RankMemory::of(&planned)),
     };
-    let stages = (0..mesh.pipeline).map(of_stage).collect::<Result<Vec<Run>, _>>()?;
+    let stages = (0..mesh.pipeline).map(of_stage).collect::<Result<Vec<RankMemory>, _>>()?;
     Ok((0..mesh.ranks()?).map(|rank| stages[mesh.coordinate(rank).pipeline].clone()).collect())
 }
 
@@ -209,22 +209,26 @@ fn tell_why(step: &Step, rank: usize, budget: u64, smallest: u64) -> anyhow::Res
     Ok(Fit::Unknown)
 }
 
-fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
-    if of.ranks.len() > 1 {
+fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<()> {
+    if configured.ranks.len() > 1 {
         writeln!(out, "rank {} of the pipeline\n", step.rank)?;
     }
-    let StepOptions { batch, micro_batches, sequence, mesh, .. } = &of.options;
-    let (ranks, schedule) = (mesh.ranks().unwrap_or(0), of.options.pipeline.schedule.name());
-    let precision = format!("{:?}", of.precision()).to_lowercase();
+    let StepOptions { batch, micro_batches, sequence, mesh, .. } = &configured.options;
+    let (ranks, schedule) = (mesh.ranks().unwrap_or(0), configured.options.pipeline.schedule.name());
+    let precision = format!("{:?}", configured.precision()).to_lowercase();
     write!(
         out,
         "{batch} sequences of {sequence} tokens in {micro_batches} micro-batches, {precision}, {} kernels",
-        of.kernels()
+        configured.kernels()
     )?;
     writeln!(out, "{}\n", if ranks > 1 { format!(", {ranks} ranks, schedule {schedule}") } else { String::new() })?;
     writeln!(out, "{}", step.summary)?;
     for (rank, run) in step.ranks.iter().enumerate() {
-        let roles = run.roles.iter().map(|of| format!("{} {}", of.role.name(), Bytes(of.bytes))).collect::<Vec<_>>();
+        let roles = run
+            .roles
+            .iter()
+            .map(|role_bytes| format!("{} {}", role_bytes.role.name(), Bytes(role_bytes.bytes)))
+            .collect::<Vec<_>>();
         let arena = Size(run.arena_bytes);
         writeln!(
             out,
@@ -232,12 +236,12 @@ fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
             roles.join(", ")
         )?;
     }
-    let rates = of.device.rates(of.precision());
+    let rates = configured.device.rates(configured.precision());
     let [flops, bytes] = [rates.flops, rates.bytes].map(|rate| (rate / 1e10).round() / 100.0);
     writeln!(
         out,
         "\nplanned in {:.0} ms; a step takes {:.2} ms at {flops} TFLOP/s and {bytes} TB/s ({})",
-        step.plan_ms, step.step_ms, of.device.name
+        step.plan_ms, step.step_ms, configured.device.name
     )?;
     let (time, flops) = (100.0 * step.overhead, 100.0 * step.extra_flops);
     writeln!(out, "recomputed: {time:.2} % of the time, {flops:.2} % of the arithmetic")?;
@@ -255,8 +259,8 @@ fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
     }
     let mut from = 0;
     while let Some(first) = step.layers.get(from) {
-        let of = |layer: &RecomputedLayer| (layer.ops.clone(), layer.ops_for_weights.clone());
-        let count = step.layers[from..].iter().take_while(|layer| of(layer) == of(first)).count();
+        let ops = |layer: &RecomputedLayer| (layer.ops.clone(), layer.ops_for_weights.clone());
+        let count = step.layers[from..].iter().take_while(|layer| ops(layer) == ops(first)).count();
         let last = &step.layers[from + count - 1];
         let range = if count == 1 { first.layer.clone() } else { format!("{} … {}", first.layer, last.layer) };
         let ops = if first.ops.is_empty() { "nothing".to_owned() } else { first.ops.join(", ") };

@@ -32,7 +32,7 @@ const FIXED: u64 = 1 << 60;
 const HEAVIEST: f64 = 1_000_000.0;
 
 /// Most failures that a price counts.
-const MOST_FAILURES: u64 = 1 << 16;
+const MAX_FAILURES: u64 = 1 << 16;
 
 /// Steps between two checks of the deadline.
 const STEPS_PER_LOOK: u64 = 256;
@@ -180,7 +180,7 @@ impl<'p> Ejection<'p> {
         self.mass -= self.weight[i as usize];
         if choice.price > 0 {
             let (price, weight) = (&mut self.price[i as usize], self.weight[i as usize]);
-            *price = (*price + weight).min(weight * MOST_FAILURES);
+            *price = (*price + weight).min(weight * MAX_FAILURES);
             let (from, to) = (choice.at, choice.at + item.bytes);
             let met = std::mem::take(&mut self.met);
             for other in met.iter().filter(|other| other.from < to && from < other.to) {
@@ -293,7 +293,7 @@ mod tests {
     use crate::check;
     use crate::planner::decompose::parts::Whole;
     use crate::planner::tests::is_plan;
-    use crate::synthetic::{Order, Step};
+    use crate::synthetic::{Order, SyntheticStep};
 
     fn items(rows: &[(u32, u32, u64, bool)]) -> Part {
         let item = |&(start, cliques, bytes, even): &(u32, u32, u64, bool)| Item {
@@ -304,7 +304,7 @@ mod tests {
         };
         let mut items: Vec<Item> = rows.iter().map(item).collect();
         sort_by_key(&mut items, |item| (item.start, Reverse(item.end)));
-        Part::of_items(items, 12)
+        Part::from_items(items, 12)
     }
 
     generated! {
@@ -360,8 +360,13 @@ mod tests {
     /// most one step more than the work allowed.
     #[test]
     fn a_tower_comes_down() {
-        let step =
-            Step { order: Order::Interleaved, layers: 2, micro_batches: 5, tokens: &[512, 768], ..Step::default() };
+        let step = SyntheticStep {
+            order: Order::Interleaved,
+            layers: 2,
+            micro_batches: 5,
+            tokens: &[512, 768],
+            ..SyntheticStep::default()
+        };
         let problem = step.problem().unwrap();
         let whole = Whole::new(&problem, true);
         let [part] = whole.parts.as_slice() else { panic!("one part") };

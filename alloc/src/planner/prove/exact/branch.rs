@@ -116,7 +116,9 @@ impl<'p> Search<'p> {
         if self.failed.contains(&hash) {
             return Outcome::Failed;
         }
-        let Some(Place { clique, gap, mut candidates }) = self.most_contended(from, to) else { return Outcome::Failed };
+        let Some(BranchPoint { clique, gap, mut candidates }) = self.most_contended(from, to) else {
+            return Outcome::Failed;
+        };
         self.sort(&mut candidates);
         let mark = self.state.trail.len();
         let mut previous = None;
@@ -209,8 +211,8 @@ impl<'p> Search<'p> {
 
     /// The clique with the fewest cases, weighted by the failures seen there. Returns `None` if some clique has no
     /// case.
-    fn most_contended(&mut self, from: u32, to: u32) -> Option<Place> {
-        let mut best: Option<(Score, Place)> = None;
+    fn most_contended(&mut self, from: u32, to: u32) -> Option<BranchPoint> {
+        let mut best: Option<(Score, BranchPoint)> = None;
         let mut k = from;
         // A higher floor is a wall. So are the ends of the piece, which no item crosses.
         let mut left_is_wall = true;
@@ -228,7 +230,7 @@ impl<'p> Search<'p> {
     }
 
     /// Looks at every clique of the valley `[a, b)` and updates `best`. Returns false if one of them has no case.
-    fn valley(&mut self, a: u32, b: u32, best: &mut Option<(Score, Place)>) -> bool {
+    fn valley(&mut self, a: u32, b: u32, best: &mut Option<(Score, BranchPoint)>) -> bool {
         let floor = self.state.floor[a as usize];
         let mut count = vec![0u32; (b - a) as usize];
         let mut fitting: Vec<u32> = Vec::new();
@@ -280,7 +282,7 @@ impl<'p> Search<'p> {
             if best.as_ref().is_none_or(|(lowest, _)| score < *lowest) {
                 let here = |i: &u32| self.state.items[*i as usize].start <= k && k < self.state.items[*i as usize].end;
                 let candidates = fitting.iter().copied().filter(here).collect();
-                *best = Some((score, Place { clique: k, gap, candidates }));
+                *best = Some((score, BranchPoint { clique: k, gap, candidates }));
             }
             if cases == 1 {
                 break;
@@ -317,7 +319,7 @@ impl<'p> Search<'p> {
 type Score = (u64, u64, u64);
 
 /// The clique to branch on, and its cases.
-struct Place {
+struct BranchPoint {
     clique: u32,
     /// The floor if nothing comes here; `None` if that case is impossible.
     gap: Option<u64>,

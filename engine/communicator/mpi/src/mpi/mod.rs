@@ -94,7 +94,7 @@ impl Mpi {
 
     fn message(&mut self, sends: bool, address: *mut u8, len: usize, peer: usize, tag: Tag) -> Result<Request> {
         let in_world = world_rank(&self.members, peer)?;
-        let number = number(tag, self.shared.largest_tag)?;
+        let number = encode_tag(tag, self.shared.largest_tag)?;
         let awaited = match sends {
             true => Awaited::Taken { to: in_world, tag },
             false => Awaited::Message { from: in_world, tag },
@@ -202,7 +202,7 @@ fn end_job_on_panic(link: Arc<Link>, rank: usize) {
 }
 
 /// Encodes a tag as an integer for MPI.
-fn number(tag: Tag, largest: u64) -> Result<i32> {
+fn encode_tag(tag: Tag, largest: u64) -> Result<i32> {
     let Tag { direction, stage, micro_batch, tensor } = tag;
     // A tensor of the update has no micro-batch, so those bits hold a part of its index.
     let (micro_batch, tensor) = match direction {
@@ -230,22 +230,22 @@ mod tests {
 
     #[test]
     fn tags_have_numbers_of_their_own_below_the_largest() {
-        let of = |direction, stage, micro_batch, tensor| {
-            number(Tag { direction, stage, micro_batch, tensor }, i32::MAX as u64).ok()
+        let encoded = |direction, stage, micro_batch, tensor| {
+            encode_tag(Tag { direction, stage, micro_batch, tensor }, i32::MAX as u64).ok()
         };
         let mut seen = std::collections::HashSet::new();
         for direction in [Direction::Forward, Direction::Backward] {
             for stage in [0, 1, 2, 2047] {
                 for micro_batch in [0, 1, 2, 8191] {
                     for tensor in [0, 1, 31] {
-                        assert!(seen.insert(of(direction, stage, micro_batch, tensor).expect("it fits")));
+                        assert!(seen.insert(encoded(direction, stage, micro_batch, tensor).expect("it fits")));
                     }
                 }
             }
         }
         for (stage, micro_batch, tensor) in [(2048, 0, 0), (0, 8192, 0), (0, 0, 32)] {
-            assert_eq!(of(Direction::Forward, stage, micro_batch, tensor), None);
+            assert_eq!(encoded(Direction::Forward, stage, micro_batch, tensor), None);
         }
-        assert!(number(Tag { stage: 1, ..Tag::default() }, 32_767).is_err(), "beyond what this MPI takes");
+        assert!(encode_tag(Tag { stage: 1, ..Tag::default() }, 32_767).is_err(), "beyond what this MPI takes");
     }
 }

@@ -77,16 +77,16 @@ struct Sums {
 #[derive(Clone, Copy)]
 enum Part {
     /// Parts as equal as possible.
-    Of { count: usize, ranks: usize },
+    Even { count: usize, ranks: usize },
     /// Parts of this size each.
     Each(usize),
 }
 
 impl Part {
     /// Start and length of a rank's part.
-    fn of(self, rank: usize) -> (usize, usize) {
+    fn range(self, rank: usize) -> (usize, usize) {
         match self {
-            Self::Of { count, ranks } => {
+            Self::Even { count, ranks } => {
                 let start = |rank: usize| rank * (count / ranks) + rank.min(count % ranks);
                 (start(rank), start(rank + 1) - start(rank))
             }
@@ -143,8 +143,8 @@ impl Operation {
         unsafe {
             match collective {
                 Collective::AllReduce { values, count } => {
-                    let part = Part::Of { count, ranks };
-                    let result = values.add(part.of(me).0);
+                    let part = Part::Even { count, ranks };
+                    let result = values.add(part.range(me).0);
                     this.sums = Some(Sums::new(tag, values, result, part, Some(values)));
                 }
                 Collective::ReduceScatter { send, receive, count } => {
@@ -268,13 +268,13 @@ impl Operation {
 impl Sums {
     fn new(tag: i32, send: *const f32, result: *mut f32, part: Part, gather: Option<*mut f32>) -> Self {
         // The first part is the longest.
-        let width = WINDOW.min(part.of(0).1);
+        let width = WINDOW.min(part.range(0).1);
         Self { tag, send, result, part, gather, done: 0, width, exchanged: false, received: Vec::new() }
     }
 
     /// Start and length of the current window in a rank's part.
     fn window(&self, rank: usize) -> (usize, usize) {
-        let (start, len) = self.part.of(rank);
+        let (start, len) = self.part.range(rank);
         let done = self.done.min(len);
         (start + done, self.width.min(len - done))
     }
@@ -304,7 +304,7 @@ impl Sums {
     fn exchange(&mut self, operation: &mut Operation, group: &Group) -> Result<bool> {
         let (me, ranks, comm, tag) = (group.rank, group.members.len(), group.collectives, self.tag);
         let others = (0..ranks).filter(|rank| *rank != me);
-        if self.done < self.part.of(0).1 {
+        if self.done < self.part.range(0).1 {
             self.received.resize(ranks * self.width, 0.0);
             let (_, own) = self.window(me);
             for rank in others {
@@ -321,9 +321,9 @@ impl Sums {
             return Ok(true);
         }
         let Some(values) = self.gather.take() else { return Ok(false) };
-        let (own, own_len) = self.part.of(me);
+        let (own, own_len) = self.part.range(me);
         for rank in others {
-            let (start, len) = self.part.of(rank);
+            let (start, len) = self.part.range(rank);
             // SAFETY: parts lie within the values, which are lent. All earlier sends from them have ended.
             unsafe {
                 operation.receive(comm, values.add(start).cast(), 4 * len, rank, tag)?;
@@ -357,7 +357,7 @@ mod tests {
     fn parts_cover_everything_and_the_first_is_the_longest() {
         for ranks in 1..9 {
             for count in 0..50 {
-                let parts: Vec<_> = (0..ranks).map(|rank| Part::Of { count, ranks }.of(rank)).collect();
+                let parts: Vec<_> = (0..ranks).map(|rank| Part::Even { count, ranks }.range(rank)).collect();
                 let end = parts.iter().fold(0, |end, (start, len)| {
                     assert_eq!(*start, end);
                     end + len

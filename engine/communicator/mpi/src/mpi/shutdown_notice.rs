@@ -8,7 +8,7 @@ use gapless_communicator::Result;
 use super::raw::{self, Outcome};
 
 /// The shutdown notices: one empty message from each rank to every other.
-pub(super) struct Farewells {
+pub(super) struct ShutdownNotices {
     comm: raw::Comm,
     rank: usize,
     /// The notice of each rank; its own is never awaited.
@@ -22,7 +22,7 @@ enum ShutdownNotice {
     Own,
 }
 
-impl Farewells {
+impl ShutdownNotices {
     /// Starts to receive the notices of all ranks, on a communicator that carries nothing else.
     pub(super) fn new(comm: raw::Comm, rank: usize, size: usize) -> Result<Self> {
         let others = (0..size).map(|other| match other == rank {
@@ -46,7 +46,7 @@ impl Farewells {
     }
 
     /// The world ranks whose notice arrived longer than `time` ago.
-    pub(super) fn longer_ago_than(&self, time: Duration) -> impl Iterator<Item = usize> {
+    pub(super) fn arrived_before(&self, time: Duration) -> impl Iterator<Item = usize> {
         let heard = move |other: &ShutdownNotice| matches!(other, ShutdownNotice::Heard(at) if at.elapsed() > time);
         self.others.iter().enumerate().filter(move |(_, other)| heard(other)).map(|(rank, _)| rank)
     }
@@ -61,7 +61,7 @@ impl Farewells {
     }
 
     /// True if all notices from and to all ranks have arrived. MPI may then be left.
-    pub(super) fn all_said(&mut self) -> Result<bool> {
+    pub(super) fn all_arrived(&mut self) -> Result<bool> {
         self.listen()?;
         while let Some(request) = self.said.last_mut() {
             match raw::test(request)? {

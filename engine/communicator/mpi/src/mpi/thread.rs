@@ -11,7 +11,7 @@ use mpi::environment::Universe;
 use super::link::Link;
 use super::operation::{Group, Operation};
 use super::raw;
-use super::shutdown_notice::Farewells;
+use super::shutdown_notice::ShutdownNotices;
 
 /// A command to the thread.
 pub(super) enum Command {
@@ -101,7 +101,7 @@ pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
                 }
                 Command::Finish => {
                     or_end_job(me, farewells.say());
-                    while !or_end_job(me, farewells.all_said()) {
+                    while !or_end_job(me, farewells.all_arrived()) {
                         std::thread::sleep(INTERVAL);
                     }
                     drop(universe);
@@ -121,7 +121,7 @@ pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
             continue;
         }
         or_end_job(me, farewells.listen());
-        for rank in farewells.longer_ago_than(GRACE) {
+        for rank in farewells.arrived_before(GRACE) {
             if let Some(operation) = operations.iter().find(|o| o.waits_for(rank, &groups[o.group])) {
                 end_job(&format!("rank {rank} dropped its communicator while rank {me} was {}", operation.awaited));
             }
@@ -140,7 +140,7 @@ fn end_job(text: &str) -> ! {
 }
 
 /// Starts MPI. Returns the world with communicators of its own, which do not receive messages of other libraries.
-fn begin() -> Result<((Group, Farewells, Started), Universe)> {
+fn begin() -> Result<((Group, ShutdownNotices, Started), Universe)> {
     let (universe, threading) =
         mpi::initialize_with_threading(Threading::Funneled).ok_or(CommunicatorError::StartedTwice)?;
     if threading < Threading::Funneled {
@@ -158,7 +158,7 @@ fn begin() -> Result<((Group, Farewells, Started), Universe)> {
         members: (0..size).collect(),
         started: 0,
     };
-    let farewells = Farewells::new(raw::duplicate(world)?, rank, size)?;
+    let farewells = ShutdownNotices::new(raw::duplicate(world)?, rank, size)?;
     Ok(((group, farewells, Started { rank, size, largest_tag: raw::largest_tag(world)? }), universe))
 }
 

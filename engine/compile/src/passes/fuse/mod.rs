@@ -40,12 +40,12 @@ use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 const REACH: usize = 64;
 
 /// Maximum number of members. Larger kernels run out of registers before they save launches.
-const MOST_MEMBERS: usize = 24;
+const MAX_MEMBERS: usize = 24;
 /// Maximum number of operands of the fused instruction, for the same reason.
-const MOST_OPERANDS: usize = 16;
+const MAX_OPERANDS: usize = 16;
 
 /// Maximum number of inputs, and of constants, because an expression names each by one digit.
-const MOST_NAMED: usize = 10;
+const MAX_NAMED: usize = 10;
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     fuse(program);
@@ -74,11 +74,11 @@ fn fuse(program: &mut Program) {
 #[derive(Debug, Default)]
 struct Version {
     /// The instruction and output that writes it; `None` for contents that exist before the program starts.
-    made: Option<(usize, usize)>,
+    written_by: Option<(usize, usize)>,
     /// Instructions that read it, or that preserve some of it while writing the rest.
     readers: Vec<usize>,
     /// Whether the host or the next program reads it after the program ends.
-    is_left: bool,
+    is_read_after: bool,
 }
 
 /// A program, with the data that fusion decisions need.
@@ -91,7 +91,7 @@ struct Fusion<'a> {
     /// By instruction and input: the version that is read.
     read: Vec<Vec<usize>>,
     /// By instruction and output: the version that is written.
-    made: Vec<Vec<usize>>,
+    written: Vec<Vec<usize>>,
     /// By buffer: the instructions that touch it.
     users: Vec<Vec<usize>>,
     /// By instruction: how it can be fused, if at all.
@@ -118,7 +118,7 @@ impl<'a> Fusion<'a> {
             }
         }
         let fusible = program.instrs.iter().map(|instr| fusible(program, instr)).collect();
-        let (mut versions, mut read, mut made) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut versions, mut read, mut written) = (Vec::new(), Vec::new(), Vec::new());
         let mut now: Vec<usize> = (0..program.buffers.len()).collect();
         versions.resize_with(program.buffers.len(), Version::default);
         for (at, instr) in program.instrs.iter().enumerate() {
@@ -133,12 +133,12 @@ impl<'a> Fusion<'a> {
                 }
                 now[buffer] = versions.len();
                 of_outputs.push(versions.len());
-                versions.push(Version { made: Some((at, index)), ..Version::default() });
+                versions.push(Version { written_by: Some((at, index)), ..Version::default() });
             }
-            made.push(of_outputs);
+            written.push(of_outputs);
         }
         for (buffer, &version) in program.buffers.iter().zip(&now) {
-            versions[version].is_left = !matches!(buffer.kind, BufferKind::No);
+            versions[version].is_read_after = !matches!(buffer.kind, BufferKind::Temporary);
         }
         let mut users = vec![Vec::new(); program.buffers.len()];
         for (at, instr) in program.instrs.iter().enumerate() {
@@ -146,7 +146,7 @@ impl<'a> Fusion<'a> {
             operands.chain(instr.workspace.iter().copied()).for_each(|buffer| users[buffer.index()].push(at));
         }
         let is_taken = vec![false; program.instrs.len()];
-        Self { program, profile, most, versions, read, made, users, fusible, within, is_taken }
+        Self { program, profile, most, versions, read, written, users, fusible, within, is_taken }
     }
 
     /// Collects all earlier instructions that can be fused with `last`, and marks them as taken.
@@ -158,10 +158,11 @@ impl<'a> Fusion<'a> {
                 Some(Fusible::Each { .. } | Fusible::Norm { .. } | Fusible::NormGradInput { .. })
             );
         // Each new member can make further ones possible.
-        while begins && group.len() < MOST_MEMBERS {
-            let makers = group.iter().flat_map(|&member| &self.read[member]).filter_map(|&v| self.versions[v].made);
+        while begins && group.len() < MAX_MEMBERS {
+            let makers =
+                group.iter().flat_map(|&member| &self.read[member]).filter_map(|&v| self.versions[v].written_by);
             let makers = makers.map(|(maker, _)| maker);
-            let candidates: BTreeSet<usize> = makers.chain(self.sums_beside(&group)).collect();
+            let candidates: BTreeSet<usize> = makers.chain(self.weight_sums(&group)).collect();
             let found = candidates.into_iter().rev().find(|maker| !group.contains(maker) && self.joins(&group, *maker));
             let Some(maker) = found else { break };
             self.take(&mut group, maker);
@@ -181,13 +182,13 @@ impl<'a> Fusion<'a> {
             || group.iter().any(|&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
         let is_norm = matches!(self.fusible[last], Some(Fusible::Norm { .. }));
         // A product or an embedding gradient takes only one following operation.
-        let stands_alone = |of: &Fusible| matches!(of, Fusible::Product | Fusible::EmbeddingGrad { .. });
+        let stands_alone = |fusible: &Fusible| matches!(fusible, Fusible::Product | Fusible::EmbeddingGrad { .. });
         let is_closed = || group.iter().any(|&member| self.fusible[member].as_ref().is_some_and(stands_alone));
         let may_begin = match fusible {
-            Fusible::Each { .. } => !(is_closed() || is_norm && self.is_products(maker)),
-            Fusible::Product => group.len() == 1 && self.follows(maker, last),
+            Fusible::Each { .. } => !(is_closed() || is_norm && self.prefers_product(maker)),
+            Fusible::Product => group.len() == 1 && self.fits_epilogue(maker, last),
             Fusible::NormGradInput { .. } => !is_norm && !has_head() && !is_closed(),
-            Fusible::NormGradWeight => self.sums_beside(group).any(|beside| beside == maker),
+            Fusible::NormGradWeight => self.weight_sums(group).any(|beside| beside == maker),
             Fusible::EmbeddingGrad { .. } => group.len() == 1 && self.adds_in_place(maker, last),
             Fusible::Norm { .. } => false,
         };
@@ -198,7 +199,7 @@ impl<'a> Fusion<'a> {
         with.insert(maker);
         let are_read_in_place = group.iter().all(|&reader| self.reads_in_place(maker, reader));
         are_read_in_place && self.may_move(group, maker, last) && self.merge(&with).is_some() && {
-            let rise = self.rise(&with, maker, last);
+            let rise = self.live_change(&with, maker, last);
             let between = (maker + 1..=last).filter(|at| !self.is_taken[*at] && (!group.contains(at) || *at == last));
             between.into_iter().all(|at| {
                 let [more, less] = rise(at);
@@ -209,7 +210,7 @@ impl<'a> Fusion<'a> {
 
     /// The sums for a normalization's weight and bias that precede the group's last member, and read the same rows as
     /// the input gradient that the group begins with.
-    fn sums_beside(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
+    fn weight_sums(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
         let last = group.last().copied().unwrap_or(0);
         let has_sums = group.iter().any(|&member| self.fusible[member] == Some(Fusible::NormGradWeight));
         let head = group.iter().find(|&&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
@@ -229,7 +230,7 @@ impl<'a> Fusion<'a> {
     fn reads_in_place(&self, maker: usize, reader: usize) -> bool {
         let steps = &self.program.instrs;
         self.read[reader].iter().enumerate().all(|(index, version)| {
-            let Some(output) = self.made[maker].iter().position(|made| made == version) else { return true };
+            let Some(output) = self.written[maker].iter().position(|made| made == version) else { return true };
             let (to, from) = (&steps[reader].inputs[index], &steps[maker].outputs[output]);
             let same = is_whole(self.program, to) && to.dtype == from.dtype && count(to) == count(from);
             same && match self.fusible[reader] {
@@ -242,8 +243,8 @@ impl<'a> Fusion<'a> {
 
     /// True if only members of the group read a version.
     fn is_private(&self, group: &BTreeSet<usize>, version: usize) -> bool {
-        let Version { readers, is_left, .. } = &self.versions[version];
-        !is_left && !readers.is_empty() && readers.iter().all(|reader| group.contains(reader))
+        let Version { readers, is_read_after, .. } = &self.versions[version];
+        !is_read_after && !readers.is_empty() && readers.iter().all(|reader| group.contains(reader))
     }
 
     /// True if an instruction can run at the position of the group's last member. No instruction in between, other than
@@ -261,7 +262,7 @@ impl<'a> Fusion<'a> {
     }
 
     /// By position: bytes that become live there if an instruction joins a group, and bytes that are no longer live.
-    fn rise(&self, with: &BTreeSet<usize>, maker: usize, last: usize) -> impl Fn(usize) -> [u64; 2] + use<'_> {
+    fn live_change(&self, with: &BTreeSet<usize>, maker: usize, last: usize) -> impl Fn(usize) -> [u64; 2] + use<'_> {
         let held = |buffer: &BufferId| {
             let buffer = buffer.index();
             (self.profile.bytes[buffer], self.profile.born[buffer], self.profile.dies[buffer])
@@ -295,9 +296,10 @@ impl<'a> Fusion<'a> {
     fn vanishes(&self, group: &BTreeSet<usize>, buffer: BufferId) -> bool {
         self.users[buffer.index()].iter().all(|user| {
             let instr = &self.program.instrs[*user];
-            let is_inner = |version: &usize| self.versions[*version].made.is_some() && self.is_private(group, *version);
+            let is_inner =
+                |version: &usize| self.versions[*version].written_by.is_some() && self.is_private(group, *version);
             let inputs = instr.inputs.iter().zip(&self.read[*user]);
-            let mut touches = inputs.chain(instr.outputs.iter().zip(&self.made[*user]));
+            let mut touches = inputs.chain(instr.outputs.iter().zip(&self.written[*user]));
             let is_normalised = matches!(self.fusible[*user], Some(Fusible::Norm { .. }));
             group.contains(user)
                 && touches.all(|(operand, version)| operand.buffer != buffer || is_inner(version) && !is_normalised)
@@ -309,7 +311,7 @@ impl<'a> Fusion<'a> {
         let last = *group.last().expect("a group has members");
         group.insert(maker);
         let changes: Vec<(usize, [u64; 2])> = {
-            let rise = self.rise(group, maker, last);
+            let rise = self.live_change(group, maker, last);
             (maker..=last).map(|at| (at, rise(at))).collect()
         };
         for (at, [more, less]) in changes {
@@ -326,7 +328,7 @@ impl<'a> Fusion<'a> {
     fn merge(&self, group: &BTreeSet<usize>) -> Option<Instr> {
         let order: Vec<usize> = group.iter().copied().collect();
         let member_of = |version: usize| {
-            let (maker, output) = self.versions[version].made?;
+            let (maker, output) = self.versions[version].written_by?;
             order.binary_search(&maker).ok().map(|member| (member, output))
         };
         let mut inputs: Vec<Operand> = Vec::new();
@@ -364,7 +366,8 @@ impl<'a> Fusion<'a> {
         let normalised = is_norm.then(|| self.read[order[order.len() - 1]][0]);
         let (mut outputs, mut made, mut accumulate) = (Vec::new(), Vec::new(), 0);
         for (member, &at) in order.iter().enumerate() {
-            for (index, (output, &version)) in self.program.instrs[at].outputs.iter().zip(&self.made[at]).enumerate() {
+            for (index, (output, &version)) in self.program.instrs[at].outputs.iter().zip(&self.written[at]).enumerate()
+            {
                 if normalised == Some(version) || !self.is_private(group, version) {
                     accumulate |= (self.program.instrs[at].accumulate >> index & 1) << outputs.len();
                     outputs.push(output.clone());
@@ -373,7 +376,7 @@ impl<'a> Fusion<'a> {
             }
         }
         let overwrites = self.overwrites(&order, &mut inputs, &outputs)?;
-        if inputs.len() + outputs.len() > MOST_OPERANDS {
+        if inputs.len() + outputs.len() > MAX_OPERANDS {
             return None;
         }
         let specs = outputs.iter().map(spec).collect();
@@ -423,17 +426,17 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let reads_ids = matches!(fusible, Fusible::EmbeddingGrad { .. });
     let is_plain = (instr.accumulate == 0 || sums)
         && (instr.workspace.is_empty() || sums || reads_ids || fusible == Fusible::Product)
-        && instr.counts.is_none()
+        && instr.defines_count.is_none()
         && instr.predicate.is_none()
         && operands.all(|operand| {
-            let is_counted = program.buffers[operand.buffer.index()].counted.is_some();
+            let is_counted = program.buffers[operand.buffer.index()].dynamic_rows.is_some();
             let is_id = reads_ids && operand.dtype == DType::U32;
             !is_counted && (is_id || matches!(operand.dtype, DType::F32 | DType::BF16 | DType::U8))
         });
     let elements = count(instr.outputs.first()?);
     let fits = match &fusible {
         Fusible::Each { constants, .. } => {
-            instr.inputs.len().max(constants.len()) <= MOST_NAMED
+            instr.inputs.len().max(constants.len()) <= MAX_NAMED
                 && instr.inputs.iter().all(|input| count(input) == elements && can_walk(&input.layout))
                 && instr.outputs.iter().all(|output| count(output) == elements)
                 && fusible.is_well_formed(instr.inputs.len())

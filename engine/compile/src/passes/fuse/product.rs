@@ -12,7 +12,7 @@ use crate::program::{BufferId, Instr, InstrKind, Operand as Placed};
 
 /// An operation that can follow a product in one kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Follows {
+pub enum EpilogueKind {
     /// GELU of the product.
     Gelu,
     /// The gradient of GELU, with the product as input 1.
@@ -21,9 +21,9 @@ pub enum Follows {
     Add,
 }
 
-impl Follows {
+impl EpilogueKind {
     /// Classifies an operation that reads a product; `None` if it cannot be fused.
-    pub fn of(fusible: &Fusible) -> Option<Self> {
+    pub fn from_fusible(fusible: &Fusible) -> Option<Self> {
         let Fusible::Each { outputs, .. } = fusible else { return None };
         match &outputs[..] {
             [only] if only == "of_gelu($0)" => Some(Self::Gelu),
@@ -47,11 +47,11 @@ impl Fusion<'_> {
     /// True if `last` can be the epilogue of a product. An extra tensor that the library reads or writes must have rows
     /// of a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`). A tensor that the product is
     /// added to must be contiguous, like the result.
-    pub(super) fn follows(&self, product: usize, last: usize) -> bool {
+    pub(super) fn fits_epilogue(&self, product: usize, last: usize) -> bool {
         const PACK: usize = 8;
-        let Some(follows) = self.fusible[last].as_ref().and_then(Follows::of) else { return false };
+        let Some(follows) = self.fusible[last].as_ref().and_then(EpilogueKind::from_fusible) else { return false };
         let (from, to) = (&self.program.instrs[product].outputs[0], &self.program.instrs[last].outputs[0]);
-        let version = self.made[product][0];
+        let version = self.written[product][0];
         let places: Vec<usize> = (0..self.read[last].len()).filter(|&i| self.read[last][i] == version).collect();
         let is_only = places.len() == 1 && follows.inputs().contains(&places[0]);
         let is_kept = !self.is_private(&BTreeSet::from([product, last]), version);
@@ -60,11 +60,11 @@ impl Fusion<'_> {
         let beside = || self.program.instrs[last].inputs.iter().zip(&self.read[last]).filter(|(_, v)| **v != version);
         is_only
             && match follows {
-                Follows::Gelu => fits && columns,
+                EpilogueKind::Gelu => fits && columns,
                 // The library cannot also store the product before the gradient of GELU is applied.
-                Follows::GeluGrad => fits && columns && !is_kept,
+                EpilogueKind::GeluGrad => fits && columns && !is_kept,
                 // The extents may differ, because both tensors are contiguous.
-                Follows::Add => {
+                EpilogueKind::Add => {
                     let lies_alike = |(other, _): (&Placed, _)| {
                         other.layout.is_contiguous() && other.dtype == to.dtype && count(other) == count(to)
                     };
@@ -75,16 +75,16 @@ impl Fusion<'_> {
 
     /// True if `last` adds an embedding gradient, which nothing else reads, to another tensor in place.
     pub(super) fn adds_in_place(&self, rows: usize, last: usize) -> bool {
-        let version = self.made[rows][0];
+        let version = self.written[rows][0];
         let of_last = &self.program.instrs[last];
         let over: Vec<&usize> = self.read[last]
             .iter()
             .zip(&of_last.inputs)
-            .filter(|(_, of)| of.overwritten_by == Some(0))
+            .filter(|(_, operand)| operand.overwritten_by == Some(0))
             .map(|(v, _)| v)
             .collect();
         let is_other = matches!(over[..], [&other] if other != version);
-        let is_sum = self.fusible[last].as_ref().and_then(Follows::of) == Some(Follows::Add);
+        let is_sum = self.fusible[last].as_ref().and_then(EpilogueKind::from_fusible) == Some(EpilogueKind::Add);
         let is_alike = self.program.instrs[rows].outputs[0].dtype == of_last.outputs[0].dtype;
         is_sum && is_other && is_alike && self.is_private(&BTreeSet::from([rows, last]), version)
     }
@@ -99,8 +99,8 @@ impl Fusion<'_> {
 
     /// True if a sum is better fused with the product before it than with its reader. The product then accumulates into
     /// the other summand, which needs no separate read and write.
-    pub(super) fn is_products(&self, sum: usize) -> bool {
-        let makers = self.read[sum].iter().filter_map(|&version| self.versions[version].made);
+    pub(super) fn prefers_product(&self, sum: usize) -> bool {
+        let makers = self.read[sum].iter().filter_map(|&version| self.versions[version].written_by);
         let mut products =
             makers.map(|(maker, _)| maker).filter(|&maker| self.fusible[maker] == Some(Fusible::Product));
         products.any(|product| self.joins(&BTreeSet::from([sum]), product))
@@ -110,7 +110,7 @@ impl Fusion<'_> {
     /// only overwrite the tensor that a product is added to.
     pub(super) fn may_overwrite(&self, order: &[usize], buffer: BufferId) -> bool {
         let [first, .., last] = *order else { return true };
-        let is_sum = || self.fusible[last].as_ref().and_then(Follows::of) == Some(Follows::Add);
+        let is_sum = || self.fusible[last].as_ref().and_then(EpilogueKind::from_fusible) == Some(EpilogueKind::Add);
         let is_read = || self.program.instrs[first].inputs.iter().any(|input| input.buffer == buffer);
         self.fusible[first] != Some(Fusible::Product) || is_sum() && !is_read()
     }
@@ -130,10 +130,10 @@ pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Product>
     let inputs: Vec<Operand> = first.inputs.iter().map(|(source, _)| from_memory(*source)).collect::<Option<_>>()?;
     let alone = Operands { inputs: &inputs, outputs: &[output(1)?], accumulate: 0, ..*operands };
     let Ok([Launch::Product(product)]) = <[Launch; 1]>::try_from(first.op.cuda(&alone)?) else { return None };
-    let epilogue = match Follows::of(&second.op.cuda_fusible()?)? {
-        Follows::Gelu => Epilogue::Gelu { kept: output(0).map(|kept| kept.address) },
-        Follows::GeluGrad => Epilogue::GeluGrad { of: from_memory(second.inputs[0].0)?.address },
-        Follows::Add => {
+    let epilogue = match EpilogueKind::from_fusible(&second.op.cuda_fusible()?)? {
+        EpilogueKind::Gelu => Epilogue::Gelu { kept: output(0).map(|kept| kept.address) },
+        EpilogueKind::GeluGrad => Epilogue::GeluGrad { of: from_memory(second.inputs[0].0)?.address },
+        EpilogueKind::Add => {
             let other = second.inputs.iter().find_map(|(source, _)| from_memory(*source))?;
             return Some(Product { onto: Some(other.address), ..product });
         }

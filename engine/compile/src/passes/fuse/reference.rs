@@ -15,7 +15,7 @@ use gapless_testing::prelude::*;
 use super::fuse;
 use super::fused::Fused;
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
-use crate::test_support::{in_parts, most};
+use crate::test_support::{in_parts, peak};
 use gapless_kernels::cuda::generate::Source;
 
 /// Number of elements of a tensor.
@@ -44,10 +44,8 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
     let instr = (0..9u8, 0..8u8, any::<[u8; 4]>());
     prop::collection::vec(instr, instrs).prop_map(move |described| {
         let mut program = Program::default();
-        let mut there = vec![
-            buffer(&mut program, WIDTH, BufferKind::FromStart),
-            buffer(&mut program, WIDTH, BufferKind::FromStart),
-        ];
+        let mut there =
+            vec![buffer(&mut program, WIDTH, BufferKind::Input), buffer(&mut program, WIDTH, BufferKind::Input)];
         for (kind, to, picks) in described {
             let pick = |i: usize| there[there.len() - 1 - picks[i] as usize % there.len().min(5)];
             let (op, reads): (Arc<dyn Op>, usize) = match kind {
@@ -65,13 +63,13 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
                     inputs[0].buffer
                 }
                 (3, Some(other)) if kind != 6 => other,
-                (4, _) => buffer(&mut program, WIDTH, BufferKind::ToEnd),
-                _ => buffer(&mut program, WIDTH, BufferKind::No),
+                (4, _) => buffer(&mut program, WIDTH, BufferKind::Output),
+                _ => buffer(&mut program, WIDTH, BufferKind::Temporary),
             };
             there.push(output);
             let mut outputs = vec![operand(output, &[WIDTH])];
             if kind == 6 {
-                outputs.push(operand(buffer(&mut program, 2, BufferKind::No), &[1, 2]));
+                outputs.push(operand(buffer(&mut program, 2, BufferKind::Temporary), &[1, 2]));
             }
             // Recomputed instructions may only be fused with each other.
             let mut instr = Instr::plain(InstrKind::Compute(op), inputs, outputs, 0, "".into());
@@ -82,9 +80,9 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
     })
 }
 
-fn hash(of: impl Hash) -> u64 {
+fn hash(value: impl Hash) -> u64 {
     let mut hasher = DefaultHasher::new();
-    of.hash(&mut hasher);
+    value.hash(&mut hasher);
     hasher.finish()
 }
 
@@ -123,7 +121,7 @@ fn shown(program: &Program) -> (Vec<(String, u64)>, Vec<Vec<u64>>) {
             there.insert(name(output.buffer), value);
         }
     }
-    let read = program.buffers.iter().filter(|buffer| matches!(buffer.kind, BufferKind::ToEnd));
+    let read = program.buffers.iter().filter(|buffer| matches!(buffer.kind, BufferKind::Output));
     let read =
         read.map(|buffer| buffer.label.tensor.clone()).filter_map(|name| Some((name.clone(), *there.get(&name)?)));
     (read.collect(), seen)
@@ -137,7 +135,7 @@ generated! {
         let mut merged = program.clone();
         fuse(&mut merged);
         prop_assert_eq!(shown(&merged), shown(&program));
-        prop_assert!(most(&merged) <= most(&program), "{} bytes, before {}", most(&merged), most(&program));
+        prop_assert!(peak(&merged) <= peak(&program), "{} bytes, before {}", peak(&merged), peak(&program));
         // Parts are adjacent, and nothing is computed twice or left out.
         let mut end = 0;
         for part in &merged.parts {
@@ -171,9 +169,9 @@ fn chains_and_diamonds_are_fused() {
         let all: Vec<BufferId> = (0..8)
             .map(|index| {
                 let kind = match index {
-                    0 => BufferKind::FromStart,
-                    7 => BufferKind::ToEnd,
-                    _ => BufferKind::No,
+                    0 => BufferKind::Input,
+                    7 => BufferKind::Output,
+                    _ => BufferKind::Temporary,
                 };
                 buffer(&mut program, WIDTH, kind)
             })

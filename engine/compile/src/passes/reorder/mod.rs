@@ -88,11 +88,14 @@ impl Profile {
         let instrs = program.instrs.len();
         let aligned = |bytes: u64| bytes.next_multiple_of(ALIGNMENT);
         let buffers = program.buffers.iter();
-        let mut bytes: Vec<u64> = buffers.map(|b| if b.counted.is_some() { 0 } else { aligned(b.bytes) }).collect();
-        bytes.resize(bytes.len() + program.counts, 0);
+        let mut bytes: Vec<u64> =
+            buffers.map(|b| if b.dynamic_rows.is_some() { 0 } else { aligned(b.bytes) }).collect();
+        bytes.resize(bytes.len() + program.row_counts, 0);
         let touches: Vec<Vec<Touch>> = program.instrs.iter().map(|instr| touches(program, instr)).collect();
         let (mut born, mut dies) = (vec![None; bytes.len()], vec![None; bytes.len()]);
-        for (at, touch) in touches.iter().enumerate().flat_map(|(at, of)| of.iter().map(move |touch| (at, touch))) {
+        for (at, touch) in
+            touches.iter().enumerate().flat_map(|(at, touched)| touched.iter().map(move |touch| (at, touch)))
+        {
             born[touch.resource] = born[touch.resource].or(Some(at));
             dies[touch.resource] = Some(at);
         }
@@ -100,8 +103,8 @@ impl Profile {
         for (resource, buffer) in program.buffers.iter().enumerate() {
             // A buffer that only the host touches is live in any order.
             let (Some(first), Some(last)) = (born[resource], dies[resource]) else { continue };
-            let before = matches!(buffer.kind, BufferKind::FromStart | BufferKind::Always { .. } | BufferKind::Cache);
-            let after = matches!(buffer.kind, BufferKind::ToEnd | BufferKind::Always { .. } | BufferKind::Cache);
+            let before = matches!(buffer.kind, BufferKind::Input | BufferKind::Persistent { .. } | BufferKind::Cache);
+            let after = matches!(buffer.kind, BufferKind::Output | BufferKind::Persistent { .. } | BufferKind::Cache);
             let first = if before { 0 } else { first };
             change[first] += i128::from(bytes[resource]);
             change[if after { instrs } else { last + 1 }] -= i128::from(bytes[resource]);
@@ -189,11 +192,11 @@ fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     let operands = instr.inputs.iter().map(|operand| (operand, false));
     for (operand, writes) in operands.chain(instr.outputs.iter().map(|operand| (operand, true))) {
         touch(operand.buffer.index(), writes);
-        if let Some(counted) = program.buffers[operand.buffer.index()].counted {
+        if let Some(counted) = program.buffers[operand.buffer.index()].dynamic_rows {
             touch(program.buffers.len() + counted.count as usize, false);
         }
     }
-    if let Some(count) = instr.counts {
+    if let Some(count) = instr.defines_count {
         touch(program.buffers.len() + count as usize, true);
     }
     touches

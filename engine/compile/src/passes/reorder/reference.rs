@@ -8,7 +8,7 @@ use gapless_testing::prelude::*;
 
 use super::order;
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
-use crate::test_support::{in_parts, most};
+use crate::test_support::{in_parts, peak};
 
 /// Random programs. Each instruction reads some earlier buffers, and writes a new buffer or rewrites an earlier one.
 /// Parts have `part` instructions each.
@@ -21,15 +21,15 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
                 Label { tensor: String::new(), op: String::new(), layer: String::new(), role: Role::Activation };
             program.add(bytes * 64, label, kind)
         };
-        let mut there = vec![buffer(&mut program, 3, BufferKind::FromStart)];
+        let mut there = vec![buffer(&mut program, 3, BufferKind::Input)];
         for (index, (bytes, random, kind, scratch)) in described.into_iter().enumerate() {
             let pick = |shift: u64| there[(random >> shift) as usize % there.len()];
             let inputs: Vec<BufferId> = (0..random as usize % 3).map(|i| pick(8 + 16 * i as u64)).collect();
             let output = match kind {
                 0 => pick(4),
                 // An output that the host reads.
-                1 => buffer(&mut program, bytes, BufferKind::ToEnd),
-                _ => buffer(&mut program, bytes, BufferKind::No),
+                1 => buffer(&mut program, bytes, BufferKind::Output),
+                _ => buffer(&mut program, bytes, BufferKind::Temporary),
             };
             there.push(output);
             let operand = |buffer: BufferId| Operand {
@@ -43,7 +43,7 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
             let work = InstrKind::Compute(Arc::new(Contiguous));
             let mut instr = Instr::plain(work, inputs, vec![operand(output)], index as u32, "".into());
             if scratch > 0 {
-                instr.workspace = vec![buffer(&mut program, scratch, BufferKind::No)];
+                instr.workspace = vec![buffer(&mut program, scratch, BufferKind::Temporary)];
             }
             program.instrs.push(instr);
         }
@@ -71,7 +71,7 @@ fn least(program: &Program, order: &mut Vec<usize>) -> u64 {
     if order.len() == count {
         let mut ordered = program.clone();
         ordered.rearrange(order);
-        return most(&ordered);
+        return peak(&ordered);
     }
     let mut best = u64::MAX;
     for next in (0..count).filter(|next| !order.contains(next)).collect::<Vec<_>>() {
@@ -93,7 +93,7 @@ generated! {
     fn no_order_has_less_alive(program in any_program(1..8, 8)) {
         let mut ordered = program.clone();
         order(&mut ordered);
-        prop_assert_eq!(most(&ordered), least(&program, &mut Vec::new()));
+        prop_assert_eq!(peak(&ordered), least(&program, &mut Vec::new()));
     }
 
     /// Longer programs than one window, in several parts.
@@ -101,7 +101,7 @@ generated! {
     fn less_is_alive_and_every_step_stays_in_its_part(program in any_program(1..300, 90)) {
         let mut ordered = program.clone();
         order(&mut ordered);
-        prop_assert!(most(&ordered) <= most(&program));
+        prop_assert!(peak(&ordered) <= peak(&program));
         let place = numbers(&ordered);
         prop_assert!(place.iter().enumerate().all(|(at, number)| at / 90 == number / 90));
         prop_assert_eq!(ordered.parts.len(), program.parts.len());

@@ -26,7 +26,7 @@ pub(super) struct Window {
     /// By instruction: its scratch bytes.
     workspace: Vec<u64>,
     /// By instruction: the ones that must run before it.
-    before: Vec<Done>,
+    predecessors: Vec<Done>,
 }
 
 /// A buffer or row count that several of the instructions may use.
@@ -37,7 +37,7 @@ struct Resource {
     /// The last instruction that writes it, in the current order.
     last_write: Done,
     /// Readers after the last write.
-    behind: Done,
+    readers: Done,
     /// Whether its first use lies in this window, so that it is not live before.
     born: bool,
     /// Whether its last use lies in this window, so that it is not live after.
@@ -65,14 +65,14 @@ impl Window {
             let resource = &mut self.resources[resource];
             before |= resource.last_write;
             if writes {
-                before |= resource.behind;
-                (resource.last_write, resource.behind) = (own, 0);
+                before |= resource.readers;
+                (resource.last_write, resource.readers) = (own, 0);
             } else {
-                resource.behind |= own;
+                resource.readers |= own;
             }
             resource.users |= own;
         }
-        self.before.push(before);
+        self.predecessors.push(before);
         self.touches.push(touches.into_iter().map(|(resource, _)| resource).collect());
         self.workspace.push(workspace);
     }
@@ -115,7 +115,7 @@ impl Window {
         let mut looked_at = 0;
         while let Some(Reverse((most, Reverse(ran), done, now))) = ahead.pop() {
             if done == all {
-                return Some(backwards(&best, done));
+                return Some(reconstruct(&best, done));
             }
             if best.get(&done).is_some_and(|known| known.0 < most) {
                 continue;
@@ -124,7 +124,7 @@ impl Window {
             if looked_at > SETS {
                 return None;
             }
-            let ready = (0..count).filter(|&index| done >> index & 1 == 0 && self.before[index] & !done == 0);
+            let ready = (0..count).filter(|&index| done >> index & 1 == 0 && self.predecessors[index] & !done == 0);
             let mut next: Vec<(usize, u64, u64)> = Vec::new();
             for index in ready {
                 let (during, after) = self.run(index, done, now);
@@ -147,7 +147,7 @@ impl Window {
 }
 
 /// Reconstructs the order that leads to a set.
-fn backwards(best: &HashMap<Done, (u64, usize)>, mut done: Done) -> Vec<usize> {
+fn reconstruct(best: &HashMap<Done, (u64, usize)>, mut done: Done) -> Vec<usize> {
     let mut order = Vec::new();
     while let Some(&(_, last)) = best.get(&done) {
         order.push(last);

@@ -54,7 +54,7 @@ fn any_layer(candidates: std::ops::RangeInclusive<usize>) -> impl Strategy<Value
 
 fn all(layer: &Layer) -> Vec<Choice> {
     let mut costs = Costs::new(layer);
-    (0..1 << layer.candidates.len()).map(|dropped| costs.of(dropped, 0)).collect()
+    (0..1 << layer.candidates.len()).map(|dropped| costs.choice(dropped, 0)).collect()
 }
 
 /// Points (time, bytes) on the lower convex hull of some choices, the fastest first.
@@ -83,7 +83,7 @@ generated! {
     #[test]
     fn minimal_cuts_are_the_corners_of_all_choices(layer in any_layer(1..=12)) {
         let mut costs = Costs::new(&layer);
-        let cuts: Vec<Choice> = hull(&layer).into_iter().map(|dropped| costs.of(dropped, 0)).collect();
+        let cuts: Vec<Choice> = hull(&layer).into_iter().map(|dropped| costs.choice(dropped, 0)).collect();
         let corners = lower_hull(&all(&layer));
         prop_assert_eq!(lower_hull(&cuts), corners.clone());
         // Exception: keeping everything is no corner if something can be dropped at no cost in time.
@@ -145,7 +145,7 @@ fn is_as_good(one: &Choice, other: &Choice, within: u64) -> bool {
 fn of_runs(layer: &Layer) -> Vec<Choice> {
     let mut costs = Costs::new(layer);
     let mut best = |subsets: Vec<u64>| -> Vec<Choice> {
-        let all: Vec<Choice> = subsets.into_iter().map(|dropped| costs.of(dropped, 0)).collect();
+        let all: Vec<Choice> = subsets.into_iter().map(|dropped| costs.choice(dropped, 0)).collect();
         let beats = |other: &Choice, one: &Choice| {
             is_as_good(other, one, 0) && (!is_as_good(one, other, 0) || other.dropped < one.dropped)
         };

@@ -88,7 +88,8 @@ fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Optio
     if name.starts_with("__") && name.ends_with("__") {
         return fault(format!("access to attribute '{name}' of '{kind}' object is unsafe."));
     }
-    let refused = NOT_SUPPORTED.iter().find(|(of, _)| *of == kind || (*of == "int" && kind == "bool"));
+    let refused =
+        NOT_SUPPORTED.iter().find(|(type_name, _)| *type_name == kind || (*type_name == "int" && kind == "bool"));
     if refused.is_some_and(|(_, names)| names.contains(&&**name)) {
         return fault(format!("the attribute '{name}' of '{kind}' objects is not supported"));
     }
@@ -122,14 +123,14 @@ fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Optio
             renderer.limits.step(variables.borrow().len() / 8)?;
             variables.borrow().iter().find(|(known, _)| **known == *name).map(|(_, value)| value.clone())
         }
-        (Value::Macro(of), "name") => Some(Value::text(of.node.name.clone())),
-        (Value::Macro(of), "arguments") => {
-            let names = of.node.parameters.iter().map(|(name, _)| Value::text(name.clone())).collect();
+        (Value::Macro(callee), "name") => Some(Value::text(callee.node.name.clone())),
+        (Value::Macro(callee), "arguments") => {
+            let names = callee.node.parameters.iter().map(|(name, _)| Value::text(name.clone())).collect();
             Some(Value::tuple(renderer.limits, names)?)
         }
-        (Value::Loop(of), name) => of_loop(renderer, of, name, method)?,
+        (Value::Loop(running), name) => of_loop(renderer, running, name, method)?,
         (Value::Cycler(_), "next" | "reset") => method(),
-        (Value::Cycler(of), "current") => Some(of.0[of.1.get()].clone()),
+        (Value::Cycler(cycler), "current") => Some(cycler.0[cycler.1.get()].clone()),
         (Value::Function("dict"), "fromkeys") => return fault("the method dict.fromkeys is not supported"),
         (Value::View(..), "mapping" | "isdisjoint") | (Value::Stream(_), "send" | "close" | "throw") => {
             return fault(format!("the attribute '{name}' of '{kind}' objects is not supported"));
@@ -140,24 +141,24 @@ fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Optio
 
 fn of_loop(
     renderer: &Renderer<'_>,
-    of: &Loop,
+    running: &Loop,
     name: &str,
     method: impl Fn() -> Option<Value>,
 ) -> Outcome<Option<Value>> {
-    let index0 = of.index0();
-    let length = || of.length(renderer).map(|length| length as i128);
+    let index0 = running.index0();
+    let length = || running.length(renderer).map(|length| length as i128);
     Ok(Some(match name {
         "index0" => Value::Int(index0),
         "index" => Value::Int(index0 + 1),
         "first" => Value::Bool(index0 == 0),
-        "last" => Value::Bool(of.peek(renderer)?.is_none()),
+        "last" => Value::Bool(running.peek(renderer)?.is_none()),
         "length" => Value::Int(length()?),
         "revindex0" => Value::Int(length()? - index0 - 1),
         "revindex" => Value::Int(length()? - index0),
-        "depth0" => Value::Int(of.depth0 as i128),
-        "depth" => Value::Int(of.depth0 as i128 + 1),
-        "previtem" => of.previous().unwrap_or_else(|| Value::undefined("there is no previous item")),
-        "nextitem" => of.peek(renderer)?.unwrap_or_else(|| Value::undefined("there is no next item")),
+        "depth0" => Value::Int(running.depth0 as i128),
+        "depth" => Value::Int(running.depth0 as i128 + 1),
+        "previtem" => running.previous().unwrap_or_else(|| Value::undefined("there is no previous item")),
+        "nextitem" => running.peek(renderer)?.unwrap_or_else(|| Value::undefined("there is no next item")),
         "cycle" | "changed" => return Ok(method()),
         _ => return Ok(None),
     }))
@@ -292,22 +293,22 @@ pub(super) fn call_method(renderer: &Renderer<'_>, value: &Value, name: &str, gi
             given.bind::<0>(name, [])?;
             Ok(Value::Bool(number.fract() == 0.0))
         }
-        (Value::Loop(of), "cycle") => {
+        (Value::Loop(running), "cycle") => {
             if given.positional.is_empty() || !given.named.is_empty() {
                 return fault("no items for cycling given");
             }
-            let index = of.index0().rem_euclid(given.positional.len() as i128);
+            let index = running.index0().rem_euclid(given.positional.len() as i128);
             Ok(given.positional[index as usize].clone())
         }
-        (Value::Loop(of), "changed") => of.changed(renderer, given.positional).map(Value::Bool),
-        (Value::Cycler(of), "next") => {
+        (Value::Loop(running), "changed") => running.changed(renderer, given.positional).map(Value::Bool),
+        (Value::Cycler(cycler), "next") => {
             given.bind::<0>(name, [])?;
-            let current = of.1.get();
-            of.1.set((current + 1) % of.0.len());
-            Ok(of.0[current].clone())
+            let current = cycler.1.get();
+            cycler.1.set((current + 1) % cycler.0.len());
+            Ok(cycler.0[current].clone())
         }
-        (Value::Cycler(of), "reset") => {
-            of.1.set(0);
+        (Value::Cycler(cycler), "reset") => {
+            cycler.1.set(0);
             Ok(Value::None)
         }
         _ => fault(format!("the method {name} of '{}' objects is not supported", value.type_name())),

@@ -40,25 +40,25 @@ impl Renderer<'_> {
                     entries.iter().map(|(key, value)| Ok((self.value(key, scope)?, self.value(value, scope)?)));
                 Dict::of(self.limits, entries.collect::<Outcome<Vec<_>>>()?)?
             }
-            Expr::Attribute(of, name) => access::attribute(self, &self.value(of, scope)?, name)?,
-            Expr::Item(of, item) => match &**item {
+            Expr::Attribute(target, name) => access::attribute(self, &self.value(target, scope)?, name)?,
+            Expr::Item(target, item) => match &**item {
                 Expr::Slice(parts) => {
-                    let of = self.value(of, scope)?;
+                    let value = self.value(target, scope)?;
                     let part = |part: &Option<Expr>| part.as_ref().map(|part| self.value(part, scope)).transpose();
                     let [start, end, step] = &**parts;
-                    access::slice(self, &of, [part(start)?, part(end)?, part(step)?])?
+                    access::slice(self, &value, [part(start)?, part(end)?, part(step)?])?
                 }
-                item => access::item(self, &self.value(of, scope)?, &self.value(item, scope)?)?,
+                item => access::item(self, &self.value(target, scope)?, &self.value(item, scope)?)?,
             },
             Expr::Slice(_) => return fault("slices within a tuple of indices are not supported"),
             Expr::Call(..) => self.call_with(expr, scope, None)?,
-            Expr::Filter(of, name, arguments) => {
-                let of = self.value(of, scope)?;
-                filters::apply(self, name, of, self.given(arguments, scope)?)?
+            Expr::Filter(target, name, arguments) => {
+                let value = self.value(target, scope)?;
+                filters::apply(self, name, value, self.given(arguments, scope)?)?
             }
-            Expr::Test(of, name, arguments) => {
-                let of = self.value(of, scope)?;
-                Value::Bool(tests::apply(self, name, &of, self.given(arguments, scope)?)?)
+            Expr::Test(target, name, arguments) => {
+                let value = self.value(target, scope)?;
+                Value::Bool(tests::apply(self, name, &value, self.given(arguments, scope)?)?)
             }
             Expr::Not(value) => Value::Bool(!self.value(value, scope)?.is_true()),
             Expr::Negative(value) => negative(&self.value(value, scope)?)?,
@@ -155,18 +155,18 @@ impl Renderer<'_> {
 
     /// Calls a macro with a `caller`.
     pub fn call_with(&self, call: &Expr, scope: &Rc<Scope>, caller: Option<Value>) -> Outcome<Value> {
-        let Expr::Call(of, arguments) = call else { return fault("expected a call") };
-        let of = self.value(of, scope)?;
+        let Expr::Call(target, arguments) = call else { return fault("expected a call") };
+        let callee = self.value(target, scope)?;
         let given = self.given(arguments, scope)?;
-        match (of.defined()?, caller) {
-            (Value::Macro(of), caller) => self.call_macro(of, given, caller),
+        match (callee.defined()?, caller) {
+            (Value::Macro(macro_value), caller) => self.call_macro(macro_value, given, caller),
             (_, Some(_)) => fault("a call block takes a macro"),
-            (Value::Loop(of), _) => self.call_loop(of, given),
+            (Value::Loop(running), _) => self.call_loop(running, given),
             (Value::Function(name), _) => functions::call(self, name, given),
-            (Value::Method(of), _) => access::call_method(self, &of.0, &of.1, given),
-            (Value::Joiner(of), _) => {
+            (Value::Method(method), _) => access::call_method(self, &method.0, &method.1, given),
+            (Value::Joiner(joiner), _) => {
                 given.bind::<0>("joiner", [])?;
-                Ok(Value::text(if of.1.replace(true) { of.0.clone() } else { "".into() }))
+                Ok(Value::text(if joiner.1.replace(true) { joiner.0.clone() } else { "".into() }))
             }
             (other, _) => fault(format!("'{}' object is not callable", other.type_name())),
         }

@@ -5,14 +5,14 @@ use super::print::float_repr;
 use super::strings::{decimal, is_space};
 
 /// The most digits after the decimal point: the smallest double has 1074.
-const MOST_DIGITS: usize = 1100;
+const MAX_DIGITS: usize = 1100;
 
 /// Formats a float without its sign, by a letter of `eEfFgG%` or, like `repr`, by `r`, with this many digits.
 pub(super) fn float_digits(value: f64, letter: char, digits: Option<usize>, alternate: bool) -> Outcome<String> {
     let value = value.abs();
     let digits = digits.unwrap_or(6);
-    if digits > MOST_DIGITS {
-        return fault(format!("a number with {digits} digits after the point; at most {MOST_DIGITS} are written"));
+    if digits > MAX_DIGITS {
+        return fault(format!("a number with {digits} digits after the point; at most {MAX_DIGITS} are written"));
     }
     let text = match letter.to_ascii_lowercase() {
         _ if !value.is_finite() => float_repr(value),
@@ -27,8 +27,8 @@ pub(super) fn float_digits(value: f64, letter: char, digits: Option<usize>, alte
 
 /// Formats a float like `format` with only a precision: as by `g`, but a whole number keeps one digit after the point.
 pub(super) fn short_float(value: f64, digits: usize) -> Outcome<String> {
-    if digits > MOST_DIGITS {
-        return fault(format!("a number with {digits} digits; at most {MOST_DIGITS} are written"));
+    if digits > MAX_DIGITS {
+        return fault(format!("a number with {digits} digits; at most {MAX_DIGITS} are written"));
     }
     Ok(if value.is_finite() { general(value.abs(), digits.max(1), false, true) } else { float_repr(value.abs()) })
 }

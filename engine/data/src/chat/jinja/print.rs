@@ -83,9 +83,9 @@ pub(super) fn write_repr(out: &mut Text<'_>, value: &Value) -> Outcome<()> {
         }
         Value::Range(start, end, 1) => out.push(&format!("range({start}, {end})")),
         Value::Range(start, end, step) => out.push(&format!("range({start}, {end}, {step})")),
-        Value::Macro(of) => out.push(&format!("<Macro {}>", str_repr(&of.node.name))),
-        Value::Loop(of) => {
-            let (index, length) = (of.index0() + 1, of.known_length());
+        Value::Macro(macro_value) => out.push(&format!("<Macro {}>", str_repr(&macro_value.node.name))),
+        Value::Loop(running) => {
+            let (index, length) = (running.index0() + 1, running.known_length());
             match length {
                 Some(length) => out.push(&format!("<LoopContext {index}/{length}>")),
                 None => fault("a loop over a filtered sequence cannot be printed"),

@@ -225,20 +225,20 @@ impl<'a> Renderer<'a> {
     }
 
     /// Calls a recursive loop with other items, and returns its text.
-    pub fn call_loop(&self, of: &Loop, given: Given) -> Outcome<Value> {
+    pub fn call_loop(&self, running: &Loop, given: Given) -> Outcome<Value> {
         let [over] = given.require("loop", ["iterable"])?;
-        if !of.node.is_recursive {
+        if !running.node.is_recursive {
             return fault("The loop must have the 'recursive' marker to be called recursively.");
         }
-        let text = self.capture(|| self.for_loop(&of.node, &of.scope, &over, of.depth0 + 1))?.0;
+        let text = self.capture(|| self.for_loop(&running.node, &running.scope, &over, running.depth0 + 1))?.0;
         Ok(Value::text(text))
     }
 
     /// Calls a macro, and returns its text.
-    pub fn call_macro(&self, of: &Macro, given: Given, caller: Option<Value>) -> Outcome<Value> {
-        let MacroNode { name, parameters, body, uses } = &*of.node;
+    pub fn call_macro(&self, callee: &Macro, given: Given, caller: Option<Value>) -> Outcome<Value> {
+        let MacroNode { name, parameters, body, uses } = &*callee.node;
         let Given { positional, mut named } = given;
-        let scope = Scope::within(&of.scope);
+        let scope = Scope::within(&callee.scope);
         let mut positional = positional.into_iter();
         for (parameter, default) in parameters {
             let by_name = named.iter().position(|(given, _)| given == parameter).map(|index| named.remove(index).1);

@@ -68,7 +68,7 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
             given.bind::<0>(name, [])?;
             limits.scan(value.as_str().map_or("", |text| text))?;
             match (&value, value.len()) {
-                (Value::Loop(of), _) => Ok(Value::Int(of.length(renderer)? as i128)),
+                (Value::Loop(running), _) => Ok(Value::Int(running.length(renderer)? as i128)),
                 (_, Some(length)) => Ok(Value::Int(length as i128)),
                 (other, None) => fault(format!("object of type '{}' has no len()", other.type_name())),
             }

@@ -183,7 +183,7 @@ impl Value {
             Self::Stream(stream) => stream.depth,
             Self::Method(method) => method.0.depth(),
             Self::Cycler(cycler) => 1 + cycler.0.iter().map(Self::depth).max().unwrap_or(0),
-            Self::Loop(of) => of.depth_of_items(),
+            Self::Loop(running) => running.depth_of_items(),
             _ => 0,
         }
     }

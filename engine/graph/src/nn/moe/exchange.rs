@@ -66,7 +66,7 @@ impl Exchange {
     ///
     /// # Errors
     /// Returns an error if the number of rows is not that of this rank's experts.
-    pub fn give_back(&self, rows: &Tensor) -> Result<Tensor> {
+    pub fn send_back(&self, rows: &Tensor) -> Result<Tensor> {
         self.all_to_all(rows, false, &self.received, &self.sent)
     }
 
@@ -84,7 +84,7 @@ impl Exchange {
         let op = Collective::AllToAllRows {
             ranks: self.ranks,
             rows: rows_there,
-            counted: to_experts,
+            receives_dynamic_rows: to_experts,
             balanced: self.rows_sent,
         };
         Tensor::apply_op::<1>(op, &[rows, from, to]).map(|[rows]| rows)

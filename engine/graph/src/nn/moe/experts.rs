@@ -48,6 +48,6 @@ impl Experts {
         let weights = routed.receive(&routing.row_weights()?)?;
         let (gate, up) = (routed.linear(&rows, &self.gate_proj)?, routed.linear(&rows, &self.up_proj)?);
         let rows = routed.linear(&routed.swiglu(&gate, &up, &weights)?, &self.down_proj)?;
-        routing.combine(&routed.give_back(&rows)?)
+        routing.combine(&routed.send_back(&rows)?)
     }
 }

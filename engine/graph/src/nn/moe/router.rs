@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::graph::LossPart;
 use crate::nn::{Init, VarBuilder};
 use crate::ops::{
-    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, Jitter, Route, SlotWeights, TopK,
-    Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, Jitter, Route,
+    SlotWeights, TopK,
 };
 use crate::optim::LoadBias;
 use crate::tensor::Tensor;
@@ -206,7 +206,7 @@ impl Router {
             if self.config.capacity.is_some() {
                 let routed = x.documents().map(|[_, routed]| routed);
                 let inputs: Vec<&Tensor> = [&routing.places].into_iter().chain(&routed).collect();
-                let [dropped] = Tensor::apply_op(Unplaced { whole_tokens: routing.ids.is_none() }, &inputs)?;
+                let [dropped] = Tensor::apply_op(Dropped { whole_tokens: routing.ids.is_none() }, &inputs)?;
                 dropped.watch(&format!("{}.dropped", self.layer));
             }
             for (part, loss) in &routing.losses {

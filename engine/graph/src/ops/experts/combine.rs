@@ -33,7 +33,7 @@ impl Op for Dispatch {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let [dx] = Tensor::apply_op(Combine, &[&g.grad(0), &g.input(1), &g.input(2)])?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 
@@ -95,7 +95,7 @@ impl Op for Combine {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let [d_rows] = Tensor::apply_op(Dispatch, &[&g.grad(0), &g.input(1), &g.input(2)])?;
-        g.send(0, d_rows);
+        g.accumulate(0, d_rows);
         Ok(())
     }
 

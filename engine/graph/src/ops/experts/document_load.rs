@@ -41,10 +41,10 @@ impl Op for DocumentLoad {
 
     fn run(&self, args: &mut Args<'_>) {
         let shares = args.output::<f32>(0);
-        let (ids, starts) = (args.input::<u32>(0), args.input::<u32>(1));
+        let (ids, document_starts) = (args.input::<u32>(0), args.input::<u32>(1));
         let (tokens, k) = (gapless_kernels::width(args.input_dims(1)), gapless_kernels::width(args.input_dims(0)));
         let sequences = shares.chunks_exact_mut(tokens * self.experts).zip(ids.chunks_exact(tokens * k));
-        for ((mut shares, mut ids), starts) in sequences.zip(starts.chunks_exact(tokens)) {
+        for ((mut shares, mut ids), starts) in sequences.zip(document_starts.chunks_exact(tokens)) {
             for document in starts.chunk_by(|a, b| a == b) {
                 let (own, other_shares) = shares.split_at_mut(document.len() * self.experts);
                 let (chosen, other_ids) = ids.split_at(document.len() * k);
@@ -63,12 +63,13 @@ impl Op for DocumentLoad {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (ids, starts) = (args.input(0), args.input(1));
+        let (ids, document_starts) = (args.input(0), args.input(1));
         let &[batch, tokens, k] = &ids.dims[..] else { unreachable!("by the shape rule") };
         let share = |index: usize| {
             let (token, expert) = (index / self.experts, index % self.experts);
             let sequence = token / tokens * tokens;
-            let document = (sequence..sequence + tokens).filter(|&other| starts.data[other] == starts.data[token]);
+            let document = (sequence..sequence + tokens)
+                .filter(|&other| document_starts.data[other] == document_starts.data[token]);
             let ids = document.flat_map(|token| &ids.data[token * k..][..k]).filter(|&&id| id != f64::from(NONE));
             let (chosen, all) = ids.fold((0.0, 0.0), |(chosen, all), &id| {
                 (chosen + f64::from(u8::from(id as usize == expert)), all + 1.0)

@@ -8,12 +8,12 @@ use gapless_kernels::cpu::bf16::Stored;
 use gapless_kernels::cpu::gemm::{Factor, Gemm, Groups, Mode, Strides};
 use gapless_kernels::cpu::{Args, with_float};
 
-use super::{Runs, exact_starts, used_rows};
+use super::{RowRuns, exact_offsets, used_rows};
 use crate::error::Result;
 use crate::ops::OutputTypes;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
-use crate::{Gradient, Op, Rows};
+use crate::{Gradient, Op, RowUse};
 
 /// x [rows, in], weights [experts, out, in] and `starts` (see [`Route`](super::Route)) to [rows, out]: x·Wᵀ with the
 /// weight of each row's expert. Rows are not padded (MegaBlocks, arXiv 2211.15841, computes the same in blocks).
@@ -47,15 +47,15 @@ fn run(args: &mut Args<'_>, sources: usize, most: &Gemm) {
 
 fn run_on<T: Factor>(args: &mut Args<'_>, sources: usize, most: &Gemm) {
     let ((out, mut rounded), mut scratch) = (args.output_rounded(0), args.workspace());
-    let (x, weight, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
+    let (x, weight, offsets) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
     let experts = weight.len() / (most.n * most.k);
-    let groups = Groups::new(starts, sources * experts).expect("starts by the shape rule");
+    let groups = Groups::new(offsets, sources * experts).expect("starts by the shape rule");
     let c = (&mut *out, rounded.as_deref_mut());
     most.run_grouped(groups, experts, x, weight, c, &mut scratch).expect("extents by the shape rule");
-    let behind = used_rows(starts) * most.n..;
+    let unused = used_rows(offsets) * most.n..;
     match rounded {
-        Some(rounded) => rounded[behind].fill(Stored::ZERO),
-        None => out[behind].fill(0.0),
+        Some(rounded) => rounded[unused].fill(Stored::ZERO),
+        None => out[unused].fill(0.0),
     }
 }
 
@@ -64,7 +64,7 @@ impl Op for GroupedLinear {
         "grouped_linear"
     }
 
-    fn rows(&self) -> Rows {
+    fn rows(&self) -> RowUse {
         super::rows(2, self.balanced)
     }
 
@@ -85,9 +85,9 @@ impl Op for GroupedLinear {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        let (x, weight, starts, dy) = (g.input(0), g.input(1), g.input(2), g.grad(0));
+        let (x, weight, offsets, dy) = (g.input(0), g.input(1), g.input(2), g.grad(0));
         // The weight's gradient comes first, as it is the last reader of x.
-        if g.needs(1) {
+        if g.wants(1) {
             let experts = weight.dims()[0];
             let [d_weight] = Tensor::apply_op(
                 GroupedLinearGradWeight {
@@ -96,16 +96,16 @@ impl Op for GroupedLinear {
                     balanced: self.balanced,
                     types: OutputTypes::default(),
                 },
-                &[&x, &dy, &starts],
+                &[&x, &dy, &offsets],
             )?;
-            g.send(1, d_weight);
+            g.accumulate(1, d_weight);
         }
-        if g.needs(0) {
+        if g.wants(0) {
             let [dx] = Tensor::apply_op(
                 GroupedLinearGradInput { sources: self.sources, balanced: self.balanced },
-                &[&dy, &weight, &starts],
+                &[&dy, &weight, &offsets],
             )?;
-            g.send(0, dx);
+            g.accumulate(0, dx);
         }
         Ok(())
     }
@@ -135,10 +135,10 @@ impl Op for GroupedLinear {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (x, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
+        let (x, weight, offsets) = (args.input(0), args.input(1), exact_offsets(args.input(2)));
         let (experts, out, width) = weight_dims(&weight.dims);
         let mut y = Array::zeros(&[x.dims[0], out]);
-        let runs = Runs { starts: &starts, sources: self.sources, experts };
+        let runs = RowRuns { offsets: &offsets, sources: self.sources, experts };
         for expert in 0..experts {
             for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {
@@ -163,7 +163,7 @@ impl Op for GroupedLinearGradInput {
         "grouped_linear_grad_input"
     }
 
-    fn rows(&self) -> Rows {
+    fn rows(&self) -> RowUse {
         super::rows(2, self.balanced)
     }
 
@@ -196,10 +196,10 @@ impl Op for GroupedLinearGradInput {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (dy, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
+        let (dy, weight, offsets) = (args.input(0), args.input(1), exact_offsets(args.input(2)));
         let (experts, out, width) = weight_dims(&weight.dims);
         let mut dx = Array::zeros(&[dy.dims[0], width]);
-        let runs = Runs { starts: &starts, sources: self.sources, experts };
+        let runs = RowRuns { offsets: &offsets, sources: self.sources, experts };
         for expert in 0..experts {
             for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {
@@ -234,13 +234,13 @@ impl GroupedLinearGradWeight {
     fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
         let accumulate = args.accumulate(0);
         let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
-        let (x, dy, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
+        let (x, dy, offsets) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
         let most = Self::most(args.input_dims(0), args.input_dims(1));
         // Each sequence is a sum of its own. The sequences of one source follow those of another.
-        let of_source = (starts.len() - 1) / self.sources;
+        let of_source = (offsets.len() - 1) / self.sources;
         for source in 0..self.sources {
-            let starts = &starts[source * of_source..][..=of_source];
-            let groups = Groups::new(starts, self.experts).expect("starts by the shape rule");
+            let source_offsets = &offsets[source * of_source..][..=of_source];
+            let groups = Groups::new(source_offsets, self.experts).expect("starts by the shape rule");
             let mode = if accumulate || source > 0 { Mode::Accumulate } else { Mode::Overwrite };
             most.sum_grouped(groups, dy, x, d_weight, mode, &mut scratch).expect("extents by the shape rule");
         }
@@ -252,13 +252,13 @@ impl Op for GroupedLinearGradWeight {
         "grouped_linear_grad_weight"
     }
 
-    fn rows(&self) -> Rows {
-        Rows::Fixed
+    fn rows(&self) -> RowUse {
+        RowUse::FixedOutputs
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let (width, out) = (gapless_kernels::width(inputs[0].dims()), gapless_kernels::width(inputs[1].dims()));
-        Ok(self.types.of([inputs[0].in_shape((self.experts, out, width))]))
+        Ok(self.types.apply_to([inputs[0].in_shape((self.experts, out, width))]))
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
@@ -291,10 +291,10 @@ impl Op for GroupedLinearGradWeight {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (x, dy, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
+        let (x, dy, offsets) = (args.input(0), args.input(1), exact_offsets(args.input(2)));
         let (width, out) = (gapless_kernels::width(&x.dims), gapless_kernels::width(&dy.dims));
         let mut d_weight = Array::zeros(&[self.experts, out, width]);
-        let runs = Runs { starts: &starts, sources: self.sources, experts: self.experts };
+        let runs = RowRuns { offsets: &offsets, sources: self.sources, experts: self.experts };
         for expert in 0..self.experts {
             for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {

@@ -72,12 +72,12 @@ impl Op for ExpertLoad {
 /// Counts the places [.., k] that are [`NONE`], or the tokens all of whose places are: a scalar. An optional second
 /// input, f32 [..], is 0 for tokens that are not counted. There is no gradient.
 #[derive(Debug, Clone, Copy)]
-pub struct Unplaced {
+pub struct Dropped {
     /// True if tokens without any place are counted, rather than places.
     pub whole_tokens: bool,
 }
 
-impl Unplaced {
+impl Dropped {
     fn nowhere<P: PartialEq, T: PartialOrd + Default>(
         &self,
         places: &[P],
@@ -97,7 +97,7 @@ impl Unplaced {
     }
 }
 
-impl Op for Unplaced {
+impl Op for Dropped {
     fn name(&self) -> &'static str {
         "unplaced"
     }

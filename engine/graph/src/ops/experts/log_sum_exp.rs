@@ -29,7 +29,7 @@ impl Op for LogSumExp {
         let x = g.input(0);
         let dy = g.grad(0).unsqueeze(x.rank() - 1)?;
         let dx = x.softmax_last_dim()?.broadcast_mul(&dy)?;
-        g.send(0, dx);
+        g.accumulate(0, dx);
         Ok(())
     }
 

@@ -34,7 +34,7 @@ pub use combine::{Combine, Dispatch};
 pub use document_load::DocumentLoad;
 pub use grouped_linear::GroupedLinear;
 pub use jitter::Jitter;
-pub use load::{ExpertLoad, Unplaced};
+pub use load::{Dropped, ExpertLoad};
 pub use log_sum_exp::LogSumExp;
 pub use route::{Chooses, DropPolicy, Route};
 pub use routed_swiglu::RoutedSwiGlu;
@@ -47,7 +47,7 @@ use std::ops::Range;
 
 use gapless_kernels::Spec;
 
-use crate::op::Rows;
+use crate::op::RowUse;
 
 /// Marks a row or a slot that does not exist.
 pub const NONE: u32 = u32::MAX;
@@ -86,38 +86,38 @@ fn is_routed<T: PartialOrd + Default>(routed: Option<&[T]>, token: usize) -> boo
 /// The rows of each expert. `starts` holds the offsets at which runs of adjacent rows begin, and last the end of all.
 /// Runs are ordered by source (the rank from which rows come), expert and sequence.
 #[derive(Debug, Clone, Copy)]
-struct Runs<'a> {
-    starts: &'a [u32],
+struct RowRuns<'a> {
+    offsets: &'a [u32],
     sources: usize,
     experts: usize,
 }
 
-impl<'a> Runs<'a> {
+impl<'a> RowRuns<'a> {
     /// Returns the offsets of the runs of one expert from one source.
-    fn of(self, source: usize, expert: usize) -> &'a [u32] {
-        let sequences = (self.starts.len() - 1) / (self.sources * self.experts);
-        &self.starts[(source * self.experts + expert) * sequences..][..=sequences]
+    fn offsets_of(self, source: usize, expert: usize) -> &'a [u32] {
+        let sequences = (self.offsets.len() - 1) / (self.sources * self.experts);
+        &self.offsets[(source * self.experts + expert) * sequences..][..=sequences]
     }
 
     /// Returns the rows of an expert by sequence, in the order of their tokens in the whole batch.
     fn by_sequence(self, expert: usize) -> impl Iterator<Item = Range<usize>> {
-        let ranges = (0..self.sources).flat_map(move |source| self.of(source, expert).windows(2));
+        let ranges = (0..self.sources).flat_map(move |source| self.offsets_of(source, expert).windows(2));
         ranges.map(|pair| pair[0] as usize..pair[1] as usize).filter(|rows| !rows.is_empty())
     }
 }
 
 /// The row handling of an operation whose row offsets are input `starts`: rows are dynamic if the balanced number of
 /// rows is given.
-fn rows(starts: usize, balanced: Option<usize>) -> Rows {
-    balanced.map_or(Rows::Fixed, |balanced| Rows::Counted { starts, balanced })
+fn rows(offsets: usize, balanced: Option<usize>) -> RowUse {
+    balanced.map_or(RowUse::FixedOutputs, |balanced| RowUse::DynamicOutputs { offsets, balanced })
 }
 
 /// Returns the number of rows that are used.
-fn used_rows(starts: &[u32]) -> usize {
-    starts.last().map_or(0, |&end| end as usize)
+fn used_rows(offsets: &[u32]) -> usize {
+    offsets.last().map_or(0, |&end| end as usize)
 }
 
 /// Converts offsets from the f64 of the reference implementations.
-fn exact_starts(starts: &crate::reference::Array) -> Vec<u32> {
+fn exact_offsets(starts: &crate::reference::Array) -> Vec<u32> {
     starts.data.iter().map(|&start| start as u32).collect()
 }

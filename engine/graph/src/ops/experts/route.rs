@@ -170,7 +170,7 @@ impl Op for Route {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (places, slots, starts) = (args.output::<u32>(0), args.output::<u32>(1), args.output::<u32>(2));
+        let (slot_rows, row_slots, row_offsets) = (args.output::<u32>(0), args.output::<u32>(1), args.output::<u32>(2));
         let sorted = args.workspace().take::<u32>();
         let dims = args.input_dims(0);
         let (sequences, length, k) = Self::extents(dims);
@@ -184,24 +184,24 @@ impl Op for Route {
             expert * sequences + slot / length
         };
         // A counting sort. While slots are placed, from the last one on, `starts` holds the ends of the runs.
-        starts.fill(0);
+        row_offsets.fill(0);
         let has_row = |slot: &usize| is_routed(routed, slot / k);
-        (0..places.len()).filter(has_row).for_each(|slot| starts[run_of(slot)] += 1);
+        (0..slot_rows.len()).filter(has_row).for_each(|slot| row_offsets[run_of(slot)] += 1);
         let mut end = 0;
-        for start in starts.iter_mut() {
+        for start in row_offsets.iter_mut() {
             end += *start;
             *start = end;
         }
-        for slot in (0..places.len()).rev().filter(has_row) {
-            let start = &mut starts[run_of(slot)];
+        for slot in (0..slot_rows.len()).rev().filter(has_row) {
+            let start = &mut row_offsets[run_of(slot)];
             *start -= 1;
             sorted[*start as usize] = slot as u32;
         }
         // Compacts the rows of each run after dropping.
-        places.fill(NONE);
+        slot_rows.fill(NONE);
         let mut row = 0;
-        for run in 0..starts.len() - 1 {
-            let (start, end) = (starts[run] as usize, starts[run + 1] as usize);
+        for run in 0..row_offsets.len() - 1 {
+            let (start, end) = (row_offsets[run] as usize, row_offsets[run + 1] as usize);
             let mut kept = &mut sorted[start..end];
             let limit = |count: usize| limits.map(|limits| limits[count] as usize);
             if let Some(most) = self.most(run % sequences, length / k, routed, limit)
@@ -215,15 +215,15 @@ impl Op for Route {
                 kept = &mut kept[..most];
                 kept.sort_unstable();
             }
-            starts[run] = row as u32;
+            row_offsets[run] = row as u32;
             for &slot in kept.iter() {
-                places[slot as usize] = row as u32;
-                slots[row] = slot;
+                slot_rows[slot as usize] = row as u32;
+                row_slots[row] = slot;
                 row += 1;
             }
         }
-        *starts.last_mut().expect("one more than there are runs") = row as u32;
-        slots[row..].fill(NONE);
+        *row_offsets.last_mut().expect("one more than there are runs") = row as u32;
+        row_slots[row..].fill(NONE);
     }
     fn cuda_workspace(&self, inputs: &[Spec], outputs: &[Spec]) -> Vec<u64> {
         self.workspace(inputs, outputs, 1)
@@ -239,10 +239,10 @@ impl Op for Route {
         let (routed, limits) = (routed.map(|i| &*args.input(i).data), limits.map(|i| &*args.input(i).data));
         let none = f64::from(NONE);
         let mut places = Array { dims: input.dims.clone(), data: vec![none; input.data.len()] };
-        let (mut slots, mut starts) = (Vec::new(), Vec::new());
+        let (mut row_slots, mut row_offsets) = (Vec::new(), Vec::new());
         for expert in 0..self.experts {
             for sequence in 0..sequences {
-                starts.push(slots.len() as f64);
+                row_offsets.push(row_slots.len() as f64);
                 let chosen = |slot: usize| match self.chooses {
                     Chooses::Tokens => input.data[slot] as usize == expert,
                     Chooses::Experts => slot % self.experts == expert,
@@ -259,13 +259,13 @@ impl Op for Route {
                     run.sort_unstable();
                 }
                 for slot in run {
-                    places.data[slot] = slots.len() as f64;
-                    slots.push(slot as f64);
+                    places.data[slot] = row_slots.len() as f64;
+                    row_slots.push(slot as f64);
                 }
             }
         }
-        starts.push(slots.len() as f64);
-        slots.resize(self.rows(&input.dims), none);
-        vec![places, Array::new(&[slots.len()], slots), Array::new(&[starts.len()], starts)]
+        row_offsets.push(row_slots.len() as f64);
+        row_slots.resize(self.rows(&input.dims), none);
+        vec![places, Array::new(&[row_slots.len()], row_slots), Array::new(&[row_offsets.len()], row_offsets)]
     }
 }

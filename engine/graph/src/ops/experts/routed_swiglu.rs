@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::ops::unary::silu_derivative;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
-use crate::{Gradient, Op, Rows};
+use crate::{Gradient, Op, RowUse};
 
 /// y = w·silu(gate)·up for each row, from gate and up [rows, width], weights [rows, 1] and `starts` (see
 /// [`Route`](super::Route)). The weight is applied before the last product instead of after it, so that the experts'
@@ -24,7 +24,7 @@ impl Op for RoutedSwiGlu {
         "routed_swiglu"
     }
 
-    fn rows(&self) -> Rows {
+    fn rows(&self) -> RowUse {
         super::rows(3, self.balanced)
     }
 
@@ -44,8 +44,8 @@ impl Op for RoutedSwiGlu {
         let [d_gate, d_up, d_weights] =
             Tensor::apply_op(RoutedSwiGluGrad { balanced: self.balanced }, &inputs.each_ref())?;
         for (index, gradient) in [d_gate, d_up, d_weights].into_iter().enumerate() {
-            if g.needs(index) {
-                g.send(index, gradient);
+            if g.wants(index) {
+                g.accumulate(index, gradient);
             }
         }
         Ok(())
@@ -108,7 +108,7 @@ impl Op for RoutedSwiGluGrad {
         "routed_swiglu_grad"
     }
 
-    fn rows(&self) -> Rows {
+    fn rows(&self) -> RowUse {
         super::rows(3, self.balanced)
     }
 

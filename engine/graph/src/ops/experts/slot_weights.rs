@@ -30,7 +30,7 @@ impl Op for SlotWeights {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let [d_weights] = Tensor::apply_op(SlotWeightsGrad, &[&g.grad(0), &g.input(1)])?;
-        g.send(0, d_weights);
+        g.accumulate(0, d_weights);
         Ok(())
     }
 

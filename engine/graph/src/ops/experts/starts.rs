@@ -63,11 +63,11 @@ impl Op for RunStarts {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let starts = args.output::<u32>(0);
+        let offsets = args.output::<u32>(0);
         let lengths = args.input::<u32>(0);
         let mut end = 0;
-        starts[0] = 0;
-        for (start, &length) in starts[1..].iter_mut().zip(lengths) {
+        offsets[0] = 0;
+        for (start, &length) in offsets[1..].iter_mut().zip(lengths) {
             end += length;
             *start = end;
         }
@@ -78,7 +78,7 @@ impl Op for RunStarts {
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let lengths = args.input(0);
-        let starts: Vec<f64> = (0..=lengths.data.len()).map(|run| lengths.data[..run].iter().sum()).collect();
-        vec![Array::new(&[starts.len()], starts)]
+        let offsets: Vec<f64> = (0..=lengths.data.len()).map(|run| lengths.data[..run].iter().sum()).collect();
+        vec![Array::new(&[offsets.len()], offsets)]
     }
 }

@@ -140,14 +140,14 @@ impl Op for TopK {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let experts = gapless_kernels::width(g.input(0).dims());
-        if g.needs(0) {
+        if g.wants(0) {
             let [d_scores] = Tensor::apply_op(TopKGrad { experts }, &[&g.output(1), &g.grad(0)])?;
-            g.send(0, d_scores);
+            g.accumulate(0, d_scores);
         }
         let (bias, _) = Self::bias_and_routed(g.inputs(), |index| g.input(index).rank());
-        if bias.is_some_and(|bias| g.needs(bias)) {
+        if bias.is_some_and(|bias| g.wants(bias)) {
             let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: false }, &[&g.output(1)])?;
-            g.send(1, load);
+            g.accumulate(1, load);
         }
         Ok(())
     }
@@ -186,9 +186,9 @@ impl Op for TopK {
         for (token, row) in scores.rows().enumerate() {
             let biased: Vec<f64> = (0..experts).map(|i| row[i] + bias.map_or(0.0, |bias| bias[i])).collect();
             // Best first, and of equal ones the first: the sort is stable.
-            let sorted = |mut of: Vec<usize>, by: &dyn Fn(usize) -> f64| {
-                of.sort_by(|&a, &b| by(b).total_cmp(&by(a)));
-                of
+            let sorted = |mut indices: Vec<usize>, by: &dyn Fn(usize) -> f64| {
+                indices.sort_by(|&a, &b| by(b).total_cmp(&by(a)));
+                indices
             };
             let groups = self.groups.unwrap_or(ExpertGroups { count: 1, limit: 1 });
             let size = experts / groups.count;

@@ -12,7 +12,7 @@ use gapless_kernels::cuda::{
     launch::{self, Matrix},
 };
 
-use super::Counted;
+use super::LossDefinition;
 
 /// The products that a pass computes for every chunk: the logits, and those of the gradients that are needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,9 +30,9 @@ impl Products {
 }
 
 /// The operands of a head on a GPU.
-pub(super) struct Head<'a> {
+pub(super) struct HeadOperands<'a> {
     pub operands: &'a cuda::Operands<'a>,
-    pub counted: Counted,
+    pub loss: LossDefinition,
     /// Address to which the losses are written.
     pub losses: u64,
     /// Address to which the likelihoods are written; 0 if they are not.
@@ -194,7 +194,7 @@ impl Chunks {
     /// operation's outputs.
     pub fn launches(
         &self,
-        &Head { operands, counted, losses, likelihoods, weights }: &Head<'_>,
+        &HeadOperands { operands, loss: definition, losses, likelihoods, weights }: &HeadOperands<'_>,
         backward: Option<(launch::Upstream<'_>, &[cuda::Operand])>,
         weight: usize,
     ) -> Option<Vec<Launch>> {
@@ -238,7 +238,7 @@ impl Chunks {
                 weights: of_rows(weights),
                 rest: (rest_entries > 0).then_some((rest.address, entries as u64)),
             };
-            launches.extend(launch::head(&chunk, rows, upstream, &counted.terms, counted.cap.unwrap_or(0.0))?);
+            launches.extend(launch::head(&chunk, rows, upstream, &definition.terms, definition.cap.unwrap_or(0.0))?);
             let Some((_, [dx, made @ ..])) = backward else { continue };
             if let [d_weight] = made {
                 let adds = index > 0 || operands.accumulates(weight);

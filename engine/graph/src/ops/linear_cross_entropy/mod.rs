@@ -15,7 +15,7 @@ use gapless_kernels::cpu::{Args, with_float};
 use gapless_kernels::cuda::{Launch, Operands, launch};
 use gapless_kernels::{LossTerms, Spec};
 
-use self::chunks::{Chunks, Head, Products};
+use self::chunks::{Chunks, HeadOperands, Products};
 use self::pass::{Backward, Inputs, Losses, Upstream};
 use super::{OutputTypes, is_positive_f32};
 use crate::error::Result;
@@ -34,14 +34,14 @@ pub struct LinearCrossEntropy {
     gradient: Option<f64>,
     /// True if d_weight is among the outputs.
     has_d_weight: bool,
-    counted: Counted,
+    loss: LossDefinition,
     has_likelihoods: bool,
     types: OutputTypes<4>,
 }
 
 /// The definition of a loss.
 #[derive(Debug, Clone, Copy, Default)]
-struct Counted {
+struct LossDefinition {
     /// Terms besides −log softmax.
     terms: LossTerms,
     /// Soft cap: a logit x is replaced by cap·tanh(x/cap).
@@ -52,20 +52,20 @@ impl LinearCrossEntropy {
     /// Creates the operation. `gradient` is the gradient of every loss, if it is known beforehand; dx and d_weight are
     /// then two more outputs.
     pub fn new(gradient: Option<f64>) -> Self {
-        let (counted, types) = (Counted::default(), OutputTypes::default());
-        Self { gradient, has_d_weight: true, counted, has_likelihoods: false, types }
+        let (loss, types) = (LossDefinition::default(), OutputTypes::default());
+        Self { gradient, has_d_weight: true, loss, has_likelihoods: false, types }
     }
 
     /// Adds terms to the loss besides −log softmax.
     #[must_use]
     pub fn with_terms(self, terms: LossTerms) -> Self {
-        Self { counted: Counted { terms, ..self.counted }, ..self }
+        Self { loss: LossDefinition { terms, ..self.loss }, ..self }
     }
 
     /// Replaces logits x by cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118, section 2).
     #[must_use]
     pub fn with_cap(self, cap: Option<f64>) -> Self {
-        Self { counted: Counted { cap, ..self.counted }, ..self }
+        Self { loss: LossDefinition { cap, ..self.loss }, ..self }
     }
 
     /// Adds an output for −log softmax without the further terms.
@@ -108,7 +108,7 @@ impl Op for LinearCrossEntropy {
         if inputs.get(3).is_some_and(|weights| *weights != Spec::f32(rows.to_vec())) {
             return Err("weights must be f32 in the shape of the targets".into());
         }
-        if let Some(cap) = self.counted.cap.filter(|&cap| !is_positive_f32(cap)) {
+        if let Some(cap) = self.loss.cap.filter(|&cap| !is_positive_f32(cap)) {
             return Err(format!("the cap {cap} of the logits is not a positive number in f32"));
         }
         let losses = vec![Spec::f32(rows.to_vec()); self.dx()];
@@ -116,31 +116,31 @@ impl Op for LinearCrossEntropy {
             None => losses,
             Some(_) => {
                 let d_weight = self.has_d_weight.then(|| inputs[1].clone());
-                self.types.of(losses.into_iter().chain([inputs[0].clone()]).chain(d_weight))
+                self.types.apply_to(losses.into_iter().chain([inputs[0].clone()]).chain(d_weight))
             }
         })
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         if self.has_likelihoods {
-            g.refuse(self, 1)?;
+            g.require_unused(self, 1)?;
         }
-        if !g.needs(1) {
+        if !g.wants(1) {
             let [dx] = match g.constant(0) {
-                Some(number) => g.in_forward(Self { gradient: Some(number), has_d_weight: false, ..*self })?,
+                Some(number) => g.compute_in_forward(Self { gradient: Some(number), has_d_weight: false, ..*self })?,
                 None => self.gradient_in_backward(g, false)?,
             };
-            g.send(0, dx);
+            g.accumulate(0, dx);
             return Ok(());
         }
         let [dx, d_weight] = match g.constant(0) {
-            Some(number) => g.in_forward(Self { gradient: Some(number), ..*self })?,
+            Some(number) => g.compute_in_forward(Self { gradient: Some(number), ..*self })?,
             None => self.gradient_in_backward(g, true)?,
         };
-        if g.needs(0) {
-            g.send(0, dx);
+        if g.wants(0) {
+            g.accumulate(0, dx);
         }
-        g.send(1, d_weight);
+        g.accumulate(1, d_weight);
         Ok(())
     }
 
@@ -187,7 +187,7 @@ impl Op for LinearCrossEntropy {
             accumulate: self.has_d_weight && args.accumulate(dx + 1),
         });
         let mut made = Losses { losses, likelihoods: likelihoods.as_deref_mut() };
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.counted), &mut made, backward, scratch));
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.loss), &mut made, backward, scratch));
         if let Some(weights) = weights {
             for made in [Some(losses), likelihoods].into_iter().flatten() {
                 made.iter_mut().zip(weights).for_each(|(loss, weight)| *loss *= weight);
@@ -206,7 +206,7 @@ impl Op for LinearCrossEntropy {
         let weights = operands.inputs.get(3).map_or(0, |weights| weights.address);
         let (dx, losses) = (self.dx(), operands.outputs[0].address);
         let likelihoods = if self.has_likelihoods { operands.outputs[1].address } else { 0 };
-        let head = Head { operands, counted: self.counted, losses, likelihoods, weights };
+        let head = HeadOperands { operands, loss: self.loss, losses, likelihoods, weights };
         chunks.launches(&head, upstream.zip(operands.outputs.get(dx..)), dx + 1)
     }
 
@@ -217,12 +217,12 @@ impl Op for LinearCrossEntropy {
             let data = losses.data.iter().zip(&weights.data).map(|(loss, weight)| loss * weight).collect();
             Array::new(&losses.dims, data)
         };
-        let alone = Counted { terms: LossTerms::NONE, ..self.counted };
+        let alone = LossDefinition { terms: LossTerms::NONE, ..self.loss };
         let likelihoods = self.has_likelihoods.then(|| times(reference_losses(x, weight, targets, &alone)));
-        let losses = [times(reference_losses(x, weight, targets, &self.counted))].into_iter().chain(likelihoods);
+        let losses = [times(reference_losses(x, weight, targets, &self.loss))].into_iter().chain(likelihoods);
         let Some(number) = self.gradient else { return losses.collect() };
         let [dx, d_weight] =
-            reference_gradients(x, weight, targets, &weights.map(|weight| number * weight), &self.counted);
+            reference_gradients(x, weight, targets, &weights.map(|weight| number * weight), &self.loss);
         losses.chain([dx]).chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
@@ -233,7 +233,7 @@ impl Op for LinearCrossEntropy {
 struct LinearCrossEntropyGrad {
     /// True if d_weight is among the outputs.
     has_d_weight: bool,
-    counted: Counted,
+    loss: LossDefinition,
     types: OutputTypes<2>,
 }
 
@@ -241,7 +241,7 @@ impl LinearCrossEntropy {
     fn gradient_in_backward<const MADE: usize>(&self, g: &Gradient, has_d_weight: bool) -> Result<[Tensor; MADE]> {
         let d_losses = if g.inputs() > 3 { g.grad(0).mul(&g.input(3))? } else { g.grad(0) };
         let inputs = [&g.input(0), &g.input(1), &g.input(2), &d_losses];
-        let op = LinearCrossEntropyGrad { has_d_weight, counted: self.counted, types: OutputTypes::default() };
+        let op = LinearCrossEntropyGrad { has_d_weight, loss: self.loss, types: OutputTypes::default() };
         Tensor::apply_op(op, &inputs)
     }
 }
@@ -253,7 +253,7 @@ impl Op for LinearCrossEntropyGrad {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let d_weight = self.has_d_weight.then(|| inputs[1].clone());
-        Ok(self.types.of([inputs[0].clone()].into_iter().chain(d_weight)))
+        Ok(self.types.apply_to([inputs[0].clone()].into_iter().chain(d_weight)))
     }
 
     fn reads_strides(&self, index: usize, _: &Layout) -> bool {
@@ -300,7 +300,7 @@ impl Op for LinearCrossEntropyGrad {
             accumulate: self.has_d_weight && args.accumulate(1),
         };
         let mut made = Losses { losses, likelihoods: None };
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.counted), &mut made, Some(backward), scratch));
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.loss), &mut made, Some(backward), scratch));
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         let chunks = Chunks::of(inputs);
@@ -315,35 +315,41 @@ impl Op for LinearCrossEntropyGrad {
         // The losses are already known; here they are a by-product in scratch.
         let &[.., losses] = operands.workspace else { return None };
         let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
-        let head = Head { operands, counted: self.counted, losses, likelihoods: 0, weights: 0 };
+        let head = HeadOperands { operands, loss: self.loss, losses, likelihoods: 0, weights: 0 };
         chunks.launches(&head, Some((upstream, operands.outputs)), 1)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let [dx, d_weight] =
-            reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3), &self.counted);
+            reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3), &self.loss);
         [dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
 
 /// Returns the logits of each row, after the soft cap.
 fn reference_logits<'a>(x: &'a Array, weight: &'a Array, cap: Option<f64>) -> impl Iterator<Item = Vec<f64>> + 'a {
-    let counted = move |x: f64| cap.map_or(x, |cap| cap * (x / cap).tanh());
-    x.rows().map(move |x| weight.rows().map(|w| counted(x.iter().zip(w).map(|(x, w)| x * w).sum())).collect())
+    let capped = move |x: f64| cap.map_or(x, |cap| cap * (x / cap).tanh());
+    x.rows().map(move |x| weight.rows().map(|w| capped(x.iter().zip(w).map(|(x, w)| x * w).sum())).collect())
 }
 
-fn reference_losses(x: &Array, weight: &Array, targets: &Array, counted: &Counted) -> Array {
-    let loss = |(logits, &target): (Vec<f64>, &f64)| counted.terms.exact(&logits, target as usize).0;
-    Array::new(&targets.dims, reference_logits(x, weight, counted.cap).zip(&targets.data).map(loss).collect())
+fn reference_losses(x: &Array, weight: &Array, targets: &Array, definition: &LossDefinition) -> Array {
+    let loss = |(logits, &target): (Vec<f64>, &f64)| definition.terms.exact(&logits, target as usize).0;
+    Array::new(&targets.dims, reference_logits(x, weight, definition.cap).zip(&targets.data).map(loss).collect())
 }
 
-fn reference_gradients(x: &Array, weight: &Array, targets: &Array, d_losses: &Array, counted: &Counted) -> [Array; 2] {
+fn reference_gradients(
+    x: &Array,
+    weight: &Array,
+    targets: &Array,
+    d_losses: &Array,
+    definition: &LossDefinition,
+) -> [Array; 2] {
     let width = weight.dims[1];
     let (mut dx, mut d_weight) = (Array::zeros(&x.dims), Array::zeros(&weight.dims));
-    for (row, logits) in reference_logits(x, weight, counted.cap).enumerate() {
-        let (_, gradient) = counted.terms.exact(&logits, targets.data[row] as usize);
+    for (row, logits) in reference_logits(x, weight, definition.cap).enumerate() {
+        let (_, gradient) = definition.terms.exact(&logits, targets.data[row] as usize);
         for (token, (logit, gradient)) in logits.iter().zip(gradient).enumerate() {
-            let d_logit = gradient * d_losses.data[row] * counted.cap.map_or(1.0, |cap| 1.0 - (logit / cap).powi(2));
+            let d_logit = gradient * d_losses.data[row] * definition.cap.map_or(1.0, |cap| 1.0 - (logit / cap).powi(2));
             for i in 0..width {
                 dx.data[row * width + i] += d_logit * weight.data[token * width + i];
                 d_weight.data[token * width + i] += d_logit * x.data[row * width + i];

@@ -6,7 +6,7 @@ use candle_core::Layout;
 use gapless_kernels::cpu::gemm::{Epilogue, Factor, Mode};
 use gapless_kernels::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
 
-use super::Counted;
+use super::LossDefinition;
 use super::chunks::Chunks;
 use crate::ops::element;
 
@@ -41,7 +41,7 @@ impl Chunks {
             let d_losses = backward.as_ref().map(|backward| backward.d_losses);
             let of_row = |row| d_losses.map(|d_losses| d_losses.at(range.start + row));
             let targets = &inputs.targets[range.clone()];
-            cross_entropy(logits, targets, made.of_rows(range.clone()), inputs.counted, of_row);
+            cross_entropy(logits, targets, made.of_rows(range.clone()), inputs.loss, of_row);
             let Some(Backward { dx, d_weight, accumulate, .. }) = &mut backward else { continue };
             let mode = if *accumulate || index > 0 { Mode::Accumulate } else { Mode::Overwrite };
             if let Some(d_weight) = d_weight {
@@ -63,13 +63,13 @@ pub(super) struct Inputs<'a, T> {
     pub x: Option<&'a [T]>,
     pub weight: &'a [T],
     pub targets: &'a [u32],
-    pub counted: Counted,
+    pub loss: LossDefinition,
 }
 
 impl<'a, T: Factor> Inputs<'a, T> {
-    pub fn of(args: &Args<'a>, counted: Counted) -> Self {
+    pub fn of(args: &Args<'a>, loss: LossDefinition) -> Self {
         let x = (!args.is_overwritten(0)).then(|| args.input(0));
-        Self { x, weight: args.input(1), targets: args.input(2), counted }
+        Self { x, weight: args.input(1), targets: args.input(2), loss }
     }
 }
 
@@ -119,11 +119,11 @@ fn cross_entropy(
     logits: &mut [f32],
     targets: &[u32],
     Losses { losses, likelihoods }: Losses<'_>,
-    Counted { terms, cap }: Counted,
+    LossDefinition { terms, cap }: LossDefinition,
     d_loss: impl Fn(usize) -> Option<f32> + Sync,
 ) {
     let vocabulary = logits.len() / targets.len();
-    let (rows, terms, cap) = (rows_per_task(vocabulary), terms.of_row(vocabulary), cap.map(|cap| cap as f32));
+    let (rows, terms, cap) = (rows_per_task(vocabulary), terms.for_row(vocabulary), cap.map(|cap| cap as f32));
     let likelihoods = likelihoods.map(|likelihoods| likelihoods.pieces_mut(rows));
     let tasks = losses.pieces_mut(rows).zip(likelihoods).zip(targets.pieces(rows));
     tasks.zip(logits.pieces_mut(rows * vocabulary)).enumerate().for_each(
@@ -205,7 +205,7 @@ mod tests {
         sequence: usize,
         width: usize,
         vocabulary: usize,
-        counted: Counted,
+        counted: LossDefinition,
     }
 
     /// The operands of a case and its results.
@@ -222,7 +222,7 @@ mod tests {
         /// Runs the case in several calls with equally many sequences each. Each call adds to d_weight, if that is
         /// computed. dx either overwrites x or is separate.
         fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
-            let Self { batch, sequence, width, vocabulary, counted } = self;
+            let Self { batch, sequence, width, vocabulary, counted: loss } = self;
             let rows = batch * sequence;
             let targets = random(rows, 3).iter().map(|x| ((x + 1.0) * 0.5 * vocabulary as f32) as u32).collect();
             let mut run = Run {
@@ -245,7 +245,7 @@ mod tests {
                     x: (!over_x).then_some(&run.x[elements.clone()]),
                     weight: &run.weight,
                     targets: &run.targets[rows.clone()],
-                    counted,
+                    loss,
                 };
                 let backward = Backward {
                     d_losses: Upstream::Everywhere(0.5),
@@ -294,14 +294,14 @@ mod tests {
             label_smoothing in prop::sample::select(vec![0.0, 0.1]), z_loss in prop::sample::select(vec![0.0, 0.01]),
             cap in prop::sample::select(vec![None, Some(1.5)]),
         ) {
-            let counted = Counted { terms: LossTerms { label_smoothing, z_loss }, cap };
+            let counted = LossDefinition { terms: LossTerms { label_smoothing, z_loss }, cap };
             Case { batch, sequence, width, vocabulary, counted }.check();
         }
     }
 
     #[test]
     fn a_piece_may_leave_a_rest() {
-        let counted = Counted::default();
+        let counted = LossDefinition::default();
         Case { batch: 2, sequence: 513, width: 5, vocabulary: 30, counted }.check();
         Case { batch: 3, sequence: 100, width: 5, vocabulary: 30, counted }.check();
     }

@@ -15,7 +15,7 @@ use super::rows::padded;
 use super::{Attention, Backward, Head, Instructions, PANEL_ROWS, packed_keys_len, packed_len};
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
 use crate::cpu::gemm::{Factor, Strides};
-use crate::cpu::scratch::{Parts, Scratch};
+use crate::cpu::scratch::{PartLayout, Scratch};
 use crate::cpu::tasks::{for_each, slot};
 
 /// Queries of a tile: two tiles and their packed operands fit a level-2 cache of 1 MiB.
@@ -27,10 +27,10 @@ fn tile_rows(job: &Attention) -> usize {
 }
 
 /// The scratch of each thread, in the order of [`Arrays`].
-pub(super) fn parts(job: &Attention, threads: usize) -> [Parts; 9] {
+pub(super) fn parts(job: &Attention, threads: usize) -> [PartLayout; 9] {
     let (keys, queries) = (packed_keys_len(job), packed_len(job, tile_rows(job)));
     let (tile, panel) = (tile_rows(job) * ROW_STRIDE, PANEL_ROWS * ROW_STRIDE);
-    Parts::of_kinds(threads, [keys, keys, keys, queries, queries, tile, tile, panel, panel])
+    PartLayout::of_kinds(threads, [keys, keys, keys, queries, queries, tile, tile, panel, panel])
 }
 
 // SAFETY: tasks write disjoint rows of dq, dk and dv, and only read the rest.
@@ -48,8 +48,8 @@ pub(super) unsafe fn run<T: Factor>(
 ) {
     let parts = parts(job, rayon::current_num_threads());
     let heads = job.batch * job.kv_heads;
-    let all = Part { queries: 0..job.queries, keys: 0..job.keys, dq: true, dk_dv: true };
-    let run = |pair: usize, part: Part| {
+    let all = BackwardPart { queries: 0..job.queries, keys: 0..job.keys, dq: true, dk_dv: true };
+    let run = |pair: usize, part: BackwardPart| {
         let operands = &operands;
         let arrays = Arrays::new(parts.map(|part| part.start(scratch, slot())));
         // SAFETY: the gradients of this part, and its thread's arrays, belong to this task alone.
@@ -70,17 +70,17 @@ pub(super) unsafe fn run<T: Factor>(
         let (pair, part) = (task / (blocks + chunks), task % (blocks + chunks));
         if part < blocks {
             let keys = part * job.key_block()..job.keys.min((part + 1) * job.key_block());
-            run(pair, Part { keys, dq: false, ..all.clone() });
+            run(pair, BackwardPart { keys, dq: false, ..all.clone() });
         } else {
             let first = (part - blocks) * per_task;
-            run(pair, Part { queries: first..job.queries.min(first + per_task), dk_dv: false, ..all.clone() });
+            run(pair, BackwardPart { queries: first..job.queries.min(first + per_task), dk_dv: false, ..all.clone() });
         }
     });
 }
 
 /// The range of a key head that a task reads, and the gradients that it writes.
 #[derive(Debug, Clone)]
-struct Part {
+struct BackwardPart {
     queries: Range<usize>,
     keys: Range<usize>,
     dq: bool,
@@ -129,7 +129,7 @@ struct Task<'a, T> {
 impl<T: Factor> Task<'_, T> {
     /// # Safety
     /// As for [`Attention::backward_raw`]; the part's gradients and the arrays must belong to this thread alone.
-    unsafe fn run(&self, part: Part) {
+    unsafe fn run(&self, part: BackwardPart) {
         let &Self { job, instructions, operands, batch, kv_head, ref arrays } = self;
         let heads = kv_head * job.group()..(kv_head + 1) * job.group();
         // SAFETY: heads and tokens exist; packed blocks fit their arrays.
@@ -168,7 +168,7 @@ impl<T: Factor> Task<'_, T> {
 
     /// Computes one tile of scores: P and dS by panels of queries, with their contribution to dQ; then the tile's
     /// contribution to dV and dK.
-    unsafe fn tile(&self, head: usize, queries: Range<usize>, keys: Range<usize>, part: &Part) {
+    unsafe fn tile(&self, head: usize, queries: Range<usize>, keys: Range<usize>, part: &BackwardPart) {
         let &Self { job, instructions, operands, batch, ref arrays, .. } = self;
         let products = instructions.products;
         // SAFETY: heads and tokens exist; panels and tiles have the sizes that `parts` returns.

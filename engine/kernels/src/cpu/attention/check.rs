@@ -4,7 +4,7 @@
 //! an element.
 
 use super::{Attention, HeadStrides, MAX_HEAD_SIZE, forward};
-use crate::cpu::scratch::{Parts, Scratch};
+use crate::cpu::scratch::{PartLayout, Scratch};
 
 /// The reason why an attention cannot run.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -68,13 +68,13 @@ impl Attention {
     /// Returns the address of the queries' first keys, or an error if the slice is too short; null without `starts`.
     pub(super) fn check_starts(&self, starts: Option<&[u32]>) -> Result<*const u32, AttentionError> {
         let Some(starts) = starts else { return Ok(std::ptr::null()) };
-        at_least("starts", self.numbers_of(1), starts.len())?;
+        at_least("starts", self.per_query_len(1), starts.len())?;
         Ok(starts.as_ptr())
     }
 
     /// Elements of a tensor with one per query of each of `heads` heads. Saturates, so that the length check fails if
     /// it overflows.
-    pub(super) fn numbers_of(&self, heads: usize) -> usize {
+    pub(super) fn per_query_len(&self, heads: usize) -> usize {
         self.batch.saturating_mul(heads).saturating_mul(self.queries)
     }
 
@@ -168,8 +168,8 @@ pub(super) fn at_least(operand: &'static str, needed: usize, given: usize) -> Re
     if given < needed { Err(AttentionError::TooShort { operand, needed, given }) } else { Ok(()) }
 }
 
-pub(super) fn check_scratch(scratch: &Scratch<'_>, parts: &[Parts]) -> Result<(), AttentionError> {
-    match scratch.too_short(parts.iter().copied().flat_map(Parts::bytes)) {
+pub(super) fn check_scratch(scratch: &Scratch<'_>, parts: &[PartLayout]) -> Result<(), AttentionError> {
+    match scratch.too_short(parts.iter().copied().flat_map(PartLayout::bytes)) {
         Some((needed, given)) => Err(AttentionError::TooShort { operand: "scratch", needed, given }),
         None => Ok(()),
     }

@@ -8,7 +8,7 @@ use super::{Attention, Forward, Head, Instructions, Mask, PANEL_ROWS, packed_key
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
 use crate::cpu::gemm::pack::{PackedA, Source};
 use crate::cpu::gemm::{Factor, Strides};
-use crate::cpu::scratch::{Parts, Scratch};
+use crate::cpu::scratch::{PartLayout, Scratch};
 use crate::cpu::simd::prefetch;
 use crate::cpu::tasks::{for_each, slot};
 
@@ -17,10 +17,10 @@ const MAX_CHUNK: usize = 4096;
 
 /// The scratch of each thread: packed keys, packed values, a panel of queries, a panel of scores, and the running
 /// softmax.
-pub(super) fn parts(job: &Attention, threads: usize) -> [Parts; 5] {
+pub(super) fn parts(job: &Attention, threads: usize) -> [PartLayout; 5] {
     let (packed, panel) = (packed_keys_len(job), PANEL_ROWS * ROW_STRIDE);
     let running = 2 * job.group() * job.queries.next_multiple_of(PANEL_ROWS).min(MAX_CHUNK);
-    Parts::of_kinds(threads, [packed, packed, panel, panel, running])
+    PartLayout::of_kinds(threads, [packed, packed, panel, panel, running])
 }
 
 // SAFETY: tasks read q, k and v, and write disjoint rows of out and lse.

@@ -26,7 +26,7 @@ use self::check::{at_least, check_scratch};
 use self::rows::Rows;
 use crate::cpu::gemm::kernel::{Kernels, ROW_STRIDE};
 use crate::cpu::gemm::{BLOCK_K, Factor};
-use crate::cpu::scratch::{Parts, Scratch};
+use crate::cpu::scratch::{PartLayout, Scratch};
 use crate::cpu::simd::Level;
 
 pub use self::check::AttentionError;
@@ -146,12 +146,12 @@ pub struct Backward<T> {
 impl Attention {
     /// The size in bytes of each piece of scratch that the forward needs in a pool of `threads` threads.
     pub fn forward_scratch(&self, threads: usize) -> Vec<u64> {
-        forward::parts(self, threads).into_iter().flat_map(Parts::bytes).collect()
+        forward::parts(self, threads).into_iter().flat_map(PartLayout::bytes).collect()
     }
 
     /// The size in bytes of each piece of scratch that the backward needs in a pool of `threads` threads.
     pub fn backward_scratch(&self, threads: usize) -> Vec<u64> {
-        backward::parts(self, threads).into_iter().flat_map(Parts::bytes).collect()
+        backward::parts(self, threads).into_iter().flat_map(PartLayout::bytes).collect()
     }
 
     /// Floating-point operations of the forward's two products, without masked scores.
@@ -194,7 +194,7 @@ impl Attention {
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_forward(q, k, v, out, scratch)?;
-        at_least("lse", self.numbers_of(self.heads), lse.len())?;
+        at_least("lse", self.per_query_len(self.heads), lse.len())?;
         let starts = self.check_starts(starts)?;
         let operands = Forward {
             q: q.as_ptr(),
@@ -226,8 +226,11 @@ impl Attention {
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_forward(q, k, v, out, scratch)?;
-        at_least("positions", self.numbers_of(1), positions.len())?;
-        let ends = positions.chunks_exact(self.queries.max(1)).take(self.batch).map(|of| of[0] as usize + self.queries);
+        at_least("positions", self.per_query_len(1), positions.len())?;
+        let ends = positions
+            .chunks_exact(self.queries.max(1))
+            .take(self.batch)
+            .map(|query_positions| query_positions[0] as usize + self.queries);
         at_least("cache", ends.max().unwrap_or(0), self.keys)?;
         let operands = Forward {
             q: q.as_ptr(),
@@ -298,7 +301,7 @@ impl Attention {
         self.check_apart("dq", self.d_q, of_q)?;
         self.check_apart("dk", self.d_k, of_k)?;
         self.check_apart("dv", self.d_v, of_v)?;
-        at_least("lse", self.numbers_of(self.heads), lse.len())?;
+        at_least("lse", self.per_query_len(self.heads), lse.len())?;
         check_scratch(scratch, &backward::parts(self, rayon::current_num_threads()))?;
         let starts = self.check_starts(starts)?;
         let operands = Backward {

@@ -27,7 +27,7 @@ pub(super) struct Operands<'s, A, B> {
     pub packing: Packing,
     /// Further boundaries in k at which the order of summation restarts. Positions are relative to the first entry;
     /// ascending.
-    pub cuts: &'s [u32],
+    pub restarts: &'s [u32],
 }
 
 impl<A, B> Clone for Operands<'_, A, B> {
@@ -80,7 +80,7 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, op
     // SAFETY: by this function's contract.
     unsafe {
         if operands.packing.together {
-            run_together(job, kernels, operands);
+            run_shared_b(job, kernels, operands);
         } else {
             run_privately(job, kernels, operands);
         }
@@ -96,7 +96,7 @@ impl<A, B> Operands<'_, A, B> {
         kernels: &Kernels,
         range: Range<usize>,
     ) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let (segment, longest, cuts) = (job.k_segment, BLOCK_K * kernels.k_of_line, self.cuts);
+        let (segment, longest, cuts) = (job.k_segment, BLOCK_K * kernels.k_of_line, self.restarts);
         let mut next = Some((0, range.start));
         std::iter::from_fn(move || {
             let (line, start) = next?;
@@ -141,7 +141,7 @@ impl<A, B> Operands<'_, A, B> {
 }
 
 /// Alternates between packing a chunk of B on all threads and multiplying by it on all threads.
-unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
+unsafe fn run_shared_b<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let threads = rayon::current_num_threads();
     let width = kernels.columns;
     // Enough tasks to balance threads of different speed, each of whole micro-kernels.
@@ -173,7 +173,7 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                 for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
                     let lines = line..line + kernels.lines(block.len());
                     let packed_b = operands.packing.b(operands.scratch, 0, lines);
-                    let part = Part { rows: rows.clone(), columns: columns.clone(), block };
+                    let part = TileBlock { rows: rows.clone(), columns: columns.clone(), block };
                     // SAFETY: the rows belong to this task alone; the panels are packed and only read from here on.
                     unsafe { multiply(job, kernels, *operands, part, &packed_a, packed_b) };
                 }
@@ -250,7 +250,7 @@ pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
             operands.c = operands.c.add(group.c);
             operands.epilogue = operands.epilogue.from(group.c, 0);
             if let Some(cuts) = group.cuts {
-                operands.cuts = cuts;
+                operands.restarts = cuts;
                 if !operands.accumulate {
                     operands.accumulate = true;
                     let line = |row| operands.c.add(row * job.c_row + columns.start);
@@ -307,7 +307,7 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
                 for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
                     let packed_b = packed_b(line, &block);
                     let rows = first_row..rows.end.min(first_row + height);
-                    let part = Part { rows, columns: columns.clone(), block };
+                    let part = TileBlock { rows, columns: columns.clone(), block };
                     multiply(job, kernels, operands, part, &packed_a, packed_b);
                 }
             }
@@ -320,7 +320,7 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
 }
 
 /// A tile of C and one k block.
-struct Part {
+struct TileBlock {
     rows: Range<usize>,
     columns: Range<usize>,
     block: Range<usize>,
@@ -334,11 +334,11 @@ unsafe fn multiply<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
     operands: Operands<'_, A, B>,
-    part: Part,
+    part: TileBlock,
     packed_a: &PackedA,
     packed_b: PackedB<'_>,
 ) {
-    let Part { rows, columns, block } = part;
+    let TileBlock { rows, columns, block } = part;
     let width = kernels.columns;
     let k = block.len();
     let layout = layout_of(job.a);

@@ -180,7 +180,7 @@ impl Gemm {
             epilogue,
             scratch,
             packing: Packing::of_groups(self, threads),
-            cuts: &[],
+            restarts: &[],
         };
         let kernels = kernels_of::<A, B>(Level::best());
         // Groups are of uneven size, so there are more tasks than for equal products.

@@ -256,7 +256,7 @@ impl Gemm {
             epilogue: RawEpilogue::of(epilogue),
             scratch,
             packing,
-            cuts: &[],
+            restarts: &[],
         };
         // SAFETY: `check` has compared every extent with its slice; C and the scratch are borrowed exclusively.
         unsafe { drive::run(self, kernels_of::<A, B>(level), operands) };

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::kernel::{COLUMN_STRIDE, Layout, ROW_STRIDE};
 use super::{Gemm, Strides};
-use crate::cpu::scratch::{Parts, Scratch};
+use crate::cpu::scratch::{PartLayout, Scratch};
 
 /// Lines of the longest k block. The widest panel of that length takes 48 KiB, and a model of this width needs no
 /// second pass over C.
@@ -32,8 +32,8 @@ const _: () = assert!(BLOCK_COLUMNS.is_multiple_of(PART_COLUMNS) && CHUNK_COLUMN
 /// its tensors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Packing {
-    a: Parts,
-    b: Parts,
+    a: PartLayout,
+    b: PartLayout,
     /// Parts of one thread's A.
     a_parts: usize,
     /// Parts of one thread's B, or of the shared B if all threads pack it together.
@@ -69,8 +69,8 @@ impl Packing {
         };
         let b_parts = columns.min(job.n).div_ceil(PART_COLUMNS);
         let depth = k.min(BLOCK_K.max(longest / (b_parts * PART_COLUMNS).max(1)));
-        let a = Parts::new(0, threads * a_parts, a_len);
-        let b = Parts::new(a.end(), sharing * b_parts, PART_COLUMNS * depth);
+        let a = PartLayout::new(0, threads * a_parts, a_len);
+        let b = PartLayout::new(a.end(), sharing * b_parts, PART_COLUMNS * depth);
         Self { a, b, a_parts, b_parts, depth, together }
     }
 
@@ -125,7 +125,7 @@ impl PackedA {
 #[derive(Clone, Copy)]
 pub(super) struct PackedB<'s> {
     scratch: &'s Scratch<'s>,
-    parts: Parts,
+    parts: PartLayout,
     /// The part of column 0.
     first: usize,
     /// Floats of the preceding blocks in each part.

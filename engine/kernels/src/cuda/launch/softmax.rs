@@ -108,7 +108,7 @@ pub fn cross_entropy(terms: &LossTerms, operands: &Operands<'_>) -> Option<Vec<L
         losses: losses.address,
         lse: lse.address,
         width: logits.width(),
-        terms: terms.of_row(logits.width() as usize),
+        terms: terms.for_row(logits.width() as usize),
     };
     rows("cross_entropy", logits, arguments)
 }
@@ -124,7 +124,7 @@ pub fn cross_entropy_grad(terms: &LossTerms, operands: &Operands<'_>) -> Option<
         d_logits: d_logits.address,
         width: logits.width(),
         at_d_losses: Strides::of(d_losses)?,
-        terms: terms.of_row(logits.width() as usize),
+        terms: terms.for_row(logits.width() as usize),
     };
     rows("cross_entropy_grad", logits, arguments)
 }
@@ -181,7 +181,7 @@ pub fn head(
         d_loss: 0.0,
         has_gradient: 0,
         cap: cap as f32,
-        terms: terms.of_row(logits.width() as usize),
+        terms: terms.for_row(logits.width() as usize),
         kept: 0,
     };
     let arguments = match upstream {

@@ -84,8 +84,10 @@ fn expect_told(double: &Double, style: Style, mesh: Mesh, call: &str) {
     let together = Barrier::new(ranks);
     let errors = on_threads(ranks, |world: Box<dyn Communicator>| {
         let rank = world.rank();
-        let mut trainer =
-            Trainer::builder(|vb| Small::new(style, vb), options.clone()).on(world).on_device(own(rank)).build()?;
+        let mut trainer = Trainer::builder(|vb| Small::new(style, vb), options.clone())
+            .distributed(world)
+            .on_device(own(rank))
+            .build()?;
         step(&mut trainer)?;
         together.wait();
         double.fail(call, 1, INVALID_USAGE);
