@@ -32,7 +32,8 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     {
         fields.only(field, supported);
     }
-    // The names of these options in other families.
+    // The names that other model families use for these settings. If a GPT-2 file has them too, their values must agree
+    // with GPT-2's own options.
     for (field, value) in [
         ("hidden_size", width),
         ("max_position_embeddings", config.sequence),
@@ -41,7 +42,7 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     ] {
         fields.only(field, value);
     }
-    // Summary options belong to classification models.
+    // `summary_…` options affect only classification models.
     fields.pass_over_if(|field| field.starts_with("summary_"));
     config
 }
