@@ -63,7 +63,6 @@ const ENTRIES: usize = 8;
 /// The division of rows into chunks. A chunk is either several whole sequences, or a piece of one sequence. The size of
 /// a piece depends only on the length of the sequence, the width and the vocabulary. So the order of summation does not
 /// depend on how a batch is divided into micro-batches.
-/// on how the batch is divided into micro-batches.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Chunks {
     pub rows: usize,
