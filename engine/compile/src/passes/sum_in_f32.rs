@@ -15,7 +15,7 @@ use super::Context;
 use crate::error::Result;
 use crate::program::{BufferKind, Instr, InstrKind, Operand, Program};
 
-/// Adds an f32 buffer for an operand.
+/// Adds an f32 buffer for an operand, and returns the operand in that buffer.
 fn wide(program: &mut Program, of: &Instr, operand: &Operand) -> Operand {
     let name = of.kind.name();
     let tensor = format!("{}/{name} in f32 of micro-batch {}", of.layer, of.micro_batch);
@@ -36,7 +36,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     if !program.instrs.iter().any(is_sum) {
         return Ok(());
     }
-    // By request: the f32 operands that replace those in bf16, and the instruction that rounds the sum.
+    // By request: the f32 operands that replace the bf16 operands, and the instruction that rounds the sum.
     let mut under_way: Vec<Option<(Vec<Operand>, Instr)>> = vec![None; program.requests];
     let mut starts = Vec::new();
     let mut instrs = Vec::new();

@@ -66,6 +66,7 @@ impl Tensor {
     /// tokens]) gives as an index. If `starts` is the index of the first token of each token's document, documents
     /// packed into one sequence do not see each other. This takes four more bytes per token. Blocks of keys that no
     /// query sees are skipped.
+    ///
     /// # Errors
     /// Returns the errors of [`Self::causal_attention`], and an error if sequences are continued.
     pub fn document_attention(&self, k: &Self, v: &Self, starts: &Self, scale: f64) -> Result<Self> {
