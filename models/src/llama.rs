@@ -1,5 +1,5 @@
 //! Llama (Touvron et al., arXiv 2302.13971): RMS norm, rotary positions, SwiGLU, and grouped-query attention (Ainslie
-//! et al., arXiv 2305.13245). With other settings, the same model is Mistral, Qwen2, Qwen3, OLMo 2, Gemma 2 or Gemma 3.
+//! et al., arXiv 2305.13245). Other settings give Mistral, Qwen2, Qwen3, OLMo 2, Gemma 2 and Gemma 3.
 
 use gapless_engine::nn::{
     Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear, linear_no_bias, rms_norm, rms_norm_offset,

@@ -22,7 +22,7 @@ pub enum HfError {
     Json { path: PathBuf, why: String, line: String },
     #[error("{path} is malformed: {why}")]
     Malformed { path: PathBuf, why: String },
-    /// The configuration is refused; lists every option that is wrong or unsupported.
+    /// The configuration is refused. `problems` lists every option that is wrong or unsupported.
     #[error("{path} is refused: {}", listed(problems))]
     Config { path: PathBuf, problems: Vec<ConfigProblem> },
     #[error(
@@ -35,7 +35,7 @@ pub enum HfError {
     ShardPath { index: PathBuf, file: String },
     #[error("{path} is not a safetensors file: {why}")]
     Header { path: PathBuf, why: String },
-    /// The weights are refused; lists every tensor that is missing, superfluous, invalid, or not as the configuration
+    /// The weights are refused. `problems` lists every tensor that is missing, superfluous, invalid, or not as the configuration
     /// requires.
     #[error("the weights in {path} are refused: {}", listed(problems))]
     Weights { path: PathBuf, problems: Vec<WeightProblem> },

@@ -54,7 +54,7 @@ impl Counts {
             }
             let counts: HashSet<ValueId> =
                 node.inputs.iter().chain(&node.outputs).filter_map(|&id| Some(counted(id)?.starts)).collect();
-            // A node cannot have rows of two counts. Besides, the runtime reads a row count from the first output of
+            // A node cannot combine rows of two counts. Besides, the runtime reads a row count from the first output of
             // its producer only.
             if counts.len() > 1 {
                 refused.extend(&counts);

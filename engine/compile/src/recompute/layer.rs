@@ -338,8 +338,8 @@ fn undominated(mut choices: Vec<Choice>) -> Vec<Choice> {
     without(&choices, 0)
 }
 
-/// Reduces the choices to at most [`CHOICES`], plus the one that keeps the fewest bytes and the one with the lowest
-/// peak.
+/// Reduces the choices to at most [`CHOICES`], plus those with the lowest peak and the fewest bytes (kept until the
+/// backward, kept until W, and both together).
 fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     let all = choices.iter().map(|choice| choice.peak).max().unwrap_or(0);
     let (mut thinned, mut part) = (choices.clone(), all / 16_384);
@@ -360,7 +360,8 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     thinned
 }
 
-/// Removes each choice for which another choice takes no more time and, except for `bytes`, no more memory.
+/// Removes each choice that an earlier one beats. `choices` are sorted by time, so an earlier choice takes no more
+/// time. It beats the later one if none of its costs in bytes is higher by more than `bytes`.
 fn without(choices: &[Choice], bytes: u64) -> Vec<Choice> {
     let mut best: Vec<Choice> = Vec::new();
     for &choice in choices {

@@ -166,8 +166,7 @@ impl Tensor {
         rows.reshape(dims)?.transpose(0, dim)
     }
 
-    /// Returns this tensor with each slice of `source` along `dim` added to the slice whose index `ids`, a vector,
-    /// gives.
+    /// Returns this tensor with the slices of `source` along `dim` added to the slices at the indices `ids`, a vector.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
