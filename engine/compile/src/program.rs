@@ -48,7 +48,7 @@ pub struct Buffer {
     pub bytes: u64,
     /// Names and role.
     pub label: Label,
-    /// How the lifetime of the buffer extends beyond its uses by instructions.
+    /// The extension of the buffer's lifetime beyond its uses by instructions.
     pub kind: BufferKind,
     /// The size per row, if the number of rows is known only while the step runs.
     pub counted: Option<DynamicRows>,
@@ -88,7 +88,7 @@ pub struct DynamicRows {
     pub balanced: u64,
 }
 
-/// How the lifetime of a buffer extends beyond its uses by instructions.
+/// The extension of a buffer's lifetime beyond its uses by instructions.
 #[derive(Debug, Clone)]
 pub enum BufferKind {
     /// The lifetime does not extend: only instructions use the buffer.

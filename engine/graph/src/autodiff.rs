@@ -199,9 +199,9 @@ impl Pass {
         Ok(gradients)
     }
 
-    /// Casts a gradient to another type. The cast is placed before the operations at the end that only rearrange
-    /// elements. It is then adjacent to the sum over micro-batches when [`Self::defer_movement`] moves these operations
-    /// after that sum.
+    /// Casts a gradient to another type. If the last operations of the gradient only rearrange elements, the cast is
+    /// placed before them. [`Self::defer_movement`] later moves these operations after the sum over micro-batches, so that
+    /// the cast is adjacent to the sum.
     fn cast(&self, part: Tensor, dtype: DType) -> Result<Tensor> {
         let (mut value, mut moves) = (part.id(), Vec::new());
         {

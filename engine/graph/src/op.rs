@@ -17,8 +17,8 @@ use crate::Gradient;
 use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
 
-/// How an operation treats dynamic rows, whose number is known only while the step runs. The first extent of a tensor
-/// with dynamic rows is the maximum number of rows. The slices that a kernel gets have the actual number.
+/// The way an operation treats dynamic rows, whose number is known only while the step runs. The first extent of a
+/// tensor with dynamic rows is the maximum number of rows. The slices that a kernel gets have the actual number.
 ///
 /// On a GPU, the address of such a tensor is read from a slot in memory. Generated kernels (`Op::cuda_fusible`) do
 /// this. Launches of other kernels are refused, unless the kernel's family [reads

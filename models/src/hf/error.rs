@@ -35,8 +35,8 @@ pub enum HfError {
     ShardPath { index: PathBuf, file: String },
     #[error("{path} is not a safetensors file: {why}")]
     Header { path: PathBuf, why: String },
-    /// The weights are refused. `problems` lists every tensor that is missing, superfluous, invalid, or not as the configuration
-    /// requires.
+    /// The weights are refused. `problems` lists every tensor that is missing, superfluous, invalid, or not as the
+    /// configuration requires.
     #[error("the weights in {path} are refused: {}", listed(problems))]
     Weights { path: PathBuf, problems: Vec<WeightProblem> },
     #[error("{path} exists and is not empty; save to a new folder")]

@@ -12,7 +12,7 @@ use crate::lowering::Lowering;
 use crate::program::Origin;
 use crate::recompute::Variant;
 
-/// Which computation of a value an instruction performs.
+/// The computation of a value that an instruction performs, if the value is computed more than once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Occurrence {
     /// The computation in the forward, or the only one.

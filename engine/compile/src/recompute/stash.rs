@@ -11,7 +11,7 @@ use gapless_graph::{FLOATS, ValueId};
 use super::SavedActivations;
 use crate::error::{Error, Result};
 
-/// How a kept value is stored between forward and backward, if not unchanged in the arena.
+/// The storage of a kept value between forward and backward, if it is not left unchanged in the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stash {
     /// The value is compressed to eight bits per element. The restored value is rounded.

@@ -80,7 +80,7 @@ pub const LOSS_PARTS: [(LossPart, &str); 3] = [
     (LossPart::RouterZ, "z-loss of routers"),
 ];
 
-/// What a trainer needs to know about its programs, in addition to the executable.
+/// Information for a trainer about its programs, in addition to the executable.
 #[derive(Debug)]
 pub struct CompiledStep {
     /// Number of trained parameters.

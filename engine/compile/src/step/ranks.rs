@@ -98,7 +98,7 @@ impl fmt::Debug for Pipeline {
     }
 }
 
-/// What one rank must know about the mesh to compile its programs.
+/// The information about the mesh that one rank needs to compile its programs.
 #[derive(Debug, Clone)]
 pub struct RankPlan {
     /// The number of ranks along each axis.

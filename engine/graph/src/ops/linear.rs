@@ -69,7 +69,7 @@ impl Op for Linear {
         forward(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The kernel packs its factors, and converts them from bf16 when it does.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -150,7 +150,7 @@ impl Op for LinearGradInput {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The kernel packs its factors, and converts them from bf16 when it does.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -266,7 +266,7 @@ impl Op for LinearGradWeight {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The kernel packs its factors, and converts them from bf16 when it does.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }

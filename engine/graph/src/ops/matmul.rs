@@ -57,7 +57,7 @@ impl Op for MatMul {
         product(&dense(&inputs[0]), &dense(&inputs[1])).scratch(threads)
     }
 
-    /// The kernel packs its factors, and converts them from bf16 when it does.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, _: usize) -> bool {
         true
     }

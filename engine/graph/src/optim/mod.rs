@@ -35,7 +35,7 @@ use crate::tensor::Tensor;
 /// Number of per-step scalars (learning rate, bias corrections, …). The update reads them from one input tensor.
 pub const SCALARS: usize = 8;
 
-/// What an optimizer gets to know about a parameter before the parameter's update is recorded.
+/// The information about a parameter that an optimizer gets before the parameter's update is recorded.
 #[derive(Debug, Clone, Copy)]
 pub struct ParameterInfo<'a> {
     /// Full name of the parameter.

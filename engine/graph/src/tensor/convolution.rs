@@ -4,7 +4,7 @@
 use super::Tensor;
 use crate::error::Result;
 
-/// How a kernel moves along one dimension.
+/// The positions of a kernel along one dimension.
 #[derive(Debug, Clone, Copy)]
 struct Walk {
     padding: usize,

@@ -142,8 +142,8 @@ fn is_as_good(one: &Choice, other: &Choice, within: u64) -> bool {
 }
 
 /// Returns all pairs of the best choices of two runs of candidates. The choices of a run are found while the other run
-/// is kept. Of choices with equal costs, the one with the lowest bit mask is taken, because such choices can differ in
-/// cost once they are combined with choices of the other run.
+/// is kept. Choices with equal costs can differ in cost once they are combined with choices of the other run. Of such
+/// choices, the one with the lowest bit mask is taken.
 fn of_runs(layer: &Layer) -> Vec<Choice> {
     let mut costs = Costs::new(layer);
     let mut best = |subsets: Vec<u64>| -> Vec<Choice> {

@@ -122,7 +122,7 @@ impl Op for GroupedLinear {
         forward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// The kernel packs its factors, and converts them from bf16 when it does.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -183,7 +183,7 @@ impl Op for GroupedLinearGradInput {
         backward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// The kernel packs its factors, and converts them from bf16 when it does.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -279,7 +279,7 @@ impl Op for GroupedLinearGradWeight {
         Self::most(inputs[0].dims(), inputs[1].dims()).scratch_grouped(threads)
     }
 
-    /// The kernel packs its factors, and converts them from bf16 when it does.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }

@@ -40,7 +40,7 @@ pub struct LinearCrossEntropy {
     types: OutputTypes<4>,
 }
 
-/// How a loss is computed from logits.
+/// The settings with which a loss is computed from logits.
 #[derive(Debug, Clone, Copy, Default)]
 struct Counted {
     /// Terms of the loss in addition to −log softmax.
@@ -170,7 +170,7 @@ impl Op for LinearCrossEntropy {
         Chunks::of(inputs).scratch(self.products(), threads)
     }
 
-    /// The kernel packs its factors, and converts them from bf16 when it does.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -283,7 +283,7 @@ impl Op for LinearCrossEntropyGrad {
         [vec![4 * chunks.rows as u64], chunks.scratch(products, threads)].concat()
     }
 
-    /// The kernel packs its factors, and converts them from bf16 when it does.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
