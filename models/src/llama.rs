@@ -408,7 +408,8 @@ impl Attention {
             None => (rope_theta, rope_scaling),
         };
         let split = |x: Tensor, heads: usize| x.reshape((b, t, heads, self.head_size));
-        // Splits queries or keys into heads, normalizes them before or after that, and rotates them.
+        // Splits queries or keys into heads and rotates them. Normalization, if there is one, comes before or after the
+        // split.
         let rotated = |x: Tensor, heads: usize, norm: Option<&RmsNorm>| {
             let x_bthd = match (norm, qk_norm) {
                 (Some(norm), QkNorm::Head) => norm.forward(&split(x, heads)?)?,

@@ -25,7 +25,7 @@ pub fn phases(kind: Kind) -> &'static [Phase] {
     }
 }
 
-/// The values that cross between ranks: other ranks read them than the one that computes them.
+/// The values that cross between ranks: values that are computed on one rank and read on others.
 #[derive(Debug, Default)]
 pub struct CrossRankValues {
     ranks: usize,

@@ -78,8 +78,8 @@ pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: Compil
         return Ok(bound);
     }
     let requests = Requests::of(programs, &of, &spans, &problem);
-    // If there are dynamic rows, their arena depends on the static plan. So that plan must be the one that `compile`
-    // makes.
+    // The arena of dynamic rows depends on the static plan. So if there are dynamic rows, the static plan must be the
+    // one that `compile` makes.
     let solution = match requests.is_empty() {
         true => planned(&problem, &planner),
         false => lowest_within(&problem, &planner),

@@ -103,7 +103,7 @@ pub enum BufferKind {
         spec: Spec,
     },
     /// The buffer carries its contents from one run of a program to the next. All programs that declare the same name
-    /// share it. Programs that do not declare it may use its bytes before and after these programs.
+    /// share it. Other programs may use the bytes of the buffer before the first and after the last of these programs.
     Cache,
     /// An input: the host writes it before the program starts.
     FromStart,

@@ -176,8 +176,8 @@ impl Pass {
             let mut summands = Vec::new();
             for part in parts {
                 part.set_phase(Phase::BackwardWeight);
-                // A constant is stored once. As a gradient it must count once per micro-batch, so it is copied by a
-                // node that runs once per micro-batch.
+                // A constant is stored once. As a gradient, the constant must count once per micro-batch. So it is
+                // copied by a node, which runs once per micro-batch.
                 let root = lock(&self.graph).value(part.id()).root;
                 let made = matches!(lock(&self.graph).value(root).source, Source::Node { .. });
                 let place = lock(&self.graph).place_of(part.id()).unwrap_or_default();
@@ -260,7 +260,7 @@ impl Pass {
         let first = parts.next().expect("a gradient that is pending has a part");
         let total = parts.try_fold(first, |sum, part| {
             // The sum of two gradients is computed in the earlier of their stages. So gradients of uses in one later
-            // stage are added there, and only their sum is sent.
+            // stage are added in that stage, which sends only the sum.
             let mut g = lock(&self.graph);
             let places = [&sum, &part].map(|t| g.place_of(t.id()).unwrap_or(here));
             let [first, second] = places;

@@ -32,8 +32,8 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     {
         fields.only(field, supported);
     }
-    // The names that other model families use for these settings. If a GPT-2 file has them too, their values must agree
-    // with GPT-2's own options.
+    // The names that other model families use for these settings. If a GPT-2 file has such an option too, the value
+    // must equal that of GPT-2's own option.
     for (field, value) in [
         ("hidden_size", width),
         ("max_position_embeddings", config.sequence),

@@ -82,7 +82,7 @@ struct Lowerer<'a> {
     program: Program,
     /// By node: whether it still has to be emitted.
     alive: Vec<bool>,
-    /// By root: whether it is computed per micro-batch and the update reads its sum.
+    /// By root: whether the update reads the sum of the root's micro-batches.
     accumulated: Vec<bool>,
     /// By root: whether it is read in its own micro-batch, or sent to another rank there.
     read_within: Vec<bool>,
@@ -294,7 +294,7 @@ impl<'a> Lowerer<'a> {
             }
         }
         // A value that is still live keeps its first buffer. A node that recomputes evicted rows may have other outputs
-        // besides. These are not registered, so a reader that needs one of them recomputes it.
+        // besides. These outputs are not registered, so a reader of one of them recomputes the output itself.
         let key = self.key(id, node.phase, micro_batch);
         let is_wanted = occurrence.predicate().is_none() || self.is_between(id, micro_batch);
         if is_wanted && (occurrence == Occurrence::First || !self.placed.contains_key(&key)) {

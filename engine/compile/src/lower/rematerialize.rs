@@ -1,6 +1,6 @@
-//! Recomputation of values in the backward. A value is recomputed before its first reader there. If the backward is
-//! split into I (gradients of inputs) and W (gradients of weights), a value can be recomputed once more before its
-//! first reader in W.
+//! Recomputation of values in the backward. Each value is recomputed before the first node of the backward that reads
+//! it. If the backward is split into I (gradients of inputs) and W (gradients of weights), a value can be recomputed
+//! once more before its first reader in W.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -36,8 +36,8 @@ impl Occurrence {
 /// Recomputed nodes that run early, in I, because keeping their outputs until W takes fewer bytes than keeping their
 /// inputs.
 ///
-/// Each node is listed under the node after which it runs. That is the node that recomputes the last of its inputs or,
-/// if its inputs are kept, the first node of I that reads one of them.
+/// Each node is listed under the node after which it runs. If its inputs are recomputed, this is the node that
+/// recomputes the last input. If its inputs are kept, this is the first node of I that reads one of these inputs.
 pub(super) type SmallerForWeights = HashMap<NodeId, Vec<NodeId>>;
 
 /// Finds these nodes for each variant.

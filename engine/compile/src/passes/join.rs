@@ -69,9 +69,9 @@ fn places(program: &Program, uses: &[Vec<usize>], index: usize) -> Option<Vec<Pl
 
 /// Returns the layout that a part's producer must write in the concatenated tensor `whole`.
 ///
-/// `made`, the producer's layout, and `part` list the same elements in the same order. In `whole`, the rows of the part
-/// stay contiguous, but their distance is that of the rows of `whole`. So strides between rows grow, and strides within
-/// a row stay the same. Returns `None` if a dimension of `made` crosses rows.
+/// `made`, the producer's layout, and `part` list the same elements in the same order. In `whole`, each row of the part
+/// stays contiguous, but the distance between two rows of the part is the length of a row of `whole`. So strides
+/// between rows grow, and strides within a row stay the same. Returns `None` if a dimension of `made` crosses rows.
 fn inside(made: &Layout, part: &Layout, whole: &Layout, dim: usize, start: usize) -> Option<Layout> {
     let row = |layout: &Layout| layout.dims()[dim..].iter().product::<usize>();
     let (narrow, wide) = (row(part), row(whole));

@@ -40,7 +40,7 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The last use of a buffer in the forward, and its first use elsewhere. `None` if there is no such use.
+/// The last use of a buffer in the forward, and its first use elsewhere. Each is `None` if there is no such use.
 #[derive(Debug, Clone, Copy, Default)]
 struct Uses {
     last: Option<usize>,

@@ -1,5 +1,5 @@
 //! Computes sums over ranks in f32, as the communicator requires ([`Collective`](gapless_communicator::Collective)). A
-//! bf16 tensor is copied to f32 before its sum, and rounded once after it.
+//! bf16 tensor is copied to f32 before it is summed, and the sum is rounded once.
 //!
 //! - In: a program.
 //! - Out: the same program with an f32 buffer for each operand of a bf16 sum, and the copies.

@@ -140,7 +140,7 @@ impl PartOfGraph {
         let root = |value: ValueId| graph.value(value).root;
         for node in self.forward.iter().map(|&id| graph.node(id)) {
             let makes: Vec<usize> = node.outputs.iter().map(|&output| locals.index(graph, output)).collect();
-            // Values of other layers are kept by those layers. Here they count only if W needs them.
+            // Values of other layers are counted as kept in those layers. Here, such a value counts only if W needs it.
             let is_of_forward = |root: &ValueId| graph.producer(*root).is_some_and(|p| p.phase == Phase::Forward);
             for root in node.inputs.iter().map(|&input| root(input)).filter(|of| is_split && is_of_forward(of)) {
                 locals.index(graph, root);

@@ -16,9 +16,9 @@
 //! Dynamic programming from the first layer to the last finds these choices. After each layer, it keeps only the states
 //! that are Pareto-optimal in bytes and time.
 //!
-//! A micro-batch in flight holds kept values from forward to backward. If the backward is split, it holds them until I,
-//! and other values from I to W. Two moments are considered: when the number of micro-batches between forward and
-//! backward is highest, and when the number between I and W is highest.
+//! A micro-batch in flight holds kept values from forward to backward. If the backward is split, the micro-batch holds
+//! kept values from forward to I, and other values from I to W. Two moments are considered: when the number of
+//! micro-batches between forward and backward is highest, and when the number between I and W is highest.
 //!
 //! The initial limit is the budget minus everything else that the plan holds. The limit is then corrected by the sizes
 //! of the real plans.
@@ -68,9 +68,9 @@ pub struct Budget<'a> {
 impl Budget<'_> {
     /// Returns the fastest plan found that fits the budget.
     ///
-    /// `place` lowers and plans a recomputation, and returns the size of the arena. If it is given a capacity and the
-    /// arena exceeds it, `place` may stop early and return a lower bound that exceeds the capacity. Without a capacity,
-    /// it returns the size of the lowest plan.
+    /// `place` lowers and plans a recomputation, and returns the size of the arena. If there is a capacity and the
+    /// arena exceeds it, `place` may stop early and return a lower bound of the arena that exceeds the capacity.
+    /// Without a capacity, it returns the size of the lowest plan.
     ///
     /// # Errors
     /// Returns [`Error::OverBudget`] with the smallest arena found if no plan fits, and the errors of `place`.

@@ -112,8 +112,8 @@ impl Network {
         let nanoseconds = u128::from(to.nanoseconds.checked_sub(from.nanoseconds)?);
         let runs = self.cut(nanoseconds, bytes);
         let found = self.corner_of(&runs);
-        // The weighted gain in bytes, and the weighted loss in time. The found corner is beyond the line if its gain
-        // exceeds its loss by more than at one end of the line.
+        // The weighted gain in bytes, and the weighted loss in time. The found corner is beyond the line if gain minus
+        // loss is greater at the corner than at `from`, an end of the line.
         let gain = |corner: &Corner| {
             let gain = nanoseconds.saturating_mul(corner.saved_bytes.into());
             (gain, bytes.saturating_mul(corner.nanoseconds.into()))

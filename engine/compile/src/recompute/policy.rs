@@ -1,4 +1,4 @@
-//! Recomputation policies as users write them, and their resolution against a graph.
+//! Recomputation policies as users write them, and the resolution of a policy against a graph.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -114,8 +114,8 @@ pub struct Resolving<'a> {
 }
 
 impl Resolving<'_> {
-    /// Resolves a policy or, if there is a budget, searches for the recomputation that meets it. [`Budget::fit`]
-    /// describes `place`.
+    /// Resolves a policy or, if there is a budget, searches for the fastest recomputation that fits the budget.
+    /// [`Budget::fit`] describes `place`.
     ///
     /// # Errors
     /// Returns an error if the model has no layer or operation with a name in the policy, or if a cycle is empty or

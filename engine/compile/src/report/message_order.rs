@@ -129,8 +129,8 @@ mod tests {
         assert!(cases > 30, "{cases} cases");
     }
 
-    /// If ranks of 1F1B launch their messages in program order instead of the agreed order, they wait for each other in
-    /// a cycle.
+    /// If ranks of 1F1B launched messages in program order instead of the agreed order, the ranks would wait for each
+    /// other in a cycle.
     #[test]
     #[should_panic(expected = "hangs")]
     fn the_order_of_the_programs_themselves_hangs() {

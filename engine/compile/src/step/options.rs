@@ -405,7 +405,7 @@ impl StepOptions {
         if memory.release_gradients { self.check_release() } else { Ok(()) }
     }
 
-    /// Checks each setting on its own, without those that depend on each other.
+    /// Checks the value of each setting on its own. Combinations of settings are not checked.
     ///
     /// # Errors
     /// Returns an error for the first setting that is refused.

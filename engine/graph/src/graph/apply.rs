@@ -69,7 +69,7 @@ impl Graph {
         }
     }
 
-    /// Runs the shape rule of `op`, and checks everything else that it declares about its operands.
+    /// Runs the shape rule of `op`, and checks everything else that `op` declares about the operands.
     fn infer(&self, op: &dyn Op, inputs: &[ValueId]) -> Result<Vec<Spec>> {
         let specs = self.specs(inputs);
         // A broadcast value occupies few bytes, however large its shape is. A copy of it would occupy all of them.

@@ -146,8 +146,9 @@ impl VarBuilder {
         }
     }
 
-    /// Declares a parameter that is updated by `rule` instead of the optimizer. The tensor that its operation sends as
-    /// its gradient is passed to the rule. This tensor need not be a gradient, and does not count in the global norm.
+    /// Declares a parameter that is updated by `rule` instead of the optimizer. The rule gets the tensor that the
+    /// parameter's operation sends as the gradient. This tensor need not be a gradient, and does not count in the
+    /// global norm.
     ///
     /// # Errors
     /// Returns an error if the name was used with another shape.

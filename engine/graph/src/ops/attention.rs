@@ -251,8 +251,8 @@ impl Attention {
         2 * (e.batch * e.heads * scores) as u64
     }
 
-    /// Calls `f` for every query, with its batch index, head and token, the first key that the query sees, and the
-    /// scores of the keys from that one to the last that the query sees.
+    /// Calls `f` for every query. The arguments are the query's batch index, head and token, the index of the first
+    /// visible key, and the scores of all visible keys.
     fn for_each_score(
         &self,
         e: Extents,

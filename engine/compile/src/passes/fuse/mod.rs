@@ -249,7 +249,7 @@ impl<'a> Fusion<'a> {
     }
 
     /// True if the instruction `maker` can run at the position of the group's last member. Instructions in between that
-    /// are not members must not write its inputs or touch its outputs.
+    /// are not members must not write the inputs of `maker` or touch its outputs.
     fn may_move(&self, group: &BTreeSet<usize>, maker: usize, last: usize) -> bool {
         let instr = &self.program.instrs[maker];
         let others = (maker + 1..last).filter(|at| !group.contains(at) && !self.is_taken[*at]);
@@ -262,8 +262,8 @@ impl<'a> Fusion<'a> {
         })
     }
 
-    /// Returns a function from a position to two numbers: the bytes that become live there if `maker` joins the group,
-    /// and the bytes that are then no longer live there.
+    /// Returns a function from a position to two numbers: the bytes that become live at the position if `maker` joins
+    /// the group, and the bytes that stop being live at the position.
     fn rise(&self, with: &BTreeSet<usize>, maker: usize, last: usize) -> impl Fn(usize) -> [u64; 2] + use<'_> {
         let held = |buffer: &BufferId| {
             let buffer = buffer.index();

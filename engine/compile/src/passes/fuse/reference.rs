@@ -204,7 +204,7 @@ fn chains_and_diamonds_are_fused() {
     check(&[("tanh", &[0], 1), ("tanh", &[1], 2), ("tanh", &[1], 3), ("sub", &[2, 3], 7)], 1);
     // The softmax needs the result of the first instruction, and the last instruction needs the softmax.
     check(&[("tanh", &[0], 1), ("softmax", &[1], 2), ("sub", &[1, 2], 7)], 3);
-    // The softmax does not depend on the other instructions, so they can be fused across it.
+    // The softmax does not depend on the other instructions, so these instructions can be fused across the softmax.
     check(&[("tanh", &[0], 1), ("softmax", &[0], 2), ("sub", &[1, 2], 7)], 2);
     // The softmax overwrites an input of the first instruction.
     check(&[("tanh", &[0], 1), ("softmax", &[1], 0), ("tanh", &[1], 7), ("softmax", &[0], 2)], 4);

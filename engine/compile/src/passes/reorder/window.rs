@@ -58,8 +58,8 @@ impl Window {
         self.resources.len() - 1
     }
 
-    /// Appends an instruction. `touches` lists the resources that it touches, each with true if the instruction writes
-    /// it.
+    /// Appends an instruction. `touches` lists the resources that the instruction touches, each with true if the
+    /// resource is written.
     pub fn push(&mut self, touches: Vec<(usize, bool)>, workspace: u64) {
         let own = 1 << self.touches.len();
         let mut before = 0;

@@ -78,9 +78,10 @@ pub struct RouterConfig {
     /// While training, the router's input is multiplied by random factors between 1 − jitter and 1 + jitter (Switch,
     /// arXiv 2101.03961).
     pub jitter: f64,
-    /// The factor of the load-balance loss experts/k · Σ fᵉ·Pᵉ. For each expert e, fᵉ is its share of the choices in a
-    /// sequence, and Pᵉ is its mean score. The loss is averaged over sequences, as in DeepSeek-V3 (Switch uses one
-    /// sequence). With packed documents, it is computed per document and averaged over the tokens that are not padding.
+    /// The factor of the load-balance loss experts/k · Σ fᵉ·Pᵉ. fᵉ is the share of expert e in the choices of a
+    /// sequence, and Pᵉ is the mean score of expert e. The loss is averaged over sequences, as in DeepSeek-V3 (Switch
+    /// uses one sequence). With packed documents, it is computed per document and averaged over the tokens that are not
+    /// padding.
     pub balance_loss: f64,
     /// The factor of the mean of (ln Σ e^logit)² (ST-MoE, arXiv 2202.08906).
     pub z_loss: f64,

@@ -190,7 +190,7 @@ impl Op for Route {
             expert * sequences + slot / length
         };
         // A counting sort. Slots are placed from the last to the first. Before that, `starts` holds the end of each
-        // run; each placed slot moves it down, so that it finally holds the beginning.
+        // run; each placed slot moves that offset down by one, so that `starts` finally holds the beginnings.
         starts.fill(0);
         let has_row = |slot: &usize| is_routed(routed, slot / k);
         (0..places.len()).filter(has_row).for_each(|slot| starts[run_of(slot)] += 1);

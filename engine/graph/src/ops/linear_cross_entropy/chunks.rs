@@ -147,8 +147,8 @@ impl Chunks {
         let least = self.rows.div_ceil(ROWS_ON_GPU.end).max(1);
         let most = self.rows.div_ceil(ROWS_ON_GPU.start).max(1);
         let chunk = |count: usize| self.rows.div_ceil(count).next_multiple_of(TILE[0]);
-        // If a product has few tiles, the library divides its sums into two or four parts, which gives it more work to
-        // distribute.
+        // If a product has few tiles, the library divides the sum of each tile into two or four parts. So more
+        // multiprocessors have work.
         let idle = |rows: usize| {
             let tiles = rows.div_ceil(TILE[0]) * self.width.div_ceil(TILE[1]);
             let idle = [1, 2, 4].map(|parts| {

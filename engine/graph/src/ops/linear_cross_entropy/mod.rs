@@ -1,9 +1,9 @@
 //! The head of a language model fused with its loss, so that the logits are never stored as a whole.
 //!
-//! Rows are processed in chunks. The logits of a chunk are computed into scratch. They are converted to losses, then
-//! overwritten by their own gradient, from which the chunk's dx and its share of d_weight are computed at once. In
-//! training, forward and backward are therefore one pass, and no logit is computed twice (Hsu et al., "Liger Kernel",
-//! arXiv 2410.10989, section 3.2).
+//! Rows are processed in chunks. The logits of a chunk are computed into scratch. The logits are converted to losses,
+//! then overwritten by their own gradient. From this gradient, the chunk's rows of dx and its share of d_weight are
+//! computed at once. In training, forward and backward are therefore one pass, and no logit is computed twice (Hsu et
+//! al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
 mod chunks;
 mod pass;

@@ -141,8 +141,8 @@ fn cross_entropy(
                     let (target, max) = (target as usize, reduce::max(logits));
                     let logit = logits[target];
                     let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(logits, |x| x) };
-                    // With a cap, the gradient needs the logits themselves, so their exponentials are not stored over
-                    // them.
+                    // With a cap, the gradient is computed from the logits themselves, so they are not overwritten by
+                    // their exponentials.
                     let sum = match cap {
                         Some(_) => reduce::sum(logits, |x| math::exp(x - max)),
                         None => {
