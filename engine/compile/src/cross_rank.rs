@@ -178,9 +178,9 @@ impl CrossRankValues {
         self.replicas.get(&root).into_iter().flatten().copied()
     }
 
-    /// Returns the action before which each message of `rank` has certainly been received. The keys are (root,
-    /// micro-batch, receiver), and the value is the first such action of `rank` itself. Messages sent once per step,
-    /// and messages without such an action, are missing.
+    /// Returns for each message of `rank` the first of the rank's own actions before which the message has certainly
+    /// been received. The keys are (root, micro-batch, receiver). Messages that are sent once per step are left out,
+    /// and so are messages without such an action.
     ///
     /// # Errors
     /// Returns an error if the actions wait for each other in a cycle, or if an action reads a value that is never

@@ -106,7 +106,7 @@ const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
 /// Returns for each layer whether `layer_types` gives it a sliding window. `None` if the file has no `layer_types`, or
-/// an invalid one, which is recorded as a problem.
+/// if the value is invalid, which is recorded as a problem.
 fn layer_types(fields: &mut Fields, layers: usize) -> Option<Vec<bool>> {
     let types = fields.take("layer_types")?;
     let all: Option<Vec<&str>> = types.as_array().and_then(|types| types.iter().map(Value::as_str).collect());

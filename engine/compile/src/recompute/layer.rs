@@ -304,8 +304,8 @@ impl<'l> Costs<'l> {
     }
 
     /// Returns the bytes kept until W, and the peak bytes of the whole sequence, which is walked backwards. While W
-    /// recomputes values, another micro-batch holds everything that it keeps. So the bytes of that recomputation count
-    /// in addition.
+    /// recomputes values, another micro-batch already holds all values that a micro-batch keeps. So the bytes of the
+    /// recomputation in W are added to these.
     fn bytes(&mut self, kept: u64, until_input: usize) -> (u64, u64) {
         self.alive.fill(false);
         let mut alive = Alive { values: &mut self.alive, bytes: &self.layer.bytes, now: 0 };

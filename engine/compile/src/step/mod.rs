@@ -107,7 +107,8 @@ pub fn watched_output(name: &str) -> String {
     format!("watched {name}")
 }
 
-/// Compiles into one arena the training step, the evaluation, and the program that computes the logits of one sequence.
+/// Compiles into one arena the programs for the training step, the evaluation and the logits of one sequence. If
+/// [`StepOptions::caches`] returns caches, adds the programs `prefill` and `decode`.
 ///
 /// # Errors
 /// Returns an error if the options or the model's shapes do not fit together, and [`Error::OverBudget`] if nothing fits

@@ -344,8 +344,8 @@ impl StepOptions {
         self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
 
-    /// Returns the caches for generation, or `None` if they are not set or not supported. Only a CPU without pipeline
-    /// and expert ranks supports them, because GPUs have no kernels for caches.
+    /// Returns the caches for generation. `None` if no caches are set, or if the mesh has several pipeline or expert
+    /// ranks. Also `None` on a GPU, because GPUs have no kernels for caches.
     pub fn caches(&self, target: Target) -> Option<&Generation> {
         let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && matches!(target, Target::Cpu { .. });
         self.generation.as_ref().filter(|_| is_supported)

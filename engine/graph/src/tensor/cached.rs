@@ -75,7 +75,7 @@ impl Tensor {
         lock(&self.graph).loss_terms()
     }
 
-    /// Writes `self` to a cache after the past tokens, and returns the cache, which has a row for each token of the
+    /// Appends `self` to a cache of past tokens, and returns the whole cache, which has a row for each token of the
     /// window. `self` is [batch, heads, tokens, size] or [batch, tokens, size]. `what` names the cache in the plan. If
     /// sequences are not continued, `self` is returned unchanged.
     ///

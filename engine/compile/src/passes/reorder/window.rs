@@ -95,8 +95,8 @@ impl Window {
         self.resources.iter().filter(|resource| resource.is_alive(0)).map(|resource| resource.bytes).sum()
     }
 
-    /// Returns the live bytes while an instruction runs, and after it. `done` are the instructions that have run
-    /// before, and `now` the live bytes at that time.
+    /// Returns the live bytes while an instruction runs, and after it has run. `done` is the set of instructions that
+    /// have run before, and `now` is the live bytes before.
     fn run(&self, index: usize, done: Done, now: u64) -> (u64, u64) {
         let resources = || self.touches[index].iter().map(|&resource| &self.resources[resource]);
         let born = resources().filter(|resource| !resource.is_alive(done));
