@@ -1,4 +1,5 @@
-//! GPT-2 (Radford et al., 2019): learned positions, layer norm before each part, GELU, head tied to the embedding.
+//! GPT-2 (Radford et al., 2019): learned position embeddings, layer norm before each attention and feed-forward part,
+//! GELU, and a head tied to the embedding.
 
 use gapless_engine::nn::{
     Embedding, Init, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias,
@@ -33,7 +34,7 @@ pub struct GptConfig {
     pub activation: Activation,
     /// Whether the head shares its weight with the embedding.
     pub tied: bool,
-    /// The dropout probability after the embedding and after each part of a block.
+    /// The dropout probability after the embedding and after the attention and the feed-forward part of each block.
     pub dropout: f64,
 }
 
@@ -82,7 +83,7 @@ impl GptConfig {
     /// Checks that the settings are within the [`limits`](crate::limits).
     ///
     /// # Errors
-    /// Returns an error for the first setting that is not.
+    /// Returns an error for the first setting that is outside its limits.
     pub fn check(&self) -> Result<()> {
         let &Self { vocabulary, sequence, layers, heads, width, .. } = self;
         Checked::default()
@@ -128,7 +129,7 @@ impl Gpt {
         Ok(Self { wte, wpe, blocks, ln_f, head, config: config.clone() })
     }
 
-    /// Returns the input of the head: [batch, tokens, width].
+    /// Returns the hidden states that the head turns into logits: [batch, tokens, width].
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
         let (_, t) = tokens.dims2()?;
         let dropout = if train { self.config.dropout } else { 0.0 };

@@ -1,6 +1,6 @@
 //! Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). The keys and values of all heads are
-//! computed from one short vector per token, the latent; queries may be computed from another. Positions are encoded in
-//! a separate part of each head, whose rotated key all heads share.
+//! computed from one short vector per token, the latent. Queries may be computed from a latent of their own. Positions
+//! are encoded in a separate part of each query and key; the rotated part of the key is the same for all heads.
 
 use gapless_engine::nn::{Linear, Module, RmsNorm, VarBuilder, linear_b, linear_no_bias, rms_norm};
 use gapless_engine::{Result, Tensor, ops};
@@ -13,7 +13,7 @@ use crate::llama::LlamaConfig;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LatentConfig {
-    /// The width of the latent of the queries. Without it, queries are computed from the residual stream.
+    /// The width of the latent of the queries. Without it, queries are computed from the residual stream directly.
     pub query_rank: Option<usize>,
     /// The width of the latent of keys and values.
     pub kv_rank: usize,
@@ -23,7 +23,7 @@ pub struct LatentConfig {
     pub rotated_size: usize,
     /// The width of the values of a head.
     pub value_size: usize,
-    /// Whether the rotation pairs adjacent elements rather than the two halves.
+    /// Whether the rotation pairs adjacent elements. If not, it pairs elements that are half the rotated part apart.
     pub neighbours: bool,
 }
 
@@ -59,13 +59,13 @@ impl LatentConfig {
     }
 }
 
-/// Added to the mean square by the norms of the latents. It does not depend on `rms_norm_eps`.
+/// The value that the norms of the latents add to the mean square. It is independent of `rms_norm_eps`.
 const EPS: f64 = 1e-6;
 
 /// A layer of latent attention.
 #[derive(Debug, Clone)]
 pub(crate) struct LatentAttention {
-    /// The projection to the latent of the queries and its norm, if there is one.
+    /// The projection to the latent of the queries and the norm of that latent. `None` if queries have no latent.
     short: Option<(Linear, RmsNorm)>,
     queries: Linear,
     kv_a_proj_with_mqa: Linear,
@@ -78,7 +78,8 @@ pub(crate) struct LatentAttention {
 }
 
 impl LatentAttention {
-    /// Declares the parameters. With `output_bias`, the projections to the latents have biases too.
+    /// Declares the parameters. If the configuration sets `output_bias`, the projections to the latents also have
+    /// biases.
     pub(crate) fn new(config: &LlamaConfig, latent: &LatentConfig, vb: VarBuilder) -> Result<Self> {
         let &LlamaConfig { width, heads, output_bias: bias, .. } = config;
         let &LatentConfig { kv_rank, plain_size, rotated_size, value_size, .. } = latent;
@@ -125,8 +126,8 @@ impl LatentAttention {
         let q_rotated = rotated(part(&q, plain_size, rotated_size)?)?;
         let q = Tensor::cat(&[&part(&q, 0, plain_size)?, &q_rotated], 3)?;
 
-        // If sequences are continued, the cache holds the latent and the rotated key of past tokens. The keys and
-        // values of the window are recomputed from it, by the same operations as those of a whole sequence.
+        // If sequences are continued, the cache holds the latent and the rotated key of each past token. The keys and
+        // values are recomputed from the cache by the same operations as for a whole sequence.
         let shared = self.kv_a_proj_with_mqa.forward(x)?;
         let k_rotated = rotated(split(shared.narrow(2, kv_rank, rotated_size)?, 1, rotated_size)?)?;
         let k_rotated = k_rotated.cached("rotated_keys")?;

@@ -1,4 +1,4 @@
-//! Language models written as in a textbook, over the gapless engine.
+//! Language models, written as in a textbook, on top of the gapless engine.
 //!
 //! Each model is one file: a configuration, the parameters, and the forward pass in candle's vocabulary. Parameters
 //! have the names of the Hugging Face checkpoints of the same architecture, which [`hf`] reads and writes.

@@ -1,5 +1,5 @@
-//! Upper limits of a model's extents. They are beyond any model that is trained, and small enough that sizes derived
-//! from them do not overflow.
+//! Upper limits of a model's extents. No model in use reaches them, and they are small enough that sizes derived from
+//! them do not overflow.
 
 use gapless_engine::{Error, Result};
 
@@ -14,7 +14,7 @@ pub const MAX_TOKENS: usize = 1 << 28;
 /// The greatest number of parameters: 2⁴⁸ f32 elements take a petabyte.
 pub const MAX_ELEMENTS: u128 = 1 << 48;
 
-/// Checks of a configuration. It records the first violation.
+/// The checks of a configuration. Only the first violation is recorded.
 #[derive(Default)]
 pub(crate) struct Checked {
     wrong: Option<(String, &'static str)>,
@@ -26,7 +26,7 @@ impl Checked {
         self.require((1..=most).contains(&extent), || format!("{name} is {extent}, which is not from 1 to {most}"))
     }
 
-    /// Checks that a number is above 0 and, like its reciprocal, representable in f32.
+    /// Checks that a number is above 0 and that the number and its reciprocal are representable in f32.
     pub fn positive(self, name: &str, x: f64) -> Self {
         let is_sound = x > 0.0 && (x as f32).is_normal() && ((1.0 / x) as f32).is_normal();
         self.require(is_sound, || format!("{name} is {x}, which is not a number above 0 in f32"))
@@ -37,7 +37,7 @@ impl Checked {
         self.require((0.0..1.0).contains(&x), || format!("{name} is {x}, which is not from 0 to below 1"))
     }
 
-    /// Checks the number of parameters.
+    /// Checks that the number of parameters is at most [`MOST_ELEMENTS`].
     pub fn elements(self, elements: u128) -> Self {
         let why = || format!("it has {elements} parameters, above the maximum of {MAX_ELEMENTS}");
         self.require(elements <= MAX_ELEMENTS, why)
@@ -50,7 +50,7 @@ impl Checked {
         self
     }
 
-    /// Returns an error for the first violation.
+    /// Returns the error for the first violation, if there is one.
     pub fn done(self) -> Result<()> {
         match self.wrong {
             None => Ok(()),

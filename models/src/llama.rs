@@ -1,6 +1,5 @@
-//! Llama (Touvron et al., arXiv 2302.13971): RMS norm, rotary positions, SwiGLU, grouped-query attention (Ainslie et
-//! al., arXiv 2305.13245). With other settings, it is one of its successors: Mistral, Qwen2 and 3, OLMo 2, Gemma 2 and
-//! 3.
+//! Llama (Touvron et al., arXiv 2302.13971): RMS norm, rotary positions, SwiGLU, and grouped-query attention (Ainslie
+//! et al., arXiv 2305.13245). Other settings give Mistral, Qwen2, Qwen3, OLMo 2, Gemma 2 and Gemma 3.
 
 use gapless_engine::nn::{
     Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear, linear_no_bias, rms_norm, rms_norm_offset,
@@ -23,7 +22,7 @@ pub struct LlamaConfig {
     pub layers: usize,
     /// The number of query heads.
     pub heads: usize,
-    /// The number of key and value heads; it divides `heads`.
+    /// The number of key and value heads; it must divide `heads`.
     pub kv_heads: usize,
     /// The width of the residual stream.
     pub width: usize,
@@ -49,14 +48,15 @@ pub struct LlamaConfig {
     pub norms: Norms,
     /// Whether the head shares its weight with the embedding.
     pub tied: bool,
-    /// The number of tokens that a token attends to at most, itself included (Mistral, arXiv 2310.06825, section 2).
+    /// The maximum number of tokens that a token attends to, including itself (Mistral, arXiv 2310.06825, section 2).
+    /// Without it, a token attends to all earlier tokens.
     pub sliding_window: Option<usize>,
-    /// The layers with full attention in a model with a sliding window.
+    /// The layers that have full attention although the model has a sliding window.
     pub full_layers: Vec<usize>,
-    /// The base of the rotary frequencies in layers with a sliding window, which then are not scaled. The default is
-    /// that of the other layers.
+    /// The base of the rotary frequencies in layers with a sliding window. If it is set, the frequencies of these
+    /// layers are not scaled by `rope_scaling`. If not, these layers use the same frequencies as the others.
     pub window_rope_theta: Option<f64>,
-    /// A token whose embedding row gets no gradient from being looked up.
+    /// A token whose embedding row gets no gradient when the token is looked up.
     pub padding: Option<u32>,
     /// The activation function of the gate in the feed-forward layer.
     pub activation: GateActivation,
@@ -64,11 +64,12 @@ pub struct LlamaConfig {
     pub offset_norms: bool,
     /// Whether the embedding is multiplied by the square root of the width (Gemma).
     pub scaled_embedding: bool,
-    /// Attention scores are divided by the square root of this value. The default is the width of a head.
+    /// The value by whose square root attention scores are divided. The default is the width of a head.
     pub query_scale: Option<f64>,
-    /// Attention scores s are capped as cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, section 2).
+    /// The cap of attention scores: a score s is replaced by cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, section
+    /// 2).
     pub attention_cap: Option<f64>,
-    /// Logits are capped in the same way as by `attention_cap`.
+    /// The cap of logits: a logit x is replaced by cap · tanh(x / cap).
     pub logit_cap: Option<f64>,
 }
 
@@ -76,10 +77,10 @@ pub struct LlamaConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum GateActivation {
-    /// SiLU, x · sigmoid(x): SwiGLU.
+    /// SiLU, x · sigmoid(x), which makes the feed-forward layer a SwiGLU.
     #[default]
     Silu,
-    /// GELU with the tanh approximation: GeGLU (Shazeer, arXiv 2002.05202).
+    /// GELU with the tanh approximation, which makes the feed-forward layer a GeGLU (Shazeer, arXiv 2002.05202).
     Gelu,
 }
 
@@ -90,7 +91,7 @@ pub enum QkNorm {
     /// Queries and keys are not normalized.
     #[default]
     None,
-    /// Each head is normalized (Qwen3).
+    /// Each head is normalized separately (Qwen3).
     Head,
     /// All heads are normalized together (OLMo 2).
     Width,
@@ -147,7 +148,7 @@ impl LlamaConfig {
     /// Checks that the settings are within the [`limits`](crate::limits).
     ///
     /// # Errors
-    /// Returns an error for the first setting that is not.
+    /// Returns an error for the first setting that is outside its limits.
     pub fn check(&self) -> Result<()> {
         let &Self { vocabulary, layers, heads, kv_heads, width, hidden, .. } = self;
         let checked = Checked::default()
@@ -200,7 +201,7 @@ impl LlamaConfig {
         3 * self.width * self.hidden + usize::from(self.mlp_bias) * (2 * self.hidden + self.width)
     }
 
-    /// Returns the head. If it is tied, it uses the embedding's table; if not, it is declared.
+    /// Returns the head. A tied head uses the embedding's table; any other head's weight is declared.
     pub(crate) fn head(&self, embedding: &Embedding, vb: VarBuilder) -> Result<Linear> {
         match self.tied {
             true => Ok(Linear::new(embedding.embeddings().clone(), None, vb.prefix())),
@@ -208,7 +209,7 @@ impl LlamaConfig {
         }
     }
 
-    /// Declares a norm over `width` elements.
+    /// Declares a norm over `width` elements with the configured epsilon and form.
     pub(crate) fn norm(&self, width: usize, vb: VarBuilder) -> Result<RmsNorm> {
         let norm = if self.offset_norms { rms_norm_offset } else { rms_norm };
         norm(width, self.rms_norm_eps, vb)
@@ -219,13 +220,13 @@ impl LlamaConfig {
         Ok(embedding(self.vocabulary, self.width, model.pp("embed_tokens"))?.with_padding(self.padding))
     }
 
-    /// Returns the input of the first block.
+    /// Returns the embedded tokens, which are the input of the first block.
     pub(crate) fn embed(&self, embedding: &Embedding, tokens: &Tensor) -> Result<Tensor> {
         let x = embedding.forward(tokens)?;
         if self.scaled_embedding { x.affine((self.width as f64).sqrt(), 0.0) } else { Ok(x) }
     }
 
-    /// Returns the logits for an input of the head.
+    /// Returns the logits for hidden states `x`, capped if the configuration says so.
     pub(crate) fn logits(&self, head: &Linear, x: &Tensor) -> Result<Tensor> {
         let logits = head.forward(x)?;
         self.logit_cap.map_or(Ok(logits.clone()), |cap| logits.cap(cap))
@@ -246,8 +247,8 @@ impl Llama {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// Returns an error if the heads do not divide the width or the key-value heads do not divide the heads, and the
-    /// errors of [`LlamaConfig::check`].
+    /// Returns the errors of [`LlamaConfig::check`]. Returns an error if `heads` does not divide the width (unless
+    /// `head_size` is set), or if `kv_heads` does not divide `heads`.
     pub fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let model = vb.pp("model");
@@ -259,7 +260,7 @@ impl Llama {
         Ok(Self { embed_tokens, blocks, norm, lm_head, config: config.clone() })
     }
 
-    /// Returns the input of the head: [batch, tokens, width].
+    /// Returns the hidden states that the head turns into logits: [batch, tokens, width].
     fn hidden(&self, tokens: &Tensor) -> Result<Tensor> {
         let mut x = self.config.embed(&self.embed_tokens, tokens)?;
         for block in &self.blocks {
@@ -304,14 +305,14 @@ impl Block {
     }
 }
 
-/// The two residual connections of a block, with their norms.
+/// The residual connections around a block's attention and feed-forward parts, with their norms.
 #[derive(Debug, Clone)]
 pub(crate) struct Residual {
     attention: PartNorms,
     feed_forward: PartNorms,
 }
 
-/// The norms of the input and of the output of a part.
+/// The optional norms before and after a part of a block.
 #[derive(Debug, Clone)]
 struct PartNorms {
     before: Option<RmsNorm>,
@@ -321,7 +322,7 @@ struct PartNorms {
 impl Residual {
     /// Declares the norms, under the block's path.
     pub(crate) fn new(config: &LlamaConfig, vb: &VarBuilder) -> Result<Self> {
-        // Names of the norms before and after each part.
+        // The names of the norms before and after the attention, and before and after the feed-forward part.
         let (attention, feed_forward) = match config.norms {
             Norms::Before => ((Some("input_layernorm"), None), (Some("post_attention_layernorm"), None)),
             Norms::After => ((None, Some("post_attention_layernorm")), (None, Some("post_feedforward_layernorm"))),
@@ -358,11 +359,11 @@ pub(crate) struct Attention {
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
-    /// Norms of queries and of keys.
+    /// The norms of queries and of keys, if they are normalized.
     norms: Option<(RmsNorm, RmsNorm)>,
     config: LlamaConfig,
     head_size: usize,
-    /// The number of tokens that a token attends to at most.
+    /// The maximum number of tokens that a token attends to, including itself; `None` means all earlier tokens.
     window: Option<usize>,
     layer: String,
 }
@@ -407,7 +408,8 @@ impl Attention {
             None => (rope_theta, rope_scaling),
         };
         let split = |x: Tensor, heads: usize| x.reshape((b, t, heads, self.head_size));
-        // Normalises queries or keys before or after they are split into heads, and rotates them.
+        // Splits queries or keys into heads and rotates them. Normalization, if there is one, comes before or after the
+        // split.
         let rotated = |x: Tensor, heads: usize, norm: Option<&RmsNorm>| {
             let x_bthd = match (norm, qk_norm) {
                 (Some(norm), QkNorm::Head) => norm.forward(&split(x, heads)?)?,
@@ -428,7 +430,7 @@ impl Attention {
     }
 }
 
-/// down(activation(gate)·up).
+/// The feed-forward layer down(activation(gate)·up).
 #[derive(Debug, Clone)]
 pub(crate) struct Mlp {
     gate_proj: Linear,

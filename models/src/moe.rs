@@ -1,5 +1,5 @@
-//! Llama with experts. The settings cover Mixtral (Jiang et al., arXiv 2401.04088), Qwen-MoE (arXiv 2407.10671, section
-//! 2.2.2) and the routing of DeepSeek (arXiv 2401.06066, 2412.19437).
+//! Llama with mixtures of experts. The settings cover Mixtral (Jiang et al., arXiv 2401.04088), Qwen-MoE (arXiv
+//! 2407.10671, section 2.2.2) and the routing of DeepSeek (arXiv 2401.06066, 2412.19437).
 
 use gapless_engine::nn::{
     Capacity, Choice, Embedding, Experts, Linear, Module, RmsNorm, Router, RouterConfig, Score, VarBuilder,
@@ -18,9 +18,9 @@ use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct MoeConfig {
-    /// The settings shared with a Llama. `hidden` is the width of its dense layers.
+    /// The settings shared with a Llama. `hidden` is the width of the layers without experts.
     pub llama: LlamaConfig,
-    /// The router.
+    /// The settings of the router.
     pub router: RouterConfig,
     /// The hidden width of each expert.
     pub expert_hidden: usize,
@@ -30,7 +30,7 @@ pub struct MoeConfig {
     pub shared_gate: bool,
     /// The layers without experts.
     pub dense_layers: Vec<usize>,
-    /// Multi-head latent attention in place of the attention of a Llama (DeepSeek).
+    /// The settings of multi-head latent attention (DeepSeek). Without them, the model has the attention of a Llama.
     pub latent: Option<LatentConfig>,
 }
 
@@ -62,7 +62,7 @@ pub enum MoeStyle {
     Qwen,
     /// Sigmoid scores, groups of experts, a bias instead of a balance loss, a shared expert, and a dense first layer.
     DeepSeek,
-    /// Experts choose tokens, instead of tokens choosing experts.
+    /// Experts choose tokens, instead of tokens choosing experts (arXiv 2202.09368).
     ExpertChoice,
 }
 
@@ -85,8 +85,8 @@ impl MoeConfig {
         Self { llama, router, expert_hidden: 1408, shared_hidden: 5632, shared_gate: true, ..Self::default() }
     }
 
-    /// The settings of a model of 4 layers and about 10 million parameters, of which each token uses a third. It learns
-    /// text on a CPU within minutes.
+    /// The settings of a small model with 4 layers and about 10 million parameters, of which a third is used for each
+    /// token. It can be trained on text on a CPU within minutes.
     pub fn small(style: MoeStyle, vocabulary: usize) -> Self {
         let llama = LlamaConfig {
             vocabulary,
@@ -145,10 +145,10 @@ impl MoeConfig {
     /// Checks that the settings are within the [`limits`](crate::limits).
     ///
     /// # Errors
-    /// Returns an error for the first setting that is not.
+    /// Returns an error for the first setting that is outside its limits.
     pub fn check(&self) -> Result<()> {
         self.llama.check()?;
-        // Extents of 0 are allowed here; layers and routers reject them with their own messages.
+        // Extents of 0 pass this check. Layers and routers reject them with messages of their own.
         let checked = Checked::default()
             .extent("router.experts", self.router.experts.max(1), MAX_WIDTH)
             .extent("expert_hidden", self.expert_hidden.max(1), MAX_HIDDEN)
@@ -217,8 +217,8 @@ impl Moe {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// Returns an error if the heads do not divide the width, if the key-value heads do not divide the heads, or if a
-    /// setting is invalid.
+    /// Returns an error if a setting is invalid. Without latent attention, this includes the conditions on heads of
+    /// [`Llama::new`](crate::Llama::new).
     pub fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let LlamaConfig { width, layers, .. } = config.llama;
@@ -235,8 +235,8 @@ impl Moe {
         Ok(Self { embed_tokens, blocks, norm, lm_head, config: config.llama.clone() })
     }
 
-    /// Returns the input of the head, [batch, tokens, width], and the terms that the routers add to the loss of every
-    /// token.
+    /// Returns the hidden states that the head turns into logits, [batch, tokens, width], and the terms that the
+    /// routers add to the loss of every token. `None` means no such terms.
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
         let mut x = self.config.embed(&self.embed_tokens, tokens)?;
         let mut losses: Option<Tensor> = None;
@@ -257,7 +257,7 @@ impl Model for Moe {
         self.config.logits(&self.lm_head, &self.hidden(tokens, train)?.0)
     }
 
-    /// The mean loss over all tokens; while training, including the terms that the routers add.
+    /// Returns the mean loss over all tokens. While training, it includes the terms that the routers add.
     fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
         let (x, losses) = self.hidden(tokens, train)?;
         let of_tokens = self.lm_head.capped_cross_entropy(&x, targets, self.config.logit_cap)?;
@@ -331,7 +331,7 @@ impl Block {
     }
 }
 
-/// Routed experts and, optionally, a shared one.
+/// A layer of routed experts, with an optional shared expert.
 #[derive(Debug, Clone)]
 struct Sparse {
     gate: Router,
@@ -348,7 +348,7 @@ impl Sparse {
             0 => None,
             hidden => {
                 let of_shared = LlamaConfig { hidden, ..config.llama.clone() };
-                // DeepSeek's checkpoints, which have latent attention, use the plural.
+                // In DeepSeek's checkpoints, which are the ones with latent attention, the name is in the plural.
                 let name = if config.latent.is_some() { "shared_experts" } else { "shared_expert" };
                 Some(Mlp::new(&of_shared, vb.pp(name))?)
             }

@@ -1,8 +1,9 @@
-//! Determines which values cross between ranks, and when a sender may free one.
+//! Determines which values cross between ranks, and when the sender may free the buffer of a sent value.
 //!
 //! - In: a graph whose nodes have places, and the actions of all ranks.
-//! - Out: for each value, the other ranks that read it; for each message, the sender's first action before which the
-//!   schedule proves that it was received. With this, waiting for a send never blocks between actions.
+//! - Out: for each value, the other ranks that read it. For each message, the sender's first action before which the
+//!   schedule proves that the message was received. If the sender waits for the message there, the wait never blocks
+//!   between actions.
 //! - Never: a buffer or an instruction.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -14,7 +15,7 @@ use gapless_parallel::{Action, Kind, StageId};
 use crate::error::{Error, Result};
 use crate::lowering::Output;
 
-/// The phases that an action runs.
+/// Returns the phases that an action of this kind runs.
 pub fn phases(kind: Kind) -> &'static [Phase] {
     match kind {
         Kind::Forward => &[Phase::Forward],
@@ -24,21 +25,21 @@ pub fn phases(kind: Kind) -> &'static [Phase] {
     }
 }
 
-/// The values that are read on other ranks than the one that computes them.
+/// The values that cross between ranks: values that are computed on one rank and read on others.
 #[derive(Debug, Default)]
 pub struct CrossRankValues {
     ranks: usize,
     rank_of: HashMap<StageId, usize>,
-    /// Roots computed by F, I or W, with the other ranks that read them in F, I or W, once per micro-batch.
+    /// Roots that F, I or W computes, each with the other ranks whose F, I or W reads it, once per micro-batch.
     per_micro_batch: BTreeMap<ValueId, BTreeSet<usize>>,
-    /// Roots that the update or the host reads, with the other ranks that do so, once per step.
+    /// Roots that the update or the host reads, each with the other ranks that read it, once per step.
     per_step: BTreeMap<ValueId, BTreeSet<usize>>,
-    /// Persistent tensors that one rank changes, with the other ranks that read them.
+    /// Persistent tensors that one rank changes, each with the other ranks that read it.
     replicas: BTreeMap<ValueId, BTreeSet<usize>>,
-    /// The values that each stage needs from other ranks in each phase, in order.
+    /// The values that each stage reads from other ranks in each phase, in order.
     needs: HashMap<(StageId, Phase), Vec<ValueId>>,
-    /// The tags of messages without their micro-batch: of roots that cross per micro-batch, and of roots that cross
-    /// once per step.
+    /// The tags of messages, without their micro-batch. The first table is for roots that cross once per micro-batch,
+    /// and the second for roots that cross once per step.
     tags: [HashMap<ValueId, Tag>; 2],
 }
 
@@ -86,9 +87,9 @@ impl CrossRankValues {
         crossings
     }
 
-    /// Assigns tags to the values that cross, identically on every rank.
+    /// Assigns tags to the values that cross. Every rank assigns the same tags.
     fn assign_tags(&mut self, graph: &Graph) {
-        // A value for an earlier stage is a gradient, even if a head computes it in its forward.
+        // A value sent to an earlier stage is a gradient, even if a fused head computes it in the forward.
         let goes_back = |root: ValueId, maker: StageId| {
             let mut readers = self.needs.iter().filter(|(_, roots)| roots.contains(&root));
             readers.all(|(&(reader, phase), _)| phase != Phase::Forward && reader < maker)
@@ -114,7 +115,7 @@ impl CrossRankValues {
         self.tags = [per_micro_batch, per_step];
     }
 
-    /// The tag of a root in one micro-batch or, with `None`, of a root that crosses once per step.
+    /// Returns the tag of a root in one micro-batch. `None` stands for a root that crosses once per step.
     pub fn tag(&self, root: ValueId, micro_batch: Option<u32>) -> Tag {
         match micro_batch {
             Some(micro_batch) => Tag { micro_batch, ..self.tags[0][&root] },
@@ -143,7 +144,7 @@ impl CrossRankValues {
         }
     }
 
-    /// The ranks that run nodes of a place.
+    /// Returns the ranks that run the nodes of a place.
     pub fn ranks_of(&self, place: Place) -> std::ops::Range<usize> {
         match place {
             Place::Stage(stage) => self.rank_of[&stage]..self.rank_of[&stage] + 1,
@@ -151,37 +152,39 @@ impl CrossRankValues {
         }
     }
 
-    /// The values that an action needs from other ranks, in order.
+    /// Returns the values that an action reads from other ranks, in order.
     pub fn needs(&self, action: &Action) -> impl Iterator<Item = ValueId> {
         let parts = phases(action.kind).iter().filter_map(|&phase| self.needs.get(&(action.stage, phase)));
         parts.flatten().copied()
     }
 
-    /// The other ranks that read a root once per micro-batch.
+    /// Returns the other ranks that read a root once per micro-batch.
     pub fn per_micro_batch(&self, root: ValueId) -> impl Iterator<Item = usize> {
         self.per_micro_batch.get(&root).into_iter().flatten().copied()
     }
 
-    /// The other ranks that read a root or its sum once per step.
+    /// Returns the other ranks that read a root, or its sum over micro-batches, once per step.
     pub fn per_step(&self, root: ValueId) -> impl Iterator<Item = usize> {
         self.per_step.get(&root).into_iter().flatten().copied()
     }
 
-    /// All values that other ranks read once per step, in graph order.
+    /// Returns all values that other ranks read once per step, in graph order.
     pub fn all_per_step(&self) -> impl Iterator<Item = ValueId> {
         self.per_step.keys().copied()
     }
 
-    /// The other ranks that hold a persistent tensor changed by one rank.
+    /// Returns the other ranks that hold a copy of a persistent tensor that one rank changes.
     pub fn replicas(&self, root: ValueId) -> impl Iterator<Item = usize> {
         self.replicas.get(&root).into_iter().flatten().copied()
     }
 
-    /// For each message of `rank` between actions, by (root, micro-batch, receiver): the first of the rank's own
-    /// actions before which the message has certainly been received. Messages without such an action are missing.
+    /// Returns for each message of `rank` the first of the rank's own actions before which the message has certainly
+    /// been received. The keys are (root, micro-batch, receiver). Messages that are sent once per step are left out,
+    /// and so are messages without such an action.
     ///
     /// # Errors
-    /// Returns an error if the actions wait for each other in a cycle, or if one needs a value that is never computed.
+    /// Returns an error if the actions wait for each other in a cycle, or if an action reads a value that is never
+    /// computed.
     pub fn received_before(
         &self,
         graph: &Graph,
@@ -215,8 +218,8 @@ impl CrossRankValues {
         }
     }
 
-    /// `known[action][other]`: the number of actions of `other` that have certainly ended when an action of `rank`
-    /// starts, because a value that depends on them was received.
+    /// Returns `known[action][other]`: the number of actions of rank `other` that have certainly ended when an action
+    /// of `rank` starts, because `rank` has received a value that depends on them.
     ///
     /// The entries are vector clocks (Fidge, Mattern), one per action of every rank. The clock of another rank's action
     /// is dropped after its last reader, so there are never more clocks than messages in flight.
@@ -229,7 +232,7 @@ impl CrossRankValues {
                 }
             }
         }
-        // For each action, the actions that it receives values from.
+        // For each action, the actions from which it receives values.
         let mut sources: Vec<Vec<Vec<(usize, usize)>>> = Vec::with_capacity(table.len());
         let mut readers: HashMap<(usize, usize), usize> = HashMap::new();
         for row in table {

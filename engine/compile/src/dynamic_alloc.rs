@@ -1,7 +1,8 @@
-//! Requests to the online arena: buffers with dynamic rows, whose size is known only while programs run.
+//! Requests to the online arena, for buffers with dynamic rows, whose size is known only while programs run.
 //!
 //! - In: programs, and the ticks of their buffers.
-//! - Out: requests in the order of their first tick, and the instructions that start and end each.
+//! - Out: the requests in the order of their first tick, and for each request the instructions at which it starts and
+//!   ends.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -17,12 +18,12 @@ use crate::lifetimes::{ALIGNMENT, tick_of};
 use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
 
 impl Executable {
-    /// Plans the arena of dynamic rows with another reserve, and keeps the new plan if `accept` returns true. Does
+    /// Plans the arena of dynamic rows again, with another reserve. Keeps the new plan if `accept` returns true. Does
     /// nothing if there are no dynamic rows.
     ///
     /// # Errors
-    /// Returns an error if the reserve exceeds the address space or its factor is not a valid number. Passes on errors
-    /// of `accept`.
+    /// Returns an error if the reserve exceeds the address space, or if its factor is not a valid number. Returns the
+    /// errors of `accept`.
     pub fn replace_reserve<E: From<Error>>(
         &mut self,
         reserve: Reserve,
@@ -41,7 +42,7 @@ impl Executable {
 }
 
 fn options(reserve: Reserve) -> ArenaOptions {
-    // About a tenth of a second, unless the reserve is proven minimal earlier.
+    // This work takes about a tenth of a second, or less if the reserve is proven minimal earlier.
     ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() }
 }
 
@@ -49,10 +50,10 @@ fn options(reserve: Reserve) -> ArenaOptions {
 #[derive(Debug)]
 pub(super) struct DynamicBuffers {
     requests: Vec<Request>,
-    /// By program and buffer: the request under whose id instructions look up the buffer's offset.
+    /// By program and buffer: the request whose id instructions use to look up the buffer's offset.
     request_of: HashMap<(usize, BufferId), RequestId>,
-    /// For each evictable buffer: the two requests used when it is evicted, one for the forward and one for the
-    /// backward.
+    /// By program and evictable buffer: the two requests that are made if the rows are evicted, one for the forward and
+    /// one for the backward.
     evicted_halves: HashMap<(usize, BufferId), [RequestId; 2]>,
     /// By program: the evictable buffers.
     evictable: Vec<HashMap<BufferId, EvictableUses>>,
@@ -61,11 +62,11 @@ pub(super) struct DynamicBuffers {
 /// The instructions that use an evictable buffer.
 #[derive(Debug, Clone, Copy)]
 struct EvictableUses {
-    /// The one that votes on its rows.
+    /// The instruction that votes on whether the buffer's rows are evicted.
     vote: usize,
-    /// The first and the last in the forward.
+    /// The first and the last instruction in the forward.
     forward: [usize; 2],
-    /// The first and the last in the backward. The first belongs to the recomputation of evicted rows.
+    /// The first and the last instruction in the backward. The first one is part of the recomputation of evicted rows.
     backward: [usize; 2],
 }
 
@@ -125,7 +126,7 @@ impl DynamicBuffers {
         self.requests.is_empty()
     }
 
-    /// Plans the arena in addition to a static plan; `None` if there are no requests.
+    /// Plans the arena of dynamic rows on top of a static plan. `None` if there are no requests.
     pub fn plan(&self, problem: &Problem, solution: &Solution, reserve: Reserve) -> Result<Option<ArenaPlan>> {
         if self.is_empty() {
             return Ok(None);
@@ -133,7 +134,7 @@ impl DynamicBuffers {
         Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &options(reserve))?))
     }
 
-    /// The run-time address of an operand, if it has dynamic rows.
+    /// Returns the run-time address of an operand with dynamic rows, and `None` for any other operand.
     pub fn address(&self, program_index: usize, program: &Program, operand: &Operand) -> Option<DynamicAddress> {
         let dynamic_rows = program.buffers[operand.buffer.index()].dynamic_rows?;
         let request = self.request_of[&(program_index, operand.buffer)].0;
@@ -141,7 +142,7 @@ impl DynamicBuffers {
         Some(DynamicAddress { request, row })
     }
 
-    /// For each instruction of a program: the requests that start at it, and those that end after it.
+    /// Returns, for each instruction of a program, the requests that start at it and the requests that end after it.
     pub fn by_instruction(
         &self,
         program_index: usize,
@@ -177,21 +178,21 @@ impl DynamicBuffers {
                 add(buffer, self.evicted_halves[&key][part], used, RunCondition::Evicted);
             }
         }
-        // Applying a vote concerns the same requests as the vote.
+        // The instruction that applies a vote makes the same requests as the vote.
         let offers: HashMap<u32, usize> = votes(program);
         for (index, instr) in program.instrs.iter().enumerate() {
             if let InstrKind::ApplyVote(count) = instr.kind {
                 by_instruction[index].0 = by_instruction[offers[&count]].0.clone();
             }
         }
-        // In the order of their first tick.
+        // Requests are made in the order of their first tick.
         by_instruction.iter_mut().for_each(|(asked, _)| asked.sort_unstable_by_key(|asked| asked.request));
         by_instruction.iter_mut().for_each(|(_, released)| released.sort_unstable_by_key(|released| released.request));
         by_instruction
     }
 }
 
-/// The index of the instruction that votes on each row count.
+/// Returns the index of the instruction that votes on each row count.
 fn votes(program: &Program) -> HashMap<u32, usize> {
     let offer = |(index, instr): (usize, &Instr)| match instr.kind {
         InstrKind::Vote(count) => Some((count, index)),
@@ -200,7 +201,7 @@ fn votes(program: &Program) -> HashMap<u32, usize> {
     program.instrs.iter().enumerate().filter_map(offer).collect()
 }
 
-/// The evictable buffers: those that conditional instructions write a second time.
+/// Returns the evictable buffers: those that a conditional instruction writes a second time.
 fn evictable(program: &Program) -> HashMap<BufferId, EvictableUses> {
     let offers = votes(program);
     let mut evictable: HashMap<BufferId, EvictableUses> = HashMap::new();
@@ -216,7 +217,7 @@ fn evictable(program: &Program) -> HashMap<BufferId, EvictableUses> {
             };
             match (evictable.get_mut(&buffer), uses.get(&buffer)) {
                 (Some(waits), _) => waits.backward[1] = index,
-                // A temporary that only the recomputation writes is not evictable.
+                // A buffer that only the recomputation writes is a temporary, not an evictable buffer.
                 (None, Some(&forward))
                     if is_written && instr.predicate.is_some() && program.instrs[forward[0]].predicate.is_none() =>
                 {

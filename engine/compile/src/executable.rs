@@ -1,4 +1,4 @@
-//! Programs over one planned arena.
+//! Programs with addresses in one planned arena.
 
 use std::io::Write;
 
@@ -16,8 +16,8 @@ use crate::offload_plan::HostPlan;
 /// Options of [`compile`](crate::compile).
 #[derive(Debug, Clone)]
 pub struct CompileOptions {
-    /// Limits of the planner. The default is three quarters of its own default: at most a few seconds, spent only if
-    /// the lower bound is not reached earlier.
+    /// Limits of the planner. The default is three quarters of the planner's own default. It allows a few seconds at
+    /// most, and planning ends earlier if the lower bound is reached.
     pub planner: Options,
     /// The reserve for dynamic rows.
     pub reserve: Reserve,
@@ -32,8 +32,8 @@ impl Default for CompileOptions {
 }
 
 impl CompileOptions {
-    /// Options for an arena of at most `capacity` bytes, planned with this much work. [`compile`](crate::compile)
-    /// refuses a larger arena.
+    /// Returns options for an arena of at most `capacity` bytes. `work` limits the planner's work. If no plan fits the
+    /// capacity, [`compile`](crate::compile) returns an error.
     pub fn within(capacity: Option<u64>, work: u64, reserve: Reserve) -> Self {
         let Self { planner, .. } = Self::default();
         Self { planner: Options { capacity, work, ..planner }, reserve }
@@ -45,7 +45,7 @@ impl CompileOptions {
 pub struct ProgramId(#[doc(hidden)] pub usize);
 
 /// Programs over one arena, ready to run. Only [`compile`](crate::compile) creates an executable, from programs that it
-/// has checked. Its addresses cannot be changed afterwards, because kernels rely on them.
+/// has checked. The addresses cannot be changed afterwards, because kernels rely on them.
 ///
 /// ```compile_fail,E0616
 /// fn shrink(executable: &mut gapless_compile::Executable) {
@@ -80,17 +80,18 @@ impl Executable {
         &self.persistent
     }
 
-    /// The problem that was planned.
+    /// The planning problem of all programs.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
 
-    /// The plan of that problem; it has passed the checker.
+    /// The plan, which has passed the checker.
     pub fn solution(&self) -> &Solution {
         &self.solution
     }
 
-    /// The arena of dynamic rows, above and between the planned buffers; `None` if there are no dynamic rows.
+    /// The plan of the arena of dynamic rows, which lies above and between the planned buffers. `None` if there are no
+    /// dynamic rows.
     pub fn routing(&self) -> Option<&ArenaPlan> {
         self.dynamic_arena.as_ref()
     }
@@ -130,13 +131,13 @@ impl Executable {
         self.dynamic_arena.as_ref().map_or(self.solution.height, ArenaPlan::height)
     }
 
-    /// Writes the plan as a table in minimalloc's columns. Each buffer has an id of its index and its tensor's name,
-    /// its ticks, its bytes and its address.
+    /// Writes the plan as a table with minimalloc's columns. Each row has a buffer's id (its index and the name of its
+    /// tensor), its ticks, its bytes and its address.
     ///
     /// # Errors
-    /// Only passes on errors of the writer.
+    /// Returns only the errors of the writer.
     pub fn write_plan(&self, out: impl Write) -> std::result::Result<(), gapless_alloc::Error> {
-        // Names may repeat and contain commas.
+        // Names of tensors may repeat and may contain commas.
         let name = |(index, label): (usize, &Label)| format!("{index} {}", label.tensor.replace(',', ";"));
         let ids = self.labels.iter().enumerate().map(name).collect();
         Table::new(ids, self.problem.clone()).write(out, Some(&self.solution.offsets))
@@ -147,12 +148,12 @@ impl Executable {
         self.host.solution.height
     }
 
-    /// The largest number of messages and collectives in one program.
+    /// The largest number of messages and collectives of any program.
     pub fn requests(&self) -> usize {
         self.programs.iter().map(|program| program.requests).max().unwrap_or(0)
     }
 
-    /// Finds a program by name.
+    /// Returns the program of this name, or `None` if there is none.
     pub fn program(&self, name: &str) -> Option<ProgramId> {
         self.programs.iter().position(|program| program.name == name).map(ProgramId)
     }
@@ -162,13 +163,14 @@ impl Executable {
         self.programs[id.0].inputs.iter().any(|input| input.name == name)
     }
 
-    /// Names, shapes and types of the tensors of a role that outlive the step, in the order of their declaration.
+    /// Names, shapes and types of the tensors of one role that outlive the step, in the order of their declaration.
     pub fn specs(&self, role: Role) -> impl Iterator<Item = (&str, &Spec)> {
         let of_role = self.persistent.iter().filter(move |p| p.label.role == role);
         of_role.map(|p| (p.label.tensor.as_str(), &p.spec))
     }
 
-    /// A tensor that outlives the step, by its name.
+    /// Returns the tensor of this name that outlives the step. The error for an unknown name suggests the most similar
+    /// one.
     pub fn find_persistent(&self, name: &str) -> Result<&Persistent> {
         let found = self.persistent.iter().find(|p| p.label.tensor == name);
         found.ok_or_else(|| unknown(name, self.persistent.iter().map(|p| p.label.tensor.as_str())))

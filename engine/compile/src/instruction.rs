@@ -21,41 +21,41 @@ use crate::program::{Activity, InstrKind};
 pub struct Instruction {
     /// The operation, message or copy.
     pub kind: InstrKind,
-    /// The category of its time.
+    /// The category to which the instruction's time is attributed.
     pub activity: Activity,
-    /// Tensors that it reads.
+    /// Tensors that the instruction reads.
     pub inputs: Box<[Address]>,
-    /// Tensors that it writes.
+    /// Tensors that the instruction writes.
     pub outputs: Box<[Address]>,
     /// Pieces of scratch memory.
     pub workspace: Box<[Piece]>,
     /// Bit mask: if bit i is set, output i is accumulated into.
     pub accumulate: u64,
-    /// The micro-batch, which is part of the key of its random numbers.
+    /// The micro-batch, which is part of the key of the instruction's random numbers.
     pub micro_batch: u32,
-    /// Name of the layer it belongs to.
+    /// Name of the layer to which the instruction belongs.
     pub layer: Arc<str>,
     /// Ranges of bytes that are not read after this instruction.
     pub dead_after: Box<[Range<u64>]>,
-    /// The row count that it produces, as the last element of output 0.
+    /// Index of the row count that the instruction produces, as the last element of output 0.
     pub defines_count: Option<u32>,
-    /// If set, the instruction runs only if the rows of this count were evicted.
+    /// If this is the index of a row count, the instruction runs only if the rows of that count were evicted.
     pub predicate: Option<u32>,
-    /// Arena requests to make before it, for dynamic buffers that it is the first to use.
+    /// Arena requests that are made before the instruction, for dynamic buffers that it is the first to use.
     pub requests: Box<[DynamicAlloc]>,
-    /// Arena requests that end after it.
+    /// Arena requests that end after the instruction.
     pub releases: Box<[DynamicFree]>,
 }
 
 impl Instruction {
-    /// Its operation, layer and micro-batch, for errors.
+    /// The instruction's operation, layer and micro-batch, as text for errors.
     pub fn describe(&self) -> String {
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
         format!("{} in {layer}, micro-batch {}", self.kind.name(), self.micro_batch)
     }
 
-    /// Tensors to check for non-finite values when a run is watched. A received tensor is checked at its wait, not
-    /// before.
+    /// Tensors that are complete after this instruction, and are checked for non-finite values when a run is watched. A
+    /// received tensor is complete after the wait, not after the receive.
     pub fn results(&self) -> &[Address] {
         match &self.kind {
             InstrKind::Compute(_) | InstrKind::Fetch(_) => &self.outputs,
@@ -64,7 +64,7 @@ impl Instruction {
         }
     }
 
-    /// True if it communicates with other ranks.
+    /// True if the instruction communicates with other ranks.
     pub fn is_exchange(&self) -> bool {
         self.activity == Activity::Communication
     }
@@ -73,11 +73,12 @@ impl Instruction {
 /// An arena request whose size depends on a row count.
 #[derive(Debug, Clone, Copy)]
 pub struct DynamicAlloc {
-    /// The request.
+    /// The id of this request.
     pub request: RequestId,
-    /// The request under whose id instructions look up the offset.
+    /// The request whose id instructions use to look up the buffer's offset. It differs from `request` if the rows were
+    /// evicted.
     pub slot: RequestId,
-    /// The row count.
+    /// Index of the row count.
     pub count: u32,
     /// Bytes of a row.
     pub row_bytes: u64,
@@ -88,9 +89,9 @@ pub struct DynamicAlloc {
 /// The end of an arena request.
 #[derive(Debug, Clone, Copy)]
 pub struct DynamicFree {
-    /// The request.
+    /// The id of the request.
     pub request: RequestId,
-    /// The row count of its buffer.
+    /// Index of the row count of the request's buffer.
     pub count: u32,
     /// The condition under which the request was made.
     pub condition: RunCondition,
@@ -99,20 +100,20 @@ pub struct DynamicFree {
 /// The condition under which an arena request is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunCondition {
-    /// In every run.
+    /// The request is made in every run.
     Always,
-    /// In runs that keep the rows until the backward.
+    /// The request is made in runs that keep the rows until the backward.
     Kept,
-    /// In runs that evict the rows.
+    /// The request is made in runs that evict the rows.
     Evicted,
 }
 
 /// A tensor at its address, with the name by which the host refers to it.
 #[derive(Debug, Clone)]
 pub struct BoundTensor {
-    /// The name it was declared with.
+    /// The name with which the tensor was declared.
     pub name: String,
-    /// The micro-batch, for tensors that exist once per micro-batch.
+    /// The micro-batch; 0 for tensors that exist once per step.
     pub micro_batch: u32,
     /// Shape and type.
     pub spec: Spec,
@@ -133,16 +134,17 @@ pub struct CompiledProgram {
     pub outputs: Vec<BoundTensor>,
     /// Number of messages and collectives.
     pub requests: usize,
-    /// Calls to the pipeline's communicator, for ranks that must agree on an order of messages.
+    /// Calls to the pipeline's communicator. Ranks use this list to agree on an order of messages.
     pub messages: Vec<Call>,
-    /// Offsets in the offload file, indexed by [`OffloadId`](super::OffloadId).
+    /// Offsets of buffers in the offload file, indexed by [`HostId`](super::HostId).
     pub host: Vec<u64>,
     /// Number of row counts that are determined while the program runs.
     pub row_counts: usize,
 }
 
 impl CompiledProgram {
-    /// The address of an input. Checks that it has the type and number of elements of `data`.
+    /// Returns the address of an input. Returns an error if the input's type or number of elements differs from that of
+    /// `data`.
     pub fn input_for<T: Element>(&self, name: &str, micro_batch: u32, data: &[T]) -> Result<&Address> {
         let found = self.inputs.iter().find(|input| input.name == name && input.micro_batch == micro_batch);
         let Some(BoundTensor { address, spec, .. }) = found else {
@@ -154,7 +156,7 @@ impl CompiledProgram {
         Ok(address)
     }
 
-    /// Finds an output by its name.
+    /// Returns the output of this name. The error for an unknown name suggests the most similar one.
     pub fn output(&self, name: &str) -> Result<&BoundTensor> {
         let found = self.outputs.iter().find(|output| output.name == name);
         found.ok_or_else(|| unknown(name, self.outputs.iter().map(|output| output.name.as_str())))
@@ -172,18 +174,19 @@ pub struct Persistent {
     pub spec: Spec,
     /// Its contents before the first step.
     pub fill: Initializer,
-    /// Whether an instruction of this rank changes it. Otherwise it may be received from the rank that changes it.
+    /// Whether an instruction of this rank changes the tensor. If not, the tensor may be received from the rank that
+    /// changes it.
     pub changes_here: bool,
 }
 
 impl BoundTensor {
-    /// True if the host reads and writes it as f32.
+    /// True if the tensor is stored as f32, so that the host can read and write it as such.
     pub fn is_f32(&self) -> bool {
         self.spec.dtype == DType::F32
     }
 }
 
-/// An error for an unknown name, with the existing name that is most similar.
+/// Returns the error for an unknown name. It suggests the most similar existing name.
 pub(crate) fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
     let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
     let nearest = names.max_by_key(common).unwrap_or("none, as there are no tensors").to_owned();

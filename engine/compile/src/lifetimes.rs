@@ -3,10 +3,10 @@
 //! - In: programs that run one after another in one arena.
 //! - Out: the planning problem over all of them.
 //!
-//! A program of n instructions has 2n + 4 ticks: two in which the host writes its inputs, two per instruction, and two
-//! in which the host reads its outputs. An instruction's inputs are read at its first tick and still exist at its
-//! second; its outputs are created at the second. An input that is overwritten shares its buffer with the output, so it
-//! needs no ticks of its own.
+//! A program of n instructions has 2n + 4 ticks: two in which the host writes the inputs, two per instruction, and two
+//! in which the host reads the outputs. An instruction's inputs are read at its first tick and still exist at its
+//! second; its outputs are created at the second. If an output overwrites an input, both share one buffer, which needs
+//! no ticks of its own.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -25,18 +25,18 @@ pub const ALIGNMENT: u64 = 64;
 pub struct Lifetimes<'p> {
     pub problem: Problem,
     pub labels: Vec<&'p Label>,
-    /// `problem_index[program][buffer]` is an index into the problem.
+    /// `of[program][buffer]` is the buffer's index in the problem.
     pub problem_index: Vec<Vec<usize>>,
     /// The range of ticks of every program.
     pub spans: Vec<Range<u64>>,
 }
 
-/// The tick at which instruction `index` of a program reads its inputs; `start` is the program's first tick.
+/// Returns the tick at which instruction `index` of a program reads its inputs. `start` is the program's first tick.
 pub fn tick_of(start: u64, index: usize) -> u64 {
     start + 2 + 2 * index as u64
 }
 
-/// The planning problem of one program, without names.
+/// Returns the planning problem of one program, without names.
 ///
 /// # Errors
 /// Returns an error if the live bytes exceed `u64`.
@@ -88,8 +88,8 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
             if is_shared {
                 shared.insert(&buffer.label.tensor, (index, &buffer.kind));
             }
-            // Sizes are whole cache lines, so that two buffers never share a line between threads. Dynamic buffers take
-            // no space in the static plan, but their lifetimes are needed.
+            // Sizes are whole cache lines, so that two buffers never share a cache line that different threads write.
+            // Dynamic buffers take no space in the static plan, but their lifetimes are needed.
             let bytes = if buffer.dynamic_rows.is_some() { 0 } else { buffer.bytes.next_multiple_of(ALIGNMENT) };
             buffers.push(Buffer::new(lifetime, bytes).aligned(ALIGNMENT));
             labels.push(&buffer.label);
@@ -100,8 +100,8 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
     Ok(Lifetimes { problem: Problem::new(buffers)?, labels, problem_index, spans })
 }
 
-/// The lifetime of each cache: from the start of the first program that names it to the end of the last. In between,
-/// these programs run in any order and any number of times.
+/// Returns the lifetime of each cache. It begins with the first program that names the cache and ends with the last
+/// one, because these programs may run in any order and any number of times.
 fn cache_lifetimes<'p>(programs: &[&'p Program], spans: &[Range<u64>]) -> HashMap<&'p str, Range<u64>> {
     let mut lifetimes: HashMap<&str, Range<u64>> = HashMap::new();
     for (program, span) in programs.iter().zip(spans) {
@@ -112,7 +112,8 @@ fn cache_lifetimes<'p>(programs: &[&'p Program], spans: &[Range<u64>]) -> HashMa
     lifetimes
 }
 
-/// The range from first to last use of every buffer by instructions. Reversed, and so empty, if there is none.
+/// Returns the range from the first to the last use of every buffer by instructions. The range of an unused buffer is
+/// empty: its start is after its end.
 fn uses(program: &Program, span: &Range<u64>) -> Vec<Range<u64>> {
     let mut uses = vec![span.end..span.start; program.buffers.len()];
     for (index, instr) in program.instrs.iter().enumerate() {

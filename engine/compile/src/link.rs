@@ -88,8 +88,8 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     })
 }
 
-/// The size of the arena of all `programs`. If the lower bound is above the capacity, returns the bound without
-/// planning.
+/// Returns the size of the arena of all `programs`. If the lower bound exceeds the capacity, returns the lower bound
+/// without planning.
 pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: CompileOptions) -> Result<u64> {
     let Lifetimes { problem, problem_index, spans, .. } = lifetimes(programs)?;
     let bound = lower_bound(&problem);
@@ -97,7 +97,8 @@ pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: Compil
         return Ok(bound);
     }
     let requests = DynamicBuffers::new(programs, &problem_index, &spans, &problem);
-    // The arena of dynamic rows depends on the static plan, so the latter must be the one that `compile` makes.
+    // The arena of dynamic rows depends on the static plan. So if there are dynamic rows, the static plan must be the
+    // one that `compile` makes.
     let solution = match requests.is_empty() {
         true => planned(&problem, &planner),
         false => lowest_within(&problem, &planner),
@@ -106,11 +107,11 @@ pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: Compil
     Ok(dynamic_arena.as_ref().map_or(solution.height, ArenaPlan::height))
 }
 
-/// Assigns addresses to one program.
+/// Assigns addresses to the operands of one program.
 struct Linker<'a> {
     program_index: usize,
     program: &'a Program,
-    /// For each of its buffers, the index in the problem.
+    /// For each buffer of the program, the buffer's index in the problem.
     indices: &'a [usize],
     /// The ticks of the program.
     span: &'a Range<u64>,
@@ -193,18 +194,18 @@ impl Linker<'_> {
         }
     }
 
-    /// The address range of a buffer of the problem.
+    /// Returns the address range of the problem's buffer `index`.
     fn range(&self, index: usize) -> Range<u64> {
         let offset = self.solution.offsets[index];
         offset..offset + self.problem.buffers()[index].bytes
     }
 
-    /// The buffers that die at each instruction, by the instruction's first tick.
+    /// Returns the buffers that die at each instruction, by the instruction's first tick.
     fn deaths(&self) -> HashMap<u64, Vec<usize>> {
         let mut deaths: HashMap<u64, Vec<usize>> = HashMap::new();
         for &index in self.indices {
             let end = self.problem.buffers()[index].lifetime.end;
-            // A lifetime ends one past the second tick of the last instruction that uses the buffer.
+            // A lifetime ends one tick after the second tick of the last instruction that uses the buffer.
             if let Some(tick) = end.checked_sub(2).filter(|&tick| tick >= self.span.start && end < self.span.end) {
                 deaths.entry(tick).or_default().push(index);
             }
@@ -212,7 +213,7 @@ impl Linker<'_> {
         deaths
     }
 
-    /// The parts of the program, for pictures.
+    /// Returns the parts of the program as ranges of ticks, for pictures.
     fn marks(&self) -> impl Iterator<Item = Mark> {
         self.program.parts.iter().map(|Part { instrs, name, .. }| {
             let ticks = tick_of(self.span.start, instrs.start)..tick_of(self.span.start, instrs.end);
@@ -221,7 +222,8 @@ impl Linker<'_> {
     }
 }
 
-/// The tensors that outlive a step, in the order of their declaration, which is their order in the problem.
+/// Returns the tensors that outlive a step, in the order of their declaration, which is also their order in the
+/// problem.
 fn persistent(programs: &[Program], problem_index: &[Vec<usize>], solution: &Solution) -> Vec<Persistent> {
     let mut persistent: BTreeMap<usize, Persistent> = BTreeMap::new();
     for (program, indices) in programs.iter().zip(problem_index) {

@@ -19,20 +19,21 @@ pub struct Lowering<'a> {
     pub table: &'a [Vec<Action>],
     /// The rank to lower for.
     pub rank: usize,
-    /// Values that the host reads after the program: values of the update, or of the only micro-batch.
+    /// Values that the host reads after the program. They are computed by the update or, if there is only one
+    /// micro-batch, in that micro-batch.
     pub outputs: &'a [Output],
     /// Roles of persistent values that are not parameters.
     pub roles: &'a HashMap<ValueId, Role>,
     /// The values that are recomputed in the backward.
     pub recomputation: &'a RematPlan,
-    /// Whether received rows may be evicted before their backward. If there is no room for them at run time, they are
-    /// exchanged again.
+    /// Whether received rows may be evicted before their backward. If so, rows for which the arena has no space at run
+    /// time are exchanged again.
     pub evicts: bool,
     /// The device that the program is for.
     pub target: Target,
 }
 
-/// The kernels that run a program. They determine the sizes of workspaces.
+/// The kernels that run a program. The sizes of scratch depend on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
     /// CPU kernels.
@@ -42,18 +43,18 @@ pub enum Target {
     },
     /// GPU kernels.
     Cuda,
-    /// GPU kernels without fusion: the reference implementation of fused kernels.
+    /// GPU kernels without fusion, with which fused kernels are compared.
     CudaUnfused,
 }
 
 /// A value that the host reads after a program.
 #[derive(Debug, Clone)]
 pub struct Output {
-    /// The name by which the host reads it.
+    /// The name by which the host reads the value.
     pub name: String,
     /// The value.
     pub value: ValueId,
-    /// True if every rank gets it. Otherwise only the rank that computes it has it.
+    /// True if every rank gets the value. If false, only the rank that computes the value has it.
     pub everywhere: bool,
 }
 

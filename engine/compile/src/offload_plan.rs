@@ -1,9 +1,9 @@
-//! Plans the file for offloaded activations like an arena.
+//! Plans the file for offloaded activations in the same way as an arena.
 //!
 //! - In: programs, and their ticks.
 //! - Out: a checked offset for each [`OffloadBuffer`](super::OffloadBuffer). A buffer lives from the instruction that writes
-//!   it to the one that reads it back.
-//! - Never: opens a file.
+//!   it to the instruction that reads it back.
+//! - Never: an open file.
 
 use std::ops::Range;
 
@@ -17,21 +17,21 @@ use crate::program::{InstrKind, Program};
 /// Alignment of all offsets: a page.
 const PAGE: u64 = 4096;
 
-/// The planned file.
+/// The plan of the offload file.
 #[derive(Debug)]
 pub struct HostPlan {
-    /// The problem that was planned, in the arena's ticks.
+    /// The planning problem, in the arena's ticks.
     pub problem: Problem,
-    /// The plan of that problem; it has passed the checker.
+    /// The plan, which has passed the checker.
     pub solution: Solution,
     /// Offsets by program and buffer.
     pub(crate) offsets: Vec<Vec<u64>>,
 }
 
-/// Plans the file of `programs`, which have these ranges of ticks.
+/// Plans the offload file of `programs`. `spans` holds the range of ticks of each program.
 ///
 /// # Errors
-/// Returns an error if the live bytes exceed `u64`, or [`Error::BadPlan`](crate::Error::BadPlan) if the planner has a
+/// Returns an error if the live bytes exceed `u64`, and [`Error::BadPlan`](crate::Error::BadPlan) if the planner has a
 /// bug.
 pub(super) fn plan_host(programs: &[Program], spans: &[Range<u64>], options: &Options) -> Result<HostPlan> {
     let mut buffers: Vec<Buffer> = Vec::new();

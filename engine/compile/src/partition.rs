@@ -15,23 +15,24 @@ use crate::error::{Error, Result};
 /// The stage boundaries of a model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum StagePartition {
-    /// Minimizes the cost of the slowest stage: its floating-point operations, and the bytes that it sends and
-    /// receives.
+    /// Minimizes the cost of the slowest stage. The cost of a stage is its floating-point operations, plus the bytes
+    /// that it sends and receives.
     #[default]
     Balanced,
-    /// Stages begin at these layers, e.g. `h.3`, in the order of the model. There is one fewer than stages.
+    /// Stages begin at these layers, e.g. `h.3`, in the order of the model. The first stage is not listed, so there is
+    /// one fewer layer than stages.
     Before(Vec<String>),
 }
 
-/// The number of floating-point operations that take as long as sending one byte to another rank. Current machines have
-/// this ratio within a factor of four, and only the choice between nearly equal cuts depends on it.
+/// The number of floating-point operations that take as long as sending one byte to another rank. On current machines,
+/// the ratio is within a factor of four of this value. Only the choice between nearly equal partitions depends on it.
 const FLOPS_PER_BYTE: u64 = 64;
 
 /// Assigns the forward nodes of `graph` to `stages` stages.
 ///
 /// # Errors
-/// Returns an error if there are fewer nodes than stages, or if a layer that should begin a stage does not exist or
-/// comes too early.
+/// Returns an error if there are fewer nodes than stages. Returns an error if a layer at which a stage begins does not
+/// exist, or comes before the layer of an earlier stage.
 pub fn partition(graph: &mut Graph, stages: usize, cut: &StagePartition) -> Result<()> {
     let nodes: Vec<NodeId> = graph.node_ids().collect();
     let starts = match cut {
@@ -45,10 +46,10 @@ pub fn partition(graph: &mut Graph, stages: usize, cut: &StagePartition) -> Resu
     Ok(())
 }
 
-/// The stages that read each parameter, by its name.
+/// The stages that read each parameter, by the parameter's name.
 pub type ParameterStages = HashMap<String, BTreeSet<StageId>>;
 
-/// The stages whose forward nodes read each parameter.
+/// Returns the stages whose forward nodes read each parameter.
 pub fn parameter_stages(graph: &Graph) -> ParameterStages {
     let mut stages = ParameterStages::new();
     for node in graph.nodes().iter().filter(|node| !graph.is_view(node.outputs[0])) {
@@ -61,8 +62,8 @@ pub fn parameter_stages(graph: &Graph) -> ParameterStages {
 }
 
 /// Assigns the forward nodes of another graph of the same model to stages, so that every parameter is read in a stage
-/// that already reads it. Each node goes to the earliest stage that has its parameters and is not before the stages of
-/// earlier nodes.
+/// that already reads it. Each node goes to the earliest stage that reads the node's parameters and does not precede
+/// the stages of earlier nodes.
 pub fn partition_like(graph: &mut Graph, stages: &ParameterStages) {
     let nodes: Vec<NodeId> = graph.node_ids().collect();
     let mut stage = StageId(0);
@@ -89,7 +90,7 @@ fn place(stage: usize) -> Place {
     Place::Stage(StageId(stage as u32))
 }
 
-/// The first node of each stage after stage 0.
+/// Returns the index of the first node of each stage after stage 0, for stages that begin at given layers.
 fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>> {
     let fail =
         |why| Err(Error::config("pipeline.cut", why, "name the first layer of every stage but stage 0, in order"));
@@ -112,8 +113,8 @@ fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>>
     Ok(starts)
 }
 
-/// Finds the stage boundaries by dynamic programming over (number of stages, number of nodes). Minimizes the cost of
-/// the slowest stage, then the bytes sent.
+/// Returns the index of the first node of each stage after stage 0, for balanced stages. Dynamic programming over
+/// (number of stages, number of nodes) minimizes the cost of the slowest stage, then the bytes sent.
 fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
     let work: Vec<usize> = (0..graph.nodes().len()).filter(|&i| !graph.is_view(graph.nodes()[i].outputs[0])).collect();
     if work.len() < stages {
@@ -128,13 +129,14 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
         flops.push(of_node.saturating_add(flops[flops.len() - 1]));
     }
     let bytes_at = |k: usize| if k == 0 || k == work.len() { 0 } else { crossing[work[k]] };
-    // Forward and two gradients; activations are sent one way, their gradients the other.
+    // The forward and two gradients take three times the operations. Activations are sent in one direction, and their
+    // gradients in the other.
     let arithmetic = |from: usize, to: usize| (flops[to] - flops[from]).saturating_mul(3);
     let cost = |from: usize, to: usize| {
         arithmetic(from, to).saturating_add((2 * FLOPS_PER_BYTE).saturating_mul(bytes_at(from) + bytes_at(to)))
     };
-    // best[k]: (cost of the slowest stage, bytes sent) for the first k operations. `begins` has the start of the last
-    // stage.
+    // best[k] is (cost of the slowest stage, bytes sent) for the first k operations. `begins` holds the start of the
+    // last stage of each such solution.
     let mut best: Vec<Option<(u64, u64)>> = vec![None; work.len() + 1];
     best[0] = Some((0, 0));
     let mut begins = Vec::new();
@@ -167,7 +169,8 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
     Ok(starts.split_off(1))
 }
 
-/// For each node, the bytes that cross a cut before it: values computed before the cut and read after it.
+/// Returns for each node the bytes that would cross a stage boundary before it: values computed before the node and
+/// read at it or later.
 fn crossing_bytes(graph: &Graph) -> Vec<u64> {
     let mut last_read = vec![0; graph.values().len()];
     for (index, node) in graph.nodes().iter().enumerate() {

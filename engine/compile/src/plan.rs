@@ -16,7 +16,8 @@ pub fn planned(problem: &Problem, options: &Options) -> Result<Solution> {
     Ok(solution)
 }
 
-/// The lowest plan found. If it is above the capacity, a plan that was searched for within the capacity.
+/// Returns the lowest plan found. If that plan exceeds the capacity, searches for a plan within the capacity, and
+/// returns the result of that search.
 ///
 /// # Errors
 /// Returns the errors of [`planned`].

@@ -33,44 +33,45 @@ impl OffloadId {
     }
 }
 
-/// A range of the offload file that holds an activation from the instruction that writes it to the one that reads it.
+/// A range of the offload file. It holds an activation from the instruction that writes it to the instruction that
+/// reads it.
 #[derive(Debug, Clone)]
 pub struct OffloadBuffer {
     /// Size in bytes.
     pub bytes: u64,
 }
 
-/// A piece of memory that is live from its first use to its last, or longer if its [`kind`](Self::kind) says so.
+/// A piece of memory that is live from its first use to its last use, or longer if its [`kind`](Self::kind) says so.
 #[derive(Debug, Clone)]
 pub struct Buffer {
     /// Size in bytes; the largest possible size if the rows are dynamic.
     pub bytes: u64,
     /// Names and role.
     pub label: Label,
-    /// The lifetime of the buffer beyond its uses.
+    /// The extension of the buffer's lifetime beyond its uses by instructions.
     pub kind: BufferKind,
-    /// Set if the number of rows is known only while the step runs.
+    /// The size per row, if the number of rows is known only while the step runs.
     pub dynamic_rows: Option<DynamicRows>,
 }
 
-/// One instance of a value: that of a micro-batch, or the one of the whole step.
+/// One instance of a value. Most values have an instance per micro-batch, and some have one for the whole step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Instance {
     /// The root of the value. All views of a root share its instance.
     pub root: ValueId,
     /// The micro-batch; 0 for values that exist once per step.
     pub micro_batch: u32,
-    /// Whether this is the sum over the micro-batches.
+    /// Whether this is the sum of the value over the micro-batches.
     pub is_sum: bool,
 }
 
 impl Instance {
-    /// The instance of a value in one micro-batch.
+    /// Returns the instance of a value in one micro-batch.
     pub fn micro_batch(root: ValueId, micro_batch: u32) -> Self {
         Self { root, micro_batch, is_sum: false }
     }
 
-    /// The sum of a value over the micro-batches.
+    /// Returns the sum of a value over the micro-batches, as an instance.
     pub fn sum(root: ValueId) -> Self {
         Self { root, micro_batch: 0, is_sum: true }
     }
@@ -79,28 +80,30 @@ impl Instance {
 /// Size of a buffer whose number of rows is known only while the step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DynamicRows {
-    /// Index of the program's row count that gives the number of rows.
+    /// Index of the row count that gives the number of rows.
     pub count: u32,
     /// Bytes of a row.
     pub row_bytes: u64,
-    /// Bytes if all ranks have the same number of rows.
+    /// Bytes of the buffer if all ranks have the same number of rows.
     pub balanced: u64,
 }
 
-/// The lifetime of a buffer beyond its uses by instructions.
+/// The extension of a buffer's lifetime beyond its uses by instructions.
 #[derive(Debug, Clone)]
 pub enum BufferKind {
-    /// The buffer is used by instructions only.
+    /// The lifetime does not extend: only instructions use the buffer.
     Temporary,
-    /// The buffer lives for the whole run: parameters, optimizer states, constants. Programs share it by name.
+    /// The buffer lives for the whole run: parameters, optimizer states, constants. Programs that declare the same name
+    /// share it.
     Persistent {
         /// Its contents before the first step.
         fill: Initializer,
-        /// The shape and type it was declared with; instructions may read it through views of other shapes.
+        /// The shape and type with which the tensor was declared. Instructions may read it through views of other
+        /// shapes.
         spec: Spec,
     },
-    /// The buffer carries its contents from one run of the programs that name it to the next. These programs share it
-    /// by name; others may use its bytes.
+    /// The buffer carries its contents from one run of a program to the next. All programs that declare the same name
+    /// share it. Other programs may use the bytes of the buffer before the first and after the last of these programs.
     Cache,
     /// An input: the host writes it before the program starts.
     Input,
@@ -119,17 +122,17 @@ pub struct Operand {
     pub dtype: DType,
     /// For inputs: the index of the output that overwrites this operand in place.
     pub overwritten_by: Option<usize>,
-    /// The piece of the instruction's scratch that holds an f32 copy of the operand.
+    /// The piece of the instruction's scratch that holds an f32 copy of the operand, if there is one.
     pub widened: Option<BufferId>,
 }
 
 impl Operand {
-    /// A value, with its layout in its root's buffer.
+    /// An operand that is a value, with the value's layout in the buffer of its root.
     pub fn new(buffer: BufferId, value: &Value) -> Self {
         Self { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None, widened: None }
     }
 
-    /// A single f32.
+    /// An operand that is a single f32.
     pub fn scalar(buffer: BufferId) -> Self {
         Self { buffer, layout: Layout::contiguous(()), dtype: DType::F32, overwritten_by: None, widened: None }
     }
@@ -140,7 +143,7 @@ impl Operand {
 pub struct Message {
     /// The other rank.
     pub peer: usize,
-    /// Identifies the message: the same on both sides, and unique among the messages in flight between the two ranks.
+    /// Identifies the message. The tag is the same on both ranks, and unique among the messages in flight between them.
     pub tag: Tag,
     /// Index of the request in its program.
     pub request: usize,
@@ -157,8 +160,8 @@ pub enum InstrKind {
     Receive(Message),
     /// Waits for a send or receive to complete; input 0 is the tensor sent or received.
     Wait(Message),
-    /// Starts a collective operation; the second field is the index of its request. Its operands must not be used until
-    /// the matching `Finish`.
+    /// Starts a collective. The second field is the index of its request. The operands must not be used until the
+    /// matching `Finish`.
     Collective(Collective, usize),
     /// Waits for the collective with this request; its inputs are all operands of the collective.
     Finish(usize),
@@ -166,10 +169,10 @@ pub enum InstrKind {
     Offload(OffloadId),
     /// Copies output 0 from the offload file to the arena.
     Fetch(OffloadId),
-    /// Tries to reserve arena space until the backward for all rows of this count. Output 0 is an f32: 1 if there is no
-    /// space, 0 otherwise.
+    /// Tries to reserve arena space, until the backward, for all rows of this row count. Output 0 is an f32: 1 if there
+    /// is no space, and 0 if the space is reserved.
     Vote(u32),
-    /// Evicts the rows of this count if input 0, the sum of all ranks' votes, is not 0.
+    /// Evicts the rows of this row count if input 0, the sum of all ranks' votes, is not 0.
     ApplyVote(u32),
 }
 
@@ -196,34 +199,34 @@ impl InstrKind {
 pub struct Instr {
     /// The operation, message or copy.
     pub kind: InstrKind,
-    /// Tensors that it reads.
+    /// Tensors that the instruction reads.
     pub inputs: Vec<Operand>,
-    /// Tensors that it writes.
+    /// Tensors that the instruction writes.
     pub outputs: Vec<Operand>,
     /// Pieces of scratch memory.
     pub workspace: Vec<BufferId>,
     /// Bit mask: if bit i is set, output i is accumulated into instead of overwritten.
     pub accumulate: u64,
-    /// The micro-batch, which is part of the key of its random numbers.
+    /// The micro-batch, which is part of the key of the instruction's random numbers.
     pub micro_batch: u32,
-    /// Name of the layer it belongs to.
+    /// Name of the layer to which the instruction belongs.
     pub layer: Arc<str>,
-    /// Whether it recomputes what the forward has already computed.
+    /// Whether the instruction recomputes a value that the forward has already computed.
     pub rematerialized: bool,
-    /// The row count that it produces, as the last element of output 0.
+    /// Index of the row count that the instruction produces, as the last element of output 0.
     pub defines_count: Option<u32>,
-    /// If set, the instruction runs only if the rows of this count were evicted.
+    /// If this is the index of a row count, the instruction runs only if the rows of that count were evicted.
     pub predicate: Option<u32>,
-    /// The graph node that it was lowered from.
+    /// The graph node from which the instruction was lowered.
     pub node: Option<NodeId>,
 }
 
 /// A tensor that the host writes or reads by name.
 #[derive(Debug, Clone)]
 pub struct IoTensor {
-    /// The name it was declared with.
+    /// The name with which the tensor was declared.
     pub name: String,
-    /// The micro-batch, for tensors that exist once per micro-batch.
+    /// The micro-batch; 0 for tensors that exist once per step.
     pub micro_batch: u32,
     /// The tensor in its buffer.
     pub operand: Operand,
@@ -254,15 +257,15 @@ pub struct Program {
     pub offload: Vec<OffloadBuffer>,
 }
 
-/// Consecutive instructions that belong together, e.g. `0F3`: an action with its messages, or the work done once per
-/// step. An action has several parts if a pass has moved other instructions into its middle.
+/// Consecutive instructions that belong together, e.g. `0F3`. They are an action with its messages, or work that is
+/// done once per step. An action has several parts if a pass has moved other instructions into the middle of it.
 #[derive(Debug, Clone)]
 pub struct Part {
     /// The instructions of the part.
     pub instrs: std::ops::Range<usize>,
     /// The name shown in pictures and traces.
     pub name: String,
-    /// The action that the part belongs to, if any.
+    /// The action to which the part belongs. `None` for work that is done once per step.
     pub action: Option<Action>,
 }
 
@@ -280,7 +283,7 @@ pub enum Activity {
 }
 
 impl Instr {
-    /// An instruction without scratch, accumulation or predicate that is not a recomputation.
+    /// Creates an instruction without scratch, accumulation or predicate that is not a recomputation.
     pub fn plain(
         kind: InstrKind,
         inputs: Vec<Operand>,
@@ -310,7 +313,7 @@ impl Instr {
         operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
     }
 
-    /// Floating-point operations. Counted as 0 if the instruction only runs when rows were evicted.
+    /// Floating-point operations of the instruction. An instruction that runs only if rows were evicted counts as 0.
     pub fn flops(&self) -> u64 {
         match &self.kind {
             InstrKind::Compute(op) if self.predicate.is_none() => {
@@ -320,8 +323,8 @@ impl Instr {
         }
     }
 
-    /// Modelled time on a device. It is 0 for messages, offload copies, and instructions that only run when rows were
-    /// evicted.
+    /// Modelled time of the instruction on a device. It is 0 for messages, offload copies, and instructions that run
+    /// only if rows were evicted.
     pub fn nanoseconds(&self, rates: &Rates) -> u64 {
         match &self.kind {
             InstrKind::Compute(op) if self.predicate.is_none() => {
@@ -368,7 +371,7 @@ impl Program {
         sum(self.instrs.iter().filter(|instr| instr.rematerialized))
     }
 
-    /// Modelled time of one run on a device, and the share of it that is spent on recomputation.
+    /// Modelled time of one run on a device, and the part of that time that is spent on recomputation.
     pub fn nanoseconds(&self, rates: &Rates) -> [u64; 2] {
         let time = |instrs: &mut dyn Iterator<Item = &Instr>| {
             instrs.map(|instr| instr.nanoseconds(rates)).fold(0, u64::saturating_add)
@@ -376,13 +379,14 @@ impl Program {
         [time(&mut self.instrs.iter()), time(&mut self.instrs.iter().filter(|instr| instr.rematerialized))]
     }
 
-    /// Floating-point operations of every action, in order of their start. The simulator derives durations from them.
+    /// Floating-point operations of every action, in the order in which actions start. The simulator derives durations
+    /// from them.
     pub fn action_flops(&self) -> Vec<(Action, u64)> {
         let mut flops: Vec<(Action, u64)> = Vec::new();
         for part in &self.parts {
             let Some(action) = part.action else { continue };
             let more = self.flops_of(part.instrs.clone());
-            // An action that other instructions were moved into has several parts.
+            // An action has several parts if other instructions were moved into it.
             match flops.iter_mut().rev().find(|(known, _)| *known == action) {
                 Some((_, flops)) => *flops = flops.saturating_add(more),
                 None => flops.push((action, more)),
@@ -395,7 +399,7 @@ impl Program {
         sum(self.instrs[instrs].iter())
     }
 
-    /// Reorders the instructions. A moved instruction stays in its part, and splits the part that it has moved into.
+    /// Reorders the instructions. A moved instruction keeps its part, and splits the part into which it has moved.
     pub(crate) fn rearrange(&mut self, order: &[usize]) {
         let old = std::mem::take(&mut self.parts);
         let mut part_of = vec![usize::MAX; order.len()];
@@ -413,9 +417,9 @@ impl Program {
         self.instrs = order.iter().filter_map(|&index| instrs[index].take()).collect();
     }
 
-    /// Removes the instructions that are not kept, and the buffers that nothing uses any more.
+    /// Removes the instructions for which `is_kept` is false, and the buffers that are then unused.
     pub(crate) fn keep(&mut self, is_kept: &[bool]) {
-        // Number of kept instructions before each.
+        // The number of kept instructions before each instruction.
         let mut before = vec![0; is_kept.len() + 1];
         for (at, &is_kept) in is_kept.iter().enumerate() {
             before[at + 1] = before[at] + usize::from(is_kept);
@@ -448,13 +452,13 @@ impl Program {
         self.inputs.iter_mut().chain(&mut self.outputs).for_each(|instance| f(&mut instance.operand.buffer));
     }
 
-    /// Allocates the index of a new message or collective.
+    /// Returns the index of a new message or collective.
     pub(crate) fn add_request(&mut self) -> usize {
         self.requests += 1;
         self.requests - 1
     }
 
-    /// Adds a buffer.
+    /// Adds a buffer, and returns its id.
     pub fn add(&mut self, bytes: u64, label: Label, kind: BufferKind) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
         self.buffers.push(Buffer { bytes, label, kind, dynamic_rows: None });
@@ -462,12 +466,13 @@ impl Program {
     }
 }
 
-/// Floating-point operations of instructions. Saturates, because a user's operation may report any number.
+/// Sums up the floating-point operations of instructions. The sum saturates, because a user's operation may report any
+/// number.
 fn sum<'i>(instrs: impl Iterator<Item = &'i Instr>) -> u64 {
     instrs.map(Instr::flops).fold(0, u64::saturating_add)
 }
 
-/// The role of a buffer that holds a value computed in the given phase.
+/// Returns the role of a buffer whose value is computed in the given phase.
 pub fn role_of_node(phase: gapless_graph::Phase) -> Role {
     match phase {
         gapless_graph::Phase::BackwardWeight => Role::Gradient,

@@ -8,8 +8,8 @@
 //!   %1 f32[8,8] = embedding %2 f32[16,8], %0 u32[8] @ embed, micro-batch 0
 //! ```
 //!
-//! An operand that an output overwrites ends in `!`. An operand at an offset in its buffer ends in `+start`, and one
-//! with other strides in `/strides`. `+=` accumulates into the output.
+//! An operand that an output overwrites ends in `!`. An operand at an offset in its buffer ends in `+start`. An operand
+//! whose strides are not contiguous ends in `/strides`. `+=` means that the instruction accumulates into the output.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -24,7 +24,7 @@ impl Display for Program {
         }
         let mut next = 0;
         for part in &self.parts {
-            // Instructions outside of parts.
+            // Instructions that belong to no part.
             self.instrs[next..part.instrs.start].iter().try_for_each(|instr| writeln!(f, "  {instr}"))?;
             writeln!(f, "{}:", part.name)?;
             self.instrs[part.instrs.clone()].iter().try_for_each(|instr| writeln!(f, "  {instr}"))?;

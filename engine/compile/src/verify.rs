@@ -1,10 +1,10 @@
-//! Verifies that a program can run: every property that kernels, messages and the runtime rely on, and that the plan
-//! does not guarantee.
+//! Verifies that a program can run correctly. It checks every property on which kernels, messages and the runtime rely,
+//! as far as the plan does not guarantee it.
 //!
-//! - In: programs, which a user may have changed, with what operations ([`Op`](gapless_graph::Op)) report about
-//!   themselves.
+//! - In: programs, which a user may have changed, with operations ([`Op`](gapless_graph::Op)) that may describe
+//!   themselves wrongly.
 //! - Out: the first problem found, in words.
-//! - Never: addresses. They are sound for any program that passes, because its buffers are planned.
+//! - Never: addresses. The buffers of any program that passes are planned, so its addresses are valid.
 
 use std::collections::HashSet;
 
@@ -16,14 +16,14 @@ use gapless_kernels::cpu::bf16::widened_layout;
 use crate::error::{Error, Result};
 use crate::program::{Buffer, BufferId, BufferKind, DynamicRows, Instr, InstrKind, IoTensor, Operand, Program};
 
-/// Maximum bytes of all tensors of a program together: an exbibyte. Sums of sizes, also of rounded ones, then cannot
-/// overflow.
+/// Maximum bytes of all tensors of a program together: an exbibyte. This ensures that sums of sizes do not overflow,
+/// even if the sizes are rounded up.
 const MAX_BYTES: u64 = 1 << 60;
 
 /// The reason, in words, why a program cannot run.
 type Verdict<T = ()> = Result<T, String>;
 
-/// Refuses a program with more bytes than any machine has.
+/// Returns an error for a program with more bytes than any machine has.
 pub(crate) fn check_sizes(program: &Program) -> Result<()> {
     let mut all: u64 = 0;
     for buffer in &program.buffers {
@@ -41,7 +41,7 @@ pub(crate) fn check_sizes(program: &Program) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a program that could not run correctly.
+/// Returns an error for a program that could not run correctly.
 pub(crate) fn verify(program: &Program) -> Result<()> {
     check_sizes(program)?;
     check(program).map_err(|what| Error::Unsound { program: program.name.clone(), what })
@@ -76,8 +76,8 @@ fn check(program: &Program) -> Verdict {
     }
 }
 
-/// A dynamic buffer has a size of whole rows, and must be a temporary: the host and other programs need planned
-/// addresses.
+/// Checks that the size of a dynamic buffer is a number of whole rows, and that the buffer is a temporary. The host and
+/// other programs need planned addresses.
 fn buffer_is_sound(program: &Program, buffer: &Buffer) -> Verdict {
     let Buffer { bytes, label, kind, dynamic_rows } = buffer;
     if let BufferKind::Persistent { spec, .. } = kind
@@ -98,7 +98,7 @@ fn buffer_is_sound(program: &Program, buffer: &Buffer) -> Verdict {
     }
 }
 
-/// Tensors that programs share by name must have distinct names within a program.
+/// Checks that a program has no two tensors with the same name among those that programs share by name.
 fn names_are_apart(program: &Program) -> Verdict {
     let shared = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Persistent { .. } | BufferKind::Cache));
     let mut names = HashSet::new();
@@ -115,7 +115,8 @@ fn buffer(program: &Program, id: BufferId) -> Verdict<&Buffer> {
         .ok_or_else(|| format!("it names buffer {} of {}", id.index(), program.buffers.len()))
 }
 
-/// Every operand lies within its buffer, and its f32 copy within a piece of scratch.
+/// Checks that every operand lies within its buffer, and that the f32 copy of an operand lies within a piece of
+/// scratch.
 fn operands_are_inside(program: &Program, instr: &Instr) -> Verdict {
     let mut copies = Vec::new();
     for operand in instr.inputs.iter().chain(&instr.outputs) {
@@ -131,7 +132,7 @@ fn operands_are_inside(program: &Program, instr: &Instr) -> Verdict {
         }
         copies.push(piece);
     }
-    // The last pieces of scratch are the copies, in any order; the others belong to the operation.
+    // The last pieces of scratch are the f32 copies, in any order. The other pieces belong to the operation.
     let own = instr.workspace.len().checked_sub(copies.len());
     let mut last: Vec<BufferId> = own.map_or_else(Vec::new, |own| instr.workspace[own..].to_vec());
     last.sort_unstable();
@@ -160,7 +161,7 @@ fn operand_is_inside(program: &Program, operand: &Operand) -> Verdict {
     }
 }
 
-/// No output overlaps another operand, except an input that it overwrites as a whole.
+/// Checks that no output overlaps another operand, except an input that the output overwrites as a whole.
 fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
     let Instr { inputs, outputs, workspace, .. } = instr;
     if outputs.len() > MAX_OUTPUTS {
@@ -190,7 +191,7 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
     }
     for (index, output) in outputs.iter().enumerate() {
         for other in outputs[..index].iter().filter(|other| other.buffer == output.buffer) {
-            // GPU kernels may write interleaved parts of one tensor (`passes::join`).
+            // GPU kernels may write interleaved parts of one tensor (see `passes::join`).
             let is_static = buffer(program, output.buffer)?.dynamic_rows.is_none();
             let are_strided = !output.layout.is_contiguous() && !other.layout.is_contiguous();
             let [a, b] =
@@ -210,7 +211,7 @@ fn operands_are_apart(program: &Program, instr: &Instr) -> Verdict {
     Ok(())
 }
 
-/// A row count that the instruction produces is valid, and one that it depends on exists.
+/// Checks that a row count that the instruction produces is valid, and that a row count on which it depends exists.
 fn counts_exist(program: &Program, instr: &Instr) -> Verdict {
     let known = |count: u32| (count as usize) < program.row_counts;
     if !instr.predicate.is_none_or(known) {
@@ -224,14 +225,15 @@ fn counts_exist(program: &Program, instr: &Instr) -> Verdict {
     }
 }
 
-/// True if an operand is contiguous, not empty, of this type, and at a planned address.
+/// True if an operand is contiguous, is not empty, has this type, and has a planned address.
 fn is_planned(program: &Program, operand: &Operand, dtype: DType) -> bool {
     let is_dense = operand.layout.is_contiguous() && span(&operand.layout) > 0;
     operand.dtype == dtype && is_dense && buffer(program, operand.buffer).is_ok_and(|b| b.dynamic_rows.is_none())
 }
 
-/// Every instruction other than a computation has the operands that its kind needs. `votes` lists the row counts voted
-/// on so far; a vote is applied right after it is taken, so only the last one may be.
+/// Checks that an instruction other than a computation has the operands that its kind requires. `votes` lists the row
+/// counts on which the program has voted so far. A vote is applied right after it is taken, so only the last vote may
+/// be applied.
 fn kind_fits(program: &Program, instr: &Instr, votes: &mut Vec<u32>) -> Verdict {
     let Instr { kind, inputs, outputs, .. } = instr;
     let dense = |operand: &Operand| is_planned(program, operand, operand.dtype);
@@ -260,7 +262,7 @@ fn kind_fits(program: &Program, instr: &Instr, votes: &mut Vec<u32>) -> Verdict 
     if fits { Ok(()) } else { Err("its operands do not fit this kind of instruction".into()) }
 }
 
-/// True if the sizes of a collective's operands match what it reads and writes.
+/// True if the sizes of a collective's operands match the elements that the collective reads and writes.
 fn collective_fits(program: &Program, collective: Collective, inputs: &[Operand], outputs: &[Operand]) -> bool {
     let [output] = outputs else { return false };
     let len = |operand: &Operand| span(&operand.layout);
@@ -295,9 +297,9 @@ fn collective_fits(program: &Program, collective: Collective, inputs: &[Operand]
     }
 }
 
-/// Operands of a message or collective stay unchanged until the instruction that waits for it.
+/// Checks that the operands of a message or collective stay unchanged until the instruction that waits for it.
 fn transfers_own_operands(program: &Program) -> Verdict {
-    // By buffer: the number of transfers that read it, and whether one writes it.
+    // By buffer: the number of transfers in flight that read it, and whether one writes it.
     let mut lent: Vec<(usize, bool)> = vec![(0, false); program.buffers.len()];
     let mut under_way: Vec<Option<&Instr>> = vec![None; program.requests];
     let mut was_begun = vec![false; program.requests];
@@ -348,7 +350,7 @@ fn transfers_own_operands(program: &Program) -> Verdict {
     }
 }
 
-/// A tensor of the host is contiguous, and has its declared shape and type.
+/// Checks that a tensor that the host reads or writes is contiguous, and has its declared shape and type.
 fn host_can_reach(program: &Program, IoTensor { name, operand, spec, .. }: &IoTensor) -> Verdict {
     operand_is_inside(program, operand).map_err(|what| format!("{name:?}: {what}"))?;
     let is_called = operand.dtype == spec.dtype && operand.layout.dims() == spec.dims();

@@ -1,4 +1,4 @@
-//! Programs changed by a user: none compiles if its tensors would not have their own memory.
+//! Programs that a user has changed. None of them compiles if its tensors would not have their own memory.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -47,10 +47,10 @@ fn message(request: usize) -> Message {
     Message { peer: 1, tag: Tag::default(), request }
 }
 
-/// The name of a change, or a part of the expected message; and the change.
+/// The name of a change or a part of the expected message, and the change itself.
 type Change = (&'static str, fn(&mut Case));
 
-/// A program that copies `parameter` to `x`, and `x` to `y`, which the host reads.
+/// A program that copies `parameter` to `x`, and then `x` to `y`. The host reads `y`.
 struct Case {
     program: Program,
     parameter: BufferId,
@@ -88,7 +88,7 @@ impl Case {
         self.program.buffers[self.x.index()].dynamic_rows = Some(rows);
     }
 
-    /// Inserts `begin` and its wait after the first instruction.
+    /// Inserts the instruction `begin` and the wait `end` after the first instruction.
     fn exchange(&mut self, begin: Instr, end: InstrKind) {
         let held = begin.inputs.iter().chain(&begin.outputs).cloned().collect();
         self.program.requests = 1;

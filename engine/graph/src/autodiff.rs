@@ -1,10 +1,11 @@
 //! Automatic differentiation: gradients as further nodes of the graph.
 //!
 //! In: a graph and its loss. Out: the same graph, followed by nodes that compute the gradient of every trained
-//! parameter that the loss depends on. No gradient is computed that leads only to frozen parameters. Each node is
-//! marked as part of the input gradients (I), which earlier layers wait for, or of the weight gradients (W), which are
-//! needed only by the update; zero-bubble schedules rely on that split (Qi et al., arXiv 2401.10241). Never: an order
-//! of execution across micro-batches, or memory.
+//! parameter that the loss depends on. Gradients that only frozen parameters would need are not computed. Never: an
+//! order of execution across micro-batches, or memory.
+//!
+//! Each node is marked as part of the input gradients (I), which earlier layers wait for, or of the weight gradients
+//! (W), which only the update reads. Zero-bubble schedules rely on that split (Qi et al., arXiv 2401.10241).
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -23,18 +24,18 @@ use crate::tensor::Tensor;
 pub struct ParameterGradient {
     /// The parameter to which the gradient belongs.
     pub parameter: ValueId,
-    /// Summands of the gradient, one per use of the parameter, each contiguous. Each is accumulated over the
-    /// micro-batches by itself, and they are added once at the end, so that the order of summation does not depend on
-    /// the number of micro-batches.
+    /// Summands of the gradient, one per use of the parameter, each contiguous. Each summand is accumulated over the
+    /// micro-batches separately. The accumulated summands are then added once per step, so that the order of summation
+    /// does not depend on the number of micro-batches.
     pub summands: Vec<ValueId>,
 }
 
-/// Records the gradients of `loss` with respect to all parameters. `seed` is the gradient of the loss itself, a
-/// constant factor of all.
+/// Records the gradients of `loss` with respect to all trained parameters, and returns them. `seed` is the gradient of
+/// the loss itself, a factor of all gradients.
 ///
 /// # Errors
-/// Returns an error if the loss is not a scalar or depends on no parameter, or if an operation between the two has no
-/// gradient.
+/// Returns an error if the loss is not a scalar or depends on no trained parameter, or if an operation between a
+/// trained parameter and the loss has no gradient.
 pub fn differentiate(graph: &Arc<Mutex<Graph>>, loss: &Tensor, seed: f64) -> Result<Vec<ParameterGradient>> {
     differentiate_in(graph, loss, seed, &|parameter| parameter.dtype())
 }
@@ -66,8 +67,8 @@ struct Pass {
     graph: Arc<Mutex<Graph>>,
     /// True for forward values that depend on a trained parameter.
     depends: Vec<bool>,
-    /// True for forward values that depend on such a parameter through views only. The gradient of such a value is read
-    /// only to form the parameter's gradient.
+    /// True for forward values that are views of a trained parameter. The gradient of such a value only becomes part of
+    /// the parameter's gradient.
     is_weight: Vec<bool>,
     forward_nodes: Vec<NodeId>,
 }
@@ -121,8 +122,8 @@ impl Pass {
         Ok(gradients)
     }
 
-    /// Passes on the gradients of a weight's view one by one, because each use may be in another stage and is summed
-    /// there.
+    /// Passes on each gradient of a view of a weight separately, without adding them up. The uses of the view may be in
+    /// different stages, and each stage accumulates its own gradient.
     fn propagate_each(&self, id: NodeId, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
         let node = lock(&self.graph).node(id).clone();
         for part in pending.remove(&node.outputs[0]).unwrap_or_default() {
@@ -133,7 +134,7 @@ impl Pass {
         Ok(())
     }
 
-    /// Records the gradients of a node's inputs, given those of its outputs.
+    /// Records the gradients of a node's inputs, given the gradients of its outputs, and adds them to `pending`.
     fn propagate(
         &self,
         id: NodeId,
@@ -147,15 +148,16 @@ impl Pass {
         let graph = self.graph.clone();
         let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, wants, accumulated: Vec::new() };
         node.op.gradient(&mut gradient)?;
-        // Operations that compute all their gradients together may also send those of inputs that need none.
+        // An operation that computes all its gradients together may also send gradients of inputs that need none; these
+        // are dropped.
         for (input, grad) in gradient.accumulated.into_iter().filter(|(input, _)| gradient.wants[*input]) {
             pending.entry(node.inputs[input]).or_default().push(grad);
         }
         Ok(())
     }
 
-    /// Returns the gradients of the parameters. The remaining entries of `pending` belong to values that no node
-    /// produces.
+    /// Returns the gradients of the parameters. By now, the keys of `pending` are values that no node produces, such as
+    /// parameters.
     fn collect(
         &self,
         pending: HashMap<ValueId, Vec<Tensor>>,
@@ -164,7 +166,7 @@ impl Pass {
         let mut gradients = Vec::new();
         let mut read: HashSet<ValueId> =
             lock(&self.graph).nodes().iter().flat_map(|node| &node.inputs).copied().collect();
-        // In the order of the parameters, because this records nodes and the same model must always give the same
+        // In the order of the parameters: this loop records nodes, and the same model must always give the same
         // program.
         for (parameter, parts) in BTreeMap::from_iter(pending) {
             if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
@@ -174,19 +176,21 @@ impl Pass {
             let mut summands = Vec::new();
             for part in parts {
                 part.set_phase(Phase::BackwardWeight);
-                // A constant exists once, but as a gradient it counts once per micro-batch, so a node must produce it.
+                // A constant is stored once. As a gradient, the constant must count once per micro-batch. So it is
+                // copied by a node, which runs once per micro-batch.
                 let root = lock(&self.graph).value(part.id()).root;
                 let made = matches!(lock(&self.graph).value(root).source, Source::Node { .. });
                 let place = lock(&self.graph).place_of(part.id()).unwrap_or_default();
                 lock(&self.graph).set_place(place);
                 let dense =
                     if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
-                // The handle `dense` still has the type from before; `change_output_dtype` may have changed the value's.
+                // `make_in` may have changed the type of the value since the handle `dense` was created.
                 let made_in = lock(&self.graph).value(dense.id()).spec.dtype;
                 let is_so = made_in == dtype
                     || !read.contains(&dense.id()) && lock(&self.graph).change_output_dtype(dense.id(), dtype)?;
                 let summand = if is_so { dense.id() } else { self.cast(dense, dtype)?.id() };
-                // Another parameter of the same sum has the same gradient: from here on, this one has a reader.
+                // If another parameter has the same gradient (two summands of one sum), `make_in` must not change the
+                // type of this value any more.
                 read.insert(summand);
                 summands.push(summand);
             }
@@ -195,8 +199,9 @@ impl Pass {
         Ok(gradients)
     }
 
-    /// Casts a gradient to another type. The cast goes before the operations that only rearrange elements. There it is
-    /// next to the sum over micro-batches, which [`Self::defer_movement`] then leaves in place.
+    /// Casts a gradient to another type. If the last operations of the gradient only rearrange elements, the cast is
+    /// placed before them. [`Self::defer_movement`] later moves these operations after the sum over micro-batches, so that
+    /// the cast is adjacent to the sum.
     fn cast(&self, part: Tensor, dtype: DType) -> Result<Tensor> {
         let (mut value, mut moves) = (part.id(), Vec::new());
         {
@@ -218,9 +223,9 @@ impl Pass {
         Ok(Tensor::of(&self.graph, moved))
     }
 
-    /// Moves operations that only rearrange a weight's gradient after the sum over micro-batches. An example is the one
-    /// that puts the gradient of an embedding's used range among zeros. It then runs once per step, and the operation
-    /// before it can add to the sum in place.
+    /// Moves operations that only rearrange a weight's gradient to after the sum over micro-batches. An example is the
+    /// operation that pads the gradient of a range of an embedding with zeros. The moved operation runs once per step,
+    /// and the operation before it can accumulate into the sum in place.
     fn defer_movement(&self, gradients: &[ParameterGradient]) {
         let mut g = lock(&self.graph);
         let mut readers = vec![0; g.values().len()];
@@ -244,8 +249,8 @@ impl Pass {
         }
     }
 
-    /// Adds the gradients of all uses of a value. If they are ranges that tile one dimension, such as the thirds of a
-    /// packed qkv, they are concatenated instead.
+    /// Returns the sum of the gradients of all uses of a value. If these gradients are zero outside of ranges that tile
+    /// one dimension, such as the thirds of a packed qkv, the ranges are concatenated instead of added.
     fn total(&self, parts: Vec<Tensor>) -> Result<Tensor> {
         if let Some(joined) = self.join(&parts)? {
             return Ok(joined);
@@ -254,7 +259,8 @@ impl Pass {
         let mut parts = parts.into_iter();
         let first = parts.next().expect("a gradient that is pending has a part");
         let total = parts.try_fold(first, |sum, part| {
-            // Uses in a later stage are added there, so that only one gradient is sent to this stage.
+            // The sum of two gradients is computed in the earlier of their stages. So gradients of uses in one later
+            // stage are added in that stage, which sends only the sum.
             let mut g = lock(&self.graph);
             let places = [&sum, &part].map(|t| g.place_of(t.id()).unwrap_or(here));
             let [first, second] = places;
@@ -298,7 +304,7 @@ impl Pass {
         Ok(Some(Tensor::apply_op::<1>(Cat { dim }, &tensors)?[0].clone()))
     }
 
-    /// Marks every node that a gradient of an activation depends on as I, and the rest of the backward as W.
+    /// Marks every backward node that the gradient of an activation depends on as I, and all other backward nodes as W.
     fn mark_phases(&self, input_gradients: &[ValueId]) {
         let mut g = lock(&self.graph);
         let mut wanted = vec![false; g.values().len()];

@@ -33,13 +33,13 @@ pub enum Error {
     /// An error of candle's shapes, dimensions or layouts.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
-    /// An error reported by a model's own source or code that it calls.
+    /// An error from a model's own source, or from code that the model calls.
     #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),
 }
 
 impl Error {
-    /// Creates the error for a refused setting: its name, the reason, and the remedy.
+    /// Creates the error for a refused setting. `what` is its name, `why` the reason, and `remedy` tells what to do.
     pub fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         Self::Config { what, why: why.into(), remedy }
     }

@@ -7,8 +7,8 @@ use crate::graph::{Graph, NodeId, lock};
 use crate::op::Op;
 use crate::tensor::Tensor;
 
-/// The builder with which an operation records its gradient: its inputs, outputs and output gradients, and a place for
-/// the gradients of its inputs.
+/// The builder with which an operation records its gradient. It gives access to the operation's inputs, outputs and
+/// output gradients, and collects the gradients of the inputs.
 #[derive(Debug)]
 pub struct Gradient {
     pub(crate) graph: Arc<Mutex<Graph>>,
@@ -36,14 +36,16 @@ impl Gradient {
         self.outputs[index].clone()
     }
 
-    /// The gradient of the loss with respect to an output; zeros if the loss does not depend on it.
+    /// Returns the gradient of the loss with respect to an output. If the loss does not depend on the output, the
+    /// gradient is zeros.
     pub fn grad(&self, index: usize) -> Tensor {
         let output = &self.outputs[index];
         self.grads[index].clone().unwrap_or_else(|| output.constant(0.0, output.shape().clone()))
     }
 
-    /// Returns the value of the output's gradient if it is a known constant, the same for every element. This is often
-    /// so, because most losses are means.
+    /// Returns the gradient with respect to an output as one number, if every element of that gradient is known to be
+    /// this number. This is common, because most losses are means. `None` if the gradient is known only when the
+    /// program runs.
     pub fn constant(&self, index: usize) -> Option<f64> {
         match &self.grads[index] {
             Some(grad) => lock(&self.graph).number(grad.id()),
@@ -51,26 +53,28 @@ impl Gradient {
         }
     }
 
-    /// Replaces the forward operation by `op`, which also computes gradients during the forward. This is for operations
-    /// that hold, in the forward, data that the backward would have to recompute, and whose output gradient is already
-    /// known ([`Self::constant`]). `op` takes the same inputs; its first outputs are the existing ones. Returns the
-    /// `NEW` further outputs.
+    /// Replaces the forward operation by `op`, which also computes gradients during the forward. Returns the `NEW`
+    /// additional outputs of `op`.
     ///
-    /// If one of them is the gradient of a weight, `op` should be able to add to that output ([`Op::accumulates`]).
+    /// This is for operations whose output gradient is a known constant ([`Self::constant`]), and whose forward holds
+    /// data that the backward would otherwise recompute. `op` takes the same inputs as the forward operation, and its
+    /// first outputs are the existing ones. If an additional output is the gradient of a weight, `op` should be able to
+    /// accumulate into that output ([`Op::accumulates`]).
     ///
     /// # Errors
-    /// Returns [`Error::Shape`] if the shape rule of `op` rejects the inputs or gives other outputs, or if `op` cannot
-    /// read the strides of an input.
+    /// Returns [`Error::Shape`] if the shape rule of `op` rejects the inputs or changes the existing outputs, or if
+    /// `op` cannot read the strides of an input.
     pub fn compute_in_forward<const NEW: usize>(&mut self, op: impl Op) -> Result<[Tensor; NEW]> {
         let new = lock(&self.graph).extend_node(self.node, Arc::new(op), NEW)?;
         let new: Vec<Tensor> = new.into_iter().map(|id| Tensor::of(&self.graph, id)).collect();
         Ok(new.try_into().expect("as many as were asked for"))
     }
 
-    /// Checks that the loss does not depend on an output for which `op` has no gradient.
+    /// Checks that the loss does not depend on `output`, for an operation that has no gradient with respect to that
+    /// output.
     ///
     /// # Errors
-    /// Returns [`Error::NoOutputGradient`] if it does.
+    /// Returns [`Error::NoOutputGradient`] if the loss depends on the output.
     pub fn require_unused(&self, op: &dyn Op, output: usize) -> Result<()> {
         match self.grads[output] {
             Some(_) => Err(Error::NoOutputGradient { op: op.name().into(), output }),
@@ -78,12 +82,12 @@ impl Gradient {
         }
     }
 
-    /// True if the gradient with respect to an input is needed. Gradients of other inputs should not be sent.
+    /// True if the gradient with respect to an input is needed. Gradients of other inputs need not be sent.
     pub fn wants(&self, index: usize) -> bool {
         self.wants[index]
     }
 
-    /// Adds a summand to the gradient with respect to an input.
+    /// Adds `gradient` to the gradient with respect to an input.
     pub fn accumulate(&mut self, index: usize, gradient: Tensor) {
         debug_assert_eq!(gradient.dims(), self.inputs[index].dims(), "gradient has the shape of its input");
         self.accumulated.push((index, gradient));

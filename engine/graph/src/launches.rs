@@ -7,7 +7,8 @@ use gapless_kernels::cuda::{Launch, Operand, Operands};
 
 use crate::op::Op;
 
-/// Returns the bytes of each piece of scratch: first the operation's own, then those of the copies.
+/// Returns the sizes in bytes of the pieces of scratch for a launch: first the operation's own pieces, then one per
+/// copied input.
 pub fn workspace<'a>(op: &dyn Op, inputs: impl Iterator<Item = (&'a Layout, DType)>, outputs: &[Spec]) -> Vec<u64> {
     let (mut specs, mut copies) = (Vec::new(), Vec::new());
     for (index, (layout, dtype)) in inputs.enumerate() {
@@ -20,7 +21,8 @@ pub fn workspace<'a>(op: &dyn Op, inputs: impl Iterator<Item = (&'a Layout, DTyp
     [op.cuda_workspace(&specs, outputs), copies].concat()
 }
 
-/// Returns the launches of an operation with scratch as [`workspace`] sizes it, or `None` if there are no kernels.
+/// Returns the launches of an operation, or `None` if it has no kernels. `operands.workspace` must have the pieces that
+/// [`workspace`] returns.
 pub fn launches(op: &dyn Op, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let mut inputs = operands.inputs.to_vec();
     let copied: Vec<usize> = (0..inputs.len()).filter(|&i| is_copied(op, i, &inputs[i].layout)).collect();

@@ -1,7 +1,7 @@
-//! Reference implementation of graphs: every operation in f64, on plain arrays, one element after another. Kernels and
-//! gradients are checked against it.
+//! The reference implementation of graphs: every operation in f64, on plain arrays, one element after another. Kernels
+//! and gradients are checked against it.
 //!
-//! It is slow and simple on purpose, and shares no code with the kernels, the planner or the executor.
+//! The implementation is slow and simple on purpose. It shares no code with the kernels, the planner or the executor.
 
 use std::collections::HashMap;
 
@@ -20,8 +20,8 @@ pub struct Array {
 }
 
 impl Array {
-    /// An array from its parts.
     /// Creates an array from its extents and elements.
+    ///
     /// # Panics
     /// Panics if the number of elements is not the product of the extents.
     pub fn new(dims: &[usize], data: Vec<f64>) -> Self {
@@ -39,14 +39,14 @@ impl Array {
         Self { dims: self.dims.clone(), data: self.data.iter().map(|&x| f(x)).collect() }
     }
 
-    /// Applies a function to every pair of elements of two arrays of the same shape.
+    /// Applies a function to every pair of elements at the same index of two arrays of the same shape.
     pub fn zip(&self, other: &Self, f: impl Fn(f64, f64) -> f64) -> Self {
         assert_eq!(self.dims, other.dims, "equal shapes");
         let data = self.data.iter().zip(&other.data).map(|(&a, &b)| f(a, b)).collect();
         Self { dims: self.dims.clone(), data }
     }
 
-    /// Iterates over the rows: runs of the last dimension.
+    /// Iterates over the rows. A row is a run of elements along the last dimension.
     pub fn rows(&self) -> std::slice::ChunksExact<'_, f64> {
         self.data.chunks_exact(self.dims.last().copied().unwrap_or(1).max(1))
     }
@@ -76,7 +76,7 @@ pub fn layout_indices(layout: &Layout) -> impl Iterator<Item = usize> + '_ {
 pub struct Reference<'a> {
     /// The inputs, in order.
     pub inputs: Vec<&'a Array>,
-    /// Random numbers of the step and micro-batch.
+    /// The generator of the random numbers of this step and micro-batch.
     pub stream: Stream,
 }
 
@@ -91,22 +91,23 @@ impl<'a> Reference<'a> {
         self.inputs.len()
     }
 
-    /// Returns the random numbers of this step and micro-batch.
+    /// Returns the generator of the random numbers of this step and micro-batch.
     pub fn random(&self) -> Stream {
         self.stream
     }
 }
 
-/// Computes every value of `graph` from the given parameters and inputs. Optimizer states are given like parameters.
+/// Computes every value of `graph`, and returns the values by index. `given` holds the parameters, optimizer states and
+/// inputs by name.
 ///
 /// # Panics
-/// Panics if a persistent tensor or an input is not given or has the wrong number of elements.
+/// Panics if a persistent tensor or an input is not in `given` or has the wrong number of elements.
 pub fn evaluate(graph: &Graph, given: &HashMap<String, Array>, stream: Stream) -> Vec<Array> {
     evaluate_with(graph, given, stream, |_, _, x| x)
 }
 
-/// Like [`evaluate`], but every element passes through `read` each time it is read. `read` gets the index of the
-/// reading node, or `None` for the caller's result, then the value and the element.
+/// Like [`evaluate`], but passes every element through `read` each time the element is read. The arguments of `read`
+/// are the index of the reading node, or `None` for the caller's result; the value; and the element.
 pub fn evaluate_with(
     graph: &Graph,
     given: &HashMap<String, Array>,

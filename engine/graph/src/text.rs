@@ -1,4 +1,4 @@
-//! Graphs as text, one node per line: tests compare it, and `GAPLESS_DUMP=graph` prints it.
+//! Graphs as text, with one node per line. Tests compare this text, and `GAPLESS_DUMP=graph` prints it.
 //!
 //! ```text
 //! v0 tokens: u32[2,4], input

@@ -1,7 +1,8 @@
 //! Adapters in PEFT's format: folders with adapter_config.json and adapter_model.safetensors, read and written.
 //!
-//! In: a folder, or a trainer that has adapters. Out: the trained part of a model and the adapters' values in an arena,
-//! or a folder that PEFT reads. Never: an option that is ignored, or the base model's weights.
+//! In: a folder, or a trainer that has adapters. Out: from a folder, the trained part of a model and the adapters'
+//! values in a trainer's arena; from a trainer, a folder that PEFT reads. Never: an option that is ignored, or the base
+//! model's weights.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,10 +24,11 @@ const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 const BASE: &str = "base_model_name_or_path";
 
-/// The prefix of all names in PEFT's files.
+/// The prefix of every tensor name in PEFT's files.
 const PREFIX: &str = "base_model.model.";
 
-/// Options that do not change any value here: state of PEFT's own objects, and how base weights are stored.
+/// Options that do not change any result: internal state of PEFT's objects, and the way in which the base model's
+/// weights are stored.
 const PASSED_OVER: [&str; 7] = [
     "auto_mapping",
     "fan_in_fan_out",
@@ -99,7 +101,8 @@ impl Adapter {
         Ok(Self { path, config, lora, base, file })
     }
 
-    /// True if a folder has an adapter. It is then to be opened as an adapter, as in transformers.
+    /// True if the folder contains an adapter's configuration. Such a folder must be opened as an adapter even if it
+    /// also contains a model, as in transformers.
     pub fn is_at(path: &Path) -> bool {
         path.join(CONFIG).is_file()
     }
@@ -107,8 +110,8 @@ impl Adapter {
     /// Returns the folder of the model for which the adapter was trained. A relative path is tried from the adapter's
     /// folder first, then from the current directory.
     ///
-    /// # Errors
-    /// Returns an error if no such folder is named or exists, or if it is the adapter's own.
+    /// Returns an error if the adapter's configuration names no base model, if the folder that it names does not exist,
+    /// or if this folder is the adapter's own.
     pub fn base(&self) -> Result<PathBuf> {
         let malformed = |why: String| HfError::Malformed { path: self.path.join(CONFIG), why };
         let Some(base) = &self.base else { return Err(malformed(format!("{BASE} is missing"))) };
@@ -123,17 +126,17 @@ impl Adapter {
         Ok(found)
     }
 
-    /// The trained part of a model with these adapters, with which its trainer is to be created.
+    /// Returns the setting [`StepOptions::trainable`] of a trainer that trains these adapters.
     pub fn trainable(&self) -> Trainable {
         Trainable::Lora(self.lora.clone())
     }
 
-    /// Fills the adapters of a trainer of `base` that was created with [`Self::trainable`]. A pipeline rank reads the
-    /// adapters of its own stages.
+    /// Fills the adapters of a trainer of `base`. The trainer must have been created with [`Self::trainable`]. A
+    /// pipeline rank reads the adapters of its own stages only.
     ///
     /// # Errors
-    /// Returns [`HfError::Weights`] with every tensor that is missing, superfluous, or of a wrong shape or type, and an
-    /// error if the trainer's adapters have another scale.
+    /// Returns [`HfError::Weights`] with every tensor that is missing, superfluous, or of a wrong shape or type.
+    /// Returns an error if the trainer's adapters have another scale than this adapter, or if an element is not finite.
     pub fn load(&self, base: &Folder, trainer: &mut Trainer) -> Result<()> {
         let lora = of_trainer(trainer)?;
         if lora.scale() != self.lora.scale() {
@@ -151,7 +154,7 @@ impl Adapter {
         Ok(())
     }
 
-    /// Saves a trainer's adapters with the options, names and types with which this adapter was opened.
+    /// Saves a trainer's adapters as a folder at `out`, with this adapter's options, tensor names and types.
     ///
     /// # Errors
     /// Returns the errors of [`Folder::save_adapter`].
@@ -160,8 +163,8 @@ impl Adapter {
         write(base, trainer, out.as_ref(), self.config.clone(), &dtype)
     }
 
-    /// Creates a trainer for inference of `base` with these adapters, with the weights of both. `options` gives the
-    /// other settings.
+    /// Creates a trainer for inference and fills it with the weights of `base` and these adapters.
+    /// [`StepOptions::trainable`] in `options` is replaced by [`Self::trainable`].
     ///
     /// # Errors
     /// Returns the errors of [`TrainerBuilder::build`](gapless_engine::TrainerBuilder::build), [`Folder::load`] and
@@ -174,14 +177,15 @@ impl Adapter {
         Ok(trainer)
     }
 
-    /// Adds the adapters to the weights of their layers, in f32, and saves the model as a folder at `out`, which must
-    /// be empty or not exist. Otherwise like [`Folder::save`], but with the adapter's tokenizer if it has one.
+    /// Adds the adapters to the weights of their layers, in f32, and saves the merged model as a folder at `out`, which
+    /// must be empty or not exist. The names, types and files are those of `base`, as in [`Folder::save`]. The
+    /// tokenizer is the adapter's if the adapter has one, and the base model's otherwise.
     ///
     /// # Errors
     /// Returns the errors of [`Self::for_inference`] and [`Folder::save`].
     pub fn merge(&self, base: &Folder, out: impl AsRef<Path>) -> Result<()> {
         write_then_rename(out.as_ref(), |partial| {
-            // The smallest sizes suffice, as the model is not run.
+            // The smallest batch and sequence suffice, because the model is not run.
             let options = TrainOptions {
                 step: StepOptions { batch: 1, sequence: 1, ..StepOptions::default() },
                 device: DeviceChoice::Cpu,
@@ -229,7 +233,7 @@ impl Folder {
     ///
     /// # Errors
     /// Returns [`HfError::Exists`] if `out` is not empty, an error if the trainer has no adapters, and an error if a
-    /// file cannot be written; in that case nothing is left at `out`.
+    /// file cannot be written. After an error, no incomplete folder is left.
     pub fn save_adapter(&self, trainer: &Trainer, out: impl AsRef<Path>) -> Result<()> {
         let lora = of_trainer(trainer)?;
         let config = json!({
@@ -256,11 +260,12 @@ impl Folder {
     }
 }
 
-/// For each stored name of an adapter's tensor, its parameter and shape.
+/// The parameter and the shape of each of an adapter's tensors, by the name under which the tensor is stored.
 type Adapters = BTreeMap<String, (String, Vec<usize>)>;
 
 fn adapters(base: &Folder, trainable: &Trainable) -> Result<Adapters> {
-    // PEFT uses the module names of the whole model, whatever the prefix in the base's files.
+    // PEFT names modules by their path in the whole model, even if the base model's files leave out a prefix of the
+    // path.
     let prefix = |name: &str| if base.config.is_gpt2() && !name.starts_with("lm_head.") { "transformer." } else { "" };
     let declared = base.config.declared(trainable)?;
     let adapters = declared.into_iter().filter(|(name, _)| trainable.is_adapter(name));
@@ -313,7 +318,7 @@ fn write(
     })
 }
 
-/// Formats a number like PEFT: as an integer if it has no fraction.
+/// Converts a number to JSON like PEFT: to an integer if it has no fraction.
 fn whole(number: f64) -> Value {
     if number.fract() == 0.0 && number.abs() < 1e15 { json!(number as i64) } else { json!(number) }
 }
@@ -360,8 +365,8 @@ fn targets(fields: &mut Fields) -> Vec<String> {
     })
 }
 
-/// Checks the option for initial values. It no longer matters, unless it means that the base's weights were changed
-/// too.
+/// Checks `init_lora_weights`, the method that set the adapters' initial values. The method has no effect after
+/// training. Methods that also changed the base model's weights are refused.
 fn initial_values(fields: &mut Fields) {
     if let Some(found) = fields.take("init_lora_weights")
         && !found.is_boolean()

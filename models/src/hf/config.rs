@@ -36,7 +36,7 @@ pub struct Config {
     path: PathBuf,
     architecture: Architecture,
     parameters: Vec<(String, Vec<usize>)>,
-    /// Layers that the files may have but the model does not.
+    /// Layers that the files may contain but that are not part of the model.
     unread_layers: Range<usize>,
     positions: Option<usize>,
 }
@@ -62,7 +62,7 @@ impl Architecture {
         Pretrained::new(self, vb)
     }
 
-    /// Returns the layers that have adapters by default, as in PEFT: queries and values.
+    /// Returns the names of the layers that have adapters by default: the query and value projections, as in PEFT.
     pub fn lora_targets(&self) -> Vec<String> {
         let targets: &[&str] = match self {
             Self::Gpt(_) => &["c_attn"],
@@ -77,7 +77,7 @@ impl Architecture {
 }
 
 impl Config {
-    /// Reads a config.json. `path` may also be its folder.
+    /// Reads and checks a config.json. `path` is the file or its folder.
     ///
     /// # Errors
     /// Returns [`HfError::Config`] with every option that is wrong, unsupported or unknown, and an error if the file is
@@ -132,7 +132,7 @@ impl Config {
         self.parameters.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()))
     }
 
-    /// Like [`Self::parameters`], for a model of which a part is trained; includes the adapters.
+    /// Names and shapes of all parameters of a model that is trained as `trainable` says, including its adapters.
     pub(super) fn declared(&self, trainable: &Trainable) -> Result<Vec<(String, Vec<usize>)>> {
         parameters(&self.architecture, trainable)
     }
@@ -150,13 +150,14 @@ impl Config {
         }
     }
 
-    /// The length of the longest sequences on which the model was trained, in tokens, if the file gives it. A model
-    /// with rotary positions accepts longer ones, but gets worse.
+    /// The greatest sequence length, in tokens, for which the model was trained. `None` if the file does not give it. A
+    /// model with rotary positions accepts longer sequences, but its predictions get worse.
     pub fn trained_positions(&self) -> Option<usize> {
         self.positions
     }
 
-    /// The greatest sequence length in tokens, if the model has position embeddings.
+    /// The greatest sequence length, in tokens, that the model accepts. `None` means no limit: only models with learned
+    /// position embeddings have one.
     pub fn longest_sequence(&self) -> Option<usize> {
         match &self.architecture {
             Architecture::Gpt(config) => Some(config.sequence),
@@ -164,7 +165,7 @@ impl Config {
         }
     }
 
-    /// Notices for the user: parts of the files that are not part of the model.
+    /// Notices for the user. Each names a part of the files that is left out of the model.
     pub fn notices(&self) -> Vec<String> {
         let notice = |layer| {
             format!(
@@ -187,7 +188,7 @@ impl Config {
         matches!(self.architecture, Architecture::Gpt(_))
     }
 
-    /// Returns the parameter to which the head is tied, if it is.
+    /// Returns the name of the embedding to which the head is tied. `None` if the head has a weight of its own.
     pub(super) fn tied_to(&self) -> Option<&'static str> {
         match &self.architecture {
             Architecture::Gpt(config) => config.tied.then_some("wte.weight"),
@@ -216,7 +217,7 @@ fn architecture(family: &str, fields: &mut Fields) -> Option<Architecture> {
     })
 }
 
-/// Returns the parameters that the model declares. They are recorded in a temporary graph.
+/// Returns names and shapes of the parameters that the model declares, by declaring them in a temporary graph.
 fn parameters(architecture: &Architecture, trainable: &Trainable) -> Result<Vec<(String, Vec<usize>)>> {
     let graph = Arc::new(Mutex::new(Graph::default()));
     Pretrained::new(architecture, VarBuilder::new(&graph, DType::F32).with_trainable(trainable))?;

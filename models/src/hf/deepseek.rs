@@ -25,8 +25,8 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
     }
     let size = latent.head_size();
     fields.require("qk_head_dim", size);
-    // The file's YaRN factor multiplies queries and keys, so its square multiplies the scores; `query_scale` is under a
-    // root.
+    // The file's YaRN factor multiplies queries and keys, so its square multiplies the scores. The model divides the
+    // scores by √`query_scale`, so the factor's fourth power divides `query_scale`.
     let query_scale = Some(size as f64 / stretch.powi(4));
     let llama = LlamaConfig { head_size: Some(size), query_scale, qkv_bias: false, ..llama };
 
@@ -48,8 +48,8 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
     }
 }
 
-/// Returns the layers after the model's own, which predict further tokens. They are not part of the model, as in
-/// transformers.
+/// Returns the range of layers that follow the model's own and predict further tokens. They are left out of the model,
+/// as in transformers.
 pub(super) fn unread_layers(fields: &mut Fields, layers: usize) -> Range<usize> {
     let name = ["num_nextn_predict_layers", "num_mtp_layers"].into_iter().find(|name| fields.peek(name).is_some());
     layers..layers + name.map_or(0, |name| fields.count(name, Some(0), 0..=4096))
@@ -57,7 +57,7 @@ pub(super) fn unread_layers(fields: &mut Fields, layers: usize) -> Range<usize> 
 
 fn latent(fields: &mut Fields) -> LatentConfig {
     let LatentConfig { kv_rank, plain_size, rotated_size, value_size, .. } = LatentConfig::default();
-    // Null means that there is no latent of queries, not the default.
+    // Null does not mean the default: it means that queries are computed without a latent.
     let is_whole = fields.has("q_lora_rank") && fields.peek("q_lora_rank").is_none();
     let query_rank = (!is_whole).then(|| fields.count("q_lora_rank", Some(1536), SIZE));
     let rotated_size = fields.count("qk_rope_head_dim", Some(rotated_size), 1..=1 << 16);
@@ -93,7 +93,8 @@ fn sigmoid_router(fields: &mut Fields, experts: usize) -> RouterConfig {
     }
 }
 
-/// YaRN's factor of queries and keys (arXiv 2309.00071, section 3.4), if the file applies it to the scores.
+/// Returns YaRN's factor of queries and keys (arXiv 2309.00071, section 3.4), or 1 if the file does not apply it to the
+/// attention scores.
 fn attention_stretch(fields: &Fields) -> f64 {
     let scaling = fields.peek("rope_parameters").or_else(|| fields.peek("rope_scaling"));
     let number = |name: &str| scaling.and_then(|scaling| scaling.get(name)).and_then(Value::as_f64);

@@ -22,7 +22,7 @@ pub enum HfError {
     Json { path: PathBuf, why: String, line: String },
     #[error("{path} is malformed: {why}")]
     Malformed { path: PathBuf, why: String },
-    /// Has every option that is wrong or unsupported.
+    /// The configuration is refused. `problems` lists every option that is wrong or unsupported.
     #[error("{path} is refused: {}", listed(problems))]
     Config { path: PathBuf, problems: Vec<ConfigProblem> },
     #[error(
@@ -35,7 +35,8 @@ pub enum HfError {
     ShardPath { index: PathBuf, file: String },
     #[error("{path} is not a safetensors file: {why}")]
     Header { path: PathBuf, why: String },
-    /// Has every tensor that is missing, superfluous, invalid, or not as the configuration requires.
+    /// The weights are refused. `problems` lists every tensor that is missing, superfluous, invalid, or not as the
+    /// configuration requires.
     #[error("the weights in {path} are refused: {}", listed(problems))]
     Weights { path: PathBuf, problems: Vec<WeightProblem> },
     #[error("{path} exists and is not empty; save to a new folder")]
@@ -92,7 +93,7 @@ pub enum WeightProblem {
     Untied { name: String, other: String },
 }
 
-/// The number of problems that a message lists; the error has all of them.
+/// The number of problems that a message lists. The error's list holds all of them.
 const SHOWN: usize = 40;
 
 fn listed<T: Display>(problems: &[T]) -> String {

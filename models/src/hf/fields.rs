@@ -15,7 +15,7 @@ use super::error::{ConfigProblem, HfError, Result};
 /// The greatest size of a JSON file in bytes. Even the index of a model with a million tensors is smaller.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// The options that have not been read yet, and the problems of those that have.
+/// The options of an object that have not been read yet, and the problems found in those that have been read.
 #[derive(Debug)]
 pub(super) struct Fields {
     left: Map<String, Value>,
@@ -29,7 +29,7 @@ impl Fields {
         Self { left: options, path: path.to_owned(), problems: Vec::new() }
     }
 
-    /// True if the option is there, even if it is null.
+    /// True if the option is present and has not been read yet, even if its value is null.
     pub fn has(&self, field: &str) -> bool {
         self.left.contains_key(field)
     }
@@ -44,7 +44,8 @@ impl Fields {
         self.left.remove(field).filter(|value| !value.is_null())
     }
 
-    /// Reads an object, and returns its options.
+    /// Removes an option whose value is an object, and returns that object's options. `None` if the option is missing
+    /// or null, or if its value is not an object, which is recorded as a problem.
     pub fn object(&mut self, field: &str) -> Option<Self> {
         match self.take(field)? {
             Value::Object(options) => Some(Self::new(options, &format!("{}{field}.", self.path))),
@@ -55,7 +56,8 @@ impl Fields {
         }
     }
 
-    /// Reads an integer within bounds.
+    /// Reads an integer. A value outside `within`, and a missing option without a default, are recorded as problems;
+    /// the result is then the lower bound.
     pub fn count(&mut self, field: &str, default: Option<usize>, within: RangeInclusive<usize>) -> usize {
         let Some(value) = self.take(field) else {
             if default.is_none() {
@@ -70,7 +72,8 @@ impl Fields {
         })
     }
 
-    /// Reads a number above 0.
+    /// Reads a number above 0. Any other value, and a missing option without a default, are recorded as problems; the
+    /// result is then 1.
     pub fn positive(&mut self, field: &str, default: Option<f64>) -> f64 {
         let Some(value) = self.take(field) else {
             if default.is_none() {
@@ -84,7 +87,7 @@ impl Fields {
         })
     }
 
-    /// Reads a number above 0; `None` if the option is missing or null.
+    /// Reads a number above 0 like [`Self::positive`]; `None` if the option is missing or null.
     pub fn optional_positive(&mut self, field: &str) -> Option<f64> {
         let value = self.take(field)?;
         self.left.insert(field.to_owned(), value);
@@ -109,7 +112,8 @@ impl Fields {
         }
     }
 
-    /// Reads one of the supported texts; the default is the first of them.
+    /// Reads an option that is one of the texts in `supported`. The first of these is the default. Any other value is
+    /// recorded as a problem.
     pub fn one_of<'a>(&mut self, field: &str, supported: &[&'a str]) -> &'a str {
         let Some(found) = self.text(field) else { return supported[0] };
         supported.iter().copied().find(|known| *known == found).unwrap_or_else(|| {
@@ -118,7 +122,7 @@ impl Fields {
         })
     }
 
-    /// Reads an option of which only one value is supported.
+    /// Reads an option of which only one value is supported. Any other value is recorded as a problem.
     pub fn require(&mut self, field: &str, supported: impl Into<Value>) {
         let supported = supported.into();
         if let Some(found) = self.take(field)
@@ -134,7 +138,7 @@ impl Fields {
         fields.iter().for_each(|field| drop(self.left.remove(*field)));
     }
 
-    /// Removes all options whose names satisfy a condition, like [`Self::ignore`].
+    /// Removes all options whose names satisfy a condition, without checking their values.
     pub fn pass_over_if(&mut self, is_one: impl Fn(&str) -> bool) {
         self.left.retain(|field, _| !is_one(field));
     }

@@ -15,15 +15,15 @@ use super::fields::read_object;
 use super::layout::{ParameterLayout, StoredRange, is_known_buffer, layout};
 use super::tensors::{TensorFile, is_supported};
 
-/// Name of the file of a small model, which is the only one.
+/// The file that holds all weights of a small model.
 pub(super) const SINGLE: &str = "model.safetensors";
-/// Name of the index of a model of several files. It names the file of each tensor.
+/// The index of a model whose weights are in several files. It gives the file of each tensor.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-/// Number of elements that are compared at a time.
+/// Number of elements that [`Folder::check_tied`] compares at a time.
 const COMPARED: usize = 1 << 16;
 
-/// Pretrained weights: a config.json, and safetensors files with exactly the tensors that it requires.
+/// Pretrained weights: a config.json, and safetensors files with exactly the tensors that the config.json requires.
 #[derive(Debug)]
 pub struct Folder {
     pub(super) path: PathBuf,
@@ -31,7 +31,7 @@ pub struct Folder {
     pub(super) files: Vec<TensorFile>,
     /// Metadata of the index, if there is one.
     pub(super) metadata: Option<Map<String, Value>>,
-    /// Index into `files` for each stored tensor.
+    /// The index in `files` of the file that holds each stored tensor.
     pub(super) places: BTreeMap<String, usize>,
     pub(super) layout: Vec<ParameterLayout>,
 }
@@ -69,7 +69,7 @@ impl Folder {
         &self.path
     }
 
-    /// Notices for the user: parts of the files that are not part of the model.
+    /// Notices for the user. Each names a part of the files that is left out of the model.
     pub fn notices(&self) -> Vec<String> {
         self.config.notices()
     }
@@ -82,14 +82,14 @@ impl Folder {
         self.config.model(vb)
     }
 
-    /// Fills the parameters of a trainer of [`Self::model`]. They are read one after another, so that at most one is in
-    /// memory besides the arena. A pipeline rank reads the parameters of its own stages. Adapters are not changed
-    /// ([`Adapter::load`](super::Adapter::load)).
+    /// Fills the parameters of a trainer of [`Self::model`]. Parameters are read one after another, so that at most one
+    /// is in memory besides the arena. A pipeline rank reads the parameters of its own stages only. Adapters keep their
+    /// values; [`Adapter::load`](super::Adapter::load) fills them.
     ///
     /// # Errors
     /// Returns an error if a file cannot be read, if an element is not finite, if the trainer is of another model, or
-    /// if a stored head differs from the embedding to which it is tied. The trainer's parameters are then partly
-    /// filled.
+    /// if a stored head differs from the embedding to which it is tied. After an error, some of the trainer's
+    /// parameters may have been filled.
     pub fn load(&self, trainer: &mut Trainer) -> Result<()> {
         self.check_tied()?;
         let trainable = &trainer.options().step.trainable;
@@ -113,13 +113,14 @@ impl Folder {
         Ok(())
     }
 
-    /// Returns the file of a stored tensor, and the tensor's entry in the file's header.
+    /// Returns the file of a stored tensor, and the tensor's entry in the file's header. `None` if no file has this
+    /// tensor.
     pub(super) fn find(&self, stored: &str) -> Option<(&TensorFile, &TensorInfo)> {
         let file = &self.files[*self.places.get(stored)?];
         Some((file, file.info(stored)?))
     }
 
-    /// Appends the elements of a piece.
+    /// Reads the elements of a piece, transposed if the piece is, and appends them to `elements`.
     fn read(&self, piece: &StoredRange, elements: &mut Vec<f32>) -> Result<()> {
         let (file, _) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
         let (first, count) = (piece.elements.start, piece.elements.len());
@@ -135,7 +136,8 @@ impl Folder {
         })
     }
 
-    /// Checks names, shapes and types against the configuration.
+    /// Checks the names, shapes and types of the stored tensors against the configuration, and appends what is wrong to
+    /// `problems`.
     fn compare(&self, problems: &mut Vec<WeightProblem>) {
         let mut used = BTreeSet::new();
         for piece in self.layout.iter().flat_map(|placed| &placed.pieces) {
@@ -144,7 +146,7 @@ impl Folder {
             }
             let (name, expected) = (piece.stored.clone(), piece.shape.clone());
             let Some((_, info)) = self.find(&name) else {
-                // A tensor that the index has but its file does not was reported already.
+                // `open_files` has already reported a tensor that the index lists but that its file does not contain.
                 if !self.places.contains_key(&name) {
                     problems.push(WeightProblem::Missing { name, shape: expected });
                 }
@@ -165,7 +167,7 @@ impl Folder {
         }
     }
 
-    /// Checks that a tied head that is stored nevertheless is bit-identical to the embedding.
+    /// Checks that a head that is tied, and whose weight is stored nevertheless, is bit-identical to the embedding.
     fn check_tied(&self) -> Result<()> {
         let Some((parameter, (file, head))) = self.config.tied_to().zip(self.find(HEAD)) else { return Ok(()) };
         let (other, embedding_file, embedding) = self.tied(parameter);
@@ -186,7 +188,7 @@ impl Folder {
         Ok(())
     }
 
-    /// Returns the stored tensor of the parameter to which the head is tied.
+    /// Returns the embedding to which the head is tied: its stored name, its file, and its entry in the file's header.
     fn tied(&self, parameter: &str) -> (&str, &TensorFile, &TensorInfo) {
         let placed = self.layout.iter().find(|placed| placed.parameter == parameter).expect("an embedding");
         let stored = &placed.pieces[0].stored;
@@ -201,8 +203,8 @@ impl Folder {
 
 type Opened = (Vec<TensorFile>, Option<Map<String, Value>>, BTreeMap<String, usize>);
 
-/// Opens the only file, or all files named by the index. Contradictions between index and files are added to
-/// `problems`.
+/// Opens the only weights file, or all files that the index names. Tensors on which the index and the files disagree
+/// are appended to `problems`.
 fn open_files(folder: &Path, problems: &mut Vec<WeightProblem>) -> Result<Opened> {
     let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
     if single.exists() {

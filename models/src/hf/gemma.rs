@@ -5,8 +5,8 @@ use super::llama::{self, Family};
 use super::window::WindowedLayers;
 use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
-/// The settings of both: norms before and after each part, which multiply by 1 + weight; GeGLU; a scaled embedding, to
-/// which the head is tied.
+/// The settings that both families share: norms before and after each part of a block, which multiply by 1 + weight;
+/// GeGLU; and a scaled embedding, to which the head is tied.
 const GEMMA: Family = Family {
     kv_heads: Some(4),
     head_size: Some(256),
@@ -19,7 +19,7 @@ const GEMMA: Family = Family {
 };
 
 pub(super) fn gemma2(fields: &mut Fields) -> LlamaConfig {
-    // An older name of `sliding_window`, which is also there.
+    // An older name of `sliding_window`; files with the older name also have the newer one.
     fields.ignore(&["sliding_window_size"]);
     take(fields, &GEMMA, Some(50.0), Some(30.0))
 }
@@ -50,7 +50,7 @@ fn take(fields: &mut Fields, family: &Family, attention_cap: Option<f64>, logit_
     }
 }
 
-/// Reads a cap. Null means no cap, not the default.
+/// Reads a cap on scores or logits. A missing option has the default; null means no cap.
 fn cap(fields: &mut Fields, field: &str, default: Option<f64>) -> Option<f64> {
     match fields.has(field) {
         true => fields.optional_positive(field),

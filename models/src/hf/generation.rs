@@ -14,25 +14,27 @@ use super::fields::read_object;
 pub struct GenerationConfig {
     /// Tokens that end a sequence.
     pub stop: Vec<u32>,
-    /// Texts that end a sequence after the token that completes one ([`StopStrings`](super::StopStrings)).
+    /// Texts that end a sequence. The token that completes such a text is kept as a whole
+    /// ([`StopStrings`](super::StopStrings)).
     pub stop_strings: Vec<String>,
     /// The greatest number of tokens to add.
     pub max_new_tokens: Option<usize>,
     /// The greatest number of tokens of prompt and generated text together. `max_new_tokens` takes precedence.
     pub max_length: Option<usize>,
-    /// Number of tokens to add before one of `stop` may be chosen.
+    /// Minimum number of tokens to add: before that, no token of `stop` is chosen.
     pub min_new_tokens: Option<usize>,
-    /// Number of tokens, including the prompt, before one of `stop` may be chosen. `min_new_tokens` takes precedence.
+    /// Minimum number of tokens including the prompt: before that, no token of `stop` is chosen. `min_new_tokens` takes
+    /// precedence.
     pub min_length: Option<usize>,
     /// True if tokens are sampled at random; if false, the likeliest token is chosen.
     pub do_sample: bool,
-    /// The sampling settings. Options that the folder leaves out have the defaults of transformers.
+    /// The sampling settings. Options that are missing from the folder have the defaults of transformers.
     pub sampling: Sampling,
-    /// Sequences of tokens that are never generated: `suppress_tokens` and `bad_words_ids`.
+    /// Sequences of tokens that are never generated, from `suppress_tokens` and `bad_words_ids`.
     pub banned: Vec<Vec<u32>>,
-    /// Tokens that are never generated first: `begin_suppress_tokens`.
+    /// Tokens that are never chosen as the first generated token, from `begin_suppress_tokens`.
     pub banned_first: Vec<u32>,
-    /// Options, with their values, that would change the text but are not supported.
+    /// Options that would change the generated text but are not supported, with their values.
     pub not_followed: Vec<(String, String)>,
 }
 
@@ -59,8 +61,8 @@ const FOLLOWED: [&str; 19] = [
     "typical_p",
 ];
 
-/// Options that are not supported, each with the number at which it has no effect, if there is one. Null, false and
-/// empty values switch all of them off.
+/// Unsupported options. The number, if there is one, is the value at which the option has no effect. Null, false and
+/// empty values switch any option off.
 const NOT_FOLLOWED: [(&str, Option<f64>); 21] = [
     ("constraints", None),
     ("diversity_penalty", Some(0.0)),
@@ -85,8 +87,8 @@ const NOT_FOLLOWED: [(&str, Option<f64>); 21] = [
     ("watermarking_config", None),
 ];
 
-/// Options that do not change which tokens are generated: outputs besides the text, caches, speculation, and options
-/// that only matter with several beams, which are not supported.
+/// Options that do not change which tokens are generated: outputs besides the text, caches, speculative decoding, and
+/// options that have an effect only in beam search, which is not supported.
 const WITHOUT_EFFECT: [&str; 36] = [
     "assistant_confidence_threshold",
     "assistant_early_exit",
@@ -126,20 +128,21 @@ const WITHOUT_EFFECT: [&str; 36] = [
     "use_mtp",
 ];
 
-/// The `max_length` that full dumps of older configurations contain for every model.
+/// The `max_length` in a config.json into which an older transformers wrote every default. It is not a limit that was
+/// chosen for the model.
 const DUMPED_MAX_LENGTH: usize = 20;
 
-/// True if an option is one of generation.
+/// True if this is the name of a generation option.
 pub(super) fn is_option(name: &str) -> bool {
     FOLLOWED.contains(&name) || WITHOUT_EFFECT.contains(&name) || NOT_FOLLOWED.iter().any(|(known, _)| *known == name)
 }
 
 impl GenerationConfig {
-    /// Reads the files of a folder. Without a generation_config.json, the generation options of config.json are used.
-    /// The end token of config.json is also used if generation_config.json has none.
+    /// Reads the generation settings of a folder. If there is no generation_config.json, the generation options in
+    /// config.json are used. If generation_config.json has no end token, the one in config.json is used.
     ///
     /// # Errors
-    /// Returns an error if a file is not valid JSON, or if a value has another type or size than its option requires.
+    /// Returns an error if a file is not valid JSON, or if the value of an option has a wrong type or is out of range.
     pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let (own, model) = (folder.join("generation_config.json"), folder.join("config.json"));
@@ -159,8 +162,8 @@ impl GenerationConfig {
         options.take(is_own)
     }
 
-    /// Returns the settings of transformers' `generate` for a prompt of `prompt` tokens, except for the stop strings.
-    /// Without a limit, at most 200 tokens are generated.
+    /// Returns the settings that transformers' `generate` would use for a prompt of `prompt` tokens. Stop strings are
+    /// not included. If the folder gives no limit, at most 200 tokens are generated.
     pub fn options(&self, prompt: usize) -> GenerateOptions {
         let default = GenerateOptions::default();
         GenerateOptions {
@@ -173,7 +176,8 @@ impl GenerationConfig {
         }
     }
 
-    /// Returns the greatest number of tokens to add to a prompt of `prompt` tokens, if the folder gives a limit.
+    /// Returns the greatest number of tokens to add to a prompt of `prompt` tokens, or `None` if the folder gives no
+    /// limit.
     pub fn tokens(&self, prompt: usize) -> Option<usize> {
         self.max_new_tokens.or_else(|| Some(self.max_length?.saturating_sub(prompt)))
     }
@@ -188,7 +192,7 @@ impl GenerationConfig {
     }
 }
 
-/// Options that have not been read yet.
+/// The options of a file that have not been read yet.
 struct Options {
     path: PathBuf,
     left: Map<String, Value>,
@@ -197,13 +201,13 @@ struct Options {
 impl Options {
     fn take(mut self, is_own: bool) -> Result<GenerationConfig> {
         let top_k = self.number("top_k", 50.0)?.max(0.0) as usize;
-        // With a top_p of 0, only the likeliest token is left.
+        // A `top_p` of 0 leaves only the likeliest token. The smallest positive value does the same.
         let top_p = self.number("top_p", 1.0)?.min(1.0);
         let top_p = if top_p == 0.0 { f32::MIN_POSITIVE } else { top_p };
         let max_length = self.count("max_length")?;
         let stop = self.parsed("eos_token_id", ids)?.unwrap_or_default();
         let mut banned: Vec<Vec<u32>> = self.parsed("bad_words_ids", sequences)?.unwrap_or_default();
-        // An end token may be generated even if it is a bad word.
+        // An end token may be generated even if `bad_words_ids` lists it.
         banned.retain(|word| !matches!(word[..], [id] if stop.contains(&id)));
         banned.extend(self.parsed("suppress_tokens", ids)?.unwrap_or_default().into_iter().map(|id| vec![id]));
         let config = GenerationConfig {
@@ -249,7 +253,7 @@ impl Options {
         Ok(self.parsed(option, Value::as_f64)?.map_or(default, |number| number as f32))
     }
 
-    /// Reads a cutoff, which has an effect only between 0 and 1.
+    /// Reads a cutoff. Values outside (0, 1) have no effect and become 0.
     fn cutoff(&mut self, option: &str) -> Result<f32> {
         let cutoff = self.number(option, 0.0)?;
         Ok(if cutoff > 0.0 && cutoff < 1.0 { cutoff } else { 0.0 })
@@ -260,8 +264,8 @@ impl Options {
     }
 }
 
-/// True if a remaining option is switched on. An unknown option counts as switched on unless its value is null, false
-/// or empty.
+/// True if an unsupported or unknown option is switched on. An unknown option is on unless its value is null, false or
+/// empty.
 fn changes_the_text(option: &str, value: &Value) -> bool {
     let neutral = NOT_FOLLOWED.iter().find(|(known, _)| *known == option).and_then(|(_, neutral)| *neutral);
     let is_off = match value {
@@ -283,7 +287,7 @@ fn sequences(found: &Value) -> Option<Vec<Vec<u32>>> {
     found.as_array()?.iter().map(|ids_of_one| ids_of_one.is_array().then(|| ids(ids_of_one))?).collect()
 }
 
-/// Parses one text or a list of texts. Empty texts are dropped, as they would match everywhere.
+/// Parses one text or a list of texts. Empty texts are dropped, because an empty stop string would match everywhere.
 fn texts(found: &Value) -> Option<Vec<String>> {
     let text = |value: &Value| value.as_str().map(str::to_owned);
     let texts: Vec<String> =

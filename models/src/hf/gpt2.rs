@@ -32,7 +32,8 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     {
         fields.require(field, supported);
     }
-    // The names of these options in other families.
+    // The names that other model families use for these settings. If a GPT-2 file has such an option too, the value
+    // must equal that of GPT-2's own option.
     for (field, value) in [
         ("hidden_size", width),
         ("max_position_embeddings", config.sequence),
@@ -41,7 +42,7 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     ] {
         fields.require(field, value);
     }
-    // Summary options belong to classification models.
+    // `summary_…` options affect only classification models.
     fields.pass_over_if(|field| field.starts_with("summary_"));
     config
 }

@@ -1,16 +1,16 @@
-//! Options of a config.json that any family may have and that have no effect here: metadata with any value, and options
-//! of other models that are switched off.
+//! Options of a config.json that may occur in any model family and have no effect here: metadata with any value, and
+//! features of other models that are switched off.
 //!
-//! In: the options that a family has not read. Out: those that remain, and a problem for each option that is switched
-//! on. Never: an option that is skipped because it is unknown.
+//! In: the options that a family has not read. Out: the options that are not known here either, and a problem for each
+//! unsupported feature that is switched on. Never: an option that is skipped because it is unknown.
 
 use serde_json::{Value, json};
 
 use super::fields::Fields;
 use super::generation;
 
-/// Names, stored types, initial values, dropout (which is off), labels, lengths that are not limits, and implementation
-/// choices of other programs.
+/// Options whose value does not matter: names, stored types, initialization settings, dropout (which is not applied),
+/// labels, lengths that are not limits, and implementation choices of other programs.
 const METADATA: [&str; 63] = [
     "attn_implementation",
     "auto_map",
@@ -77,13 +77,13 @@ const METADATA: [&str; 63] = [
     "xla_device",
 ];
 
-/// Prefixes of private state of the program that wrote the file, and of notes of a training program.
+/// Prefixes of options that hold private state of the program that wrote the file, or notes of a training program.
 const METADATA_PREFIXES: [&str; 2] = ["_", "unsloth_"];
 
-/// Suffixes of special tokens and of dropout.
+/// Suffixes of options for special tokens and dropout.
 const METADATA_SUFFIXES: [&str; 6] = ["_token_id", "_token_ids", "_token_index", "_pdrop", "_dropout", "_dropout_prob"];
 
-/// Features that no family here has, or only some. They are supported only if they are switched off.
+/// Features that are unsupported, or supported only in some families. Elsewhere, they must be switched off.
 const OFF: [&str; 31] = [
     "add_bias_linear",
     "add_cross_attention",
@@ -118,7 +118,7 @@ const OFF: [&str; 31] = [
     "use_qkv_bias",
 ];
 
-/// Options whose value without an effect is not null, false or empty.
+/// Options with the value at which they have no effect, where that value is not null, false or empty.
 fn neutral() -> [(&'static str, Value); 18] {
     [
         ("embedding_multiplier", json!(1.0)),
@@ -142,7 +142,7 @@ fn neutral() -> [(&'static str, Value); 18] {
     ]
 }
 
-/// Reads these options. It must be called after a family has read its own.
+/// Reads the options of this module. Must be called after the model family has read its own options.
 pub(super) fn take(fields: &mut Fields) {
     architectures(fields);
     if let Some(quantised) = fields.take("quantization_config") {
@@ -160,7 +160,7 @@ pub(super) fn take(fields: &mut Fields) {
     });
 }
 
-/// True for the name of a family's model without a head, such as `LlamaModel`.
+/// True if this is the class name of a model without a head, such as `LlamaModel`.
 fn is_base(name: &str) -> bool {
     let family = name.strip_suffix("TextModel").or(name.strip_suffix("Model"));
     family.is_some_and(|family| {
@@ -168,8 +168,8 @@ fn is_base(name: &str) -> bool {
     })
 }
 
-/// Checks that the model predicts tokens. A model of another task has another head; a base model has none and may be
-/// tied.
+/// Checks that the model predicts the next token. Models for other tasks have other heads and are refused. A base
+/// model, which is stored without a head, is accepted, because its head may be tied to the embedding.
 fn architectures(fields: &mut Fields) {
     let Some(found) = fields.take("architectures") else { return };
     let names: Vec<&str> = found.as_array().into_iter().flatten().filter_map(Value::as_str).collect();

@@ -1,7 +1,7 @@
 //! The location of a model's parameters in its files.
 //!
-//! In: the parameters of a configuration, and the names in the files. Out: for every parameter, the parts of stored
-//! tensors of which it consists, in order. Never: values.
+//! In: the parameters of a configuration, and the names in the files. Out: for every parameter, the ranges of stored
+//! tensors that make it up, in order. Never: the values of elements.
 //!
 //! ```text
 //! model.layers.0.mlp.experts.gate_proj [E, I, H]  ◀── ….experts.0.gate_proj.weight [I, H], ….experts.1.…, …
@@ -14,7 +14,7 @@ use std::ops::Range;
 use super::config::Config;
 use super::{HEAD, gpt2};
 
-/// A parameter, as parts of stored tensors that are concatenated.
+/// A parameter as a concatenation of pieces of stored tensors.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ParameterLayout {
     pub parameter: String,
@@ -55,7 +55,7 @@ fn whole(stored: String, shape: Vec<usize>) -> StoredRange {
     StoredRange { stored, elements: 0..shape.iter().product(), shape, transposed: false }
 }
 
-/// Mixtral's name of the part with experts.
+/// Mixtral's name for the module that contains the experts.
 const MIXTRAL: &str = "block_sparse_moe";
 
 fn dense(parameter: &str, stored: &BTreeSet<&str>) -> String {
@@ -63,7 +63,8 @@ fn dense(parameter: &str, stored: &BTreeSet<&str>) -> String {
     if stored.contains(other.as_str()) { other } else { parameter.to_owned() }
 }
 
-/// Splits the name of a parameter of all experts into the layer's path and the projection.
+/// Splits the name of a parameter that holds all experts into the layer's path and the projection. `None` for any other
+/// parameter.
 fn expert_part(parameter: &str) -> Option<(&str, &str)> {
     parameter.split_once(".mlp.experts.")
 }
@@ -75,7 +76,7 @@ fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) ->
         if part == "down_proj" {
             return vec![whole(fused(part), shape.to_vec())];
         }
-        // For each expert, the rows of the gate precede those of up.
+        // In each expert's stored rows, the gate projection's rows precede the up projection's.
         let first = if part == "gate_proj" { 0 } else { each };
         let piece_of = |expert: usize| {
             let begin = 2 * each * expert + first;
@@ -95,8 +96,8 @@ fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) ->
     (0..count).map(|expert| whole(name(expert), shape[1..].to_vec())).collect()
 }
 
-/// True if a stored tensor is not part of the model but found in many files: a causal mask, a table of frequencies, a
-/// tied head, or a layer that predicts further tokens.
+/// True if a stored tensor is not part of the model but is common in published files, and may therefore be skipped: a
+/// causal mask, a table of frequencies, a tied head, or a layer that predicts further tokens.
 pub(super) fn is_known_buffer(config: &Config, name: &str, shape: &[usize]) -> bool {
     let is_mask = name.ends_with(".attn.bias") && shape.len() == 4 && shape[..2] == [1, 1];
     config.is_unread(name)

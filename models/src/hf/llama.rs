@@ -7,16 +7,16 @@ use super::rope;
 use super::window::{self, WindowedLayers};
 use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
-/// The allowed extents of one dimension.
+/// The allowed range of a width or of a number of heads.
 pub(super) const SIZE: RangeInclusive<usize> = 1..=1 << 20;
 
 /// The defaults and peculiarities of a family of models.
 pub(super) struct Family {
     pub rope_theta: f64,
-    /// Rotary base of the layers with a window, if it differs from the others'.
+    /// Rotary base of layers with a sliding window. `None` means the same base as in the other layers.
     pub local_rope_theta: Option<f64>,
     pub rms_norm_eps: f64,
-    /// Default number of key-value heads. `None` means all heads.
+    /// Default number of key-value heads. `None` means as many as query heads.
     pub kv_heads: Option<usize>,
     /// Default width of a head. `None` means width ÷ heads.
     pub head_size: Option<usize>,
@@ -25,16 +25,17 @@ pub(super) struct Family {
     pub norms: Norms,
     pub window: WindowedLayers,
     pub activation: GateActivation,
-    /// Default padding token.
+    /// Padding token if the option is missing. `None` means that there is none.
     pub padding: Option<u32>,
     /// True if the head is tied by default.
     pub tied: bool,
 }
 
-/// The layers of the attention that have biases.
+/// The projections of the attention that have biases.
 pub(super) enum Biases {
     Never,
-    /// The query, key and value projections. If the family has an option for it, that option is on by default.
+    /// The query, key and value projections, unless the family's `option` switches the biases off. The option is on by
+    /// default.
     Qkv {
         option: Option<&'static str>,
     },
@@ -122,8 +123,8 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
     config
 }
 
-/// Reads the padding token, whose embedding row PyTorch does not train. Null means no such token; a negative one counts
-/// from the end of the vocabulary.
+/// Reads the padding token, whose embedding row is not trained, as in PyTorch. Null means that there is no padding
+/// token. A negative number counts from the end of the vocabulary.
 fn padding(fields: &mut Fields, default: Option<u32>, vocabulary: usize) -> Option<u32> {
     if !fields.has("pad_token_id") {
         return default.filter(|&id| (id as usize) < vocabulary);

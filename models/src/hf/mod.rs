@@ -1,5 +1,5 @@
-//! Folders of pretrained weights, as written by Hugging Face's `save_pretrained`, and adapters in PEFT's format: read,
-//! and written again.
+//! Reads and writes folders of pretrained weights, as Hugging Face's `save_pretrained` writes them, and adapters in
+//! PEFT's format.
 //!
 //! In: a folder with config.json and safetensors files. Out: a model, its weights in a trainer's arena, and after
 //! training a folder with the same names, types and files. Never: an option or a tensor that is silently ignored, or

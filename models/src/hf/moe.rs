@@ -50,7 +50,7 @@ pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
     let family = Family { kv_heads: Some(4), head_size: None, window: WindowedLayers::AllIfUsed, ..Family::QWEN3 };
     let llama = llama::take(fields, &family);
     let renormalise = fields.flag("norm_topk_prob", false);
-    // Both names mean the same option.
+    // The option has this name in some files and the other in the rest.
     let experts = if fields.has("num_experts") { "num_experts" } else { "num_local_experts" };
     let experts = fields.count(experts, Some(128), 1..=EXPERTS);
     fields.require("num_local_experts", experts);
@@ -66,12 +66,13 @@ pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
 /// Reads the settings of a router with softmax scores.
 pub(super) fn router(fields: &mut Fields, experts: usize, top_k: usize, renormalise: bool) -> RouterConfig {
     let top_k = fields.count("num_experts_per_tok", Some(top_k.min(experts)), 1..=experts);
-    // In transformers, this option adds a balance loss that differs from ours.
+    // In transformers, this option adds a balance loss that differs from the one of gapless.
     fields.require("output_router_logits", false);
     RouterConfig { experts, top_k, renormalise, balance_loss: 0.0, ..RouterConfig::default() }
 }
 
-/// Returns the layers without experts: those that are listed, and all but every `decoder_sparse_step`th.
+/// Returns the layers without experts: those listed in `mlp_only_layers`, and all layers except every
+/// `decoder_sparse_step`th.
 fn dense_layers(fields: &mut Fields, layers: usize) -> Vec<usize> {
     let step = fields.count("decoder_sparse_step", Some(1), 1..=1 << 20);
     let listed = fields.take("mlp_only_layers").unwrap_or(Value::Array(Vec::new()));

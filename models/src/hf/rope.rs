@@ -1,13 +1,14 @@
-//! Settings of rotary positions, in both styles: `rope_parameters`, or `rope_theta` with `rope_scaling`.
+//! Settings of rotary positions. Files have them in one of two styles: `rope_parameters`, or `rope_theta` with
+//! `rope_scaling`.
 
 use gapless_engine::ops::RopeScaling;
 
 use super::fields::Fields;
 use crate::LlamaConfig;
 
-/// Reads the base and the scaling. The scaling depends on the width of a head.
+/// Reads the rotary base and scaling into `config`. The scaling depends on `head_size`, the width of a head.
 pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usize) {
-    // `partial_rotary_factor` may be here or among the options of the scaling.
+    // Files have `partial_rotary_factor` either here or inside the options of the scaling.
     fields.require("partial_rotary_factor", 1.0);
     let positions = fields.count("max_position_embeddings", Some(2048), 1..=1 << 40) as f64;
     config.rope_theta = fields.positive("rope_theta", Some(config.rope_theta));
@@ -27,7 +28,8 @@ pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usi
     }
 }
 
-/// Reads the settings of the layers with a window, and returns the options of the others.
+/// Reads the rotary settings of the layers with a sliding window, and returns the options of the layers with full
+/// attention.
 fn by_layer_type(fields: &mut Fields, config: &mut LlamaConfig, mut both: Fields) -> Option<Fields> {
     if let Some(mut sliding) = both.object("sliding_attention") {
         config.window_rope_theta = Some(sliding.positive("rope_theta", config.window_rope_theta));
@@ -42,7 +44,7 @@ fn by_layer_type(fields: &mut Fields, config: &mut LlamaConfig, mut both: Fields
 fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> RopeScaling {
     // `finetuned` only records how the weights were trained.
     fields.ignore(&["finetuned"]);
-    // `type` is an older name of `rope_type`; if both are there, they agree.
+    // `type` is an older name of `rope_type`. If a file has both, their values agree.
     let older = fields.has("rope_type").then(|| fields.take("type")).is_none();
     let kind = fields.one_of(if older { "type" } else { "rope_type" }, &["default", "linear", "llama3", "yarn"]);
     match kind {
@@ -60,7 +62,7 @@ fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) ->
             RopeScaling::Llama3 { factor, low, high, original }
         }
         "yarn" => yarn(fields, theta, head_size, positions),
-        // Options of other kinds have no effect.
+        // The default kind does not scale, so these options of the other kinds have no effect.
         _ => {
             fields.ignore(&["factor", "original_max_position_embeddings"]);
             RopeScaling::None
@@ -75,7 +77,8 @@ fn yarn(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> Ro
     let whole = fields.flag("truncate", true);
     let mut scaling = RopeScaling::yarn(factor, turns, original, theta, head_size, whole);
     let given = fields.has("attention_factor").then(|| fields.positive("attention_factor", Some(0.0)));
-    // DeepSeek's form: the factor of the scores' dimensions divided by that of all dimensions.
+    // DeepSeek gives the amplitude as two settings: it is the factor for `mscale` divided by the factor for
+    // `mscale_all_dim`.
     let parts = fields.take("mscale").zip(fields.take("mscale_all_dim"));
     let parts =
         parts.and_then(|(one, all)| Some((one.as_f64()?, all.as_f64()?))).filter(|(a, b)| *a != 0.0 && *b != 0.0);

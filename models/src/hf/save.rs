@@ -1,7 +1,8 @@
 //! Saving a folder: the stored tensors with the values of a trainer's parameters, and copies of the other files.
 //!
-//! In: an open folder and a trainer of its model. Out: a new folder, written under a temporary name next to its path
-//! and then renamed. Never: an incomplete folder under the final name, or one that replaces another.
+//! In: an open folder and a trainer of its model. Out: a new folder, which is written under a temporary name next to
+//! its final path and then renamed. Never: an incomplete folder under the final name, or a folder that replaces an
+//! existing one.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -23,10 +24,10 @@ use super::tensors::narrow;
 /// Number of elements that are converted at a time.
 const CONVERTED: usize = 1 << 18;
 
-/// Files that are copied unchanged, if they exist.
+/// Files that do not depend on the weights. Those that exist are copied unchanged.
 const COPIED: [&str; 2] = ["config.json", "generation_config.json"];
 
-/// Files of a tokenizer that are copied unchanged, if they exist.
+/// Files of a tokenizer. Those that exist are copied unchanged.
 const TOKENIZER: [&str; 9] = [
     "added_tokens.json",
     "chat_template.jinja",
@@ -39,23 +40,27 @@ const TOKENIZER: [&str; 9] = [
     "vocab.json",
 ];
 
-/// A part of a stored tensor: its parameter, the index of the parameter's element with which it begins, and the piece.
+/// The origin of a part of a stored tensor: a parameter, the index of the first of the parameter's elements in this
+/// part, and the part's location in the stored tensor.
 type Origin<'a> = (&'a str, usize, &'a StoredRange);
 
 impl Folder {
-    /// Saves a trainer's parameters as a folder at `out`, which must be empty or not exist. Names and types are those
-    /// of this folder. The files are too; with `max_shard_size`, there are as many files as hold at most that many
-    /// bytes of tensors each, and a larger tensor has a file of its own. Adapters are merged into the weights of their
-    /// layers; [`Self::save_adapter`] saves them separately.
+    /// Saves a trainer's parameters as a folder at `out`, which must be empty or not exist. Tensor names and types are
+    /// those of this folder. Adapters are merged into the weights of their layers; [`Self::save_adapter`] saves them
+    /// separately.
+    ///
+    /// Without `max_shard_size`, the tensors are divided into files as in this folder. With it, each file holds at most
+    /// that many bytes of tensors; a larger tensor has a file of its own.
     ///
     /// # Errors
-    /// Returns [`HfError::Exists`] if `out` is not empty, and an error if a file cannot be read or written; in that
-    /// case nothing is left at `out`.
+    /// Returns [`HfError::Exists`] if `out` is not empty, and an error if a file cannot be read or written. After an
+    /// error, no incomplete folder is left.
     pub fn save(&self, trainer: &Trainer, out: impl AsRef<Path>, max_shard_size: Option<u64>) -> Result<()> {
         write_then_rename(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size, &self.path))
     }
 
-    /// Writes the files of a folder, with the tokenizer of the folder `tokenizer`.
+    /// Writes all files of the saved folder into an existing, empty folder. The tokenizer's files are copied from
+    /// `tokenizer`.
     pub(super) fn write_into(
         &self,
         trainer: &Trainer,
@@ -84,7 +89,8 @@ impl Folder {
         Ok(())
     }
 
-    /// Returns the parts of each stored tensor, in the order of its elements.
+    /// Returns the origins of each stored tensor's parts, in the order of the tensor's elements. Tensors that belong to
+    /// no parameter are left out.
     fn origins(&self) -> BTreeMap<&str, Vec<Origin<'_>>> {
         let mut origins: BTreeMap<&str, Vec<Origin<'_>>> = BTreeMap::new();
         for placed in &self.layout {
@@ -94,7 +100,7 @@ impl Folder {
                 first += piece.elements.len();
             }
         }
-        // A tied head has the elements of the embedding.
+        // A tied head that is stored nevertheless has the elements of the embedding.
         let tied = self.layout.iter().find(|placed| Some(placed.parameter.as_str()) == self.config.tied_to());
         if let Some(placed) = tied {
             origins.insert(HEAD, vec![(&placed.parameter, 0, &placed.pieces[0])]);
@@ -103,7 +109,7 @@ impl Folder {
         origins
     }
 
-    /// Returns the files and the names of the tensors in each, in the order in which they were stored.
+    /// Returns the name of each file to write and the tensors in it, in the order in which this folder stores them.
     fn shards(&self, max_shard_size: Option<u64>) -> Vec<(String, Vec<&str>)> {
         let files = self.files.iter().map(|file| {
             let name = file.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -158,7 +164,7 @@ impl Folder {
         path: &Path,
     ) -> Result<()> {
         let failed = write_error(path);
-        // The widest type comes first, so that all tensors are aligned; otherwise the order is kept.
+        // Tensors of the widest type come first, so that every tensor is aligned. Within a type, the order is kept.
         let mut names = names.to_vec();
         names.sort_by_key(|name| std::cmp::Reverse(self.info(name).dtype.bitsize()));
         let mut end = 0;
@@ -169,7 +175,7 @@ impl Folder {
             ((*name).to_owned(), TensorInfo { dtype, shape: shape.clone(), data_offsets: (first, end) })
         });
         let malformed = |why: String| HfError::Malformed { path: path.to_owned(), why };
-        // Older readers require the format entry.
+        // Older versions of transformers refuse files without the metadata entry `format`.
         let beside = self.files[0].metadata().unwrap_or_else(|| [("format".to_owned(), "pt".to_owned())].into());
         let header = Metadata::new(Some(beside), infos.collect()).map_err(|e| malformed(e.to_string()))?;
         let mut header = serde_json::to_vec(&header).expect("names and numbers make valid JSON");
@@ -188,7 +194,7 @@ impl Folder {
         file.sync_all().map_err(failed)
     }
 
-    /// Copies a stored tensor that does not belong to a parameter.
+    /// Copies a stored tensor that belongs to no parameter.
     fn copy(&self, name: &str, write: &mut dyn FnMut(&[u8]) -> io::Result<()>, path: &Path) -> Result<()> {
         let (file, info) = self.find(name).expect("one of the folder's tensors");
         let mut written = Ok(());
@@ -213,7 +219,7 @@ impl Folder {
         for &(parameter, first, piece) in parts {
             let values = merged(trainer, parameter)?.flatten_all()?;
             let part = |first, count| values.narrow(0, first, count)?.to_dtype(DType::F32)?.to_vec1::<f32>();
-            // A transposed piece is converted as a whole, any other in parts.
+            // A transposed piece is converted as a whole; any other piece is converted `CONVERTED` elements at a time.
             let turned =
                 if piece.transposed { Some(transposed(&part(0, piece.elements.len())?, &piece.shape)) } else { None };
             for begin in (0..piece.elements.len()).step_by(CONVERTED) {
@@ -230,7 +236,8 @@ impl Folder {
     }
 }
 
-/// Writes a folder under a temporary name next to its path, then renames it.
+/// Writes a folder under a temporary name next to `out`, then renames it to `out`. If anything fails, the temporary
+/// folder is removed.
 pub(super) fn write_then_rename(out: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(HfError::Exists { path: out.to_owned() });
@@ -246,13 +253,13 @@ pub(super) fn write_then_rename(out: &Path, write: impl FnOnce(&Path) -> Result<
     };
     let saved = put();
     if saved.is_err() {
-        // The first error is the one that is returned.
+        // If the removal fails too, the first error is the one to report.
         let _ = fs::remove_dir_all(&partial);
     }
     saved
 }
 
-/// Returns an unused path for the incomplete folder.
+/// Returns an unused path next to `out` for the incomplete folder.
 fn free_name_beside(out: &Path) -> PathBuf {
     let beside = |number: u64| {
         let mut path = out.as_os_str().to_owned();
@@ -262,7 +269,8 @@ fn free_name_beside(out: &Path) -> PathBuf {
     (0..).map(beside).find(|path| fs::symlink_metadata(path).is_err()).expect("numbers do not end")
 }
 
-/// Returns a parameter with the contribution of its layer's adapter: W + scale · B·A.
+/// Returns a parameter's value. If the parameter is the weight W of a layer with an adapter, the adapter is merged into
+/// it: W + scale · B·A.
 fn merged(trainer: &Trainer, parameter: &str) -> Result<Tensor> {
     let value = trainer.tensor(parameter)?;
     let Trainable::Lora(lora) = &trainer.options().step.trainable else { return Ok(value) };
@@ -273,7 +281,7 @@ fn merged(trainer: &Trainer, parameter: &str) -> Result<Tensor> {
     Ok((value.to_dtype(DType::F32)? + added)?)
 }
 
-/// Returns the elements of a parameter [out, in] in stored order, with the stored `shape` [in, out].
+/// Transposes a parameter [out, in] into the stored `shape` [in, out].
 fn transposed(values: &[f32], shape: &[usize]) -> Vec<f32> {
     let (rows, columns) = (shape[0], shape[1]);
     (0..values.len()).map(|at| values[at % columns * rows + at / columns]).collect()
@@ -283,7 +291,7 @@ pub(super) fn write_error(path: &Path) -> impl Fn(io::Error) -> HfError {
     move |source| HfError::Write { path: path.to_owned(), source }
 }
 
-/// Makes the names in a folder durable. Windows has no such operation and does not need it.
+/// Makes the names of a folder's entries durable. Windows has no such operation and does not need one.
 fn sync_folder(path: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
 }

@@ -1,25 +1,27 @@
-//! Stop strings: texts that end generation (`stop_strings`), wherever the boundaries of the tokens are.
+//! Stop strings (`stop_strings`): texts that end generation, also if they begin or end within a token.
 
 use gapless_engine::data::{DataError, Tokenizer};
 
-/// Checks a sequence of tokens for stop strings. The token that completes one is the last of the sequence and is kept
-/// as a whole, as in transformers, even if it contains further text after the stop string.
+/// Checks generated tokens for stop strings. The token that completes a stop string ends the text and is kept as a
+/// whole, as in transformers, even if the token contains further characters after the stop string.
 #[derive(Debug)]
 pub struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],
-    /// The newest tokens: one more than the longest stop string has bytes, because a decoder may drop the leading space
-    /// of the first.
+    /// The last tokens of the text. Their number is one more than the bytes of the longest stop string, because a
+    /// decoder may drop the leading space of the first token.
     ids: Vec<u32>,
 }
 
 impl<'a> StopStrings<'a> {
-    /// Starts after a prompt. A stop string may begin in the prompt; one that is complete there does not count.
+    /// Creates the check for the tokens that follow `prompt`. A stop string may begin in the prompt; a stop string that
+    /// lies entirely in the prompt does not count.
     pub fn new(tokenizer: &'a Tokenizer, strings: &'a [String], prompt: &[u32]) -> Self {
         Self { tokenizer, strings, ids: prompt.to_vec() }
     }
 
-    /// True if the next token completes one of the stop strings. Special tokens are compared as they are spelled.
+    /// Takes the next token, and returns true if it completes one of the stop strings. Special tokens are compared by
+    /// their spelling.
     ///
     /// # Errors
     /// Returns the tokenizer's error if it cannot decode the tokens.
@@ -29,13 +31,13 @@ impl<'a> StopStrings<'a> {
         let before = self.tokenizer.decode(&self.ids, true)?;
         self.ids.push(id);
         let after = self.tokenizer.decode(&self.ids, true)?;
-        // A character that was incomplete before belongs to the token that completes it.
+        // A character whose bytes are spread over several tokens counts as part of the token that completes it.
         let same = before.chars().zip(after.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum();
         Ok(self.strings.iter().any(|text| is_completed(text, &after, same)))
     }
 }
 
-/// True if `text` occurs in `all` and ends after the first `first` bytes.
+/// True if `text` occurs in `all` and at least one occurrence ends after the first `first` bytes.
 fn is_completed(text: &str, all: &str, first: usize) -> bool {
     let start = (first + 1).saturating_sub(text.len());
     let start = (start..=all.len()).find(|&at| all.is_char_boundary(at)).unwrap_or(all.len());

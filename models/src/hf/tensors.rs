@@ -1,8 +1,10 @@
 //! Tensors in safetensors files, read in pieces.
 //!
-//! In: a file. Out: names, types and shapes, and elements as f32 on request. Never: more of a file in memory than its
-//! header and one piece of a tensor. Files are read instead of mapped, for two reasons: mapped pages count as resident
-//! memory, and if a mapped file is truncated while it is read, the process is killed.
+//! In: a file. Out: names, types and shapes of its tensors, and elements as f32 on request. Never: more of a file in
+//! memory than its header and one piece of a tensor.
+//!
+//! Files are read, not mapped. Mapped pages would count as resident memory, and truncating a mapped file while it is
+//! read would kill the process.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,7 +19,7 @@ pub use safetensors::tensor::Dtype;
 
 use super::error::{HfError, Result, WeightProblem};
 
-/// The greatest size of a header in bytes, which is that of the safetensors library.
+/// The greatest size of a header in bytes, the same as in the safetensors library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Number of bytes that are read at once: a multiple of every type's size.
@@ -33,11 +35,11 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// Opens a file and checks its header: the types of its tensors must be known, their sizes must match their shapes,
-    /// and they must cover the file without overlap.
+    /// Opens a file and checks its header. The type of every tensor must be known, its size must match its shape, and
+    /// the tensors must cover the file without gaps or overlap.
     ///
     /// # Errors
-    /// Returns [`HfError::Header`] if the header is invalid, or [`HfError::Read`].
+    /// Returns [`HfError::Header`] if the header is invalid, or [`HfError::Read`] if the file cannot be read.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_owned();
         let read = |source| HfError::Read { path: path.clone(), source };
@@ -75,7 +77,7 @@ impl TensorFile {
         self.header.tensors().into_iter().map(|(name, info)| (name, info.dtype, info.shape.clone()))
     }
 
-    /// Metadata in the file's header.
+    /// Metadata in the file's header; `None` if the header has none.
     pub(super) fn metadata(&self) -> Option<HashMap<String, String>> {
         self.header.metadata().clone()
     }
@@ -110,7 +112,8 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Calls `with` on elements of a tensor as f32, in order. Returns an error if one is not finite.
+    /// Calls `with` on the elements `first..first + count` of a tensor as f32, in order. Returns an error if an element
+    /// is not finite, but only after all elements have been passed on.
     pub(super) fn read_elements(
         &self,
         name: &str,
@@ -142,7 +145,7 @@ impl TensorFile {
     }
 }
 
-/// Appends elements, converted to a stored type.
+/// Converts elements to a stored type, and appends their bytes to `bytes`.
 pub(super) fn narrow(elements: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) {
     match dtype {
         Dtype::BF16 => bytes.extend(elements.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
@@ -152,7 +155,7 @@ pub(super) fn narrow(elements: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) {
     }
 }
 
-/// True for the types from which parameters can be read.
+/// True if parameters can be stored in this type.
 pub(super) fn is_supported(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32)
 }

@@ -1,30 +1,32 @@
-//! Sliding windows of attention: the layers that have one, and its width.
+//! Sliding windows of attention: which layers have one, and its width.
 //!
-//! The families differ in the options that have an effect. Options that transformers does not read for a family have no
-//! effect here either.
+//! Families read different options. An option that transformers does not read for a family has no effect here either.
 
 use serde_json::Value;
 
 use super::fields::Fields;
 
-/// The layers that have a window, whose width is the option `sliding_window`.
+/// The rule that decides which layers have a sliding window. The window's width is the option `sliding_window`.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum WindowedLayers {
     /// No layer.
     Never,
-    /// All layers. The value is the default width.
+    /// All layers. The value is the window's default width; `None` means no window by default.
     All(Option<usize>),
     /// All layers, if `use_sliding_window` is on.
     AllIfUsed,
-    /// The layers from `max_window_layers` on, if `use_sliding_window` is on; `layer_types` takes precedence.
+    /// The layers from `max_window_layers` on, if `use_sliding_window` is on. If the file has `layer_types`, these
+    /// decide instead.
     Last,
-    /// Every second layer below `max_window_layers`, if `use_sliding_window` is on; `layer_types` takes precedence.
+    /// Every second layer below `max_window_layers`, if `use_sliding_window` is on. If the file has `layer_types`,
+    /// these decide instead.
     Alternate,
-    /// All layers except every `every`th; `layer_types` takes precedence.
+    /// All layers except every `every`th. If the file has `layer_types`, these decide instead.
     AllBut { every: usize },
 }
 
-/// Returns the width of the windows in tokens, if there are any, and the layers without one.
+/// Returns the width of the windows in tokens and the layers with full attention. If no layer has a window, returns
+/// `None` and an empty list.
 pub(super) fn take(fields: &mut Fields, window: WindowedLayers, layers: usize) -> (Option<usize>, Vec<usize>) {
     if let WindowedLayers::Never = window {
         never(fields);
@@ -80,7 +82,7 @@ pub(super) fn take(fields: &mut Fields, window: WindowedLayers, layers: usize) -
     (size, full)
 }
 
-/// Reads the options of a family without windows. A file that requests them is refused.
+/// Reads the window options of a family without sliding windows. A file that switches windows on is refused.
 fn never(fields: &mut Fields) {
     if fields.peek("use_sliding_window") == Some(&Value::Bool(false)) {
         fields.ignore(&["sliding_window"]);
@@ -94,7 +96,8 @@ fn never(fields: &mut Fields) {
     }
 }
 
-/// Reads the width of the windows. Null means no windows.
+/// Returns the width of the windows in tokens. If the option is missing, this is `default`; null means that there are
+/// no windows.
 fn width(fields: &mut Fields, default: Option<usize>) -> Option<usize> {
     if !fields.has("sliding_window") {
         return default;
@@ -106,7 +109,8 @@ fn width(fields: &mut Fields, default: Option<usize>) -> Option<usize> {
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
-/// Returns for each layer whether it has a window, if the file lists the types of layers.
+/// Returns for each layer whether `layer_types` gives it a sliding window. `None` if the file has no `layer_types`, or
+/// if the value is invalid, which is recorded as a problem.
 fn layer_types(fields: &mut Fields, layers: usize) -> Option<Vec<bool>> {
     let types = fields.take("layer_types")?;
     let all: Option<Vec<&str>> = types.as_array().and_then(|types| types.iter().map(Value::as_str).collect());

@@ -1,10 +1,11 @@
-//! Decides which values can have dynamic rows: buffers sized by a row count that is known only while the step runs.
+//! Decides which values have dynamic rows, that is, buffers sized by a row count that is known only while the step
+//! runs.
 //!
-//! An operation that supports dynamic rows ([`RowUse`]) touches only as many rows as the count says, so its buffers need
-//! no more. They are allocated at run time by the online arena. All values that share a count are planned at their
-//! maximum size instead if one of them is used by
+//! An operation that supports dynamic rows ([`Rows`]) touches only as many rows as the row count says, so its buffers
+//! need no more. The online arena allocates them at run time. All values that share a row count are planned at their
+//! maximum size instead if one of these values is used by
 //!
-//! - an operation that only knows static shapes,
+//! - an operation that supports only static shapes,
 //! - another rank, or
 //! - the update.
 
@@ -25,7 +26,7 @@ pub(super) struct RowCounts {
     roots: HashMap<ValueId, RowCount>,
     /// Roots that hold row offsets; their last element is the row count.
     row_offsets: HashSet<ValueId>,
-    /// The index of each row count, by its offsets value and micro-batch.
+    /// The index of each row count, by the value that holds its offsets, and by micro-batch.
     count_ids: HashMap<(ValueId, u32), u32>,
 }
 
@@ -53,8 +54,8 @@ impl RowCounts {
             }
             let offsets: HashSet<ValueId> =
                 node.inputs.iter().chain(&node.outputs).filter_map(|&id| Some(row_count(id)?.offsets)).collect();
-            // A node cannot combine rows of two counts. The runtime reads a count from its producer's first output
-            // only.
+            // A node cannot combine rows of two counts. Besides, the runtime reads a row count from the first output of
+            // its producer only.
             if offsets.len() > 1 {
                 refused.extend(&offsets);
             }
@@ -64,7 +65,7 @@ impl RowCounts {
             };
             refused.extend(offsets.into_iter().filter(|offsets_value| !counts_first(offsets_value)));
         }
-        // Compression and offloading only support static shapes.
+        // Compression and offloading support static shapes only.
         for (root, _) in lowering.recomputation.variants().iter().flat_map(Variant::stashed) {
             refused.extend(row_count(root).map(|rows| rows.offsets));
         }
@@ -78,13 +79,13 @@ impl RowCounts {
 }
 
 impl RowCounts {
-    /// The value that counts the rows of a root, if its rows are dynamic.
+    /// Returns the value whose last element is the row count of a root, or `None` if the root's rows are not dynamic.
     pub(super) fn offsets_of(&self, graph: &Graph, root: ValueId) -> Option<ValueId> {
         self.roots.get(&root).map(|rows| graph.value(rows.offsets).root)
     }
 }
 
-/// True if a value is its whole root, in the root's layout.
+/// True if a value has all elements of its root, in the root's layout.
 fn is_whole(graph: &Graph, id: ValueId) -> bool {
     let value = graph.value(id);
     let Value { spec, layout, .. } = value;
@@ -92,7 +93,7 @@ fn is_whole(graph: &Graph, id: ValueId) -> bool {
 }
 
 impl Lowerer<'_> {
-    /// The dynamic size of a value, if its rows are dynamic.
+    /// Returns the dynamic size of a value, or `None` if the value's rows are not dynamic.
     pub(super) fn dynamic_rows(&mut self, id: ValueId, micro_batch: u32) -> Option<DynamicRows> {
         let rows = *self.row_counts.roots.get(&id)?;
         let spec = &self.lowering.graph.value(id).spec;
@@ -101,7 +102,7 @@ impl Lowerer<'_> {
         Some(DynamicRows { count, row_bytes, balanced: (rows.balanced as u64).saturating_mul(row_bytes) })
     }
 
-    /// The row count that a value defines, if it defines one.
+    /// Returns the index of the row count that a value defines, or `None` if it defines none.
     pub(super) fn count_defined(&mut self, root: ValueId, micro_batch: u32) -> Option<u32> {
         self.row_counts.row_offsets.contains(&root).then(|| self.count_id(root, micro_batch))
     }

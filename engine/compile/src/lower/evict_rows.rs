@@ -1,14 +1,14 @@
-//! Dynamic rows that are kept for the backward if the arena has space, and otherwise evicted, re-exchanged and
-//! recomputed.
+//! Eviction of dynamic rows. Rows are kept for the backward if the arena has space for them. If not, they are evicted,
+//! and then exchanged and recomputed again in the backward.
 //!
 //! The ranks that exchange the rows decide this together while the step runs, as soon as the rows of a layer and
 //! micro-batch are counted. Each rank votes ([`InstrKind::Vote`]), an all-reduce adds the votes, and
 //! [`InstrKind::ApplyVote`] evicts the rows if any rank has no space.
 //!
-//! The program contains the instructions for both cases. Those that recompute the rows come before the first reader in
-//! the backward, and run only if the rows were evicted. They write the buffers that the forward wrote, so readers need
-//! not distinguish the cases; only the arena knows whether a buffer was kept. All ranks that exchange rows have these
-//! instructions at the same position among their collectives, whatever else each of them recomputes.
+//! The program contains the instructions for both cases. The instructions that recompute the rows come before the first
+//! reader in the backward, and run only if the rows were evicted. They write the same buffers as the forward, so
+//! readers need not distinguish the cases. Only the arena knows whether a buffer was kept. On all ranks that exchange
+//! rows, these instructions are at the same position among the collectives, whatever else each rank recomputes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -22,25 +22,25 @@ use super::{BufferId, Lowerer, Lowering, collective_of};
 use crate::program::{BufferKind, Instance, Instr, InstrKind, Operand};
 use crate::recompute::{SavedActivations, Variant};
 
-/// Rows that may be evicted: per recomputation variant (indexed by
-/// [`RematPlan::table_index`](crate::recompute::RematPlan::table_index)), by the value that counts them.
+/// The rows that may be evicted. The first index is the recomputation variant
+/// ([`RematPlan::table`](crate::recompute::RematPlan::table)), and the second is the value that counts the rows.
 #[derive(Debug, Default)]
 pub(super) struct Evicted {
     by_variant: Vec<BTreeMap<ValueId, EvictableRows>>,
     /// Roots with dynamic rows that the forward computes and the backward reads, each with the value that counts it.
     read: HashMap<ValueId, ValueId>,
-    /// Counts and micro-batches whose recomputation has been emitted.
+    /// Row counts and micro-batches for which the recomputation has been emitted.
     recomputed: HashSet<(ValueId, u32)>,
 }
 
-/// The rows of one count.
+/// The rows of one row count.
 #[derive(Debug, Default, Clone)]
 pub(super) struct EvictableRows {
-    /// Roots that are kept for the backward, or recomputed.
+    /// Roots that are either kept for the backward or evicted and recomputed.
     roots: BTreeSet<ValueId>,
-    /// The nodes that recompute them, in order.
+    /// The nodes that recompute evicted roots, in order.
     rematerialized: BTreeSet<NodeId>,
-    /// Other roots that this recomputation produces and reads, and that are not kept.
+    /// Other roots that the recomputation computes and reads. They are not kept.
     temporaries: BTreeSet<ValueId>,
 }
 
@@ -79,7 +79,7 @@ impl Evicted {
 }
 
 impl EvictableRows {
-    /// Finds the nodes that compute the roots from values that are available in any case.
+    /// Finds the nodes that recompute `roots`, going back to values that are available even when the rows were evicted.
     fn find_recomputation(&mut self, graph: &Graph, saved: &SavedActivations<'_>, variant: &Variant) {
         let mut missing: Vec<ValueId> = self.roots.iter().copied().collect();
         while let Some(root) = missing.pop() {
@@ -101,14 +101,14 @@ impl EvictableRows {
     }
 }
 
-/// True if a root can be recomputed, by an ordinary operation or by repeating its exchange.
+/// True if a root can be recomputed by an ordinary operation, or by exchanging its rows again.
 fn is_repeatable(graph: &Graph, saved: &SavedActivations<'_>, root: ValueId) -> bool {
     let is_exchange = |node: &Node| matches!(collective_of(node), Some(Collective::AllToAllRows { .. }));
     saved.is_repeatable(root) || graph.producer(root).is_some_and(is_exchange)
 }
 
 impl Lowerer<'_> {
-    /// Rows that a micro-batch may evict, by the value that counts them.
+    /// Returns the rows that a micro-batch may evict, by the value that counts them.
     fn evicted(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, EvictableRows>> {
         self.evicted.by_variant.get(self.lowering.recomputation.table_index(micro_batch))
     }
@@ -117,7 +117,8 @@ impl Lowerer<'_> {
         self.evicted(micro_batch)?.get(&offsets)
     }
 
-    /// After the node that counts rows: emits the vote of the exchanging ranks on whether these rows can be kept.
+    /// If `node`, whose instruction was just emitted, counts rows that may be evicted: emits the vote on whether to
+    /// keep them.
     pub(super) fn emit_vote(&mut self, node: &Node, micro_batch: u32) {
         let Some(count) = self.program.instrs.last().and_then(|instr| instr.defines_count) else { return };
         let offsets = node.outputs[0];
@@ -141,8 +142,8 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Emits the conditional recomputation of evicted rows that one of these nodes is the first to read in the
-    /// backward.
+    /// Emits the conditional recomputation of evicted rows, if one of `readers` is the first node in the backward to
+    /// read them.
     pub(super) fn recompute_evicted(&mut self, readers: &[&Node], micro_batch: u32) {
         let graph = self.lowering.graph;
         let inputs = readers.iter().flat_map(|node| &node.inputs);
@@ -165,12 +166,12 @@ impl Lowerer<'_> {
         }
     }
 
-    /// True if a root is only a temporary of the recomputation of evicted rows.
+    /// True if a root is only a temporary in the recomputation of evicted rows.
     pub(super) fn is_temporary(&self, root: ValueId, micro_batch: u32) -> bool {
         self.evicted(micro_batch).is_some_and(|all| all.values().any(|rows| rows.temporaries.contains(&root)))
     }
 
-    /// The buffer of a root that may have been evicted.
+    /// Returns the buffer of a root whose rows may have been evicted. `None` for any other root.
     pub(super) fn still_live(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
         let offsets = self.evicted.read.get(&root)?;
         let is_evictable = self.rows_of(*offsets, micro_batch)?.roots.contains(&root);

@@ -1,14 +1,16 @@
-//! Lowering: one list of instructions per rank, built by walking the rank's actions and emitting the nodes of each.
+//! Lowering: builds one list of instructions per rank, by walking through the rank's actions and emitting the nodes of
+//! each action.
 //!
 //! - In: a graph whose nodes are marked forward (F), input gradient (I), weight gradient (W) or update, and the actions
 //!   of a schedule.
-//! - Out: a [`Program`] in which every instance of a value has its own buffer, and values of other ranks are read as if
-//!   they were local. The [`passes`](crate::passes) then insert messages, let outputs overwrite inputs, and more.
+//! - Out: a [`Program`] in which every instance of a value has its own buffer, and in which values of other ranks are
+//!   read as if they were local. The [`passes`](crate::passes) then insert messages, let outputs overwrite inputs, and
+//!   more.
 //! - Never: an address.
 //!
-//! Values of the forward and backward exist once per micro-batch. If the update reads such a value, it reads the *sum*
-//! over the micro-batches. Operations that can accumulate into their output build this sum in place; after any other
-//! operation, lowering emits an addition.
+//! Values of the forward and the backward exist once per micro-batch. If the update reads such a value, it reads the
+//! *sum* over the micro-batches. Operations that can accumulate into their output build this sum in place. After any
+//! other operation, lowering emits an addition.
 
 mod dynamic_rows;
 mod evict_rows;
@@ -38,14 +40,14 @@ use crate::program::{
 };
 use crate::verify::check_sizes;
 
-/// The maximum number of instructions of a program. Each takes some 5 KB until it has an address.
+/// The maximum number of instructions of a program. Until its addresses are resolved, an instruction takes some 5 KB.
 const MAX_INSTRUCTIONS: usize = 1 << 20;
 
-/// Lowers a graph along a schedule, for one rank, and runs all passes over the program.
+/// Lowers a graph along a schedule for one rank, and runs all passes over the resulting program.
 ///
 /// # Errors
-/// Returns an error if the actions wait for each other in a cycle, or for a value that no action computes, or if the
-/// program would have too many instructions.
+/// Returns an error if the actions wait for each other in a cycle, if an action reads a value that no action computes,
+/// or if the program would have too many instructions.
 pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
     lower_observed(lowering, &mut |stage, program| dump(stage, program))
 }
@@ -84,11 +86,11 @@ struct Lowerer<'a> {
     lowering: &'a Lowering<'a>,
     crossings: &'a CrossRankValues,
     program: Program,
-    /// Nodes that are still to run.
+    /// By node: whether it still has to be emitted.
     alive: Vec<bool>,
-    /// By root: whether it is computed per micro-batch and its sum is read by the update.
+    /// By root: whether the update reads the sum of the root's micro-batches.
     accumulated: Vec<bool>,
-    /// By root: whether it is read, or sent to another rank, within its micro-batch.
+    /// By root: whether it is read in its own micro-batch, or sent to another rank there.
     read_within: Vec<bool>,
     /// The buffer of each instance that is currently live.
     live_buffer: HashMap<Instance, BufferId>,
@@ -96,16 +98,17 @@ struct Lowerer<'a> {
     first_buffer: HashMap<Instance, BufferId>,
     /// The nodes of each place and phase, in graph order.
     nodes: HashMap<(Place, Phase), Vec<NodeId>>,
-    /// Nodes of the update that can run before the last action ends: the sums of gradients over the data ranks.
+    /// Nodes of the update that can run before the last action ends: the sums of gradients over the data ranks, and the
+    /// nodes that lead to them.
     early_update: Vec<EarlyNode>,
     /// Values with dynamic rows.
     row_counts: RowCounts,
     /// Dynamic rows that may be evicted between forward and backward.
     evicted: Evicted,
-    /// Per [`Variant`](crate::recompute::Variant): nodes that I runs early because their outputs are smaller to keep
-    /// until W than their inputs.
+    /// Per [`Variant`](crate::recompute::Variant): recomputed nodes that run early, in I, because keeping their outputs
+    /// until W takes fewer bytes than keeping their inputs.
     smaller_for_weights: Vec<SmallerForWeights>,
-    /// Whether the current action is an I, with a W to follow.
+    /// Whether the current action is an I, which a W follows later.
     is_split: bool,
 }
 
@@ -153,7 +156,7 @@ impl<'a> Lowerer<'a> {
         Self { early_update: lowerer.early_nodes(), ..lowerer }
     }
 
-    /// The nodes that an action runs, phase by phase.
+    /// Returns the nodes that an action runs, phase by phase.
     fn nodes_of(&self, action: &Action) -> impl Iterator<Item = NodeId> {
         let place = Place::Stage(action.stage);
         let of_phase = move |&phase: &Phase| self.nodes.get(&(place, phase)).into_iter().flatten().copied();
@@ -205,7 +208,7 @@ impl<'a> Lowerer<'a> {
         self.emit_vote(self.lowering.graph.node(id), micro_batch);
     }
 
-    /// Emits a node, and the sums over micro-batches that follow it.
+    /// Emits a node, followed by the sums over micro-batches of its outputs where these are needed.
     fn emit(&mut self, id: NodeId, micro_batch: u32, occurrence: Occurrence) {
         let graph = self.lowering.graph;
         let node = graph.node(id);
@@ -248,8 +251,9 @@ impl<'a> Lowerer<'a> {
         }
     }
 
-    /// The buffer of an output, and whether the operation accumulates into it. An output that the update reads is
-    /// summed over the micro-batches: by the operation itself, or by an instruction after it.
+    /// Returns the buffer of an output, and whether the operation accumulates into it. An output whose sum the update
+    /// reads is summed over the micro-batches, either by the operation itself or by an instruction that is emitted
+    /// after it.
     fn output(
         &mut self,
         node: &Node,
@@ -285,8 +289,8 @@ impl<'a> Lowerer<'a> {
                 let op = Arc::new(Binary { kind: BinaryKind::Add });
                 followups.push(Followup { op, inputs: vec![(sum, Some(0)), (buffer, None)], output: sum, value });
             }
-            // The first micro-batch starts the sum: in its own buffer, or in a copy if the buffer is also read within
-            // the micro-batch.
+            // The first micro-batch's value is the start of the sum. The sum gets this value's own buffer or, if the
+            // value is also read in its micro-batch, a copy.
             (true, None) if !is_read => {
                 self.set_buffer(Instance::sum(id), buffer);
             }
@@ -296,8 +300,8 @@ impl<'a> Lowerer<'a> {
                 followups.push(Followup { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
             }
         }
-        // A value that is still live keeps its first buffer. A node that recomputes evicted rows may have other
-        // outputs; they are not registered, so a reader that needs one recomputes it itself.
+        // A value that is still live keeps its first buffer. A node that recomputes evicted rows may have other outputs
+        // besides. These outputs are not registered, so a reader of one of them recomputes the output itself.
         let key = self.key(id, node.phase, micro_batch);
         let is_wanted = occurrence.predicate().is_none() || self.is_temporary(id, micro_batch);
         if is_wanted && (occurrence == Occurrence::Original || !self.live_buffer.contains_key(&key)) {
@@ -306,7 +310,7 @@ impl<'a> Lowerer<'a> {
         (buffer, false)
     }
 
-    /// The instance of `root` that a node of `phase` reads or writes.
+    /// Returns the instance of `root` that a node of `phase` reads or writes: that of the micro-batch, or the sum.
     fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> Instance {
         let once = match &self.lowering.graph.value(root).source {
             Source::Node { node, .. } => self.lowering.graph.node(*node).phase == Phase::Update,
@@ -320,7 +324,8 @@ impl<'a> Lowerer<'a> {
         }
     }
 
-    /// The buffer of a value to read. Values from outside or from another rank are declared at their first use.
+    /// Returns the buffer from which a value is read. Values from outside the program or from another rank are declared
+    /// at their first use.
     fn instance(&mut self, root: ValueId, phase: Phase, micro_batch: u32) -> BufferId {
         let key = self.key(root, phase, micro_batch);
         if let Some(&buffer) = self.live_buffer.get(&key) {
@@ -377,7 +382,7 @@ impl<'a> Lowerer<'a> {
         buffer
     }
 
-    /// Declares a value that another rank computes.
+    /// Declares a value that another rank computes, and returns its buffer.
     fn remote_value(&mut self, root: ValueId, key: Instance) -> BufferId {
         let maker = self.lowering.graph.producer(root).expect("it is made by a node");
         debug_assert!(!self.is_here(maker.place), "inputs are made before they are read");
@@ -445,26 +450,26 @@ impl<'a> Lowerer<'a> {
     }
 }
 
-/// An instruction to emit after a node's own, on the buffers of one of its outputs.
+/// An instruction that is emitted after a node's own instruction, on the buffer of one of the node's outputs.
 struct Followup<'a> {
     op: Arc<dyn Op>,
-    /// Each input, with the output that overwrites it.
+    /// Each input, with the index of the output that overwrites it, if any.
     inputs: Vec<(BufferId, Option<usize>)>,
     output: BufferId,
     value: &'a Value,
 }
 
-/// The collective that a node performs, if it is one.
+/// Returns the collective that a node performs, or `None` if it is an ordinary operation.
 pub(crate) fn collective_of(node: &Node) -> Option<Collective> {
     let op: &dyn std::any::Any = &*node.op;
     op.downcast_ref().copied()
 }
 
-/// Prefix of the names of inputs that are written once per step instead of once per micro-batch.
+/// Prefix of the names of inputs that the host writes once per step instead of once per micro-batch.
 pub const PER_STEP: &str = "step.";
 
-/// By node, whether it runs: the update's states or the outputs depend on it. Views are left out because they compute
-/// nothing.
+/// Returns for each node whether it runs: a node runs if the states of the update or the outputs depend on it. Views
+/// never run, because they compute nothing.
 pub fn alive_nodes(graph: &Graph, outputs: &[Output]) -> Vec<bool> {
     let mut wanted = vec![false; graph.values().len()];
     for id in outputs.iter().map(|output| output.value) {

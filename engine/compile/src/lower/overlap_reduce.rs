@@ -1,5 +1,5 @@
-//! Overlaps gradient reduction with the backward: gradients are summed over the data ranks as soon as this rank has
-//! completed them.
+//! Overlaps gradient reduction with the backward: each gradient is summed over the data ranks as soon as this rank has
+//! completed it.
 
 use std::collections::HashSet;
 
@@ -9,7 +9,7 @@ use gapless_parallel::Action;
 use super::{Lowerer, collective_of};
 use crate::cross_rank::phases;
 
-/// A node of the update that runs as soon as its last input is complete.
+/// A node of the update that is emitted as soon as its last input is complete.
 #[derive(Debug)]
 pub(super) struct EarlyNode {
     node: NodeId,
@@ -18,7 +18,8 @@ pub(super) struct EarlyNode {
 }
 
 impl Lowerer<'_> {
-    /// The nodes that lead from gradients summed on this rank to the collectives that sum them over the data ranks.
+    /// Returns the nodes that can run early: the collectives that sum gradients over the data ranks, and the nodes
+    /// between this rank's sums and these collectives.
     pub(super) fn early_nodes(&self) -> Vec<EarlyNode> {
         let graph = self.lowering.graph;
         let mut early: Vec<EarlyNode> = Vec::new();
@@ -42,7 +43,7 @@ impl Lowerer<'_> {
                 early.push(EarlyNode { node: id, incomplete_inputs: roots });
             }
         }
-        // Keep only nodes that a collective needs; the others gain nothing from running early.
+        // Only nodes that lead to a collective are kept. Others would gain nothing from running early.
         let mut wanted = HashSet::new();
         for EarlyNode { node, incomplete_inputs } in early.iter().rev() {
             let node = graph.node(*node);
@@ -57,7 +58,7 @@ impl Lowerer<'_> {
         early
     }
 
-    /// Marks these values complete, and emits the early nodes whose inputs are now all complete.
+    /// Marks `values` as complete, and emits the early nodes whose inputs are now all complete.
     pub(super) fn complete(&mut self, values: &[ValueId]) {
         let graph = self.lowering.graph;
         let mut complete: Vec<ValueId> = values.to_vec();
@@ -75,7 +76,7 @@ impl Lowerer<'_> {
         self.early_update = waiting;
     }
 
-    /// The phases of an action's stage that no later action runs. Empty if no early nodes are left.
+    /// Returns the phases of this action that no later action of the same stage runs. Empty if no early nodes are left.
     pub(super) fn last_phases(&self, index: usize, action: &Action) -> Vec<Phase> {
         if self.early_update.is_empty() {
             return Vec::new();

@@ -1,5 +1,6 @@
-//! Recomputation of values in the backward, before their first reader there. If the backward is split into I (gradients
-//! of inputs) and W (gradients of weights), a value can be computed a third time, before its first reader in W.
+//! Recomputation of values in the backward. Each value is recomputed before the first node of the backward that reads
+//! it. If the backward is split into I (gradients of inputs) and W (gradients of weights), a value can be recomputed
+//! once more before its first reader in W.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -11,19 +12,19 @@ use crate::lowering::Lowering;
 use crate::program::Instance;
 use crate::recompute::Variant;
 
-/// The computation of a value that an instruction performs.
+/// The computation of a value that an instruction performs, if the value is computed more than once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Occurrence {
-    /// The one of the forward, or the only one.
+    /// The computation in the forward, or the only one.
     Original,
-    /// A recomputation before its first reader in the backward, or in one half of a split backward.
+    /// A recomputation before the value's first reader in the backward, or in one half of a split backward.
     Recomputed,
-    /// A recomputation that runs only if the rows of this count were evicted.
+    /// A recomputation that runs only if the rows of this row count were evicted.
     RecomputedIfEvicted(u32),
 }
 
 impl Occurrence {
-    /// The row count that decides whether the instruction runs.
+    /// Returns the index of the row count that decides whether the instruction runs. `None` if it always runs.
     pub(super) fn predicate(self) -> Option<u32> {
         match self {
             Self::Original | Self::Recomputed => None,
@@ -32,13 +33,14 @@ impl Occurrence {
     }
 }
 
-/// Recomputed nodes that I runs early for W, because their outputs are smaller to keep until W than their inputs.
+/// Recomputed nodes that run early, in I, because keeping their outputs until W takes fewer bytes than keeping their
+/// inputs.
 ///
-/// Each is listed under the node that triggers it: the node that recomputes the last of those inputs or, if the inputs
-/// are kept, the first node of I that reads one of them.
+/// Each node is listed under the node after which it runs. If its inputs are recomputed, this is the node that
+/// recomputes the last input. If its inputs are kept, this is the first node of I that reads one of these inputs.
 pub(super) type SmallerForWeights = HashMap<NodeId, Vec<NodeId>>;
 
-/// Finds such nodes for each variant.
+/// Finds these nodes for each variant.
 pub(super) fn smaller_for_weights(
     lowering: &Lowering<'_>,
     nodes: &HashMap<(Place, Phase), Vec<NodeId>>,
@@ -83,7 +85,7 @@ pub(super) fn smaller_for_weights(
 }
 
 impl Lowerer<'_> {
-    /// Ends the lifetimes of a stage's recomputed values after its forward, and after the I of a split backward.
+    /// Ends the lifetimes of the stage's recomputed values: after the forward and, if the backward is split, after I.
     pub(super) fn drop_rematerialized(&mut self, action: &Action) {
         let (graph, micro_batch) = (self.lowering.graph, action.micro_batch.0);
         let Some(variant) = self.variant(micro_batch) else { return };
@@ -97,7 +99,7 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Emits the recomputation of all values that this node is the first to read in the backward.
+    /// Emits the recomputation of all values for which this node is the first reader in the backward.
     pub(super) fn rematerialize_inputs(&mut self, id: NodeId, micro_batch: u32) {
         let graph = self.lowering.graph;
         let node = graph.node(id);
@@ -113,11 +115,11 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Like [`rematerialize_inputs`](Self::rematerialize_inputs), but without rows that may have been evicted.
+    /// Like [`restore`](Self::restore), but does not recompute evicted rows.
     pub(super) fn rematerialize_static_inputs(&mut self, node: &Node, micro_batch: u32) {
         let graph = self.lowering.graph;
         for maker in self.missing(node, micro_batch) {
-            // An earlier iteration may have computed it early for W.
+            // The node may already have run early for W, triggered by an earlier iteration.
             let is_there =
                 |output: &ValueId| self.live_buffer.contains_key(&Instance::micro_batch(*output, micro_batch));
             if graph.node(maker).outputs.iter().all(is_there) {
@@ -130,9 +132,9 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Recomputes values that only W reads, if they take fewer bytes than their inputs. Example: in x → gate, up →
-    /// swiglu, I reads gate and up, and W reads only swiglu. If W recomputed swiglu, both gate and up would have to be
-    /// kept until then.
+    /// Emits the nodes that run early for W after node `when`. An example is x → gate, up → swiglu, where I reads gate
+    /// and up, and W reads only swiglu. If swiglu were recomputed in W, both gate and up would have to be kept until
+    /// then.
     fn keep_smaller_for_w(&mut self, when: NodeId, micro_batch: u32) {
         let graph = self.lowering.graph;
         let Some(index) = self.lowering.recomputation.variant_of(micro_batch) else { return };
@@ -156,7 +158,7 @@ impl Lowerer<'_> {
         recomputation.variant_of(micro_batch).map(|index| &recomputation.variants()[index])
     }
 
-    /// The nodes that must be recomputed before a node can run.
+    /// Returns the nodes that must be recomputed before `node` can run.
     fn missing(&self, node: &Node, micro_batch: u32) -> BTreeSet<NodeId> {
         let lowering = self.lowering;
         let mut missing = BTreeSet::new();

@@ -1,20 +1,20 @@
-//! Moves work of the update forward to where it frees memory sooner.
+//! Moves operations of the update to an earlier position if they free memory there.
 //!
 //! - In: a program whose update follows all actions.
 //! - Out: the same program, with some operations of the update moved to right after the last instruction that they
-//!   depend on. These are the operations that free at least as many bytes as they allocate: sums of a weight's
-//!   gradients, and updates of parameters that only wait for their gradient (gradient release, as in LOMO, Lv et al.,
-//!   arXiv 2306.09782). Instructions that touch the same bytes keep their order, so no result changes.
-//! - Never: moves a message or a collective, on whose order the ranks rely.
+//!   depend on. These operations free at least as many bytes as they allocate. They are sums of a weight's gradients,
+//!   and updates of parameters that wait only for their own gradient (gradient release, as in LOMO, Lv et al., arXiv
+//!   2306.09782). Instructions that touch the same bytes keep their order, so no result changes.
+//! - Never: moves a message or a collective, because the ranks rely on the order of these.
 
 use super::{Context, UPDATE};
 use crate::error::Result;
 use crate::program::{BufferKind, Instr, InstrKind, Program};
 
-/// Maximum size of allocations that always count as harmless: scalars.
+/// Allocations of at most this size, such as scalars, do not prevent a move.
 const SMALL: u64 = 4096;
 
-/// The anchors of the last instructions that write and that touch a buffer.
+/// The anchors of the last instruction that writes a buffer and of the last that touches it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Touched {
     written: Option<usize>,
@@ -35,7 +35,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
         }
     }
     let mut touched = vec![Touched::default(); program.buffers.len()];
-    // The anchor of each instruction: the one that it is placed after, or itself if it stays.
+    // The anchor of an instruction is the instruction after which it is placed, or itself if it stays.
     let mut anchors: Vec<usize> = (0..program.instrs.len()).collect();
     for (index, instr) in program.instrs.iter().enumerate() {
         if update.contains(&index) && matches!(instr.kind, InstrKind::Compute(_)) {
@@ -43,7 +43,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
             let is_free = |&buffer: &usize| matches!(program.buffers[buffer].kind, BufferKind::Temporary);
             let is_always = |&buffer: &usize| matches!(program.buffers[buffer].kind, BufferKind::Persistent { .. });
             let made = outputs(instr).filter(|&buffer| first_use[buffer] == index && !is_always(&buffer));
-            // Scratch counts, because it moves to where more bytes may be live.
+            // Scratch counts as allocated, because it moves along, to a position where more bytes may be live.
             let scratch: u64 = instr.workspace.iter().map(|buffer| size(&buffer.index())).sum();
             let made: u64 = scratch + made.map(|buffer| size(&buffer)).sum::<u64>();
             let mut freed: Vec<usize> = inputs(instr).filter(|&b| last_use[b] == index).filter(is_free).collect();
@@ -58,7 +58,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
         let anchor = anchors[index];
         for buffer in inputs(instr) {
             touched[buffer].touched = touched[buffer].touched.max(Some(anchor));
-            // Operands of a message or collective are in use until its wait, so the wait counts as a write.
+            // Operands of a message or collective are in use until the wait for it, so the wait counts as a write.
             if !matches!(instr.kind, InstrKind::Compute(_)) {
                 touched[buffer].written = touched[buffer].written.max(Some(anchor));
             }
@@ -68,7 +68,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
             touched[buffer].written = touched[buffer].written.max(Some(anchor));
         }
     }
-    // Each instruction follows its anchor; those with the same anchor keep their order.
+    // Each instruction follows its anchor. Instructions with the same anchor keep their order.
     let mut order: Vec<usize> = (0..anchors.len()).collect();
     order.sort_by_key(|&index| (anchors[index], index));
     program.rearrange(&order);

@@ -1,9 +1,9 @@
-//! Lets outputs overwrite inputs that are not read again, where the operation supports it.
+//! Lets outputs overwrite inputs that are not read again, where the operation supports this.
 //!
 //! - In: a program in which every value has its own buffer.
-//! - Out: the same program with fewer buffers. An output may overwrite an input of the same size that is not another
-//!   operand of the operation, is a temporary of this program, and is not used later.
-//! - Never: overwrites what the host, another rank, or a collective in flight still needs.
+//! - Out: the same program with fewer buffers. An output may overwrite an input of the same size if the input is a
+//!   temporary of this program, is not used later, and is not another operand of the same operation.
+//! - Never: overwrites data that the host, another rank, or a collective in flight still reads.
 
 use super::Context;
 use crate::error::Result;
@@ -45,7 +45,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// True if an output may reuse the whole buffer of an input.
+/// True if an output may take over the whole buffer of an input.
 fn can_take(program: &Program, instr: &Instr, input: usize, output: usize) -> bool {
     let (operand, made) = (&instr.inputs[input], &instr.outputs[output]);
     let (from, to) = (&program.buffers[operand.buffer.index()], &program.buffers[made.buffer.index()]);
@@ -55,7 +55,7 @@ fn can_take(program: &Program, instr: &Instr, input: usize, output: usize) -> bo
     is_whole && is_alone && is_equal && matches!(from.kind, BufferKind::Temporary) && operand.overwritten_by.is_none()
 }
 
-/// The last instruction that touches each buffer. Buffers that the host reads are never free.
+/// Returns the last instruction that touches each buffer. A buffer that the host reads counts as used to the end.
 fn last_uses(program: &Program) -> Vec<usize> {
     let mut last = vec![0; program.buffers.len()];
     for (index, instr) in program.instrs.iter().enumerate() {

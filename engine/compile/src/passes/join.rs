@@ -1,10 +1,11 @@
-//! Removes concatenations (`cat`) by letting operations write their results directly into the concatenated tensor.
-//! Examples are the gradients of queries, keys and values, which form the gradient of one projection.
+//! Removes concatenations (`cat`): operations write their results directly into the concatenated tensor. For example,
+//! the gradients of queries, keys and values form the gradient of one projection.
 //!
 //! - In: a program in which every value has its own buffer.
-//! - Out: the same program without each `cat` whose parts are written by operations that support strided outputs
-//!   ([`Op::writes_strides`](gapless_graph::Op::writes_strides)), and are read by nothing else.
-//! - Never: a part that the host, another rank or a message needs, or that has dynamic rows.
+//! - Out: the same program without each `cat` whose parts can be written directly. All of the parts must be written by
+//!   operations that support strided outputs ([`Op::writes_strides`](gapless_graph::Op::writes_strides)), and read by
+//!   nothing else.
+//! - Never: removes a `cat` of a part that the host, another rank or a message reads, or that has dynamic rows.
 
 use candle_core::Layout;
 
@@ -30,14 +31,14 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// An output of an instruction, with its layout in the concatenated tensor.
+/// An output of an instruction, with the layout that it gets in the concatenated tensor.
 struct JoinedPart {
     maker: usize,
     output: usize,
     layout: Layout,
 }
 
-/// The place of each part of a `cat`, if all of them can be written directly.
+/// Returns the new place of each part of a `cat`, or `None` if a part cannot be written directly.
 fn places(program: &Program, uses: &[Vec<usize>], index: usize) -> Option<Vec<JoinedPart>> {
     let cat = &program.instrs[index];
     let (InstrKind::Compute(op), [whole], None) = (&cat.kind, &cat.outputs[..], cat.predicate) else { return None };
@@ -66,11 +67,11 @@ fn places(program: &Program, uses: &[Vec<usize>], index: usize) -> Option<Vec<Jo
     cat.inputs.iter().map(place).collect()
 }
 
-/// The layout of a part within the whole.
+/// Returns the layout that a part's producer must write in the concatenated tensor `whole`.
 ///
-/// The producer's layout and the part list the same elements in the same order. Joined along `dim`, the part's rows
-/// stay contiguous but lie farther apart, at the distance of the whole's rows. So strides between rows grow, and
-/// strides within a row stay. `None` if a dimension of the producer's layout crosses rows.
+/// `made`, the producer's layout, and `part` list the same elements in the same order. In `whole`, each row of the part
+/// stays contiguous, but the distance between two rows of the part is the length of a row of `whole`. So strides
+/// between rows grow, and strides within a row stay the same. Returns `None` if a dimension of `made` crosses rows.
 fn inside(made: &Layout, part: &Layout, whole: &Layout, dim: usize, start: usize) -> Option<Layout> {
     let row = |layout: &Layout| layout.dims()[dim..].iter().product::<usize>();
     let (narrow, wide) = (row(part), row(whole));
@@ -91,8 +92,8 @@ fn inside(made: &Layout, part: &Layout, whole: &Layout, dim: usize, start: usize
     Some(Layout::new(made.shape().clone(), strides, start))
 }
 
-/// The instructions that touch each buffer, in order. If the host uses it, `usize::MAX` follows twice, so that it never
-/// has exactly two uses.
+/// Returns the instructions that touch each buffer, in order. If the host uses a buffer, `usize::MAX` is appended
+/// twice, so that the buffer never has exactly two uses.
 fn uses(program: &Program) -> Vec<Vec<usize>> {
     let mut uses = vec![Vec::new(); program.buffers.len()];
     for (index, instr) in program.instrs.iter().enumerate() {
@@ -111,16 +112,16 @@ mod tests {
 
     #[test]
     fn rows_of_a_part_lie_as_far_apart_as_those_of_the_whole() {
-        // Two batches of three tokens, two heads of four: one of three parts of rows of 24.
+        // Two batches of three tokens with two heads of size four, as one of three parts of rows of 24 elements.
         let made = Layout::contiguous((2, 3, 2, 4));
         let whole = Layout::contiguous((2, 3, 24));
         let layout = inside(&made, &Layout::contiguous((2, 3, 8)), &whole, 2, 8).unwrap();
         assert_eq!((layout.stride(), layout.start_offset()), (&[72, 24, 4, 1][..], 8));
-        // Joined along the batch, rows are adjacent.
+        // Joined along the batch, the rows of a part are adjacent.
         let whole = Layout::contiguous((4, 3, 8));
         let layout = inside(&made, &Layout::contiguous((2, 3, 8)), &whole, 0, 48).unwrap();
         assert_eq!((layout.stride(), layout.start_offset()), (&[24, 8, 4, 1][..], 48));
-        // Not supported: rows that cut a head in two, and views that leave elements out.
+        // Not supported are rows that cut a head in two, and views that leave elements out.
         assert!(inside(&made, &Layout::contiguous((2, 16, 3)), &Layout::contiguous((2, 16, 6)), 2, 0).is_none());
         assert!(inside(&made, &Layout::contiguous((2, 3, 4)), &Layout::contiguous((2, 3, 8)), 2, 0).is_none());
     }

@@ -6,8 +6,8 @@
 //!   received right before the first node that reads it.
 //! - Never: a buffer.
 //!
-//! The wait for a send is placed where the schedule proves that the message has been received, so it never blocks
-//! between actions. Until then the sent buffer must not change. The wait for a collective comes before the next
+//! The wait for a send is placed where the schedule proves that the message has been received, so the wait never blocks
+//! between actions. Until then, the sent buffer must not change. The wait for a collective is placed before the next
 //! instruction that touches one of its operands.
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -60,9 +60,9 @@ struct Messages<'a> {
     instrs: VecDeque<Instr>,
     /// The first action before which a message has certainly been received, by root, micro-batch and receiver.
     received_before: HashMap<(ValueId, u32, usize), usize>,
-    /// Sends without a wait so far.
+    /// Sends in flight: their waits have not been emitted yet.
     sends_in_flight: Vec<Sending>,
-    /// Collectives without a wait so far.
+    /// Collectives in flight: their waits have not been emitted yet.
     collectives_in_flight: Vec<Collecting>,
     /// Values that have been received from other ranks.
     received: HashSet<Instance>,
@@ -73,7 +73,8 @@ struct Messages<'a> {
 struct Sending {
     instance: Instance,
     message: Message,
-    /// The action before which it has certainly been received; `None` if that is only certain at the end.
+    /// The action before which the message has certainly been received. `None` if this is certain only at the end of
+    /// the step.
     received_before: Option<usize>,
 }
 
@@ -96,7 +97,7 @@ impl Messages<'_> {
             self.receive(Instance::micro_batch(root, micro_batch), Some(micro_batch));
         }
         self.wait_for_sends(|sending| sending.received_before.is_some_and(|taken| taken <= index));
-        // Recomputed values stay on this rank.
+        // Recomputed values are not sent to other ranks.
         let mut made: Vec<NodeId> = Vec::new();
         for _ in 0..count {
             let instr = self.instrs.pop_front().expect("as many as the part has");
@@ -144,7 +145,7 @@ impl Messages<'_> {
         }
     }
 
-    /// Receives the outputs that the host reads on every rank, then waits for everything in flight.
+    /// Receives the outputs that the host reads on every rank, then waits for everything that is in flight.
     fn finish(&mut self) {
         for output in self.context.lowering.outputs.iter().filter(|output| output.everywhere) {
             self.receive_per_step(self.context.lowering.graph.value(output.value).root);
@@ -153,7 +154,7 @@ impl Messages<'_> {
         self.wait_for_sends(|_| true);
     }
 
-    /// Emits an instruction, after the waits for collectives that use its operands.
+    /// Emits an instruction, preceded by the waits for collectives that use its operands.
     fn emit(&mut self, instr: Instr) {
         match &instr.kind {
             InstrKind::Finish(request) => {
@@ -180,20 +181,21 @@ impl Messages<'_> {
         self.context.crossings.ranks_of(place).contains(&self.context.lowering.rank)
     }
 
-    /// The instance of a root that the update and the host read.
+    /// Returns the instance of a root that the update and the host read.
     fn per_step(&self, root: ValueId) -> Instance {
         let is_summed = self.context.first_buffer.contains_key(&Instance::sum(root));
         if is_summed { Instance::sum(root) } else { Instance::micro_batch(root, 0) }
     }
 
-    /// Sends a value that was just computed for the update or the host to all other ranks that read it.
+    /// Sends a value that was just computed to all other ranks whose update or host reads it.
     fn send_per_step(&mut self, root: ValueId) {
         for to in self.context.crossings.per_step(root).collect::<Vec<_>>() {
             self.send(self.per_step(root), to, None);
         }
     }
 
-    /// Receives a value that the update or the host reads, if another rank computes it and it is not here yet.
+    /// Receives a value that the update or the host reads, if another rank computes it and it has not been received
+    /// yet.
     fn receive_per_step(&mut self, root: ValueId) {
         let is_elsewhere = self.context.lowering.graph.place_of(root).is_some_and(|place| !self.is_here(place));
         if is_elsewhere {
@@ -201,7 +203,7 @@ impl Messages<'_> {
         }
     }
 
-    /// Sends a persistent tensor from the rank that changes it to the others that read it.
+    /// Sends a persistent tensor from the rank that changes it to the other ranks that read it.
     fn refresh(&mut self, root: ValueId, place: Place, is_here: bool) {
         let Context { lowering, crossings, .. } = self.context;
         let replicas: Vec<usize> = crossings.replicas(root).collect();
@@ -212,7 +214,7 @@ impl Messages<'_> {
         }
     }
 
-    /// Receives an instance of a value once, if this rank reads it.
+    /// Receives an instance of a value, if this rank reads it and has not received it yet.
     fn receive(&mut self, instance: Instance, micro_batch: Option<u32>) {
         let Context { lowering, crossings, .. } = self.context;
         let Source::Node { node, .. } = lowering.graph.value(instance.root).source else { return };

@@ -1,7 +1,8 @@
 //! The passes over a rank's program between lowering and planning, in order.
 //!
-//! Each pass is a file with one function, and all functions have the same signature. `GAPLESS_DUMP=lower,messages,fuse`
-//! (or `all`) prints the program after each of these stages to the standard error.
+//! Each pass is a file with one function, and all these functions have the same signature.
+//! `GAPLESS_DUMP=lower,messages,fuse` (or `all`) prints the program after each of the named stages to the standard
+//! error.
 
 mod fuse;
 mod hoist_update;
@@ -23,22 +24,22 @@ use crate::error::Result;
 use crate::lowering::{Lowering, Target};
 use crate::program::{BufferId, Instance, Program};
 
-/// The name of the part with the update, which runs once per step.
+/// The name of the program's part that holds the update, which runs once per step.
 pub(crate) const UPDATE: &str = "update";
 
-/// The name of the last part, which collects the outputs for the host.
+/// The name of the program's last part, which collects the outputs for the host.
 pub(crate) const FINISH: &str = "finish";
 
-/// The data besides the program that a pass may read.
+/// The data that a pass may read in addition to the program.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     /// The input of lowering.
     pub lowering: &'a Lowering<'a>,
     /// By node of the graph: whether it runs on any rank.
     pub alive: &'a [bool],
-    /// Values that are read on other ranks than the one that computes them.
+    /// Values that cross between ranks.
     pub crossings: &'a CrossRankValues,
-    /// The first buffer of each instance, as lowering has created it.
+    /// The first buffer that lowering created for each instance of a value.
     pub first_buffer: &'a HashMap<Instance, BufferId>,
 }
 
@@ -58,15 +59,15 @@ const PASSES: [Pass; 10] = [
     Pass { name: "join", run: join::run },
     // Lets outputs overwrite inputs that are not read again.
     Pass { name: "in_place", run: in_place::run },
-    // Renumbers buffers by first use.
+    // Renumbers buffers in the order of their first use.
     Pass { name: "renumber", run: renumber::run },
     // Sums over ranks in f32.
     Pass { name: "sum_in_f32", run: sum_in_f32::run },
     // Adds scratch for f32 copies of bf16 operands, for kernels that only support f32.
     Pass { name: "widen", run: widen::run },
-    // Moves sums and updates that free memory forward.
+    // Moves sums and updates to earlier positions where they free memory.
     Pass { name: "hoist_update", run: hoist_update::run },
-    // Reorders neighbours to lower the peak of live bytes.
+    // Reorders neighbouring instructions to lower the peak of live bytes.
     Pass { name: "reorder", run: reorder::run },
     // Fuses elementwise operations, which then pass values in registers.
     Pass { name: "fuse", run: fuse::run },
@@ -93,7 +94,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Prints a stage if the environment variable `GAPLESS_DUMP` names it.
+/// Prints `text` to the standard error if the environment variable `GAPLESS_DUMP` names this stage.
 pub(crate) fn dump(stage: &str, text: &dyn std::fmt::Display) {
     let Ok(wanted) = std::env::var("GAPLESS_DUMP") else { return };
     if wanted.split(',').any(|name| name == stage || name == "all") {

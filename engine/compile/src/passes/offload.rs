@@ -2,9 +2,9 @@
 //! reader in the backward.
 //!
 //! - In: a program whose activations are kept unchanged until their backward.
-//! - Out: the same program, in which the activations named by [`recompute`](crate::recompute) are kept in eight bits or
-//!   in a file. A restored activation has a new buffer.
-//! - Never: the choice of activations.
+//! - Out: the same program, in which the activations that [`recompute`](crate::recompute) names are kept in eight bits
+//!   per element, or in a file. A restored activation has a new buffer.
+//! - Never: the choice of these activations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let stashed = pass.stashed();
     let uses = uses_of(program, stashed.iter().map(|&(buffer, ..)| buffer));
     for (buffer, origin, stash) in stashed {
-        // Only values that the backward reads.
+        // Only values that the backward reads are stored and restored.
         if let Uses { last: Some(last), first: Some(first) } = uses[&buffer] {
             pass.store(program, buffer, origin, stash, (last, first));
         }
@@ -40,7 +40,7 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The last use of a buffer in the forward, and its first use elsewhere.
+/// The last use of a buffer in the forward, and its first use elsewhere. Each is `None` if there is no such use.
 #[derive(Debug, Clone, Copy, Default)]
 struct Uses {
     last: Option<usize>,
@@ -77,12 +77,12 @@ struct Offload<'a> {
     behind: BTreeMap<usize, Vec<Instr>>,
     /// Instructions to insert before a given instruction.
     before: BTreeMap<usize, Vec<Instr>>,
-    /// For each buffer, the one that it is restored into.
+    /// For each buffer, the buffer into which its contents are restored.
     back: HashMap<BufferId, BufferId>,
 }
 
 impl Offload<'_> {
-    /// The buffers of the forward that are compressed or offloaded.
+    /// Returns the buffers of the forward that are compressed or offloaded.
     fn stashed(&self) -> Vec<(BufferId, Instance, ActivationStorage)> {
         let recomputation = self.context.lowering.recomputation;
         let stored = |(&origin, &buffer): (&Instance, &BufferId)| {
@@ -108,7 +108,7 @@ impl Offload<'_> {
         let (value, micro_batch) = (graph.value(origin.root), origin.micro_batch);
         let maker = graph.producer(origin.root).expect("what is put away is made by a node");
         let from = Operand::new(buffer, value);
-        // The restored value.
+        // The buffer of the restored value.
         let label = program.buffers[buffer.index()].label.clone();
         let back = program.add(value.spec.bytes(), label, BufferKind::Temporary);
         let to = Operand::new(back, value);

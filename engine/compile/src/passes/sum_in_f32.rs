@@ -1,5 +1,5 @@
 //! Computes sums over ranks in f32, as the communicator requires ([`Collective`](gapless_communicator::Collective)). A
-//! bf16 tensor is copied to f32 before its sum, and rounded once after it.
+//! bf16 tensor is copied to f32 before it is summed, and the sum is rounded once.
 //!
 //! - In: a program.
 //! - Out: the same program with an f32 buffer for each operand of a bf16 sum, and the copies.
@@ -15,7 +15,7 @@ use super::Context;
 use crate::error::Result;
 use crate::program::{BufferKind, Instr, InstrKind, Operand, Program};
 
-/// Adds an f32 buffer for an operand.
+/// Adds an f32 buffer for an operand, and returns the operand in that buffer.
 fn wide(program: &mut Program, instr: &Instr, operand: &Operand) -> Operand {
     let name = instr.kind.name();
     let tensor = format!("{}/{name} in f32 of micro-batch {}", instr.layer, instr.micro_batch);
@@ -36,7 +36,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     if !program.instrs.iter().any(is_sum) {
         return Ok(());
     }
-    // By request: the f32 operands that replace those in bf16, and the instruction that rounds the sum.
+    // By request: the f32 operands that replace the bf16 operands, and the instruction that rounds the sum.
     let mut under_way: Vec<Option<(Vec<Operand>, Instr)>> = vec![None; program.requests];
     let mut starts = Vec::new();
     let mut instrs = Vec::new();

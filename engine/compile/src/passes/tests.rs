@@ -15,7 +15,7 @@ use crate::lowering::{Lowering, Output, Target};
 use crate::partition::{StagePartition, partition};
 use crate::recompute::{Recompute, Resolving, StorageOptions};
 
-/// A test case: a loss of `x` [2, 4] and its gradients, with these options.
+/// A test case: options for the gradients of a loss that depends on `x` [2, 4].
 #[derive(Default)]
 struct Case {
     stages: usize,
@@ -29,7 +29,7 @@ struct Case {
     target: Option<Target>,
 }
 
-/// The program after every stage, as text without declarations.
+/// Returns the program after every stage, as text without declarations.
 fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BTreeMap<&'static str, String> {
     let graph = Arc::new(Mutex::new(Graph::default()));
     let x = lock(&graph).add_input("x", Spec::f32((2, 4))).unwrap();
@@ -212,7 +212,7 @@ fn what_is_dropped_runs_again_in_front_of_its_reader() {
     ");
 }
 
-/// The first product is recomputed for I, and once more for W.
+/// The first product is recomputed for I, and recomputed once more for W.
 #[test]
 fn what_is_dropped_runs_again_in_both_halves() {
     let recompute = Recompute::Ops(vec!["linear".into(), "gelu".into()]);
@@ -245,7 +245,7 @@ fn what_is_dropped_runs_again_in_both_halves() {
     ");
 }
 
-/// A product that both halves read, and that is smaller than its factors, is computed once.
+/// A product that both halves read, and that takes fewer bytes than its factors, is recomputed only once.
 #[test]
 fn what_is_made_for_weights_on_the_way_is_made_once() {
     let recompute = Recompute::Ops(vec!["linear".into(), "mul".into()]);

@@ -36,7 +36,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Adds a buffer for the f32 copy of the elements of a layout.
+/// Adds a scratch buffer for an f32 copy of the elements of a layout.
 fn room(program: &mut Program, instr: &Instr, layout: &Layout) -> BufferId {
     let name = instr.kind.name();
     let tensor = format!("{}/{name} in f32 of micro-batch {}", instr.layer, instr.micro_batch);

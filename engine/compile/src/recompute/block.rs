@@ -1,12 +1,12 @@
 //! The recomputation choices of one layer on its own, and what each costs.
 //!
 //! - In: a graph, and the time that each node takes.
-//! - Out: per layer, the Pareto-optimal [`Choice`]s in three costs: bytes kept, peak bytes of the layer's own backward,
-//!   and time. Layers of the same shape share one result.
+//! - Out: for each layer, the Pareto-optimal [`Choice`]s in three costs: bytes kept, peak bytes of the layer's own
+//!   backward, and time. Layers of the same shape share one list of choices.
 //! - Never: a budget, or the choices of other layers.
 //!
 //! [`Groups`] defines what a layer is. The candidates of a layer are the nodes whose results the backward reads. A
-//! layer with more than [`CANDIDATES`] of them is split into runs of that many.
+//! layer with more than [`CANDIDATES`] candidates is split into runs of that many.
 
 #[cfg(test)]
 mod reference;
@@ -20,24 +20,24 @@ use super::SavedActivations;
 use super::groups::{Group, Groups};
 use super::layer::{CANDIDATES, Candidates, Choice, Layer, Local};
 
-/// A layer, or a run of a layer's candidates.
+/// A layer, or one run of the candidates of a large layer.
 #[derive(Debug)]
 pub struct Block {
-    /// The stage that runs it.
+    /// The stage that runs the layer.
     pub place: Place,
     /// The saved values of each candidate.
     candidates: Vec<Vec<ValueId>>,
-    /// The choices: first the one that keeps everything, last the slowest.
+    /// The choices. The first one keeps everything, and the last one is the slowest.
     pub choices: Rc<[Choice]>,
 }
 
 impl Block {
-    /// The values that a choice drops.
+    /// Returns the values that a choice drops after the forward.
     pub fn dropped(&self, choice: &Choice) -> impl Iterator<Item = ValueId> + '_ {
         self.chosen(choice.dropped)
     }
 
-    /// The values that a choice frees at the end of the input gradients (I) of a split backward.
+    /// Returns the values that a choice frees at the end of the input gradients (I) of a split backward.
     pub fn again(&self, choice: &Choice) -> impl Iterator<Item = ValueId> + '_ {
         self.chosen(choice.freed_after_input)
     }
@@ -48,8 +48,8 @@ impl Block {
     }
 }
 
-/// The layers of the nodes that are `alive`, in graph order. `is_split` says whether the backward is split into input
-/// and weight gradients.
+/// Returns the layers of the nodes that are `alive`, in graph order. `is_split` says whether the backward is split into
+/// input and weight gradients.
 pub fn blocks(
     graph: &Graph,
     alive: &[bool],
@@ -67,7 +67,7 @@ pub fn blocks(
     blocks
 }
 
-/// The nodes of one layer, or of a run of its candidates.
+/// The nodes of one layer, or of one run of its candidates.
 struct LayerNodes {
     group: Group,
     place: Place,
@@ -103,8 +103,8 @@ fn parts(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>) -> Vec<Lay
                 made_in.extend(node.outputs.iter().map(|&output| (output, part)));
             }
             Phase::BackwardInput | Phase::BackwardWeight => {
-                // A backward node belongs to the run whose values it reads last, and to every other part with a
-                // candidate that it reads.
+                // A backward node belongs to the last run whose values it reads. It also belongs to every other part of
+                // which it reads a candidate.
                 let roots = || node.inputs.iter().map(|&input| graph.value(input).root);
                 let of_layer = |part: &usize| parts[*part].group == group && parts[*part].place == node.place;
                 let own = roots().filter_map(|root| made_in.get(&root).copied()).filter(of_layer).max().or(known);
@@ -122,13 +122,13 @@ fn parts(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>) -> Vec<Lay
     parts
 }
 
-/// The outputs of a forward node that may be dropped.
+/// Returns the outputs of a forward node that may be dropped.
 fn candidates_of<'a>(node: &'a Node, saved: &'a SavedActivations<'_>) -> impl Iterator<Item = ValueId> + 'a {
     node.outputs.iter().copied().filter(|&root| saved.is_candidate(root))
 }
 
 impl LayerNodes {
-    /// Builds the [`Layer`] of this part, and lists the saved values of each of its candidates.
+    /// Builds the [`Layer`] of this part, and lists the saved values of each candidate.
     fn layer(
         &self,
         graph: &Graph,
@@ -140,7 +140,7 @@ impl LayerNodes {
         let root = |value: ValueId| graph.value(value).root;
         for node in self.forward.iter().map(|&id| graph.node(id)) {
             let makes: Vec<usize> = node.outputs.iter().map(|&output| locals.index(graph, output)).collect();
-            // Values of other layers are kept by those layers. They only count here if W needs them.
+            // Values of other layers are counted as kept in those layers. Here, such a value counts only if W needs it.
             let is_of_forward = |root: &ValueId| graph.producer(*root).is_some_and(|p| p.phase == Phase::Forward);
             for root in node.inputs.iter().map(|&input| root(input)).filter(|root| is_split && is_of_forward(root)) {
                 locals.index(graph, root);

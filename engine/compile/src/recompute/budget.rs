@@ -6,23 +6,25 @@
 //! - Never: an estimate. Every returned plan has really been planned within the budget.
 //!
 //! The search picks one choice per layer (a multiple-choice knapsack). While layer l runs its backward, the layers
-//! before it hold what they keep, and every other micro-batch in flight holds all that it keeps. So the choices with
-//! the least time are wanted under the constraint
+//! before l hold the values that they keep, and every other micro-batch in flight holds all values that it keeps. So
+//! the search minimizes the recomputation time under the constraint
 //!
 //! ```text
 //! (held by other micro-batches) + Σ kept of layers before l + peak of l  ≤  limit,   for every l.
 //! ```
 //!
-//! Dynamic programming from the first layer to the last finds them. After each layer it keeps only the states that are
-//! Pareto-optimal in bytes and time.
+//! Dynamic programming from the first layer to the last finds these choices. After each layer, it keeps only the states
+//! that are Pareto-optimal in bytes and time.
 //!
-//! Other micro-batches hold what they keep from forward to backward or, if the backward is split, what they keep from I
-//! to W. Two moments are counted: when most micro-batches are in the former state, and when most are in the latter.
+//! A micro-batch in flight holds kept values from forward to backward. If the backward is split, the micro-batch holds
+//! kept values from forward to I, and other values from I to W. Two moments are considered: when the number of
+//! micro-batches between forward and backward is highest, and when the number between I and W is highest.
 //!
-//! The initial limit is the budget minus what else the plan holds. It is then corrected by the sizes of the real plans.
+//! The initial limit is the budget minus everything else that the plan holds. The limit is then corrected by the sizes
+//! of the real plans.
 //!
-//! All micro-batches use these choices, except for the first one to run its backward. During that backward the
-//! accumulated gradients do not all exist yet, so there is room to keep more. Its own limit is raised as far as the
+//! All micro-batches use these choices, except for the first one to run its backward. During that backward, not all
+//! accumulated gradients exist yet, so there is space to keep more values. Its separate limit is raised as far as the
 //! real plans allow.
 
 use std::collections::HashMap;
@@ -35,43 +37,43 @@ use super::layer::Choice;
 use super::{RematPlan, SavedActivations, Variant};
 use crate::error::{Error, Result};
 
-/// Approximate number of states that the dynamic programming keeps per layer, if there are more than [`MANY`].
+/// Approximate number of states that are kept per layer if there are more than [`MANY`].
 const STATES: usize = 4096;
 
-/// Number of states up to which all are kept.
+/// Number of states per layer up to which all of them are kept.
 const MANY: usize = 1 << 16;
 
-/// Number of guesses at what other micro-batches hold.
+/// Number of guesses of the bytes that other micro-batches hold.
 const GUESSES: u64 = 32;
 
-/// Maximum number of plans made for one budget.
+/// Maximum number of plans that are made for one budget.
 const PLANS: usize = 24;
 
-/// Maximum number of plans made for the choices of the first micro-batch.
+/// Maximum number of plans that are made for the separate choices of the first micro-batch.
 const PLANS_OF_FIRST: usize = 8;
 
-/// A budget, and the layers that must fit it.
+/// A budget, and the layers of one rank that must fit into it.
 pub struct Budget<'a> {
     /// Maximum size of the arena in bytes.
     pub bytes: u64,
     pub saved: &'a SavedActivations<'a>,
     /// The layers of this rank, in graph order.
     pub blocks: &'a [Block],
-    /// Micro-batches in flight at once, by stage.
+    /// Number of micro-batches in flight at once, by stage.
     pub in_flight: HashMap<Place, InFlight>,
-    /// The micro-batch that runs its backward first, if there are others.
+    /// The first micro-batch to run its backward. `None` if there is only one micro-batch.
     pub first_backward: Option<u32>,
 }
 
 impl Budget<'_> {
-    /// Finds the fastest plan that fits.
+    /// Returns the fastest plan found that fits the budget.
     ///
-    /// `place` lowers and plans a recomputation and returns the size of its arena. It may stop early if the arena
-    /// exceeds the given capacity anyway, and then returns a lower bound above the capacity. Without a capacity it
-    /// returns the size of the lowest plan.
+    /// `place` lowers and plans a recomputation, and returns the size of the arena. If there is a capacity and the
+    /// arena exceeds it, `place` may stop early and return a lower bound of the arena that exceeds the capacity.
+    /// Without a capacity, it returns the size of the lowest plan.
     ///
     /// # Errors
-    /// Returns [`Error::OverBudget`] with the smallest arena found if none fits, and passes on errors of `place`.
+    /// Returns [`Error::OverBudget`] with the smallest arena found if no plan fits, and the errors of `plan_size`.
     pub fn fit(&self, mut plan_size: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>) -> Result<RematPlan> {
         let plain: Vec<usize> = vec![0; self.blocks.len()];
         let height = plan_size(&self.recomputation(&plain), Some(self.bytes))?;
@@ -90,14 +92,15 @@ impl Budget<'_> {
         }
     }
 
-    /// Finds choices for all micro-batches alike, and the limit at which they were found.
+    /// Finds choices that are the same for all micro-batches, and the limit with which they were found. `None` if none
+    /// fit.
     fn search(
         &self,
         plain: &[usize],
         height: u64,
         mut plan_size: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
     ) -> Result<Option<(Vec<usize>, u64)>> {
-        // Bytes that the model of the layers leaves out: parameters, workspaces, the update.
+        // Bytes that the model of the layers does not cover: parameters, scratch, the update.
         let unseen = i128::from(height) - i128::from(self.peak(plain));
         let (mut low, mut high) = (0i128, i128::from(height) - unseen);
         let mut limit = i128::from(self.bytes) - unseen;
@@ -128,8 +131,8 @@ impl Budget<'_> {
             } else {
                 high = high.min(limit);
             }
-            // Next, try the limit at which the model predicts an exact fit. Bisect if that is outside of the known
-            // range, or if these choices were planned before.
+            // The next limit is the one at which the model predicts an exact fit. If that limit is outside of the known
+            // range, or if these choices were planned before, the range is bisected instead.
             let next = limit + slack;
             limit = if before.is_none() && next > low && next < high { next } else { (low + high) / 2 };
             if high - low <= i128::from(self.bytes / 4096) {
@@ -140,6 +143,7 @@ impl Budget<'_> {
     }
 
     /// Finds separate choices for the first micro-batch to run its backward, starting from the limit of the others.
+    /// `rest` holds the choices of all other micro-batches.
     fn refine_first(
         &self,
         rest: Vec<usize>,
@@ -149,7 +153,7 @@ impl Budget<'_> {
         let (mut best, all) = (self.recomputation(&rest), self.peak(&vec![0; self.blocks.len()]));
         let (Some(first), mut low, mut high) = (self.first_backward, limit, all) else { return Ok(best) };
         let mut taken = rest.clone();
-        // Try keeping everything first.
+        // The first attempt keeps everything.
         let mut limit = all;
         for _ in 0..PLANS_OF_FIRST {
             let Some(choices) = self.solve(limit) else { break };
@@ -170,7 +174,7 @@ impl Budget<'_> {
         Ok(best)
     }
 
-    /// The choices that hold the fewest bytes according to the model.
+    /// Returns the choices that hold the fewest bytes according to the model.
     fn least(&self) -> Vec<usize> {
         let plain: Vec<usize> = vec![0; self.blocks.len()];
         let most = self.peak(&plain);
@@ -191,13 +195,13 @@ impl Budget<'_> {
         times.fold(0, u64::saturating_add)
     }
 
-    /// Bytes of a block that all micro-batches but the current one hold, at each of the two moments.
+    /// Returns the bytes of a block that all micro-batches except the current one hold, at each of the two moments.
     fn held_by_others(&self, block: usize, choice: &Choice) -> [u64; 2] {
         let moments = self.in_flight.get(&self.blocks[block].place).copied().unwrap_or_default();
         moments.map(|[kept, waits]| kept.saturating_sub(1) * choice.kept + waits * choice.kept_until_weights)
     }
 
-    /// The maximum bytes that the layers hold, according to the model.
+    /// Returns the peak of the bytes that the layers hold, according to the model.
     fn peak(&self, choices: &[usize]) -> u64 {
         let chosen = || choices.iter().enumerate().map(|(block, &choice)| (block, self.choice(block, choice)));
         let others = chosen().map(|(block, choice)| self.held_by_others(block, choice)).fold([0, 0], added);
@@ -210,7 +214,7 @@ impl Budget<'_> {
         others.into_iter().max().unwrap_or(0) + at_layer.max().unwrap_or(0)
     }
 
-    /// The fastest choices below a limit, if there are any.
+    /// Returns the fastest choices found that meet a limit, or `None` if no choices do.
     fn solve(&self, limit: u64) -> Option<Vec<usize>> {
         let alone = self.in_flight.values().flatten().all(|&[kept, waits]| kept <= 1 && waits == 0);
         let guesses = if alone { 0..1 } else { 0..GUESSES };
@@ -226,8 +230,8 @@ impl Budget<'_> {
         best.map(|best| best.0)
     }
 
-    /// The fastest choices with `others` bytes reserved for the other micro-batches, if they take less time than
-    /// `below`.
+    /// Returns the fastest choices if the other micro-batches may hold `others` bytes, and the current one the rest of
+    /// the limit. `None` if there are no such choices, or none that take less time than `below`.
     fn solve_with_reserve(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
         let mut layers: Vec<Vec<State>> = vec![vec![State::default()]];
         for (index, block) in self.blocks.iter().enumerate() {
@@ -254,7 +258,7 @@ impl Budget<'_> {
             }
             layers.push(next.undominated());
         }
-        // States are sorted by ascending bytes, so by descending time: the last is the fastest.
+        // States are sorted by ascending bytes, and so by descending time. The last state is the fastest.
         let mut at = layers.last()?.len().checked_sub(1)?;
         let mut choices = Vec::with_capacity(self.blocks.len());
         for states in layers[1..].iter().rev() {
@@ -277,22 +281,23 @@ impl Budget<'_> {
     }
 }
 
-/// The choices for the first layers, summarized.
+/// A summary of the choices made for the first layers.
 #[derive(Debug, Clone, Copy, Default)]
 struct State {
     kept: u64,
-    /// Bytes held by other micro-batches, at each of the two moments.
+    /// Bytes that other micro-batches hold, at each of the two moments.
     others: [u64; 2],
     nanoseconds: u64,
-    /// Index of the state after the layer before.
+    /// Index of the state before this layer, which this state extends.
     from: u32,
-    /// Index of the last layer's choice.
+    /// Index of the choice made for this layer.
     choice: u32,
 }
 
 impl State {
-    /// Bytes of the current micro-batch and of the others, added. Stages with equally many micro-batches reach their
-    /// maxima together, so the sum is exact for them; otherwise a good state may be missed.
+    /// Returns the sum of the bytes of the current micro-batch and of the others, by which states are compared. For
+    /// stages with the same number of micro-batches, both reach their maxima together, and the sum is exact. For other
+    /// stages, a good state may be missed.
     fn bytes(&self) -> u64 {
         self.kept + self.others[0].max(self.others[1])
     }
@@ -309,7 +314,7 @@ struct States {
 }
 
 impl States {
-    /// Prepares for the states that combine a state before the layer with a choice of the layer.
+    /// Creates the collection for states that combine one of the states `before` a layer with one choice of the layer.
     fn new(before: &[State], block: &Block, others: &[[u64; 2]]) -> Self {
         let of_choices = |combine: fn(u64, u64) -> u64| {
             block.choices.iter().zip(others).map(move |(choice, others)| choice.kept + combine(others[0], others[1]))
@@ -336,7 +341,7 @@ impl States {
         }
     }
 
-    /// The Pareto-optimal states in bytes and time, by ascending bytes.
+    /// Returns the states that are Pareto-optimal in bytes and time, by ascending bytes.
     fn undominated(mut self) -> Vec<State> {
         self.all.extend(self.fastest.into_iter().chain([self.smallest]).flatten());
         self.all.sort_unstable_by_key(|s| (s.bytes(), s.nanoseconds, s.from, s.choice));
@@ -350,15 +355,15 @@ impl States {
     }
 }
 
-/// Number of micro-batches of a stage between forward and backward, and between I and W, at two moments: when the
-/// former number is highest, and when the latter is.
+/// Two numbers of micro-batches of a stage: those between forward and backward (or I), and those between I and W. They
+/// are given at two moments: when the first number is highest, and when the second is.
 pub type InFlight = [[u64; 2]; 2];
 
 fn added(one: [u64; 2], other: [u64; 2]) -> [u64; 2] {
     [one[0] + other[0], one[1] + other[1]]
 }
 
-/// Per stage, the numbers of micro-batches that a rank's actions hold at once.
+/// Returns, for each stage, the numbers of micro-batches that a rank's actions hold at the two moments.
 pub fn in_flight(row: &[Action]) -> HashMap<Place, InFlight> {
     let mut now: HashMap<Place, [u64; 2]> = HashMap::new();
     let mut most: HashMap<Place, InFlight> = HashMap::new();
@@ -380,7 +385,7 @@ pub fn in_flight(row: &[Action]) -> HashMap<Place, InFlight> {
     most
 }
 
-/// The micro-batch whose backward comes first among a rank's actions, if there are others.
+/// Returns the micro-batch whose backward comes first among a rank's actions. `None` if there is only one micro-batch.
 pub fn first_backward(row: &[Action]) -> Option<u32> {
     let mut backward = row.iter().filter(|action| action.kind != Kind::Forward).map(|action| action.micro_batch.0);
     let first = backward.next()?;

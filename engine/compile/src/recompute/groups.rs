@@ -1,4 +1,4 @@
-//! The grouping of nodes into layers, which are then examined one by one.
+//! Groups nodes into layers, so that recomputation can be examined layer by layer.
 //!
 //! A numbered layer consists of all nodes whose names share a prefix that ends in a number, e.g. `h.3`. The other nodes
 //! form two more layers: one before the numbered layers (embeddings), and one after them (the last norm, the head). A
@@ -11,7 +11,7 @@ use gapless_graph::{Graph, Node, Phase};
 
 use crate::recompute::policy::block_of;
 
-/// The layer of each node name.
+/// The layer of each node, by the node's name.
 #[derive(Debug)]
 pub(super) struct Groups {
     by_layer: HashMap<Arc<str>, Group>,

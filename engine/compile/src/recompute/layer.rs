@@ -5,16 +5,16 @@
 //! - Never: the choices of other layers.
 //!
 //! If a schedule splits the backward into I (gradients of inputs) and W (gradients of weights), a choice also says
-//! which of the candidates that W reads are freed at the end of I and recomputed for W. These may be candidates kept
-//! for I or recomputed for it. The choice then also has a cost for what is kept between I and W.
+//! which of the candidates that W reads are freed at the end of I and recomputed for W. Before that, these candidates
+//! may have been kept for I, or recomputed for I. The choice then also has a cost for the values kept between I and W.
 //!
-//! The number of choices tried depends on the number of candidates, where a candidate that W reads counts twice:
+//! The number of choices tried depends on the number of candidates. A candidate that W reads counts twice.
 //!
-//! - Up to [`EXACT`], all pairs of subsets for I and W are tried.
-//! - Beyond that, either all or none of the candidates that W reads are freed at the end of I.
-//! - If there are more than [`EXACT`] candidates even when counted once, they are divided into runs of [`RUN`]. The
-//!   best subsets of the runs are combined run by run. Minimal cuts of the whole layer are added
-//!   ([`min_cut`](super::min_cut)), with subsets between neighbouring cuts.
+//! - Up to [`EXACT`] candidates, all pairs of subsets for I and W are tried.
+//! - If there are more, either all or none of the candidates that W reads are freed at the end of I.
+//! - If there are more than [`EXACT`] candidates even when each counts once, they are divided into runs of [`RUN`]. The
+//!   best subsets of the runs are combined, run by run. Minimal cuts of the whole layer are added
+//!   ([`min_cut`](super::min_cut)), and so are subsets between neighbouring cuts.
 
 use super::min_cut::hull;
 
@@ -30,8 +30,8 @@ pub(super) const RUN: usize = 12;
 /// Maximum number of candidates between two neighbouring cuts for which all subsets are tried.
 const BETWEEN: usize = 8;
 
-/// Maximum number of choices of a layer. If there are more, choices that differ from a better one by only a small part
-/// of the layer's bytes are removed.
+/// Maximum number of choices of a layer. If there are more, a choice is removed if another choice is better except for
+/// a small part of the layer's bytes.
 const CHOICES: usize = 256;
 
 /// A set of candidates, as a bit mask.
@@ -42,7 +42,7 @@ pub(super) type Candidates = u64;
 pub struct Choice {
     /// The candidates that are dropped after the forward.
     pub(super) dropped: Candidates,
-    /// The candidates that are freed at the end of I, if the backward is split.
+    /// The candidates that are freed at the end of I and recomputed for W, if the backward is split.
     pub(super) freed_after_input: Candidates,
     /// Bytes that one micro-batch keeps from the layer's forward to its backward.
     pub kept: u64,
@@ -54,7 +54,7 @@ pub struct Choice {
     pub nanoseconds: u64,
 }
 
-/// A node within its layer; values are indices into [`Layer::bytes`].
+/// A node within its layer. Its values are indices into [`Layer::bytes`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Local {
     pub reads: Vec<usize>,
@@ -62,7 +62,7 @@ pub(super) struct Local {
     pub nanoseconds: u64,
 }
 
-/// Everything that the choices of a layer depend on. Equal layers have equal choices.
+/// Everything on which the choices of a layer depend. Equal layers have equal choices.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Layer {
     /// Bytes of each value.
@@ -70,11 +70,11 @@ pub(super) struct Layer {
     /// Forward nodes that can be recomputed, in order.
     pub forward: Vec<Local>,
     pub backward: Vec<Local>,
-    /// Nodes for weight gradients, if the backward is split.
+    /// Nodes that compute weight gradients, if the backward is split.
     pub weights: Vec<Local>,
-    /// Number of values that the forward reads or produces; they come first in [`Self::bytes`].
+    /// Number of values that the forward reads or produces. These values come first in [`Self::bytes`].
     pub forward_values: usize,
-    /// Values kept from forward to backward if nothing is dropped.
+    /// Values that are kept from forward to backward if nothing is dropped.
     pub saved: Vec<usize>,
     /// The values that each candidate saves, in the order in which they are computed.
     pub candidates: Vec<Vec<usize>>,
@@ -83,7 +83,7 @@ pub(super) struct Layer {
 }
 
 impl Layer {
-    /// All choices worth considering: first the one that keeps everything, then the others from the fastest to the
+    /// Returns all choices worth considering. The first one keeps everything. The others follow from the fastest to the
     /// slowest.
     pub fn choices(&self) -> Vec<Choice> {
         let mut costs = Costs::new(self);
@@ -116,19 +116,20 @@ impl Layer {
                 undominated(choices)
             }
         };
-        // The choice that keeps everything is normally among them, unless something can be dropped at no cost in time.
+        // The choice that keeps everything is normally in the list. It is missing if something can be dropped without
+        // costing time.
         let others = thinned(choices).into_iter().filter(|choice| (choice.dropped, choice.freed_after_input) != (0, 0));
         [costs.choice(0, 0)].into_iter().chain(others).collect()
     }
 
-    /// The candidates with a value that W reads.
+    /// Returns the candidates with a value that W reads.
     fn candidates_for_weights(&self) -> Vec<u32> {
         let is_read = |value: &usize| self.weights.iter().any(|local| local.reads.contains(value));
         let candidates = (0..).zip(&self.candidates);
         candidates.filter(|(_, values)| values.iter().any(is_read)).map(|(index, _)| index).collect()
     }
 
-    /// The sets that minimal cuts drop, and subsets between neighbouring cuts.
+    /// Returns the sets of candidates that minimal cuts drop, and subsets between neighbouring cuts.
     fn cuts(&self) -> Vec<Candidates> {
         let hull = hull(self);
         let mut cuts = hull.clone();
@@ -140,12 +141,12 @@ impl Layer {
         cuts
     }
 
-    /// Bytes saved by dropping a candidate.
+    /// Returns the bytes that dropping a candidate saves.
     pub fn candidate_bytes(&self, candidate: usize) -> u64 {
         self.candidates[candidate].iter().map(|&value| self.bytes[value]).sum()
     }
 
-    /// For each value, the node that can recompute it.
+    /// Returns for each value the node that can recompute it, if any.
     pub fn makers(&self) -> Vec<Option<usize>> {
         let mut makers = vec![None; self.bytes.len()];
         for (index, local) in self.forward.iter().enumerate() {
@@ -155,7 +156,7 @@ impl Layer {
     }
 }
 
-/// Moves the bits of a subset to these positions.
+/// Moves bit i of a subset to position `places[i]`.
 fn spread(subset: u64, places: &[u32]) -> Candidates {
     places.iter().enumerate().fold(0, |all, (bit, &place)| all | (subset >> bit & 1) << place)
 }
@@ -168,7 +169,7 @@ pub(super) struct Costs<'l> {
     is_candidate: Vec<bool>,
     /// By value: whether W reads it.
     read_by_weights: Vec<bool>,
-    /// Nodes that compute some value that W reads.
+    /// Nodes that compute a value that W reads.
     makes_for_weights: Vec<usize>,
     /// Scratch: which values are available.
     available: Vec<bool>,
@@ -209,7 +210,7 @@ impl<'l> Costs<'l> {
         }
     }
 
-    /// The choice that drops these candidates and frees `again` at the end of I.
+    /// Returns the choice that drops the candidates `dropped` and frees `freed_after_input` at the end of I, with its costs.
     pub fn choice(&mut self, dropped: Candidates, freed_after_input: Candidates) -> Choice {
         let layer = self.layer;
         self.available.fill(false);
@@ -219,7 +220,8 @@ impl<'l> Costs<'l> {
         chosen.flat_map(|(_, values)| values).for_each(|&value| self.available[value] = false);
         self.find_smaller();
         let kept = layer.saved.iter().filter(|&&value| self.available[value]).map(|&value| layer.bytes[value]).sum();
-        // The execution order of the backward: its own nodes, each preceded by the recomputation that it needs.
+        // The execution order of the backward: its own nodes, each preceded by the recomputation of values that the
+        // node reads.
         self.sequence.clear();
         let mut nanoseconds = 0u64;
         for own in &layer.backward {
@@ -237,7 +239,7 @@ impl<'l> Costs<'l> {
         Choice { dropped, freed_after_input, kept, kept_until_weights, peak, nanoseconds }
     }
 
-    /// Appends the recomputation that a node needs, and returns how long it takes.
+    /// Appends the recomputation of values that a node reads, and returns the time that it takes.
     fn recompute(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         self.wanted.extend(&own.reads);
@@ -258,8 +260,8 @@ impl<'l> Costs<'l> {
         nanoseconds
     }
 
-    /// Finds the values that are freed at the end of I: the given candidates, and the values they are computed from,
-    /// back to values that W also reads or that are always kept.
+    /// Finds the values that are freed at the end of I. These are the candidates `again` and the values from which they
+    /// are computed, back to values that W also reads or that are always kept.
     fn find_ends(&mut self, again: Candidates) {
         let layer = self.layer;
         self.freed_after_input.clear();
@@ -277,7 +279,8 @@ impl<'l> Costs<'l> {
         }
     }
 
-    /// Finds the nodes that I runs early for W, because their outputs are smaller to keep than their inputs.
+    /// Finds the nodes that run early, in I, because keeping their outputs until W takes fewer bytes than keeping their
+    /// inputs.
     fn find_smaller(&mut self) {
         let Self { layer, read_by_weights, available, freed_after_input, early_for_weights, .. } = self;
         let bytes = |values: &mut dyn Iterator<Item = &usize>| values.map(|&value| layer.bytes[value]).sum::<u64>();
@@ -292,8 +295,8 @@ impl<'l> Costs<'l> {
         }));
     }
 
-    /// Appends nodes that I runs early for W before one of its own nodes, which reads some of their inputs. Returns how
-    /// long they take.
+    /// Appends the nodes that run early for W before `own`, a node of I that reads some of their inputs. Returns the
+    /// time that they take.
     fn keep_smaller_for_w(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         let mut nanoseconds = 0u64;
@@ -310,8 +313,9 @@ impl<'l> Costs<'l> {
         nanoseconds
     }
 
-    /// Bytes kept until W, and the peak bytes of the whole sequence, found by walking it backwards. Recomputation in W
-    /// happens while another micro-batch holds all that it keeps, so it counts on top of that.
+    /// Returns the bytes kept until W, and the peak bytes of the whole sequence, which is walked backwards. While W
+    /// recomputes values, another micro-batch already holds all values that a micro-batch keeps. So the bytes of the
+    /// recomputation in W are added to these.
     fn bytes(&mut self, kept: u64, until_input: usize) -> (u64, u64) {
         self.alive.fill(false);
         let mut alive = Alive { values: &mut self.alive, bytes: &self.layer.bytes, now: 0 };
@@ -324,8 +328,8 @@ impl<'l> Costs<'l> {
         (waits, alive.peak(for_input).max(kept + back))
     }
 
-    /// The choices of all runs of candidates, combined run by run. Each run is examined while all other candidates are
-    /// kept; `again` is freed at the end of I.
+    /// Returns the choices of all runs of candidates, combined run by run. Each run is examined while all other
+    /// candidates are kept. `freed_after_input` is freed at the end of I.
     fn joined_runs(&mut self, freed_after_input: Candidates) -> Vec<Choice> {
         let mut joined = vec![self.choice(0, freed_after_input)];
         for first in (0..self.layer.candidates.len()).step_by(RUN) {
@@ -340,7 +344,7 @@ impl<'l> Costs<'l> {
     }
 }
 
-/// The Pareto-optimal choices, by time.
+/// Returns the Pareto-optimal choices, ordered by time.
 fn undominated(mut choices: Vec<Choice>) -> Vec<Choice> {
     choices.sort_unstable_by_key(|c| {
         (c.nanoseconds, c.kept, c.kept_until_weights, c.peak, c.dropped, c.freed_after_input)
@@ -348,7 +352,8 @@ fn undominated(mut choices: Vec<Choice>) -> Vec<Choice> {
     remove_beaten(&choices, 0)
 }
 
-/// At most [`CHOICES`] choices, plus those with the fewest bytes kept and the lowest peak.
+/// Reduces the choices to at most [`CHOICES`], plus those with the lowest peak and the fewest bytes (kept until the
+/// backward, kept until W, and both together).
 fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     let all = choices.iter().map(|choice| choice.peak).max().unwrap_or(0);
     let (mut thinned, mut part) = (choices.clone(), all / 16_384);
@@ -356,7 +361,7 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
         thinned = remove_beaten(&choices, part);
         part = 2 * part + 1;
     }
-    // The smallest choices always stay: they decide which budgets can be met at all.
+    // The smallest choices always stay, because they decide which budgets can be met at all.
     let least_of = |bytes: fn(&Choice) -> u64| choices.iter().min_by_key(|choice| bytes(choice));
     let least = [
         least_of(|choice| choice.kept),
@@ -375,7 +380,8 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     thinned
 }
 
-/// Removes each choice that is beaten, within a tolerance in bytes, by another that takes no more time.
+/// Removes each choice that an earlier one beats. `choices` are sorted by time, so an earlier choice takes no more
+/// time. It beats the later one if none of its costs in bytes is higher by more than `bytes`.
 fn remove_beaten(choices: &[Choice], bytes: u64) -> Vec<Choice> {
     let mut best: Vec<Choice> = Vec::new();
     for &choice in choices {
@@ -409,8 +415,8 @@ impl Alive<'_> {
         }
     }
 
-    /// Peak bytes while these nodes run. On entry, `self` is the set of values live after them; on exit, the set live
-    /// before them.
+    /// Returns the peak bytes while these nodes run. `self` holds the values that are live after the nodes when the
+    /// function is called, and the values that are live before the nodes when it returns.
     fn peak(&mut self, nodes: &[&Local]) -> u64 {
         let mut most = self.now;
         for local in nodes.iter().rev() {

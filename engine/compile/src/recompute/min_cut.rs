@@ -1,13 +1,13 @@
-//! The best choices of a layer in bytes and time alone, found by minimal cuts instead of trying all subsets.
+//! The best choices of a layer in bytes and time alone. They are found by minimal cuts instead of trying all subsets.
 //!
 //! - In: a [`Layer`].
 //! - Out: for every weight λ, the candidates to drop so that (bytes kept) + λ · (recomputation time) is minimal. These
-//!   are the corners of the lower convex hull of all choices.
+//!   choices are the corners of the lower convex hull of all choices.
 //! - Never: the peak of the layer's backward.
 //!
-//! For one λ this is a minimal cut, as in the partitioner of PyTorch's compiler (He and Yu, *Transcending
-//! Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware*, MLSys 2023), solved here as a maximal closure
-//! (Picard, Management Science 22, 1976). A node is on the source's side if it is recomputed:
+//! For one λ, the choice is a minimal cut, as in the partitioner of PyTorch's compiler (He and Yu, *Transcending
+//! Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware*, MLSys 2023). Here it is solved as a maximal
+//! closure (Picard, Management Science 22, 1976). A node is on the source's side of the cut if it is recomputed:
 //!
 //! ```text
 //! source ──bytes──▶ n          cut where candidate n is kept
@@ -18,18 +18,18 @@
 //! The partitioner's network has two nodes per value: needed, and recomputed. A value that the backward reads is always
 //! needed, so here its first node is merged with the source.
 //!
-//! The values of λ to try come from the known corners: the slope between two neighbours either finds a corner between
-//! them or proves that there is none (Eisner and Severance, Journal of the ACM 23, 1976).
+//! The values of λ to try come from the known corners. With the slope between two neighbouring corners as λ, the cut
+//! either is a corner between them or proves that there is none (Eisner and Severance, Journal of the ACM 23, 1976).
 
 use super::layer::{Candidates, Layer};
 
-/// The sets to drop at the corners, from nothing to everything.
+/// Returns the sets of candidates to drop at the corners, from the empty set to all candidates.
 pub(super) fn hull(layer: &Layer) -> Vec<Candidates> {
     let network = Network::new(layer);
     let all = Candidates::MAX.checked_shr(Candidates::BITS - layer.candidates.len() as u32).unwrap_or(0);
     let (nothing, everything) = (network.corner(0), network.corner(all));
     let mut corners = vec![nothing];
-    // Corners still to visit, the nearest last.
+    // Corners that are still to be visited. The nearest one is the last.
     let mut ahead = vec![everything];
     while let (Some(&from), Some(&to)) = (corners.last(), ahead.last()) {
         match network.between(&from, &to) {
@@ -77,12 +77,12 @@ impl Network {
         Self { candidates, nanoseconds: layer.forward.iter().map(|local| local.nanoseconds).collect(), dependencies }
     }
 
-    /// Bytes saved by dropping these candidates, and the time it costs.
+    /// Returns the corner that drops these candidates: the bytes that this saves, and the time that it costs.
     fn corner(&self, dropped: Candidates) -> Corner {
         let is_dropped =
             |candidate: &Option<(usize, u64)>| candidate.is_some_and(|(index, _)| dropped >> index & 1 == 1);
         let mut runs: Vec<bool> = self.candidates.iter().map(is_dropped).collect();
-        // Nodes before a dropped one may have to run as well.
+        // Nodes on which a dropped candidate depends may have to be recomputed as well.
         for node in (0..runs.len()).rev().filter(|&node| runs[node]).collect::<Vec<_>>() {
             let mut wanted = vec![node];
             while let Some(node) = wanted.pop() {
@@ -93,7 +93,7 @@ impl Network {
         self.corner_of(&runs)
     }
 
-    /// The corner at which these nodes are recomputed. All candidates among them are dropped.
+    /// Returns the corner at which the nodes `runs` are recomputed. All candidates among these nodes are dropped.
     fn corner_of(&self, runs: &[bool]) -> Corner {
         let mut corner = Corner { dropped: 0, saved_bytes: 0, nanoseconds: 0 };
         for node in (0..runs.len()).filter(|&node| runs[node]) {
@@ -106,13 +106,14 @@ impl Network {
         corner
     }
 
-    /// The corner between two others that is farthest beyond the line through them, if there is one.
+    /// Returns the corner between two others that is farthest beyond the line through them, or `None` if there is none.
     fn between(&self, from: &Corner, to: &Corner) -> Option<Corner> {
         let bytes = u128::from(to.saved_bytes.checked_sub(from.saved_bytes)?);
         let nanoseconds = u128::from(to.nanoseconds.checked_sub(from.nanoseconds)?);
         let runs = self.cut(nanoseconds, bytes);
         let found = self.corner_of(&runs);
-        // The weighted gain in bytes and the weighted loss in time, to compare with those at one end of the line.
+        // The weighted gain in bytes, and the weighted loss in time. The found corner is beyond the line if gain minus
+        // loss is greater at the corner than at `from`, an end of the line.
         let gain = |corner: &Corner| {
             let gain = nanoseconds.saturating_mul(corner.saved_bytes.into());
             (gain, bytes.saturating_mul(corner.nanoseconds.into()))
@@ -121,8 +122,8 @@ impl Network {
         (more.saturating_add(less_before) > more_before.saturating_add(less)).then_some(found)
     }
 
-    /// The nodes that are recomputed if `byte` · (bytes kept) + `nanosecond` · (time) is minimal. Of several such sets,
-    /// returns the smallest.
+    /// Returns the nodes that are recomputed if `byte` · (bytes kept) + `nanosecond` · (time) is minimal. Of several
+    /// such sets of nodes, returns the smallest.
     fn cut(&self, byte: u128, nanosecond: u128) -> Vec<bool> {
         let nodes = self.dependencies.len();
         let (source, sink) = (nodes, nodes + 1);
@@ -140,7 +141,7 @@ impl Network {
     }
 }
 
-/// A flow network with residual capacities. Edges i and i ^ 1 are each other's reverse.
+/// A flow network with residual capacities. The reverse of edge i is edge i ^ 1.
 struct Flow {
     to: Vec<usize>,
     residual: Vec<u128>,
@@ -162,7 +163,7 @@ impl Flow {
     }
 
     /// Computes a maximum flow along shortest augmenting paths (Edmonds and Karp, 1972). Returns the nodes that the
-    /// source still reaches: its side of the smallest minimal cut.
+    /// source still reaches, which are the source's side of the smallest minimal cut.
     fn saturate(&mut self, source: usize, sink: usize) -> Vec<bool> {
         loop {
             let mut by: Vec<Option<usize>> = vec![None; self.outgoing.len()];

@@ -1,13 +1,13 @@
 //! Activation recomputation: which forward values are kept until the backward, and which are recomputed.
 //!
 //! - In: a graph with its gradients, and a [`Recompute`] policy.
-//! - Out: a [`RematPlan`]. Per micro-batch it has the values that are freed after the forward although the backward
-//!   reads them, and the nodes that recompute them.
+//! - Out: a [`RematPlan`]. For each micro-batch, it holds the values that are freed after the forward although the
+//!   backward reads them, and the nodes that recompute these values.
 //! - Never: an order of actions, or an address.
 //!
-//! Lowering repeats those nodes right before the first reader of their results, and only the ones that lead to a value
-//! that is read (full recomputation: Chen et al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198).
-//! Dropout draws the same random numbers again and kernels are deterministic, so every policy gives the same bits.
+//! Lowering repeats a node right before the first reader of its result, and only if the node leads to a value that is
+//! read (full recomputation: Chen et al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198). Dropout
+//! draws the same random numbers again, and kernels are deterministic. So every policy gives the same bits.
 //!
 //! Kept values can also be compressed to eight bits, or offloaded to a file (`stash`).
 //!
@@ -37,23 +37,24 @@ use gapless_parallel::StageId;
 /// The values that each micro-batch of a step drops and recomputes.
 #[derive(Debug, Clone, Default)]
 pub struct RematPlan {
-    /// The distinct variants; never empty once resolved.
+    /// The distinct variants. Never empty once a policy has been resolved.
     variants: Vec<Variant>,
     /// Micro-batch m uses variant `cycle[m mod n]`, where n is the length of the cycle.
     cycle: Vec<usize>,
-    /// A micro-batch with its own variant, if any.
+    /// The index of a micro-batch that has its own variant, and the variant's index.
     exception: Option<(u32, usize)>,
 }
 
 /// The values that one micro-batch drops, and the nodes that recompute them.
 #[derive(Debug, Clone, Default)]
 pub struct Variant {
-    /// By value index: whether the root is recomputed, because it is dropped or because a dropped value depends on it.
+    /// By value index: whether the root is recomputed, because it is dropped or because a dropped value is computed
+    /// from it.
     rematerialized: Vec<bool>,
     /// Recomputed nodes, in order.
     nodes: Vec<NodeId>,
-    /// Roots that are freed at the end of the input gradients of a split backward, whether kept or recomputed for them.
-    /// They are recomputed before the weight gradients that read them.
+    /// Roots that are freed at the end of the input gradients of a split backward, whether they were kept or recomputed
+    /// until then. They are recomputed before the weight gradients that read them.
     end_with_input: BTreeSet<ValueId>,
     /// Roots that are compressed or offloaded between forward and backward.
     stash: BTreeMap<ValueId, ActivationStorage>,
@@ -75,43 +76,43 @@ impl Variant {
         self.end_with_input.contains(&root)
     }
 
-    /// All roots that are not kept from input gradients to weight gradients.
+    /// Returns all roots that are not kept from the input gradients to the weight gradients.
     pub fn ending_with_input(&self) -> impl Iterator<Item = ValueId> + '_ {
         self.end_with_input.iter().copied()
     }
 
-    /// All roots that are recomputed.
+    /// Returns all roots that are recomputed.
     pub fn rematerialized<'g>(&'g self, graph: &'g Graph) -> impl Iterator<Item = ValueId> + 'g {
         let outputs = self.nodes.iter().flat_map(|&node| &graph.node(node).outputs);
         outputs.copied().filter(|&root| self.is_rematerialized(root))
     }
 
-    /// The way a root is stored until the backward, if it is compressed or offloaded.
+    /// Returns how a root is stored until the backward. `None` if it is neither compressed nor offloaded.
     pub fn stash(&self, root: ValueId) -> Option<ActivationStorage> {
         self.stash.get(&root).copied()
     }
 
-    /// The roots that are compressed or offloaded, and which of the two.
+    /// Returns the roots that are compressed or offloaded, and which of the two each is.
     pub fn stashed(&self) -> impl Iterator<Item = (ValueId, ActivationStorage)> + '_ {
         self.stash.iter().map(|(&root, &stash)| (root, stash))
     }
 }
 
 impl RematPlan {
-    /// The same variant for all micro-batches.
+    /// Returns a plan in which all micro-batches use the same variant.
     pub fn uniform(variant: Variant) -> Self {
         Self { variants: vec![variant], cycle: vec![0], exception: None }
     }
 
-    /// This plan with a different variant for one micro-batch.
+    /// Returns this plan with another variant for one micro-batch.
     pub fn except(mut self, micro_batch: u32, variant: Variant) -> Self {
         self.exception = Some((micro_batch, self.variants.len()));
         self.variants.push(variant);
         self
     }
 
-    /// This plan, except that in these stages the values recomputed for the input gradients of a split backward are
-    /// freed with them, and recomputed once more for the weight gradients.
+    /// Returns this plan with recomputation in both halves of a split backward for these stages. Values that are
+    /// recomputed for the input gradients are freed after them, and recomputed once more for the weight gradients.
     pub fn recompute_in_both_halves(mut self, graph: &Graph, stages: &BTreeSet<StageId>) -> Self {
         for variant in &mut self.variants {
             let is_in = |root: &ValueId| match graph.place_of(*root) {
@@ -133,7 +134,7 @@ impl RematPlan {
         &self.variants
     }
 
-    /// The index of a micro-batch's variant; `None` if the plan recomputes nothing at all.
+    /// Returns the index of a micro-batch's variant, or `None` if the plan recomputes nothing at all.
     pub fn variant_of(&self, micro_batch: u32) -> Option<usize> {
         match self.exception {
             Some((exception, variant)) if exception == micro_batch => Some(variant),
@@ -141,7 +142,7 @@ impl RematPlan {
         }
     }
 
-    /// The index of a micro-batch's variant in tables whose entry 0 stands for no recomputation.
+    /// Returns the index of a micro-batch's variant in tables whose entry 0 stands for no recomputation.
     pub fn table_index(&self, micro_batch: u32) -> usize {
         self.variant_of(micro_batch).map_or(0, |variant| variant + 1)
     }

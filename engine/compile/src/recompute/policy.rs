@@ -1,4 +1,4 @@
-//! Recomputation policies as users write them, and their resolution against a graph.
+//! Recomputation policies as users write them, and the resolution of a policy against a graph.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,20 +13,20 @@ use super::budget::{Budget, first_backward, in_flight};
 use super::{RematPlan, SavedActivations, StorageOptions, Variant};
 use crate::error::{Error, Result};
 
-/// The forward values that a micro-batch recomputes in its backward instead of keeping them.
+/// A policy: the forward values that a micro-batch recomputes in its backward instead of keeping them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub enum Recompute {
     /// Everything is kept.
     #[default]
     None,
-    /// Only the results of these layers are kept; everything inside is recomputed (full recomputation). A layer is a
-    /// part of the model whose name ends in its number, e.g. `h.3` or `model.layers.7`.
+    /// Only the results of these layers are kept, and everything inside a layer is recomputed (full recomputation). A
+    /// layer is a part of the model whose name ends in a number, e.g. `h.3` or `model.layers.7`.
     Layers(Layers),
     /// The results of these operations are recomputed (selective recomputation). Operations have the names that
     /// profiles and memory maps use, e.g. `layer_norm`, `gelu`, `swiglu`.
     Ops(Vec<String>),
-    /// Micro-batch m uses policy m modulo their number. With one `None` for n micro-batches in flight, this is
-    /// Megatron's partial checkpointing.
+    /// Micro-batch m uses policy m mod n of these n policies. If one of n policies is `None`, and n micro-batches are
+    /// in flight, this is Megatron's partial checkpointing.
     Cycle(Vec<Recompute>),
     /// The values chosen by a policy of your own are recomputed.
     Custom(CustomPolicy),
@@ -34,12 +34,13 @@ pub enum Recompute {
 
 /// Decides which of the values that a backward reads are dropped and recomputed.
 pub trait RecomputePolicy: fmt::Debug + Send + Sync {
-    /// Returns true if a value of this shape and type, computed by this forward node, is recomputed. Called for every
-    /// value that can be recomputed, in the order in which they are computed. The answer must be the same each time.
+    /// Returns true if a value of this shape and type, computed by the forward node `maker`, is to be recomputed.
+    /// Called for every value that can be recomputed, in the order in which the values are computed. The answers must
+    /// be the same each time.
     fn drops(&self, value: &Spec, maker: &Node) -> bool;
 }
 
-/// A user's policy. Equal only to itself.
+/// A user's policy. It equals only itself and its clones.
 #[derive(Debug, Clone)]
 pub struct CustomPolicy(pub Arc<dyn RecomputePolicy>);
 
@@ -49,7 +50,7 @@ impl PartialEq for CustomPolicy {
     }
 }
 
-/// Formats the policy as it is parsed. A policy without a textual form is formatted with `Debug`.
+/// Formats the policy as [`FromStr`] parses it. A policy that cannot be parsed from text is formatted with `Debug`.
 impl fmt::Display for Recompute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -89,7 +90,7 @@ impl FromStr for Recompute {
 /// A selection of layers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Layers {
-    /// All of them.
+    /// All layers.
     All,
     /// The first N layers.
     First(usize),
@@ -107,17 +108,18 @@ pub struct Resolving<'a> {
     pub row: &'a [Action],
     /// The activations that are compressed or offloaded.
     pub stashing: StorageOptions<'a>,
-    /// Whether values recomputed for the input gradients of a split backward may be freed with them, and recomputed
-    /// again for the weight gradients.
+    /// Whether values that are recomputed for the input gradients of a split backward may be freed after them, and
+    /// recomputed once more for the weight gradients.
     pub can_be_twice: bool,
 }
 
 impl Resolving<'_> {
-    /// Resolves a policy, or searches for one that meets a budget. See [`Budget::fit`] for `place`.
+    /// Resolves a policy or, if there is a budget, searches for the fastest recomputation that fits the budget.
+    /// [`Budget::fit`] describes `place`.
     ///
     /// # Errors
-    /// Returns an error if the model has no layer or operation of a given name, if a cycle is empty or nested, or if
-    /// nothing fits the budget ([`Error::OverBudget`]).
+    /// Returns an error if the model has no layer or operation with a name in the policy, or if a cycle is empty or
+    /// nested. Returns [`Error::OverBudget`] if nothing fits the budget.
     pub fn resolve(
         &self,
         policy: &Recompute,
@@ -205,7 +207,8 @@ pub(super) fn config(why: String) -> Error {
     Error::config("memory.recompute", why, "choose another policy, or names from the memory map")
 }
 
-/// The layer that a node belongs to: the shortest prefix of its name that ends in a number.
+/// Returns the layer to which a node belongs: the shortest prefix of the name that ends in a number. `None` if there is
+/// no such prefix.
 pub fn block_of(layer: &str) -> Option<&str> {
     let mut end = 0;
     for part in layer.split('.') {
@@ -218,7 +221,7 @@ pub fn block_of(layer: &str) -> Option<&str> {
     None
 }
 
-/// The layers of a model, in the order in which they run.
+/// Returns the layers of a model, in the order in which they run.
 fn layers_of(graph: &Graph) -> Vec<&str> {
     let mut first: BTreeMap<&str, usize> = BTreeMap::new();
     for (index, node) in graph.nodes().iter().enumerate().filter(|(_, node)| node.phase == Phase::Forward) {

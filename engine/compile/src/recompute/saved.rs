@@ -1,4 +1,4 @@
-//! The values that the backward reads of the forward, and which of them can be recomputed.
+//! The forward values that the backward reads, and which of them can be recomputed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,13 +8,13 @@ use gapless_graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, Spec, Val
 use super::groups::Groups;
 use super::{ActivationStorage, Variant};
 
-/// The values that a forward pass hands to its own backward.
+/// The values that the forward passes to its own backward.
 #[derive(Debug)]
 pub struct SavedActivations<'g> {
     graph: &'g Graph,
     /// Values that may be dropped, in the order in which they are computed.
     roots: Vec<ValueId>,
-    /// By value index: whether its producer can run again.
+    /// By value index: whether the node that computes it can run again.
     repeatable: Vec<bool>,
     /// By value index: whether the backward reads it.
     is_read: Vec<bool>,
@@ -22,12 +22,12 @@ pub struct SavedActivations<'g> {
     by_weights: Vec<bool>,
     /// By value index: whether a forward node of another layer reads it.
     leaves_layer: Vec<bool>,
-    /// Values that are compressed or offloaded if they are kept.
+    /// Values that are compressed or offloaded, unless they are recomputed.
     stash: BTreeMap<ValueId, ActivationStorage>,
 }
 
 impl<'g> SavedActivations<'g> {
-    /// Analyses the nodes that are `alive`.
+    /// Analyses the nodes of `graph` that are `alive`.
     pub fn new(graph: &'g Graph, alive: &[bool]) -> Self {
         let (values, groups) = (graph.values().len(), Groups::of(graph));
         let [mut is_read, mut by_weights, mut leaves_layer, mut leaves_stage, mut is_summed] =
@@ -56,9 +56,9 @@ impl<'g> SavedActivations<'g> {
         Self { graph, roots, repeatable, is_read, by_weights, leaves_layer, stash: BTreeMap::new() }
     }
 
-    /// Sets how some of [`Self::roots`] are stored until the backward. If some are compressed, then discrete choices
-    /// (values that are not floats, and other outputs of the same nodes) can no longer be recomputed: from rounded
-    /// inputs they might turn out differently.
+    /// Sets how some of [`Self::roots`] are stored until the backward. If some are compressed, discrete choices can no
+    /// longer be recomputed, because they might turn out differently from rounded inputs. Discrete choices are values
+    /// that are not floats, and the other outputs of nodes with such values.
     pub fn stashing(mut self, stash: impl IntoIterator<Item = (ValueId, ActivationStorage)>) -> Self {
         self.stash = stash.into_iter().collect();
         if self.stash.values().any(|&stash| stash == ActivationStorage::Compressed) {
@@ -77,17 +77,17 @@ impl<'g> SavedActivations<'g> {
         &self.roots
     }
 
-    /// The node that computes a root.
+    /// Returns the node that computes a root.
     pub fn maker(&self, root: ValueId) -> &'g Node {
         self.graph.producer(root).expect("what is saved is made by a node")
     }
 
-    /// Shape and type of a root.
+    /// Returns the shape and type of a root.
     pub fn spec(&self, root: ValueId) -> &'g Spec {
         &self.graph.value(root).spec
     }
 
-    /// True if a value's producer can run again.
+    /// True if the node that computes a value can run again.
     pub fn is_repeatable(&self, root: ValueId) -> bool {
         self.repeatable[root.index()]
     }
@@ -108,10 +108,10 @@ impl<'g> SavedActivations<'g> {
         self.leaves_layer[root.index()]
     }
 
-    /// The variant that drops some of [`Self::roots`], with the nodes needed to recompute them.
+    /// Returns the variant that drops some of [`Self::roots`], with the nodes that recompute them.
     ///
-    /// Recomputation starts from values that are kept: those that the backward reads and those that a layer passes to
-    /// another. So it never runs through more layers than those of the dropped values.
+    /// Recomputation starts from values that are kept: values that the backward reads, and values that one layer passes
+    /// to another. So only the layers of the dropped values are recomputed.
     pub fn dropping(&self, dropped: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut rematerialized = vec![false; self.graph.values().len()];
         let mut missing: Vec<ValueId> = dropped.into_iter().collect();
@@ -137,9 +137,9 @@ impl<'g> SavedActivations<'g> {
         Variant { rematerialized, nodes, end_with_input, stash }
     }
 
-    /// The same variant, except that these of [`Self::roots`] are freed at the end of the input gradients of a split
-    /// backward. For the weight gradients they are recomputed from values that the weight gradients also read, or that
-    /// are kept until then in any case.
+    /// Returns the same variant, except that the roots `ends` are freed at the end of the input gradients of a split
+    /// backward. For the weight gradients, they are recomputed from values that the weight gradients also read, or that
+    /// are kept until then anyway.
     pub fn ending_with_input(&self, variant: Variant, ends: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut missing: Vec<ValueId> = ends.into_iter().collect();
         let mut end_with_input: BTreeSet<ValueId> = missing.iter().copied().collect();

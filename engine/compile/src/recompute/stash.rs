@@ -11,16 +11,16 @@ use gapless_graph::{FLOATS, ValueId};
 use super::SavedActivations;
 use crate::error::{Error, Result};
 
-/// The storage of a kept value between forward and backward, if it is not simply left in the arena.
+/// The storage of a kept value between forward and backward, if it is not left unchanged in the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActivationStorage {
-    /// Compressed to eight bits per element; it comes back rounded.
+    /// The value is compressed to eight bits per element. The restored value is rounded.
     Compressed,
-    /// Offloaded to a file; it comes back unchanged.
+    /// The value is offloaded to a file. The restored value is unchanged.
     Offloaded,
 }
 
-/// Names of the operations whose results are compressed, and of those whose results are offloaded.
+/// Names of operations whose results are compressed, and of operations whose results are offloaded.
 #[derive(Debug, Clone, Copy)]
 pub struct StorageOptions<'a> {
     pub compress: &'a [String],
@@ -28,10 +28,11 @@ pub struct StorageOptions<'a> {
 }
 
 impl StorageOptions<'_> {
-    /// Finds the values that the names refer to.
+    /// Finds the values to which the names refer.
     ///
     /// # Errors
-    /// Returns an error if the backward reads no suitable result of a named operation, or if a name is in both lists.
+    /// Returns an error if a name is in both lists, or if the backward reads no result of a named operation that can be
+    /// stored in this way.
     pub(super) fn resolve(&self, saved: &SavedActivations<'_>) -> Result<Vec<(ValueId, ActivationStorage)>> {
         if let Some(name) = self.compress.iter().find(|name| self.offload.contains(name)) {
             let why = format!("{name:?} is in memory.compress too");
@@ -42,7 +43,7 @@ impl StorageOptions<'_> {
             [(ActivationStorage::Compressed, self.compress), (ActivationStorage::Offloaded, self.offload)]
         {
             let can = |root: &ValueId| how == ActivationStorage::Offloaded || FLOATS.contains(&saved.spec(*root).dtype);
-            // Only the main result counts, not the statistics that an operation computes along with it.
+            // Only an operation's main result is stored in this way, not the statistics that are computed with it.
             let results = saved.roots().iter().copied().filter(|&root| saved.maker(root).outputs[0] == root);
             let results: Vec<ValueId> = results.filter(can).collect();
             let op = |root: ValueId| saved.maker(root).op.name();

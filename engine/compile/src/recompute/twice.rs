@@ -1,20 +1,21 @@
 //! Chooses the stages that recompute twice: once for the input gradients (I) of a split backward, and once more for the
 //! weight gradients (W).
 //!
-//! - In: the stages of a rank, and a function from a set of such stages to the maximum live bytes.
-//! - Out: the best set of stages, and its maximum live bytes.
+//! - In: the stages of a rank, and a function that returns the peak of live bytes if a given set of stages recomputes
+//!   twice.
+//! - Out: the best set of stages, and the peak of live bytes with it.
 //! - Never: which values are recomputed.
 
 use std::collections::BTreeSet;
 
 use gapless_parallel::StageId;
 
-/// The stages that should recompute twice, and the maximum live bytes with them. Starts from all stages, and removes a
-/// stage if its values can be kept from I to W without more live bytes. Of two sets with equal bytes, the one with
-/// fewer stages is faster.
+/// Returns the stages that should recompute twice, and the peak of live bytes with them. The search starts with all
+/// stages. A stage is removed if keeping its values from I to W does not raise the peak. Of two sets with the same
+/// peak, the one with fewer stages is faster.
 ///
 /// # Errors
-/// Passes on errors of `most_alive`.
+/// Returns the errors of `most_alive`.
 pub fn stages_that_recompute_twice<E>(
     all: BTreeSet<StageId>,
     mut most_alive: impl FnMut(&BTreeSet<StageId>) -> Result<u64, E>,
@@ -22,7 +23,8 @@ pub fn stages_that_recompute_twice<E>(
     let mut least = most_alive(&all)?;
     let mut twice = all.clone();
     let one_less = all.iter().map(|&stage| BTreeSet::from([stage]));
-    // First one by one, then all that are left: removals that raise the bytes one at a time may lower them together.
+    // First, stages are removed one by one, then all remaining ones at once. Removals that raise the peak one at a time
+    // may lower it together.
     let together = (all.len() > 1).then(|| all.clone());
     for once in one_less.chain(together) {
         let fewer: BTreeSet<StageId> = twice.difference(&once).copied().collect();
@@ -41,7 +43,7 @@ pub fn stages_that_recompute_twice<E>(
 mod tests {
     use super::*;
 
-    /// Each case has the bytes of every set of stages (as a bit mask), and the expected set.
+    /// Each case has the peak for every set of stages (the index is a bit mask), and the expected set.
     #[test]
     fn stages_are_left_out_as_long_as_no_more_bytes_are_alive() {
         for (bytes, expected) in [
@@ -51,7 +53,7 @@ mod tests {
             (&[10, 8, 9, 7], 0b11),
             (&[10, 7, 9, 7], 0b01),
             (&[10, 9, 7, 7], 0b10),
-            // Removing either stage raises the bytes; removing both gives the minimum.
+            // Removing either stage raises the peak. Removing both gives the lowest peak.
             (&[5, 9, 9, 8], 0),
             (&[8, 8, 8, 8], 0),
         ] {

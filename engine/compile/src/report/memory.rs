@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::Executable;
 
-/// The figures of a plan.
+/// The figures of a step's plan.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
     /// Number of trained parameters.
@@ -16,11 +16,11 @@ pub struct Report {
     pub arena_bytes: u64,
     /// Size of the file for offloaded activations.
     pub host_bytes: u64,
-    /// The peak of live bytes. No plan can be lower.
+    /// The peak of live bytes. No plan can have a smaller arena.
     pub lower_bound_bytes: u64,
-    /// Bytes above the planned part of the arena, for dynamic rows.
+    /// Bytes of the arena above its planned part, for dynamic rows.
     pub reserve_bytes: u64,
-    /// Planned part of the arena ÷ lower bound.
+    /// Size of the planned part of the arena, divided by the lower bound.
     pub gap: f64,
     /// Number of planned buffers.
     pub buffers: usize,
@@ -32,7 +32,7 @@ pub struct Report {
     pub plan_ms: f64,
     /// Hash of the plan: equal hashes mean equal addresses.
     pub plan_hash: String,
-    /// Bytes by role at the peak, and the largest tensors there.
+    /// Bytes by role at the peak, and the largest tensors at the peak.
     pub summary: Summary,
 }
 

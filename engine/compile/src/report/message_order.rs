@@ -1,16 +1,16 @@
-//! The calls of a program to the pipeline's communicator, for ranks that must agree on an order of messages.
+//! The calls that a program makes to the pipeline's communicator. Ranks use this list to agree on an order of messages.
 
 use gapless_communicator::launch_order::{Call, Start};
 
 use crate::program::{InstrKind, Operand, Program};
 
 impl Program {
-    /// Starts and waits of messages, with the computation between them, in order.
+    /// Returns the starts and waits of messages, and the computation between them, in order.
     /// [`LaunchOrder::agree`](gapless_communicator::launch_order::LaunchOrder::agree) takes this list. Collectives of
-    /// data ranks belong to another communicator, and keep the order of the program.
+    /// data ranks are not listed: they belong to another communicator, and keep the order of the program.
     pub fn messages(&self) -> Vec<Call> {
         let mut calls = Vec::new();
-        // By request: the index of its start.
+        // By request: the index of the request's start.
         let mut numbers = vec![0; self.requests];
         let mut starts = 0;
         for (index, instr) in self.instrs.iter().enumerate() {
@@ -97,7 +97,7 @@ mod tests {
         (0..ranks).map(|rank| Ok(program(Tied::new, &options, rank, Target::Cpu { threads: 1 })?.messages())).collect()
     }
 
-    /// Number of a rank's sends that are launched after one that its program starts later.
+    /// Returns the number of a rank's sends that are launched after a send that the program starts later.
     fn held_back(order: &LaunchOrder) -> usize {
         let starts = order.launches().iter().map(|launch| match *launch {
             Launch::One(start) | Launch::Oneself { send: start, .. } => start,
@@ -117,7 +117,7 @@ mod tests {
         for schedule in all() {
             let mut most = 0;
             for (ranks, chunks) in [(2, 1), (4, 1), (2, 2), (4, 2), (4, 4)] {
-                // Some schedules do not support all shapes.
+                // Some schedules do not support every number of ranks and chunks.
                 let Ok(programs) = programs(schedule.name(), ranks, chunks) else { continue };
                 let orders = LaunchOrder::of(&programs).unwrap();
                 most = most.max(orders.iter().map(held_back).max().unwrap());
@@ -129,8 +129,8 @@ mod tests {
         assert!(cases > 30, "{cases} cases");
     }
 
-    /// Without the agreed order, launching messages in program order makes ranks of 1F1B wait for each other in a
-    /// cycle.
+    /// If ranks of 1F1B launched messages in program order instead of the agreed order, the ranks would wait for each
+    /// other in a cycle.
     #[test]
     #[should_panic(expected = "hangs")]
     fn the_order_of_the_programs_themselves_hangs() {

@@ -1,5 +1,5 @@
-//! Reports about programs and plans: bytes by role, recomputed layers, messages, and the actions as a row of a schedule
-//! table.
+//! Reports about programs and plans: bytes by role, recomputed layers, messages, and the row of a schedule table that a
+//! program runs.
 
 mod memory;
 mod message_order;

@@ -1,4 +1,4 @@
-//! Lists what a program recomputes, by layer.
+//! Lists the operations that a program recomputes, by layer.
 
 use gapless_parallel::Kind;
 use serde::Serialize;
@@ -9,16 +9,17 @@ use crate::{InstrKind, Program};
 /// The recomputation in one layer.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct RecomputedLayer {
-    /// Name of the layer, e.g. `h.3`, or of a module outside of numbered layers.
+    /// Name of the layer, e.g. `h.3`, or of a module that is not part of a numbered layer.
     pub layer: String,
     /// Operations that a micro-batch recomputes, in order.
     pub ops: Vec<&'static str>,
-    /// Operations recomputed only for the weight gradients of a split backward. These may run a third time.
+    /// Operations that are recomputed only for the weight gradients of a split backward. For these operations, this may
+    /// be the third run.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ops_for_weights: Vec<&'static str>,
 }
 
-/// Number of operations that each micro-batch recomputes.
+/// Returns the number of operations that each micro-batch recomputes.
 pub fn recomputed_per_micro_batch(program: &Program) -> Vec<usize> {
     let mut counts = Vec::new();
     for instr in &program.instrs {
@@ -29,8 +30,8 @@ pub fn recomputed_per_micro_batch(program: &Program) -> Vec<usize> {
     counts
 }
 
-/// The layers of a program in the order in which they run, with what they recompute in the micro-batch that recomputes
-/// most.
+/// Returns the layers of a program in the order in which they run, with the operations that each recomputes. The
+/// operations are those of the micro-batch that recomputes most.
 pub fn recomputed_layers(program: &Program) -> Vec<RecomputedLayer> {
     let counts = recomputed_per_micro_batch(program);
     let most = counts.iter().max().copied().unwrap_or(0);

@@ -1,8 +1,8 @@
-//! Views a rank's program as a row of a schedule table.
+//! A rank's program as a row of a schedule table.
 //!
 //! - In: a program.
-//! - Out: the cells of the row, messages included, for the checker and the simulator of `parallel`; and the activations
-//!   and messages that live across several cells. Values that live within one cell are left out.
+//! - Out: the cells of the row, including messages, for the checker and the simulator of `parallel`. Also the
+//!   activations and messages that live across several cells; values that live within one cell are left out.
 //! - Never: an address.
 
 use std::collections::{HashMap, HashSet};
@@ -14,13 +14,13 @@ use gapless_parallel::{Action, Cell, Communication, CommunicationKind, KeptBuffe
 use crate::program::{BufferKind, InstrKind, Message, Program};
 
 impl Program {
-    /// The row of a schedule table that this program runs: its actions, and the messages between them. If the last
-    /// stage is only a head that computes its gradients in the forward, its backward is listed there too.
+    /// Returns the row of a schedule table that this program runs: its actions, and the messages between them. If the
+    /// last stage is only a head that computes its gradients in the forward, the row still lists the head's backward.
     pub fn cells(&self) -> Vec<Cell> {
         self.cells_of_instructions().0
     }
 
-    /// The peak bytes of activations and messages that live across several cells.
+    /// Returns the peak bytes of activations and messages that live across several cells.
     pub fn peak_bytes_between_cells(&self) -> u64 {
         let (cells, cell_of) = self.cells_of_instructions();
         let mut change = vec![0i128; cells.len() + 1];
@@ -35,7 +35,7 @@ impl Program {
         live.max().unwrap_or(0) as u64
     }
 
-    /// The values that live across several cells. The simulator takes them from a program of one micro-batch.
+    /// Returns the values that live across several cells. The simulator takes them from a program with one micro-batch.
     pub fn kept(&self) -> Vec<KeptBuffer> {
         let (cells, cell_of) = self.cells_of_instructions();
         self.outliving(&cell_of)
@@ -43,7 +43,8 @@ impl Program {
             .collect()
     }
 
-    /// The bytes of such activations and messages, with the cells of their first and last use.
+    /// Returns the bytes of activations and messages that live across several cells, with the indices of the cells of
+    /// their first and last use.
     fn outliving(&self, cell_of: &[Option<usize>]) -> impl Iterator<Item = (u64, usize, usize)> {
         let mut used: Vec<Option<(usize, usize)>> = vec![None; self.buffers.len()];
         for (instr, cell) in self.instrs.iter().zip(cell_of) {
@@ -64,7 +65,7 @@ impl Program {
         })
     }
 
-    /// The cells, and the cell of each instruction; `None` for work that is done once per step.
+    /// Returns the cells, and the cell of each instruction, which is `None` for work that is done once per step.
     fn cells_of_instructions(&self) -> (Vec<Cell>, Vec<Option<usize>>) {
         let mut cells: Vec<Cell> = Vec::new();
         let mut cell_of = vec![None; self.instrs.len()];
@@ -102,8 +103,8 @@ impl Program {
         (cells, cell_of)
     }
 
-    /// Backwards without instructions of their own, by stage and micro-batch. Their gradient is computed in the forward
-    /// and sent.
+    /// Returns the backwards that have no instructions of their own, by stage and micro-batch. Their gradient is
+    /// computed and sent in the forward.
     fn backwards_within_forwards(&self) -> HashMap<(StageId, MicroBatch), Action> {
         let stage_and_micro_batch = |action: &Action| (action.stage, action.micro_batch);
         let actions = || self.parts.iter().filter(|part| !part.instrs.is_empty()).filter_map(|part| part.action);
@@ -132,7 +133,8 @@ enum Act {
     Wait,
 }
 
-/// A message in PyTorch's terms: a send and its wait belong to the sender's stage, a receive to the receiver's.
+/// Returns a message as a cell in PyTorch's terms: a send and its wait belong to the sender's stage, and a receive to
+/// the receiver's stage.
 fn communication(tag: Tag, act: Act, receiver: Option<StageId>) -> Option<Cell> {
     let kind = match (tag.direction, act) {
         (Direction::Forward, Act::Send) => CommunicationKind::SendForward,

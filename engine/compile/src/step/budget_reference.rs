@@ -15,7 +15,7 @@ use crate::recompute::{RematPlan, SavedActivations};
 use crate::{CompileOptions, Program, Target};
 use gapless_graph::Result;
 
-/// A chain of layers x + W₂·f(W₁·norm(x)), each with its own hidden width.
+/// A model of residual layers x + W₂·f(W₁·norm(x)), each with its own hidden width.
 pub(super) struct Chain {
     embed: Embedding,
     layers: Vec<(RmsNorm, Linear, Linear, String)>,
@@ -45,12 +45,12 @@ impl Model for Chain {
     }
 }
 
-/// The tested budgets, in sixteenths of the way from the fewest bytes to the most.
+/// The tested budgets. They are given in sixteenths of the difference between the fewest bytes possible and the most.
 const PARTS: [u64; 16] = [4, 8, 12, 16, 1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15];
 
 pub(super) const TARGET: Target = Target::Cpu { threads: 1 };
 
-/// The program whose first micro-batch drops `first`, and whose other micro-batches drop `rest`.
+/// Returns the program in which the first micro-batch drops `first` and the other micro-batches drop `rest`.
 fn dropping(step: &TrainStep, plan: &RankPlan, first: Vec<ValueId>, rest: Vec<ValueId>) -> Program {
     let graph = step.graph();
     let saved = SavedActivations::new(&graph, &alive_nodes(&graph, step.outputs()));
@@ -58,8 +58,8 @@ fn dropping(step: &TrainStep, plan: &RankPlan, first: Vec<ValueId>, rest: Vec<Va
     step.lower_graph(&graph, plan, TARGET, &recomputation).unwrap()
 }
 
-/// Groups of values that may be dropped. A norm computes its statistics together with its result, so they form one
-/// group.
+/// Returns groups of values that may be dropped together. A norm computes its statistics together with its result, so
+/// both are in one group.
 pub(super) fn candidates(saved: &SavedActivations<'_>) -> Vec<Vec<ValueId>> {
     let mut groups: Vec<Vec<_>> = Vec::new();
     for &root in saved.roots().iter().filter(|&&root| !saved.leaves_layer(root)) {
@@ -71,8 +71,8 @@ pub(super) fn candidates(saved: &SavedActivations<'_>) -> Vec<Vec<ValueId>> {
     groups
 }
 
-/// The maximum live bytes and the recomputation time of every subset of dropped values. All micro-batches drop the same
-/// subset or, with `first_is_other`, the first may drop a different one.
+/// Returns the peak of live bytes and the recomputation time for every subset of dropped values. All micro-batches drop
+/// the same subset. If `first_is_other` is true, the first micro-batch may drop another one.
 fn all_ways(step: &TrainStep, plan: &RankPlan, rates: &Rates, first_is_other: bool) -> Vec<(u64, u64)> {
     let graph = step.graph();
     let candidates = candidates(&SavedActivations::new(&graph, &alive_nodes(&graph, step.outputs())));
@@ -84,7 +84,7 @@ fn all_ways(step: &TrainStep, plan: &RankPlan, rates: &Rates, first_is_other: bo
     let way = |(first, rest): (usize, usize)| {
         let program = dropping(step, plan, values_in(first), values_in(rest));
         let [_, again] = program.nanoseconds(rates);
-        // A capacity of 0 yields the lower bound, which no plan is below.
+        // A capacity of 0 gives the lower bound, which no plan can be below.
         (
             height(
                 &[&program],
@@ -110,7 +110,8 @@ fn no_way_to_keep_and_drop_is_cheaper() {
     }
 }
 
-/// The first micro-batch keeps more than the others, and no pair of choices for them is much faster.
+/// The first micro-batch keeps more than the others, and no pair of choices for the first and the others is much
+/// faster.
 #[test]
 fn no_way_of_its_own_for_the_first_micro_batch_is_cheaper() {
     let all: [&[usize]; 2] = [&[96], &[96, 32]];
@@ -135,9 +136,9 @@ fn check(hidden: &[usize], micro_batches: usize) {
     let below = within(least - 1);
     match choose_recomputation(&step, &below, &plan, TARGET, &[]) {
         Err(Error::OverBudget { smallest, .. }) => {
-            // The search knows a layer's peak only in the graph's order of operations. With several micro-batches it
-            // also underestimates slightly what is live besides the layers. So it may take the second smallest choice
-            // for the smallest.
+            // The search takes the peak of a layer only in the graph's order of operations. With several micro-batches,
+            // it also slightly underestimates the live bytes outside the layers. So it may mistake the second smallest
+            // choice for the smallest.
             let allowed = least / 100;
             assert!((least..=least + allowed).contains(&smallest), "{smallest}, not {least}");
             least = smallest;
@@ -158,7 +159,7 @@ fn check(hidden: &[usize], micro_batches: usize) {
         assert!(again >= best);
         (found, at_best) = (found + again, at_best + best);
     }
-    // The search knows what a layer holds in the graph's order of operations only. It may miss a choice that it
+    // The search knows the bytes of a layer only in the graph's order of operations. It may miss a choice that it
     // considers too large but that fits in another order.
     println!("{hidden:?}: {found} ns again, {at_best} at best");
     assert!(found as f64 <= 1.02 * at_best as f64, "{hidden:?}: {found} ns again, {at_best} at best");

@@ -1,8 +1,9 @@
 //! The programs that continue sequences: `prefill` reads a prompt chunk by chunk, `decode` reads one token at a time.
 //!
-//! Both are the model's forward over tokens whose positions are an input, and which attend to earlier keys and values
-//! in a cache ([`Sequences::Continued`]). They differ only in the number of tokens. No operation's order of summation
-//! depends on that number, so the logits have the bits of a forward over whole sequences.
+//! Both programs are the model's forward over tokens whose positions are an input. These tokens attend to earlier keys
+//! and values in a cache ([`Sequences::Continued`]). The two programs differ only in the number of tokens. No
+//! operation's order of summation depends on that number, so the logits have the same bits as those of a forward over
+//! whole sequences.
 
 use std::collections::HashMap;
 
@@ -25,10 +26,10 @@ use crate::program::{BufferKind, Program};
 pub struct Generation {
     /// Number of sequences that are continued at the same time.
     pub batch: usize,
-    /// Maximum number of tokens that the model attends to, the newest included. The default is the length of a training
-    /// sequence.
+    /// Maximum number of tokens to which the newest token attends, including itself. The default is the length of a
+    /// training sequence.
     pub window: Option<usize>,
-    /// Number of prompt tokens per `prefill` run.
+    /// Number of prompt tokens that one run of `prefill` reads.
     pub chunk: usize,
 }
 
@@ -39,13 +40,14 @@ impl Default for Generation {
 }
 
 impl Generation {
-    /// The capacity of the cache in tokens per sequence, and the number of tokens per `prefill` run.
+    /// Returns the capacity of the cache in tokens per sequence, and the number of tokens that one run of `prefill`
+    /// reads.
     pub fn window(&self, options: &StepOptions) -> (usize, usize) {
         let window = self.window.unwrap_or(options.sequence);
         (window, self.chunk.min(window))
     }
 
-    /// The programs `prefill` and `decode`.
+    /// Returns the programs `prefill` and `decode`.
     pub(super) fn programs(
         &self,
         build: &Build<'_>,
@@ -70,7 +72,7 @@ impl Generation {
         Ok(vec![program("prefill", chunk)?, program("decode", 1)?])
     }
 
-    /// A program that returns the logits of one token of each sequence, f32 [batch, 1, vocabulary].
+    /// Returns a program that outputs the logits of one token of each sequence, f32 [batch, 1, vocabulary].
     fn program(
         &self,
         build: &Build<'_>,
@@ -89,8 +91,8 @@ impl Generation {
     }
 }
 
-/// The logits of one token per sequence. The input `rows`, u32 [batch, 1], selects them by their index over all tokens
-/// of the batch. If the model ends in a linear layer, that layer only computes the selected rows.
+/// Returns the logits of one token per sequence. The input `rows`, u32 [batch, 1], selects the tokens by their index
+/// among all tokens of the batch. If the model ends in a linear layer, that layer computes only the selected rows.
 fn one_of_each(trace: &Trace, logits: &Tensor) -> Result<Tensor> {
     let (batch, ..) = logits.dims3()?;
     let rows = trace.input("rows", Spec { shape: (batch, 1).into(), dtype: DType::U32 })?;
@@ -109,8 +111,8 @@ fn one_of_each(trace: &Trace, logits: &Tensor) -> Result<Tensor> {
     Ok(pick(&inputs[0])?.linear(&inputs[1], inputs.get(2))?)
 }
 
-/// Compiles the programs of a model that is not trained into one arena: the evaluation, and either `prefill` and
-/// `decode` or, without caches, the logits of one sequence.
+/// Compiles into one arena the programs of a model that is not trained. These are the evaluation and, with caches,
+/// `prefill` and `decode`; without caches, the program that computes the logits of one sequence.
 ///
 /// # Errors
 /// Returns the errors of [`compile_step`](super::compile_step).
@@ -129,7 +131,7 @@ pub fn compile_inference(
     }
     programs.iter().for_each(|program| dump("compile", program));
     let executable = compile(&programs, &options.planning())?;
-    // Each parameter counts once, even if several programs read it.
+    // A parameter counts once, even if several programs read it.
     let mut parameters: HashMap<&str, u64> = HashMap::new();
     for buffer in programs.iter().flat_map(|program| &program.buffers) {
         if let BufferKind::Persistent { spec, .. } = &buffer.kind

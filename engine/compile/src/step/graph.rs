@@ -1,9 +1,9 @@
 //! The graph of a step, recorded once and lowered many times.
 //!
 //! - In: a model's source, and the options of a step.
-//! - Out: the programs of any rank of its pipeline, under any schedule with the same number of stages and any recompute
-//!   policy.
-//! - Never: a program for options that the graph was not recorded with.
+//! - Out: the programs of any rank of the pipeline, under any recompute policy, and any schedule with the same number
+//!   of stages.
+//! - Never: a program for options with which the graph was not recorded.
 
 use std::sync::MutexGuard;
 
@@ -24,8 +24,9 @@ pub struct StepGraph {
 }
 
 impl StepGraph {
-    /// A text of all options that the graph depends on: for one model, equal texts mean equal graphs. It contains
-    /// neither the schedule's order nor what is recomputed, compressed or offloaded.
+    /// Returns a text that contains all options on which the graph depends. For the same model, equal texts mean equal
+    /// graphs. The text contains neither the order of the schedule nor which values are recomputed, compressed or
+    /// offloaded.
     pub fn key(options: &StepOptions) -> String {
         let StepOptions { batch, micro_batches, sequence, documents, precision, mesh, memory, .. } = options;
         let StepOptions { trainable, loss, optimizer, update, pipeline, keep_gradients, .. } = options;
@@ -37,19 +38,19 @@ impl StepGraph {
         )
     }
 
-    /// Records the graph of a step. It is the same for the first rank of every stage.
+    /// Records the graph of a step. The graph is the same on the first rank of every stage.
     ///
     /// # Errors
     /// Returns an error if the options or the model's shapes do not fit together.
     pub fn record(build: &Build<'_>, options: &StepOptions) -> Result<Self> {
         options.check()?;
-        // The actions of each rank are given later, when it is lowered.
+        // The actions of a rank are only needed when its program is lowered.
         let (mesh, stages) = (options.mesh, options.stages());
         let ranks = RankPlan { mesh, at: mesh.coordinate(0), stages, table: Vec::new() };
         Ok(Self { step: record(build, options, &ranks)?, key: Self::key(options) })
     }
 
-    /// Locks the recorded graph. Nothing can be lowered while the guard is held.
+    /// Locks the recorded graph. No program can be lowered while the guard is held.
     pub fn graph(&self) -> MutexGuard<'_, Graph> {
         self.step.graph()
     }
@@ -59,19 +60,20 @@ impl StepGraph {
         self.step.parameters
     }
 
-    /// The program of a rank of the pipeline. If several ranks have the same stages, it is that of the first.
+    /// Returns the program of a rank of the pipeline. If several ranks have the same stages, it is the program of the
+    /// first of them.
     ///
     /// # Errors
-    /// Returns the errors of [`program`](super::program), and one if the graph was recorded with other options.
+    /// Returns the errors of [`program`](super::program), and an error if the graph was recorded with other options.
     pub fn program(&self, options: &StepOptions, rank: usize, target: Target) -> Result<Program> {
         let first = self.first_of(options, rank)?;
         let ranks = RankPlan::of(options, first)?;
         self.lower(options, &ranks, target)
     }
 
-    /// The programs of the same rank for a table of fewer micro-batches, each of which costs and keeps what it does in
-    /// the whole step. There is one program. If the policy may recompute twice in a split backward, a second one always
-    /// does so, and the first never does.
+    /// Returns programs of a pipeline rank for a table with fewer micro-batches. Each micro-batch costs and keeps as
+    /// much as in the whole step. Usually there is one program. If the policy may recompute twice in a split backward,
+    /// the first program never does so, and a second program always does.
     ///
     /// # Errors
     /// Returns the errors of [`Self::program`].
@@ -94,7 +96,8 @@ impl StepGraph {
         Ok(programs)
     }
 
-    /// The first rank that has the stages of a pipeline rank. Checks that the graph was recorded with these options.
+    /// Returns the first rank that has the stages of pipeline rank `rank`. Returns an error if the graph was recorded
+    /// with other options.
     fn first_of(&self, options: &StepOptions, rank: usize) -> Result<usize> {
         if Self::key(options) != self.key {
             let why = "the step's graph was recorded with other options";

@@ -47,20 +47,21 @@ use crate::recompute::{RematPlan, Resolving, stages_that_recompute_twice};
 /// instantiated for every model type.
 pub type Build<'a> = dyn Fn(VarBuilder) -> gapless_graph::Result<Box<dyn Model + 'a>> + 'a;
 
-/// Makes a [`Build`] of a function that builds one type of model.
+/// Turns a function that builds one type of model into a [`Build`].
 pub fn boxed_build<'a, M: Model + 'a>(
     build: impl Fn(VarBuilder) -> gapless_graph::Result<M> + 'a,
 ) -> impl Fn(VarBuilder) -> gapless_graph::Result<Box<dyn Model + 'a>> + 'a {
     move |vb| Ok(Box::new(build(vb)?))
 }
 
-/// Number of micro-batches per pipeline rank after which every schedule only repeats what it keeps.
+/// Number of micro-batches per pipeline rank after which every schedule is in a steady state, in which it keeps the
+/// same values for each further micro-batch.
 const MICRO_BATCHES_PER_RANK: usize = 3;
 
 /// The input that carries the optimizer's scalars of a step.
 pub const SCALARS_INPUT: &str = "step.scalars";
 
-/// The input with the loss and the norm above which a guarded step is skipped.
+/// The input that holds the loss and the norm above which a guarded step is skipped.
 pub const LIMITS_INPUT: &str = "step.limits";
 
 /// Inputs of a step over packed documents, in addition to `tokens` and `targets`. All are [batch, sequence]:
@@ -71,20 +72,20 @@ pub const LIMITS_INPUT: &str = "step.limits";
 /// - `routed` (f32): weight of each token in the statistics of routers.
 pub const DOCUMENT_INPUTS: [&str; 4] = ["starts", "positions", "weights", "routed"];
 
-/// The outputs of a training step that hold the terms of the loss. A step has only the outputs of terms that its loss
-/// has.
+/// The outputs of a training step for the terms of the loss. A step has only the outputs for terms that its loss
+/// contains.
 pub const LOSS_PARTS: [(LossPart, &str); 3] = [
     (LossPart::Likelihood, "likelihood"),
     (LossPart::Balance, "loss of balance"),
     (LossPart::RouterZ, "z-loss of routers"),
 ];
 
-/// Information about a trainer's programs, in addition to the executable.
+/// Information for a trainer about its programs, in addition to the executable.
 #[derive(Debug)]
 pub struct CompiledStep {
     /// Number of trained parameters.
     pub parameters: u64,
-    /// Number of token ids.
+    /// Number of token ids, which is the size of the vocabulary.
     pub vocabulary: usize,
     /// The tensors that ranks keep between steps.
     pub layout: CheckpointLayout,
@@ -96,21 +97,22 @@ pub struct CompiledStep {
     pub program: Option<Program>,
 }
 
-/// The name of the output with a parameter's gradient.
+/// Returns the name of the output that holds a parameter's gradient.
 pub fn gradient_output(parameter: &str) -> String {
     format!("gradient of {parameter}")
 }
 
-/// The name of the output with a watched value.
+/// Returns the name of the output that holds a watched value.
 pub fn watched_output(name: &str) -> String {
     format!("watched {name}")
 }
 
-/// Compiles the training step, the evaluation and the logits of one sequence into one arena.
+/// Compiles into one arena the programs for the training step, the evaluation and the logits of one sequence. If
+/// [`StepOptions::caches`] returns caches, adds the programs `prefill` and `decode`.
 ///
 /// # Errors
-/// Returns an error if the options or the model's shapes do not fit together, or if nothing fits the budget
-/// ([`Error::OverBudget`]).
+/// Returns an error if the options or the model's shapes do not fit together, and [`Error::OverBudget`] if nothing fits
+/// the budget.
 pub fn compile_step(
     build: &Build<'_>,
     options: &StepOptions,
@@ -118,7 +120,7 @@ pub fn compile_step(
     target: Target,
 ) -> Result<(Executable, CompiledStep)> {
     options.check()?;
-    // The graph: the forward, its stages, its gradients, the update.
+    // The graph of the training step: the forward, its stages, its gradients, the update.
     let step = record(build, options, ranks)?;
     // Two programs of the forward alone, with parameters at the same ranks as in the training step.
     let evaluate = evaluation(build, options, ranks, &step.stages, target)?;
@@ -128,7 +130,7 @@ pub fn compile_step(
         Some(generation) => generation.programs(build, options, ranks, target)?,
         None => Vec::new(),
     };
-    // The choice of what is recomputed so that all programs fit; then instructions, and the passes over them.
+    // What is recomputed is chosen so that all programs fit. Then the training step is lowered, and the passes run.
     let recomputation = {
         let others: Vec<&Program> = [&evaluate, &logits].into_iter().chain(&generation).collect();
         choose_recomputation(&step, options, ranks, target, &others)?
@@ -146,8 +148,8 @@ pub fn compile_step(
     Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model, program }))
 }
 
-/// The program of a rank's training step, before anything has an address. The checker and the simulator of `parallel`
-/// work on it.
+/// Returns the program of a rank's training step, without addresses. The checker and the simulator of `parallel` work
+/// on it.
 ///
 /// # Errors
 /// Returns an error if the options or the model's shapes do not fit together, or if there is no such rank.
@@ -160,11 +162,11 @@ pub fn program<M: Model>(
     lowered(&boxed_build(build), options, rank, target)
 }
 
-/// The plan of a rank's training step alone, without the evaluation and sampling programs that share a trainer's arena.
-/// Reserves no memory.
+/// Plans a rank's training step alone, without the evaluation and sampling programs that share the arena in a trainer.
+/// Reserves no memory for the arena.
 ///
 /// # Errors
-/// Returns the errors of [`program`], and [`Error::OverBudget`].
+/// Returns the errors of [`program`], and [`Error::OverBudget`] if nothing fits the budget.
 pub fn plan<M: Model>(
     build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
     options: &StepOptions,
@@ -194,8 +196,8 @@ fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<
     Ok(step)
 }
 
-/// Decides what a step recomputes. In a split backward, a stage recomputes twice if that lowers the peak live bytes of
-/// the rank.
+/// Decides which values a step recomputes. In a split backward, a stage recomputes twice if that lowers the rank's peak
+/// of live bytes.
 fn choose_recomputation(
     step: &TrainStep,
     options: &StepOptions,
@@ -216,8 +218,8 @@ fn choose_recomputation(
     Ok(once.recompute_in_both_halves(&graph, &twice))
 }
 
-/// The same rank in a shorter step, with enough micro-batches for a schedule to reach its steady state. After that,
-/// further micro-batches only repeat it.
+/// Returns the plan of the same rank in a shorter step, with just enough micro-batches for the schedule to reach its
+/// steady state.
 fn shortened(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     let fewer = MICRO_BATCHES_PER_RANK * options.mesh.pipeline;
     let short = (fewer < options.micro_batches)
@@ -225,8 +227,9 @@ fn shortened(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     short.flatten().unwrap_or_else(|| ranks.clone())
 }
 
-/// The stages of a rank that may recompute twice: those with a split backward, if a policy names what is dropped. Not
-/// with [`Overflow::Recompute`], because the recomputation of evicted rows reads values that are kept.
+/// Returns the stages of a rank that may recompute twice: those with a split backward. `None` if there are no such
+/// stages, or if no policy names the values to drop. Also `None` with [`Overflow::Recompute`], because the recomputation
+/// of evicted rows reads values that must be kept.
 fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Option<BTreeSet<StageId>> {
     let row = &ranks.table[ranks.at.pipeline];
     let split = row.iter().filter(|action| action.kind == Kind::BackwardInput);
@@ -235,8 +238,8 @@ fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Op
     (is_named && options.memory.overflow != Overflow::Recompute && !stages.is_empty()).then_some(stages)
 }
 
-/// Resolves the policy or the budget. A budget covers the step and `others` in one arena: each plan that the search
-/// tries is lowered and placed.
+/// Resolves the policy or, if there is one, the budget. The budget is for the step and the programs `others` in one
+/// arena. Each plan that the search tries is lowered and placed.
 fn policy(
     step: &TrainStep,
     options: &StepOptions,
@@ -257,7 +260,7 @@ fn policy(
     })
 }
 
-/// A program that returns the loss of as many sequences as a micro-batch has, without dropout.
+/// Returns a program that computes the loss of as many sequences as a micro-batch has, without dropout.
 fn evaluation(
     build: &Build<'_>,
     options: &StepOptions,
@@ -270,7 +273,7 @@ fn evaluation(
     forward(&trace, "evaluate", Output::everywhere("loss", loss.id()), ranks, stages, target)
 }
 
-/// A program that returns the logits of one sequence in f32, and the number of token ids.
+/// Returns a program that computes the logits of one sequence in f32, and the number of token ids.
 fn logits(
     build: &Build<'_>,
     options: &StepOptions,
@@ -286,7 +289,7 @@ fn logits(
     Ok((program, vocabulary))
 }
 
-/// A program of the forward alone, partitioned like the training step.
+/// Returns a program of the forward alone, partitioned into the same stages as the training step.
 fn forward(
     trace: &Trace,
     name: &str,
@@ -309,7 +312,8 @@ fn forward(
     })
 }
 
-/// Checks that later programs read only parameters of the training step; any other would not be updated.
+/// Checks that the other programs read no parameter that the training step lacks, because such a parameter would not be
+/// updated.
 fn expect_same_parameters(programs: &[Program]) -> Result<()> {
     let held = |program: &Program| -> BTreeSet<String> {
         let always = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Persistent { .. }));

@@ -1,5 +1,6 @@
-//! The description of a training step: everything that decides its programs and their memory. Run files, the flags of the command and
-//! the options of a trainer are built from these types, so each setting has its documentation, its default and its check here only.
+//! The description of a training step: everything that decides its programs and their memory. Run files, command-line
+//! flags and the options of a trainer are all built from these types. So each setting has its documentation, its
+//! default and its check in this one place.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -45,7 +46,7 @@ pub struct StepOptions {
     #[serde(skip)]
     pub memory: MemoryOptions,
     /// The parameters that are trained. Frozen parameters are stored in the type of [`Self::precision`] without
-    /// gradients, states or masters, and the forward saves only what the trained part needs.
+    /// gradients, states or masters, and the forward saves only the activations that the trained part needs.
     #[serde(skip)]
     pub trainable: Trainable,
     /// Terms of the training loss in addition to the likelihood of the targets. The evaluation loss is the likelihood
@@ -58,24 +59,25 @@ pub struct StepOptions {
     /// Settings of the update that apply to any rule: parameter groups, gradient clamping, skipped steps, averages.
     #[serde(skip)]
     pub update: UpdateOptions,
-    /// Whether a sequence may hold several documents, which do not attend to each other and have their own positions
-    /// ([`DOCUMENT_INPUTS`](super::DOCUMENT_INPUTS)), and targets that are ignored. The loss is the mean over the
-    /// targets that count. Auxiliary losses, such as those of routers, cover all tokens except padding. Only models
-    /// with causal attention support it, and only the CPU.
+    /// Whether a sequence may hold several documents, and targets that are ignored. Documents do not attend to each
+    /// other, and each has positions of its own ([`DOCUMENT_INPUTS`](super::DOCUMENT_INPUTS)). The loss is the mean
+    /// over the targets that are not ignored. Auxiliary losses, such as those of routers, cover all tokens except
+    /// padding. This requires a model with causal attention, and the CPU.
     #[serde(skip)]
     pub documents: bool,
-    /// Whether gradients are kept until the next step, so that they can be read. This costs their size in memory.
+    /// Whether gradients are kept until the next step, so that they can be read. This takes as much memory as the
+    /// gradients.
     #[serde(skip)]
     pub keep_gradients: bool,
-    /// The caches with which sequences are continued. They share memory with the training step. Without them, on GPUs
-    /// and over several ranks, each new token takes a forward pass over its whole window.
+    /// The caches with which sequences are continued. They share memory with the training step. If this is not set, and
+    /// always on GPUs and over several ranks, each new token takes a forward pass over its whole window.
     #[serde(skip)]
     pub generation: Option<Generation>,
 }
 
-/// The number formats of a training step. Kernels always compute in f32: the CPU converts on load or keeps an f32 copy
-/// in scratch. The statistics of norms, log-sum-exps, losses and the gradient norm are f32 in every precision. f16 is
-/// not offered, because gradients leave its range without loss scaling.
+/// The number formats of a training step. Kernels always compute in f32: the CPU converts elements when it loads them,
+/// or keeps an f32 copy in scratch. The statistics of norms, log-sum-exps, losses and the gradient norm are f32 in
+/// every precision. f16 is not offered, because without loss scaling, gradients leave its range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
@@ -100,7 +102,7 @@ impl Precision {
         }
     }
 
-    /// Whether parameters that are stored in 16 bits have f32 masters.
+    /// Whether parameters that are stored in 16 bits have f32 master copies.
     pub fn has_masters(self) -> bool {
         self != Self::PureBf16
     }
@@ -151,35 +153,35 @@ pub struct MemoryOptions {
     #[serde(with = "text::size", skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "text::size::schema")]
     pub budget: Option<u64>,
-    /// The speed of the device for which a budget chooses what to recompute. The default is a CPU's ratio; `{ flops =
-    /// 770e12, bytes = 3e12 }` is an H100's. Only the ratio of the two values matters.
+    /// The speed of the device for which a budget chooses the values to recompute. The default is the ratio of a CPU.
+    /// The values of an H100 are `{ flops = 770e12, bytes = 3e12 }`. Only the ratio of the two values matters.
     #[serde(default = "cpu_rates")]
     pub rates: Rates,
     /// Operations whose saved results are stored in 8 bits per element. Operations have the names that profiles and
-    /// memory maps show. The forward is unchanged; gradients use the rounded activations.
+    /// memory maps show. The forward does not change; gradients are computed from the rounded activations.
     pub compress: Vec<String>,
     /// Operations whose saved results are stored in a file between forward and backward. Offloading does not change the
     /// results.
     pub offload: Vec<String>,
-    /// The folder of the offload file. It should be on a disk: a folder in memory saves nothing. The file is deleted
-    /// with the process. Each rank has its own.
+    /// The folder of the offload file. It should be on a disk, because a folder in memory saves nothing. Each rank has
+    /// a file of its own, which is deleted when the process ends.
     pub offload_to: PathBuf,
-    /// The reserve for routed rows, whose number the data decides, on expert ranks: `"worst"`, which always suffices
-    /// and touches only the pages that it uses; a multiple of the rows of balanced routing, such as 1.25; or a size,
-    /// such as `"64MiB"`.
+    /// The reserve on expert ranks for routed rows, whose number depends on the data. `"worst"` always suffices, and
+    /// touches only the pages that it uses. A number, such as 1.25, is a multiple of the rows of balanced routing. A
+    /// string, such as `"64MiB"`, is a size.
     #[serde(with = "text::reserve")]
     #[schemars(schema_with = "text::reserve::schema")]
     pub routing: Reserve,
-    /// The behaviour of a step whose routed rows exceed the reserve. It does not change the results.
+    /// The behaviour of a step whose routed rows exceed the reserve. No choice changes the results of a step that
+    /// succeeds.
     pub overflow: Overflow,
-    /// Whether each parameter is updated as soon as its gradient is complete, and the gradient freed. With one
-    /// micro-batch, the gradients then never exist at the same time. It requires `optimizer.max_norm = inf`, because
-    /// the norm is known only after the last gradient, and a step with a non-finite gradient has changed the model when
-    /// it is reported.
+    /// Whether each parameter is updated as soon as its gradient is complete, and the gradient is then freed. With one
+    /// micro-batch, not all gradients exist at the same time. This requires `optimizer.max_norm = inf`, because the
+    /// norm is known only after the last gradient. A step with a non-finite gradient is still reported, but it has
+    /// already changed the model.
     pub release_gradients: bool,
-    /// The maximum work of the planner, in examined rectangles. The default corresponds to one or two seconds, which
-    /// are spent only if the lower bound is not reached earlier. With less work a plan may end slightly above the
-    /// bound.
+    /// The maximum work of the planner, in examined rectangles. The default corresponds to one or two seconds, and
+    /// planning ends earlier if the lower bound is reached. With less work, a plan may end slightly above the bound.
     pub planning: u64,
 }
 
@@ -214,8 +216,8 @@ pub struct UpdateOptions {
     pub max_value: Option<f64>,
     /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds the limits.
     pub guarded: bool,
-    /// Decay rate of an exponential moving average in f32 of every trained parameter, stored as `average/NAME`; 0.999
-    /// or more is usual.
+    /// Decay rate of an exponential moving average of every trained parameter. Without it, there is no average. The
+    /// average is f32 and stored as `average/NAME`. Usual rates are 0.999 or more.
     pub average: Option<f64>,
 }
 
@@ -226,22 +228,22 @@ pub struct ParameterGroup {
     pub names: Vec<String>,
     /// The update rule of the group.
     pub optimizer: Arc<dyn Optimizer>,
-    /// The factor of the learning rate.
+    /// The factor by which the group's learning rate differs from the step's.
     pub learning_rate: f64,
 }
 
 impl UpdateOptions {
-    /// Maximum number of groups. Every parameter is compared with each of them, and each has an input of its own.
+    /// Maximum number of groups. Every parameter is compared with each group, and each group has an input of its own.
     pub const MAX_GROUPS: usize = 256;
 
-    /// Index of a parameter's group, counted from 1; 0 if no group matches.
+    /// Returns the index of a parameter's group, counted from 1, or 0 if no group matches.
     pub fn group_of(&self, parameter: &str) -> usize {
         let is_in = |group: &ParameterGroup| group.names.iter().any(|pattern| names(pattern, parameter));
         self.groups.iter().position(is_in).map_or(0, |group| group + 1)
     }
 
-    /// The update rules with the factors of their learning rates: first `rest`, for parameters without a group, then
-    /// those of the groups.
+    /// Returns the update rules, each with the factor of its learning rate. The first is `rest`, for parameters without
+    /// a group. The rules of the groups follow.
     pub fn rules<'a>(
         &'a self,
         rest: &'a Arc<dyn Optimizer>,
@@ -250,13 +252,13 @@ impl UpdateOptions {
         std::iter::once((rest, 1.0)).chain(groups)
     }
 
-    /// Names of the inputs that hold each rule's scalars of a step, in the order of [`Self::rules`].
+    /// Returns the names of the inputs that hold the scalars of each rule, in the order of [`Self::rules`].
     pub fn scalars_inputs(&self) -> Vec<String> {
         let of_group = |group: usize| format!("{SCALARS_INPUT}.{group}");
         std::iter::once(SCALARS_INPUT.to_owned()).chain((1..=self.groups.len()).map(of_group)).collect()
     }
 
-    /// Checks each value.
+    /// Checks that each value is in range.
     fn check(&self) -> Result<()> {
         if let Some(value) = self.max_value.filter(|value| value.is_nan() || *value <= 0.0) {
             return Err(Error::config("optimizer.max_value", format!("is {value}"), "set it above 0"));
@@ -315,7 +317,7 @@ impl Default for StepOptions {
 impl StepOptions {
     /// Maximum number of tokens per step.
     const MAX_TOKENS: usize = 1 << 28;
-    /// Maximum number of micro-batches, of ranks along one axis, and of chunks per rank.
+    /// Maximum number of micro-batches, of ranks along one axis, and of stages per rank.
     const MAX_EXTENT: usize = 1 << 16;
 
     /// Number of parts into which the batch is split: the micro-batches of all ranks that share it.
@@ -323,7 +325,8 @@ impl StepOptions {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
     }
 
-    /// The update rule of a parameter, unless the model itself sets another one.
+    /// Returns the update rule of a parameter. If the model itself sets a rule for the parameter, that rule takes
+    /// precedence.
     pub fn rule_of(&self, parameter: &str) -> &Arc<dyn Optimizer> {
         match self.update.group_of(parameter) {
             0 => &self.optimizer,
@@ -341,13 +344,14 @@ impl StepOptions {
         self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
 
-    /// The caches for generation, if this mesh and these kernels support them: GPUs have no kernels for caches.
+    /// Returns the caches for generation. `None` if no caches are set, or if the mesh has several pipeline or expert
+    /// ranks. Also `None` on a GPU, because GPUs have no kernels for caches.
     pub fn caches(&self, target: Target) -> Option<&Generation> {
         let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && matches!(target, Target::Cpu { .. });
         self.generation.as_ref().filter(|_| is_supported)
     }
 
-    /// The operations whose saved results are compressed or offloaded.
+    /// Returns the operations whose saved results are compressed or offloaded.
     pub fn stashing(&self) -> StorageOptions<'_> {
         StorageOptions { compress: &self.memory.compress, offload: &self.memory.offload }
     }
@@ -362,7 +366,7 @@ impl StepOptions {
         CompileOptions::within(capacity, self.memory.planning, self.memory.routing)
     }
 
-    /// Checks all settings. Errors name the key of the run file.
+    /// Checks all settings. An error names the key that the setting has in a run file.
     ///
     /// # Errors
     /// Returns an error for the first setting that is refused, and the errors of [`Optimizer::check`].
@@ -401,7 +405,7 @@ impl StepOptions {
         if memory.release_gradients { self.check_release() } else { Ok(()) }
     }
 
-    /// Checks each setting on its own, regardless of the others.
+    /// Checks the value of each setting on its own. Combinations of settings are not checked.
     ///
     /// # Errors
     /// Returns an error for the first setting that is refused.
@@ -457,7 +461,7 @@ impl StepOptions {
         self.mesh.data > 1 || self.mesh.expert > 1
     }
 
-    /// Checks the settings that need all gradients at once against `release_gradients`.
+    /// Checks that no setting needs all gradients at once, for `release_gradients`.
     fn check_release(&self) -> Result<()> {
         let fail = |why: &str, remedy| Err(Error::config("memory.release_gradients", why, remedy));
         if self.update.rules(&self.optimizer).any(|(rule, _)| rule.needs_norm()) {

@@ -8,21 +8,22 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 
 /// The behaviour of a step in which a rank receives more rows than
-/// [`MemoryOptions::routing`](super::MemoryOptions::routing) reserves. A router with a capacity drops rows before that.
+/// [`MemoryOptions::routing`](super::MemoryOptions::routing) reserves. A router with a capacity already drops rows
+/// beyond the capacity.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Overflow {
     /// The step fails with an error that names the layer.
     #[default]
     Error,
-    /// The excess rows are allocated outside of the arena, and the step continues. After the step the rank re-plans the
-    /// reserve for the most uneven rows of that step plus a quarter.
-    /// [`MemoryOptions::budget`](super::MemoryOptions::budget) limits both; exceeding it is an error.
+    /// The excess rows are allocated outside of the arena, and the step continues. After the step, the rank plans the
+    /// reserve again, for the most uneven rows of that step plus a quarter. If the excess rows or the new reserve
+    /// exceed [`MemoryOptions::budget`](super::MemoryOptions::budget), the step fails with an error.
     Grow,
-    /// The reserve always has room for the largest number of rows of one layer and micro-batch. Rows that are saved for
-    /// the backward use the rest; if they do not fit on some rank, all ranks that share the experts free them after the
-    /// forward, and exchange and recompute them in the backward. It requires a reserve with a factor, or the worst
-    /// case, which always saves all rows.
+    /// The reserve always has space for the largest number of rows of one layer and micro-batch. Rows that are saved
+    /// for the backward use the rest of the reserve. If these rows do not fit on some rank, all ranks that share the
+    /// experts free them after the forward, and exchange and recompute them in the backward. This requires a reserve that
+    /// is a multiple of balanced routing, or the worst case, in which all rows are saved.
     Recompute,
 }
 

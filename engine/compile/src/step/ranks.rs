@@ -14,7 +14,7 @@ use super::StepOptions;
 use crate::error::{Error, Result};
 use crate::partition::StagePartition;
 
-/// The order of work in a pipeline, and how the model is partitioned for it.
+/// The order of work in a pipeline, and the partition of the model into stages.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(try_from = "PipelineConfig", into = "PipelineConfig")]
 pub struct Pipeline {
@@ -27,7 +27,7 @@ pub struct Pipeline {
 }
 
 impl Default for Pipeline {
-    /// 1F1B, one stage per rank, balanced.
+    /// 1F1B, with one stage per rank and balanced stages.
     fn default() -> Self {
         Self { schedule: Arc::new(OneForwardOneBackward), chunks: 1, cut: StagePartition::Balanced }
     }
@@ -43,8 +43,8 @@ struct PipelineConfig {
     /// The number of stages per rank. The default is 1, or 2 for V-shaped schedules.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     chunks: Option<usize>,
-    /// The paths of the layers that begin a stage, except for the first: `["h.4", "h.8"]` makes three stages. By
-    /// default the stages are balanced by time.
+    /// The paths of the layers at which stages begin, except for the first stage: `["h.4", "h.8"]` makes three stages.
+    /// By default, the stages are balanced by time.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     cut: Vec<String>,
 }
@@ -98,7 +98,7 @@ impl fmt::Debug for Pipeline {
     }
 }
 
-/// Everything that one rank needs to know of the mesh to compile its programs.
+/// The information about the mesh that one rank needs to compile its programs.
 #[derive(Debug, Clone)]
 pub struct RankPlan {
     /// The number of ranks along each axis.
@@ -112,7 +112,7 @@ pub struct RankPlan {
 }
 
 impl RankPlan {
-    /// The plan of one rank of this step.
+    /// Returns the plan of one rank of this step.
     ///
     /// # Errors
     /// Returns the errors of [`Self::new`].
@@ -120,10 +120,10 @@ impl RankPlan {
         Self::new(options.mesh, rank, &options.pipeline, options.micro_batches)
     }
 
-    /// A rank's coordinate in the mesh, and the actions of its pipeline.
+    /// Determines a rank's coordinate in the mesh, and the actions of its pipeline.
     ///
-    /// # Errors
-    /// Returns an error if the mesh has no such rank, or if the schedule does not support its shape.
+    /// # Errors Returns an error if the mesh has no such rank, or if the schedule does not support the shape of the
+    /// mesh.
     pub fn new(mesh: Mesh, rank: usize, pipeline: &Pipeline, micro_batches: usize) -> Result<Self> {
         let ranks = mesh.ranks()?;
         let fail = |why, remedy| Err(Error::config("mesh", why, remedy));
@@ -152,17 +152,17 @@ impl RankPlan {
         Ok(Self { mesh, at: mesh.coordinate(rank), stages, table })
     }
 
-    /// Number of ranks with the same stages; each has a share of the batch.
+    /// Returns the number of ranks that have the same stages. Each of them has a share of the batch.
     pub fn batch_ranks(&self) -> usize {
         self.mesh.data * self.mesh.expert
     }
 
-    /// The index of this rank among them.
+    /// Returns the index of this rank among the ranks that have the same stages.
     pub fn batch_rank(&self) -> usize {
         self.at.data * self.mesh.expert + self.at.expert
     }
 
-    /// A table with only the forward of one micro-batch.
+    /// Returns a table of actions with only the forward of one micro-batch.
     pub fn forward_table(&self) -> Vec<Vec<Action>> {
         let forward = |row: &Vec<Action>| {
             let mut stages: Vec<StageId> = row.iter().map(|action| action.stage).collect();
@@ -174,22 +174,22 @@ impl RankPlan {
     }
 }
 
-/// The share of a batch that a rank computes, in equal parts.
+/// The share of a batch that a rank computes. The batch is divided into equal parts, of which the rank has some.
 #[derive(Debug, Clone, Copy)]
 pub struct Share {
     /// Number of equal parts of the batch.
     pub parts: usize,
-    /// Index of this rank's first part.
+    /// Index of the first part of this rank.
     pub first: usize,
-    /// Distance to this rank's next part. Expert ranks take parts in turn, so that an expert's rows arrive in batch
-    /// order.
+    /// Distance between adjacent parts of this rank. Expert ranks take parts in turn, so that the rows of an expert
+    /// arrive in the order of the batch.
     pub stride: usize,
     /// Number of parts of this rank.
     pub count: usize,
 }
 
 impl Share {
-    /// The share of a training batch of the rank at `at`.
+    /// Returns the share of a training batch that the rank at coordinate `at` computes.
     pub fn of(options: &StepOptions, at: Coordinate) -> Self {
         let &StepOptions { micro_batches, mesh, .. } = options;
         let first = at.data * micro_batches * mesh.expert + at.expert;

@@ -20,13 +20,13 @@ use crate::partition::{ParameterStages, parameter_stages, partition};
 use crate::program::Program;
 use crate::recompute::RematPlan;
 
-/// The graph of a training step. Each recording stage builds on those before it.
+/// The graph of a training step. It is recorded in stages, each of which builds on the earlier ones.
 #[derive(Debug)]
 pub(super) struct TrainStep {
     trace: Trace,
     /// The loss of a micro-batch.
     loss: Tensor,
-    /// The weight of a micro-batch's loss in the loss of the batch.
+    /// The factor of a micro-batch's loss in the loss of the whole batch.
     loss_weight: f64,
     gradients: Vec<Parameter>,
     outputs: Vec<Output>,
@@ -39,7 +39,7 @@ pub(super) struct TrainStep {
     pub layout: CheckpointLayout,
     /// Names of the watched values that the step outputs.
     pub watched: Vec<String>,
-    /// A digest of the graph before its gradients.
+    /// A digest of the graph before its gradients are added.
     pub model: String,
     /// Whether received rows may be evicted before their backward.
     evicts: bool,
@@ -69,7 +69,7 @@ impl TrainStep {
         })
     }
 
-    /// Assigns each node to a stage.
+    /// Assigns each forward node to a stage.
     pub fn partition(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
         partition(&mut self.trace.lock(), ranks.stages, &options.pipeline.cut)?;
         self.stages = parameter_stages(&self.trace.lock());
@@ -80,7 +80,7 @@ impl TrainStep {
     pub fn differentiate(&mut self, options: &StepOptions) -> Result<()> {
         let _span = tracing::info_span!("autodiff").entered();
         let Self { trace, stages, .. } = self;
-        // A sum over micro-batches loses more to rounding, so the optimizer may ask for a wider type.
+        // Summing several micro-batches loses more to rounding, so the optimizer may choose a wider type for the sum.
         let several = options.micro_batches > 1;
         let looked_up = trace.looked_up();
         let gradients = differentiate_in(&trace.graph, &self.loss, self.loss_weight, &|parameter| {
@@ -94,7 +94,8 @@ impl TrainStep {
         for gradient in gradients {
             let parameter = trace.tensor(gradient.parameter);
             let name = trace.name(gradient.parameter);
-            // The first stage that reads a parameter owns it; other stages receive its new value.
+            // The first stage that reads a parameter owns it. The other stages that read the parameter receive its new
+            // value.
             let owner = stages.get(&name).and_then(|stages| stages.first()).copied().unwrap_or(StageId(0));
             trace.lock().set_place(Place::Stage(owner));
             let summands = gradient.summands.iter().map(|&id| trace.tensor(id));
@@ -108,7 +109,7 @@ impl TrainStep {
         Ok(())
     }
 
-    /// Records loss, norm and the update of every parameter, and the outputs that the host reads.
+    /// Records the loss, the norm, the update of every parameter, and the outputs that the host reads.
     pub fn update(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
         let Self { trace, gradients, .. } = &*self;
         let trained = |p: &&Parameter| trace.lock().optimizer_of(p.tensor.id()).is_none();
@@ -138,7 +139,7 @@ impl TrainStep {
         Ok(())
     }
 
-    /// Adds persistent tensors to the layout that the forward reads and no update changes.
+    /// Adds to the layout the persistent tensors that the forward reads and that no update changes.
     fn keep_frozen(&self, update: &Update<'_>, layout: &mut CheckpointLayout) {
         let graph = self.trace.lock();
         for (id, name) in graph.persistent().filter(|(_, name)| self.stages.contains_key(*name)) {
@@ -154,12 +155,12 @@ impl TrainStep {
         }
     }
 
-    /// Lowers the program of one rank.
+    /// Lowers the graph to the program of one rank.
     pub fn lower(&self, ranks: &RankPlan, target: Target, recomputation: &RematPlan) -> Result<Program> {
         self.lower_graph(&self.graph(), ranks, target, recomputation)
     }
 
-    /// Lowers a graph that the caller has locked.
+    /// Like [`Self::lower`], for a graph that the caller has locked.
     pub fn lower_graph(
         &self,
         graph: &Graph,
@@ -189,7 +190,7 @@ impl TrainStep {
     }
 }
 
-/// A graph over an input of tokens.
+/// A graph whose forward reads an input of tokens.
 #[derive(Debug)]
 pub(super) struct Trace {
     graph: Arc<Mutex<Graph>>,
@@ -197,7 +198,8 @@ pub(super) struct Trace {
 }
 
 impl Trace {
-    /// A graph with a `tokens` input of these extents (sequences, tokens), and the model to apply to it.
+    /// Creates a graph with an input `tokens` of the given extents (sequences, tokens), and builds the model to apply
+    /// to it.
     pub fn new<'a>(
         build: &Build<'a>,
         options: &StepOptions,
@@ -215,21 +217,21 @@ impl Trace {
         Ok((Self { graph, tokens }, model))
     }
 
-    /// The tables that are looked up by any ids, of tokens or otherwise.
+    /// Returns the tables whose rows are looked up by ids, whether these are ids of tokens or others.
     pub fn looked_up(&self) -> HashSet<ValueId> {
         let graph = self.lock();
         let lookups = graph.nodes().iter().filter(|node| node.op.name() == "embedding");
         lookups.map(|node| graph.value(node.inputs[0]).root).collect()
     }
 
-    /// Number of rows of the smallest table that tokens are looked up in.
+    /// Returns the number of rows of the smallest table in which tokens are looked up.
     pub fn smallest_table(&self) -> usize {
         let graph = self.lock();
         let lookups = graph.nodes().iter().filter(|n| n.op.name() == "embedding" && n.inputs[1] == self.tokens.id());
         lookups.map(|n| graph.value(n.inputs[0]).spec.dims()[0]).min().unwrap_or(usize::MAX)
     }
 
-    /// The model's loss of the tokens; sequences may hold several documents.
+    /// Records the model's loss of the tokens. If `documents` is true, sequences may hold several documents.
     ///
     /// # Errors
     /// Returns the model's own errors, and an error if the loss ignores the tokens' weights.

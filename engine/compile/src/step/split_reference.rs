@@ -1,5 +1,5 @@
-//! Checks recomputation in split backwards (I and W) against brute-force searches, which lower every set of stages that
-//! recompute twice, and every choice of dropped values for each half.
+//! Checks recomputation in split backwards (I and W) against brute-force searches. One lowers every set of stages that
+//! recompute twice. The other lowers every choice of dropped values for each half.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -35,20 +35,20 @@ fn recorded(hidden: &[usize], options: &StepOptions, rank: usize) -> (TrainStep,
     (record(&boxed_build(|vb| Chain::new(hidden, vb)), options, &ranks).unwrap(), ranks)
 }
 
-/// The peak live bytes, and the time of the recomputation.
+/// Returns the peak of live bytes and the time of the recomputation.
 fn cost(program: &Program) -> (u64, u64) {
     (lower_bound(&table(program).unwrap()), program.nanoseconds(&RATES)[1])
 }
 
-/// Under policies that name what they drop, the stages that recompute twice are those with the fewest live bytes. Among
-/// equal ones, they take the least time.
+/// If a policy names the values to drop, the set of stages that recompute twice has the lowest peak of live bytes. Of
+/// sets with the same peak, it takes the least time.
 #[test]
 fn no_other_stages_hold_less() {
     let layers = Recompute::Layers(Layers::All);
     let gelu = Recompute::Ops(vec!["gelu".into()]);
     let (mut once, mut twice) = (0, 0);
     for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2), ("interleaved-zb", 2), ("v-min", 2)] {
-        // With ten micro-batches, the choice is made from the first few.
+        // With ten micro-batches, the set is chosen by lowering only the first few.
         for (rank, recomputed, micro_batches) in [(0, &layers, 4), (1, &layers, 10), (1, &gelu, 4), (0, &gelu, 10)] {
             let options = options(schedule, chunks, micro_batches, dropping(recomputed));
             let (step, ranks) = recorded(&[64, 96, 32, 64], &options, rank);
@@ -72,7 +72,7 @@ fn no_other_stages_hold_less() {
     assert!(once > 0 && twice > 0, "{once} once, {twice} twice");
 }
 
-/// Costs of all pairs of candidates dropped after F and candidates freed at the end of I.
+/// Returns the costs of all pairs of candidates that are dropped after F and candidates that are freed at the end of I.
 fn all_ways(step: &TrainStep, ranks: &RankPlan) -> Vec<(u64, u64)> {
     let graph = step.graph();
     let alive = alive_nodes(&graph, step.outputs());
@@ -99,8 +99,8 @@ fn all_ways(step: &TrainStep, ranks: &RankPlan) -> Vec<(u64, u64)> {
     (0..1 << candidates.len()).flat_map(|dropped| (0..all_again).map(move |again| (dropped, again))).map(way).collect()
 }
 
-/// A budget finds the cheapest pair of choices for both halves, apart from the separate choice for the first
-/// micro-batch, which is cheaper still.
+/// With a budget, the search finds the cheapest pair of choices for both halves. The separate choice for the first
+/// micro-batch, which is even cheaper, is left out of the comparison.
 #[test]
 fn no_way_for_both_halves_is_cheaper() {
     let all: [(&str, usize, &[usize]); 4] =
@@ -128,7 +128,8 @@ fn no_way_for_both_halves_is_cheaper() {
             (again, at_best) = (again + time, at_best + best);
         }
         println!("{again} ns again, {at_best} at best");
-        // The search adds what W recomputes to what another micro-batch keeps of the layers before, not of all layers.
+        // The search adds the bytes of recomputation in W to what another micro-batch keeps of the earlier layers, not
+        // of all layers.
         assert!(again as f64 <= 1.03 * at_best as f64, "{again} ns again, {at_best} at best");
     }
 }

@@ -1,9 +1,11 @@
-//! The update of a step: loss and norm for every rank, and the update of every parameter by the ranks that own it.
+//! The update of a step: the loss and the norm on every rank, and the update of every parameter on the ranks that own
+//! it.
 //!
-//! If several ranks share the batch, each parameter is updated in parts as in ZeRO stage 1 (Rajbhandari et al., arXiv
-//! 1910.02054, section 5). A reduce-scatter sums the gradient, each rank updates its part with its part of the
-//! optimizer states, and an all-gather completes the parameter. Parameters that do not divide as the optimizer
-//! requires, or that are too small, are summed and updated whole by every rank.
+//! If several ranks share the batch, each parameter is updated in parts, as in ZeRO stage 1 (Rajbhandari et al., arXiv
+//! 1910.02054, section 5). A reduce-scatter sums the gradient, each rank updates its part of the parameter with the
+//! same part of the optimizer states, and an all-gather completes the parameter. A parameter that is too small, or that
+//! cannot be divided as the optimizer requires, is not split: its gradient is summed by an all-reduce, and every rank
+//! updates the whole parameter.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -22,7 +24,7 @@ use gapless_parallel::StageId;
 use super::record::Trace;
 use super::{LIMITS_INPUT, RankPlan, StepOptions};
 
-/// A parameter, with the gradient that this rank has of it.
+/// A parameter, with this rank's gradient of it.
 #[derive(Debug)]
 pub(super) struct Parameter {
     pub name: String,
@@ -33,11 +35,11 @@ pub(super) struct Parameter {
     pub shared: bool,
     /// The gradient, summed over this rank's micro-batches.
     pub gradient: Tensor,
-    /// The stage whose ranks update it.
+    /// The stage whose ranks update the parameter.
     pub owner: StageId,
 }
 
-/// A parameter is updated whole if its parts would have fewer elements than this.
+/// A parameter whose parts would have fewer elements than this is not split.
 const SMALLEST_PART: usize = 256;
 
 pub(super) struct Update<'a> {
@@ -46,20 +48,20 @@ pub(super) struct Update<'a> {
     pub options: &'a StepOptions,
 }
 
-/// A parameter, or the part of it that this rank updates.
+/// The part of a parameter that this rank updates, which may be the whole.
 struct UpdateTarget<'a> {
     parameter: &'a Parameter,
     info: ParameterInfo<'a>,
     gradient: Tensor,
     part: Ownership,
     rule: Arc<dyn Optimizer>,
-    /// Index of the group whose scalars the rule reads.
+    /// Index of the group whose scalars the update rule reads.
     group: usize,
-    /// Whether the model sets the rule of this parameter itself.
+    /// Whether the rule of this parameter is set by the model itself.
     is_own: bool,
 }
 
-/// Inputs of all updates of a step.
+/// The inputs that all updates of a step share.
 struct Inputs {
     norm: Tensor,
     /// The scalars of each group.
@@ -69,29 +71,30 @@ struct Inputs {
 /// The part of a parameter that a rank holds and updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Ownership {
-    /// The rank updates the whole parameter, as all other ranks do.
+    /// The rank holds and updates the whole parameter, like all other ranks that hold it.
     Whole,
-    /// The rank holds the whole parameter and updates its part, as each rank that shares the batch does.
+    /// The rank holds the whole parameter, and updates one part of it. The other parts are updated by the other ranks
+    /// that share the batch.
     OfBatch,
-    /// The rank holds and updates a share of the parameter, as each expert rank does.
+    /// The rank holds and updates a share of the parameter. The other shares are on the other expert ranks.
     OfExperts,
 }
 
 /// Roles of the states that an update declares.
 type Roles = HashMap<ValueId, Role>;
 
-/// The tensors that the whole mesh keeps between steps.
+/// The tensors that the ranks of the mesh keep between steps, as a checkpoint stores them.
 #[derive(Debug, Default)]
 pub struct CheckpointLayout {
     /// Extents of every parameter and state, by name.
     pub shapes: BTreeMap<String, Vec<usize>>,
-    /// The owning stage of each tensor that an update changes.
+    /// The stage that owns each tensor that an update changes.
     pub stages: BTreeMap<String, StageId>,
     /// Tensors that no update changes.
     pub frozen: BTreeSet<String>,
-    /// Tensors of which this rank has only a part.
+    /// The part that this rank has, for each tensor that it does not have as a whole.
     pub parts: HashMap<String, Shard>,
-    /// States that are initialized from their parameter (masters and averages), by the parameter's name.
+    /// States that are initialized with the value of their parameter (masters and averages), by the parameter's name.
     pub copies: HashMap<String, Vec<String>>,
 }
 
@@ -100,7 +103,7 @@ pub struct CheckpointLayout {
 pub struct Shard {
     /// Index of the first element.
     pub first: usize,
-    /// Whether this rank is the first of those with the same part.
+    /// Whether this rank is the first of the ranks that have this part.
     pub is_first_copy: bool,
 }
 
@@ -113,7 +116,7 @@ pub(super) struct Recorded {
 }
 
 impl Update<'_> {
-    /// The loss of the whole batch, from the sum over this rank's micro-batches.
+    /// Returns the loss of the whole batch, given the sum over this rank's micro-batches.
     pub fn mean_loss(&self, loss: &Tensor, share: f64) -> Result<Tensor> {
         let place = self.trace.lock().place_of(loss.id()).unwrap_or_default();
         self.place(place);
@@ -121,8 +124,8 @@ impl Update<'_> {
         self.all_reduce(&mean, Group::Batch)
     }
 
-    /// A term of that loss: each stage adds its summands, then every rank adds the sums of the stages. `None` if the
-    /// loss has no such term.
+    /// Returns one term of the loss of the whole batch, or `None` if the loss has no such term. Each stage adds its own
+    /// summands, then every rank adds the sums of the stages.
     pub fn mean_loss_part(&self, part: LossPart, loss: &Tensor, share: f64) -> Result<Option<Tensor>> {
         let mut stages: BTreeMap<Place, Vec<Tensor>> = BTreeMap::new();
         let summands = self.trace.lock().parts_of_loss(loss.id(), part);
@@ -142,7 +145,7 @@ impl Update<'_> {
         sum(means)
     }
 
-    /// The total of a per-micro-batch value over all micro-batches and all ranks that share the batch.
+    /// Returns the sum of a value over all micro-batches and over all ranks that share the batch.
     pub fn total(&self, value: &Tensor) -> Result<Tensor> {
         let place = self.trace.lock().place_of(value.id()).unwrap_or_default();
         self.place(place);
@@ -158,7 +161,8 @@ impl Update<'_> {
         self.check_groups(&targets)?;
         let norm = self.norm(&targets, loss)?;
         let inputs = Inputs {
-            // With released gradients, updates must not wait for the norm. They neither clip nor skip.
+            // If gradients are released early, the updates must not wait for the norm, so they neither clip gradients
+            // nor skip the step.
             norm: if self.options.memory.release_gradients {
                 loss.constant(0.0, ())
             } else {
@@ -176,7 +180,7 @@ impl Update<'_> {
         Ok(Recorded { norm, roles, layout })
     }
 
-    /// Records the update of one parameter, with its states.
+    /// Records the update of one parameter and its states.
     fn update(
         &self,
         target: &UpdateTarget<'_>,
@@ -222,7 +226,7 @@ impl Update<'_> {
         Ok(())
     }
 
-    /// Declares this rank's part of a parameter's state.
+    /// Declares this rank's part of a state of a parameter.
     fn state(
         &self,
         target: &UpdateTarget<'_>,
@@ -257,7 +261,7 @@ impl Update<'_> {
         Ok(self.trace.tensor(id))
     }
 
-    /// Checks that every pattern names a trained parameter.
+    /// Checks that every pattern of a group matches a trained parameter.
     fn check_groups(&self, targets: &[UpdateTarget<'_>]) -> Result<()> {
         let is_there = |pattern: &String| targets.iter().any(|target| names(pattern, &target.parameter.name));
         match self.options.update.groups.iter().flat_map(|group| &group.names).find(|pattern| !is_there(pattern)) {
@@ -269,7 +273,7 @@ impl Update<'_> {
         }
     }
 
-    /// The norm, or infinity if the step must be skipped.
+    /// Returns the norm, or infinity if the step must be skipped.
     fn guarded(&self, norm: &Tensor, loss: &Tensor) -> Result<Tensor> {
         if !self.options.update.guarded {
             return Ok(norm.clone());
@@ -298,7 +302,8 @@ impl Update<'_> {
         Ok(UpdateTarget { parameter, info: parameter_info, gradient, part, rule, group, is_own })
     }
 
-    /// A parameter's gradient summed over all ranks that share the batch, and the part of it that this rank updates.
+    /// Sums a parameter's gradient over all ranks that share the batch, and returns the part of the sum that this rank
+    /// updates.
     fn reduced_gradient(
         &self,
         gradient: &Tensor,
@@ -331,17 +336,18 @@ impl Update<'_> {
         }
     }
 
-    /// A copy of a gradient. An in-place sum needs its own tensor, and two parameters may share one gradient.
+    /// Returns a copy of a gradient. A sum in place needs a tensor of its own, because two parameters may have the same
+    /// gradient.
     fn own(&self, gradient: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(Contiguous, &[gradient]).map(|[own]| own)
     }
 
-    /// The norm of all gradients: each stage squares its own, and every rank adds them up. Parameters with a rule set
-    /// by the model are left out.
+    /// Returns the norm of all gradients. Each stage computes the squares of its own gradients, and every rank adds up
+    /// the squares of all stages. Parameters whose rule is set by the model are left out.
     fn norm(&self, targets: &[UpdateTarget<'_>], loss: &Tensor) -> Result<Tensor> {
         let mut groups: BTreeMap<(StageId, Ownership, usize), Vec<&Tensor>> = BTreeMap::new();
         for (index, target) in targets.iter().enumerate().filter(|(_, target)| !target.is_own) {
-            // A gradient that is released early is squared on its own.
+            // If gradients are released early, the squares of each gradient are computed separately.
             let group = if self.options.memory.release_gradients { index } else { 0 };
             groups.entry((target.parameter.owner, target.part, group)).or_default().push(&target.gradient);
         }
@@ -362,11 +368,11 @@ impl Update<'_> {
         }
         self.place(Place::Everywhere);
         let [norm] = Tensor::apply_op(GlobalNorm, &squares.iter().collect::<Vec<_>>())?;
-        // A non-finite loss makes the norm non-finite, so that the update leaves the model unchanged.
+        // If the loss is not finite, this makes the norm non-finite, so that the update leaves the model unchanged.
         norm.add(&loss.affine(0.0, 0.0)?)
     }
 
-    /// Shape and type of this rank's part of a state.
+    /// Returns the shape and type of this rank's part of a state.
     fn part_of_state(&self, name: &str, whole: Spec, part: Ownership) -> Result<Spec> {
         let ranks = self.ranks(part);
         if part == Ownership::Whole {
@@ -380,14 +386,14 @@ impl Update<'_> {
         Ok(Spec { shape: (whole.elements() / ranks).into(), dtype: whole.dtype })
     }
 
-    /// A copy of this rank's part of a parameter that it holds whole.
+    /// Returns a copy of this rank's part of a parameter that the rank holds as a whole.
     fn shard_of(&self, whole: &Tensor) -> Result<Tensor> {
         let part = whole.elem_count() / self.ranks(Ownership::OfBatch);
         let view = whole.reshape(whole.elem_count())?.narrow(0, self.plan.batch_rank() * part, part)?;
         self.own(&view)
     }
 
-    /// Number of ranks among which a parameter is divided.
+    /// Returns the number of ranks among which a parameter is divided.
     fn ranks(&self, part: Ownership) -> usize {
         match part {
             Ownership::Whole => 1,
@@ -396,7 +402,7 @@ impl Update<'_> {
         }
     }
 
-    /// This rank's part, which has this many elements.
+    /// Returns the location of this rank's part, which has `elements` elements.
     fn kept_part(&self, part: Ownership, elements: usize) -> Shard {
         match part {
             Ownership::Whole | Ownership::OfBatch => {
@@ -406,12 +412,12 @@ impl Update<'_> {
         }
     }
 
-    /// This expert rank's share, which has this many elements.
+    /// Returns the location of this expert rank's share, which has `elements` elements.
     pub fn share(&self, elements: usize) -> Shard {
         Shard { first: self.plan.at.expert * elements, is_first_copy: self.plan.at.data == 0 }
     }
 
-    /// The sum over the ranks of a group, in place. Returns the value itself if there is only one rank.
+    /// Sums a value over the ranks of a group, in place. If the group has only one rank, returns the value unchanged.
     fn all_reduce(&self, x: &Tensor, group: Group) -> Result<Tensor> {
         if group == Group::Batch && self.plan.batch_ranks() == 1 {
             return Ok(x.clone());

@@ -1,8 +1,8 @@
 //! Creation of nodes: applies an operation to values and adds its outputs to the graph.
 //!
-//! In: an operation and its inputs. Out: a node at the end of the graph, preceded by copies of inputs whose strides it
-//! cannot read. Also changes existing nodes, so that they have more outputs or an output of another type. Never: an
-//! output that differs from what the operation declares.
+//! In: an operation and its inputs. Out: a node at the end of the graph, preceded by a contiguous copy of each input
+//! whose strides the operation cannot read. Existing nodes can also be changed to have more outputs, or an output of
+//! another type. Never: an output that differs from what the operation declares.
 
 use std::sync::Arc;
 
@@ -15,7 +15,8 @@ use crate::op::{Op, RowUse};
 use crate::ops::Contiguous;
 
 impl Graph {
-    /// Applies `op`, preceded by a copy of each input whose strides it cannot read. Returns one value per output.
+    /// Applies `op`, preceded by a contiguous copy of each input whose strides `op` cannot read. Returns one value per
+    /// output.
     ///
     /// # Errors
     /// Returns [`Error::Shape`] with the operation's message, the layer and the shapes.
@@ -52,7 +53,7 @@ impl Graph {
         Ok(outputs)
     }
 
-    /// Returns how the rows of an output are counted, if they are dynamic.
+    /// Returns the row count of an output; `None` if its number of rows is fixed.
     fn rows_of(&self, op: &dyn Op, inputs: &[ValueId], output: ValueId) -> Option<RowCount> {
         let dims = self.value(output).spec.dims();
         match op.rows() {
@@ -68,10 +69,10 @@ impl Graph {
         }
     }
 
-    /// Runs the shape rule of `op`, and checks everything else that it declares about its operands.
+    /// Runs the shape rule of `op`, and checks everything else that `op` declares about the operands.
     fn infer(&self, op: &dyn Op, inputs: &[ValueId]) -> Result<Vec<Spec>> {
         let specs = self.specs(inputs);
-        // A broadcast value takes few bytes itself, however large its shape; a copy would not.
+        // A broadcast value occupies few bytes, however large its shape is. A copy of it would occupy all of them.
         if specs.iter().any(|spec| spec.checked_bytes().is_none()) {
             return Err(self.refused(op, inputs, "an input has more than 2^63 bytes"));
         }
@@ -86,11 +87,11 @@ impl Graph {
         Error::Shape { op: op.name().into(), layer: self.layer().to_string(), what: what.into(), shapes }
     }
 
-    /// Replaces the operation of a node by `op`, which computes more: it takes the same inputs in the same layouts, and
-    /// its outputs are the node's and `new` further ones. Returns the further ones.
+    /// Replaces the operation of a node by `op`, which takes the same inputs in the same layouts and has `new`
+    /// additional outputs after the existing ones. Returns the additional outputs.
     ///
     /// # Errors
-    /// Returns [`Error::Shape`] if `op` does not fit this description.
+    /// Returns [`Error::Shape`] if `op` rejects the inputs, needs other layouts, or changes the existing outputs.
     pub fn extend_node(&mut self, id: NodeId, op: Arc<dyn Op>, new: usize) -> Result<Vec<ValueId>> {
         let Node { inputs, outputs, .. } = self.node(id).clone();
         let out_specs = self.infer(&*op, &inputs)?;
@@ -117,11 +118,11 @@ impl Graph {
         Ok(new)
     }
 
-    /// Changes the float type in which a node produces a value that has no reader yet. Returns false if the operation
-    /// cannot do that.
+    /// Changes the float type in which a node produces a value. The value must not have a reader yet. Returns false,
+    /// without a change, if the operation cannot produce that type.
     ///
     /// # Errors
-    /// Returns [`Error::Shape`] if anything but the type of that output would change.
+    /// Returns [`Error::Shape`] if the changed operation would also change anything else.
     pub fn change_output_dtype(&mut self, id: ValueId, dtype: DType) -> Result<bool> {
         let Source::Node { node, output } = self.value(id).source else { return Ok(false) };
         let Node { op, inputs, outputs, .. } = self.node(node);

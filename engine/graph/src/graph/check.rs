@@ -1,7 +1,7 @@
 //! Checks of what an operation declares about its operands.
 //!
-//! In: the answers of an [`Op`], which may be a user's own. Out: the reason why the graph cannot have such a node, as
-//! text. Never: a change to a node; one that passes is recorded as the operation declares it.
+//! In: what an [`Op`], possibly a user's own, declares about its operands. Out: if the declaration is not valid, the
+//! reason as text. Never: a change to a node; a valid declaration is recorded as it is.
 
 use candle_core::{DType, Layout};
 use gapless_kernels::Spec;
@@ -9,7 +9,7 @@ use gapless_kernels::cpu::args::{MAX_OUTPUTS, byte_range};
 
 use crate::op::{Op, RowUse};
 
-/// Checks that the operands to which an operation refers by index exist and have the types and shapes that it needs.
+/// Checks that the operands to which an operation's declarations refer by index exist and have valid types and shapes.
 pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result<(), String> {
     if !(1..=MAX_OUTPUTS).contains(&outputs.len()) {
         return Err(format!("it has {} outputs; an operation has 1 to {MAX_OUTPUTS}", outputs.len()));
@@ -47,7 +47,7 @@ pub(super) fn operands(op: &dyn Op, inputs: &[Spec], outputs: &[Spec]) -> Result
     Ok(())
 }
 
-/// Returns the only output of a view, if its layout stays within the storage of the root.
+/// Returns the only output of a view operation. Returns an error if the view's layout exceeds the storage of the root.
 pub(super) fn view<'s>(layout: &Layout, outputs: &'s [Spec], root: &Spec) -> Result<&'s Spec, String> {
     let [output] = outputs else {
         return Err(format!("it is a view and has {} outputs; a view has one", outputs.len()));

@@ -1,6 +1,7 @@
 //! Values that no node produces: parameters and optimizer states, inputs, caches, constants.
 //!
-//! In: a name, a shape and a type. Out: the value; the same value for the same name. Never: two values of one name.
+//! In: a name, a shape and a type. Out: a new value, or the existing value of that name. Never: two values with one
+//! name.
 
 use candle_core::{Layout, Shape};
 use gapless_kernels::Spec;
@@ -10,11 +11,11 @@ use crate::error::{Error, Result};
 use crate::nn::{Init, Initializer};
 
 impl Graph {
-    /// Declares a tensor that lives longer than the step, or returns it if it is already declared.
+    /// Declares a tensor that outlives the step. If a tensor of that name is already declared, returns it.
     ///
     /// # Errors
-    /// Returns [`Error::ParameterShape`] if it was declared with another shape, [`Error::TypeClash`] if with another
-    /// type.
+    /// Returns [`Error::ParameterShape`] if the declared tensor has another shape, and [`Error::TypeClash`] if it has
+    /// another type.
     pub fn add_persistent(&mut self, name: &str, spec: Spec, init: Init) -> Result<ValueId> {
         self.check_sizes(name, std::slice::from_ref(&spec))?;
         if let Some(&id) = self.names.get(name) {
@@ -31,7 +32,7 @@ impl Graph {
         Ok(id)
     }
 
-    /// Declares this rank's share of a tensor whose rows are divided evenly over `ranks` ranks.
+    /// Declares this rank's share of a tensor `whole` whose rows are divided evenly over `ranks` ranks.
     ///
     /// # Errors
     /// Returns the errors of [`Self::add_persistent`].
@@ -47,8 +48,8 @@ impl Graph {
         Ok(id)
     }
 
-    /// Initializes a persistent tensor with the elements of a parameter, beginning with element `skip`. The tensor may
-    /// have another type than the parameter.
+    /// Makes a range of a parameter's initial values, from element `skip` on, the initial values of a persistent
+    /// tensor. The types of the tensor and the parameter may differ.
     pub fn initialize_from(&mut self, id: ValueId, parameter: ValueId, skip: usize) {
         let Source::Persistent { fill, .. } = &self.value(parameter).source else { return };
         let like = Initializer { first: fill.first + skip, ..fill.clone() };
@@ -57,15 +58,15 @@ impl Graph {
         }
     }
 
-    /// Returns the shape of the whole tensor, if a persistent tensor is this expert rank's share of one.
+    /// Returns the shape of the whole tensor if `id` is this expert rank's share of one. `None` for any other tensor.
     pub fn shared(&self, id: ValueId) -> Option<&Shape> {
         self.shares.get(&id)
     }
 
-    /// Declares a tensor that the host writes, or returns it if it is already declared.
+    /// Declares a tensor that the host writes. If an input of that name is already declared, returns it.
     ///
     /// # Errors
-    /// Returns [`Error::TypeClash`] if it was declared with another shape or type.
+    /// Returns [`Error::TypeClash`] if the declared input has another shape or type.
     pub fn add_input(&mut self, name: &str, spec: Spec) -> Result<ValueId> {
         self.check_sizes(name, std::slice::from_ref(&spec))?;
         if let Some(&id) = self.names.get(name) {
@@ -98,7 +99,7 @@ impl Graph {
         Ok(self.constant_like(number, spec))
     }
 
-    /// Like [`Self::add_constant`], for a shape that an existing tensor has, which needs no check.
+    /// Like [`Self::add_constant`], for the shape of an existing tensor, whose size has already been checked.
     pub(crate) fn constant_like(&mut self, number: f64, spec: Spec) -> ValueId {
         let key = (number.to_bits(), spec.dtype);
         let stored = match self.constants.get(&key) {
@@ -113,7 +114,7 @@ impl Graph {
         self.push_view(stored, spec, layout)
     }
 
-    /// Adds a tensor of elements that the model's source gives. Equal tensors are stored once.
+    /// Adds a tensor whose elements the model's source gives. Equal tensors are stored once.
     pub fn add_data(&mut self, elements: Vec<f64>, spec: Spec) -> ValueId {
         let mut hasher = blake3::Hasher::new();
         hasher.update(format!("{:?}", (spec.dtype, spec.dims())).as_bytes());

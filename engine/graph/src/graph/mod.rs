@@ -26,25 +26,26 @@ use crate::reference::layout_indices;
 pub use node::{Node, NodeId, Phase, Place};
 pub use value::{FLOATS, RowCount, Source, Value, ValueId};
 
-/// Upper limit of the tensors in a graph. A model of a thousand layers has some ten thousand.
+/// Upper limit of the number of values in a graph. A model of a thousand layers has some ten thousand values.
 const MAX_VALUES: usize = 1 << 20;
 
 /// The relation between the tokens of a graph's sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sequences {
-    /// Each sequence holds the first tokens of a text.
+    /// Each sequence holds the beginning of one text.
     #[default]
     Whole,
-    /// Each sequence continues a text. Earlier runs have left the keys and values of its past tokens in tensors of
-    /// [`Source::Cache`]. Attention appends the new ones and reads both.
+    /// Each sequence continues a text. Earlier runs have left the keys and values of the text's past tokens in caches
+    /// ([`Source::Cache`]). Attention appends the keys and values of the new tokens to the caches, and reads past and
+    /// new ones.
     Continued {
         /// The position of each token in its text: u32 [batch, tokens]. The positions in a sequence are consecutive.
         positions: ValueId,
         /// The greatest number of tokens in a text.
         window: usize,
     },
-    /// Each sequence holds several documents one after another. They do not attend to each other, and the loss of each
-    /// token is multiplied by a weight.
+    /// Each sequence holds several documents, one after another. Tokens of different documents do not attend to each
+    /// other, and the loss of each token is multiplied by a weight.
     Packed {
         /// The index of the first token of each token's document: u32 [batch, tokens].
         document_starts: ValueId,
@@ -61,7 +62,7 @@ pub enum Sequences {
 /// A part of the training loss that each step reports separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossPart {
-    /// −log p of the targets. It is reported if the loss has further terms.
+    /// −log p of the targets, without further terms. Reported only if the loss has further terms.
     Likelihood,
     /// The balance losses of the routers.
     Balance,
@@ -69,12 +70,12 @@ pub enum LossPart {
     RouterZ,
 }
 
-/// A scalar that is reported as (a summand of) a part of the loss.
+/// A scalar that is a summand of a reported part of the loss.
 #[derive(Debug, Clone, Copy)]
 pub struct ReportedLoss {
     /// The part of the loss.
     pub part: LossPart,
-    /// The value on which a loss depends if it contains this part.
+    /// The value that stands for this summand: a loss contains the summand if the loss depends on this value.
     pub depends_on: ValueId,
     /// The scalar that is reported for a micro-batch.
     pub scalar: ValueId,
@@ -86,19 +87,19 @@ pub struct Graph {
     values: Vec<Value>,
     nodes: Vec<Node>,
     names: HashMap<String, ValueId>,
-    /// For each constant, given by the bits of the number and its type, the value that stores it.
+    /// The value that stores each constant, by the bits of the constant's number and by its type.
     constants: HashMap<(u64, DType), ValueId>,
     layers: Vec<Arc<str>>,
     phase: Option<Phase>,
     place: Place,
     random_places: u64,
-    /// Shape of the whole tensor, for each tensor of which the expert ranks hold a share each.
+    /// The shape of the whole tensor, for each tensor that is divided into shares of the expert ranks.
     shares: HashMap<ValueId, Shape>,
     /// Update rules of parameters that are not updated by the optimizer.
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
     /// Parameters that are not trained.
     frozen: HashSet<ValueId>,
-    /// Scalars that each training step reports besides the loss, with their names.
+    /// Scalars that each training step reports in addition to the loss, with their names.
     watched: Vec<(String, ValueId)>,
     /// Scalars that are reported as parts of the loss.
     loss_parts: Vec<ReportedLoss>,
@@ -106,8 +107,8 @@ pub struct Graph {
     loss_terms: LossTerms,
 }
 
-/// Locks the graph. A panic in another thread leaves a graph with fewer nodes, but a consistent one, so a poisoned lock
-/// is used as it is.
+/// Locks the graph. A panic in another thread can only leave a graph that lacks nodes and is still consistent, so a
+/// poisoned lock is used as it is.
 pub fn lock(graph: &Mutex<Graph>) -> MutexGuard<'_, Graph> {
     graph.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -166,12 +167,12 @@ impl Graph {
         self.sequences = sequences;
     }
 
-    /// Sets the further terms of losses over a vocabulary for the nodes that are recorded from now on.
+    /// Sets the additional terms of vocabulary losses for the nodes that are recorded from now on.
     pub fn set_loss_terms(&mut self, terms: LossTerms) {
         self.loss_terms = terms;
     }
 
-    /// The terms that losses over a vocabulary have besides −log p of their targets.
+    /// The terms that losses over a vocabulary have in addition to −log p of their targets.
     pub fn loss_terms(&self) -> LossTerms {
         self.loss_terms
     }
@@ -181,7 +182,7 @@ impl Graph {
         self.sequences
     }
 
-    /// Returns the value of every element, if it is a known constant.
+    /// Returns the number that every element of a value equals. `None` if the elements are not a known constant.
     pub fn number(&self, id: ValueId) -> Option<f64> {
         match self.value(self.value(id).root).source {
             Source::Constant(number) => Some(number),
@@ -189,7 +190,8 @@ impl Graph {
         }
     }
 
-    /// Returns the elements of a value in row-major order, if the model's source gives them.
+    /// Returns the elements of a value in row-major order if the model's source gives them, and `None` if they are
+    /// known only when the program runs.
     pub fn data(&self, id: ValueId) -> Option<Vec<f64>> {
         let value = self.value(id);
         match &self.value(value.root).source {
@@ -199,19 +201,19 @@ impl Graph {
         }
     }
 
-    /// Returns a key for the next operation that draws random numbers. It counts such operations in the model, so it
-    /// does not depend on shapes.
+    /// Returns a new key for an operation that draws random numbers. The key is the operation's number among such
+    /// operations of the model, so it does not depend on shapes.
     pub fn next_random(&mut self) -> u64 {
         self.random_places += 1;
         self.random_places
     }
 
-    /// Sets the rule by which a parameter is updated in place of the optimizer.
+    /// Sets a rule that updates a parameter instead of the optimizer.
     pub fn set_optimizer(&mut self, parameter: ValueId, rule: Arc<dyn Optimizer>) {
         self.rules.insert(parameter, rule);
     }
 
-    /// Returns the rule by which a parameter is updated in place of the optimizer, if there is one.
+    /// Returns the rule that updates a parameter instead of the optimizer. `None` if the optimizer updates it.
     pub fn optimizer_of(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
         self.rules.get(&parameter)
     }
@@ -226,13 +228,13 @@ impl Graph {
         self.frozen.contains(&parameter)
     }
 
-    /// Reports a value under a name in each step. If the name is taken, a number is appended to it.
+    /// Reports a value under `name` in each step. If another value has that name, a number is appended to the name.
     pub fn watch(&mut self, name: &str, id: ValueId) {
         let free = self.free_name(name, |graph, wanted| graph.watched.iter().any(|(taken, _)| taken == wanted));
         self.watched.push((free, id));
     }
 
-    /// Returns the name; if it is taken, with a number appended.
+    /// Returns `name`, or if it is taken, `name` with the lowest unused number appended.
     fn free_name(&self, name: &str, is_taken: impl Fn(&Self, &str) -> bool) -> String {
         let numbered = (2..).map(|number| format!("{name}.{number}"));
         let free = std::iter::once(name.to_owned()).chain(numbered).find(|wanted| !is_taken(self, wanted));
@@ -249,8 +251,8 @@ impl Graph {
         self.loss_parts.push(reported);
     }
 
-    /// Returns the scalars that are reported as a part of the given loss, in the order in which they were recorded.
-    /// Scalars that this loss does not contain are left out.
+    /// Returns the scalars that are reported as `part` of `loss`, in the order in which they were recorded. Scalars
+    /// that are not summands of this loss are left out.
     pub fn parts_of_loss(&self, loss: ValueId, part: LossPart) -> Vec<ValueId> {
         let mut made_of = HashSet::from([loss]);
         for node in self.nodes.iter().rev().filter(|_| !self.loss_parts.is_empty()) {
@@ -267,9 +269,9 @@ impl Graph {
         self.layers.last().cloned().unwrap_or_else(|| Arc::from(""))
     }
 
-    /// Begins a layer, to which new nodes belong until [`Self::leave_layer`].
+    /// Begins a layer. New nodes belong to it until the matching call of [`Self::leave_layer`].
     pub fn enter_layer(&mut self, name: Arc<str>) {
-        // A layer without a name belongs to the layer around it.
+        // Nodes of a layer without a name belong to the enclosing layer.
         let name = if name.is_empty() { self.layer() } else { name };
         self.layers.push(name);
     }
@@ -322,7 +324,7 @@ impl Graph {
         self.nodes[id.index()].phase = phase;
     }
 
-    /// Checks that tensors are not empty and not too large, and that the graph does not have too many.
+    /// Checks that the values are not empty and not too large, and that the graph does not get too many values.
     fn check_sizes(&self, op: &str, specs: &[Spec]) -> Result<()> {
         if self.values.len() > MAX_VALUES {
             let why = format!("the step has more than {MAX_VALUES} tensors");

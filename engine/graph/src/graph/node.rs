@@ -21,13 +21,13 @@ impl NodeId {
 /// The phase of the step in which a node runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
-    /// The forward pass, once per micro-batch.
+    /// The forward pass; its nodes run once per micro-batch.
     Forward,
-    /// Gradients that earlier layers wait for (I), once per micro-batch.
+    /// Gradients that earlier layers wait for (I); their nodes run once per micro-batch.
     BackwardInput,
-    /// Gradients of weights, which are needed only by the update (W), once per micro-batch.
+    /// Gradients of weights, which only the update reads (W); their nodes run once per micro-batch.
     BackwardWeight,
-    /// The update, once per step, after the last micro-batch.
+    /// The update; its nodes run once per step, after the last micro-batch.
     Update,
 }
 
@@ -36,7 +36,7 @@ pub enum Phase {
 pub enum Place {
     /// The rank that holds the stage.
     Stage(StageId),
-    /// Every rank for itself; in the update only.
+    /// Every rank runs the node for itself. Only in the update.
     Everywhere,
 }
 
@@ -51,21 +51,21 @@ impl Default for Place {
 pub struct Node {
     /// The operation.
     pub op: Arc<dyn Op>,
-    /// Values that the operation reads, in its order.
+    /// Values that the operation reads, in the order that the operation defines.
     pub inputs: Vec<ValueId>,
-    /// Values that the operation produces, in its order.
+    /// Values that the operation produces, in the order that the operation defines.
     pub outputs: Vec<ValueId>,
     /// The layer to which the node belongs, e.g. `h.3.attn`; empty outside of layers.
     pub layer: Arc<str>,
-    /// The phase in which it runs.
+    /// The phase in which the node runs.
     pub phase: Phase,
-    /// The ranks on which it runs.
+    /// The ranks on which the node runs.
     pub place: Place,
 }
 
 impl Node {
-    /// The inputs that the node changes in place. Indices that the node does not have are skipped, in case the
-    /// operation's answer differs from when it was recorded.
+    /// The inputs that the node changes in place. Indices without an input are skipped: a user's operation may answer
+    /// differently than it did when the node was recorded.
     pub fn mutated_inputs(&self) -> impl Iterator<Item = ValueId> {
         self.op.mutates().iter().filter_map(|&(input, _)| self.inputs.get(input).copied())
     }

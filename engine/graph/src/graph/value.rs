@@ -8,8 +8,8 @@ use gapless_kernels::Spec;
 use super::NodeId;
 use crate::nn::Initializer;
 
-/// The types in which operations compute. All operands of an operation have the same one of them. Sums and statistics
-/// that need the precision are always f32.
+/// The types in which operations compute. All float operands of an operation have the same one of these types. Sums and
+/// statistics that need more precision than bf16 are always f32.
 pub const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
 
 /// Index of a value in its graph.
@@ -33,7 +33,7 @@ pub enum Source {
         /// Index of the output.
         output: usize,
     },
-    /// A tensor that lives longer than the step: a parameter, or a state of the optimizer.
+    /// A tensor that outlives the step: a parameter or an optimizer state.
     Persistent {
         /// Full name of the tensor.
         name: String,
@@ -45,13 +45,13 @@ pub enum Source {
         /// Name under which the host writes it.
         name: String,
     },
-    /// A tensor that runs of several programs hand on to each other: keys or values of past tokens. Before the first
-    /// run its contents are undefined.
+    /// A tensor in which one run of a program leaves data for the next: keys or values of past tokens. Its contents are
+    /// undefined before the first run.
     Cache {
         /// Name under which the programs share it.
         name: String,
     },
-    /// One stored element with this value.
+    /// A constant. One element is stored and broadcast to the value's shape.
     Constant(f64),
     /// Elements that the model's source gives, in row-major order.
     Data {
@@ -69,11 +69,11 @@ pub struct Value {
     pub spec: Spec,
     /// The source of the value.
     pub source: Source,
-    /// The value that owns the bytes: itself, or another one if this is a view.
+    /// The value that owns the bytes: the value itself or, for a view, the viewed value.
     pub root: ValueId,
     /// The layout of the elements in the bytes of the root.
     pub layout: Layout,
-    /// The number of rows, if it is known only while the step runs. Set at roots only.
+    /// The row count, if the number of rows is known only while the step runs. Set for roots only, not for views.
     pub row_count: Option<RowCount>,
 }
 
@@ -82,6 +82,6 @@ pub struct Value {
 pub struct RowCount {
     /// The value whose last element is the number of rows.
     pub offsets: ValueId,
-    /// The number of rows if all ranks have equally many.
+    /// The number of rows if all ranks have the same number.
     pub balanced: usize,
 }

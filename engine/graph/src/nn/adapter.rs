@@ -19,8 +19,8 @@ pub(super) struct Adapter {
 }
 
 impl Adapter {
-    /// Declares the adapter of the layer under the builder's path, if the layer is a target. The initial values are
-    /// PEFT's: A is uniform within 1/√in (Kaiming with a = √5), B is zero.
+    /// Declares the adapter of the layer under the builder's path. Returns `None` if the layer is not a target of
+    /// adapters. The initial values are PEFT's: A is uniform within 1/√in (Kaiming with a = √5), and B is zero.
     pub fn of(in_dim: usize, out_dim: usize, vb: &VarBuilder) -> Result<Option<Self>> {
         let Some(lora) = vb.lora().filter(|lora| lora.is_target(vb.prefix())) else { return Ok(None) };
         let bound = 1.0 / (in_dim as f64).sqrt();
@@ -32,8 +32,8 @@ impl Adapter {
         }))
     }
 
-    /// Returns the adapter's contribution to the layer's output. The scale is applied between A and B, where there are
-    /// fewest elements.
+    /// Returns the adapter's contribution to the layer's output. The scale is applied between A and B, where the tensor
+    /// is smallest.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let mut inner = xs.dropout(self.dropout)?.linear(&self.a, None)?;
         if self.scale != 1.0 {

@@ -4,7 +4,7 @@ use super::{Init, Module, VarBuilder};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The movement of a kernel along every dimension.
+/// The padding, stride, dilation and groups of a convolution, the same along every dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConvConfig {
     /// Number of zeros added at each end.
@@ -56,7 +56,8 @@ impl<const RANK: usize> Conv<RANK> {
         self.bias.as_ref()
     }
 
-    /// Declares a layer under the builder's path, with initial values uniform within 1/√(inputs per output).
+    /// Declares a layer under the builder's path. Its initial values are uniform within 1/√n, where n is the number of
+    /// inputs of an output element.
     fn make(
         inputs: usize,
         outputs: usize,

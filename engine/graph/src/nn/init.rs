@@ -25,22 +25,23 @@ pub enum Init {
     },
 }
 
-/// The initial values of a persistent tensor. They are a range of the elements of a tensor that may be another one or
-/// larger, for example the whole of which this is a rank's share.
+/// The initial values of a persistent tensor. They are a range of the values of a source tensor: the tensor itself, or
+/// for example the whole tensor of which it is one rank's share.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Initializer {
-    /// Distribution of that tensor's values.
+    /// Distribution of the source tensor's values.
     pub init: Init,
-    /// Name of that tensor, from which its random numbers are derived.
+    /// Name of the source tensor. Its random numbers are derived from this name.
     pub name: String,
-    /// Index of that tensor's element with which the range begins.
+    /// Index of the source tensor's element with which the range begins.
     pub first: usize,
-    /// Elements of that tensor, if they are given instead of drawn.
+    /// Elements of the source tensor, if they are given instead of drawn.
     pub given: Option<Arc<[f64]>>,
 }
 
 impl Initializer {
-    /// Fills `out` with initial values, cast to its type. They are a pure function of `seed` and this initializer.
+    /// Fills `out` with the initial values, converted by `cast`. The values are a pure function of `seed` and this
+    /// initializer.
     pub fn fill<T: Copy>(&self, seed: u64, out: &mut [T], cast: impl Fn(f64) -> T) {
         if let Some(given) = &self.given {
             out.iter_mut().zip(&given[self.first..]).for_each(|(x, &given)| *x = cast(given));

@@ -20,16 +20,16 @@ impl Linear {
         Self { weight, bias, adapter: None, layer: layer.into() }
     }
 
-    /// Declares the parameters under the builder's path, including those of an adapter if the layer is to have one.
+    /// Declares the parameters under the builder's path, and those of an adapter if the layer is a target of adapters.
     fn declare((in_dim, out_dim): (usize, usize), bias: bool, init: Init, vb: &VarBuilder) -> Result<Self> {
         let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
         let bias = bias.then(|| vb.get_with_hints(out_dim, "bias", Init::Const(0.0))).transpose()?;
         Ok(Self { adapter: Adapter::of(in_dim, out_dim, vb)?, ..Self::new(weight, bias, vb.prefix()) })
     }
 
-    /// Returns the loss of each of `targets` (u32, [..]), for a layer that is the head of a language model: the logits
-    /// are this layer's output for `xs` [.., in]. Without a bias or an adapter, the logits are never stored as a whole
-    /// (see [`Tensor::linear_cross_entropy`]).
+    /// Returns one loss per target (u32, [..]), for a layer that is the head of a language model. The logits are this
+    /// layer's output for `xs` [.., in]. If the layer has no bias and no adapter, the logits are never stored as a
+    /// whole (see [`Tensor::linear_cross_entropy`]).
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit.
@@ -37,7 +37,7 @@ impl Linear {
         self.capped_cross_entropy(xs, targets, None)
     }
 
-    /// Like [`Self::cross_entropy`]; if there is a cap, the logits are capped as by [`Tensor::cap`].
+    /// Like [`Self::cross_entropy`]. If `cap` is given, the logits are capped as by [`Tensor::cap`].
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit.
@@ -73,7 +73,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     linear_with_hints(in_dim, out_dim, WEIGHTS, vb)
 }
 
-/// Like [`linear`], with initial values for the weight.
+/// Like [`linear`], with the initial values `weight` for the weight.
 ///
 /// # Errors
 /// Returns an error if the names were used with other shapes.
@@ -89,7 +89,7 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<L
     Linear::declare((in_dim, out_dim), false, WEIGHTS, &vb)
 }
 
-/// Declares a layer like [`linear`] or, without a bias, [`linear_no_bias`].
+/// Declares a layer like [`linear`] if `bias` is true, and like [`linear_no_bias`] if not.
 ///
 /// # Errors
 /// Returns an error if the names were used with other shapes.
@@ -207,8 +207,8 @@ pub fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     Ok(RmsNorm { weight, eps, is_offset: false, layer: vb.prefix().into() })
 }
 
-/// Like [`rms_norm`], but multiplies by 1 + weight, with weights that are initially 0, as in Gemma. Weight decay then
-/// draws the factor to 1.
+/// Like [`rms_norm`], but multiplies by 1 + weight, as in Gemma. The weights are initially 0, and weight decay draws
+/// the factor 1 + weight towards 1.
 ///
 /// # Errors
 /// Returns an error if the name was used with another shape.

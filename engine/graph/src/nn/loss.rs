@@ -3,7 +3,8 @@
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Mean negative log-likelihood: `inp` [n, classes] holds log-probabilities, `target` \[n\] the classes (u32).
+/// Mean negative log-likelihood. `inp` [n, classes] holds log-probabilities, and `target` \[n\] holds the classes
+/// (u32).
 ///
 /// # Errors
 /// Returns an error if the shapes do not fit.
@@ -27,8 +28,8 @@ pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     (inp - target)?.sqr()?.mean_all()
 }
 
-/// Mean binary cross-entropy of `target` (floats between 0 and 1) under logits of the same shape: max(x, 0) − x·t +
-/// ln(1 + e⁻|ˣ|).
+/// Mean binary cross-entropy of `target` (floats between 0 and 1) under logits of the same shape. The loss of a logit x
+/// and a target t is max(x, 0) − x·t + ln(1 + e⁻|ˣ|).
 ///
 /// # Errors
 /// Returns an error if the shapes differ.
@@ -37,7 +38,7 @@ pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<
     ((inp.relu()? - (inp * target)?)? + tail)?.mean_all()
 }
 
-/// Mean Huber loss: quadratic below `delta`, linear above.
+/// Mean Huber loss, which is quadratic for differences below `delta` and linear above.
 ///
 /// # Errors
 /// Returns an error if the shapes differ.

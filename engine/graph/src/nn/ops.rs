@@ -49,7 +49,7 @@ pub fn silu(xs: &Tensor) -> Result<Tensor> {
     xs.silu()
 }
 
-/// silu of the first half of the last dimension, times the second.
+/// silu of the first half of the last dimension, times the second half.
 ///
 /// # Errors
 /// Returns an error if the last dimension is odd.
@@ -76,7 +76,7 @@ pub fn mish(xs: &Tensor) -> Result<Tensor> {
     xs * (1.0 + xs.exp()?)?.log()?.tanh()
 }
 
-/// x where it is positive, `negative_slope`·x elsewhere.
+/// x if x is positive, and `negative_slope`·x if not.
 ///
 /// # Errors
 /// Returns an error if the type is not a float type.
@@ -108,11 +108,11 @@ pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Resul
     xs.layer_norm(alpha, beta, f64::from(eps))
 }
 
-/// Attention. Without a mask it is fused ([`Tensor::causal_attention`], [`Tensor::attention`]); with one it is
-/// [`Tensor::masked_attention`].
+/// Scaled dot-product attention. Without a mask, it is fused ([`Tensor::causal_attention`] or [`Tensor::attention`]).
+/// With a mask, it is [`Tensor::masked_attention`].
 ///
 /// # Errors
-/// Returns the errors of those methods, and an error if there are both a mask and causality, or if scores are
+/// Returns the errors of those methods. Returns an error if a mask is given and `do_causal` is true, or if scores are
 /// soft-capped (`softcapping` other than 1).
 pub fn sdpa(
     q: &Tensor,
@@ -137,19 +137,19 @@ pub fn sdpa(
     }
 }
 
-/// Sets elements to zero at random while training.
+/// A layer that sets elements to zero at random while training.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     drop_p: f32,
 }
 
 impl Dropout {
-    /// Creates a layer from the probability of a zero.
+    /// Creates a layer that sets each element to zero with probability `drop_p`.
     pub fn new(drop_p: f32) -> Self {
         Self { drop_p }
     }
 
-    /// Applies [`Tensor::dropout`] while training; returns the tensor itself if not.
+    /// Applies [`Tensor::dropout`] if `train` is true; returns the tensor unchanged if not.
     ///
     /// # Errors
     /// Returns an error if the probability is outside [0, 1).

@@ -1,13 +1,13 @@
 //! Rotary position embedding from tables of cosines and sines, with the names of `candle_nn::rotary_emb`.
-//! [`Tensor::rope`] has a kernel of its own and needs no tables.
+//! [`Tensor::rope`] does the same with a kernel of its own, and needs no tables.
 
 use candle_core::D;
 
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Rotates pairs of elements that are half a head apart. `xs` is [batch, heads, tokens, size]; `cos` and `sin` are
-/// [tokens or more, size ÷ 2].
+/// Rotates pairs of elements that are half a head apart. `xs` is [batch, heads, tokens, size]. `cos` and `sin` are
+/// [positions, size ÷ 2] with at least as many positions as tokens.
 ///
 /// # Errors
 /// Returns an error if the shapes do not fit.
@@ -20,7 +20,7 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[first, second], D::Minus1)
 }
 
-/// The same as [`rope`]; candle calls its differentiable form so.
+/// The same as [`rope`]. In candle, this is the name of the differentiable form.
 ///
 /// # Errors
 /// Returns the errors of [`rope`].
@@ -28,7 +28,7 @@ pub fn rope_slow(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rope(xs, cos, sin)
 }
 
-/// Rotates pairs of adjacent elements; shapes as for [`rope`].
+/// Rotates pairs of adjacent elements. The shapes are the same as for [`rope`].
 ///
 /// # Errors
 /// Returns an error if the shapes do not fit.

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::graph::Graph;
 
 /// The trained part of a model. Frozen parameters have no gradient and no optimizer state, and the forward keeps only
-/// what the gradients of the trained part need.
+/// the activations that the gradients of the trained part need.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Trainable {
@@ -21,31 +21,31 @@ pub enum Trainable {
     /// Low-rank adapters are added to some linear layers and trained. All other parameters are frozen.
     Lora(Lora),
     /// Only the parameters that match one of these patterns are trained. A pattern is the name of a parameter, or the
-    /// path of a module for all of its parameters; `*` stands for any text.
+    /// path of a module, which matches all parameters of the module. `*` stands for any text.
     Only(Vec<String>),
 }
 
-/// Adapters of low rank (Hu et al., arXiv 2106.09685): y = x·Wᵀ + scale · (x·Aᵀ)·Bᵀ with A [rank, in] and B [out, rank], as PEFT
-/// defines them.
+/// Adapters of low rank (Hu et al., arXiv 2106.09685), as in PEFT: y = x·Wᵀ + scale · (x·Aᵀ)·Bᵀ with A [rank, in] and B
+/// [out, rank].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Lora {
     /// The rank of the adapters.
     pub rank: usize,
-    /// The scale of the adapters is alpha ÷ rank.
+    /// The numerator of the adapters' scale, which is alpha ÷ rank.
     pub alpha: f64,
-    /// The dropout probability on the adapters' input.
+    /// The dropout probability of the adapters' input.
     pub dropout: f64,
-    /// The layers with adapters, by the last parts of their paths, such as `q_proj` or `mlp.c_proj`. The default in a
-    /// run file is the query and value projections of the model's family.
+    /// The layers that have adapters. Each is named by the last components of its path, such as `q_proj` or
+    /// `mlp.c_proj`. The default in a run file is the query and value projections of the model's family.
     #[serde(default)]
     pub targets: Vec<String>,
-    /// Whether the scale is alpha ÷ √rank instead (rsLoRA, arXiv 2312.03732).
+    /// Whether the scale is alpha ÷ √rank (rsLoRA, arXiv 2312.03732) instead of alpha ÷ rank.
     pub rank_stabilised: bool,
 }
 
 impl Default for Lora {
-    /// PEFT's rank and alpha, on queries and values as in the paper.
+    /// PEFT's default rank and alpha, for the query and value projections as in the paper.
     fn default() -> Self {
         let targets = vec!["q_proj".to_owned(), "v_proj".to_owned()];
         Self { rank: 8, alpha: 8.0, dropout: 0.0, targets, rank_stabilised: false }
@@ -53,13 +53,13 @@ impl Default for Lora {
 }
 
 impl Lora {
-    /// The factor of an adapter's contribution.
+    /// Returns the factor by which an adapter's contribution is multiplied.
     pub fn scale(&self) -> f64 {
         let rank = self.rank as f64;
         self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
     }
 
-    /// The names of A and B of the layer with this path.
+    /// Returns the names of the parameters A and B of the adapter of the layer with this path.
     pub fn parameters(layer: &str) -> [String; 2] {
         [LORA_A, LORA_B].map(|name| format!("{layer}.{name}"))
     }
@@ -70,7 +70,7 @@ impl Lora {
     }
 }
 
-/// True if `target` is the whole path or its last components.
+/// True if `target` equals the path `layer` or the last components of that path.
 fn is_last_of(target: &str, layer: &str) -> bool {
     layer.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
@@ -90,10 +90,10 @@ impl Trainable {
         matches!(self, Self::Lora(_)) && adapted(parameter).is_some()
     }
 
-    /// Checks the settings.
+    /// Checks that the settings are in range.
     ///
     /// # Errors
-    /// Returns [`Error::Config`] if one is out of range.
+    /// Returns [`Error::Config`] for a setting that is not, or if there is no target or pattern.
     pub fn check(&self) -> Result<()> {
         let fail = |why: String, remedy| Err(Error::config("trainable", why, remedy));
         match self {
@@ -110,12 +110,11 @@ impl Trainable {
         }
     }
 
-    /// Checks that the model has what the settings name: a parameter for every pattern, a linear layer for every
-    /// target.
+    /// Checks that every pattern matches a parameter of the model, and that every target matches a linear layer.
     ///
     /// # Errors
-    /// Returns [`Error::Config`] with the pattern or target that matches nothing, or with a matching parameter that
-    /// does not belong to a linear layer.
+    /// Returns [`Error::Config`] if a pattern or target matches nothing, or if a target matches a layer that is not
+    /// linear.
     pub fn check_model(&self, graph: &Graph) -> Result<()> {
         let parameters = || graph.persistent().map(|(_, name)| name);
         let fail = |why: String, remedy| Err(Error::config("trainable", why, remedy));
@@ -149,24 +148,25 @@ impl Trainable {
     }
 }
 
-/// Returns the path of the layer to whose adapter a parameter belongs.
+/// Returns the path of the layer whose adapter has this parameter. `None` if the parameter is not part of an adapter.
 fn adapted(parameter: &str) -> Option<&str> {
     let layer = [LORA_A, LORA_B].iter().find_map(|name| parameter.strip_suffix(name))?;
     layer.strip_suffix('.')
 }
 
-/// True if a pattern matches a parameter's name or the path of a module around it. Examples: `h.0`, `*.bias`, `*norm*`.
+/// True if the pattern matches the parameter's name, or the path of a module that contains the parameter. Examples of
+/// patterns: `h.0`, `*.bias`, `*norm*`.
 pub fn names(pattern: &str, parameter: &str) -> bool {
     let ends = parameter.match_indices('.').map(|(at, _)| at).chain([parameter.len()]);
     ends.into_iter().any(|end| matches(pattern, &parameter[..end]))
 }
 
-/// True if the whole text matches the pattern, in which `*` stands for any text.
+/// True if the pattern, in which `*` stands for any text, matches the whole text.
 fn matches(pattern: &str, text: &str) -> bool {
     let Some((first, rest)) = pattern.split_once('*') else { return pattern == text };
     let Some(mut left) = text.strip_prefix(first) else { return false };
     let (middle, last) = rest.rsplit_once('*').unwrap_or(("", rest));
-    // Text between two stars is matched at the earliest possible position.
+    // Each literal part between two stars is matched at the earliest possible position.
     for part in middle.split('*').filter(|part| !part.is_empty()) {
         let Some(at) = left.find(part) else { return false };
         left = &left[at + part.len()..];

@@ -11,7 +11,7 @@ use crate::graph::{Graph, ValueId, lock};
 use crate::optim::Optimizer;
 use crate::tensor::{Device, Tensor};
 
-/// Declares parameters under a path, like candle's builder: `vb.pp("h").pp(3).get((4, 4), "weight")` declares
+/// A builder that declares parameters under a path, like candle's: `vb.pp("h").pp(3).get((4, 4), "weight")` declares
 /// `h.3.weight`.
 #[derive(Debug, Clone)]
 pub struct VarBuilder {
@@ -43,13 +43,14 @@ impl VarBuilder {
         Self { trainable: Arc::new(trainable.clone()), ..self }
     }
 
-    /// Sets whether the forward is for training or only for evaluation. Adapters have dropout only in training.
+    /// Sets whether the recorded forward is for training or only for evaluation. Adapters apply dropout only in
+    /// training.
     #[must_use]
     pub fn with_training(self, is_training: bool) -> Self {
         Self { is_training, ..self }
     }
 
-    /// The settings of adapters, if the model is to have any.
+    /// Returns the settings of adapters, or `None` if the model has none.
     pub(super) fn lora(&self) -> Option<&Lora> {
         match &*self.trainable {
             Trainable::Lora(lora) => Some(lora),
@@ -61,7 +62,7 @@ impl VarBuilder {
         self.is_training
     }
 
-    /// Sets the rank and the number of ranks that share the experts.
+    /// Sets the number of ranks that share the experts, and this rank's index among them.
     pub fn with_expert_ranks(self, ranks: usize, rank: usize) -> Self {
         Self { expert_ranks: (ranks, rank), ..self }
     }
@@ -101,7 +102,7 @@ impl VarBuilder {
         Self { path: self.full(&name.to_string()), ..self.clone() }
     }
 
-    /// The path of the builder, e.g. `h.3`. [`Tensor::enter`] takes it as the layer's name.
+    /// The path of the builder, e.g. `h.3`. Models pass it to [`Tensor::enter`] as the layer's name.
     pub fn prefix(&self) -> &str {
         &self.path
     }
@@ -116,8 +117,8 @@ impl VarBuilder {
         self.dtype
     }
 
-    /// Declares a parameter whose initial values are normal with standard deviation 0.02. The same name gives the same
-    /// parameter.
+    /// Declares a parameter whose initial values are normal with standard deviation 0.02. A second call with the same
+    /// name returns the same parameter.
     ///
     /// # Errors
     /// Returns an error if the name was used with another shape.
@@ -145,8 +146,9 @@ impl VarBuilder {
         }
     }
 
-    /// Declares a parameter that is updated by a rule of its own instead of the optimizer. The value that its operation
-    /// sends as its gradient need not be one, and is not part of the global norm.
+    /// Declares a parameter that is updated by `rule` instead of the optimizer. The rule gets the tensor that the
+    /// parameter's operation sends as the gradient. This tensor need not be a gradient, and does not count in the
+    /// global norm.
     ///
     /// # Errors
     /// Returns an error if the name was used with another shape.

@@ -14,12 +14,12 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// softmax(scale·q·kᵀ)·v.
+/// Attention: softmax(scale·q·kᵀ)·v.
 ///
 /// - Inputs: q [batch, heads, tokens, head size], k [batch, key-value heads, tokens, head size], v [batch, key-value
 ///   heads, tokens, value size].
 /// - Optional fourth input, for sequences of several documents: the index of the first key that each query sees, u32
-///   [batch, tokens]. It is clamped to the last key that the query sees.
+///   [batch, tokens]. An index after the last key that the query sees is replaced by that key's index.
 /// - Outputs: the result [batch, tokens, heads, value size], and the log-sum-exp of the scores [batch, heads, tokens],
 ///   which the gradient reads.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,14 +28,14 @@ pub struct Attention {
     pub scale: f64,
     /// True if a token sees only itself and earlier tokens.
     pub causal: bool,
-    /// With causal attention, the number of tokens that a token sees at most, including itself (Beltagy et al., arXiv
-    /// 2004.05150).
+    /// The maximum number of tokens that a token sees, including itself (Beltagy et al., arXiv 2004.05150). Only for
+    /// causal attention.
     pub window: Option<usize>,
-    /// Soft cap: a score s is replaced by cap·tanh(s/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    /// The soft cap of scores: a score s is replaced by cap·tanh(s/cap) (Gemma 2, arXiv 2408.00118, section 2).
     pub cap: Option<f64>,
 }
 
-/// The extents of an attention.
+/// The extents of the operands of an attention.
 #[derive(Debug, Clone, Copy)]
 struct Extents {
     batch: usize,
@@ -158,7 +158,7 @@ impl Op for Attention {
         true
     }
 
-    /// The kernel rounds probabilities and gradients of scores.
+    /// The kernel rounds the probabilities and the gradients of the scores.
     fn rounds_intermediates(&self) -> bool {
         true
     }
@@ -201,7 +201,8 @@ impl Op for Attention {
 }
 
 impl Attention {
-    /// The kernel for operands with these strides. Outputs and gradients are dense [batch, tokens, heads, head size].
+    /// Returns the CPU kernel for operands with these strides. Outputs and gradients are contiguous [batch, tokens,
+    /// heads, head size].
     fn kernel(&self, q: &Layout, k: &Layout, v: &Layout) -> attention::Attention {
         let e = Extents::of(q.dims(), k.dims(), v.dims()).expect("rank 4 by the shape rule");
         let strides = |layout: &Layout| {
@@ -235,13 +236,13 @@ impl Attention {
         }
     }
 
-    /// Floating-point operations of one product over the visible scores, per element of a head.
+    /// Floating-point operations that one product over the visible scores takes per element of a head.
     fn flops_per_element(&self, e: Extents) -> u64 {
         let causal = |queries: usize, keys: usize| queries * (2 * keys - queries + 1) / 2;
         let scores = match (self.causal, self.window) {
             (false, _) => e.queries * e.keys,
             (true, Some(window)) if window < e.keys => {
-                // Subtracts the scores outside of the window, which form a causal triangle over the later queries.
+                // Subtracts the scores before the window, which form a causal triangle over the later queries.
                 let behind = e.queries.min(e.keys - window);
                 causal(e.queries, e.keys) - causal(behind, e.keys - window)
             }
@@ -250,8 +251,8 @@ impl Attention {
         2 * (e.batch * e.heads * scores) as u64
     }
 
-    /// Calls `f` for every query with its batch index, head, token, the first key that it sees, and its scores with the
-    /// keys from there on.
+    /// Calls `f` for every query. The arguments are the query's batch index, head and token, the index of the first
+    /// visible key, and the scores of all visible keys.
     fn for_each_score(
         &self,
         e: Extents,
@@ -273,25 +274,25 @@ impl Attention {
         }
     }
 
-    /// Returns the score of a query and a key in f64, scaled and capped.
+    /// Returns the scaled and capped score of a query and a key, in f64.
     pub(super) fn score(&self, q: &[f64], k: &[f64]) -> f64 {
         let score = self.scale * q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>();
         self.cap.map_or(score, |cap| cap * (score / cap).tanh())
     }
 }
 
-/// True if the elements of a head are adjacent, as the kernels require.
+/// True if the elements of each head are adjacent in memory, as the kernels require.
 pub(super) fn head_is_dense(layout: &Layout) -> bool {
     layout.stride().last() == Some(&1)
 }
 
-/// The layout of an input without gaps. It serves to size scratch, which depends on the extents alone.
+/// Returns the contiguous layout of an input. It is used to size scratch, which depends on the extents alone.
 fn dense(inputs: &[Spec], index: usize) -> Layout {
     Layout::contiguous(inputs[index].shape.clone())
 }
 
 impl Extents {
-    /// Returns the row of k or v [batch, key-value heads, keys, …] that belongs to a query head `h` and key `s`.
+    /// Returns the index of the row of k or v [batch, key-value heads, keys, …] that query head `h` reads for key `s`.
     fn kv_row(self, b: usize, h: usize, s: usize) -> usize {
         (b * self.kv_heads + h / (self.heads / self.kv_heads)) * self.keys + s
     }
@@ -302,8 +303,8 @@ fn log_sum_exp(scores: &[f64]) -> f64 {
     max + scores.iter().map(|s| (s - max).exp()).sum::<f64>().ln()
 }
 
-/// (dq, dk, dv), each [batch, tokens, heads, …], from (q, k, v, out, log-sum-exp, d_out). The probabilities are
-/// recomputed from the log-sum-exp.
+/// The gradient of [`Attention`]: (dq, dk, dv), each [batch, tokens, heads, …], from (q, k, v, out, log-sum-exp,
+/// d_out). The probabilities are recomputed from the log-sum-exp.
 #[derive(Debug, Clone, Copy)]
 struct AttentionGrad {
     attention: Attention,
@@ -340,7 +341,7 @@ impl Op for AttentionGrad {
         true
     }
 
-    /// The kernel rounds probabilities and gradients of scores.
+    /// The kernel rounds the probabilities and the gradients of the scores.
     fn rounds_intermediates(&self) -> bool {
         true
     }

@@ -60,7 +60,7 @@ impl Op for Binary {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (a, b, dy) = (g.input(0), g.input(1), g.grad(0));
-        // A mask of the elements that come from `a`; if both are equal, `a` gets the gradient.
+        // A mask that is 1 where the element of `a` is the result. If both elements are equal, `a` gets the gradient.
         let first = match self.kind {
             BinaryKind::Maximum => a.ge(&b)?,
             BinaryKind::Minimum => a.le(&b)?,

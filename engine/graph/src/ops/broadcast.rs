@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// A view that repeats dimensions of extent 1, and new leading dimensions, with stride 0.
+/// A view that repeats dimensions of extent 1 and adds leading dimensions, all with stride 0.
 #[derive(Debug, Clone)]
 pub struct BroadcastAs {
     /// The new shape.

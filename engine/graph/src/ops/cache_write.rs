@@ -6,8 +6,9 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of, rows_per_task};
 use crate::Op;
 use crate::reference::{Array, Reference};
 
-/// Writes x [batch, heads, tokens, head size] to the rows `positions` (u32 [batch, tokens]) of a cache [batch, heads,
-/// window, head size], which is also the output. There is no gradient, because rows written by earlier runs have none.
+/// Writes x [batch, heads, tokens, head size] to rows of a cache [batch, heads, window, head size]. The rows are
+/// `positions` (u32 [batch, tokens]). The output is the changed cache. There is no gradient, because the rows that
+/// earlier runs wrote have none.
 #[derive(Debug, Clone, Copy)]
 pub struct CacheWrite;
 
@@ -46,7 +47,7 @@ impl Op for CacheWrite {
         0
     }
 
-    /// Counts the rows that are written, not the whole cache.
+    /// Counts the bytes of the written rows, not of the whole cache.
     fn bytes_moved(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         2 * inputs[1].bytes()
     }

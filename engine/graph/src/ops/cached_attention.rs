@@ -17,8 +17,8 @@ use crate::reference::{Array, Reference};
 ///   [batch, key-value heads, window, value size], and `positions` u32 [batch, tokens], consecutive in each sequence.
 /// - Output: [batch, tokens, heads, value size], bit-identical to attention over the whole sequence.
 ///
-/// A token at position p sees rows 0 to p of the cache, or with a sliding window the last of these. There is no
-/// gradient.
+/// A token at position p sees rows 0 to p of the cache. With a sliding window, it sees only the last of these rows.
+/// There is no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct CachedAttention(pub Attention);
 
@@ -60,7 +60,7 @@ impl Op for CachedAttention {
         Ok(vec![inputs[0].in_shape((batch, tokens, heads, value_size))])
     }
 
-    /// Counts a full window.
+    /// Counts as if every query saw the full window.
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         let (&[batch, heads, tokens, size], value_size) = (inputs[0].dims(), inputs[2].dims()[3]) else { return 0 };
         2 * (batch * heads * tokens * (size + value_size) * inputs[1].dims()[2]) as u64
@@ -79,7 +79,7 @@ impl Op for CachedAttention {
         true
     }
 
-    /// The kernel rounds probabilities.
+    /// The kernel rounds the probabilities.
     fn rounds_intermediates(&self) -> bool {
         true
     }
@@ -118,7 +118,7 @@ impl Op for CachedAttention {
 }
 
 impl CachedAttention {
-    /// The kernel for operands of these extents and strides.
+    /// Returns the CPU kernel for operands of these extents and strides.
     fn kernel(&self, q: &Layout, k: &Layout, v: &Layout) -> attention::Attention {
         let (&[batch, heads, queries, head_size], &[_, kv_heads, keys, _], &[_, _, _, value_size]) =
             (q.dims(), k.dims(), v.dims())

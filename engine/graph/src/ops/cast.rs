@@ -62,7 +62,7 @@ impl Op for Cast {
         gapless_kernels::cuda::launch::copy(operands)
     }
 
-    /// The reference does not round.
+    /// The reference implementation does not round.
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).clone()]
     }
@@ -78,7 +78,7 @@ fn run_to<To: Float>(args: &mut Args<'_>) {
     }
 }
 
-/// Converts each element, and sets it in the output or adds it there.
+/// Converts each element. Writes the result to the output or, if `accumulate` is true, adds it to the output.
 fn convert<T: Copy + Sync, To: Float>(out: &mut [To], x: &[T], accumulate: bool, f: impl Fn(T) -> f32 + Sync) {
     out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| {
         vectorize!(match accumulate {

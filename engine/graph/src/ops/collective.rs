@@ -10,19 +10,19 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
-/// The ranks that take part in a collective, among those with the same stages.
+/// The ranks that take part in a collective. They all hold the same pipeline stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
-    /// All ranks with a share of the batch: data × expert ranks.
+    /// All ranks that process a share of the batch: data × expert ranks.
     Batch,
-    /// The ranks of one model copy, which share its experts.
+    /// The ranks of one copy of the model, among which its experts are divided.
     Experts,
     /// The ranks that hold the same experts.
     Replicas,
 }
 
-/// A collective as a node of the graph. It has no kernel: lowering turns it into a start and a wait, which the
-/// communicator carries out.
+/// A collective as a node of the graph. It has no kernel: lowering turns it into two instructions, a start and a wait,
+/// for the communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
     /// Sum of floats of any shape, in place.
@@ -30,41 +30,41 @@ pub enum Collective {
         /// The ranks that take part.
         group: Group,
     },
-    /// Sum of floats over the batch's ranks, of which each rank keeps its part: ranks · n elements → n.
+    /// Sum of floats over the batch's ranks, of which each rank keeps its own part: ranks · n elements → n elements.
     ReduceScatter {
         /// Number of ranks.
         ranks: usize,
     },
-    /// The parts of all ranks: n elements → ranks · n.
+    /// Concatenation of the parts of all ranks: n elements → ranks · n elements.
     AllGather {
         /// The ranks that take part.
         group: Group,
         /// Number of ranks.
         ranks: usize,
     },
-    /// All-gather into an existing tensor: (tensor of ranks · n elements, part of n) → the tensor, overwritten with the
-    /// parts of all the batch's ranks.
+    /// All-gather into an existing tensor. The inputs are a tensor of ranks · n elements and this rank's part of n
+    /// elements. The output is the tensor, overwritten with the parts of all the batch's ranks.
     Refill {
         /// Number of ranks.
         ranks: usize,
     },
-    /// Exchange of equal parts between the expert ranks: ranks · n elements → as many. Part r of the output is this
-    /// rank's part of the input of expert rank r.
+    /// Exchange of equal parts between the expert ranks: ranks · n elements → ranks · n elements. Part r of the output
+    /// is the part that expert rank r's input has for this rank.
     AllToAll {
         /// Number of ranks.
         ranks: usize,
     },
-    /// Exchange of rows between the expert ranks: (rows [.., width], offsets of the rows sent, offsets of the rows
-    /// received) → [rows, width]. Both offsets are [ranks × runs + 1] with the same number of runs for each rank.
-    /// Output rows after the last received one are zeros.
+    /// Exchange of rows between the expert ranks. The inputs are the rows [.., width], the offsets of the runs of rows
+    /// to send, and the offsets of the runs to receive. The output is [rows, width]. Both offset tensors are [ranks ×
+    /// runs + 1], with the same number of runs for each rank. Output rows after the last received row are zeros.
     AllToAllRows {
         /// Number of ranks.
         ranks: usize,
         /// The greatest number of rows received.
         rows: usize,
-        /// True if the number of rows received is known only while the step runs; false if that of the rows sent is.
+        /// True if the number of rows received is known only while the step runs. If false, the number of rows sent is.
         receives_dynamic_rows: bool,
-        /// The number of such rows if all ranks have equally many.
+        /// The number of these rows if all ranks have the same number.
         balanced: usize,
     },
 }
@@ -79,7 +79,8 @@ impl Collective {
         }
     }
 
-    /// The number of ranks for which it was recorded, if its shapes depend on it.
+    /// Returns the number of ranks for which the collective was recorded. `None` if its shapes do not depend on the
+    /// number of ranks.
     pub fn ranks(self) -> Option<usize> {
         match self {
             Self::AllReduce { .. } => None,
@@ -88,10 +89,10 @@ impl Collective {
         }
     }
 
-    /// Returns the request to the communicator, given addresses and sizes. `lens` are the bytes to and from each rank,
-    /// for [`Self::AllToAll`] and [`Self::AllToAllRows`].
+    /// Returns the request to the communicator for operands at these addresses and of these sizes. For
+    /// [`Self::AllToAll`] and [`Self::AllToAllRows`], `lens` gives the number of bytes to and from each rank.
     ///
-    /// Input 0 of [`Self::AllReduce`] and [`Self::Refill`] is their output.
+    /// The output of [`Self::AllReduce`] and [`Self::Refill`] is input 0.
     pub fn request(
         self,
         inputs: [Option<(*mut u8, usize)>; 2],
@@ -172,7 +173,7 @@ impl Op for Collective {
         }
     }
 
-    /// The gradients of rows go back to the ranks from which the rows came.
+    /// The gradient of each row is sent back to the rank from which the row came.
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         match *self {
             Self::AllToAllRows { ranks, receives_dynamic_rows, balanced, .. } => {
@@ -207,7 +208,8 @@ impl Op for Collective {
         unreachable!("lowering gives collectives to the communicator");
     }
 
-    /// The result on the first rank if all ranks hold the same input.
+    /// Returns the result on the first rank for the case that all ranks have the same input. [`Self::AllReduce`] does not
+    /// record the number of ranks, so its result is that of a single rank.
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         match *self {

@@ -32,7 +32,8 @@ impl Comparison {
     }
 }
 
-/// A mask (u8): 1 where the comparison of floats, masks or ids holds, 0 elsewhere. It has no gradient.
+/// A mask (u8) that is 1 where the comparison holds and 0 elsewhere. The operands are floats, masks or ids. There is no
+/// gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct Compare {
     /// The comparison.

@@ -1,10 +1,10 @@
 //! Eight-bit compression of activations that are kept from the forward to the backward.
 //!
-//! [`Compress`] stores an 8-bit code per element and a range per group of [`GROUP`] neighbours; [`Expand`] restores the
-//! tensor. The method is that of Mesa (Pan et al., arXiv 2111.11124, section 3), with the exact range of each group
-//! instead of running estimates per head. A group's codes stand for 256 evenly spaced values from its smallest element
-//! to its greatest, so the error is at most 1/510 of the group's range. Codes are rounded to nearest, so a repeated
-//! step has the same bits.
+//! [`Compress`] stores an 8-bit code per element, and a range per group of [`GROUP`] neighbours. [`Expand`] restores
+//! the tensor. The method is that of Mesa (Pan et al., arXiv 2111.11124, section 3), but with the exact range of each
+//! group instead of running estimates per head. A group's codes stand for 256 evenly spaced values from its smallest to
+//! its greatest element, so the error is at most 1/510 of the group's range. Codes are rounded to the nearest value, so
+//! repeating a step gives the same bits.
 //!
 //! A group never spans two entries of the first dimension, so the result does not depend on how a batch is divided into
 //! micro-batches.
@@ -23,7 +23,7 @@ pub const GROUP: usize = 256;
 /// The greatest code.
 const GREATEST: f32 = 255.0;
 
-/// A step (range ÷ 255) below this counts as zero, so that the reciprocal of any other step is finite.
+/// Steps (range ÷ 255) smaller than this are replaced by zero, so that the reciprocal of every other step is finite.
 const LEAST_STEP: f32 = 1e-37;
 
 /// The division of a tensor into rows, and of rows into groups. No row spans two entries of the first dimension.
@@ -48,13 +48,13 @@ impl Grouping {
     }
 }
 
-/// The shapes and types of a tensor's codes and of its groups' ranges.
+/// Returns the shapes and types of a tensor's codes and of the ranges of its groups.
 pub fn packed(spec: &Spec) -> [Spec; 2] {
     let codes = Spec { shape: spec.shape.clone(), dtype: DType::U8 };
     [codes, Spec::f32((Grouping::of(spec.dims()).groups(spec.elements()), 2))]
 }
 
-/// (codes, smallest element and step of each group) from x.
+/// Computes from x the codes, and the smallest element and the step of each group.
 #[derive(Debug, Clone, Copy)]
 pub struct Compress;
 
@@ -102,7 +102,7 @@ impl Op for Compress {
     }
 }
 
-/// Writes the codes of a group and returns its smallest element and its step.
+/// Writes the codes of a group, and returns the group's smallest element and its step.
 #[inline(always)]
 fn compress(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
     let least = reduce::min(x);
@@ -179,8 +179,9 @@ mod tests {
     }
 
     generated! {
-        /// The allowed error is half a step plus f32 roundings of 2⁻²⁴ each. Relative to the range, six come from
-        /// computing the code (at most 255 steps) and three from expanding it; one more is relative to the sum.
+        /// The allowed error is half a step, plus f32 roundings of at most 2⁻²⁴ each. Six roundings in computing the
+        /// code (at most 255 steps) and three in expanding the code are relative to the range. The rounding of the
+        /// final sum is relative to the sum.
         #[test]
         fn a_number_comes_back_within_half_a_step(x in numbers()) {
             let mut codes = vec![0; x.len()];

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// y = x, stored contiguously whatever the strides of x. The builder inserts it before kernels that cannot read
+/// A contiguous copy of x, whatever the strides of x are. The builder inserts it before operations that cannot read the
 /// strides.
 #[derive(Debug, Clone, Copy)]
 pub struct Contiguous;

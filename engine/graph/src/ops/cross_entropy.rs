@@ -1,4 +1,4 @@
-//! Cross-entropy loss of logits. Apart from the logits and their gradient, no tensor has the logits' size.
+//! Cross-entropy loss of logits. The only tensors of the logits' size are the logits and their gradient.
 
 use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
 use gapless_kernels::{LossTerms, Spec};
@@ -8,11 +8,11 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// −log softmax(logits)`[target]` for logits [.., vocabulary] and targets [..], plus the further terms of the loss.
-/// Outputs: the losses [..], and the log-sum-exp of each row [..] for the gradient.
+/// The loss −log softmax(logits)`[target]`, plus additional terms. Inputs: logits [.., vocabulary] and targets [..].
+/// Outputs: the losses [..], and the log-sum-exp of each row of logits [..], which the gradient reads.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CrossEntropy {
-    /// Terms of the loss besides −log softmax.
+    /// Terms of the loss in addition to −log softmax.
     pub terms: LossTerms,
 }
 
@@ -81,8 +81,8 @@ impl Op for CrossEntropy {
     }
 }
 
-/// d_logits from (logits, targets, log-sum-exp, d_loss); it may overwrite the logits. Without further terms of the loss
-/// it is (softmax − one-hot)·d_loss.
+/// The gradient of the logits, from (logits, targets, log-sum-exp, d_loss). Without additional terms of the loss, it is
+/// (softmax − one-hot)·d_loss. It may overwrite the logits.
 #[derive(Debug, Clone, Copy)]
 struct CrossEntropyGrad {
     terms: LossTerms,

@@ -9,7 +9,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// y = x·mask/(1−p). The mask is recomputed in the backward: the gradient is the same operation on dy.
+/// y = x·mask/(1−p). The backward recomputes the mask: the gradient is the same operation, applied to dy.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {
     /// Probability that an element is set to zero.
@@ -24,13 +24,14 @@ impl Dropout {
     }
 }
 
-/// True if element `index` is kept. Integers are compared, so that the f32 kernel and the f64 reference agree.
+/// True if element `index` is kept. The comparison uses integers, so that the f32 kernel and the f64 reference
+/// implementation agree.
 #[inline(always)]
 fn keeps(numbers: Numbers, index: usize, threshold: u64) -> bool {
     numbers.bits(index) >> 11 >= threshold
 }
 
-/// p as a fraction of 2⁵³.
+/// Returns p as a fraction of 2⁵³, rounded down to an integer.
 fn threshold(p: f64) -> u64 {
     (p * (1u64 << 53) as f64) as u64
 }

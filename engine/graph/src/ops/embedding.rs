@@ -12,7 +12,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// Table [vocabulary, width] and ids [..] to [.., width].
+/// Looks up rows of a table: from a table [vocabulary, width] and ids [..] to [.., width].
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Embedding {
     /// An id whose row gets no gradient, like PyTorch's `padding_idx`.
@@ -40,7 +40,7 @@ impl Op for Embedding {
         Ok(())
     }
 
-    /// Counts the rows that are looked up, not the whole table.
+    /// Counts the bytes of the rows that are looked up, not of the whole table.
     fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
         inputs[1].bytes() + 2 * outputs[0].bytes()
     }
@@ -81,7 +81,8 @@ fn look_up<T: Float>(args: &mut Args<'_>) {
     });
 }
 
-/// Adds each row of dy to the table row of its id. Table rows are processed in parallel, the rows of dy in order.
+/// The gradient of [`Embedding`]'s table: adds each row of dy to the table row of its id. Parts of the table are
+/// processed in parallel; in each part, the rows of dy are added in order.
 #[derive(Debug, Clone, Copy)]
 struct EmbeddingGrad {
     vocabulary: usize,
@@ -101,7 +102,7 @@ impl Op for EmbeddingGrad {
         Ok(self.types.apply_to([inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))]))
     }
 
-    /// Counts the rows that are looked up, not the whole table.
+    /// Counts dy once, and the gradient of the whole table twice, because it is read and written.
     fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
         inputs[1].bytes() + 2 * outputs[0].bytes()
     }
@@ -123,7 +124,8 @@ impl Op for EmbeddingGrad {
         let d_table = args.output::<f32>(0);
         let (ids, dy) = (args.input::<u32>(0), args.input::<f32>(1));
         let width = super::width(args.output_dims(0));
-        // Every task scans all ids for those of its own rows; reading ids is cheap compared with adding rows.
+        // Every task scans all ids for those of its own part of the table. Reading ids is cheap compared with adding
+        // rows.
         let rows = self.vocabulary.div_ceil(TASKS).max(1);
         d_table.pieces_mut(rows * width).enumerate().for_each(|(task, table)| {
             if !accumulate {

@@ -1,4 +1,4 @@
-//! Elements selected by ids along one dimension, and the inverse, which adds up the elements of equal ids.
+//! Selecting elements by ids along one dimension, and the inverse, which adds elements at the indices that ids give.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces};
@@ -8,8 +8,8 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// (x, ids): the elements of x that ids select along `dim`; all other dimensions are equal. An id out of range gives
-/// NaN, so a step that uses it is rejected as not finite.
+/// Selects elements of x by ids along `dim`; all other dimensions of x and the ids are equal. An id out of range gives
+/// NaN. The loss then becomes NaN, so the step is rejected as not finite.
 #[derive(Debug, Clone, Copy)]
 pub struct Gather {
     /// Dimension along which ids select.
@@ -73,8 +73,9 @@ impl Op for Gather {
     }
 }
 
-/// (ids, source), both of one shape: adds each element of `source` to the output at the index given by its id along
-/// `dim`. Outputs without an element are zero. An id out of range sets the output at index 0 to NaN.
+/// Adds each element of `source` to the output at the index that its id gives along `dim`. The inputs (ids, source)
+/// have the same shape. Outputs to which nothing is added are zero. An id out of range sets the output at index 0 to
+/// NaN.
 #[derive(Debug, Clone, Copy)]
 pub struct ScatterAdd {
     /// Dimension along which ids select.
@@ -146,8 +147,8 @@ impl Op for ScatterAdd {
     }
 }
 
-/// Extents of the elements and of the ids along the dimension, and the number of elements from one of its indices to
-/// the next.
+/// The extents of the elements and of the ids along `dim`, and the distance between adjacent indices along `dim`, in
+/// elements.
 struct Sizes {
     extent: usize,
     count: usize,

@@ -9,7 +9,7 @@ use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
 /// y = (x − mean)·rstd·weight + bias over the last dimension, with rstd = 1/√(variance + eps). Outputs: y, and (mean,
-/// rstd) of each row for the gradient.
+/// rstd) of each row, which the gradient reads.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerNorm {
     /// Added to the variance.

@@ -13,7 +13,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// x [.., in] to [.., out], with weight [out, in] and an optional bias `[out]`.
+/// x·Wᵀ + b: from x [.., in], the weight W [out, in] and an optional bias `[out]` to [.., out].
 #[derive(Debug, Clone, Copy)]
 pub struct Linear {
     /// True if the bias is given as a third input.
@@ -42,7 +42,7 @@ impl Op for Linear {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (x, weight, dy) = (g.input(0), g.input(1), g.grad(0));
         let needs_bias = self.has_bias && g.wants(2);
-        // The weight's gradient comes first, as it is the last reader of x.
+        // The weight's gradient is recorded first, because it is the last reader of x.
         let op = LinearGradWeight { has_bias: needs_bias, types: OutputTypes::default() };
         if needs_bias {
             let [d_weight, d_bias] = Tensor::apply_op(op, &[&x, &dy])?;
@@ -69,7 +69,7 @@ impl Op for Linear {
         forward(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The factors are read in bf16 when they are packed.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -112,14 +112,14 @@ impl Op for Linear {
     }
 }
 
-/// The product rows × in · (out × in)ᵀ.
+/// The product x·Wᵀ of [rows, in] and [out, in].
 fn forward(x: &[usize], weight: &[usize]) -> Gemm {
     let &[out, width] = weight else { unreachable!("rank 2 by the shape rule") };
     let rows = x.iter().product::<usize>() / width.max(1);
     Gemm::new(rows, out, width, Strides::row_major(width), Strides::transposed(width))
 }
 
-/// dx = dy·W from (dy, weight).
+/// The gradient dx = dy·W, from (dy, weight).
 #[derive(Debug, Clone, Copy)]
 struct LinearGradInput;
 
@@ -150,7 +150,7 @@ impl Op for LinearGradInput {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The factors are read in bf16 when they are packed.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -193,8 +193,8 @@ impl Op for LinearGradInput {
     }
 }
 
-/// d_weight = dyᵀ·x and d_bias = Σ dy over the rows, from (x, dy). Sequences are summed in order, so accumulating over
-/// micro-batches gives the same bits as one call.
+/// The gradients d_weight = dyᵀ·x and d_bias = Σ dy over the rows, from (x, dy). The sums of sequences are added in
+/// order, so accumulating over micro-batches gives the same bits as one call for the whole batch.
 #[derive(Debug, Clone, Copy)]
 struct LinearGradWeight {
     has_bias: bool,
@@ -209,7 +209,7 @@ impl LinearGradWeight {
         Gemm::new(out, width, rows, Strides::transposed(out), Strides::row_major(width)).with_segment(sequence.max(1))
     }
 
-    /// The kernel for factors stored in this type.
+    /// Runs the kernel for factors stored in the type `T`.
     fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
         let (d_weight, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let (x, dy) = (args.input::<T>(0), args.input::<T>(1));
@@ -235,7 +235,7 @@ impl LinearGradWeight {
     }
 }
 
-/// Columns of the bias per task: four cache lines in each row.
+/// Number of columns of the bias that one task computes: four cache lines of each row.
 const COLUMNS: usize = 64;
 
 impl Op for LinearGradWeight {
@@ -266,7 +266,7 @@ impl Op for LinearGradWeight {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The factors are read in bf16 when they are packed.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -279,7 +279,7 @@ impl Op for LinearGradWeight {
         let bias = self.has_bias.then(|| gapless_kernels::cuda::launch::leading_sums_workspace(&inputs[1]));
         [vec![gapless_kernels::cuda::launch::product_workspace(out, width)], bias.unwrap_or_default()].concat()
     }
-    /// The sum for the bias reads dy again.
+    /// The kernel that sums up the bias's gradient reads dy once more.
     fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         if self.has_bias { inputs[1].bytes() } else { 0 }
     }

@@ -9,8 +9,8 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// [.., m, k] · [.., k, n] to [.., m, n] with equal leading dimensions. Transposed operands are read through their
-/// strides.
+/// The product of [.., m, k] and [.., k, n], which is [.., m, n]. Leading dimensions must be equal. Transposed operands
+/// are read through their strides.
 #[derive(Debug, Clone, Copy)]
 pub struct MatMul;
 
@@ -52,12 +52,12 @@ impl Op for MatMul {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        // The strides are not known here, but scratch depends on the extents alone.
+        // The strides are not known here. Contiguous layouts do as well, because scratch depends on the extents alone.
         let dense = |spec: &Spec| Layout::contiguous(spec.shape.clone());
         product(&dense(&inputs[0]), &dense(&inputs[1])).scratch(threads)
     }
 
-    /// The factors are read in bf16 when they are packed.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, _: usize) -> bool {
         true
     }
@@ -94,7 +94,7 @@ impl Op for MatMul {
     }
 }
 
-/// The kernel for factors stored in this type.
+/// Runs the kernel for factors stored in the type `T`.
 fn run_on<T: Factor>(args: &mut Args<'_>) {
     let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
     let ((a, a_layout), (b, b_layout)) = (args.strided::<T>(0), args.strided::<T>(1));
@@ -108,7 +108,7 @@ fn run_on<T: Factor>(args: &mut Args<'_>) {
     }
 }
 
-/// The matrix products over the last batch dimension.
+/// Returns the kernel for all matrix products of the last batch dimension.
 fn product(a: &Layout, b: &Layout) -> Gemm {
     let matrix = |layout: &Layout| {
         let rank = layout.dims().len();
@@ -123,7 +123,7 @@ fn product(a: &Layout, b: &Layout) -> Gemm {
     }
 }
 
-/// Returns the offset of the `index`-th combination of the dimensions before the last three.
+/// Returns the offset, in elements, of the `index`-th combination of indices of all dimensions before the last three.
 fn outer_offset(layout: &Layout, mut index: usize) -> usize {
     let outer = layout.dims().len().saturating_sub(3);
     let mut offset = 0;

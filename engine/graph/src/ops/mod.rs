@@ -88,12 +88,12 @@ use gapless_kernels::cpu::{last_extent, row_of};
 use self::output_types::OutputTypes;
 use crate::graph::FLOATS;
 
-/// True if kernels can multiply by x and divide by it in f32.
+/// True if x is positive, and kernels can multiply by x and divide by x in f32.
 pub(crate) fn is_positive_f32(x: f64) -> bool {
     x > 0.0 && (x as f32).is_normal() && (1.0 / x as f32).is_normal()
 }
 
-/// Checks that all tensors have the same one of the [`FLOATS`].
+/// Checks that all tensors have the same type, and that it is one of the [`FLOATS`].
 pub(crate) fn expect_float(inputs: &[Spec]) -> Result<(), String> {
     let first = inputs.first().map_or(DType::F32, |s| s.dtype);
     let expected = if FLOATS.contains(&first) { first } else { DType::F32 };
@@ -106,7 +106,7 @@ pub(crate) fn expect_float(inputs: &[Spec]) -> Result<(), String> {
     }
 }
 
-/// Checks that the type is that of a mask: u8 or u32, where 0 is false and all else is true.
+/// Checks that the type is that of a mask: u8 or u32. In a mask, 0 is false and any other element is true.
 pub(crate) fn expect_mask(input: &Spec) -> Result<(), String> {
     match input.dtype {
         DType::U8 | DType::U32 => Ok(()),
@@ -114,7 +114,7 @@ pub(crate) fn expect_mask(input: &Spec) -> Result<(), String> {
     }
 }
 
-/// Checks that the type is one that can be copied and compared: one of the [`FLOATS`], or that of masks and ids.
+/// Checks that the type can be copied and compared: one of the [`FLOATS`], or a type of masks and ids.
 pub(crate) fn expect_stored(input: &Spec) -> Result<(), String> {
     if FLOATS.contains(&input.dtype) {
         Ok(())
@@ -123,14 +123,14 @@ pub(crate) fn expect_stored(input: &Spec) -> Result<(), String> {
     }
 }
 
-/// Checks that all tensors have the same shape and the same one of the [`FLOATS`].
+/// Checks that all tensors have the same shape and the same type, which is one of the [`FLOATS`].
 pub(crate) fn expect_equal(inputs: &[Spec]) -> Result<(), String> {
     expect_float(inputs)?;
     if inputs.windows(2).all(|pair| pair[0] == pair[1]) { Ok(()) } else { Err("the shapes must be equal".into()) }
 }
 
-/// The methods of [`Op`](crate::Op) that are the same for all views. Views are resolved into layouts when the graph is
-/// built, so they have no kernel.
+/// The methods of [`Op`](crate::Op) that all views implement in the same way. Views are resolved into layouts when the
+/// graph is built, so they have no kernel.
 macro_rules! view_only {
     () => {
         fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
@@ -164,7 +164,7 @@ pub(crate) fn element(data: &[f32], layout: &Layout, index: usize) -> f32 {
     row[index % width * step]
 }
 
-/// Checks that the type is that of ids: u32.
+/// Checks that the tensor holds ids: its type must be u32.
 pub(crate) fn expect_ids(name: &str, input: &Spec) -> Result<(), String> {
     if input.dtype == DType::U32 { Ok(()) } else { Err(format!("{name} must be u32, not {:?}", input.dtype)) }
 }

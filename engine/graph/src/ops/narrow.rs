@@ -1,4 +1,4 @@
-//! A range of one dimension, and the gradient of that, which puts the range among zeros.
+//! A range of one dimension, and its gradient, which pads the range with zeros.
 
 use candle_core::{Layout, Shape};
 use gapless_kernels::Spec;
@@ -57,8 +57,8 @@ impl Op for Narrow {
     view_only!();
 }
 
-/// The gradient of [`Narrow`]: places the range among zeros. If several ranges tile a tensor, autodiff joins them by
-/// one [`Cat`](super::Cat) instead.
+/// The gradient of [`Narrow`]: places the range in a tensor that is otherwise zeros. If the gradients of several ranges
+/// tile a tensor, autodiff replaces them by one [`Cat`](super::Cat).
 #[derive(Debug, Clone, Copy)]
 pub struct Widen {
     /// The dimension.

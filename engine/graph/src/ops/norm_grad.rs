@@ -15,7 +15,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// Records the gradients of a normalisation with inputs (x, weight[, bias]) and outputs (y, stats).
+/// Records the gradients of a normalization with inputs (x, weight) or (x, weight, bias) and outputs (y, stats).
 pub(super) fn record(g: &mut Gradient, centred: bool) -> Result<()> {
     let (x, weight, stats, dy) = (g.input(0), g.input(1), g.output(1), g.grad(0));
     if g.wants(1) || (centred && g.wants(2)) {
@@ -47,7 +47,7 @@ pub(super) fn stats_of(x: &Spec) -> Spec {
     Spec::f32((x.elements() / super::width(x.dims()), 2))
 }
 
-/// dx from (x, weight, stats, dy).
+/// The gradient dx, from (x, weight, stats, dy).
 #[derive(Debug, Clone, Copy)]
 struct NormGradInput {
     centred: bool,
@@ -116,13 +116,14 @@ impl Op for NormGradInput {
     }
 }
 
-/// (d_weight, d_bias) from (x, stats, dy). Columns are processed in parallel, rows in order.
+/// The gradients (d_weight, d_bias), from (x, stats, dy). Columns are processed in parallel. In each column, rows are
+/// added in order.
 #[derive(Debug, Clone, Copy, Default)]
 struct NormGradWeight {
     types: OutputTypes<2>,
 }
 
-/// Columns per task: four cache lines of each row.
+/// Number of columns that one task computes: four cache lines of each row.
 const COLUMNS: usize = 64;
 
 impl Op for NormGradWeight {

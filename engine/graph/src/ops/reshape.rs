@@ -7,7 +7,7 @@ use super::view_only;
 use crate::error::Result;
 use crate::{Gradient, Op};
 
-/// A view in another shape. If the strides do not allow one, the builder inserts a copy before it.
+/// A view in another shape. If the strides of the input do not allow a view, the builder inserts a copy before it.
 #[derive(Debug, Clone)]
 pub struct Reshape {
     /// The new shape.
@@ -44,8 +44,8 @@ impl Op for Reshape {
     view_only!();
 }
 
-/// Returns the layout that shows `input` in `shape` without moving data, if there is one. Dimensions can only be merged
-/// if their strides are those of one contiguous run.
+/// Returns the layout that shows `input` in `shape` without moving data, or `None` if there is no such layout.
+/// Dimensions can only be merged if their elements are evenly spaced in memory.
 pub(crate) fn reshaped(input: &Layout, shape: &Shape) -> Option<Layout> {
     // Dimensions of extent 1 fit any strides.
     let old: Vec<(usize, usize)> =
@@ -94,8 +94,8 @@ mod tests {
     fn a_view_exists_exactly_where_merged_dimensions_are_even() {
         assert_eq!(strides(&[4, 6], &[6, 1], &[2, 2, 6]), Some(vec![12, 6, 1]));
         assert_eq!(strides(&[4, 6], &[6, 1], &[24]), Some(vec![1]));
-        // A third of a packed [tokens, 3·width] can be split into heads as a view. Merging its two dimensions takes a
-        // copy.
+        // A third of a packed [tokens, 3·width] can be split into heads as a view. Merging the tokens and the width of
+        // that third takes a copy.
         assert_eq!(strides(&[4, 6], &[18, 1], &[4, 2, 3]), Some(vec![18, 3, 1]));
         assert_eq!(strides(&[4, 6], &[18, 1], &[24]), None);
         assert_eq!(strides(&[2, 3], &[1, 2], &[6]), None);

@@ -9,7 +9,7 @@ use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
 /// y = x·rstd·weight over the last dimension, with rstd = 1/√(mean(x²) + eps). Outputs: y, and (0, rstd) of each row,
-/// the same format as layer normalisation's statistics.
+/// in the format of layer normalization's statistics.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm {
     /// Added to the mean square.

@@ -13,7 +13,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// The scaling of the rotary frequencies of a model that was trained on shorter sequences.
+/// The scaling of rotary frequencies, with which a model handles longer sequences than it was trained on at first.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum RopeScaling {
@@ -25,10 +25,10 @@ pub enum RopeScaling {
         /// The divisor of the frequencies.
         factor: f64,
     },
-    /// Frequencies with fewer than `low` turns within the original length are divided, those with more than `high` turns are kept, and
-    /// those between are interpolated (Llama 3.1).
+    /// Frequencies with fewer than `low` turns within the original length are divided by `factor`. Frequencies with
+    /// more than `high` turns are kept. Those between are interpolated (Llama 3.1).
     Llama3 {
-        /// The divisor of the slow frequencies.
+        /// The divisor of the low frequencies.
         factor: f64,
         /// The number of turns below which a frequency is divided.
         low: f64,
@@ -37,24 +37,25 @@ pub enum RopeScaling {
         /// The sequence length of the original training, in tokens.
         original: f64,
     },
-    /// As in `Llama3`, but interpolated linearly in the index of the frequency, and with scaled queries and keys (YaRN, Peng et al.,
-    /// arXiv 2309.00071).
+    /// Like `Llama3`, but the interpolation is linear in the index of the frequency, and queries and keys are scaled
+    /// (YaRN, Peng et al., arXiv 2309.00071).
     Yarn {
-        /// The divisor of the slow frequencies.
+        /// The divisor of the low frequencies.
         factor: f64,
         /// The index of the last frequency that is kept.
         first: f64,
         /// The index of the first frequency that is divided by the whole `factor`.
         last: f64,
-        /// The factor of the cosines and sines.
+        /// The factor by which cosines and sines, and so queries and keys, are multiplied.
         amplitude: f64,
     },
 }
 
 impl RopeScaling {
-    /// Computes [`RopeScaling::Yarn`] from the settings of its paper (section 3.2). Frequencies that turn more than
-    /// `fast` times within `original` tokens are kept; those that turn less than `slow` times are divided. With
-    /// `whole`, their indices are rounded outwards.
+    /// Computes [`RopeScaling::Yarn`] from the settings of the paper (section 3.2). Frequencies that turn more than
+    /// `fast` times within `original` tokens are kept. Frequencies that turn less than `slow` times are divided by
+    /// `factor`. If `whole` is true, the indices between which frequencies are interpolated are rounded outwards to
+    /// integers.
     pub fn yarn(
         factor: f64,
         (fast, slow): (f64, f64),
@@ -71,7 +72,7 @@ impl RopeScaling {
         Self::Yarn { factor, first: first.max(0.0), last: last.min(size - 1.0), amplitude }
     }
 
-    /// Returns the frequencies as one formula, which the kernels evaluate.
+    /// Returns the frequencies as a formula that the kernels evaluate.
     pub fn frequencies(self, theta: f64) -> RopeFrequencies {
         let kept = RopeFrequencies { theta, factor: 1.0, per_turn: 0.0, per_number: 0.0, offset: 1.0, amplitude: 1.0 };
         match self {
@@ -82,7 +83,7 @@ impl RopeScaling {
                 RopeFrequencies { factor, per_turn, offset: -low / (high - low), ..kept }
             }
             Self::Yarn { factor, first, last, amplitude } => {
-                // With equal indices, the transition is a step.
+                // If both indices are equal, the interpolation becomes a step.
                 let width = if first == last { 0.001 } else { last - first };
                 RopeFrequencies { factor, per_number: -1.0 / width, offset: 1.0 + first / width, amplitude, ..kept }
             }
@@ -92,25 +93,26 @@ impl RopeScaling {
 
 /// Rotary position embedding of x [batch, tokens, heads, head size]; the output has the same shape.
 ///
-/// For each frequency i, the pair (x_i, x_{i+d/2}), or (x_2i, x_{2i+1}) with `neighbours`, is rotated by the position
-/// of its token times the frequency. Unscaled, the frequency is theta^(−2i/d). An optional second input gives the
-/// positions, u32 [batch, tokens]; without it, tokens are at positions 0, 1, 2, … of each sequence.
+/// For each frequency i, a pair of elements is rotated by the token's position times the frequency. The pair is (x_i,
+/// x_{i+d/2}) or, with `neighbours`, (x_2i, x_{2i+1}), where d is the head size. Without scaling, the frequency is
+/// theta^(−2i/d). An optional second input gives the positions, u32 [batch, tokens]. Without it, the tokens of each
+/// sequence are at positions 0, 1, 2, ….
 #[derive(Debug, Clone, Copy)]
 pub struct Rope {
-    /// Rotation of each pair per token.
+    /// The angle per token by which each pair is rotated.
     pub frequencies: RopeFrequencies,
-    /// True if a pair consists of adjacent elements, as in the paper, rather than elements half a head apart.
+    /// True if a pair is two adjacent elements, as in the paper; false if they are half a head apart.
     pub neighbours: bool,
-    /// True for the rotation back, which is the gradient.
+    /// True to rotate back, which is the gradient.
     pub inverse: bool,
 }
 
-/// Tokens per task of computing the angles; each task computes every frequency once.
+/// Tokens whose angles one task computes. Each task computes every frequency once.
 const TABLE_ROWS: usize = 16;
 
 impl Rope {
-    /// Returns cosine and sine for a token and a frequency. The angle is computed in f64, because positions may be
-    /// large.
+    /// Returns the cosine and sine for a token's position and a frequency. The angle is computed in f64, because
+    /// positions may be large.
     fn rotation(&self, token: usize, frequency: f64) -> (f64, f64) {
         let amplitude = self.frequencies.amplitude;
         let (sin, cos) = (token as f64 * frequency).sin_cos();
@@ -162,7 +164,7 @@ impl Op for Rope {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
-        // One (cos, sin) per token and frequency. With positions, each sequence has its own.
+        // Scratch for one (cos, sin) per token and frequency. If positions are given, each sequence has its own table.
         let [batch, tokens, _, d] = inputs[0].dims() else { return Vec::new() };
         let rows = if inputs.len() > 1 { batch * tokens } else { *tokens };
         vec![4 * (rows * d) as u64]
@@ -182,7 +184,7 @@ impl Op for Rope {
                     let row = piece * TABLE_ROWS + row;
                     let token = positions.map_or(row, |positions| positions[row] as usize);
                     let (cos, sin) = self.rotation(token, frequency);
-                    // Cosines first, then sines, so that the rotation below reads both contiguously.
+                    // All cosines are stored before all sines, so that the rotation below reads both contiguously.
                     (angles[i], angles[half + i]) = (cos as f32, sin as f32);
                 }
             }
@@ -244,7 +246,7 @@ impl Op for Rope {
 mod tests {
     use super::*;
 
-    /// The scalings case by case, as their authors define them.
+    /// The scalings, computed case by case as the papers define them.
     fn written_out(scaling: RopeScaling, theta: f64, number: usize, size: usize) -> f64 {
         let plain = 1.0 / theta.powf(2.0 * number as f64 / size as f64);
         match scaling {
@@ -278,7 +280,8 @@ mod tests {
     fn one_formula_has_all_scalings() {
         let (theta, size) = (10_000.0, 64);
         let yarn = RopeScaling::yarn(4.0, (32.0, 1.0), 4096.0, theta, size, true);
-        // 64·ln(4096/(32·2π))/(2·ln 10⁴) = 10.47…, and with one turn 22.51….
+        // For `fast`, the index is 64·ln(4096/(32·2π))/(2·ln 10⁴) = 10.47…. For `slow`, which is one turn, it is
+        // 22.51….
         let RopeScaling::Yarn { first, last, amplitude, .. } = yarn else { panic!("{yarn:?}") };
         assert_eq!((first, last), (10.0, 23.0));
         assert!((amplitude - 1.138_629_436).abs() < 1e-9);

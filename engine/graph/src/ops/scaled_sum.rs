@@ -9,15 +9,16 @@ use crate::{Gradient, Op};
 
 /// scale · Σ x.
 ///
-/// For each index of the first dimension, the elements are summed in f64 and rounded; these sums are then added in
-/// order. A loss accumulated over micro-batches of whole sequences thus has the same bits as one summed at once.
+/// For each index of the first dimension, the elements are summed in f64, and the sum is rounded. These sums are then
+/// added in order. So a loss that is accumulated over micro-batches of whole sequences has the same bits as one
+/// computed for the whole batch.
 #[derive(Debug, Clone, Copy)]
 pub struct ScaledSum {
-    /// The factor: 1/count for a mean.
+    /// The factor of the sum: 1/count for a mean.
     pub scale: f64,
 }
 
-/// Number of partial sums: the extent of the first dimension, or 1 if it is the only one.
+/// Returns the number of partial sums: the extent of the first dimension, or 1 if the tensor has no other dimension.
 fn partial_sums(dims: &[usize]) -> usize {
     if dims.len() > 1 { dims[0].max(1) } else { 1 }
 }

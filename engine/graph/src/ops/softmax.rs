@@ -69,7 +69,7 @@ impl Op for Softmax {
     }
 }
 
-/// dx = y·(dy − Σ y·dy), for each row.
+/// The gradient dx = y·(dy − Σ y·dy) of each row.
 #[derive(Debug, Clone, Copy)]
 struct SoftmaxGrad;
 

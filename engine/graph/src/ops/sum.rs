@@ -10,8 +10,8 @@ use crate::{Gradient, Op};
 
 /// Sum over `dims` (ascending), which are kept with extent 1.
 ///
-/// A sum over leading dimensions adds one row after another, so that accumulating over micro-batches gives the same
-/// bits as one sum.
+/// A sum over leading dimensions adds whole rows in order. So accumulating it over micro-batches gives the same bits as
+/// one sum over the whole batch.
 #[derive(Debug, Clone)]
 pub struct Sum {
     /// The dimensions to sum over.
@@ -19,7 +19,7 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// True if only leading dimensions are summed, so that whole rows are added.
+    /// True if all summed dimensions are leading ones, so that whole rows are added.
     fn is_leading(&self) -> bool {
         self.dims.iter().enumerate().all(|(i, &d)| i == d)
     }
@@ -106,7 +106,7 @@ impl Op for Sum {
 }
 
 impl Sum {
-    /// Returns the offset of the first element that is summed into element `flat` of the output.
+    /// Returns the offset of the first element that contributes to element `flat` of the output.
     fn first(&self, layout: &Layout, mut flat: usize) -> usize {
         let mut index = 0;
         for (dim, (&extent, &stride)) in layout.dims().iter().zip(layout.stride()).enumerate().rev() {
@@ -118,7 +118,7 @@ impl Sum {
         index
     }
 
-    /// Returns the sum over the summed dimensions from the `nth` on.
+    /// Returns the sum of `x` over the summed dimensions from the `nth` one on.
     fn sum_of(&self, nth: usize, layout: &Layout, x: &[f32]) -> f64 {
         match self.dims.get(nth) {
             Some(&dim) => {

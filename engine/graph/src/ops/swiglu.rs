@@ -9,7 +9,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// y = silu(gate)·up. The silu is not stored.
+/// y = silu(gate)·up. silu(gate) is not stored.
 #[derive(Debug, Clone, Copy)]
 pub struct SwiGlu;
 
@@ -50,7 +50,7 @@ impl Op for SwiGlu {
     }
 }
 
-/// (d_gate, d_up) from (gate, up, dy); they may overwrite gate and up.
+/// The gradients (d_gate, d_up) from (gate, up, dy). d_gate and d_up may overwrite gate and up.
 #[derive(Debug, Clone, Copy)]
 struct SwiGluGrad;
 

@@ -134,7 +134,7 @@ impl Op for Unary {
     }
 }
 
-/// dx = dy·f′(x).
+/// The gradient dx = dy·f′(x).
 #[derive(Debug, Clone, Copy)]
 struct UnaryGrad {
     kind: UnaryKind,

@@ -8,8 +8,8 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// (mask, a, b): a where the mask (u8 or u32) is not 0, b elsewhere. Elements that are not selected do not affect the
-/// result, even if they are NaN.
+/// Selects from (mask, a, b): the element of a where the mask (u8 or u32) is not 0, and the element of b elsewhere. An
+/// element that is not selected does not affect the result, even if it is NaN.
 #[derive(Debug, Clone, Copy)]
 pub struct Where;
 

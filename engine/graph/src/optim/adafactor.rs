@@ -11,31 +11,32 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// Adafactor keeps only the means of the rows and of the columns of a matrix's second moment (section 3): m + n
-/// elements instead of AdamW's 2mn. It has no first moment.
+/// Adafactor. Of a matrix's second moment, it keeps only the means of the rows and of the columns (section 3). This
+/// takes m + n elements instead of AdamW's 2mn. There is no first moment.
 ///
-/// The root mean square of a step is limited (section 6) and scaled by that of the parameter (section 8). The learning
-/// rate is therefore relative, roughly the fraction by which a parameter changes; 1e-2 is usual. Each expert's weight
-/// is a matrix of its own. There are CPU kernels only.
+/// The root mean square of a step is limited (section 6), and scaled by the root mean square of the parameter (section
+/// 8). The learning rate is therefore relative: roughly the fraction by which a parameter changes. 1e-2 is usual. In a
+/// tensor of several experts, the weight of each expert is a matrix of its own. There are CPU kernels only.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Adafactor {
-    /// Exponent of the second moment's decay, which is 1 − t^−exponent in step t.
+    /// Exponent e of the second moment's decay, which is 1 − t^−e in step t.
     pub decay_exponent: f64,
-    /// Upper limit of the root mean square of a step, before it is scaled by the learning rate and the parameter.
+    /// Upper limit of the root mean square of a step, before the step is multiplied by the learning rate and the
+    /// parameter's root mean square.
     pub clip_threshold: f64,
-    /// Lower limit of the root mean square of a parameter that scales its steps.
+    /// Lower limit of the parameter's root mean square by which steps are multiplied.
     pub least_scale: f64,
-    /// Decoupled weight decay, applied to matrices.
+    /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// The norm to which gradients are scaled down if their global norm is larger; infinite for no clipping.
+    /// The global norm to which gradients are scaled down if it is larger. Infinity means no clipping.
     pub max_norm: f64,
 }
 
 /// Added to the square of every element of the gradient.
 const EPS: f64 = 1e-30;
 
-/// Number of columns whose sums one task computes.
+/// Number of columns that one task sums up.
 const COLUMNS: usize = 64;
 
 impl Default for Adafactor {
@@ -45,7 +46,7 @@ impl Default for Adafactor {
     }
 }
 
-/// The shape of a parameter as `count` matrices. A vector is one matrix of one row.
+/// The shape of a parameter as a number of matrices. A vector is one matrix with one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Matrices {
     count: usize,
@@ -63,14 +64,14 @@ impl Matrices {
         }
     }
 
-    /// True if the second moment is stored as its row and column means.
+    /// True if only the row and column means of the second moment are stored.
     fn is_factored(self) -> bool {
         self.rows > 1
     }
 }
 
 impl Adafactor {
-    /// AdamW with the same weight decay and clipping, whose checks and rules are reused.
+    /// Returns an AdamW with the same weight decay and clipping, which checks and applies these settings.
     fn as_adamw(&self) -> AdamW {
         let Self { weight_decay, max_norm, .. } = *self;
         AdamW { weight_decay, max_norm, ..AdamW::default() }
@@ -109,7 +110,7 @@ impl Optimizer for Adafactor {
         parameter.state_dtype()
     }
 
-    /// Not split: the root mean square is over the whole parameter.
+    /// A parameter is not split over data ranks, because the root mean square is taken over the whole parameter.
     fn shard_granularity(&self, _: &ParameterInfo<'_>) -> Option<usize> {
         None
     }
@@ -141,9 +142,9 @@ impl Optimizer for Adafactor {
     }
 }
 
-/// Updates the parameter, its second moment (factored into row and column means for matrices) and, if there is one, its
-/// master copy in place. The inputs are (parameter, gradient, norm, scalars, then the same states). With a master, the
-/// parameter is the rounded master. Does nothing if the norm is not finite.
+/// Updates in place the parameter, the second moment (row and column means for matrices) and, if there is one, the f32
+/// master. The inputs are (parameter, gradient, norm, scalars), followed by these states. If there is a master, the
+/// parameter becomes the rounded master. Does nothing if the norm is not finite.
 ///
 /// ```text
 /// s ← clipped gradient² + ε                     R ← βR + (1 − β) mean of each row of s    C ← the same of columns
@@ -159,7 +160,7 @@ struct AdafactorUpdate {
 }
 
 impl AdafactorUpdate {
-    /// The kernel for parameters and gradients stored in these types.
+    /// Runs the kernel for parameters and gradients stored in these types.
     fn run_on<P: Float, G: Float>(&self, args: &mut Args<'_>) {
         let Matrices { rows, columns, .. } = self.matrices;
         let (p, g) = (args.output::<P>(0), args.input::<G>(1));
@@ -194,7 +195,7 @@ impl AdafactorUpdate {
     }
 }
 
-/// The factors of a step.
+/// The factors that one step applies to every element.
 #[derive(Clone, Copy)]
 struct UpdateSizes {
     clip: f32,
@@ -206,7 +207,7 @@ struct UpdateSizes {
 }
 
 impl UpdateSizes {
-    /// β·before + (1 − β)·mean.
+    /// Returns the new moment β·before + (1 − β)·mean.
     #[inline(always)]
     fn moment(&self, before: f32, mean: f32) -> f32 {
         self.beta * before + (1.0 - self.beta) * mean
@@ -218,12 +219,13 @@ impl UpdateSizes {
         g * g + EPS as f32
     }
 
-    /// Returns the factor of the direction in the update, given the mean squares of the direction and of the parameter.
+    /// Returns the factor by which the direction is multiplied in the update. The arguments are the mean squares of the
+    /// direction and of the parameter.
     fn far(&self, direction: f32, parameter: f32) -> f32 {
         self.rate * parameter.sqrt().max(self.least) / (direction.sqrt() / self.threshold).max(1.0)
     }
 
-    /// Updates a matrix. `sums` holds two elements per row.
+    /// Updates a matrix. `sums` is scratch of two elements per row.
     fn factored<P: Float, G: Float>(
         &self,
         p: &mut [P],
@@ -255,14 +257,15 @@ impl UpdateSizes {
         });
         let mean = of_rows.iter().sum::<f32>() / rows as f32;
         let (of_rows, of_columns) = (&*of_rows, &*of_columns);
-        // Divides by one root at a time: the product of both moments would leave f32's range.
+        // Divides by one square root at a time, because the product of both moments would leave f32's range.
         let direction = |row: usize, column: usize, g: f32| {
             g * self.clip / (of_rows[row] / mean).sqrt() / of_columns[column].sqrt()
         };
         self.apply(p, master, g, columns, sums, &direction);
     }
 
-    /// Updates a vector, whose second moment is stored in full. `sums` holds two elements, as a vector is one row.
+    /// Updates a vector, whose second moment is stored in full. `sums` is scratch of two elements, because a vector has
+    /// one row.
     fn whole<P: Float, G: Float>(
         &self,
         p: &mut [P],
@@ -278,7 +281,7 @@ impl UpdateSizes {
         self.apply(p, master, g, moments.len(), sums, &|_, column, g| g * self.clip / moments[column].sqrt());
     }
 
-    /// Moves the parameters along a direction, limited and scaled as described at [`AdafactorUpdate`].
+    /// Moves the parameter along a direction, which is limited and scaled as described at [`AdafactorUpdate`].
     fn apply<P: Float, G: Float>(
         &self,
         p: &mut [P],

@@ -11,7 +11,7 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// AdamW. Matrices decay; vectors (biases, norms) do not. Gradients are clipped by their global norm.
+/// AdamW. Weight decay applies to matrices, not to vectors (biases, norms). Gradients are clipped by their global norm.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamW {
@@ -21,9 +21,9 @@ pub struct AdamW {
     pub beta2: f64,
     /// Added to the square root of the second moment.
     pub eps: f64,
-    /// Decoupled weight decay, applied to matrices.
+    /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// The norm to which gradients are scaled down if their global norm is larger; infinite for no clipping.
+    /// The global norm to which gradients are scaled down if it is larger. Infinity means no clipping.
     pub max_norm: f64,
 }
 
@@ -69,7 +69,8 @@ impl Optimizer for AdamW {
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
-        // 1 − βᵗ in f64, as t may be large. Past i32::MAX steps both are 1 to the last bit.
+        // 1 − βᵗ is computed in f64, because t may be large. After i32::MAX steps, both corrections are 1 to the last
+        // bit.
         let power = i32::try_from(step + 1).unwrap_or(i32::MAX);
         let mut scalars = [0.0; SCALARS];
         scalars[0] = lr as f32;
@@ -97,12 +98,12 @@ impl Optimizer for AdamW {
 }
 
 impl AdamW {
-    /// The weight decay of a parameter.
+    /// Returns the weight decay of a parameter: 0 for vectors.
     pub(super) fn decay(&self, parameter: &ParameterInfo<'_>) -> f64 {
         if parameter.dims.len() >= 2 { self.weight_decay } else { 0.0 }
     }
 
-    /// True if the update works on a master copy of the parameter in a more precise type.
+    /// True if the optimizer keeps a master copy of the parameter in a more precise type.
     fn has_master(&self, parameter: &ParameterInfo<'_>) -> bool {
         self.sum_dtype(parameter) != parameter.dtype
     }
@@ -120,7 +121,7 @@ impl AdamW {
         })
     }
 
-    /// The settings in the form that the CUDA kernels take.
+    /// Returns the settings in the form that the CUDA kernels take.
     fn on_device(&self) -> gapless_kernels::cuda::launch::AdamWRule {
         gapless_kernels::cuda::launch::AdamWRule {
             max_norm: self.max_norm as f32,
@@ -130,8 +131,8 @@ impl AdamW {
         }
     }
 
-    /// Reference implementation in f64. Returns the new parameter and moments from `p` and the inputs (any, gradient,
-    /// m, v, norm, scalars).
+    /// The reference implementation in f64. Returns the new parameter and moments. `p` is the parameter; the inputs are
+    /// (any tensor, gradient, m, v, norm, scalars).
     pub(super) fn exact(&self, decay: f64, p: &Array, args: &Reference<'_>) -> Vec<Array> {
         let (gradient, m, v) = (args.input(1), args.input(2), args.input(3));
         let (norm, scalars) = (args.input(4).data[0], &args.input(5).data);
@@ -144,7 +145,7 @@ impl AdamW {
     }
 }
 
-/// The factors with which one step of AdamW updates every element.
+/// The factors that one step of AdamW applies to every element.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AdamWStep {
     clip: f32,
@@ -159,14 +160,14 @@ pub(super) struct AdamWStep {
 }
 
 impl AdamWStep {
-    /// Returns the moments after gradient `g`.
+    /// Returns the new moments, given the gradient `g` and the old moments.
     #[inline(always)]
     pub fn moments(&self, g: f32, m: f32, v: f32) -> (f32, f32) {
         let g = g * self.clip;
         (self.beta1 * m + (1.0 - self.beta1) * g, self.beta2 * v + (1.0 - self.beta2) * g * g)
     }
 
-    /// Returns the amount by which the moments change a parameter; the update subtracts it.
+    /// Returns the change of a parameter for these moments. The update subtracts it.
     #[inline(always)]
     pub fn change(&self, m: f32, v: f32) -> f32 {
         self.step * m / (v.sqrt() * self.root_correction + self.eps)
@@ -179,9 +180,9 @@ impl AdamWStep {
     }
 }
 
-/// Updates (parameter, m, v) in place from (parameter, gradient, m, v, norm, scalars). With `has_master`, a master copy
-/// is one more input and output; the parameter is then the rounded master. Does nothing if the norm is not finite, so
-/// that a failed step leaves the model unchanged.
+/// Updates (parameter, m, v) in place from (parameter, gradient, m, v, norm, scalars). With `has_master`, an f32 master
+/// copy is one more input and output, and the parameter becomes the rounded master. Does nothing if the norm is not
+/// finite, so that a failed step leaves the model unchanged.
 #[derive(Debug, Clone, Copy)]
 struct AdamWUpdate {
     rule: AdamW,
@@ -190,7 +191,7 @@ struct AdamWUpdate {
 }
 
 impl AdamWUpdate {
-    /// The kernel for parameters, moments and gradients stored in these types.
+    /// Runs the kernel for parameters, moments and gradients stored in these types.
     fn run_on<P: Float, M: Float, G: Float>(&self, args: &mut Args<'_>) {
         let (p, m, v) = (args.output::<P>(0), args.output::<M>(1), args.output::<M>(2));
         let (gradient, norm, scalars) = (args.input::<G>(1), args.input::<f32>(4)[0], args.input::<f32>(5));

@@ -13,11 +13,12 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// AdamW that stores both moments in eight bits per element, with one scale per [`Self::BLOCK`] elements: 2 + 8/256
-/// bytes per parameter instead of 8. All arithmetic is in f32; only the stored moments are rounded.
+/// AdamW that stores both moments in eight bits per element, with one f32 scale per [`Self::BLOCK`] elements. This
+/// takes 2 + 8/256 bytes per parameter instead of 8. All arithmetic is in f32; only the stored moments are rounded.
 ///
-/// As in the paper, some parameters keep their moments in f32: small ones, where little would be saved, and embedding
-/// tables, whose gradients are the most uneven (section 2.3). Gradient clipping and weight decay are [`AdamW`]'s.
+/// As in the paper, some parameters keep their moments in f32. These are small parameters, for which little would be
+/// saved, and embedding tables, which have the most uneven gradients (section 2.3). Gradient clipping and weight decay
+/// are those of [`AdamW`].
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamW8bit {
@@ -57,13 +58,13 @@ impl Optimizer for AdamW8bit {
         if !self.applies(parameter) {
             return self.rule.states(parameter);
         }
-        // Zero moments: with a scale of zero, every code decodes to zero.
+        // A scale of zero decodes every code to zero, so zeros are valid initial codes.
         let codes = |name| State { name, spec: codes(parameter.dims), init: Init::Const(0.0).into() };
         let scales = |name| State { name, spec: scales(parameter.elements()), init: Init::Const(0.0).into() };
         vec![codes("exp_avg_8bit"), codes("exp_avg_sq_8bit"), scales("exp_avg_scale"), scales("exp_avg_sq_scale")]
     }
 
-    /// Multiples of a block, so that a part has the same blocks as the whole.
+    /// Parts are multiples of a block, so that a part has the same blocks as the whole parameter.
     fn shard_granularity(&self, parameter: &ParameterInfo<'_>) -> Option<usize> {
         if self.applies(parameter) { Some(BLOCK) } else { self.rule.shard_granularity(parameter) }
     }
@@ -92,15 +93,15 @@ fn scales(elements: usize) -> Spec {
     Spec::f32(elements.div_ceil(BLOCK))
 }
 
-/// Updates (parameter, m, v, scales of m, scales of v) in place from (parameter, gradient, m, v, scales of m, scales of
-/// v, norm, scalars). Like [`AdamW`], does nothing if the norm is not finite.
+/// Updates (parameter, m, v, scales of m, scales of v) in place, from (parameter, gradient, m, v, scales of m, scales
+/// of v, norm, scalars). Like the update of [`AdamW`], it does nothing if the norm is not finite.
 #[derive(Debug, Clone, Copy)]
 struct AdamW8bitUpdate {
     rule: AdamW,
     decay: f64,
 }
 
-/// Blocks per task, so that a task has as many elements as in other element-wise kernels.
+/// Number of blocks per task, so that a task has as many elements as in other element-wise kernels.
 const TASK: usize = cpu::BLOCK / BLOCK;
 
 /// One block of a moment.
@@ -139,7 +140,7 @@ impl Op for AdamW8bitUpdate {
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        // 15 for the update, and about as many for decoding and encoding.
+        // 15 operations per element for the update, and about as many for decoding and encoding the moments.
         30 * inputs[0].elements() as u64
     }
 

@@ -1,54 +1,57 @@
-//! Eight-bit storage of optimizer states: each element is a tiny float, relative to the greatest magnitude of its
-//! block.
+//! Eight-bit storage of optimizer states. Each element is stored as a tiny float, relative to the greatest magnitude of
+//! its block.
 //!
 //! The block-wise quantization is that of Dettmers et al. ("8-bit Optimizers via Block-wise Quantization", arXiv
-//! 2110.02861, section 2.1). A block of [`BLOCK`] neighbours shares one f32 scale, so an outlier affects only its own
-//! block and blocks are independent.
+//! 2110.02861, section 2.1). A block of [`BLOCK`] neighbours shares one f32 scale. So an outlier affects only its own
+//! block, and blocks are independent.
 //!
-//! The code itself differs from the paper's dynamic tree, which spends half of its values on the first decade and has
-//! two left for the seventh. Adam divides by √v, so the error that matters is the one relative to v itself, also for
-//! small v. A code with the same relative error everywhere is a float. With it, Adam's steps are within 3 to 4 % of
-//! exact ones even if the gradients of a block differ by a factor of 10³; with the dynamic tree they are not (see the
-//! tests). If the gradients are of similar size, the tree is slightly better: 2 % instead of 3.
+//! The code of an element is not the paper's dynamic tree. That code uses half of its values for the first decade, and
+//! has two left for the seventh. Adam divides by √v, so the error that matters is the error relative to v itself, even
+//! for small v. A float has the same relative error everywhere. The tests compare both codes:
+//!
+//! - If the gradients of a block differ by a factor of 10³, Adam's steps with this code are within 3 to 4 % of exact
+//!   steps. With the dynamic tree, they are not.
+//! - If the gradients are of similar size, the tree is slightly better: 2 % instead of 3 %.
 //!
 //! | | bits | greatest ÷ least | relative error |
 //! |---|---|---|---|
 //! | [`Signed`], first moment | sign, 4 exponent, 3 mantissa | 2.5·10⁵ | ≤ 2⁻⁴ in the upper 3.1·10⁴ |
 //! | [`Unsigned`], second moment | 5 exponent, 3 mantissa | 1.6·10¹⁰ | ≤ 2⁻⁴ in the upper 2.0·10⁹ |
 //!
-//! Below that range, values are evenly spaced down to zero, as the subnormal values of any float. A second moment never
-//! rounds to zero in a block that is not all zero, because Adam's step would blow up there (the zero-point problem of
-//! Li et al., arXiv 2309.01507, section 4). It rounds up to the smallest value instead, which makes the step smaller.
+//! Below the range of the last column, values are evenly spaced down to zero, like the subnormal values of any float.
+//! In a block that is not all zero, a second moment never rounds to zero, because Adam's step would then be extremely
+//! large (the zero-point problem of Li et al., arXiv 2309.01507, section 4). It rounds up to the smallest value
+//! instead, which makes the step smaller.
 //!
 //! Encoding and decoding take a few integer operations and no table, so that they vectorize.
 
-/// Number of elements that share a scale. With the f32 scale, an element takes 8 + 32/256 bits.
+/// Number of elements that share a scale. An element takes 8 + 32/256 bits, including its part of the f32 scale.
 pub(super) const BLOCK: usize = 256;
 
 const MANTISSA_BITS: u32 = 3;
 
-/// The greatest value of a code, in units of the scale.
+/// The greatest value that a code stands for, in units of the scale.
 const GREATEST: f32 = 1.875;
 
-/// A block whose greatest magnitude is below this is stored as zeros. Above it, [`GREATEST`] divided by the magnitude
-/// is still finite.
+/// A block whose greatest magnitude is below this is stored as zeros. For any other block, [`GREATEST`] divided by the
+/// greatest magnitude is finite.
 const LEAST_SCALED: f32 = 1e-37;
 
-/// A tiny float with `EXPONENTS` exponents, of which the greatest stands for 2⁰.
+/// A tiny float with `EXPONENTS` exponents. The greatest exponent stands for 2⁰.
 pub(super) trait Code {
-    /// Number of exponents, including exponent 0, whose values are evenly spaced.
+    /// Number of exponents, including exponent 0, for which values are evenly spaced.
     const EXPONENTS: u32;
-    /// Returns the code of a scaled element.
+    /// Returns the code for an element that has been divided by the scale.
     fn encode(x: f32) -> u8;
-    /// Returns the scaled element of a code.
+    /// Returns the element of a code, still divided by the scale.
     fn decode(code: u8) -> f32;
 }
 
-/// One sign bit, 4 exponent bits, 3 mantissa bits.
+/// A code with one sign bit, 4 exponent bits and 3 mantissa bits.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Signed;
 
-/// 5 exponent bits, 3 mantissa bits. Encoding never returns zero.
+/// A code with 5 exponent bits and 3 mantissa bits. Encoding never returns the code of zero.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unsigned;
 
@@ -74,7 +77,7 @@ impl Code for Unsigned {
     #[inline(always)]
     fn encode(x: f32) -> u8 {
         let code = encode_magnitude(x, Self::EXPONENTS);
-        // Written as a comparison, which vectorises.
+        // Written as a comparison, so that it vectorizes.
         (if code == 0 { 1 } else { code }) as u8
     }
 
@@ -89,19 +92,19 @@ const fn bias(exponents: u32) -> u32 {
     127 - (exponents - 1)
 }
 
-/// 2^(exponents + 1): the factor from a value in the evenly spaced range to its code.
+/// Returns 2^(exponents + 1), the factor by which a value in the evenly spaced range is multiplied to get its code.
 const fn even_scale(exponents: u32) -> f32 {
     f32::from_bits((127 + exponents - 2 + MANTISSA_BITS) << 23)
 }
 
-/// Returns the nearest code of 0 ≤ x ≤ [`GREATEST`]; of two equally near codes, the even one.
+/// Returns the code nearest to x, for 0 ≤ x ≤ [`GREATEST`]. Of two equally near codes, it returns the even one.
 #[inline(always)]
 fn encode_magnitude(x: f32, exponents: u32) -> u32 {
     const DROPPED: u32 = 23 - MANTISSA_BITS;
     let bits = x.to_bits();
     // Wrapping, because an overflow check would not vectorize.
     let nearest = bits.wrapping_add((1 << (DROPPED - 1)) - 1).wrapping_add(bits >> DROPPED & 1) >> DROPPED;
-    // Adding 2²³ rounds to an integer, which then sits in the low bits.
+    // Adding 2²³ rounds to an integer and leaves this integer in the low bits.
     let even = (x * even_scale(exponents) + 8_388_608.0).to_bits() & 0xff;
     let is_even = bits >> 23 <= bias(exponents);
     if is_even { even } else { nearest.wrapping_sub(bias(exponents) << MANTISSA_BITS) }
@@ -114,7 +117,7 @@ fn decode_magnitude(code: u32, exponents: u32) -> f32 {
     if code < 1 << MANTISSA_BITS { even } else { float }
 }
 
-/// Encodes a block and returns the scale with which it is decoded.
+/// Encodes a block into `codes`, and returns the scale by which decoded elements are multiplied.
 #[inline(always)]
 pub(super) fn quantise<C: Code>(block: &[f32], codes: &mut [u8]) -> f32 {
     let greatest = gapless_kernels::cpu::reduce::max_abs(block);
@@ -128,7 +131,7 @@ pub(super) fn quantise<C: Code>(block: &[f32], codes: &mut [u8]) -> f32 {
     if greatest >= LEAST_SCALED { greatest / GREATEST } else { 0.0 }
 }
 
-/// Decodes a block.
+/// Decodes `codes` into `block`.
 #[inline(always)]
 pub(super) fn dequantise<C: Code>(codes: &[u8], scale: f32, block: &mut [f32]) {
     for (x, &code) in block.iter_mut().zip(codes) {
@@ -136,7 +139,7 @@ pub(super) fn dequantise<C: Code>(codes: &[u8], scale: f32, block: &mut [f32]) {
     }
 }
 
-/// Reference implementation in f64, written from the definition.
+/// The reference implementation in f64, written from the definition of the codes.
 pub(super) mod exact {
     use super::{BLOCK, GREATEST, LEAST_SCALED};
 
@@ -208,8 +211,8 @@ mod tests {
         assert_eq!(exact::values(16).last(), Some(&f64::from(GREATEST)));
     }
 
-    /// Returns the allowed error of an element: half a step of the mantissa, or some multiple of the even spacing, plus
-    /// a few roundings to f32.
+    /// Returns the allowed error of an element: half a step of the mantissa or `spacings` times the even spacing,
+    /// whichever is larger, plus a few roundings to f32.
     fn allowed(x: f64, greatest: f64, exponents: i32, spacings: f64) -> f64 {
         let spacing = 2f64.powi(-exponents - 1) * greatest / f64::from(GREATEST);
         (x.abs() / 16.0).max(spacings * spacing) * (1.0 + 1e-6)
@@ -230,7 +233,7 @@ mod tests {
         fn errors_stay_within_their_bounds_and_codes_are_those_of_the_judge(x in numbers()) {
             for block in x.chunks(BLOCK) {
                 check_block::<Signed>(block, 0.5)?;
-                // A second moment may round up by one whole spacing.
+                // A second moment may be rounded up by one whole spacing.
                 check_block::<Unsigned>(&block.iter().map(|x| x.abs()).collect::<Vec<_>>(), 1.0)?;
             }
         }
@@ -252,14 +255,15 @@ mod tests {
             let (x, y) = (f64::from(x), f64::from(y));
             let allowed = allowed(x, greatest, C::EXPONENTS as i32, spacings);
             prop_assert!((x - y).abs() <= allowed + 1e-45, "{x:e} came back as {y:e}, of at most {greatest:e}");
-            // Rounding the scale to f32 may change which code is nearest to a value half way between two.
+            // Because the scale is rounded to f32, a value half way between two codes may be nearer to either of them.
             prop_assert!((f64::from(code) - expected).abs() <= 1.0 || x.abs() <= allowed);
             prop_assert!(signed || y > 0.0, "no second moment vanishes");
         }
         Ok(())
     }
 
-    /// The dynamic tree of the paper (section 1.3): seven decades, each with `first`·2ⁱ even steps, and 1.
+    /// The dynamic tree of the paper (section 1.3). It has seven decades, each with `first`·2ⁱ even steps, and the
+    /// value 1.
     fn dynamic_tree(first: usize) -> Vec<f64> {
         let mut values = vec![0.0];
         for decade in 0..7 {
@@ -271,8 +275,9 @@ mod tests {
         values
     }
 
-    /// Returns the root mean square error of Adam's steps m/√v, in units of a step, if both moments are stored as by
-    /// `m` and `v`. The gradients' sizes are log-normal with a standard deviation of `spread` e-folds.
+    /// Returns the root mean square error of Adam's steps m/√v, relative to the size of a step, if `m` and `v` are how
+    /// the two moments are stored and restored. The gradients' sizes are log-normal with a standard deviation of
+    /// `spread` e-folds.
     fn error(spread: f64, m: impl Fn(&[f64]) -> Vec<f64>, v: impl Fn(&[f64]) -> Vec<f64>) -> f64 {
         const BLOCKS: usize = 64;
         let numbers = Numbers::from_seed(11);
@@ -281,7 +286,7 @@ mod tests {
         for block in 0..BLOCKS {
             let normal = |i: usize, which: usize| numbers.normal(2 * (block * BLOCK + i) + which);
             let sizes: Vec<f64> = (0..BLOCK).map(|i| 1e-3 * (spread * normal(i, 0)).exp()).collect();
-            // The moments of gradients whose size has long been constant.
+            // The moments that result if the size of each gradient has long been constant.
             let exact_m: Vec<f64> = sizes.iter().enumerate().map(|(i, size)| size * normal(i, 1)).collect();
             let exact_v: Vec<f64> = sizes.iter().map(|size| size * size).collect();
             for (i, (m, v)) in m(&exact_m).into_iter().zip(v(&exact_v)).enumerate() {
@@ -291,8 +296,9 @@ mod tests {
         (squares / (BLOCKS * BLOCK) as f64).sqrt()
     }
 
-    /// Shows why this code is used. If the elements of a block are of similar size, both codes are good and the tree is
-    /// better. If they are not, the tree's steps are wrong, and extremely large wherever a second moment became zero.
+    /// Compares this code with the dynamic tree. If the elements of a block are of similar size, both codes are good,
+    /// and the tree is better. If not, the tree's steps are wrong, and extremely large wherever a second moment is
+    /// rounded to zero.
     #[test]
     fn steps_stay_near_exact_ones_where_a_dynamic_tree_fails() {
         let ours = |signed| {
@@ -309,7 +315,8 @@ mod tests {
                 x.iter().map(|x| values[code(x)] * greatest * x.signum()).collect()
             }
         };
-        // (spread, most with ours, least with the tree whose second moment is never zero, least with the paper's)
+        // Per case: the spread, the maximum error of this code, the minimum error of the tree if its second moment is
+        // never zero, and the minimum error of the paper's tree.
         for (spread, most, without_zero, with_zero) in
             [(0.5, 0.04, 0.0, 0.0), (1.0, 0.04, 0.0, 0.0), (1.5, 0.04, 0.08, 100.0), (2.0, 0.05, 0.2, 1000.0)]
         {

@@ -11,26 +11,27 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// GaLore keeps Adam's moments for a projection of the gradient instead of the gradient itself.
+/// GaLore keeps Adam's moments for a projection of the gradient, not for the gradient itself.
 ///
-/// For a while, the gradient G of a weight [m, n], m ≤ n, changes within few directions. The rows of P [rank, m] are
-/// orthonormal and span the strongest directions of a recent gradient; P is recomputed every [`Self::refresh_steps`]
-/// steps. Moments are kept for R = P·G [rank, n], and the weight changes by `alpha`·Pᵀ·(Adam's step for R). This takes
-/// rank·(m + 2n) elements instead of 2mn. A weight that is taller than wide is projected along its other side.
+/// For some time, the gradient G of a weight [m, n] with m ≤ n changes only within few directions. GaLore uses a matrix
+/// P [rank, m], whose rows are orthonormal and span the strongest directions of a recent gradient. P is recomputed
+/// every [`Self::refresh_steps`] steps. Moments are kept for R = P·G [rank, n], and the weight changes by
+/// `alpha`·Pᵀ·(Adam's step for R). P and the moments take rank·(m + 2n) elements instead of 2mn. If m > n, the weight
+/// is projected along its other side.
 ///
-/// The projection is meant for the weights of linear layers. Vectors, embedding tables and matrices with no side longer
-/// than the rank are updated by plain [`AdamW`]. The moments are not changed when P is recomputed, as in the paper.
-/// Gradient clipping and weight decay are [`AdamW`]'s.
+/// Projection is meant for the weights of linear layers. Vectors, embedding tables, and matrices with no side longer
+/// than the rank are updated by plain [`AdamW`]. When P is recomputed, the moments are kept unchanged, as in the paper.
+/// Gradient clipping and weight decay are those of [`AdamW`].
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GaLore {
     /// Settings of the AdamW step, both in the projected space and for parameters that are not projected.
     pub rule: AdamW,
-    /// Number of directions to which each gradient is projected.
+    /// Number of directions onto which each gradient is projected.
     pub rank: usize,
     /// Number of steps after which a projection is recomputed.
     pub refresh_steps: u64,
-    /// Scale of the steps of projected weights.
+    /// Factor of the steps of projected weights.
     pub alpha: f64,
 }
 
@@ -75,7 +76,8 @@ impl Optimizer for GaLore {
         vec![state("projection", shorter), state("projected_exp_avg", longer), state("projected_exp_avg_sq", longer)]
     }
 
-    /// A projected weight is not split: the projection reads the whole gradient, so every data rank computes it.
+    /// A projected weight is not split over data ranks: the projection reads the whole gradient, so every data rank
+    /// computes it.
     fn shard_granularity(&self, parameter: &ParameterInfo<'_>) -> Option<usize> {
         if self.projection(parameter).is_some() { None } else { self.rule.shard_granularity(parameter) }
     }
@@ -96,8 +98,8 @@ impl Optimizer for GaLore {
     }
 }
 
-/// Updates (parameter, P, m, v) in place from (parameter, gradient, P, m, v, norm, scalars). Like [`AdamW`], does
-/// nothing if the norm is not finite.
+/// Updates (parameter, P, m, v) in place, from (parameter, gradient, P, m, v, norm, scalars). Like the update of
+/// [`AdamW`], it does nothing if the norm is not finite.
 #[derive(Debug, Clone, Copy)]
 struct GaLoreUpdate {
     rule: GaLore,
@@ -106,7 +108,7 @@ struct GaLoreUpdate {
 }
 
 impl GaLoreUpdate {
-    /// Number of elements of R.
+    /// Number of elements of the projected gradient R.
     fn projected_len(&self) -> usize {
         self.projection.rank * self.projection.longer()
     }
@@ -129,7 +131,7 @@ impl Op for GaLoreUpdate {
         Ok([0, 2, 3, 4].map(|input| inputs[input].clone()).into())
     }
 
-    /// Excludes the search for P, which runs only once in many steps.
+    /// Leaves out the recomputation of P, which runs only once in many steps.
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         4 * (inputs[0].elements() * self.projection.rank) as u64 + 15 * self.projected_len() as u64
     }
@@ -180,7 +182,7 @@ impl Op for GaLoreUpdate {
             exact::follow(&gradient, self.projection.rank)
         };
         let (r, nothing) = (exact::product(&p, &gradient), Array::zeros(&args.input(3).dims));
-        // Adam's step for R is the change that it makes to zeros, without decay.
+        // Adam's step for R is the change by which an update without decay would change zeros.
         let inputs = vec![&nothing, &r, args.input(3), args.input(4), args.input(5), scalars];
         let plain = self.rule.rule.exact(0.0, &nothing, &Reference { inputs, ..*args });
         let [change, m, v] = <[Array; 3]>::try_from(plain).expect("AdamW changes three tensors");

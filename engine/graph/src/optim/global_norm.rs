@@ -1,8 +1,8 @@
 //! The global norm of all gradients, which clipping and the progress line use.
 //!
-//! It takes two operations because the gradients may be spread over ranks. Each rank squares its own gradients
-//! ([`SquaredNorms`]); then every rank adds up all the squares ([`GlobalNorm`]), in an order that does not depend on
-//! which rank computed which.
+//! The computation takes two operations, because the gradients may be spread over ranks. Each rank sums up the squares
+//! of its own gradients ([`SquaredNorms`]). Then every rank adds up the sums of all ranks ([`GlobalNorm`]), in an order
+//! that does not depend on which rank computed which sum.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -11,8 +11,9 @@ use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, reduce, vectorize, wit
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// Σ x² of each input, as a vector of f64 with one element per input. Blocks of fixed size are summed in f32 lanes, and
-/// their sums are added in f64 in order, so the result does not depend on the number of threads.
+/// Computes Σ x² of each input, as a vector of f64 with one element per input. Blocks of fixed size are summed in f32
+/// lanes, and the sums of the blocks are added in f64, in order. So the result does not depend on the number of
+/// threads.
 #[derive(Debug, Clone, Copy)]
 pub struct SquaredNorms;
 
@@ -68,8 +69,9 @@ impl Op for SquaredNorms {
     }
 }
 
-/// √(Σ x) over all elements of all inputs, which are f64 vectors of squares: an f32 scalar. The elements are added from
-/// the smallest to the largest, so the result does not depend on how gradients are distributed over ranks.
+/// Computes √(Σ x) over all elements of all inputs, which are f64 vectors of sums of squares. The output is an f32
+/// scalar. The elements are added from the smallest to the largest, so the result does not depend on how gradients are
+/// distributed over ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct GlobalNorm;
 

@@ -7,21 +7,22 @@ use super::{AdamW, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Lion. Every element moves against the sign of a weighted mean of moment and gradient, so each step has the size of
-/// the learning rate. It keeps one moment instead of AdamW's two.
+/// Lion. Every element moves against the sign of a weighted mean of the moment and the gradient, so each element
+/// changes by the learning rate. It keeps one moment instead of AdamW's two.
 ///
-/// The learning rate should be 3 to 10 times smaller than AdamW's and the weight decay larger by the same factor
-/// (section 5 of the paper). Matrices decay; vectors do not. Gradients are clipped by their global norm.
+/// The learning rate should be 3 to 10 times smaller than AdamW's, and the weight decay larger by the same factor
+/// (section 5 of the paper). Weight decay applies to matrices, not to vectors. Gradients are clipped by their global
+/// norm.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Lion {
-    /// Weight of the moment in the direction of the step.
+    /// Weight of the moment in the mean whose sign gives the direction of a step.
     pub beta1: f64,
     /// Decay of the moment.
     pub beta2: f64,
-    /// Decoupled weight decay, applied to matrices.
+    /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// The norm to which gradients are scaled down if their global norm is larger; infinite for no clipping.
+    /// The global norm to which gradients are scaled down if it is larger. Infinity means no clipping.
     pub max_norm: f64,
 }
 
@@ -32,7 +33,7 @@ impl Default for Lion {
 }
 
 impl Lion {
-    /// AdamW with the same settings, whose checks and rules are reused.
+    /// Returns an AdamW with the same weight decay and clipping, which checks and applies these settings.
     fn as_adamw(&self) -> AdamW {
         let Self { beta1, beta2, weight_decay, max_norm } = *self;
         AdamW { beta1, beta2, weight_decay, max_norm, ..AdamW::default() }

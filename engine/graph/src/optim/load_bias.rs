@@ -9,8 +9,8 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// Updates a router's bias: bias += rate · sign(mean load − load) (Wang et al., arXiv 2408.15664, algorithm 1). The
-/// "gradient" of the bias is the load of every expert.
+/// Updates a router's bias: bias += rate · sign(mean load − load) (Wang et al., arXiv 2408.15664, algorithm 1). In
+/// place of a gradient, the update gets the load of every expert.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LoadBias {
     /// The amount by which the bias moves in a step.
@@ -26,7 +26,7 @@ impl Optimizer for LoadBias {
         Vec::new()
     }
 
-    /// Not split: the mean is over all experts.
+    /// A bias is not split over data ranks, because the mean load is taken over all experts.
     fn shard_granularity(&self, _: &ParameterInfo<'_>) -> Option<usize> {
         None
     }

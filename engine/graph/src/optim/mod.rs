@@ -1,4 +1,4 @@
-//! Optimizers: the update part of a step, recorded as graph nodes like the forward and the backward.
+//! Optimizers. The update of a step is recorded as graph nodes, like the forward and the backward.
 
 mod adafactor;
 mod adamw;
@@ -32,30 +32,30 @@ use crate::error::Result;
 use crate::nn::Init;
 use crate::tensor::Tensor;
 
-/// Number of per-step scalars (learning rate, bias corrections, …). They reach the update as one input tensor.
+/// Number of per-step scalars (learning rate, bias corrections, …). The update reads them from one input tensor.
 pub const SCALARS: usize = 8;
 
-/// A parameter as an optimizer sees it before its update is recorded.
+/// The information about a parameter that an optimizer gets before the parameter's update is recorded.
 #[derive(Debug, Clone, Copy)]
 pub struct ParameterInfo<'a> {
     /// Full name of the parameter.
     pub name: &'a str,
-    /// Shape of the whole parameter, also where a rank updates only a part of it. Usually matrices decay and vectors do
-    /// not.
+    /// Shape of the whole parameter, even if a rank updates only a part of it. Usually, weight decay applies to
+    /// matrices and not to vectors.
     pub dims: &'a [usize],
     /// Type in which the parameter is stored.
     pub dtype: DType,
-    /// True if the parameter is a table whose rows are looked up by ids, such as a token embedding. In a step, only
-    /// some of its rows have gradients.
+    /// True if the parameter is a table whose rows are looked up by ids, such as a token embedding. In one step, only
+    /// the rows that were looked up have gradients.
     pub looked_up: bool,
-    /// True for mixed precision (Micikevicius et al., arXiv 1710.03740, section 3.1): optimizer states, the sums of
-    /// gradients and a master copy of the parameter are f32 even if the parameter is stored in a smaller type. If
-    /// false, all of them have the parameter's type, as after PyTorch's `model.to(torch.bfloat16)`.
+    /// True for mixed precision (Micikevicius et al., arXiv 1710.03740, section 3.1). Optimizer states, the sums of
+    /// gradients and a master copy of the parameter are then f32, even if the parameter is stored in a smaller type. If
+    /// false, they all have the parameter's type, as after PyTorch's `model.to(torch.bfloat16)`.
     pub masters: bool,
 }
 
 impl ParameterInfo<'_> {
-    /// The type of the parameter's optimizer states.
+    /// Returns the type of the parameter's optimizer states.
     pub fn state_dtype(&self) -> DType {
         if self.masters { DType::F32 } else { self.dtype }
     }
@@ -69,9 +69,9 @@ impl ParameterInfo<'_> {
 /// A tensor that an optimizer keeps for a parameter.
 #[derive(Debug, Clone)]
 pub struct State {
-    /// Name of the state. In full names it precedes the parameter's name.
+    /// Name of the state. The state's full name is this name followed by the parameter's name.
     pub name: &'static str,
-    /// Shape and type of the state for the whole parameter. The type is the parameter's own, f32 or u8.
+    /// Shape and type of the state of the whole parameter. The type is the parameter's own, f32 or u8.
     pub spec: Spec,
     /// Value of the state before the first step.
     pub init: StateInit,
@@ -82,8 +82,8 @@ pub struct State {
 pub enum StateInit {
     /// An initialization of its own, such as zeros.
     Init(Init),
-    /// The parameter's value, in the parameter's own type. The state must have as many elements as the parameter. It is
-    /// overwritten together with the parameter (`Trainer::set_tensor`).
+    /// The parameter's value, converted to the state's type. The state must have as many elements as the parameter. If
+    /// the host overwrites the parameter (`Trainer::set_tensor`), the state is overwritten too.
     Parameter,
 }
 
@@ -93,26 +93,27 @@ impl From<Init> for StateInit {
     }
 }
 
-/// The operands of one parameter's update. On data ranks, the parameter may be a flat part of the whole.
+/// The operands of the update of one parameter. On data ranks, `parameter` may be a contiguous part of the flattened
+/// parameter.
 #[derive(Debug)]
 pub struct ParameterUpdate<'a> {
-    /// The parameter; the update overwrites it.
+    /// The parameter, which the update overwrites.
     pub parameter: &'a Tensor,
     /// Description of the whole parameter.
     pub info: ParameterInfo<'a>,
     /// Gradient of the parameter, summed over the micro-batches of the step.
     pub gradient: &'a Tensor,
-    /// States of the parameter, in the order of [`Optimizer::states`]. If the parameter is a flat part, so are its
-    /// states.
+    /// States of the parameter, in the order of [`Optimizer::states`]. If `parameter` is a part, each state is the same
+    /// part.
     pub states: &'a [Tensor],
     /// Global norm of all gradients: a scalar.
     pub norm: &'a Tensor,
-    /// Result of [`Optimizer::scalars`] for this step: [[`SCALARS`]].
+    /// The scalars that [`Optimizer::scalars`] returned for this step: \[[`SCALARS`]\].
     pub scalars: &'a Tensor,
 }
 
-/// An optimizer. Its update is recorded once, as graph nodes, and compiled with the rest of the step. An implementation
-/// outside this crate can do all that the built-in ones do.
+/// An optimizer. The update is recorded once, as graph nodes, and compiled with the rest of the step. Implementations
+/// outside this crate can do everything that the built-in ones do.
 pub trait Optimizer: std::fmt::Debug + Send + Sync {
     /// Checks the settings of the optimizer.
     ///
@@ -122,7 +123,7 @@ pub trait Optimizer: std::fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// True if the update reads the global norm. It then cannot start before all gradients are complete.
+    /// True if the update reads the global norm. The update then cannot start before all gradients are complete.
     fn needs_norm(&self) -> bool {
         true
     }
@@ -130,20 +131,23 @@ pub trait Optimizer: std::fmt::Debug + Send + Sync {
     /// Returns the tensors that the optimizer keeps for a parameter from step to step.
     fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State>;
 
-    /// Returns the type in which a parameter's gradient is summed over micro-batches; by default the parameter's own.
+    /// Returns the type in which a parameter's gradient is summed over micro-batches. The default is the type in which
+    /// the parameter is stored.
     fn sum_dtype(&self, parameter: &ParameterInfo<'_>) -> DType {
         parameter.dtype
     }
 
-    /// Returns the granularity at which data ranks may split a parameter, or `None` if each rank must update it whole.
+    /// Returns the granularity at which data ranks may split a parameter, or `None` if each rank must update the whole
+    /// parameter.
     ///
-    /// With `Some(n)`, a data rank may update a flat part of a multiple of `n` elements, together with the same part of
-    /// the gradient and of every state. Every state must then divide into as many parts as the parameter does.
+    /// With `Some(n)`, a data rank may update a contiguous part of the flattened parameter. The number of elements of
+    /// the part is a multiple of `n`. The rank also gets the same part of the gradient and of every state, so every
+    /// state must divide into as many equal parts as the parameter.
     fn shard_granularity(&self, _of: &ParameterInfo<'_>) -> Option<usize> {
         Some(1)
     }
 
-    /// Returns the scalars of a step (counted from 0) at a learning rate.
+    /// Returns the scalars of a step for the learning rate `lr`. Steps are counted from 0.
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS];
 
     /// Records the update of one parameter and returns its new value.
@@ -153,8 +157,7 @@ pub trait Optimizer: std::fmt::Debug + Send + Sync {
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor>;
 }
 
-/// Conversions of the built-in optimizers into `Arc<dyn Optimizer>`. Any other implementation is wrapped by
-/// `Arc::new(rule)`.
+/// Converts the built-in optimizers into `Arc<dyn Optimizer>`. For an optimizer of your own, write `Arc::new(rule)`.
 macro_rules! into_shared {
     ($($rule:ty),+) => {
         $(impl From<$rule> for Arc<dyn Optimizer> {

@@ -9,7 +9,7 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// The direction in which a parameter moves; the update subtracts it.
+/// The direction that the update subtracts from a parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Direction {
     /// The signs of βm + (1 − β)g.
@@ -17,7 +17,7 @@ pub(super) enum Direction {
         /// β, the weight of the moment.
         beta: f64,
     },
-    /// An input, multiplied by a constant.
+    /// A tensor that is an input of the update, multiplied by a constant.
     Given {
         /// The constant.
         scale: f64,
@@ -25,7 +25,8 @@ pub(super) enum Direction {
 }
 
 /// Updates (parameter, m) in place from (parameter, gradient, m, norm, scalars). Two more inputs are optional: the
-/// direction for [`Direction::Given`], then an f32 master copy. With a master, the parameter is the rounded master.
+/// direction for [`Direction::Given`], then an f32 master copy. If there is a master, the parameter becomes the rounded
+/// master.
 ///
 /// ```text
 /// g ← clipped gradient
@@ -44,13 +45,14 @@ pub(super) struct MomentumUpdate {
     /// Factor of the gradient in the new moment.
     pub gradient_factor: f64,
     pub decay: f64,
-    /// The norm to which gradients are scaled down if their global norm is larger.
+    /// The global norm to which gradients are scaled down if it is larger.
     pub max_norm: f64,
     pub has_master: bool,
 }
 
 impl MomentumUpdate {
-    /// Records the update of a parameter whose states are m and, optionally, a master.
+    /// Records the update of a parameter whose states are m and, optionally, a master. `given` is the direction for
+    /// [`Direction::Given`].
     pub(super) fn record(self, update: &ParameterUpdate<'_>, given: Option<&Tensor>) -> Result<Tensor> {
         let ParameterUpdate { parameter, gradient, states, norm, scalars, .. } = update;
         let mut inputs = vec![*parameter, *gradient, &states[0], *norm, *scalars];
@@ -70,14 +72,14 @@ impl MomentumUpdate {
         }
     }
 
-    /// The kernel for parameters, moments and gradients stored in these types.
+    /// Runs the kernel for parameters, moments and gradients stored in these types.
     fn run_on<P: Float, M: Float, G: Float>(&self, args: &mut Args<'_>) {
         let (p, m) = (args.output::<P>(0), args.output::<M>(1));
         let (gradient, norm, rate) = (args.input::<G>(1), args.input::<f32>(3)[0], args.input::<f32>(4)[0]);
         if !norm.is_finite() {
             return;
         }
-        // `Sign` has no direction input; the gradient takes its place in the loop and is ignored there.
+        // [`Direction::Sign`] has no direction input. The loop then gets the gradient in its place, and ignores it.
         let (beta, scale, given) = match self.direction {
             Direction::Sign { beta } => (Some(beta as f32), 1.0, gradient),
             Direction::Given { scale } => (None, scale as f32, args.input::<G>(5)),
@@ -115,7 +117,7 @@ impl MomentumUpdate {
     }
 }
 
-/// −1, 0 or 1.
+/// Returns −1, 0 or 1.
 #[inline(always)]
 fn sign(x: f32) -> f32 {
     f32::from(x > 0.0) - f32::from(x < 0.0)

@@ -14,23 +14,23 @@ use crate::tensor::Tensor;
 /// iterations suffice.
 const NEWTON_SCHULZ: (f64, f64, f64) = (3.4445, -4.7750, 2.0315);
 
-/// Root mean square of a matrix's step, which AdamW's steps usually have too (Liu et al., equation 4). AdamW's learning
-/// rate and weight decay therefore suit Muon as well.
+/// Root mean square of the step of a matrix. It is chosen to equal the usual root mean square of AdamW's steps (Liu et
+/// al., equation 4), so AdamW's learning rate and weight decay suit Muon as well.
 const ROOT_MEAN_SQUARE: f64 = 0.2;
 
-/// Muon. The step of a hidden matrix is its moment, made nearly orthogonal by Newton–Schulz iterations. Their matrix
-/// products are operations of the graph, planned and run like the model's own. One moment is kept instead of AdamW's
-/// two.
+/// Muon. The step of a hidden matrix is the matrix's moment, made nearly orthogonal by Newton–Schulz iterations. The
+/// matrix products of these iterations are operations of the graph, which are planned and run like those of the model.
+/// Muon keeps one moment instead of AdamW's two.
 ///
-/// Each expert's weight is a matrix of its own. Vectors, embeddings and the output head (`lm_head`) are updated by
-/// AdamW with the same learning rate.
+/// In a tensor of several experts, the weight of each expert is a matrix of its own. Vectors, embeddings and the output
+/// head (`lm_head`) are updated by AdamW with the same learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Muon {
-    /// Settings of AdamW for everything but hidden matrices. Weight decay, clipping and master copies apply to all
-    /// parameters.
+    /// Settings of AdamW for all parameters that are not hidden matrices. Weight decay, clipping and master copies
+    /// apply to hidden matrices too.
     pub rule: AdamW,
-    /// Decay of the moment. The step uses Nesterov momentum.
+    /// Decay of the moment. The step uses the moment with Nesterov momentum.
     pub momentum: f64,
     /// Number of Newton–Schulz iterations.
     pub iterations: usize,
@@ -52,11 +52,11 @@ impl Muon {
             && !parameter.name.contains("lm_head")
     }
 
-    /// Returns roughly the nearest orthogonal matrix: its singular values lie between 0.7 and 1.2 (Jordan).
+    /// Returns approximately the orthogonal matrix nearest to x. Its singular values lie between 0.7 and 1.2 (Jordan).
     fn orthogonal(&self, x: &Tensor) -> Result<Tensor> {
         let rank = x.rank();
         let (rows, columns) = (x.dim(rank - 2)?, x.dim(rank - 1)?);
-        // Transpose tall matrices, so that XXᵀ has the extent of the shorter side.
+        // Tall matrices are transposed, so that XXᵀ has the extent of the shorter side.
         let x = if rows > columns { x.transpose(rank - 2, rank - 1)? } else { x.clone() };
         let norm = x.sqr()?.sum_keepdim(rank - 1)?.sum_keepdim(rank - 2)?.sqrt()?;
         let mut x = x.broadcast_div(&(norm + 1e-7)?)?;
@@ -101,7 +101,7 @@ impl Optimizer for Muon {
         parameter.state_dtype()
     }
 
-    /// A hidden matrix is not split: it is orthogonalized as a whole.
+    /// A hidden matrix is not split over data ranks, because it is orthogonalized as a whole.
     fn shard_granularity(&self, parameter: &ParameterInfo<'_>) -> Option<usize> {
         if Self::is_hidden_matrix(parameter) { None } else { self.rule.shard_granularity(parameter) }
     }

@@ -1,9 +1,9 @@
 //! The strongest directions of a matrix, found by randomized subspace iteration.
 //!
-//! GaLore projects gradients to their first singular vectors. It needs only the *space* that these vectors span, not an
-//! exact decomposition, which would take a library that allocates memory. Products with random rows find that space
-//! (Halko, Martinsson & Tropp, arXiv 0909.4061, algorithm 4.4): the rows of R·Gᵀ lean towards the strong directions of
-//! G, and lean more each time they are made orthonormal and multiplied by G and Gᵀ again.
+//! GaLore projects gradients onto their first singular vectors. Only the *space* that these vectors span is needed, not
+//! an exact decomposition, which would take a library that allocates memory. Products with random rows R find that
+//! space (Halko, Martinsson & Tropp, arXiv 0909.4061, algorithm 4.4). The rows of R·Gᵀ lean towards the strong
+//! directions of G. They lean more each time that they are made orthonormal and multiplied by G and Gᵀ again.
 //!
 //! All products run on the engine's own matrix multiplication, the random rows come from a fixed seed, and all memory
 //! is planned scratch. The tests below compare the result with an exact decomposition.
@@ -13,23 +13,24 @@ use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use gapless_kernels::cpu::scratch::for_each_of;
 use gapless_kernels::cpu::{InPieces, Pieces, Scratch, reduce, vectorize};
 
-/// Number of rounds of products with Gᵀ and G.
+/// Number of rounds. Each round multiplies the rows by G and by Gᵀ.
 pub(super) const ITERATIONS: usize = 3;
 
-/// The generator of the random rows; they are the same for every matrix and every step.
+/// Returns the generator of the random rows, which are the same for every matrix and every step.
 pub(super) fn start() -> Numbers {
     Numbers::from_seed(0x006a_107e)
 }
 
-/// A row is rounding noise if subtracting its projection on the earlier rows leaves no more than this fraction of its
-/// norm.
+/// A row counts as rounding noise if at most this fraction of its norm is left after subtracting its projection onto
+/// the earlier rows.
 const DEPENDENT: f32 = 1e-5;
 
 /// Rows whose greatest magnitude is below this count as zero.
 const VANISHED: f32 = 1e-37;
 
-/// The products between a matrix G of a weight's shape, P ([`Self::rank`] orthonormal rows along its shorter side) and
-/// the projection R = P·G along the longer side. If the weight is taller than wide, G stands for its transpose.
+/// The products with a matrix G that has the shape of a weight. P consists of [`Self::rank`] orthonormal rows along the
+/// weight's shorter side, and the projection is R = P·G. If the weight is taller than wide, G stands for the transposed
+/// matrix.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Projection {
     pub rows: usize,
@@ -50,7 +51,7 @@ impl Projection {
         self.rows > self.columns
     }
 
-    /// R = P·G.
+    /// The product R = P·G.
     fn project(&self) -> Gemm {
         let (p, g) = (Strides::row_major(self.shorter()), Strides::row_major(self.columns));
         Gemm::new(self.rank, self.longer(), self.shorter(), p, self.turned(g))
@@ -83,19 +84,19 @@ impl Projection {
         )
     }
 
-    /// Computes R = P·G.
+    /// Computes R = P·G into `r`.
     pub fn apply(&self, p: &[f32], g: &[f32], r: &mut [f32], scratch: &mut Scratch<'_>) {
         multiply(&self.project(), p, g, r, Mode::Overwrite, scratch);
     }
 
-    /// Adds Pᵀ·R to the weight.
+    /// Adds Pᵀ·R to the weight in place.
     pub fn add(&self, p: &[f32], r: &[f32], weight: &mut [f32], scratch: &mut Scratch<'_>) {
         let (first, second) = if self.is_transposed() { (r, p) } else { (p, r) };
         multiply(&self.project_back_to_weight(), first, second, weight, Mode::Accumulate, scratch);
     }
 
-    /// Computes P for this G, and R = P·G. If G has fewer directions than P has rows, the remaining rows are zeros.
-    /// `coefficients` is scratch of one element per row.
+    /// Computes P for this G into `p`, and R = P·G into `r`. If G has fewer directions than P has rows, the remaining
+    /// rows of P are zeros. `coefficients` is scratch of one element per row.
     pub fn recompute(
         &self,
         g: &[f32],
@@ -120,19 +121,19 @@ fn multiply(gemm: &Gemm, a: &[f32], b: &[f32], c: &mut [f32], mode: Mode, scratc
     gemm.run(a, b, c, mode, Epilogue::default(), scratch).expect("extents and scratch by the shape rule");
 }
 
-/// Elements of a row per task.
+/// Number of elements of a row that one task processes.
 const COLUMNS: usize = 512;
 
-/// Makes rows of `width` orthonormal, one after another, and sets dependent rows to zero. It runs classical
-/// Gram–Schmidt twice, which is as accurate as exact arithmetic (Giraud, Langou & Rozložník, 2005, "twice is enough")
-/// and can run in parallel, unlike modified Gram–Schmidt.
+/// Makes rows of `width` elements orthonormal in place, one after another, and sets rows that depend on earlier ones to
+/// zero. Classical Gram–Schmidt runs twice on each row, which is as accurate as exact arithmetic (Giraud, Langou &
+/// Rozložník, 2005, "twice is enough"). Unlike modified Gram–Schmidt, it can run in parallel.
 fn orthonormalise(rows: &mut [f32], width: usize, coefficients: &mut [f32]) {
-    /// Earlier rows per task.
+    /// Number of earlier rows that one task processes.
     const ROWS: usize = 8;
     for index in 0..rows.len() / width {
         let (earlier, rest) = rows.split_at_mut(index * width);
         let (row, coefficients) = (&mut rest[..width], &mut coefficients[..index]);
-        // Scale first: the squares of products of small gradients would underflow.
+        // The row is scaled first, because the squares of small gradients would underflow.
         let greatest = vectorize!(reduce::max_abs(row));
         if greatest < VANISHED {
             row.fill(0.0);
@@ -179,7 +180,7 @@ pub(super) mod exact {
         Array::new(&[columns, rows], (0..rows * columns).map(|i| a.data[i % rows * columns + i / rows]).collect())
     }
 
-    /// Computes P for a G that is not taller than wide.
+    /// Returns P for a G that is not taller than wide.
     pub fn follow(g: &Array, rank: usize) -> Array {
         let random = (0..rank * g.dims[1]).map(|i| f64::from(start().normal(i) as f32)).collect();
         let mut r = Array::new(&[rank, g.dims[1]], random);
@@ -191,7 +192,7 @@ pub(super) mod exact {
         p
     }
 
-    /// Modified Gram–Schmidt.
+    /// Makes rows orthonormal by modified Gram–Schmidt.
     pub fn orthonormal(mut rows: Array) -> Array {
         let (count, width) = (rows.dims[0], rows.dims[1]);
         for i in 0..count {
@@ -220,7 +221,7 @@ mod tests {
         Array::new(&[rows, columns], (0..rows * columns).map(|i| numbers.normal(i)).collect())
     }
 
-    /// U·diag(σ)·V with known singular values, built from random U and V.
+    /// Returns U·diag(σ)·V, whose singular values σ are known, for random U and V.
     fn with_spectrum(rows: usize, columns: usize, singular: &[f64]) -> Array {
         let count = singular.len();
         let mut u = orthonormal(normal(count, rows, 3));
@@ -233,7 +234,7 @@ mod tests {
         x.iter().map(|x| x * x).sum()
     }
 
-    /// Computes P in f32 for a matrix of any shape, and R.
+    /// Computes P and R in f32 for a matrix of any shape.
     fn follow(g: &Array, rank: usize) -> (Array, Array) {
         let projection = Projection { rows: g.dims[0], columns: g.dims[1], rank };
         let (mut p, mut r) = (vec![f32::NAN; rank * projection.shorter()], vec![f32::NAN; rank * projection.longer()]);
@@ -246,13 +247,14 @@ mod tests {
         (wide(p, projection.shorter()), wide(r, projection.longer()))
     }
 
-    /// No space of this many directions holds more than that of the first singular vectors: Σ σᵢ² (Eckart & Young). The
-    /// space found here holds nearly as much, for spectra that decay like those of gradients and for nearly flat ones.
+    /// The space of the first singular vectors contains the most energy that any space with as many directions can
+    /// contain, Σ σᵢ² (Eckart & Young). The space found here contains nearly as much, for spectra that decay like those
+    /// of gradients and for nearly flat spectra.
     #[test]
     fn the_space_holds_nearly_what_singular_vectors_hold() {
         const RANK: usize = 16;
         let shapes = [(96, 200), (200, 96), (96, 96)];
-        // Name, singular values, and the required share of the optimum.
+        // Name, singular values, and the required fraction of the maximum energy.
         type Spectrum = (&'static str, fn(usize) -> f64, f64);
         let spectra: [Spectrum; 5] = [
             ("0.8^i", |i| 0.8f64.powi(i as i32), 0.9999),
@@ -269,7 +271,7 @@ mod tests {
                 let best = energy(&singular[..RANK]);
                 println!("{rows}×{columns}, {name}: {:.5}", energy(&r.data) / best);
                 assert!(energy(&r.data) > share * best, "{rows}×{columns}, {name}: {}", energy(&r.data) / best);
-                // The energy of R cannot exceed the optimum if the rows of P are orthonormal, to f32.
+                // If the rows of P are orthonormal to f32 precision, the energy of R cannot exceed the maximum.
                 let gram = product(&p, &transposed(&p));
                 for (i, x) in gram.data.iter().enumerate() {
                     let expected = if i % (RANK + 1) == 0 { 1.0 } else { 0.0 };

@@ -1,5 +1,5 @@
-//! Attention: fused if every query sees all keys or all earlier ones, composed of other operations for an arbitrary
-//! mask.
+//! Attention. It is fused if every query sees all keys or all earlier keys, and composed of other operations if there
+//! is an arbitrary mask.
 
 use super::Tensor;
 use crate::error::Result;
@@ -12,8 +12,8 @@ impl Tensor {
     /// key-value heads, tokens, head size]. The tokens × tokens scores are never stored (FlashAttention, arXiv
     /// 2205.14135).
     ///
-    /// If sequences are continued ([`Sequences`]), queries also see the past tokens, from a cache to which the new keys
-    /// and values are written. If documents are packed, it is [`Self::document_attention`].
+    /// If sequences are continued ([`Sequences`]), the new keys and values are written to a cache, and queries also see
+    /// the past tokens in that cache. If documents are packed, this is [`Self::document_attention`].
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit, or if the heads are not a multiple of the key-value heads.
@@ -22,18 +22,18 @@ impl Tensor {
     }
 
     /// Fused attention with the settings of [`ops::Attention`], such as a window and a soft cap. The values of a head
-    /// may have another size than its keys. Causal attention treats continued sequences and packed documents like
-    /// [`Self::causal_attention`].
+    /// may have another size than its keys. Continued sequences and packed documents are treated as by
+    /// [`Self::causal_attention`] if the attention is causal.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::causal_attention`], and an error for a window without causality, or a scale or cap
-    /// that is not positive.
+    /// Returns the errors of [`Self::causal_attention`]. Returns an error if there is a window but no causality, or if
+    /// the scale or the cap is not positive.
     pub fn attend(&self, k: &Self, v: &Self, how: ops::Attention) -> Result<Self> {
         self.attend_past(&k.cached("keys")?, &v.cached("values")?, how)
     }
 
-    /// Like [`Self::attend`], for keys and values computed from the results of [`Self::cached`]. They cover all
-    /// tokens of the window and are not cached again.
+    /// Like [`Self::attend`], for keys and values that are computed from results of [`Self::with_past`]. These keys and
+    /// values already cover all tokens of the window, so they are not cached again.
     ///
     /// # Errors
     /// Returns the errors of [`Self::attend`].
@@ -56,15 +56,16 @@ impl Tensor {
     /// Like [`Self::causal_attention`], but every query sees every key.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::causal_attention`], and an error if documents are packed or sequences are
+    /// Returns the errors of [`Self::causal_attention`]. Returns an error if documents are packed, or if sequences are
     /// continued, because future keys are not known then.
     pub fn attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
         self.attend(k, v, ops::Attention::full(scale))
     }
 
-    /// Like [`Self::causal_attention`], but no query sees a key before its first one, given by `starts` (u32 [batch,
-    /// tokens]). With the first token of each token's document as `starts`, documents packed into one sequence do not
-    /// see each other. It takes four more bytes per token, and skips blocks of keys that no query sees.
+    /// Like [`Self::causal_attention`], but no query sees a key before its first one, which `starts` (u32 [batch,
+    /// tokens]) gives as an index. If `starts` is the index of the first token of each token's document, documents
+    /// packed into one sequence do not see each other. This takes four more bytes per token. Blocks of keys that no
+    /// query sees are skipped.
     ///
     /// # Errors
     /// Returns the errors of [`Self::causal_attention`], and an error if sequences are continued.
@@ -76,11 +77,12 @@ impl Tensor {
     }
 
     /// Attention with a mask that broadcasts to [batch, heads, queries, keys]. A mask of u8 or u32 is 0 for keys that a
-    /// query does not see; a mask of floats is added to the scores. A query that sees no key gives NaN. The scores are
+    /// query does not see. A mask of floats is added to the scores. A query that sees no key gives NaN. The scores are
     /// stored as a whole.
+    ///
     /// # Errors
-    /// Returns an error if the shapes do not fit, if the heads are not a multiple of the key-value heads, if sequences
-    /// are continued (masks do not cover the cache), or if documents are packed.
+    /// Returns an error if the shapes do not fit, or if the heads are not a multiple of the key-value heads. Returns an
+    /// error if documents are packed, or if sequences are continued, because masks do not cover the cache.
     pub fn masked_attention(&self, k: &Self, v: &Self, mask: &Self, scale: f64) -> Result<Self> {
         self.expect_whole_sequences()?;
         let (batch, heads, queries, size) = self.dims4()?;
@@ -103,7 +105,7 @@ impl Tensor {
         scores.softmax_last_dim()?.matmul(&shared(v)?)
     }
 
-    /// Causal attention in which every query sees the last `window` keys up to its own (Beltagy et al., arXiv
+    /// Causal attention in which every query sees only the last `window` keys, its own included (Beltagy et al., arXiv
     /// 2004.05150). Blocks of keys that no query sees are skipped.
     ///
     /// # Errors

@@ -8,9 +8,9 @@ use crate::graph::Sequences;
 use crate::{lock, ops};
 
 impl Tensor {
-    /// Looks up the rows of a table of positions: `self` is [positions, width]. The result has the first `tokens` rows
-    /// [tokens, width]; if sequences are continued or documents packed, it has the rows of the tokens' positions
-    /// [batch, tokens, width].
+    /// Looks up position embeddings in a table `self` [positions, width]. The result is [tokens, width], the first
+    /// `tokens` rows. If sequences are continued or documents are packed, the result is [batch, tokens, width], with
+    /// the row of each token's position.
     ///
     /// # Errors
     /// Returns an error if the table has too few rows.
@@ -25,7 +25,7 @@ impl Tensor {
         self.embedding(&positions)
     }
 
-    /// The greatest number of tokens in a sequence, if sequences are continued.
+    /// Returns the greatest number of tokens in a text if sequences are continued, and `None` if not.
     pub fn cache_window(&self) -> Option<usize> {
         match self.sequences() {
             Sequences::Continued { window, .. } => Some(window),
@@ -33,12 +33,13 @@ impl Tensor {
         }
     }
 
-    /// The relation between the tokens of this graph's sequences.
+    /// Returns the relation between the tokens of this graph's sequences.
     pub(super) fn sequences(&self) -> Sequences {
         lock(&self.graph).sequences()
     }
 
-    /// The positions of the tokens, if sequences are continued or documents packed.
+    /// Returns the positions of the tokens if sequences are continued or documents are packed, and `None` if the
+    /// positions are simply 0, 1, 2, ….
     pub(super) fn positions(&self) -> Option<Self> {
         match self.sequences() {
             Sequences::Whole => None,
@@ -48,7 +49,7 @@ impl Tensor {
         }
     }
 
-    /// The factors of the targets' losses, if documents are packed.
+    /// Returns the factors of the losses of `targets` if documents are packed, and `None` if not.
     ///
     /// # Errors
     /// Returns an error if the number of targets is not that of the tokens.
@@ -61,8 +62,8 @@ impl Tensor {
         }
     }
 
-    /// If documents are packed, returns the first token of each token's document, and the weight of each token in a
-    /// router's statistics.
+    /// If documents are packed, returns two tensors: the index of the first token of each token's document, and the
+    /// weight of each token in a router's statistics. `None` if documents are not packed.
     pub(crate) fn documents(&self) -> Option<[Self; 2]> {
         match self.sequences() {
             Sequences::Packed { document_starts, routed, .. } => {
@@ -72,14 +73,14 @@ impl Tensor {
         }
     }
 
-    /// The terms of a loss over a vocabulary besides −log p of the targets.
+    /// Returns the terms that a loss over a vocabulary has in addition to −log p of the targets.
     pub(super) fn loss_terms(&self) -> LossTerms {
         lock(&self.graph).loss_terms()
     }
 
-    /// Writes `self` [batch, heads, tokens, size] or [batch, tokens, size] to a cache, after the past tokens, and
-    /// returns the cache, with a row for each token of the window. `what` names the cache in the plan. If sequences are
-    /// not continued, returns `self`.
+    /// Appends `self` to a cache of past tokens, and returns the whole cache, which has a row for each token of the
+    /// window. `self` is [batch, heads, tokens, size] or [batch, tokens, size]. `what` names the cache in the plan. If
+    /// sequences are not continued, `self` is returned unchanged.
     ///
     /// # Errors
     /// Returns an error if there are more tokens than the window has.

@@ -10,7 +10,7 @@ use crate::ops::{self, Comparison};
 
 /// A tensor, or a number for all of its elements.
 pub trait TensorOrScalar {
-    /// Returns the tensor; for a number, a constant with the shape and type of `like`.
+    /// Returns the tensor. A number becomes a constant with the shape and type of `like`.
     fn beside(self, like: &Tensor) -> Tensor;
 }
 
@@ -28,7 +28,7 @@ impl<T: WithDType> TensorOrScalar for T {
 
 macro_rules! comparisons {
     ($($name:ident, $broadcast:ident => $kind:ident, $sign:literal;)*) => {
-        /// Comparisons. They return masks (u8), which are 1 where the comparison holds and 0 elsewhere, and have no
+        /// Comparisons. They return a mask (u8) that is 1 where the comparison holds and 0 elsewhere. A mask has no
         /// gradient.
         impl Tensor {
             $(#[doc = concat!("self ", $sign, " rhs, a number or a tensor of this shape.")]
@@ -61,8 +61,8 @@ comparisons! {
     ge, broadcast_ge => AtLeast, "≥";
 }
 
-/// Maximum and minimum of two tensors. Where both are equal, the gradient goes to the first; candle divides it between
-/// them.
+/// Maximum and minimum of two tensors. Where both elements are equal, the gradient goes to the first tensor. (candle
+/// divides it between both.)
 impl Tensor {
     /// The greater element of each pair.
     ///
@@ -115,7 +115,8 @@ impl Tensor {
         Self::apply_op::<1>(ops::Where, &[self, on_true, on_false]).map(|[chosen]| chosen)
     }
 
-    /// Replaces elements by `number` where `mask` is not 0. The mask is u8 or u32 and broadcasts to this shape.
+    /// Replaces elements of this tensor by `number` where `mask` is not 0. The mask is u8 or u32, and broadcasts to the
+    /// shape of this tensor.
     ///
     /// # Errors
     /// Returns an error if the mask's shape does not broadcast.
@@ -126,8 +127,8 @@ impl Tensor {
 
 /// Selection by indices (u32).
 impl Tensor {
-    /// Selects elements along `dim` by `ids`. The result has the shape of `ids`, which equals this shape except for
-    /// that dimension. An id out of range gives NaN.
+    /// Selects elements along `dim` by `ids`. The result has the shape of `ids`. The extents of `ids` and this tensor
+    /// are equal except along `dim`. An id out of range gives NaN.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
@@ -137,8 +138,8 @@ impl Tensor {
         Self::apply_op::<1>(ops::Gather { dim }, &[self, ids]).map(|[out]| out)
     }
 
-    /// Adds each element of `source` along `dim` to the element with the index given by `ids`, which has the shape of
-    /// `source`.
+    /// Returns this tensor with each element of `source` added at the index along `dim` that `ids` gives. `ids` has the
+    /// shape of `source`.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
@@ -149,7 +150,7 @@ impl Tensor {
         self.add(&added)
     }
 
-    /// Selects indices along `dim` by `ids`, a vector.
+    /// Selects slices along `dim` by their indices `ids`, a vector.
     ///
     /// # Errors
     /// Returns an error if `ids` is not a vector of u32, or if an id that is already known is out of range.
@@ -157,7 +158,7 @@ impl Tensor {
         let dim = dim.to_index(self.shape(), "index_select")?;
         ids.dims1()?;
         self.expect_inside(ids, dim, "index_select")?;
-        // Moves the dimension to the front and flattens the others, so that this is a lookup of rows.
+        // The dimension is moved to the front and the others are flattened, so that this is a lookup of rows.
         let front = self.transpose(0, dim)?;
         let rows = front.reshape((self.dims()[dim], self.elem_count() / self.dims()[dim].max(1)))?.embedding(ids)?;
         let mut dims = front.dims().to_vec();
@@ -165,7 +166,7 @@ impl Tensor {
         rows.reshape(dims)?.transpose(0, dim)
     }
 
-    /// Adds each index of `source` along `dim` to the index given by `ids`, a vector.
+    /// Returns this tensor with the slices of `source` along `dim` added to the slices at the indices `ids`, a vector.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
@@ -176,7 +177,7 @@ impl Tensor {
         self.scatter_add(&ids.reshape(dims)?.broadcast_as(source.shape().clone())?, source, dim)
     }
 
-    /// Checks that ids are in range, if they are already known when the model is recorded.
+    /// Checks that `ids` are in range, if their values are known when the model is recorded.
     pub(super) fn expect_inside(&self, ids: &Self, dim: usize, op: &str) -> Result<()> {
         let extent = self.dims()[dim];
         let known = lock(&self.graph).data(ids.id()).unwrap_or_default();

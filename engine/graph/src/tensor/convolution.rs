@@ -1,9 +1,10 @@
-//! Convolutions, computed as matrix products with the windows that the kernel covers.
+//! Convolutions. They are computed as matrix products of the kernel with the windows of the input that the kernel
+//! covers.
 
 use super::Tensor;
 use crate::error::Result;
 
-/// The movement of a kernel along one dimension.
+/// The positions of a kernel along one dimension.
 #[derive(Debug, Clone, Copy)]
 struct KernelStride {
     padding: usize,
@@ -36,7 +37,7 @@ impl Tensor {
             let what = format!("{channels} channels in {groups} groups do not fit a kernel {:?}", kernel.dims());
             return Err(self.shape_error("convolution", what));
         }
-        // [batch, channels, rows, high, columns, wide]: the elements under the kernel at each position.
+        // The elements that the kernel covers at each position: [batch, channels, rows, high, columns, wide].
         let seen = self.windows(2, high, down)?.windows(4, wide, along)?;
         let (rows, columns, size) = (seen.dims()[2], seen.dims()[4], of_group * high * wide);
         if groups == 1 {
@@ -50,7 +51,8 @@ impl Tensor {
         kernel.matmul(&seen)?.reshape((batch, out, rows, columns))
     }
 
-    /// Splits dimension `dim` into two: the positions of a kernel of `size`, and the elements under it.
+    /// Splits dimension `dim` into two: the positions of a kernel of `size` elements, and the elements that the kernel
+    /// covers at each position.
     fn windows(&self, dim: usize, size: usize, walk: KernelStride) -> Result<Self> {
         let KernelStride { padding, stride, dilation } = walk;
         let extent = self.dims()[dim] + 2 * padding;
@@ -69,7 +71,7 @@ impl Tensor {
             let padded = self.pad_with_zeros(dim, padding, padding)?;
             return split(&padded.narrow(dim, 0, places * stride)?, [places, size]);
         }
-        // Each element of the kernel covers a range, of which every `stride`th index is used.
+        // Each kernel element reads a range of the input, of which every `stride`th index is used.
         let needed = dilation * (size - 1) + places * stride;
         let padded = self.pad_with_zeros(dim, padding, padding + needed.saturating_sub(extent))?;
         let seen_by = |element: usize| {

@@ -11,9 +11,9 @@ use crate::Spec;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, lock};
 
-/// The graph in which new tensors are created. In candle, a device has this role; here it is the graph being recorded,
-/// whatever device it will run on. [`Tensor::device`] and [`VarBuilder::device`](crate::nn::VarBuilder::device) return
-/// it.
+/// The graph in which new tensors are created. In candle, a device has this role. Here it is the graph being recorded,
+/// whatever device the graph will run on. [`Tensor::device`] and [`VarBuilder::device`](crate::nn::VarBuilder::device)
+/// return it.
 #[derive(Debug, Clone)]
 pub struct Device(Arc<Mutex<Graph>>);
 
@@ -30,7 +30,8 @@ impl Device {
         Self(graph.clone())
     }
 
-    /// Creates a constant with the shape and type of an existing tensor, which need no check.
+    /// Creates a constant with the shape and type of an existing tensor. The size needs no check, as it is the
+    /// tensor's.
     pub(super) fn constant(&self, number: f64, spec: Spec) -> Tensor {
         let id = lock(self).constant_like(number, spec);
         Tensor::of(self, id)
@@ -42,7 +43,7 @@ impl Device {
     }
 }
 
-/// Returns the element type used here for one of candle's.
+/// Returns the type in which elements of a candle type are stored in a graph.
 fn type_here(dtype: DType) -> DType {
     match dtype {
         DType::U8 | DType::BF16 => dtype,
@@ -51,9 +52,9 @@ fn type_here(dtype: DType) -> DType {
     }
 }
 
-/// Creation of tensors. Their elements are stored once per program, like parameters, and never change.
+/// Creation of tensors. The elements are stored once per program, like parameters, and never change.
 impl Tensor {
-    /// Copies a candle tensor. f64 and f16 become f32; integers become u32, except u8.
+    /// Copies a candle tensor. f64 and f16 become f32. Integers become u32, except that u8 stays u8.
     ///
     /// # Errors
     /// Returns an error if an integer does not fit u32, or if the tensor cannot be read.
@@ -171,7 +172,7 @@ impl Tensor {
         Ok(self.graph.constant(1.0, self.spec.clone()))
     }
 
-    /// Converts elements that the model's source gave to another type; `None` for any other tensor.
+    /// Returns this tensor's elements in another type, if the model's source gave them. `None` for any other tensor.
     pub(super) fn data_in(&self, dtype: DType) -> Option<Self> {
         let mut graph = lock(&self.graph);
         let spec = Spec { shape: self.shape().clone(), dtype };

@@ -22,8 +22,8 @@ impl Tensor {
         self.apply1(ops::Unary { kind })
     }
 
-    /// x·scale + shift. For a constant, the result is another constant, so that
-    /// [`Gradient::constant`](crate::Gradient::constant) works through means.
+    /// Returns x·scale + shift. The result for a constant is another constant, so that the gradient of a mean remains a
+    /// known constant ([`Gradient::constant`](crate::Gradient::constant)).
     ///
     /// # Errors
     /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).
@@ -35,10 +35,10 @@ impl Tensor {
         self.apply1(ops::Affine { scale, shift })
     }
 
-    /// Casts to another type; returns the tensor itself if it has that type.
+    /// Casts to another type. If the tensor already has that type, returns the tensor itself.
     ///
     /// # Errors
-    /// Returns an error if the new type is not one of [`FLOATS`](crate::graph::FLOATS) and the elements are not
+    /// Returns an error if the new type is not one of [`FLOATS`](crate::graph::FLOATS), unless the elements are
     /// constants.
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         if self.dtype() == dtype {
@@ -104,7 +104,7 @@ impl Tensor {
         self.relu()? + below
     }
 
-    /// Copies to contiguous memory; returns the tensor itself if it is contiguous.
+    /// Copies to contiguous memory. If the tensor is already contiguous, returns the tensor itself.
     ///
     /// # Errors
     /// Returns an error if the type has no kernels, e.g. f64.
@@ -115,13 +115,14 @@ impl Tensor {
         self.apply1(ops::Contiguous)
     }
 
-    /// The same elements, but constant in the backward: no gradient passes through. This is a view.
+    /// Returns a view of the same elements that counts as a constant in the backward: no gradient passes through it.
     pub fn detach(&self) -> Self {
         self.apply1(ops::Detach).expect("everything can be seen as it is")
     }
 
-    /// Sets elements to zero with the given probability and scales the others by 1/(1−p) (Srivastava et al., 2014). The
-    /// mask is never stored: it is a pure function of seed, step, micro-batch and this position in the model.
+    /// Sets elements to zero with probability `p`, and multiplies the others by 1/(1−p) (Srivastava et al., 2014). The
+    /// mask is never stored. It is a pure function of the seed, the step, the micro-batch and the position of this
+    /// operation in the model.
     ///
     /// # Errors
     /// Returns an error if p is outside [0, 1).

@@ -5,12 +5,12 @@ use std::ops::{Bound, Range, RangeBounds, RangeFrom, RangeFull, RangeInclusive, 
 use super::Tensor;
 use crate::error::Result;
 
-/// The selection from one dimension.
+/// The selection of indices of one dimension.
 #[derive(Debug, Clone)]
 pub enum TensorIndexer {
     /// One index; the dimension is removed.
     Select(usize),
-    /// A range.
+    /// A range of indices.
     Narrow(Bound<usize>, Bound<usize>),
     /// The indices given by a vector (u32).
     IndexSelect(Tensor),
@@ -108,7 +108,7 @@ impl Tensor {
         Ok(slice)
     }
 
-    /// Selects one index of the first dimension, which is removed.
+    /// Selects one index of the first dimension, and removes that dimension.
     ///
     /// # Errors
     /// Returns an error if the index is out of range.
@@ -116,7 +116,7 @@ impl Tensor {
         self.get_on_dim(0, index)
     }
 
-    /// Selects one index of a dimension, which is removed.
+    /// Selects one index of a dimension, and removes that dimension.
     ///
     /// # Errors
     /// Returns an error if there is no such dimension or index.

@@ -38,7 +38,7 @@ pub struct Tensor {
     spec: Spec,
 }
 
-/// Guard that records nodes under a layer's name while it lives; returned by [`Tensor::enter`].
+/// A guard that records nodes under a layer's name until it is dropped. [`Tensor::enter`] returns it.
 #[derive(Debug)]
 pub struct LayerGuard(Arc<Mutex<Graph>>);
 
@@ -182,11 +182,11 @@ impl Tensor {
         LayerGuard(Arc::clone(&self.graph))
     }
 
-    /// Applies an operation, possibly one of the user's own, and returns its outputs.
+    /// Applies an operation, which may be your own, and returns the operation's outputs.
     ///
     /// # Errors
-    /// Returns an error if the operation's shape rule rejects the inputs, if it has another number of outputs, or if
-    /// there are no inputs.
+    /// Returns an error if the operation's shape rule rejects the inputs, if the operation does not have `OUTPUTS`
+    /// outputs, or if there are no inputs.
     pub fn apply_op<const OUTPUTS: usize>(op: impl Op, inputs: &[&Self]) -> Result<[Self; OUTPUTS]> {
         let name = op.name();
         <[Self; OUTPUTS]>::try_from(Self::apply_shared(Arc::new(op), inputs)?).map_err(|outputs| {
@@ -213,21 +213,22 @@ impl Tensor {
         Self::apply_op::<1>(op, &[self]).map(|[out]| out)
     }
 
-    /// A constant of the given shape in this tensor's graph and type. If this tensor holds ids or a mask, the type is
-    /// f32.
+    /// Returns a constant of the given shape in this tensor's graph. The type is this tensor's or, if this tensor holds
+    /// ids or a mask, f32.
     pub fn constant(&self, number: f64, shape: impl Into<Shape>) -> Self {
         let dtype = if self.dtype().is_float() { self.dtype() } else { DType::F32 };
         self.graph.constant(number, Spec { shape: shape.into(), dtype })
     }
 
-    /// Reports this value in each step (`Trainer::watched`), summed over the micro-batches and data ranks. Its bytes
-    /// are occupied until the next step. If several values have one name, the later ones get a number: `name.2`.
+    /// Reports this value in each step (`Trainer::watched`), summed over the micro-batches and data ranks. The bytes of
+    /// the value stay occupied until the next step. If several values have the same name, a number is appended to the
+    /// later ones: `name.2`.
     pub fn watch(&self, name: &str) {
         lock(&self.graph).watch(name, self.id);
     }
 
-    /// Reports the mean of this tensor as a summand of one part of the loss, if the loss depends on `depends_on`. Each step
-    /// reports every part as the sum of its summands, averaged over micro-batches and data ranks.
+    /// Reports the mean of this tensor as a summand of `part` of every loss that depends on `of`. Each step reports a
+    /// part as the sum of its summands, averaged over micro-batches and data ranks.
     ///
     /// # Errors
     /// Returns the errors of [`Self::mean_all`].
@@ -264,8 +265,8 @@ impl Tensor {
         Self::apply_op::<1>(ops::MatMul, &[self, rhs]).map(|[out]| out)
     }
 
-    /// Like [`Self::matmul`], with leading dimensions that broadcast. If `rhs` is a matrix, it is read only once, like
-    /// the weight of a linear layer.
+    /// Like [`Self::matmul`], but leading dimensions broadcast. If `rhs` is a matrix, it is read only once, like the
+    /// weight of a linear layer.
     ///
     /// # Errors
     /// Returns an error if the inner extents differ or the leading dimensions do not broadcast.
@@ -281,7 +282,7 @@ impl Tensor {
         left.matmul(&rhs.broadcast_as([batch.dims(), &[*k_rhs, *n]].concat())?)
     }
 
-    /// x·Wᵀ + b over the last dimension: `weight` is [out, in], `bias` is `[out]`.
+    /// Returns x·Wᵀ + b over the last dimension. `weight` is [out, in], and `bias` is `[out]`.
     ///
     /// # Errors
     /// Returns an error if the extents do not match.
@@ -299,7 +300,7 @@ impl Tensor {
         self.padded_embedding(ids, None)
     }
 
-    /// Like [`Self::embedding`], but the row of the id `padding` gets no gradient, like PyTorch's `padding_idx`.
+    /// Like [`Self::embedding`], but the row of the id `padding` gets no gradient, as with PyTorch's `padding_idx`.
     ///
     /// # Errors
     /// Returns the errors of [`Self::embedding`].
@@ -364,11 +365,12 @@ impl Tensor {
         rotated.transpose(1, 2)
     }
 
-    /// Negative log-likelihood of `targets` (u32, [..]) under `self` as logits [.., vocabulary]: one loss per target.
-    /// The gradient overwrites the logits, so neither a softmax nor a second copy of the logits is stored.
+    /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self` [.., vocabulary], with one loss per
+    /// target. The gradient overwrites the logits, so neither a softmax nor a second tensor of the logits' size is
+    /// stored.
     ///
-    /// If documents are packed ([`Sequences`](crate::Sequences)), each loss is multiplied by its token's weight. In a
-    /// training step, the loss also has the terms of `TrainOptions::loss`, and −log p is reported separately.
+    /// If documents are packed ([`Sequences`](crate::Sequences)), each loss is multiplied by the weight of its token.
+    /// In a training step, the loss also has the terms of `TrainOptions::loss`, and −log p is reported separately.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit, or if documents are packed and the number of targets is not that of
@@ -386,12 +388,13 @@ impl Tensor {
         weighted(losses)
     }
 
-    /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, for `self` [.., width] and
-    /// `weight` [vocabulary, width]: one loss per target.
+    /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, with one loss per target.
+    /// `self` is [.., width], and `weight` is [vocabulary, width].
     ///
-    /// It equals [`Self::linear`] followed by [`Self::cross_entropy`], but works on chunks of rows, so that the logits
-    /// are never stored as a whole. If the gradient of the losses is a known constant, as under a mean, both gradients
-    /// are computed in the same pass (Liger Kernel, arXiv 2410.10989, section 3.2).
+    /// The result equals that of [`Self::linear`] followed by [`Self::cross_entropy`]. The operation works on chunks of
+    /// rows, so that the logits are never stored as a whole. If the gradient of the losses is a known constant, as
+    /// under a mean, the gradients of `self` and `weight` are computed in the same pass (Liger Kernel, arXiv
+    /// 2410.10989, section 3.2).
     ///
     /// # Errors
     /// Returns the errors of [`Self::cross_entropy`].
@@ -399,8 +402,8 @@ impl Tensor {
         self.capped_cross_entropy(weight, targets, None)
     }
 
-    /// Like [`Self::linear_cross_entropy`], with logits x replaced by cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118,
-    /// section 2).
+    /// Like [`Self::linear_cross_entropy`], but with a `cap`, logits x are replaced by cap·tanh(x/cap) (Gemma 2, arXiv
+    /// 2408.00118, section 2).
     ///
     /// # Errors
     /// Returns the errors of [`Self::linear_cross_entropy`], and an error for a cap that is not positive.

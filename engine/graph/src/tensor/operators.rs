@@ -6,7 +6,7 @@ use std::ops::{Add, Div, Mul, Sub};
 use super::Tensor;
 use crate::error::Result;
 
-/// Implements one operator: its trait and method, then `(a, b) => value` for each pair of types.
+/// Implements one operator: first its trait and method, then `(a, b) => value` for each pair of operand types.
 macro_rules! operator {
     ($operator:ident, $method:ident; $($left:ty, $right:ty $([$borrowed:ident])?: |$a:ident, $b:ident| $value:expr;)*) => {
         $(impl$(<$borrowed: Borrow<Tensor>>)? $operator<$right> for $left {
@@ -20,8 +20,8 @@ macro_rules! operator {
     };
 }
 
-/// Implements the operand types that all four operators have: tensors and results of tensors on either side, and a
-/// number on the right as x·scale + shift.
+/// Implements the operand types that all four operators have. On either side, these are tensors and results of tensors.
+/// On the right, also a number, which is applied as x·scale + shift.
 macro_rules! operators {
     ($($operator:ident, $method:ident, |$number:ident| $scale:expr, $shift:expr;)*) => {
         $(operator! {

@@ -98,7 +98,7 @@ impl Tensor {
         dims.sort_unstable_by(|a, b| b.cmp(a));
         dims.into_iter().try_fold(self.clone(), |x, dim| {
             let last = x.rank() - 1;
-            // Makes it the last dimension and keeps the order of the others.
+            // The dimension is moved to the end, and the others keep their order.
             let order: Vec<usize> = (0..last + 1).filter(|&d| d != dim).chain([dim]).collect();
             x.permute(order)?.apply1(ops::LogSumExp)
         })
@@ -132,8 +132,8 @@ impl Tensor {
 
 macro_rules! extremes {
     ($($what:literal, $greatest:ident, $value:ident, $value_keepdim:ident, $index:ident, $index_keepdim:ident;)*) => {
-        /// Maxima and minima. Of equal elements the first is chosen and gets the gradient; candle gives it to each of
-        /// them.
+        /// Maxima and minima. Of equal elements, the first is chosen and gets the gradient. (candle gives the gradient
+        /// to each of them.)
         impl Tensor {
             $(#[doc = concat!("The ", $what, " over one dimension, which is removed.")]
             ///
@@ -180,7 +180,7 @@ extremes! {
 }
 
 impl Tensor {
-    /// Returns the maximum or minimum over one dimension, which is kept, and its index.
+    /// Returns the maximum or minimum over one dimension, which is kept, and the index of that element.
     fn extreme(&self, dim: usize, is_greatest: bool) -> Result<[Self; 2]> {
         let last = self.rank() - 1;
         let x = self.transpose(dim, last)?;

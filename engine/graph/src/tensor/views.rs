@@ -10,7 +10,8 @@ use crate::ops;
 
 /// Views, which move no data, and operations composed of them.
 impl Tensor {
-    /// The same elements in another shape; one extent may be `()`. Copies if the strides do not allow a view.
+    /// Returns the same elements in another shape. One extent may be `()`, which stands for the remaining factor. The
+    /// elements are copied if the strides do not allow a view.
     ///
     /// # Errors
     /// Returns an error if the numbers of elements differ.
@@ -52,8 +53,8 @@ impl Tensor {
         self.apply1(ops::Narrow { dim, start, len })
     }
 
-    /// Divides one dimension into parts of equal extent; if they cannot be equal, the first ones are longer by one.
-    /// There are fewer parts if the extent is smaller than `chunks`.
+    /// Divides one dimension into `chunks` parts of equal extent. If the extent is not a multiple of `chunks`, the
+    /// first parts are longer by one. If the extent is smaller than `chunks`, there are fewer parts.
     ///
     /// # Errors
     /// Returns an error if there is no such dimension, or if `chunks` is 0.
@@ -71,7 +72,7 @@ impl Tensor {
     /// Divides one dimension into parts of the given sizes.
     ///
     /// # Errors
-    /// Returns an error if they do not add up to the dimension.
+    /// Returns an error if the sizes do not add up to the dimension's extent.
     pub fn split<D: Dim>(&self, sizes: &[usize], dim: D) -> Result<Vec<Self>> {
         let dim = dim.to_index(self.shape(), "split")?;
         if sizes.iter().sum::<usize>() != self.dims()[dim] {
@@ -84,13 +85,13 @@ impl Tensor {
     /// Reorders the dimensions: dimension `dims[i]` becomes dimension i.
     ///
     /// # Errors
-    /// Returns an error if not every dimension is named once.
+    /// Returns an error unless `dims` names every dimension exactly once.
     pub fn permute<D: Dims>(&self, dims: D) -> Result<Self> {
         let dims = dims.to_indexes(self.shape(), "permute")?;
         if dims.len() != self.rank() || (0..dims.len()).any(|dim| !dims.contains(&dim)) {
             return Err(self.shape_error("permute", format!("{dims:?} does not name every dimension once")));
         }
-        // Moves one dimension at a time; `at[i]` is the dimension that is at position i so far.
+        // One dimension is moved at a time. `at[i]` is the original dimension that is at position i so far.
         let mut at: Vec<usize> = (0..dims.len()).collect();
         let mut permuted = self.clone();
         for (to, dim) in dims.into_iter().enumerate() {
@@ -103,7 +104,7 @@ impl Tensor {
         Ok(permuted)
     }
 
-    /// Merges the dimensions `start` to `end`, both included.
+    /// Merges the dimensions from `start` to `end`, including both.
     ///
     /// # Errors
     /// Returns an error if there is no such dimension.
@@ -116,7 +117,7 @@ impl Tensor {
         self.reshape([&dims[..start], &[merged], &dims[end + 1..]].concat())
     }
 
-    /// Merges the dimensions 0 to `end`, both included.
+    /// Merges the dimensions from 0 to `end`, including both.
     ///
     /// # Errors
     /// Returns an error if there is no such dimension.
@@ -156,8 +157,8 @@ impl Tensor {
         self.broadcast_as([left.into().dims(), self.dims()].concat())
     }
 
-    /// Copies the tensor several times along each dimension, as many times as `shape` says. If `shape` has more entries
-    /// than there are dimensions, leading ones are added.
+    /// Copies the tensor several times along each dimension. The entries of `shape` are the numbers of copies. If
+    /// `shape` has more entries than the tensor has dimensions, leading dimensions are added.
     ///
     /// # Errors
     /// Returns an error if the new shape is too large.
@@ -176,7 +177,7 @@ impl Tensor {
     /// Concatenates tensors along one dimension.
     ///
     /// # Errors
-    /// Returns an error if they differ in another dimension.
+    /// Returns an error if the tensors differ in the extent of another dimension.
     pub fn cat<A: AsRef<Self>, D: Dim>(tensors: &[A], dim: D) -> Result<Self> {
         let tensors: Vec<&Self> = tensors.iter().map(AsRef::as_ref).collect();
         let first = tensors.first().ok_or_else(|| Error::Shape {
@@ -192,10 +193,10 @@ impl Tensor {
         Self::apply_op::<1>(ops::Cat { dim }, &tensors).map(|[out]| out)
     }
 
-    /// Concatenates tensors of one shape along a new dimension.
+    /// Concatenates tensors of the same shape along a new dimension.
     ///
     /// # Errors
-    /// Returns an error if their shapes differ.
+    /// Returns an error if the shapes differ.
     pub fn stack<A: AsRef<Self>, D: Dim + Copy>(tensors: &[A], dim: D) -> Result<Self> {
         let slices = tensors.iter().map(|tensor| tensor.as_ref().unsqueeze(dim)).collect::<Result<Vec<_>>>()?;
         let Some(first) = slices.first() else { return Self::cat(&slices, 0) };
@@ -254,7 +255,7 @@ impl Tensor {
         self.reshape(dims)
     }
 
-    /// Removes a dimension of extent 1; returns the tensor itself if the dimension has another extent.
+    /// Removes a dimension of extent 1. If the dimension has another extent, returns the tensor itself.
     ///
     /// # Errors
     /// Returns an error if there is no such dimension.

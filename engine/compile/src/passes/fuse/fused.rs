@@ -1,9 +1,10 @@
 //! Several operations that run as one kernel, so that intermediate values stay in registers.
 //!
-//! - In: operations in order, each with the sources of its inputs: memory, or an earlier operation.
-//! - Out: one operation with one launch, either of a kernel generated for it ([`generate`]) or of a matrix product with
-//!   an epilogue (`product`). Intermediate values are f32, whatever type the unfused operations would have stored.
-//! - Never: the choice of operations to fuse; that is made in `fuse/mod.rs`.
+//! - In: operations in order, each with the sources of its inputs (memory, or an earlier operation).
+//! - Out: one operation with one launch. The launch is either a kernel generated for the operation ([`generate`]), or a
+//!   matrix product with an epilogue (`product`). Intermediate values are f32, whatever type the unfused operations
+//!   would have stored.
+//! - Never: the choice of operations to fuse, which is made in `fuse/mod.rs`.
 
 use std::sync::Arc;
 
@@ -20,7 +21,7 @@ use super::product;
 #[derive(Debug, Clone)]
 pub struct Member {
     pub op: Arc<dyn Op>,
-    /// The source of each input, and its extents.
+    /// The source of each input, and the extents of that input.
     pub inputs: Vec<(Source, Vec<usize>)>,
 }
 
@@ -29,13 +30,13 @@ pub struct Member {
 pub struct Fused {
     /// The operations, in order.
     pub members: Vec<Member>,
-    /// For each output, the member and the index of that member's output.
+    /// For each output, the index of the member that computes it, and the index among that member's outputs.
     pub outputs: Vec<(usize, usize)>,
     /// Shapes and types of the outputs.
     pub specs: Vec<Spec>,
     /// Pairs (input, output) that share a buffer.
     pub overwrites: Vec<(usize, usize)>,
-    /// Sizes of the scratch pieces that a matrix product or a sum over rows needs.
+    /// Sizes in bytes of the pieces of scratch that a matrix product or a sum over rows needs.
     pub workspace: Vec<u64>,
     /// Floating-point operations of all members.
     pub flops: u64,
@@ -58,7 +59,7 @@ impl Op for Fused {
         &self.overwrites
     }
 
-    /// Runs the reference implementation, because fusing gains nothing on a CPU.
+    /// Runs the reference implementation. A CPU never runs fused operations otherwise, because it would gain nothing.
     fn run(&self, args: &mut Args<'_>) {
         let outputs: Vec<&mut [f32]> = (0..self.outputs.len()).map(|index| args.output(index)).collect();
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect();

@@ -1,19 +1,20 @@
 //! Fuses elementwise GPU operations and some of their neighbours, so that intermediate values stay in registers.
 //!
 //! In: a program in its final order. Out: the same program with fewer instructions, and possibly fewer buffers. An
-//! operation is fused into a later one that reads its result, and the group runs at the position of its last member.
+//! operation is fused into a later one that reads its result. The group runs at the position of its last member.
 //!
-//! - A result that only the group reads stays in registers. Its buffer is removed unless a member overwrites it in
-//!   place. Other results are also stored.
+//! - A result that only the group reads stays in registers. The buffer of such a result is removed, unless a member
+//!   overwrites that buffer in place. Other results are also stored.
 //! - A group may end with a normalization of rows.
-//! - A group may begin with the input gradient of a normalization, which then takes the gradients of its weight and
-//!   bias along, because they read the same rows.
+//! - A group may begin with the input gradient of a normalization. It then includes the gradients of the
+//!   normalization's weight and bias, because they read the same rows.
 //! - A matrix product takes one operation as its epilogue.
-//! - An embedding gradient is accumulated into the other summand of the sum that reads it.
+//! - An embedding gradient that is one summand of a sum is accumulated directly into the other summand.
 //! - The peak of live bytes never rises.
 //!
-//! Never: fuses across a message or collective, or across actions, except that an embedding gradient may move into a
-//! sum in the update. Never fuses dynamic rows, or recomputed with other operations, because reports distinguish these.
+//! Never: fuses across a message or collective, or across actions. The only exception is that an embedding gradient may
+//! move into a sum in the update. Never fuses operations with dynamic rows, or recomputed operations with others,
+//! because reports count recomputed operations separately.
 
 mod fused;
 mod product;
@@ -36,15 +37,16 @@ use crate::error::Result;
 use crate::passes::reorder::Profile;
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 
-/// Maximum distance between the first and the last member, in instructions.
+/// Maximum distance between the first and the last member of a group, in instructions.
 const REACH: usize = 64;
 
-/// Maximum number of members. Larger kernels run out of registers before they save launches.
+/// Maximum number of members of a group. Larger kernels run out of registers, which costs more than saved launches
+/// gain.
 const MAX_MEMBERS: usize = 24;
-/// Maximum number of operands of the fused instruction, for the same reason.
+/// Maximum number of operands of the fused instruction. More would also run out of registers.
 const MAX_OPERANDS: usize = 16;
 
-/// Maximum number of inputs, and of constants, because an expression names each by one digit.
+/// Maximum number of inputs of an expression, and of its constants: each is named by one digit.
 const MAX_NAMED: usize = 10;
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
@@ -73,11 +75,11 @@ fn fuse(program: &mut Program) {
 /// The contents of a buffer from one write to the next.
 #[derive(Debug, Default)]
 struct Version {
-    /// The instruction and output that writes it; `None` for contents that exist before the program starts.
+    /// The instruction and output that write it. `None` for contents that exist before the program starts.
     written_by: Option<(usize, usize)>,
-    /// Instructions that read it, or that preserve some of it while writing the rest.
+    /// Instructions that read it. Includes instructions that write a part of the buffer and preserve the rest.
     readers: Vec<usize>,
-    /// Whether the host or the next program reads it after the program ends.
+    /// Whether it is read after the program ends, by the host or the next program.
     is_read_after: bool,
 }
 
@@ -85,7 +87,7 @@ struct Version {
 struct Fusion<'a> {
     program: &'a Program,
     profile: Profile,
-    /// The peak of live bytes.
+    /// The peak of live bytes before fusion.
     most: u64,
     versions: Vec<Version>,
     /// By instruction and input: the version that is read.
@@ -94,7 +96,7 @@ struct Fusion<'a> {
     written: Vec<Vec<usize>>,
     /// By buffer: the instructions that touch it.
     users: Vec<Vec<usize>>,
-    /// By instruction: how it can be fused, if at all.
+    /// By instruction: how it can be fused. `None` if it cannot.
     fusible: Vec<Option<Fusible>>,
     /// By instruction: the range of instructions that it may be fused with.
     within: Vec<Range<usize>>,
@@ -157,7 +159,7 @@ impl<'a> Fusion<'a> {
                 self.fusible[last],
                 Some(Fusible::Each { .. } | Fusible::Norm { .. } | Fusible::NormGradInput { .. })
             );
-        // Each new member can make further ones possible.
+        // Each new member can make further members possible.
         while begins && group.len() < MAX_MEMBERS {
             let makers =
                 group.iter().flat_map(|&member| &self.read[member]).filter_map(|&v| self.versions[v].written_by);
@@ -170,7 +172,7 @@ impl<'a> Fusion<'a> {
         group
     }
 
-    /// True if an instruction can be fused with a group of later ones.
+    /// True if the instruction `maker` can be fused with a group of later instructions.
     fn joins(&self, group: &BTreeSet<usize>, maker: usize) -> bool {
         let last = *group.last().expect("a group has members");
         let (of_maker, of_last) = (&self.program.instrs[maker], &self.program.instrs[last]);
@@ -181,7 +183,7 @@ impl<'a> Fusion<'a> {
         let has_head =
             || group.iter().any(|&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
         let is_norm = matches!(self.fusible[last], Some(Fusible::Norm { .. }));
-        // A product or an embedding gradient takes only one following operation.
+        // A product or an embedding gradient can only be fused with one operation that follows.
         let stands_alone = |fusible: &Fusible| matches!(fusible, Fusible::Product | Fusible::EmbeddingGrad { .. });
         let is_closed = || group.iter().any(|&member| self.fusible[member].as_ref().is_some_and(stands_alone));
         let may_begin = match fusible {
@@ -208,8 +210,8 @@ impl<'a> Fusion<'a> {
         }
     }
 
-    /// The sums for a normalization's weight and bias that precede the group's last member, and read the same rows as
-    /// the input gradient that the group begins with.
+    /// Returns the instructions that sum up the gradients of a normalization's weight and bias, if the group begins
+    /// with the input gradient of that normalization. They must precede the group's last member and read the same rows.
     fn weight_sums(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
         let last = group.last().copied().unwrap_or(0);
         let has_sums = group.iter().any(|&member| self.fusible[member] == Some(Fusible::NormGradWeight));
@@ -226,7 +228,7 @@ impl<'a> Fusion<'a> {
         readers.iter().copied().filter(is_beside)
     }
 
-    /// True if everything that a reader takes from a maker is read element by element at the same index.
+    /// True if `reader` reads each result of `maker` element by element, at the index at which `maker` writes it.
     fn reads_in_place(&self, maker: usize, reader: usize) -> bool {
         let steps = &self.program.instrs;
         self.read[reader].iter().enumerate().all(|(index, version)| {
@@ -241,14 +243,14 @@ impl<'a> Fusion<'a> {
         })
     }
 
-    /// True if only members of the group read a version.
+    /// True if a version has readers only in the group and is not read after the program.
     fn is_private(&self, group: &BTreeSet<usize>, version: usize) -> bool {
         let Version { readers, is_read_after, .. } = &self.versions[version];
         !is_read_after && !readers.is_empty() && readers.iter().all(|reader| group.contains(reader))
     }
 
-    /// True if an instruction can run at the position of the group's last member. No instruction in between, other than
-    /// members, may write its inputs or touch its outputs.
+    /// True if the instruction `maker` can run at the position of the group's last member. Instructions in between that
+    /// are not members must not write the inputs of `maker` or touch its outputs.
     fn may_move(&self, group: &BTreeSet<usize>, maker: usize, last: usize) -> bool {
         let instr = &self.program.instrs[maker];
         let others = (maker + 1..last).filter(|at| !group.contains(at) && !self.is_taken[*at]);
@@ -261,7 +263,8 @@ impl<'a> Fusion<'a> {
         })
     }
 
-    /// By position: bytes that become live there if an instruction joins a group, and bytes that are no longer live.
+    /// Returns a function from a position to two numbers: the bytes that become live at the position if `maker` joins
+    /// the group, and the bytes that stop being live at the position.
     fn live_change(&self, with: &BTreeSet<usize>, maker: usize, last: usize) -> impl Fn(usize) -> [u64; 2] + use<'_> {
         let held = |buffer: &BufferId| {
             let buffer = buffer.index();
@@ -274,7 +277,7 @@ impl<'a> Fusion<'a> {
             _ => None,
         });
         let scratch: u64 = instr.workspace.iter().map(|piece| self.profile.bytes[piece.index()]).sum();
-        // An output that is dead before the last member is now live only at the last member.
+        // An output that was dead before the last member runs is now live only at the last member.
         let unread = instr.outputs.iter().filter(|output| !self.vanishes(with, output.buffer));
         let unread = unread.filter_map(|output| match held(&output.buffer) {
             (bytes, _, Some(dies)) if dies < last => Some((bytes, last..last + 1)),
@@ -292,7 +295,7 @@ impl<'a> Fusion<'a> {
         move |at| [&longer, &gone].map(|all| all.iter().filter(|(_, at_all)| at_all.contains(&at)).map(|b| b.0).sum())
     }
 
-    /// True if a group keeps everything that a buffer ever holds in registers.
+    /// True if the group keeps all contents of a buffer in registers, so that the buffer is not needed.
     fn vanishes(&self, group: &BTreeSet<usize>, buffer: BufferId) -> bool {
         self.users[buffer.index()].iter().all(|user| {
             let instr = &self.program.instrs[*user];
@@ -306,7 +309,7 @@ impl<'a> Fusion<'a> {
         })
     }
 
-    /// Adds an instruction to a group.
+    /// Adds the instruction `maker` to a group.
     fn take(&mut self, group: &mut BTreeSet<usize>, maker: usize) {
         let last = *group.last().expect("a group has members");
         group.insert(maker);
@@ -324,7 +327,7 @@ impl<'a> Fusion<'a> {
         self.is_taken[maker] = true;
     }
 
-    /// The fused instruction of a group; `None` if its members do not fit one kernel.
+    /// Returns the fused instruction of a group, or `None` if the members do not fit into one kernel.
     fn merge(&self, group: &BTreeSet<usize>) -> Option<Instr> {
         let order: Vec<usize> = group.iter().copied().collect();
         let member_of = |version: usize| {
@@ -350,7 +353,7 @@ impl<'a> Fusion<'a> {
                 (source, input.layout.dims().to_vec())
             });
             let sources: Vec<(Source, Vec<usize>)> = sources.collect();
-            // The kernel for these sums takes its extents from its operands in memory.
+            // The kernel that computes these sums takes its extents from operands in memory.
             let is_found = |(source, dims): &(Source, Vec<usize>)| match *source {
                 Source::Memory(index) => inputs[index].layout.dims() == dims,
                 Source::Member(..) => false,
@@ -384,20 +387,20 @@ impl<'a> Fusion<'a> {
         let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.instrs[at].workspace).copied().collect();
         let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
         let work = InstrKind::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
-        // A sum after a product may belong to no layer, so the product's layer is used.
+        // A sum that follows a product may belong to no layer, so the instruction gets the product's layer.
         let named = if self.fusible[order[0]] == Some(Fusible::Product) { order[0] } else { *last_at };
         let layer = self.program.instrs[named].layer.clone();
         let instr = Instr::plain(work, inputs, outputs, last.micro_batch, layer);
         Some(Instr { workspace: pieces, accumulate, rematerialized: last.rematerialized, ..instr })
     }
 
-    /// Marks the inputs that are overwritten in place and returns pairs (input, output). `None` if one kernel could not
-    /// do that.
+    /// Marks the inputs that outputs overwrite in place, and returns the pairs (input, output). `None` if one kernel
+    /// cannot overwrite them correctly.
     fn overwrites(&self, order: &[usize], inputs: &mut [Operand], outputs: &[Operand]) -> Option<Vec<(usize, usize)>> {
         let mut overwrites = Vec::new();
         for (index, output) in outputs.iter().enumerate() {
-            // A buffer that is written twice, or read at other elements than it is written, would need ordered
-            // accesses.
+            // If a buffer is written twice, or read at other elements than it is written, the order of accesses
+            // matters, and a kernel does not order them.
             let is_twice = outputs[..index].iter().any(|other| other.buffer == output.buffer);
             let mut over = (0..inputs.len()).filter(|&input| inputs[input].buffer == output.buffer);
             let first = over.next();
@@ -417,7 +420,7 @@ impl<'a> Fusion<'a> {
     }
 }
 
-/// The way in which an instruction can be fused, if at all.
+/// Returns how an instruction can be fused, or `None` if it cannot.
 fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let InstrKind::Compute(op) = &instr.kind else { return None };
     let fusible = op.cuda_fusible()?;
@@ -449,7 +452,7 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
         .then_some(fusible)
 }
 
-/// True if an operand is its whole buffer, in order.
+/// True if an operand covers its whole buffer, with the elements in order.
 fn is_whole(program: &Program, operand: &Operand) -> bool {
     let bytes = count(operand) * operand.dtype.size_in_bytes();
     operand.layout.is_contiguous()

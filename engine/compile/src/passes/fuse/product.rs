@@ -1,4 +1,4 @@
-//! Matrix products fused with the operation that follows them.
+//! Fusion of a matrix product with the operation that follows it.
 
 use std::collections::BTreeSet;
 
@@ -17,12 +17,12 @@ pub enum EpilogueKind {
     Gelu,
     /// The gradient of GELU, with the product as input 1.
     GeluGrad,
-    /// The sum of the product and another tensor; the product may be either input.
+    /// The sum of the product and another tensor. The product may be either summand.
     Add,
 }
 
 impl EpilogueKind {
-    /// Classifies an operation that reads a product; `None` if it cannot be fused.
+    /// Classifies an operation that reads a product. `None` if the operation cannot be fused with the product.
     pub fn from_fusible(fusible: &Fusible) -> Option<Self> {
         let Fusible::Each { outputs, .. } = fusible else { return None };
         match &outputs[..] {
@@ -33,7 +33,7 @@ impl EpilogueKind {
         }
     }
 
-    /// The inputs at which the product may be read.
+    /// Returns the indices of the inputs at which the operation may read the product.
     pub fn inputs(self) -> &'static [usize] {
         match self {
             Self::Gelu => &[0],
@@ -44,9 +44,9 @@ impl EpilogueKind {
 }
 
 impl Fusion<'_> {
-    /// True if `last` can be the epilogue of a product. An extra tensor that the library reads or writes must have rows
-    /// of a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`). A tensor that the product is
-    /// added to must be contiguous, like the result.
+    /// True if `last` can be the epilogue of the product. An additional tensor that the library reads or writes must
+    /// have rows whose length is a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`). A tensor
+    /// to which the product is added must be contiguous, like the result.
     pub(super) fn fits_epilogue(&self, product: usize, last: usize) -> bool {
         const PACK: usize = 8;
         let Some(follows) = self.fusible[last].as_ref().and_then(EpilogueKind::from_fusible) else { return false };
@@ -61,9 +61,9 @@ impl Fusion<'_> {
         is_only
             && match follows {
                 EpilogueKind::Gelu => fits && columns,
-                // The library cannot also store the product before the gradient of GELU is applied.
+                // Before it applies the gradient of GELU, the library cannot also store the product.
                 EpilogueKind::GeluGrad => fits && columns && !is_kept,
-                // The extents may differ, because both tensors are contiguous.
+                // The shapes may differ, because both tensors are contiguous.
                 EpilogueKind::Add => {
                     let lies_alike = |(other, _): (&Placed, _)| {
                         other.layout.is_contiguous() && other.dtype == to.dtype && count(other) == count(to)
@@ -73,7 +73,7 @@ impl Fusion<'_> {
             }
     }
 
-    /// True if `last` adds an embedding gradient, which nothing else reads, to another tensor in place.
+    /// True if `last` adds an embedding gradient to another tensor in place, and nothing else reads that gradient.
     pub(super) fn adds_in_place(&self, rows: usize, last: usize) -> bool {
         let version = self.written[rows][0];
         let of_last = &self.program.instrs[last];
@@ -89,16 +89,16 @@ impl Fusion<'_> {
         is_sum && is_other && is_alike && self.is_private(&BTreeSet::from([rows, last]), version)
     }
 
-    /// True if `rows` is an embedding gradient and only computation runs from it to `last`. The sum may then be in the
-    /// update, after the action of the gradient.
+    /// True if `rows` is an embedding gradient, and only computation runs from `rows` to `last`. In this case, `last`
+    /// may be in the update, although the gradient is in an action before it.
     pub(super) fn adds_in_update(&self, rows: usize, last: usize) -> bool {
         let computes = |instr: &Instr| matches!(instr.kind, InstrKind::Compute(_)) && instr.predicate.is_none();
         let is_rows = matches!(self.fusible[rows], Some(Fusible::EmbeddingGrad { .. }));
         is_rows && self.program.instrs[rows..=last].iter().all(computes)
     }
 
-    /// True if a sum is better fused with the product before it than with its reader. The product then accumulates into
-    /// the other summand, which needs no separate read and write.
+    /// True if a sum is better fused with the product that it reads than with the sum's own reader. The product then
+    /// accumulates into the other summand, which saves a read and a write of that summand.
     pub(super) fn prefers_product(&self, sum: usize) -> bool {
         let makers = self.read[sum].iter().filter_map(|&version| self.versions[version].written_by);
         let mut products =
@@ -106,8 +106,8 @@ impl Fusion<'_> {
         products.any(|product| self.joins(&BTreeSet::from([sum]), product))
     }
 
-    /// True if fused instructions may overwrite a buffer that they read. A library writes in its own order, so it may
-    /// only overwrite the tensor that a product is added to.
+    /// True if fused instructions may overwrite a buffer that they read. A library writes elements in its own order, so
+    /// it may overwrite only the tensor to which the product is added.
     pub(super) fn may_overwrite(&self, order: &[usize], buffer: BufferId) -> bool {
         let [first, .., last] = *order else { return true };
         let is_sum = || self.fusible[last].as_ref().and_then(EpilogueKind::from_fusible) == Some(EpilogueKind::Add);
@@ -116,7 +116,7 @@ impl Fusion<'_> {
     }
 }
 
-/// The library call for a product and the one operation that follows.
+/// Returns the library call for a product and the one operation that follows it.
 pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Product> {
     let [first, second] = &fused.members[..] else { return None };
     let output = |member: usize| {

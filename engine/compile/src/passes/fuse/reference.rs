@@ -1,5 +1,5 @@
 //! Checks fusion on random programs. Each instruction computes a hash of itself and its inputs, and fusion must not
-//! change any hash that is read.
+//! change any hash that is read afterwards.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -37,9 +37,9 @@ fn operand(buffer: BufferId, dims: &[usize]) -> Operand {
     }
 }
 
-/// Random programs of elementwise functions, normalizations, and a function that cannot be fused. Each instruction
-/// reads some of the latest buffers; it writes a new buffer, overwrites one that it reads, or rewrites another one.
-/// Parts have `part` instructions each.
+/// Returns random programs of elementwise functions, normalizations, and a function that cannot be fused. Each
+/// instruction reads some of the latest buffers. It writes a new buffer, overwrites one that it reads, or rewrites
+/// another one. Parts have `part` instructions each.
 fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
     let instr = (0..9u8, 0..8u8, any::<[u8; 4]>());
     prop::collection::vec(instr, instrs).prop_map(move |described| {
@@ -86,7 +86,7 @@ fn hash(value: impl Hash) -> u64 {
     hasher.finish()
 }
 
-/// The hashes that an operation computes from its inputs.
+/// Returns the hashes of an operation's outputs, given the hashes of its inputs.
 fn made(op: &dyn Op, inputs: &[u64], outputs: usize) -> Vec<u64> {
     let Some(fused) = (op as &dyn Any).downcast_ref::<Fused>() else {
         return (0..outputs).map(|output| hash((format!("{op:?}"), inputs, output))).collect();
@@ -103,8 +103,8 @@ fn made(op: &dyn Op, inputs: &[u64], outputs: usize) -> Vec<u64> {
     fused.outputs.iter().map(|&(member, output)| all[member][output]).collect()
 }
 
-/// The visible results of a program: the contents of buffers that the host reads, and the inputs of instructions that
-/// cannot be fused.
+/// Returns the visible results of a program: the contents of buffers that the host reads, and the inputs of
+/// instructions that cannot be fused.
 fn shown(program: &Program) -> (Vec<(String, u64)>, Vec<Vec<u64>>) {
     let name = |buffer: BufferId| program.buffers[buffer.index()].label.tensor.clone();
     let mut there: HashMap<String, u64> = HashMap::new();
@@ -136,7 +136,7 @@ generated! {
         fuse(&mut merged);
         prop_assert_eq!(shown(&merged), shown(&program));
         prop_assert!(peak(&merged) <= peak(&program), "{} bytes, before {}", peak(&merged), peak(&program));
-        // Parts are adjacent, and nothing is computed twice or left out.
+        // Checks that parts are adjacent, and that nothing is computed twice or left out.
         let mut end = 0;
         for part in &merged.parts {
             prop_assert_eq!(part.instrs.start, end);
@@ -151,7 +151,7 @@ generated! {
             program.instrs.iter().map(count).sum()
         };
         prop_assert_eq!(members(&merged), program.instrs.len());
-        // Operands that share a buffer are marked as such.
+        // Checks that operands that share a buffer are marked as overwritten.
         for instr in &merged.instrs {
             for output in &instr.outputs {
                 let same = instr.inputs.iter().filter(|input| input.buffer == output.buffer);
@@ -161,7 +161,7 @@ generated! {
     }
 }
 
-/// A chain, a diamond, and an instruction in between that prevents fusion.
+/// Fuses a chain and a diamond, and checks that certain instructions in between prevent fusion.
 #[test]
 fn chains_and_diamonds_are_fused() {
     let check = |instrs: &[(&str, &[usize], usize)], expected: usize| {
@@ -200,10 +200,10 @@ fn chains_and_diamonds_are_fused() {
     check(&[("tanh", &[0], 1), ("tanh", &[1], 7)], 1);
     check(&[("tanh", &[0], 1), ("tanh", &[1], 1), ("sub", &[0, 1], 7)], 1);
     check(&[("tanh", &[0], 1), ("tanh", &[1], 2), ("tanh", &[1], 3), ("sub", &[2, 3], 7)], 1);
-    // The softmax needs the result of the first, and the last needs the softmax.
+    // The softmax needs the result of the first instruction, and the last instruction needs the softmax.
     check(&[("tanh", &[0], 1), ("softmax", &[1], 2), ("sub", &[1, 2], 7)], 3);
-    // The softmax does not depend on the others, so they can be fused across it.
+    // The softmax does not depend on the other instructions, so these instructions can be fused across the softmax.
     check(&[("tanh", &[0], 1), ("softmax", &[0], 2), ("sub", &[1, 2], 7)], 2);
-    // The softmax overwrites an input of the first.
+    // The softmax overwrites an input of the first instruction.
     check(&[("tanh", &[0], 1), ("softmax", &[1], 0), ("tanh", &[1], 7), ("softmax", &[0], 2)], 4);
 }

@@ -5,11 +5,13 @@
 //! - Never: moves an instruction across a message, a collective, a copy out of the arena, or from one action into
 //!   another.
 //!
-//! The pass takes a window of up to [`WINDOW`] neighbouring instructions around the peak, and searches all orders that
-//! respect their data dependencies for the one with the lowest peak. It repeats this until the highest point cannot be
-//! lowered. (OLLA, Steiner et al., arXiv 2210.12924, and ROAM, Shu et al., arXiv 2310.19295, give whole graphs to a
-//! solver instead.) Instructions keep their order if they touch the same bytes and one of them writes. So no result
-//! changes, nor the order in which gradients are summed.
+//! The pass takes a window of up to [`WINDOW`] neighbouring instructions around the peak. Among all orders of the
+//! window that respect data dependencies, it searches for the order with the lowest peak. It repeats this until the
+//! peak of the program cannot be lowered any more. (OLLA, Steiner et al., arXiv 2210.12924, and ROAM, Shu et al., arXiv
+//! 2310.19295, give whole graphs to a solver instead.)
+//!
+//! Two instructions keep their order if they touch the same bytes and one of them writes. So neither the results
+//! change, nor the order in which gradients are summed.
 
 mod window;
 
@@ -34,12 +36,12 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
 /// Lowers the peak of live bytes of a program.
 fn order(program: &mut Program) {
     let mut profile = Profile::new(program);
-    // Solved windows. Layers and micro-batches repeat, so many windows are equal and share their best order.
+    // The best order of each solved window. Layers and micro-batches repeat, so many windows are equal.
     let mut known: HashMap<Window, Option<Vec<usize>>> = HashMap::new();
-    // Positions by live bytes. Entries whose bytes have changed since are skipped.
+    // Positions ordered by live bytes. Entries whose live bytes have changed since they were added are skipped.
     let places = profile.live.iter().enumerate().map(|(at, &live)| (live, Reverse(at)));
     let mut highest: BinaryHeap<(u64, Reverse<usize>)> = places.collect();
-    // Solve at most as many windows as there are instructions.
+    // At most as many windows are solved as there are instructions.
     for _ in 0..program.instrs.len() {
         let is_true = |&(live, Reverse(at)): &(u64, Reverse<usize>)| profile.live[at] == live;
         let Some((_, Reverse(at))) = std::iter::from_fn(|| highest.pop()).find(is_true) else { break };
@@ -63,7 +65,7 @@ struct Touch {
     writes: bool,
 }
 
-/// The live bytes at every position of an order, and the data they depend on.
+/// The live bytes at every position of an order, and the data from which they are computed.
 pub(crate) struct Profile {
     /// The instruction at each position.
     order: Vec<usize>,
@@ -73,9 +75,9 @@ pub(crate) struct Profile {
     workspace: Vec<u64>,
     /// By resource: its size.
     pub bytes: Vec<u64>,
-    /// By resource: the position of its first use; `None` if it is live before.
+    /// By resource: the position of its first use. `None` if it is live before the program starts.
     pub born: Vec<Option<usize>>,
-    /// By resource: the position of its last use; `None` if it is live after.
+    /// By resource: the position of its last use. `None` if it is live after the program ends.
     pub dies: Vec<Option<usize>>,
     /// By position: live bytes.
     pub live: Vec<u64>,
@@ -101,7 +103,7 @@ impl Profile {
         }
         let mut change = vec![0i128; instrs + 1];
         for (resource, buffer) in program.buffers.iter().enumerate() {
-            // A buffer that only the host touches is live in any order.
+            // A buffer that only the host touches is live in every order.
             let (Some(first), Some(last)) = (born[resource], dies[resource]) else { continue };
             let before = matches!(buffer.kind, BufferKind::Input | BufferKind::Persistent { .. } | BufferKind::Cache);
             let after = matches!(buffer.kind, BufferKind::Output | BufferKind::Persistent { .. } | BufferKind::Cache);
@@ -122,7 +124,8 @@ impl Profile {
         Self { order: (0..instrs).collect(), touches, workspace, bytes, born, dies, live, segments: segments(program) }
     }
 
-    /// Candidate windows around a position: centred on it, mostly after it, and mostly before it.
+    /// Returns candidate windows around a position: one centred on the position, one mostly after it, and one mostly
+    /// before it.
     fn windows(&self, at: usize) -> Vec<Range<usize>> {
         let segment = self.segments.partition_point(|segment| segment.end <= at);
         let segment = self.segments.get(segment).filter(|segment| segment.contains(&at));
@@ -139,7 +142,7 @@ impl Profile {
         windows
     }
 
-    /// The window of these positions, and the bytes that are live there in any order.
+    /// Returns the window at these positions, and the bytes that are live there whatever the order of the window.
     fn window(&self, places: Range<usize>) -> (Window, u64) {
         let mut window = Window::default();
         let mut local: HashMap<usize, usize> = HashMap::new();
@@ -158,7 +161,7 @@ impl Profile {
         (window.clone(), self.live[places.start] - window.live(&[0])[0])
     }
 
-    /// Applies a new order to a window.
+    /// Applies a new order to the window at these positions.
     fn rearrange(&mut self, places: Range<usize>, base: u64, better: &[usize]) {
         let (window, _) = self.window(places.clone());
         let old = self.order[places.clone()].to_vec();
@@ -181,8 +184,8 @@ impl Profile {
     }
 }
 
-/// The accesses of an instruction. An instruction that defines a row count, and those with buffers of that count, must
-/// keep their order too.
+/// Returns the accesses of an instruction. Row counts are resources too, because the instruction that defines a row
+/// count must stay before those with buffers of that count.
 fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     let mut touches: Vec<Touch> = Vec::new();
     let mut touch = |resource: usize, writes: bool| match touches.iter_mut().find(|known| known.resource == resource) {
@@ -202,8 +205,8 @@ fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     touches
 }
 
-/// The ranges within which instructions may move. Each is a run of computation of one action, update work moved into it
-/// included, or a run of the update.
+/// Returns the ranges within which instructions may move. Each range is a run of computation of one action, including
+/// operations of the update that were moved there, or a run of the update itself.
 fn segments(program: &Program) -> Vec<Range<usize>> {
     let last_action = program.parts.iter().rposition(|part| part.action.is_some());
     let mut segments: Vec<Range<usize>> = Vec::new();
@@ -214,8 +217,8 @@ fn segments(program: &Program) -> Vec<Range<usize>> {
         continues &= moved_in || part.action == action;
         action = if moved_in { action } else { part.action };
         for at in part.instrs.clone() {
-            // The recomputation of evicted rows must stay before the first reader of the rows, because that reader
-            // frees their memory. An instruction that is skipped frees nothing.
+            // The recomputation of evicted rows must stay before the first reader of the rows. The reader frees the
+            // memory of the rows, which an instruction that may be skipped could not do.
             let instr = &program.instrs[at];
             let moves = matches!(instr.kind, InstrKind::Compute(_)) && instr.predicate.is_none();
             match segments.last_mut().filter(|_| continues && moves) {

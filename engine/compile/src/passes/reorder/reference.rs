@@ -1,4 +1,5 @@
-//! Checks the pass on small programs against a brute-force search over all valid orders, measured as the planner does.
+//! Checks the pass on small programs. The reference is a brute-force search over all valid orders, whose peaks are
+//! measured as the planner does.
 
 use std::sync::Arc;
 
@@ -10,8 +11,8 @@ use super::order;
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 use crate::test_support::{in_parts, peak};
 
-/// Random programs. Each instruction reads some earlier buffers, and writes a new buffer or rewrites an earlier one.
-/// Parts have `part` instructions each.
+/// Returns random programs. Each instruction reads some earlier buffers, and writes a new buffer or rewrites an earlier
+/// one. Parts have `part` instructions each.
 fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
     let instr = (1..20u64, any::<u64>(), 0..8u8, prop_oneof![4 => Just(0u64), 1 => 1..20u64]);
     prop::collection::vec(instr, instrs).prop_map(move |described| {
@@ -51,7 +52,7 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
     })
 }
 
-/// True if two instructions must keep their order: they use the same buffer, and one of them writes it.
+/// True if two instructions must keep their order, because they use the same buffer and one of them writes it.
 fn in_conflict(a: &Instr, b: &Instr) -> bool {
     let writes = |a: &Instr, b: &Instr| {
         let uses = || b.inputs.iter().chain(&b.outputs);
@@ -60,12 +61,12 @@ fn in_conflict(a: &Instr, b: &Instr) -> bool {
     writes(a, b) || writes(b, a)
 }
 
-/// The original indices of the instructions.
+/// Returns the original indices of the instructions.
 fn numbers(program: &Program) -> Vec<usize> {
     program.instrs.iter().map(|instr| instr.micro_batch as usize).collect()
 }
 
-/// The lowest peak of all orders that start with `order`.
+/// Returns the lowest peak of all orders that start with `order`.
 fn least(program: &Program, order: &mut Vec<usize>) -> u64 {
     let count = program.instrs.len();
     if order.len() == count {
@@ -96,7 +97,7 @@ generated! {
         prop_assert_eq!(peak(&ordered), least(&program, &mut Vec::new()));
     }
 
-    /// Longer programs than one window, in several parts.
+    /// Tests programs that are longer than one window and have several parts.
     #[test]
     fn less_is_alive_and_every_step_stays_in_its_part(program in any_program(1..300, 90)) {
         let mut ordered = program.clone();
@@ -110,7 +111,7 @@ generated! {
         for (a, b) in (0..place.len()).flat_map(|b| (0..b).map(move |a| (a, b))) {
             prop_assert!(at[a] < at[b] || !in_conflict(&program.instrs[a], &program.instrs[b]), "{a} and {b}");
         }
-        // The pass is deterministic.
+        // Checks that the pass is deterministic.
         let mut again = program.clone();
         order(&mut again);
         prop_assert_eq!(numbers(&again), place);

@@ -1,17 +1,17 @@
 //! A window of instructions, and the search for its order with the lowest peak of live bytes.
 //!
 //! The live bytes depend only on the set of instructions that have run, not on their order. So the search runs over
-//! sets, from the empty to the full one, in the order of the peak needed to reach them. This is Dijkstra's algorithm
-//! with the maximum edge of a path instead of the sum. An instruction that frees at least what it allocates, and needs
-//! no higher peak than before, is taken at once, because no order is worse for it.
+//! sets, from the empty set to the full one, in the order of the lowest peak with which each set can be reached. This
+//! is Dijkstra's algorithm, with the maximum edge of a path instead of the sum. An instruction that frees at least as
+//! many bytes as it allocates, and does not raise the peak, is taken at once, because no order is better without it.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
-/// Maximum number of instructions in a window: the bits of a [`Done`].
+/// Maximum number of instructions in a window, which is the number of bits of a [`Done`].
 pub(super) const WINDOW: usize = 64;
 
-/// Maximum number of sets to examine before the window is left unchanged.
+/// Maximum number of sets that are examined. If they do not suffice, the window is left unchanged.
 const SETS: usize = 4096;
 
 /// The set of instructions that have run.
@@ -25,22 +25,22 @@ pub(super) struct Window {
     touches: Vec<Vec<usize>>,
     /// By instruction: its scratch bytes.
     workspace: Vec<u64>,
-    /// By instruction: the ones that must run before it.
+    /// By instruction: the instructions that must run before it.
     predecessors: Vec<Done>,
 }
 
-/// A buffer or row count that several of the instructions may use.
+/// A buffer or row count that instructions of the window use.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 struct Resource {
     bytes: u64,
     users: Done,
     /// The last instruction that writes it, in the current order.
     last_write: Done,
-    /// Readers after the last write.
+    /// The instructions that read the resource after the last write.
     readers: Done,
-    /// Whether its first use lies in this window, so that it is not live before.
+    /// Whether the first use of the resource is in this window. If so, the resource is not live before it.
     born: bool,
-    /// Whether its last use lies in this window, so that it is not live after.
+    /// Whether the last use of the resource is in this window. If so, the resource is not live after it.
     dies: bool,
 }
 
@@ -51,13 +51,15 @@ impl Resource {
 }
 
 impl Window {
-    /// Adds a resource. `born` and `dies` say whether its lifetime starts and ends in this window.
+    /// Adds a resource, and returns its index. `born` and `dies` say whether its lifetime starts and ends in this
+    /// window.
     pub fn add(&mut self, bytes: u64, born: bool, dies: bool) -> usize {
         self.resources.push(Resource { bytes, born, dies, ..Resource::default() });
         self.resources.len() - 1
     }
 
-    /// Appends an instruction: the resources that it touches, and for each whether it writes it.
+    /// Appends an instruction. `touches` lists the resources that the instruction touches, each with true if the
+    /// resource is written.
     pub fn push(&mut self, touches: Vec<(usize, bool)>, workspace: u64) {
         let own = 1 << self.touches.len();
         let mut before = 0;
@@ -77,7 +79,7 @@ impl Window {
         self.workspace.push(workspace);
     }
 
-    /// The live bytes while each instruction of an order, or of the beginning of one, runs.
+    /// Returns the live bytes while each instruction of an order runs. The order may be incomplete.
     pub fn live(&self, order: &[usize]) -> Vec<u64> {
         let mut done = 0;
         let mut now = self.at_first();
@@ -93,7 +95,8 @@ impl Window {
         self.resources.iter().filter(|resource| resource.is_alive(0)).map(|resource| resource.bytes).sum()
     }
 
-    /// The live bytes while an instruction runs, and after it.
+    /// Returns the live bytes while an instruction runs, and after it has run. `done` is the set of instructions that
+    /// have run before, and `now` is the live bytes before.
     fn run(&self, index: usize, done: Done, now: u64) -> (u64, u64) {
         let resources = || self.touches[index].iter().map(|&resource| &self.resources[resource]);
         let born = resources().filter(|resource| !resource.is_alive(done));
@@ -102,13 +105,14 @@ impl Window {
         (all + self.workspace[index], all - dies.map(|resource| resource.bytes).sum::<u64>())
     }
 
-    /// The order with the lowest peak, or `None` if none better than the current order was found.
+    /// Returns the order with the lowest peak, or `None` if no better order than the current one was found.
     pub fn solve(&self) -> Option<Vec<usize>> {
         let count = self.touches.len();
         let there: Vec<usize> = (0..count).collect();
         let limit = self.live(&there).into_iter().max()?;
         let all = Done::MAX >> (Done::BITS as usize - count);
-        // By set: the lowest peak needed to reach it, and the last instruction on that path.
+        // By set: the lowest peak with which the set can be reached, and the last instruction of the order that reaches
+        // it.
         let mut best: HashMap<Done, (u64, usize)> = HashMap::new();
         // Queue entries: the peak so far, the number of instructions run, their set, and the live bytes after them.
         let mut ahead = BinaryHeap::from([Reverse((0, Reverse(0), 0, self.at_first()))]);

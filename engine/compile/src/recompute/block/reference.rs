@@ -1,4 +1,4 @@
-//! Checks the choices of a layer against a brute-force search over all subsets of its candidates.
+//! Checks the choices of a layer against a brute-force search over all subsets of the layer's candidates.
 
 use std::sync::{Arc, Mutex};
 
@@ -17,11 +17,11 @@ use crate::recompute::layer::{Choice, Costs, Layer, Local, RUN};
 use crate::recompute::min_cut::hull;
 use gapless_graph::Result;
 
-/// A random layer: each forward node reads some of the nodes before it, and the backward reads some results in reverse
-/// order.
+/// Returns random layers. Each forward node reads some of the nodes before it, and the backward reads some of the
+/// forward's results in reverse order.
 fn any_layer(candidates: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = Layer> {
-    // Per node: bytes, nanoseconds, which nodes it reads, and a kind: 0 or 1 is not read by the backward, 2 is read but
-    // cannot be recomputed, anything else is a candidate.
+    // Per node: bytes, nanoseconds, a mask of the nodes that it reads, and a kind. The backward does not read kinds 0
+    // and 1. It reads kind 2, which cannot be recomputed. Any other kind is a candidate.
     let node = (1..100u64, 0..100u64, any::<u32>(), 0..8usize);
     let nodes = prop::collection::vec(node, 2 * candidates.end());
     (candidates, nodes).prop_map(|(candidates, nodes)| {
@@ -29,7 +29,7 @@ fn any_layer(candidates: std::ops::RangeInclusive<usize>) -> impl Strategy<Value
         let count = nodes.len();
         layer.bytes = nodes.iter().chain(&nodes).map(|node| node.0).collect();
         for (index, (_, nanoseconds, reads, kind)) in nodes.into_iter().enumerate() {
-            // About two of the nodes before.
+            // Each node reads about two of the nodes before it.
             let reads = (0..index).filter(|before| reads >> (before % 16 * 2) & 3 == 0 && index - before < 9).collect();
             let is_candidate = kind > 2 && layer.candidates.len() < candidates;
             if kind != 2 {
@@ -57,7 +57,7 @@ fn all(layer: &Layer) -> Vec<Choice> {
     (0..1 << layer.candidates.len()).map(|dropped| costs.choice(dropped, 0)).collect()
 }
 
-/// Points (time, bytes) on the lower convex hull of some choices, the fastest first.
+/// Returns the points (time, bytes) on the lower convex hull of some choices, the fastest first.
 fn lower_hull(choices: &[Choice]) -> Vec<(i128, i128)> {
     let mut points: Vec<(i128, i128)> = choices.iter().map(|c| (c.nanoseconds.into(), c.kept.into())).collect();
     points.sort_unstable();
@@ -79,33 +79,35 @@ fn lower_hull(choices: &[Choice]) -> Vec<(i128, i128)> {
 generated! {
     #![cases(48)]
 
-    /// Every corner of the convex hull of all subsets is a minimal cut, and every minimal cut is a corner.
+    /// Every corner of the convex hull of all subsets is a minimal cut, and every minimal cut is such a corner.
     #[test]
     fn minimal_cuts_are_the_corners_of_all_choices(layer in any_layer(1..=12)) {
         let mut costs = Costs::new(&layer);
         let cuts: Vec<Choice> = hull(&layer).into_iter().map(|dropped| costs.choice(dropped, 0)).collect();
         let corners = lower_hull(&all(&layer));
         prop_assert_eq!(lower_hull(&cuts), corners.clone());
-        // Exception: keeping everything is no corner if something can be dropped at no cost in time.
+        // There is one exception: the choice that keeps everything is not a corner if something can be dropped without
+        // costing time.
         let is_corner = |cut: &Choice| corners.contains(&(cut.nanoseconds.into(), cut.kept.into()));
         prop_assert!(cuts.iter().all(|cut| cut.dropped == 0 || is_corner(cut)));
     }
 
-    /// Layers with more candidates than an exhaustive search covers.
+    /// Tests layers that have too many candidates for an exhaustive search.
     #[test]
     fn choices_of_large_layers_are_no_worse_than_those_of_their_runs(layer in any_layer(17..=17)) {
         prop_assume!(layer.candidates.len() == 17);
         let choices = layer.choices();
         let widest = choices.iter().map(|choice| choice.peak).max().unwrap();
-        // The tolerance for thinning to 256 choices. The worst of ten thousand layers needed a quarter of it.
+        // The tolerance for reducing the choices to 256. In ten thousand random layers, at most a quarter of it was
+        // needed.
         let beaten = |run: &Choice| choices.iter().any(|choice| is_as_good(choice, run, widest / 32));
         prop_assert!(of_runs(&layer).iter().all(beaten));
         prop_assert_eq!(choices[0].dropped, 0);
     }
 }
 
-/// Two candidates in different runs depend on one node whose result is not kept. Recomputing one alone is worse than
-/// another candidate of its run; recomputing both takes hardly longer than one.
+/// Two candidates in different runs depend on one node whose result is not kept. Recomputing one of them alone is worse
+/// than recomputing another candidate of the same run. Recomputing both takes hardly longer than recomputing one.
 #[test]
 fn cuts_find_what_two_runs_share() {
     let mut layer = Layer::default();
@@ -123,7 +125,7 @@ fn cuts_find_what_two_runs_share() {
     let shared = node(&[], 1, 100, false);
     for small in [10, 4] {
         node(&[shared], 10, 1, true);
-        // Alone, this saves as many bytes in less time.
+        // Considered alone, this node saves as many bytes in less time.
         node(&[], 10, 90, true);
         (0..small).for_each(|_| _ = node(&[], 1, 1000, true));
     }
@@ -139,9 +141,9 @@ fn is_as_good(one: &Choice, other: &Choice, within: u64) -> bool {
     kept && one.peak <= other.peak + within && one.nanoseconds <= other.nanoseconds
 }
 
-/// All pairs of the best choices of two runs of candidates, each found while the other run is kept. Among choices with
-/// equal costs, the one with the lowest bit mask is taken, because equal choices of one run can differ in cost once
-/// combined with another run.
+/// Returns all pairs of the best choices of two runs of candidates. The choices of a run are found while the other run
+/// is kept. Choices with equal costs can differ in cost once they are combined with choices of the other run. Of such
+/// choices, the one with the lowest bit mask is taken.
 fn of_runs(layer: &Layer) -> Vec<Choice> {
     let mut costs = Costs::new(layer);
     let mut best = |subsets: Vec<u64>| -> Vec<Choice> {
@@ -158,7 +160,8 @@ fn of_runs(layer: &Layer) -> Vec<Choice> {
     best(pairs.collect())
 }
 
-/// An MoE layer as in Qwen1.5-MoE-A2.7B: 60 experts, 4 per token, and a shared expert behind a sigmoid gate.
+/// An MoE layer as in Qwen1.5-MoE-A2.7B: 60 experts, of which each token uses 4, and a shared expert with a sigmoid
+/// gate.
 fn layer_of_experts(x: &Tensor, vb: &VarBuilder) -> Result<Tensor> {
     let (width, hidden) = (2048, 5632);
     let vb = vb.pp("layers").pp(0);
@@ -190,7 +193,7 @@ fn a_layer_of_experts_has_choices_no_worse_than_those_of_its_runs() {
     let tokens = lock(&graph).add_input("tokens", Spec { shape: (1, 4096).into(), dtype: DType::U32 }).unwrap();
     let x = table.forward(&Tensor::of(&graph, tokens)).unwrap();
     let y = layer_of_experts(&x, &vb).unwrap();
-    // A consumer of the layer's result, so that the backward reads it.
+    // This norm reads the layer's result, so that the backward reads it too.
     let loss = rms_norm(2048, 1e-6, vb.pp("norm")).unwrap().forward(&y).unwrap();
     let loss = loss.to_dtype(DType::F32).unwrap().sqr().unwrap().mean_all().unwrap();
     let gradients = differentiate(&graph, &loss, 1.0).unwrap();
@@ -209,7 +212,7 @@ fn a_layer_of_experts_has_choices_no_worse_than_those_of_its_runs() {
     let layer = layers.iter().max_by_key(|layer| layer.candidates.len()).unwrap();
     assert!(layer.candidates.len() > 16, "{} candidates", layer.candidates.len());
     let (choices, runs) = (layer.choices(), of_runs(layer));
-    // The tolerance for thinning some 2500 choices that differ by little.
+    // The tolerance for reducing some 2500 choices that differ by little.
     let within = choices[0].peak / 1024;
     let is_worse = |run: &&Choice| !choices.iter().any(|choice| is_as_good(choice, run, within));
     let worse: Vec<&Choice> = runs.iter().filter(is_worse).collect();

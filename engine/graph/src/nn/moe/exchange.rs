@@ -5,14 +5,14 @@ use crate::error::{Error, Result};
 use crate::ops::{Collective, GroupedLinear, RoutedSwiGlu, RunLengths, RunStarts};
 use crate::tensor::Tensor;
 
-/// Exchange of rows with the experts' ranks, and the products on the rows of this rank's experts. On one rank, these
-/// are the rows of its own tokens; on several, rows come from the tokens of all expert ranks.
+/// The exchange of rows between the expert ranks, and the products on the rows of this rank's experts. On one rank,
+/// these rows come from the rank's own tokens. On several ranks, they come from the tokens of all expert ranks.
 #[derive(Debug, Clone)]
 pub struct Exchange {
     ranks: usize,
-    /// Offsets of the runs of this rank's tokens, by expert.
+    /// Row offsets of the runs of rows of this rank's tokens, ordered by expert.
     sent: Tensor,
-    /// Offsets of the runs of this rank's experts.
+    /// Row offsets of the runs of rows of this rank's experts.
     received: Tensor,
     /// The greatest number of rows of this rank's tokens.
     rows_sent: usize,
@@ -21,7 +21,8 @@ pub struct Exchange {
 }
 
 impl Routing {
-    /// Exchanges the numbers of rows between `ranks` expert ranks.
+    /// Records the exchange of the numbers of rows between `ranks` expert ranks, and returns the exchange of the rows
+    /// themselves.
     ///
     /// # Errors
     /// Returns an error if the ranks do not divide the experts.
@@ -41,37 +42,37 @@ impl Routing {
         Ok(Exchange { ranks, sent, received, rows_sent, rows_received: ranks * self.most_rows(ranks) })
     }
 
-    /// Returns the greatest number of rows that another rank may get from this rank's tokens.
+    /// Returns the greatest number of rows that this rank's tokens may send to one expert rank.
     fn most_rows(&self, ranks: usize) -> usize {
         let dims = self.places.dims();
         let (choices, sequences) = (dims[dims.len() - 1], dims[0]);
         let tokens: usize = dims[..dims.len() - 1].iter().product();
-        // A token chooses an expert at most once.
+        // A token chooses each expert at most once, so at most as many times as a rank has experts.
         let most = tokens * choices.min(self.experts / ranks);
         self.capacity.map_or(most, |capacity| most.min(sequences * (self.experts / ranks) * capacity))
     }
 }
 
 impl Exchange {
-    /// Sends the rows [rows, any] of this rank's tokens to the ranks of their experts, and returns the rows [rows, any]
-    /// of this rank's experts.
+    /// Sends the rows of this rank's tokens, [rows, any], to the ranks of their experts. Returns the rows of this
+    /// rank's experts, [rows, any].
     ///
     /// # Errors
-    /// Returns an error if the number of rows is not that of the routing.
+    /// Returns an error if `rows` does not have as many rows as the routing.
     pub fn receive(&self, rows: &Tensor) -> Result<Tensor> {
         self.all_to_all(rows, true, &self.sent, &self.received)
     }
 
-    /// Sends rows back: the reverse of [`Self::receive`].
+    /// Sends the rows of this rank's experts back to the ranks of their tokens: the reverse of [`Self::receive`].
     ///
     /// # Errors
-    /// Returns an error if the number of rows is not that of this rank's experts.
+    /// Returns an error if `rows` does not have as many rows as this rank's experts.
     pub fn send_back(&self, rows: &Tensor) -> Result<Tensor> {
         self.all_to_all(rows, false, &self.received, &self.sent)
     }
 
-    /// The number of rows of this rank's experts if all ranks have equally many, or `None` on one rank, where the
-    /// number is fixed.
+    /// Returns the number of rows of this rank's experts if all ranks have the same number. `None` on one rank, where
+    /// the number of rows is fixed.
     fn balanced(&self) -> Option<usize> {
         (self.ranks > 1).then_some(self.rows_sent)
     }
@@ -90,7 +91,8 @@ impl Exchange {
         Tensor::apply_op::<1>(op, &[rows, from, to]).map(|[rows]| rows)
     }
 
-    /// Multiplies every row by the weight of its expert: [rows, in] and [experts here, out, in] to [rows, out].
+    /// Multiplies every row by the weight of its expert. `rows` is [rows, in], `weight` is [experts here, out, in], and
+    /// the result is [rows, out].
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit.

@@ -5,8 +5,9 @@ use crate::error::{Error, Result};
 use crate::nn::VarBuilder;
 use crate::tensor::Tensor;
 
-/// Experts, each computing down(silu(gate)·up): `gate_proj` and `up_proj` [experts, hidden, width], `down_proj`
-/// [experts, width, hidden]. Expert ranks hold an equal share of them each, and exchange rows.
+/// A group of experts, each computing down(silu(gate)·up). `gate_proj` and `up_proj` are [experts, hidden, width];
+/// `down_proj` is [experts, width, hidden]. Each expert rank holds an equal share of the experts, and the ranks
+/// exchange rows.
 #[derive(Debug, Clone)]
 pub struct Experts {
     gate_proj: Tensor,
@@ -31,11 +32,11 @@ impl Experts {
         })
     }
 
-    /// Passes every token of [batch, tokens, width] through the experts to which it is routed; returns the weighted sum
-    /// of their outputs, in the same shape.
+    /// Passes every token of [batch, tokens, width] through the experts to which it is routed. Returns the weighted sum
+    /// of the experts' outputs in the same shape.
     ///
     /// # Errors
-    /// Returns an error if the shapes do not fit, or if the router has another number of experts.
+    /// Returns an error if the shapes do not fit, or if the number of experts differs from the router's.
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
         let experts = self.gate_proj.dim(0)? * self.ranks;

@@ -1,4 +1,4 @@
-//! The router: assigns experts and weights to tokens.
+//! The router of a mixture of experts, which assigns experts and weights to tokens.
 
 use candle_core::{D, DType};
 use schemars::JsonSchema;
@@ -25,7 +25,7 @@ pub enum Score {
     Sigmoid,
 }
 
-/// The side that makes the choice between tokens and experts.
+/// The side that chooses: tokens choose experts, or experts choose tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Choice {
@@ -41,10 +41,10 @@ pub enum Choice {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Capacity {
-    /// The number of rows per expert and sequence, as a multiple of an even distribution. With packed documents,
-    /// padding does not count.
+    /// The maximum number of rows per expert and sequence, as a multiple of the number under an even distribution. With
+    /// packed documents, padding does not count.
     pub factor: f64,
-    /// The rows that are dropped beyond the capacity.
+    /// The rule that decides which rows beyond the capacity are dropped.
     pub drop: DropPolicy,
 }
 
@@ -61,33 +61,34 @@ pub struct Capacity {
 pub struct RouterConfig {
     /// The number of experts.
     pub experts: usize,
-    /// The number of experts per token. If experts choose tokens, it is the mean.
+    /// The number of experts per token. If experts choose tokens, the mean number.
     pub top_k: usize,
     /// The function that turns logits into scores.
     pub score: Score,
     /// Whether a token's weights are divided by their sum.
     pub renormalise: bool,
-    /// A factor of the weights, applied last.
+    /// A factor of the weights, applied after the division by their sum.
     pub scale: f64,
-    /// Limits the groups of experts that a token may use.
+    /// The groups of experts, and the number of groups that a token may use. Without them, a token may use all experts.
     pub groups: Option<ExpertGroups>,
     /// The side that chooses: tokens or experts.
     pub choice: Choice,
-    /// The maximum number of rows per expert. Without it no row is dropped. It is required if experts choose.
+    /// The maximum number of rows per expert. Without it, no row is dropped. It is required if experts choose tokens.
     pub capacity: Option<Capacity>,
     /// While training, the router's input is multiplied by random factors between 1 − jitter and 1 + jitter (Switch,
     /// arXiv 2101.03961).
     pub jitter: f64,
-    /// The factor of the load-balance loss: experts/k · Σ fᵉ·Pᵉ, with fᵉ the share of choices of a sequence and Pᵉ the
-    /// mean score, averaged over sequences (as in DeepSeek-V3; Switch uses one sequence). With packed documents it is
-    /// computed per document and averaged over the tokens that are not padding.
+    /// The factor of the load-balance loss experts/k · Σ fᵉ·Pᵉ. fᵉ is the share of expert e in the choices of a
+    /// sequence, and Pᵉ is the mean score of expert e. The loss is averaged over sequences, as in DeepSeek-V3 (Switch
+    /// uses one sequence). With packed documents, it is computed per document and averaged over the tokens that are not
+    /// padding.
     pub balance_loss: f64,
     /// The factor of the mean of (ln Σ e^logit)² (ST-MoE, arXiv 2202.08906).
     pub z_loss: f64,
-    /// The change per step of the bias that is added to scores for choosing: up for experts with less than the mean
-    /// load, down for those with more (Wang et al., arXiv 2408.15664). 0 means no bias.
+    /// The change per step of the bias that is added to the scores when experts are chosen. The bias rises for experts
+    /// with less than the mean load, and falls for experts with more (Wang et al., arXiv 2408.15664). 0 means no bias.
     pub bias_rate: f64,
-    /// Whether the bias exists even if it does not change, as when a model with a bias is fine-tuned.
+    /// Whether there is a bias even if `bias_rate` is 0, for example to fine-tune a model that was trained with one.
     pub fixed_bias: bool,
 }
 
@@ -143,22 +144,25 @@ impl RouterConfig {
         Ok(())
     }
 
-    /// Returns the greatest number of rows that an expert takes from a sequence, and what is dropped beyond it.
+    /// Returns the capacity: the maximum number of rows of an expert from a sequence of `tokens` tokens, and which rows
+    /// are dropped beyond it. `None` if there is no limit.
     fn capacity(&self, tokens: usize) -> Option<(usize, DropPolicy)> {
         let Capacity { factor, drop } = self.capacity?;
         let even = (tokens * self.top_k) as f64 / self.experts as f64;
-        // The factor removes rounding errors, so that a product that is an integer is not rounded up.
+        // The last factor compensates for rounding errors, which would round a product that is an integer up to the
+        // next.
         let rows = (factor * even * (1.0 - 1e-12)).ceil() as usize;
         Some((rows.clamp(1, tokens), drop))
     }
 
-    /// Returns that number for every possible number of tokens in a sequence that are not padding.
+    /// Returns the capacity for every possible number of tokens in a sequence that are not padding, from 0 to `tokens`.
     fn limits(&self, tokens: usize) -> Vec<u32> {
         (0..=tokens).map(|count| self.capacity(count.max(1)).map_or(0, |(rows, _)| rows as u32)).collect()
     }
 }
 
-/// A router layer: `weight` [experts, width] and, if there is a bias, `e_score_correction_bias` \[experts\].
+/// A router layer with the parameter `weight` [experts, width]. If there is a bias, it is `e_score_correction_bias`
+/// \[experts\].
 #[derive(Debug, Clone)]
 pub struct Router {
     config: RouterConfig,
@@ -188,9 +192,9 @@ impl Router {
     /// Chooses experts for the tokens of `x` [batch, tokens, width].
     ///
     /// While training, it reports two values ([`Tensor::watch`]) under the layer's name. `….load` is the number of
-    /// tokens that chose each expert. `….dropped` is the number of choices beyond a capacity or, if experts choose, of
-    /// tokens that none took. Padding is not counted. The terms that it adds to the loss are reported by each step,
-    /// too.
+    /// tokens that chose each expert. `….dropped` is the number of choices beyond the capacity or, if experts choose,
+    /// the number of tokens that no expert chose. Padding is not counted. Each step also reports the terms that the
+    /// router adds to the loss.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit.
@@ -217,10 +221,11 @@ impl Router {
     }
 }
 
-/// Routing with given parameters.
+/// Routing with parameters that the caller gives.
 impl RouterConfig {
-    /// Chooses experts for the tokens of `x` [batch, tokens, width] by `weight` [experts, width] and an optional bias
-    /// \[experts\], which affects only the choice. Noise and losses are added only while training.
+    /// Chooses experts for the tokens of `x` [batch, tokens, width]. `weight` is [experts, width]. An optional bias
+    /// \[experts\] affects which experts are chosen, but not their weights. Jitter and loss terms are added only while
+    /// training.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit.
@@ -230,7 +235,7 @@ impl RouterConfig {
             amount if train && amount > 0.0 => Jitter::apply(x, amount)?.linear(weight, None)?,
             _ => x.linear(weight, None)?,
         };
-        // Shares and their sums are always f32, whatever type the model computes in.
+        // Scores and their sums are always f32, whatever type the model computes in.
         let logits = logits.to_dtype(DType::F32)?;
         let bias = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
         let documents = x.documents();
@@ -271,18 +276,18 @@ impl RouterConfig {
         Ok(Routing { experts: self.experts, capacity, weights, ids, places, slots, starts, losses, loss })
     }
 
-    /// Divides weights by their sum and scales them, as configured.
+    /// Divides the weights by their sum, if configured, and multiplies them by the configured scale.
     fn finish(&self, weights: Tensor) -> Result<Tensor> {
         let weights = match self.renormalise && self.choice == Choice::Tokens {
-            // The summand avoids a division by zero if all sigmoids are 0.
+            // The small summand avoids a division by zero if all sigmoids are 0.
             true => weights.broadcast_div(&weights.sum_keepdim(candle_core::D::Minus1)?.affine(1.0, 1e-20)?)?,
             false => weights,
         };
         if self.scale == 1.0 { Ok(weights) } else { weights.affine(self.scale, 0.0) }
     }
 
-    /// Returns the loss terms with their kinds. There is one value per token, so that the order of summation does not
-    /// depend on how a batch is divided.
+    /// Returns the terms that the router adds to the loss, with their kinds. Each has one value per token, so that the
+    /// order of summation does not depend on how a batch is divided into micro-batches.
     fn losses(
         &self,
         logits: &Tensor,
@@ -292,7 +297,8 @@ impl RouterConfig {
     ) -> Result<Vec<(LossPart, Tensor)>> {
         let &Self { experts, top_k, balance_loss, z_loss, .. } = self;
         let (_, tokens, _) = scores.dims3()?;
-        // Padding has weight 0, so that the mean over the batch is that over the other tokens.
+        // Padding has weight 0 and the weights have a mean of 1, so the weighted mean over the batch is the mean over
+        // the tokens that are not padding.
         let counted = |loss: Tensor| documents.map_or(Ok(loss.clone()), |[_, routed]| loss.mul(routed));
         let mut losses = Vec::new();
         if let Some(ids) = ids
@@ -322,31 +328,32 @@ impl RouterConfig {
     }
 }
 
-/// The experts of every token, and their weights.
+/// The experts of every token, and the weights of these experts.
 #[derive(Debug, Clone)]
 pub struct Routing {
     pub(super) experts: usize,
-    /// The greatest number of rows that an expert takes from a sequence, if there is a limit.
+    /// The maximum number of rows of an expert from a sequence. `None` if there is no limit.
     pub(super) capacity: Option<usize>,
     weights: Tensor,
-    /// The experts that tokens chose, if tokens choose.
+    /// The experts that each token chose; `None` if experts choose tokens.
     ids: Option<Tensor>,
     pub(super) places: Tensor,
     pub(super) slots: Tensor,
     pub(super) starts: Tensor,
-    /// The terms that training adds to the loss of every token, by kind. `loss` is their sum.
+    /// The terms that training adds to the loss of every token, each with its kind. `loss` is the sum of these terms.
     losses: Vec<(LossPart, Tensor)>,
     loss: Option<Tensor>,
 }
 
 impl Routing {
-    /// Returns what training adds to the loss of every token, weighted: [batch, tokens]. Add it before the mean is
-    /// taken, so that the result does not depend on how a batch is divided into micro-batches.
+    /// Returns the weighted sum of the terms that training adds to the loss of every token: [batch, tokens]. `None` if
+    /// there are no such terms. Add it to the loss of each token before taking the mean, so that the result does not
+    /// depend on how a batch is divided into micro-batches.
     pub fn loss(&self) -> Option<&Tensor> {
         self.loss.as_ref()
     }
 
-    /// Returns the rows of all experts, one expert after another: [batch, tokens, width] to [rows, width].
+    /// Copies each token of `x` [batch, tokens, width] to its experts' rows. Returns [rows, width], ordered by expert.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit.
@@ -362,8 +369,7 @@ impl Routing {
         Tensor::apply_op::<1>(SlotWeights, &[&self.weights, &self.places, &self.slots]).map(|[weights]| weights)
     }
 
-    /// Returns the sum of every token's rows: [rows, width] to [batch, tokens, width]. Tokens that no expert took are
-    /// zeros.
+    /// Adds up the rows of every token: [rows, width] to [batch, tokens, width]. Tokens without rows are zeros.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit.

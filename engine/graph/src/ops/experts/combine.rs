@@ -1,4 +1,5 @@
-//! From tokens to rows, and from rows back to tokens. Each operation is the gradient of the other.
+//! Copying tokens to their experts' rows, and adding rows back to their tokens. Each of the two operations is the
+//! gradient of the other.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
@@ -9,8 +10,8 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// Copies its token to every row: x [.., width], places [.., k] and slots \[rows\] to [rows, width]. Rows without a
-/// slot are zeros.
+/// Copies to every row the token that it belongs to: from x [.., width], places [.., k] and slots \[rows\] to [rows,
+/// width]. Rows without a slot are zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct Dispatch;
 
@@ -72,8 +73,8 @@ impl Op for Dispatch {
     }
 }
 
-/// Adds up the rows of every token in the order of its choices: [rows, width], places [.., k] and slots \[rows\] to
-/// [.., width]. Tokens without a row are zeros.
+/// Adds up the rows of every token in the order of the token's choices: from [rows, width], places [.., k] and slots
+/// \[rows\] to [.., width]. Tokens without a row are zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct Combine;
 

@@ -1,4 +1,4 @@
-//! Share of each expert in the choices of each document.
+//! The share of each expert in the choices of a document's tokens.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -14,7 +14,7 @@ use crate::reference::{Array, Reference};
 ///   document.
 /// - Output: f32 [batch, tokens, experts].
 ///
-/// [`NONE`] is not a choice, and a document without choices has zeros. There is no gradient.
+/// [`NONE`] does not count as a choice. A document without choices has zeros. There is no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct DocumentLoad {
     /// Number of experts.

@@ -15,23 +15,24 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
-/// x [rows, in], weights [experts, out, in] and `starts` (see [`Route`](super::Route)) to [rows, out]: x·Wᵀ with the
-/// weight of each row's expert. Rows are not padded (MegaBlocks, arXiv 2211.15841, computes the same in blocks).
+/// Multiplies each row by the weight of its expert: x·Wᵀ, from x [rows, in], weights [experts, out, in] and `starts`
+/// (see [`Route`](super::Route)) to [rows, out]. Rows are not padded. (MegaBlocks, arXiv 2211.15841, computes the same
+/// in blocks.)
 #[derive(Debug, Clone, Copy)]
 pub struct GroupedLinear {
-    /// Number of ranks from which rows come. The rows of one rank follow those of another.
+    /// Number of ranks from which rows come. All rows of one rank precede those of the next.
     pub sources: usize,
-    /// The number of rows if all ranks have equally many. Set if the number is known only while the step runs.
+    /// The number of rows if all ranks have the same number. `None` if the number of rows is fixed.
     pub balanced: Option<usize>,
 }
 
-/// Returns the extents (experts, out, in) of the experts' weight.
+/// Returns the extents (experts, out, in) of the weight of all experts.
 fn weight_dims(weight: &[usize]) -> (usize, usize, usize) {
     let &[experts, out, width] = weight else { unreachable!("rank 3 by the shape rule") };
     (experts, out, width)
 }
 
-/// The product for the greatest number of rows that one expert may have.
+/// The product for the maximum number of rows of one expert.
 fn forward(rows: usize, out: usize, width: usize) -> Gemm {
     Gemm::new(rows, out, width, Strides::row_major(width), Strides::transposed(width))
 }
@@ -40,7 +41,7 @@ fn backward(rows: usize, out: usize, width: usize) -> Gemm {
     Gemm::new(rows, width, out, Strides::row_major(out), Strides::row_major(width))
 }
 
-/// Computes the product for the rows of each expert, and clears the unused rows.
+/// Computes the product of each expert's rows and weight, and sets the unused rows of the output to zero.
 fn run(args: &mut Args<'_>, sources: usize, most: &Gemm) {
     with_float!(args.input_dtype(0), T => run_on::<T>(args, sources, most));
 }
@@ -86,7 +87,7 @@ impl Op for GroupedLinear {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (x, weight, offsets, dy) = (g.input(0), g.input(1), g.input(2), g.grad(0));
-        // The weight's gradient comes first, as it is the last reader of x.
+        // The weight's gradient is recorded first, because it is the last reader of x.
         if g.wants(1) {
             let experts = weight.dims()[0];
             let [d_weight] = Tensor::apply_op(
@@ -110,7 +111,7 @@ impl Op for GroupedLinear {
         Ok(())
     }
 
-    /// Counts the number of rows that there are if all ranks have equally many.
+    /// Counts as many rows as there are if all ranks have the same number.
     fn flops(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
         let (width, out) = (gapless_kernels::width(inputs[0].dims()), gapless_kernels::width(outputs[0].dims()));
         2 * (self.balanced.unwrap_or(inputs[0].dims()[0]) * width * out) as u64
@@ -121,7 +122,7 @@ impl Op for GroupedLinear {
         forward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// The factors are read in bf16 when they are packed.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -151,7 +152,7 @@ impl Op for GroupedLinear {
     }
 }
 
-/// dx = dy·W from (dy, weight, starts).
+/// The gradient dx = dy·W of the rows, from (dy, weight, starts).
 #[derive(Debug, Clone, Copy)]
 struct GroupedLinearGradInput {
     sources: usize,
@@ -182,7 +183,7 @@ impl Op for GroupedLinearGradInput {
         backward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// The factors are read in bf16 when they are packed.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -214,8 +215,8 @@ impl Op for GroupedLinearGradInput {
     }
 }
 
-/// d_weight = dyᵀ·x for each expert's rows, from (x, dy, starts). Sequences are summed in order, so accumulating over
-/// micro-batches gives the same bits as one call.
+/// The gradient d_weight = dyᵀ·x over each expert's rows, from (x, dy, starts). The sums of sequences are added in
+/// order, so accumulating over micro-batches gives the same bits as one call for the whole batch.
 #[derive(Debug, Clone, Copy)]
 struct GroupedLinearGradWeight {
     experts: usize,
@@ -230,13 +231,13 @@ impl GroupedLinearGradWeight {
         Gemm::new(out, width, x[0], Strides::transposed(out), Strides::row_major(width))
     }
 
-    /// The kernel for factors stored in this type.
+    /// Runs the kernel for factors stored in the type `T`.
     fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
         let accumulate = args.accumulate(0);
         let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
         let (x, dy, offsets) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
         let most = Self::most(args.input_dims(0), args.input_dims(1));
-        // Each sequence is a sum of its own. The sequences of one source follow those of another.
+        // Each sequence has a partial sum of its own. All sequences of one source precede those of the next.
         let of_source = (offsets.len() - 1) / self.sources;
         for source in 0..self.sources {
             let source_offsets = &offsets[source * of_source..][..=of_source];
@@ -278,7 +279,7 @@ impl Op for GroupedLinearGradWeight {
         Self::most(inputs[0].dims(), inputs[1].dims()).scratch_grouped(threads)
     }
 
-    /// The factors are read in bf16 when they are packed.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }

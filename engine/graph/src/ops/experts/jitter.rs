@@ -8,11 +8,11 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// y = x·u with u uniform between 1 − amount and 1 + amount (Switch Transformer, arXiv 2101.03961, appendix C). u is
-/// recomputed in the backward: the gradient is the same operation on dy.
+/// y = x·u with random u, uniform between 1 − amount and 1 + amount (Switch Transformer, arXiv 2101.03961, appendix C).
+/// The backward recomputes u: the gradient is the same operation, applied to dy.
 #[derive(Debug, Clone, Copy)]
 pub struct Jitter {
-    /// Half the width of the noise's range, below 1.
+    /// The greatest distance of u from 1; below 1.
     pub amount: f64,
     /// Index of this operation among the random operations of the model, so that no two share random numbers.
     pub key: u64,

@@ -7,13 +7,13 @@ use super::{NONE, expect_routed, is_routed};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// Counts how often each expert occurs in ids [.., tokens, k], as f32: [batch, experts] by sequence, or \[experts\]
-/// over all. [`NONE`] is not counted. There is no gradient.
+/// Counts how often each expert occurs in ids [.., tokens, k], as f32. The result is [batch, experts] with one count
+/// per sequence, or \[experts\] with one count for all sequences. [`NONE`] is not counted. There is no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertLoad {
     /// Number of experts.
     pub experts: usize,
-    /// True if each sequence is counted by itself.
+    /// True if each sequence has counts of its own.
     pub by_sequence: bool,
 }
 
@@ -36,7 +36,7 @@ impl Op for ExpertLoad {
         inputs[0].elements() as u64
     }
 
-    /// The counts are integers, whose order of summation does not matter below 2²⁴.
+    /// Counts are integers, so below 2²⁴ the order of summation does not matter.
     fn accumulates(&self, _: usize) -> bool {
         true
     }
@@ -69,11 +69,11 @@ impl Op for ExpertLoad {
     }
 }
 
-/// Counts the places [.., k] that are [`NONE`], or the tokens all of whose places are: a scalar. An optional second
-/// input, f32 [..], is 0 for tokens that are not counted. There is no gradient.
+/// Counts the places [.., k] that are [`NONE`], or the tokens whose places are all [`NONE`]. The output is a scalar. An
+/// optional second input, f32 [..], is 0 for tokens that are not counted. There is no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropped {
-    /// True if tokens without any place are counted, rather than places.
+    /// True if tokens without any place are counted. If false, places are.
     pub whole_tokens: bool,
 }
 
@@ -118,7 +118,7 @@ impl Op for Dropped {
         inputs[0].elements() as u64
     }
 
-    /// The counts are integers.
+    /// Counts are integers, so the order of summation does not matter.
     fn accumulates(&self, _: usize) -> bool {
         true
     }

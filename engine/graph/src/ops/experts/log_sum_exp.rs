@@ -7,8 +7,8 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// ln Σ eˣ over the last dimension, which is removed. Routers add its square to the loss to keep their logits small
-/// (ST-MoE, arXiv 2202.08906, equation 5).
+/// ln Σ eˣ over the last dimension, which is removed. Routers add the square of this value to the loss to keep their
+/// logits small (ST-MoE, arXiv 2202.08906, equation 5).
 #[derive(Debug, Clone, Copy)]
 pub struct LogSumExp;
 

@@ -2,8 +2,8 @@
 //! rows by its own weight, and returning the results to their tokens.
 //!
 //! A *slot* is one of a token's choices: token × k + choice. A *row* is a slot at its position in the order in which
-//! experts work. All shapes are known when the graph is built. The number of rows of each expert is data, which
-//! [`Route`] writes into `starts`, but the total has a known limit. Rows after the last used one are zeros.
+//! experts work. All shapes are known when the graph is built, including the maximum number of rows. The number of rows
+//! of each expert is data, which [`Route`] writes into `starts`. Rows after the last used one are zeros.
 //!
 //! ```text
 //! scores ─▶ top_k ─▶ ids ─▶ route ─▶ slots, places, starts
@@ -11,9 +11,9 @@
 //! x ─▶ dispatch ─▶ grouped_linear ×2 ─▶ routed_swiglu ─▶ grouped_linear ─▶ combine ─▶ y
 //! ```
 //!
-//! With packed documents, operations that choose or count have one more input, `routed`, f32 [batch, tokens]: the
-//! weight of a token in a router's statistics, 0 for padding. Padding has no row and no choice ([`NONE`]), and takes
-//! nothing of a capacity.
+//! With packed documents, operations that choose or count have one more input, `routed`, f32 [batch, tokens]. It is the
+//! weight of each token in a router's statistics, and 0 for padding. A padding token has no row and no choice
+//! ([`NONE`]), and uses no capacity.
 //!
 //! The rows of an expert are in the order of their tokens, and the gradients of weights are summed sequence by
 //! sequence, so the result does not depend on how a batch is divided into micro-batches.
@@ -52,7 +52,7 @@ use crate::op::RowUse;
 /// Marks a row or a slot that does not exist.
 pub const NONE: u32 = u32::MAX;
 
-/// Returns `(batch, tokens, last)` of [batch, tokens, last] or [tokens, last].
+/// Returns `(batch, tokens, last)` for the extents [batch, tokens, last] or, as one sequence, [tokens, last].
 fn by_sequence(dims: &[usize]) -> Result<(usize, usize, usize), String> {
     match *dims {
         [batch, tokens, last] => Ok((batch, tokens, last)),
@@ -61,7 +61,7 @@ fn by_sequence(dims: &[usize]) -> Result<(usize, usize, usize), String> {
     }
 }
 
-/// Checks that places and slots are u32 and that places are [.., k]. Returns k.
+/// Checks that places and slots are u32 and that places are [.., k], and returns k.
 fn expect_places(places: &Spec, slots: &Spec) -> Result<usize, String> {
     super::expect_ids("places", places)?;
     super::expect_ids("slots", slots)?;
@@ -69,7 +69,8 @@ fn expect_places(places: &Spec, slots: &Spec) -> Result<usize, String> {
     Ok(super::width(places.dims()))
 }
 
-/// Checks that the weights of tokens in a router's statistics are f32 [batch, tokens], for `x` [batch, tokens, ..].
+/// Checks that `routed`, the weights of tokens in a router's statistics, is f32 [batch, tokens], for `x` [batch,
+/// tokens, ..].
 fn expect_routed(routed: &Spec, x: &Spec) -> Result<(), String> {
     let (_, tokens) = x.dims().split_last().ok_or("the input must be [batch, tokens, ..]")?;
     if *routed != Spec::f32(tokens.to_vec()) {
@@ -78,13 +79,14 @@ fn expect_routed(routed: &Spec, x: &Spec) -> Result<(), String> {
     Ok(())
 }
 
-/// True if a token has experts; padding has none.
+/// True if a token is not padding.
 fn is_routed<T: PartialOrd + Default>(routed: Option<&[T]>, token: usize) -> bool {
     routed.is_none_or(|routed| routed[token] > T::default())
 }
 
-/// The rows of each expert. `starts` holds the offsets at which runs of adjacent rows begin, and last the end of all.
-/// Runs are ordered by source (the rank from which rows come), expert and sequence.
+/// The rows of each expert, as runs of adjacent rows. `starts` holds the offset at which each run begins, and finally
+/// the end of the last run. Runs are ordered by source (the rank from which the rows come), then by expert, then by
+/// sequence.
 #[derive(Debug, Clone, Copy)]
 struct RowRuns<'a> {
     offsets: &'a [u32],
@@ -99,25 +101,25 @@ impl<'a> RowRuns<'a> {
         &self.offsets[(source * self.experts + expert) * sequences..][..=sequences]
     }
 
-    /// Returns the rows of an expert by sequence, in the order of their tokens in the whole batch.
+    /// Returns the rows of an expert, one range per sequence, in the order of the sequences in the whole batch.
     fn by_sequence(self, expert: usize) -> impl Iterator<Item = Range<usize>> {
         let ranges = (0..self.sources).flat_map(move |source| self.offsets_of(source, expert).windows(2));
         ranges.map(|pair| pair[0] as usize..pair[1] as usize).filter(|rows| !rows.is_empty())
     }
 }
 
-/// The row handling of an operation whose row offsets are input `starts`: rows are dynamic if the balanced number of
-/// rows is given.
+/// Returns [`Op::rows`](crate::Op::rows) of an operation whose row offsets are input `offsets`. Rows are dynamic if
+/// `balanced`, the number of rows on balanced ranks, is given.
 fn rows(offsets: usize, balanced: Option<usize>) -> RowUse {
     balanced.map_or(RowUse::FixedOutputs, |balanced| RowUse::DynamicOutputs { offsets, balanced })
 }
 
-/// Returns the number of rows that are used.
+/// Returns the number of used rows.
 fn used_rows(offsets: &[u32]) -> usize {
     offsets.last().map_or(0, |&end| end as usize)
 }
 
-/// Converts offsets from the f64 of the reference implementations.
+/// Converts offsets that a reference implementation holds as f64.
 fn exact_offsets(starts: &crate::reference::Array) -> Vec<u32> {
     starts.data.iter().map(|&start| start as u32).collect()
 }

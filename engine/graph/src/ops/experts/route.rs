@@ -8,24 +8,25 @@ use super::{NONE, expect_routed, is_routed};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// The side that makes the choice between tokens and experts.
+/// The side that chooses: tokens choose experts, or experts choose tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Chooses {
     /// Tokens choose experts: input 0 is ids [.., tokens, k].
     Tokens,
-    /// Experts choose tokens (Zhou et al., arXiv 2202.09368): input 0 is scores [.., tokens, experts], every expert takes
-    /// the tokens of each sequence that score highest, and a slot is a pair of token and expert.
+    /// Experts choose tokens (Zhou et al., arXiv 2202.09368): input 0 is scores [.., tokens, experts], and every expert
+    /// takes the tokens of each sequence for which it has the highest scores. A slot is then a pair of token and
+    /// expert.
     Experts,
 }
 
-/// The rows that an expert drops if it has more than its capacity.
+/// The rows that are dropped if an expert has more rows than its capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DropPolicy {
     /// Rows of the last tokens are dropped (Switch, arXiv 2101.03961).
     Last,
-    /// Rows with the smallest weights are dropped; among equal weights, the last. In a causal model this leaks
-    /// information about later tokens.
+    /// Rows with the smallest weights are dropped. Of rows with equal weights, the last ones are dropped. In a causal
+    /// model this leaks information about later tokens.
     Lightest,
 }
 
@@ -34,22 +35,26 @@ pub enum DropPolicy {
 /// Outputs, all u32:
 /// - places [.., tokens, k]: the row of each slot, or [`NONE`];
 /// - slots \[rows\]: the slot of each row, or [`NONE`];
-/// - starts [experts × sequences + 1]: the offset of the first row of each run, and last the end of all. Rows are
-///   ordered by expert, sequence and token; those of expert e and sequence s begin at `starts[e × sequences + s]`.
+/// - starts [experts × sequences + 1]: the offset of the first row of each run, and finally the end of the last run.
+///   Rows are ordered by expert, sequence and token. The rows of expert e and sequence s begin at `starts[e × sequences
+///   + s]`.
 ///
-/// Without a capacity there are as many rows as slots. With one, there are at most that many for each expert and
+/// Without a capacity, there are as many rows as slots. With a capacity, each expert has at most that many rows per
 /// sequence.
 ///
-/// Optional inputs: f32 [.., tokens], which is 0 for padding, as padding has no row. With a capacity, that input is
-/// followed by the limits, u32 [tokens + 1]: entry n is the number of rows that an expert takes at most from a sequence
-/// of n tokens without padding. No limit exceeds the capacity.
+/// If tokens choose and the rows with the smallest weights are dropped, input 1 is the weights of the slots.
+///
+/// Two more inputs are optional. `routed`, f32 [.., tokens], is 0 for padding, which gets no row. `limits`, u32 [tokens
+/// + 1], follows `routed` if there is a capacity. Its entry n is the maximum number of rows that an expert takes from a
+/// sequence with n tokens besides padding. No limit exceeds the capacity.
 #[derive(Debug, Clone, Copy)]
 pub struct Route {
     /// Number of experts.
     pub experts: usize,
-    /// The side that chooses.
+    /// The side that chooses: tokens or experts.
     pub chooses: Chooses,
-    /// The number of rows that an expert takes at most from a sequence, and the rows that are dropped beyond it.
+    /// The maximum number of rows that an expert takes from a sequence, and the rows that are dropped beyond it. `None`
+    /// if there is no maximum.
     pub capacity: Option<(usize, DropPolicy)>,
 }
 
@@ -86,19 +91,20 @@ impl Route {
         matches!(self.capacity, Some((_, DropPolicy::Lightest)))
     }
 
-    /// Returns the index of the input with the weights, if the lightest are dropped.
+    /// Returns the index of the input with the weights, or `None` unless the rows with the smallest weights are
+    /// dropped.
     fn weights(&self) -> Option<usize> {
         self.weighs().then_some(usize::from(self.chooses == Chooses::Tokens))
     }
 
-    /// Returns the indices of the `routed` and `limits` inputs. They follow the weights and are recognized by their
-    /// rank.
+    /// Returns the indices of the inputs `routed` and `limits`, or `None` for an input that is missing. They come after
+    /// the weights, and are told apart by their rank.
     fn routed_and_limits(&self, inputs: usize, rank: impl Fn(usize) -> usize) -> (Option<usize>, Option<usize>) {
         let routed = (1..inputs).find(|&index| rank(index) + 1 == rank(0));
         (routed, routed.filter(|_| self.capacity.is_some()).map(|routed| routed + 1))
     }
 
-    /// Returns the greatest number of rows per run of a sequence, given its tokens without padding.
+    /// Returns the maximum number of rows per expert from a sequence, given the sequence's tokens that are not padding.
     fn most<T: PartialOrd + Default>(
         &self,
         sequence: usize,
@@ -160,7 +166,7 @@ impl Op for Route {
         Ok(())
     }
 
-    /// Holds the slots by expert, before any is dropped.
+    /// Scratch for the slots, ordered by expert, before any of them is dropped.
     fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
         vec![(inputs[0].elements() * size_of::<u32>()) as u64]
     }
@@ -183,7 +189,8 @@ impl Op for Route {
             let expert = ids.map_or(slot % experts, |ids| ids[slot] as usize);
             expert * sequences + slot / length
         };
-        // A counting sort. While slots are placed, from the last one on, `starts` holds the ends of the runs.
+        // A counting sort. Slots are placed from the last to the first. Before that, `row_offsets` holds the end of each
+        // run; each placed slot moves that offset down by one, so that `row_offsets` finally holds the beginnings.
         row_offsets.fill(0);
         let has_row = |slot: &usize| is_routed(routed, slot / k);
         (0..slot_rows.len()).filter(has_row).for_each(|slot| row_offsets[run_of(slot)] += 1);
@@ -197,7 +204,7 @@ impl Op for Route {
             *start -= 1;
             sorted[*start as usize] = slot as u32;
         }
-        // Compacts the rows of each run after dropping.
+        // Drops slots, and moves the remaining rows of all runs together.
         slot_rows.fill(NONE);
         let mut row = 0;
         for run in 0..row_offsets.len() - 1 {

@@ -10,12 +10,12 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
-/// y = w·silu(gate)·up for each row, from gate and up [rows, width], weights [rows, 1] and `starts` (see
-/// [`Route`](super::Route)). The weight is applied before the last product instead of after it, so that the experts'
-/// outputs need not be kept for the weight's gradient. Rows after the last used one are zeros.
+/// y = w·silu(gate)·up for each row, from gate and up [rows, width], weights w [rows, 1] and `starts` (see
+/// [`Route`](super::Route)). The weight is applied before the last product, not after it. So the experts' outputs need
+/// not be kept for the gradient of the weight. Rows after the last used one are zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct RoutedSwiGlu {
-    /// The number of rows if all ranks have equally many. Set if the number is known only while the step runs.
+    /// The number of rows if all ranks have the same number. `None` if the number of rows is fixed.
     pub balanced: Option<usize>,
 }
 
@@ -92,12 +92,13 @@ impl Op for RoutedSwiGlu {
     }
 }
 
-/// Returns the number of elements that there are if all ranks have equally many rows.
+/// Returns the number of elements in as many rows as there are if all ranks have the same number.
 fn elements(rows: &Spec, balanced: Option<usize>) -> u64 {
     (balanced.unwrap_or(rows.dims()[0]) * gapless_kernels::width(rows.dims())) as u64
 }
 
-/// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy). d_gate and d_up may overwrite gate and up.
+/// The gradients (d_gate, d_up, d_weights) of [`RoutedSwiGlu`], from (gate, up, weights, starts, dy). d_gate and d_up
+/// may overwrite gate and up.
 #[derive(Debug, Clone, Copy)]
 struct RoutedSwiGluGrad {
     balanced: Option<usize>,

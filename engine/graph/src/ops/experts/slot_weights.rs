@@ -9,8 +9,8 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// The weight of every row's slot: weights [.., k], places [.., k] and slots \[rows\] to [rows, 1]. Rows without a slot
-/// have weight 0.
+/// Returns the weight of every row's slot: from weights [.., k], places [.., k] and slots \[rows\] to [rows, 1]. Rows
+/// without a slot have weight 0.
 #[derive(Debug, Clone, Copy)]
 pub struct SlotWeights;
 
@@ -52,7 +52,7 @@ impl Op for SlotWeights {
     }
 }
 
-/// Copies the elements of input 0 at the indices of input `indices`; an index of [`NONE`] gives 0.
+/// Copies the elements of input 0 whose indices input `indices` gives. Where the index is [`NONE`], the output is 0.
 fn gather(args: &mut Args<'_>, indices: usize) {
     let out = args.output::<f32>(0);
     let (from, indices) = (args.input::<f32>(0), args.input::<u32>(indices));
@@ -61,7 +61,8 @@ fn gather(args: &mut Args<'_>, indices: usize) {
     }
 }
 
-/// Returns the gradients to slots, from (gradients of the rows, places). Slots without a row have gradient 0.
+/// Returns the gradient of every slot's weight, from (gradients of the rows, places). Slots without a row have gradient
+/// 0.
 #[derive(Debug, Clone, Copy)]
 struct SlotWeightsGrad;
 

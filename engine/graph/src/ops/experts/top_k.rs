@@ -9,39 +9,42 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// Experts divided into equal groups, of which a token may use some (node-limited routing, DeepSeek-V3, arXiv
-/// 2412.19437, section 2.1.2). A group is ranked by the sum of the scores of its two best experts.
+/// Equal groups of experts, of which a token may use a limited number (node-limited routing, DeepSeek-V3, arXiv
+/// 2412.19437, section 2.1.2). Groups are ranked by the sum of the scores of their two best experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExpertGroups {
-    /// The number of groups; it divides the number of experts.
+    /// The number of groups, which must divide the number of experts.
     pub count: usize,
     /// The number of groups that a token may use.
     pub limit: usize,
 }
 
-/// Chooses the `k` experts with the greatest scores for each token, best first. Of equal scores, the first is chosen.
+/// Chooses for each token the `k` experts with the greatest scores, best first. Of experts with equal scores, the first
+/// is chosen.
 ///
-/// - Inputs: scores [.., tokens, experts]; optionally a bias \[experts\], which is added for the choice but not to the
-///   result; optionally, for scores [batch, tokens, experts], f32 [batch, tokens], which is 0 for padding.
+/// - Inputs: scores [.., tokens, experts]. Optionally a bias \[experts\], which is added to the scores for the choice,
+///   but not to the scores in the result. Optionally `routed`, f32 [batch, tokens], which is 0 for padding; the scores
+///   are then [batch, tokens, experts].
 /// - Outputs: scores [.., tokens, k] and ids [.., tokens, k].
 ///
-/// The loss has no gradient with respect to the bias. In its place, the bias gets the number of tokens that chose each
-/// expert, which balancing without a loss uses (Wang et al., arXiv 2408.15664). Padding has the ids [`NONE`]: it is not
-/// counted and has no gradient.
+/// The loss has no gradient with respect to the bias. In place of a gradient, the bias gets the number of tokens that
+/// chose each expert, which balancing without a loss uses (Wang et al., arXiv 2408.15664). Padding tokens have the ids
+/// [`NONE`]. They are not counted and have no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct TopK {
     /// Number of experts per token.
     pub k: usize,
-    /// Groups that limit which experts a token may use together.
+    /// The groups of experts, and the number of groups that a token may use. `None` if a token may use all experts.
     pub groups: Option<ExpertGroups>,
 }
 
-/// Upper limit of the number of experts, so that the sets in a token's choice fit on the stack.
+/// Maximum number of experts, so that the arrays used to choose a token's experts fit on the stack.
 const MAX_EXPERTS: usize = 1024;
 
 impl TopK {
-    /// Returns the indices of the bias and of the `routed` input, which are recognized by their ranks.
+    /// Returns the indices of the inputs `bias` and `routed`, or `None` for an input that is missing. They are told
+    /// apart by their rank.
     fn bias_and_routed(inputs: usize, rank: impl Fn(usize) -> usize) -> (Option<usize>, Option<usize>) {
         let routed = (inputs > 1 && rank(inputs - 1) > 1).then_some(inputs - 1);
         ((routed.unwrap_or(inputs) > 1).then_some(1), routed)
@@ -69,7 +72,7 @@ impl TopK {
             };
             let mut taken = [0u64; MAX_EXPERTS / 64];
             for _ in 0..limit {
-                // If scores are NaN, no group is best, and the first one left is taken.
+                // If scores are NaN, no group compares as the best, and the first remaining group is taken.
                 let group = best(count, worth, |g| !has(&taken, g)).unwrap_or(0);
                 add(&mut taken, group);
                 (group * size..(group + 1) * size).for_each(|expert| add(&mut allowed, expert));
@@ -85,8 +88,8 @@ impl TopK {
     }
 }
 
-/// Returns the index with the greatest score among the allowed ones, the first of equal ones. If scores are NaN, it
-/// returns the first.
+/// Returns the index with the greatest score among the allowed indices. Of equal scores, and if scores are NaN, the
+/// first is taken. `None` if no index is allowed.
 fn best<T: PartialOrd>(count: usize, score: impl Fn(usize) -> T, may: impl Fn(usize) -> bool) -> Option<usize> {
     let mut best = None;
     for i in (0..count).filter(|&i| may(i)) {
@@ -185,7 +188,7 @@ impl Op for TopK {
         let (mut values, mut ids) = (Vec::new(), Vec::new());
         for (token, row) in scores.rows().enumerate() {
             let biased: Vec<f64> = (0..experts).map(|i| row[i] + bias.map_or(0.0, |bias| bias[i])).collect();
-            // Best first, and of equal ones the first: the sort is stable.
+            // The sort is stable: best first, and equal scores in their original order.
             let sorted = |mut indices: Vec<usize>, by: &dyn Fn(usize) -> f64| {
                 indices.sort_by(|&a, &b| by(b).total_cmp(&by(a)));
                 indices
@@ -207,8 +210,8 @@ impl Op for TopK {
     }
 }
 
-/// The gradients of all scores from (ids, gradients of the chosen scores). They are zero for experts that were not
-/// chosen; [`NONE`] is skipped.
+/// Returns the gradients of all scores, from (ids, gradients of the chosen scores). Scores of experts that were not
+/// chosen have gradient 0, and [`NONE`] is skipped.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TopKGrad {
     /// Number of scores per token.

@@ -14,7 +14,7 @@ use gapless_kernels::cuda::{
 
 use super::LossDefinition;
 
-/// The products that a pass computes for every chunk: the logits, and those of the gradients that are needed.
+/// The products that a pass computes for every chunk: the logits, and the gradients that are needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Products {
     Logits,
@@ -23,7 +23,7 @@ pub(super) enum Products {
 }
 
 impl Products {
-    /// The products of a backward.
+    /// Returns the products that a backward computes.
     pub fn of_backward(has_d_weight: bool) -> Self {
         if has_d_weight { Self::Both } else { Self::Dx }
     }
@@ -35,41 +35,44 @@ pub(super) struct HeadOperands<'a> {
     pub loss: LossDefinition,
     /// Address to which the losses are written.
     pub losses: u64,
-    /// Address to which the likelihoods are written; 0 if they are not.
+    /// Address to which the likelihoods are written; 0 if they are not wanted as an output.
     pub likelihoods: u64,
-    /// Address of the factors of the losses; 0 if there are none.
+    /// Address of the factors of the losses; 0 if the losses have no factors.
     pub weights: u64,
 }
 
-/// Number of rows with which a chunk's products are as fast as those of all rows. Longer sequences are divided into
-/// chunks of at least this many rows; shorter ones are taken together up to it.
+/// Number of rows from which on a chunk's products are as fast, per row, as one product of all rows. Longer sequences
+/// are divided into chunks of at least this many rows. Shorter sequences are joined into chunks of at most this many
+/// rows.
 const ENOUGH_ROWS: usize = 256;
 
-/// Rows of a chunk on a GPU, between which its products decide: enough that few chunks add to the weight's gradient, and few enough
-/// that logits take little memory.
+/// Range of the number of rows of a chunk on a GPU; the products decide on the number within it. There are enough rows
+/// that few chunks add to the weight's gradient, and few enough that the logits take little memory.
 const ROWS_ON_GPU: Range<usize> = 2048..4096;
 
-/// Rows and columns of the tiles in which a GPU's library computes products, and the multiprocessors of an H100 or H200 that share them.
+/// Rows and columns of the tiles in which a GPU's library computes products. (The next constant is the number of
+/// multiprocessors among which an H100 or H200 divides the tiles.)
 const TILE: [usize; 2] = [128, 256];
 const MULTIPROCESSORS: usize = 132;
 
-/// Vocabulary entries that products on a GPU take at a time. A product whose extent along contiguous elements is no multiple of 16 bytes
-/// falls to kernels that load single elements, so the last entries of an odd vocabulary have products of their own.
+/// The number of vocabulary entries that products on a GPU take must be a multiple of this. If the contiguous extent of
+/// a product is not a multiple of 16 bytes, the library uses kernels that load single elements. So the last entries of
+/// an odd vocabulary have products of their own.
 const ENTRIES: usize = 8;
 
-/// The division of rows into chunks. A chunk is either several whole sequences, or a piece of one. The size of a piece
-/// depends only on the lengths of the sequence, the width and the vocabulary, so the order of summation does not depend
-/// on how the batch is divided into micro-batches.
+/// The division of rows into chunks. A chunk is either several whole sequences, or a piece of one sequence. The size of
+/// a piece depends only on the length of the sequence, the width and the vocabulary. So the order of summation does not
+/// depend on how a batch is divided into micro-batches.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Chunks {
     pub rows: usize,
     pub width: usize,
     pub vocabulary: usize,
-    /// Rows of a sequence; the order of summation restarts with each.
+    /// Rows of a sequence. The order of summation restarts with each sequence.
     sequence: usize,
-    /// Rows of the whole sequences that are divided together.
+    /// Rows of a block: one sequence, or several sequences that are divided into chunks together.
     block: usize,
-    /// Rows of a chunk, except for the last of a block.
+    /// Rows of a chunk, except for the last chunk of a block.
     chunk: usize,
 }
 
@@ -78,7 +81,7 @@ impl Chunks {
         let &[vocabulary, width] = weight else { unreachable!("rank 2 by the shape rule") };
         let rows = x.iter().product::<usize>() / width;
         let sequence = if x.len() > 2 { x[x.len() - 2] } else { rows };
-        // Enough pieces that the logits of one are no larger than the sequence's x.
+        // Uses enough pieces that the logits of one piece are no larger than the sequence's x.
         let pieces = vocabulary.div_ceil(width).min(sequence / ENOUGH_ROWS).max(1);
         let block = if pieces > 1 { sequence } else { sequence * (ENOUGH_ROWS / sequence).max(1) };
         Self { rows, width, vocabulary, sequence, block, chunk: block.div_ceil(pieces) }
@@ -96,53 +99,56 @@ impl Chunks {
         })
     }
 
-    /// The product rows × width · (vocabulary × width)ᵀ.
+    /// The product [rows, width] · [vocabulary, width]ᵀ, which gives the logits.
     pub fn logits(&self, rows: usize) -> Gemm {
         let &Self { width, vocabulary, .. } = self;
         Gemm::new(rows, vocabulary, width, Strides::row_major(width), Strides::transposed(width))
     }
 
-    /// The product (rows × vocabulary)ᵀ · rows × width.
+    /// The product [rows, vocabulary]ᵀ · [rows, width], which gives the gradient of the weight.
     pub fn d_weight(&self, rows: usize) -> Gemm {
         let &Self { width, vocabulary, sequence, .. } = self;
         let product = Gemm::new(vocabulary, width, rows, Strides::transposed(vocabulary), Strides::row_major(width));
         product.with_segment(sequence)
     }
 
-    /// The product rows × vocabulary · vocabulary × width.
+    /// The product [rows, vocabulary] · [vocabulary, width], which gives the gradient of x.
     pub fn dx(&self, rows: usize) -> Gemm {
         let &Self { width, vocabulary, .. } = self;
         Gemm::new(rows, width, vocabulary, Strides::row_major(vocabulary), Strides::row_major(width))
     }
 
-    /// Returns the bytes of each piece of scratch: a chunk's logits, then the greatest that any product needs.
+    /// Returns the sizes in bytes of the pieces of scratch: the logits of a chunk, then the scratch of the products.
+    /// Each of the latter is as large as any product needs.
     pub fn scratch(&self, products: Products, threads: usize) -> Vec<u64> {
         let products = |rows: usize| {
             let d_weight = (products == Products::Both).then(|| self.d_weight(rows));
             let dx = (products != Products::Logits).then(|| self.dx(rows));
             std::iter::once(self.logits(rows)).chain(d_weight).chain(dx)
         };
-        // Only the length of a range matters, and few lengths occur.
+        // The scratch of a product depends only on the number of rows, which takes few values.
         let lengths: BTreeSet<usize> = self.ranges().map(|range| range.len()).collect();
         let pieces = for_each_of(lengths.into_iter().flat_map(products).map(|product| product.scratch(threads)));
         let logits = 4 * self.chunk.min(self.rows) * self.vocabulary;
         [vec![logits as u64], pieces].concat()
     }
 
-    /// The ranges of the chunks on a GPU. There the library decides the order of summation; it is always the same for
-    /// the same number of rows.
+    /// Returns the ranges of rows of the chunks on a GPU. On a GPU, the library decides on the order of summation,
+    /// which is always the same for the same number of rows.
     fn cuda_ranges(self) -> impl Iterator<Item = Range<usize>> {
         let chunk = self.cuda_chunk();
         (0..self.rows).step_by(chunk.max(1)).map(move |start| start..(start + chunk).min(self.rows))
     }
 
-    /// Rows of every chunk on a GPU except the last: whole tiles, as many as leave the fewest multiprocessors idle in the product for dx,
-    /// which has far fewer tiles than the other two; of equally good numbers the smallest.
+    /// Returns the number of rows of every chunk on a GPU except the last. It is a number of whole tiles with which the
+    /// product for dx leaves the fewest multiprocessors idle; that product has far fewer tiles than the other two. Of
+    /// several such numbers, the smallest is returned.
     fn cuda_chunk(&self) -> usize {
         let least = self.rows.div_ceil(ROWS_ON_GPU.end).max(1);
         let most = self.rows.div_ceil(ROWS_ON_GPU.start).max(1);
         let chunk = |count: usize| self.rows.div_ceil(count).next_multiple_of(TILE[0]);
-        // The library splits the sum of a product that has few tiles: in two or in four.
+        // If a product has few tiles, the library divides the sum of each tile into two or four parts. So more
+        // multiprocessors have work.
         let idle = |rows: usize| {
             let tiles = rows.div_ceil(TILE[0]) * self.width.div_ceil(TILE[1]);
             let idle = [1, 2, 4].map(|parts| {
@@ -155,21 +161,23 @@ impl Chunks {
         best.expect("there is at least one chunk").min(self.rows)
     }
 
-    /// Vocabulary entries whose products have aligned extents, and the rest, which has products of its own. All are in the first part
-    /// where a row of the weight is not aligned, as nothing would be gained then.
+    /// Returns the number of vocabulary entries whose products have aligned extents, and the number of the remaining
+    /// entries, which have products of their own. If rows of the weight are not aligned anyway, all entries are in the
+    /// first group, because separate products would gain nothing.
     fn cuda_entries(&self) -> (usize, usize) {
         let is_split = self.width.is_multiple_of(ENTRIES) && self.vocabulary > ENTRIES;
         let rest = if is_split { self.vocabulary % ENTRIES } else { 0 };
         (self.vocabulary - rest, rest)
     }
 
-    /// Elements from one row of logits to the next on a GPU, so that every row is aligned.
+    /// Returns the distance, in elements, between rows of logits on a GPU. Every row is aligned.
     fn cuda_pitch(&self) -> usize {
         self.vocabulary.next_multiple_of(64)
     }
 
-    /// Bytes of each piece of scratch on a GPU: a chunk's logits, the most that a product is given, and, for an
-    /// odd vocabulary, the logits of all rows for its rest, which become their gradients.
+    /// Returns the sizes in bytes of the pieces of scratch on a GPU: the logits of a chunk; the workspace of products;
+    /// and for an odd vocabulary, the logits of all rows for the remaining entries, which are overwritten by their
+    /// gradients.
     pub fn cuda_workspace(&self, dtype: DType, products: Products) -> Vec<u64> {
         let &Self { width, vocabulary, .. } = self;
         let rows = self.cuda_chunk();
@@ -182,16 +190,16 @@ impl Chunks {
         [bytes(rows * self.cuda_pitch()), products.max().unwrap_or(0)].into_iter().chain(rest).collect()
     }
 
-    /// Bytes of logits that the losses' kernels move on a GPU: each is read for the row's maximum and sum, and read and overwritten for
-    /// the gradient.
+    /// Returns the bytes of logits that the loss kernels move on a GPU. Each logit is read once for the maximum and the
+    /// sum of its row. For the gradient, it is read again and overwritten.
     pub fn cuda_logit_bytes(&self, dtype: DType, products: Products) -> u64 {
         let passes = if products == Products::Logits { 1 } else { 3 };
         passes * (self.rows * self.vocabulary * dtype.size_in_bytes()) as u64
     }
 
-    /// Returns the launches of a pass on a GPU: for each chunk its logits, their conversion to losses and gradients,
-    /// and the chunk's share of the outputs `[dx]` or `[dx, d_weight]`. `weight` is the index of d_weight among the
-    /// operation's outputs.
+    /// Returns the launches of a pass on a GPU. Each chunk has launches for its logits, for their conversion to losses
+    /// and gradients, and for its share of `outputs`, which are `[dx]` or `[dx, d_weight]`. `weight` is the index of
+    /// d_weight among the operation's outputs.
     pub fn launches(
         &self,
         &HeadOperands { operands, loss: definition, losses, likelihoods, weights }: &HeadOperands<'_>,
@@ -205,7 +213,7 @@ impl Chunks {
         let (width, pitch, (entries, rest_entries)) = (self.width as u64, self.cuda_pitch(), self.cuda_entries());
         let at = |address: u64, elements: usize| address + (elements * dtype.size_in_bytes()) as u64;
         let rows_of = |address: u64, first: usize| Matrix::dense(at(address, first * self.width), dtype, width);
-        // There is such a piece if there is a rest.
+        // If there are remaining entries, the first of the other pieces is for their logits.
         let rest = others.first().copied().unwrap_or(0);
         let rest_of = |first: usize| Matrix::dense(at(rest, first * ENTRIES), dtype, ENTRIES as u64);
         let weight_of = |first: usize| rows_of(weight_operand.address, first);
@@ -249,7 +257,7 @@ impl Chunks {
                     launches.extend((entries > 0).then_some(Launch::Product(Product { onto, ..product })));
                 }
             }
-            // dx comes last, as it may overwrite x.
+            // dx is computed last, because it may overwrite x.
             let to = rows_of(dx.address, range.start);
             launches.push(Launch::Product(product(extents(count, self.width, entries), of_logits, weight_of(0), to)));
         }

@@ -1,9 +1,9 @@
 //! The head of a language model fused with its loss, so that the logits are never stored as a whole.
 //!
-//! Rows are processed in chunks. The logits of a chunk are in scratch; they are turned into losses and then overwritten
-//! by their own gradient, from which the chunk's dx and its share of d_weight are computed at once. In training,
-//! forward and backward are therefore one pass and no logit is computed twice (Hsu et al., "Liger Kernel", arXiv
-//! 2410.10989, section 3.2).
+//! Rows are processed in chunks. The logits of a chunk are computed into scratch. The logits are converted to losses,
+//! then overwritten by their own gradient. From this gradient, the chunk's rows of dx and its share of d_weight are
+//! computed at once. In training, forward and backward are therefore one pass, and no logit is computed twice (Hsu et
+//! al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
 mod chunks;
 mod pass;
@@ -23,12 +23,13 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// −log softmax(x·Wᵀ)`[target]`.
+/// The loss −log softmax(x·Wᵀ)`[target]`.
 ///
-/// - Inputs: x [.., width], weight [vocabulary, width], targets [..], and optionally the factor of each loss, f32 [..].
-/// - Outputs: the losses [..], with the further terms of [`Self::with_terms`]. With [`Self::with_likelihoods`], a
-///   second output has −log softmax alone, multiplied by the same factors; it has no gradient. With a known gradient
-///   ([`Self::new`]), dx and d_weight follow.
+/// - Inputs: x [.., width], weight W [vocabulary, width], targets [..], and optionally a factor of each loss, f32 [..].
+/// - Output 0: the losses [..], including the additional terms of [`Self::with_terms`].
+/// - With [`Self::with_likelihoods`], the next output is −log softmax without additional terms, multiplied by the same
+///   factors. It has no gradient.
+/// - If the gradient of the losses is known ([`Self::new`]), the last outputs are dx and d_weight.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearCrossEntropy {
     gradient: Option<f64>,
@@ -39,36 +40,36 @@ pub struct LinearCrossEntropy {
     types: OutputTypes<4>,
 }
 
-/// The definition of a loss.
+/// The settings with which a loss is computed from logits.
 #[derive(Debug, Clone, Copy, Default)]
 struct LossDefinition {
-    /// Terms besides −log softmax.
+    /// Terms of the loss in addition to −log softmax.
     terms: LossTerms,
     /// Soft cap: a logit x is replaced by cap·tanh(x/cap).
     cap: Option<f64>,
 }
 
 impl LinearCrossEntropy {
-    /// Creates the operation. `gradient` is the gradient of every loss, if it is known beforehand; dx and d_weight are
-    /// then two more outputs.
+    /// Creates the operation. `gradient` is the gradient of every loss, if it is known when the graph is built. The
+    /// operation then has dx and d_weight as additional outputs.
     pub fn new(gradient: Option<f64>) -> Self {
         let (loss, types) = (LossDefinition::default(), OutputTypes::default());
         Self { gradient, has_d_weight: true, loss, has_likelihoods: false, types }
     }
 
-    /// Adds terms to the loss besides −log softmax.
+    /// Sets terms of the loss in addition to −log softmax.
     #[must_use]
     pub fn with_terms(self, terms: LossTerms) -> Self {
         Self { loss: LossDefinition { terms, ..self.loss }, ..self }
     }
 
-    /// Replaces logits x by cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    /// Sets a soft cap: logits x are replaced by cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118, section 2).
     #[must_use]
     pub fn with_cap(self, cap: Option<f64>) -> Self {
         Self { loss: LossDefinition { cap, ..self.loss }, ..self }
     }
 
-    /// Adds an output for −log softmax without the further terms.
+    /// Adds an output with −log softmax, without additional terms.
     #[must_use]
     pub fn with_likelihoods(self) -> Self {
         Self { has_likelihoods: true, ..self }
@@ -169,7 +170,7 @@ impl Op for LinearCrossEntropy {
         Chunks::of(inputs).scratch(self.products(), threads)
     }
 
-    /// The factors are read in bf16 when they are packed.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -227,8 +228,8 @@ impl Op for LinearCrossEntropy {
     }
 }
 
-/// (dx, d_weight) from (x, weight, targets, d_losses), for losses whose gradient is known only in the backward. It
-/// recomputes the logits.
+/// The gradients (dx, d_weight) from (x, weight, targets, d_losses), for losses whose gradient is known only in the
+/// backward. The logits are recomputed.
 #[derive(Debug, Clone, Copy)]
 struct LinearCrossEntropyGrad {
     /// True if d_weight is among the outputs.
@@ -282,14 +283,14 @@ impl Op for LinearCrossEntropyGrad {
         [vec![4 * chunks.rows as u64], chunks.scratch(products, threads)].concat()
     }
 
-    /// The factors are read in bf16 when they are packed.
+    /// The kernel converts its factors from bf16 when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
 
     fn run(&self, args: &mut Args<'_>) {
         let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
-        // The losses are already known; here they are a by-product in scratch.
+        // The forward has already returned the losses. The pass computes them again, into scratch.
         let mut scratch = args.workspace();
         let losses = scratch.take();
         let (d_losses, layout) = args.strided(3);
@@ -312,7 +313,7 @@ impl Op for LinearCrossEntropyGrad {
     }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
-        // The losses are already known; here they are a by-product in scratch.
+        // The forward has already returned the losses. The pass computes them again, into scratch.
         let &[.., losses] = operands.workspace else { return None };
         let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
         let head = HeadOperands { operands, loss: self.loss, losses, likelihoods: 0, weights: 0 };

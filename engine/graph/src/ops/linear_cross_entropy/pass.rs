@@ -11,7 +11,7 @@ use super::chunks::Chunks;
 use crate::ops::element;
 
 impl Chunks {
-    /// Computes the losses of all rows, and their gradients if requested.
+    /// Computes the losses of all rows, and the gradients that are requested.
     pub fn pass<T: Factor>(
         &self,
         inputs: &Inputs<'_, T>,
@@ -52,14 +52,14 @@ impl Chunks {
                 }
                 .expect(FITS);
             }
-            // dx comes last, as it may overwrite x.
+            // dx is computed last, because it may overwrite x.
             self.dx(rows).run(logits, weight, &mut dx[elements], Mode::Overwrite, none(), scratch).expect(FITS);
         }
     }
 }
 
 pub(super) struct Inputs<'a, T> {
-    /// x, or `None` if dx is stored in its bytes.
+    /// x, or `None` if dx overwrites x in the same bytes.
     pub x: Option<&'a [T]>,
     pub weight: &'a [T],
     pub targets: &'a [u32],
@@ -75,7 +75,7 @@ impl<'a, T: Factor> Inputs<'a, T> {
 
 pub(super) struct Losses<'a> {
     pub losses: &'a mut [f32],
-    /// −log softmax without the further terms of the loss.
+    /// −log softmax without additional terms, if it is an output.
     pub likelihoods: Option<&'a mut [f32]>,
 }
 
@@ -94,7 +94,7 @@ pub(super) struct Backward<'a> {
     pub accumulate: bool,
 }
 
-/// The gradients of the losses with respect to the final loss.
+/// The gradients of the model's loss with respect to the losses of the rows.
 #[derive(Clone, Copy)]
 pub(super) enum Upstream<'a> {
     Everywhere(f32),
@@ -113,8 +113,9 @@ impl Upstream<'_> {
     }
 }
 
-/// Computes the loss of each row of logits. If a row's loss has a gradient, it overwrites the logits with theirs:
-/// without further terms or a cap, (softmax − one-hot)·d_loss.
+/// Computes the loss of each row of logits. Where `d_loss` returns a value, replaces the row's logits by their
+/// gradient, which is (softmax − one-hot)·d_loss without additional terms or a cap. Other rows of logits are left with
+/// intermediate values.
 fn cross_entropy(
     logits: &mut [f32],
     targets: &[u32],
@@ -140,7 +141,8 @@ fn cross_entropy(
                     let (target, max) = (target as usize, reduce::max(logits));
                     let logit = logits[target];
                     let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(logits, |x| x) };
-                    // With a cap, the logits are needed again for their slopes, so their exponentials are not stored.
+                    // With a cap, the gradient is computed from the logits themselves, so they are not overwritten by
+                    // their exponentials.
                     let sum = match cap {
                         Some(_) => reduce::sum(logits, |x| math::exp(x - max)),
                         None => {
@@ -208,7 +210,7 @@ mod tests {
         counted: LossDefinition,
     }
 
-    /// The operands of a case and its results.
+    /// The operands and the results of a case.
     struct Run {
         x: Vec<f32>,
         weight: Vec<f32>,
@@ -219,8 +221,8 @@ mod tests {
     }
 
     impl Case {
-        /// Runs the case in several calls with equally many sequences each. Each call adds to d_weight, if that is
-        /// computed. dx either overwrites x or is separate.
+        /// Runs the case in several calls with the same number of sequences. If d_weight is computed, each call adds to
+        /// it. dx overwrites x if `over_x` is true, and is a separate tensor if not.
         fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
             let Self { batch, sequence, width, vocabulary, counted: loss } = self;
             let rows = batch * sequence;
@@ -278,8 +280,8 @@ mod tests {
                 let square = |x: f64| x * x;
                 let error: f64 = data.iter().zip(&exact.data).map(|(&a, &b)| square(f64::from(a) - b)).sum();
                 let scale: f64 = exact.data.iter().map(|&x| square(x)).sum();
-                // Sums of up to 700 f32 elements: a few multiples of 2⁻²⁴. With one token in the vocabulary, everything
-                // is a difference of terms of about 1 that cancel up to rounding.
+                // Sums of up to 700 f32 elements have an error of a few multiples of 2⁻²⁴. If the vocabulary has one
+                // token, every result is a difference of terms of about 1 that cancel except for rounding.
                 let rounding = 2f64.powi(-22) * (batch as f64 * sequence as f64).sqrt();
                 assert!(error.sqrt() <= 1e-5 * scale.sqrt() + rounding, "{name} of {self:?}: {error} of {scale}");
             }
@@ -306,17 +308,17 @@ mod tests {
         Case { batch: 3, sequence: 100, width: 5, vocabulary: 30, counted }.check();
     }
 
-    /// Returns the lengths of the chunks.
+    /// Returns the numbers of rows of the chunks.
     fn chunks(x: &[usize], vocabulary: usize) -> Vec<usize> {
         Chunks::new(x, &[vocabulary, x[x.len() - 1]]).ranges().map(|range| range.len()).collect()
     }
 
     #[test]
     fn chunks_are_whole_sequences_or_pieces_of_one() {
-        // A vocabulary no larger than the width needs no pieces; short sequences are taken together.
+        // A vocabulary no larger than the width needs no pieces. Short sequences are joined.
         assert_eq!(chunks(&[2, 1024, 256], 256), [1024, 1024]);
         assert_eq!(chunks(&[5, 100, 32], 50_000), [200, 200, 100]);
-        // Pieces of at least 256 rows, the same in every sequence.
+        // Every sequence is divided in the same way, into pieces of at least 256 rows.
         assert_eq!(chunks(&[2, 1024, 768], 50_257), [256; 8]);
         assert_eq!(chunks(&[1, 4096, 4096], 32_000), [512; 8]);
         assert_eq!(chunks(&[2, 700, 64], 5_000), [350; 4]);
