@@ -1,8 +1,8 @@
-//! The lower bound that no plan can beat: the most bytes alive at any one tick.
+//! The lower bound on every plan's height: the most bytes alive at any one tick.
 
 use crate::{BufferId, Problem};
 
-/// The max-live lower bound in bytes. Alignment is not counted, so a plan with coarse alignments may be unable to reach it.
+/// Returns the max-live lower bound in bytes. It ignores alignments, so coarse alignments may force every plan above it.
 pub fn lower_bound(problem: &Problem) -> u64 {
     let most = most_live(problem).map_or(0, |(_, bytes)| bytes);
     u64::try_from(most).expect("Problem::new bounds the live bytes by u64")
@@ -18,8 +18,8 @@ pub fn live_at(problem: &Problem, tick: u64) -> impl Iterator<Item = BufferId> +
     problem.ids().filter(move |&id| problem.buffer(id).lifetime.contains(&tick))
 }
 
-/// The first tick at which the most bytes are alive, and those bytes, which may not fit in a `u64` yet. `None` for an
-/// empty problem.
+/// Returns the first tick at which the most bytes are alive, and the number of these bytes. That number may still
+/// exceed a `u64`, since the problem is not checked yet. Returns `None` for an empty problem.
 pub(crate) fn most_live(problem: &Problem) -> Option<(u64, u128)> {
     let first = problem.buffers().iter().map(|b| b.lifetime.start).min()?;
     let mut most: Option<(u64, u128)> = None;
@@ -34,7 +34,7 @@ pub(crate) fn most_live(problem: &Problem) -> Option<(u64, u128)> {
 /// Calls `visit(tick, live bytes)` wherever the live bytes may change, in tick order.
 pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
     if problem.end() <= 4 * problem.len() as u64 {
-        // There are few enough ticks to count through them. Differences wrap around and back.
+        // There are few enough ticks to count through them. Differences may wrap around; the running sums undo that.
         let mut change = vec![0u128; problem.end() as usize + 1];
         for b in problem.buffers() {
             change[b.lifetime.start as usize] = change[b.lifetime.start as usize].wrapping_add(b.bytes.into());

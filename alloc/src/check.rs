@@ -1,4 +1,4 @@
-//! Checks a plan without knowing how it was made: a sweep over time with the live address ranges in an ordered map.
+//! Checks a plan, whatever planner made it: a sweep over time, with the live address ranges in an ordered map.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -47,10 +47,10 @@ impl fmt::Display for Violation {
 
 impl std::error::Error for Violation {}
 
-/// Checks `offsets` against the problem, and against `capacity` bytes when given.
+/// Checks `offsets` against the problem and, if given, against a `capacity` in bytes.
 ///
 /// # Errors
-/// Returns every violation that the sweep meets. Of several buffers that overlap at one place, at least one pair is
+/// Returns every violation that the sweep meets. If several buffers overlap at one place, at least one pair of them is
 /// named.
 pub fn check(problem: &Problem, offsets: &[u64], capacity: Option<u64>) -> Result<(), Vec<Violation>> {
     if offsets.len() != problem.len() {

@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-/// A moment in time, or no limit.
+/// A moment in time; `None` means no limit.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Deadline(Option<Instant>);
 
 impl Deadline {
-    /// A deadline `limit` from now. Without a limit, or beyond what the clock can represent, there is none.
+    /// A deadline `limit` from now. There is no deadline if `limit` is `None` or exceeds what the clock can represent.
     pub fn after(limit: Option<Duration>) -> Self {
         Self(limit.and_then(|limit| Instant::now().checked_add(limit)))
     }
@@ -17,7 +17,7 @@ impl Deadline {
         self.left().is_some_and(|left| left.is_zero())
     }
 
-    /// The time left, if there is a limit.
+    /// The time left; `None` if there is no limit.
     pub fn left(self) -> Option<Duration> {
         self.0.map(|at| at.saturating_duration_since(Instant::now()))
     }

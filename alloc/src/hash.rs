@@ -4,18 +4,17 @@ use std::fmt;
 
 use crate::Problem;
 
-/// First 128 bits of a BLAKE3 hash over a problem and the offsets of its buffers.
+/// The first 128 bits of a BLAKE3 hash over a problem and the offsets of its buffers.
 ///
 /// The input of the hash is fixed, so that other programs can compute it. It is the ASCII text `gapless plan 2`,
 /// followed by these numbers as 64-bit little-endian integers:
 ///
-/// 1. the number of buffers; then for each the first tick, the tick after the last, bytes, alignment, offset in the
-///    plan, and either 1 and the pinned offset or 0 and 0;
-/// 2. the number of groups; then for each 1 if the planner chooses the order (else 0), the number of members, and the
-///    members;
-/// 3. the number of forbidden ranges, merged and ascending; then for each the first byte and the byte after the last.
+/// 1. The number of buffers. Then for each buffer: the first tick, the tick after the last, the bytes, the alignment,
+/// the offset in the plan, then 1 and the pinned offset, or 0 and 0 if the buffer has no pin. 2. The number of groups.
+/// Then for each group: 1 if the planner chooses the order (else 0), the number of members, and the members. 3. The
+/// number of forbidden ranges, merged and ascending. Then for each range: the first byte and the byte after the last.
 ///
-/// If the input ever changes, so does the number in the text.
+/// If the input ever changes, the number in the text changes too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlanHash([u8; 16]);
 
@@ -56,7 +55,7 @@ mod tests {
     use super::*;
     use crate::{Buffer, BufferId};
 
-    /// Every difference between two placed problems changes the hash. The hash of the first one must never change.
+    /// Any difference between two placed problems changes the hash. The hash of the first problem must never change.
     #[test]
     fn every_part_of_a_problem_counts() {
         let problem = |first: Buffer| Problem::new(vec![first, Buffer::new(0..2, 8)]).unwrap();

@@ -1,8 +1,9 @@
-//! Bytes × time: where every tensor of a step lives, decided before the step runs.
+//! Bytes × time: the address of every tensor of a step, decided before the step runs.
 //!
 //! A [`Problem`] is a table of buffers, each with a size and a half-open lifetime in ticks. [`plan`] gives every buffer
-//! one offset in one arena, so that buffers alive at the same tick never share a byte, as low as the [`lower_bound`]
-//! (the most bytes alive at any one tick) allows. [`check`] judges any plan and shares no code with the planner.
+//! one offset in one arena, so that buffers alive at the same tick never share a byte. The arena is as small as the
+//! searches can make it; no plan is lower than the [`lower_bound`], the most bytes alive at any one tick. [`check`]
+//! checks any plan and shares no code with the planner.
 //!
 //! ```
 //! use gapless_alloc::{check, plan, Buffer, Options, Problem};
@@ -28,7 +29,7 @@
 //!        0   1   2   3   4
 //! ```
 //!
-//! [`arena`] serves the few buffers whose size the data decides, around a plan and while the step runs.
+//! [`arena`] serves the few buffers whose size depends on the data. It works around a plan, while the step runs.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 

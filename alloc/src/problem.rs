@@ -56,7 +56,8 @@ impl Buffer {
 /// lifetime only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// In address order; where the planner chooses the order, one that alignments and pins allow.
+    /// The members in address order. If the planner chooses the order, this is one order that alignments and pins
+    /// allow.
     pub members: Vec<BufferId>,
     /// Whether the planner chooses the order.
     pub any_order: bool,
@@ -66,12 +67,12 @@ pub struct Group {
     pub bytes: u64,
     /// The least common multiple of the members' alignments.
     pub alignment: u64,
-    /// Where the group must start, if a member is pinned.
+    /// Offset of the group if a member is pinned; `None` if the group may go anywhere.
     pub offset: Option<u64>,
 }
 
-/// A checked table of buffers. Nothing unsound exists in it: lifetimes are not empty, alignments are positive, pinned
-/// buffers are aligned, and the live bytes at every tick fit in a `u64`.
+/// A checked table of buffers: lifetimes are not empty, alignments are positive, pinned buffers are aligned, and the
+/// live bytes at every tick fit in a `u64`.
 #[derive(Debug, Clone, Default)]
 pub struct Problem {
     buffers: Vec<Buffer>,
@@ -80,16 +81,17 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Checks the buffers and takes them over.
+    /// Creates a problem after checking its buffers.
     ///
     /// # Errors
     /// Returns
     ///
     /// - the error of the first buffer that has an empty lifetime, a zero alignment, or a misaligned or overflowing
     ///   pinned offset;
-    /// - [`Error::PinsOverlap`] if two buffers are pinned onto each other;
+    /// - [`Error::PinsOverlap`] if two pinned buffers overlap;
     /// - [`Error::TooLarge`] with the tick at which the live bytes exceed `u64`;
-    /// - [`Error::AlignmentsTooLarge`] if they exceed it together with the gaps that alignments may ask for.
+    /// - [`Error::AlignmentsTooLarge`] if the live bytes, together with the largest gaps that alignments may cause,
+    ///   exceed `u64`.
     pub fn new(buffers: Vec<Buffer>) -> Result<Self, Error> {
         if u32::try_from(buffers.len()).is_err() {
             return Err(Error::TooManyBuffers { buffers: buffers.len() });
@@ -115,7 +117,8 @@ impl Problem {
         if let Some((tick, bytes)) = most.filter(|&(_, bytes)| bytes > u128::from(u64::MAX)) {
             return Err(Error::TooLarge { bytes, tick });
         }
-        // With all gaps that alignments may ask for, what is live still has addresses: no sum of the planner overflows.
+        // The live bytes plus all gaps that alignments may cause fit in the address space. So no sum in the planner
+        // overflows.
         let gaps =
             problem.buffers.iter().filter(|b| b.offset.is_none()).map(|b| u128::from(b.alignment - 1)).sum::<u128>();
         if most.map_or(0, |(_, bytes)| bytes) + gaps > u128::from(u64::MAX) {
@@ -132,8 +135,8 @@ impl Problem {
     /// The same problem with `members` one after another in address order, each starting where the one before ends.
     ///
     /// # Errors
-    /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the members' sizes put one
-    /// off its alignment, or if the pins of two members contradict each other.
+    /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the sizes before a member
+    /// put it off its alignment, or if the pins of two members contradict each other.
     pub fn contiguous(self, members: Vec<BufferId>) -> Result<Self, Error> {
         self.grouped(members, false)
     }
@@ -141,8 +144,8 @@ impl Problem {
     /// The same problem with `members` one after another in an order that the planner chooses.
     ///
     /// # Errors
-    /// Returns [`Error::Group`] in the same cases as [`contiguous`](Self::contiguous), if no order was found that
-    /// avoids them.
+    /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, or if no order was found that
+    /// suits the members' alignments and pins.
     pub fn adjacent(self, members: Vec<BufferId>) -> Result<Self, Error> {
         self.grouped(members, true)
     }
@@ -174,7 +177,7 @@ impl Problem {
     /// The same problem with a range of addresses that no buffer may touch.
     ///
     /// # Errors
-    /// Returns [`Error::PinnedOnForbidden`] if a buffer is pinned there.
+    /// Returns [`Error::PinnedOnForbidden`] if a pinned buffer lies in the range, wholly or in part.
     pub fn forbid(mut self, range: Range<u64>) -> Result<Self, Error> {
         let meets = |b: &Buffer, at: u64| b.bytes > 0 && at < range.end && range.start < at + b.bytes;
         if let Some(buffer) = self.buffers.iter().position(|b| b.offset.is_some_and(|at| meets(b, at))) {
@@ -194,7 +197,7 @@ impl Problem {
         Ok(self)
     }
 
-    /// The same constraints on other buffers; `None` when they contradict each other.
+    /// The same groups and forbidden ranges with other buffers; `None` if they contradict each other.
     pub(crate) fn with_buffers(&self, buffers: Vec<Buffer>) -> Option<Self> {
         let mut problem = Self::new(buffers).ok()?;
         for range in &self.forbidden {
@@ -252,11 +255,11 @@ impl Problem {
     }
 }
 
-/// A member that cannot follow those before it, and the reason.
+/// A member that cannot follow the members before it, and the reason.
 type Misfit = (BufferId, &'static str);
 
 impl Group {
-    /// `members` one after another in this order.
+    /// Stacks `members` one after another in this order.
     pub(crate) fn stack(buffers: &[Buffer], members: Vec<BufferId>) -> Result<Self, Misfit> {
         let lifetime = members.first().map_or(0..1, |id| buffers[id.index()].lifetime.clone());
         let empty = Self { members: Vec::new(), any_order: false, lifetime, bytes: 0, alignment: 1, offset: None };
@@ -299,8 +302,8 @@ impl Group {
     }
 }
 
-/// The members in an order that alignments and pins allow: the most aligned first, or else the first order that a
-/// depth-first search finds within [`ORDERS_TRIED`] steps.
+/// Stacks the members in an order that alignments and pins allow. It tries the most aligned first, then searches
+/// depth-first for at most [`ORDERS_TRIED`] steps.
 fn stack_in_any_order(buffers: &[Buffer], members: &[BufferId]) -> Result<Group, Misfit> {
     fn deepen(buffers: &[Buffer], left: &[BufferId], group: &Group, tries: &mut u32) -> Result<Group, Misfit> {
         if left.is_empty() {
@@ -344,7 +347,7 @@ fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
     (a / x).checked_mul(b)
 }
 
-/// Two buffers pinned onto each other, if there are any.
+/// Returns two pinned buffers that overlap, or `None` if there are none.
 fn overlapping_pins(problem: &Problem) -> Option<(BufferId, BufferId)> {
     let mut events: Vec<(u64, bool, u64, BufferId)> = Vec::new();
     for id in problem.ids() {

@@ -1,22 +1,22 @@
 //! Problems that resemble training steps, for tests and benches.
 //!
 //! A [`SyntheticStep`] is one stage of a pipeline. Per layer and micro-batch, a forward part leaves saved activations for its
-//! backward part, and both use transients that die a few ticks later. Schedules differ in the order of the parts, and
-//! so in how the lifetimes of saved activations nest.
+//! backward part. Both parts also use transients that die a few ticks later. Schedules differ in the order of these
+//! parts, and so in how the lifetimes of saved activations nest.
 
 use crate::{Buffer, Error, Problem};
 
 /// The order in which the parts of a step run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Every micro-batch's backward right after its forward.
+    /// Each micro-batch's backward right after its forward.
     Accumulation,
-    /// As many forwards as there are stages, then a backward and a forward in turns.
+    /// As many forwards as there are stages; after that, backwards and forwards alternate.
     OneForwardOneBackward,
-    /// The same with two chunks of layers per rank, taking turns.
+    /// Like `OneForwardOneBackward`, with two chunks of layers per rank that take turns.
     Interleaved,
-    /// With one more forward ahead, after which the operations of a forward and of a backward alternate, so that the
-    /// communication of one overlaps with the computation of the other.
+    /// Like `OneForwardOneBackward`, with one more forward ahead. The operations of a forward and of a backward
+    /// alternate, so that the communication of one overlaps with the computation of the other.
     Overlapped,
 }
 
@@ -29,7 +29,7 @@ pub struct SyntheticStep {
     pub layers: u64,
     /// Micro-batches of the step.
     pub micro_batches: u64,
-    /// Pipeline stages: how many forwards run ahead.
+    /// Number of pipeline stages, which decides how many forwards run ahead.
     pub stages: u64,
     /// Tokens of each micro-batch; the list repeats from the start.
     pub tokens: &'static [u64],
@@ -60,7 +60,7 @@ const TRANSIENT: [u64; 5] = [2048, 4096, 8192, 2048, 16384];
 const PARAMETERS: [u64; 4] = [12 << 20, 4 << 20, 32 << 20, 8192];
 
 impl SyntheticStep {
-    /// The step's buffers: sizes are multiples of 64, alignment 64.
+    /// Creates the buffers of the step. Sizes are multiples of 64, and the alignment is 64.
     ///
     /// # Errors
     /// Returns an error only if sizes exceed `u64`, as [`Problem::new`] does.
@@ -106,11 +106,11 @@ impl SyntheticStep {
         if self.order == Order::Interleaved { 2 } else { 1 }
     }
 
-    /// When each part runs.
+    /// The parts of the step with their ticks.
     fn timetable(&self) -> Vec<Timed> {
         let parts = self.parts();
         let ticks = self.layers.div_ceil(self.chunks()) * 2 * SAVED.len() as u64;
-        // A forward that is followed by the backward of another micro-batch.
+        // True for a forward that is followed by the backward of another micro-batch.
         let turns = |pair: &[(bool, u64, u64)]| pair[0].0 && !pair[1].0 && pair[0].1 != pair[1].1;
         let mut timetable: Vec<Timed> = Vec::new();
         let mut free = 0;
@@ -129,7 +129,7 @@ impl SyntheticStep {
         timetable
     }
 
-    /// `(is forward, micro-batch, chunk)` in the order they run.
+    /// The parts as `(is forward, micro-batch, chunk)`, in the order in which they run.
     fn parts(&self) -> Vec<(bool, u64, u64)> {
         let units: Vec<(u64, u64)> = match self.order {
             // Groups of `stages` micro-batches pass through one chunk, then through the next.
@@ -145,9 +145,10 @@ impl SyntheticStep {
         let ahead = match self.order {
             Order::Accumulation => 1,
             Order::OneForwardOneBackward => self.stages.max(1),
-            // A micro-batch's backward never overlaps with its own forward.
+            // A micro-batch's backward never overlaps with its own forward, so one more forward runs ahead.
             Order::Overlapped => self.stages.max(1) + 1,
-            // Backward runs through the chunks in reverse, so that a whole group must have run forward.
+            // The backward runs through the chunks in reverse, so a whole group of micro-batches must have run forward
+            // first.
             Order::Interleaved => 2 * self.stages.max(1) + 1,
         };
         let backward = |&(m, chunk): &(u64, u64)| (false, m, self.chunks() - 1 - chunk);

@@ -28,21 +28,21 @@ pub enum Kind {
 pub struct Action {
     /// The pass to run.
     pub kind: Kind,
-    /// The stage that it belongs to.
+    /// The stage that runs the pass.
     pub stage: StageId,
-    /// The micro-batch that it is for.
+    /// The micro-batch that the pass is for.
     pub micro_batch: MicroBatch,
 }
 
 impl Action {
-    /// An action from plain numbers.
+    /// Creates an action from plain numbers.
     pub fn new(kind: Kind, stage: u32, micro_batch: u32) -> Self {
         Self { kind, stage: StageId(stage), micro_batch: MicroBatch(micro_batch) }
     }
 }
 
 impl Kind {
-    /// The letter of PyTorch's notation.
+    /// The letter of this kind in PyTorch's notation.
     pub fn letter(self) -> char {
         match self {
             Self::Forward => 'F',
@@ -65,23 +65,23 @@ impl fmt::Display for Action {
 pub enum Cell {
     /// An action by itself.
     One(Action),
-    /// A forward and a backward of another stage that run at the same time.
+    /// A forward of one stage and a backward of another that run at the same time.
     Overlap(Action, Action),
     /// Communication that a rank does between its actions.
     Communicate(Communication),
-    /// The optimizer's step on the weights of a stage. PyTorch's tables leave it to the caller, so this notation is
-    /// ours.
+    /// The optimizer's step on the weights of a stage. PyTorch's tables leave this step to the caller, so the notation
+    /// `UPDATE` is an addition.
     Update(StageId),
 }
 
-/// Communication of a rank between its actions. Generators leave it out; tables from elsewhere may have it.
+/// Communication of a rank between its actions. Schedules leave it out; tables from files may have it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Communication {
     /// The kind of communication.
     pub kind: CommunicationKind,
-    /// The stage that it belongs to.
+    /// The stage that the communication belongs to.
     pub stage: StageId,
-    /// The micro-batch that it is for; `None` if it concerns the stage's weights.
+    /// The micro-batch of a message; `None` if the communication concerns the stage's weights.
     pub micro_batch: Option<MicroBatch>,
 }
 
@@ -102,13 +102,13 @@ pub enum CommunicationKind {
 }
 
 impl Communication {
-    /// A message from plain numbers.
+    /// Creates a message from plain numbers.
     pub fn message(kind: CommunicationKind, stage: u32, micro_batch: u32) -> Self {
         Self { kind, stage: StageId(stage), micro_batch: Some(MicroBatch(micro_batch)) }
     }
 
-    /// The other end of a message: the receive of a send, or the send of a receive. `None` for communication without
-    /// another end, and for a gradient that stage 0 would send upwards.
+    /// Returns the other end of a message: the receive for a send, or the send for a receive. Returns `None` for
+    /// communication that is not a message, and for a gradient that stage 0 would send to a stage before it.
     pub fn other_end(self) -> Option<Self> {
         let (kind, stage) = match self.kind {
             CommunicationKind::SendForward => (CommunicationKind::ReceiveForward, self.stage.0.checked_add(1)),
@@ -136,7 +136,7 @@ impl CommunicationKind {
         (Self::WaitReduceGradient, "WAIT_REDUCE_GRAD"),
     ];
 
-    /// True if it concerns one micro-batch rather than the stage's weights.
+    /// True if communication of this kind concerns one micro-batch rather than the stage's weights.
     pub fn has_micro_batch(self) -> bool {
         !matches!(self, Self::Unshard | Self::Reshard | Self::ReduceGradient | Self::WaitReduceGradient)
     }

@@ -1,41 +1,43 @@
 //! Adds the messages between ranks to a table: every send, and the place of its receive.
 //!
 //! In: a table of actions, with or without the work on weights. Out: the same cells in the same order, with sends,
-//! receives and waits between them. Stages of one rank pass values on without a message. The order of actions never
+//! receives and waits between them. Two stages of one rank need no messages between them. The order of actions never
 //! changes.
 //!
-//! The pass walks all ranks in rounds, one cell each. A send goes right after its action, and at the same moment its
-//! receive is appended to the peer's row:
+//! The pass walks all ranks in rounds, one cell of each rank per round. A send goes right after its action. In the same
+//! round, its receive is appended to the peer's row:
 //!
 //! ```text
 //! rank 0 │ 0F0 0SEND_F0         0F1 0SEND_F1 0RECV_B0 …
 //! rank 1 │              1RECV_F0                       1F0 …
 //! ```
 //!
-//! So there is one order of all messages that agrees with every rank's own. No rank ever waits for a message that comes
-//! later in that order, so the table is free of deadlock, whether sends are buffered or last until they are received.
-//! PyTorch's runtime exchanges messages in the same order.
+//! So there is one order of all messages, and each rank's own order agrees with it. No rank ever waits for a message
+//! that comes later in that order. So the table is free of deadlock, whether sends are buffered or last until they are
+//! received. PyTorch's runtime exchanges messages in the same order.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, StageId, Stuck};
 
-/// When a rank waits until one of its own sends is done. The sent buffer must stay alive until then.
+/// The point at which a rank waits until one of its own sends is done. The sent buffer must stay alive until then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Waits {
-    /// As in PyTorch: for an activation after the backward of the same micro-batch, for a gradient at the end of the
-    /// row. M gradients stay alive per stage.
+    /// As in PyTorch: an activation's send is awaited after the backward of the same micro-batch, a gradient's send at
+    /// the end of the row. So all M gradients of a stage stay alive.
     #[default]
     Late,
-    /// Before the same stage's next send in the same direction, so that one buffer per stage and direction stays alive.
+    /// A send is awaited before the same stage's next send in the same direction. So one buffer per stage and direction
+    /// stays alive.
     NextSend,
 }
 
-/// Returns the table with SEND_F, RECV_F, SEND_B, RECV_B and their waits. Messages already in the table are replaced.
+/// Returns the table with SEND_F, RECV_F, SEND_B, RECV_B and the waits for the sends. Messages that the table already
+/// has are replaced.
 ///
 /// # Errors
-/// Returns [`Stuck`] if an action waits for one that never comes; [`crate::check()`] reports everything that is wrong
-/// with such a table.
+/// Returns [`Stuck`] if an action waits for an action that never runs. [`crate::check()`] reports everything that is
+/// wrong with such a table.
 pub fn communicate(table: &[Vec<Cell>], waits: Waits) -> Result<Vec<Vec<Cell>>, Stuck> {
     let is_message = |cell: &Cell| matches!(cell, Cell::Communicate(message) if message.micro_batch.is_some());
     let todo: Vec<Vec<Cell>> =
@@ -90,7 +92,7 @@ fn exchange(table: &[Vec<Cell>]) -> Result<Vec<Vec<Cell>>, Stuck> {
     }
 }
 
-/// True if the input from the neighbouring stage is there: received, or produced on this rank.
+/// True if the input from the neighbouring stage is available: it was received, or produced on this rank.
 fn has_input(action: Action, last: Option<StageId>, there: &BTreeSet<Cell>) -> bool {
     let Action { kind, stage, micro_batch } = action;
     let made = |kind, stage| there.contains(&Cell::One(Action { kind, stage, micro_batch }));
@@ -111,7 +113,8 @@ fn has_input(action: Action, last: Option<StageId>, there: &BTreeSet<Cell>) -> b
     }
 }
 
-/// The send of an action's result to another stage, and the receive at the other end.
+/// Returns the send of an action's result to another stage, and its receive. Returns `None` if the result stays in the
+/// stage.
 fn message(action: Action) -> Option<(Communication, Communication)> {
     let kind = match action.kind {
         Kind::Forward => CommunicationKind::SendForward,

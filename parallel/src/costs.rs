@@ -1,16 +1,16 @@
-//! Durations in ticks: the same for all stages, or per stage, or by a rule of the caller's own.
+//! Durations in ticks: the same for all stages, per stage, or by a rule of the caller.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::{Action, Kind, StageId};
 
-/// The durations that the simulator asks for. A tick is the caller's unit of time.
+/// The durations that the simulator uses. A tick is a unit of time that the caller chooses.
 pub trait Durations {
-    /// Ticks of one action by itself.
+    /// Ticks of one action that runs alone.
     fn action(&self, action: Action) -> u64;
 
-    /// Ticks of a forward and a backward of another stage that run at the same time.
+    /// Ticks of a forward of one stage and a backward of another that run at the same time.
     fn overlapped(&self, forward: Action, backward: Action) -> u64 {
         self.action(forward) + self.action(backward)
     }
@@ -35,14 +35,14 @@ pub struct Costs {
     pub backward_input: u64,
     /// Ticks of W.
     pub backward_weight: u64,
-    /// Ticks of a forward and a whole backward that run at the same time. With a split backward, the pair takes as much
-    /// less as the split backward is shorter.
+    /// Ticks of a forward and a whole backward that run at the same time. A pair with a split backward takes less time,
+    /// by as much as the split backward is shorter than the whole one.
     pub overlapped: u64,
     /// Ticks from the end of an action until a neighbouring rank can use its result.
     pub transfer: u64,
 }
 
-/// One tick each for F, I and W, three for a pair, none between ranks.
+/// One tick each for F, I and W, three ticks for a pair, and no transfer time.
 impl Default for Costs {
     fn default() -> Self {
         Self { forward: 1, backward_input: 1, backward_weight: 1, overlapped: 3, transfer: 0 }
@@ -59,7 +59,8 @@ impl Costs {
         }
     }
 
-    /// Ticks saved by running a pair at the same time; negative if it takes longer.
+    /// Ticks saved by running a pair at the same time. The number is negative if the pair takes longer than its two
+    /// actions one by one.
     fn saved(&self) -> i128 {
         i128::from(self.ticks(Kind::Forward)) + i128::from(self.ticks(Kind::Backward)) - i128::from(self.overlapped)
     }
@@ -79,10 +80,10 @@ impl Durations for Costs {
     }
 }
 
-/// The costs of each stage, indexed by stage. A stage past the end has the costs of the last one; an empty slice costs
-/// nothing.
+/// The costs of each stage, indexed by stage. A stage past the end has the costs of the last entry. With an empty
+/// slice, everything takes zero ticks.
 ///
-/// A pair of two stages saves the lesser of the ticks that each of them saves.
+/// For a pair of two stages, each stage's costs give a number of ticks saved. The pair saves the smaller number.
 impl Durations for [Costs] {
     fn action(&self, action: Action) -> u64 {
         costs_of_stage(self, action.stage).ticks(action.kind)
@@ -112,7 +113,7 @@ fn side_by_side(forward: &Costs, forward_kind: Kind, backward: &Costs, backward_
     u64::try_from(alone - forward.saved().min(backward.saved())).unwrap_or(0)
 }
 
-/// The speed of a device, to compute costs from a graph's operation and byte counts instead of measurements.
+/// The speed of a device. It yields costs from a graph's operation and byte counts, without measurements.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Rates {
@@ -128,8 +129,8 @@ impl Rates {
         [self.flops, self.bytes].iter().all(|rate| rate.is_finite() && *rate > 0.0)
     }
 
-    /// Nanoseconds of work that is limited by arithmetic or by memory, whichever takes longer (the roofline model of
-    /// Williams et al., 2009).
+    /// Nanoseconds of work that is limited by arithmetic or by memory. The slower of the two counts (the roofline model
+    /// of Williams et al., 2009).
     pub fn nanoseconds(&self, flops: u64, bytes: u64) -> u64 {
         let seconds = (flops as f64 / self.flops).max(bytes as f64 / self.bytes);
         (seconds * 1e9).ceil() as u64
@@ -156,7 +157,7 @@ mod tests {
         let pair = |forward, backward, kind| {
             costs.overlapped(Action::new(Kind::Forward, forward, 1), Action::new(kind, backward, 0))
         };
-        // The cheap stage saves one tick in a pair with itself, the expensive one none, whichever its partner.
+        // A pair of two cheap stages saves one tick. A pair with the expensive stage saves none, whichever its partner.
         assert_eq!(pair(0, 0, Kind::Backward), 5);
         assert_eq!(pair(0, 0, Kind::BackwardInput), 4);
         assert_eq!(pair(1, 1, Kind::Backward), 60);

@@ -1,4 +1,4 @@
-//! Errors in the shape of a schedule, or in the text of one.
+//! Errors in the shape of a schedule, or in the text of a table.
 
 /// Every error of this crate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

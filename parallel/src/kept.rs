@@ -1,30 +1,30 @@
 //! Exact live bytes of a rank, from the buffers that one micro-batch keeps between cells.
 //!
-//! In: the row of cells that a rank runs, and the buffers of *one* micro-batch with the cells in which they are born
-//! and die. Micro-batches may keep different buffers. Out: the most bytes alive at a time, over all micro-batches.
+//! In: the row of cells that a rank runs, and the buffers of each micro-batch with the cells in which they are born and
+//! die. Out: the most bytes alive at once, over all micro-batches together.
 
 use std::collections::{BTreeSet, HashMap};
 
 use crate::{Action, Cell, Communication, MicroBatch};
 
-/// A buffer of one stage and micro-batch that outlives the cell in which it is born.
+/// A buffer of one stage and micro-batch that stays alive after the cell in which it is born.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeptBuffer {
-    /// Size of the buffer.
+    /// Size of the buffer in bytes.
     pub bytes: u64,
-    /// The cell in which it is born.
+    /// The cell in which the buffer is born.
     pub from: Cell,
-    /// The last cell in which it is alive.
+    /// The last cell in which the buffer is alive.
     pub until: Cell,
 }
 
-/// The most bytes alive in any cell of `row`, if micro-batch m keeps the buffers `kept(m)`, whichever micro-batch the
-/// cells of these buffers name. A buffer is alive from the start of the cell it is born in to the end of its last cell.
-/// It counts nothing if `row` does not contain both cells.
+/// Returns the most bytes alive in any cell of `row`. `kept(m)` returns the buffers that micro-batch m keeps; the
+/// micro-batch named in the cells of these buffers is ignored. A buffer is alive from the start of the cell in which it
+/// is born to the end of its last cell. A buffer does not count if `row` lacks one of these two cells.
 pub fn peak_bytes<'a>(row: &[Cell], kept: impl Fn(MicroBatch) -> &'a [KeptBuffer]) -> u64 {
     let at: HashMap<Cell, usize> = row.iter().enumerate().map(|(index, &cell)| (cell, index)).collect();
     let micro_batches: BTreeSet<MicroBatch> = row.iter().filter_map(micro_batch).collect();
-    // By cell: bytes born at its start, and bytes that die at its end.
+    // For each cell of the row, the bytes born at its start and the bytes that die at its end.
     let mut changes = vec![(0, 0); row.len()];
     for (micro_batch, kept) in micro_batches.iter().flat_map(|&m| kept(m).iter().map(move |kept| (m, kept))) {
         let [from, until] = [kept.from, kept.until].map(|cell| at.get(&with(cell, micro_batch)).copied());

@@ -9,8 +9,9 @@
 //! kept       ·        ·                           ├─────────┴──────────────────┤
 //! ```
 //!
-//! Within a rank, only the order of the cells determines what is alive together: a buffer is born at the start of the
-//! cell that creates it, and dies at the end of the cell that reads it last. So the peak does not depend on the costs.
+//! Within a rank, the order of the cells alone determines which buffers are alive together: a buffer is born at the
+//! start of the cell that creates it, and dies at the end of the cell that reads it last. So the peak does not depend
+//! on the costs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,19 +20,19 @@ use crate::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, St
 /// Bytes of one stage for one micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StageBytes {
-    /// The activation from the stage above: a receive buffer, or the output of a stage on the same rank.
+    /// The activation from the stage before: a receive buffer, or the output of a stage on the same rank.
     pub input: u64,
     /// The last reader of the input.
     pub input_until: LastReader,
-    /// The gradient of the input, which is sent upwards. Stage 0 may have none.
+    /// The gradient of the input, which is sent to the stage before. Stage 0 may have none.
     pub input_gradient: u64,
-    /// Whether W also reads the gradient from the stage below, not only I.
+    /// True if W, too, reads the gradient from the next stage; false if only I reads it.
     pub weight_reads_gradient: bool,
-    /// Bytes, without the input, that F keeps for the backward and that I reads last.
+    /// Bytes that F keeps for the backward and that I reads last, without the input.
     pub saved_until_input: u64,
-    /// Bytes, without the input, that F keeps for the backward and that W reads last.
+    /// Bytes that F keeps for the backward and that W reads last, without the input.
     pub saved_until_weight: u64,
-    /// Bytes that I leaves for W. A whole backward consumes them piece by piece and is assumed to leave none.
+    /// Bytes that I leaves for W. A whole backward consumes such values piece by piece, so it is assumed to leave none.
     pub kept_by_input: u64,
 }
 
@@ -48,11 +49,12 @@ pub enum LastReader {
 }
 
 impl Timeline {
-    /// Bytes alive on a rank at each tick where they change. `bytes` is indexed by stage; a missing stage has none.
+    /// Returns the bytes alive on a rank, at each tick where their number changes. `bytes` is indexed by stage; a
+    /// missing stage counts as zero bytes.
     ///
     /// A receive buffer lives from its receive on. A send buffer lives until its wait, or until its send if the table
-    /// has no waits. In a table without communication, messages arrive right before and leave right after their
-    /// actions.
+    /// has no waits. In a table without communication, messages arrive right before the actions that need them, and are
+    /// sent right after the actions that create them.
     pub fn live_bytes(&self, rank: usize, bytes: &[StageBytes]) -> Vec<(u64, u64)> {
         let stages: BTreeSet<StageId> =
             self.ranks[rank].iter().flat_map(|span| span.cell.actions()).map(|action| action.stage).collect();
@@ -93,9 +95,9 @@ enum BufferKind {
 
 struct Memory<'a> {
     bytes: &'a [StageBytes],
-    /// The stages of this rank.
+    /// The stages that run on this rank.
     stages: BTreeSet<StageId>,
-    /// The kinds of communication of this rank.
+    /// The kinds of communication that occur on this rank.
     kinds: BTreeSet<CommunicationKind>,
     alive: BTreeMap<(BufferKind, StageId, MicroBatch), u64>,
     now: u64,
@@ -113,7 +115,7 @@ impl Memory<'_> {
         }
         for Action { kind, stage, micro_batch } in cell.actions() {
             if kind == Kind::Forward {
-                // Without a receive in the table, the input arrives just now; from a stage of this rank it is there
+                // If the table has no receive, the input arrives at this cell. Input from a stage of this rank is alive
                 // already.
                 self.birth(BufferKind::Input, stage, micro_batch);
                 self.birth(BufferKind::SavedUntilInput, stage, micro_batch);
@@ -189,7 +191,8 @@ impl Memory<'_> {
         self.birth_of(what, stage, stage, micro_batch);
     }
 
-    /// A message between two stages is keyed by its reader if that is on this rank, otherwise by its maker.
+    /// Records the birth of a message between two stages. If the reader is on this rank, the message is keyed by the
+    /// reader, otherwise by its maker.
     fn birth_of(&mut self, what: BufferKind, reader: StageId, maker: StageId, micro_batch: MicroBatch) {
         let (owner, bytes) = match what {
             BufferKind::Input => (reader, self.stage_bytes(reader).input),

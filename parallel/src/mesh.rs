@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// The division of the work among ranks: copies of the model that share the batch, pipeline stages, and shares of the
-/// experts.
+/// The division of the work among ranks. There are copies of the model that share the batch, pipeline stages of each
+/// copy, and shares of the experts of each layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Mesh {
@@ -30,7 +30,7 @@ pub struct Coordinate {
 }
 
 impl Default for Mesh {
-    /// One rank that does everything.
+    /// A mesh of one rank, which does everything.
     fn default() -> Self {
         Self { data: 1, pipeline: 1, expert: 1 }
     }
@@ -42,7 +42,7 @@ impl Mesh {
         Self { pipeline: ranks, ..Self::default() }
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     ///
     /// # Errors
     /// Returns [`Error::Mesh`] if an extent is 0 or the number of ranks overflows.
@@ -52,11 +52,11 @@ impl Mesh {
         ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, expert })
     }
 
-    /// The coordinate of a rank. Ranks with consecutive numbers share experts first, and then are stages of one copy,
-    /// so that ranks that communicate most are nearest to each other.
+    /// Returns the coordinate of a rank. Along consecutive ranks, the share of the experts changes first, then the
+    /// pipeline stage, then the copy of the model. So the ranks that communicate most are nearest to each other.
     ///
     /// # Panics
-    /// Panics if an extent is 0; [`Mesh::ranks`] returns an error then.
+    /// Panics if an extent is 0. [`Mesh::ranks`] returns an error in that case.
     pub fn coordinate(&self, rank: usize) -> Coordinate {
         let Self { pipeline, expert, .. } = *self;
         Coordinate { expert: rank % expert, pipeline: rank / expert % pipeline, data: rank / expert / pipeline }

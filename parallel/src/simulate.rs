@@ -1,4 +1,4 @@
-//! Simulates when each cell runs, and what is alive meanwhile, for given durations of the actions.
+//! Simulates when each cell runs, given the durations of the actions, and counts the activations alive meanwhile.
 
 use std::collections::BTreeMap;
 
@@ -22,21 +22,21 @@ pub struct Timeline {
     pub ranks: Vec<Vec<Span>>,
 }
 
-/// The error for a rank that waits forever; [`crate::check()`] says why.
+/// The error if a rank waits forever. [`crate::check()`] reports the reason.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("rank {rank} waits forever at {cell}; gapless_parallel::check names what it waits for")]
 pub struct Stuck {
-    /// The rank.
+    /// The rank that waits.
     pub rank: usize,
     /// The cell at which it waits.
     pub cell: Cell,
 }
 
-/// Starts every cell as soon as its rank is free and its inputs have arrived.
+/// Simulates a table in which every cell starts as soon as its rank is free and its inputs have arrived.
 ///
-/// Sends are buffered and receives are posted ahead, so communication takes no time on its rank. A message takes its
-/// transfer time, counted from its send if the table has sends, otherwise from the end of its action. A wait lasts
-/// until the transfer is over.
+/// Sends are buffered and receives are posted ahead, so communication takes no time on the rank itself. A message takes
+/// its transfer time. The transfer begins at the message's send if the table has sends, otherwise at the end of the
+/// action that produced it. A wait lasts until the transfer is over.
 ///
 /// # Errors
 /// Returns [`Stuck`] if the inputs of a cell are never produced.
@@ -78,25 +78,25 @@ impl Timeline {
         self.ranks.iter().flatten().map(|span| span.end).max().unwrap_or_default()
     }
 
-    /// Ticks before the end of the makespan in which a rank has nothing to do.
+    /// Ticks, out of the makespan, in which a rank runs no action and no update.
     pub fn bubble(&self, rank: usize) -> u64 {
         let busy = |span: &Span| match span.cell {
-            // A wait is not work.
+            // Waiting is not work.
             Cell::Communicate(_) => 0,
             Cell::One(_) | Cell::Overlap(..) | Cell::Update(_) => span.end - span.start,
         };
         self.makespan() - self.ranks[rank].iter().map(busy).sum::<u64>()
     }
 
-    /// Fraction of all ranks' time, up to the makespan, in which they have nothing to do.
+    /// The share of bubbles in the time of all ranks up to the makespan; 0 if nothing takes time.
     pub fn bubble_share(&self) -> f64 {
         let bubbles: u64 = (0..self.ranks.len()).map(|rank| self.bubble(rank)).sum();
         let whole = self.makespan() as f64 * self.ranks.len() as f64;
         if whole > 0.0 { bubbles as f64 / whole } else { 0.0 }
     }
 
-    /// The number of activations alive on a rank at each tick where it changes, counted in chunks of one micro-batch.
-    /// An activation is born where its F starts and dies where its W or whole B ends.
+    /// Returns the number of activations alive on a rank, at each tick where it changes. The unit is one chunk of one
+    /// micro-batch. An activation is born where its F starts and dies where its W or whole B ends.
     pub fn live(&self, rank: usize) -> Vec<(u64, i64)> {
         let mut changes: BTreeMap<u64, i64> = BTreeMap::new();
         for (span, action) in self.ranks[rank].iter().flat_map(|span| span.cell.actions().map(move |a| (span, a))) {
@@ -122,7 +122,7 @@ impl Timeline {
     }
 }
 
-/// A result that other cells wait for. A whole backward counts as its input gradient.
+/// A result that other cells depend on. A whole backward counts as its input gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Completed {
     Forward(StageId, MicroBatch),
@@ -130,7 +130,7 @@ enum Completed {
     Weight(StageId, MicroBatch),
 }
 
-/// The results so far, with rank, end and action of each, and the ends of the sends.
+/// The results so far, each with its rank, end and action, and the ends of the sends.
 struct Results {
     sends_are_written: bool,
     ends: BTreeMap<Completed, (usize, u64, Action)>,
@@ -138,7 +138,7 @@ struct Results {
 }
 
 impl Results {
-    /// The tick at which everything that a cell needs has arrived; `None` if some of it is not done yet.
+    /// Returns the tick at which all inputs of a cell have arrived, or `None` if one of them is not computed yet.
     fn ready(&self, cell: &Cell, rank: usize, last: Option<StageId>, costs: &(impl Durations + ?Sized)) -> Option<u64> {
         if let Cell::Communicate(wait) = cell {
             return self.wait_end(*wait, costs);

@@ -1,9 +1,9 @@
 //! PyTorch's text form of a schedule: one row of comma-separated cells per rank.
 //!
 //! A cell is `stage KIND micro-batch` without spaces (`0F3`), or a pair `(0F3;3B1)OVERLAP_F_B`. An empty cell is an
-//! idle slot, which does not affect the order and is dropped. The compute-only tables of `torch.distributed.pipelining`
-//! have this form; its lowered tables also have communication (`0SEND_F3`, `0UNSHARD`). The optimizer's step
-//! (`0UPDATE`) is our addition.
+//! idle slot. It does not affect the order and is dropped. The compute-only tables of `torch.distributed.pipelining`
+//! have this form. PyTorch's lowered tables also have communication (`0SEND_F3`, `0UNSHARD`). The optimizer's step
+//! (`0UPDATE`) is an addition of this crate.
 
 use crate::{Action, Cell, Communication, CommunicationKind, Error, Kind, MicroBatch, StageId};
 
@@ -16,7 +16,7 @@ pub fn write_table(table: &[Vec<Cell>]) -> String {
 /// Reads the output of [`write_table`], and PyTorch's own files.
 ///
 /// # Errors
-/// Returns [`Error::Cell`] for the first cell that is not of this form; rows and cells count from 1.
+/// Returns [`Error::Cell`] for the first cell that does not have this form. Rows and cells count from 1.
 pub fn read_table(text: &str) -> Result<Vec<Vec<Cell>>, Error> {
     let rows = text.lines().enumerate();
     rows.map(|(row, line)| {

@@ -1,8 +1,8 @@
 //! Adds the work on a stage's weights between the actions: fetching sharded weights, reducing gradients over the
 //! data-parallel ranks, updating.
 //!
-//! In and out: tables. Each pass adds its cells and keeps the order of the others. [`crate::communicate`] comes last,
-//! because it counts every cell in its rounds.
+//! In and out: tables. Each pass adds its cells and keeps the order of all others. [`crate::communicate`] must run
+//! after these passes, because its rounds count every cell.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
@@ -17,8 +17,8 @@ pub fn reduce_gradients(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     after_last_gradient(table, cells)
 }
 
-/// Adds UPDATE of every stage at the end of its rank's row, in the order of the stages. An optimizer that clips by the
-/// norm of all gradients cannot start sooner.
+/// Adds the UPDATE of every stage at the end of its rank's row, in the order of the stages. An optimizer that clips by
+/// the norm of all gradients cannot start sooner.
 pub fn update_weights(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     let row = |row: &Vec<Cell>| {
         let stages: BTreeSet<StageId> = row.iter().flat_map(Cell::actions).map(|action| action.stage).collect();
@@ -27,15 +27,15 @@ pub fn update_weights(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     table.iter().map(row).collect()
 }
 
-/// Adds UNSHARD and RESHARD so that each rank holds the whole weights of only the `at_once` stages that it needs next.
-/// PyTorch's runtime holds three: one computes forward, one computes backward, one is being fetched.
+/// Adds UNSHARD and RESHARD so that each rank holds the whole weights of only the next `at_once` stages that it runs.
+/// PyTorch's runtime holds three stages: one computes forward, one computes backward, one is being fetched.
 pub fn fetch_weights(table: &[Vec<Cell>], at_once: NonZeroUsize) -> Vec<Vec<Cell>> {
     let row = |row: &Vec<Cell>| {
         let mut fetched = Vec::with_capacity(row.len() + 4);
         let mut held: Vec<StageId> = Vec::new();
         for (at, &cell) in row.iter().enumerate() {
             let next = next_stages(&row[at..], at_once);
-            // Sorted by stage, so that the order does not depend on when they were fetched.
+            // Sorting by stage makes the order independent of when the weights were fetched.
             held.sort_unstable();
             for &stage in held.iter().filter(|stage| !next.contains(stage)) {
                 fetched.push(about(CommunicationKind::Reshard, stage));
@@ -53,7 +53,7 @@ pub fn fetch_weights(table: &[Vec<Cell>], at_once: NonZeroUsize) -> Vec<Vec<Cell
     table.iter().map(row).collect()
 }
 
-/// Merges each input gradient and the weight gradient right after it into one whole backward.
+/// Merges each input gradient with the weight gradient right after it into one whole backward.
 pub fn merge_backwards(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     let row = |row: &Vec<Cell>| {
         let mut merged: Vec<Cell> = Vec::with_capacity(row.len());
@@ -73,7 +73,7 @@ pub fn merge_backwards(table: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     table.iter().map(row).collect()
 }
 
-/// The next `count` different stages of a row, in the order in which they come.
+/// Returns the next `count` different stages of a row, in order of their first use.
 fn next_stages(row: &[Cell], count: NonZeroUsize) -> Vec<StageId> {
     let mut next = Vec::new();
     for &cell in row {
@@ -87,7 +87,7 @@ fn next_stages(row: &[Cell], count: NonZeroUsize) -> Vec<StageId> {
                 next.push(stage);
             }
         }
-        // A pair needs both of its stages, even if one of them exceeds the count.
+        // A pair needs both of its stages, even if the second one exceeds `count`.
         if next.len() >= count.get() {
             break;
         }

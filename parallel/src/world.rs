@@ -9,13 +9,14 @@ pub struct World {
     pub rank: usize,
     /// Number of processes.
     pub size: usize,
-    /// Index of this process among those of its host, from 0, which selects its device. Not every launcher sets it.
+    /// Index of this process among the processes of its host, from 0, which selects its device. `None` if the launcher
+    /// doesn't set it.
     pub local_rank: Option<usize>,
     /// The launcher whose variables were used.
     pub launcher: Launcher,
 }
 
-/// The launchers whose variables are recognized, in the order in which they are looked for.
+/// The launchers whose variables are recognized. Earlier ones take precedence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
     /// `RANK`, `WORLD_SIZE`, `LOCAL_RANK`: torchrun, or the user.
@@ -46,7 +47,8 @@ pub enum WorldError {
     Disagreement { mpi_rank: usize, mpi_size: usize, launcher: Launcher, rank: usize, size: usize },
 }
 
-/// The variables of each launcher: rank, size (of several, the first that is set counts), and rank on the host.
+/// The variables of each launcher: the rank, the size, and the rank on the host. Of several variables for the size, the
+/// first that is set counts.
 const VARIABLES: [(Launcher, &str, &[&str], &str); 4] = [
     (Launcher::Torch, "RANK", &["WORLD_SIZE"], "LOCAL_RANK"),
     (Launcher::OpenMpi, "OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"], "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -56,8 +58,8 @@ const VARIABLES: [(Launcher, &str, &[&str], &str); 4] = [
 ];
 
 impl World {
-    /// The place that the environment gives this process. `None` if no launcher's variables are set: the process is
-    /// alone.
+    /// Returns the place that the environment gives this process, or `None` if no launcher's variables are set. In that
+    /// case the process is the only one.
     ///
     /// # Errors
     /// Returns an error if a launcher's variables are incomplete, are not numbers, or contradict each other.
@@ -81,7 +83,8 @@ impl World {
                 (Some(_), None) => {
                     return Err(WorldError::Incomplete { set: rank_variable, missing: size_variables[0] });
                 }
-                // Slurm sets the number of tasks for an allocation before any of them is started.
+                // Slurm sets the number of tasks as soon as it allocates nodes, before any task is started. So the size
+                // alone means nothing.
                 (None, Some(_)) if launcher == Launcher::Slurm => continue,
                 (None, Some(set)) => return Err(WorldError::Incomplete { set, missing: rank_variable }),
                 (Some(rank), Some(size_variable)) => match number(size_variable)? {
@@ -97,11 +100,11 @@ impl World {
         Ok(None)
     }
 
-    /// Compares the place with MPI's, which is trusted.
+    /// Compares this place with the one that MPI reports.
     ///
     /// # Errors
-    /// Returns an error if they disagree. Processes started by one launcher but numbered by another's variables would
-    /// do each other's work.
+    /// Returns an error if they differ. The launcher that started the processes would then not be the one whose
+    /// variables numbered them, and processes would do each other's work.
     pub fn agree_with_mpi(&self, mpi_rank: usize, mpi_size: usize) -> Result<(), WorldError> {
         let Self { rank, size, launcher, .. } = *self;
         if (rank, size) == (mpi_rank, mpi_size) {
@@ -122,7 +125,7 @@ impl fmt::Display for Launcher {
 mod tests {
     use super::*;
 
-    /// `environment` consists of `NAME=value` words.
+    /// Runs [`World::discover_in`] with `environment`, which consists of `NAME=value` words.
     fn discover(environment: &str) -> Result<Option<World>, WorldError> {
         let pairs: Vec<(&str, &str)> = environment.split_whitespace().map(|w| w.split_once('=').unwrap()).collect();
         World::discover_in(|name| pairs.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()))

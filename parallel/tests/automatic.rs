@@ -1,5 +1,5 @@
-//! Orders made for given costs: they pass the checker, and are compared with the rules and with the tables that the
-//! zero-bubble authors' search found.
+//! Orders that are searched for given costs. They pass the checker, and are compared with the rules and with the tables
+//! that the zero-bubble authors' search found.
 
 use gapless_parallel::{
     Automatic, Cell, Costs, Error, Placement, Schedule, Sends, Shape, Timeline, by_name, check, read_table, simulate,
@@ -43,7 +43,8 @@ fn a_limit_below_one_micro_batch_is_refused() {
     assert_eq!(error, Error::Peak { schedule: "automatic", needed: 2, peak: 1 });
 }
 
-/// Stages of very different costs: an order made for them takes 356 ticks, one made for equal stages 378.
+/// With stages of very different costs, an order searched for these costs takes 356 ticks, and an order searched for
+/// equal costs takes 378.
 #[test]
 fn stages_may_cost_their_own() {
     let shape = Shape { ranks: 4, chunks: 1, micro_batches: 8 };
@@ -76,7 +77,8 @@ fn no_rule_is_faster_with_its_own_memory() {
     }
 }
 
-/// Each table of the search, with the costs in its name and its own peak as the limit.
+/// Compares with each table of the authors' search, at the costs in the table's name and with the table's own peak as
+/// the limit.
 #[test]
 fn as_fast_as_the_searched_tables() {
     let folder = gapless_testing::evidence("vectors/generated_zerobubble");

@@ -1,4 +1,5 @@
-//! Every generator through the checker and the simulator, compared with the closed forms of the papers.
+//! Runs every generator's tables through the checker and the simulator, and compares them with the closed forms of the
+//! papers.
 
 use gapless_parallel::{
     Action, Cell, Costs, Error, Interleaved, Kind, Schedule, Sends, Shape, Violation, all, by_name, check, simulate,
@@ -90,13 +91,13 @@ fn groups_keep_the_bubble_and_raise_the_peak() {
     }
 }
 
-/// Ticks of bubble for costs per chunk, if there is a formula for this shape and these costs.
+/// Ticks of bubble at these costs per chunk; `None` if there is no formula for this shape and these costs.
 fn bubble(name: &str, &Shape { ranks: p, micro_batches: m, .. }: &Shape, costs: &Costs) -> Option<u64> {
     let (p, m) = (u64::from(p), u64::from(m));
     let &Costs { forward: f, backward_input: b, backward_weight: w, .. } = costs;
     let unit = *costs == Costs::default();
-    // The formulas count shares of a rank, ticks count chunks of it: a factor of V, which cancels the formulas'
-    // divisor.
+    // The formulas count in shares of a rank, the ticks in chunks of a rank. The factor V between them cancels the
+    // formulas' divisor.
     match name {
         "gpipe" | "1f1b" => Some((p - 1) * (f + b + w)),
         "interleaved" | "looped-bfs" | "modular-pipeline" if m.is_multiple_of(p) => Some((p - 1) * (f + b + w)),
@@ -119,8 +120,8 @@ fn peak(name: &str, &Shape { ranks: p, chunks: v, micro_batches: m }: &Shape, r:
         "zb-h1" => Some(m.min(p)),
         "interleaved-zb" if m.is_multiple_of(p) => Some(v * m.min(p)),
         "zb-h2" => Some(m.min(2 * p - 1)),
-        // A batch smaller than the warm-up has all of its forwards downwards, and those upwards that come before the
-        // drain.
+        // A batch smaller than the warm-up runs all of its forwards on the way down, and those on the way up that come
+        // before the drain.
         "zbv" => Some((2 * p).min(2 * m).min(m + r + 1)),
         "dualpipev" => Some(2 * p + 1),
         _ => None,
@@ -162,7 +163,8 @@ fn bubbles_and_peaks_are_the_formulas() {
     assert!(wrong.is_empty(), "{} of {judged} differ:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// The published figures for 8 ranks and 16 micro-batches: bubble and largest peak, in halves of a rank's share.
+/// The published figures for 8 ranks and 16 micro-batches: the bubble, and the largest peak in halves of a rank's
+/// share.
 #[test]
 fn the_v_family_trades_memory_for_time() {
     let shape = Shape { ranks: 8, chunks: 2, micro_batches: 16 };
@@ -173,7 +175,7 @@ fn the_v_family_trades_memory_for_time() {
     }
 }
 
-/// Two thirds of 1F1B's P micro-batches, rounded up.
+/// The peak is two thirds of the P micro-batches of 1F1B, rounded up.
 #[test]
 fn the_peak_of_v_1f1b() {
     for (ranks, times) in (1..=13).flat_map(|ranks| [1, 2, 5].map(|times| (ranks, times))) {
@@ -219,7 +221,7 @@ fn the_checker_finds_everything() {
     let found = check(&whole, 2, 2, Sends::Buffered);
     assert!(found.iter().any(|violation| matches!(violation, Violation::WholeAndSplit { .. })), "{found:?}");
 
-    // The last rank runs micro-batch 1 first, for which rank 0 would have to skip a backward.
+    // The last rank runs micro-batch 1 first. For that order, rank 0 would have to leave out a backward.
     let f = |stage, m| Action::new(Kind::Forward, stage, m);
     let b = |stage, m| Action::new(Kind::Backward, stage, m);
     let stuck = vec![vec![f(0, 0), b(0, 0), f(0, 1), b(0, 1)], vec![f(1, 1), b(1, 1), f(1, 0), b(1, 0)]];
@@ -231,7 +233,7 @@ fn the_checker_finds_everything() {
     assert_eq!(check(&stuck, 2, 2, sends), expected);
 }
 
-/// Two neighbours that both send first wait for each other, so receives must be posted ahead.
+/// Two neighbours that both send first wait for each other. So their receives must be posted ahead.
 #[test]
 fn blocking_sends() {
     for (name, trains) in [("gpipe", true), ("1f1b", false)] {
@@ -265,7 +267,7 @@ rank 0 │ …
 rank 1 │ ·
 ";
     assert_eq!(timeline.gantt_folded(27), folded);
-    // With ticks of no common measure, every label still fits, and starts where its box starts, rounded.
+    // Even if the durations have no common divisor, every label fits and starts where its box starts, rounded.
     let costs = Costs { forward: 7, backward_input: 5, backward_weight: 4, overlapped: 16, transfer: 1 };
     let timeline = simulate(&table, &costs).unwrap();
     let expected = "\

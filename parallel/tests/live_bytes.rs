@@ -1,4 +1,4 @@
-//! Bytes over time: counted by hand in small cases, and compared with a slow count in all others.
+//! Bytes over time. Small cases are counted by hand; all others are compared with a slow count.
 
 use std::collections::BTreeSet;
 
@@ -27,11 +27,11 @@ fn counted_by_hand() {
     ];
     let split = "0F0,0I0,0W0\n1F0,1I0,1W0\n";
     assert_eq!(live(split, 1, &stages), [(1, 1110), (2, 11_117), (3, 11_000), (4, 0)]);
-    // Rank 0 holds the output until it is sent, and the gradient from where it is used.
+    // Rank 0 holds the output until it is sent. It holds the gradient from the action that uses it.
     assert_eq!(live(split, 0, &stages), [(0, 10), (1, 0), (3, 7), (4, 0)]);
     let whole = "0F0,0B0\n1F0,1B0\n";
     assert_eq!(live(whole, 1, &stages), [(1, 1110), (2, 1117), (4, 0)]);
-    // A receive that is posted earlier, and a send that is waited for later.
+    // Receives are posted earlier, and sends are waited for later.
     let lowered = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,0RECV_B1,0B1,0WAIT_SEND_F1\n\
                    1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1WAIT_SEND_B0,1WAIT_SEND_B1\n";
     assert_eq!(
@@ -57,11 +57,12 @@ fn waiting_before_the_next_send_keeps_one_buffer() {
         let table = communicate(&table, waits).unwrap();
         simulate(&table, &Costs::default()).unwrap().peak_bytes(1, &stages)
     };
-    // Late waits keep all sent gradients. Waits before the next send keep one that was sent and one that is being made.
+    // With late waits, all sent gradients stay alive. With waits before the next send, one sent gradient and the one
+    // being computed stay alive.
     assert_eq!((peak(Waits::Late), peak(Waits::NextSend)), (8, 2));
 }
 
-/// If stages save only one byte until W, live bytes are the number of live activations.
+/// If each stage saves a single byte until W, the number of live bytes equals the number of live activations.
 #[test]
 fn activations_are_the_bytes_of_stages_that_save_one_byte() {
     for schedule in all() {
@@ -77,8 +78,8 @@ fn activations_are_the_bytes_of_stages_that_save_one_byte() {
     }
 }
 
-/// The slow count: the lifetimes of every message and every saved byte as intervals of cells of the row, summed at each
-/// cell.
+/// The slow count: every message and every saved byte is an interval of cells of the row. At each cell, the bytes of
+/// the intervals around it are added up.
 #[test]
 fn as_intervals_say() {
     let bytes = |stage: u32| StageBytes {

@@ -1,5 +1,5 @@
-//! Tables with messages and weights through the checker: every schedule, lowered in every way, is accepted, and every
-//! spoiled table is refused with the reason.
+//! Tables with messages and weights, as input of the checker. Every schedule is accepted, however it was lowered. Every
+//! spoiled table is refused with the right reason.
 
 use std::num::NonZeroUsize;
 
@@ -56,7 +56,7 @@ fn every_lowered_table_trains_even_if_sends_block() {
     assert!(judged > 2000, "{judged}");
 }
 
-/// One rank of every V has the two stages at its turn, which pass values on without a message.
+/// In every V, one rank has the two stages at the turn. These stages need no message between them.
 #[test]
 fn stages_of_one_rank_send_nothing() {
     for schedule in all() {
@@ -81,7 +81,8 @@ fn stages_of_one_rank_send_nothing() {
     }
 }
 
-/// Messages don't change when actions run, except that those of an overlapped pair are sent when both are done.
+/// Adding messages to a table doesn't change when actions run. The only exception are the messages of an overlapped
+/// pair, which are sent when both of its actions are done.
 #[test]
 fn messages_take_the_time_that_they_took_unwritten() {
     let costs = Costs { forward: 7, backward_input: 8, backward_weight: 5, overlapped: 18, transfer: 3 };
@@ -89,7 +90,7 @@ fn messages_take_the_time_that_they_took_unwritten() {
         for shape in shapes(&*schedule) {
             let table = schedule.table(&shape).unwrap();
             let before = simulate(&table, &costs).unwrap();
-            // The wait for the last gradient's send takes a transfer at the very end, and no other wait takes time.
+            // The wait for the last gradient's send takes a transfer time at the very end. No other wait takes time.
             let mut lowered = communicate(&table, Waits::Late).unwrap();
             lowered.iter_mut().for_each(|row| {
                 row.retain(|cell| {
@@ -102,7 +103,7 @@ fn messages_take_the_time_that_they_took_unwritten() {
     }
 }
 
-/// Everything that the checker says about a table.
+/// All violations that the checker finds in a table, as text.
 fn said(table: &str, stages: u32, micro_batches: u32, sends: Sends) -> Vec<String> {
     check(&read_table(table).unwrap(), stages, micro_batches, sends).iter().map(ToString::to_string).collect()
 }
@@ -211,7 +212,7 @@ fn spoiled_tables_are_refused_for_all_that_is_wrong() {
     }
 }
 
-/// Two neighbours that send to each other first, which works only if sends are buffered.
+/// Two neighbours both send to each other first, which works only if sends are buffered.
 #[test]
 fn crossed_messages() {
     let crossed = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n\
@@ -223,7 +224,7 @@ fn crossed_messages() {
     );
 }
 
-/// Both halves of a pair start at once, so neither may need the other.
+/// Both halves of a pair start at once, so neither half may depend on the other.
 #[test]
 fn a_pair_that_needs_itself() {
     let forward = Action::new(Kind::Forward, 0, 0);

@@ -1,4 +1,4 @@
-//! Tables that no generator here makes, through every function that takes a table.
+//! Tables that no generator of this crate makes, as input of every function that takes a table.
 
 use std::collections::BTreeSet;
 
@@ -26,7 +26,8 @@ fn plans() -> impl Strategy<Value = Plan> {
     })
 }
 
-/// Runs the actions in some order that their needs allow. Each rank's row is the order in which it ran them.
+/// Runs the actions in a random order that their dependencies allow. Each rank's row is the order in which the rank ran
+/// them.
 fn table(plan: &Plan) -> Vec<Vec<Cell>> {
     let stages = plan.owners.len() as u32;
     let kinds: &[Kind] = match plan.splits {
@@ -56,7 +57,7 @@ fn table(plan: &Plan) -> Vec<Vec<Cell>> {
 }
 
 generated! {
-    /// Any order that can run can be lowered, and then runs even if sends block.
+    /// Any order that can run can be lowered, and the lowered table can run even with blocking sends.
     #[test]
     fn any_order_that_runs_can_be_lowered(plan in plans(), early in any::<bool>()) {
         let (table, stages) = (table(&plan), plan.owners.len() as u32);
@@ -70,8 +71,8 @@ generated! {
         prop_assert_eq!(&read_table(&write_table(&lowered)).unwrap(), &lowered);
     }
 
-    /// If two cells of a row of a lowered table are swapped, the checker refuses the table, or it still runs
-    /// completely.
+    /// Two cells in a row of a lowered table are swapped. Then the checker must refuse the table, or the table must
+    /// still run completely.
     #[test]
     fn the_checker_accepts_nothing_that_cannot_run(plan in plans(), rank in any::<usize>(), at in any::<(usize, usize)>()) {
         let mut table = communicate(&table(&plan), Waits::Late).unwrap();
@@ -84,7 +85,7 @@ generated! {
         if found.is_empty() {
             prop_assert!(simulate(&table, &Costs::default()).is_ok(), "{}", write_table(&table));
         } else {
-            // A table that runs with blocking sends runs with buffered ones, but not the other way round.
+            // A table that runs with blocking sends also runs with buffered sends, but not the other way round.
             let blocking = check(&table, plan.owners.len() as u32, plan.micro_batches, Sends::Blocking);
             prop_assert!(!blocking.is_empty(), "blocking sends are the stricter: {}", write_table(&table));
         }

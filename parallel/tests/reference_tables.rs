@@ -1,4 +1,4 @@
-//! The generators compared with tables from elsewhere: a few written out here, and the reference tables of PyTorch and
+//! Compares the generators with tables from elsewhere: a few written out here, and the reference tables of PyTorch and
 //! of the zero-bubble authors.
 
 use std::collections::BTreeMap;
@@ -66,7 +66,7 @@ fn small_tables() {
     }
 }
 
-/// Families of reference tables, with our name for their schedule.
+/// Families of reference tables, each with this crate's name for the schedule.
 const FAMILIES: [(&str, &str); 16] = [
     ("generated_pytorch2.15/gpipe", "gpipe"),
     ("generated_pytorch2.15/interleaved1f1b", "interleaved"),
@@ -86,7 +86,7 @@ const FAMILIES: [(&str, &str); 16] = [
     ("pytorch/zb1p", "interleaved-zb"),
 ];
 
-/// The schedule that makes this table: a rule, or a search for the costs in the table's name.
+/// Returns the schedule that generates this table: a rule, or a search for the costs in the table's name.
 fn generator(name: &str, schedule: &str, ranks: u32) -> Box<dyn Schedule> {
     match schedule {
         "zb-searched" => {
@@ -162,8 +162,8 @@ fn is_of(name: &str, family: &str) -> bool {
     name.strip_prefix(family).is_some_and(|rest| rest.starts_with('_'))
 }
 
-/// Our table with the same additions as the reference: PyTorch's runtime fetches weights for three stages, reduces
-/// gradients and waits for its sends. Its older test data does none of that, and merges adjacent input and weight
+/// Lowers a table of this crate like the reference. PyTorch's runtime fetches weights for three stages, reduces
+/// gradients and waits for its sends. PyTorch's older test data does none of that, and merges adjacent input and weight
 /// gradients.
 fn lowered_like(reference: &[Vec<Cell>], ours: &[Vec<Cell>]) -> Vec<Vec<Cell>> {
     let three = NonZeroUsize::new(3).unwrap();

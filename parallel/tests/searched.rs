@@ -1,5 +1,5 @@
-//! The orders of the zero-bubble authors' searches: for any input, they can be used for training within the given
-//! limit.
+//! The searches of the zero-bubble authors. For any input, the orders found can be used for training and keep to the
+//! given limit.
 
 use gapless_parallel::{
     Action, Costs, Error, Kind, Saved, Schedule, SearchedZb, SearchedZbv, Sends, Shape, Timeline, check, simulate,
@@ -41,7 +41,7 @@ fn saved() -> impl Strategy<Value = Saved> {
 generated! {
     #![cases(400)]
 
-    /// With one chunk per rank, room for one forward is enough.
+    /// With one chunk per rank, a limit of a single forward is enough.
     #[test]
     fn one_chunk_trains_within_any_limit(
         (ranks, micro_batches) in (1_u32..=8, 1_u32..=20), costs in stages(), limit in 1_u32..20, saved in saved(),
@@ -54,7 +54,8 @@ generated! {
         }
     }
 
-    /// 1F1B's peak is enough for the V. With less there is an order within the limit, or an error that there is none.
+    /// For the V, 1F1B's peak is enough. With a lower limit, the search returns an order within the limit or an error
+    /// that there is none.
     #[test]
     fn two_chunks_train_within_the_limit(
         (ranks, micro_batches) in (1_u32..=8, 1_u32..=20), costs in stages(), limit in 0_u32..30, saved in saved(),
@@ -75,7 +76,7 @@ generated! {
     }
 }
 
-/// Without room for a single forward there is no order.
+/// Without room for a single forward, there is no order.
 #[test]
 fn no_room_is_refused() {
     let shape = Shape { ranks: 3, chunks: 1, micro_batches: 2 };
@@ -88,7 +89,7 @@ fn span(timeline: &Timeline) -> u64 {
     timeline.ranks.iter().map(|spans| spans.last().unwrap().end - spans[0].start).max().unwrap()
 }
 
-/// The purpose of the searches: no rank waits once it has begun, if F, I and W take the same time.
+/// The purpose of the searches: if F, I and W take the same time, no rank waits after its first action.
 #[test]
 fn zero_bubble() {
     for (ranks, micro_batches) in [(2, 4), (2, 9), (4, 8), (4, 16), (6, 20), (8, 16), (8, 32)] {
@@ -103,8 +104,8 @@ fn zero_bubble() {
     }
 }
 
-/// The search takes into account what the gradients free: a forward may use room that an input gradient frees, without
-/// waiting for the weight gradient.
+/// The search takes the memory freed by each gradient into account: a forward may use memory that an input gradient
+/// frees, without waiting for the weight gradient.
 #[test]
 fn room_is_what_the_gradients_give_back() {
     let ticks = costs(10, 11, 7, 1);

@@ -1,9 +1,10 @@
-//! The blocks in use, by address, and the gaps between them.
+//! The blocks in use, in order of address, and the gaps between them.
 //!
-//! In: blocks that don't overlap. Out: the lowest gap of a size inside a range, in O(log n). Never: a heap allocation
-//! once it is built, since each request has a node of its own.
+//! In: blocks that don't overlap. Out: the lowest gap of a given size inside a range, in O(log n). Never: a heap
+//! allocation after construction, since each block number has a node of its own.
 //!
-//! The blocks form an AVL tree. Each node also knows the span of its subtree and the largest gap in it.
+//! The blocks form an AVL tree. Each node also stores the address span of its subtree and the largest gap in that
+//! subtree.
 
 use std::ops::Range;
 
@@ -40,7 +41,7 @@ impl Blocks {
         self.root = NONE;
     }
 
-    /// Inserts block `index` at `addresses`, which no other block has.
+    /// Inserts block `index` at `addresses`, which must not overlap any block in use.
     pub(super) fn insert(&mut self, index: u32, addresses: Range<u64>) {
         let span = addresses.clone();
         self.nodes[index as usize] = Node { addresses, children: [NONE; 2], height: 1, span, gap: 0 };
@@ -52,7 +53,7 @@ impl Blocks {
         self.root = self.removed(self.root, start);
     }
 
-    /// The lowest gap inside of `within` that has `bytes`.
+    /// Returns the lowest gap inside `within` that has at least `bytes`, or `None` if there is none.
     pub(super) fn gap(&self, within: Range<u64>, bytes: u64) -> Option<Range<u64>> {
         let mut floor = within.start;
         let ceiling = self.search(self.root, &mut floor, bytes).unwrap_or(within.end).min(within.end);
@@ -76,8 +77,9 @@ impl Blocks {
         self.each_below(node.children[1], within, visit);
     }
 
-    /// Raises `floor` above the blocks of a subtree until `bytes` fit below the next block, and returns where that one
-    /// begins.
+    /// Raises `floor` until `bytes` fit between it and the next block of this subtree, and returns the first address of
+    /// that block. Returns `None` if no such gap lies below a block of the subtree; `floor` has then passed the whole
+    /// subtree.
     fn search(&self, at: u32, floor: &mut u64, bytes: u64) -> Option<u64> {
         if at == NONE {
             return None;
@@ -162,7 +164,7 @@ impl Blocks {
         at
     }
 
-    /// Puts the child on `side` in the place of its parent.
+    /// Rotates the tree: the child on `side` takes the place of its parent.
     fn rotated(&mut self, at: u32, side: usize) -> u32 {
         let child = self.node(at).children[side];
         self.nodes[at as usize].children[side] = self.node(child).children[1 - side];
@@ -196,7 +198,7 @@ impl Blocks {
     }
 }
 
-/// True if `bytes` fit between two addresses. The end may be below the start.
+/// True if `bytes` fit between two addresses. `end` may be below `start`, in which case nothing fits.
 fn fits(start: u64, end: u64, bytes: u64) -> bool {
     end.checked_sub(start).is_some_and(|gap| gap >= bytes)
 }
@@ -206,7 +208,7 @@ mod tests {
     use super::*;
     use gapless_testing::prelude::*;
 
-    /// The lowest gap, found by looking at every byte.
+    /// Reference implementation: finds the lowest gap by looking at every byte.
     fn twin(used: &[Option<Range<u64>>], within: &Range<u64>, bytes: u64) -> Option<Range<u64>> {
         let is_free = |at: &u64| within.contains(at) && used.iter().flatten().all(|b| !b.contains(at));
         let mut from = within.start;

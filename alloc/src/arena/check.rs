@@ -1,5 +1,5 @@
-//! Checks a run: static buffers and served requests together. It knows nothing of plans, ranges or homes, and compares
-//! every pair.
+//! Checks a run: static buffers and served requests together. The checker uses no plans, ranges or homes, and compares
+//! every pair of buffers.
 
 use std::fmt;
 use std::ops::Range;
@@ -53,7 +53,8 @@ impl fmt::Display for RunViolation {
 
 impl std::error::Error for RunViolation {}
 
-/// Checks the requests served in one step against the static plan, against each other and against `limit` bytes.
+/// Checks the requests served in one step: none may overlap a static buffer or another request while both are alive,
+/// and none may end above `limit` bytes.
 ///
 /// # Errors
 /// Returns every violation, in the order of `served`.

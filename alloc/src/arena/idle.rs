@@ -1,8 +1,8 @@
 //! An index of the addresses that stay unused during a lifetime.
 //!
-//! In: rectangles of bytes × time in descending order of their last tick, and between them queries in descending order
-//! of their first tick. Out: the ranges that stay idle from one tick to another. Never: the state at a single tick
-//! alone.
+//! In: rectangles of bytes × time in descending order of their last tick. Queries come in between, in descending order
+//! of their first tick. Out: the ranges that stay idle from the first tick of a query to its last. A query about a
+//! single tick is not supported.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::Lifetime;
 /// tick. Since rectangles don't overlap, the one painted last is the nearest in time.
 #[derive(Debug, Clone)]
 pub(super) struct NextUse {
-    /// Next use by first address. Each entry holds up to the next key.
+    /// The tick of the next use, keyed by the first address of a range. Each range extends to the next key.
     pieces: BTreeMap<u64, u64>,
 }
 
@@ -40,8 +40,8 @@ impl NextUse {
         self.pieces.insert(addresses.start, ticks.start);
     }
 
-    /// The ranges below `limit` that are idle during `ticks`, once the sweep has come back to their start. They ascend,
-    /// are as long as possible, and are cut to multiples of `grain`.
+    /// Returns the ranges below `limit` that are idle during all of `ticks`. The sweep must have come back to the first
+    /// of these ticks. The ranges ascend, are as long as possible, and begin and end at multiples of `grain`.
     pub(super) fn idle(&self, ticks: &Lifetime, limit: u64, grain: u64) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
         let mut open: Option<u64> = None;

@@ -1,7 +1,7 @@
 //! The arena as a running step uses it.
 //!
-//! In: sizes, one by one, and releases. Out: offsets. Never: a heap allocation, a lock or a system call, and never the
-//! same bytes for two requests that are alive at one tick.
+//! In: one request size after another, and releases. Out: offsets. Never: a heap allocation, a lock or a system call;
+//! nor the same bytes for two requests that are alive at one tick.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::blocks::Blocks;
 use super::{ArenaPlan, ArenaReport, Overflow, RequestId};
 use crate::Label;
 
-/// Most gaps of a range that a request looks at.
+/// The number of gaps in a range that a request considers at most.
 const GAPS: usize = 8;
 
 /// Serves the requests of an [`ArenaPlan`].
@@ -33,7 +33,7 @@ pub struct Arena {
     live: Box<[Option<Live>]>,
     live_count: usize,
     live_in_reserve: u64,
-    /// The high-water mark of the report, in whole grains.
+    /// Highest byte of the reserve that was ever in use, rounded up to the grain and counted from the reserve's start.
     high_water: u64,
     /// Whether all requests of this step so far stayed within their promised sizes.
     is_within_promises: bool,
@@ -49,7 +49,7 @@ struct Live {
 }
 
 impl Arena {
-    /// Allocates all the memory that serving will ever need.
+    /// Builds the arena and allocates all memory that it will ever use.
     pub fn new(plan: ArenaPlan) -> Self {
         let count = plan.requests().len();
         let reserve_bytes = plan.reserve().end - plan.reserve().start;
@@ -77,22 +77,23 @@ impl Arena {
         self.report
     }
 
-    /// The factor of [`Reserve::Balanced`](super::Reserve::Balanced) that would have promised all requests since the last
-    /// [`reset`](Self::reset) what they asked for, rounded up to hundredths.
+    /// Returns the smallest factor of [`Reserve::Balanced`](super::Reserve::Balanced) that would have covered all
+    /// requests since the last [`reset`](Self::reset), rounded up to hundredths.
     pub fn factor(&self) -> f64 {
         self.factor_hundredths as f64 / 100.0
     }
 
-    /// True if no request is in use. That is so between steps, unless one was aborted.
+    /// True if no request is in use. That is always so between steps, unless a step was aborted without a
+    /// [`reset`](Self::reset).
     pub fn is_idle(&self) -> bool {
         self.live_count == 0
     }
 
-    /// Continues with another plan of the same requests, with a larger reserve. The report continues, too.
+    /// Replaces the plan by one of the same requests with a larger reserve. The figures of the report continue.
     ///
     /// # Panics
-    /// Panics if the plan has another number of requests, or if one is in use. Both are errors of the caller's own
-    /// code.
+    /// Panics if the new plan has another number of requests, or if a request is in use. Both are errors in the
+    /// caller's own code.
     pub fn grow(&mut self, plan: ArenaPlan) {
         assert_eq!(plan.requests().len(), self.plan.requests().len(), "a larger plan is of the same requests");
         assert_eq!(self.live_count, 0, "an arena grows between steps");
@@ -102,21 +103,22 @@ impl Arena {
         *self = Self { high_water, report, ..new };
     }
 
-    /// Records that a refused request was served outside of the arena, where `in_use` bytes are in use now.
+    /// Records that the caller served a refused request of `bytes` outside of the arena, and that `in_use` bytes are
+    /// now in use there.
     pub fn record_outside(&mut self, bytes: u64, in_use: u64) {
         self.report.outside_bytes += bytes;
         self.report.most_outside_bytes = self.report.most_outside_bytes.max(in_use);
     }
 
-    /// Returns an offset for `bytes`, valid from the request's first tick until it is released. Zero bytes take no
+    /// Returns an offset for `bytes`. The bytes stay reserved for the request until it is released. Zero bytes take no
     /// space.
     ///
     /// # Errors
-    /// Returns [`Overflow`] if no range that is free for the whole lifetime is long enough, or if `bytes` is more than
-    /// the request's bound. No bytes are taken then.
+    /// Returns [`Overflow`] if no range that is free for the request's whole lifetime is long enough, or if `bytes` is
+    /// more than the request's bound. No bytes are taken then.
     ///
     /// # Panics
-    /// Panics if the request is in use already, which is an error of the caller's own code.
+    /// Panics if the request is in use already, which is an error in the caller's own code.
     pub fn request(&mut self, id: RequestId, bytes: u64) -> Result<u64, Overflow> {
         assert!(self.live[id.index()].is_none(), "request {} is released before it is made again", id.0);
         self.report.requests += 1;
@@ -136,8 +138,9 @@ impl Arena {
     }
 
     /// Like [`request`](Self::request), but for a request that the caller can do without
-    /// ([`Need::Optional`](super::Need::Optional)). It is served only if that takes no room from what is promised to
-    /// later requests. The promises of the step continue to hold, even if `bytes` exceeds the promise of this request.
+    /// ([`Need::Optional`](super::Need::Optional)). Returns `None` if it could only be served with bytes that are
+    /// promised to later requests. The promises of the step continue to hold, even if `bytes` exceeds the promise of
+    /// this request.
     ///
     /// # Panics
     /// Panics in the same cases as [`request`](Self::request).
@@ -166,10 +169,10 @@ impl Arena {
         }
     }
 
-    /// Frees a request's bytes. They may be reused at once, so the last reader must be done.
+    /// Frees a request's bytes, which may be reused at once. So the last reader must be done.
     ///
     /// # Panics
-    /// Panics if the request is not in use, which is an error of the caller's own code.
+    /// Panics if the request is not in use, which is an error in the caller's own code.
     pub fn release(&mut self, id: RequestId) {
         let live = self.live[id.index()].take();
         let Live { offset, bytes } = live.expect("only requests in use are released");
@@ -180,8 +183,8 @@ impl Arena {
         }
     }
 
-    /// Prepares for the next step: promises hold again, and everything that an aborted step did not release is free.
-    /// The report continues.
+    /// Prepares for the next step: frees everything that an aborted step did not release, and makes promises hold
+    /// again. The figures of the report continue.
     pub fn reset(&mut self) {
         self.is_within_promises = true;
         self.factor_hundredths = 0;
@@ -214,8 +217,9 @@ impl Arena {
         Some(gap.end.min(high_water.max(gap.start + bytes)) - bytes)
     }
 
-    /// The tightest of the lowest gaps of a range that have `bytes`; of equal ones, the lower. The last gap counts up
-    /// to the end of the range, whether it was ever used or not, so that large gaps stay whole.
+    /// Returns the tightest gap among the lowest eight of a range that have at least `bytes`; of equally tight gaps,
+    /// the lower one. The last gap extends to the end of the range, whether those bytes were ever used or not, so that
+    /// large gaps stay whole.
     fn tightest(&self, range: &Range<u64>, bytes: u64) -> Option<Range<u64>> {
         let mut floor = range.start;
         let gaps = std::iter::from_fn(|| {

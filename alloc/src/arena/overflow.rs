@@ -6,7 +6,8 @@ use std::sync::Arc;
 use super::RequestId;
 use crate::Label;
 
-/// The bytes asked for, the bytes that were free, and what helps. Creating it takes no heap memory.
+/// A refused request: the bytes asked for, the bytes that were free, and the remedies. Creating this error allocates no
+/// heap memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overflow {
     /// The request.
@@ -23,13 +24,13 @@ pub struct Overflow {
     pub most: u64,
     /// Bytes promised to the request, if any.
     pub promised: Option<u64>,
-    /// The largest range of addresses that was free for its whole lifetime.
+    /// Size of the largest address range that was free for the request's whole lifetime.
     pub largest_hole: u64,
-    /// Bytes of all such ranges together.
+    /// Total bytes of all address ranges that were free for the request's whole lifetime.
     pub free: u64,
     /// Size of the reserve in bytes.
     pub reserve: u64,
-    /// Size of the reserve with which the request would have had room above all others.
+    /// Size of the reserve that would have served the request above all other requests.
     pub enough: u64,
     /// Factor of balanced sizes that covers all requests of the step so far, this one included, in hundredths.
     pub factor_hundredths: u64,

@@ -1,16 +1,15 @@
 //! Everything that is decided about the requests before the step runs.
 //!
-//! In: the static plan and the requests. Out: for every request, the address ranges that it may use; and the size of
-//! the reserve. Never: the size of a request, which only the run knows.
+//! In: the static plan and the requests. Out: the address ranges that each request may use, and the size of the
+//! reserve. Never: the size of a request, which only the run determines.
 //!
 //! If the reserve promises sizes ([`Reserve::Balanced`], [`Reserve::Worst`]), every request gets a *home*: the planner
-//! places all requests at their promised sizes, with the static buffers pinned where they are. A request then has two
-//! kinds of ranges. *Idle* ones are unused by the static plan for the request's whole lifetime. *Spare* ones also avoid
-//! the homes of requests that start during that lifetime. [`Arena`](super::Arena) explains why a step within its
+//! places all requests at their promised sizes, with the static buffers pinned at their offsets. A request then has two
+//! kinds of ranges. *Idle* ranges are unused by the static plan for the request's whole lifetime. *Spare* ranges also
+//! avoid the homes of requests that start during that lifetime. [`Arena`](super::Arena) explains why a step within its
 //! promises never overflows.
 //!
-//! [`Reserve::Balanced`]: super::Reserve::Balanced
-//! [`Reserve::Worst`]: super::Reserve::Worst
+//! [`Reserve::Balanced`]: super::Reserve::Balanced [`Reserve::Worst`]: super::Reserve::Worst
 
 use std::ops::Range;
 
@@ -19,7 +18,8 @@ use super::request::{ArenaOptions, Request, RequestId, checked};
 use crate::order::sort_by_key;
 use crate::{Buffer, Error, Options, Problem, lower_bound, plan};
 
-/// Ranges kept per request and kind, the longest ones. This bounds the work of a request at run time.
+/// Number of ranges of each kind that are kept per request. The longest ranges are kept. This bounds the work of a
+/// request at run time.
 const RANGES: usize = 16;
 
 /// The requests with their ranges, and the reserve: everything that an [`Arena`](super::Arena) is built from.
@@ -28,15 +28,15 @@ pub struct ArenaPlan {
     requests: Vec<Request>,
     places: Vec<Places>,
     ranges: Vec<Range<u64>>,
-    /// A lifetime of more ticks than this is long.
+    /// A lifetime of more ticks than this counts as long.
     long: u64,
     grain: u64,
     static_height: u64,
     reserve: Range<u64>,
 }
 
-/// The places of one request. Its ranges are whole grains, the shortest first, but those that reach into the reserve
-/// last.
+/// The ranges and the home of one request. All ranges are whole grains. Ranges below the reserve come first, the
+/// shortest first, and ranges that reach into the reserve follow.
 #[derive(Debug, Clone)]
 struct Places {
     spare: Range<u32>,
@@ -87,7 +87,7 @@ impl ArenaPlan {
         Ok(this)
     }
 
-    /// Goes back in time over requests and static buffers, and records what each request may use.
+    /// Goes back in time over requests and static buffers, and records the ranges that each request may use.
     fn find_ranges(
         &mut self,
         problem: &Problem,
@@ -141,12 +141,13 @@ impl ArenaPlan {
         &self.requests[id.index()]
     }
 
-    /// All ids, in order.
+    /// All request ids, in order.
     pub fn ids(&self) -> impl ExactSizeIterator<Item = RequestId> + use<> {
         (0..self.requests.len() as u32).map(RequestId)
     }
 
-    /// Bytes promised to a request, if any. They are available if all requests so far stayed within their promises.
+    /// Returns the bytes promised to a request, or `None` if the reserve promises nothing. The bytes are available if
+    /// all requests of the step so far stayed within their promises.
     pub fn promised(&self, id: RequestId) -> Option<u64> {
         self.places[id.index()].home.as_ref().map(|home| home.end - home.start)
     }
@@ -166,18 +167,19 @@ impl ArenaPlan {
         if self.reserve.is_empty() { self.static_height } else { self.reserve.end }
     }
 
-    /// Every block begins at a multiple of this: the coarsest alignment among the requests.
+    /// Every block begins at a multiple of this: the coarsest alignment of any request.
     pub fn grain(&self) -> u64 {
         self.grain
     }
 
-    /// True if a request outlives most: it waits for its backward pass, rather than for the next instruction.
+    /// True if the request's lifetime counts as long: its buffer waits for the backward pass rather than for the next
+    /// instruction.
     pub(super) fn lives_long(&self, id: RequestId) -> bool {
         let ticks = &self.request(id).ticks;
         ticks.end - ticks.start > self.long
     }
 
-    /// Ranges that avoid the homes of other requests; none if nothing is promised.
+    /// Ranges that avoid the homes of other requests; empty if the reserve promises nothing.
     pub(super) fn spare_ranges(&self, id: RequestId) -> &[Range<u64>] {
         self.slice(&self.places[id.index()].spare)
     }
@@ -192,15 +194,15 @@ impl ArenaPlan {
     }
 }
 
-/// The lifetime that separates long from short ones: the geometric mean of the longest and the shortest. Buffers live
-/// either for a few instructions or for half a step; hardly any are in between.
+/// The lifetime above which a request counts as long: the geometric mean of the longest and the shortest lifetime.
+/// Buffers live either for a few instructions or for half a step; hardly any are in between.
 fn long(requests: &[Request]) -> u64 {
     let ticks = || requests.iter().map(|r| r.ticks.end - r.ticks.start);
     let (shortest, longest) = (ticks().min().unwrap_or(1), ticks().max().unwrap_or(1));
     (u128::from(shortest) * u128::from(longest)).isqrt() as u64
 }
 
-/// Places a home for every request that is promised one.
+/// Places a home for every request. Each entry is `None` if the reserve promises nothing.
 fn homes(
     problem: &Problem,
     fixed: &[(Buffer, u64)],
@@ -221,7 +223,7 @@ fn homes(
     for range in problem.forbidden().iter().cloned().chain([outside.clone()]) {
         joint = joint.forbid(range)?;
     }
-    // Where the static plan is higher than its own bound, the homes need not make up for it.
+    // Bytes by which the static plan exceeds its own lower bound are granted to the joint plan as well.
     let slack =
         (outside.start - lower_bound(problem)).saturating_add(outside.end - outside.start).saturating_add(grain);
     let capacity = Some(lower_bound(&joint).saturating_add(slack));

@@ -1,6 +1,6 @@
-//! A rehearsal of a step's requests and releases, without the step.
+//! A rehearsal of a step's requests and releases, without running the step.
 //!
-//! In: an arena and the sizes. Out: the offset that every request got. Never: a kernel.
+//! In: an arena and the sizes. Out: the offset that every request got. No kernel runs.
 
 use super::{Arena, Overflow, RequestId, Served};
 
@@ -9,12 +9,12 @@ use super::{Arena, Overflow, RequestId, Served};
 pub struct Rehearsal {
     /// The requests that were served, in order.
     pub served: Vec<Served>,
-    /// The requests that were not.
+    /// The requests that could not be served.
     pub overflows: Vec<Overflow>,
 }
 
-/// Makes all requests of a step in their order, each with the size that `bytes` returns, and releases them where their
-/// lifetimes end. At one tick, releases come before requests. Requests that overflow are left out.
+/// Makes all requests of a step in their order, each with the size that `bytes` returns. Each request is released at
+/// the end of its lifetime; at one tick, releases come before requests. Requests that overflow are skipped.
 pub fn rehearse(arena: &mut Arena, mut bytes: impl FnMut(RequestId) -> u64) -> Rehearsal {
     arena.reset();
     let ticks = |arena: &Arena, id: RequestId| arena.plan().request(id).ticks.clone();

@@ -4,13 +4,13 @@ use std::fmt;
 
 use crate::draw::Bytes;
 
-/// The figures of an arena since it was built. Sizes are bytes as asked for, unless stated otherwise.
+/// The figures of an arena since it was built. Sizes are the bytes that requests asked for, unless stated otherwise.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ArenaReport {
     /// Requests that were made.
     pub requests: u64,
-    /// Requests that could not be served.
+    /// Requests that could not be served in the arena.
     pub overflows: u64,
     /// Bytes of all requests, including those not served.
     pub asked_bytes: u64,
@@ -34,7 +34,7 @@ pub struct ArenaReport {
     pub first_reserve_bytes: u64,
     /// Bytes of refused requests that were served outside of the arena.
     pub outside_bytes: u64,
-    /// The most such bytes in use at once.
+    /// The most bytes in use outside of the arena at once.
     pub most_outside_bytes: u64,
 }
 

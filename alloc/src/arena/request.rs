@@ -1,6 +1,7 @@
 //! Requests to the arena: the ticks are known, the size is not.
 //!
-//! In: what a compiler knows of a buffer whose size depends on the data. Out: checked requests. Never: a place.
+//! In: the properties of a buffer that a compiler can determine although its size depends on the data. Out: checked
+//! requests. Never: an address.
 
 use crate::{Error, Label, Lifetime, Role};
 
@@ -34,7 +35,7 @@ pub struct Request {
     pub label: Label,
 }
 
-/// The room that a request must be guaranteed.
+/// How much room the arena guarantees to a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Need {
     /// As much as the [`Reserve`] promises.
@@ -42,8 +43,9 @@ pub enum Need {
     Usual,
     /// Room for its bound, whatever the [`Reserve`] promises to others.
     Certain,
-    /// As much as the [`Reserve`] promises, but the caller can do without it. It gets more where that takes room from
-    /// no other request, see [`Arena::try_request`](super::Arena::try_request).
+    /// As much as the [`Reserve`] promises, but the caller can do without the buffer.
+    /// [`Arena::offer`](super::Arena::offer) serves such a request beyond its promise if that takes no room from other
+    /// requests.
     Optional,
 }
 
@@ -78,8 +80,8 @@ impl Request {
 /// The size of the arena's own range, above the static plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Reserve {
-    /// Enough to serve every request at `factor` times its balanced size (at most its bound), together with what the
-    /// static plan leaves idle. A step whose requests all stay within that never overflows.
+    /// Enough for every request at `factor` times its balanced size (at most its bound), together with the bytes that
+    /// the static plan leaves idle. A step whose requests all stay within these sizes never overflows.
     Balanced {
         /// Multiple of the balanced sizes.
         factor: f64,
@@ -91,7 +93,7 @@ pub enum Reserve {
 }
 
 impl Reserve {
-    /// Bytes promised to a request; `None` if nothing is.
+    /// Returns the bytes promised to a request, or `None` if this reserve promises nothing.
     pub(super) fn promise(self, request: &Request) -> Option<u64> {
         match self {
             Self::Balanced { .. } if request.need == Need::Certain => Some(request.most),
@@ -109,7 +111,8 @@ pub struct ArenaOptions {
     pub reserve: Reserve,
     /// First byte of the reserve; `None` for the end of the static plan.
     pub base: Option<u64>,
-    /// Work that the planner may spend on placing the homes, in its own unit. It spends less if they are proven lowest.
+    /// The work that the planner may spend on placing the homes, in the unit of
+    /// [`Options::work`](crate::Options::work). It stops early once the homes are proven to lie as low as possible.
     pub work: u64,
 }
 
@@ -126,8 +129,8 @@ impl ArenaOptions {
     }
 }
 
-/// Checks that all requests are sound and in order of their first tick. Returns the grain, of which all offsets can be
-/// multiples.
+/// Checks that all requests are sound and in order of their first tick. Returns the grain: the coarsest alignment, so
+/// that offsets at its multiples suit every request.
 pub(super) fn checked(requests: &[Request], options: &ArenaOptions) -> Result<u64, Error> {
     if let Reserve::Balanced { factor } = options.reserve
         && !(factor.is_finite() && factor >= 0.0)

@@ -1,7 +1,8 @@
 //! Gaps: ticks inside of a lifetime at which a buffer needs only a part of its bytes, or none. They are written `3-5`
-//! and `7-9@0:64`.
+//! (no bytes needed) and `7-9@0:64` (only bytes 0 to 64 needed).
 //!
-//! In: a field. Out: [`Gap`]s, and a lower bound that takes them into account. Our plans make no use of them.
+//! In: a field. Out: [`Gap`]s, and a lower bound that takes them into account. The planner of this crate doesn't use
+//! gaps.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,7 +16,7 @@ pub struct Gap {
     pub buffer: BufferId,
     /// The ticks, inside of the buffer's lifetime.
     pub ticks: Lifetime,
-    /// Bytes of the buffer that it needs even then, counted from its offset.
+    /// The bytes that the buffer needs even during the gap, counted from its offset; `None` if it needs none.
     pub window: Option<Range<u64>>,
 }
 
@@ -26,8 +27,8 @@ impl fmt::Display for Gap {
     }
 }
 
-/// Parses the gaps of a field, which are separated by spaces and in order of time. `after_last` is added to each end to
-/// get the tick after the last.
+/// Parses the gaps of a field, which are separated by spaces and in order of time. `after_last` is added to the end of
+/// each gap, so that it is the tick after the last.
 pub(super) fn parse(field: &str, id: BufferId, buffer: &Buffer, after_last: u64) -> Result<Vec<Gap>, String> {
     let mut gaps: Vec<Gap> = Vec::new();
     for text in field.split_ascii_whitespace() {

@@ -15,11 +15,12 @@ pub(super) struct Columns {
     pub gaps: Option<usize>,
     pub hint: Option<usize>,
     pub offset: Option<usize>,
-    /// Added to an end as written to get the tick after the last: 1 if the column is `end`, which names the last tick.
+    /// Added to an end as written to get the tick after the last: 1 if the column is named `end`, since it then holds
+    /// the last tick.
     pub after_last: u64,
 }
 
-/// Every name that is accepted, with the one that we use for it.
+/// Every column name that is accepted, with this crate's name for that column.
 const NAMES: [(&str, &str); 13] = [
     ("id", "id"),
     ("buffer", "id"),

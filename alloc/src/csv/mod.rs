@@ -1,8 +1,8 @@
 //! Tables of buffers with minimalloc's columns: `id,lower,upper,size[,alignment][,gaps][,hint][,offset]`.
 //!
-//! In: UTF-8 text with a header line, and one field per column in every other line. Columns may be in any order, and
-//! others are ignored. Out: a [`Table`]. Every error names its line, or its tick. Never: a decision about what a
-//! table's offsets are for; [`Table::pinned`] reads them as minimalloc does.
+//! In: UTF-8 text with a header line; every other line has one field per column. Columns may be in any order, and
+//! unknown columns are ignored. Out: a [`Table`]. Every error names its line, or its tick. How a table's offsets are
+//! used is the caller's decision; [`Table::pinned`] reads them as pins, which is minimalloc's meaning.
 //!
 //! ```text
 //! id,lower,upper,size,offset
@@ -21,7 +21,7 @@ pub use read::read;
 
 use crate::{Buffer, Error, Problem, lower_bound};
 
-/// A problem with everything that its file says about the buffers.
+/// A problem, with everything else that its file says about the buffers.
 #[derive(Debug, Clone, Default)]
 pub struct Table {
     /// Ids as written, indexed by [`BufferId`](crate::BufferId).
@@ -34,7 +34,7 @@ pub struct Table {
     pub hints: Option<Vec<Option<u64>>>,
     /// The `gaps` column, ordered by buffer and time.
     pub gaps: Vec<Gap>,
-    /// Buffers before which lines were left blank, with their line numbers.
+    /// The buffers that follow blank lines, each with its line number.
     lines: Vec<(usize, u64)>,
 }
 
@@ -77,13 +77,13 @@ impl Table {
         }
     }
 
-    /// The `offset` column as a plan, if every buffer has an offset.
+    /// Returns the `offset` column as a plan, or `None` if any buffer has no offset.
     pub fn plan(&self) -> Option<Vec<u64>> {
         self.offsets.as_ref()?.iter().copied().collect()
     }
 
-    /// The most bytes alive at one tick, not counting what is free during gaps. No plan is lower, even if it uses the
-    /// gaps.
+    /// The most bytes alive at one tick, not counting bytes that are free during gaps. No plan is lower, even if it
+    /// uses the gaps.
     pub fn lower_bound(&self) -> u64 {
         if self.gaps.is_empty() { lower_bound(&self.problem) } else { gaps::lower_bound(&self.problem, &self.gaps) }
     }
@@ -96,7 +96,8 @@ impl Table {
         line + (buffer - first) as u64
     }
 
-    /// Writes the table in minimalloc's columns, with other offsets.
+    /// Writes the table in minimalloc's format. `offsets` fills the column `offset`; with `None` there is no such
+    /// column.
     ///
     /// # Errors
     /// Returns only errors of the writer.

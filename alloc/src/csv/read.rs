@@ -6,18 +6,18 @@ use std::io::{BufRead, Read};
 use super::{Table, gaps, header};
 use crate::{Buffer, BufferId, Error, Problem};
 
-/// Longest line of a sound table. A longer one (a binary file, a missing line break) must not fill the memory.
+/// Longest line that is accepted. A longer one (from a binary file, or without line breaks) must not fill the memory.
 const LONGEST_LINE: usize = 64 << 10;
 
-/// Reads a table. The memory it takes grows with the buffers read, not with what a broken file claims.
+/// Reads a table. Memory use grows with the buffers that were read, not with counts that a broken file claims.
 ///
 /// # Errors
-/// Returns [`Error::Csv`] with the line for
+/// Returns [`Error::Csv`] with the line if
 ///
-/// - a column that is missing or occurs twice, or more or fewer fields than columns;
-/// - a field that is not a number of 0 to 2^64 - 1, `lower >= upper`, or an alignment of 0;
-/// - a gap outside of its lifetime, or a repeated id;
-/// - text that is not UTF-8, or a line of more than 64 KiB.
+/// - a column is missing or occurs twice, or a line has more or fewer fields than there are columns;
+/// - a field is not a number from 0 to 2^64 - 1, `lower >= upper`, or an alignment is 0;
+/// - a gap lies outside of its lifetime, or an id is repeated;
+/// - the text is not UTF-8, or a line is longer than 64 KiB.
 ///
 /// Returns [`Error::TooLarge`] with the tick at which too many bytes are alive.
 pub fn read(input: impl BufRead) -> Result<Table, Error> {
@@ -87,15 +87,16 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
     Ok(table)
 }
 
-/// The ids seen so far. As long as each comes after the one before (`9`, `10`, `11`), nothing needs to be kept.
+/// The ids seen so far. As long as each id sorts after the one before (`9`, `10`, `11`), none needs to be stored.
 #[derive(Default)]
 struct Seen {
-    /// Hashes of 128 bits, so that ten million ids need not be kept twice.
+    /// 128-bit hashes of the ids, so that ten million ids need not be stored a second time.
     hashes: Option<HashSet<u128>>,
 }
 
 impl Seen {
-    /// True if `id` is not among `ids`. Each of those must have been passed to this function before, in this order.
+    /// True if `id` is not among `ids`. Every element of `ids` must have been passed to this function before, in this
+    /// order.
     fn is_new(&mut self, ids: &[String], id: &str) -> bool {
         let hash = |id: &str| {
             let hash = blake3::hash(id.as_bytes());
@@ -253,7 +254,7 @@ mod tests {
             let _ = read(&text[..]);
         }
 
-        /// So does reading text that is nearly a table.
+        /// Reading text that is nearly a table ends with a table or an error.
         #[test]
         fn reads_near_tables(rows in "([a-c0-9-]{1,2},[0-9-]{0,21},[0-9]{1,3},[0-9]{1,21}[\r\n,]{1,2}){0,20}") {
             let _ = read(format!("id,lower,upper,size\n{rows}").as_bytes());

@@ -5,7 +5,8 @@ use std::ops::Range;
 use crate::Problem;
 use crate::bound::sweep;
 
-/// A step function: the bytes alive from each step's tick until the next step's. The last step lasts until `end`.
+/// A step function: the bytes alive from the tick of each entry until the tick of the next. The last entry lasts until
+/// `end`.
 pub(super) struct Curve {
     /// `(tick, live bytes)`, ticks ascending, from the first tick of the map.
     pub(super) steps: Vec<(u64, u64)>,
@@ -24,7 +25,7 @@ impl Curve {
         Self { steps, end: ticks.end }
     }
 
-    /// The pieces of constant live bytes that overlap `ticks`, cut to it.
+    /// The pieces of constant live bytes that overlap `ticks`, clipped to `ticks`.
     pub(super) fn within(&self, ticks: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)> + '_ {
         let first = self.steps.partition_point(|s| s.0 <= ticks.start).saturating_sub(1);
         let next = self.steps.iter().skip(1).map(|s| s.0).chain([self.end]);
@@ -35,13 +36,14 @@ impl Curve {
             .filter(|(piece, _)| !piece.is_empty())
     }
 
-    /// The most bytes alive within `ticks`; 0 if there are none.
+    /// The most bytes alive at any of `ticks`; 0 if the range is empty.
     pub(super) fn most_within(&self, ticks: Range<u64>) -> u64 {
         self.within(ticks).map(|(_, live)| live).max().unwrap_or(0)
     }
 }
 
-/// Cuts `ticks` into `parts` ranges, none of them empty. If there are fewer ticks than parts, ranges share ticks.
+/// Splits `ticks` into `parts` ranges, none of them empty. If there are fewer ticks than parts, several ranges share a
+/// tick.
 pub(super) fn split(ticks: &Range<u64>, parts: usize) -> impl Iterator<Item = Range<u64>> + use<> {
     let (start, length, parts) = (ticks.start, u128::from(ticks.end - ticks.start), parts as u128);
     let parts = if length == 0 { 0 } else { parts };

@@ -1,8 +1,9 @@
-//! The map as one HTML page, drawn on canvases. Style, script and data are inside, and nothing is fetched.
+//! The map as one HTML page, drawn on canvases. The page contains its style, script and data, and fetches nothing.
 //!
-//! 100,000 buffers as JSON objects would be some 30 MB. Instead every distinct string is written once, and each buffer
-//! is eight little-endian base-128 numbers (as in DWARF): start − first tick, length, offset, bytes, then the string
-//! numbers of tensor, op and layer, then the role. The curve follows in the same form. `assets/data.js` reads it back.
+//! As JSON objects, 100,000 buffers would take some 30 MB. Instead, every distinct string is written once, and each
+//! buffer is eight base-128 integers, low bits first (LEB128, as in DWARF): first tick minus the map's first tick,
+//! length, offset, bytes, then the string indices of tensor, op and layer, then the role. The curve of live bytes
+//! follows in the same encoding. `assets/data.js` decodes it.
 
 use std::collections::HashMap;
 
@@ -30,7 +31,8 @@ struct Page<'m> {
     marks: Vec<(String, String, &'m str)>,
     strings: Vec<&'m str>,
     steps: usize,
-    /// Buffers in id order, then the steps of the curve (ticks since the step before, live bytes).
+    /// The encoded integers: buffers in id order, then the entries of the curve, each as ticks since the entry before
+    /// and live bytes.
     numbers: String,
 }
 
@@ -47,7 +49,7 @@ pub(super) fn render(map: &MemoryMap<'_>) -> String {
     let script =
         concat!(include_str!("assets/data.js"), include_str!("assets/paint.js"), include_str!("assets/explore.js"));
     let data = serde_json::to_string(&page(map)).expect("strings and numbers are always JSON");
-    // Inside of a script element only `<` can end the data; escaped, it is the same JSON.
+    // Inside of a script element, only `<` can end the data. Its escaped form is the same JSON string.
     let data = data.replace('<', "\\u003c");
     format!(include_str!("assets/page.html"), title = title, style = style, script = script, data = data)
 }
@@ -104,7 +106,7 @@ impl<'m> Strings<'m> {
     }
 }
 
-/// Appends `number`, seven bits a byte, lowest first, the high bit set on all but the last.
+/// Appends `number` seven bits per byte, lowest bits first. The high bit is set on all bytes but the last.
 fn push(out: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         out.push(number as u8 | 0x80);

@@ -1,11 +1,11 @@
 //! Pictures of a plan: the memory map, bytes × time, with every byte accounted to a named tensor.
 //!
 //! In: a problem, its offsets, one label per buffer, and the phases of the step. Out: the map as text for a terminal,
-//! as SVG for a page of documentation, as one self-contained HTML page to explore, and a [`Summary`] in figures.
-//! Never: a check of the plan (see [`check`](crate::check())), or output that depends on anything but the input.
+//! as SVG for a page of documentation, or as one self-contained HTML page to explore, and a [`Summary`] in figures. The
+//! output depends on nothing but this input. The plan is not checked here; [`check`](crate::check()) does that.
 //!
-//! Time is drawn from left to right and addresses from bottom to top. A tensor is called *persistent* when it is
-//! alive at every tick of the map, whatever its role, and is hatched (in text: a capital letter).
+//! Time runs from left to right and addresses from bottom to top. A tensor is called *persistent* when it is alive at
+//! every tick of the map, whatever its role. Persistent tensors are hatched in pictures, and capital letters in text.
 
 mod curve;
 #[cfg(feature = "page")]
@@ -77,11 +77,11 @@ pub struct MemoryMap<'a> {
 }
 
 impl<'a> MemoryMap<'a> {
-    /// Combines the parts; `offsets` and `labels` are indexed by [`BufferId`].
+    /// Combines a problem with its offsets and labels, both indexed by [`BufferId`].
     ///
     /// # Errors
-    /// Returns [`Error::NotOnePerBuffer`] if a table is not as long as the problem, and [`Error::OutOfAddressSpace`] if
-    /// a buffer ends past 2^64 - 1 bytes. Overlaps are not looked for.
+    /// Returns [`Error::NotOnePerBuffer`] if `offsets` or `labels` doesn't have one entry per buffer, and
+    /// [`Error::OutOfAddressSpace`] if a buffer ends past 2^64 - 1 bytes. Overlapping buffers are not detected.
     pub fn new(title: &'a str, problem: &'a Problem, offsets: &'a [u64], labels: &'a [Label]) -> Result<Self, Error> {
         for (table, entries) in [("offsets", offsets.len()), ("labels", labels.len())] {
             if entries != problem.len() {
@@ -99,7 +99,7 @@ impl<'a> MemoryMap<'a> {
         Ok(Self { title, problem, offsets, labels, marks: &[], ticks: start..problem.end(), height })
     }
 
-    /// The same map with its phases named.
+    /// Adds the phases of the step to the map.
     ///
     /// # Errors
     /// Returns [`Error::EmptyMark`] for the first phase that ends before it starts or has no ticks.
@@ -120,23 +120,25 @@ impl<'a> MemoryMap<'a> {
         self.ticks.clone()
     }
 
-    /// The map for a terminal.
+    /// Renders the map as text for a terminal.
     pub fn text(&self, options: &TextOptions) -> String {
         text::render(self, options)
     }
 
-    /// The map as one SVG document with one `<rect>` per buffer. Best below some thousands of buffers.
+    /// Renders the map as one SVG document with one `<rect>` per buffer. Viewers may be slow from some thousands of
+    /// buffers on.
     pub fn svg(&self, options: &SvgOptions) -> String {
         svg::render(self, options)
     }
 
-    /// The map as one HTML page that needs no network and no server; meant for up to some 100,000 buffers.
+    /// Renders the map as one HTML page that needs no network and no server. It is meant for up to some 100,000
+    /// buffers.
     #[cfg(feature = "page")]
     pub fn html(&self) -> String {
         html::render(self)
     }
 
-    /// The plan in figures, with the so many `largest` tensors of the peak tick.
+    /// Summarizes the plan in figures. Of the tensors alive at the peak tick, only the `largest` many are listed.
     pub fn summary(&self, largest: usize) -> Summary {
         summary::summarize(self, largest)
     }
@@ -169,7 +171,7 @@ impl<'a> MemoryMap<'a> {
         }
     }
 
-    /// The marks, cut to the ticks of the map. Marks outside of it are left out.
+    /// The marks, clipped to the ticks of the map. Marks outside of these ticks are left out.
     fn visible_marks(&self) -> impl Iterator<Item = (Range<u64>, &str)> + '_ {
         self.marks.iter().filter_map(|m| {
             let ticks = m.ticks.start.max(self.ticks.start)..m.ticks.end.min(self.ticks.end);

@@ -6,7 +6,7 @@ use crate::Role;
 /// The look of one role.
 #[derive(Clone, Copy)]
 pub(super) struct Look {
-    /// Lower case; persistent tensors take the capital.
+    /// Letter of the role in lower case; persistent tensors use the capital letter.
     pub(super) letter: char,
     /// `rrggbb` on a light ground.
     pub(super) light: u32,

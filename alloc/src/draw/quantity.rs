@@ -1,10 +1,10 @@
-//! Bytes for people: printed in binary units, with two decimals unless the figure is whole, and parsed as people write
-//! them.
+//! Sizes in bytes for people. They are printed in binary units, with two decimals unless the value is whole. Common
+//! spellings are parsed.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Prints a number of bytes as `96 B`, `1.50 GiB` or `64 MiB`. Honours width and alignment of the format.
+/// Prints a number of bytes as `96 B`, `1.50 GiB` or `64 MiB`. The format's width and alignment apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Bytes(pub u64);
 
@@ -37,7 +37,7 @@ impl Bytes {
             _ => return Err(NotBytes::Unit { unit: unit.trim().into() }),
         };
         let too_many = || NotBytes::TooMany { text: text.into() };
-        // Whole numbers are exact, however large.
+        // Whole numbers are parsed as integers, so that large ones lose no digits.
         if let Ok(number) = number.parse::<u64>() {
             return number.checked_mul(scale).filter(|&bytes| bytes < 1 << 63).ok_or_else(too_many);
         }

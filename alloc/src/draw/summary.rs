@@ -1,4 +1,4 @@
-//! The plan in figures: what fills the arena at its peak, and what stays unused over time.
+//! The plan in figures: the tensors that fill the arena at its peak, and the bytes that stay unused over time.
 
 use std::fmt;
 use std::ops::Range;
@@ -48,7 +48,7 @@ pub struct RoleBytes {
     pub role: Role,
     /// Live tensors of this role.
     pub tensors: usize,
-    /// Their bytes.
+    /// Total size of these tensors in bytes.
     pub bytes: u64,
     /// Bytes of those tensors that are alive at every tick.
     pub persistent_bytes: u64,
@@ -62,7 +62,7 @@ pub struct TensorAtPeak {
     pub tensor: String,
     /// The operation that writes it first.
     pub op: String,
-    /// The layer it belongs to; may be empty.
+    /// The layer of the tensor; empty outside of layers.
     pub layer: String,
     /// The role of the tensor.
     pub role: Role,

@@ -22,13 +22,13 @@ impl Default for SvgOptions {
     }
 }
 
-/// Margin left of the plot, which has the sizes.
+/// Margin left of the plot, where the sizes are written.
 const LEFT: f64 = 84.0;
 /// Margin right of the plot.
 const RIGHT: f64 = 16.0;
 /// Margin above the plot: title and figures, then phases.
 const TOP: f64 = 72.0;
-/// Distance between the map and the panel of live bytes.
+/// Distance between the map and the panel of live bytes below it.
 const BETWEEN: f64 = 16.0;
 /// Height of the panel of live bytes.
 const CURVE: f64 = 80.0;
@@ -137,7 +137,7 @@ fn rectangles(out: &mut String, map: &MemoryMap<'_>, plot: &Plot, role: Role) ->
             let (x, y) = (plot.x(map, r.ticks.start), plot.y(map, r.end()));
             let (wide, tall) = (plot.x(map, r.ticks.end) - x, plot.y(map, r.offset) - y);
             let shape = format!(r#"x="{x:.2}" y="{y:.2}" width="{wide:.2}" height="{tall:.2}""#);
-            // A border would cover a rectangle this thin.
+            // A border would cover so thin a rectangle.
             let thin = if wide < 4.0 || tall < 3.0 { r#"class="thin" "# } else { "" };
             writeln!(out, r#"<rect {thin}{shape}><title>{}</title></rect>"#, escape(&tooltip(&r)))?;
             if is_persistent {
@@ -185,12 +185,12 @@ fn axes(out: &mut String, map: &MemoryMap<'_>, plot: &Plot) -> std::fmt::Result 
     writeln!(out, r#"<text class="size" x="{end:.2}" y="{y:.2}">{}</text>"#, map.ticks.end)
 }
 
-/// Live bytes and the bound, with the arena height as full scale.
+/// Draws the live bytes and the lower bound. The full height of the panel stands for the arena's height.
 fn live_bytes(out: &mut String, map: &MemoryMap<'_>, plot: &Plot) -> std::fmt::Result {
     let curve = map.curve();
     let y = |bytes| plot.curve_top() + CURVE * (1.0 - map.byte_fraction(bytes));
     let floor = plot.curve_top() + CURVE;
-    // At most one point per pixel: the most live bytes of its ticks.
+    // At most one point per pixel: the most bytes alive at any tick of that pixel.
     write!(out, r#"<path class="live" d="M{LEFT:.2} {floor:.2}"#)?;
     let columns = plot.width as usize;
     let mut last = None;

@@ -1,4 +1,4 @@
-//! One small training step drawn in every form, then generated ones.
+//! Draws one small training step in every form, then generated problems.
 
 use gapless_testing::prelude::*;
 use insta::assert_snapshot;
@@ -32,7 +32,7 @@ fn step() -> (Problem, Vec<Label>, Vec<Mark>) {
 
 fn with_step<T>(look: impl FnOnce(&MemoryMap<'_>) -> T) -> T {
     let (problem, labels, marks) = step();
-    // A plan that is written down, so that better planners leave the snapshots alone.
+    // The plan is written down here, so that the snapshots don't change when the planner finds better plans.
     let kib = [832, 928, 512, 704, 256, 1024, 0, 256, 704, 704];
     let offsets = kib.map(|kib| kib << 10);
     crate::check(&problem, &offsets, None).unwrap();
@@ -163,7 +163,7 @@ fn an_empty_problem_has_pictures_too() {
     assert!(map.text(&TextOptions::default()).starts_with("nothing  0 B high"));
 }
 
-/// If there are few ticks, they are counted from 0 on. Those before the first buffer must not be part of the picture.
+/// If there are few ticks, the lower bound is swept from tick 0 on. Ticks before the first buffer must not be drawn.
 #[test]
 fn a_step_that_starts_late_has_pictures_too() {
     let problem = Problem::new(vec![Buffer::new(1..2, 0), Buffer::new(2..3, 8)]).unwrap();
@@ -213,14 +213,14 @@ fn unused_bytes_add_up_to_the_area_that_no_rectangle_covers() {
     });
 }
 
-/// Reads every picture of `map` with parsers that know nothing of the writers.
+/// Parses every picture of `map` with parsers that share no code with the writers.
 fn check_pictures(map: &MemoryMap<'_>) {
     check_text(map);
     check_svg(map);
     check_html(map);
     let summary = map.summary(usize::MAX);
     let again: Summary = serde_json::from_str(&serde_json::to_string(&summary).unwrap()).unwrap();
-    // serde_json reads the last digit of a float to within one unit, unless its slower exact mode is on.
+    // serde_json reads the last digit of a float to within one unit unless its slower exact mode is on.
     assert!((again.gap - summary.gap).abs() <= 4.0 * f64::EPSILON * summary.gap);
     assert!(again == Summary { gap: again.gap, ..summary.clone() });
     assert_eq!(summary.roles.iter().map(|r| r.bytes).sum::<u64>(), summary.lower_bound_bytes);
@@ -253,7 +253,7 @@ fn check_svg(map: &MemoryMap<'_>) {
         count += 1;
     }
     assert_eq!(count, map.problem.len());
-    // Names occur only in text and in the label. Any other attribute with such a text is a number gone wrong.
+    // Names occur only in text and in the label. In any other attribute, such a text is a badly formatted number.
     let attributes = document.descendants().flat_map(|node| node.attributes());
     for attribute in attributes.filter(|attribute| attribute.name() != "aria-label") {
         assert!(!attribute.value().contains("NaN") && !attribute.value().contains("inf"), "{attribute:?}");
@@ -263,7 +263,7 @@ fn check_svg(map: &MemoryMap<'_>) {
 fn check_html(map: &MemoryMap<'_>) {
     let html = map.html();
     assert_eq!(html, map.html());
-    // There is one data element, one script and one style: no name has opened or closed one.
+    // There is exactly one data element, one script and one style. So no name has opened or closed such an element.
     for tag in ["<script", "</script", "<style", "</style", "<title", "</title"] {
         assert_eq!(html.matches(tag).count(), if tag.contains("script") { 2 } else { 1 }, "{tag}");
     }
@@ -301,7 +301,7 @@ fn check_html(map: &MemoryMap<'_>) {
     assert!(bytes.next().is_none());
 }
 
-/// Names of any characters, and those that would break out of a page.
+/// Names of any characters, and names that would break out of a page if they were not escaped.
 fn name() -> impl Strategy<Value = String> {
     let hostile = [
         "</script><script>alert(1)</script>",

@@ -1,7 +1,7 @@
-//! The map as characters: a letter per role, live bytes below it, a legend at the foot.
+//! The map as characters: a letter per role, the live bytes below the map, and a legend at the bottom.
 //!
-//! A cell shows the role that covers most of it, or `·` if free bytes cover more than half. So a thin buffer may not
-//! show at all; the legend counts it.
+//! A cell shows the role that covers most of it, or `·` if more than half of the cell is free. So a thin buffer may not
+//! show at all; the legend counts it nevertheless.
 
 use super::curve::split;
 use super::palette::look;
@@ -11,7 +11,7 @@ use crate::Role;
 /// Size and looks of the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextOptions {
-    /// Characters per line, at least 48. The legend wraps at it.
+    /// Characters per line, at least 48. The legend wraps at this width.
     pub columns: usize,
     /// Lines above the legend, at least 12.
     pub rows: usize,
@@ -27,7 +27,8 @@ impl Default for TextOptions {
 
 /// Rows of the panel of live bytes.
 const CURVE_ROWS: usize = 5;
-/// Number of other lines: title, phases, floor of the map, the panel's bound line and floor, ticks.
+/// Number of other lines: title, phases, floor of the map, the bound line and the floor of the panel of live bytes,
+/// ticks.
 const OTHER_ROWS: usize = 6;
 /// Characters left of the map: a size and the axis.
 const MARGIN: usize = 12;
@@ -52,7 +53,7 @@ pub(super) fn render(map: &MemoryMap<'_>, options: &TextOptions) -> String {
     text
 }
 
-/// User text for a terminal, without control characters and without marks that reorder the line.
+/// Replaces control characters, and marks that reorder text, so that user text is safe to print.
 pub(super) fn printable(text: &str) -> String {
     let reorders = ['\u{200b}'..='\u{200f}', '\u{2028}'..='\u{202e}', '\u{2066}'..='\u{2069}'];
     let is_harmful = |c: char| c.is_control() || c == '\u{feff}' || reorders.iter().any(|range| range.contains(&c));
@@ -67,14 +68,14 @@ fn headline(map: &MemoryMap<'_>, width: usize) -> String {
     format!("{title}  {figures}")
 }
 
-/// Names of the phases at their first column, cut where the phase ends.
+/// A line with the names of the phases, each at the phase's first column and cut off at its last.
 fn phases(map: &MemoryMap<'_>, columns: usize) -> String {
     let mut line = vec![' '; columns];
     for (ticks, name) in map.visible_marks() {
         let column = |tick| ((map.time_fraction(tick) * columns as f64).round() as usize).min(columns);
         let (from, to) = (column(ticks.start), column(ticks.end));
         let text = ['▏'].into_iter().chain(printable(name).chars().collect::<Vec<_>>());
-        // A blank at the end of a cut name keeps it apart from the next.
+        // Blanks fill the rest of the phase, so that no earlier name shows through where phases overlap.
         for (cell, c) in line[from..to].iter_mut().zip(text.chain(std::iter::repeat(' '))) {
             *cell = c;
         }
@@ -109,7 +110,8 @@ fn cells(map: &MemoryMap<'_>, columns: usize, rows: usize, colour: bool) -> Vec<
     (0..rows).rev().map(line).collect()
 }
 
-/// The cells of `count` that the fractions `[from, to)` overlap, each with the share of it that is overlapped.
+/// The cells, of `count` in all, that the fractions `[from, to)` overlap, each with the share of the cell that is
+/// overlapped.
 fn overlapped(from: f64, to: f64, count: usize) -> impl Iterator<Item = (usize, f64)> {
     let (from, to) = (from * count as f64, to * count as f64);
     let cells = from.floor() as usize..(to.ceil() as usize).min(count);
@@ -136,7 +138,7 @@ fn paint(role: Role, is_persistent: bool, colour: bool) -> String {
     format!("\x1b[48;2;{r};{g};{b};38;2;0;0;0m{letter}\x1b[0m")
 }
 
-/// The panel of live bytes: the bound as the line on top, below it the most live bytes of each column as bars.
+/// The panel of live bytes: bars show the most live bytes of each column, and a line above them shows the bound.
 fn live_bytes(map: &MemoryMap<'_>, columns: usize, rows: usize) -> Vec<String> {
     const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let (curve, bound) = (map.curve(), map.lower_bound());

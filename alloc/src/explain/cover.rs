@@ -1,9 +1,10 @@
-//! The fewest intervals whose bytes meet a demand at every place: a lower bound on what must change, whatever the plan.
+//! Covers: few intervals whose bytes meet a demand at every place. The size of the smallest cover is a lower bound on
+//! the changes that any remedy needs.
 //!
-//! In: places in order, each with the bytes demanded there, and candidates that span places. Out: the fewest candidates
-//! found, and a number that no cover is below. The search is a branch-and-bound from left to right: at the leftmost
-//! place that still lacks bytes, a candidate can be replaced by another that gives as much and reaches as far. If so
-//! many are needed that the search would not end, it always takes the one that gives most.
+//! In: places in order, each with the bytes demanded there, and candidates that span places. Out: the smallest cover
+//! found, and a proven lower bound on the size of every cover. The search is a branch-and-bound from left to right. At
+//! the leftmost place that still lacks bytes, it skips a candidate if another one gives as many bytes and reaches as
+//! far. If a cover takes too many candidates for an exact search, a greedy search takes its place.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -11,7 +12,7 @@ use std::ops::Range;
 use crate::deadline::Deadline;
 use crate::order::sort_by_key;
 
-/// An interval that may be chosen.
+/// An interval that may be chosen for a cover.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Candidate {
     /// Places at which it helps.
@@ -21,8 +22,8 @@ pub(super) struct Candidate {
 }
 
 impl Candidate {
-    /// The bytes that it gives at `place`, at most the `lacking` ones, times the number of places that it
-    /// spans from there on.
+    /// The value of this candidate at `place`: its bytes (no more than are `lacking` there) times the number of places
+    /// that it spans from there on.
     fn gives(&self, place: usize, lacking: u64) -> u128 {
         u128::from(self.bytes.min(lacking)) * (self.span.end - place) as u128
     }
@@ -31,16 +32,17 @@ impl Candidate {
 /// The result of [`fewest`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Fewest {
-    /// Indices of the candidates, ascending; `None` when no cover was found.
+    /// Indices of the candidates of the smallest cover found, ascending; `None` if none was found.
     pub chosen: Option<Vec<usize>>,
-    /// A number that no cover is below; `None` if there is no cover at all.
+    /// Proven lower bound on the size of every cover; `None` if there is no cover at all.
     pub at_least: Option<usize>,
 }
 
 /// Largest cover for which the search is exact.
 const MOST: usize = 64;
 
-/// Covers `demand`. Looks at no more than `work` candidates, and at none once the `deadline` has passed.
+/// Searches for the smallest cover of `demand`. The search ends after looking at `work` candidates, or when the
+/// `deadline` has passed.
 pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64, deadline: Deadline) -> Fewest {
     if deadline.has_passed() {
         return Fewest { chosen: None, at_least: Some(0) };
@@ -84,8 +86,8 @@ pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64, deadli
     Fewest { chosen: best.as_deref().map(as_given), at_least: Some(at_least) }
 }
 
-/// Takes, for the leftmost place that still lacks bytes, always the candidate that gives most from there on. Returns
-/// `None` if the candidates don't meet the demand or the work is spent.
+/// Searches greedily: at the leftmost place that still lacks bytes, takes the candidate with the highest value from
+/// there on. Returns `None` if the candidates don't meet the demand, the work is spent or the deadline has passed.
 fn greedily(mut left: Vec<u64>, candidates: &[Candidate], work: u64, deadline: Deadline) -> Option<Vec<usize>> {
     let mut is_open = vec![true; candidates.len()];
     let (mut chosen, mut spent) = (Vec::new(), 0);
@@ -107,17 +109,17 @@ fn greedily(mut left: Vec<u64>, candidates: &[Candidate], work: u64, deadline: D
     Some(chosen)
 }
 
-/// Bytes to take off candidates so that every demand is met with the fewest bytes in all. Returns `None` if all
-/// candidates together don't suffice.
+/// Returns the bytes to take off each candidate so that every demand is met with the fewest bytes in all. Returns
+/// `None` if all candidates together don't suffice.
 ///
-/// It goes from left to right and takes from the candidate that reaches furthest. That is exact: all bytes cost the
-/// same, and a candidate that reaches further helps wherever another one does.
+/// The search goes from left to right and takes from the candidate that reaches furthest. That is exact: all bytes cost
+/// the same, and a candidate that reaches further helps wherever another one does.
 pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<Vec<u64>> {
     let mut order: Vec<usize> = (0..candidates.len()).collect();
     sort_by_key(&mut order, |&c| candidates[c].span.start);
     let mut order = order.into_iter().peekable();
-    // `open` orders the candidates by how far they reach. `ends` has the bytes taken off, by the place where
-    // they cease to help.
+    // `open` orders the candidates by how far they reach. `ends[p]` is the number of bytes taken off that no longer
+    // help from place `p` on.
     let mut open = std::collections::BinaryHeap::new();
     let mut taken = vec![0u64; candidates.len()];
     let mut ends = vec![0u64; demand.len() + 1];
@@ -143,8 +145,8 @@ pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<V
     Some(taken)
 }
 
-/// Places whose demand is not implied by a neighbour's. It is implied if everything that begins (or ends) between the
-/// two is no more than the difference.
+/// Returns the places whose demand is not implied by a neighbour's. A larger demand implies a neighbour's smaller one if
+/// the candidates that reach only the place of the larger demand have no more bytes than the demands differ by.
 fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
     let mut begins = vec![0u128; demand.len() + 1];
     let mut ends = begins.clone();
@@ -153,7 +155,7 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
         ends[c.span.end] += u128::from(c.bytes);
     }
     let mut kept: Vec<usize> = Vec::new();
-    // Bytes that began and ended since the last kept place.
+    // Bytes of the candidates that began and ended since the last kept place.
     let (mut began, mut ended) = (0, 0);
     for place in 0..demand.len() {
         began += begins[place];
@@ -165,7 +167,7 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
             let (before, here) = (u128::from(demand[last]), u128::from(demand[place]));
             if ended == 0 && before + began <= here {
                 kept.pop();
-                // What begins and ends between the place before and the dropped one counts as well.
+                // Candidates that begin or end between the kept place before and the dropped one now count as well.
                 let from = kept.last().map_or(0, |&p| p + 1);
                 began += begins[from..=last].iter().sum::<u128>();
                 ended += ends[from..=last].iter().sum::<u128>();
@@ -184,9 +186,9 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
     kept
 }
 
-/// For each place, a lower bound on the candidates that the demands from there on take. It adds up places that have no
-/// candidate in common. Returns `None` if a demand can't be met or the deadline has passed. If there are very many
-/// places, only some are looked at.
+/// For each place, a lower bound on the number of candidates that the demands from there on take. The bound adds up
+/// places that have no candidate in common. If there are very many places, only some are used. Returns `None` if a
+/// demand can't be met or the deadline has passed.
 fn suffix_bounds(demand: &[u64], candidates: &[Candidate], deadline: Deadline) -> Option<Vec<usize>> {
     let cells: usize = candidates.iter().map(|c| c.span.len()).sum();
     let stride = cells.div_ceil(MAX_CELLS).max(1);
@@ -212,10 +214,10 @@ fn suffix_bounds(demand: &[u64], candidates: &[Candidate], deadline: Deadline) -
     Some(after)
 }
 
-/// Most pairs of a place and a candidate that the bounds look at.
+/// Most pairs of a place and a candidate that the suffix bounds look at.
 const MAX_CELLS: usize = 20_000_000;
 
-/// The number of largest values that meet the demand.
+/// Returns how many of the largest values add up to the demand, or `None` if all values together don't.
 fn largest_first(bytes: &mut [u64], demand: u64) -> Option<usize> {
     bytes.sort_unstable_by_key(|&b| Reverse(b));
     let mut sum = 0u64;
@@ -256,7 +258,7 @@ struct Search<'c> {
 }
 
 impl Search<'_> {
-    /// Covers what is left from place `from` on. No chosen candidate reaches past `reach`.
+    /// Covers the remaining demand from place `from` on. No chosen candidate reaches past `reach`.
     fn deepen(&mut self, from: usize, reach: usize) {
         let Some(place) = (from..self.left.len()).find(|&p| self.left[p] > 0) else {
             if self.best.as_ref().is_none_or(|best| self.chosen.len() < best.len()) {
@@ -294,7 +296,7 @@ impl Search<'_> {
             self.deepen(place, reach.max(c.span.end));
             self.chosen.pop();
             self.left[place..c.span.end].copy_from_slice(&before);
-            // Covers without this candidate come next. They also exclude every candidate that it could replace.
+            // Next come covers without this candidate. They also exclude every candidate that it could replace.
             open.retain(|&other| {
                 let dominated =
                     self.candidates[other].bytes <= c.bytes && self.candidates[other].span.end <= c.span.end;
@@ -340,7 +342,7 @@ mod tests {
             prop_assert_eq!(found.chosen.as_ref().map(Vec::len), found.at_least);
             let set = found.chosen.iter().flatten().fold(0, |set, k| set | 1 << k);
             prop_assert!(least.is_none() || covers(set));
-            // With little work the bound is lower, but still holds.
+            // With little work the bound may be lower, but it still holds.
             let hasty = fewest(&demand, &candidates, 10, Deadline::default());
             prop_assert!(hasty.at_least <= found.at_least);
             let late = fewest(&demand, &candidates, 1_000_000, Deadline::after(Some(Duration::ZERO)));

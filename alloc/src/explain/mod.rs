@@ -1,9 +1,9 @@
 //! Explains why a problem does not fit a capacity, and what would have to change.
 //!
-//! In: a problem, its best plan, a capacity below the plan's height, the buffers' labels if there are any, and a
-//! deadline if it must not take long. Out: the tick of the peak, the buffers alive there, and [`Remedy`]s: few buffers
-//! to leave out, few bytes to take off, few lifetimes to interrupt. Each of them is checked by a plan, and [`cover`]
-//! says how few there can be.
+//! In: a problem, its best plan, a capacity below the plan's height, optionally the buffers' labels, and optionally a
+//! deadline. Out: the tick of the peak, the buffers alive there, and [`Remedy`]s: few buffers to leave out, few bytes
+//! to take off, few lifetimes to interrupt. Each remedy is checked by a plan of the changed problem, and [`cover`]
+//! bounds how small a remedy can be.
 
 mod cover;
 mod remedy;
@@ -34,15 +34,15 @@ pub struct Explanation {
     pub roles: Vec<(Role, u64, usize)>,
     /// Buffers alive at that tick, the largest first.
     pub alive: Vec<BufferId>,
-    /// Bytes by which the peak exceeds the capacity. At least this much must be saved at that tick, whatever is chosen.
+    /// Bytes by which the peak exceeds the capacity. Any remedy must save at least this much at the peak tick.
     pub excess: u64,
-    /// The fewest buffers found without which the rest fits.
+    /// The fewest buffers found such that all other buffers fit.
     pub leave_out: Remedy,
-    /// The fewest bytes found to take off buffers.
+    /// The fewest bytes found that make the problem fit when buffers are smaller by them.
     pub shrink: Remedy,
-    /// The fewest lifetimes found to interrupt; `None` if no such remedy was found.
+    /// The fewest lifetimes found whose interruption makes the problem fit; `None` if no such remedy was found.
     pub free: Option<Remedy>,
-    /// True if the deadline passed. With more time, smaller remedies might be found, or more be proven.
+    /// True if the deadline passed. With more time, smaller remedies or higher lower bounds might be found.
     pub cut_short: bool,
     /// Phases of the step that the peak is in.
     phases: Vec<String>,
@@ -50,11 +50,11 @@ pub struct Explanation {
     names: BTreeMap<BufferId, String>,
 }
 
-/// Explains why `problem` does not fit the capacity of `options`. Returns `None` if `solution` fits it, or if there is
-/// no capacity. `labels` are indexed by [`BufferId`] and may be empty; if there are any, only activations are
+/// Explains why `problem` does not fit the capacity of `options`. Returns `None` if `solution` fits, or if there is no
+/// capacity. `labels` are indexed by [`BufferId`] and may be empty. With labels, only the lifetimes of activations are
 /// interrupted.
 ///
-/// It makes many plans, with the threads and until the deadline of `options`; see [`Explanation::cut_short`].
+/// This makes many plans. It uses the threads and the deadline of `options`; see [`Explanation::cut_short`].
 pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options: &Options) -> Option<Explanation> {
     let deadline = Deadline::after(options.deadline);
     let capacity = options.capacity.filter(|&capacity| solution.height > capacity)?;
@@ -98,9 +98,9 @@ impl Explanation {
         [&self.leave_out, &self.shrink].into_iter().chain(&self.free)
     }
 
-    /// The problem after a remedy's changes. Buffers keep their ids, buffers that are left out take no bytes, and the
-    /// second halves of interrupted lifetimes come after all other buffers. Returns `None` if pins or groups don't
-    /// allow it.
+    /// Returns the problem after a remedy's changes. Buffers keep their ids. Buffers that are left out take no bytes.
+    /// The second half of each interrupted lifetime becomes a new buffer after all others. Returns `None` if pins or
+    /// groups don't allow the changes.
     pub fn apply(problem: &Problem, remedy: &Remedy) -> Option<Problem> {
         remedy::apply(problem, &remedy.changes)
     }
@@ -112,7 +112,7 @@ impl Explanation {
         self
     }
 
-    /// The same explanation, which also names the phases of `marks` that the peak is in.
+    /// The same explanation, which also names those phases of `marks` that contain the peak tick.
     pub fn during(mut self, marks: &[Mark]) -> Self {
         let there = marks.iter().filter(|mark| mark.ticks.contains(&self.peak_tick));
         self.phases = there.map(|mark| mark.name.clone()).collect();
@@ -148,7 +148,7 @@ impl Explanation {
     }
 }
 
-/// Most changes of a remedy that are written out.
+/// Most changes of a remedy that are printed.
 const LINES: usize = 16;
 
 impl fmt::Display for Explanation {

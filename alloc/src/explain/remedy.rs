@@ -1,8 +1,9 @@
-//! Remedies: changes after which a problem fits, and how small such changes can be.
+//! Remedies: changes after which a problem fits, and lower bounds on their size.
 //!
-//! At every tick at which more bytes are alive than the capacity holds, changes must take the excess away.
-//! [`cover`](super::cover) says how few changes can, and no remedy is smaller. A plan of the changed problem shows
-//! whether they suffice. If not, the buffers that the plan leaves above the capacity change too.
+//! At every tick at which more bytes are alive than the capacity holds, changes must free the excess.
+//! [`cover`](super::cover) computes how few changes do so, and no remedy has fewer. A plan of the changed
+//! problem shows whether they suffice. If not, the buffers that end above the capacity in that plan are changed as
+//! well.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -15,11 +16,11 @@ use crate::{Buffer, BufferId, Label, Lifetime, Options, Problem, Proof, Role, So
 /// One change of a problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// The buffer is left out: it lives elsewhere, or not at all.
+    /// The buffer is left out: its contents live elsewhere, or the buffer is not needed at all.
     LeaveOut(BufferId),
     /// The buffer is smaller by so many bytes.
     Shrink(BufferId, u64),
-    /// The buffer's bytes are free during these ticks: it is recomputed, or kept elsewhere meanwhile.
+    /// The buffer's bytes are free during these ticks: its contents are recomputed, or kept elsewhere meanwhile.
     Free(BufferId, Lifetime),
 }
 
@@ -34,11 +35,12 @@ impl Change {
 /// Changes of one kind after which the problem fits. A plan of the changed problem was checked against the capacity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remedy {
-    /// The largest change first, by the bytes taken off or the size of the buffer.
+    /// The changes, the largest first. The size of a change is the number of bytes taken off, or else the size of the
+    /// buffer.
     pub changes: Vec<Change>,
-    /// Bytes taken off in all if buffers shrink, otherwise the number of changes.
+    /// Total bytes taken off if buffers shrink; otherwise the number of changes.
     pub size: u64,
-    /// Proven lower bound for the size of any remedy of this kind.
+    /// Proven lower bound on the size of any remedy of this kind.
     pub at_least: u64,
 }
 
@@ -60,7 +62,7 @@ impl Remedy {
     }
 }
 
-/// The problem after `changes`; `None` if its pins and groups don't allow them.
+/// The problem after `changes`; `None` if pins and groups don't allow the changes.
 pub(super) fn apply(problem: &Problem, changes: &[Change]) -> Option<Problem> {
     let mut buffers = problem.buffers().to_vec();
     for change in changes {
@@ -79,14 +81,15 @@ pub(super) fn apply(problem: &Problem, changes: &[Change]) -> Option<Problem> {
     problem.with_buffers(buffers)
 }
 
-/// The problem that remedies are sought for.
+/// The problem for which remedies are sought.
 pub(super) struct RemedySearch<'p> {
     pub problem: &'p Problem,
     pub labels: &'p [Label],
     pub solution: &'p Solution,
     pub capacity: u64,
     pub threads: Option<usize>,
-    /// Once this has passed, nothing more is tried. The remedies known by then suffice, but may not be the smallest.
+    /// Once this has passed, no more remedies are tried. The remedies found by then are valid, but may not be the
+    /// smallest.
     pub deadline: Deadline,
 }
 
@@ -96,11 +99,11 @@ const COVER_WORK: u64 = 60_000_000;
 /// Work of planning a changed problem.
 const PLAN_WORK: u64 = 20_000_000;
 
-/// Most changes that are tried alone, or left out one by one.
+/// A set of at most this many buffers is pruned, and at most this many buffers are tried alone.
 const TRIES: usize = 12;
 
 impl RemedySearch<'_> {
-    /// The fewest buffers without which the rest fits.
+    /// Searches for the fewest buffers such that all other buffers fit.
     pub fn leave_out(&self) -> Remedy {
         let out = |ids: &[BufferId]| -> Vec<Change> { ids.iter().map(|&id| Change::LeaveOut(id)).collect() };
         if self.deadline.has_passed() {
@@ -113,8 +116,8 @@ impl RemedySearch<'_> {
         let mut best = self.above(self.solution);
         let mut ids: Vec<BufferId> = found.chosen.unwrap_or_default().iter().map(|&k| excess.ids[k]).collect();
         if ids.is_empty() {
-            // If no tick holds too much, the gaps are the cause: leaving out any one buffer that ended too
-            // high may be enough.
+            // If no tick holds too many bytes, gaps in the plan are the cause. Leaving out a single one of the buffers
+            // that ended above the capacity may then be enough.
             let mut alone = best.clone();
             sort_by_key(&mut alone, |&id| Reverse(self.problem.buffer(id).bytes));
             let single = |id: &&BufferId| excess.bytes.is_empty() && self.solves(&out(&[**id])).is_ok();
@@ -135,7 +138,8 @@ impl RemedySearch<'_> {
         Remedy::new(self.problem, out(&best), at_least as u64)
     }
 
-    /// Drops buffers that are not needed, as long as the set is small.
+    /// Removes buffers from `ids` as long as the problem still fits without the others. Large sets are left as they
+    /// are.
     fn prune(&self, ids: &mut Vec<BufferId>, at_least: usize) {
         let mut k = 0;
         while k < ids.len() && ids.len() > at_least && ids.len() <= TRIES {
@@ -149,13 +153,14 @@ impl RemedySearch<'_> {
         }
     }
 
-    /// The fewest bytes to take off.
+    /// Searches for the fewest bytes that, taken off buffers, make the problem fit.
     pub fn shrink(&self) -> Remedy {
         let mut best = vec![0; self.problem.len()];
         self.cut(self.solution, &mut best);
         let mut at_least = self.solution.lower_bound.saturating_sub(self.capacity).max(self.is_impossible().into());
         let unit = self.unit();
-        // First to the byte, which only the topmost buffers can profit from, then in whole units.
+        // Sizes are reduced to the byte first, which helps only with the topmost buffers, then in multiples of the
+        // unit.
         for unit in if unit > 1 { vec![1, unit] } else { vec![1] } {
             if self.deadline.has_passed() {
                 break;
@@ -189,19 +194,19 @@ impl RemedySearch<'_> {
         shrunk.map(|(id, &bytes)| Change::Shrink(id, bytes)).collect()
     }
 
-    /// Takes off the bytes that `solution`, a plan of the shrunk buffers, leaves above the capacity.
+    /// Shrinks buffers further by the bytes that lie above the capacity in `solution`, a plan of the shrunk buffers.
     fn cut(&self, solution: &Solution, shrunk: &mut [u64]) {
         for id in self.problem.ids() {
             let left = self.problem.buffer(id).bytes - shrunk[id.index()];
-            // Without a plan, every byte may be above it.
+            // If there is no plan, any byte may lie above the capacity.
             let above = |&at: &u64| left.min(at.saturating_add(left).saturating_sub(self.capacity));
             shrunk[id.index()] += solution.offsets.get(id.index()).map_or(left, above);
         }
     }
 
-    /// The fewest lifetimes to interrupt. If there are labels, only activations are interrupted, and never a member of
-    /// a group. The first writer and the last reader of a buffer still find it. Returns `None` if no such remedy was
-    /// found.
+    /// Searches for the fewest lifetimes to interrupt. With labels, only activations are interrupted. Members of groups
+    /// never are. A buffer keeps its first and its last tick, so that its first writer and its last reader still have
+    /// it. Returns `None` if no such remedy was found.
     pub fn free(&self) -> Option<Remedy> {
         if self.deadline.has_passed() {
             return None;
@@ -221,7 +226,8 @@ impl RemedySearch<'_> {
         let free = |ticks: &dyn Fn(usize) -> Lifetime| -> Vec<Change> {
             chosen.iter().map(|&k| Change::Free(excess.ids[k], ticks(k))).collect()
         };
-        // Free during the ticks that are too full, or otherwise for the whole time in between.
+        // Lifetimes are interrupted only during the ticks that are too full; if that doesn't suffice, between their
+        // first and last tick.
         let full = free(&|k| {
             let span = excess.candidates[k].span.clone();
             excess.ticks[span.start].start..excess.ticks[span.end - 1].end
@@ -244,7 +250,7 @@ impl RemedySearch<'_> {
         bound > self.capacity
     }
 
-    /// A common divisor of all offsets; 1 if ranges are forbidden, since those may begin anywhere.
+    /// A common divisor of all offsets; 1 if there are forbidden ranges, since those may begin at any byte.
     fn unit(&self) -> u64 {
         let gcd = |mut a: u64, mut b: u64| {
             while b != 0 {
@@ -263,8 +269,8 @@ impl RemedySearch<'_> {
         self.problem.ids().filter(|&id| bytes(id) > 0 && end(id) > self.capacity).collect()
     }
 
-    /// Plans the changed problem. The result is `Ok` if the plan fits; otherwise the error has the plan, or
-    /// `None` if there is none or no time is left.
+    /// Plans the changed problem. Returns `Ok` if the plan fits. If not, the error has the plan, or `None` if there is
+    /// none or the deadline has passed.
     fn solves(&self, changes: &[Change]) -> Result<(), Option<Solution>> {
         if self.deadline.has_passed() {
             return Err(None);
@@ -302,12 +308,12 @@ struct Excess {
 }
 
 impl Excess {
-    /// The excess in multiples of `unit`, which all offsets are. `helps` returns the ticks during which a buffer's
-    /// bytes can be freed.
+    /// Computes the excess. All bytes are multiples of `unit`, since all offsets are. `helps` returns the ticks during
+    /// which a buffer's bytes can be freed, if any.
     fn new(problem: &Problem, capacity: u64, unit: u64, helps: impl Fn(&Buffer) -> Option<Lifetime>) -> Self {
         let forbidden = problem.forbidden().iter().map(|range| range.end.min(capacity).saturating_sub(range.start));
         let room = capacity.saturating_sub(forbidden.sum());
-        // A buffer at the top may fill its last unit only in part, so the room is rounded up.
+        // The topmost buffer may fill its last unit only in part, so the room is rounded up.
         let room = u128::from(room).next_multiple_of(unit.into());
         let rounded = |b: &Buffer| b.bytes.checked_next_multiple_of(unit).unwrap_or(b.bytes);
         let alive = || problem.ids().filter(|&id| problem.buffer(id).bytes > 0);
@@ -346,7 +352,7 @@ impl Excess {
         Self { ticks, bytes, candidates, ids }
     }
 
-    /// Keeps only the candidates that may change.
+    /// Removes the candidates for which `may_change` is false.
     fn keep(&mut self, may_change: impl Fn(BufferId) -> bool) {
         let kept: Vec<bool> = self.ids.iter().map(|&id| may_change(id)).collect();
         let mut next = kept.iter();

@@ -6,7 +6,7 @@ use crate::deadline::Deadline;
 /// A budget of work with a deadline.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Budget {
-    /// The most that may be spent.
+    /// The most work that may be spent.
     pub work: u64,
     pub spent: u64,
     pub deadline: Deadline,
@@ -26,7 +26,7 @@ impl Budget {
         self.deadline.has_passed()
     }
 
-    /// The reason to stop, if there is one.
+    /// Returns the reason to stop, or `None` if work and time are left.
     pub fn stopped(&self) -> Option<StopReason> {
         if self.is_late() {
             Some(StopReason::Deadline)
@@ -37,12 +37,13 @@ impl Budget {
         }
     }
 
-    /// A separate budget of at most `work`. What it spends is not taken from this one.
+    /// Returns a separate budget of at most `work`. Work spent from the new budget is not charged to this one.
     pub fn share(&self, work: u64) -> Self {
         Self { work: work.min(self.left()), spent: 0, ..*self }
     }
 
-    /// Runs a step that may spend at most `work` of what is left, and charges this budget for what it spent.
+    /// Calls `run` with a budget of at most `work` out of what is left, and charges this budget for the work that was
+    /// spent.
     pub fn within<T>(&mut self, work: u64, run: impl FnOnce(&mut Self) -> T) -> T {
         let mut share = self.share(work);
         let result = run(&mut share);

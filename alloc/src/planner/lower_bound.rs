@@ -3,8 +3,9 @@
 use super::decompose::parts::Part;
 use crate::order::sort_by_key;
 
-/// The maximum over all cliques of the least height at which the space between the pins holds everything else alive.
-/// Items may be cut for it (water filling), so no plan is lower. One pass over time: O((pins + cliques) log pins).
+/// Returns a lower bound on the height: the maximum over all cliques of the least height at which the space between the
+/// pins holds everything else alive. The bound holds even if items could be cut into pieces (water filling). One pass
+/// over time takes O((pins + cliques) log pins).
 pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     let mut pins: Vec<(u64, u32)> = part.pins.iter().map(|&(i, at)| (at, i)).collect();
     pins.sort_unstable();
@@ -15,7 +16,7 @@ pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     sort_by_key(&mut deaths, |&rank| item(rank).end);
     let (mut births, mut deaths) = (births.into_iter().peekable(), deaths.into_iter().peekable());
     let mut standing = Standing::new(pins.iter().map(|pin| pin.0).collect());
-    // Bytes of the pins alive that count as live. Forbidden ranges don't count.
+    // Live bytes of the pinned items. Forbidden ranges are pinned too, but don't count.
     let mut counted = 0;
     let mut most = 0;
     for (clique, &live) in (0..).zip(live) {
@@ -34,12 +35,12 @@ pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     most
 }
 
-/// The pins alive at one moment, as a binary tree over all pins in the order of their addresses.
+/// The pins alive at one moment, in a binary tree whose leaves are all pins in order of address.
 struct Standing {
     leaves: usize,
     /// Address of each leaf's pin.
     at: Vec<u64>,
-    /// By node: bytes of the pins alive below it, and the lowest address among them, if any.
+    /// For each node, the bytes of the live pins below it and the lowest address of these pins, if any.
     nodes: Vec<(u64, Option<u64>)>,
 }
 
@@ -59,9 +60,9 @@ impl Standing {
         }
     }
 
-    /// The height that `bytes` reach if they fill the space between the pins from the bottom.
+    /// The height of the surface if `bytes` fill the space between the pins from the bottom.
     fn level(&self, bytes: u64) -> u64 {
-        // The space below a pin grows with its address, so the pins below the surface come first.
+        // The free space below a pin grows with the pin's address, so the pins below the surface come first.
         let mut below = 0u64;
         let sinks = |at: Option<u64>, below: u64| at.is_some_and(|at| at < bytes.saturating_add(below));
         let mut node = 1;
@@ -89,7 +90,7 @@ mod tests {
     use crate::{Buffer, Problem};
 
     generated! {
-        /// Checked against filling byte by byte, tick by tick.
+        /// Compared with filling byte by byte, tick by tick.
         #[test]
         fn as_if_filled_byte_by_byte(
             rows in prop::collection::vec((0..8u64, 1..6u64, 1..9u64, prop::option::of(0..40u64)), 1..14),
@@ -118,7 +119,7 @@ mod tests {
             });
             let whole = crate::planner::decompose::parts::Whole::new(&problem, false);
             let fast = whole.parts.iter().map(|part| fractional_bound(part, &part.live()) + part.base).max().unwrap_or(0);
-            // Without pins, buffers that live throughout a part may move to its bottom.
+            // Without pins, buffers that live throughout a part may have been moved to its bottom.
             let stripped = whole.bottom.len();
             prop_assert!(stripped > 0 || fast == slow.max().unwrap_or(0), "{:?} {} {:?}", problem, fast, whole.parts);
         }

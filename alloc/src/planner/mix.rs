@@ -1,4 +1,4 @@
-//! Mixing of words into bits that look random and are the same on every machine.
+//! Mixes words into bits that look random and are the same on every machine.
 
 /// 64 well-mixed bits of two words.
 pub(crate) fn mix(a: u64, b: u64) -> u64 {

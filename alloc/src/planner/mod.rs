@@ -1,20 +1,20 @@
-//! Places buffers as low as the lower bound allows.
+//! Places buffers as low as the searches can, and proves how low a plan can be.
 //!
-//! In: a [`Problem`] and a budget. Out: one offset per buffer, and what is proven about the height.
+//! In: a [`Problem`] and a budget. Out: one offset per buffer, and a proven bound on the height.
 //!
 //! - [`decompose`] splits the problem exactly. It turns ticks into cliques, forms independent
 //!   [`parts`](decompose::parts), and puts buffers that live throughout a part at its bottom. Its
-//!   [`regions`](decompose::regions) keep sizes apart where a part is fullest.
-//! - [`lower_bound`](mod@lower_bound) bounds a part with pins.
-//! - [`place`] makes placements from scratch. One [`sweep`](place::sweep) engine runs simple policies
-//!   ([`portfolio`](place::portfolio)) and scores with backtracking ([`backtrack`](place::backtrack)). There are also
-//!   [`strips`](place::strips).
+//!   [`regions`](decompose::regions) separate sizes where a part is fullest.
+//! - [`lower_bound`](mod@lower_bound) bounds the height of a part with pins.
+//! - [`place`] plans from scratch. One [`sweep`](place::sweep) engine serves both simple policies
+//!   ([`portfolio`](place::portfolio)) and scored places with backtracking ([`backtrack`](place::backtrack)). There are
+//!   also [`strips`](place::strips).
 //! - [`improve`] lowers plans: a [`squeaky_wheel`](improve::squeaky_wheel), and guided [`ejection`](improve::ejection)
 //!   under a falling ceiling ([`descent`](improve::descent)).
 //! - [`prove`] searches small parts exhaustively.
-//! - [`space`] has the indexes of addresses that these use.
-//! - [`solve`] lists what is tried on a part and in which order. [`run`] does it for all parts and concludes what is
-//!   proven.
+//! - [`space`] has the indexes of addresses for all of these.
+//! - [`solve`] lists the searches that are tried on a part, in order. [`run`] runs them on all parts and concludes what
+//!   is proven.
 //! - [`features`] adds groups whose members live differently, and plans that keep earlier addresses.
 //! - [`budget`] counts the cost; [`mix`](mod@mix) has the random bits of all searches.
 
@@ -38,32 +38,32 @@ use crate::Problem;
 use features::groups;
 use run::Run;
 
-/// The limits of a planning run: the capacity to fit into, and what it may cost.
+/// The limits of a planning run: the capacity that the plan should fit into, and the cost of the search.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     /// Arena size that the plan should fit into; `None` asks for the lowest plan.
     pub capacity: Option<u64>,
-    /// Most work that may be spent, in rectangles looked at, which is the same on every machine. The
-    /// [default](Self::DEFAULT_WORK) is about five seconds of one core at most; tables that meet their bound need a
-    /// small part of it.
+    /// Most work that may be spent. The unit is one rectangle looked at, so the limit means the same on every machine.
+    /// The [default](Self::DEFAULT_WORK) takes at most about five seconds of one core. Problems whose plan reaches the
+    /// lower bound need a small part of it.
     pub work: u64,
-    /// Wall-clock limit. A plan that it cuts short depends on the machine; [`StopReason::Deadline`] marks it.
+    /// Wall-clock limit. A plan that it cuts short depends on the machine; [`StopReason::Deadline`] marks such a plan.
     pub deadline: Option<Duration>,
-    /// Number of threads; `None` uses the current rayon pool. The plan does not depend on it.
+    /// Number of threads; `None` uses the current rayon pool. The number has no influence on the plan.
     pub threads: Option<usize>,
     /// Offsets of an earlier plan, by buffer. They are kept as far as that costs no height.
     pub warm_start: Option<Vec<Option<u64>>>,
 }
 
 impl Options {
-    /// The default work: about five seconds of one core at most.
+    /// The default work, which takes at most about five seconds of one core.
     pub const DEFAULT_WORK: u64 = 150_000_000;
 
-    /// Work for quick plans: some tens of milliseconds at most, up to 10^5 buffers.
+    /// Work for quick plans. It takes at most some tens of milliseconds for up to 10^5 buffers.
     pub const QUICK_WORK: u64 = 2_500_000;
 
     /// Options for planning thousands of problems, with [`QUICK_WORK`](Self::QUICK_WORK). A plan may be a little higher
-    /// than with the default.
+    /// than with the default options.
     pub fn quick() -> Self {
         Self { work: Self::QUICK_WORK, ..Self::default() }
     }
@@ -75,10 +75,10 @@ impl Default for Options {
     }
 }
 
-/// The kind of proof that no plan is lower.
+/// The proof that no plan is lower, by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Proof {
-    /// The height equals the max-live bound: nothing lower exists.
+    /// The height equals the max-live bound, which no plan is below.
     MaxLive,
     /// The height equals a bound that also counts alignments, pinned buffers and forbidden ranges.
     Constraints {
@@ -87,7 +87,7 @@ pub enum Proof {
     },
     /// Every plan lower than this one was ruled out by search.
     Exhausted,
-    /// Nothing is proven; a gap to the bound remains.
+    /// The height is not proven lowest; a gap to the bound remains.
     None {
         /// No plan is lower than this many bytes.
         bound: u64,
@@ -106,10 +106,10 @@ impl Proof {
     }
 }
 
-/// Whether the plan fits the capacity asked for.
+/// The relation of the plan to the capacity asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fit {
-    /// It fits, or no capacity was asked for.
+    /// The plan fits, or no capacity was asked for.
     Fits,
     /// It is proven that no plan fits.
     Impossible,
@@ -117,27 +117,27 @@ pub enum Fit {
     Unknown,
 }
 
-/// Why the planner stopped.
+/// The reason why the planner stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopReason {
-    /// The height is proven.
+    /// The plan is proven lowest.
     Proven,
     /// The plan fits the capacity that was asked for.
     Fits,
     /// No plan can fit the capacity that was asked for.
     Impossible,
-    /// Everything was tried.
+    /// All searches ended without reaching a limit.
     Exhausted,
     /// The work was spent.
     Work,
-    /// The deadline passed. Another run may end with another plan.
+    /// The deadline passed. Another run may return another plan.
     Deadline,
 }
 
 /// The cost of planning.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Placements that were tried, whole ones and halves.
+    /// Number of placements that were tried, including halves.
     pub placements: u64,
     /// Work spent, in rectangles looked at.
     pub work: u64,
@@ -147,7 +147,7 @@ pub struct Stats {
     pub kept: usize,
 }
 
-/// One offset per buffer, and what is known about it.
+/// One offset per buffer, and what is proven about the height.
 #[derive(Debug, Clone)]
 pub struct Solution {
     /// Offset in bytes of each buffer, indexed by [`BufferId`](crate::BufferId).
@@ -156,11 +156,11 @@ pub struct Solution {
     pub height: u64,
     /// The max-live lower bound in bytes.
     pub lower_bound: u64,
-    /// Why the height is final.
+    /// The proof that the height is the lowest, if there is one.
     pub proof: Proof,
-    /// Whether it fits the capacity.
+    /// Whether the plan fits the capacity.
     pub fit: Fit,
-    /// Why the planner stopped.
+    /// The reason why the planner stopped.
     pub stop_reason: StopReason,
     /// The cost of planning.
     pub stats: Stats,
@@ -173,10 +173,10 @@ impl Solution {
     }
 }
 
-/// Plans `problem`. The same input and options give the same plan, unless a deadline cuts it short.
+/// Plans `problem`. The same problem and options always give the same plan, unless a deadline cuts the search short.
 ///
-/// The offsets are always a plan, even if [`Solution::fit`] says that it exceeds the capacity. There are no offsets
-/// only if the searches find no plan within 2^64 - 1 bytes.
+/// The offsets form a plan even if [`Solution::fit`] says that it exceeds the capacity. They are empty only if the
+/// searches find no plan within 2^64 - 1 bytes.
 pub fn plan(problem: &Problem, options: &Options) -> Solution {
     match options.threads {
         None => plan_here(problem, options),

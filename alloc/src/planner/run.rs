@@ -1,4 +1,4 @@
-//! One run of the planner: it decomposes the problem, solves the parts, joins their plans and concludes what is proven.
+//! One run of the planner. It decomposes the problem, plans the parts, joins their plans and concludes what is proven.
 
 use super::budget::Budget;
 use super::decompose::parts::{Source, Whole};
@@ -24,7 +24,7 @@ impl<'p> Run<'p> {
         Self::within(problem, options, budget)
     }
 
-    /// A run with the given budget instead of that of its options.
+    /// A run with the given budget, which replaces the work and the deadline of the options.
     pub fn within(problem: &'p Problem, options: &'p Options, budget: Budget) -> Self {
         Self { problem, options, budget, stats: Stats::default() }
     }
@@ -34,7 +34,7 @@ impl<'p> Run<'p> {
         self.conclude(known, plan)
     }
 
-    /// Returns what is proven, and the height and offsets of the best plan found.
+    /// Returns the proven bounds, and the height and offsets of the best plan. The plan is `None` if none was found.
     pub fn solve(&mut self) -> (Known, Option<Plan>) {
         let lower_bound = lower_bound(self.problem);
         let mut known = Known { lower_bound, constraints: lower_bound, searched: lower_bound };
@@ -53,12 +53,13 @@ impl<'p> Run<'p> {
             let raw = self.attempt(&Whole::new(self.problem, false), &mut known);
             best = [best, raw].into_iter().flatten().min_by_key(|plan| plan.0);
         }
-        // Earlier addresses that the bound ruled out may fit below the height that was reached.
+        // Earlier addresses that didn't fit below the bound may fit below the height that was reached.
         let kept = best.as_ref().filter(|b| b.0 > aim).and_then(|b| self.keep(b.0));
         (known, kept.or(best))
     }
 
-    /// Returns a plan of at most `target` bytes that keeps earlier addresses, if the options ask for that.
+    /// Returns a plan of at most `target` bytes that keeps earlier addresses. Returns `None` if the options have no
+    /// earlier addresses or no such plan was found.
     fn keep(&mut self, target: u64) -> Option<Plan> {
         let earlier = self.options.warm_start.as_ref()?;
         let (plan, work) = keep(self.problem, earlier, target, self.budget);
@@ -66,10 +67,10 @@ impl<'p> Run<'p> {
         plan
     }
 
-    /// Plans the parts, joins their plans and updates what is proven.
+    /// Plans the parts, joins their plans and raises the proven bounds.
     fn attempt(&mut self, whole: &Whole, known: &mut Known) -> Option<Plan> {
         let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound));
-        // This bound is of rounded sizes, so it may exceed what can be proven of the problem as given.
+        // This bound is computed from rounded sizes, so it may exceed what can be proven of the problem as given.
         let aim = bounds.fold(known.lower_bound, u64::max);
         let enough = self.options.capacity.unwrap_or(0).max(aim);
         self.stats.parts = self.stats.parts.max(whole.parts.len());
@@ -148,7 +149,7 @@ impl<'p> Run<'p> {
     }
 }
 
-/// Initial offsets. Buffers without bytes, which no search places, get their pin; all others get 0.
+/// Initial offsets. Buffers of zero bytes, which no search places, get the offset of their pin. All others get 0.
 pub(super) fn without_bytes(problem: &Problem) -> Vec<u64> {
     let pinned = |b: &Buffer| if b.bytes == 0 { b.offset.unwrap_or(0) } else { 0 };
     let mut offsets: Vec<u64> = problem.buffers().iter().map(pinned).collect();
@@ -158,12 +159,12 @@ pub(super) fn without_bytes(problem: &Problem) -> Vec<u64> {
     offsets
 }
 
-/// Heights that no plan is below, each at least as high as the one before.
+/// Lower bounds on the height of every plan. Each bound is at least as high as the one before.
 pub(super) struct Known {
     /// The max-live bound.
     lower_bound: u64,
-    /// The bound with alignments, pins and forbidden ranges.
+    /// The bound that also counts alignments, pins and forbidden ranges.
     constraints: u64,
-    /// The bound with everything that searches ruled out.
+    /// The bound that also counts everything that searches ruled out.
     pub searched: u64,
 }

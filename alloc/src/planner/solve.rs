@@ -9,34 +9,34 @@ use super::place::strips::strips;
 use super::prove::exact::{Verdict, search};
 use crate::order::sort_by_key;
 
-/// The heights that a part aims at.
+/// The heights at which the plan of a part aims.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Goal {
-    /// The bound of the whole problem: a lower plan of this part gains nothing.
+    /// The bound of the whole problem. A lower plan of this part would not lower the whole.
     pub ceiling: u64,
-    /// The height that suffices. Nothing lower is asked for.
+    /// The height that suffices. Searches don't try to get lower.
     pub enough: u64,
 }
 
 impl Goal {
-    /// A goal of exactly this height.
+    /// The goal of reaching exactly this height.
     pub fn exactly(height: u64) -> Self {
         Self { ceiling: height, enough: height }
     }
 }
 
-/// A part, and the best plan and bound so far.
+/// A part, with the best plan and the best bound so far.
 pub(crate) struct Solver<'p> {
     pub part: &'p Part,
     pub goal: Goal,
     pub forward: Timeline<'p>,
     pub backward: Timeline<'p>,
     pub best: Option<Placement>,
-    /// No plan is lower than this.
+    /// Proven lower bound: no plan is lower than this.
     pub proven: u64,
-    /// Placements and halves of them that were tried.
+    /// Number of placements that were tried, including halves.
     pub placements: u64,
-    /// Plans that are being repaired, lowest first.
+    /// Plans that are being repaired, the lowest first.
     repairs: Vec<Ejection<'p>>,
 }
 
@@ -63,8 +63,8 @@ enum Method {
     Search,
 }
 
-/// The steps after plain sweeps. The first ones settle most parts; the later ones repeat them with more work.
-/// Each number is a divisor: the step may spend that fraction of the work that is left.
+/// The steps after plain sweeps. The first ones settle most parts; the later ones repeat them with more work. Each
+/// number is a divisor: the step may spend that fraction of the remaining work.
 const METHODS: [(u64, Method); 12] = [
     (64, Method::Repair),
     (22, Method::Backtracking),
@@ -87,26 +87,26 @@ const SMALL_STEPS: [(u64, Method); 3] = [(16, Method::LongFirst), (2, Method::Op
 const REGION_STEPS: [(u64, Method); 5] =
     [(1, Method::Sweeps), (2, Method::Search), (2, Method::Backtracking), (3, Method::LongFirst), (1, Method::Repair)];
 
-/// Plans that are kept for repairs.
+/// Number of plans that are kept for repairs.
 const REPAIRS: usize = 3;
 
-/// Heights between the goal and the best plan that sweeps with backtracking try.
+/// Number of heights between the goal and the best plan that sweeps with backtracking try.
 const HEIGHTS: u32 = 6;
 
-/// Items and cells (one item in one clique each) up to which a part counts as small. A search visits every item at
-/// every step, so it is cheap for small parts only.
+/// A part is small if it has at most this many items and cells (one item in one clique each). A search visits every
+/// item at every step, so it is cheap for small parts only.
 const SMALL: (usize, u64) = (3_000, 500_000);
 
-/// The steps after a small part's first search get 1/`SMALL_SHARE` of its work. The rest is for more
+/// For a small part, the steps after the first search get 1/`SMALL_SHARE` of the work. The rest is for further
 /// searches.
 const SMALL_SHARE: u64 = 8;
 
 /// Work per item that a search and a repair spend on one height at first.
 const WORK_PER_HEIGHT: u64 = 120_000;
-/// Percentage of that work that the search gets.
+/// The percentage of [`WORK_PER_HEIGHT`] that the search gets; the repair gets the rest.
 const SEARCH_PERCENT: u64 = 70;
 
-/// Little is left of the range of heights if it is less than 1/`LITTLE_LEFT` of the whole range.
+/// The range of heights still to try is small if it is less than 1/`LITTLE_LEFT` of the whole range.
 const LITTLE_LEFT: u64 = 4;
 
 /// The result for a part.
@@ -114,17 +114,17 @@ const LITTLE_LEFT: u64 = 4;
 pub(crate) struct Outcome {
     /// The lowest plan; `None` if no plan within the address space was found.
     pub best: Option<Placement>,
-    /// No plan is lower than this.
+    /// Proven lower bound: no plan is lower than this.
     pub proven: u64,
     pub placements: u64,
 }
 
-/// Plans every part. Each part first gets a plan; then the parts that miss their goals share the work
-/// equally. A bound that is proven for one part raises the height that suffices for the others. Returns the
-/// outcomes in the order of the parts.
+/// Plans every part. Each part first gets a plan; then the parts that miss their goals share the work equally. A bound
+/// that is proven for one part raises the height that suffices for the others. Returns the outcomes in the order of the
+/// parts.
 ///
-/// `aim` and `enough` are heights of the whole problem: nothing below the first helps, nothing below the second is
-/// asked for.
+/// `aim` and `enough` are heights of the whole problem. A plan below `aim` gains nothing, and searches don't try to get
+/// below `enough`.
 pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mut Budget) -> Vec<Outcome> {
     // Heights are multiples of the grain. A place right below a ceiling between two multiples would not be aligned.
     let goal = |part: &Part, enough: u64| {
@@ -153,7 +153,7 @@ impl<'p> Solver<'p> {
         Self { part, goal, forward, backward, best: None, proven: part.bound, placements: 0, repairs: Vec::new() }
     }
 
-    /// Keeps a plan if it is the lowest so far.
+    /// Keeps a plan if it is lower than the best so far.
     pub fn keep_if_lower(&mut self, plan: Option<Placement>) {
         if let Some(plan) = plan.filter(|plan| plan.height < self.height()) {
             self.best = Some(plan);
@@ -165,7 +165,7 @@ impl<'p> Solver<'p> {
         self.best.as_ref().map_or(u64::MAX, |best| best.height)
     }
 
-    /// True if nothing lower is asked for or possible.
+    /// True if the lowest plan reaches the goal, or is proven lowest.
     pub fn is_met(&self) -> bool {
         self.best.as_ref().is_some_and(|best| best.height <= self.goal.enough.max(self.proven))
     }
@@ -212,7 +212,7 @@ impl<'p> Solver<'p> {
         items.len() <= SMALL.0 && items.iter().map(|item| u64::from(item.cliques())).sum::<u64>() <= SMALL.1
     }
 
-    /// Searches for a plan of the goal's height, or a proof that there is none.
+    /// Searches for a plan of the goal's height, or for a proof that there is none.
     fn search_goal(&mut self, budget: &mut Budget) {
         if self.is_small() && !self.is_met() {
             self.search(self.goal.enough.max(self.proven), budget);
@@ -231,9 +231,9 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Bisects the range between the proven and the found height, with a search and a repair at each height. If both
-    /// fail, the range above that height is next. Once little of it is left, the whole range is tried again with twice
-    /// the work per height.
+    /// Bisects the range between the proven bound and the best height, with a search and a repair at each height. If
+    /// both fail, the part of the range above that height is next. Once that part is small, the whole range is tried
+    /// again with twice the work per height.
     fn close_in(&mut self, budget: &mut Budget) {
         let Some(best) = &self.best else { return };
         let mut repair = self.repairs.pop().or_else(|| self.start_repair(&best.offsets, budget));
@@ -261,9 +261,9 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Sweeps with backtracking, first to the goal itself, then to heights halfway between the lowest height missed and
-    /// the best plan. If such a height was met, the rest of the budget goes to the goal. If the first two were missed,
-    /// the rest is left to other steps.
+    /// Sweeps with backtracking. The first ceiling is the goal itself. Each further one lies halfway between the lowest
+    /// height missed and the best plan. If one of these is met, the rest of the budget goes to the goal. If the first
+    /// two of them are missed, the rest is left to other steps.
     fn backtrack_down(&mut self, budget: &mut Budget) {
         let grain = self.part.grain;
         let (mut lowest, mut is_any_met) = (self.goal.enough, false);
@@ -293,7 +293,7 @@ impl<'p> Solver<'p> {
         Ejection::new(self.part, &places, self.goal.enough, budget)
     }
 
-    /// Repairs the lowest plans. Half of the budget goes to the lowest, half of the rest to the next, and so on.
+    /// Repairs the lowest plans. Half of the budget goes to the lowest plan, half of the rest to the next, and so on.
     fn repair(&mut self, budget: &mut Budget) {
         if self.repairs.iter().all(|repair| repair.plan.height > self.height()) {
             let best = self.best.as_ref().and_then(|best| self.start_repair(&best.offsets, budget));
@@ -314,7 +314,8 @@ impl<'p> Solver<'p> {
         self.repairs = repairs;
     }
 
-    /// Plans each size in a region of its own, one region above the other, and then places all other items around them.
+    /// Plans each size in a region of its own, with the regions stacked. All other items are then placed around the
+    /// regions' items.
     fn plan_regions(&mut self, budget: &mut Budget) {
         let variants = if self.part.fullest_cliques().len() > 1 { &[true, false][..] } else { &[false] };
         for &whole in variants {

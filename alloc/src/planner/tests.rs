@@ -17,7 +17,8 @@ pub(super) fn part(rows: &[(u32, u32, u64)], cliques: u32) -> Part {
     Part::from_items(items, cliques)
 }
 
-/// True if no two items overlap, every alignment is kept and the height is the highest end. It compares every pair.
+/// True if no two items overlap, every alignment is kept and the height is the highest end. Every pair of items is
+/// compared.
 pub(super) fn is_plan(part: &Part, plan: &Placement) -> bool {
     let (items, at) = (&part.items, &plan.offsets);
     let end = |i: usize| at[i] + items[i].bytes;

@@ -1,5 +1,5 @@
-//! Measures the exchanges between ranks of one process in turn with plain single-threaded code for the same work: a
-//! copy, or a sum in the order of ranks. Prints milliseconds and their ratio.
+//! Measures the exchanges between ranks of one process. Each is compared with plain single-threaded code for the same
+//! work (a copy, or a sum in the order of ranks), measured in turn with it. Prints milliseconds and their ratio.
 //!
 //! Run with `cargo bench -p gapless-communicator --bench communicator`.
 
@@ -31,7 +31,7 @@ type Row = (&'static str, f64, f64);
 /// Measures all exchanges on this rank; only rank 0's results are printed.
 fn measure(mut rank: InProcess) -> Vec<Row> {
     let (me, size) = (rank.rank(), rank.size());
-    // Every rank's values, and their sum.
+    // The values of every rank, and their sum.
     let held = || vec![vec![1.0f32; COUNT]; if me == 0 { size + 1 } else { 0 }];
     let (mut all, mut values, mut shard) = (held(), vec![1.0f32; COUNT], vec![0.0f32; COUNT / size]);
     let mut bytes = vec![1u8; 4 * COUNT];
@@ -67,7 +67,8 @@ fn measure(mut rank: InProcess) -> Vec<Row> {
         .into()
 }
 
-/// Median milliseconds of an exchange, and of the plain code, which rank 0 runs while the others wait.
+/// Returns the median milliseconds of an exchange and of the plain code. Rank 0 runs the plain code while the others
+/// wait.
 fn turns(
     rank: &mut InProcess,
     all: &mut Vec<Vec<f32>>,

@@ -1,5 +1,5 @@
-//! Code that the implementations of [`Communicator`] share: requests, the groups of a split, and the only sum on the
-//! host. It adds in f32 in the order of ranks, so that its bits depend on nothing else.
+//! Code that the implementations of [`Communicator`] share: requests, the groups of a split, and the sum. All sums on
+//! the host are computed here, in f32 and in the order of ranks, so their bits depend on nothing else.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,8 +9,8 @@ use crate::{Communicator, CommunicatorError, Result};
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the memory stays lent until the request is waited for"]
 pub struct Request {
-    /// The communicator that created the request; no other one accepts it, since its slot would be another operation
-    /// there.
+    /// The communicator that created the request. Other communicators refuse the request, since they would look up its
+    /// slot among their own operations.
     owner: Owner,
     slot: usize,
 }
@@ -48,20 +48,20 @@ pub fn world_rank(members: &[usize], rank: usize) -> Result<usize> {
     members.get(rank).copied().ok_or(CommunicatorError::NoSuchRank { rank, size: members.len() })
 }
 
-/// A rank's group after a split.
+/// The group to which a rank belongs after a split.
 pub struct Places {
     /// Index of the group, in the order of colors.
     pub color: usize,
     /// The group's ranks, as numbered before the split.
     pub members: Vec<usize>,
-    /// Index of this rank among them.
+    /// Index of this rank among the group's ranks.
     pub rank: usize,
 }
 
-/// Exchanges the colors and keys of all ranks. A collective operation.
+/// Exchanges the colors and keys of all ranks and returns this rank's group. This is a collective operation.
 ///
 /// # Errors
-/// Returns an error like [`Communicator::all_gather`].
+/// Returns an error in the same cases as [`Communicator::all_gather`].
 pub fn places(whole: &mut dyn Communicator, color: usize, key: usize) -> Result<Places> {
     const WORD: usize = size_of::<usize>();
     let mut bytes = vec![0; 2 * WORD * whole.size()];
@@ -79,15 +79,15 @@ pub fn places(whole: &mut dyn Communicator, color: usize, key: usize) -> Result<
     Ok(Places { color, members, rank })
 }
 
-/// Elements that are summed at a time, on the stack.
+/// Number of elements that are summed at a time, on the stack.
 const BLOCK: usize = 1 << 10;
 
 /// Adds `len` elements of all ranks, in the order of ranks, and passes the sums to `put` block by block. Every block is
-/// read from all ranks before it is passed on, so it may be written to where it was read.
+/// read from all ranks before it is passed on. So `put` may write a block to the place from which it was read.
 ///
 /// # Safety
-/// There must be at least one rank. For each, `source` must return an aligned address that is valid for reads of `len`
-/// elements, which only `put` may write.
+/// There must be at least one rank. For each rank, `source` must return an aligned address that is valid for reads of
+/// `len` elements. During the call, only `put` may write these elements.
 pub unsafe fn sum(ranks: usize, len: usize, source: impl Fn(usize) -> *const f32, mut put: impl FnMut(usize, &[f32])) {
     let mut block = [0.0f32; BLOCK];
     for at in (0..len).step_by(BLOCK) {
@@ -104,7 +104,7 @@ pub unsafe fn sum(ranks: usize, len: usize, source: impl Fn(usize) -> *const f32
     }
 }
 
-/// A separate function, so that the compiler knows that the slices do not overlap, and vectorizes the loop.
+/// This is a separate function so that the compiler can assume that the slices do not overlap, and vectorizes the loop.
 fn add(block: &mut [f32], values: &[f32]) {
     block.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
 }

@@ -8,7 +8,7 @@ use crate::Tag;
 /// `Result` with [`CommunicatorError`].
 pub type Result<T, E = CommunicatorError> = std::result::Result<T, E>;
 
-/// An error of a communicator. Ranks are those of the world.
+/// An error of a communicator. All ranks in it are world ranks.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -83,11 +83,11 @@ pub enum CommunicatorError {
 /// A library that is required at run time but missing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MissingLibrary {
-    /// Name of the library.
+    /// The missing library, for messages.
     pub what: &'static str,
     /// The file names that were tried, and the reason why each failed.
     pub tried: Vec<(String, String)>,
-    /// The remedy.
+    /// What the user can do.
     pub remedy: &'static str,
 }
 
@@ -132,13 +132,13 @@ impl fmt::Display for Stuck<'_> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the text names the fields")]
 pub enum Awaited {
-    /// The start of an operation: it was not waiting yet.
+    /// The start of an operation. The rank was not waiting yet.
     Start,
     /// The arrival of a message.
     Message { from: usize, tag: Tag },
     /// The receipt of a message by its receiver.
     Taken { to: usize, tag: Tag },
-    /// The other ranks of a collective. As far as the backend knows, `missing` have not started it.
+    /// The other ranks of a collective. `missing` are those that have not started it, as far as the backend knows.
     Collective { what: String, missing: Vec<usize> },
 }
 

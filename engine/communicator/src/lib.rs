@@ -1,8 +1,8 @@
 //! Exchange of tensors between ranks: messages between two ranks, and collectives over all of them.
 //!
 //! A [`Communicator`] is one rank's end of a group of ranks. In: ranges of memory, mostly planned ranges of an arena.
-//! Out: the same ranges, filled. It knows neither tensors nor schedules, and never buffers a message itself: memory is
-//! lent to it from an operation's start to the matching wait.
+//! Out: the same ranges, filled. Tensors and schedules are unknown to this crate. It never buffers messages: the caller
+//! lends memory to an operation from its start to the matching wait.
 //!
 //! ```
 //! use gapless_communicator::{Communicator, InProcess, Tag};
@@ -50,7 +50,7 @@ pub use threads::{RankError, on_threads};
 
 use self::launch_order::{Call, LaunchOrder};
 
-/// The memory that a backend's addresses refer to.
+/// The memory to which a backend's addresses refer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Memory {
     /// This process's memory.
@@ -61,33 +61,33 @@ pub enum Memory {
 
 /// A collective operation as one rank starts it: the kind of operation, and this rank's memory.
 ///
-/// n is the size of the communicator. Sums add rank 0's value first, then rank 1's and so on, in f32, so they do not
-/// depend on timing and are the same on all ranks. `f32` addresses are aligned to 4 bytes.
+/// n is the size of the communicator. Sums are computed in f32 and add rank 0's value first, then rank 1's and so on.
+/// So they do not depend on timing and are the same on all ranks. `f32` addresses are aligned to 4 bytes.
 #[derive(Debug, Clone, Copy)]
 pub enum Collective {
     /// `values[i]` ← Σ over ranks of `values[i]`.
     AllReduce {
-        /// Summed in place.
+        /// The elements of this rank, which are replaced by the sums.
         values: *mut f32,
-        /// Elements, the same on all ranks.
+        /// Number of elements, the same on all ranks.
         count: usize,
     },
     /// `receive` ← this rank's part of the sum over ranks of `send`.
     ReduceScatter {
         /// n parts of `count` elements.
         send: *const f32,
-        /// `count` elements. May be this rank's own part of `send`; any other overlap is forbidden.
+        /// `count` elements. This may be this rank's own part of `send`; any other overlap is forbidden.
         receive: *mut f32,
-        /// Elements of a part, the same on all ranks.
+        /// Number of elements of a part, the same on all ranks.
         count: usize,
     },
     /// Part r of `receive` ← `send` of rank r.
     AllGather {
-        /// `len` bytes. May be this rank's own part of `receive`; any other overlap is forbidden.
+        /// `len` bytes. This may be this rank's own part of `receive`; any other overlap is forbidden.
         send: *const u8,
         /// n parts of `len` bytes.
         receive: *mut u8,
-        /// Bytes of a part, the same on all ranks.
+        /// Size of a part in bytes, the same on all ranks.
         len: usize,
     },
     /// Part r of `receive` ← this rank's part of rank r's `send`. Parts are stored one after another, in the order of
@@ -95,23 +95,24 @@ pub enum Collective {
     AllToAllV {
         /// Σ `send_lens` bytes.
         send: *const u8,
-        /// n sizes in bytes, lent like the rest.
+        /// n sizes in bytes: entry r is the size of the part for rank r. These sizes are lent like the other memory.
         send_lens: *const usize,
         /// Σ `receive_lens` bytes.
         receive: *mut u8,
-        /// n sizes in bytes, lent like the rest; entry r is the size that rank r sends to this one.
+        /// n sizes in bytes: entry r is the size that rank r sends to this rank. These sizes are lent like the other
+        /// memory.
         receive_lens: *const usize,
     },
     /// `bytes` ← `bytes` of rank `root`.
     Broadcast {
-        /// Read on `root`, written on the other ranks.
+        /// The bytes, which are read on `root` and written on the other ranks.
         bytes: *mut u8,
         /// Size in bytes, the same on all ranks.
         len: usize,
         /// The rank whose bytes are sent.
         root: usize,
     },
-    /// Ends once all ranks have started it.
+    /// No data: the operation ends once all ranks have started it.
     Barrier,
 }
 
@@ -121,32 +122,32 @@ impl fmt::Display for Collective {
     }
 }
 
-/// One rank's end of a group of ranks. Used by one thread at a time.
+/// One rank's end of a group of ranks. One thread at a time may use it.
 ///
-/// - A start never waits for another rank, except for the first ones over NCCL.
-/// - Once all its ranks have started an operation, it ends, whatever the ranks do meanwhile. A rank that waits for it
-///   does not need the others to wait too.
+/// - Starting an operation never waits for another rank. The only exceptions are the first starts over NCCL.
+/// - Once all ranks of an operation have started it, it ends, whatever the ranks do meanwhile. So a rank that waits for
+///   an operation does not depend on the waits of other ranks.
 /// - Two messages between the same ranks with the same tag arrive in the order in which they were sent.
 /// - All ranks of a communicator must start collectives in the same order. Collectives and messages may be waited for
 ///   in any order.
-/// - Messages of 0 bytes, messages from a rank to itself and communicators of one rank are allowed like any other.
-/// - Ranks in errors are those of the world, not of the group that [`split`](Self::split) returned.
+/// - Messages of 0 bytes, messages from a rank to itself and communicators of one rank are allowed.
+/// - Ranks in errors are world ranks, not those of the group that [`split`](Self::split) returned.
 ///
 /// # Errors
-/// Every method that returns a [`Result`] fails once a rank of the world has failed, and names that rank. A rank has
-/// failed when it aborted or panicked, dropped its communicator with an operation in progress, or got an error of its
-/// own from one of these methods. The world cannot be used after that. Ranks that are processes end instead of
-/// returning such an error.
+/// Once a rank of the world has failed, every method that returns a [`Result`] returns an error that names this rank. A
+/// rank fails when it aborts or panics, when it drops its communicator with an operation in progress, or when one of
+/// these methods returns an error that is not due to another rank. The world cannot be used after that. Ranks that are
+/// processes end instead of returning such an error.
 ///
 /// # Safety
-/// An implementation must not access lent memory any more
-/// - once [`wait`](Self::wait) has returned for its request, *also with an error*,
-/// - once the communicator has been dropped, or
-/// - after [`wait_on_device`](Self::wait_on_device), once the device runs what is launched after it; with an error, at
-///   once.
+/// An implementation must stop accessing the lent memory of an operation
+/// - when [`wait`](Self::wait) returns for its request, *even with an error*,
+/// - when the communicator is dropped, and
+/// - after [`wait_on_device`](Self::wait_on_device), as soon as the device starts work that was launched after the
+///   call. If the call returns an error, as soon as it returns.
 ///
 /// [`memory`](Self::memory) may only be [`Memory::Host`] if addresses are those of this process. The blocking methods
-/// over slices rely on both.
+/// over slices rely on these guarantees.
 pub unsafe trait Communicator: Send + std::fmt::Debug {
     /// This rank's index, from 0.
     fn rank(&self) -> usize;
@@ -154,33 +155,33 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
     /// Number of ranks.
     fn size(&self) -> usize;
 
-    /// The memory that addresses refer to.
+    /// The memory to which addresses refer.
     fn memory(&self) -> Memory;
 
-    /// Sets how long a wait may take. The default is ten minutes, or `GAPLESS_TIMEOUT_SECONDS`.
+    /// Sets how long a wait may take. The default is the value of `GAPLESS_TIMEOUT_SECONDS`, or else ten minutes.
     fn set_timeout(&mut self, timeout: Duration);
 
-    /// Starts to send `len` bytes. The wait for it ends when they have been read from this memory, not when they have
-    /// arrived.
+    /// Starts to send `len` bytes. The wait for this operation ends when the bytes have been read, which may be before
+    /// they arrive.
     ///
     /// # Safety
-    /// `bytes` must be valid for reads of `len` bytes, and must not be written until the request was waited for or the
-    /// communicator dropped.
+    /// `bytes` must be valid for reads of `len` bytes. The bytes must not be written until the wait for the request has
+    /// returned or the communicator was dropped.
     unsafe fn isend(&mut self, bytes: *const u8, len: usize, to: usize, tag: Tag) -> Result<Request>;
 
     /// Starts to receive a message of exactly `len` bytes.
     ///
     /// # Safety
-    /// `bytes` must be valid for writes of `len` bytes, and must not be accessed by others until the request was waited
-    /// for or the communicator dropped.
+    /// `bytes` must be valid for writes of `len` bytes. The caller must not access the bytes until the wait for the
+    /// request has returned or the communicator was dropped.
     unsafe fn irecv(&mut self, bytes: *mut u8, len: usize, from: usize, tag: Tag) -> Result<Request>;
 
     /// Starts a collective.
     ///
     /// # Safety
-    /// The collective's memory must be valid for its reads and writes. Until the request was waited for or the
-    /// communicator dropped, what it reads must not be written, and what it writes must not be accessed. Operands may
-    /// overlap only as [`Collective`] says.
+    /// The collective's memory must be valid for its reads and writes. Until the wait for the request has returned or
+    /// the communicator was dropped, the caller must not write memory that the collective reads, and must not access
+    /// memory that it writes. Operands may overlap only as [`Collective`] allows.
     unsafe fn start(&mut self, collective: Collective) -> Result<Request>;
 
     /// Waits until an operation has ended, and ends the loan of its memory.
@@ -191,21 +192,22 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
     /// - the message has another size than expected,
     /// - ranks have started different collectives,
     /// - the operation takes longer than the timeout, or
-    /// - the request belongs to another communicator; its memory then stays lent until that one is dropped.
+    /// - the request belongs to another communicator. In this case, the operation's memory stays lent until that
+    ///   communicator is dropped.
     fn wait(&mut self, request: Request) -> Result<()>;
 
-    /// Agrees with all ranks on the order in which a program's messages are launched ([`launch_order`]); each run of
+    /// Agrees with all ranks on the order in which a program's messages are launched ([`launch_order`]). Each run of
     /// the program must begin with [`follow`](Self::follow). Returns `None` if the backend distinguishes messages by
-    /// their tags. A collective operation, once per program.
+    /// their tags and needs no order. This is a collective operation, to be called once per program.
     ///
     /// # Errors
-    /// Returns an error like [`LaunchOrder::agree`].
+    /// Returns an error in the same cases as [`LaunchOrder::agree`].
     fn agree(&mut self, _program: &[Call]) -> Result<Option<Arc<LaunchOrder>>> {
         Ok(None)
     }
 
-    /// Begins a run of a program whose order was agreed on. The run is over when all of its operations have been
-    /// started.
+    /// Begins a run of a program with the order that was agreed on. The run is over when all operations of the program
+    /// have been started.
     ///
     /// # Errors
     /// Returns an error if another run is in progress.
@@ -213,30 +215,33 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         Ok(())
     }
 
-    /// Makes the rank's following computation wait for an operation. On a device, the device waits while the host
-    /// continues. The operation's memory can then be used by what is launched afterwards on the device, but by the host
-    /// only once everything is [settled](Self::settle).
+    /// Makes this rank's later computation wait for an operation. On a device, the device waits while the host
+    /// continues. Work that is launched on the device afterwards may use the operation's memory. The host may use it
+    /// only after [`settle`](Self::settle).
     ///
     /// # Errors
-    /// Returns an error like [`wait`](Self::wait), though some errors only appear when it is settled.
+    /// Returns an error in the same cases as [`wait`](Self::wait). Some of these errors are only returned by
+    /// [`settle`](Self::settle).
     fn wait_on_device(&mut self, request: Request) -> Result<()> {
         self.wait(request)
     }
 
-    /// Waits until all operations have ended that were passed to [`wait_on_device`](Self::wait_on_device).
+    /// Waits until all operations that were passed to [`wait_on_device`](Self::wait_on_device) have ended.
     ///
     /// # Errors
-    /// Returns an error like [`wait`](Self::wait).
+    /// Returns an error in the same cases as [`wait`](Self::wait).
     fn settle(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Splits the group into one communicator per `color` and returns the caller's. Ranks are ordered by `key`, then by
-    /// their rank here. A collective operation: all ranks must call it, in the same order relative to other
-    /// collectives. For a mesh, call it once per axis, with the other coordinates as the color.
+    /// Splits the group into one communicator per `color`, and returns the one for the caller's color. Its ranks are
+    /// ordered by `key`, then by their rank in this group. This is a collective operation: all ranks must call it, in
+    /// the same order relative to other collectives. For a mesh, call it once per axis, with the other coordinates as
+    /// the color.
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>>;
 
-    /// Ends the work of all ranks: their waits fail, naming this rank and the reason. With MPI, ends the processes.
+    /// Ends the work of all ranks. Their waits return an error with this rank and the reason. Over MPI, all processes
+    /// end.
     fn abort(&mut self, reason: &str);
 
     /// Sends a message, and waits until `bytes` can be reused.
@@ -264,8 +269,8 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         self.wait(request)
     }
 
-    /// Starts a [`Collective::ReduceScatter`] and waits for it. `send` holds one part of `receive.len()` elements per
-    /// rank.
+    /// Starts a [`Collective::ReduceScatter`] and waits for it. `send` must hold one part of `receive.len()` elements
+    /// per rank.
     fn reduce_scatter(&mut self, send: &[f32], receive: &mut [f32]) -> Result<()> {
         on_host(self.memory())?;
         fits("reduce_scatter's send", send.len(), receive.len() * self.size())?;
@@ -276,7 +281,8 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
         self.wait(request)
     }
 
-    /// Starts a [`Collective::AllGather`] and waits for it. `receive` holds one part of `send.len()` bytes per rank.
+    /// Starts a [`Collective::AllGather`] and waits for it. `receive` must hold one part of `send.len()` bytes per
+    /// rank.
     fn all_gather(&mut self, send: &[u8], receive: &mut [u8]) -> Result<()> {
         on_host(self.memory())?;
         fits("all_gather's receive", receive.len(), send.len() * self.size())?;
@@ -327,7 +333,7 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
     }
 }
 
-/// The timeout of a new world: `GAPLESS_TIMEOUT_SECONDS`, or ten minutes.
+/// Returns the timeout of a new world: the value of `GAPLESS_TIMEOUT_SECONDS`, or else ten minutes.
 ///
 /// # Errors
 /// Returns an error if the variable is not a positive number.
@@ -361,7 +367,7 @@ fn fits(what: &'static str, given: usize, expected: usize) -> Result<()> {
     if given == expected { Ok(()) } else { Err(CommunicatorError::Length { what, given, expected }) }
 }
 
-/// The sum, or `usize::MAX` if it overflows, which no slice's length equals.
+/// Returns the sum, or `usize::MAX` if it overflows. No slice has that length, so the caller's length check fails.
 fn total(lens: &[usize]) -> usize {
     lens.iter().try_fold(0usize, |sum, len| sum.checked_add(*len)).unwrap_or(usize::MAX)
 }

@@ -10,20 +10,20 @@ pub enum Direction {
     /// Activations, to the next stage.
     #[default]
     Forward,
-    /// Gradients, to the previous stage.
+    /// Gradients, to the stage before.
     Backward,
     /// Tensors that are exchanged once per step: losses, norms, weights that stages share.
     Update,
 }
 
-/// The identity of a message. Sender and receiver use the same tag, and errors print it.
+/// The identity of a message. Sender and receiver use the same tag, and errors name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct Tag {
     /// Activations, gradients, or neither.
     pub direction: Direction,
     /// The stage that produces the tensor.
     pub stage: u32,
-    /// The micro-batch.
+    /// The micro-batch that the tensor belongs to.
     pub micro_batch: u32,
     /// Index among the tensors that are sent between the two stages.
     pub tensor: u32,

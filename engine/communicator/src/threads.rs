@@ -19,11 +19,11 @@ use crate::{Communicator, CommunicatorError, InProcess, Result};
 /// ```
 ///
 /// # Errors
-/// Returns the first rank's error that is not just a consequence of another rank's failure, or
+/// Returns the error of the lowest rank whose error is not just a consequence of another rank's failure. Returns
 /// [`CommunicatorError::NoThread`] if the system cannot start a thread.
 ///
 /// # Panics
-/// Panics if a rank does, once all have ended; the waits of the other ranks fail.
+/// Panics if a rank panics, after all ranks have ended. The waits of the other ranks return errors.
 pub fn on_threads<T: Send, E: RankError>(
     ranks: usize,
     f: impl Fn(Box<dyn Communicator>) -> Result<T, E> + Sync,
@@ -55,9 +55,9 @@ pub fn on_threads<T: Send, E: RankError>(
     echo.map_or(Ok(values), Err)
 }
 
-/// An error of a rank's work, which may be the consequence of another rank's failure.
+/// The error of a rank's work. It may be a consequence of another rank's failure.
 pub trait RankError: Send + From<CommunicatorError> {
-    /// The communicator error that caused it, if there was one.
+    /// Returns the communicator's error that caused this error, or `None` if it has another cause.
     fn communicator(&self) -> Option<&CommunicatorError>;
 }
 

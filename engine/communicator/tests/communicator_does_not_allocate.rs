@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use gapless_communicator::{Collective, Communicator, InProcess, Result, Tag};
 
 thread_local! {
-    /// True if this thread is a rank. The test harness has a thread that allocates when it first waits.
+    /// True if this thread is a rank. Other threads are not counted, since the test harness has one that allocates when
+    /// it first waits.
     static COUNTED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -71,7 +72,7 @@ struct Memory {
     requests: Vec<gapless_communicator::Request>,
 }
 
-/// A single test, because concurrent tests would count each other's allocations.
+/// There is only one test, because concurrent tests would count each other's allocations.
 #[test]
 fn ranks_of_one_process_do_not_allocate() {
     let counts: Vec<u64> = std::thread::scope(|scope| {
@@ -89,7 +90,7 @@ fn ranks_of_one_process_do_not_allocate() {
                 for _ in 0..2 {
                     step(&mut rank, &mut *part, &mut memory).unwrap();
                 }
-                // Whenever a rank reads the count, all ranks are between two barriers.
+                // A rank reads the count only while all ranks are between two barriers.
                 rank.barrier().unwrap();
                 let before = ALLOCATIONS.load(Ordering::Relaxed);
                 rank.barrier().unwrap();

@@ -10,7 +10,7 @@ use communicator_cases::CASES;
 use gapless_communicator::{Awaited, Collective, Communicator, CommunicatorError, InProcess, Request, Result, Tag};
 use gapless_testing::prelude::*;
 
-/// Runs every rank of a world on its own thread; returns each rank's result, or its panic.
+/// Runs every rank of a world on its own thread. Returns the result of each rank, or its panic.
 fn ranks<T: Send>(size: usize, run: impl Fn(InProcess) -> T + Sync) -> Vec<thread::Result<T>> {
     let run = &run;
     thread::scope(|scope| {
@@ -19,7 +19,7 @@ fn ranks<T: Send>(size: usize, run: impl Fn(InProcess) -> T + Sync) -> Vec<threa
     })
 }
 
-/// The error that each rank ended with, if any.
+/// Returns the error with which each rank ended, if any.
 fn errors(size: usize, run: impl Fn(InProcess) -> Result<()> + Sync) -> Vec<Option<CommunicatorError>> {
     ranks(size, run).into_iter().map(|end| end.unwrap_or(Ok(())).err()).collect()
 }
@@ -61,7 +61,7 @@ enum Event {
 fn storm() -> impl Strategy<Value = (usize, Vec<Event>, u64)> {
     (1..5usize).prop_flat_map(|size| {
         let message = (0..size, 0..size, 0..3u32).prop_map(|(from, to, tag)| {
-            // Messages of one tag have the same size, so that their order does not matter.
+            // All messages of one tag have the same size, so that their order does not matter.
             Event::Message { from, to, tag, len: from * 77 + to * 1000 + tag as usize * 20_000 }
         });
         let event = prop_oneof![4 => message, 1 => (0..40_000usize).prop_map(|count| Event::AllReduce { count })];
@@ -69,7 +69,8 @@ fn storm() -> impl Strategy<Value = (usize, Vec<Event>, u64)> {
     })
 }
 
-/// Starts all messages and collectives before it waits for any. Receives are in a random order, waits in another one.
+/// Starts all messages and collectives before it waits for any of them. Receives are started in a random order, and the
+/// waits come in another random order.
 fn weather(rank: &mut InProcess, events: &[Event], seed: u64) -> Result<()> {
     let me = rank.rank();
     let content = |from: usize, tag: u32, serial: usize| (from * 50 + tag as usize * 17 + serial) as u8;
@@ -79,8 +80,8 @@ fn weather(rank: &mut InProcess, events: &[Event], seed: u64) -> Result<()> {
         random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
         (random >> 33) as usize % n
     };
-    // Collectives keep their positions. Messages with the same ends and tag are matched in the order in which they are
-    // started.
+    // Collectives keep their positions, since all ranks must start them in the same order. Messages with the same ends
+    // and tag are matched in the order in which they are started.
     for i in (1..order.len()).rev() {
         let other = pick(i + 1);
         let moves = |i: usize| matches!(events[i], Event::Message { .. });
@@ -146,7 +147,7 @@ generated! {
     }
 }
 
-/// Checks that every rank but the culprit ended with an error that names the culprit and the reason.
+/// Checks that every rank other than the culprit ended with an error that names the culprit and the reason.
 #[track_caller]
 fn all_name(errors: &[Option<CommunicatorError>], culprit: usize, reason: &str) {
     for (rank, error) in errors.iter().enumerate().filter(|(rank, _)| *rank != culprit) {
@@ -160,13 +161,13 @@ fn all_name(errors: &[Option<CommunicatorError>], culprit: usize, reason: &str) 
     }
 }
 
-/// The other ranks' work when rank 1 fails: every kind of waiting.
+/// The work of the other ranks while rank 1 fails. It covers every kind of waiting.
 fn wait_for_rank_1(rank: &mut InProcess) -> Result<()> {
     match rank.rank() {
         0 => rank.receive(&mut [0; 10], 1, tag(0)),
         2 => rank.send(&[0; 10], 1, tag(0)),
         3 => rank.all_reduce(&mut [1.0]),
-        // Waits not for rank 1 itself, but for a rank that does.
+        // This rank waits for a rank that waits for rank 1.
         _ => rank.receive(&mut [0; 10], 0, tag(0)),
     }
 }
@@ -220,7 +221,8 @@ fn leaving_with_operations_under_way_reaches_everyone() {
 #[test]
 fn leaving_when_all_is_done_harms_nobody() {
     for end in ranks(3, |mut rank| {
-        // Rank 0 has long left when rank 2 hears from rank 1, but its own message was received.
+        // When rank 2 receives from rank 1, rank 0 has long left. That is no error, since rank 0's own message was
+        // received.
         match rank.rank() {
             0 => rank.send(&[5], 1, tag(0)),
             1 => {
@@ -252,7 +254,7 @@ fn a_panic_within_a_part_reaches_the_other_part() {
 fn a_wait_that_takes_too_long_says_for_what() {
     let errors = errors(3, |mut rank| {
         let me = rank.rank();
-        // Rank 1 has a long timeout and learns of rank 0's; rank 2 hangs until the others are done.
+        // Rank 1 has a long timeout and gets the error of rank 0's timeout. Rank 2 hangs until the others are done.
         rank.set_timeout(if me == 0 { Duration::from_millis(5) } else { Duration::from_secs(600) });
         match me {
             0 => rank.receive(&mut [0], 2, Tag { stage: 2, micro_batch: 7, ..Tag::default() }),
@@ -313,7 +315,7 @@ fn sizes_that_differ_are_an_error_on_both_sides() {
     }
 }
 
-/// Each case: the call of two of three ranks, the call of the third, and the error that all of them get.
+/// Each case has the call of two of three ranks, the call of the third, and the error that all of them get.
 #[test]
 fn collectives_that_differ_are_an_error_on_all_ranks() {
     type Start = fn(&mut InProcess) -> Result<()>;
@@ -329,7 +331,7 @@ fn collectives_that_differ_are_an_error_on_all_ranks() {
     ];
     for (two, third, expected) in pairs {
         for error in errors(3, |mut rank| if rank.rank() < 2 { two(&mut rank) } else { third(&mut rank) }) {
-            // A rank that calls later gets the error of the first rank that found it.
+            // A rank that calls later gets the error of the rank that found the difference first.
             let text = error.expect("an error").to_string();
             assert!(text.contains(expected), "{text}");
         }
@@ -346,7 +348,7 @@ fn misuse_is_an_error() {
     let overflowing = [usize::MAX, 2];
     assert!(zero.all_to_all_v(&[0], &overflowing, &mut [0], &[1, 0]).is_err());
 
-    // Another rank's request cannot end an operation of this one.
+    // A request of another rank cannot end an operation of this rank.
     let mut byte = [0];
     // SAFETY: the byte is not accessed until the wait below; nothing else is lent.
     let (theirs, own) = unsafe {
@@ -360,7 +362,7 @@ fn misuse_is_an_error() {
     one.receive(&mut [], 0, tag(0)).unwrap();
 }
 
-/// After a caught panic the world has failed, because its communicator was dropped in the panic.
+/// After a caught panic the world has failed, because the panic dropped a communicator.
 #[test]
 fn a_world_does_not_outlive_a_caught_panic() {
     let mut world = InProcess::world(2);

@@ -1,9 +1,13 @@
-//! Tokenizes generated text from disk to disk, and compares the rate with `tokenizers`' own parallel encoder on text in
-//! memory.
+//! Tokenizes generated text from disk to disk, and compares the rate with the parallel encoder of `tokenizers`, which
+//! gets its text from memory.
 //!
-//! Run with `cargo bench -p gapless-data --bench tokenize -- 1024` for 1,024 MiB; the default is 64. Prints both rates
-//! and their ratio; the ratio of CPU seconds, which other work on the machine hardly affects; and (on Linux) the
-//! process's peak memory after tokenizing the text. The peer encodes at most 1 GiB, sampled from all parts of the text.
+//! Run with `cargo bench -p gapless-data --bench tokenize -- 1024` for 1,024 MiB; the default is 64. Prints three
+//! results:
+//! - both rates and their ratio
+//! - the ratio of CPU seconds, on which other work on the machine has little effect
+//! - on Linux, the process's peak memory after tokenizing the text
+//!
+//! The peer encodes at most 1 GiB, sampled from all parts of the text.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, BufWriter, Write};
@@ -13,7 +17,7 @@ use std::time::Instant;
 use cpu_time::ProcessTime;
 use gapless_data::{DataOptions, Dataset, Source, VocabularyChoice};
 
-/// Bytes of text per call of the peer.
+/// Bytes of text that the peer encodes per call.
 const BATCH_BYTES: usize = 16 << 20;
 
 /// Approximate bytes of text that the peer encodes in total.
@@ -24,7 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let folder = tempfile::tempdir_in(".")?;
     let text = folder.path().join("text.txt");
 
-    // The vocabulary is trained on the same words.
+    // The vocabulary is trained on text of the same words.
     write_text(&text, 4 << 20)?;
     let cache = folder.path().join("cache");
     let options = DataOptions { vocabulary: VocabularyChoice::Bpe { size: 4096 }, cache, ..DataOptions::default() };
@@ -55,8 +59,8 @@ struct Seconds {
     cpu: f64,
 }
 
-/// Encodes every n-th batch with `encode_batch`; returns its seconds (without reading), the bytes of text, and the
-/// number of tokens.
+/// Encodes every n-th batch with `encode_batch`. Returns the time that it took (without reading), the bytes of text,
+/// and the number of tokens.
 fn peer(text: &Path, tokenizer: &Path, every: u64) -> Result<(Seconds, u64, usize), Box<dyn std::error::Error>> {
     let tokenizer: tokenizers::Tokenizer = fs::read_to_string(tokenizer)?.parse().map_err(|_| "no tokenizer")?;
     let (mut seconds, mut all_bytes, mut tokens) = (Seconds { wall: 0.0, cpu: 0.0 }, 0, 0);

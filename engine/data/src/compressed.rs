@@ -16,7 +16,7 @@ use crate::DataError;
 /// Bytes that are read at once.
 const BUFFER_BYTES: usize = 1 << 18;
 
-/// The extension of a file's content, in lower case: `jsonl` for both `a.jsonl.gz` and `A.JSONL`.
+/// Returns the extension of a file's uncompressed content, in lower case: `jsonl` for both `a.jsonl.gz` and `A.JSONL`.
 pub(crate) fn inner_extension(path: &Path) -> Option<String> {
     let outer = extension(path)?;
     if !matches!(&*outer, "gz" | "zst") {
@@ -29,11 +29,11 @@ fn extension(path: &Path) -> Option<String> {
     Some(path.extension()?.to_str()?.to_lowercase())
 }
 
-/// Opens a file: .gz as gzip (RFC 1952), .zst as Zstandard (RFC 8878), with one or more members or frames; others as
-/// they are.
+/// Opens a file and decompresses it if its extension is .gz (gzip, RFC 1952) or .zst (Zstandard, RFC 8878). Files of
+/// several gzip members or Zstandard frames are allowed.
 ///
 /// # Errors
-/// Returns an error if the path is not a regular file: a pipe or a device cannot be read twice, and may never end.
+/// Returns an error if the path is not a regular file. A pipe or a device cannot be read twice, and may never end.
 pub(crate) fn open(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
     let file = open_file(path)?;
     let file = BufReader::with_capacity(BUFFER_BYTES, file);
@@ -44,7 +44,7 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
     })
 }
 
-/// Opens a file that can be read repeatedly and has an end.
+/// Opens a regular file, which can be read repeatedly and has an end.
 pub(crate) fn open_file(path: &Path) -> Result<File, DataError> {
     open_regular(path).map_err(|error| DataError::read(path, error))
 }
@@ -52,10 +52,10 @@ pub(crate) fn open_file(path: &Path) -> Result<File, DataError> {
 /// Opens a regular file.
 ///
 /// # Errors
-/// Returns an error like [`File::open`], or if the path is a pipe, a device or a socket. Opening a pipe would wait for
-/// a writer, and a device may never end.
+/// Returns an error in the same cases as [`File::open`], or if the path is a pipe, a device or a socket. Opening a pipe
+/// would wait for a writer, and a device may never end.
 pub fn open_regular(path: &Path) -> io::Result<File> {
-    // Checked before opening, because opening a pipe waits.
+    // The kind is checked before the file is opened, because opening a pipe waits.
     let kind = fs::metadata(path)?;
     if !kind.is_file() && !kind.is_dir() {
         return Err(io::Error::new(
@@ -69,7 +69,8 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
 /// Reads a regular file of UTF-8 text.
 ///
 /// # Errors
-/// Returns an error like [`open_regular`] and [`fs::read_to_string`], or if the file has more than `most` bytes.
+/// Returns an error in the same cases as [`open_regular`] and [`fs::read_to_string`], or if the file has more than
+/// `most` bytes.
 pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     let mut text = String::new();
     open_regular(path)?.take(most + 1).read_to_string(&mut text)?;
@@ -79,7 +80,7 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     Ok(text)
 }
 
-/// Like [`open`], for text: skips the byte-order mark that some editors write.
+/// Like [`open`], for text: skips a byte-order mark, which some editors write.
 pub(crate) fn open_text(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
     let mut source = open(path)?;
     let mut first = Vec::new();
@@ -93,7 +94,7 @@ pub(crate) fn open_text(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
 /// The byte-order mark of UTF-8 (Unicode 16, section 23.8).
 pub(crate) const MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// Wraps a read error of a reader from [`open`].
+/// Turns an error of a reader from [`open`] into a [`DataError`].
 pub(crate) fn read_error(path: &Path, source: io::Error) -> DataError {
     match extension(path).as_deref() {
         Some("gz" | "zst") => DataError::Compressed { path: path.to_owned(), source },
@@ -101,7 +102,7 @@ pub(crate) fn read_error(path: &Path, source: io::Error) -> DataError {
     }
 }
 
-/// Consecutive Zstandard frames; their checksums are verified.
+/// Decompresses consecutive Zstandard frames and verifies their checksums.
 struct Frames<R> {
     source: R,
     decoder: FrameDecoder,

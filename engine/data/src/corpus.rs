@@ -1,11 +1,11 @@
-//! A corpus: documents in a fixed order, with a report of what was read and their hash.
+//! A corpus: documents in a fixed order, with their hash and a report of the files read.
 
 use std::fmt;
 
 /// One coherent text: a file, or a line of a .jsonl file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Document {
-    /// Its origin, for messages.
+    /// The origin of the document, for messages.
     pub name: String,
     /// The text; never empty.
     pub text: String,
@@ -33,18 +33,18 @@ pub struct CorpusReport {
     pub packages: usize,
     /// Files that were read.
     pub files: usize,
-    /// Texts that are not empty.
+    /// Number of texts that are not empty.
     pub documents: usize,
     /// Bytes of text.
     pub bytes: u64,
     /// Files that were not text.
     pub skipped: usize,
-    /// blake3 of the texts in their order, as hexadecimal digits.
+    /// The blake3 hash of the texts in their order, as hexadecimal digits.
     pub hash: String,
 }
 
 impl Corpus {
-    /// Creates a corpus from texts in memory. Empty ones are left out.
+    /// Creates a corpus from texts in memory. Empty texts are left out.
     pub fn from_texts<T: Into<String>>(texts: impl IntoIterator<Item = T>) -> Self {
         let mut corpus = Self::default();
         for (index, text) in texts.into_iter().enumerate() {
@@ -63,7 +63,7 @@ impl Corpus {
         self.documents.iter().map(|document| document.text.len() as u64).sum()
     }
 
-    /// A summary of the corpus, with a hash of the texts. Names are not hashed, because they differ between machines.
+    /// Summarizes the corpus. The hash covers the texts but not the names, because names differ between machines.
     pub fn report(&self) -> CorpusReport {
         let mut hasher = TextHasher::default();
         for document in &self.documents {
@@ -116,7 +116,7 @@ impl TextHasher {
         self.length += bytes.len() as u64;
     }
 
-    /// Ends a document and returns its size in bytes. An empty document is ignored.
+    /// Ends a document and returns its size in bytes. An empty document does not change the hash.
     pub fn end_document(&mut self) -> u64 {
         let length = std::mem::take(&mut self.length);
         if length > 0 {
@@ -133,7 +133,7 @@ impl TextHasher {
         }
     }
 
-    /// blake3 of everything so far, as hexadecimal digits.
+    /// Returns the blake3 hash of all documents so far, as hexadecimal digits.
     pub fn hash(&self) -> String {
         self.hasher.finalize().to_hex().to_string()
     }

@@ -1,4 +1,4 @@
-//! Writing token files, and cutting texts into pieces to encode.
+//! Writes token files, and cuts texts into pieces to encode.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
@@ -8,15 +8,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::{DataError, TokenWidth};
 
-/// Approximate bytes of text per encoding task: enough to outweigh the cost of starting it, few enough to keep all
-/// cores busy.
+/// Approximate bytes of text per encoding task. A task is large enough to outweigh the cost of starting it, and small
+/// enough to keep all cores busy.
 pub(super) const PIECE_BYTES: usize = 64 << 10;
 
-/// Approximate bytes of text that a tokenizer gets at once: `tokenizers` takes more time per byte for longer texts
-/// (`benches/tokenize`).
+/// Approximate bytes of text that a tokenizer gets at once. For longer texts, `tokenizers` takes more time per byte
+/// (see `benches/tokenize`).
 pub(super) const ENCODED_BYTES: usize = 2 << 10;
 
-/// The most bytes of text without a place to cut: they are encoded at once, which takes many times as much memory.
+/// The most bytes of text without a place to cut. Such text is encoded at once, which takes many times as much memory.
 pub(super) const MAX_UNCUT_BYTES: usize = 32 << 20;
 
 /// A file of tokens that is being written, and its hash.
@@ -28,11 +28,11 @@ pub(super) struct TokenWriter {
     tokens: u64,
 }
 
-/// The contents of a file of tokens that are safely on disk.
+/// The contents of a file of tokens, as far as they are safely on disk.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Written {
     pub tokens: u64,
-    /// blake3 of the bytes, as hexadecimal digits.
+    /// The blake3 hash of the bytes, as hexadecimal digits.
     pub hash: String,
 }
 
@@ -43,7 +43,7 @@ impl TokenWriter {
         Ok(Self { file, path: path.to_owned(), width, hasher: blake3::Hasher::new(), tokens: 0 })
     }
 
-    /// Continues after what was written before; `None` if the file no longer has that content.
+    /// Opens a file to continue after the contents `written`. Returns `None` if the file no longer begins with them.
     pub fn resume(path: &Path, width: TokenWidth, written: &Written) -> Result<Option<Self>, DataError> {
         let read = |error| DataError::read(path, error);
         let Ok(mut file) = File::options().read(true).write(true).open(path) else { return Ok(None) };
@@ -82,7 +82,7 @@ impl TokenWriter {
         }
     }
 
-    /// Flushes everything written so far to the disk.
+    /// Flushes all tokens written so far to the disk, and returns their number and hash.
     pub fn save(&mut self) -> Result<Written, DataError> {
         self.file.flush().map_err(DataError::write(&self.path))?;
         self.file.get_ref().sync_all().map_err(DataError::write(&self.path))?;
@@ -90,7 +90,7 @@ impl TokenWriter {
     }
 }
 
-/// Renames `path` with `.tmp` appended to `path`, if that file exists.
+/// Renames `path.tmp` to `path`, if `path.tmp` exists.
 pub(super) fn move_into_place(path: &Path) -> Result<(), DataError> {
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".tmp");
@@ -100,11 +100,12 @@ pub(super) fn move_into_place(path: &Path) -> Result<(), DataError> {
     }
 }
 
-/// Cuts a text into pieces of about `least` bytes. Each ends with a line break that has no white space next to it.
+/// Cuts a text into pieces of about `least` bytes. Each piece ends with a line break that has no white space next to
+/// it.
 ///
-/// Tokenizers trained by this crate always separate tokens there, because their pattern joins a line break only with
-/// white space. For other tokenizers, [`Vocabulary::cuts_at_lines`](crate::Vocabulary::cuts_at_lines) tests it. So the
-/// tokens of the pieces are those of the whole text.
+/// The tokens of the pieces together are those of the whole text. Tokenizers trained by this crate always separate
+/// tokens at such a line break, because their pattern joins line breaks only with white space. For other tokenizers,
+/// [`Vocabulary::cuts_at_lines`](crate::Vocabulary::cuts_at_lines) tests this property.
 pub(super) fn pieces(mut text: &str, least: usize) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
         if text.is_empty() {
@@ -116,13 +117,13 @@ pub(super) fn pieces(mut text: &str, least: usize) -> impl Iterator<Item = &str>
     })
 }
 
-/// Bytes of the longest run without white space that a tokenizer is trained on as one word. Training time grows with
-/// the square of a word's length.
+/// Most bytes of a word on which a tokenizer is trained. Longer runs without white space are cut, because training time
+/// grows with the square of a word's length.
 const LONGEST_WORD: usize = 1024;
 
 /// Cuts a text for training a tokenizer. The words stay those of the whole text, except that runs without white space
-/// are cut at [`LONGEST_WORD`]. A piece has about [`PIECE_BYTES`] at most, so that the memory for training depends on
-/// the pieces, not on the file.
+/// are cut at [`LONGEST_WORD`]. A piece has about [`PIECE_BYTES`] at most, so that the memory for training does not
+/// depend on the size of the file.
 pub(super) fn pieces_for_training(text: &str) -> impl Iterator<Item = &str> {
     pieces(text, PIECE_BYTES).flat_map(|mut piece| {
         std::iter::from_fn(move || {
@@ -158,7 +159,7 @@ fn cut(text: &[u8], least: usize) -> usize {
     border(text, least).unwrap_or(text.len())
 }
 
-/// The first place at or after `least` where a text may be cut.
+/// Returns the first place at or after `least` where a text may be cut, or `None` if there is none.
 pub(super) fn border(text: &[u8], least: usize) -> Option<usize> {
     // Bytes from 128 on may belong to white space outside ASCII, so only printable ASCII counts.
     let solid = |byte: u8| byte.is_ascii_graphic();
@@ -203,7 +204,7 @@ mod tests {
         let run = "é".repeat(400_000);
         let pieces: Vec<&str> = pieces_for_training(&run).collect();
         assert!(pieces.iter().all(|piece| piece.len() <= LONGEST_WORD + 1) && pieces.concat() == run);
-        // This takes a moment, not minutes.
+        // Without the cuts, this would take minutes.
         assert!(Vocabulary::train([run.as_str()].into_iter(), 300).unwrap().size() > 257);
     }
 
@@ -214,7 +215,7 @@ mod tests {
 
     #[test]
     fn pieces_encode_to_the_tokens_of_the_whole() {
-        // More than one piece, with all the kinds of borders that occur in sources.
+        // The text has more than one piece, and all kinds of borders that occur in sources.
         let own = concat!(include_str!("vocabulary.rs"), "\n\n\n", include_str!("encode.rs"), "\r\n \u{a0}\n x\n");
         let text = own.repeat(20);
         assert!(pieces(&text, PIECE_BYTES).count() > 3);

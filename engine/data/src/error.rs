@@ -27,12 +27,12 @@ pub enum DataError {
         /// The file of tokens that was being written.
         path: PathBuf,
     },
-    /// A text has no place to cut for too long a stretch.
+    /// A stretch of text without a place to cut is too long.
     #[error("{path} has no line break within {} MiB; break its lines", most >> 20)]
     NoBreak {
         /// The file.
         path: PathBuf,
-        /// The most bytes that are allowed between two such places.
+        /// The most bytes that are allowed between two places to cut.
         most: u64,
     },
     /// A compressed file cannot be decompressed.
@@ -119,7 +119,7 @@ pub enum DataError {
         /// The file of conversations.
         path: PathBuf,
     },
-    /// Windows per document were requested, but the tokens have no end of text.
+    /// Windows per document were requested, but the vocabulary has no end-of-text token.
     #[error(
         "documents in token ids (.bin) cannot be separated without the id of the end of text; put their tokenizer.json beside the .bin"
     )]
@@ -140,7 +140,7 @@ pub enum DataError {
         path: PathBuf,
         /// Number of files that were found, but were binary or not UTF-8.
         skipped: usize,
-        /// Some of the files that were found, but have types that are not read.
+        /// Some of the files that were found but have types that are not read.
         others: Vec<PathBuf>,
     },
     /// The lock file cannot be parsed.
@@ -178,7 +178,7 @@ pub enum DataError {
         /// Bytes per token.
         width: u64,
     },
-    /// The ids of a .bin file seem to be wider than the width they are read with.
+    /// The ids of a .bin file seem to be wider than the width with which they are read.
     #[error(
         "{path} seems to have token ids of {bytes} bytes: read as ids of {read_as} bytes, every second one is almost 0; set data.token_width or \
          --token-width to their width, \"u16\", \"u32\" or \"u64\""
@@ -214,14 +214,15 @@ pub enum DataError {
         /// Number of tokens in the vocabulary.
         vocabulary: usize,
     },
-    /// The requested vocabulary is too small: a byte-level one must contain every byte and the end of text.
+    /// The requested vocabulary is too small. A byte-level vocabulary must contain every byte and the end-of-text
+    /// token.
     #[error(
         "a vocabulary of {size} is too small for byte-level BPE; take at least {least}, or the byte vocabulary (256)"
     )]
     VocabularyTooSmall {
         /// The size asked for.
         size: usize,
-        /// The smallest that works.
+        /// The smallest size that is possible.
         least: usize,
     },
     /// The model's embedding and the tokenizer have different vocabulary sizes.
@@ -235,7 +236,7 @@ pub enum DataError {
         /// Tokens of the tokenizer's vocabulary.
         tokenizer: usize,
     },
-    /// The tokenizer does not have the token that was requested as end of text.
+    /// The tokenizer does not have the token that was requested as its end-of-text token.
     #[error("{path} has no token {token:?}, which data.end_of_text names; name one of its tokens")]
     NoToken {
         /// The tokenizer's file.
@@ -243,7 +244,7 @@ pub enum DataError {
         /// The token's text.
         token: String,
     },
-    /// No token is known that ends a document.
+    /// No file and no option names the token that ends a document, and the tokenizer has none with a usual name.
     #[error(
         "the token of {path} that ends a text is unknown: the files beside it name none, and no token has a usual name such as \
          {wanted}; name one in data.end_of_text"
@@ -251,7 +252,7 @@ pub enum DataError {
     NoEndOfText {
         /// The tokenizer's file.
         path: PathBuf,
-        /// The name that is tried first.
+        /// The usual name that is tried first.
         wanted: &'static str,
     },
     /// A chat template cannot be parsed, or rejects a conversation.
@@ -262,7 +263,7 @@ pub enum DataError {
         /// The error, and its line in the template.
         reason: String,
     },
-    /// There is text to encode, but only token ids without their tokenizer.
+    /// There is text to encode, but the vocabulary is that of token ids without their tokenizer.
     #[error(
         "there is no tokenizer to encode text with; put the tokenizer.json of the ids beside the .bin, or into the model's folder"
     )]
@@ -283,7 +284,7 @@ pub enum DataError {
         /// The mismatch.
         reason: String,
     },
-    /// The slices do not hold whole windows, or the windows reach past the batch.
+    /// The slices do not hold whole windows, or the requested windows reach past the last one.
     #[error(
         "{inputs} inputs and {targets} targets from window {first} on are not whole windows of {sequence} tokens \
          within {windows} windows"
@@ -300,7 +301,7 @@ pub enum DataError {
         /// Number of windows that exist.
         windows: usize,
     },
-    /// A size that has to be at least one is zero.
+    /// A size that must be at least one is zero.
     #[error("{what} is 0; set it to at least 1")]
     Zero {
         /// Name of the size.
@@ -314,7 +315,7 @@ fn named(others: &[PathBuf]) -> String {
 }
 
 impl DataError {
-    /// Wraps a read error; a missing file becomes [`Self::Missing`].
+    /// Turns a read error into a [`DataError`]. If the file does not exist, that is [`Self::Missing`].
     pub(crate) fn read(path: &Path, source: io::Error) -> Self {
         match source.kind() {
             io::ErrorKind::NotFound => Self::Missing { path: path.to_owned() },

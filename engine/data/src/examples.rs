@@ -1,7 +1,7 @@
 //! Examples for training on answers: prompts with completions, and conversations.
 //!
-//! In: lines of JSON. Out: the tokens of each example, and which of them count in the loss: those of answers, including
-//! the token that ends one. Never: an example without such a token.
+//! In: lines of JSON. Out: the tokens of each example, and which of them count in the loss. These are the tokens of
+//! answers, including the token that ends an answer. Never: an example without such a token.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -16,17 +16,19 @@ use serde_json::Value as Json;
 use crate::files::{check_text, each_line, has_lines};
 use crate::{Answers, Conversation, DataError, Tokenizer, Vocabulary};
 
-/// The content of a line of a .jsonl file.
+/// The keys that each line of a .jsonl file has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// The key `text`, all of which counts in the loss, as in .txt, .md and .rs files.
+    /// The key `text`. All of its tokens count in the loss, as for .txt, .md and .rs files.
     #[default]
     Text,
-    /// The keys `prompt` and `completion` (or `response`): strings or lists of messages. Only the completion counts.
+    /// The keys `prompt` and `completion` (or `response`), which are strings or lists of messages. Only the completion
+    /// counts in the loss.
     Prompt,
-    /// The key `messages`, with `role` and `content` each, and optionally `tools`, `documents` and
-    /// `chat_template_kwargs`. The assistant messages that `answers` selects count.
+    /// The key `messages`: a list of messages with `role` and `content`. Optional keys are `tools`, `documents` and
+    /// `chat_template_kwargs`. The assistant messages that [`DataOptions::answers`](crate::DataOptions::answers)
+    /// selects count in the loss.
     Chat,
 }
 
@@ -36,7 +38,7 @@ impl Format {
         self != Self::Text
     }
 
-    /// True if a file's extension says that it has lines, or rows, that can be examples.
+    /// True if a file's extension is that of a file whose lines or rows can be examples.
     pub fn is_read_from(path: &Path) -> bool {
         has_lines(path)
     }
@@ -101,7 +103,7 @@ fn content_of(line: &str, format: Format) -> Result<Content, String> {
 }
 
 impl Line {
-    /// The text that a vocabulary is trained on.
+    /// The text on which a vocabulary is trained; empty for conversations.
     pub fn text(&self) -> &str {
         match &self.content {
             Content::Prompt(text, _) => text,
@@ -109,9 +111,9 @@ impl Line {
         }
     }
 
-    /// Returns its tokens, and which of them count in the loss. With the tokenizer of a Hugging Face folder, they
-    /// include the special tokens around a text, or those that the chat template writes. With only a vocabulary, they
-    /// include the end of text.
+    /// Returns the line's tokens, and for each whether it counts in the loss. The tokens include the special tokens
+    /// around the text. With the tokenizer of a Hugging Face folder, these come from its post-processor or its chat
+    /// template. With only a vocabulary, it is the end-of-text token.
     fn encode(&self, encoding: &Encoding<'_>) -> Result<Encoded, DataError> {
         let &Encoding { path, vocabulary, folder, answers } = encoding;
         match &self.content {
@@ -132,7 +134,7 @@ impl Line {
                     }
                     None => vocabulary.encode_spans(text, &[answer])?,
                 };
-                // An answer ends with the end of text, which is learned too.
+                // An answer ends with the end-of-text token, which counts in the loss too.
                 if let Some(end) = vocabulary.end_of_text() {
                     let length = tokens.len() - usize::from(tokens.last() == Some(&end));
                     tokens.truncate(length);
@@ -146,13 +148,13 @@ impl Line {
     }
 }
 
-/// The means of turning lines into tokens.
+/// Everything that is needed to turn lines into tokens.
 #[derive(Clone, Copy)]
 pub(crate) struct Encoding<'a> {
     /// The file of the lines.
     pub path: &'a Path,
     pub vocabulary: &'a Vocabulary,
-    /// The tokenizer of a Hugging Face folder, with its chat template.
+    /// The tokenizer of a Hugging Face folder with its chat template, if there is one.
     pub folder: Option<&'a Tokenizer>,
     pub answers: Answers,
 }
@@ -160,7 +162,8 @@ pub(crate) struct Encoding<'a> {
 /// Tokenizes all lines in parallel.
 ///
 /// # Errors
-/// Returns errors of the tokenizer, of the template (with the line's number), or for conversations without a template.
+/// Returns an error of the tokenizer, an error of the template with the number of the line, or an error if there are
+/// conversations but no template.
 pub(crate) fn encode_lines(lines: &[Line], encoding: &Encoding<'_>) -> Result<Vec<Encoded>, DataError> {
     let encode = |line: &Line| {
         line.encode(encoding).map_err(|error| match error {
@@ -182,7 +185,7 @@ pub(crate) struct Examples {
 }
 
 impl Examples {
-    /// Concatenates encoded examples; returns the stream of tokens and its examples.
+    /// Concatenates encoded examples. Returns the stream of tokens, and the examples in it.
     pub fn new(encoded: Vec<Encoded>) -> (Vec<u32>, Self) {
         let (mut tokens, mut examples) = (Vec::new(), Self { bounds: vec![0], counts: Vec::new() });
         for (ids, counts) in encoded {
@@ -198,7 +201,7 @@ impl Examples {
         self.counts[token as usize]
     }
 
-    /// blake3 of the boundaries and of the tokens that count, as hexadecimal digits.
+    /// Returns the blake3 hash of the boundaries and of the tokens that count, as hexadecimal digits.
     pub fn hash(&self) -> String {
         let mut hasher = blake3::Hasher::new();
         self.bounds.iter().for_each(|bound| _ = hasher.update(&bound.to_le_bytes()));
@@ -206,9 +209,10 @@ impl Examples {
         hasher.finalize().to_hex().to_string()
     }
 
-    /// Packs the examples of a part of the stream into rows of at most `sequence` tokens that have a target. The
-    /// longest examples come first; each goes into the fullest row that has room for it (Ding et al., arXiv
-    /// 2404.10830). An example that is longer than a row is cut; one without a target that counts is left out.
+    /// Packs the examples of a part of the stream into rows. A row has room for `sequence` tokens, not counting the
+    /// last token of each example, which has no target. The longest examples come first, and each goes into the fullest
+    /// row that has room for it (Ding et al., arXiv 2404.10830). An example that is longer than a row is cut. An
+    /// example without a target that counts is left out.
     pub fn rows(&self, part: &Range<u64>, sequence: usize) -> Vec<Vec<Range<u64>>> {
         let mut examples: Vec<Range<u64>> = self.bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
         examples.retain(|example| part.start <= example.start && example.end <= part.end);
@@ -278,12 +282,12 @@ mod tests {
             let (tokens, examples) = examples(&lengths);
             let part = 0..tokens.len() as u64;
             let rows = examples.rows(&part, sequence);
-            // All examples that have an answer within a row, starting at their first token.
+            // All examples with an answer within a row must occur, identified by their first tokens.
             let mut firsts: Vec<u64> = rows.iter().flatten().map(|example| example.start).collect();
             firsts.sort_unstable();
             let answered = examples.bounds.windows(2).zip(&lengths).filter(|(_, length)| (*length / 2).max(1) <= sequence);
             prop_assert_eq!(firsts, answered.clone().map(|(bounds, _)| bounds[0]).collect::<Vec<_>>());
-            // The same greedy choice, implemented by searching all rows.
+            // The same greedy choice is made here by searching all rows.
             let mut simple: Vec<usize> = Vec::new();
             let mut wanted: Vec<usize> = answered.map(|(_, length)| (length - 1).min(sequence)).collect();
             wanted.sort_unstable_by(|a, b| b.cmp(a));

@@ -12,30 +12,30 @@ use crate::encode::MAX_UNCUT_BYTES;
 use crate::parquet::each_row;
 use crate::{Corpus, DataError};
 
-/// The extensions, in lower case, that are read from a folder. A .json file only counts if its lines contain texts;
-/// most other .json files are metadata.
+/// Extensions, in lower case, of the files that are read from a folder. A .json file is read only if its lines contain
+/// texts, since most .json files are metadata.
 const TEXT_EXTENSIONS: [&str; 7] = ["txt", "rs", "md", "jsonl", "ndjson", "json", "parquet"];
 
 /// The most bytes of a line of .jsonl.
 const LONGEST_LINE: u64 = 256 << 20;
 
-/// The most files of other types that are named in the error if there is no text.
+/// The most files that the error for a folder without text names.
 const MAX_NAMED: usize = 3;
 
 impl Corpus {
     /// Reads one file, whatever its extension, or all text files below a folder, in sorted order:
     /// - Extensions are .txt, .rs, .md, .jsonl (or .ndjson), .json and .parquet, in any case. All except .parquet may
-    ///   be followed by .gz or .zst; the file is then decompressed.
-    /// - Each line of a .jsonl or .json file is one document. Each row of a .parquet file is one, from its column
-    ///   `text`.
+    ///   be followed by .gz or .zst; such files are decompressed.
+    /// - Each line of a .jsonl or .json file is one document. Each row of a .parquet file is one document, from its
+    ///   column `text`.
     /// - Links are followed. A byte-order mark is not part of a text.
-    /// - Skipped are hidden files, folders marked as caches by a `CACHEDIR.TAG` (as cargo marks its `target`), and a
-    ///   folder's .json files without a text in their first line.
+    /// - Hidden files are skipped. So are folders that are marked as caches by a `CACHEDIR.TAG`, such as cargo's
+    ///   `target`. A .json file in a folder is skipped if its first line has no text.
     ///
     /// # Errors
     /// Returns an error if
-    /// - the path is missing, or a link leads nowhere,
-    /// - a single given file is not UTF-8 text (within a folder, it is skipped and counted),
+    /// - the path is missing, or a link has no target,
+    /// - a single given file is not UTF-8 text (within a folder, such a file is skipped and counted),
     /// - a line or row has no text,
     /// - a .parquet file is read without the feature `parquet`, or
     /// - there is no text at all.
@@ -83,8 +83,8 @@ impl Corpus {
     }
 }
 
-/// Finds files of token ids: the given one, or those of a folder that contains no text, sorted by name. Files for
-/// validation are moved to the end; their number is returned too. `None` if there are no such files.
+/// Finds files of token ids: the given file, or the files of a folder that contains no text, sorted by name. Files for
+/// validation come last; their number is returned too. Returns `None` if there are no files of token ids.
 pub(super) fn token_files(path: &Path) -> Result<Option<(Vec<PathBuf>, usize)>, DataError> {
     if !path.is_dir() {
         let is_bin = inner_extension(path).is_some_and(|extension| extension == "bin");
@@ -100,18 +100,18 @@ pub(super) fn token_files(path: &Path) -> Result<Option<(Vec<PathBuf>, usize)>, 
         stem.split(|c: char| !c.is_alphanumeric()).any(|word| matches!(word, "val" | "validation"))
     };
     let (back, mut front): (Vec<_>, Vec<_>) = files.into_iter().partition(is_validation);
-    // If all shards are named as validation, they are used like any other data.
+    // If the names of all files mark them as validation, the files are used like any other data.
     let validation = if front.is_empty() { 0 } else { back.len() };
     front.extend(back);
     Ok(Some((front, validation)))
 }
 
-/// The files below `folder` with one of the extensions, sorted component by component.
+/// Returns the files below `folder` with one of the extensions, sorted component by component.
 pub(super) fn text_files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, DataError> {
     files_below(folder, |extension| extension.is_some_and(|extension| extensions.contains(&extension)))
 }
 
-/// The files below `folder` whose extension passes `counts`, sorted component by component.
+/// Returns the files below `folder` for whose extension `counts` is true, sorted component by component.
 fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<Vec<PathBuf>, DataError> {
     let walk = WalkDir::new(folder).follow_links(true).sort_by_file_name().into_iter().filter_entry(|entry| {
         let hidden = entry.depth() > 0 && entry.file_name().to_string_lossy().starts_with('.');
@@ -152,13 +152,13 @@ fn begins_with_a_text(path: &Path) -> bool {
     let mut begins = false;
     let ended = each_line(path, |_, line| {
         begins = text_of_line(line).is_ok();
-        // Stop after the first line.
+        // This error stops the visit after the first line.
         Err(DataError::NoExamples { path: path.to_owned() })
     });
     begins && ended.is_err()
 }
 
-/// The error that a path contains no text; it names some of the files that are there instead.
+/// Returns the error for a path without text. It names some of the other files at the path.
 pub(super) fn no_text(path: &Path, is_folder: bool, skipped: usize) -> Result<DataError, DataError> {
     let others = if is_folder { files_below(path, |_| true)? } else { Vec::new() };
     let is_read =
@@ -175,8 +175,8 @@ pub(super) fn read_text(path: &Path) -> Result<String, DataError> {
 }
 
 /// Checks that a file is UTF-8 without NUL bytes, and returns the size of its text in bytes. (UTF-16 and many binary
-/// formats are valid UTF-8 except for their NULs.) Only a part of it is in memory at a time. Parquet files are checked
-/// when they are read.
+/// formats would be valid UTF-8 if it were not for their NUL bytes.) Only a part of the file is in memory at a time.
+/// Parquet files are checked when they are read.
 pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     if is_parquet(path) {
         return Ok(0);
@@ -216,7 +216,7 @@ pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     }
 }
 
-/// True if each line, or row, of a file is a document.
+/// True if each line or row of a file is a document of its own.
 pub(super) fn has_lines(path: &Path) -> bool {
     inner_extension(path).is_some_and(|extension| matches!(&*extension, "jsonl" | "ndjson" | "json" | "parquet"))
 }
@@ -241,8 +241,8 @@ pub(super) fn each_text(
     })
 }
 
-/// Visits the non-blank lines of a .jsonl file, or the rows of a .parquet file as such lines, with their numbers,
-/// counted from 1.
+/// Visits the non-blank lines of a .jsonl file with their numbers, counted from 1. Each row of a .parquet file is
+/// visited as an equivalent line.
 pub(super) fn each_line(
     path: &Path,
     mut visit: impl FnMut(usize, &str) -> Result<(), DataError>,
@@ -302,8 +302,8 @@ fn text_of_line(line: &str) -> Result<String, String> {
 mod tests {
     use super::*;
 
-    /// Writes `files` into a new folder, reads `path` below it, and compares the texts, or the error with a part of the
-    /// expected message.
+    /// Writes `files` into a new folder and reads `path` below it. Compares the texts with those expected, or checks
+    /// that the error contains the expected message.
     fn check(files: &[(&str, &[u8])], path: &str, expected: Result<&[&str], &str>) {
         let folder = tempfile::tempdir().unwrap();
         for (name, bytes) in files {
@@ -339,7 +339,7 @@ mod tests {
                 Ok(if name == "A.JSONL" { &["x", "y", "z"] } else { &["z", "x", "y"] }),
             );
         }
-        // In a folder, a .json file without texts is taken for metadata.
+        // In a folder, a .json file without texts counts as metadata and is skipped.
         check(&[("info.json", b"{\n\"features\": 1\n}"), ("a.txt", b"1")], "", Ok(&["1"]));
         check(&[("a.txt", b"\xef\xbb\xbfone"), ("b.txt", b"\xef\xbb\xbf"), ("c.md", b"\xef\xbb")], "", Ok(&["one"]));
     }

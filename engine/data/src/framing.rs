@@ -1,8 +1,7 @@
-//! The special tokens around a document: those that begin and end it, and the treatment of special tokens that a text
-//! spells out.
+//! The special tokens around a document, and the treatment of special tokens whose text occurs in a document.
 //!
-//! In: a tokenizer, the files in its folder, and the options of a run. Out: a [`Framing`], which records the source of
-//! its end token. Never: a token that the tokenizer does not have.
+//! In: a tokenizer, the files in its folder, and the options of a run. Out: a [`Framing`], which records the file or
+//! option that named its end token. Never: a token that the tokenizer does not have.
 
 use std::path::Path;
 
@@ -15,7 +14,7 @@ use crate::chat::{read_json, special_token};
 /// The token that ends documents in tokenizers trained by this crate.
 pub(crate) const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// Common names of the end-of-text token, tried if no file names it.
+/// Common names of the end-of-text token. They are tried if no file names that token.
 const END_OF_TEXT_NAMES: [&str; 6] =
     [END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]"];
 
@@ -24,12 +23,12 @@ const END_OF_TEXT_NAMES: [&str; 6] =
 #[serde(default)]
 pub struct TextOptions {
     /// True if a document begins with the tokens that the tokenizer's post-processor puts before a text, such as `<s>`
-    /// for Llama 2 and `<bos>` for Gemma. GPT-2 and Qwen have none. On by default, as in transformers.
+    /// for Llama 2 and `<bos>` for Gemma. GPT-2 and Qwen have no such tokens. The default is true, as in transformers.
     pub begin: bool,
-    /// The token that ends a document, as text. By default the one that the files in the tokenizer's folder name.
+    /// The text of the token that ends a document. By default, the files in the tokenizer's folder name this token.
     pub end: Option<String>,
-    /// True if special tokens that a text spells out become their ids, as in transformers. By default they are plain
-    /// text, so that a document about a tokenizer does not end in its middle.
+    /// True if text that spells a special token is encoded as that token, as in transformers. By default it is encoded
+    /// as plain text, so that a document about a tokenizer does not end in its middle.
     pub special: bool,
 }
 
@@ -45,16 +44,15 @@ pub(crate) struct Framing {
     pub begin: Vec<u32>,
     pub end: u32,
     pub end_token: String,
-    /// The file or option that names the end token.
+    /// The file or option that named the end token.
     pub source: &'static str,
 }
 
 impl Framing {
-    /// Determines the framing of a tokenizer at a path. The end token is taken from the first of these that names one:
-    /// 1. the options
-    /// 2. `eos_token` in tokenizer_config.json, then in special_tokens_map.json, as transformers does
-    /// 3. `eos_token_id` in the model's config.json, then in generation_config.json
-    /// 4. a token of the tokenizer with one of the common names
+    /// Determines the framing of a tokenizer at a path. The end token is named by the first of these that names one: 1.
+    /// the options 2. `eos_token` in tokenizer_config.json, then in special_tokens_map.json, as in transformers 3.
+    /// `eos_token_id` in the model's config.json, then in generation_config.json 4. a token of the tokenizer with one
+    /// of the common names
     ///
     /// # Errors
     /// Returns an error if the tokenizer does not have the end token of the options, if no end token is found, or if a
@@ -102,15 +100,15 @@ fn end_of(tokenizer: &Tokenizer, path: &Path) -> Result<Option<EndToken>, DataEr
     }
     for file in ["config.json", "generation_config.json"] {
         let found = read_json(folder, file)?["eos_token_id"].take();
-        // If there are several, the first is the tokenizer's own.
+        // If the file lists several ids, the first one is the tokenizer's own.
         let id = if found.is_array() { found[0].as_u64() } else { found.as_u64() };
         let id = id.and_then(|id| u32::try_from(id).ok());
         if let Some((id, token)) = id.and_then(|id| Some((id, tokenizer.id_to_token(id)?))) {
             return Ok(Some((file, token, id)));
         }
     }
-    // Special tokens take precedence over names that are plain text for the tokenizer, such as the HTML tag `</s>` for
-    // Gemma.
+    // Special tokens are tried before tokens that are plain text for the tokenizer. For Gemma, for example, `</s>` is
+    // an HTML tag.
     let special: Vec<String> =
         tokenizer.get_added_tokens_decoder().into_values().filter(|it| it.special).map(|it| it.content).collect();
     let named = |name: &&str| special.is_empty() || special.iter().any(|token| token == name);

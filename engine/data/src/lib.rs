@@ -31,7 +31,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-/// The target of a token whose loss does not count.
+/// Target of a token that does not count in the loss.
 pub const IGNORED: u32 = u32::MAX;
 
 mod chat;

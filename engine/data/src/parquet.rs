@@ -1,7 +1,7 @@
 //! Rows of Parquet files.
 //!
-//! In: a path. Out: each row as an equivalent line of a .jsonl file. Never: columns that no format reads, or a whole
-//! file in memory.
+//! In: a path. Out: each row as an equivalent line of a .jsonl file. Columns that no format reads are not decoded, and
+//! the file is never in memory as a whole.
 
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,13 +15,14 @@ use parquet::schema::types::Type;
 
 use crate::DataError;
 
-/// The columns that some [`Format`](crate::Format) reads.
+/// All columns that any [`Format`](crate::Format) reads.
 const COLUMNS: [&str; 5] = ["text", "prompt", "completion", "response", "messages"];
 
 /// Visits the rows with their numbers, counted from 1.
 ///
 /// # Errors
-/// Returns an error if the file cannot be read or is damaged, if it has none of the columns, or if the visitor does.
+/// Returns an error if the file cannot be read or is damaged, if it has none of the columns, or if the visitor returns
+/// an error.
 pub(crate) fn each_row(
     path: &Path,
     mut visit: impl FnMut(usize, &str) -> Result<(), DataError>,
@@ -50,7 +51,7 @@ fn rows(file: File) -> ParquetResult<RowIter<'static>> {
     RowIter::from_file_into(Box::new(reader)).project(Some(columns))
 }
 
-/// Calls the library, and turns its panics into errors: it panics on some damaged files.
+/// Calls the library, and turns panics into errors, because the library panics on some damaged files.
 fn guarded<T>(path: &Path, call: impl FnOnce() -> ParquetResult<T>) -> Result<T, DataError> {
     let fail = |reason: String| DataError::Parquet { path: path.to_owned(), reason };
     match catch_unwind(AssertUnwindSafe(call)) {

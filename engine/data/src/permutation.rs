@@ -1,7 +1,7 @@
 //! A keyed permutation of `0..len` in constant memory.
 
-/// Rounds of the network. With a good round function, four give a pseudo-random permutation (Luby and Rackoff, 1988).
-/// Small domains mix more slowly, and more rounds cost only nanoseconds.
+/// Rounds of the network. With a good round function, four rounds give a pseudo-random permutation (Luby and Rackoff,
+/// 1988). Small domains mix more slowly, and additional rounds cost only nanoseconds.
 const ROUNDS: usize = 8;
 
 /// A pseudo-random order of `0..len` without a table. It is a Feistel network over the next power of four, applied
@@ -23,7 +23,7 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// The order of `0..len` that belongs to `key`; `len` is at most 2⁶².
+    /// The order of `0..len` for this `key`. `len` must be at most 2⁶².
     pub fn new(len: u64, key: u64) -> Self {
         debug_assert!(len <= 1 << 62);
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
@@ -31,7 +31,7 @@ impl Permutation {
         Self { len, half_bits: bits.div_ceil(2).max(1), keys }
     }
 
-    /// The value at `position` (taken modulo `len`) in this order.
+    /// The value at `position` in this order. Positions from `len` on start again from the first.
     pub fn at(&self, position: u64) -> u64 {
         if self.len == 0 {
             return 0;
@@ -89,9 +89,9 @@ mod tests {
         }
     }
 
-    /// Over many keys, every value comes first about equally often: the chi-square statistic of 10 cells over 20,000
-    /// keys stays below 27.9, its 99.9 % quantile with 9 degrees of freedom. The keys are fixed, so the test is
-    /// deterministic.
+    /// Over many keys, every value comes first about equally often. The chi-square statistic of 10 cells over 20,000
+    /// keys must stay below 27.9, which is the 99.9 % quantile for 9 degrees of freedom. The keys are fixed, so the
+    /// test is deterministic.
     #[test]
     fn keys_spread_evenly() {
         const KEYS: u64 = 20_000;

@@ -1,4 +1,4 @@
-//! The default corpus: Rust sources, which are on every machine where the project was built.
+//! The default corpus: Rust sources, which exist on every machine on which the project was built.
 
 use std::env;
 use std::fs;
@@ -26,9 +26,9 @@ const MAX_BYTES: u64 = 64 << 20;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RustSources {
-    /// The `Cargo.lock`; the workspace is its folder.
+    /// Path of the `Cargo.lock`; its folder is the workspace.
     pub lock: PathBuf,
-    /// Cargo's folder; by default `CARGO_HOME`, or `.cargo` in the user's home.
+    /// Cargo's folder. The default is `CARGO_HOME`, or `.cargo` in the user's home.
     pub cargo_home: Option<PathBuf>,
     /// The most bytes of text in total.
     pub max_bytes: u64,
@@ -37,7 +37,7 @@ pub struct RustSources {
 }
 
 impl RustSources {
-    /// The sources of a lock file: up to 24 MiB in total, and up to 1 MiB of each package.
+    /// The sources of a lock file, up to 24 MiB in total and 1 MiB of each package.
     pub fn of_lock(lock: impl Into<PathBuf>) -> Self {
         let home = || env::home_dir().map(|home| home.join(".cargo"));
         let cargo_home = env::var_os("CARGO_HOME").filter(|path| !path.is_empty()).map(PathBuf::from).or_else(home);
@@ -77,7 +77,8 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Adds files until one would exceed `max_bytes`. In that case, returns the total size including that file.
+    /// Adds files until one would exceed `max_bytes`. In that case, returns the total size including that file;
+    /// otherwise returns `None`.
     fn add_rust_files(&mut self, folder: &Path, max_bytes: u64) -> Result<Option<u64>, DataError> {
         let mut bytes = 0;
         for file in text_files(folder, &["rs"])? {
@@ -91,7 +92,8 @@ impl Corpus {
     }
 }
 
-/// The lock file's packages from a registry, as `name-version`, in its order, with only the last version of each.
+/// Returns the lock file's packages from a registry as `name-version`, in the order of the file. Of each package, only
+/// the last version is returned.
 fn locked_packages(lock: &Path) -> Result<Vec<String>, DataError> {
     #[derive(serde::Deserialize)]
     struct Lock {
@@ -112,7 +114,7 @@ fn locked_packages(lock: &Path) -> Result<Vec<String>, DataError> {
     Ok(names.filter_map(<[_]>::last).map(|package| format!("{}-{}", package.name, package.version)).collect())
 }
 
-/// The folders that cargo unpacks packages into, one per registry, sorted.
+/// Returns the folders into which cargo unpacks packages, one per registry, sorted.
 fn registry_folders(cargo_home: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(cargo_home.join("registry").join("src")) else {
         return Vec::new();

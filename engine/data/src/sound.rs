@@ -1,8 +1,8 @@
-//! Checks of assumptions that the tokenizers library makes about a tokenizer.json, before it reads the file; and panics
-//! of the library as errors.
+//! Checks of a tokenizer.json for assumptions that the tokenizers library makes. They run before the library reads the
+//! file. Panics of the library become errors.
 //!
-//! In: the text of an untrusted file. Out: nothing, or the reason why the file is refused. Never: a check of its
-//! vocabulary, which the library does itself.
+//! In: the text of an untrusted file. Out: nothing, or the reason why the file is refused. The vocabulary is not
+//! checked here; the library checks it.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,10 +15,11 @@ use serde_json::Value as Json;
 
 use crate::DataError;
 
-/// The most that all replacements together may lengthen a text. Real ones write three bytes for a space.
+/// The largest factor by which all replacements together may lengthen a text. Real tokenizers write three bytes for a
+/// space.
 const MAX_GROWTH: f64 = 256.0;
 
-/// The most characters of a word in WordPiece, whose time grows with their square.
+/// The most characters of a word in WordPiece, whose time grows with the square of a word's length.
 const LONGEST_WORD: u64 = 1 << 14;
 
 /// The parts of a tokenizer.json that are checked.
@@ -40,10 +41,10 @@ struct Model {
     max_input_chars_per_word: Json,
 }
 
-/// Refuses a file that would make the library panic, run out of memory or take hours.
+/// Checks that a file does not make the library panic, run out of memory or take hours.
 ///
 /// # Errors
-/// Returns [`DataError::Tokenizer`] with the part and the limit.
+/// Returns [`DataError::Tokenizer`] with the offending part and the limit.
 pub(crate) fn check(json: &str, path: &Path) -> Result<(), DataError> {
     let wrong = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
     let file: File = serde_json::from_str(json).map_err(|error| wrong(error.to_string()))?;
@@ -70,27 +71,27 @@ pub(crate) fn check(json: &str, path: &Path) -> Result<(), DataError> {
     }
 }
 
-/// Visits a part and, recursively, the parts of a sequence.
+/// Visits a part. If the part is a sequence, also visits its parts, recursively.
 fn each(part: &Json, visit: &mut impl FnMut(&Json) -> Result<(), String>) -> Result<(), String> {
     visit(part)?;
     let inner = ["normalizers", "decoders", "processors"].into_iter().filter_map(|name| part[name].as_array());
     inner.flatten().try_for_each(|part| each(part, visit))
 }
 
-/// The most that a replacement can lengthen a text, as a factor.
+/// Returns the largest factor by which a replacement can lengthen a text.
 fn growth_of(replace: &Json) -> Result<f64, String> {
     let content = replace["content"].as_str().unwrap_or_default().len();
     let replaced = match replace["pattern"]["String"].as_str() {
         Some("") => return Err("replaces the empty text, which matches everywhere".into()),
         Some(text) => text.len(),
-        // A match has at least one byte.
+        // A match of a regular expression has at least one byte.
         None => 1,
     };
     Ok((content as f64 / replaced as f64).max(1.0))
 }
 
-/// Checks a charsmap: its first four bytes are the size in bytes of the trie that follows, with four bytes per node
-/// (`spm_precompiled`).
+/// Checks a charsmap. Its first four bytes are the size in bytes of the trie that follows, which has four bytes per
+/// node (`spm_precompiled`).
 fn check_charsmap(precompiled: &Json) -> Result<(), String> {
     let text = precompiled["precompiled_charsmap"].as_str().unwrap_or_default();
     let charsmap =
@@ -118,7 +119,7 @@ fn check_template(processor: &Json) -> Result<(), String> {
 /// Texts of all kinds, to find out whether a tokenizer panics.
 const PROBES: [&str; 5] = ["a", "A b aaaa\n", "  \t", "é1漢\u{1f600}", ""];
 
-/// Encodes and decodes a few texts, so that a file which makes the library panic is refused when it is opened.
+/// Encodes and decodes a few texts. So a file that makes the library panic is refused when it is opened.
 ///
 /// # Errors
 /// Returns the library's error, or its panic as an error.
@@ -136,7 +137,8 @@ pub(crate) fn probe(tokenizer: &tokenizers::Tokenizer, path: &Path) -> Result<()
 /// # Errors
 /// Returns the library's error, or its panic as an error.
 pub(crate) fn guarded<T>(path: &Path, call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, DataError> {
-    // The only state that outlives a call that panics is the library's caches, which are behind locks.
+    // The only state of the library that outlives a call are caches behind locks, so a panic leaves nothing
+    // inconsistent.
     let reason = match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(done)) => return Ok(done),
         Ok(Err(error)) => error.to_string(),

@@ -4,20 +4,22 @@ use std::fmt;
 
 use crate::DataError;
 
-/// The replacement for bytes that do not form a character, or not yet.
+/// Replacement for bytes that do not form a character (yet).
 const REPLACEMENT: char = '\u{fffd}';
 
 type Decode<'a> = Box<dyn Fn(&[u32]) -> Result<String, DataError> + 'a>;
 
-/// The text of tokens that arrive one by one. The pieces together are the text of all tokens. A character that consists
-/// of several tokens is returned with the last of them, or as � at the end if it stays incomplete.
+/// Decodes tokens that arrive one by one. The returned pieces together are the text of all tokens. A character that
+/// consists of several tokens is returned with the last of these tokens. If it stays incomplete, it is returned as � at
+/// the end.
 pub struct TextStream<'a> {
     decode: Decode<'a>,
-    /// The tokens of the last returned piece, as context for the next ones, followed by those not returned yet.
+    /// The tokens of the last returned piece, which are the context for later tokens, followed by the tokens not
+    /// returned yet.
     ids: Vec<u32>,
-    /// Number of them whose text has been returned.
+    /// Number of `ids` whose text has been returned.
     returned_ids: usize,
-    /// The text of the returned ones.
+    /// The text of the `ids` that have been returned.
     text: String,
 }
 
@@ -32,21 +34,21 @@ impl<'a> TextStream<'a> {
         Self { decode: Box::new(decode), ids: Vec::new(), returned_ids: 0, text: String::new() }
     }
 
-    /// Continues after a prompt, whose text is not returned. The next piece may begin with a space that it would not
-    /// have by itself.
+    /// Continues after a prompt, whose text is not returned. With the prompt as context, the next piece may begin with
+    /// a space that decoding the piece alone would not give.
     ///
     /// # Errors
-    /// Returns an error if the tokenizer does.
+    /// Returns an error if the tokenizer returns one.
     pub fn after(mut self, prompt: &[u32]) -> Result<Self, DataError> {
         self.ids = prompt.to_vec();
         self.mark_returned()?;
         Ok(self)
     }
 
-    /// Adds a token and returns the text that it completes, if any.
+    /// Adds a token and returns the text that it completes. Returns `None` if the last character is still incomplete.
     ///
     /// # Errors
-    /// Returns an error if the tokenizer does.
+    /// Returns an error if the tokenizer returns one.
     pub fn push(&mut self, id: u32) -> Result<Option<String>, DataError> {
         self.ids.push(id);
         let text = (self.decode)(&self.ids)?;
@@ -59,10 +61,10 @@ impl<'a> TextStream<'a> {
         Ok(Some(piece))
     }
 
-    /// Returns the rest at the end. Bytes that do not form a whole character become �.
+    /// Returns the remaining text after the last token. Bytes that do not form a whole character become �.
     ///
     /// # Errors
-    /// Returns an error if the tokenizer does.
+    /// Returns an error if the tokenizer returns one.
     pub fn finish(self) -> Result<String, DataError> {
         let text = (self.decode)(&self.ids)?;
         Ok(behind(&self.text, &text).to_owned())
@@ -75,7 +77,7 @@ impl<'a> TextStream<'a> {
     }
 }
 
-/// The rest of `text` after the longest common prefix with `before`.
+/// Returns the rest of `text` after its longest common prefix with `before`.
 fn behind<'t>(before: &str, text: &'t str) -> &'t str {
     let same: usize = before.chars().zip(text.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum();
     &text[same..]

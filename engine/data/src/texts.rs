@@ -1,4 +1,4 @@
-//! Texts that are read piece by piece, so that a corpus may exceed the memory.
+//! Texts that are read piece by piece, so that a corpus may be larger than the memory.
 
 use std::fs;
 use std::io::{BufRead, Read};
@@ -10,7 +10,7 @@ use crate::encode::{MAX_UNCUT_BYTES, PIECE_BYTES, border, pieces};
 use crate::files::{check_text, each_text, has_lines, no_text, text_below};
 use crate::{Corpus, CorpusReport, DataError};
 
-/// A visitor that is called with each piece of a document, and with whether it is the last one.
+/// A visitor that is called for each piece of a document. Its second argument is true for the last piece.
 pub(super) type Visit<'a> = dyn FnMut(&str, bool) -> Result<(), DataError> + 'a;
 
 /// Documents in a fixed order.
@@ -32,7 +32,7 @@ impl Texts for Corpus {
     }
 }
 
-/// Visits texts and returns whether they still match their report: a file may have changed after it was hashed.
+/// Visits texts. Returns true if they still match their report, because a file may have changed after it was hashed.
 pub(super) fn visit_as_reported(texts: &dyn Texts, visit: &mut Visit) -> Result<bool, DataError> {
     let mut hasher = TextHasher::default();
     texts.visit(&mut |piece, last| {
@@ -64,7 +64,7 @@ impl TextFiles {
     /// Reads all files once, for the report.
     ///
     /// # Errors
-    /// Returns an error like [`Corpus::read`].
+    /// Returns an error in the same cases as [`Corpus::read`].
     pub fn open(path: &Path) -> Result<Self, DataError> {
         let is_folder = fs::metadata(path).map_err(|error| DataError::read(path, error))?.is_dir();
         let candidates = if is_folder { text_below(path)? } else { vec![path.to_owned()] };
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
     use gapless_testing::prelude::*;
 
-    /// Formats texts with a bar after each piece and a full stop after each document.
+    /// Formats texts, with a bar after each piece and a full stop after each document.
     fn shown(texts: &dyn Texts) -> String {
         let mut shown = String::new();
         texts
@@ -179,7 +179,7 @@ mod tests {
     }
 
     generated! {
-        /// Files on disk are visited exactly like documents in memory, with the same piece borders.
+        /// Files on disk are visited exactly like documents in memory: the pieces have the same borders.
         #[test]
         fn files_and_memory_agree(
             words in prop::collection::vec(prop_oneof![Just("fn x() {}\n"), Just("é "), Just("\r\n \n"), Just("word ")], 0..30),

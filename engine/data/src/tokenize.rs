@@ -1,8 +1,9 @@
-//! Tokenizes texts into a file, on all cores, with bounded memory, and continues where an interrupted process stopped.
+//! Tokenizes texts into a file, on all cores and with bounded memory, and continues where an interrupted process
+//! stopped.
 //!
 //! In: texts that are visited in pieces. Out: the tokens of the documents for training, followed by those for
-//! validation. Batches of pieces are encoded in parallel and written in order; a second file records the progress.
-//! Never: bytes that depend on the number of threads, or on where a process was interrupted.
+//! validation. Batches of pieces are encoded in parallel and written in order. A second file records the progress. The
+//! resulting bytes depend neither on the number of threads nor on where a process was interrupted.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,13 +20,13 @@ use crate::{DataError, TokenWidth, Vocabulary};
 /// Bytes of text that are encoded at once.
 const BATCH_BYTES: usize = if cfg!(test) { 1 << 10 } else { 16 << 20 };
 
-/// Approximate bytes of text whose encoding is lost when a process is interrupted.
+/// Approximate bytes of text that must be encoded again if a process is interrupted.
 const SAVE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 64 << 20 };
 
-/// Approximate bytes of text that a vocabulary is trained on, if the corpus has more.
+/// Approximate bytes of text on which a vocabulary is trained, if the corpus has more.
 const SAMPLE_BYTES: u64 = 128 << 20;
 
-/// The results of tokenizing.
+/// The result of tokenizing: the written tokens, and the number of those for validation.
 pub(super) struct Tokenized {
     pub all: Written,
     pub validation_tokens: u64,
@@ -36,21 +37,23 @@ pub(super) struct Tokenized {
 struct Progress {
     corpus: String,
     vocabulary: String,
-    /// Pieces that have been written.
+    /// Number of pieces that have been written.
     pieces: u64,
-    /// The hash of their texts.
+    /// The hash of the texts of these pieces.
     text: String,
     training: Written,
     validation: Written,
 }
 
-/// The hash of the vocabulary with which an interrupted process has begun to tokenize a corpus, if there was one.
+/// Returns the hash of the vocabulary with which an interrupted process has begun to tokenize this corpus. Returns
+/// `None` if there was no such process.
 pub(super) fn begun_with(tokens: &Path, corpus: &str) -> Option<String> {
     let progress = Progress::open(&beside(tokens, "progress"))?;
     (progress.corpus == corpus).then_some(progress.vocabulary)
 }
 
-/// The texts to train a vocabulary on: all pieces, or a sample of a large corpus that is the same in each call.
+/// Returns the texts on which a vocabulary is trained: all pieces, or a sample if the corpus is large. The sample is
+/// the same in each call.
 ///
 /// # Errors
 /// Returns [`DataError::Changed`] if the texts no longer match their report, or a read error.
@@ -71,8 +74,8 @@ pub(super) fn sample(texts: &dyn Texts, folder: &Path) -> Result<Vec<String>, Da
 /// Encodes documents, each with its begin and end tokens, into a file. Continues where an earlier call was interrupted.
 ///
 /// # Errors
-/// Returns [`DataError::Changed`] if the texts no longer match their report; then nothing is kept. Also returns errors
-/// of reading, writing and of the tokenizer.
+/// Returns [`DataError::Changed`] if the texts no longer match their report. In this case, the progress is discarded.
+/// Also returns errors of reading, writing and of the tokenizer.
 pub(super) fn tokenize(
     texts: &dyn Texts,
     vocabulary: &Vocabulary,
@@ -87,7 +90,7 @@ pub(super) fn tokenize(
         job.text.add_piece(text, last);
         job.seen += text.len() as u64;
         piece += 1;
-        // The pieces that an earlier call has encoded may have been of another text.
+        // The text may have changed since an earlier call encoded its first pieces.
         if piece == done && job.text.hash() != job.progress.text {
             return Err(changed());
         }
@@ -114,7 +117,7 @@ fn not_there(error: std::io::Error) -> std::io::Result<()> {
 /// A text that waits to be encoded.
 struct Waiting {
     text: String,
-    /// The number of pieces that it consists of: 1, unless its document must not be cut.
+    /// Number of pieces of the text. It is 1, unless the document must not be cut.
     pieces: u64,
     begins_document: bool,
     ends_document: bool,
@@ -131,7 +134,7 @@ struct Job<'a> {
     batch: Vec<Waiting>,
     batch_bytes: usize,
     unsaved_bytes: usize,
-    /// The number of pieces in which a special token is spelled out and treated as text, and the first such token.
+    /// Number of texts that spell out a special token, which is encoded as plain text, and the first such token.
     spelled: (u64, Option<String>),
     /// The hash of the texts visited so far.
     text: TextHasher,
@@ -244,7 +247,7 @@ impl<'a> Job<'a> {
         move_into_place(&self.path)
     }
 
-    /// Appends the validation tokens to the training tokens, and moves the file into place.
+    /// Appends the validation tokens to the training tokens, and renames the file to its final name.
     fn finish(mut self, tokens: &Path) -> Result<Tokenized, DataError> {
         self.encode()?;
         self.save()?;
@@ -271,7 +274,7 @@ impl Progress {
     }
 }
 
-/// The path with an additional extension.
+/// Returns the path with `kind` as an additional extension.
 fn beside(path: &Path, kind: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".");
@@ -288,7 +291,7 @@ mod tests {
     use crate::texts::Visit;
     use crate::{Corpus, CorpusReport};
 
-    /// Texts whose disk fails after the given number of pieces.
+    /// Texts that return a read error after the given number of pieces.
     struct Failing<'a>(&'a dyn Texts, u64);
 
     impl Texts for Failing<'_> {
@@ -308,7 +311,7 @@ mod tests {
         }
     }
 
-    /// Texts of which the given piece changes after they were hashed.
+    /// Texts whose piece with the given number changes after they were hashed.
     struct Changing<'a>(&'a Corpus, u64);
 
     impl Texts for Changing<'_> {
@@ -325,8 +328,8 @@ mod tests {
         }
     }
 
-    /// Tokens of a changed text are never kept under the hash of the original, even if the process ends before it can
-    /// notice.
+    /// Tokens of a changed text are never kept under the hash of the original text, even if the process ends before it
+    /// can notice the change.
     #[test]
     fn a_text_that_changes_meanwhile_is_not_kept() {
         let corpus = Corpus::from_texts((0..600).map(|index| format!("text number {index} of many, ").repeat(3)));
@@ -338,7 +341,7 @@ mod tests {
             assert!(matches!(make(&Changing(&corpus, piece)), Err(DataError::Changed { .. })));
             assert!(!path.exists() && !beside(&path, "progress").exists());
         }
-        // Interrupted after a change, and started again with the original text.
+        // The process is interrupted after a change, and started again with the original text.
         assert!(matches!(make(&Failing(&Changing(&corpus, 10), 499)), Err(DataError::Read { .. })));
         assert!(beside(&path, "progress").exists());
         assert!(matches!(make(&corpus), Err(DataError::Changed { .. })));
@@ -371,7 +374,7 @@ mod tests {
                 before = done();
             }
             assert!(before > 400 && begun_with(&path, &hash) == Some(vocabulary.hash()));
-            // Data that a process wrote after its last save is ignored; data that it lost is noticed.
+            // Data that a process wrote after its last save must be ignored. Lost data must be noticed.
             let front = beside(&path, "tmp");
             let mut longer = fs::read(&front).unwrap();
             longer.extend([7; 100]);

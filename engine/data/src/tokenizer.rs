@@ -1,8 +1,8 @@
 //! The tokenizer of a Hugging Face folder.
 //!
 //! In: a folder with tokenizer.json and, usually, tokenizer_config.json and a chat template. Out: ids with the special
-//! tokens that the model was trained with, text as its tokens arrive, and conversations as text. Never: a special token
-//! that is taken for plain text.
+//! tokens with which the model was trained, text as its tokens arrive, and conversations as text. A special token is
+//! never encoded as plain text.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::framing::Framing;
 use crate::sound::{check, guarded, probe};
 use crate::{ChatTemplate, DataError, TextOptions, TextStream};
 
-/// The most bytes of a tokenizer.json; one with 256,000 tokens has 35 MiB.
+/// The most bytes of a tokenizer.json. A file with 256,000 tokens has 35 MiB.
 const MAX_BYTES: u64 = 512 << 20;
 
 /// A tokenizer, its special tokens, and its chat template.
@@ -33,11 +33,11 @@ impl fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// Opens a folder.
+    /// Opens the tokenizer in a folder.
     ///
     /// # Errors
     /// Returns an error if tokenizer.json is missing or not a tokenizer, if tokenizer_config.json is not JSON, or if
-    /// the template has a mistake.
+    /// the template cannot be parsed.
     pub fn open(folder: &Path) -> Result<Self, DataError> {
         let path = folder.join("tokenizer.json");
         let tokenizer = read(&path)?;
@@ -50,32 +50,34 @@ impl Tokenizer {
         Ok(Self { path, tokenizer: Box::new(tokenizer), eos, template })
     }
 
-    /// The token that ends a text, determined like the default of [`TextOptions::end`].
+    /// Returns the token that ends a text, or `None` if none is known. It is determined like the default of
+    /// [`TextOptions::end`].
     pub fn eos(&self) -> Option<u32> {
         self.eos
     }
 
-    /// Rows that an embedding of its ids needs.
+    /// Number of rows that an embedding needs for all ids of this tokenizer.
     pub fn size(&self) -> usize {
         // Ids may have gaps, so counting tokens is not enough.
         self.tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
     }
 
-    /// Returns the ids of a text, in which special tokens may be spelled out. With `with_special`, the special tokens
-    /// that belong around a text are added; the output of [`ChatTemplate::render`] already has them.
+    /// Returns the ids of a text. Special tokens that the text spells out become their ids. If `with_special`, the
+    /// special tokens that belong around a text are added. The output of [`ChatTemplate::render`] already contains
+    /// them.
     ///
     /// # Errors
-    /// Returns an error if the tokenizer does.
+    /// Returns an error if the tokenizer returns one.
     pub fn encode(&self, text: &str, with_special: bool) -> Result<Vec<u32>, DataError> {
         let encoding = guarded(&self.path, || self.tokenizer.encode_fast(text, with_special))?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Like [`Self::encode`]; also returns, for each id, whether any of its bytes lie in one of the spans, such as
+    /// Like [`Self::encode`]. For each id, it also returns whether any of its bytes lie in one of the spans, such as
     /// those of [`ChatTemplate::answers`].
     ///
     /// # Errors
-    /// Returns an error if the tokenizer does.
+    /// Returns an error if the tokenizer returns one.
     pub fn encode_spans(
         &self,
         text: &str,
@@ -86,10 +88,10 @@ impl Tokenizer {
         Ok((encoding.get_ids().to_vec(), are_inside(encoding.get_offsets(), spans)))
     }
 
-    /// Returns the text of ids, with special tokens spelled out or left out.
+    /// Returns the text of ids. Special tokens are spelled out if `with_special`, otherwise left out.
     ///
     /// # Errors
-    /// Returns an error if the tokenizer does.
+    /// Returns an error if the tokenizer returns one.
     pub fn decode(&self, ids: &[u32], with_special: bool) -> Result<String, DataError> {
         guarded(&self.path, || self.tokenizer.decode(ids, !with_special))
     }
@@ -99,26 +101,26 @@ impl Tokenizer {
         TextStream::new(|ids| self.decode(ids, false))
     }
 
-    /// The chat template, if the folder has one.
+    /// Returns the chat template, or `None` if the folder has none.
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
     }
 }
 
-/// Reads a tokenizer.json. Its truncation, padding and dropout are ignored: they come from the last call before it was
-/// saved, or from the training of its model. Texts are encoded whole, without padding and deterministically, as in
-/// transformers.
+/// Reads a tokenizer.json. Its settings for truncation, padding and dropout are ignored, because they come from the
+/// last call before it was saved, or from the training of its model. So texts are encoded whole, without padding and
+/// deterministically, as in transformers.
 ///
 /// # Errors
-/// Returns an error if the file is missing, is not a tokenizer, or would make the library fail.
+/// Returns an error if the file is missing, is not a tokenizer, or would make the library panic.
 pub(crate) fn read(path: &Path) -> Result<tokenizers::Tokenizer, DataError> {
     let json = read_text(path, MAX_BYTES).map_err(|error| DataError::read(path, error))?;
     check(&json, path)?;
-    // `parse` is already compiled in the tokenizers crate; `from_bytes` would compile the whole deserializer in this
-    // one.
+    // `parse` is already compiled in the tokenizers crate. `from_bytes` would compile the whole deserializer into this
+    // crate.
     let mut tokenizer: tokenizers::Tokenizer = guarded(path, || json.parse())?;
     tokenizer.with_padding(None).with_truncation(None).map_err(|error| wrong(path, error))?;
-    // A vocabulary is large, so the model is copied only if necessary.
+    // A vocabulary is large, so the model is copied only if a setting has to change.
     let settled = match tokenizer.get_model() {
         ModelWrapper::BPE(bpe) if bpe.dropout.is_some() => {
             let mut bpe = bpe.clone();
@@ -139,8 +141,8 @@ pub(crate) fn read(path: &Path) -> Result<tokenizers::Tokenizer, DataError> {
     Ok(tokenizer)
 }
 
-/// For each token, whether any of its bytes lie in one of the spans. A token of white space may claim to have no bytes;
-/// it counts as one byte.
+/// Returns for each token whether any of its bytes lie in one of the spans. The offsets of a white-space token may be
+/// empty; such a token counts as one byte.
 pub(super) fn are_inside(offsets: &[(usize, usize)], spans: &[Range<usize>]) -> Vec<bool> {
     let is_inside =
         |&(start, end): &(usize, usize)| spans.iter().any(|span| start < span.end && end.max(start + 1) > span.start);

@@ -11,26 +11,26 @@ use crate::compressed::open_file;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenWidth {
-    /// Two bytes; vocabularies of up to 65,536 tokens.
+    /// Two bytes, for vocabularies of up to 65,536 tokens.
     U16,
     /// Four bytes.
     U32,
-    /// Eight bytes, NumPy's default.
+    /// Eight bytes, the default width of NumPy's integers.
     U64,
 }
 
-/// Bytes of the header in llm.c's files: 256 32-bit integers, which are magic number, version, number of ids, and
+/// Bytes of the header of llm.c's files. It has 256 integers of 32 bits: magic number, version, number of ids, and
 /// zeros.
 const HEADER_BYTES: u64 = 1024;
 
-/// Magic number, version and width of llm.c's files, for GPT-2 and for Llama 3 (`HEADERS_INFO` in its
+/// Magic number, version and width of llm.c's files, for GPT-2 and for Llama 3 (`HEADERS_INFO` in llm.c's
 /// dev/data/data_common.py).
 const HEADERS: [(u32, u32, TokenWidth); 2] = [(20_240_520, 1, TokenWidth::U16), (20_240_801, 7, TokenWidth::U32)];
 
 /// Token ids that can be read from any position.
 ///
-/// Files are read in place (positioned reads through the page cache), so that their sizes do not matter and nothing is
-/// allocated.
+/// Files stay on disk and are read at the requested position, through the page cache. So files of any size can be used,
+/// and reads allocate nothing.
 #[derive(Debug)]
 pub struct Tokens {
     storage: Storage,
@@ -49,18 +49,18 @@ struct Shard {
     file: File,
     path: PathBuf,
     width: TokenWidth,
-    /// Bytes before the ids.
+    /// Bytes of the header before the ids; 0 if there is none.
     header: u64,
-    /// The position of its first id in the stream.
+    /// The position in the stream of the file's first id.
     first: u64,
 }
 
-/// The results of a pass over a whole stream.
+/// The result of a pass over a whole stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Scan {
-    /// blake3 of the bytes, as hexadecimal digits.
+    /// The blake3 hash of the bytes, as hexadecimal digits.
     pub hash: String,
-    /// Position and value of the first token outside the vocabulary.
+    /// Position and value of the first token outside the vocabulary, if there is one.
     pub outside: Option<(u64, u32)>,
     /// The largest token.
     pub largest: u32,
@@ -72,22 +72,22 @@ impl Tokens {
         Self { count: ids.len() as u64, storage: Storage::Memory(ids) }
     }
 
-    /// Opens a file of little-endian ids: with llm.c's header, or without one (as nanoGPT writes them), in which case
+    /// Opens a file of little-endian ids. The file may have llm.c's header. Without a header, as in nanoGPT's files,
     /// ids have the given width.
     ///
     /// # Errors
-    /// Returns an error if the file is missing or unreadable, or if it does not hold a whole number of ids or the
-    /// number in its header.
+    /// Returns an error if the file is missing or unreadable, if it does not hold a whole number of ids, or if it holds
+    /// another number of ids than its header says.
     pub fn open(path: &Path, width: TokenWidth) -> Result<Self, DataError> {
         Self::open_all(&[path], width)
     }
 
-    /// Opens files of ids as one stream. Without a given width, ids have the narrowest width for the vocabulary, which
-    /// their values must look like.
+    /// Opens files of ids as one stream. If no width is given, ids are read with the narrowest width for the
+    /// vocabulary, and their values are checked to have that width.
     ///
     /// # Errors
-    /// Returns an error like [`Self::open`], or [`DataError::Width`] if the ids appear to be wider than the vocabulary
-    /// requires.
+    /// Returns an error in the same cases as [`Self::open`], or [`DataError::Width`] if no width is given and the ids
+    /// appear to be wider than the vocabulary requires.
     pub fn open_for(
         paths: &[impl AsRef<Path>],
         width: Option<TokenWidth>,
@@ -115,12 +115,12 @@ impl Tokens {
         Ok(Self { storage: Storage::Shards(shards), count })
     }
 
-    /// The width that the ids of bare files appear to have, if it differs from the one they are read with. If wider ids
-    /// are read in halves, every second value is an upper half, which is nearly zero.
+    /// Returns the width that the ids of files without a header appear to have, if it differs from the one with which
+    /// they are read. If wider ids are read in halves, every second value is an upper half, which is nearly zero.
     fn looks_like(&self) -> Result<Option<TokenWidth>, DataError> {
-        /// The most and the fewest values that are examined in each file.
+        /// The most values that are examined in each file, and the fewest from which a width is concluded.
         const LOOKED_AT: (usize, u64) = (1 << 16, 16);
-        /// Bound for upper halves: vocabularies have fewer than 2²⁰ tokens.
+        /// Upper halves are below this, since vocabularies have fewer than 2²⁰ tokens.
         const HALF_ABOVE: u32 = 16;
         let Storage::Shards(shards) = &self.storage else { return Ok(None) };
         for (index, shard) in shards.iter().enumerate().filter(|(_, shard)| shard.header == 0) {
@@ -146,13 +146,13 @@ impl Tokens {
         Ok(None)
     }
 
-    /// Opens a file that holds only ids, without looking for a header.
+    /// Opens a file that has only ids, without looking for a header.
     pub(super) fn open_bare(path: &Path, width: TokenWidth) -> Result<Self, DataError> {
         let (shard, count) = Shard::open(path, width, 0, false)?;
         Ok(Self { storage: Storage::Shards(vec![shard]), count })
     }
 
-    /// The file that holds a position of the stream, and the position within it.
+    /// Returns the file that holds a position of the stream, and the position within that file.
     pub(super) fn place(&self, position: u64) -> (&Path, u64) {
         match &self.storage {
             Storage::Memory(_) => (Path::new(MEMORY), position),
@@ -168,10 +168,10 @@ impl Tokens {
         self.count
     }
 
-    /// Copies the tokens from `start` on into `out`. Allocates nothing.
+    /// Fills `out` with the tokens from position `start` on. Allocates nothing.
     ///
     /// # Errors
-    /// Returns an error if the read fails or goes past the end.
+    /// Returns an error if a read fails or goes past the end.
     pub fn read(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
         match &self.storage {
             Storage::Memory(ids) => {
@@ -201,7 +201,7 @@ impl Tokens {
         Ok(())
     }
 
-    /// Reads all tokens once, for their hash, the largest one, and the first one outside the vocabulary.
+    /// Reads all tokens once. Returns their hash, the largest token, and the first token outside the vocabulary.
     pub(super) fn scan(&self, vocabulary: usize) -> Result<Scan, DataError> {
         const CHUNK: u64 = 1 << 14;
         let mut hasher = blake3::Hasher::new();
@@ -229,13 +229,13 @@ impl Tokens {
         match self.storage {
             Storage::Memory(_) => TokenWidth::U32,
             Storage::Shards(ref shards) if shards.iter().all(|shard| shard.width == TokenWidth::U16) => TokenWidth::U16,
-            // Ids of 64 bits are hashed as the 32-bit values that they are read as.
+            // Ids of 64 bits are hashed as the 32-bit values that reading returns.
             Storage::Shards(_) => TokenWidth::U32,
         }
     }
 }
 
-/// The name of tokens in memory, for messages.
+/// The name that messages use for tokens in memory.
 const MEMORY: &str = "tokens in memory";
 
 /// The shard that contains a position, or the last one.
@@ -244,8 +244,8 @@ fn shard_of(shards: &[Shard], position: u64) -> usize {
 }
 
 impl Shard {
-    /// Opens a file whose first id is at position `first` of the stream, and returns it with its number of ids. The
-    /// width in a header overrides the given one.
+    /// Opens a file whose first id is at position `first` of the stream. Also returns its number of ids. If the file
+    /// has a header, the header's width overrides the given one.
     fn open(path: &Path, width: TokenWidth, first: u64, may_have_header: bool) -> Result<(Self, u64), DataError> {
         let read = |error| DataError::read(path, error);
         let file = open_file(path)?;
@@ -276,7 +276,7 @@ impl Shard {
 }
 
 impl TokenWidth {
-    /// The narrowest width that holds every token of a vocabulary.
+    /// Returns the narrowest width that can hold every token of a vocabulary of this size.
     pub fn of_vocabulary(size: usize) -> Self {
         if size <= 1 << 16 { Self::U16 } else { Self::U32 }
     }
@@ -319,7 +319,7 @@ fn read_ids(file: &File, width: TokenWidth, mut position: u64, out: &mut [u32]) 
                     *id = u32::from_le_bytes(*bytes);
                 }
             }
-            // An id that exceeds 32 bits becomes one that is outside any vocabulary.
+            // An id that exceeds 32 bits is replaced by an id that is outside any vocabulary.
             TokenWidth::U64 => {
                 for (id, bytes) in ids.iter_mut().zip(bytes.as_chunks().0) {
                     *id = u32::try_from(u64::from_le_bytes(*bytes)).unwrap_or(u32::MAX);

@@ -16,22 +16,22 @@ use crate::sound::guarded;
 use crate::tokenizer::{are_inside, read};
 use crate::{DataError, TextOptions, TextStream};
 
-/// Every byte, and the end of text.
+/// The smallest byte-level vocabulary: every byte, and the end-of-text token.
 const LEAST_BPE_SIZE: usize = 256 + 1;
 
-/// The vocabulary that a dataset will use.
+/// The choice of a dataset's vocabulary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VocabularyChoice {
-    /// The 256 bytes. Byte 0, which no text contains, ends a document.
+    /// The 256 bytes. Byte 0 ends a document, since no text contains it.
     Bytes,
-    /// Byte-level BPE, trained on the corpus. For a .bin without a tokenizer, only the size of the vocabulary matters.
+    /// Byte-level BPE, trained on the corpus. For .bin files without a tokenizer, only the size is used.
     Bpe {
-        /// Number of tokens, including the end of text.
+        /// Number of tokens, including the end-of-text token.
         size: usize,
     },
     /// An existing `tokenizer.json`.
     File(PathBuf),
-    /// Bare ids, as for a model without its tokenizer: text cannot be encoded.
+    /// Bare ids, for a model whose tokenizer is missing. Text cannot be encoded.
     Ids {
         /// Number of tokens.
         size: usize,
@@ -39,7 +39,7 @@ pub enum VocabularyChoice {
 }
 
 impl VocabularyChoice {
-    /// Byte-level BPE of this size, trained on the corpus; plain bytes if the size is 256.
+    /// Byte-level BPE of this size, trained on the corpus. If the size is 256, plain bytes.
     pub fn of_size(size: usize) -> Self {
         if size == 256 { Self::Bytes } else { Self::Bpe { size } }
     }
@@ -71,21 +71,22 @@ enum Kind {
 }
 
 impl Vocabulary {
-    /// The 256 bytes.
+    /// The vocabulary of the 256 bytes.
     pub fn bytes() -> Self {
         Self { kind: Kind::Bytes }
     }
 
-    /// Ids without known meaning, as in a .bin without its tokenizer. They are decoded as decimal numbers.
+    /// A vocabulary of ids whose meaning is not known, as in a .bin file without its tokenizer. Ids are decoded as
+    /// decimal numbers.
     pub fn ids(size: usize) -> Self {
         Self { kind: Kind::Ids { size } }
     }
 
     /// Trains byte-level BPE (Sennrich et al., 2016, on bytes as in GPT-2). Equal texts give equal vocabularies. A
-    /// small corpus may not have enough pairs for `size`; [`Self::size`] returns the actual size.
+    /// small corpus may not have enough pairs for `size` tokens; [`Self::size`] returns the actual number.
     ///
     /// # Errors
-    /// Returns an error if the size is below 257, which is every byte and the end of text.
+    /// Returns an error if the size is below 257, the number of bytes plus the end-of-text token.
     pub fn train<'a>(texts: impl Iterator<Item = &'a str> + Send, size: usize) -> Result<Self, DataError> {
         if size < LEAST_BPE_SIZE {
             return Err(DataError::VocabularyTooSmall { size, least: LEAST_BPE_SIZE });
@@ -112,7 +113,7 @@ impl Vocabulary {
     /// Opens a `tokenizer.json` with the default [`TextOptions`].
     ///
     /// # Errors
-    /// Returns an error like [`Self::open_with`].
+    /// Returns an error in the same cases as [`Self::open_with`].
     pub fn open(path: &Path) -> Result<Self, DataError> {
         Self::open_with(path, &TextOptions::default())
     }
@@ -137,7 +138,7 @@ impl Vocabulary {
         Ok(Self { kind: Kind::Tokenizer { tokenizer: Box::new(tokenizer), size, framing, spelled, json } })
     }
 
-    /// Rows that an embedding of this vocabulary needs.
+    /// Number of rows that an embedding of this vocabulary needs.
     pub fn size(&self) -> usize {
         match self.kind {
             Kind::Bytes => 256,
@@ -145,7 +146,7 @@ impl Vocabulary {
         }
     }
 
-    /// The token between documents; `None` for bare ids.
+    /// Returns the token that ends each document, or `None` for bare ids.
     pub fn end_of_text(&self) -> Option<u32> {
         match self.kind {
             Kind::Bytes => Some(0),
@@ -162,7 +163,8 @@ impl Vocabulary {
         }
     }
 
-    /// The text options in effect, with the resolved end token; `None` for bytes and bare ids.
+    /// Returns the text options in effect, with the name of the end token that was found. Returns `None` for bytes and
+    /// bare ids.
     pub fn text_options(&self) -> Option<TextOptions> {
         match &self.kind {
             Kind::Tokenizer { tokenizer, framing, .. } => Some(TextOptions {
@@ -174,8 +176,8 @@ impl Vocabulary {
         }
     }
 
-    /// A description of the tokens around documents, such as
-    /// `documents begin with <s> (1) and end with </s> (2), by tokenizer_config.json`.
+    /// Describes the tokens around documents, for example `documents begin with <s> (1) and end with </s> (2), by
+    /// tokenizer_config.json`. Returns `None` for bytes and bare ids.
     pub fn framing(&self) -> Option<String> {
         let Kind::Tokenizer { tokenizer, framing, .. } = &self.kind else { return None };
         let Framing { begin, end, end_token, source } = framing;
@@ -187,24 +189,25 @@ impl Vocabulary {
         Some(format!("documents {begin}end with {end_token} ({end}), by {source}"))
     }
 
-    /// Returns a special token that a text spells out, if such tokens are treated as text.
+    /// Returns the first special token that a text spells out. Returns `None` if there is none, or if such tokens are
+    /// encoded as special tokens.
     pub(crate) fn spelled_special<'a>(&self, text: &'a str) -> Option<&'a str> {
         let Kind::Tokenizer { spelled: Some(special), .. } = &self.kind else { return None };
         special.find(text).map(|found| &text[found.range()])
     }
 
-    /// Returns the tokens of a text that is to be continued, including those that begin a document.
+    /// Returns the tokens of a text that is to be continued. They include the tokens that begin a document.
     ///
     /// # Errors
-    /// Returns an error like [`Self::encode`].
+    /// Returns an error in the same cases as [`Self::encode`].
     pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, DataError> {
         Ok([self.begin_of_text(), &self.encode(text)?].concat())
     }
 
-    /// Returns the tokens of a text, without the end of text.
+    /// Returns the tokens of a text, without the tokens that begin or end a document.
     ///
     /// # Errors
-    /// Returns an error for bare ids, or if the tokenizer does.
+    /// Returns an error for bare ids, or if the tokenizer returns one.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         match &self.kind {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
@@ -215,11 +218,11 @@ impl Vocabulary {
         }
     }
 
-    /// True if a text can be cut after a line without changing its tokens. This is tested on a few lines. If not, as
-    /// for a tokenizer that marks the beginning of a text (Llama 2's does), documents are encoded whole.
+    /// True if a text can be cut after a line without changing its tokens. This is tested on a few lines. It is false
+    /// for tokenizers that mark the beginning of a text, such as Llama 2's; documents are then encoded whole.
     ///
     /// # Errors
-    /// Returns an error like [`Self::encode`].
+    /// Returns an error in the same cases as [`Self::encode`].
     pub(crate) fn cuts_at_lines(&self) -> Result<bool, DataError> {
         for (before, behind) in
             [("a line.\n", "Another"), ("x\n", "x x"), ("fn f() {\n", "}"), ("1\n", "2 3"), (".\n", "\"")]
@@ -232,10 +235,10 @@ impl Vocabulary {
         Ok(true)
     }
 
-    /// Like [`Self::encode`]; also returns, for each token, whether any of its bytes lie in one of the spans.
+    /// Like [`Self::encode`]. For each token, it also returns whether any of its bytes lie in one of the spans.
     ///
     /// # Errors
-    /// Returns an error like [`Self::encode`].
+    /// Returns an error in the same cases as [`Self::encode`].
     pub(crate) fn encode_spans(&self, text: &str, spans: &[Range<usize>]) -> Result<(Vec<u32>, Vec<bool>), DataError> {
         match &self.kind {
             Kind::Tokenizer { tokenizer, .. } => {
@@ -249,10 +252,10 @@ impl Vocabulary {
         }
     }
 
-    /// Returns the text of tokens. Bytes that are not UTF-8 become �, bare ids decimal numbers.
+    /// Returns the text of tokens. Bytes that are not UTF-8 become �, and bare ids become decimal numbers.
     ///
     /// # Errors
-    /// Returns an error if the tokenizer does.
+    /// Returns an error if the tokenizer returns one.
     pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
         match &self.kind {
             Kind::Bytes => {
@@ -264,7 +267,7 @@ impl Vocabulary {
         }
     }
 
-    /// Decodes tokens as they arrive. The end of text is left out.
+    /// Decodes tokens as they arrive. The end-of-text token is left out.
     pub fn stream(&self) -> TextStream<'_> {
         match &self.kind {
             Kind::Tokenizer { tokenizer, .. } => {
@@ -278,10 +281,10 @@ impl Vocabulary {
         }
     }
 
-    /// Checks that a model was built for this vocabulary.
+    /// Checks that a model was built for this vocabulary. `model` is the number of tokens of the model's vocabulary.
     ///
     /// # Errors
-    /// Returns [`DataError::VocabularyMismatch`] with both sizes if it was not.
+    /// Returns [`DataError::VocabularyMismatch`] with both sizes if the model was built for another size.
     pub fn check_model(&self, model: usize) -> Result<(), DataError> {
         match self.size() {
             size if size == model => Ok(()),
@@ -289,11 +292,11 @@ impl Vocabulary {
         }
     }
 
-    /// blake3 of the definition of the vocabulary, as hexadecimal digits.
+    /// Returns the blake3 hash of the vocabulary's definition, as hexadecimal digits.
     pub fn hash(&self) -> String {
         let definition = match &self.kind {
             Kind::Bytes => "bytes",
-            // The hash of these, which include all tokenizers trained here, is that of the file alone.
+            // For these tokenizers, which include all that are trained here, the hash is that of the file alone.
             Kind::Tokenizer { json, framing, tokenizer, .. }
                 if framing.begin.is_empty()
                     && framing.end_token == END_OF_TEXT
@@ -310,7 +313,7 @@ impl Vocabulary {
         blake3::hash(definition.as_bytes()).to_hex().to_string()
     }
 
-    /// Writes `tokenizer.json`. A vocabulary without a tokenizer writes nothing.
+    /// Writes `tokenizer.json`. For bytes and bare ids, which have no tokenizer, writes nothing.
     ///
     /// # Errors
     /// Returns an error if the file cannot be written.
@@ -322,7 +325,7 @@ impl Vocabulary {
     }
 }
 
-/// A matcher for the special tokens of a tokenizer.
+/// Returns a matcher for the special tokens of a tokenizer, or `None` if it has none.
 fn special_tokens(tokenizer: &Tokenizer) -> Option<AhoCorasick> {
     let special = tokenizer.get_added_tokens_decoder().into_values().filter(|token| token.special);
     let special: Vec<String> = special.map(|token| token.content).filter(|token| !token.is_empty()).collect();

@@ -11,7 +11,7 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::parser::parse_message_type;
 
-/// Writes a file of row groups, each by a call of `group`.
+/// Writes a Parquet file. Each call of `group` writes one row group.
 fn write(
     schema: &str,
     compression: Compression,
@@ -43,7 +43,7 @@ fn write_strings(
     column.close().unwrap();
 }
 
-/// A file of two row groups with an id column, which is not read, and a column of texts.
+/// A file of two row groups. It has a column of texts, and an id column that is not read.
 fn texts(compression: Compression) -> Vec<u8> {
     let schema = "message texts { required int64 id; optional binary text (STRING); }";
     write(schema, compression, 2, |index, group| {
@@ -69,7 +69,7 @@ fn texts_of_rows_are_documents() {
             cache: folder.path().join("cache"),
             ..DataOptions::default()
         };
-        // As part of a folder, and streamed.
+        // The file is read as part of a folder, and streamed.
         let dataset = Dataset::prepare(&Source::Path(folder.path().to_owned()), &options).unwrap();
         assert_eq!(dataset.corpus().unwrap().hash, expected);
     }
@@ -143,7 +143,7 @@ fn unreadable_parquet_files_are_refused() {
         let error = refused(&bytes).unwrap_err();
         assert!(error.contains(expected), "{error} lacks {expected}");
     }
-    // Flipping any bit gives texts or an error, but no panic.
+    // Flipping any bit must give texts or an error, never a panic.
     for at in 0..whole.len() {
         for bit in [1, 0x80] {
             let mut damaged = whole.clone();

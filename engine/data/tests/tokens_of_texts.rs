@@ -1,5 +1,5 @@
-//! The tokens of texts: settings of other calls in a tokenizer's file are ignored, and documents begin and end as the
-//! files in its folder say.
+//! The tokens of texts. Settings of other calls in a tokenizer's file are ignored, and the files in its folder
+//! determine how documents begin and end.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::path::Path;
 use gapless_data::{DataError, DataOptions, Dataset, Source, TextOptions, Tokenizer, Vocabulary, VocabularyChoice};
 use serde_json::{Value, json};
 
-/// A byte-level tokenizer with these special tokens after its bytes, and additional entries in its file.
+/// A byte-level tokenizer, with these special tokens after its bytes and additional entries in its file.
 fn tokenizer(special: &[&str], more: Value) -> Value {
     let letter = |byte: u8| char::from_u32(if byte.is_ascii_graphic() { byte.into() } else { 256 + u32::from(byte) });
     let mut vocabulary: serde_json::Map<String, Value> =
@@ -38,7 +38,8 @@ fn tokenizer(special: &[&str], more: Value) -> Value {
     file
 }
 
-/// A post-processor that puts `begin` before a text and `end` after it, with the ids they have in [`tokenizer`].
+/// A post-processor that puts `begin` before a text and `end` after it, with the ids that these tokens have in
+/// [`tokenizer`].
 fn template(begin: &str, end: &str) -> Value {
     let special = |token: &str| json!({"SpecialToken": {"id": token, "type_id": 0}});
     let known = |token: &str, id: u32| json!({"id": token, "ids": [id], "tokens": [token]});
@@ -115,7 +116,7 @@ fn the_end_of_a_document_is_the_one_that_the_files_name() {
         ),
         (vec![("config.json", json!({"eos_token_id": [99, 97]}))], 99),
         (vec![("generation_config.json", json!({"eos_token_id": [98, 97]}))], 98),
-        // A name that the tokenizer does not have is ignored.
+        // A name is ignored if the tokenizer has no such token.
         (
             vec![
                 ("tokenizer_config.json", json!({"eos_token": "<end>"})),
@@ -133,7 +134,7 @@ fn the_end_of_a_document_is_the_one_that_the_files_name() {
     }
 }
 
-/// Gemma's vocabulary also contains `</s>`, as an HTML tag and not as a special token.
+/// Gemma's vocabulary also contains `</s>`, but as an HTML tag and not as a special token.
 #[test]
 fn a_token_that_is_text_ends_nothing() {
     let folder = tempfile::tempdir().unwrap();

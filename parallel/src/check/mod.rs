@@ -1,7 +1,7 @@
-//! Checks a table of actions and reports everything that is wrong with it. It depends on none of the generators and
-//! passes, only on the requirements of training.
+//! Checks a table of actions and reports everything that is wrong with it. The checker shares no code with the
+//! generators and passes; it is based on the requirements of training only.
 //!
-//! In: one list of cells per rank, with or without communication. Out: all violations. It never repairs.
+//! In: one list of cells per rank, with or without communication. Out: all violations. Never: a repaired table.
 
 mod order;
 mod progress;
@@ -10,15 +10,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
 
-/// The behaviour of sends. A receive lasts until its message has arrived, in either case.
+/// The behaviour of sends. With either behaviour, a receive lasts until its message has arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Sends {
-    /// A send is done at once, and the message waits for its receiver.
+    /// A send is done at once. The message waits for its receiver.
     Buffered,
-    /// A send lasts until its receiver reaches the receive, or in a table without communication, the action that needs
-    /// the message. Orders in which two neighbours send to each other first, as in 1F1B, deadlock here;
-    /// [`crate::communicate`] places their receives so that they don't. A table that passes needs no tags either:
-    /// between two ranks, messages are received in the order in which they are sent.
+    /// A send lasts until its receiver reaches the receive. In a table without communication, it lasts until the
+    /// receiver reaches the action that needs the message. Orders in which two neighbours send to each other first, as
+    /// in 1F1B, deadlock with such sends; [`crate::communicate`] places the receives so that they don't. A table that
+    /// passes needs no tags either: between two ranks, messages are received in the order in which they are sent.
     Blocking,
 }
 
@@ -47,12 +47,12 @@ pub enum Violation {
     Deadlock { rank: usize, at: Cell, sends: Sends },
 }
 
-/// Returns all violations of a table for `stages` stages and `micro_batches` micro-batches. There are none if the table
-/// can be used for training.
+/// Returns all violations of a table for `stages` stages and `micro_batches` micro-batches. The list is empty if the
+/// table can be used for training.
 ///
-/// A table without sends and receives is assumed to send right after an action and to receive right before one. If it
-/// has any, it must have every message between ranks. The same holds for waits, reductions, fetched weights and
-/// updates: a table has none of a kind, or all.
+/// A table without sends and receives is assumed to send right after an action and to receive right before one. A table
+/// with any send or receive must have every message between ranks. The same holds for waits, reductions, fetched
+/// weights and updates: a table must have either all cells of such a kind or none.
 pub fn check<C: Copy + Into<Cell>>(table: &[Vec<C>], stages: u32, micro_batches: u32, sends: Sends) -> Vec<Violation> {
     let rows: Vec<Vec<Cell>> = table.iter().map(|row| row.iter().map(|&cell| cell.into()).collect()).collect();
     let mut violations = Vec::new();
@@ -66,7 +66,7 @@ pub fn check<C: Copy + Into<Cell>>(table: &[Vec<C>], stages: u32, micro_batches:
     violations
 }
 
-/// The table, with what all checks need.
+/// The table, with everything that several checks use.
 struct Table {
     rows: Vec<Vec<Cell>>,
     /// The rank that runs each stage.
@@ -76,7 +76,7 @@ struct Table {
     kinds: BTreeSet<CommunicationKind>,
 }
 
-/// Finds the rank of each stage. All cells of a stage must be on one rank.
+/// Returns the rank of each stage. Cells of one stage on several ranks are violations.
 fn owners(rows: &[Vec<Cell>], violations: &mut Vec<Violation>) -> BTreeMap<StageId, usize> {
     let mut ranks: BTreeMap<StageId, BTreeSet<usize>> = BTreeMap::new();
     for (rank, row) in rows.iter().enumerate() {
@@ -106,7 +106,7 @@ fn communication_kind(cell: &Cell) -> Option<CommunicationKind> {
 }
 
 impl Table {
-    /// All cells with their rank; a pair counts as its two actions.
+    /// All cells with their rank. An overlapped pair counts as its two actions.
     fn cells(&self) -> impl Iterator<Item = (usize, Cell)> {
         let row = |(rank, row): (usize, &Vec<Cell>)| {
             let parts: Vec<(usize, Cell)> = row.iter().flat_map(parts).map(|cell| (rank, cell)).collect();
@@ -115,7 +115,7 @@ impl Table {
         self.rows.iter().enumerate().flat_map(row)
     }
 
-    /// Checks that each forward occurs once, and each backward once, either whole or split.
+    /// Checks that each forward occurs once. Each backward must also occur once, either whole or split into I and W.
     fn check_counts(&self, micro_batches: u32, violations: &mut Vec<Violation>) {
         let stages = self.stages;
         let mut times: BTreeMap<Cell, usize> = BTreeMap::new();
@@ -173,7 +173,8 @@ impl Table {
         }
     }
 
-    /// Checks that every send has its receive, every receive its send, and every send its wait if the table has waits.
+    /// Checks that every send has its receive and every receive its send. If the table has waits, every send must have
+    /// its wait.
     fn check_pairs(&self, violations: &mut Vec<Violation>) {
         let there: BTreeSet<Cell> = self.rows.iter().flatten().copied().collect();
         let waits = [CommunicationKind::WaitSendForward, CommunicationKind::WaitSendBackward];
@@ -195,13 +196,13 @@ impl Table {
         }
     }
 
-    /// True if the table has messages, rather than implying them by its actions.
+    /// True if the table has messages; otherwise its actions imply them.
     fn has_messages(&self) -> bool {
         use CommunicationKind::{ReceiveBackward, ReceiveForward, SendBackward, SendForward};
         [SendForward, ReceiveForward, SendBackward, ReceiveBackward].iter().any(|kind| self.kinds.contains(kind))
     }
 
-    /// The stage from which an action receives.
+    /// The stage from which an action receives its input, if any.
     fn source(&self, action: Action) -> Option<StageId> {
         match action.kind {
             Kind::Forward => action.stage.0.checked_sub(1).map(StageId),

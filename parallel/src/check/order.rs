@@ -1,4 +1,4 @@
-//! Checks that the cells that a cell needs come before it on its own rank.
+//! Checks that each cell comes after all cells that it depends on, as far as these are on the same rank.
 
 use std::collections::BTreeSet;
 
@@ -6,14 +6,14 @@ use super::{Table, Violation, parts};
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, StageId};
 
 impl Table {
-    /// Checks that every cell comes after everything that it needs on its rank.
+    /// Checks that each cell comes after all cells of its rank that it depends on.
     pub(super) fn order(&self, violations: &mut Vec<Violation>) {
         for (rank, row) in self.rows.iter().enumerate() {
             let mut done = BTreeSet::new();
             let mut held = BTreeSet::new();
             for (at, cell) in row.iter().enumerate() {
                 let mut late = |cell, needs| violations.push(Violation::OutOfOrder { rank, cell, needs });
-                // Both halves of a pair start at once, so neither can need the other.
+                // Both halves of a pair start at once, so neither half can depend on the other.
                 for cell in parts(cell) {
                     for needs in self.needs(rank, cell) {
                         if !needs.iter().any(|cell| done.contains(cell)) {
@@ -31,7 +31,7 @@ impl Table {
         }
     }
 
-    /// For each need of a cell, the cells that satisfy it; any one of them is enough.
+    /// Returns the dependencies of a cell. Each is a list of cells, any one of which satisfies it.
     fn needs(&self, rank: usize, cell: Cell) -> Vec<Vec<Cell>> {
         match cell {
             Cell::One(action) => self.needs_of_action(rank, action),
@@ -64,7 +64,7 @@ impl Table {
         own.into_iter().chain(received).collect()
     }
 
-    /// If weights are fetched at all, a stage may compute only while it holds them.
+    /// If weights are fetched at all, a stage may compute only while its rank holds its weights.
     fn hold(&self, cell: Cell, held: &mut BTreeSet<StageId>, late: &mut impl FnMut(Cell, Cell)) {
         use CommunicationKind::{Reshard, Unshard};
         match cell {
@@ -103,7 +103,7 @@ fn needs_of_communication(communication: Communication) -> Option<Vec<Cell>> {
     .filter(|needs: &Vec<Cell>| !needs.is_empty())
 }
 
-/// True if some cells of its stage must not come after it.
+/// True if some cells of the same stage must not come after this one.
 fn ends_a_stage(cell: Cell) -> bool {
     match cell {
         Cell::Update(_) => true,
@@ -112,7 +112,8 @@ fn ends_a_stage(cell: Cell) -> bool {
     }
 }
 
-/// Gradients are reduced after the last of them, and weights are updated after the last use of the old ones.
+/// True if `earlier` must come before `cell`: gradients are reduced after the stage's last gradient is computed, and
+/// weights are updated after the last use of the old weights.
 fn must_precede(earlier: Cell, cell: Cell) -> bool {
     let Cell::One(action) = earlier else { return false };
     match cell {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::{Sends, Table, Violation};
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
 
-/// A message from a stage to its neighbour: the activation downwards or the gradient upwards.
+/// A message from a stage to its neighbour: the activation to the next stage, or the gradient to the stage before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Message {
     forward: bool,
@@ -15,7 +15,7 @@ struct Message {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// Waits for the result of another stage on this rank.
+    /// Waits for the result of another stage on the same rank.
     TakeOver(Message),
     Receive(Message),
     Compute(Message),
@@ -23,7 +23,8 @@ enum Step {
 }
 
 impl Table {
-    /// Runs every rank until it has to wait, repeatedly, until none advances.
+    /// Checks that every rank reaches the end of its row. It advances each rank as far as possible, and repeats this
+    /// until no rank advances.
     pub(super) fn progress(&self, sends: Sends, violations: &mut Vec<Violation>) {
         let rows = self.rows.iter().enumerate();
         let programs: Vec<Vec<(Step, Cell)>> = rows
@@ -53,7 +54,7 @@ impl Table {
                             at[sender] += 1;
                         }
                         Step::Receive(_) => {}
-                        // A blocking send ends when its receiver advances the sender.
+                        // A blocking send ends when its receiver reaches the receive, which advances the sender.
                         Step::Send(_) if sends == Sends::Blocking => break,
                         Step::Send(message) => _ = sent.insert(message),
                     }
@@ -70,8 +71,8 @@ impl Table {
         violations.extend(stuck.map(|(rank, at)| Violation::Deadlock { rank, at, sends }));
     }
 
-    /// The steps of a cell: first it takes inputs over and receives, then it computes, then it sends. Messages that the
-    /// table has are done where they stand.
+    /// Returns the steps of a cell: first it takes over inputs from this rank and receives, then it computes, then it
+    /// sends. Messages that the table contains are separate cells, and are left out here.
     fn steps(&self, rank: usize, cell: Cell) -> Vec<Step> {
         if let Cell::Communicate(communication) = cell {
             return message_step(communication).into_iter().collect();
@@ -95,7 +96,7 @@ impl Table {
             computes.push(Step::Compute(message(stage)));
             let target =
                 if forward { Some(StageId(stage.0.saturating_add(1))) } else { stage.0.checked_sub(1).map(StageId) };
-            // No message goes to the rank itself or to a stage that no rank runs.
+            // There is no message to the same rank, or to a stage that no rank runs.
             let to_another = |target| self.owners.get(&target).is_some_and(|&owner| owner != rank);
             if !self.has_messages() && target.filter(|target| target.0 < self.stages).is_some_and(to_another) {
                 after.push(Step::Send(message(stage)));

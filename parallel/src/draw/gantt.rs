@@ -3,7 +3,7 @@
 use super::label;
 use crate::Timeline;
 
-/// Most characters of an unfolded line. Beyond that, ticks are drawn narrower and labels are cut.
+/// Most characters of a line that is not folded. Longer timelines are drawn with narrower ticks and cut labels.
 const LONGEST_LINE: u128 = 20_000;
 
 impl Timeline {
@@ -12,7 +12,7 @@ impl Timeline {
         self.gantt_folded(usize::MAX)
     }
 
-    /// The same, folded into parts below each other, with lines of at most `columns` characters. If there are several
+    /// Like [`Timeline::gantt`], but folded into parts with lines of at most `columns` characters. If there are several
     /// parts, each names its first tick. A box that continues in the next part is marked with an ellipsis.
     pub fn gantt_folded(&self, columns: usize) -> String {
         let scale = Scale::fitting(self);
@@ -50,9 +50,9 @@ impl Timeline {
             let cut = (start / room + 1) * room;
             let borders = (cut..end).step_by(room);
             borders.for_each(|border| line[border] = '…');
-            // A blank at the end separates a box from the next, if the box has more than one character.
+            // A box of more than one character ends with a blank, which separates it from the next box.
             let last = if end > start + 1 { end - 1 } else { end };
-            // A label that would be cut moves behind the cut, if it fits there.
+            // A label that a fold would cut moves past the fold if there is room for it.
             let fits_before = last <= cut || start + label.len() <= cut;
             let (from, to) = match fits_before {
                 true => (start, last),
@@ -74,14 +74,14 @@ impl Timeline {
 
 /// The scale that maps ticks to characters.
 struct Scale {
-    /// Characters that the shortest span takes.
+    /// Number of characters of the shortest span.
     width: usize,
-    /// Ticks that these characters stand for.
+    /// Number of ticks that `width` characters stand for.
     unit: u64,
 }
 
 impl Scale {
-    /// The narrowest scale at which every label fits into its box.
+    /// Returns the narrowest scale at which every label fits into its box.
     fn fitting(timeline: &Timeline) -> Self {
         let unit = timeline.shortest();
         let needs = |start: u64, end: u64, letters: usize| {

@@ -7,13 +7,13 @@ mod trace;
 use crate::{Cell, Span, Timeline};
 
 impl Timeline {
-    /// Ticks of the shortest span that takes any time. A picture must be able to show it, whatever the unit.
+    /// Ticks of the shortest span that takes any time. Every picture must be able to show a span of this length.
     fn shortest(&self) -> u64 {
         let lengths = self.ranks.iter().flatten().map(|span| span.end - span.start);
         lengths.filter(|&length| length > 0).min().unwrap_or(1)
     }
 
-    /// The spans that take time, with their rank.
+    /// The spans that take time, each with its rank.
     fn boxes(&self) -> impl Iterator<Item = (usize, &Span)> {
         let ranks = self.ranks.iter().enumerate();
         ranks.flat_map(|(rank, spans)| spans.iter().map(move |span| (rank, span))).filter(|(_, s)| s.end > s.start)

@@ -4,15 +4,15 @@ use super::label;
 use crate::{Cell, Kind, Timeline};
 
 const ROW: usize = 28;
-/// Pixels of the shortest span, unless the whole picture would exceed [`WIDEST`].
+/// Width in pixels of the shortest span, unless the whole picture would be wider than [`WIDEST`].
 const SHORTEST: f64 = 28.0;
 const WIDEST: f64 = 30_000.0;
-/// Pixels at the left for the names of the ranks.
+/// Width in pixels of the left margin, which has the names of the ranks.
 const MARGIN: f64 = 52.0;
 const LETTER: f64 = 5.5;
 
 impl Timeline {
-    /// Draws one row per rank, coloured by kind. A box's tooltip has its cell and its ticks.
+    /// Draws one row per rank, coloured by kind. The tooltip of a box shows its cell and its ticks.
     pub fn svg(&self) -> String {
         let makespan = self.makespan().max(1) as f64;
         let scale = (SHORTEST / self.shortest() as f64).min(WIDEST / makespan);

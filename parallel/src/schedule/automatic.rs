@@ -1,37 +1,38 @@
-//! A schedule that makes an order for given costs and a given limit of live activations, instead of following a rule.
+//! A schedule that searches for an order, given costs and a limit on live activations, instead of following a rule.
 //!
-//! In: costs, the limit, a placement. Out: the best of the rules that keep to the limit and of a number of greedy
-//! orders. Each greedy order is grown by running all ranks at the same time: the rank that is free first takes one of
-//! the actions whose inputs have arrived, chosen by a policy.
+//! In: costs, the limit, a placement. Out: the fastest of many orders, which come from the rules that keep to the limit
+//! and from greedy growth. A greedy order is grown on all ranks at the same time: the rank that is free first takes one
+//! of the actions whose inputs have arrived, chosen by a policy.
 //!
-//! This follows the heuristic of Qi et al. (arXiv 2401.10241, section 3): forwards up to the limit, then forwards and
-//! input gradients in turn, and weight gradients where a rank would wait anyway or where they have to make room. A grid
-//! of policies is tried.
+//! The growth follows the heuristic of Qi et al. (arXiv 2401.10241, section 3). A rank runs forwards up to the limit,
+//! then forwards and input gradients in turn. Weight gradients go where a rank would wait anyway, or where they have to
+//! free memory. A grid of policies is tried.
 
 use std::collections::BTreeMap;
 
 use super::{InterleavedZeroBubble, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv};
 use crate::{Action, Cell, Costs, Durations, Error, Kind, simulate};
 
-/// The best order found for these costs.
+/// The schedule that returns the fastest order found for these costs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Automatic {
-    /// Costs that the order is made for, per stage. A single entry holds for all stages.
+    /// Costs per stage for which the order is searched. A single entry holds for all stages.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in chunks of one micro-batch. The default is V · P, 1F1B's peak.
+    /// Most activations alive on any rank, in chunks of one micro-batch. The default is V · P, the peak of 1F1B.
     pub peak: Option<u32>,
     /// The assignment of stages to ranks.
     pub placement: Placement,
 }
 
-/// One tick per action, 1F1B's peak, two chunks in the shape of a V.
+/// One tick per action, the peak of 1F1B, and two chunks per rank in the shape of a V.
 impl Default for Automatic {
     fn default() -> Self {
         Self { costs: vec![Costs::default()], peak: None, placement: Placement::V }
     }
 }
 
-/// The largest [`Shape::extent`] that is searched. Some two hundred orders are grown and simulated.
+/// The largest [`Shape::extent`] for which the schedule searches. One search grows and simulates some two hundred
+/// orders.
 const MAX_EXTENT: u32 = 1 << 14;
 
 impl Schedule for Automatic {
@@ -51,8 +52,8 @@ impl Schedule for Automatic {
         if limit < shape.chunks {
             return Err(Error::Peak { schedule: self.name(), needed: shape.chunks, peak: limit });
         }
-        // A rank that takes whatever has arrived can be misled by a message that is only a little late. So orders are
-        // also grown for transfers that take no time, and for equal costs.
+        // A rank that takes any action that has arrived can be misled by a message that is only a little late. So
+        // orders are also grown for zero transfer times, and for equal costs.
         let rules = self.rules().into_iter().filter_map(|rule| rule.actions(shape).ok());
         let at_once = self.costs.iter().map(|costs| Costs { transfer: 0, ..*costs }).collect();
         let costs = [self.costs.clone(), at_once, vec![Costs::default()]];
@@ -71,7 +72,7 @@ impl Schedule for Automatic {
 }
 
 impl Automatic {
-    /// The rules of the same placement that split backwards.
+    /// The rule-based schedules of the same placement that split backwards.
     fn rules(&self) -> Vec<Box<dyn Schedule>> {
         match self.placement {
             Placement::V => vec![Box::new(Zbv), Box::new(VHalf), Box::new(VMin)],
@@ -80,17 +81,17 @@ impl Automatic {
     }
 }
 
-/// The choices of a free rank.
+/// The rules by which a free rank chooses its next action.
 #[derive(Debug, Clone, Copy)]
 struct Policy {
     first: First,
-    /// Among actions of one kind, whether those of the stage nearer to the loss come first, rather than those of the
-    /// earlier micro-batch.
+    /// Among actions of one kind: true if those of the stage nearer to the loss come first, false if those of the
+    /// earlier micro-batch do.
     deeper_first: bool,
-    /// A weight gradient is taken if the next other action is known to be at least this many thirds of its duration
-    /// away.
+    /// A weight gradient is taken if every other action of the rank is known to start no sooner than this many thirds
+    /// of the weight gradient's duration from now.
     patience: u64,
-    /// Most forwards of a rank before its first backward: the limit, as in ZB-H2, or as in 1F1B.
+    /// The cap on the forwards of a rank before its first backward: the limit itself, as in ZB-H2, or as in 1F1B.
     warm_up: WarmUp,
 }
 
@@ -137,13 +138,13 @@ impl Policy {
 /// An order that is being grown on all ranks.
 struct GreedyOrders<'a> {
     automatic: &'a Automatic,
-    /// Costs that the order is grown for.
+    /// Costs for which the order is grown.
     costs: &'a [Costs],
     shape: &'a Shape,
     limit: u32,
     policy: Policy,
     ranks: Vec<Rank>,
-    /// The next action of each rank, as far as it is known, and its start.
+    /// The next action of each rank with its start; `None` if it is not known yet.
     next: Vec<Option<(u64, Action)>>,
 }
 
@@ -154,12 +155,12 @@ struct Rank {
     live: u32,
     forwards: u32,
     backwards: u32,
-    /// Actions that can run, with the tick from which on they can.
+    /// Actions whose inputs are known, with the tick from which on each can run.
     able: BTreeMap<Action, u64>,
 }
 
 impl<'a> GreedyOrders<'a> {
-    /// Returns `None` if a cap on the warm-up stops the order half-way.
+    /// Grows a complete order. Returns `None` if a cap on the warm-up stops the growth half-way.
     fn run(
         automatic: &'a Automatic,
         costs: &'a [Costs],
@@ -171,7 +172,7 @@ impl<'a> GreedyOrders<'a> {
         let next = vec![None; ranks.len()];
         let mut growth = Self { automatic, costs, shape, limit, policy, ranks, next };
         growth.arrive(Action::new(Kind::Forward, 0, 0), 0);
-        // The rank that starts first is next, so that no decision is made before the events that it depends on.
+        // The rank that can start first goes next. So no rank chooses before the events that its choice depends on.
         while let Some((start, rank, action)) =
             (0..).zip(&growth.next).filter_map(|(rank, next)| next.map(|(start, action)| (start, rank, action))).min()
         {
@@ -200,7 +201,7 @@ impl<'a> GreedyOrders<'a> {
         Some((start, action))
     }
 
-    /// Sort key of an action: the least comes first.
+    /// Sort key of an action. The action with the smallest key comes first.
     fn preference(&self, rank: &Rank, action: Action) -> (bool, u32, u32) {
         let is_forward = action.kind == Kind::Forward;
         let wants_forward = match self.policy.first {
@@ -215,8 +216,8 @@ impl<'a> GreedyOrders<'a> {
         (is_forward != wants_forward, order.0, order.1)
     }
 
-    /// True if a forward stays within the limits. A forward that starts a micro-batch must leave room for its
-    /// later chunks, one at a time, so that everything in progress can be finished.
+    /// True if a forward stays within the limits. A forward that starts a micro-batch must leave room for the later
+    /// chunks of that micro-batch, one at a time, so that all micro-batches in progress can be finished.
     fn has_room(&self, index: usize, action: Action) -> bool {
         let rank = &self.ranks[index];
         let chunk = (action.stage.0 / self.shape.ranks).min(self.shape.chunks - 1);

@@ -1,6 +1,6 @@
-//! DualPipeV (the "cut-in-half" of DeepSeek-AI's DualPipe, arXiv 2412.19437, section 3.2.1). It has ZBV's placement,
-//! and the forward of one chunk runs at the same time as the backward of the other, so that each hides the other's
-//! communication.
+//! DualPipeV, the "cut-in-half" of DeepSeek-AI's DualPipe (arXiv 2412.19437, section 3.2.1). It has ZBV's placement.
+//! The forward of one chunk runs at the same time as the backward of the other, so that the computation of each hides
+//! the communication of the other.
 
 use super::rank_order::RankOrder;
 use super::{Placement, Schedule, Shape};
@@ -52,7 +52,7 @@ fn rank_cells(ranks: u32, r: u32, micro_batches: u32) -> Vec<Cell> {
         order.forward(up);
     }
     for i in 0..micro_batches + r + 1 - 2 * ranks {
-        // The last rank's first backward waits for the forward just before it, so there is nothing to overlap yet.
+        // The last rank's first backward depends on the forward just before it, so nothing can overlap yet.
         let first = order.forward(down);
         order.backward(up);
         if i > 0 || to_last > 0 {

@@ -1,9 +1,9 @@
-//! Orders that are grown on all ranks with weight gradients in the gaps: the common part of the searches of Qi et al.
-//! (arXiv 2401.10241, sections 3 and 6).
+//! Orders that are grown on all ranks, with weight gradients in the gaps. This is the common part of the searches of Qi
+//! et al. (arXiv 2401.10241, sections 3 and 6).
 //!
-//! In: the stage that does its next forward or input gradient, step by step. Out: every rank's order, and how long it
-//! waited. Weight gradients are not asked for: they go where a rank would wait, where they have to make room, or to the
-//! end.
+//! In: for each step, the stage that runs its next forward or input gradient. Out: every rank's order, and how long
+//! each rank waited. The caller doesn't place weight gradients. They go where a rank would wait, where they have to
+//! free memory, or to the end.
 
 use std::collections::VecDeque;
 
@@ -12,9 +12,9 @@ use crate::{Action, Costs, Durations, Kind};
 
 /// The memory that a forward keeps on its rank until the gradients are computed, in any unit.
 ///
-/// The limit of the searches counts forwards. Each input gradient frees its part of a forward, and each weight gradient
-/// frees the rest. With [`Saved::WEIGHT`] everything is kept until the weight gradient, as 1F1B keeps it until its
-/// whole backward.
+/// The limit of the searches counts forwards. Each input gradient frees its part of a forward's memory, and each weight
+/// gradient frees the rest. With [`Saved::WEIGHT`], everything is kept until the weight gradient, like 1F1B keeps
+/// everything until the whole backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Saved {
     /// The part that the input gradient frees.
@@ -23,9 +23,9 @@ pub struct Saved {
     pub for_weight: u32,
 }
 
-/// The default is a transformer layer that keeps its attention scores: 34 + 5as/h bytes per element (Korthikanti et
-/// al., arXiv 2205.05198, section 4.1). Of these, 32 are the inputs of the matrix products and serve the weight
-/// gradients. For sequences 16 times as long as a head is wide, the rest is 82.
+/// The parts for a transformer layer that keeps its attention scores. Such a layer keeps 34 + 5as/h bytes per element
+/// (Korthikanti et al., arXiv 2205.05198, section 4.1). 32 of these bytes are inputs of matrix products and are freed
+/// by weight gradients. The rest is 82 bytes if sequences are 16 times as long as a head is wide.
 impl Default for Saved {
     fn default() -> Self {
         Self { for_input: 82, for_weight: 32 }
@@ -41,14 +41,14 @@ impl Saved {
     }
 }
 
-/// The input of a search.
+/// The setting of a search: shape, placement, costs and limit.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Setting<'a> {
     pub costs: &'a [Costs],
     pub shape: &'a Shape,
     pub placement: Placement,
     pub saved: Saved,
-    /// Most activations alive on a rank, in forwards.
+    /// The limit: most activations alive on a rank, in forwards.
     pub peak: u32,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct PartialOrders<'a> {
     ranks: Vec<Rank>,
     /// Ends of the forwards and of the input gradients of each stage, indexed by micro-batch.
     ends: [Vec<Vec<u64>>; 2],
-    /// Ticks that each rank may wait, because another one waits that long anyway.
+    /// Ticks that each rank may wait in all without loss, because another rank waits that long anyway.
     lent: Vec<u64>,
 }
 
@@ -67,24 +67,24 @@ struct Rank {
     row: Vec<Action>,
     begun: u64,
     free: u64,
-    /// Ticks waited since the first action.
+    /// Ticks that the rank has waited since its first action.
     waited: u64,
     live: u64,
-    /// Weight gradients that can be taken, oldest first.
+    /// Weight gradients whose input gradients are done, oldest first.
     pending: VecDeque<Action>,
 }
 
-/// Whether a weight gradient that is longer than the gap is started anyway.
+/// Whether a weight gradient that is longer than the gap is run anyway, for two kinds of gaps.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Overrun {
-    /// In gaps that the rank can wait through without becoming the one that waits longest.
+    /// For gaps that the rank can wait through without becoming the rank that waits longest.
     pub affordable: bool,
-    /// In longer gaps.
+    /// For longer gaps.
     pub costly: bool,
 }
 
 impl<'a> PartialOrders<'a> {
-    /// Starts with empty orders. `lent` is zero for ranks that it has no entry for.
+    /// Starts with empty orders. Ranks without an entry in `lent` get 0.
     pub fn new(setting: Setting<'a>, mut lent: Vec<u64>) -> Self {
         let ranks: Vec<Rank> = (0..setting.shape.ranks).map(|_| Rank::default()).collect();
         lent.resize(ranks.len(), 0);
@@ -97,8 +97,8 @@ impl<'a> PartialOrders<'a> {
         self.ends_of(kind, stage).len() as u32
     }
 
-    /// The tick from which on the next forward or input gradient of `stage` can start; `None` if its input is not there
-    /// yet, or if all are done.
+    /// Returns the tick from which on the next forward or input gradient of `stage` can start. Returns `None` if the
+    /// action that computes its input has not been added yet, or if all micro-batches are done.
     pub fn arrival(&self, kind: Kind, stage: u32) -> Option<u64> {
         let micro_batch = self.done(kind, stage);
         if micro_batch == self.setting.shape.micro_batches {
@@ -116,8 +116,8 @@ impl<'a> PartialOrders<'a> {
         Some(end + if is_message { self.setting.costs.transfer(from) } else { 0 })
     }
 
-    /// Adds the next forward or input gradient of `stage`. Returns `None` if it cannot run yet, or if a forward does
-    /// not fit.
+    /// Adds the next forward or input gradient of `stage`. Returns `None` if its input has not been computed yet, or if
+    /// a forward would exceed the limit.
     pub fn put(&mut self, kind: Kind, stage: u32) -> Option<()> {
         let arrival = self.arrival(kind, stage)?;
         let action = Action::new(kind, stage, self.done(kind, stage));
@@ -137,7 +137,8 @@ impl<'a> PartialOrders<'a> {
         Some(())
     }
 
-    /// Takes weight gradients until another forward fits. Returns `None` if it never does.
+    /// Adds weight gradients until another forward fits. Returns `None` if none is left and the forward still doesn't
+    /// fit.
     pub fn make_room(&mut self, rank: u32) -> Option<()> {
         while self.room(rank) == 0 {
             self.put_weight(rank as usize)?;
@@ -145,7 +146,7 @@ impl<'a> PartialOrders<'a> {
         Some(())
     }
 
-    /// Takes weight gradients while the rank would wait for the next action of `stage`.
+    /// Adds weight gradients in the time during which the rank would wait for the next action of `stage`.
     pub fn fill_gap(&mut self, kind: Kind, stage: u32, overrun: Overrun) {
         let Some(arrival) = self.arrival(kind, stage) else { return };
         let owner = self.owner(stage);
@@ -163,24 +164,24 @@ impl<'a> PartialOrders<'a> {
         }
     }
 
-    /// Takes all weight gradients that can be taken by now.
+    /// Adds all weight gradients whose input gradients are done.
     pub fn flush(&mut self, rank: u32) {
         while self.put_weight(rank as usize).is_some() {}
     }
 
-    /// Ticks that this rank can wait without becoming the one that waits longest.
+    /// Ticks that this rank can wait without becoming the rank that waits longest.
     pub fn affordable(&self, rank: u32) -> u64 {
         let rank = rank as usize;
         self.longest_wait().max(self.lent[rank]) - self.ranks[rank].waited
     }
 
-    /// Number of further forwards that fit.
+    /// Number of further forwards that fit within the limit.
     pub fn room(&self, rank: u32) -> u64 {
         let free = self.limit() - self.ranks[rank as usize].live;
         free.checked_div(self.setting.saved.total()).unwrap_or(u64::MAX)
     }
 
-    /// Ticks of the weight gradients that must be taken before another forward fits.
+    /// Ticks of the weight gradients that must run before another forward fits.
     pub fn room_ticks(&self, rank: u32) -> u64 {
         let Rank { live, pending, .. } = &self.ranks[rank as usize];
         let over = (live + self.setting.saved.total()).saturating_sub(self.limit());
@@ -189,7 +190,7 @@ impl<'a> PartialOrders<'a> {
         pending.iter().zip(needed).map(|(&weight, _)| self.setting.costs.action(weight)).sum()
     }
 
-    /// The tick at which the rank has done everything that it was given.
+    /// The tick at which the rank has finished all actions added so far.
     pub fn free(&self, rank: u32) -> u64 {
         self.ranks[rank as usize].free
     }

@@ -5,13 +5,14 @@ use super::{Schedule, Shape};
 use crate::{Action, Error};
 
 /// The interleaved schedule. Its warm-up has min((V−1)R + 2(P−1−r), VM) forwards; then forwards and backwards
-/// alternate. R consecutive micro-batches pass one chunk before the next chunk has its turn.
+/// alternate. A group of R consecutive micro-batches passes through one chunk before the next chunk has its turn.
 ///
-/// Peak: min(VM, (V−1)P + 2(P−1−r) + 1)/V micro-batches, for R = P. With one chunk this is not 1F1B, since its warm-up
-/// is twice as long.
+/// Peak: min(VM, (V−1)P + 2(P−1−r) + 1)/V micro-batches if R = P. With one chunk this is not 1F1B, since its warm-up is
+/// twice as long.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Interleaved {
-    /// R, at least min(P, M). By default, M is divided into ⌊M/P⌋ equal rounds, as in PyTorch.
+    /// R, the number of micro-batches in a group, at least min(P, M). By default, M is divided into ⌊M/P⌋ equal rounds,
+    /// as in PyTorch.
     pub micro_batch_group: Option<u32>,
 }
 
@@ -46,20 +47,20 @@ impl Schedule for Interleaved {
     }
 }
 
-/// The chunk of a rank's k-th forward, for every k. Its j-th backward is of chunk V − 1 − (the chunk of its j-th
-/// forward).
+/// Returns the chunk of each of a rank's forwards, in order. The chunk of its j-th backward is V − 1 minus the chunk of
+/// its j-th forward.
 pub(super) fn chunk_turns(shape: &Shape, group: u32) -> Vec<u32> {
     let groups = (0..shape.micro_batches).step_by(group as usize);
     let sizes = groups.map(|first| group.min(shape.micro_batches - first));
     sizes.flat_map(|size| (0..shape.chunks).flat_map(move |chunk| (0..size).map(move |_| chunk))).collect()
 }
 
-/// Number of forwards before the first backward; `offset` of them are due to the rank's distance from the last one.
+/// Number of forwards before the first backward. `offset` of them are due to the rank's distance from the last rank.
 pub(super) fn warm_up(shape: &Shape, group: u32, offset: u32) -> usize {
     ((shape.chunks - 1) * group + offset).min(shape.chunks * shape.micro_batches) as usize
 }
 
-/// R = M / max(1, ⌊M/P⌋), which must be a whole number.
+/// Returns R = M / max(1, ⌊M/P⌋), or an error if this is not a whole number.
 pub(super) fn round_size(schedule: &'static str, shape: &Shape) -> Result<u32, Error> {
     let rounds = (shape.micro_batches / shape.ranks).max(1);
     if shape.micro_batches.is_multiple_of(rounds) {
@@ -69,7 +70,8 @@ pub(super) fn round_size(schedule: &'static str, shape: &Shape) -> Result<u32, E
     }
 }
 
-/// Checks R. A group smaller than the pipeline would return to the first rank before the next chunk's turn there.
+/// Checks R. With a group smaller than the pipeline, micro-batches would get back to the first rank before its next
+/// chunk has its turn.
 fn checked_group(schedule: &'static str, shape: &Shape, group: u32) -> Result<u32, Error> {
     let &Shape { ranks, micro_batches, .. } = shape;
     if group == 0 {
@@ -80,7 +82,7 @@ fn checked_group(schedule: &'static str, shape: &Shape, group: u32) -> Result<u3
         0 => group,
         rest => rest,
     };
-    // A single group is an ordinary round, however short.
+    // A single group is an ordinary round, however few micro-batches it has.
     if group < micro_batches && rest.min(group) < ranks {
         return Err(Error::Group { schedule, micro_batches, group, rest, ranks });
     }

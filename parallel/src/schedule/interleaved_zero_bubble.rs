@@ -5,8 +5,8 @@ use super::rank_order::RankOrder;
 use super::{Schedule, Shape};
 use crate::{Action, Error};
 
-/// Interleaved 1F1B with P−1−r instead of 2(P−1−r) in its warm-up. Its backwards are input gradients only; from the
-/// r-th on, each is followed by the oldest weight gradient. Peak: min(M, P) micro-batches on every rank.
+/// Interleaved 1F1B with a shorter warm-up, in which P−1−r replaces 2(P−1−r). Its backwards are input gradients only.
+/// From the r-th on, each is followed by the oldest weight gradient. Peak: min(M, P) micro-batches on every rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct InterleavedZeroBubble;
 

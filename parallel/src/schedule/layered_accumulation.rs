@@ -1,7 +1,7 @@
 //! Layered gradient accumulation and its modular pipeline (Lamy-Poirier, arXiv 2106.02679, sections 3 and 4).
 //!
-//! Both are the breadth-first order with one layer per stage, read in another way: each layer's weights are fetched
-//! once per direction and its gradients are reduced once per step, while the next layer computes.
+//! Both are the breadth-first order with one layer per stage. In that order, each layer's weights are fetched once per
+//! direction, and its gradients are reduced once per step while the next layer computes.
 
 use super::{LoopedBreadthFirst, Schedule, Shape};
 use crate::{Action, Error};
@@ -24,7 +24,8 @@ impl Schedule for LayeredAccumulation {
     }
 }
 
-/// The same order over several ranks, with layers assigned to them in turn. The number of chunks is layers / ranks.
+/// Layer-major order over several ranks, with layers assigned to the ranks in turn. The number of chunks is layers /
+/// ranks.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ModularPipeline;
 

@@ -6,7 +6,8 @@ use crate::{Action, Error, Kind};
 /// The looped breadth-first schedule. Forwards run stage by stage; backwards run in the reverse order of stages and of
 /// micro-batches. Each stage's weights are needed for one stretch of time per direction. Peak: M micro-batches.
 ///
-/// Only this schedule and the two built on it sum a stage's weight gradients from the last micro-batch to the first.
+/// In this schedule, and in the two built on it, a stage's weight gradients are summed from the last micro-batch to the
+/// first. In all other schedules, they are summed from the first to the last.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LoopedBreadthFirst;
 

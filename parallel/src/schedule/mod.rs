@@ -54,15 +54,15 @@ pub struct Shape {
 /// The assignment of stages to ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
-    /// Rank r owns r, P + r, 2P + r, …: a micro-batch goes around all ranks once per chunk.
+    /// Rank r owns stages r, P + r, 2P + r, …: a micro-batch goes around all ranks once per chunk.
     Loop,
-    /// Rank r owns r and 2P − 1 − r: a micro-batch goes down the ranks and comes back, so that the loss is computed on
-    /// the rank where the batch enters.
+    /// Rank r owns stages r and 2P − 1 − r: a micro-batch goes down the ranks and comes back, so that the loss is
+    /// computed on the rank at which the batch enters.
     V,
 }
 
 impl Placement {
-    /// The stage that is chunk `chunk` of rank `rank`, if there are `ranks` ranks.
+    /// The stage that is chunk `chunk` of rank `rank`, in a pipeline of `ranks` ranks.
     pub fn stage(self, ranks: u32, rank: u32, chunk: u32) -> u32 {
         match self {
             Self::V if chunk % 2 == 1 => (chunk + 1) * ranks - 1 - rank,
@@ -70,7 +70,7 @@ impl Placement {
         }
     }
 
-    /// The rank that runs `stage`, if there are `ranks` ranks.
+    /// The rank that runs `stage`, in a pipeline of `ranks` ranks.
     pub fn owner(self, ranks: u32, stage: u32) -> u32 {
         match (self, stage / ranks, stage % ranks) {
             (Self::V, chunk, place) if chunk % 2 == 1 => ranks - 1 - place,
@@ -79,7 +79,8 @@ impl Placement {
     }
 }
 
-/// An order of actions for every rank. Implement it for a schedule of your own; nothing here depends on the list below.
+/// An order of actions for every rank. You can implement this trait for your own schedule; checker, simulator and
+/// passes take any table.
 ///
 /// ```
 /// use gapless_parallel::{Action, Error, Kind, Schedule, Sends, Shape, check};
@@ -104,16 +105,16 @@ impl Placement {
 /// # Ok::<(), Error>(())
 /// ```
 pub trait Schedule {
-    /// The name used on the command line and in reports.
+    /// The name of the schedule on the command line and in reports.
     fn name(&self) -> &'static str;
 
-    /// The compute actions of each rank in order, indexed by rank.
+    /// Returns the compute actions of each rank in order, indexed by rank.
     ///
     /// # Errors
     /// Returns an error if the schedule does not exist for this shape.
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error>;
 
-    /// The same actions, with the pairs that are meant to run at the same time kept together.
+    /// Returns the same actions as cells. Two actions that are meant to run at the same time are one cell.
     ///
     /// # Errors
     /// Returns an error in the same cases as [`Schedule::actions`].
@@ -128,7 +129,7 @@ pub trait Schedule {
     }
 }
 
-/// Every rule-based schedule of this crate, in the order of its documentation.
+/// Returns every rule-based schedule of this crate, in the order of its documentation.
 pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     vec![
         Box::new(GPipe),
@@ -148,15 +149,16 @@ pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     ]
 }
 
-/// The schedules that make an order for given costs, here with equal costs.
+/// The schedules that search an order for given costs. Here their costs are equal.
 fn cost_based() -> [Box<dyn Schedule + Send + Sync>; 3] {
     [Box::new(Automatic::default()), Box::new(SearchedZb::default()), Box::new(SearchedZbv::default())]
 }
 
-/// The schedule with this name: a rule-based one, or [`Automatic`], [`SearchedZb`] or [`SearchedZbv`] with equal costs.
+/// Returns the schedule with this name: a rule-based one, or [`Automatic`], [`SearchedZb`] or [`SearchedZbv`] with
+/// equal costs.
 ///
 /// # Errors
-/// Returns [`Error::Unknown`], which lists the known names.
+/// Returns [`Error::Unknown`], which lists the known names, if no schedule has this name.
 pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
     let known = || all().into_iter().chain(cost_based());
     known().find(|schedule| schedule.name() == name).ok_or_else(|| {
@@ -166,11 +168,13 @@ pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
 }
 
 impl Shape {
-    /// The largest [`Self::extent`] for which a table is made, which takes some hundred megabytes, and seconds.
+    /// The largest [`Self::extent`] for which tables are generated. Such a table takes some hundred megabytes and some
+    /// seconds.
     pub const MAX_EXTENT: u32 = 1 << 21;
 
-    /// A measure of the work on a table: ranks × chunks × (micro-batches + ranks). Some rules fill and drain the
-    /// pipeline with as many additional micro-batches as there are ranks.
+    /// A measure of the work of generating a table: ranks × chunks × (micro-batches + ranks). The second summand of the
+    /// last factor is needed because some rules fill and drain the pipeline with as many additional micro-batches as
+    /// there are ranks.
     pub fn extent(&self) -> u128 {
         let &Self { ranks, chunks, micro_batches } = self;
         u128::from(ranks) * u128::from(chunks) * (u128::from(micro_batches) + u128::from(ranks))

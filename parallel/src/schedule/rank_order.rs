@@ -1,17 +1,18 @@
-//! The order of one rank while a generator writes it. It counts micro-batches per stage, so that a rule only asks for
-//! "a forward of this stage" and never names the micro-batch.
+//! The order of one rank while a generator writes it. Micro-batches are counted per stage, so that a rule only adds "a
+//! forward of this stage" and never names the micro-batch.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::{Action, Kind, StageId};
 
-/// The order of one rank under construction. The micro-batches of each stage and kind go in ascending order.
+/// The order of one rank under construction. Each stage runs its micro-batches in ascending order, for each kind of
+/// action.
 #[derive(Debug, Default)]
 pub(super) struct RankOrder {
     actions: Vec<Action>,
     forwards: BTreeMap<StageId, u32>,
     backwards: BTreeMap<StageId, u32>,
-    /// Input gradients whose weight gradients are still missing, oldest first.
+    /// Input gradients whose weight gradients have not been added yet, oldest first.
     pending: VecDeque<Action>,
 }
 
@@ -37,14 +38,14 @@ impl RankOrder {
         self.push(action)
     }
 
-    /// Adds W of the oldest I that has none yet, if there is one.
+    /// Adds the W of the oldest I that still lacks its W, if there is one.
     pub fn backward_weight(&mut self) {
         if let Some(input) = self.pending.pop_front() {
             self.push(Action { kind: Kind::BackwardWeight, ..input });
         }
     }
 
-    /// Adds W of the oldest I of `stage` that has none yet, if there is one.
+    /// Adds the W of the oldest I of `stage` that still lacks its W, if there is one.
     pub fn backward_weight_of(&mut self, stage: u32) {
         if let Some(at) = self.pending.iter().position(|input| input.stage.0 == stage) {
             self.pending.rotate_left(at);

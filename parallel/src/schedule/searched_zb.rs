@@ -1,10 +1,10 @@
 //! The automatic schedule of Qi et al. (arXiv 2401.10241, section 3): one chunk per rank, with an order that is
-//! searched for given costs and a given limit of activations. With a limit of P forwards it is their ZB-1p, with 2P
-//! their ZB-2p.
+//! searched for given costs and a limit on activations. With a limit of P forwards it is the authors' ZB-1p, with 2P
+//! forwards their ZB-2p.
 //!
 //! First comes a warm-up that is as long as time and memory allow. Then come rounds of at most one forward and one
-//! input gradient per rank, with weight gradients where a rank would wait or has to make room. Three choices are open.
-//! All eight combinations are tried, and the first of the shortest orders is taken.
+//! input gradient per rank. Weight gradients go where a rank would wait or has to free memory. Three choices are open.
+//! All eight combinations are tried, and the first of the shortest orders is returned.
 
 use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
@@ -13,15 +13,15 @@ use crate::{Action, Costs, Durations, Error, Kind};
 /// The searched zero-bubble schedule: ZB-1p, ZB-2p, and other limits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SearchedZb {
-    /// Costs that the order is made for, per stage. A single entry holds for all stages.
+    /// Costs per stage for which the order is searched. A single entry holds for all stages.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in forwards. The default is P, 1F1B's peak.
+    /// Most activations alive on any rank, in forwards. The default is P, the peak of 1F1B.
     pub peak: Option<u32>,
     /// The parts of a forward's activations that each gradient frees.
     pub saved: Saved,
 }
 
-/// One tick per action, 1F1B's peak.
+/// One tick per action, and the peak of 1F1B.
 impl Default for SearchedZb {
     fn default() -> Self {
         Self { costs: vec![Costs::default()], peak: None, saved: Saved::default() }
@@ -46,11 +46,11 @@ impl Schedule for SearchedZb {
 /// The choices that the search leaves open.
 #[derive(Debug, Clone, Copy)]
 struct Choices {
-    /// Whether the warm-up ends before the first input gradient arrives, rather than after.
+    /// True if the warm-up ends before the first input gradient arrives, false if it ends after.
     waits_for_first_input: bool,
-    /// Whether a rank leaves a forward out if it would hold up the next input gradient.
+    /// True if a rank leaves a forward out when that forward would delay the next input gradient.
     inputs_first: bool,
-    /// Whether a weight gradient is started even if the rank could afford to wait.
+    /// True if a weight gradient is run even in a gap that the rank could afford to wait through.
     eager: bool,
 }
 
@@ -64,7 +64,7 @@ impl Choices {
     }
 }
 
-/// One order that is being searched. Here the rank and its stage have the same number.
+/// One order under construction. A rank and its only stage have the same number.
 struct Search<'a> {
     growth: PartialOrders<'a>,
     setting: Setting<'a>,
@@ -82,7 +82,7 @@ impl<'a> Search<'a> {
         Some(search.growth)
     }
 
-    /// Adds forwards up to each rank's first input gradient, and that gradient.
+    /// Adds each rank's forwards up to its first input gradient, and that input gradient.
     fn warm_up(&mut self) -> Option<()> {
         let ranks = self.setting.shape.ranks;
         for rank in 0..ranks {
@@ -96,7 +96,7 @@ impl<'a> Search<'a> {
         (0..ranks).rev().try_for_each(|rank| self.growth.put(Kind::BackwardInput, rank))
     }
 
-    /// Number of forwards that each rank does between its first one and its first input gradient.
+    /// Returns the number of forwards that each rank runs between its first forward and its first input gradient.
     fn further_forwards(&self) -> Vec<u32> {
         let Setting { costs, shape, .. } = self.setting;
         let mut further = vec![0; shape.ranks as usize];
@@ -115,8 +115,8 @@ impl<'a> Search<'a> {
             }
             arrival = free.max(arrival) + costs.action(input) + costs.transfer(input);
         }
-        // Each rank does fewer than the one before it, which would hold it up otherwise, unless these are all there
-        // are.
+        // Each rank runs fewer forwards than the rank before it, which would otherwise delay it. The exception is a
+        // rank that runs all forwards there are.
         for rank in 1..further.len() {
             let before = further[rank - 1];
             let are_all = before.min(further[rank]) + 1 == shape.micro_batches;
@@ -125,11 +125,11 @@ impl<'a> Search<'a> {
         further
     }
 
-    /// Adds one input gradient of every rank, after at most one forward.
+    /// Adds one input gradient of every rank, each after at most one forward.
     fn round(&mut self) -> Option<()> {
         let Shape { ranks, micro_batches, .. } = *self.setting.shape;
         let overrun = Overrun { affordable: self.choices.eager, costly: true };
-        // If a rank leaves a forward out, the ranks before it need not deliver one.
+        // If a rank leaves out a forward, the ranks before it need not compute that forward's input.
         let first = (0..ranks).rev().find(|&rank| !self.wants_forward(rank)).map_or(0, |rank| rank + 1);
         for rank in first..ranks {
             self.growth.make_room(rank)?;
@@ -156,7 +156,8 @@ impl<'a> Search<'a> {
         if !self.choices.inputs_first || next == shape.ranks || done(rank) < done(next) + 2 {
             return true;
         }
-        // The next rank has enough to do, so a forward may wait until its input gradient has come, if that is worth it.
+        // The next rank has enough other work, so this rank's forward may wait for the input gradient if that gains
+        // time.
         let [forward, next_forward] = [rank, next].map(|rank| costs.action(Action::new(Kind::Forward, rank, 0)));
         let input = Action::new(Kind::BackwardInput, next, 0);
         let arrival = self.growth.free(next) + next_forward + costs.action(input) + costs.transfer(input);

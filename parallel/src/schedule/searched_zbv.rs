@@ -1,12 +1,12 @@
-//! The search of Qi et al. (arXiv 2401.10241, section 6) for two chunks per rank in the shape of a V: an order for
-//! given costs and a given limit of activations.
+//! The search of Qi et al. (arXiv 2401.10241, section 6) for two chunks per rank in the shape of a V. It searches an
+//! order for given costs and a limit on activations.
 //!
-//! First comes a warm-up that fills the V. Then come rounds of one input gradient and at most one forward per rank,
-//! with weight gradients where a rank would wait or has to make room. Two choices are tried both ways: whether weight
-//! gradients may overrun a gap before forwards, and before input gradients on the way up.
+//! First comes a warm-up that fills the V. Then come rounds of one input gradient and at most one forward per rank.
+//! Weight gradients go where a rank would wait or has to free memory. Whether weight gradients may overrun a gap is
+//! tried both ways, once for gaps before forwards and once for gaps before input gradients on the way up.
 //!
-//! Each attempt measures how long every rank has waited. In the next attempt, a rank that waited less than the longest
-//! may wait longer by the difference. This repeats as long as it helps.
+//! Each attempt measures how long every rank has waited. In the next attempt, a rank that waited less than the
+//! longest-waiting rank may wait longer by the difference. This repeats as long as it helps.
 
 use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
@@ -15,16 +15,16 @@ use crate::{Action, Costs, Durations, Error, Kind};
 /// The searched ZBV schedule, for costs that are not all equal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SearchedZbv {
-    /// Costs that the order is made for, per stage. As in the authors' code, the median of each kind of ticks holds for
-    /// all stages, since the warm-up assumes that all ranks are equally fast.
+    /// Costs per stage for which the order is searched. As in the authors' code, the median of each kind of costs is
+    /// used for all stages, since the warm-up assumes that all ranks are equally fast.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in forwards of one chunk. The default is 2P, 1F1B's peak.
+    /// Most activations alive on any rank, in forwards of one chunk. The default is 2P, the peak of 1F1B.
     pub peak: Option<u32>,
     /// The parts of a forward's activations that each gradient frees.
     pub saved: Saved,
 }
 
-/// One tick per action, 1F1B's peak.
+/// One tick per action, and the peak of 1F1B.
 impl Default for SearchedZbv {
     fn default() -> Self {
         Self { costs: vec![Costs::default()], peak: None, saved: Saved::default() }
@@ -52,7 +52,7 @@ impl Schedule for SearchedZbv {
     }
 }
 
-/// The median of each kind of ticks.
+/// The median over all stages, for each kind of costs.
 fn middle(costs: &[Costs]) -> Costs {
     let averaged = |ticks: fn(&Costs) -> u64| {
         let mut all: Vec<u64> = costs.iter().map(ticks).collect();
@@ -68,13 +68,14 @@ fn middle(costs: &[Costs]) -> Costs {
     }
 }
 
-/// Where a weight gradient that is longer than the gap is started, if waiting would make the rank the one that waits
-/// longest.
+/// Whether a weight gradient is run in a gap that is shorter, if waiting through the gap would make the rank the one
+/// that waits longest. There is one choice for each kind of action after the gap.
 #[derive(Debug, Clone, Copy)]
 struct Choices {
-    /// Before input gradients on the way up. Before those on the way down it always is.
+    /// For gaps before input gradients on the way up. Before input gradients on the way down, the weight gradient is
+    /// always run.
     input_up: bool,
-    /// Before forwards.
+    /// For gaps before forwards.
     forward: bool,
 }
 
@@ -85,7 +86,7 @@ impl Choices {
     }
 }
 
-/// One order that is being searched.
+/// One order under construction.
 struct Search<'a> {
     growth: PartialOrders<'a>,
     setting: Setting<'a>,
@@ -93,7 +94,8 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    /// Repeats the search, each time with what the attempt before has measured, until an attempt is no better.
+    /// Repeats the search until an attempt is no better than the one before. Each attempt uses the waiting times that
+    /// the one before has measured.
     fn improve(setting: Setting<'a>, choices: Choices) -> Option<PartialOrders<'a>> {
         let mut best = Self::run(setting, choices, Vec::new())?;
         loop {
@@ -115,8 +117,9 @@ impl<'a> Search<'a> {
         Some(search.growth)
     }
 
-    /// Adds forwards only: the first micro-batch goes down and up the ranks, with others after it while it is on other
-    /// ranks. Then forwards follow until every rank has begun as many chunks as the first.
+    /// Adds forwards only. The first micro-batch goes down and up the ranks; while it is on other ranks, a rank runs
+    /// forwards of later micro-batches. Then forwards follow until every rank has begun as many chunks as the first
+    /// rank.
     fn warm_up(&mut self) -> Option<()> {
         let Shape { ranks, micro_batches, .. } = *self.setting.shape;
         for rank in 0..ranks {
@@ -124,7 +127,8 @@ impl<'a> Search<'a> {
         }
         for rank in (0..ranks).rev() {
             let forward = self.setting.costs.action(Action::new(Kind::Forward, self.down(rank), 0));
-            // A further forward of every rank up to here costs each of them two on the way of the first micro-batch.
+            // A forward is added on this rank and all ranks before it if it ends before the first micro-batch comes
+            // back up, and if there is room for two forwards per rank of the remaining way.
             while self.growth.arrival(Kind::Forward, self.up(rank))? >= self.growth.free(rank) + forward
                 && self.growth.room(rank) >= 2 * u64::from(rank) + 2
                 && self.growth.done(Kind::Forward, self.down(rank)) < micro_batches
@@ -148,7 +152,7 @@ impl<'a> Search<'a> {
         Some(())
     }
 
-    /// True if the rank has begun fewer chunks than the one before it, or could still pass something up to it.
+    /// True if the rank has begun fewer chunks than the rank before it, or has a chunk that could go up to that rank.
     fn is_behind(&self, rank: u32) -> bool {
         let [before, here] = [rank - 1, rank]
             .map(|rank| [self.down(rank), self.up(rank)].map(|stage| self.growth.done(Kind::Forward, stage)));
@@ -180,7 +184,8 @@ impl<'a> Search<'a> {
         self.growth.put(kind, stage)
     }
 
-    /// True if the next input gradient is one of the way up; one of the way down comes first as soon as it has arrived.
+    /// True if the next input gradient is on the way up. An input gradient on the way down comes first as soon as its
+    /// input has arrived.
     fn next_input_goes_up(&self, rank: u32) -> bool {
         let done = |stage| self.growth.done(Kind::BackwardInput, stage);
         let (up, down) = (done(self.up(rank)), done(self.down(rank)));
@@ -188,7 +193,7 @@ impl<'a> Search<'a> {
         down >= up || !has_arrived && up < self.setting.shape.micro_batches
     }
 
-    /// The stage of the next forward; one of the way up comes first as soon as it has arrived.
+    /// Returns the stage of the next forward. A forward on the way up comes first as soon as its input has arrived.
     fn next_forward(&self, rank: u32) -> Option<u32> {
         let (down, up) = (self.down(rank), self.up(rank));
         let done = |stage| self.growth.done(Kind::Forward, stage);
@@ -196,8 +201,8 @@ impl<'a> Search<'a> {
         if done(up) < done(down) && has_arrived(up) {
             return Some(up);
         }
-        // Once everything that went down has also gone up, a forward downwards is due. If it has not arrived, the
-        // search fails.
+        // If every micro-batch that went down has also come up, a forward on the way down is due. If its input has not
+        // arrived, the search fails.
         (done(down) < self.setting.shape.micro_batches && (done(up) >= done(down) || has_arrived(down))).then_some(down)
     }
 

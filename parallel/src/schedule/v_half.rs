@@ -4,8 +4,8 @@ use super::v_pattern::{self, Pattern};
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Error};
 
-/// The V-Half schedule: each micro-batch goes down the ranks at half speed and up at full speed, forwards and backwards
-/// alike. Peak: about half of 1F1B's, on every rank.
+/// The V-Half schedule: each micro-batch goes down the ranks at half speed and up at full speed, in the forward and in
+/// the backward direction. Peak: about half of 1F1B's, on every rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct VHalf;
 
@@ -24,8 +24,8 @@ impl Schedule for VHalf {
     }
 }
 
-/// The slots of micro-batch 0 on rank `r`. If the number of ranks is even, the turn needs three idle slots; otherwise
-/// two of the pattern's slots would coincide modulo six.
+/// The slots of micro-batch 0 on rank `r`. If the number of ranks is even, the turn at the last rank needs three idle
+/// slots; without them, two of the pattern's slots would coincide modulo six.
 fn pattern(ranks: u32, r: u32) -> Pattern {
     let turn = if ranks.is_multiple_of(2) { 3 } else { 0 };
     [2 * r, 3 * ranks - r - 2, 3 * ranks + turn + 2 * r - 1, 6 * ranks + turn - r - 2]

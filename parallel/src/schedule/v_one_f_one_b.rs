@@ -1,8 +1,8 @@
 //! 1F1B in the shape of a V, from the same family as V-Half and V-Min (Qi et al., arXiv 2405.15362). It needs two
 //! thirds of 1F1B's memory without splitting backwards.
 //!
-//! Like the rest of the V family, it repeats the slots of one micro-batch every six slots. Here a backward is whole and
-//! fills two consecutive slots, so only the warm-up is squeezed and nothing goes into holes.
+//! Like the rest of the V family, it repeats the slots of one micro-batch every six slots. A backward is whole and
+//! fills two consecutive slots. So there are no weight gradients to fill holes with; only the warm-up is squeezed.
 
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Error, Kind};
@@ -10,8 +10,9 @@ use crate::{Action, Error, Kind};
 /// Slots per micro-batch: for each of two chunks, one for a forward and two for a backward.
 const PERIOD: usize = 6;
 
-/// Each micro-batch goes down and up the ranks at full speed. So does its backward, except for three idle slots after
-/// every third rank, where it would collide with other micro-batches. Peak: ⌈(2P+1)/3⌉ micro-batches.
+/// The V-1F1B schedule: each micro-batch goes down and up the ranks at full speed. The backward does so too, except for
+/// three idle slots after every third rank, where it would collide with other micro-batches. Peak: ⌈(2P+1)/3⌉
+/// micro-batches.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct VOneForwardOneBackward;
 
@@ -48,18 +49,18 @@ impl Pass {
         matches!(self, Self::ForwardDown | Self::ForwardUp)
     }
 
-    /// True if it goes from rank 0 to the last one.
+    /// True if the pass goes from rank 0 to the last rank.
     fn descends(self) -> bool {
         matches!(self, Self::ForwardDown | Self::BackwardUp)
     }
 
-    /// Number of slots that it takes.
+    /// Number of slots of the pass.
     fn length(self) -> usize {
         if self.is_forward() { 1 } else { 2 }
     }
 
-    /// Its slot for micro-batch 0. If the number of ranks is divisible by three, the turn needs three idle slots;
-    /// otherwise two of the pattern's slots would coincide modulo six.
+    /// The first slot of the pass for micro-batch 0. If the number of ranks is divisible by three, the turn at the last
+    /// rank needs three idle slots; without them, two of the pattern's slots would coincide modulo six.
     fn first(self, ranks: usize, rank: usize) -> usize {
         let turn = if ranks.is_multiple_of(3) { 3 } else { 0 };
         let backward = |nth: usize| 2 * ranks + turn + 2 * nth + 3 * ((nth + [1, 0, 2][ranks % 3]) / 3);
@@ -94,7 +95,8 @@ impl Slots {
         Self { ranks: ranks.collect() }
     }
 
-    /// Moves everything, in order of time, to an earlier place that its inputs allow, without raising the peak.
+    /// Moves every pass, in order of time, to the earliest place that its inputs allow and that does not raise the
+    /// peak.
     fn squeeze(&mut self) {
         let peak = self.ranks.iter().flat_map(|rank| &rank.live).copied().max().unwrap_or_default();
         let mut uses: Vec<(usize, usize, Pass, usize)> = Vec::new();
@@ -116,7 +118,7 @@ impl Slots {
         }
     }
 
-    /// The first slot after everything that this pass needs, and after the same pass of the micro-batch before.
+    /// The first slot after every pass that this one depends on, and after the same pass of the micro-batch before.
     fn earliest(&self, rank: usize, pass: Pass, index: usize) -> usize {
         let end = |rank: usize, pass: Pass, index| self.ranks[rank].starts[pass as usize][index] + pass.length();
         let neighbour = if pass.descends() { rank.checked_sub(1) } else { Some(rank + 1) };
@@ -171,12 +173,12 @@ impl RankSlots {
         Self { starts, taken, live }
     }
 
-    /// The first of two consecutive free slots.
+    /// Returns the first of two consecutive free slots.
     fn place_backward(&self, earliest: usize, start: usize) -> usize {
         (earliest..start).find(|&slot| !self.taken[slot] && !self.taken[slot + 1]).unwrap_or(start)
     }
 
-    /// The first free slot from which on one more chunk can be alive without exceeding `peak`.
+    /// Returns the first free slot from which on one more chunk can be alive without exceeding `peak`.
     fn place_forward(&self, earliest: usize, start: usize, peak: u32) -> usize {
         let full = (earliest..start).rev().find(|&slot| self.live[slot] >= peak);
         let from = full.map_or(earliest, |slot| slot + 1);

@@ -1,8 +1,8 @@
 //! The V family of arXiv 2405.15362: the slots of one micro-batch are repeated every six slots and squeezed, and weight
 //! gradients go into the remaining holes.
 //!
-//! In: the slots of micro-batch 0 (section 3). Out: each rank's order. The slots only determine the order, so the costs
-//! of the actions have no effect.
+//! In: the slots of micro-batch 0 (section 3 of the paper). Out: each rank's order. The slots only determine the order,
+//! so the costs of the actions have no effect.
 
 use super::{Placement, Shape};
 use crate::{Action, Kind};
@@ -18,8 +18,8 @@ pub(super) fn unroll(shape: &Shape, pattern: fn(u32, u32) -> Pattern) -> Vec<Vec
     let ranks = (0..shape.ranks).map(|r| RankSlots::repeat(pattern(shape.ranks, r), shape.micro_batches));
     let mut table = Slots { ranks: ranks.collect() };
 
-    // First with the weight gradients in place, so that the warm-up closes up. Then without, so that they don't hold up
-    // the drain.
+    // The passes are moved twice. The first time, weight gradients have slots, so that the warm-up closes up. The
+    // second time they don't, so that they don't delay the drain.
     table.fill_holes();
     table.pull_forward(Weights::Placed);
     table.run_eagerly();
@@ -39,7 +39,7 @@ enum Pass {
     ForwardUp,
     InputUp,
     InputDown,
-    /// W of either chunk, in the order of the input gradients, numbered 0..2M.
+    /// W of either chunk, numbered 0..2M in the order of the input gradients.
     Weight,
 }
 
@@ -63,7 +63,7 @@ impl Pass {
         }
     }
 
-    /// The pass of the same micro-batch on the same rank that must come before.
+    /// The pass of the same micro-batch on the same rank that must come before this one, if any.
     fn before(self) -> Option<Self> {
         match self {
             Self::ForwardDown | Self::Weight => None,
@@ -77,9 +77,9 @@ impl Pass {
 /// The treatment of weight gradients while other passes are moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Weights {
-    /// They have slots of their own, and are moved too.
+    /// Weight gradients have slots of their own, and are moved too.
     Placed,
-    /// Each takes the first free slot after its input gradient.
+    /// Each weight gradient takes the first free slot after its input gradient.
     InHoles,
 }
 
@@ -123,7 +123,7 @@ impl Slots {
     }
 
     /// Moves each use, in order of time, into the first free slot that its dependencies allow and that does not raise
-    /// the peak. The steady state in the middle is left as it is.
+    /// the peak. The steady state in the middle stays unchanged.
     fn pull_forward(&mut self, weights: Weights) {
         let peak = self.ranks.iter().map(|rank| rank.peak(weights)).max().unwrap_or_default();
         let last = self.ranks[0].slots[Pass::ForwardDown as usize].len() - 1;
@@ -137,7 +137,7 @@ impl Slots {
         let mut phase = Phase::WarmUp;
 
         for Use { slot, rank, pass, index } in self.uses() {
-            // The steady state lasts from where rank 0 finishes its first micro-batch to where it starts its last one.
+            // The steady state begins when rank 0 finishes its first micro-batch, and ends when it starts its last one.
             if phase == Phase::WarmUp && pass == Pass::InputDown && rank == 0 {
                 phase = Phase::Steady;
             }
@@ -176,12 +176,11 @@ impl Slots {
         [received, before, previous, input].into_iter().flatten().max().map_or(0, |latest| latest + 1)
     }
 
-    /// Keeps each rank's order and lets every use start as soon as it can, in one slot each, so that idle slots close
-    /// up.
+    /// Closes up idle slots: keeps each rank's order and lets every use start as soon as it can, in one slot each.
     fn run_eagerly(&mut self) {
         let mut next_free = vec![0; self.ranks.len()];
         for Use { rank, pass, index, .. } in self.uses() {
-            // Uses are visited in order of time, so everything that this one depends on has its new slot already. A
+            // Uses are visited in order of time, so all uses that this one depends on have their new slots already. A
             // weight gradient depends only on its rank's order.
             let start = match pass {
                 Pass::Weight => next_free[rank],
@@ -230,8 +229,9 @@ impl RankSlots {
         timeline
     }
 
-    /// The slots for weight gradients, with the kind of input gradient that each belongs to: free slots after the input
-    /// gradient, then slots past the end. The chunk on the way up goes first, as its input gradients do.
+    /// Returns the slots for weight gradients, each with the kind of input gradient that it belongs to. Free slots
+    /// after the input gradient come first, then slots past the end. The chunk on the way up comes first, since its
+    /// input gradients do.
     fn holes(&self) -> Vec<(u32, Pass)> {
         let mut holes = Vec::new();
         let (mut up, mut down) = (0, 0);

@@ -4,7 +4,7 @@ use super::{Schedule, Shape, interleaved_zero_bubble};
 use crate::{Action, Error};
 
 /// The ZB-H1 schedule: the interleaved zero-bubble order with one chunk per rank. Bubble: (P−1)(f+b−w). Peak: min(M, P)
-/// on every rank.
+/// micro-batches on every rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ZbH1;
 

@@ -4,11 +4,11 @@ use super::rank_order::RankOrder;
 use super::{Schedule, Shape};
 use crate::{Action, Error};
 
-/// The ZB-H2 schedule: a warm-up of min(M, 2(P−1−r)+1) forwards; then per micro-batch I, W from the 2r-th on, and F
+/// The ZB-H2 schedule: a warm-up of min(M, 2(P−1−r)+1) forwards; then per micro-batch I, from the 2r-th on W, and F
 /// while any is left. Peak: min(M, 2P−1) micro-batches.
 ///
-/// It pays only if the optimizer does not wait for all ranks. With a synchronous optimizer, ZB-H1 is as fast with half
-/// the memory.
+/// This schedule pays only if the optimizer does not wait for all ranks. With a synchronous optimizer, ZB-H1 is as fast
+/// with half the memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ZbH2;
 

@@ -4,7 +4,7 @@ use super::rank_order::RankOrder;
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Error};
 
-/// The ZBV schedule. Peak: P micro-batches on every rank from M = 2P−1 on, and min(2P, 2M, M+r+1)/2 below. There is no
+/// The ZBV schedule. Peak: P micro-batches on every rank if M ≥ 2P−1, otherwise min(2P, 2M, M+r+1)/2. There is no
 /// bubble within a rank's own span if F, I and W take the same time.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Zbv;
@@ -20,7 +20,8 @@ impl Schedule for Zbv {
 
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
         shape.check_chunks(self.name(), 2)?;
-        // The warm-up alone holds 2P − 1 micro-batches. A smaller batch leaves gaps where the missing ones would be.
+        // The warm-up alone takes 2P − 1 micro-batches. A smaller batch leaves gaps in place of the micro-batches that
+        // it lacks.
         let micro_batches = shape.micro_batches.max(2 * shape.ranks - 1);
         let rank = |r: u32| {
             let mut actions = rank_actions(shape.ranks, r, micro_batches);

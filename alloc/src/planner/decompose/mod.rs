@@ -1,4 +1,4 @@
-//! Smaller problems: parts that do not meet, and regions of the arena that keep to a few sizes.
+//! Smaller problems: parts that share no clique, and regions of the arena for items of a few sizes.
 
 pub(crate) mod parts;
 pub(crate) mod regions;

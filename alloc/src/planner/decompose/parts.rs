@@ -1,17 +1,16 @@
 //! The problem in the form that the searches work on.
 //!
 //! In: a checked [`Problem`]. Out: [`Part`]s that can be planned separately and whose plans add up to a plan of the
-//! whole. Never: a decision that could cost height. The four steps are all exact:
+//! whole. Never: a decision that could cost height. All four steps are exact:
 //!
-//! 1. Sizes are rounded up to the greatest common divisor of the alignments, since nothing can start in between (unless
-//!    a forbidden range does). An alignment that divides all sizes and pins is then met by every stack of buffers, and
-//!    is dropped.
-//! 2. Groups become one item each, as if all members lived as long as the group (`features/groups.rs` plans those that
-//!    don't).
-//! 3. Ticks become *cliques*: the maximal sets of buffers alive together, numbered in time. Two buffers overlap in time
-//!    exactly when they share a clique, and between two cliques births and deaths may come in any order.
-//! 4. The problem is split where no item is alive across a clique boundary. Items alive throughout a part go to its
-//!    bottom, and the rest may be split again.
+//! 1. Sizes are rounded up to the greatest common divisor of the alignments, since no buffer can start in between
+//! (unless a forbidden range does). If an alignment divides all sizes and pins, every stack of buffers satisfies it,
+//! and it is dropped. 2. Each group becomes one item, as if all its members lived as long as the group
+//! (`features/groups.rs` plans groups whose members don't). 3. Ticks become *cliques*: the maximal sets of buffers
+//! alive together, numbered in order of time. Two buffers overlap in time exactly when they share a clique. Between two
+//! cliques, the order of births and deaths doesn't matter. 4. The problem is split wherever no item is alive on both
+//! sides of a clique boundary. Items alive throughout a part go to its bottom, and the rest of the part may be split
+//! again.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -30,7 +29,7 @@ pub(crate) struct Item {
     pub start: u32,
     pub end: u32,
     pub bytes: u64,
-    /// The alignment, or 1 if any stack of items keeps it anyway.
+    /// The alignment, or 1 if every stack of items satisfies it anyway.
     pub alignment: u64,
 }
 
@@ -48,7 +47,7 @@ impl Item {
 /// Items that share no clique with those of any other part.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Part {
-    /// Sorted by start, then longest first.
+    /// Sorted by start; of items that start together, the longest-lived comes first.
     pub items: Vec<Item>,
     /// For each item, its index in [`Whole::sources`].
     pub sources: Vec<u32>,
@@ -58,11 +57,11 @@ pub(crate) struct Part {
     pub forbidden: Vec<u32>,
     /// Number of cliques.
     pub cliques: u32,
-    /// Bytes below the part, taken by items that are alive throughout.
+    /// Bytes below the part, taken by items that are alive throughout the part.
     pub base: u64,
     /// Lower bound of the part's height, see [`Part::height_bound`].
     pub bound: u64,
-    /// Every height is a multiple of this.
+    /// The height of every plan is a multiple of this.
     pub grain: u64,
 }
 
@@ -90,18 +89,19 @@ pub(crate) enum Source {
 pub(crate) struct Whole {
     pub parts: Vec<Part>,
     pub sources: Vec<Source>,
-    /// `(source, offset)` of the items that went to the bottom of their part.
+    /// `(source, offset)` of the items that were moved to the bottom of their part.
     pub bottom: Vec<(u32, u64)>,
-    /// The most bytes that rounding added to one item. A bound for the rounded items is too high by at most this.
+    /// The most bytes that rounding added to one item. A bound computed from rounded sizes is too high by at most this.
     pub padding: u64,
 }
 
-/// Number of times that a part is stripped and split again. Deeper nesting is left to the searches.
+/// How often the items that are alive throughout a part are removed and the rest is split again. Deeper nesting is left
+/// to the searches.
 const DEPTH: u32 = 8;
 
 impl Whole {
-    /// Splits a problem. With `rounded`, sizes are rounded up as far as the alignments allow. That makes items simpler,
-    /// but a plan may end too high by the bytes added to the item on top.
+    /// Splits a problem. If `rounded`, sizes are rounded up as far as the alignments allow. That simplifies the items,
+    /// but a plan may be too high by the bytes added to its topmost item.
     pub fn new(problem: &Problem, rounded: bool) -> Self {
         let Table { lifetimes, mut items, sources, pins, padding } = table(problem, rounded);
         let mut whole = Self { parts: Vec::new(), sources, bottom: Vec::new(), padding };
@@ -119,8 +119,8 @@ impl Whole {
                 let to = members.iter().map(|&i| items[i as usize].end).max().unwrap_or(from);
                 let spans = |i: u32| items[i as usize].start == from && items[i as usize].end == to;
                 let loose = |i: u32| items[i as usize].alignment == 1 && pin(i).is_none();
-                // Of the items that start first, the longest comes first in the list. So if it doesn't span the part,
-                // none does.
+                // Among the items that start first, the longest-lived comes first in the list. So if that one doesn't
+                // span the part, no item does.
                 if depth == DEPTH || !spans(first) || !members.iter().all(|&i| loose(i)) {
                     whole.parts.push(Part::new(&items, &whole.sources, members, pin, from..to, base));
                     continue;
@@ -154,7 +154,7 @@ impl Part {
             Item { start: item.start - cliques.start, end: item.end - cliques.start, ..item }
         };
         let items = sources.iter().map(shifted).collect();
-        // Only parts that were never stripped hold pins, so that their base is 0.
+        // A part holds pins only if no items were moved to its bottom, so its base is 0.
         let pins: Vec<(u32, u64)> = (0..).zip(&sources).filter_map(|(k, &i)| Some((k, pin(i)?))).collect();
         let is_forbidden = |k: &u32| kinds[sources[*k as usize] as usize] == Source::Forbidden;
         let forbidden = pins.iter().map(|pin| pin.0).filter(is_forbidden).collect();
@@ -167,7 +167,7 @@ impl Part {
         Self { items, cliques, ..Self::default() }.measured()
     }
 
-    /// Fills in the bound and the grain.
+    /// Computes the bound and the grain.
     fn measured(self) -> Self {
         let sizes = self.items.iter().map(|item| gcd(item.bytes, if item.alignment == 1 { 0 } else { item.alignment }));
         let grain = sizes.chain(self.pins.iter().map(|pin| pin.1)).fold(0, |grain, size| gcd(size, grain)).max(1);
@@ -176,7 +176,7 @@ impl Part {
 
     /// Bytes alive in each clique.
     pub fn live(&self) -> Vec<u64> {
-        // Differences wrap around and back: the sums are at most the live bytes.
+        // Differences may wrap around; the running sums undo that, since no sum exceeds the live bytes.
         let mut live = vec![0u64; self.cliques as usize + 1];
         let mut add = |item: Item, bytes: u64| {
             live[item.start as usize] = live[item.start as usize].wrapping_add(bytes);
@@ -194,8 +194,8 @@ impl Part {
         live
     }
 
-    /// The maximum of two bounds: for each clique, the height at which the space between the pins holds the rest; and
-    /// the ends of the pins.
+    /// The maximum of two bounds: the highest end of a pin, and the height at which the space between the pins holds
+    /// all other live items, in the clique where that height is largest.
     fn height_bound(&self) -> u64 {
         let live = self.live();
         let bound = live.iter().copied().max().unwrap_or(0);
@@ -219,7 +219,8 @@ impl Part {
         Placement { height, offsets }
     }
 
-    /// True if the items of a clique form a plan in any stack: nothing is pinned, and no alignment leaves gaps.
+    /// True if the items of a clique form a plan in any order when stacked: nothing is pinned, and no alignment leaves
+    /// gaps.
     pub fn is_free(&self) -> bool {
         self.pins.is_empty() && self.items.iter().all(|item| item.alignment == 1)
     }
@@ -298,7 +299,7 @@ fn table(problem: &Problem, rounded: bool) -> Table {
         table.push(Source::Forbidden, &whole_time, range.end - range.start, 1, Some(range.start));
         grain = gcd(gcd(grain, range.start), range.end);
     }
-    // All items come to rest at multiples of the grain, once it includes the alignments that can push items off it.
+    // All offsets are multiples of the grain once it includes every alignment that can push items off the grain.
     while let Some(item) = table.items.iter().find(|item| grain % item.alignment != 0 && item.alignment % grain != 0) {
         grain = gcd(grain, item.alignment);
     }
@@ -317,10 +318,10 @@ pub(crate) fn gcd(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-/// Step 3: fills in `start` and `end` of the items; returns the number of cliques.
+/// Step 3: sets the `start` and `end` of the items and returns the number of cliques.
 pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
     let last = lifetimes.iter().map(|l| l.1).max().unwrap_or(0);
-    // Ticks as small numbers: the ticks themselves if they are small, otherwise their ranks.
+    // Small numbers stand for the ticks: the ticks themselves if these are small, otherwise their ranks.
     let ticks: Option<Vec<u64>> = (last > 4 * lifetimes.len() as u64 + 1024).then(|| {
         let mut ticks: Vec<u64> = lifetimes.iter().flat_map(|l| [l.0, l.1]).collect();
         ticks.par_sort_unstable();
@@ -369,7 +370,7 @@ fn by_start(items: &[Item], cliques: u32) -> Vec<u32> {
     order.entries
 }
 
-/// Cuts `members` (sorted by start) wherever no item is alive across.
+/// Cuts `members` (sorted by start) wherever no item is alive on both sides of the cut.
 fn split(items: &[Item], members: Vec<u32>) -> Vec<Vec<u32>> {
     let (mut segments, mut from, mut reach) = (Vec::new(), 0, 0);
     for (position, &i) in members.iter().enumerate() {

@@ -1,14 +1,15 @@
 //! One region of the arena per size.
 //!
-//! At a fullest clique, any order of its items leaves no gap. So each size can have a region with as many bytes as it
-//! has there. Items of one size take turns in the slots of their region, and each region is planned separately. Two
-//! kinds of items are left out and go to what the regions leave idle at other times:
+//! At a fullest clique, items in any order leave no gap. So each size can have a region that is as large as the size's
+//! live bytes at that clique. Items of one size take turns in the slots of their region, and each region is planned
+//! separately. Two kinds of items get no place in a region, and later use bytes that the regions leave idle at other
+//! times:
 //!
-//! - sizes that no fullest clique has;
-//! - the shortest-lived items of a size, wherever more of it are alive than its region holds.
+//! - items of sizes that occur at no fullest clique;
+//! - the shortest-lived items of a size, wherever more of its items are alive than fit into the region.
 //!
-//! If there are several fullest cliques, a size may have more bytes at one of them than at another. Then it shares its
-//! region with sizes that have fewer there.
+//! If there are several fullest cliques, a size may have more live bytes at one of them than at another. Such a size
+//! shares its region with sizes for which the opposite holds.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,14 +21,15 @@ use crate::planner::budget::Budget;
 /// The items of one region, which are planned separately.
 #[derive(Debug)]
 pub(crate) struct Region {
-    /// The items as a part, whose bound is the height of the region.
+    /// The region's items as a part of their own. The bound of that part is the height of the region.
     pub part: Part,
-    /// Number of each item in the whole part.
+    /// Index in the whole part of each item.
     pub members: Vec<u32>,
 }
 
-/// The regions of a part, those that are full for longest first. With `whole`, sizes also share a region if that avoids
-/// leaving items out. There are none if the part has pins or alignments, or if the budget is spent.
+/// Returns the regions of a part, those whose bytes are in use for longest first. If `whole`, sizes also share a region
+/// when that avoids leaving items out. Returns no regions if the part has pins or alignments, if no partner is found
+/// for a class that needs one, or if the budget is spent.
 pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Region> {
     if !part.is_free() {
         return Vec::new();
@@ -69,11 +71,11 @@ struct Class {
     members: Vec<u32>,
     /// The greatest common divisor of the sizes.
     grid: u64,
-    /// Bytes alive at each of the fullest cliques.
+    /// Live bytes of the class at each of the fullest cliques.
     at_full: Vec<u64>,
 }
 
-/// The class to share a region with: a size that has no region yet, or a class that has one.
+/// The partner that a class shares its region with: a size that has no region yet, or a class that has one.
 #[derive(Debug, Clone, Copy)]
 enum Partner {
     Size(usize),
@@ -96,12 +98,12 @@ impl Class {
         Self { grid: members.iter().map(|&i| part.items[i as usize].bytes).fold(0, gcd), members, at_full }
     }
 
-    /// True if the class has equally many bytes at all of the fullest cliques.
+    /// True if the class has the same number of live bytes at all of the fullest cliques.
     fn is_level(&self) -> bool {
         self.at_full.windows(2).all(|pair| pair[0] == pair[1])
     }
 
-    /// Most bytes alive at once.
+    /// The most bytes of the class that are alive at once.
     fn most(&self, part: &Part) -> u64 {
         self.part(part).bound
     }
@@ -117,9 +119,10 @@ impl Class {
         self.at_full.iter_mut().zip(other.at_full).for_each(|(bytes, more)| *bytes += more);
     }
 
-    /// Chooses the partner to share the region with. The best one makes this class level and, if `whole` asks for
-    /// it, needs no more bytes in between. If there is none and this class is not level, any partner will do. Sizes come
-    /// first, by the coarsest common grid, then classes, those of the smallest items first.
+    /// Chooses the partner that this class shares its region with. A good partner makes the class level; if `whole`, the
+    /// two together must also never need more bytes between the fullest cliques. Without a good partner, a class that is
+    /// not level takes the first candidate. Candidates are sizes, the coarsest common grid first, then classes, those of
+    /// the smallest items first.
     fn partner(&self, part: &Part, whole: bool, sizes: &[Self], classes: &[Self]) -> Option<Partner> {
         let mut by_grid: Vec<usize> = (0..sizes.len()).collect();
         sort_by_key(&mut by_grid, |&index| Reverse((gcd(self.grid, sizes[index].grid), sizes[index].grid)));
@@ -140,8 +143,8 @@ impl Class {
         first.filter(|_| !self.is_level())
     }
 
-    /// The region of the class. Wherever more bytes are alive than at the fullest cliques, the shortest-lived items are
-    /// left out.
+    /// Returns the region of the class. Wherever more bytes are alive than at the fullest cliques, the shortest-lived
+    /// items are left out.
     fn trimmed(self, whole: &Part, full: &[u32]) -> Region {
         let items: Vec<Item> = self.members.iter().map(|&i| whole.items[i as usize]).collect();
         let room = self.at_full[0];
@@ -156,7 +159,7 @@ impl Class {
                 by_length.remove(&(length, gone));
                 bytes -= items[gone].bytes;
             }
-            // An item alive in a fullest clique stays.
+            // An item that is alive in a fullest clique is never left out.
             let next = full.partition_point(|&clique| clique < item.start);
             let length = full.get(next).filter(|&&clique| clique < item.end).map_or(item.cliques(), |_| u32::MAX);
             by_length.insert((length, k));
@@ -178,7 +181,7 @@ impl Class {
 }
 
 impl Region {
-    /// Cliques for which a byte of the region is in use, on average.
+    /// Average number of cliques for which a byte of the region is in use.
     fn fullness(&self) -> u64 {
         let area: u128 = self.part.items.iter().map(|item| u128::from(item.bytes) * u128::from(item.cliques())).sum();
         (area / u128::from(self.part.bound.max(1))) as u64
@@ -203,8 +206,8 @@ mod tests {
         regions.into_iter().map(|region| (region.part.bound, region.members)).collect()
     }
 
-    /// The items of size 4 take turns. The second one of size 2 is born before the first has died, so either one of the
-    /// two is left out, or they use what items of size 1 leave.
+    /// The two items of size 4 take turns. The two items of size 2 overlap in time. So either one of them is left out,
+    /// or they share a region with the items of size 1.
     #[test]
     fn sizes_that_need_more_in_between_are_cut_or_share_a_region() {
         let rows = [(0, 1, 4), (0, 2, 2), (0, 1, 1), (0, 1, 1), (1, 3, 2), (2, 3, 4), (2, 3, 1), (2, 3, 1)];
@@ -212,21 +215,21 @@ mod tests {
         assert_eq!(regions_of(&rows, false), [(4, vec![0, 5]), (2, vec![4]), (2, vec![2, 3, 6, 7])]);
     }
 
-    /// The items of sizes 3 and 1 live throughout and keep their regions. The second one of size 2 needs what the first
-    /// one of size 7 leaves, so these sizes share a region.
+    /// The items of sizes 3 and 1 live throughout and keep their regions. The second item of size 2 needs bytes that
+    /// the first item of size 7 frees, so sizes 2 and 7 share a region.
     #[test]
     fn one_that_leaves_enough_is_enough() {
         let rows = [(0, 1, 7), (0, 3, 3), (0, 3, 1), (0, 2, 2), (1, 3, 2), (2, 3, 7)];
         assert_eq!(regions_of(&rows, true), [(3, vec![1]), (1, vec![2]), (9, vec![0, 3, 4, 5])]);
     }
 
-    /// If no smaller size is left, the class before takes in the smallest.
+    /// If no smaller size is left as a partner, the smallest size joins the class found before.
     #[test]
     fn the_smallest_may_join_a_larger_size() {
         assert_eq!(regions_of(&[(0, 1, 2), (0, 2, 1), (1, 3, 1), (2, 3, 2)], true), [(3, vec![0, 1, 2, 3])]);
     }
 
-    /// Two items of size 2 follow the one of size 4, so both sizes share a region.
+    /// Two items of size 2 follow one of size 4, so both sizes share a region.
     #[test]
     fn sizes_are_level_at_all_fullest_cliques() {
         let rows = [(0, 1, 4), (0, 3, 2), (2, 3, 2), (2, 3, 2)];

@@ -1,7 +1,7 @@
-//! A part in one direction of time: which items are born and which die at each clique.
+//! A part in one direction of time: the items that are born and those that die at each clique.
 //!
-//! Backward in time everything is mirrored: the last clique is clique 0, and an item is born where it ends. So searches
-//! need to know one direction only.
+//! In the backward direction everything is mirrored: the last clique is clique 0, and an item is born where it ends. So
+//! searches are written for one direction only.
 
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -12,7 +12,7 @@ use crate::order::sort_by_key;
 /// Indices grouped by a small key.
 #[derive(Debug, Clone)]
 pub(crate) struct Buckets {
-    /// Start of each key's entries, and the end of the last.
+    /// Index of each key's first entry, and finally the number of entries.
     pub starts: Vec<u32>,
     pub entries: Vec<u32>,
 }
@@ -91,7 +91,7 @@ impl<'p> Timeline<'p> {
         self.deaths.entries_of(clique)
     }
 
-    /// The items alive in a clique, in the order of their numbers.
+    /// The items alive in a clique, in ascending order.
     pub fn alive(&self, clique: u32) -> Vec<u32> {
         (0..).zip(self.items.iter()).filter(|(_, item)| item.meets(clique..clique + 1)).map(|(i, _)| i).collect()
     }
@@ -105,7 +105,7 @@ mod tests {
     use crate::planner::tests::part;
 
     generated! {
-        /// Checked against asking every item.
+        /// Compared with a scan over all items.
         #[test]
         fn births_and_deaths_are_those_of_the_items(
             rows in prop::collection::vec((0..20u32, 1..=20u32, Just(1u64)), 1..40),

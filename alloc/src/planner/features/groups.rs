@@ -3,12 +3,12 @@
 //! The members of such a group form a staircase: rectangles at fixed distances. The other searches place single
 //! rectangles only. So three related problems are planned:
 //!
-//! 1. Without the groups, each member by itself. A bound proven for this problem holds for the original too.
-//! 2. With each group as one rectangle, as if all members lived as long as the group. Its plans are plans of the
-//!    original, but they waste the space around shorter-lived members.
-//! 3. If that ends above what is proven: with the members of the groups pinned, so that the rest can use the space
-//!    around each of them. They are pinned where the earlier plan and the plan of 2 have them, then where the
-//!    staircases are placed one by one, and finally at all possible places, if those are few.
+//! 1. Without the groups, each member by itself. A bound proven for this problem holds for the original too. 2. With
+//! each group as one rectangle, as if all members lived as long as the group. Every plan of this problem is a plan of
+//! the original, but wastes the space around shorter-lived members. 3. With the members of the groups pinned, if the
+//! best plan so far is higher than the proven bound. The other buffers can then use the space around each member. The
+//! pins come from the earlier plan and the plan of 2, then from placing the staircases one by one, and finally from all
+//! possible places, if these are few.
 
 use std::cmp::Reverse;
 
@@ -45,7 +45,7 @@ const MAX_IN_ORDER: usize = 50_000;
 /// Most combinations of the ragged groups' places that are tried one by one.
 const MAX_PLACES: u64 = 1_000;
 
-/// Rounds of placing units in one order. In each, the units that ended too high before come first.
+/// Rounds of placing units in one order. In each round, the units that ended too high in earlier rounds come first.
 const ROUNDS: u32 = 6;
 
 impl Grouped<'_> {
@@ -85,7 +85,8 @@ impl Grouped<'_> {
         known
     }
 
-    /// Tries all places of all ragged groups below the best height, if those are few, and learns what that rules out.
+    /// Tries all places of all ragged groups below the best height, if these are few, and raises the proven bound to
+    /// what the failures rule out.
     fn everywhere(&mut self, stairs: &RigidUnits, known: &mut Known) {
         let Some((height, mut offsets)) = self.best.clone() else { return };
         let grain = stairs.grain();
@@ -127,8 +128,8 @@ impl Grouped<'_> {
         known.searched = known.searched.max(proven.min(self.best.as_ref().map_or(height, |best| best.0)));
     }
 
-    /// Places `units` in the order of `key`, then plans the rest around the groups at these offsets. Units that ended
-    /// too high are placed first in the next round.
+    /// Places `units` in the order of `key`, then plans the other buffers around the groups at these offsets. Units
+    /// that ended too high are placed first in the next round.
     fn in_order(&mut self, stairs: &RigidUnits, key: Key, units: &[u32], aim: u64) {
         let is_everything = units.len() == stairs.units.len();
         let mut rank: Vec<(bool, u32)> = units.iter().map(|&u| (true, u)).collect();
@@ -149,8 +150,9 @@ impl Grouped<'_> {
         });
     }
 
-    /// Plans the problem with the members of ragged groups pinned where `place` has them, with one of `shares` of the
-    /// budget. Returns a height that no such plan is below; it is `u64::MAX` if the members can't be there.
+    /// Plans the problem with the members of ragged groups pinned at the offsets that `place` returns. It may spend
+    /// 1/`shares` of the budget left. Returns a lower bound on the height of such plans, or `u64::MAX` if the members
+    /// can't be at these offsets.
     fn flow_around(&mut self, place: &dyn Fn(BufferId) -> Option<u64>, shares: u64) -> u64 {
         let problem = self.run.problem;
         let mut buffers = problem.buffers().to_vec();
@@ -177,7 +179,7 @@ impl Grouped<'_> {
         known.searched
     }
 
-    /// Solves a related problem with one of `shares` of the budget left.
+    /// Plans a related problem with 1/`shares` of the budget left.
     fn solve_one(&mut self, problem: &Problem, shares: u64, options: &Options) -> (Known, Option<Plan>) {
         let mut run = Run::within(problem, options, self.run.budget.share(self.run.budget.left() / shares));
         let result = run.solve();
@@ -191,7 +193,7 @@ impl Grouped<'_> {
         self.best = [self.best.take(), plan].into_iter().flatten().min_by_key(|plan| plan.0);
     }
 
-    /// True if a plan lower than the best is wanted and the budget is not spent, or as long as there is no plan at all.
+    /// True if there is no plan yet, or if the best plan is higher than `aim` and the budget is not spent.
     fn is_open(&self, aim: u64) -> bool {
         let found = self.best.as_ref();
         found.is_none_or(|best| best.0 > aim) && (found.is_none() || self.run.budget.stopped().is_none())
@@ -219,7 +221,7 @@ struct RigidUnits<'p> {
 
 /// Rectangles at fixed distances: a group, or a single buffer.
 struct Unit {
-    /// The smallest rectangle around it.
+    /// The smallest rectangle around the unit.
     whole: Item,
     is_ragged: bool,
     pin: Option<u64>,
@@ -266,8 +268,8 @@ impl<'p> RigidUnits<'p> {
         sizes.chain(ranges).fold(0, gcd).max(1)
     }
 
-    /// Gives each of `units` in turn the lowest place that the pins and the units before it leave. Returns `None` if
-    /// the address space ends or a pinned unit's place is taken.
+    /// Places each of `units` in turn at the lowest offset that is left by the pins and the units before. Returns
+    /// `None` if a unit finds no place in the address space, or the place of a pinned unit is taken.
     fn place(&self, units: &[u32], aim: u64, budget: &mut Budget) -> Option<Placed> {
         let mut occupied = Occupied::new(self.cliques);
         let always = Item { start: 0, end: self.cliques, bytes: 0, alignment: 1 };
@@ -303,9 +305,10 @@ impl<'p> RigidUnits<'p> {
         Some(placed)
     }
 
-    /// The lowest offset of a stack. Each member needs free bytes during its own life only.
+    /// The lowest offset of a stack; `None` if there is none in the address space. Each member needs free bytes during
+    /// its own lifetime only.
     fn lowest(&self, stack: &Group, occupied: &mut Occupied, budget: &mut Budget) -> Option<u64> {
-        // Offsets of the stack at which a member would overlap something.
+        // Offsets of the stack at which a member would overlap something already placed.
         let mut blocked: Vec<(u64, u64)> = Vec::new();
         let mut below = 0;
         for id in &stack.members {
@@ -334,8 +337,9 @@ impl<'p> RigidUnits<'p> {
     }
 }
 
-/// The ways to stack a group. A fixed order is the only one. If the planner chooses, few members are stacked in all
-/// orders that alignments and pins allow; many are sorted by length, birth, death and size.
+/// Returns the ways to stack a group. A group in fixed order has only one. If the planner chooses the order, a group of
+/// few members gets all orders that alignments and pins allow; a larger group gets those sorted by length, birth, death
+/// and size.
 fn orders(problem: &Problem, group: &Group) -> Vec<Group> {
     let mut orders = vec![group.clone()];
     if !group.any_order {

@@ -1,4 +1,5 @@
-//! Requirements other than the lowest plan: groups whose members live differently, and earlier addresses.
+//! Requirements besides the lowest height: groups whose members live differently, and addresses kept from an earlier
+//! plan.
 
 pub(in crate::planner) mod groups;
 pub(in crate::planner) mod warm_start;

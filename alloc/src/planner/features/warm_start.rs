@@ -1,8 +1,8 @@
-//! Warm start: a plan that keeps the addresses of an earlier one, as far as that costs no height.
+//! Warm start: a plan that keeps the addresses of an earlier plan, as far as that costs no height.
 //!
-//! The earlier offsets become pins, except for those that contradict each other or the problem. If a buffer then ends
-//! above the target, the buffers alive at the same time lose their pins, the shortest-lived first, until the plan fits
-//! or the rounds are used up.
+//! The earlier offsets become pins, except for offsets that contradict each other or the problem. If a buffer then ends
+//! above the target height, the buffers alive at the same time lose their pins, the shortest-lived first. This repeats
+//! until the plan fits or the rounds are used up.
 
 use std::collections::BTreeMap;
 
@@ -11,11 +11,11 @@ use crate::planner::budget::Budget;
 use crate::planner::run::Run;
 use crate::{Buffer, BufferId, Problem};
 
-/// Rounds of releasing pins after which the earlier plan is given up.
+/// Number of rounds after which the earlier plan is given up. Each round releases more pins.
 const ROUNDS: u32 = 6;
 
-/// Returns a plan of at most `target` bytes with addresses of `earlier`, and the work it cost. There is no plan if
-/// releasing pins did not lead to one before the deadline of the `budget`.
+/// Returns a plan of at most `target` bytes that keeps addresses of `earlier`, and the work spent. The plan is `None`
+/// if none was found within the rounds and the deadline of the `budget`.
 pub(in crate::planner) fn keep(
     problem: &Problem,
     earlier: &[Option<u64>],
@@ -45,8 +45,8 @@ pub(in crate::planner) fn keep(
     (None, spent)
 }
 
-/// The earlier offsets that this problem allows and that do not contradict each other. Of two that do, the larger
-/// buffer's stays.
+/// Returns the earlier offsets that the problem allows and that don't contradict each other. Of two buffers whose
+/// offsets do, the larger keeps its offset.
 fn consistent(problem: &Problem, earlier: &[Option<u64>], target: u64) -> Vec<Option<u64>> {
     let grouped: Vec<BufferId> = problem.groups().iter().flat_map(|g| g.members.iter().copied()).collect();
     let allowed = |id: BufferId| {
@@ -92,8 +92,8 @@ fn consistent(problem: &Problem, earlier: &[Option<u64>], target: u64) -> Vec<Op
     kept
 }
 
-/// Releases the pins of buffers that are alive together with one that ended too high. At first only those that live no
-/// longer than that one are released, in later rounds those that live ever longer.
+/// Releases the pins of buffers that are alive at the same time as a buffer that ended too high. At first, only those
+/// are released that live no longer than the too high buffer; each later round also releases longer-lived ones.
 fn release(problem: &Problem, offsets: &[u64], target: u64, round: u32, kept: &mut [Option<u64>]) {
     let length = |b: &Buffer| b.lifetime.end - b.lifetime.start;
     let high: Vec<&Buffer> = problem

@@ -1,14 +1,14 @@
-//! A ceiling that falls towards a goal.
+//! Lowers a ceiling step by step towards a goal.
 
 use crate::planner::budget::Budget;
 
-/// Least work of an attempt in the first round.
+/// Work of an attempt in the first round, at least.
 const FIRST_ATTEMPT: u64 = 500_000;
-/// Work per item of an attempt in the first round, if that is more.
+/// Work of an attempt in the first round per item, if that is more than [`FIRST_ATTEMPT`].
 const FIRST_ATTEMPT_PER_ITEM: u64 = 70;
 
-/// Divisors of the distance to the goal that give the size of the next step: large steps first, smaller ones
-/// if those fail.
+/// The next step is the distance to the goal divided by one of these. Large steps come first, smaller ones after those
+/// fail.
 const STEPS: [u64; 4] = [1, 4, 16, 64];
 
 /// The progress of a descent.
@@ -26,22 +26,22 @@ pub(crate) struct Descent {
 /// The result of an attempt to get below a ceiling.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reached {
-    /// Height of the lowest plan.
+    /// Height of the lowest plan so far.
     pub height: u64,
-    /// No plan is lower than this.
+    /// Proven lower bound: no plan is lower than this.
     pub proven: u64,
 }
 
 impl Descent {
-    /// A descent to `goal` for a plan of so many items.
+    /// A descent to `goal` for a plan of this many items.
     pub fn new(goal: u64, grain: u64, items: usize) -> Self {
         let patience = FIRST_ATTEMPT.max(FIRST_ATTEMPT_PER_ITEM * items as u64);
         Self { goal, grain, patience, step: 0 }
     }
 
-    /// Asks for ever lower plans, starting below `height`, until the goal is met or the budget is spent. `lower` gets a
-    /// ceiling and a budget. Attempts may cost little at first; once steps of all sizes have failed, the next ones may
-    /// cost more.
+    /// Calls `lower` with lower and lower ceilings, starting below `height`, until the goal is met or the budget is
+    /// spent. Each call gets a small budget of its own. Once steps of all sizes have failed, that budget grows
+    /// fourfold.
     pub fn run(&mut self, mut height: u64, budget: &mut Budget, mut lower: impl FnMut(u64, &mut Budget) -> Reached) {
         while height > self.goal && budget.stopped().is_none() {
             let way = height - self.goal;
@@ -67,7 +67,7 @@ impl Descent {
 mod tests {
     use super::*;
 
-    /// The final height if plans get as low as `least` and an attempt costs `cost`.
+    /// Returns the final height if no plan is lower than `least` and each attempt costs `cost`.
     fn descend(least: u64, cost: u64, proves: bool) -> u64 {
         let mut budget = Budget { work: 50_000_000, ..Budget::default() };
         let mut height = 1000;

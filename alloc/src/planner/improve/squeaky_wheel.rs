@@ -1,11 +1,12 @@
-//! Squeaky-wheel optimisation (Joslin and Clements, 1999): items that came out badly are served first the next time.
+//! Squeaky-wheel optimisation (Joslin and Clements, 1999): items that were placed badly are placed first in the next
+//! round.
 
 /// Rounds without a lower plan after which the search ends.
 const PATIENCE: u32 = 5;
 
-/// Runs `attempt` for at most `rounds` rounds and returns how many were run. `attempt` gets the items to serve first.
-/// It returns the height that it reached and the items that should join them, or `None` to stop. The rounds also end
-/// when no item joins, or when the height has not fallen for long.
+/// Calls `attempt` for at most `rounds` rounds and returns the number of rounds run. `attempt` gets the items to place
+/// first. It returns the height that it reached and the items that should join them, or `None` to stop. The rounds also
+/// end when no item joins, or after several rounds without a lower plan.
 pub(crate) fn squeaky_wheel(
     rounds: u32,
     mut first: Vec<u32>,
@@ -29,7 +30,8 @@ pub(crate) fn squeaky_wheel(
 mod tests {
     use super::*;
 
-    /// Runs rounds that reach these heights and promote one item each. Returns how many items each call served first.
+    /// Runs rounds that reach these heights and add one item each. Returns how many items each round was told to place
+    /// first.
     fn rounds(heights: &[u64]) -> Vec<usize> {
         let mut calls = Vec::new();
         squeaky_wheel(20, vec![7], |first| {

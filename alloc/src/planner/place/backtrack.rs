@@ -1,12 +1,12 @@
 //! Sweeps that undo their last steps when an item finds no place below a ceiling.
 //!
-//! Near the bound, thousands of cliques may be almost full. One birth in the wrong range leaves another range too
-//! small, and a sweep without backtracking ends above the ceiling a little later. Here the sweep goes back a few
-//! cliques and tries again with random noise on its scores. The longer it makes no progress, the further back it goes.
-//! After many retreats the attempt ends, and another one starts with other weights.
+//! Near the bound, thousands of cliques may be almost full. One birth in the wrong free range leaves another range too
+//! small, and a sweep without backtracking then ends above the ceiling. Here the sweep goes back a few cliques and
+//! tries again with random noise on its scores. The longer it makes no progress, the further back it goes. After many
+//! retreats the attempt ends, and another one starts with other weights.
 //!
-//! Neighbours that die together leave one large range. So the price of a place depends on the time between the item's
-//! death and its neighbour's, and on how much of the range is left over.
+//! Neighbours that die together leave one large range. So the price of a place grows with the time between the item's
+//! death and its neighbour's, and with the bytes that are left over in the range.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -25,11 +25,11 @@ use crate::planner::space::free_list::{FreeList, Hole, Place};
 /// Work per item that an attempt should be able to spend.
 const WORK_PER_ITEM: u64 = 100;
 
-/// Number of attempts that run in parallel: in the first wave, and at most in later ones. The first wave is
-/// small, because the first attempts often succeed where backtracking helps at all.
+/// Number of attempts that run in parallel: in the first wave, and at most in later waves. The first wave is small
+/// because, on problems for which backtracking helps at all, the first attempts often succeed.
 const WAVES: (u64, u64) = (2, 8);
 
-/// Attempts at the second half of time once the first is done.
+/// Number of attempts at the second half of time, once the first half is planned.
 const SECOND_TRIES: u64 = 64;
 
 /// Retreats without progress after which an attempt ends.
@@ -41,26 +41,26 @@ const SHORT_WAYS: u32 = 8;
 /// Longest retreat at first, in cliques.
 const NEAR: u64 = 3;
 
-/// All small items together have at most 1/`SMALL_SHARE` of the fullest clique's bytes. Some attempts keep
-/// them apart.
+/// All small items together have at most 1/`SMALL_SHARE` of the fullest clique's bytes. Some attempts keep small items
+/// apart from large ones.
 const SMALL_SHARE: u64 = 64;
 
 /// Prices that add up to the score of a place.
 #[derive(Debug, Clone, Copy)]
 struct Weights {
-    /// Price of each sixteenth of a doubling of the time between an item's death and its neighbour's.
+    /// Price per sixteenth of a power of two of the time between an item's death and its neighbour's.
     lifetime_mismatch: u64,
     /// Price of a place that does not fill its range.
     remainder: u64,
-    /// Price for each time that the item would fit into the rest of the range, up to four.
+    /// Price for each time that the item would also fit into the rest of the range, up to four times.
     room: u64,
-    /// Most noise that is added to a price after a retreat.
+    /// Largest noise that is added to a price after a retreat.
     noise: u64,
     /// Percentage of places whose price gets noise.
     noisy_places: u64,
 }
 
-/// Weights that attempts use in turn; each is the best for some problems.
+/// Weights that attempts use in turn. For each of them, there are problems on which it is the best.
 const WEIGHTS: [Weights; 5] = [
     Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 100 },
     Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 40 },
@@ -69,7 +69,7 @@ const WEIGHTS: [Weights; 5] = [
     Weights { lifetime_mismatch: 9, remainder: 1000, room: 0, noise: 12_000, noisy_places: 20 },
 ];
 
-/// Price of a small item's place beside a large one, or the other way round.
+/// Price of placing a small item next to a large one.
 const UNLIKE: u64 = 4_000;
 
 /// Work of a birth, in addition to the ranges that it looks at.
@@ -89,10 +89,10 @@ impl Solver<'_> {
         })
     }
 
-    /// Runs attempts by number, in waves that run in parallel, until one finds offsets or the budget has less
-    /// than `work_per_item` for each item of one more. The pair has the size of the first wave and the
-    /// largest size; from one wave to the next, the size doubles. Of several that succeed, the one with the
-    /// lowest number counts, so that the result is the same on every machine. Returns true if one succeeded.
+    /// Runs attempts by number, in waves that run in parallel. It ends when an attempt finds offsets, or when less than
+    /// `work_per_item` for each item is left for one more attempt. Returns true if an attempt succeeded. Of several
+    /// that do, the one with the lowest number counts, so that the result is the same on every machine. The pair is the
+    /// size of the first wave and the largest size; each wave is twice as large as the one before.
     pub(super) fn attempt(
         &mut self,
         numbers: Range<u64>,
@@ -104,7 +104,7 @@ impl Solver<'_> {
         let whole_way = self.part.items.len() as u64 * work_per_item;
         let mut number = numbers.start;
         while number < numbers.end {
-            // If the budget doesn't suffice for all of them, fewer attempts that get further are better.
+            // If the budget doesn't suffice for the whole wave, fewer attempts run, so that each can get to the end.
             let here = wave.min(budget.left() / whole_way.max(1)).min(numbers.end - number);
             if here == 0 || budget.stopped().is_some() {
                 return false;
@@ -129,7 +129,8 @@ impl Solver<'_> {
         false
     }
 
-    /// The size below which items count as small: all smaller items together have a small share of a clique's bytes.
+    /// The size below which items count as small: all smaller items together take 1/[`SMALL_SHARE`] of the bound at
+    /// most.
     fn small_below(&self, clique: u32) -> u64 {
         let alive = self.forward.alive(clique);
         let mut sizes: Vec<u64> = alive.iter().map(|&i| self.part.items[i as usize].bytes).collect();
@@ -150,18 +151,18 @@ struct Attempt<'s> {
     ceiling: u64,
     /// The clique whose items are stacked first.
     peak: u32,
-    /// Whether the time before the peak is planned first. The items of the stack are sorted by their deaths in that
-    /// direction.
+    /// Whether the time before the peak is planned first. The stack's items are sorted by their deaths in that
+    /// direction of time.
     is_backward: bool,
     /// Items of fewer bytes are kept together.
     small_below: u64,
-    /// Seed of the random choices: an attempt with the same number is the same on every machine.
+    /// Seed of the random choices. Attempts with the same number are the same on every machine.
     number: u64,
 }
 
 impl<'s> Attempt<'s> {
-    /// Starts from one of the fullest cliques, `peaks`: the one that has all others on the side planned first, or the
-    /// middle one. In four of eight attempts, small items are kept apart.
+    /// Starts from one of the fullest cliques, `peaks`: the middle one, or the one at the end, so that all other
+    /// fullest cliques lie on the side that is planned first. In four of eight attempts, small items are kept apart.
     fn new(solver: &'s Solver<'s>, ceiling: u64, peaks: &[u32], small_below: u64, number: u64) -> Self {
         let (which, is_backward) = match number % 4 {
             0 => (peaks.len() - 1, true),
@@ -173,8 +174,8 @@ impl<'s> Attempt<'s> {
         Self { solver, ceiling, peak: peaks[which], is_backward, small_below, number }
     }
 
-    /// Offsets that end at or below the ceiling, if a way to them is found. The budget pays for the items and ranges
-    /// looked at.
+    /// Returns offsets that end at or below the ceiling, or `None` if the search finds none. The budget pays for the
+    /// items and ranges looked at.
     fn run(&self, budget: &mut Budget) -> Option<Vec<u64>> {
         let Solver { part, forward, backward, .. } = self.solver;
         let sides = [(forward, self.peak), (backward, part.cliques - 1 - self.peak)];
@@ -193,7 +194,8 @@ impl<'s> Attempt<'s> {
         Some(offsets)
     }
 
-    /// Sweeps from the stack at the given clique to one end of time, and returns the offsets if it gets there.
+    /// Sweeps from the stack at the given clique to one end of time. Returns the offsets, or `None` if the sweep
+    /// doesn't get there.
     fn walk(
         &self,
         (timeline, clique): (&Timeline, u32),
@@ -206,7 +208,7 @@ impl<'s> Attempt<'s> {
         let small_below = self.small_below;
         let mut rule = Scored { timeline, small_below, weights, chance: Chance { seed: number, drawn: 0 }, noise: 0 };
         let (first, end) = (sweep.cliques.start, sweep.cliques.end);
-        // Steps made before each clique: the point to go back to.
+        // Number of steps made before each clique, to which a retreat goes back.
         let mut marks = vec![0; sweep.cliques.len()];
         let (mut at, mut furthest, mut stuck) = (first, first, 0);
         let mut turns = 0u64;
@@ -242,12 +244,12 @@ struct Scored<'s> {
     small_below: u64,
     weights: Weights,
     chance: Chance,
-    /// Most noise that is added to prices now.
+    /// Largest noise that is currently added to prices.
     noise: u64,
 }
 
 impl Rule for Scored<'_> {
-    /// The longest-lived first; after a retreat sometimes the largest first, or in random order.
+    /// The longest-lived items first. After a retreat, sometimes the largest first or a random order.
     fn order(&mut self, born: &mut [u32]) {
         match if self.noise > 0 { self.chance.below(3) } else { 0 } {
             0 => {}
@@ -285,8 +287,8 @@ impl Rule for Scored<'_> {
 }
 
 impl Scored<'_> {
-    /// The price of lying beside `other`, or beside an edge of the arena, which counts as never dying. An edge also
-    /// counts as small, so that small items gather there.
+    /// The price of a place next to `other`. `None` is an edge of the arena, which counts as an item that never dies.
+    /// An edge also counts as small, so that small items gather there.
     fn mismatch(&self, item: Item, other: Option<&Item>) -> u64 {
         let is_small = |item: Item| item.bytes < self.small_below;
         let other_is_small = other.map_or(self.small_below > 0, |&other| is_small(other));
@@ -296,8 +298,8 @@ impl Scored<'_> {
     }
 }
 
-/// The logarithm of `n + 1` to base 2 in sixteenths, interpolated linearly between powers of two. It is computed in
-/// integers, so that no rounding differs between machines.
+/// The base-2 logarithm of `n + 1` in sixteenths, interpolated linearly between powers of two. It is computed in
+/// integers, so that rounding is the same on every machine.
 pub(super) fn sixteenths_of_doublings(n: u32) -> u64 {
     let n = u64::from(n) + 1;
     let power = n.ilog2();
@@ -314,11 +316,11 @@ impl Chance {
     /// A random number below `n`; 0 if `n` is 0.
     fn below(&mut self, n: u64) -> u64 {
         self.drawn += 1;
-        // The upper half of the product scales a 64-bit fraction to `0..n`.
+        // Multiplication scales a 64-bit fraction to `0..n`; the upper half of the product is the result.
         ((u128::from(mix(self.drawn, self.seed)) * u128::from(n)) >> 64) as u64
     }
 
-    /// A random number below `most` in `percent` of a hundred cases, else 0.
+    /// A random number below `most` in `percent` of all cases, otherwise 0.
     fn noise(&mut self, most: u64, percent: u64) -> u64 {
         if most > 0 && (percent == 100 || self.below(100) < percent) { self.below(most) } else { 0 }
     }
@@ -356,7 +358,8 @@ mod tests {
             }
         }
 
-        /// The free ranges are exactly the bytes that no item takes, and undoing all steps restores those at the start.
+        /// The free ranges are exactly the bytes that no item takes. Undoing all steps restores the ranges of the
+        /// start.
         #[test]
         fn steps_taken_back_leave_no_trace(
             rows in prop::collection::vec((0..12u32, 1..=12u32, 1..20u64), 1..40),
@@ -396,7 +399,7 @@ mod tests {
         }
     }
 
-    /// The steps are nearly full from the first backward to the last.
+    /// The cliques are nearly full from the first backward to the last.
     #[test]
     fn a_way_is_found_where_every_sweep_fails() {
         for (layers, stages, micro_batches) in [(1, 2, 6), (2, 1, 5), (4, 1, 8), (12, 1, 8)] {

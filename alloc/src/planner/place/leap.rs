@@ -1,15 +1,16 @@
-//! One leap of a sweep with an [open stack](super::open_stack): a depth-first search for ways from one milestone to the
-//! next.
+//! One leap of a sweep with an [open stack](super::open_stack): a depth-first search for layouts of the next milestone
+//! that can be reached from a layout of this one.
 //!
-//! Births between the two milestones are placed in order of time. The candidates for each are:
+//! Births between the two milestones are placed in order of time. The candidate places of each birth are:
 //!
-//! - both ends of each free range, and places so far from an end that another item still to come fits in between;
+//! - both ends of each free range, and places inside that leave exactly enough bytes at an end for another item still
+//!   to come;
 //! - a dead [lot](super::lots) of the same size, which the birth takes over;
 //! - free ranges that one or two dead lots extend.
 //!
 //! Places between neighbours that die at about the same time come first. A place is rejected if the items that are
-//! still to come and alive at the milestone no longer fit between those that stay. If a birth has no place left, the
-//! one before it tries its next.
+//! still to come, and that live until the milestone, no longer fit between the items that stay. If a birth has no
+//! candidate left, the search goes back to the birth before and tries that one's next candidate.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -27,40 +28,40 @@ use crate::planner::mix::mix;
 pub(super) struct PlacedItem {
     pub from: u64,
     pub to: u64,
-    /// The clique before which it dies.
+    /// The clique before which the item dies; [`UNDECIDED`] for the undecided range.
     pub dies_before: u32,
 }
 
 /// A layout at the next milestone.
 pub(super) struct Arrival {
-    /// The slabs alive there, ascending by address.
+    /// The slabs alive at the milestone, ascending by address.
     pub live: Vec<PlacedItem>,
-    /// The items placed on the way and the lots whose offsets were decided, in order.
+    /// The items placed between the milestones and the lots whose offsets were decided, in order.
     pub places: Vec<(u32, At)>,
     /// The lots that are still undecided.
     pub lots: Lots,
-    /// A penalty for neighbours that die at different times, and for each free range.
+    /// The penalty of the layout, for neighbours that die at different times and for each free range.
     pub disorder: u64,
-    /// Hash of the layout; layouts that are alike have the same one.
+    /// Hash of the layout. Layouts that leave the same choices have the same hash.
     pub hash: u64,
-    /// Hash of the order of large items and free ranges, the same whether read from below or from above.
+    /// Hash of the order of large items and free ranges. A mirrored layout has the same hash.
     pub outline: u64,
 }
 
-/// Places per birth that may be tried from one layout. Attempts use this number, twice and four times as many
-/// in turn. If more are tried, less orderly layouts arrive too.
+/// Number of places per birth that may be tried from one layout. In turn, attempts use this number, twice as many and
+/// four times as many. The more places are tried, the less orderly are the layouts found last.
 const PLACES_PER_BIRTH: u64 = 4;
 
-/// Most layouts that may arrive from one layout.
+/// Most layouts of the next milestone that are collected from one layout of this milestone.
 const ARRIVALS: usize = 8;
 
 /// Most births of a leap.
 pub(super) const BIRTHS: usize = 200;
 
-/// Most slabs of all layouts on the way.
+/// Most slabs in all intermediate layouts of one search.
 const SLABS: usize = 1 << 22;
 
-/// Places that are tried for an item that dies before the milestone, and for a small one that doesn't.
+/// Most places that are tried for an item that dies before the milestone, and for a small item that doesn't.
 const PLACES: (usize, usize) = (2, 3);
 
 /// An item is large if it has at least 1/`LARGE` of the largest item's bytes.
@@ -69,49 +70,50 @@ const LARGE: u64 = 3;
 /// Disorder that each free range adds.
 const RANGE: u64 = 80;
 
-/// Rank that is added to a place that leaves its range in one piece, and to one that splits it. The lowest rank comes
-/// first.
+/// Added to the rank of a place that leaves the rest of its range in one piece, and of a place that splits its range.
+/// Places with the lowest rank come first.
 const ASIDE: (u64, u64) = (10, 90);
 
-/// Rank that is added for taking over a lot with an item that dies before the milestone.
+/// Added to the rank of a lot that is taken over by an item which dies before the milestone.
 const REUSE: u64 = 180;
-/// Rank that is added for each lot whose offset a place decides. Such places are the last resort.
+/// Added to the rank of a place for each lot whose offset it decides. Such places are the last resort.
 const DECISION: u64 = 300;
 
-/// An item born on the way.
+/// An item born between the two milestones.
 #[derive(Debug, Clone, Copy)]
 struct Birth {
     clique: u32,
     item: u32,
     bytes: u64,
-    /// The clique before which it dies.
+    /// The clique before which the item dies.
     dies_before: u32,
     /// Index into [`Leap::survivors`], if the item is still alive at the milestone.
     survivor: Option<usize>,
 }
 
-/// The search for ways between two milestones.
+/// The search between two milestones.
 pub(super) struct Leap<'c> {
     course: &'c HalfSearch<'c>,
     to: u32,
     births: Vec<Birth>,
-    /// Bytes of the births that are still alive at the milestone, the largest first, and whether each is still to come.
+    /// The births that are still alive at the next milestone, the largest first: their bytes, and whether they are
+    /// still to be placed.
     survivors: Vec<(u64, bool)>,
-    /// Most places tried and most arrivals for each layout.
+    /// Most places tried, and most layouts collected, for each layout to start from.
     most: (u64, usize),
     /// Places that may still be tried.
     steps: u64,
     arrivals: Vec<Arrival>,
-    /// Where each birth so far was put.
+    /// The place of each birth so far.
     path: Vec<(u32, At)>,
-    /// Hashes of layouts seen on the way.
+    /// Hashes of the layouts seen between the milestones.
     known: HashSet<u64>,
     room: Vec<u64>,
 }
 
 impl<'c> Leap<'c> {
-    /// A leap from the milestone `cliques.start` to the milestone `cliques.end`. Each unit of `effort` doubles its
-    /// limits.
+    /// A leap from the milestone `cliques.start` to the milestone `cliques.end`. Each unit of `effort` doubles the
+    /// limits on places and layouts.
     pub fn new(course: &'c HalfSearch<'c>, cliques: Range<u32>, effort: u32) -> Self {
         let to = cliques.end;
         let born =
@@ -143,7 +145,7 @@ impl<'c> Leap<'c> {
         }
     }
 
-    /// The layouts at the next milestone that are reached from one layout.
+    /// Returns the layouts of the next milestone that are reached from one layout of this milestone.
     pub fn from(&mut self, live: &[PlacedItem], lots: &Lots, budget: &mut Budget) -> Vec<Arrival> {
         let is_large = live.len().saturating_mul(self.births.len()) > SLABS;
         self.steps = if is_large || budget.is_late() { 0 } else { self.most.0 };
@@ -207,7 +209,8 @@ impl<'c> Leap<'c> {
                 self.go(next + 1, grown, left, budget);
             }
             self.path.truncate(known);
-            // The search is for places of the largest items: for the others, one way that arrives is enough.
+            // The search should vary the places of the largest items only. For other items, one place from which a
+            // layout was reached is enough.
             let is_enough = self.arrivals.len() > arrived && !(waits && course.is_largest(birth.bytes));
             if has_room && self.is_over(budget) || is_enough {
                 break;
@@ -218,12 +221,12 @@ impl<'c> Leap<'c> {
         }
     }
 
-    /// The candidate places of a birth, the best first.
+    /// The candidate places of a birth, those with the lowest rank first.
     fn places(&self, birth: Birth, live: &[PlacedItem], lots: &Lots) -> Vec<Candidate> {
         let (course, bytes) = (self.course, birth.bytes);
         let leaves = course.death_milestone(birth.dies_before);
         let mut places: Vec<Candidate> = Vec::new();
-        // In every other attempt, a large item may split a range next to the undecided one without a higher rank.
+        // In every other attempt, splitting a range next to the undecided one costs a large item no rank.
         let parts = course.number % 2 == 1 && course.is_largest(bytes);
         let dead = lots.dead(birth.clique);
         let reused_lot = dead.iter().find(|lot| lot.1 == bytes).map(|lot| lot.0);
@@ -280,9 +283,9 @@ impl<'c> Leap<'c> {
         places
     }
 
-    /// True if the births that are still to come and alive at the milestone find room between the slabs that stay, each
-    /// in the tightest range. Ranges next to the undecided one form a common pool, with the bytes of the lots that are
-    /// dead by then.
+    /// True if the births that are still to be placed, and alive at the milestone, find room between the slabs that
+    /// stay until then. Each birth takes the tightest range. Ranges next to the undecided one form a common pool, which
+    /// also has the bytes of the lots that are dead by then.
     fn has_room(&mut self, live: &[PlacedItem], lots: &Lots) -> bool {
         self.room.clear();
         let (mut floor, mut is_open) = (0, false);
@@ -317,7 +320,7 @@ impl<'c> Leap<'c> {
         if !self.known.insert(hash) {
             return;
         }
-        // The outline: large items with their time of death, and free ranges.
+        // The outline: large items with the milestones before which they die, and free ranges.
         let mut outline: Vec<(u64, u64)> = Vec::new();
         let mut disorder = 0;
         let mut floor = 0;
@@ -346,14 +349,14 @@ impl<'c> Leap<'c> {
 }
 
 impl PlacedItem {
-    /// A hash of the slab's addresses and time of death.
+    /// A hash of the slab's addresses and of `leaves`.
     fn key(self, leaves: u32) -> u64 {
         mix(self.from ^ (self.to - self.from).rotate_left(20), u64::from(leaves))
     }
 }
 
 /// Visits every free range below the ceiling, with its neighbours below and above (`None` at an edge of the arena).
-/// Beside the undecided range, empty ranges are visited too, since lots can extend them.
+/// Next to the undecided range, empty ranges are visited too, since lots can extend them.
 fn each_range(live: &[PlacedItem], ceiling: u64, mut visit: impl FnMut(u64, u64, [Option<&PlacedItem>; 2])) {
     let mut below: Option<&PlacedItem> = None;
     for slab in live {
@@ -369,7 +372,8 @@ fn each_range(live: &[PlacedItem], ceiling: u64, mut visit: impl FnMut(u64, u64,
     }
 }
 
-/// The disorder of two neighbours that die after so many milestones; 0 if one of them is the undecided range.
+/// The disorder of two neighbours with this many milestones before each one's death; 0 if one of them is the undecided
+/// range.
 fn apart(a: u32, b: u32) -> u64 {
     if a == UNDECIDED || b == UNDECIDED {
         return 0;

@@ -1,8 +1,8 @@
 //! The initial stack of a sweep, with the order of its items left open.
 //!
 //! Any order of the items alive at the first clique gives a stack without gaps, and no rule predicts which order leads
-//! to a plan. So the order is left open: the stack is one undecided range, and the offset of an item in it is fixed
-//! only when a later birth depends on it. An item of the stack that dies leaves a free *lot*:
+//! to a plan. So the order is left open: the stack is one undecided range. The offset of an item in that range is fixed
+//! only when a later birth depends on it. When an item of the stack dies, its bytes become a free *lot*:
 //!
 //! - A new item of the same size takes the lot over, without fixing its offset.
 //! - For an item of another size, the lot is moved to one end of the undecided range, where it extends a free range.
@@ -15,21 +15,20 @@ use crate::planner::mix::mix;
 /// Value of [`PlacedItem::dies_before`] for the undecided range.
 pub(super) const UNDECIDED: u32 = u32::MAX;
 
-/// Where an item was placed: at an offset, or in the bytes of an item of the stack, whose offset may still be
-/// undecided.
+/// The place of an item: an offset, or the bytes of an item of the stack, whose offset may still be undecided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum At {
     Offset(u64),
     Of(u32),
 }
 
-/// The bytes of one item of the stack, and of the items that took them over later.
+/// The bytes of one item of the stack. Later items of the same size may take them over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Lot {
     /// The item of the stack that these bytes belonged to first.
     root: u32,
     bytes: u64,
-    /// The clique before which the last owner dies.
+    /// The clique before which the current or last owner dies.
     dies_before: u32,
 }
 
@@ -44,7 +43,7 @@ pub(super) struct Candidate {
     pub from: u64,
     /// The lot that the birth takes over, if any.
     pub reused_lot: Option<usize>,
-    /// Lots whose offsets this place decides, with those offsets; the first lies at an end of the undecided range.
+    /// Lots whose offsets this place decides, with those offsets. The first lot lies at an end of the undecided range.
     pub decided: [Option<(usize, u64)>; 2],
 }
 
@@ -67,8 +66,8 @@ impl Lots {
         self.0.iter().map(|lot| (lot.root, lot.bytes))
     }
 
-    /// A hash of the lots at a clique. It doesn't depend on their order, and dead lots of one size are alike.
-    /// `seen` coarsens the clique before which a lot's owner dies.
+    /// A hash of the lots at a clique. It doesn't depend on the order of the lots, and all dead lots of one size count
+    /// the same. `seen` maps the clique before which a lot's owner dies to a coarser time.
     pub fn key(&self, clique: u32, seen: impl Fn(u32) -> u32) -> u64 {
         self.0.iter().fold(0, |key: u64, lot| {
             let leaves = if lot.dies_before <= clique { 0 } else { 1 + u64::from(seen(lot.dies_before)) };
@@ -81,7 +80,8 @@ impl Lots {
         self.0.iter().filter(|lot| lot.dies_before <= clique).map(|lot| lot.bytes).sum()
     }
 
-    /// The lots that are free at a clique, as `(index, bytes)`: at most two of each size, the largest first.
+    /// The lots that are free at a clique, as `(index, bytes)`, the largest first. At most two lots of each size are
+    /// returned.
     pub fn dead(&self, clique: u32) -> Vec<(usize, u64)> {
         let mut dead: Vec<(usize, u64)> = Vec::new();
         for (index, lot) in self.0.iter().enumerate().filter(|(_, lot)| lot.dies_before <= clique) {
@@ -93,9 +93,9 @@ impl Lots {
         dead
     }
 
-    /// Visits every way to extend the free range `from..to`, which is too small, to at least `bytes` with one or two
-    /// dead lots at one of its ends. `open` says for each end whether the undecided range begins there. `visit` gets
-    /// the extended range and the lots used, with their offsets.
+    /// Visits every way to extend the free range `from..to` to at least `bytes` with one or two dead lots at one of its
+    /// ends. The range itself must be smaller than `bytes`. `open` says for each end whether the undecided range begins
+    /// there. `visit` gets the extended range, and the lots used with their offsets.
     pub fn extensions(
         dead: &[(usize, u64)],
         (from, to): (u64, u64),
@@ -131,8 +131,9 @@ impl Lots {
         }
     }
 
-    /// Applies a place. A lot that is taken over gets a new owner, which dies before clique `leaves`. Lots whose
-    /// offsets are decided leave the undecided range of `live`, and their offsets are appended to `path`.
+    /// Applies a place. A lot that is taken over gets a new owner, which dies before clique `leaves`. If offsets of
+    /// lots are decided, the bytes of these lots are removed from the undecided range in `live`, and the offsets are
+    /// appended to `path`.
     pub fn take(&mut self, place: &Candidate, leaves: u32, live: &mut Vec<PlacedItem>, path: &mut Vec<(u32, At)>) {
         if let Some(lot) = place.reused_lot {
             self.0[lot].dies_before = leaves;
@@ -164,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    /// The lots of `(bytes, leaves)`, and the undecided range that holds them, from address 10 on.
+    /// Creates the lots of `(bytes, leaves)`, and the undecided range that holds them, from address 10 on.
     fn stretch(rows: &[(u64, u32)]) -> (Lots, Vec<PlacedItem>) {
         let lots = Lots::new((0..).zip(rows).map(|(root, &(bytes, leaves))| (root, bytes, leaves)));
         let to = 10 + rows.iter().map(|row| row.0).sum::<u64>();
@@ -172,8 +173,8 @@ mod tests {
     }
 
     generated! {
-        /// Each opening extends a range by distinct dead lots until it is large enough, and leaves exactly the room
-        /// that the other lots need.
+        /// Each opening extends a range by distinct dead lots until it is large enough. The other lots keep exactly the
+        /// room that they need.
         #[test]
         fn a_range_grows_by_lots_that_are_free(
             rows in prop::collection::vec((1..9u64, 0..9u32), 1..9),
@@ -212,7 +213,7 @@ mod tests {
         assert_eq!((live, lots.root(1), lots.freed(5)), (before, 1, 6));
     }
 
-    /// The key depends neither on the order of the lots nor on when the dead ones died.
+    /// The hash depends neither on the order of the lots nor on when dead lots died.
     #[test]
     fn lots_that_are_alike_have_one_key() {
         let key = |rows: &[(u64, u32)]| stretch(rows).0.key(3, |leaves| leaves / 2);

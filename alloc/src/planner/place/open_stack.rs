@@ -1,17 +1,18 @@
-//! Sweeps from a stack whose order is decided on the way.
+//! Sweeps from a stack whose order is decided during the sweep.
 //!
 //! Where full cliques follow one another, the items born between two of them must fill exactly the space that was
-//! freed, and a layout in between hardly shows whether they will. So this sweep moves outwards from a fullest clique,
-//! from *milestone* to milestone: cliques with fewer bytes to spare than those near them. It compares layouts at
-//! milestones only, by how many milestones apart neighbours die. Neighbours that die between the same two milestones
-//! leave one range, which has room for items that are born together.
+//! freed. A layout in between hardly shows whether they will. So this sweep moves outwards from a fullest clique, from
+//! *milestone* to milestone: cliques with fewer bytes to spare than those near them. It compares layouts at milestones
+//! only. The penalty of a layout grows with the number of milestones between the deaths of neighbours. Neighbours that
+//! die between the same two milestones leave one range, which has room for items that are born together.
 //!
-//! From each layout that is kept, a [`Leap`] tries many ways to the next milestone. If no layout arrives there, the
-//! sweep goes back two milestones and keeps twice as many layouts. Each further failure doubles both, until it gives
-//! up.
+//! From each layout that is kept, a [`Leap`] searches for layouts of the next milestone. If it finds none for any of
+//! them, the sweep goes back two milestones and keeps twice as many layouts. Each further failure doubles both numbers,
+//! until the sweep gives up.
 //!
-//! Any order of the items of the first clique is free of gaps, but the choice matters more than the effort spent after
-//! it. So the order is left open: the stack is one undecided range, whose [`Lots`] are handed out as they become free.
+//! Any order of the items of the first clique is free of gaps, but the choice of this order matters more than the
+//! effort spent after it. So the order is left open: the stack is one undecided range, whose [`Lots`] are given to new
+//! items as they become free.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -24,12 +25,12 @@ use crate::planner::decompose::timeline::Timeline;
 use crate::planner::mix::mix;
 use crate::planner::solve::Solver;
 
-/// Attempts of one kind. They differ in how many places a leap may try, and in whether a large item may split a free
-/// range.
+/// Number of attempts of one kind. These differ in how many places a leap may try, and in whether a large item may
+/// split a free range.
 const KIND: u64 = 6;
 
-/// All attempts: one kind from the first of the fullest cliques, one from the last, and both again with twice as many
-/// layouts and places.
+/// Number of all attempts: one kind from the first of the fullest cliques and one from the last, then both again with
+/// doubled limits on layouts and places.
 const ATTEMPTS: u64 = 4 * KIND;
 
 /// Number of attempts that run in parallel: in the first wave, and at most in later ones.
@@ -37,20 +38,20 @@ const WAVES: (u64, u64) = (2, 2);
 /// Work per item that an attempt should be able to spend.
 const WORK_PER_ITEM: u64 = 300;
 
-/// Cliques that must be full to the goal for open stacks to be tried.
+/// Open stacks are tried if at least this many cliques have the most bytes alive.
 const OFTEN_FULL: usize = 8;
 
-/// Distances in cliques. No clique within the first has less to spare than a milestone, and no earlier one within the
-/// second has as little.
+/// Two distances in cliques. A milestone has the least bytes to spare of all cliques within the first distance. Of
+/// equal ones within the second distance, only the first is a milestone.
 const NEAR: (u32, u32) = (12, 4);
 
 /// Most cliques between two milestones.
 const FAR: u32 = 40;
 
-/// Layouts that a sweep goes on from, as long as nothing fails.
+/// Number of layouts from which a sweep goes on as long as nothing fails.
 const WIDTH: usize = 2;
 
-/// Layouts that are kept at a milestone: for each one that goes on, and at most.
+/// Number of layouts that are kept at a milestone: per layout from which the sweep goes on, and at most.
 const KEPT: (usize, usize) = (4, 256);
 /// Most slabs of all layouts that are kept at a milestone.
 const SLABS: usize = 65_536;
@@ -58,15 +59,15 @@ const SLABS: usize = 65_536;
 /// Failures at one place after which a sweep gives up.
 const FAILURES: u32 = 2;
 
-/// Milestones past the place of a failure after which it no longer counts.
+/// A failure is forgotten once the sweep is this many milestones past it.
 const FORGOTTEN: usize = 2;
 
-/// Attempts at the second half of time once the first is done.
+/// Number of attempts at the second half of time, once the first half is planned.
 const SECOND_TRIES: u64 = 4;
 
 impl Solver<'_> {
-    /// Sweeps from an open stack, until one ends at the goal or the budget is spent. Only for parts that are full again
-    /// and again, in which the exact search mostly fails.
+    /// Runs sweeps from an open stack until one ends at the goal or the budget is spent. It returns at once unless the
+    /// part is full at many cliques; for such parts, the exact search mostly fails.
     pub fn open_stacks(&mut self, budget: &mut Budget) {
         let (part, ceiling) = (self.part, self.goal.enough);
         let peaks = part.fullest_cliques();
@@ -80,9 +81,9 @@ impl Solver<'_> {
     }
 }
 
-/// Offsets that end at or below the ceiling, if a way leads there from the items of one of the fullest cliques,
-/// `peaks`. `live` has the bytes alive in each clique. If more items are born between two milestones than a leap can
-/// place, the attempt returns at once and spends nothing.
+/// Returns offsets that end at or below the ceiling, or `None` if the attempt finds none. The attempt starts from the
+/// items of one of the fullest cliques, `peaks`. `live` has the bytes alive in each clique. If more items are born
+/// between two milestones than a leap can place, the attempt returns at once and spends nothing.
 fn attempt(
     solver: &Solver,
     live: &[u64],
@@ -113,7 +114,7 @@ fn attempt(
     is_found.then_some(offsets)
 }
 
-/// One half of an attempt: the way from the peak to the last clique.
+/// One half of an attempt: from the peak to the last clique.
 pub(super) struct HalfSearch<'s> {
     pub timeline: &'s Timeline<'s>,
     pub number: u64,
@@ -123,7 +124,7 @@ pub(super) struct HalfSearch<'s> {
     peak: u32,
     /// The milestones, ascending; the last clique is always one.
     milestones: Vec<u32>,
-    /// By clique: how many milestones come before it.
+    /// For each clique, the number of milestones before it.
     milestones_before: Vec<u32>,
 }
 
@@ -136,7 +137,8 @@ struct MilestoneLayouts {
     entries: usize,
 }
 
-/// A layout at a milestone: the slabs alive, ascending by address, and the last history entry that led there.
+/// A layout at a milestone: the slabs alive there, ascending by address, the lots, and the last history entry of the
+/// layout.
 struct Layout {
     live: Vec<PlacedItem>,
     lots: Lots,
@@ -146,7 +148,7 @@ struct Layout {
 /// An entry of the history: the entry before it, an item, and where the item was put.
 type Entry = (u32, u32, At);
 
-/// The parent of an entry that has none before it.
+/// Stands for the entry before the first.
 const ROOT: u32 = u32::MAX;
 
 impl<'s> HalfSearch<'s> {
@@ -167,8 +169,8 @@ impl<'s> HalfSearch<'s> {
         births.into_iter().all(|births| births <= BIRTHS)
     }
 
-    /// The milestones before a clique. It serves as the time of death of items that die before that clique, and is
-    /// [`UNDECIDED`] for the undecided range.
+    /// Returns the number of milestones before a clique, which stands for the time of death of items that die before
+    /// that clique. The result for the undecided range is [`UNDECIDED`].
     pub fn death_milestone(&self, death: u32) -> u32 {
         self.milestones_before.get(death as usize).copied().unwrap_or(UNDECIDED)
     }
@@ -178,7 +180,7 @@ impl<'s> HalfSearch<'s> {
         bytes >= self.largest.div_ceil(2)
     }
 
-    /// Number of times that the limits on layouts and places are doubled.
+    /// The number of times by which this attempt doubles the limits on layouts and places.
     pub fn effort(&self) -> u32 {
         (self.number / (2 * KIND)) as u32
     }
@@ -210,8 +212,9 @@ impl<'s> HalfSearch<'s> {
         Layout { live: stack.iter().map(slab).collect(), lots: Lots::default(), node: ROOT }
     }
 
-    /// Searches for a way from `start` to the last milestone, and writes the offsets of the items placed on the way and
-    /// of the lots left undecided. Returns false if there is no way or the budget is spent.
+    /// Searches for layouts from `start` to the last milestone. On success, `offsets` has the offsets of the items
+    /// placed and of the lots left undecided. Returns false, with `offsets` unchanged, if the search fails or the
+    /// budget is spent.
     fn run(&self, start: Layout, offsets: &mut [u64], budget: &mut Budget) -> bool {
         let mut history: Vec<Entry> = Vec::new();
         let mut stations = vec![MilestoneLayouts { passed: 0, layouts: vec![start], entries: 0 }];
@@ -247,9 +250,9 @@ impl<'s> HalfSearch<'s> {
         true
     }
 
-    /// Leaps from a milestone to the next and returns the layouts that are kept there, those to go on from first.
-    /// Layouts that differ only in small items fail for the same reason. So the best layout of each order of large
-    /// items comes first, and the others follow where there is room for them.
+    /// Leaps from a milestone to the next. Returns the layouts that are kept there; the sweep goes on from the first of
+    /// them. Layouts that differ only in small items fail for the same reason. So the best layout of each order of
+    /// large items comes first, and the others follow if there is room for them.
     fn pass(&self, here: &MilestoneLayouts, failed: u32, history: &mut Vec<Entry>, budget: &mut Budget) -> Vec<Layout> {
         let from = here.passed.checked_sub(1).map_or(self.peak, |k| self.milestones[k]);
         let width = WIDTH << (failed + self.effort());
@@ -278,7 +281,7 @@ impl<'s> HalfSearch<'s> {
     }
 }
 
-/// Writes the offsets of a layout and its history. The lots that are still undecided are stacked in any order.
+/// Writes the offsets of all items in a layout's history. The lots that are still undecided are stacked in any order.
 fn write(layout: &Layout, history: &[Entry], offsets: &mut [u64]) {
     let mut floor = layout.live.iter().find(|slab| slab.dies_before == UNDECIDED).map_or(0, |slab| slab.from);
     for (i, bytes) in layout.lots.rest() {
@@ -297,8 +300,8 @@ fn write(layout: &Layout, history: &[Entry], offsets: &mut [u64]) {
     heirs.into_iter().for_each(|(i, root)| offsets[i as usize] = offsets[root as usize]);
 }
 
-/// The cliques after `peak` with the least to spare among those near them, and cliques in between where those are more
-/// than [`FAR`] apart.
+/// Returns the milestones after `peak`: the cliques with the least bytes to spare among those near them. Where two of
+/// them are more than [`FAR`] cliques apart, evenly spaced cliques in between are milestones too.
 fn milestones(peak: u32, cliques: u32, slack: impl Fn(u32) -> u64) -> Vec<u32> {
     let is_narrow = |&k: &u32| {
         let mut near = k.saturating_sub(NEAR.0).max(peak + 1)..=(k + NEAR.0).min(cliques - 1);
@@ -324,7 +327,7 @@ mod tests {
     use crate::planner::tests::{is_plan, part};
 
     generated! {
-        /// Checked against every pair of items; a second run finds the same plan.
+        /// Every pair of items is checked for overlaps; a second run finds the same plan.
         #[test]
         fn what_is_found_is_a_plan_below_the_ceiling(
             rows in prop::collection::vec((0..99u32, 1..=40u32, 1..20u64), 1..60),
@@ -358,7 +361,7 @@ mod tests {
         }
     }
 
-    /// Such an attempt spends nothing.
+    /// An attempt with such milestones returns at once and spends nothing.
     #[test]
     fn too_many_births_between_two_milestones_are_left_alone() {
         let bound = BIRTHS as u64 + 2;

@@ -1,10 +1,9 @@
-//! Sweeps with many policies. The cheap ones that often succeed come first.
+//! Sweeps with many policies. The cheap policies that often succeed come first.
 //!
-//! 1. Outwards from the fullest clique. Its items fill the arena without a gap in any order. The two halves of time are
-//!    independent, so the best sweep of each half makes the plan.
-//! 2. From the edges of time, forward and backward.
-//! 3. Around the long-lived items, which are placed first.
-//! 4. [Squeaky wheel](squeaky_wheel): items that end above the ceiling are placed first in the next sweep.
+//! 1. Outwards from the fullest clique, whose items fill the arena without a gap in any order. The two halves of time
+//! are independent, so the best sweep of each half becomes part of the plan. 2. From the edges of time, forward and
+//! backward. 3. Around the long-lived items, which are placed first. 4. [Squeaky wheel](squeaky_wheel): items that end
+//! above the ceiling are placed first in the next sweep.
 
 use std::cmp::Reverse;
 
@@ -20,20 +19,21 @@ use crate::planner::solve::Solver;
 use crate::planner::space::free_list::{Fit, FreeList, Place};
 use crate::planner::space::reserved::Reserved;
 
-/// Least work per item that plain sweeps may spend: enough for a few sweeps. From a million items on, this is more than
-/// their share of the default work, but the steps after them don't suit so many items.
+/// Work per item that plain sweeps may spend, at least: enough for a few sweeps. From a million items on, this exceeds
+/// the share of the default work for plain sweeps. That does no harm, since the later steps don't suit so many items.
 const WORK_PER_ITEM: u64 = 40;
 
 /// Chains that run in parallel. The number is fixed, so that the result does not depend on the machine.
 const WAVE: usize = 8;
 
-/// Chains in the first wave of learning. Where learning helps, the first chains often succeed.
+/// Number of chains in the first wave of learning. On problems for which learning helps, the first chains often
+/// succeed.
 const FIRST_WAVE: usize = 2;
 
 /// Sweeps of a learning chain.
 const ROUNDS: u32 = 12;
 
-/// The choice of a free range for each item, and the order of items that are born together.
+/// A choice of the free range for each item, and of the order of items that are born together.
 #[derive(Debug, Clone, Copy)]
 struct Policy {
     /// An item alive in at least this many cliques counts as long.
@@ -57,10 +57,10 @@ struct Chain<'s> {
     rounds: u32,
 }
 
-/// Work spent, and sweeps made.
+/// Work spent, and number of sweeps.
 type Spent = (u64, u64);
 
-/// A sort key: the item with the least comes first.
+/// A sort key. The item with the smallest key comes first.
 type Key = fn(Item) -> (u128, u32);
 
 /// Sort keys by size, length and area, the largest first.
@@ -71,8 +71,9 @@ const RANKS: [Key; 3] = [
 ];
 
 impl Solver<'_> {
-    /// Runs stages 1 and 2 with one sweep per chain. They leave most of the work to the steps after them, unless there
-    /// are so many items that those would achieve little.
+    /// Runs stages 1 and 2 with one sweep per chain. Most of the work is left to the later steps, unless there are so
+    /// many items that these steps would achieve little. If no sweep finds a plan, a last sweep runs without a limit on
+    /// its work.
     pub fn sweep_once(&mut self, budget: &mut Budget) {
         let share = (budget.left() / 4).max(WORK_PER_ITEM * self.part.items.len() as u64);
         budget.within(share, |budget| {
@@ -89,7 +90,7 @@ impl Solver<'_> {
         self.follow_all(&self.long_first(1), budget);
     }
 
-    /// Runs stage 4: chains from the edges of time and chains around long-lived items in turns, then chains outwards
+    /// Runs stage 4: chains from the edges of time and chains around long-lived items, in turns; then chains outwards
     /// from the fullest clique.
     pub fn sweep_and_learn(&mut self, budget: &mut Budget) {
         let (edges, long) = (self.edge_chains(ROUNDS), self.long_first(ROUNDS));
@@ -100,8 +101,8 @@ impl Solver<'_> {
         self.sweep_outwards(ROUNDS, budget);
     }
 
-    /// Gives a part a plan even when the work is spent: the lowest place for each birth. This fails only if the address
-    /// space ends or pins overlap.
+    /// Makes a plan even when the work is spent: each birth gets the lowest place. No plan results only if the address
+    /// space is too small or pins overlap.
     fn settle(&mut self, budget: &mut Budget) {
         for is_backward in [false, true] {
             let chain = Chain { is_backward, ..Chain::PLAIN };
@@ -125,7 +126,7 @@ impl Solver<'_> {
             }
             let mut stack = alive.clone();
             sort_by_key(&mut stack, |&i| (key(part.items[i as usize]), i));
-            // The halves are independent.
+            // The two halves of time are independent of each other.
             let share = budget.share(budget.left() / 2);
             let halves: Vec<_> = [(false, peak), (true, part.cliques - 1 - peak)]
                 .into_par_iter()
@@ -146,7 +147,8 @@ impl Solver<'_> {
         }
     }
 
-    /// Runs chains one after another until one meets the ceiling or the share is spent, and returns the lowest plan.
+    /// Runs chains one after another until one meets the ceiling or the share is spent. Returns the lowest plan, or
+    /// `None` if there is none, and the work and sweeps spent.
     fn best_of<'s>(&self, chains: impl Iterator<Item = Chain<'s>>, share: Budget) -> (Option<Placement>, Spent) {
         let (mut best, mut spent) = (None::<Placement>, (0, 0));
         for chain in chains {
@@ -199,7 +201,7 @@ impl Solver<'_> {
                 return;
             }
             let limit = self.best.as_ref().map_or(u64::MAX, |best| best.height - 1);
-            // The chains of a wave don't see one another's results.
+            // The chains of a wave run in parallel and share no results.
             let share = budget.share(budget.left() / WAVE as u64);
             let results: Vec<_> = wave.par_iter().map(|chain| self.follow(chain, limit, share)).collect();
             for (placement, spent) in results {
@@ -209,8 +211,8 @@ impl Solver<'_> {
         }
     }
 
-    /// Runs the sweeps of a chain. Returns its lowest plan, if it has one within the limit, and the work and
-    /// sweeps spent.
+    /// Runs the sweeps of a chain. Returns its lowest plan, or `None` if there is none within the limit, and the work
+    /// and sweeps spent.
     fn follow(&self, chain: &Chain, limit: u64, mut budget: Budget) -> (Option<Placement>, Spent) {
         let items = &self.part.items;
         let timeline = self.timeline(chain.is_backward);
@@ -271,7 +273,7 @@ impl Policy {
 }
 
 impl Chain<'_> {
-    /// One sweep over everything.
+    /// A single sweep forward in time, without pre-placed items.
     const PLAIN: Self = Self {
         is_backward: false,
         start: Start::Edge,
@@ -327,7 +329,7 @@ impl Rule for Fitted<'_> {
     }
 }
 
-/// Lengths in cliques from which on an item may count as long.
+/// Lifetimes in cliques from which on an item may count as long-lived.
 fn long_lengths(cliques: u32) -> Vec<u32> {
     let mut lengths = Vec::new();
     for share in [0.01, 0.003, 0.03, 0.001, 0.1] {
@@ -339,7 +341,7 @@ fn long_lengths(cliques: u32) -> Vec<u32> {
     lengths
 }
 
-/// The policies, those that succeed most often first.
+/// The policies; those that succeed most often come first.
 fn policies(cliques: u32) -> Vec<Policy> {
     let mut policies = Vec::new();
     for is_largest_first in [false, true] {
@@ -357,7 +359,7 @@ fn policies(cliques: u32) -> Vec<Policy> {
     policies
 }
 
-/// Sort keys for the stack at the peak; the least is at the bottom.
+/// Sort keys for the stack at the peak. The item with the smallest key is at the bottom.
 fn stack_orders(peak: u32) -> [Box<dyn Fn(Item) -> u64>; 6] {
     [
         Box::new(|item| u64::from(item.start)),

@@ -7,7 +7,7 @@ use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::{Item, Part};
 
-/// Offsets by item. Returns `None` if the part has pins or alignments, or if the budget is spent.
+/// Returns the offset of each item, or `None` if the part has pins or alignments, or if the budget is spent.
 pub(crate) fn strips(part: &Part, budget: &mut Budget) -> Option<Vec<u64>> {
     if !part.is_free() {
         return None;
@@ -43,17 +43,17 @@ pub(crate) fn strips(part: &Part, budget: &mut Budget) -> Option<Vec<u64>> {
     Some(offsets)
 }
 
-/// An address range over all time, filled from below.
+/// An address range over all of time, which is filled from the bottom.
 struct Strip {
     offset: u64,
     bytes: u64,
-    /// The filled height, from each clique until the next entry.
+    /// The height that is filled at each clique; an entry applies until the next key.
     skyline: BTreeMap<u32, u64>,
 }
 
 impl Strip {
-    /// Puts an item on top of everything that the strip holds during its cliques. Returns the item's offset, or `None`
-    /// if it does not fit.
+    /// Puts an item on top of everything that the strip holds during the item's cliques. Returns the item's offset, or
+    /// `None` if the item does not fit.
     fn stack(&mut self, item: Item, budget: &mut Budget) -> Option<u64> {
         let room = self.bytes.checked_sub(item.bytes)?;
         let at = |clique: u32| self.skyline.range(..=clique).next_back().map_or(0, |step| *step.1);
@@ -80,8 +80,8 @@ impl Strip {
     }
 }
 
-/// Groups items into chains in which each starts after the one before has ended. In order of their starts, each item
-/// joins the chain that ended last.
+/// Groups items into chains in which each item starts after the one before has ended. Items are visited in order of
+/// their starts, and each joins the chain that ended last.
 fn chains(items: &[Item], mut numbers: Vec<u32>) -> Vec<Vec<u32>> {
     sort_by_key(&mut numbers, |&i| (items[i as usize].start, i));
     let mut chains: Vec<Vec<u32>> = Vec::new();
@@ -112,7 +112,8 @@ mod tests {
     use crate::planner::tests::{is_plan, part};
 
     generated! {
-        /// Checked against every pair of items. Items of one size reach only the most bytes alive together.
+        /// Every pair of items is checked for overlaps. Items of one size need no more than the most bytes alive
+        /// together.
         #[test]
         fn strips_are_a_plan(rows in prop::collection::vec((0..30u32, 1..=30u32, 1..9u64), 1..60), is_one_size: bool) {
             let size = |row: &(u32, u32, u64)| (row.0, row.1, if is_one_size { 5 } else { row.2 });
@@ -125,8 +126,8 @@ mod tests {
         }
     }
 
-    /// The second item of size 2 fits into the idle space of the strip of size 4, and the item of size 1 lies on top of
-    /// it.
+    /// The second item of size 2 fits into the idle space of the strip of size 4. The item of size 1 lies on top of the
+    /// item of size 2.
     #[test]
     fn small_items_fill_large_strips() {
         let part = part(&[(0, 6, 2), (0, 3, 4), (3, 2, 2), (4, 2, 1)], 6);

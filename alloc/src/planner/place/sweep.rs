@@ -1,9 +1,9 @@
-//! One pass over time: an item that dies frees its range, an item that is born takes a free one.
+//! One pass over time: an item that dies frees its range, and an item that is born takes a free range.
 //!
 //! A sweep starts before the first clique, or outwards from one clique whose items are stacked first. A [`Rule`]
-//! decides which place an item takes, and in which order items that are born together are placed.
-//! [`portfolio`](super::portfolio) has simple rules; the one of [`backtrack`](super::backtrack) scores places and
-//! undoes steps that led nowhere.
+//! decides which place an item takes, and in which order items that are born together are placed. The rules of
+//! [`portfolio`](super::portfolio) are simple. The rule of [`backtrack`](super::backtrack) scores places, and its
+//! sweeps undo steps after a failure.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::planner::budget::Budget;
 use crate::planner::decompose::timeline::Timeline;
 use crate::planner::space::free_list::{FreeList, Place};
 
-/// Where a sweep begins.
+/// The point of time at which a sweep begins.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Start<'s> {
     /// Before the first clique.
@@ -22,7 +22,8 @@ pub(crate) enum Start<'s> {
 
 /// Decides the places of a sweep.
 pub(crate) trait Rule {
-    /// Sorts items that are born together into the order in which they are placed. They come in longest-lived first.
+    /// Sorts items that are born together into the order in which they are placed. On entry, the longest-lived come
+    /// first.
     fn order(&mut self, born: &mut [u32]);
 
     /// Returns the place of an item, or `None` to stop the sweep.
@@ -42,13 +43,13 @@ pub(crate) struct Sweep<'s> {
     pub space: FreeList<'s>,
     /// The cliques to pass.
     pub cliques: Range<u32>,
-    /// The steps so far, if they may be undone.
+    /// The steps so far; `None` if they can't be undone.
     trail: Option<Vec<Event>>,
     born: Vec<u32>,
 }
 
 impl<'s> Sweep<'s> {
-    /// Starts a sweep in an arena of `top` bytes. A stack to start from is placed at once.
+    /// Starts a sweep in an arena of `top` bytes. If the sweep starts from a stack, its items are placed at once.
     pub fn new(timeline: &'s Timeline<'s>, start: Start, top: u64, can_go_back: bool) -> Self {
         let mut space = FreeList::new(&timeline.items, top);
         let mut first = 0;

@@ -1,8 +1,9 @@
 //! An index of the addresses taken during a range of cliques, by rectangles placed in any order.
 //!
-//! It is a segment tree over the cliques. A rectangle is stored at the few nodes that cover its cliques. Each node has
-//! two sets of addresses: those of the rectangles stored at it, and those of the rectangles stored at it or below it. A
-//! query reads the second set of the nodes that cover its range, and the first set of the nodes above them.
+//! The index is a segment tree over the cliques. A rectangle is stored at the few nodes that cover its cliques. Each
+//! node has two sets of addresses: those of the rectangles stored at the node itself, and those of the rectangles
+//! stored at the node or below it. A query reads the second set of the nodes that cover its range, and the first set of
+//! the nodes above them.
 
 use std::ops::Range;
 
@@ -27,12 +28,12 @@ impl Occupied {
         Self { leaves, covering: empty(), within: empty(), met: Vec::new() }
     }
 
-    /// Takes `[at, at + bytes)` during the item's cliques. The budget pays for the rectangle.
+    /// Marks `[at, at + bytes)` as taken during the item's cliques. The budget pays for the rectangle.
     pub fn insert(&mut self, item: Item, at: u64, budget: &mut Budget) {
         let range = (at, at + item.bytes);
         budget.spend(1);
         let leaves = self.leaves_of(item);
-        // The set `within` a node includes those of all nodes below it.
+        // The `within` set of a node includes the sets of all nodes below that node.
         for mut node in [leaves.start, leaves.end - 1] {
             while node > 1 && self.within[node / 2].add(range) {
                 node /= 2;
@@ -44,14 +45,14 @@ impl Occupied {
         });
     }
 
-    /// The lowest offset that is free during all of the item's cliques. The budget pays for the ranges and nodes looked
-    /// at. `None` when the address space ends.
+    /// Returns the lowest offset that is free during all of the item's cliques, or `None` if there is none in the
+    /// address space. The budget pays for the ranges and nodes looked at.
     pub fn lowest(&mut self, item: Item, budget: &mut Budget) -> Option<u64> {
         let taken = self.taken(item, budget);
         lowest_gap(taken, item.bytes, item.alignment)
     }
 
-    /// The ranges taken in some of the item's cliques, ascending by their first byte. They may overlap.
+    /// The ranges taken in any of the item's cliques, ascending by their first byte. They may overlap.
     pub fn taken(&mut self, item: Item, budget: &mut Budget) -> &[(u64, u64)] {
         self.met.clear();
         let mut nodes = 0;
@@ -61,7 +62,8 @@ impl Occupied {
             self.met.extend_from_slice(&self.within[node].0);
             nodes += 1;
         });
-        // Some of these nodes are among those visited, or below them. Their ranges are taken in the item's cliques too.
+        // Some of these nodes are among the nodes visited, or below them. The ranges at those nodes are taken in the
+        // item's cliques as well.
         while above[0] > 0 {
             let count = if above[0] == above[1] { 1 } else { 2 };
             for &node in &above[..count] {
@@ -100,7 +102,7 @@ fn making_up(leaves: Range<usize>, mut visit: impl FnMut(usize)) {
 struct Union(Vec<(u64, u64)>);
 
 impl Union {
-    /// Adds a range; returns whether it has bytes that the set did not have.
+    /// Adds a range. Returns true if some byte of the range was not yet in the set.
     fn add(&mut self, (from, to): (u64, u64)) -> bool {
         let first = self.0.partition_point(|range| range.1 < from);
         let Some(met) = self.0.get_mut(first).filter(|met| met.0 <= to) else {
@@ -128,7 +130,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// Checked against a list of everything that was placed.
+        /// Compared with a list of everything that was placed.
         #[test]
         fn taken_is_what_somebody_took(
             placed in prop::collection::vec((0..21u32, 1..=21u32, 1..9u64, 0..40u64), 0..40),

@@ -1,9 +1,9 @@
-//! An interval index of placed items: which items share a clique with a given one, and which addresses they take.
+//! An interval index of placed items: the items that share a clique with a given item, and their addresses.
 //!
 //! Time is cut into slices of equal length. Each slice lists the items born in it. An item that lives on into later
 //! slices is also listed at the few nodes of a segment tree that cover those slices. So the items alive when a slice
-//! begins are exactly those listed on the path from its leaf to the root. A short item looks only at items of its own
-//! time, and a long item is listed in few places.
+//! begins are exactly those listed on the path from the slice's leaf to the root. A query for a short item looks only
+//! at items near it in time, and a long item is listed in few places.
 
 use crate::planner::decompose::parts::{Item, Part};
 
@@ -32,10 +32,10 @@ pub(crate) struct ByTime {
     crossing: Vec<Vec<Rectangle>>,
 }
 
-/// Least number of slices: enough that a short item looks at few others.
+/// Least number of slices. It is large enough that a query for a short item looks at few others.
 const SLICES: u32 = 256;
 
-/// Items per slice; where there would be more, there are more slices.
+/// Average number of items per slice at most. More items lead to more slices.
 const BIRTHS: u32 = 16;
 
 impl ByTime {
@@ -89,8 +89,8 @@ impl ByTime {
         cost
     }
 
-    /// Fills `met` with the items that share a clique with `item`, in runs that ascend by address. Returns how many
-    /// were looked at.
+    /// Replaces the contents of `met` by the items that share a clique with `item`, as several runs that each ascend by
+    /// address. Returns the number of items looked at.
     pub fn beside(&self, item: Item, met: &mut Vec<Rectangle>) -> u64 {
         met.clear();
         let (first, last) = self.slices(item);
@@ -137,7 +137,7 @@ impl ByTime {
     }
 }
 
-/// Entries of a list that are moved for the price of looking at one.
+/// Number of list entries whose moving costs as much as looking at one.
 const MOVED_AT_ONCE: u64 = 16;
 
 #[cfg(test)]
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// Checked against a list of everything that was added and not removed.
+        /// Compared with a list of everything that was added and not removed.
         #[test]
         fn neighbours_of_an_item_share_its_cliques(
             placed in prop::collection::vec((0..900u32, 1..900u32, 0..40u64, any::<bool>()), 1..60),

@@ -1,20 +1,20 @@
 //! The free address ranges at one moment of a sweep, with the items that bound them.
 //!
-//! The items form a ring in the order of their addresses, closed by the edge of the arena. Between some of them lie
-//! free ranges. So when an item dies, the free ranges beside it are found at once.
+//! The items form a ring in the order of their addresses, closed by the edge of the arena. Free ranges lie between some
+//! neighbours in the ring. So when an item dies, the free ranges next to its own are found at once.
 
 use crate::planner::decompose::parts::Item;
 
-/// The free range that an item takes, and at which end.
+/// The free range that an item takes, and the end of that range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fit {
     /// The lowest place.
     Lowest,
     /// The highest place below the ceiling.
     Highest,
-    /// The bottom of the smallest range that is large enough; of equal ranges, of the lowest.
+    /// The bottom of the smallest range that is large enough; of equally small ranges, the lowest one.
     Tightest,
-    /// The top of the smallest range that is large enough; of equal ranges, of the highest.
+    /// The top of the smallest range that is large enough; of equally small ranges, the highest one.
     TightestHigh,
 }
 
@@ -23,9 +23,9 @@ pub(crate) enum Fit {
 pub(crate) struct Hole {
     pub from: u64,
     pub to: u64,
-    /// The item that ends there, or [`FreeList::edge`].
+    /// The item that ends at `from`, or [`FreeList::edge`].
     pub below: u32,
-    /// The item that begins there, or [`FreeList::edge`].
+    /// The item that begins at `to`, or [`FreeList::edge`].
     pub above: u32,
 }
 
@@ -37,12 +37,12 @@ pub(crate) struct FreeList<'s> {
     items: &'s [Item],
     /// The end of the arena.
     top: u64,
-    /// Offset of each item, also of those that died.
+    /// Offset of each item, also of items that died.
     pub offsets: Vec<u64>,
     pub holes: Vec<Hole>,
-    /// The ring: for each item, and last for the edge of the arena, the neighbour above.
+    /// The ring upwards: the neighbour above each item. The last entry is for the edge of the arena.
     over: Vec<u32>,
-    /// The same with the neighbour below.
+    /// The ring downwards: the neighbour below each item. The last entry is for the edge of the arena.
     under: Vec<u32>,
 }
 
@@ -60,7 +60,7 @@ impl<'s> FreeList<'s> {
         self.items.len() as u32
     }
 
-    /// The free range that holds `bytes` at the offset `at`, if there is one.
+    /// Returns the free range that holds `bytes` at the offset `at`, or `None` if not all of these bytes are free.
     pub fn at(&self, at: u64, bytes: u64) -> Option<Place> {
         let end = at.checked_add(bytes)?;
         let index = self.holes.partition_point(|hole| hole.to < end);
@@ -86,7 +86,7 @@ impl<'s> FreeList<'s> {
         }
     }
 
-    /// Frees an item's range and joins it with the free ranges beside it.
+    /// Frees an item's range and merges it with the free ranges next to it.
     pub fn free(&mut self, i: u32) {
         let (below, above) = (self.under[i as usize], self.over[i as usize]);
         self.link(below, above);
@@ -110,8 +110,9 @@ impl<'s> FreeList<'s> {
         self.under[above as usize] = below;
     }
 
-    /// Finds the place for `bytes` that `fit` asks for. If nothing below the ceiling is large enough, returns
-    /// the lowest place above it. The `blocked` ranges (ascending, disjoint) stay untouched.
+    /// Returns the place for `bytes` that `fit` describes. If no range below the ceiling is large enough, returns the
+    /// lowest place above it, or `None` if the arena has no room at all. The `blocked` ranges (ascending, disjoint) are
+    /// not used.
     pub fn find(&self, bytes: u64, alignment: u64, fit: Fit, ceiling: u64, blocked: &[(u64, u64)]) -> Option<Place> {
         let wanted = Wanted { bytes, alignment, ceiling };
         if blocked.is_empty() {
@@ -121,7 +122,8 @@ impl<'s> FreeList<'s> {
         }
     }
 
-    /// The pieces of free ranges outside the `blocked` ones that hold `bytes`, with the index of each one's range.
+    /// The pieces of free ranges outside the `blocked` ones that hold `bytes`. Each comes with the index of its free
+    /// range.
     fn around(&self, bytes: u64, blocked: &[(u64, u64)]) -> Vec<(usize, u64, u64)> {
         let mut open = Vec::new();
         let mut next = 0;
@@ -164,7 +166,7 @@ impl Wanted {
         found.or_else(|| ranges.find_map(|(index, from, to)| Some((index, anywhere.bottom(from, to)?))))
     }
 
-    /// The place in the smallest range; of equal ranges, the first counts.
+    /// Returns the place in the smallest range; of equally small ranges, the first in iteration order counts.
     fn tightest(
         self,
         ranges: impl Iterator<Item = (usize, u64, u64)>,
@@ -183,14 +185,14 @@ impl Wanted {
         best
     }
 
-    /// The lowest aligned offset in a range.
+    /// The lowest aligned offset in a range, or `None` if the bytes don't fit.
     fn bottom(self, from: u64, to: u64) -> Option<u64> {
         let at = if self.alignment == 1 { from } else { from.checked_next_multiple_of(self.alignment)? };
         let to = to.min(self.ceiling);
         (at <= to && to - at >= self.bytes).then_some(at)
     }
 
-    /// The highest aligned offset in a range.
+    /// The highest aligned offset in a range, or `None` if the bytes don't fit.
     fn top(self, from: u64, to: u64) -> Option<u64> {
         let at = to.min(self.ceiling).checked_sub(self.bytes)?;
         let at = if self.alignment == 1 { at } else { at - at % self.alignment };
@@ -206,7 +208,7 @@ mod tests {
 
     const FITS: [Fit; 4] = [Fit::Lowest, Fit::Highest, Fit::Tightest, Fit::TightestHigh];
 
-    /// Every offset that is free for `bytes`, with the size of the free range below the ceiling that it lies in.
+    /// Every offset at which `bytes` are free, with the size of the free range (cut off at the ceiling) around it.
     fn free(taken: &[bool], bytes: usize, ceiling: usize) -> Vec<(usize, usize)> {
         let is_free = |at: usize| taken[at..at + bytes].iter().all(|taken| !taken);
         let room = |at: usize| {
@@ -218,7 +220,7 @@ mod tests {
     }
 
     generated! {
-        /// Checked against an array of bytes, with births and deaths in any order.
+        /// Compared with an array of bytes, for births and deaths in any order.
         #[test]
         fn places_are_those_of_a_list_of_bytes(
             sizes in prop::collection::vec(1..9u64, 1..30),

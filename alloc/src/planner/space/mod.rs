@@ -1,12 +1,12 @@
-//! Indexes of addresses: which are free, and which item takes them.
+//! Indexes of free and taken addresses.
 
 pub(crate) mod by_clique;
 pub(crate) mod by_time;
 pub(crate) mod free_list;
 pub(crate) mod reserved;
 
-/// The lowest aligned offset with `bytes` free between the `taken` ranges, which ascend by their first byte and may
-/// overlap. `None` when the address space ends.
+/// Returns the lowest aligned offset at which `bytes` are free between the `taken` ranges, or `None` if there is none
+/// in the address space. The ranges ascend by their first byte and may overlap.
 pub(crate) fn lowest_gap(taken: &[(u64, u64)], bytes: u64, alignment: u64) -> Option<u64> {
     let mut floor = 0u64;
     for &(from, to) in taken {

@@ -1,4 +1,4 @@
-//! Pre-placed items that a sweep places the others around.
+//! Pre-placed items; a sweep places all other items around them.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ pub(crate) struct Reserved {
 
 impl Reserved {
     /// Keeps the `fixed` items at their offsets, then gives each of `members` in turn the lowest place that is left.
-    /// Returns `None` if the address space or the budget ends.
+    /// Returns `None` if the address space is too small or the budget is spent.
     pub fn place(timeline: &Timeline, fixed: &[(u32, u64)], members: &[u32], budget: &mut Budget) -> Option<Self> {
         if fixed.is_empty() && members.is_empty() {
             return Some(Self::default());
@@ -45,25 +45,25 @@ impl Reserved {
         self.places.is_empty()
     }
 
-    /// The reserved offset of an item.
+    /// The reserved offset of an item; `None` if the item is not pre-placed.
     pub fn offset(&self, item: u32) -> Option<u64> {
         self.places.get(item as usize).copied().flatten()
     }
 
-    /// Collects the ranges of the items that start within `cliques`, ascending and disjoint. Returns how many ranges
-    /// were looked at.
+    /// Writes the ranges of the items that start within `cliques` to `ranges`, ascending and disjoint. Returns the
+    /// number of ranges looked at.
     pub fn starting(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) -> u64 {
         self.by_start.between(cliques, ranges)
     }
 }
 
-/// Address ranges by clique. The ranges of many cliques are read as a few unions.
+/// Address ranges by clique. The ranges of many cliques together are read as a few unions.
 #[derive(Debug, Clone, Default)]
 struct ByClique {
     /// The ranges as `(clique, from, to)`, ascending.
     entries: Vec<(u32, u64, u64)>,
-    /// A tree of unions if there are many entries. Node `k` joins the ranges of nodes `2k` and `2k + 1`; the last nodes
-    /// are [`BLOCK`]s of entries.
+    /// A tree of unions; empty if there are few entries. Node `k` joins the ranges of nodes `2k` and `2k + 1`. The
+    /// leaves, which come last, are blocks of [`BLOCK`] entries.
     unions: Vec<Vec<(u64, u64)>>,
 }
 
@@ -90,7 +90,8 @@ impl ByClique {
         }
     }
 
-    /// Collects the ranges of the entries within `cliques`, ascending and disjoint. Returns how many were looked at.
+    /// Writes the ranges of the entries within `cliques` to `ranges`, ascending and disjoint. Returns the number of
+    /// ranges looked at.
     fn between(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) -> u64 {
         ranges.clear();
         if self.entries.is_empty() {
@@ -128,7 +129,7 @@ impl ByClique {
 
 /// Sorts ranges and merges those that touch or overlap.
 fn join(ranges: &mut Vec<(u64, u64)>) {
-    // The ranges come as a few sorted runs, which the stable sort merges.
+    // The ranges consist of a few sorted runs, which the stable sort merges quickly.
     ranges.sort();
     ranges.dedup_by(|next, kept| {
         let touches = next.0 <= kept.1;
@@ -146,7 +147,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// Checked against the entries themselves, few or many.
+        /// Compared with the entries themselves, few or many.
         #[test]
         fn unions_hold_what_their_entries_hold(
             entries in prop::collection::vec((0..40u32, 0..50u64, 1..9u64), 0..400),

@@ -1,7 +1,7 @@
-//! Ranks that are processes, on one host or many, and the world that this process was started in.
+//! Ranks that are processes, on one host or many, and the world in which this process was started.
 //!
-//! The trainer only depends on [`Communicator`], so enabling the feature `mpi` recompiles only this crate and those
-//! that depend on it.
+//! The trainer only depends on [`Communicator`]. So enabling the feature `mpi` recompiles only this crate and the
+//! crates that depend on it.
 
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -12,8 +12,8 @@ use gapless_parallel::World;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 
-/// The world that this process was started in: that of MPI, under `mpirun` and similar launchers, otherwise one of this
-/// process alone.
+/// Returns the world in which this process was started. Under `mpirun` and similar launchers it is MPI's world,
+/// otherwise a world of this process alone.
 ///
 /// # Errors
 /// Returns an error if the environment describes several ranks but this program was built without the feature `mpi`, if

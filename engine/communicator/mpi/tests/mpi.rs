@@ -1,7 +1,7 @@
 //! Ranks that are processes: the cases of all backends under `mpirun`, and the end of a job when a rank fails.
 //!
-//! The program runs itself under `mpirun`, so it has its own `main`. Without the feature `mpi`, or without `mpirun`, it
-//! reports that and ends.
+//! The program runs itself under `mpirun`, so it has its own `main`. Without the feature `mpi`, or if `mpirun` is
+//! missing, it says so and ends.
 
 #[cfg(feature = "mpi")]
 #[path = "../../tests/communicator_cases/mod.rs"]
@@ -28,7 +28,7 @@ mod jobs {
 
     /// The rank that fails.
     const CULPRIT: usize = 1;
-    /// How long a rank waits for one that hangs.
+    /// How long a rank waits for a rank that hangs.
     const SHORT: Duration = Duration::from_secs(1);
 
     pub fn main() {
@@ -89,7 +89,7 @@ mod jobs {
             }
             "kill" => world.barrier().and_then(|()| wait_for_the_culprit(&mut world)),
             "hang" | "hang in a sum" => {
-                // With the long timeout, however late the other ranks start.
+                // This barrier has the long timeout, since the other ranks may start late.
                 let all_are_there = world.barrier();
                 world.set_timeout(SHORT);
                 all_are_there.and_then(|()| match job {
@@ -131,7 +131,7 @@ mod jobs {
         world.receive(&mut [0], CULPRIT, Tag { stage: 2, micro_batch: 7, ..Tag::default() })
     }
 
-    /// The culprit has left before its last messages are received; the other ranks go on.
+    /// The culprit leaves before its last messages are received. The other ranks go on.
     fn leave_when_done(world: &mut dyn Communicator) -> Result<()> {
         let mut others = world.split(usize::from(world.rank() == CULPRIT), 0)?;
         match world.rank() {
@@ -145,7 +145,7 @@ mod jobs {
         }
     }
 
-    /// Prints the milliseconds for a sum of 64 MiB, as the median of 9.
+    /// Prints the milliseconds that a sum of 64 MiB takes, as the median of 9 measurements.
     fn time_all_reduce(world: &mut dyn Communicator) -> Result<()> {
         let mut values = vec![1.0; 16 << 20];
         let mut times = Vec::new();
@@ -162,7 +162,8 @@ mod jobs {
         Ok(())
     }
 
-    /// One message with more bytes than MPI can count. Too large for a regular test; run `--job huge` by hand.
+    /// Sends one message with more bytes than MPI can count. It is too large for a regular test; run `--job huge` by
+    /// hand.
     fn huge(world: &mut dyn Communicator) -> Result<()> {
         const LEN: usize = (1 << 31) + 12_345;
         let byte = |i: usize| (i % 251) as u8;
@@ -192,7 +193,7 @@ mod jobs {
 
         let long: &[_] = &[("GAPLESS_TIMEOUT_SECONDS", "300")];
         let elsewhere: &[_] = &[("RANK", "0"), ("WORLD_SIZE", "9")];
-        // Each job with the texts that this program or mpirun must print.
+        // Each job with the texts of which this program or mpirun must print all.
         let failures = [
             ("kill", long, &["rank 1 ", "signal 9"][..]),
             ("panic", long, &["as the test wants it", "gapless: rank 1 panicked"]),
@@ -203,7 +204,7 @@ mod jobs {
             ("leave", long, &["gapless: rank 1 dropped its communicator with 1 operation(s) under way"]),
             ("leave in order", long, &["rank 1 dropped its communicator while rank ", "micro-batch 7 from rank 1"]),
             ("hang", long, &["gave up after 1 s waiting for the activations of stage 2, micro-batch 7 from rank 1"]),
-            // Another rank may be late too.
+            // The list of late ranks may go on after rank 1.
             ("hang in a sum", long, &["gave up after 1 s waiting for all_reduce of 100 elements", "rank(s) [1"]),
             (
                 "sizes",

@@ -3,18 +3,19 @@
 //! All ranks share one address space, so a message is one copy from the sender's bytes to the receiver's, and a sum
 //! reads every rank's values in place. Addresses are dereferenced only here. This is sound because:
 //!
-//! 1. The rank that starts an operation guarantees that its memory is valid and not otherwise accessed, until the
-//!    operation was waited for or the communicator dropped (the contract of `isend`, `irecv` and `start`).
+//! 1. By the contract of `isend`, `irecv` and `start`, the memory of an operation is valid and not otherwise accessed,
+//!    until the wait for the operation has returned or the communicator was dropped.
 //! 2. The state's lock hands every piece of work (one message, or one item of a collective) to exactly one thread,
 //!    after all ranks involved have published their memory.
-//! 3. `wait` and `drop` return only when no thread works on the memory: work that was not handed out is withdrawn under
-//!    the lock, and work that was handed out is waited for, whatever else has failed.
-//! 4. Items of one collective write disjoint memory, and none writes what another reads.
+//! 3. `wait` and `drop` return only when no thread works on the memory. Work that was not handed out is withdrawn under
+//!    the lock. Work that was handed out is waited for, even if a rank has failed.
+//! 4. Items of one collective write disjoint memory, and no item writes memory that another item reads.
 
 use crate::Collective;
 use crate::backend::sum;
 
-/// Elements, or bytes, of one item: large enough to hide the cost of the lock, small enough to share the work.
+/// Number of elements (or bytes) of one item: large enough to hide the cost of the lock, small enough to share the
+/// work.
 const SEGMENT: usize = 1 << 14;
 
 /// The bytes at one end of a message.
@@ -24,7 +25,7 @@ pub(super) struct Range {
     pub(super) len: usize,
 }
 
-// SAFETY: sending an address is harmless; only `copy` dereferences it.
+// SAFETY: moving an address to another thread is harmless; only `copy` dereferences it.
 unsafe impl Send for Range {}
 
 /// One rank's memory in a collective.
@@ -53,7 +54,7 @@ pub(super) unsafe fn copy(from: Range, to: Range) {
     unsafe { std::ptr::copy(from.address, to.address, from.len) }
 }
 
-/// The number of items of a collective that all ranks have entered.
+/// Checks that all entries of a collective agree, and returns the number of its items.
 ///
 /// # Safety
 /// All entries must be published.
@@ -106,7 +107,7 @@ pub(super) unsafe fn items(entries: &[Entry]) -> Result<usize, Disagreement> {
 /// All entries must be published and checked by `items`, and the item must have been handed to this thread.
 pub(super) unsafe fn perform(entries: &[Entry], item: usize) {
     let ranks = entries.len();
-    // SAFETY: segments lie within the counts that all entries agree on, parts within their sizes.
+    // SAFETY: segments lie within the counts on which all entries agree, and parts lie within their sizes.
     unsafe {
         match entries[0].0 {
             Collective::AllReduce { count, .. } => {
@@ -144,7 +145,7 @@ pub(super) unsafe fn perform(entries: &[Entry], item: usize) {
                     let Collective::AllGather { receive, .. } = entry.0 else {
                         unreachable!("all ranks started an all_gather")
                     };
-                    // In place, the owner's part is copied onto itself.
+                    // If the operation is in place, the owner's part is copied onto itself.
                     std::ptr::copy(send.add(start), receive.add(owner * len + start), len_here);
                 }
             }

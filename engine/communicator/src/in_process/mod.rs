@@ -1,9 +1,9 @@
 //! Ranks as threads of one process: a message is one copy, and a sum reads every rank's values in place.
 //!
-//! The rank that posts its end of a message second copies it. A rank that waits for a collective which all have started
-//! does the remaining work. So an operation that all its ranks have started does not need any other rank to make
-//! progress. Only `memory` dereferences addresses, and it explains why that is sound; `state` is bookkeeping behind one
-//! lock.
+//! A message is copied by the rank that posts its end last. A collective that all ranks have started is executed by the
+//! ranks that wait for it. So once all ranks of an operation have started it, it needs no other rank to make progress.
+//! Only `memory` dereferences addresses; its documentation explains why that is sound. `state` is bookkeeping behind
+//! one lock.
 
 mod memory;
 mod state;
@@ -18,18 +18,18 @@ use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Reques
 
 /// A rank that is a thread. [`InProcess::world`] creates one per thread.
 ///
-/// If it is dropped while its thread panics, or with operations in progress, the world fails.
+/// The world fails if a rank is dropped while its thread panics, or while the rank has operations in progress.
 #[derive(Debug)]
 pub struct InProcess {
     world: Arc<World>,
     owner: Owner,
-    /// Index of the group of ranks that this is an end of.
+    /// Index of the group of ranks to which this communicator belongs.
     group: usize,
     /// World ranks of the group.
     members: Arc<[usize]>,
     /// This rank's index in the group.
     rank: usize,
-    /// Number of collectives started so far.
+    /// Number of collectives that this rank has started so far.
     collectives: u64,
     timeout: Duration,
     /// Buffer for the entries of all ranks in the current collective.
@@ -39,14 +39,15 @@ pub struct InProcess {
 #[derive(Debug)]
 struct World {
     state: Mutex<State>,
-    /// One per rank, signalled when something changes that the rank may wait for.
+    /// One per rank, signalled when something changes for which the rank may be waiting.
     changed: Vec<Condvar>,
 }
 
 impl InProcess {
     /// Creates a communicator for each of `ranks` threads.
     ///
-    /// The timeout is that of [`default_timeout`], or ten minutes, with a warning, if its variable is malformed.
+    /// The timeout is that of [`default_timeout`]. If its environment variable is malformed, a warning is printed and
+    /// the timeout is ten minutes.
     pub fn world(ranks: usize) -> Vec<Self> {
         let changed = (0..ranks).map(|_| Condvar::new()).collect();
         let world = Arc::new(World { state: Mutex::new(State::new(ranks)), changed });
@@ -82,7 +83,7 @@ impl InProcess {
         self.owner.request(state.open(self.me(), self.group, status))
     }
 
-    /// Posts one end of a message, and copies the message if the other end has been posted.
+    /// Posts one end of a message. If the other end has been posted already, copies the message.
     fn post(&mut self, sends: bool, range: Range, peer: usize, tag: Tag) -> Result<Request> {
         let (me, peer) = (self.me(), world_rank(&self.members, peer)?);
         let mut state = self.world.lock();
@@ -99,8 +100,8 @@ impl InProcess {
         state.slots[peer][slot].status = Status::Copying;
         drop(state);
         let (from, to) = if sends { (range, other.range) } else { (other.range, range) };
-        // SAFETY: both ends are posted and have the same length. The other one is `Copying` now, so no other thread
-        // copies the message, and its owner waits for `Done`.
+        // SAFETY: both ends are posted and have the same length. The other end's status is now `Copying`, so no other
+        // thread copies the message, and the other rank waits until the status is `Done`.
         unsafe { memory::copy(from, to) };
         let mut state = self.world.lock();
         state.slots[peer][slot].status = Status::Done;
@@ -108,8 +109,8 @@ impl InProcess {
         Ok(self.open(&mut state, Status::Done))
     }
 
-    /// Works on an operation until it ends, or until `when_blocked` gives up on it. Afterwards its memory is not
-    /// accessed any more.
+    /// Works on an operation until the operation ends, or until `when_blocked` gives up on it. Afterwards the
+    /// operation's memory is not accessed any more.
     fn work_until_ended<'a>(
         &mut self,
         world: &'a World,
@@ -169,8 +170,8 @@ impl InProcess {
         self.entries.extend(state.rounds[index].entries.iter().flatten());
         while let Some(item) = state.rounds[index].hand_out() {
             drop(state);
-            // SAFETY: `start` has checked the entries when the round became full. No member leaves it before all items
-            // are done, so all memory is still lent. `hand_out` returns each item once.
+            // SAFETY: `start` has checked the entries when the round became full. No member leaves the round before all
+            // items are done, so all memory is still lent. `hand_out` returns each item once.
             unsafe { memory::perform(&self.entries, item) };
             state = world.lock();
             let round = &mut state.rounds[index];
@@ -205,17 +206,18 @@ impl InProcess {
 
 /// The state of an operation.
 enum OperationState {
-    /// Its memory is not accessed any more.
+    /// The operation's memory is not accessed any more.
     Ended(Result<()>),
     /// All ranks have started this round, and it has items left.
     ToDo(usize),
-    /// Another thread works on it, and will finish whatever happens.
+    /// Another thread works on the operation, and will finish even if ranks fail.
     InWork,
-    /// Another rank has not started it.
+    /// Another rank has not started the operation.
     Blocked,
 }
 
-// SAFETY: `settle` ends with the memory no longer accessed, as `memory` explains; `wait` and `drop` call it.
+// SAFETY: after `settle`, which both `wait` and `drop` call, the operation's memory is not accessed any more; the
+// documentation of `memory` explains why.
 unsafe impl Communicator for InProcess {
     fn rank(&self) -> usize {
         self.rank
@@ -256,8 +258,8 @@ unsafe impl Communicator for InProcess {
         if round.is_full() {
             self.entries.clear();
             self.entries.extend(round.entries.iter().flatten());
-            // SAFETY: the round is full. No member has left it, because no member leaves a round that has not failed
-            // yet.
+            // SAFETY: the round is full. No member has left this round, because members only leave rounds that have
+            // failed or whose items are done.
             match unsafe { memory::items(&self.entries) } {
                 Ok(items) => round.items = items,
                 Err(disagreement) => round.disagreement = Some(disagreement),
@@ -350,7 +352,7 @@ impl World {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a change that concerns a rank, at most until the deadline.
+    /// Waits for a change that concerns a rank, but no longer than until the deadline.
     fn block<'a>(&self, state: MutexGuard<'a, State>, rank: usize, deadline: Option<Instant>) -> MutexGuard<'a, State> {
         let changed = &self.changed[rank];
         match deadline {

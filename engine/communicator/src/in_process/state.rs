@@ -8,7 +8,7 @@ use crate::{Awaited, CommunicatorError, Tag};
 /// All groups and operations of a world.
 #[derive(Debug)]
 pub(super) struct State {
-    /// The first failure of any rank. No operation starts after it.
+    /// The first failure of any rank. No operation can start after a failure.
     pub(super) failure: Option<Failure>,
     /// The communicators: the world, and the groups that it was split into.
     pub(super) groups: Vec<Group>,
@@ -30,11 +30,12 @@ pub(super) struct Failure {
 /// A communicator, shared by all of its ranks.
 #[derive(Debug)]
 pub(super) struct Group {
-    /// The split that created it: the group that was split, the number of collectives it had started, and the color.
+    /// The split that created the group: the group that was split, the number of collectives which that group had
+    /// started, and the color.
     pub(super) origin: (usize, u64, usize),
     /// World ranks of the members.
     pub(super) members: Arc<[usize]>,
-    /// For each member, true if it has dropped its end.
+    /// For each member, true if it has dropped its communicator.
     pub(super) left: Vec<bool>,
 }
 
@@ -71,7 +72,7 @@ pub(super) struct Post {
     pub(super) peer: usize,
     pub(super) tag: Tag,
     pub(super) range: Range,
-    /// The order among messages with the same tag.
+    /// Number of the post, which orders messages with the same tag.
     serial: u64,
 }
 
@@ -79,13 +80,13 @@ pub(super) struct Post {
 #[derive(Debug)]
 pub(super) struct CollectiveInProgress {
     pub(super) group: usize,
-    /// Its index among the group's collectives.
+    /// Index of the collective among those of its group.
     pub(super) serial: u64,
-    /// One entry per member of the group; `None` if the member has not started the collective, or has left it.
+    /// One entry per member of the group. `None` if the member has not started the collective, or has left the round.
     pub(super) entries: Vec<Option<Entry>>,
-    /// Number of members that have started it.
+    /// Number of members that have started the collective.
     pub(super) entered: usize,
-    /// Number of members that have started it and not waited for it yet.
+    /// Number of members that have started the collective and not waited for it yet.
     present: usize,
     /// The next item to hand out, below `items`.
     pub(super) next: usize,
@@ -106,8 +107,8 @@ impl State {
         let slots = &mut self.slots[rank];
         let index = slots.iter().position(|slot| matches!(slot.status, Status::Free)).unwrap_or_else(|| {
             slots.push(Slot { group, status: Status::Free });
-            // Each round in use is held by at least one slot. With as many rounds as slots, the interleaving of ranks
-            // does not determine whether a round is allocated.
+            // Each round in use is held by at least one slot. As many rounds as slots are allocated, so that
+            // allocations don't depend on how the ranks interleave.
             self.rounds.push(CollectiveInProgress::empty(self.groups[0].members.len()));
             slots.len() - 1
         });
@@ -124,7 +125,7 @@ impl State {
         Post { sends, group, peer, tag, range, serial: self.posted }
     }
 
-    /// Finds the peer's oldest posted end that matches this end of a message.
+    /// Returns the peer's oldest posted end of a message that matches this end, or `None`.
     pub(super) fn counterpart(&self, rank: usize, post: &Post) -> Option<(usize, Post)> {
         let fits = |other: &Post| {
             (other.sends, other.group, other.peer, other.tag) == (!post.sends, post.group, rank, post.tag)
@@ -137,7 +138,8 @@ impl State {
         posted.min_by_key(|(_, other)| other.serial)
     }
 
-    /// Enters a member into a collective of its group, by the collective's index. Returns the index of its round.
+    /// Enters a member into the collective with index `serial` of its group. Returns the index of the collective's
+    /// round.
     pub(super) fn enter(&mut self, group: usize, serial: u64, member: usize, entry: Entry) -> usize {
         let under_way =
             |round: &CollectiveInProgress| round.present > 0 && (round.group, round.serial) == (group, serial);
@@ -161,7 +163,7 @@ impl State {
         index
     }
 
-    /// The reason why a rank's operation is blocked.
+    /// Returns what a rank's blocked operation waits for.
     pub(super) fn awaited(&self, rank: usize, slot: usize) -> Awaited {
         match self.slots[rank][slot].status {
             Status::Posted(Post { sends: true, peer, tag, .. }) => Awaited::Taken { to: peer, tag },
@@ -175,7 +177,7 @@ impl State {
         }
     }
 
-    /// A rank that has left although a blocked operation waits for it.
+    /// Returns a rank for which a blocked operation waits although that rank has left, or `None`.
     pub(super) fn absent(&self, rank: usize, slot: usize) -> Option<usize> {
         match self.slots[rank][slot].status {
             Status::Posted(Post { peer, group, .. }) => {
@@ -187,21 +189,21 @@ impl State {
         }
     }
 
-    /// World ranks of the members that have not started a round, and whether each has left.
+    /// World ranks of the members that have not started a round. Each comes with true if the rank has left.
     fn missing(&self, round: &CollectiveInProgress) -> impl Iterator<Item = (usize, bool)> {
         let group = &self.groups[round.group];
         let all = round.entries.iter().zip(group.members.iter().zip(&group.left));
         all.filter(|(entry, _)| entry.is_none()).map(|(_, (rank, left))| (*rank, *left))
     }
 
-    /// Removes a member from a round that it has waited for, or can no longer wait for.
+    /// Removes a member from a round, either after its wait or because it can no longer wait.
     pub(super) fn leave(&mut self, round: usize, member: usize) {
         let round = &mut self.rounds[round];
         round.entries[member] = None;
         round.present -= 1;
     }
 
-    /// Marks the world as failed, unless it already is.
+    /// Records a failure of the world, unless another one was recorded before.
     pub(super) fn fail(&mut self, rank: usize, why: impl FnOnce() -> String) {
         if self.failure.is_none() {
             self.failure = Some(Failure { rank, why: why() });
@@ -234,7 +236,7 @@ impl CollectiveInProgress {
         }
     }
 
-    /// Hands out the next item.
+    /// Returns the next item and counts it as handed out. Returns `None` if none is left.
     pub(super) fn hand_out(&mut self) -> Option<usize> {
         let item = self.next;
         (item < self.items).then(|| {
@@ -243,7 +245,7 @@ impl CollectiveInProgress {
         })
     }
 
-    /// True if all members have started it. Any of them can then complete it alone.
+    /// True if all members have started the collective. Any member can then complete it alone.
     pub(super) fn is_full(&self) -> bool {
         self.entered == self.entries.len()
     }

@@ -1,5 +1,5 @@
-//! The checker of launch orders: a simulation of devices without tags. The launches of a rank run one after another,
-//! and the next one is paired with the next one at its other end. It does not know how orders are made.
+//! The checker of launch orders, which simulates devices without tags. The launches of a rank run one after another,
+//! and each is paired with the next launch at its other end. The checker shares no code with the computation of orders.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ struct Device<'a> {
     calls: &'a [Call],
     starts: Vec<Start>,
     queue: LaunchQueue,
-    /// Launched, but not completed.
+    /// Operations that were launched but have not completed.
     stream: VecDeque<Launch>,
     through: Vec<usize>,
 }
@@ -44,7 +44,7 @@ impl<'a> Device<'a> {
         Self { calls, starts, queue, stream: VecDeque::new(), through: Vec::new() }
     }
 
-    /// Executes the next call of the program, unless it has to wait.
+    /// Executes the next call of the program and returns true, or returns false if the call has to wait.
     fn call(&mut self, me: usize) -> bool {
         let Some((call, rest)) = self.calls.split_first() else { return false };
         match call {
@@ -66,7 +66,7 @@ impl<'a> Device<'a> {
         }
     }
 
-    /// Completes the first launch of the stream. Returns how many equal starts come before it in the program.
+    /// Completes the first launch of the stream. Returns the number of equal starts before it in the program.
     fn pass(&mut self) -> usize {
         let Some(Launch::One(start)) = self.stream.pop_front() else { panic!("the head is one start") };
         self.through.push(start);
@@ -74,7 +74,7 @@ impl<'a> Device<'a> {
     }
 }
 
-/// Completes the next operation of a rank if it is also the next one at its other end.
+/// Completes the next operation of a rank if it is also the next operation at its other end. Returns whether it did.
 fn connect(ranks: &mut [Device], me: usize) -> bool {
     if let Some(&Launch::Oneself { send, receive }) = ranks[me].stream.front() {
         let Start::Send { to, tag, len } = ranks[me].starts[send] else { panic!("a send") };

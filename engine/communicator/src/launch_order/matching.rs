@@ -1,5 +1,5 @@
-//! Simulates the programs of all ranks together, and lists messages and collectives in the order in which all their
-//! ends have been started.
+//! Simulates the programs of all ranks together. The result is a list of messages and collectives, in the order in
+//! which all ends of each have been started.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,10 +8,10 @@ use crate::{Awaited, CommunicatorError, Result, Tag};
 
 /// Determines the orders of all ranks.
 ///
-/// Each rank has a clock. Computing advances it by the computation's time; a wait advances it to the time at which the
-/// awaited operation was matched. The rank with the lowest clock goes on first, so that operations are matched in the order of
-/// time. Launching in this order never requires a rank to start an operation before its program can: operations that
-/// were matched earlier were started earlier.
+/// Each rank has a clock. A computation advances the clock by the computation's time; a wait advances it to the time at which
+/// the awaited operation was matched. The rank with the lowest clock always goes on first, so that operations are matched in
+/// the order of time. With this order, a rank never has to launch an operation before its program can start it, because
+/// operations that were matched earlier were also started earlier.
 pub(super) fn orders(programs: &[Vec<Call>]) -> Result<Vec<LaunchOrder>> {
     let mut walk = Walk::new(programs);
     while let Some(rank) = walk.next() {
@@ -22,18 +22,20 @@ pub(super) fn orders(programs: &[Vec<Call>]) -> Result<Vec<LaunchOrder>> {
 
 struct Walk<'a> {
     ranks: Vec<Rank<'a>>,
-    /// Messages with only one end so far, by (sender, receiver, tag): the starts of senders, and of receivers.
+    /// Messages with only one end so far, by (sender, receiver, tag): the starts of the senders, and those of the
+    /// receivers.
     halves: HashMap<(usize, usize, Tag), [VecDeque<usize>; 2]>,
-    /// Collectives, in the common order of all ranks: each rank that has reached one, and its start.
+    /// For each collective, in the order that all ranks share, the ranks that have started it, each with the index of
+    /// its start.
     collectives: Vec<Vec<(usize, usize)>>,
 }
 
 struct Rank<'a> {
-    /// The remaining calls of its program.
+    /// The remaining calls of the rank's program.
     program: &'a [Call],
     clock: u64,
     starts: Vec<Start>,
-    /// The time at which each start was matched.
+    /// The time at which each start was matched; `None` before that.
     matched: Vec<Option<u64>>,
     launches: Vec<Launch>,
     collectives: usize,
@@ -52,7 +54,7 @@ impl<'a> Walk<'a> {
         Self { ranks: programs.iter().map(rank).collect(), halves: HashMap::new(), collectives: Vec::new() }
     }
 
-    /// The rank with the lowest clock among those that can go on.
+    /// Returns the rank with the lowest clock among those that can go on, or `None` if no rank can.
     fn next(&self) -> Option<usize> {
         let clocks = self.ranks.iter().enumerate().filter_map(|(index, rank)| Some((rank.goes_on_at()?, index)));
         clocks.min().map(|(_, index)| index)
@@ -134,7 +136,7 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    /// Returns the orders if all programs are finished and all starts matched.
+    /// Returns the orders, or an error unless all programs are finished and all starts matched.
     fn finish(self) -> Result<Vec<LaunchOrder>> {
         let stuck = |(index, rank): (usize, &Rank)| Some((index, self.awaited(rank.blocked_by()?, rank)));
         let mut ranks: Vec<_> = self.ranks.iter().enumerate().filter_map(stuck).collect();
@@ -166,16 +168,17 @@ impl<'a> Walk<'a> {
 }
 
 impl Rank<'_> {
-    /// The time at which the rank can go on; `None` if it is finished, or waits for a start that is not matched.
+    /// Returns the time at which the rank can go on. Returns `None` if its program is finished or waits for a start
+    /// that is not matched.
     fn goes_on_at(&self) -> Option<u64> {
         match self.program.first()? {
-            // Waiting for something that was not started is an error; `go_on` reports it.
+            // A wait for an operation that was not started is an error, which `go_on` reports.
             Call::Wait(start) => self.matched.get(*start).map_or(Some(self.clock), |at| Some(self.clock.max((*at)?))),
             _ => Some(self.clock),
         }
     }
 
-    /// The start that the rank waits for.
+    /// Returns the start for which the rank waits, if any.
     fn blocked_by(&self) -> Option<usize> {
         match self.program.first()? {
             Call::Wait(start) => Some(*start),

@@ -1,21 +1,22 @@
 //! The order in which a backend without tags launches messages: one order for all ranks, agreed on beforehand.
 //!
-//! NCCL pairs messages by position: the third send to a peer is what the peer's third receive gets. Moreover, the
-//! operations that a rank has launched run one after another, and each message blocks those after it until its peer has
-//! reached it too. Programs guarantee neither. A sender sends when a value is computed, a receiver receives when it
-//! needs one, and a tag tells which is which. So starting and launching an operation are two different things:
+//! NCCL pairs messages by position: a peer's third receive gets the third message that was sent to that peer. Moreover,
+//! the operations that a rank has launched run one after another, and each message blocks later ones until the peer has
+//! reached it too. In programs, however, a sender sends when a value is computed, a receiver receives when it needs the
+//! value, and only the tag identifies the message. So starting an operation and launching it are two different things,
+//! and the launches follow a rule:
 //!
 //! > **The launches of all ranks are subsequences of one list of messages and collectives.**
 //!
-//! Then messages cannot be confused, because both ends of a pair see their messages in the order of the list. They
-//! cannot deadlock either: of all operations that have not completed, the first on the list is the next one at each of
-//! its ends.
+//! Then messages cannot be confused, because both ends of a pair see their messages in the order of the list. Launches
+//! cannot deadlock either: of all operations that have not completed, the first on the list is the next launch at each
+//! of its ends.
 //!
 //! In: for each rank, the operations that it will start, wait for and compute, in the order of its program ([`Call`]s).
-//! Out: for each rank, the order in which it launches the operations it starts ([`LaunchOrder`]). The list is the order
-//! in which messages find both their ends started when all programs are simulated together (`matching`). So a rank
-//! never has to launch an operation that its program only starts after waiting for a later one on the list. In effect,
-//! a send is held back until the receiver is about to need it; its memory is lent until then anyway.
+//! Out: for each rank, the order in which it launches the operations it starts ([`LaunchOrder`]). The list comes from a
+//! simulation of all programs together (`matching`): an operation is listed when all of its ends have been started. So
+//! no program waits for an operation before it has started all earlier ones of its rank on the list. In effect, a send
+//! is held back until the receiver is about to need the message. The memory of the send is lent until then anyway.
 //!
 //! ```text
 //! rank 0   send a, send b            rank 0 launches   send b, send a
@@ -57,8 +58,8 @@ pub enum Call {
     Start(Start),
     /// Waits for the program's start with this index.
     Wait(usize),
-    /// Computes for this long, in any unit that all ranks share. Times only improve the order; any times give a correct
-    /// one.
+    /// Computes for this long, in any unit that all ranks share. The times only improve the order; the order is correct
+    /// with any times.
     Compute(u64),
 }
 
@@ -71,7 +72,7 @@ pub enum Start {
     Collective(Kind),
 }
 
-/// The kind of a collective, without its addresses: the properties that all ranks must agree on.
+/// The kind of a collective and its sizes, on which all ranks must agree. Addresses are left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "as in `Collective`")]
 pub enum Kind {
@@ -86,21 +87,21 @@ pub enum Kind {
 /// The order in which one rank launches the operations that its program starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchOrder {
-    /// The starts of the program, in its order.
+    /// The starts of the program, in program order.
     starts: Vec<Start>,
     launches: Vec<Launch>,
 }
 
-/// A single launch. Indices are those of starts.
+/// A single launch. Indices count the starts of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launch {
     /// One end of a message, or this rank's share in a collective.
     One(usize),
-    /// Both ends of a message of a rank to itself.
+    /// Both ends of a message that a rank sends to itself.
     Oneself {
-        /// The index of its send.
+        /// The index of the message's send.
         send: usize,
-        /// The index of its receive.
+        /// The index of the message's receive.
         receive: usize,
     },
 }
@@ -118,11 +119,12 @@ impl LaunchOrder {
         matching::orders(programs)
     }
 
-    /// Determines this rank's order from its program. A collective operation over any communicator of the same ranks in
-    /// host memory. Every rank computes the orders from all programs, so that all of them get the same errors.
+    /// Determines this rank's order from its program. This is a collective operation over any communicator of the same
+    /// ranks in host memory. Every rank computes the orders from the programs of all ranks, so all ranks get the same
+    /// errors.
     ///
     /// # Errors
-    /// Returns an error like [`Self::of`], or if the exchange fails.
+    /// Returns an error in the same cases as [`Self::of`], or if the exchange fails.
     pub fn agree(over: &mut dyn Communicator, program: &[Call]) -> Result<Self> {
         let text = serde_json::to_vec(program).expect("calls are plain data");
         let programs = gather(over, &text)?.into_iter().map(|text| {
@@ -135,14 +137,14 @@ impl LaunchOrder {
         Ok(orders.swap_remove(over.rank()))
     }
 
-    /// An order in which everything is launched as it is started, for testing the checker.
+    /// Returns an order in which every operation is launched when it is started. It serves to test the checker.
     #[cfg(any(test, feature = "testing"))]
     #[doc(hidden)]
     pub fn as_started(&self) -> Self {
         Self { starts: self.starts.clone(), launches: (0..self.starts.len()).map(Launch::One).collect() }
     }
 
-    /// The starts of the program, in its order.
+    /// The starts of the program, in program order.
     pub fn starts(&self) -> &[Start] {
         &self.starts
     }
@@ -153,7 +155,7 @@ impl LaunchOrder {
     }
 }
 
-/// Gathers bytes from all ranks, with individual lengths.
+/// Gathers bytes from all ranks, whose lengths may differ.
 fn gather(over: &mut dyn Communicator, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
     const WORD: usize = size_of::<u64>();
     let mut lens = vec![0; WORD * over.size()];
@@ -170,7 +172,7 @@ fn gather(over: &mut dyn Communicator, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
 }
 
 impl Collective {
-    /// The collective without its addresses.
+    /// Returns the kind and the sizes of the collective, without its addresses.
     pub fn kind(&self) -> Kind {
         match *self {
             Self::AllReduce { count, .. } => Kind::AllReduce { count },

@@ -1,11 +1,11 @@
-//! One run of a program: decides which of its starts can be launched.
+//! One run of a program, which decides which of its starts can be launched.
 
 use std::sync::Arc;
 
 use super::{Launch, LaunchOrder, Start};
 use crate::{CommunicatorError, Result};
 
-/// The starts and launches of a run so far. Also checks that the run follows the agreed program.
+/// The starts and launches of a run so far. It also checks that the run follows the agreed program.
 #[derive(Debug)]
 pub struct LaunchQueue {
     order: Arc<LaunchOrder>,
@@ -14,7 +14,7 @@ pub struct LaunchQueue {
 }
 
 impl LaunchQueue {
-    /// Begins a run of the program that the order was made for.
+    /// Begins a run of the program for which the order was determined.
     pub fn new(order: &Arc<LaunchOrder>) -> Self {
         Self { order: order.clone(), started: 0, launched: 0 }
     }
@@ -22,7 +22,7 @@ impl LaunchQueue {
     /// Records a start and returns its index in the run.
     ///
     /// # Errors
-    /// Returns an error if the agreed program starts something else here.
+    /// Returns an error if the agreed program has another start at this index, or has ended.
     pub fn start(&mut self, rank: usize, start: Start) -> Result<usize> {
         let number = self.started;
         match self.order.starts.get(number) {
@@ -39,7 +39,8 @@ impl LaunchQueue {
         }
     }
 
-    /// Returns the next launch if everything that it needs has been started. Call it until it returns `None`.
+    /// Returns the next launch, or `None` if not all starts that it consists of have been recorded. Call this until it
+    /// returns `None`.
     pub fn launch(&mut self) -> Option<Launch> {
         let launch = *self.order.launches.get(self.launched)?;
         let last = match launch {
@@ -52,7 +53,7 @@ impl LaunchQueue {
         })
     }
 
-    /// The start that the next launch waits for.
+    /// Returns the start that the next launch still lacks, or `None` if everything was launched.
     pub fn held_back_by(&self) -> Option<&Start> {
         self.order.launches.get(self.launched).and_then(|launch| match *launch {
             Launch::One(start) => self.order.starts.get(start),
@@ -60,7 +61,7 @@ impl LaunchQueue {
         })
     }
 
-    /// True if everything was started, and therefore also launched.
+    /// True if all starts of the program were recorded, and therefore also launched.
     pub fn is_over(&self) -> bool {
         self.started == self.order.starts.len()
     }

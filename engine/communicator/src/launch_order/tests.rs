@@ -23,7 +23,7 @@ const BARRIER: Call = Call::Start(Start::Collective(Kind::Barrier));
 
 use Call::{Compute, Wait};
 
-/// Compares the starts that each rank launches, in order.
+/// Checks that each rank launches the `expected` starts, in this order.
 fn check(programs: &[Vec<Call>], expected: &[&[usize]]) {
     let orders = LaunchOrder::of(programs).unwrap();
     let launches = |order: &LaunchOrder| -> Vec<usize> {
@@ -38,12 +38,12 @@ fn check(programs: &[Vec<Call>], expected: &[&[usize]]) {
 
 #[test]
 fn messages_are_launched_as_their_receivers_come_to_them() {
-    // In the same order on both sides.
+    // Both sides use the same order.
     check(
         &[vec![send(1, 0), send(1, 1), Wait(0), Wait(1)], vec![receive(0, 0), Wait(0), receive(0, 1), Wait(1)]],
         &[&[0, 1], &[0, 1]],
     );
-    // The receiver needs the second one first.
+    // The receiver needs the second message first.
     check(
         &[vec![send(1, 0), send(1, 1), Wait(0), Wait(1)], vec![receive(0, 1), Wait(0), receive(0, 0), Wait(1)]],
         &[&[1, 0], &[0, 1]],
@@ -66,7 +66,7 @@ fn messages_are_launched_as_their_receivers_come_to_them() {
     );
 }
 
-/// The checker notices that the second message is taken for the first.
+/// With the programs' own orders, the second message is received as the first. The checker must notice that.
 #[test]
 #[should_panic(expected = "another message than the receiver expects")]
 fn the_order_of_the_programs_themselves_confuses_messages() {
@@ -75,8 +75,8 @@ fn the_order_of_the_programs_themselves_confuses_messages() {
     run(&programs, orders.iter().map(LaunchOrder::as_started).collect(), 1);
 }
 
-/// Rank 1 computes for a long time before it receives what rank 0 sent. That must not delay what rank 0 receives
-/// meanwhile.
+/// Rank 1 computes for a long time before it receives a message from rank 0. Messages that rank 0 receives meanwhile
+/// must not be delayed by it.
 #[test]
 fn time_decides_who_is_first() {
     let zero = vec![send(1, 0), receive(2, 0), Wait(1), Wait(0)];
@@ -158,7 +158,8 @@ fn a_run_of_another_program_is_an_error() {
     assert!(text.contains("has no further operation"), "{text}");
 }
 
-/// A message between two ranks: the times at which its ends start, and how long after both starts each end waits.
+/// A message between two ranks: the times at which its ends start, and the time from both starts to the wait of each
+/// end.
 #[derive(Debug, Clone)]
 struct Message {
     ends: [usize; 2],
@@ -178,7 +179,7 @@ fn message(ranks: usize) -> impl Strategy<Value = Message> {
     })
 }
 
-/// Programs that can run: in the order of time, nothing is waited for that is not available.
+/// Programs that can run: every wait is for an operation that is matched by then, in the order of time.
 fn programs(ranks: usize, messages: &[Message], barriers: &[Vec<u32>]) -> Vec<Vec<Call>> {
     // Sorted by time, then by index. A wait refers to its start's index.
     let mut events: Vec<Vec<(u32, usize, Option<Call>)>> = vec![Vec::new(); ranks];

@@ -11,10 +11,10 @@ use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Reques
 
 // SAFETY: lent memory is not accessed any more
 // - after `wait` without an error, because the operation's event has completed;
-// - after `wait_on_device`, by what is launched afterwards, because the compute stream waits for the same event;
+// - by work that is launched after `wait_on_device`, because the compute stream waits for the same event;
 // - after an error, because `fail` aborts the rank's communicators and waits for the stream that runs their operations;
-// - after a drop, which fails in the same way if operations are in progress; otherwise nothing is lent.
-// Addresses are those of a device.
+// - after a drop. If operations are in progress, the drop fails the rank in the same way; otherwise nothing is lent.
+//   All addresses are those of a device.
 unsafe impl Communicator for Nccl {
     fn rank(&self) -> usize {
         self.control.rank()
@@ -101,8 +101,8 @@ unsafe impl Communicator for Nccl {
         let waits = self.slots[index].hold_up(&self.compute);
         waits.map_err(|error| self.fail(error))?;
         self.left.push_back(index);
-        // Settle before a queue of the driver is full: the host would then block without checking for failures of other
-        // ranks.
+        // Settling now keeps the driver's queue from getting full. On a full queue, the host would block without
+        // checking for failures of other ranks.
         self.wait_until_at_most(MAX_LEFT_TO_DEVICE)
     }
 
@@ -112,8 +112,8 @@ unsafe impl Communicator for Nccl {
             return Ok(());
         }
         self.wait_until_at_most(0)?;
-        // A failing rank first reports it and then aborts its communicators, so operations that wait for it may end.
-        // Check for such a report before trusting their results.
+        // A failing rank first reports its failure and then aborts its communicators, which may end operations that
+        // wait for it. So the report is looked for before results are used.
         heartbeat(&mut *self.control).map_err(|error| self.fail(error))
     }
 

@@ -1,7 +1,7 @@
 //! The communicators of one rank, which fail together.
 //!
-//! An operation of one communicator may wait for the rank's computation, and that for an operation of another
-//! communicator. So after a failure, a stream ends only once all of them have been aborted.
+//! An operation of one communicator may wait for the rank's computation, which may wait for an operation of another
+//! communicator. So after a failure, a stream ends only once all communicators have been aborted.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -9,16 +9,16 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use super::raw::Comm;
 use crate::Result;
 
-/// A communicator and all those that were split from it.
+/// A communicator and all communicators that were split from it.
 #[derive(Default)]
 pub(super) struct Family {
     comms: Mutex<Vec<Weak<Comm>>>,
-    /// The owner of the compute stream, kept alive.
+    /// The owner of the compute stream, which must stay alive.
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Family {
-    /// A family that keeps `owner` alive.
+    /// Creates a family that keeps `owner` alive.
     pub(super) fn keeping(owner: Arc<dyn Any + Send + Sync>) -> Self {
         Self { comms: Mutex::default(), _owner: Some(owner) }
     }
@@ -38,7 +38,7 @@ impl Family {
         self.members().iter().try_for_each(|member| member.is_call_complete().map(drop))
     }
 
-    /// Aborts all communicators, concurrently: NCCL may wait in one for an operation of another.
+    /// Aborts all communicators, concurrently, because the abort of one may wait for an operation of another.
     pub(super) fn abort(&self) {
         let members = self.members();
         std::thread::scope(|scope| {

@@ -17,13 +17,13 @@ use crate::backend::Owner;
 use crate::{Communicator, Result};
 
 impl Nccl {
-    /// Connects this rank, on a GPU given by its index in this process, to the other ranks of `control`. Its
-    /// computation gets a new stream. A collective operation.
+    /// Connects this rank to the other ranks of `control`, on the GPU with index `ordinal` in this process. The rank's
+    /// computation gets a new stream. This is a collective operation.
     ///
     /// # Errors
-    /// Returns [`CommunicatorError::Missing`](crate::CommunicatorError::Missing), before anything else, if the driver
-    /// or NCCL is missing. Also returns errors of NCCL, for example for two ranks on one GPU. A rank that gets an error
-    /// leaves, and the other ranks' calls fail.
+    /// Returns [`CommunicatorError::Missing`](crate::CommunicatorError::Missing) before anything else if the driver or
+    /// NCCL is missing. Also returns errors of NCCL, for example for two ranks on one GPU. A rank that gets an error
+    /// leaves the group, and the calls of the other ranks return errors.
     pub fn on_device(control: Box<dyn Communicator>, ordinal: usize) -> Result<Self> {
         Library::load()?;
         let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"))?;
@@ -31,14 +31,14 @@ impl Nccl {
         Self::over(control, &compute)
     }
 
-    /// Like [`Self::on_device`], with an existing compute stream of that GPU's primary context, which `owner` keeps
+    /// Like [`Self::on_device`], with an existing compute stream of the GPU's primary context. `owner` keeps the stream
     /// alive.
     ///
     /// # Safety
     /// `stream` must be a valid stream for as long as `owner` lives.
     ///
     /// # Errors
-    /// Returns an error like [`Self::on_device`].
+    /// Returns an error in the same cases as [`Self::on_device`].
     pub unsafe fn on_stream(
         control: Box<dyn Communicator>,
         ordinal: usize,
@@ -60,10 +60,10 @@ impl Nccl {
         Library::load().map(drop)
     }
 
-    /// Like [`Self::on_device`], with the GPU and compute stream given by an existing stream.
+    /// Like [`Self::on_device`], with an existing compute stream, which also determines the GPU.
     ///
     /// # Errors
-    /// Returns an error like [`Self::on_device`].
+    /// Returns an error in the same cases as [`Self::on_device`].
     pub fn over(control: Box<dyn Communicator>, compute: &Arc<CudaStream>) -> Result<Self> {
         Self::of_all(control, compute, Family::default())
     }
@@ -113,7 +113,8 @@ impl Nccl {
         Ok(this)
     }
 
-    /// Performs the first exchange of messages with some ranks, which must do the same.
+    /// Performs the first exchange of messages with some ranks. These must call it too, with this rank among their
+    /// peers.
     pub(super) fn greet(&mut self, peers: &BTreeSet<usize>) -> Result<()> {
         let size = size_of::<f32>();
         let word = |index: usize| (self.scratch.1 + (size * index) as u64) as *mut u8;
@@ -132,7 +133,7 @@ impl Nccl {
     }
 }
 
-/// Creates a rank's own resources: a stream, scratch, and its end of an NCCL communicator.
+/// Creates the rank's own resources: a stream, scratch memory, and its end of an NCCL communicator.
 fn parts(
     library: &'static Library,
     control: &mut dyn Communicator,

@@ -1,12 +1,12 @@
 //! Finds the driver and NCCL on this machine, or reports what is missing.
 //!
 //! cudarc loads the driver but panics if there is none, so its presence is checked first. NCCL is loaded here, because
-//! cudarc looks for `libnccl.so` and for versions that NCCL never had. The installed file is `libnccl.so.2`; the other
-//! name comes with the development package. Loading the file beforehand would not help, since the loader searches by
-//! name.
+//! cudarc looks for `libnccl.so` and for versions that NCCL never had. The package of NCCL installs `libnccl.so.2`, and
+//! only its development package installs `libnccl.so`. Loading `libnccl.so.2` before cudarc would not help, since the
+//! loader searches by name.
 //!
 //! The types are those of cudarc's oldest NCCL version, whose configurations newer libraries accept. Result codes are
-//! plain integers here, because a newer library may have more of them than cudarc's enum.
+//! plain integers here, because a newer library may have more codes than cudarc's enum.
 
 use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -21,13 +21,13 @@ pub(super) const LIBRARY_VARIABLE: &str = "GAPLESS_NCCL_LIBRARY";
 /// Names under which NCCL is installed: by its package, and by its development package.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// The oldest supported version, 2.18, in NCCL's numbering. Newer ones accept its configuration.
+/// The oldest supported version, 2.18, as NCCL encodes it. Newer versions accept this version's configuration.
 pub(super) const OLDEST: c_int = 21_800;
 
 /// A CUDA stream, as NCCL declares it.
 pub(super) type Stream = *mut c_void;
 
-/// The loaded NCCL library. It is never unloaded, because it has threads.
+/// The loaded NCCL library. It is never unloaded, because its threads keep running.
 pub(super) struct Library {
     pub(super) functions: Functions,
     _library: libloading::Library,
@@ -78,7 +78,7 @@ functions! {
 }
 
 impl Functions {
-    /// NCCL's description of a code, with its last error.
+    /// Returns NCCL's description of a result code, with NCCL's last error.
     pub(super) fn text(&self, code: c_int, comm: ncclComm_t) -> String {
         let text = |pointer: *const c_char| match pointer.is_null() {
             true => String::new(),
@@ -115,7 +115,7 @@ impl Library {
 }
 
 fn driver_is_missing() -> MissingLibrary {
-    // The names that cudarc tries, without those that contain a word size, which no driver has.
+    // These are the names that cudarc tries, except those that contain a word size, which no driver has.
     let names = ["cuda", "nvcuda"].into_iter().flat_map(cudarc::get_lib_name_candidates);
     let names = names.filter(|name| !name.contains("64") && !name.contains("32") && !name.contains("libnv"));
     MissingLibrary {
@@ -125,7 +125,7 @@ fn driver_is_missing() -> MissingLibrary {
     }
 }
 
-/// Loads NCCL from the file that the variable names, or from the first installed name that works.
+/// Loads NCCL from the file that the variable names. Without the variable, loads the first installed name that works.
 fn find(variable: Option<OsString>) -> Result<Library, MissingLibrary> {
     let mut tried = Vec::new();
     for name in names(variable.as_deref()) {
@@ -155,7 +155,7 @@ fn open(name: &OsStr) -> Result<Library, String> {
         // The loader's own message is the source error.
         std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
     };
-    // SAFETY: loading NCCL only runs its own set-up. The user is responsible for any other file that they name.
+    // SAFETY: loading NCCL only runs its own set-up. If the user names another file, the user is responsible for it.
     let library = unsafe { libloading::Library::new(name) }.map_err(text)?;
     // SAFETY: a library with this name and these functions is NCCL.
     let functions = unsafe { Functions::of(&library) }.map_err(text)?;
@@ -194,12 +194,12 @@ mod tests {
         let text = missing("/nowhere/libnccl.so.2");
         assert!(text.starts_with("NCCL (looked for /nowhere/libnccl.so.2: "), "{text}");
         assert!(text.contains("No such file or directory") && text.contains("GAPLESS_NCCL_LIBRARY"), "{text}");
-        // A library that is not NCCL.
+        // This library is not NCCL.
         let text = missing("libc.so.6");
         assert!(text.contains("undefined symbol: ncclGetVersion"), "{text}");
     }
 
-    /// If the variable names a file, it is NCCL with all functions that are called. Needs no driver.
+    /// If the variable names a file, that file is NCCL and has all functions that are called. The test needs no driver.
     #[test]
     fn the_named_file_is_taken() {
         let Some(variable) = std::env::var_os(LIBRARY_VARIABLE) else {

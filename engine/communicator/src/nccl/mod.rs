@@ -1,8 +1,8 @@
 //! Ranks that are NVIDIA GPUs, using NCCL.
 //!
 //! Messages and collectives are between device memory, and run on a stream of their own, concurrently with the rank's
-//! computation. The ranks find each other over another communicator, on the host. It also carries everything that is
-//! not a tensor: agreements, and the notice that a rank has failed.
+//! computation. The ranks find each other over a second communicator, on the host. That communicator also carries
+//! everything that is not a tensor: agreements, and the notice that a rank has failed.
 //!
 //! NCCL has no tags. So before a program runs, its ranks agree on one order of all their messages
 //! ([`launch_order`](super::launch_order)), and every run begins with [`Nccl::follow`]:
@@ -59,62 +59,62 @@ use crate::backend::Owner;
 use crate::launch_order::{Launch, LaunchQueue, Start};
 use crate::{Awaited, Communicator, CommunicatorError, Request, Result, Tag};
 
-/// Number of polls of the device without sleeping; after that, it is polled at an interval.
+/// Number of polls of the device without sleeping. Further polls are separated by an interval.
 const EAGER_POLLS: u32 = 2000;
 const INTERVAL: Duration = Duration::from_micros(20);
 
-/// How often a waiting rank checks whether another has failed.
+/// Time between two checks of a waiting rank for failures of other ranks.
 const HEARTBEAT: Duration = Duration::from_millis(100);
 
-/// The most operations that the device may wait for while the host goes on.
+/// The most operations that may be left to the device to wait for while the host continues.
 const MAX_LEFT_TO_DEVICE: usize = 64;
 
 /// The order in which f32 are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sums {
-    /// The order of ranks, as [`Collective`](crate::Collective) guarantees. Over two ranks, this is the only order;
-    /// sums over more are refused.
+    /// The order of ranks, as [`Collective`](crate::Collective) guarantees. NCCL's order is this order over two ranks
+    /// only, so sums over more ranks are refused.
     #[default]
     InOrder,
-    /// NCCL's order, which depends on the topology, the algorithm and the size. All ranks get the same bits, but other
-    /// backends, and possibly other runs, give different ones.
+    /// NCCL's order, which depends on the topology, the algorithm and the size. All ranks get the same bits. Other
+    /// backends give different bits, and so may other runs.
     AnyOrder,
 }
 
 /// A rank that is a GPU. All ranks of a host communicator create it together, by [`Nccl::on_device`] or [`Nccl::over`].
 ///
-/// - An operation begins when the compute stream has reached the point where it was at the operation's start. So memory
-///   may be lent while it is still being computed.
+/// - An operation begins when the compute stream has reached the point at which it was when the operation was started.
+///   So memory may be lent while its contents are still being computed.
 /// - Lent memory is device memory of this rank's GPU, except for the sizes of
 ///   [`Collective::AllToAllV`](crate::Collective::AllToAllV), which are host memory.
 /// - [`wait`](Communicator::wait) blocks the host.
-/// - Unlike with other backends, a start may wait for another rank: the first time that all ranks, or two of them,
-///   exchange data in this way. Creating the communicator and [`agree`](Communicator::agree) perform those first
-///   exchanges that they can foresee.
+/// - Unlike with other backends, a start may wait for another rank. This happens when all ranks, or two of them,
+///   exchange data in a certain way for the first time. Creating the communicator and [`agree`](Communicator::agree)
+///   perform the first exchanges that can be foreseen.
 /// - The launches of two communicators of one rank run concurrently on the device. So ranks must start operations of
 ///   different communicators in orders that cannot deadlock, for example in the same order.
 /// - All ranks must drop their communicators in the same order.
 pub struct Nccl {
-    /// The communicator of the same ranks over the host.
+    /// The host communicator of the same ranks.
     control: Box<dyn Communicator>,
     owner: Owner,
     /// World ranks of the members.
     members: Arc<[usize]>,
     comm: Arc<Comm>,
-    /// The communicators that fail together with this one: those that it was split from or into.
+    /// The communicators that fail together with this one: all that descend from the same first communicator by splits.
     family: Arc<Family>,
-    /// The stream that computes what is sent, and reads what was received.
+    /// The stream that computes the values to send, and reads the received ones.
     compute: Arc<CudaStream>,
     /// The stream on which operations run.
     stream: Arc<CudaStream>,
-    /// Device memory for operations that need some of their own, at least two elements, and its address.
+    /// Device memory of at least two elements, for operations that need some of their own, and its address.
     scratch: (CudaSlice<f32>, u64),
     slots: Vec<Slot>,
-    /// Slots whose operations the device waits for, oldest first.
+    /// Slots whose operations were left to the device to wait for, oldest first.
     left: VecDeque<usize>,
     /// The run in progress.
     run: Option<LaunchQueue>,
-    /// The slot of each start of the run.
+    /// The slot of each operation that the run has started.
     started: Vec<usize>,
     sums: Sums,
     timeout: Duration,
@@ -137,7 +137,7 @@ impl Nccl {
         self.members[self.control.rank()]
     }
 
-    /// Returns an error after a failure.
+    /// Returns the recorded failure as an error, if there is one.
     fn check_failure(&self) -> Result<()> {
         self.failure.clone().map_or(Ok(()), Err)
     }
@@ -147,14 +147,14 @@ impl Nccl {
         self.compute.context().bind_to_thread().map_err(cuda("cuCtxSetCurrent"))
     }
 
-    /// Starts an operation, and launches everything whose turn it is.
+    /// Starts an operation, and launches all operations whose turn it is in the agreed order.
     ///
     /// # Safety
-    /// The operation's memory must be lent until the request was waited for.
+    /// The operation's memory must stay lent until the wait for the request has returned.
     unsafe fn begin(&mut self, operation: Operation) -> Result<Request> {
         self.check_failure()?;
         self.bind()?;
-        // SAFETY: an all-to-all has one size per rank.
+        // SAFETY: by this function's contract, the sizes of an all-to-all are valid, one per rank.
         unsafe { operation.expect_on_device(self.members.len(), self.compute.context()) }?;
         let start = operation.start();
         let me = self.me();
@@ -170,7 +170,7 @@ impl Nccl {
             }
         }
         let slot = self.open(operation)?;
-        // SAFETY: by this function's contract, for this operation and for those held before.
+        // SAFETY: by this function's contract, for this operation and for all held operations before.
         unsafe {
             if self.run.is_some() {
                 self.started.push(slot);
@@ -247,7 +247,7 @@ impl Nccl {
         let error = match (&self.failure, self.slots[index].status) {
             (Some(failure), _) => failure.clone(),
             (None, Status::Held) => {
-                // A program that follows its agreed order never gets here.
+                // A program that follows its agreed order never waits for an operation that was not launched.
                 let expected = self.run.as_ref().and_then(LaunchQueue::held_back_by).map(ToString::to_string);
                 self.fail(CommunicatorError::NotAsAgreed {
                     rank: self.me(),
@@ -262,7 +262,7 @@ impl Nccl {
         Err(error)
     }
 
-    /// Waits for operations that were left to the device, oldest first, until at most `most` remain.
+    /// Waits for operations that were left to the device, oldest first, until at most `most` of them remain.
     fn wait_until_at_most(&mut self, most: usize) -> Result<()> {
         while self.left.len() > most {
             let index = self.left.pop_front().expect("there are more");
@@ -279,7 +279,7 @@ impl Nccl {
         ended
     }
 
-    /// Waits until NCCL has completed its calls and `and` returns true. Fails the rank on an error.
+    /// Waits until NCCL has completed its calls and `and` returns true. An error fails the rank.
     fn until(&mut self, awaited: impl Fn(&Self) -> Awaited, and: impl FnMut(&Self) -> Result<bool>) -> Result<()> {
         self.poll(awaited, and).map_err(|error| self.fail(error))
     }
@@ -313,8 +313,8 @@ impl Nccl {
         Ok(())
     }
 
-    /// Reports a failure to the other ranks, and ends all of this rank's operations. Afterwards lent memory is not
-    /// accessed any more.
+    /// Reports a failure to the other ranks, and ends all operations of this rank. Afterwards lent memory is not
+    /// accessed any more. Returns the error to return to the caller.
     fn fail(&mut self, error: CommunicatorError) -> CommunicatorError {
         if self.failure.is_none() {
             self.failure = Some(error.clone());
@@ -326,12 +326,13 @@ impl Nccl {
 
     fn end(&mut self) {
         self.family.abort();
-        // Launched operations end with their communicators. If the stream does not respond, nothing more can be done.
+        // Launched operations end when their communicators are aborted. If the stream does not respond, nothing more
+        // can be done.
         let _ = self.stream.synchronize();
     }
 
-    /// Leaves together with the other ranks. If they do not respond, they are not notified, because no operation is in
-    /// progress.
+    /// Leaves the communicator together with the other ranks. If these do not respond, no failure is reported to them,
+    /// because no operation is in progress.
     fn leave(&mut self) -> Result<()> {
         self.bind()?;
         self.comm.finalize()?;
@@ -373,7 +374,8 @@ fn all(what: &str) -> Awaited {
     Awaited::Collective { what: what.into(), missing: Vec::new() }
 }
 
-/// Checks whether a rank has failed, by a message of a rank to itself, which then fails.
+/// Checks whether any rank has failed. The check is a message from this rank to itself on the host, which returns an
+/// error after a failure.
 fn heartbeat(control: &mut dyn Communicator) -> Result<()> {
     let (me, tag) = (control.rank(), Tag::default());
     let nothing = std::ptr::NonNull::<u8>::dangling().as_ptr();

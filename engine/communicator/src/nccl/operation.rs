@@ -33,10 +33,10 @@ unsafe impl Send for Slot {}
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Status {
     Free,
-    /// Started, and waiting for its turn.
+    /// Started, and waiting for its turn in the agreed order.
     Held,
     Launched,
-    /// Launched; the device waits for its end.
+    /// Launched; the device, not the host, waits for its end.
     LeftToDevice,
 }
 
@@ -49,7 +49,7 @@ impl Operation {
         }
     }
 
-    /// The description of a wait for this operation. `members` are the world ranks of the group.
+    /// Describes a wait for this operation, for errors. `members` are the world ranks of the group.
     pub(super) fn awaited(&self, members: &[usize]) -> Awaited {
         match *self {
             Self::Send { to, tag, .. } => Awaited::Taken { to: members[to], tag },
@@ -58,7 +58,8 @@ impl Operation {
         }
     }
 
-    /// Returns an error unless both ends of every range that NCCL would be given lie on the device.
+    /// Checks that the first and the last byte of every range that NCCL would get are device memory. Returns an error
+    /// if not.
     ///
     /// # Safety
     /// The sizes of an all-to-all must be valid for `ranks` entries, in host memory.
@@ -88,16 +89,18 @@ impl Operation {
         }
     }
 
-    /// Enqueues it on a stream. `word` is 4 bytes of device memory, for operations that need some of their own.
+    /// Enqueues the operation on a stream. `word` is 4 bytes of device memory, for operations that need some of their
+    /// own.
     ///
     /// # Safety
-    /// The operation's memory must be lent until the stream has executed it.
+    /// The operation's memory must stay lent until the stream has executed it.
     unsafe fn enqueue(&self, comm: &Comm, ranks: usize, stream: &CudaStream, word: *mut f32) -> Result<()> {
         let stream = stream.cu_stream().cast();
-        // SAFETY: by this function's contract, with sizes and overlaps as `Collective` says.
+        // SAFETY: by this function's contract. Sizes and allowed overlaps are those in the documentation of
+        // `Collective`.
         unsafe {
             match *self {
-                // Both ends omit empty messages.
+                // Empty messages are left out at both ends.
                 Self::Send { len: 0, .. } | Self::Receive { len: 0, .. } => Ok(()),
                 Self::Send { bytes, len, to, .. } => comm.send(bytes, len, to, stream),
                 Self::Receive { bytes, len, from, .. } => comm.receive(bytes, len, from, stream),
@@ -139,26 +142,27 @@ impl Slot {
         Ok(Self { operation, status: Status::Free, ready: event()?, done: event()? })
     }
 
-    /// Assigns an operation to the slot. It may begin when `compute` has reached its current point.
+    /// Assigns an operation to the slot. The operation may begin when `compute` has reached its current point.
     pub(super) fn hold(&mut self, operation: Operation, compute: &CudaStream) -> Result<()> {
         (self.operation, self.status) = (operation, Status::Held);
         self.ready.record(compute).map_err(cuda("cuEventRecord"))
     }
 
-    /// Enqueues it after everything that was enqueued before. NCCL may complete the call later.
+    /// Enqueues the operation after all operations that were enqueued before. NCCL may still be executing the call when
+    /// this method returns.
     ///
     /// # Safety
-    /// The operation's memory must be lent until it has ended.
+    /// The operation's memory must stay lent until the operation has ended.
     pub(super) unsafe fn launch(&self, comm: &Comm, ranks: usize, stream: &CudaStream, word: *mut f32) -> Result<()> {
         stream.wait(&self.ready).map_err(cuda("cuStreamWaitEvent"))?;
         // SAFETY: by this function's contract.
         unsafe { self.operation.enqueue(comm, ranks, stream, word) }
     }
 
-    /// Copies a message of a rank to itself; `receive` is the slot of its other end.
+    /// Copies a message that a rank sends to itself. `receive` is the slot of the message's receive.
     ///
     /// # Safety
-    /// As for [`Self::launch`], for both slots.
+    /// The memory of both slots' operations must stay lent until these operations have ended.
     pub(super) unsafe fn copy_to(&self, receive: &Slot, stream: &CudaStream) -> Result<()> {
         let (Operation::Send { bytes: from, len, .. }, Operation::Receive { bytes: to, .. }) =
             (self.operation, receive.operation)
@@ -176,19 +180,19 @@ impl Slot {
         copied.map_err(cuda("cuMemcpyDtoDAsync"))
     }
 
-    /// Records that all of it is on the stream.
+    /// Records that the whole operation is on the stream.
     pub(super) fn launched(&mut self, stream: &CudaStream) -> Result<()> {
         self.status = Status::Launched;
         self.done.record(stream).map_err(cuda("cuEventRecord"))
     }
 
-    /// Makes later launches on `compute` wait for its end.
+    /// Makes later launches on `compute` wait for the operation's end.
     pub(super) fn hold_up(&mut self, compute: &CudaStream) -> Result<()> {
         self.status = Status::LeftToDevice;
         compute.wait(&self.done).map_err(cuda("cuStreamWaitEvent"))
     }
 
-    /// True if it has ended.
+    /// True if the operation has ended.
     pub(super) fn is_done(&self) -> Result<bool> {
         self.done.try_is_complete().map_err(cuda("cuEventQuery"))
     }
@@ -216,8 +220,8 @@ fn expect_on_device(address: usize, len: usize, device: usize) -> Result<()> {
 /// Queries the driver for an attribute of an address.
 fn attribute<T: Default>(attribute: sys::CUpointer_attribute, address: usize) -> Result<T, DriverError> {
     let mut value = T::default();
-    // SAFETY: `value` outlives the call, and both queried attributes have 4 bytes. The address is looked up, not
-    // dereferenced.
+    // SAFETY: `value` outlives the call, and both queried attributes have 4 bytes. The driver looks the address up and
+    // does not dereference it.
     unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), attribute, address as u64) }.result()?;
     Ok(value)
 }

@@ -1,6 +1,6 @@
 //! The few NCCL calls that the backend makes, with errors as values.
 //!
-//! Communicators are non-blocking: a call may return before it has finished its own communication with other ranks. The
+//! Communicators are non-blocking: a call may return before it has finished its communication with other ranks. The
 //! communicator must not be used again until [`Comm::is_call_complete`] returns true.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -32,10 +32,10 @@ pub(super) struct Comm {
 /// A communicator; null once it was destroyed or aborted.
 struct Handle(ncclComm_t);
 
-// SAFETY: NCCL accepts a communicator's calls from any thread, one at a time, which the lock guarantees.
+// SAFETY: NCCL accepts calls on a communicator from any thread, but only one at a time. The lock ensures that.
 unsafe impl Send for Handle {}
 
-/// Creates an id for a new communicator, which all its ranks must share.
+/// Creates an id for a new communicator. All ranks of the communicator must join with the same id.
 pub(super) fn unique_id(library: &'static Library) -> Result<[u8; ID_BYTES]> {
     let mut id = ncclUniqueId { internal: [0; ID_BYTES] };
     // SAFETY: `id` outlives the call.
@@ -45,7 +45,7 @@ pub(super) fn unique_id(library: &'static Library) -> Result<[u8; ID_BYTES]> {
 }
 
 impl Comm {
-    /// Begins to join a communicator, on the thread's current device.
+    /// Begins to join the communicator with this id, on the thread's current device.
     pub(super) fn join(library: &'static Library, id: [u8; ID_BYTES], rank: usize, size: usize) -> Result<Self> {
         let nccl = &library.functions;
         let count = |number: usize| c_int::try_from(number).map_err(|_| too_many(size));
@@ -69,7 +69,7 @@ impl Comm {
         Ok(joined)
     }
 
-    /// Makes a call, unless the communicator was aborted.
+    /// Makes a call, unless the communicator was aborted or destroyed.
     fn call(&self, name: &'static str, call: impl FnOnce(&Functions, ncclComm_t) -> c_int) -> Result<()> {
         let held = self.lock();
         let handle = held.0;
@@ -98,7 +98,7 @@ impl Comm {
 
     /// # Safety
     /// For this and the following methods: addresses must be valid on the communicator's device for the given size, and
-    /// lent until the stream has executed the call. The stream must belong to that device.
+    /// must stay lent until the stream has executed the call. The stream must belong to that device.
     pub(super) unsafe fn send(&self, bytes: *const u8, len: usize, to: usize, stream: Stream) -> Result<()> {
         // SAFETY: by this function's contract. The number of ranks was checked to fit `c_int` on joining.
         self.call("ncclSend", |nccl, handle| unsafe {
@@ -166,7 +166,8 @@ impl Comm {
         })
     }
 
-    /// Launches the operations that `calls` requests as one group: none of them waits for another one of the group.
+    /// Launches the operations that `calls` requests as one group. No operation of a group waits for another one of
+    /// that group.
     pub(super) fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
         // SAFETY: every group that is started is ended.
         self.call("ncclGroupStart", |nccl, _| unsafe { (nccl.group_start)() })?;
@@ -175,7 +176,7 @@ impl Comm {
         called.and(self.call("ncclGroupEnd", |nccl, _| unsafe { (nccl.group_end)() }))
     }
 
-    /// Begins to leave the communicator, together with all ranks.
+    /// Begins to leave the communicator, together with all other ranks.
     pub(super) fn finalize(&self) -> Result<()> {
         // SAFETY: the handle is a valid communicator.
         self.call("ncclCommFinalize", |nccl, handle| unsafe { (nccl.finalize)(handle) })
@@ -196,12 +197,12 @@ impl Comm {
         std::mem::replace(&mut *self.lock(), Handle(std::ptr::null_mut())).0
     }
 
-    /// Ends all running operations, without the other ranks. Does nothing the second time.
+    /// Ends all running operations, without the other ranks. A second call does nothing.
     pub(super) fn abort(&self) {
         let handle = self.take();
         if !handle.is_null() {
-            // SAFETY: the handle is a valid communicator, and was removed, so it is not used again. There is nothing to
-            // do about an error.
+            // SAFETY: the handle is a valid communicator, and was removed, so it is not used again. An error is
+            // ignored, because nothing can be done about it.
             unsafe { (self.nccl.abort)(handle) };
         }
     }
@@ -213,7 +214,7 @@ impl Drop for Comm {
     }
 }
 
-/// Turns a code into an error. A call in progress is not an error.
+/// Turns a result code of NCCL into an error. Success and a call in progress are not errors.
 fn checked(nccl: &Functions, call: &'static str, code: c_int, comm: ncclComm_t) -> Result<()> {
     match code {
         SUCCESS | IN_PROGRESS => Ok(()),

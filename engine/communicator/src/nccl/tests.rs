@@ -1,5 +1,4 @@
-//! Ranks that are GPUs: the errors on a machine without a GPU, and the operations of a single rank on a machine with
-//! one.
+//! Ranks that are GPUs. On a machine without a GPU, the errors are checked, otherwise the operations of a single rank.
 
 use std::sync::Arc;
 
@@ -15,7 +14,7 @@ fn alone() -> Box<dyn Communicator> {
     Box::new(InProcess::world(1).remove(0))
 }
 
-/// Checks one of two things: the operations of a rank on a machine with a GPU, or the error on a machine without.
+/// On a machine with a GPU, checks the operations of a rank. On any other machine, checks the error.
 #[test]
 fn a_machine_has_a_gpu_or_the_error_says_what_is_missing_and_what_to_do() {
     match Nccl::on_device(alone(), 0) {
@@ -43,18 +42,18 @@ fn a_machine_has_a_gpu_or_the_error_says_what_is_missing_and_what_to_do() {
     }
 }
 
-/// Ranks that cannot have a GPU leave, each with its own error; none waits for another.
+/// Ranks that cannot have a GPU leave, each with its own error. No rank waits for another.
 #[test]
 fn all_ranks_hear_of_it() {
     let texts = on_threads(3, |world| match Nccl::on_device(world, 0) {
         Ok(_) => Ok::<_, CommunicatorError>("a GPU".to_owned()),
         Err(error) => Ok(error.to_string()),
     });
-    // Three ranks on one GPU are refused too.
+    // On a machine with one GPU, three ranks are refused too.
     assert!(texts.unwrap().iter().all(|text| text != "a GPU"));
 }
 
-/// Checks messages of a rank to itself, collectives of one rank, and what is refused.
+/// Checks messages of a rank to itself, collectives of one rank, and calls that must be refused.
 fn one_rank(mut rank: Nccl) {
     assert_eq!((rank.rank(), rank.size(), rank.memory()), (0, 1, Memory::Device));
     let stream = rank.compute().clone();

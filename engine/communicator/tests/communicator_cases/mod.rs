@@ -1,6 +1,6 @@
 //! The requirements on every backend, as a list of cases that all ranks of a world run.
 //!
-//! The expected result of a collective is computed here by plain code, from what each rank is known to hold.
+//! Each rank's values are defined by a formula. So the expected result of a collective is computed here by plain code.
 
 use gapless_communicator::{Collective, Communicator, Direction, Request, Result, Tag};
 
@@ -33,7 +33,7 @@ fn tag(micro_batch: u32) -> Tag {
     Tag { direction: Direction::Forward, stage: 1, micro_batch, tensor: 0 }
 }
 
-/// Element `i` of a rank's values. Their magnitudes make a sum depend on its order.
+/// Element `i` of a rank's values. Its magnitude varies so much that a sum depends on its order.
 fn value(rank: usize, i: usize) -> f32 {
     let hash = (rank * 1_000_003 + i).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33;
     let sign = if hash & 1 == 0 { 1.0 } else { -1.0 };
@@ -53,7 +53,7 @@ fn bytes(from: usize, to: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| byte(from, to, i)).collect()
 }
 
-/// The sum over all ranks, in their order.
+/// The sum over all ranks, in the order of ranks.
 fn sums(ranks: usize, count: usize) -> Vec<f32> {
     (0..count).map(|i| (1..ranks).fold(value(0, i), |sum, rank| sum + value(rank, i))).collect()
 }
@@ -64,7 +64,8 @@ fn assert_bits(found: &[f32], expected: &[f32]) {
     assert!(bits(found) == bits(expected), "{} elements differ in their bits", found.len());
 }
 
-/// Ranks 0 and 1, 2 and 3, …; the last of an odd number does nothing.
+/// Ranks 0 and 1 exchange messages, so do ranks 2 and 3, and so on. If the number of ranks is odd, the last does
+/// nothing.
 fn ping_pong(rank: &mut dyn Communicator) -> Result<()> {
     let (me, peer) = (rank.rank(), rank.rank() ^ 1);
     if peer >= rank.size() {
@@ -85,7 +86,7 @@ fn ping_pong(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Every rank sends to every rank before any receives.
+/// Every rank sends to every rank before any rank receives.
 fn crossing_sends(rank: &mut dyn Communicator) -> Result<()> {
     for len in COUNTS {
         let (me, size) = (rank.rank(), rank.size());
@@ -108,7 +109,8 @@ fn crossing_sends(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Messages to the next rank of a ring, received in another order than sent. They use several fields of the tag.
+/// Messages to the next rank of a ring, which receives them in another order than they are sent. They differ in several
+/// fields of the tag.
 fn tags_out_of_order(rank: &mut dyn Communicator) -> Result<()> {
     const MESSAGES: usize = 60;
     let (me, size) = (rank.rank(), rank.size());
@@ -202,7 +204,7 @@ fn reduce_scatter(rank: &mut dyn Communicator) -> Result<()> {
         rank.reduce_scatter(&send, &mut found)?;
         assert_bits(&found, expected);
 
-        // In place, into the rank's own part.
+        // The result is written in place, into the rank's own part.
         let base = send.as_mut_ptr();
         // SAFETY: `send` is not accessed until the wait, and the overlap is the one that is allowed.
         let request =
@@ -221,7 +223,7 @@ fn all_gather(rank: &mut dyn Communicator) -> Result<()> {
         rank.all_gather(&bytes(me, 0, len), &mut found)?;
         assert!(found == expected);
 
-        // In place, from the rank's own part.
+        // The rank's part is read in place, from its own part of the result.
         let mut found = vec![0; len * size];
         found[me * len..][..len].copy_from_slice(&bytes(me, 0, len));
         let receive = found.as_mut_ptr();
@@ -264,7 +266,7 @@ fn broadcast(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Many barriers in a row end.
+/// Checks that many barriers in a row end.
 fn barrier(rank: &mut dyn Communicator) -> Result<()> {
     for _ in 0..50 {
         rank.barrier()?;
@@ -272,7 +274,7 @@ fn barrier(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Two collectives and a ring of messages in progress at once; the order of waits differs from rank to rank.
+/// Two collectives and a ring of messages are in progress at once. The order of waits differs from rank to rank.
 fn overlap(rank: &mut dyn Communicator) -> Result<()> {
     let (me, size) = (rank.rank(), rank.size());
     let (next, before) = ((me + 1) % size, (me + size - 1) % size);
@@ -281,7 +283,7 @@ fn overlap(rank: &mut dyn Communicator) -> Result<()> {
     let mut shard = vec![0.0; count];
     let (out, mut into) = (bytes(me, next, len), vec![0; len]);
     let mut reduced = values(me, count);
-    // SAFETY: all of these are not accessed until the waits below.
+    // SAFETY: none of these buffers is accessed until the waits below.
     let mut requests: Vec<Request> = unsafe {
         vec![
             rank.start(Collective::ReduceScatter { send: gradients.as_ptr(), receive: shard.as_mut_ptr(), count })?,
@@ -298,7 +300,8 @@ fn overlap(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Groups of odd and of even ranks, numbered in reverse. Messages within a group and within the world are separate.
+/// Splits the world into groups of odd and of even ranks, numbered in reverse. Messages within a group and within the
+/// world are separate.
 fn split(rank: &mut dyn Communicator) -> Result<()> {
     let (me, size) = (rank.rank(), rank.size());
     let mut part = rank.split(me % 2, size - me)?;
@@ -316,7 +319,8 @@ fn split(rank: &mut dyn Communicator) -> Result<()> {
     let of_part = |rank: usize| (0..size).filter(|other| other % 2 == rank % 2).sum::<usize>();
     assert_eq!(sum[0], (0..size).map(of_part).sum::<usize>() as f32);
 
-    // The same peer and tag in both communicators: each message arrives in the one in which it was sent.
+    // The same peer and tag are used in both communicators. Each message must arrive in the communicator in which it
+    // was sent.
     let next = (part.rank() + 1) % part.size();
     let before = members[(part.rank() + part.size() - 1) % part.size()];
     let (in_part, in_whole, mut received) = ([1, me as u8], [2, me as u8], [[0; 2]; 2]);
@@ -334,7 +338,8 @@ fn split(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// A mesh with two columns: a communicator along each axis, and one of size 1 split from a row.
+/// Splits the world into a mesh of two columns, with a communicator along each axis, and splits a communicator of size
+/// 1 from a row.
 fn mesh(rank: &mut dyn Communicator) -> Result<()> {
     let (row, column) = (rank.rank() / 2, rank.rank() % 2);
     let mut along_row = rank.split(row, column)?;

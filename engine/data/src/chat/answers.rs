@@ -1,8 +1,8 @@
 //! The positions of the answers in the text of a conversation.
 //!
-//! If the template has `{% generation %}` tags, answers lie between them. Otherwise, an answer lies between the end of
-//! the text with the prompt for it and the end of the text that includes it. These texts are compared byte by byte: if
-//! they do not determine the position of an answer, that is an error.
+//! If the template has `{% generation %}` tags, answers lie between them. Otherwise, the conversation is rendered once
+//! up to the prompt for an answer, and once with the answer. The answer is the text that the second rendering adds. The
+//! renderings are compared byte by byte; if they do not determine the position of an answer, that is an error.
 
 use std::ops::Range;
 
@@ -20,20 +20,21 @@ pub enum Answers {
     /// All assistant messages, except those with `weight` 0.
     #[default]
     All,
-    /// Only the last assistant message, after which the conversation is cut. For templates that render earlier answers
-    /// differently.
+    /// Only the last assistant message; the conversation is cut after it. This suits templates that render earlier
+    /// answers differently.
     Last,
 }
 
 impl ChatTemplate {
     /// Renders a conversation as text, and returns the byte ranges that count in the loss:
     /// - If the template has `{% generation %}` tags, the ranges between them.
-    /// - Otherwise, what each answer adds to the conversation before it, including the prompt for the answer. The token
-    ///   that ends the assistant's turn is included if the template writes it.
+    /// - Otherwise, the text that each answer adds to the conversation before it, including the prompt for the answer.
+    ///   The token that ends the assistant's turn is included if the template writes it.
     /// - For a prompt with a completion, the completion.
     ///
     /// # Errors
-    /// Returns an error like [`Self::render`], or if the position of an answer in the text is not well defined.
+    /// Returns an error in the same cases as [`Self::render`], or if the position of an answer in the text is
+    /// ambiguous.
     pub fn answers_of(
         &self,
         conversation: &Conversation,
@@ -72,8 +73,8 @@ impl ChatTemplate {
         Ok(self.render_part(conversation, RenderedRange { messages, add_generation_prompt: prompt, marked: None })?.0)
     }
 
-    /// Selects the tagged ranges of the answers that count. The ranges of a message are those that the text gains when
-    /// it is included.
+    /// Selects the tagged ranges of the answers that count. The ranges of a message are those that are added when the
+    /// message is rendered too.
     fn tagged(
         &self,
         conversation: &Conversation,
@@ -102,7 +103,8 @@ impl ChatTemplate {
         Ok(spans)
     }
 
-    /// The range that an answer adds to the conversation before it, in the text of the first `length` messages.
+    /// Returns the range of an answer in `text`, the rendering of the first `length` messages. The range is the text
+    /// that the answer adds to the conversation before it.
     fn added(
         &self,
         conversation: &Conversation,
@@ -133,7 +135,8 @@ impl ChatTemplate {
         if text.starts_with(&upto) {
             return Ok(prompt.len()..upto.len());
         }
-        // The template writes earlier messages differently when more follow. The answer itself may still be the same.
+        // The template renders earlier messages differently when more messages follow. The answer itself may still be
+        // the same.
         let found = match (marked(index + 1)?, marked(length)?) {
             (Some((before, after)), Some((around, behind))) if text.starts_with(&around) && text.ends_with(&behind) => {
                 let start = before.strip_prefix(&*prompt).and_then(|more| around.strip_suffix(more)).map(str::len);
@@ -148,7 +151,7 @@ impl ChatTemplate {
         found.ok_or_else(|| self.not_defined(index, reason, ", or set data.answers to \"last\""))
     }
 
-    /// The text before and after a message's content, if that content appears exactly once.
+    /// Returns the text before and after a message's content, or `None` unless that content appears exactly once.
     fn around_mark(
         &self,
         conversation: &Conversation,
@@ -161,7 +164,7 @@ impl ChatTemplate {
         Ok(once.map(|(before, after)| (before.to_owned(), after.to_owned())))
     }
 
-    /// The error for an answer without a well-defined position, with an additional remedy.
+    /// Returns the error for an answer whose position is ambiguous. `or` is an additional remedy.
     fn not_defined(&self, index: usize, reason: &str, or: &str) -> DataError {
         self.fail(format!(
             "the part of the text that is the answer in message {index} is ambiguous: {reason}; put {{% generation %}} and \

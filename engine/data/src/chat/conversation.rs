@@ -1,4 +1,4 @@
-//! Conversations, and the variables that a template gets from them.
+//! Conversations, and the variables that they define for a template.
 
 use serde::Serialize;
 use serde_json::Value as Json;
@@ -21,16 +21,16 @@ impl Message {
     }
 }
 
-/// A conversation, with the tools, documents and further variables for its template.
+/// A conversation, with the tools, documents and other variables for its template.
 #[derive(Debug, Clone)]
 pub struct Conversation {
-    /// The row as it was read, which preserves the order of keys and all digits of numbers.
+    /// The row as JSON text. It is kept as it was read, which preserves the order of keys and all digits of numbers.
     row: String,
     /// The lists of messages in the row: `messages`, or `prompt` and `completion`.
     lists: &'static [&'static str],
     /// The properties of each message that are known without its template.
     turns: Vec<Turn>,
-    /// Number of messages in the prompt, if the others are its completion.
+    /// Number of messages in the prompt; `None` if the row has no separate prompt and completion.
     prompt: Option<usize>,
     has_tools: bool,
 }
@@ -39,14 +39,14 @@ pub struct Conversation {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Turn {
     pub is_answer: bool,
-    /// True if an answer counts in the loss: its `weight` is 1 or absent.
+    /// True if the message counts in the loss: its `weight` is 1 or absent.
     pub counts: bool,
 }
 
-/// Names of variables that a template always gets.
+/// Names of variables that are set for every template.
 const TAKEN: [&str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
 
-/// Keys under which messages keep the assistant's reasoning; the first is the usual one.
+/// Keys under which messages may store the assistant's reasoning. The first is the usual one.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 impl Conversation {
@@ -126,8 +126,8 @@ impl Conversation {
         self.row.len()
     }
 
-    /// Sets the variables of a template for a part of the conversation. As in transformers, missing tools and documents
-    /// are `none`.
+    /// Sets the variables of a template for a part of the conversation. If there are no tools or documents, their
+    /// variable is `none`, as in transformers.
     pub(super) fn set_variables(&self, variables: &mut Variables<'_>, part: RenderedRange) -> Result<(), String> {
         let row = variables.parse(&self.row)?;
         let field = |name: &str| row.field(name).cloned().unwrap_or(Value::None);
@@ -158,19 +158,19 @@ impl Conversation {
     }
 }
 
-/// The part of a conversation to render.
+/// The part of a conversation that is rendered.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RenderedRange {
-    /// Number of messages, from the first.
+    /// Number of messages, counted from the first.
     pub messages: usize,
-    /// True if the prompt for an answer follows.
+    /// True if the prompt for an answer follows the messages.
     pub add_generation_prompt: bool,
-    /// The message whose content is replaced by [`MARK`].
+    /// Index of the message whose content is replaced by [`MARK`], if any.
     pub marked: Option<usize>,
 }
 
-/// A replacement for the content of a message, to find out where the template puts it. No text contains these
-/// noncharacters (Unicode 16, section 23.7).
+/// A replacement for the content of a message, which shows where the template puts the content. It consists of
+/// noncharacters (Unicode 16, section 23.7), which no text contains.
 pub(super) const MARK: &str = "\u{fdd0}\u{fdd1}";
 
 fn marked(variables: &Variables<'_>, message: &Value) -> Result<Value, String> {
@@ -198,7 +198,7 @@ impl Turn {
     }
 }
 
-/// Adds the assistant's reasoning to a message under the names that templates look for, as transformers does.
+/// Adds the assistant's reasoning to a message under every key for which templates look, as transformers does.
 fn with_reasoning(variables: &Variables<'_>, message: &Value) -> Result<Value, String> {
     let Value::Dict(fields) = message else { return Ok(message.clone()) };
     let given = |name: &&str| fields.get_str(name).filter(|value| !matches!(value, Value::None));

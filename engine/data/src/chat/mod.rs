@@ -1,7 +1,7 @@
 //! Conversations as text, by the chat template of a tokenizer.
 //!
 //! In: a Jinja template from `tokenizer_config.json` or `chat_template.jinja`, and conversations. Out: the text format
-//! that a model was trained on, and the positions of answers in it. The rendering equals that of transformers'
+//! on which a model was trained, and the positions of answers in the text. The rendering equals that of transformers'
 //! `apply_chat_template`, character for character.
 
 mod answers;
@@ -29,20 +29,20 @@ pub use conversation::{Conversation, Message};
 pub struct ChatTemplate {
     path: PathBuf,
     template: Template,
-    /// The template for conversations with tools, if the folder has several templates.
+    /// A separate template for conversations with tools, if the folder has one.
     with_tools: Option<Template>,
-    /// Names, such as `bos_token`, and texts of the tokenizer's special tokens.
+    /// The tokenizer's special tokens: names, such as `bos_token`, and texts.
     special: Vec<(String, String)>,
     bytes: usize,
 }
 
 impl ChatTemplate {
-    /// Opens the template of a Hugging Face folder, if it has one: chat_template.jinja, or else the entry in
-    /// tokenizer_config.json, which is either one template or a list of named ones. From a list, `default` is used, and
-    /// `tool_use` for conversations with tools.
+    /// Opens the template of a Hugging Face folder. Returns `None` if the folder has no template. The template is
+    /// chat_template.jinja, or else the entry in tokenizer_config.json. That entry is either one template or a list of
+    /// named templates. From a list, `tool_use` serves conversations with tools, and `default` all others.
     ///
     /// # Errors
-    /// Returns an error if tokenizer_config.json is not JSON, or if the template has a mistake.
+    /// Returns an error if tokenizer_config.json is not JSON, or if the template cannot be parsed.
     pub fn open(folder: &Path) -> Result<Option<Self>, DataError> {
         let config = read_config(folder)?;
         let own = folder.join("chat_template.jinja");
@@ -78,21 +78,20 @@ impl ChatTemplate {
         })
     }
 
-    /// Renders a conversation as text; with `add_generation_prompt`, up to the beginning of the assistant's next turn.
-    /// Messages are [`Message`]s, or anything else that the template can read.
+    /// Renders a conversation as text. If `add_generation_prompt`, the text ends with the beginning of the assistant's
+    /// next turn. Messages are [`Message`]s, or any other values that the template can read.
     ///
     /// # Errors
-    /// Returns an error if the template raises one (many do if turns do not alternate), or if rendering takes too much
-    /// work or memory.
+    /// Returns an error if the template raises one (many templates do if turns do not alternate), or if rendering takes
+    /// too much work or memory.
     pub fn render<T: Serialize>(&self, messages: &[T], add_generation_prompt: bool) -> Result<String, DataError> {
         self.render_conversation(&self.conversation(messages)?, add_generation_prompt)
     }
 
-    /// Renders a conversation with its tools, documents and further variables, like [`Self::render`] does for messages
-    /// alone.
+    /// Like [`Self::render`], for a conversation that may also have tools, documents and other variables.
     ///
     /// # Errors
-    /// Returns an error like [`Self::render`].
+    /// Returns an error in the same cases as [`Self::render`].
     pub fn render_conversation(
         &self,
         conversation: &Conversation,
@@ -102,11 +101,11 @@ impl ChatTemplate {
         Ok(self.render_part(conversation, part)?.0)
     }
 
-    /// Renders a conversation as text, and returns the byte ranges of the assistant's answers, as [`Self::answers_of`]
-    /// does with [`Answers::All`].
+    /// Renders a conversation as text, and returns the byte ranges of the assistant's answers. The ranges are those of
+    /// [`Self::answers_of`] with [`Answers::All`].
     ///
     /// # Errors
-    /// Returns an error like [`Self::answers_of`].
+    /// Returns an error in the same cases as [`Self::answers_of`].
     pub fn answers<T: Serialize>(&self, messages: &[T]) -> Result<(String, Vec<Range<usize>>), DataError> {
         self.answers_of(&self.conversation(messages)?, Answers::All)
     }
@@ -142,25 +141,26 @@ impl ChatTemplate {
     }
 }
 
-/// Names of special tokens in tokenizer_config.json, which are also variables in templates.
+/// Names of special tokens in tokenizer_config.json. They are also variables in templates.
 const SPECIAL: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// The file of a tokenizer's settings besides tokenizer.json.
+/// The file that has a tokenizer's settings, next to tokenizer.json.
 const CONFIG: &str = "tokenizer_config.json";
 
-/// Reads tokenizer_config.json; `Null` if it does not exist.
+/// Reads tokenizer_config.json. Returns `Null` if the file does not exist.
 pub(super) fn read_config(folder: &Path) -> Result<Json, DataError> {
     read_json(folder, CONFIG)
 }
 
-/// Reads a JSON file of a folder; `Null` if it does not exist.
+/// Reads a JSON file of a folder. Returns `Null` if the file does not exist.
 pub(super) fn read_json(folder: &Path, file: &str) -> Result<Json, DataError> {
     let path = folder.join(file);
     let Some(text) = read_if_there(&path)? else { return Ok(Json::Null) };
     serde_json::from_str(&text).map_err(|error| DataError::Tokenizer { path, reason: error.to_string() })
 }
 
-/// The text of a special token, which is given as a string or in an object.
+/// Returns the text of a special token, which may be given as a string or in an object. Returns `None` if the token is
+/// missing.
 pub(super) fn special_token(config: &Json, name: &str) -> Option<String> {
     let token = &config[name];
     token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned)

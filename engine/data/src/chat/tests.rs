@@ -233,7 +233,7 @@ fn what_jinja_refuses_is_refused() {
     );
 }
 
-/// An unsupported feature is an error that names it; it never renders as another text.
+/// A template with an unsupported feature is an error that names the feature. It never renders as another text.
 #[test]
 fn what_is_not_supported_is_named() {
     for (source, named) in [
@@ -249,7 +249,7 @@ fn what_is_not_supported_is_named() {
     }
 }
 
-/// Small templates that require much stack, memory or time.
+/// Small templates that would need a large stack, much memory or much time.
 #[test]
 fn hostile_templates_end_as_errors() {
     let chain = |link: &str| format!("{{{{ 1{} }}}}", link.repeat(50_000));
@@ -318,7 +318,7 @@ fn hostile_templates_end_as_errors() {
     assert_eq!(render(chain, ROW).unwrap(), "x");
 }
 
-/// Renders a row and puts its answers in brackets.
+/// Renders a row and puts the answers in it in brackets.
 fn answers(source: &str, row: &str, which: Answers) -> Result<String, String> {
     let conversation = Conversation::of_row(row)?;
     let (mut text, spans) = template(source)?.answers_of(&conversation, which).map_err(|error| error.to_string())?;
@@ -336,11 +336,11 @@ const TAGGED: &str = "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'us
 const PLAIN: &str =
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}";
 
-/// Omits the assistant's reasoning in turns before the last, as Qwen3's template does.
+/// This template omits the assistant's reasoning in turns before the last, like Qwen3's template.
 const THINKS: &str = "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}{% if loop.index0 >= messages | length - 1 %}\
                       ({{ m.thinking or '' }}){% endif %}{% endif %}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}";
 
-/// Writes the system message before the user's last turn, as Mistral's templates do.
+/// This template writes the system message before the user's last turn, like Mistral's templates.
 const MOVES: &str = "{% for m in messages[1:] %}{{ m.role[0] }}:{% if m.role == 'user' and (messages | selectattr('role', 'eq', 'user') | list)[-1] == m %}\
                      {{ messages[0].content }}{% endif %}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}";
 

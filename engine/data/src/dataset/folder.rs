@@ -1,4 +1,4 @@
-//! The folder that a dataset is kept in: tokenizer, tokens, and a manifest that describes them.
+//! The folder of a prepared dataset: the tokenizer, the tokens, and a manifest that describes both.
 //!
 //! In: texts, or the folder of an earlier call. Out: the dataset, tokenized only once. Never: a folder whose bytes
 //! differ from those that were written.
@@ -17,13 +17,13 @@ use crate::{CorpusReport, DataError, TextOptions, TokenWidth, Tokens, Vocabulary
 pub(super) const TOKENS: &str = "tokens.bin";
 pub(super) const MANIFEST: &str = "dataset.json";
 
-/// The contents of `dataset.json`, which is written last.
+/// The contents of `dataset.json`, which is the last file to be written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Manifest {
     corpus: CorpusReport,
-    /// Hash of the byte vocabulary, or of `tokenizer.json` with `text`.
+    /// Hash of the byte vocabulary, or of `tokenizer.json` together with `text`.
     vocabulary_hash: String,
-    /// The text options that the tokens were made with.
+    /// The text options with which the tokens were made.
     #[serde(default)]
     text: TextOptions,
     width: TokenWidth,
@@ -32,8 +32,9 @@ struct Manifest {
     tokens_hash: String,
 }
 
-/// Creates a folder and locks it until the returned file is dropped. Waits for another process that prepares the same
-/// data. The system releases the lock of a process that ends. On a file system without locks, nothing is locked.
+/// Creates a folder and locks it until the returned file is dropped. If another process prepares the same data, waits
+/// for it. The operating system releases the lock of a process that ends. On a file system without locks, nothing is
+/// locked.
 pub(super) fn lock(folder: &Path) -> Result<File, DataError> {
     let path = folder.join("lock");
     fs::create_dir_all(folder).map_err(DataError::write(folder))?;
@@ -51,7 +52,7 @@ pub(super) fn lock(folder: &Path) -> Result<File, DataError> {
 }
 
 impl Dataset {
-    /// Reuses what an earlier call kept of these texts, or tokenizes and splits them.
+    /// Reuses the dataset that an earlier call made of these texts, or tokenizes and splits the texts.
     pub(super) fn from_texts(texts: &dyn Texts, options: &DataOptions) -> Result<Self, DataError> {
         let report = texts.report();
         let (known, name) = match &options.vocabulary {
@@ -64,8 +65,8 @@ impl Dataset {
                 (Some(given), name)
             }
         };
-        // The name contains everything that determines the tokens, so a folder that one run needs is never overwritten
-        // for another.
+        // The folder's name contains everything that determines the tokens. So a folder that one run needs is never
+        // overwritten by another run.
         let folder = options.cache.join(format!("{}-{name}-{}", &report.hash[..16], options.validation_every));
         let kept = |folder| match Self::open_prepared(folder) {
             Ok(dataset) if dataset.corpus.as_ref().is_some_and(|kept| kept.hash == report.hash) => Ok(Some(dataset)),
@@ -74,14 +75,15 @@ impl Dataset {
         };
         let prepared = |dataset: Self| {
             tracing::debug!(folder = %folder.display(), "dataset prepared before");
-            // The given vocabulary knows the source of its end of text; the kept one does not.
+            // Only the given vocabulary records which file named its end-of-text token, so it replaces the vocabulary
+            // of the folder.
             let vocabulary = known.clone().unwrap_or_else(|| dataset.vocabulary.clone());
             Ok(Self { corpus: Some(report.clone()), vocabulary, ..dataset })
         };
         if let Ok(Some(dataset)) = kept(&folder) {
             return prepared(dataset);
         }
-        // If several processes need the folder, one prepares it while the others wait.
+        // If several processes need the folder, one of them prepares it while the others wait here.
         let _alone = lock(&folder)?;
         match kept(&folder) {
             Ok(Some(dataset)) => return prepared(dataset),
@@ -90,7 +92,7 @@ impl Dataset {
         }
         let vocabulary = match (&known, &options.vocabulary) {
             (None, VocabularyChoice::Bpe { size }) => match begun_with(&folder.join(TOKENS), &report.hash) {
-                // The vocabulary of an interrupted preparation is not trained again.
+                // If an interrupted preparation has trained a vocabulary, it is not trained again.
                 Some(hash) => Vocabulary::open(&folder.join(TOKENIZER)).ok().filter(|kept| kept.hash() == hash),
                 None => None,
             }
@@ -101,7 +103,7 @@ impl Dataset {
         Ok(Self { vocabulary, ..built })
     }
 
-    /// Opens a folder that [`Dataset::prepare`] wrote, even if its source has changed or is gone. A run that resumes
+    /// Opens a folder that [`Dataset::prepare`] wrote, even if the source has changed or is gone. A run that resumes
     /// opens the folder with which it started.
     ///
     /// # Errors
@@ -134,7 +136,7 @@ impl Dataset {
         Ok(Self { corpus: Some(manifest.corpus), folder: Some(folder.to_owned()), ..dataset })
     }
 
-    /// Writes a dataset's folder, manifest last, and opens it.
+    /// Writes the folder of a dataset, its manifest last, and opens it.
     fn build(texts: &dyn Texts, vocabulary: &Vocabulary, every: usize, folder: &Path) -> Result<Self, DataError> {
         let tokenizer = folder.join(TOKENIZER);
         vocabulary.save(&tokenizer.with_extension("json.tmp"))?;

@@ -10,20 +10,20 @@ use crate::tokenize::sample;
 use crate::{DataError, Vocabulary, VocabularyChoice};
 
 impl Dataset {
-    /// Prepares several sources with one vocabulary, like [`Self::prepare`], and mixes them: each source's share of the
+    /// Prepares several sources with one vocabulary, like [`Self::prepare`], and mixes them. Each source's share of the
     /// training and validation windows is its weight divided by the sum of weights. A vocabulary that must be trained
     /// is trained on all sources that are text.
     ///
     /// # Errors
-    /// Returns an error like [`Self::prepare`], if a weight is not positive and finite, or if token ids have another
-    /// vocabulary.
+    /// Returns an error in the same cases as [`Self::prepare`], if a weight is not positive and finite, or if a source
+    /// of token ids has another vocabulary.
     pub fn prepare_mixture(sources: &[(Source, f64)], options: &DataOptions) -> Result<Self, DataError> {
         let options = DataOptions { vocabulary: shared_vocabulary(sources, options)?, ..options.clone() };
         let prepared = sources.iter().map(|(source, weight)| Ok((Self::prepare(source, &options)?, *weight)));
         Self::mixture(prepared.collect::<Result<_, DataError>>()?)
     }
 
-    /// Mixes several datasets of one vocabulary as [`Self::prepare_mixture`] does.
+    /// Mixes several datasets of one vocabulary. Their shares are those of [`Self::prepare_mixture`].
     ///
     /// # Errors
     /// Returns [`DataError::Mixture`] if a weight is not positive and finite, if the vocabularies differ, or if there
@@ -56,7 +56,8 @@ impl Dataset {
     }
 }
 
-/// The vocabulary of a mixture: the chosen one, or one that is trained on all of its texts and kept in the cache.
+/// Returns the vocabulary of a mixture. It is the chosen one, or one that is trained on all texts of the mixture and
+/// kept in the cache.
 fn shared_vocabulary(sources: &[(Source, f64)], options: &DataOptions) -> Result<VocabularyChoice, DataError> {
     let VocabularyChoice::Bpe { size } = options.vocabulary else { return Ok(options.vocabulary.clone()) };
     let mut texts = Vec::new();

@@ -1,4 +1,4 @@
-//! A prepared dataset: the vocabulary, the tokens, and the split into training and validation.
+//! A prepared dataset: the vocabulary, the tokens, and their split into training and validation.
 
 mod folder;
 mod mixture;
@@ -23,7 +23,8 @@ pub use source::{DataOptions, Source};
 
 const TOKENIZER: &str = "tokenizer.json";
 
-/// A vocabulary, and one or more streams of tokens, each split into a front for training and a back for validation.
+/// A vocabulary, and one or more streams of tokens. The front of each stream is for training and its back for
+/// validation.
 #[derive(Debug, Clone)]
 pub struct Dataset {
     vocabulary: Vocabulary,
@@ -42,15 +43,15 @@ struct TokenStream {
     tokens: Arc<Tokens>,
     training: Range<u64>,
     validation: Range<u64>,
-    /// The examples, with their boundaries and the tokens that count in the loss; `None` for plain text.
+    /// The boundaries of the examples, and the tokens that count in the loss; `None` for plain text.
     examples: Option<Arc<Examples>>,
-    /// The share of windows taken from this stream, relative to the weights of the others.
+    /// The weight of this stream. Its share of the windows is the weight divided by the sum of all weights.
     weight: f64,
 }
 
 impl Dataset {
     /// Reads, tokenizes and splits a source, or reuses the result of an earlier call. Only a few pieces of text files
-    /// are in memory at a time. A call that was interrupted, by a signal for example, is continued by the next one.
+    /// are in memory at a time. If a call is interrupted, by a signal for example, the next call continues it.
     ///
     /// # Errors
     /// Returns an error if the source or the vocabulary is invalid, or if the cache cannot be written.
@@ -71,7 +72,8 @@ impl Dataset {
         Self::from_texts(corpus, options)
     }
 
-    /// Creates a dataset from token ids in memory; the last n-th of them is validation.
+    /// Creates a dataset from token ids in memory. The last 1/`validation_every` of the ids is for validation; 0 means
+    /// no validation.
     ///
     /// # Errors
     /// Returns an error if a token is outside the vocabulary.
@@ -80,8 +82,9 @@ impl Dataset {
         Self::from_stream(Tokens::from_ids(ids), vocabulary, validation, Path::new("tokens in memory"))
     }
 
-    /// Reads examples of answers and tokenizes them in memory; every n-th example is validation. If the vocabulary is a
-    /// tokenizer's file, the folder around it determines the special tokens and the chat template.
+    /// Reads examples of answers and tokenizes them in memory. Every n-th example is for validation, where n is
+    /// [`DataOptions::validation_every`]. If the vocabulary is a tokenizer's file, the files next to it determine the
+    /// special tokens and the chat template.
     ///
     /// # Errors
     /// Returns an error if a line is not an example, if the vocabulary is invalid, or if conversations have no chat
@@ -98,7 +101,7 @@ impl Dataset {
             VocabularyChoice::File(file) => file.parent().map(Tokenizer::open).transpose()?,
             _ => None,
         };
-        // Move the examples for validation to the end.
+        // The examples for validation are moved to the end.
         let every = options.validation_every;
         let is_validation = |index: usize| every > 0 && index % every.max(2) == every.max(2) - 1;
         let encoding = Encoding { path, vocabulary: &vocabulary, folder: folder.as_ref(), answers: options.answers };
@@ -120,12 +123,13 @@ impl Dataset {
         &self.vocabulary
     }
 
-    /// The report of the text that was read; `None` for bare tokens and mixtures.
+    /// Returns the report of the text that was read, or `None` for token ids, examples and mixtures.
     pub fn corpus(&self) -> Option<&CorpusReport> {
         self.corpus.as_ref()
     }
 
-    /// The folder in which the tokenizer and the tokens are kept; `None` for bare tokens and mixtures.
+    /// Returns the folder in which the tokenizer and the tokens are kept, or `None` for token ids, examples and
+    /// mixtures.
     pub fn folder(&self) -> Option<&Path> {
         self.folder.as_deref()
     }
@@ -140,29 +144,30 @@ impl Dataset {
         self.parts.iter().map(|part| part.validation.end - part.validation.start).sum()
     }
 
-    /// The largest token id in the data; a model's embedding needs more rows than this.
+    /// The largest token id in the data. A model's embedding needs more rows than this.
     pub fn largest_token(&self) -> u32 {
         self.largest
     }
 
-    /// blake3 of the vocabulary, the tokens and the split, as hexadecimal digits. Equal hashes mean equal batches.
+    /// The blake3 hash of the vocabulary, the tokens and the split, as hexadecimal digits. Datasets with equal hashes
+    /// give equal batches.
     pub fn hash(&self) -> &str {
         &self.hash
     }
 
-    /// The batches of a training run.
+    /// Returns the batches of a training run.
     ///
     /// # Errors
-    /// Returns an error if the data is shorter than one window, or if a size is zero.
+    /// Returns an error if the training data is shorter than one window, or if a size is zero.
     pub fn training(&self, sequence: usize, batch: usize, seed: u64) -> Result<TrainingWindows, DataError> {
         let cut = |part: &TokenStream| Ok((self.cut(part, &part.training, sequence, "training")?, part.weight));
         TrainingWindows::of(self.parts.iter().map(cut).collect::<Result<_, DataError>>()?, batch, seed)
     }
 
-    /// At most `count` windows to evaluate on; `None` if there is no validation part.
+    /// Returns at most `count` windows to evaluate on, or `None` if the dataset has no validation part.
     ///
     /// # Errors
-    /// Returns an error if the data is shorter than one window, or if a size is zero.
+    /// Returns an error if the validation data is shorter than one window, or if a size is zero.
     pub fn validation(&self, sequence: usize, count: usize) -> Result<Option<ValidationWindows>, DataError> {
         let there = self.parts.iter().filter(|part| !part.validation.is_empty());
         let cut = |part: &TokenStream| Ok((self.cut(part, &part.validation, sequence, "validation")?, part.weight));
@@ -170,7 +175,8 @@ impl Dataset {
         if cuts.is_empty() { Ok(None) } else { ValidationWindows::of(cuts, count).map(Some) }
     }
 
-    /// Cuts a range of a stream into windows: of whole examples if it has examples, otherwise of consecutive tokens.
+    /// Cuts a range of a stream into windows. If the stream has examples, the windows consist of whole examples,
+    /// otherwise of consecutive tokens.
     fn cut(
         &self,
         part: &TokenStream,
@@ -185,8 +191,9 @@ impl Dataset {
         }
     }
 
-    /// Opens files of ids with the chosen tokenizer, or the one in their folder, or none. The last `validation` files
-    /// are for validation; if that is 0, the last n-th of the tokens is.
+    /// Opens files of token ids. The vocabulary is the chosen tokenizer, or else the tokenizer in their folder, or else
+    /// none. The last `validation` files are for validation. If that is 0, the last 1/`validation_every` of the tokens
+    /// is.
     fn from_ids(path: &Path, files: &[PathBuf], validation: usize, options: &DataOptions) -> Result<Self, DataError> {
         let beside = if path.is_dir() { path.join(TOKENIZER) } else { path.with_file_name(TOKENIZER) };
         let vocabulary = match &options.vocabulary {

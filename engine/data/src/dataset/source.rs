@@ -1,4 +1,4 @@
-//! Sources of data, and the options for tokenizing and splitting it.
+//! Sources of data, and options for tokenizing and splitting them.
 
 use std::path::PathBuf;
 
@@ -11,12 +11,13 @@ use crate::{Answers, Corpus, DataError, RustSources, TextOptions, TokenWidth, Vo
 pub enum Source {
     /// The Rust sources of a workspace and its locked dependencies.
     RustSources(RustSources),
-    /// A text file, a folder of them, or token ids: a .bin file or a folder of them. Ids are little-endian; their width
-    /// comes from llm.c's header, or else from [`DataOptions::width`].
+    /// A text file, a folder of text files, or token ids: a .bin file or a folder of them. Ids are little-endian. Their
+    /// width is that of llm.c's header in the file, or else [`DataOptions::width`].
     Path(PathBuf),
 }
 
-/// A path named `Cargo.lock` stands for the Rust sources of its packages, which exist wherever Rust is used.
+/// Turns a path into a source. A path named `Cargo.lock` stands for the Rust sources of its packages, which exist
+/// wherever a Rust project was built.
 impl From<PathBuf> for Source {
     fn from(path: PathBuf) -> Self {
         let is_lock = path.file_name().is_some_and(|name| name == "Cargo.lock");
@@ -27,20 +28,20 @@ impl From<PathBuf> for Source {
 /// Options for tokenizing and splitting data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataOptions {
-    /// The vocabulary; by default BPE of 4,096 tokens.
+    /// The vocabulary. The default is BPE of 4,096 tokens.
     pub vocabulary: VocabularyChoice,
     /// Every n-th document is used for validation, so that both parts have the same distribution. With fewer documents
-    /// than n, and for .bin, the last n-th of the tokens is used. 0 means no validation; 1 would leave nothing to train
-    /// on and counts as 2. By default 32, about 3 %.
+    /// than n, and for .bin files, the last n-th of the tokens is used. 0 means no validation. 1 would leave nothing to
+    /// train on and counts as 2. The default is 32, about 3 % of the data.
     pub validation_every: usize,
-    /// The treatment of special tokens in and around a document.
+    /// The treatment of special tokens around a document and in its text.
     pub text: TextOptions,
-    /// Bytes per id of .bin files without a header. By default 2, or 4 for vocabularies of more than 65,536 tokens;
-    /// files whose ids appear to be wider are then refused.
+    /// Bytes per id of .bin files without a header. The default is 2, or 4 for vocabularies of more than 65,536 tokens.
+    /// With the default, files whose ids appear to be wider are refused.
     pub width: Option<TokenWidth>,
     /// The answers of a conversation that count in the loss.
     pub answers: Answers,
-    /// The folder for tokenizers and tokens, with a subfolder for each corpus, vocabulary and split. By default
+    /// The folder for tokenizers and tokens. It has a subfolder for each corpus, vocabulary and split. The default is
     /// `.gapless/data`.
     pub cache: PathBuf,
 }
@@ -59,7 +60,7 @@ impl Default for DataOptions {
 }
 
 impl Source {
-    /// Opens its documents. It must not be a file of ids.
+    /// Opens the documents of the source, which must not be a file of ids.
     pub(super) fn texts(&self) -> Result<Box<dyn Texts>, DataError> {
         Ok(match self {
             Self::RustSources(sources) => Box::new(Corpus::rust_sources(sources)?),
@@ -67,7 +68,7 @@ impl Source {
         })
     }
 
-    /// True if it is a file or a folder of token ids.
+    /// True if the source is a file or a folder of token ids.
     ///
     /// # Errors
     /// Returns an error if a folder cannot be read.

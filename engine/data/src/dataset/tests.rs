@@ -1,4 +1,4 @@
-//! Tests of the split, of kept and damaged folders, and of ids without text.
+//! Tests of the split, of folders that are reused or damaged, and of ids without text.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use super::folder::{MANIFEST, TOKENS};
 use super::*;
 use crate::TokenWidth;
 
-/// Documents that can be told apart by their letter.
+/// Documents that differ by their letter.
 fn lettered(count: usize) -> Corpus {
     Corpus::from_texts((0..count).map(|index| char::from(b'a' + index as u8).to_string().repeat(20)))
 }
@@ -141,7 +141,7 @@ fn a_given_tokenizer_is_kept_with_the_tokens() {
     assert!(matches!(other.training(1000, 1, 0), Err(DataError::TooShort { .. })));
 }
 
-/// Bare ids that are wider than the width they are read with: every second value is nearly zero.
+/// If ids are wider than the width with which they are read, every second value is nearly zero. That must be an error.
 #[test]
 fn ids_of_another_width_are_not_read_in_halves() {
     let folder = tempfile::tempdir().unwrap();
@@ -166,7 +166,7 @@ fn ids_of_another_width_are_not_read_in_halves() {
         let dataset = read(size, Some(written)).unwrap();
         assert_eq!((dataset.training_tokens(), dataset.largest_token()), (400, *ids.iter().max().unwrap()));
     }
-    // Ids of the width that they appear to have.
+    // The given width is the one that the ids appear to have.
     for (written, size) in [(U16, 50_257), (U32, 100_000)] {
         fs::write(&file, bytes(written)).unwrap();
         assert_eq!(read(size, None).unwrap().training_tokens(), 400);
@@ -179,7 +179,7 @@ fn ids_of_another_width_are_not_read_in_halves() {
     assert!(matches!(read(65, Some(U64)), Err(DataError::TokenOutside { .. })));
 }
 
-/// Several processes, or threads, that need the same data at once reuse what one of them prepares.
+/// If several processes or threads need the same data at once, one of them prepares it and the others reuse the result.
 #[test]
 fn one_prepares_and_the_others_wait() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
 //! A part of a stream, cut into windows.
 //!
-//! In: tokens, or examples that lie whole in their windows. Out: the window of each visit, and its inputs and targets
-//! in the caller's slices. Never: state that is carried from one window to the next.
+//! In: tokens, or examples that lie whole in their windows. Out: the window of each visit, and its inputs and targets,
+//! written into the caller's slices. Never: state that is carried from one window to the next.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,14 +22,14 @@ pub(crate) struct WindowSource {
 /// The two kinds of windows.
 #[derive(Debug, Clone)]
 enum Kind {
-    /// Any consecutive tokens. Documents end with `end_of_text`, if it is known.
+    /// Any consecutive tokens. Documents end with `end_of_text`, if that token is known.
     Stream { end_of_text: Option<u32> },
     /// Whole examples, packed into rows.
     Rows { examples: Arc<Examples>, rows: Arc<Vec<Vec<Range<u64>>>> },
 }
 
 impl WindowSource {
-    /// Creates windows of consecutive tokens. Documents end with `end_of_text`, if it is known.
+    /// Creates windows of consecutive tokens. Documents end with `end_of_text`, if that token is known.
     pub fn new(
         tokens: Arc<Tokens>,
         range: Range<u64>,
@@ -66,7 +66,7 @@ impl WindowSource {
         Ok(Self { tokens, range, sequence, kind: Kind::Rows { examples, rows: rows.into() } })
     }
 
-    /// Number of windows if they are adjacent and start at the first token.
+    /// Number of windows if they are adjacent and the first one starts at the first token.
     pub fn all(&self) -> u64 {
         match &self.kind {
             Kind::Stream { .. } => self.whole_windows(self.length()),
@@ -78,7 +78,7 @@ impl WindowSource {
         self.range.end - self.range.start
     }
 
-    /// Number of adjacent windows in `tokens` tokens, of which the last one is only a target.
+    /// Number of adjacent windows in `tokens` tokens. The last token is only a target.
     fn whole_windows(&self, tokens: u64) -> u64 {
         (tokens - 1) / self.sequence as u64
     }
@@ -91,7 +91,7 @@ impl WindowSource {
         }
     }
 
-    /// The place of adjacent window number `window`, as [`Self::visited`] returns it.
+    /// Returns the start of adjacent window number `window`: a position or a row, as [`Self::visited`] does.
     pub fn nth(&self, window: u64) -> u64 {
         match self.kind {
             Kind::Stream { .. } => self.range.start + window * self.sequence as u64,
@@ -99,8 +99,8 @@ impl WindowSource {
         }
     }
 
-    /// The window of a visit, where visits are counted over the whole run. Returns the position of its first token, or
-    /// the index of its row of examples.
+    /// Returns the start of the window of a visit: the position of its first token, or the index of its row of
+    /// examples. Visits are counted over the whole run.
     pub fn visited(&self, visit: u128, seed: u64) -> u64 {
         let windows = self.per_epoch();
         let (epoch, place) = ((visit / u128::from(windows)) as u64, (visit % u128::from(windows)) as u64);
@@ -114,7 +114,7 @@ impl WindowSource {
         self.range.start + shift + Permutation::new(windows, key).at(place) * sequence
     }
 
-    /// Writes one window.
+    /// Writes the inputs and targets of the window at `start`.
     pub fn fill(&self, start: u64, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         if let Kind::Rows { examples, rows } = &self.kind {
             return self.fill_row(examples, &rows[start as usize], inputs, targets);
@@ -125,7 +125,8 @@ impl WindowSource {
         self.tokens.read(start + sequence as u64, &mut targets[sequence - 1..])
     }
 
-    /// Writes the examples of a row one after another, and pads the rest with tokens that do not count.
+    /// Writes the examples of a row one after another. The rest of the row is padded with tokens that do not count in
+    /// the loss.
     fn fill_row(
         &self,
         examples: &Examples,
@@ -149,7 +150,8 @@ impl WindowSource {
         Ok(())
     }
 
-    /// Writes the start of each token's document within its window, for a window that is already filled.
+    /// Writes to `starts`, for each token of a window, where its document begins within the window. `inputs` and
+    /// `targets` must be filled. Targets that belong to the next document become [`IGNORED`].
     pub fn documents(
         &self,
         start: u64,

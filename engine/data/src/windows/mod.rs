@@ -1,4 +1,4 @@
-//! Windows of a stream: the assignment of tokens to batches.
+//! Windows of a stream, which assign tokens to batches.
 
 mod cut;
 #[cfg(test)]
@@ -12,15 +12,15 @@ pub(crate) use cut::WindowSource;
 pub use training::TrainingWindows;
 pub use validation::ValidationWindows;
 
-/// Splits `count` among the parts by their weights. Each part gets at least one; the total is `count` if that is
-/// possible.
+/// Splits `count` among the parts by their weights. Each part gets at least one, so the total exceeds `count` if there
+/// are more parts.
 fn shares(parts: &[(WindowSource, f64)], count: usize) -> Vec<usize> {
     let all: f64 = parts.iter().map(|(_, weight)| weight).sum();
     let (mut weights, mut given) = (0.0, 0);
     let mut shares = Vec::with_capacity(parts.len());
     for (index, (_, weight)) in parts.iter().enumerate() {
         weights += weight;
-        // Leave room for at least one for each of the parts that follow.
+        // Each of the following parts must still get at least one.
         let most = count.saturating_sub(parts.len() - 1 - index).max(given + 1);
         let end = ((count as f64 * weights / all).round() as usize).clamp(given + 1, most);
         shares.push(end - given);
@@ -29,7 +29,8 @@ fn shares(parts: &[(WindowSource, f64)], count: usize) -> Vec<usize> {
     shares
 }
 
-/// Writes windows `first..` into the slices. `windows` is the total number, and `start` gives the place of each.
+/// Writes windows `first..` into the slices. `windows` is the total number of windows, and `start` returns the part and
+/// the start of each.
 fn fill<'a>(
     sequence: usize,
     windows: usize,
@@ -52,7 +53,7 @@ fn fill<'a>(
     Ok(())
 }
 
-/// Writes the start of each token's document, for windows that are already filled.
+/// Writes the start of each token's document to `starts`, for windows that are already filled.
 fn documents<'a>(
     sequence: usize,
     start: impl Fn(usize) -> (&'a WindowSource, u64),

@@ -1,4 +1,4 @@
-//! Tests of which windows are visited, and in which order.
+//! Tests of the windows that are visited, and of their order.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -25,7 +25,7 @@ generated! {
         let tokens = counting((before + length + 3) as u32);
         let windows = TrainingWindows::new(tokens, range.clone(), sequence, batch, seed).unwrap();
         let per_epoch = windows.per_epoch();
-        // All tokens are visited, except for fewer than two windows' worth.
+        // All tokens are visited, except for fewer than two windows of them.
         prop_assert!(per_epoch * sequence as u64 + 2 * sequence as u64 > length - 1);
 
         let visits = epoch * per_epoch..(epoch + 1) * per_epoch;
@@ -68,8 +68,8 @@ generated! {
     }
 }
 
-/// In every 4096 windows, each part has its share, visits its own windows in the same order as it would alone, and does
-/// not depend on other calls.
+/// Of every 4096 windows, each part has its share. It visits its own windows in the same order as it would alone, and
+/// the result does not depend on other calls.
 #[test]
 fn parts_of_a_mixture_have_their_shares_and_their_own_order() {
     let cut = |from: u64, to: u64| WindowSource::new(counting(3000), from..to, None, 10, "training").unwrap();
@@ -83,7 +83,7 @@ fn parts_of_a_mixture_have_their_shares_and_their_own_order() {
         let part = ranges.iter().position(|(from, to)| (*from..*to).contains(&start)).unwrap();
         seen[part].push(start);
     }
-    // 0.7 · 4096 is 2867.2; the last part gets at least one.
+    // 0.7 · 4096 is 2867.2. The last part gets at least one window.
     assert_eq!(seen.iter().map(Vec::len).collect::<Vec<_>>(), [2 * 2867, 2 * 1228, 2]);
     for (of_mixture, (from, to)) in seen.iter().zip(ranges) {
         let alone = TrainingWindows::of(vec![(cut(from, to), 1.0)], 1, 5).unwrap();
@@ -93,7 +93,7 @@ fn parts_of_a_mixture_have_their_shares_and_their_own_order() {
         expected.sort_unstable();
         assert_eq!(of_mixture, expected);
     }
-    // A part gets no more validation windows than it has.
+    // A part gets at most as many validation windows as it has.
     let parts = vec![(cut(0, 1000), 1.0), (cut(1000, 1031), 1.0)];
     let windows = ValidationWindows::of(parts, 20).unwrap();
     let starts: Vec<u64> = (0..windows.count()).map(|index| windows.start(index).1).collect();

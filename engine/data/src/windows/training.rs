@@ -1,4 +1,4 @@
-//! The windows of a training run: each epoch visits all of them, in its own order.
+//! The windows of a training run. Each epoch visits all windows, in an order of its own.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,18 +27,18 @@ use crate::{DataError, Permutation, Tokens};
 /// ```
 #[derive(Debug, Clone)]
 pub struct TrainingWindows {
-    /// Each part, with its slots among [`MIXTURE_PERIOD`].
+    /// Each part, with the range of [`PLACES`] that belongs to it.
     parts: Vec<(WindowSource, Range<u64>)>,
     batch: usize,
     seed: u64,
 }
 
-/// The period of a mixture: in each run of this many windows, every part has the number of windows that its weight
+/// The period of a mixture. In each period of this many windows, every part has the number of windows that its weight
 /// implies, in a new order.
 pub(super) const MIXTURE_PERIOD: u64 = 4096;
 
 impl TrainingWindows {
-    /// Batches of `batch` windows over the tokens of `range`.
+    /// Creates batches of `batch` windows over the tokens of `range`.
     ///
     /// # Errors
     /// Returns an error if the range is shorter than one window plus the target of its last token, or if a size is
@@ -53,7 +53,7 @@ impl TrainingWindows {
         Self::of(vec![(WindowSource::new(tokens, range, None, sequence, "training")?, 1.0)], batch, seed)
     }
 
-    /// Batches over weighted parts.
+    /// Creates batches over several parts with their weights.
     pub(crate) fn of(parts: Vec<(WindowSource, f64)>, batch: usize, seed: u64) -> Result<Self, DataError> {
         if batch == 0 {
             return Err(DataError::Zero { what: "the batch size" });
@@ -68,9 +68,9 @@ impl TrainingWindows {
         Ok(Self { parts: parts.into_iter().zip(shares).map(with_places).collect(), batch, seed })
     }
 
-    /// Number of windows in an epoch. For a mixture, it is the sum over its parts, each of which has its own epochs. A
-    /// stream's windows are shifted by up to one window per epoch, so the last one is left out (if there is more than
-    /// one).
+    /// Returns the number of windows in an epoch. For a mixture, it is the sum over the parts, each of which has its
+    /// own epochs. In each epoch, a stream's windows are shifted by up to one window, so the last window is left out if
+    /// there is more than one.
     pub fn per_epoch(&self) -> u64 {
         self.parts.iter().map(|(cut, _)| cut.per_epoch()).sum()
     }
@@ -85,14 +85,14 @@ impl TrainingWindows {
         self.parts[0].0.sequence
     }
 
-    /// Finds window `index` of the batch of `step`: its part, and within that the position of its first token in the
-    /// stream, or the index of its row of examples.
+    /// Finds window `index` of the batch of `step`. Returns its part and its start: the position of its first token in
+    /// the stream, or the index of its row of examples.
     pub(super) fn start(&self, step: u64, index: usize) -> (&WindowSource, u64) {
         let visit = u128::from(step) * self.batch as u128 + index as u128;
         if let [(cut, _)] = &self.parts[..] {
             return (cut, cut.visited(visit, self.seed));
         }
-        // In each period, a part has its fixed slots; it continues there with its own next window.
+        // In each period, a part has a fixed number of visits, in which it continues with its own next windows.
         let (round, at) = (visit / u128::from(MIXTURE_PERIOD), (visit % u128::from(MIXTURE_PERIOD)) as u64);
         let place = Permutation::new(MIXTURE_PERIOD, mix(!self.seed ^ mix(round as u64))).at(at);
         let part = self.parts.iter().find(|(_, places)| places.contains(&place));
@@ -101,22 +101,23 @@ impl TrainingWindows {
         (cut, cut.visited(round * own + u128::from(place - places.start), self.seed))
     }
 
-    /// Writes windows `first..` of the batch of `step`, as many as the slices hold: a micro-batch, or a rank's share.
-    /// Inputs and targets are row-major, windows × sequence; a target is the token after its input. Allocates nothing.
+    /// Writes windows `first..` of the batch of `step`, as many as the slices hold. These may be a micro-batch, or a
+    /// rank's share. Inputs and targets are row-major, windows × sequence. Each target is the token after its input.
+    /// Allocates nothing.
     ///
     /// # Errors
-    /// Returns an error if the slices do not hold whole windows, if they hold more than the batch has, or if a read
-    /// fails.
+    /// Returns an error if the slices do not hold whole windows, if the windows reach past the end of the batch, or if
+    /// a read fails.
     pub fn fill(&self, step: u64, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         fill(self.sequence(), self.batch, first, |index| self.start(step, index), inputs, targets)
     }
 
-    /// Like [`Self::fill`], and also writes to `starts`, for each token, where its document or example begins within
-    /// the window. Targets that belong to another document, or that the loss does not count, become
-    /// [`IGNORED`](crate::IGNORED). If `starts` is empty, this is [`Self::fill`].
+    /// Like [`Self::fill`]. It also writes to `starts`, for each token, where its document or example begins within the
+    /// window. Targets that belong to another document, or that do not count in the loss, become
+    /// [`IGNORED`](crate::IGNORED). If `starts` is empty, this is the same as [`Self::fill`].
     ///
     /// # Errors
-    /// Returns an error like [`Self::fill`], or for bare ids, whose documents are not known.
+    /// Returns an error in the same cases as [`Self::fill`], or for bare ids, whose documents are not known.
     pub fn fill_documents(
         &self,
         step: u64,

@@ -1,4 +1,4 @@
-//! The windows of an evaluation: always the same ones, evenly spread.
+//! The windows of an evaluation. They are always the same ones, evenly spread.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ pub struct ValidationWindows {
 }
 
 impl ValidationWindows {
-    /// At most `count` windows, evenly spread over the tokens of `range`.
+    /// Creates at most `count` windows, evenly spread over the tokens of `range`.
     ///
     /// # Errors
     /// Returns an error if the range is shorter than one window plus the target of its last token, or if a size is
@@ -23,7 +23,7 @@ impl ValidationWindows {
         Self::of(vec![(WindowSource::new(tokens, range, None, sequence, "validation")?, 1.0)], count)
     }
 
-    /// Windows over weighted parts.
+    /// Creates windows over several parts with their weights.
     pub(crate) fn of(parts: Vec<(WindowSource, f64)>, count: usize) -> Result<Self, DataError> {
         if count == 0 {
             return Err(DataError::Zero { what: "the number of validation windows" });
@@ -47,8 +47,8 @@ impl ValidationWindows {
         self.parts[0].0.sequence
     }
 
-    /// Finds window `index`: its part, and within that the position of its first token in the stream, or the index of
-    /// its row of examples.
+    /// Finds window `index`. Returns its part and its start: the position of its first token in the stream, or the
+    /// index of its row of examples.
     pub(super) fn start(&self, mut index: usize) -> (&WindowSource, u64) {
         let mut parts = self.parts.iter();
         let (cut, count) = loop {
@@ -65,17 +65,17 @@ impl ValidationWindows {
     /// Writes windows `first..`, as many as the slices hold. Allocates nothing.
     ///
     /// # Errors
-    /// Returns an error if the slices do not hold whole windows, if they reach past the last window, or if a read
+    /// Returns an error if the slices do not hold whole windows, if the windows reach past the last one, or if a read
     /// fails.
     pub fn fill(&self, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         fill(self.sequence(), self.count(), first, |index| self.start(index), inputs, targets)
     }
 
-    /// Like [`Self::fill`], with the starts of documents as in
+    /// Like [`Self::fill`]. It also writes the starts of documents, like
     /// [`TrainingWindows::fill_documents`](super::TrainingWindows::fill_documents).
     ///
     /// # Errors
-    /// Returns an error like that method.
+    /// Returns an error in the same cases as that method.
     pub fn fill_documents(
         &self,
         first: usize,

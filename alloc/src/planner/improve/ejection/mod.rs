@@ -1,12 +1,13 @@
 //! Guided ejection search (Nagata and Bräysy, 2009, for vehicle routing): repairs a plan that ends above a ceiling.
 //!
 //! Items that end above the ceiling leave the plan and wait in a pool. Each step takes one item out of the pool and
-//! puts it where that costs least below the ceiling: into a free place if there is one, otherwise onto the items with
-//! the lowest prices. Those go to the pool in turn and are placed next.
+//! puts it at the cheapest place below the ceiling: a free place if there is one, otherwise on top of the items with
+//! the lowest total price. Those items are ejected: they go to the pool and are placed next.
 //!
-//! An item's price is its weight times the number of times it had to force its way in, so that no two items eject each
-//! other for ever. Larger and longer-lived items weigh more, since they are harder to place again. After many steps
-//! without a lighter pool, the search goes back to the lightest one, but keeps the prices that it learnt.
+//! The price of an item is its weight times the number of times that it had to eject others. So two items cannot eject
+//! each other for ever. Larger and longer-lived items weigh more, since they are harder to place again. The weight of
+//! the pool measures progress. After many steps without a lighter pool, the search goes back to the state with the
+//! lightest pool, but keeps the prices that it learnt.
 
 mod obstacles;
 
@@ -25,13 +26,14 @@ use crate::planner::space::lowest_gap;
 /// Steps without a lighter pool after which the search goes back to the lightest one.
 const PATIENCE: u32 = 300;
 
-/// Price of an item that cannot be moved: more than all others together.
+/// Price of an item that cannot be moved. It exceeds the prices of all other items together.
 const FIXED: u64 = 1 << 60;
 
-/// The heaviest weight. Multiplied by its failures and by the number of items beside it, it stays below [`FIXED`].
+/// The heaviest weight. Multiplied by the most failures and by the number of neighbours of an item, it stays below
+/// [`FIXED`].
 const HEAVIEST: f64 = 1_000_000.0;
 
-/// Most failures that a price counts.
+/// Failures beyond this number no longer raise a price.
 const MAX_FAILURES: u64 = 1 << 16;
 
 /// Steps between two checks of the deadline.
@@ -54,10 +56,10 @@ pub(crate) struct Ejection<'p> {
     /// Weight of the pool.
     mass: u64,
     weight: Vec<u64>,
-    /// Weight × failures (counted from 1); [`FIXED`] for pins.
+    /// Weight × number of failures, counted from 1; [`FIXED`] for pinned items.
     price: Vec<u64>,
     lightest: Lightest,
-    /// Items whose place may differ from that in the lightest state.
+    /// Items whose place may differ from their place in the lightest state.
     moved: Vec<u32>,
     steps: u64,
     since_lightest: u32,
@@ -74,13 +76,13 @@ struct Lightest {
 }
 
 impl<'p> Ejection<'p> {
-    /// Starts from the places of the items. An item without one gets the lowest place that is left, the longest-lived
-    /// first. Returns `None` if the address space ends.
+    /// Starts with the items at `places`. Items without a place get the lowest free one, the longest-lived item first.
+    /// Returns `None` if the address space is too small for that.
     pub fn new(part: &'p Part, places: &[Option<u64>], goal: u64, budget: &mut Budget) -> Option<Self> {
         let items = &part.items;
         let area = |item: &Item| item.bytes as f64 * f64::from(item.cliques());
         let most = items.iter().map(area).fold(1.0, f64::max);
-        // The square root lets a large item give way to a few small ones.
+        // With the square root of the area as weight, a large item can be ejected for a few small ones.
         let weigh = |item: &Item| 1 + (HEAVIEST * (area(item) / most).sqrt()) as u64;
         let weight: Vec<u64> = items.iter().map(weigh).collect();
         let mut price = weight.clone();
@@ -114,7 +116,7 @@ impl<'p> Ejection<'p> {
         Some(ejection)
     }
 
-    /// Lowers the plan towards the goal until the budget is spent. Another call continues from there.
+    /// Lowers the plan towards the goal until the budget is spent. A further call continues from there.
     pub fn descend(&mut self, budget: &mut Budget) {
         let mut descent = self.descent;
         descent.run(self.plan.height, budget, |ceiling, budget| {
@@ -124,8 +126,9 @@ impl<'p> Ejection<'p> {
         self.descent = descent;
     }
 
-    /// Searches for a plan of at most `ceiling` bytes until the budget is spent; returns whether it found one. Items
-    /// that found no place below the ceiling are put above the others, which may still give a lower plan than before.
+    /// Searches for a plan of at most `ceiling` bytes until the budget is spent. Returns true if the lowest plan so far
+    /// is that low. Items that found no place below the ceiling are put above the others, which may still give a lower
+    /// plan than before.
     pub fn lower(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
         let is_too_large = |(price, item): (&u64, &Item)| item.bytes > ceiling && *price < FIXED;
         if self.price.iter().zip(&self.part.items).any(is_too_large) {
@@ -160,8 +163,8 @@ impl<'p> Ejection<'p> {
         self.note();
     }
 
-    /// Places one item of the pool: the one ejected last, or a random one after the pool got lighter. Returns false if
-    /// pins leave it no place.
+    /// Places one item of the pool: the one ejected last, or a random item right after the pool got lighter. Returns
+    /// false if pins leave the item no place.
     fn step(&mut self, budget: &mut Budget) -> bool {
         self.steps += 1;
         let last = self.pool.len() - 1;
@@ -243,7 +246,7 @@ impl<'p> Ejection<'p> {
         self.places[i as usize] = place;
     }
 
-    /// Completes the lightest state to a plan, and continues from the lower one of this plan and the one before.
+    /// Completes the lightest state to a plan, and continues from this plan or the one before, whichever is lower.
     fn finish(&mut self, budget: &mut Budget) {
         if !self.pool.is_empty() {
             self.take_up(budget);
@@ -264,7 +267,7 @@ impl<'p> Ejection<'p> {
         self.mass = 0;
     }
 
-    /// Gives the items of the pool the lowest places that are left, the longest-lived first.
+    /// Places the items of the pool at the lowest free offsets, the longest-lived first.
     fn fill_up(&mut self, budget: &mut Budget) {
         let mut missing = std::mem::take(&mut self.pool);
         let items = &self.part.items;
@@ -277,7 +280,7 @@ impl<'p> Ejection<'p> {
             taken.clear();
             taken.extend(self.obstacles.ranges.iter().map(|&(from, to, _)| (from, to)));
             taken.sort_unstable();
-            // Only the end of the address space leaves an item without a place.
+            // An item finds no place only if it would leave the address space.
             if let Some(at) = lowest_gap(&taken, item.bytes, item.alignment) {
                 self.put(i, at, budget);
             }
@@ -308,8 +311,8 @@ mod tests {
     }
 
     generated! {
-        /// Starts without places and lowers the ceiling several times: the result is always a plan and never a higher
-        /// one.
+        /// Starts without places and lowers the ceiling several times. The result is always a plan, and never a higher
+        /// plan than before.
         #[test]
         fn plans_remain_plans(
             rows in prop::collection::vec((0..12u32, 1..12u32, 1..9u64, any::<bool>()), 1..30),
@@ -332,7 +335,7 @@ mod tests {
         Ejection::new(part, places, part.bound, &mut Budget::default()).unwrap()
     }
 
-    /// A greedy sweep put two long items apart, so that a third one ends above the bound.
+    /// In the initial plan, two long items lie apart from each other, so that a third item ends above the bound.
     #[test]
     fn blocking_items_are_ejected() {
         let part = items(&[(0, 6, 4, false), (2, 4, 4, false), (4, 8, 8, false)]);
@@ -351,13 +354,13 @@ mod tests {
         let budget = Budget { work: 50_000, ..Budget::default() };
         assert!(ejection.lower(12, &mut budget.clone()));
         assert_eq!((ejection.plan.offsets[1], ejection.plan.height), (4, 12));
-        // Nothing fits below or above the pin.
+        // The other items fit neither below nor above the pin.
         assert!(!ejection.lower(11, &mut budget.clone()));
         assert_eq!(ejection.plan.height, 12);
     }
 
-    /// Starts with all items on top of each other. The result is always a plan, is lower with more work, and takes at
-    /// most one step more than the work allowed.
+    /// Starts with all items on top of each other. The result is always a plan, more work makes it no higher, and the
+    /// search exceeds its work by at most one step.
     #[test]
     fn a_tower_comes_down() {
         let step = SyntheticStep {

@@ -1,23 +1,24 @@
 //! The cheapest place of an item among its neighbours.
 //!
-//! In: the rectangles beside the item, and the price of ejecting each. Out: the cheapest place below a ceiling. Never:
-//! a change of the plan.
+//! In: the rectangles that share a clique with the item, and the price of ejecting each. Out: the cheapest place below
+//! a ceiling. Never: a change of the plan.
 
 use super::FIXED;
 use crate::planner::mix::mix;
 use crate::planner::space::by_time::Rectangle;
 
-/// Address ranges taken beside an item, with their prices. They are few, since most neighbours of a long item take
-/// turns in the same ranges.
+/// Address ranges taken by an item's neighbours, with their prices. There are few distinct ranges, since most
+/// neighbours of a long-lived item take turns in the same ones.
 #[derive(Debug, Default)]
 pub(super) struct Obstacles {
-    /// `(from, price)`, ascending.
+    /// Lower ends of the ranges as `(from, price)`, ascending.
     pub lower: Vec<(u64, u64)>,
-    /// `(to, price)`, ascending.
+    /// Upper ends of the ranges as `(to, price)`, ascending.
     upper: Vec<(u64, u64)>,
     /// `(from, to, price)`, each range once.
     pub ranges: Vec<(u64, u64, u64)>,
-    /// Hash table of the ranges. Each entry has the number of the filling that wrote it, and the index of its range.
+    /// Hash table of the ranges. Each entry has the number of the `fill` or `gather` call that wrote it, and the index
+    /// of its range.
     table: Vec<(u32, u32)>,
     filling: u32,
 }
@@ -26,7 +27,7 @@ pub(super) struct Obstacles {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Choice {
     pub at: u64,
-    /// Total price of the items that lie there.
+    /// Total price of the items that overlap with this place.
     pub price: u64,
 }
 
@@ -70,11 +71,11 @@ impl Obstacles {
         }
     }
 
-    /// The cheapest place below the ceiling. Of free places, it is the one in the tightest hole; of others, a random
-    /// one of the cheapest. `None` if pins leave no place.
+    /// Returns the cheapest place below the ceiling, or `None` if pins leave no place. Of several free places, it is
+    /// the one in the tightest hole. If no place is free, it is a random one of the cheapest.
     ///
     /// The price changes only where an edge of the item meets an edge of a neighbour. So only the places right on top
-    /// of something and right below something need to be tried.
+    /// of a neighbour and right below one need to be tried.
     pub fn cheapest(&self, bytes: u64, alignment: u64, ceiling: u64, random: u64) -> Option<Choice> {
         let last = ceiling.checked_sub(bytes)?;
         let last = last - last % alignment;
@@ -128,7 +129,7 @@ mod tests {
 
     use super::*;
 
-    /// Rectangles at these places, and their prices: size plus one.
+    /// Rectangles at these places with their prices, which are their sizes plus one.
     fn neighbours(rows: &[(u64, u64)]) -> (Vec<Rectangle>, Vec<u64>) {
         let placed = |(i, &(from, bytes)): (usize, &(u64, u64))| Rectangle {
             from,

@@ -1,7 +1,8 @@
-//! The search of one worker: it picks the clique of the next step, tries the cases there and remembers what failed.
+//! The search of one worker. It picks the clique for the next step, tries the cases there and remembers the states that
+//! failed.
 //!
-//! In: a part, a capacity and a number of visits. Out: a plan, or a proof that there is none, or that the
-//! visits are spent. Never: a visit to a state that failed before.
+//! In: a part, a capacity and a number of visits. Out: a plan, a proof that there is none, or the answer that the
+//! visits are spent. A state that the worker remembers as failed is not searched again.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -17,10 +18,10 @@ const VISITS_PER_BRANCH: u64 = 200;
 /// Visits charged for each item or clique in the state of a branch.
 const VISITS_PER_STATE: u64 = 6;
 
-/// Most states that a worker remembers. When there are more, it forgets them all.
+/// Most failed states that a worker remembers. When there are more, it forgets them all.
 const MEMORY: usize = 1_000_000;
 
-/// Depth at which a branch is given up, so that the stack suffices.
+/// Depth at which a branch is given up, so that the stack of the thread suffices.
 pub(super) const DEPTH: u32 = 20_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,9 +48,9 @@ impl Rank {
 pub(super) struct Search<'p> {
     pub state: State<'p>,
     rank: Rank,
-    /// Seed of random changes to the order of candidates; a multiple of 8 changes nothing.
+    /// Seed of random changes to the order of candidates. A multiple of 8 leaves the order unchanged.
     pub seed: u64,
-    /// Failures seen in each clique.
+    /// Number of failures seen in each clique.
     conflicts: Vec<u32>,
     /// Hashes of the states known to fail.
     failed: HashSet<u128>,
@@ -61,7 +62,7 @@ pub(super) struct Search<'p> {
 }
 
 impl<'p> Search<'p> {
-    /// Returns `None` if more bytes than the capacity are alive in some clique.
+    /// Creates a search. Returns `None` if more bytes than the capacity are alive in some clique.
     pub fn new(part: &'p Part, capacity: u64, deadline: Budget) -> Option<Self> {
         Some(Self {
             state: State::new(part, capacity)?,
@@ -81,13 +82,13 @@ impl<'p> Search<'p> {
         Self { rank, ..self.clone() }
     }
 
-    /// Goes back to the root, but keeps what was learnt.
+    /// Goes back to the root. Failures and states known to fail are kept.
     pub fn restart(&mut self) {
         self.state.undo(0);
         self.conflicts.iter_mut().for_each(|c| *c = c.div_ceil(2));
     }
 
-    /// Plans the items still to come within cliques `[from, to)`, which no other item still to come crosses into.
+    /// Plans the items still to be placed within cliques `[from, to)`. No such item may cross the edges of this range.
     pub fn solve(&mut self, from: u32, to: u32, cancelled: &dyn Fn() -> bool) -> Outcome {
         if self.left == 0 || self.depth > DEPTH {
             return Outcome::Spent;
@@ -149,8 +150,8 @@ impl<'p> Search<'p> {
         Outcome::Failed
     }
 
-    /// Raises floors to the lowest place that any item still to come could have there, until nothing changes, and
-    /// records each item's lowest place. Returns false if some item no longer fits.
+    /// Raises each floor to the lowest place that any remaining item could have there, until no floor changes. Also
+    /// records the lowest place of each remaining item. Returns false if some item no longer fits.
     fn lift(&mut self, from: u32, to: u32) -> bool {
         let mut scratch = std::mem::take(&mut self.scratch);
         let fits = loop {
@@ -209,12 +210,12 @@ impl<'p> Search<'p> {
         fits
     }
 
-    /// The clique with the fewest cases, weighted by the failures seen there. Returns `None` if some clique has no
-    /// case.
+    /// Returns the clique with the fewest cases, weighted by the failures seen there. Returns `None` if some clique has
+    /// no case, so that the state has no plan.
     fn most_contended(&mut self, from: u32, to: u32) -> Option<BranchPoint> {
         let mut best: Option<(Score, BranchPoint)> = None;
         let mut k = from;
-        // A higher floor is a wall. So are the ends of the piece, which no item crosses.
+        // A higher floor acts as a wall. So do the ends of the piece, which no item crosses.
         let mut left_is_wall = true;
         while k < to {
             let floor = self.state.floor[k as usize];
@@ -246,7 +247,7 @@ impl<'p> Search<'p> {
                 fitting.push(i);
             }
         }
-        // An item that comes to rest above the floor inside the valley rests on one that is still to come.
+        // An item that comes to rest above the floor inside the valley rests on an item that is still to be placed.
         let mut least_top = u64::MAX;
         for k in a..b {
             for &i in &self.state.alive[k as usize] {
@@ -261,7 +262,7 @@ impl<'p> Search<'p> {
             if self.state.rest[k as usize] == 0 {
                 continue;
             }
-            // Where the next item could come to rest if none does at the floor.
+            // The heights at which the next item could come to rest if no item does so at the floor.
             let places = list.iter().filter(|&&i| !self.state.placed[i as usize]).map(|&i| {
                 match self.state.lowest[i as usize] {
                     at if at == floor => least_top,
@@ -315,13 +316,13 @@ impl<'p> Search<'p> {
     }
 }
 
-/// A clique with a lower score is branched on sooner.
+/// The score of a clique. The clique with the lowest score is branched on.
 type Score = (u64, u64, u64);
 
 /// The clique to branch on, and its cases.
 struct BranchPoint {
     clique: u32,
-    /// The floor if nothing comes here; `None` if that case is impossible.
+    /// The new floor if no item rests on the old one; `None` if that case is impossible.
     gap: Option<u64>,
     candidates: Vec<u32>,
 }

@@ -1,21 +1,21 @@
 //! Branch and bound for a plan of one part below a capacity.
 //!
 //! Any plan can be pushed down until every item rests on the floor or on another item. The search builds such plans
-//! from below. Its state is one *floor* per clique: everything below it is settled, and the bytes still to come must
-//! fit between it and the capacity. The bytes left over are the clique's *slack*.
+//! from below. Its state is one *floor* per clique. Everything below the floor is settled, and the bytes of the
+//! remaining items must fit between the floor and the capacity. The bytes left over are the clique's *slack*.
 //!
-//! One step looks at one clique of a *valley*: neighbouring cliques of equal floor between higher ones. It branches on
-//! what comes next there:
+//! One step looks at one clique of a *valley*: neighbouring cliques of equal floor between cliques with higher floors.
+//! It branches on what comes next in that clique:
 //!
 //! - one of the items that fit into the valley, at the floor;
-//! - nothing, which raises the clique's floor to the next height at which an item could come to rest, and costs slack.
+//! - no item, which raises the clique's floor to the next height at which an item could come to rest, and costs slack.
 //!
-//! These cases exclude each other and leave none out.
+//! These cases exclude each other, and no other case exists.
 //!
 //! The tree stays small for four reasons:
-//! - a floor rises at once to the lowest place that any item still to come could have there;
+//! - a floor rises at once to the lowest place that any remaining item could have there;
 //! - the next step is taken where the fewest cases are open, and where searches failed before;
-//! - where no item still to come crosses between two cliques, both sides are searched separately;
+//! - where no remaining item crosses between two cliques, both sides are searched separately;
 //! - of equal items only one is tried, and states that failed before (no-goods) are not entered again.
 
 mod branch;
@@ -33,7 +33,7 @@ use crate::planner::decompose::parts::Part;
 pub(crate) enum Verdict {
     /// A plan within the capacity.
     Found(Vec<u64>),
-    /// There is no such plan.
+    /// No plan fits into the capacity.
     Impossible,
     /// The budget was spent.
     Unknown,
@@ -42,15 +42,15 @@ pub(crate) enum Verdict {
 /// Searches for a plan of `part` within `capacity` until the budget is spent.
 ///
 /// Three workers with different orders of candidates restart with growing limits. Each remembers the states that
-/// failed. The verdict is that of the first worker, by number, in the earliest round that has one, so it is the same on
-/// every machine.
+/// failed. The result is taken from the earliest round in which a worker finishes. Of several such workers, the one
+/// with the lowest number counts, so the result is the same on every machine.
 pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict {
     let below;
     let part = if part.forbidden.is_empty() {
         part
     } else {
         below = part.below(capacity);
-        // Nothing ensures that the live bytes fit beside the forbidden ranges, or that their sum is below 2^64.
+        // Live bytes and forbidden ranges together may exceed the capacity, and their sum may exceed 2^64 - 1.
         let forbidden: u64 = part.forbidden.iter().map(|&i| below.items[i as usize].bytes).sum();
         if part.live().iter().any(|&bytes| bytes > capacity.saturating_sub(forbidden)) {
             return Verdict::Impossible;
@@ -65,7 +65,7 @@ pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict
         if limit_here < part.items.len() as u64 || budget.is_late() {
             break;
         }
-        // Workers with a higher number may stop: their verdict would not be used.
+        // Once a worker has decided, those with higher numbers may stop, since their verdicts would not be used.
         let decided = AtomicUsize::new(usize::MAX);
         let outcomes = in_threads(&mut workers, |number, worker| {
             (worker.seed, worker.left, worker.depth) = (round, limit_here, 0);
@@ -88,7 +88,7 @@ pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict
     Verdict::Unknown
 }
 
-/// Visits (of one item in one clique) that cost as much as one rectangle in a sweep.
+/// Number of visits (of one item in one clique each) that cost as much as one rectangle in a sweep.
 const VISITS_PER_WORK: u64 = 24;
 
 /// Least limit of a worker's visits in the first round.
@@ -112,7 +112,7 @@ fn in_threads<'p>(workers: &mut [Search<'p>], run: impl Fn(usize, &mut Search<'p
                     std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, body)
                 })
                 .collect();
-            // A worker without a thread has decided nothing.
+            // A worker whose thread could not be started has decided nothing.
             let outcome = |thread: std::io::Result<std::thread::ScopedJoinHandle<Outcome>>| {
                 thread.map_or(Outcome::Spent, |t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             };

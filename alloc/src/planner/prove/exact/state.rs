@@ -1,7 +1,7 @@
-//! A plan that is built from below, and how to undo it.
+//! A plan that is built from the bottom, and the changes made so far, so that they can be undone.
 //!
-//! In: items to put on the floor, floors to raise. Out: the items that are settled, those still to come, and the lowest
-//! place of each of the latter. Never: a choice between them.
+//! In: items to put on the floor, and floors to raise. Out: the items that are settled, the remaining items, and the
+//! lowest place of each remaining item. Never: a choice between items.
 
 use crate::order::sort_by_key;
 use crate::planner::decompose::parts::{Item, Part};
@@ -20,11 +20,11 @@ pub(super) struct State<'p> {
     /// The items alive in each clique.
     pub alive: Vec<Vec<u32>>,
     pub floor: Vec<u64>,
-    /// Bytes still to come in each clique.
+    /// Bytes of the remaining items in each clique.
     pub rest: Vec<u64>,
     pub offsets: Vec<u64>,
     pub placed: Vec<bool>,
-    /// The lowest place of each item still to come, as of the last time that floors were lifted.
+    /// The lowest place of each remaining item, as of the last time that floors were raised.
     pub lowest: Vec<u64>,
     pub trail: Vec<Change>,
     keys: Vec<u128>,
@@ -38,7 +38,8 @@ pub(super) enum Change {
 }
 
 impl<'p> State<'p> {
-    /// Returns `None` if more bytes than the capacity are alive in some clique.
+    /// Creates the state in which nothing is placed. Returns `None` if more bytes than the capacity are alive in some
+    /// clique.
     pub fn new(part: &'p Part, capacity: u64) -> Option<Self> {
         let rest = part.live();
         if rest.iter().any(|&bytes| bytes > capacity) {
@@ -66,18 +67,18 @@ impl<'p> State<'p> {
         })
     }
 
-    /// Where an item is pinned, if it is.
+    /// Offset at which an item is pinned; `None` if the item has no pin.
     pub fn pin(&self, i: u32) -> Option<u64> {
         self.pins.get(i as usize).copied().flatten()
     }
 
-    /// Items still to come that start within cliques `[from, to)`.
+    /// The remaining items that start within cliques `[from, to)`.
     pub fn to_come(&self, from: u32, to: u32) -> impl Iterator<Item = u32> + '_ {
         (self.starts[from as usize]..self.starts[to as usize]).filter(|&i| !self.placed[i as usize])
     }
 
-    /// Cuts `[from, to)` where no item still to come crosses, and returns the pieces, the one with the least slack
-    /// first. Cliques without items to come are left out.
+    /// Cuts `[from, to)` wherever no remaining item crosses, and returns the pieces, the one with the least slack
+    /// first. Cliques without remaining items are left out.
     pub fn pieces(&self, from: u32, to: u32) -> Vec<(u32, u32)> {
         let mut pieces: Vec<(u32, u32)> = Vec::new();
         for i in self.to_come(from, to) {
@@ -98,7 +99,7 @@ impl<'p> State<'p> {
         self.capacity - self.floor[k as usize] - self.rest[k as usize]
     }
 
-    /// Places an item on the floor below it.
+    /// Places an item on the floor, which must be equal in all of its cliques.
     pub fn put(&mut self, i: u32) {
         let item = self.items[i as usize];
         let at = self.floor[item.start as usize];
@@ -134,8 +135,8 @@ impl<'p> State<'p> {
         }
     }
 
-    /// A hash of everything that decides whether `[from, to)` can be planned: the items still to come, and the floors
-    /// below them.
+    /// A hash of everything that decides whether `[from, to)` can be planned: the remaining items, and the floors below
+    /// them.
     pub fn hash(&self, from: u32, to: u32) -> u128 {
         let floors = (from..to).filter(|&k| self.rest[k as usize] > 0);
         let floors = floors.fold(0, |hash, k| hash ^ mix128(u64::from(k) << 1 | 1, self.floor[k as usize]));

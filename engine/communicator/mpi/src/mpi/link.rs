@@ -1,5 +1,5 @@
-//! The connection between the MPI thread and the threads that compute: commands in one direction, outcomes in the
-//! other.
+//! The connection between the MPI thread and the threads that compute. Commands go to the MPI thread, and outcomes come
+//! back.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -9,7 +9,7 @@ use gapless_communicator::{Awaited, CommunicatorError};
 
 use super::thread::Command;
 
-/// How long MPI may take to end the job before the process ends itself.
+/// How long MPI may take to end the job. After that, the process ends itself.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Default)]
@@ -27,7 +27,7 @@ struct Inner {
     slots: Vec<Slot>,
     /// Number of communicators in use.
     handles: usize,
-    /// True if MPI was left or is being left.
+    /// True if the process has left MPI or is leaving it.
     over: bool,
 }
 
@@ -43,7 +43,7 @@ enum Status {
 }
 
 impl Link {
-    /// Starts an operation: opens a slot, and sends its command.
+    /// Starts an operation: opens a slot, sends the command for that slot, and returns the slot.
     pub(super) fn start(
         &self,
         group: usize,
@@ -68,7 +68,7 @@ impl Link {
         self.command.notify_one();
     }
 
-    /// Waits for an operation to end. Ends all processes if it takes longer than the timeout.
+    /// Waits for an operation to end. Ends all processes if the wait takes longer than the timeout.
     pub(super) fn wait(&self, rank: usize, slot: usize, timeout: Duration) {
         let deadline = Instant::now().checked_add(timeout);
         let mut inner = self.lock();
@@ -92,9 +92,10 @@ impl Link {
         self.lock().handles += 1;
     }
 
-    /// Closes a group's communicator. Returns true if it was the last one.
+    /// Closes a group's communicator. Returns true if it was the process's last one.
     ///
-    /// Ends all processes if operations are in progress, because the other ranks would wait for this one.
+    /// Ends all processes if the communicator has operations in progress, because the other ranks would wait for this
+    /// rank.
     pub(super) fn close(&self, rank: usize, group: usize) -> bool {
         let mut inner = self.lock();
         let under_way = |slot: &&Slot| slot.group == group && matches!(slot.status, Status::UnderWay(_));
@@ -108,12 +109,12 @@ impl Link {
         inner.over
     }
 
-    /// Ends all processes through MPI, or just this one if the MPI thread does not respond.
+    /// Ends all processes through MPI. If the MPI thread does not respond, ends only this process.
     pub(super) fn end_job(&self, text: String, slot: Option<usize>) -> ! {
         let deadline = Instant::now() + PATIENCE;
         let mut command = Some(Command::Abort { text: text.clone(), slot });
         while Instant::now() < deadline {
-            // Not `lock`: a thread that panics may hold it.
+            // `lock` could block forever, since a thread that panics may hold the lock.
             let free = match self.inner.try_lock() {
                 Ok(inner) => Some(inner),
                 Err(TryLockError::Poisoned(inner)) => Some(inner.into_inner()),
@@ -131,7 +132,7 @@ impl Link {
         std::process::abort();
     }
 
-    /// True if MPI was left.
+    /// True if the process has left MPI or is leaving it.
     pub(super) fn is_over(&self) -> bool {
         match self.inner.try_lock() {
             Ok(inner) => inner.over,
@@ -139,8 +140,8 @@ impl Link {
         }
     }
 
-    /// Called by the MPI thread: takes new commands. Waits for one if there is nothing else to do, otherwise for at
-    /// most `rest`.
+    /// Moves new commands to `into`. If `nothing_to_do`, waits until there is one; otherwise waits for at most `rest`.
+    /// Called by the MPI thread.
     pub(super) fn take(&self, into: &mut Vec<Command>, nothing_to_do: bool, rest: Option<Duration>) {
         let mut inner = self.lock();
         while nothing_to_do && inner.commands.is_empty() {
@@ -154,7 +155,7 @@ impl Link {
         into.extend(inner.commands.drain(..));
     }
 
-    /// Called by the MPI thread: an operation has ended.
+    /// Records that an operation has ended. Called by the MPI thread.
     pub(super) fn end(&self, slot: usize) {
         self.lock().slots[slot].status = Status::Ended;
         self.ended.notify_all();

@@ -1,18 +1,18 @@
 //! Ranks that are processes, on one host or many, using MPI.
 //!
 //! One dedicated thread makes all MPI calls (`thread`). So messages and collectives progress while the rank computes,
-//! and MPI need not be thread-safe. Collectives are composed of messages (`operation`): MPI guarantees no order of
-//! summation, and its non-blocking sums make no progress by themselves.
+//! and MPI need not be thread-safe. Collectives are composed of messages (`operation`). MPI's own collectives are not
+//! used, because MPI guarantees no order of summation, and its non-blocking sums make no progress by themselves.
 //!
-//! A failure ends all processes by `MPI_Abort`, after naming the rank on its standard error. Failures are:
+//! A failure ends all processes by `MPI_Abort`, after the failing rank is named on its standard error. Failures are:
 //! - a panic on any thread
 //! - a wait that exceeds its timeout
 //! - a message of another size than expected
 //! - [`Communicator::abort`]
-//! - leaving with operations in progress
-//! - leaving properly while another rank waits for this one
+//! - a communicator dropped with operations in progress
+//! - an orderly exit while another rank still waits for this rank
 //!
-//! So the only error that a wait returns is that for an unknown request. `mpirun` notices a rank that is killed.
+//! So a wait returns only one error: that the request is unknown. If a rank is killed, `mpirun` ends the others.
 
 mod link;
 mod operation;
@@ -33,7 +33,7 @@ use gapless_parallel::World;
 use self::link::Link;
 use self::thread::{Command, Started};
 
-/// A rank that is a process under `mpirun`. [`Mpi::world`] creates it, once per process.
+/// A rank that is a process under `mpirun`. [`Mpi::world`] creates it, at most once per process.
 pub struct Mpi {
     shared: Arc<Shared>,
     owner: Owner,
@@ -59,11 +59,11 @@ struct Shared {
 }
 
 impl Mpi {
-    /// Starts MPI. From then on, a panic on any thread ends all processes. When the last communicator is dropped, the
-    /// process leaves MPI, which waits for the other ranks.
+    /// Starts MPI and returns the world. From then on, a panic on any thread ends all processes. When the last
+    /// communicator is dropped, the process leaves MPI, for which MPI waits for the other ranks.
     ///
     /// # Errors
-    /// Returns an error if MPI was started before, or if variables other than MPI's (`RANK`, …) give this process
+    /// Returns an error if MPI was started before, or if variables of another launcher (`RANK`, …) give this process
     /// another rank.
     pub fn world() -> Result<Self> {
         let timeout = default_timeout()?;
@@ -76,8 +76,8 @@ impl Mpi {
         };
         let Started { rank, size, largest_tag } =
             place.recv().map_err(|_| CommunicatorError::Thread("it ended while MPI was starting".into()))??;
-        // A place in the environment that contradicts MPI's is an error. This error path does not leave MPI, because
-        // leaving waits for the other ranks, while a process that ends without leaving ends the job.
+        // It is an error if variables in the environment contradict MPI. In this case the process ends without leaving
+        // MPI, which ends the job. Leaving would wait for the other ranks.
         if let Some(found) = World::discover()? {
             found.agree_with_mpi(rank, size)?;
         }
@@ -105,8 +105,8 @@ impl Mpi {
     }
 }
 
-// SAFETY: an operation has ended when its outcome is available, and its memory is then not accessed any more. `wait`
-// only returns with that outcome. Dropping a communicator with operations in progress ends the process.
+// SAFETY: once the outcome of an operation is available, its memory is not accessed any more. `wait` only returns with
+// that outcome. Dropping a communicator with operations in progress ends the process.
 unsafe impl Communicator for Mpi {
     fn rank(&self) -> usize {
         self.rank
@@ -185,7 +185,7 @@ impl Drop for Mpi {
     }
 }
 
-/// Ends the job if a thread panics: the other ranks would wait for this one.
+/// Makes a panic on any thread end the job, because the other ranks would wait for this rank.
 fn end_job_on_panic(link: Arc<Link>, rank: usize) {
     let previous = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -204,7 +204,7 @@ fn end_job_on_panic(link: Arc<Link>, rank: usize) {
 /// Encodes a tag as an integer for MPI.
 fn encode_tag(tag: Tag, largest: u64) -> Result<i32> {
     let Tag { direction, stage, micro_batch, tensor } = tag;
-    // A tensor of the update has no micro-batch, so those bits hold a part of its index.
+    // Tensors of the update have no micro-batch, so the bits of the micro-batch hold a part of the tensor's index.
     let (micro_batch, tensor) = match direction {
         Direction::Update => (tensor >> 5, tensor & 31),
         Direction::Forward | Direction::Backward => (micro_batch, tensor),
@@ -219,7 +219,8 @@ fn encode_tag(tag: Tag, largest: u64) -> Result<i32> {
     Ok(number as i32)
 }
 
-/// Writes a line to standard error in one piece, because a launcher interleaves the output of processes with MPI's.
+/// Writes a line to standard error in a single write, because the launcher interleaves the output of processes with
+/// MPI's.
 fn say(text: &str) {
     let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("gapless: {text}\n").as_bytes());
 }

@@ -1,7 +1,7 @@
 //! An operation in progress, composed of messages.
 //!
-//! Collectives consist of messages between all pairs of ranks. That moves as few bytes as a ring, sums in the order of
-//! ranks (MPI guarantees no order), and shows which rank a hung operation waits for.
+//! Collectives consist of messages between all pairs of ranks. These move no more bytes than a ring, allow sums in the
+//! order of ranks (MPI guarantees no order), and show which rank a blocked operation waits for.
 //!
 //! ```text
 //! reduce_scatter   every rank sends part r to rank r, window by window; rank r sums the parts in the order of ranks
@@ -15,7 +15,7 @@ use gapless_communicator::{Awaited, Collective, CommunicatorError, Result};
 
 use super::raw::{self, LARGEST, Outcome};
 
-/// Elements of a part that are exchanged at a time, which bounds the memory for received data.
+/// Number of elements of each part that are exchanged at a time. This bounds the memory for received data.
 const WINDOW: usize = 1 << 18;
 
 /// A communicator, as seen by the MPI thread.
@@ -35,7 +35,7 @@ pub(super) struct Group {
 
 /// An operation and its unfinished messages.
 pub(super) struct Operation {
-    /// The slot that receives its outcome.
+    /// The slot to which the outcome is reported.
     pub(super) slot: usize,
     pub(super) group: usize,
     pub(super) awaited: Awaited,
@@ -43,33 +43,33 @@ pub(super) struct Operation {
     sums: Option<Sums>,
 }
 
-/// A message, or a piece of a long one.
+/// A message, or a part of a message that is too long for one MPI call.
 struct Piece {
     request: raw::Request,
     /// The other end's index in the group.
     peer: usize,
-    /// The expected size, for a receive.
+    /// The expected size of a receive; `None` for a send.
     expected: Option<usize>,
 }
 
-/// The remaining work of a collective that sums.
+/// The remaining work of a collective that computes sums.
 struct Sums {
     tag: i32,
-    /// All parts of this rank.
+    /// The parts that this rank sends to all ranks, one after another.
     send: *const f32,
     /// This rank's part of the sum.
     result: *mut f32,
     /// The sizes of the parts.
     part: Part,
-    /// The target for gathering the summed parts, if there is one.
+    /// The target for gathering the summed parts; `None` if the sums are not gathered.
     gather: Option<*mut f32>,
-    /// Elements of every part that are finished.
+    /// Number of elements of each part that are finished.
     done: usize,
-    /// Elements of every part that are exchanged at a time.
+    /// Number of elements of each part that are exchanged at a time.
     width: usize,
-    /// True if a window was exchanged but is not summed yet.
+    /// True if a window was exchanged but not summed yet.
     exchanged: bool,
-    /// `width` elements received from each rank.
+    /// Room for `width` elements from each rank.
     received: Vec<f32>,
 }
 
@@ -103,7 +103,7 @@ impl Operation {
     /// Starts a message.
     ///
     /// # Safety
-    /// The bytes must be lent until the operation has ended.
+    /// The bytes must stay lent until the operation has ended.
     pub(super) unsafe fn message(
         slot: usize,
         (index, group): (usize, &Group),
@@ -126,7 +126,7 @@ impl Operation {
     /// Starts a collective.
     ///
     /// # Safety
-    /// Its memory must be lent until the operation has ended.
+    /// The collective's memory must stay lent until the operation has ended.
     pub(super) unsafe fn collective(
         slot: usize,
         (index, group): (usize, &mut Group),
@@ -139,7 +139,8 @@ impl Operation {
         group.started += 1;
         let (me, ranks, comm) = (group.rank, group.members.len(), group.collectives);
         let others = (0..ranks).filter(|rank| *rank != me);
-        // SAFETY: by this function's contract, with sizes and overlaps as `Collective` says.
+        // SAFETY: by this function's contract. Sizes and allowed overlaps are those in the documentation of
+        // `Collective`.
         unsafe {
             match collective {
                 Collective::AllReduce { values, count } => {
@@ -185,8 +186,8 @@ impl Operation {
         Ok(this)
     }
 
-    /// Makes all progress that is possible without waiting. Returns true if the operation has ended and its memory is
-    /// not accessed any more.
+    /// Makes all progress that is possible without waiting. Returns true once the operation has ended, after which its
+    /// memory is not accessed any more.
     pub(super) fn advance(&mut self, group: &Group) -> Result<bool> {
         loop {
             let mut at = 0;
@@ -210,12 +211,12 @@ impl Operation {
         }
     }
 
-    /// True if it waits for this world rank.
+    /// True if the operation waits for this world rank.
     pub(super) fn waits_for(&self, rank: usize, group: &Group) -> bool {
         self.pieces.iter().any(|piece| group.members[piece.peer] == rank)
     }
 
-    /// The world ranks that it waits for.
+    /// The world ranks for which the operation waits.
     pub(super) fn missing(&self, group: &Group) -> Vec<usize> {
         let mut ranks: Vec<usize> = self.pieces.iter().map(|piece| group.members[piece.peer]).collect();
         ranks.sort_unstable();
@@ -223,7 +224,7 @@ impl Operation {
         ranks
     }
 
-    /// True if a piece has been transferred.
+    /// True if the piece at index `at` has been transferred.
     fn ended(&mut self, at: usize, group: &Group) -> Result<bool> {
         let piece = &mut self.pieces[at];
         let (sent, expected) = match (raw::test(&mut piece.request)?, piece.expected) {
@@ -243,7 +244,7 @@ impl Operation {
     }
 
     /// # Safety
-    /// The bytes must be lent until the operation has ended.
+    /// The bytes must stay lent until the operation has ended.
     unsafe fn send(&mut self, comm: raw::Comm, bytes: *const u8, len: usize, peer: usize, tag: i32) -> Result<()> {
         for (start, len) in pieces(len) {
             // SAFETY: by this function's contract.
@@ -254,7 +255,7 @@ impl Operation {
     }
 
     /// # Safety
-    /// The bytes must be lent until the operation has ended.
+    /// The bytes must stay lent until the operation has ended.
     unsafe fn receive(&mut self, comm: raw::Comm, bytes: *mut u8, len: usize, peer: usize, tag: i32) -> Result<()> {
         for (start, len) in pieces(len) {
             // SAFETY: by this function's contract.
@@ -279,7 +280,7 @@ impl Sums {
         (start + done, self.width.min(len - done))
     }
 
-    /// Sums the window that was exchanged.
+    /// Sums the window that was exchanged last.
     fn add_up(&mut self, group: &Group) {
         let (start, len) = self.window(group.rank);
         let source = |rank: usize| match rank == group.rank {
@@ -287,9 +288,9 @@ impl Sums {
             true => unsafe { self.send.add(start) },
             false => self.received[rank * self.width..].as_ptr(),
         };
-        // SAFETY: all sources have `len` elements: `received` has room for `width` per rank, and its receives have
-        // ended. The result is lent and as long as the part. If it overlaps `send`, it is exactly the part that is
-        // read, block by block, before it is written.
+        // SAFETY: each source has `len` elements: `received` has room for `width` elements per rank, and its receives
+        // have ended. The result is lent and as long as the part. If the result overlaps `send`, it is exactly this
+        // rank's own part, of which each block is read before it is written.
         unsafe {
             let result = self.result.add(self.done);
             sum(group.members.len(), len, source, |at, block| {
@@ -300,7 +301,8 @@ impl Sums {
         self.exchanged = false;
     }
 
-    /// Starts to exchange the next window, or the sums. Returns false if nothing is left.
+    /// Starts to exchange the next window. After the last one, starts to exchange the sums, if these are gathered.
+    /// Returns false if nothing is left to exchange.
     fn exchange(&mut self, operation: &mut Operation, group: &Group) -> Result<bool> {
         let (me, ranks, comm, tag) = (group.rank, group.members.len(), group.collectives, self.tag);
         let others = (0..ranks).filter(|rank| *rank != me);
@@ -310,8 +312,8 @@ impl Sums {
             for rank in others {
                 let (start, len) = self.window(rank);
                 let into = self.received[rank * self.width..].as_mut_ptr();
-                // SAFETY: windows lie within parts, which are lent. `received` has room for `width` per rank, and is
-                // not accessed until the operation's messages have ended.
+                // SAFETY: windows lie within parts, which are lent. `received` has room for `width` elements per rank,
+                // and is not accessed until the operation's messages have ended.
                 unsafe {
                     operation.receive(comm, into.cast(), 4 * own, rank, tag)?;
                     operation.send(comm, self.send.add(start).cast(), 4 * len, rank, tag)?;
@@ -324,7 +326,7 @@ impl Sums {
         let (own, own_len) = self.part.range(me);
         for rank in others {
             let (start, len) = self.part.range(rank);
-            // SAFETY: parts lie within the values, which are lent. All earlier sends from them have ended.
+            // SAFETY: parts lie within the values, which are lent. All earlier sends from the values have ended.
             unsafe {
                 operation.receive(comm, values.add(start).cast(), 4 * len, rank, tag)?;
                 operation.send(comm, values.add(own).cast(), 4 * own_len, rank, tag)?;
@@ -334,7 +336,7 @@ impl Sums {
     }
 }
 
-/// Start and length of each piece of a message; at least one piece.
+/// Start and length of each piece of a message. Even an empty message has one piece.
 fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..len.div_ceil(LARGEST).max(1)).map(move |i| (i * LARGEST, LARGEST.min(len - i * LARGEST)))
 }

@@ -1,4 +1,4 @@
-//! The few MPI calls that the backend makes, with errors as values. Only called by the thread that started MPI.
+//! The few MPI calls that the backend makes, with errors as values. Only the thread that started MPI may call them.
 
 use std::ffi::c_int;
 
@@ -7,10 +7,10 @@ use mpi::ffi;
 
 pub(super) use mpi::ffi::{MPI_Comm as Comm, MPI_Request as Request, MPI_Status as Status};
 
-/// The most bytes per message: MPI counts in `i32`, so longer messages are sent in pieces of this size.
+/// The most bytes of one MPI message. MPI counts in `i32`, so longer messages are sent in pieces of this size.
 pub(super) const LARGEST: usize = 1 << 30;
 
-/// The communicator of all processes, configured to return errors instead of ending the process.
+/// Returns the communicator of all processes, configured to return errors instead of ending the process.
 pub(super) fn world() -> Result<Comm> {
     // SAFETY: MPI was started by this thread.
     returning_errors(unsafe { ffi::RSMPI_COMM_WORLD })
@@ -22,7 +22,7 @@ fn returning_errors(comm: Comm) -> Result<Comm> {
     checked("MPI_Comm_set_errhandler", code).map(|()| comm)
 }
 
-/// Rank and size of a communicator.
+/// Returns this process's rank in a communicator, and the communicator's size.
 pub(super) fn place(comm: Comm) -> Result<(usize, usize)> {
     let (mut rank, mut size) = (0, 0);
     // SAFETY: MPI was started by this thread; the results outlive the calls.
@@ -33,7 +33,7 @@ pub(super) fn place(comm: Comm) -> Result<(usize, usize)> {
     Ok((rank as usize, size as usize))
 }
 
-/// The largest tag.
+/// Returns the largest tag that MPI allows.
 pub(super) fn largest_tag(comm: Comm) -> Result<u64> {
     let mut value: *mut c_int = std::ptr::null_mut();
     let mut set = 0;
@@ -42,11 +42,11 @@ pub(super) fn largest_tag(comm: Comm) -> Result<u64> {
         let (tag_ub, value) = (ffi::MPI_TAG_UB as c_int, (&raw mut value).cast());
         checked("MPI_Comm_get_attr", ffi::MPI_Comm_get_attr(comm, tag_ub, value, &mut set))?;
     }
-    // SAFETY: as above. The standard guarantees at least 32767.
+    // SAFETY: as above. If MPI gives no value, the standard guarantees at least 32767.
     Ok(if set != 0 && !value.is_null() { unsafe { *value as u64 } } else { 32_767 })
 }
 
-/// Splits a communicator and returns the group with this color. Blocks until all ranks have called it.
+/// Splits a communicator and returns the one for this rank's color. Blocks until all ranks have called this function.
 pub(super) fn split(comm: Comm, color: usize, key: usize) -> Result<Comm> {
     // SAFETY: MPI was started by this thread; the result outlives the call.
     unsafe {
@@ -56,7 +56,8 @@ pub(super) fn split(comm: Comm, color: usize, key: usize) -> Result<Comm> {
     }
 }
 
-/// Creates a communicator of the same ranks with separate messages. Blocks until all ranks have called it.
+/// Creates a communicator of the same ranks whose messages are separate. Blocks until all ranks have called this
+/// function.
 pub(super) fn duplicate(comm: Comm) -> Result<Comm> {
     // SAFETY: MPI was started by this thread; the result outlives the call.
     unsafe {
@@ -108,11 +109,11 @@ pub(super) enum Outcome {
     UnderWay,
     /// Ended, with the number of bytes received (meaningless for a send).
     Ended(usize),
-    /// More bytes arrived than expected; their number, if MPI tells it.
+    /// More bytes arrived than expected. The value is their number as far as MPI reports it.
     Truncated(usize),
 }
 
-/// Checks a request, and lets MPI make progress.
+/// Checks whether a request has ended. MPI makes progress during this call.
 pub(super) fn test(request: &mut Request) -> Result<Outcome> {
     // SAFETY: MPI was started by this thread; the status is plain data that MPI fills.
     unsafe {
@@ -136,7 +137,7 @@ pub(super) fn test(request: &mut Request) -> Result<Outcome> {
     }
 }
 
-/// Turns a code into an error.
+/// Turns a result code of MPI into an error, unless it means success.
 fn checked(call: &'static str, code: c_int) -> Result<()> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());

@@ -1,5 +1,5 @@
-//! Shutdown notices: a rank that leaves properly notifies all others, because a rank that still waits for it would wait
-//! in vain.
+//! Shutdown notices. A rank that leaves properly notifies all others, so that a rank that still waits for it notices
+//! that the wait is in vain.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use super::raw::{self, Outcome};
 pub(super) struct ShutdownNotices {
     comm: raw::Comm,
     rank: usize,
-    /// The notice of each rank; its own is never awaited.
+    /// The notice of each rank. This rank's own is never awaited.
     others: Vec<ShutdownNotice>,
     said: Vec<raw::Request>,
 }
@@ -23,7 +23,7 @@ enum ShutdownNotice {
 }
 
 impl ShutdownNotices {
-    /// Starts to receive the notices of all ranks, on a communicator that carries nothing else.
+    /// Starts to receive the notices of all ranks, on a communicator that is used for nothing else.
     pub(super) fn new(comm: raw::Comm, rank: usize, size: usize) -> Result<Self> {
         let others = (0..size).map(|other| match other == rank {
             true => Ok(ShutdownNotice::Own),
@@ -60,7 +60,8 @@ impl ShutdownNotices {
         Ok(())
     }
 
-    /// True if all notices from and to all ranks have arrived. MPI may then be left.
+    /// True if the notices of all ranks, and this rank's notices to all others, have arrived. The process may then
+    /// leave MPI.
     pub(super) fn all_arrived(&mut self) -> Result<bool> {
         self.listen()?;
         while let Some(request) = self.said.last_mut() {

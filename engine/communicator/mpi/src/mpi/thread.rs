@@ -1,4 +1,4 @@
-//! The thread that owns MPI. It makes all calls, and operations progress while the other threads compute.
+//! The thread that owns MPI. It makes all MPI calls, so that operations progress while the other threads compute.
 
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -28,7 +28,7 @@ pub(super) enum Command {
     },
     /// Start a collective.
     Collective { slot: usize, group: usize, collective: Collective, awaited: Awaited },
-    /// Create a communicator of the ranks of one color, and send its index to `answer`.
+    /// Create a communicator of the ranks of one color, and send the index of the new group to `answer`.
     Split { group: usize, color: usize, key: usize, members: Arc<[usize]>, answer: Sender<usize> },
     /// End all processes. `slot` is the operation whose wait exceeded the timeout, if any.
     Abort { text: String, slot: Option<usize> },
@@ -36,7 +36,8 @@ pub(super) enum Command {
     Finish,
 }
 
-// SAFETY: addresses are lent until their operation has ended, by the contract of the function that sends the command.
+// SAFETY: the addresses stay lent until their operation has ended, by the contract of the function that sends the
+// command.
 unsafe impl Send for Command {}
 
 /// The properties of the world, known once MPI has started.
@@ -46,15 +47,16 @@ pub(super) struct Started {
     pub(super) largest_tag: u64,
 }
 
-/// Number of polls without sleeping after the last progress; after that, there is an interval. Sleeping leaves the core
-/// to the threads that compute; the interval bounds the delay of a message.
+/// Number of polls without sleeping after the last progress. Further polls are separated by an interval. Sleeping
+/// leaves the core to the threads that compute, while the interval bounds the delay of a message.
 const EAGER_POLLS: u32 = 2000;
 const INTERVAL: Duration = Duration::from_micros(50);
 
-/// How long messages of a rank that has left may still be in transit.
+/// How long the messages of a rank that has left may still be in transit.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Runs the thread. Any failure here ends all processes, because memory that MPI may still access cannot be returned.
+/// Runs the MPI thread. Any failure in this thread ends all processes, because MPI may still access lent memory, which
+/// can then not be returned.
 pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
     let ((world, mut farewells, place), universe) = match begin() {
         Ok(begun) => begun,
@@ -139,7 +141,7 @@ fn end_job(text: &str) -> ! {
     raw::abort()
 }
 
-/// Starts MPI. Returns the world with communicators of its own, which do not receive messages of other libraries.
+/// Starts MPI. Returns the world, on communicators of its own, so that messages of other libraries are not received.
 fn begin() -> Result<((Group, ShutdownNotices, Started), Universe)> {
     let (universe, threading) =
         mpi::initialize_with_threading(Threading::Funneled).ok_or(CommunicatorError::StartedTwice)?;

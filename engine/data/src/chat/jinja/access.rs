@@ -11,11 +11,11 @@ use super::scope::Loop;
 use super::strings;
 use super::value::{Dict, Namespace, Value, View, range_len};
 
-/// Python methods that would change a list or mapping, which the sandbox forbids.
+/// Python methods that would change a list or mapping. The sandbox forbids them.
 const CHANGES: [&str; 10] =
     ["append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort"];
 
-/// Further attributes of Python's objects, which are not supported and which no template should need.
+/// Other attributes of Python's objects that are not supported. No template should need them.
 const NOT_SUPPORTED: [(&str, &[&str]); 5] = [
     ("str", &strings::NOT_SUPPORTED),
     ("Markup", &["encode", "maketrans", "translate", "unescape", "striptags", "escape"]),
@@ -36,7 +36,7 @@ const NOT_SUPPORTED: [(&str, &[&str]); 5] = [
     ("dict", &["fromkeys"]),
 ];
 
-/// `value.name`: the attribute of Python's object, or else the item.
+/// `value.name`: the attribute of the object in Python, or else the item with this key.
 pub(super) fn attribute(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Value> {
     match own(renderer, value.defined()?, name)? {
         Some(found) => Ok(found),
@@ -52,7 +52,7 @@ fn missing(value: &Value, name: &str) -> Value {
     Value::undefined(format!("'{} object' has no attribute '{name}'", value.type_name()))
 }
 
-/// `value[key]`: the item, or else the attribute of Python's object. A key that does not exist gives an undefined
+/// `value[key]`: the item, or else the attribute of the object in Python. If neither exists, the result is an undefined
 /// value.
 pub(super) fn item(renderer: &Renderer<'_>, value: &Value, key: &Value) -> Outcome<Value> {
     let at = |length: usize| {
@@ -60,7 +60,7 @@ pub(super) fn item(renderer: &Renderer<'_>, value: &Value, key: &Value) -> Outco
         usize::try_from(if index < 0 { index + length as i128 } else { index }).ok().filter(|&index| index < length)
     };
     let found = match value.defined()? {
-        // Such a value is never a mapping's key.
+        // Such a value cannot be a key of a mapping.
         Value::Dict(_) if matches!(key, Value::Undefined(_) | Value::List(_) | Value::Dict(_)) => None,
         Value::Dict(dict) => dict.get(renderer.limits, key)?.cloned(),
         Value::List(items) | Value::Tuple(items) => at(items.items.len()).map(|index| items.items[index].clone()),
@@ -82,7 +82,7 @@ pub(super) fn item(renderer: &Renderer<'_>, value: &Value, key: &Value) -> Outco
     }
 }
 
-/// The attribute that Python's object has under this name.
+/// Returns the attribute of this name that the object has in Python, if any.
 fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Option<Value>> {
     let kind = value.type_name();
     if name.starts_with("__") && name.ends_with("__") {
@@ -100,7 +100,8 @@ fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Optio
             method()
         }
         (Value::List(_) | Value::Dict(_), name) if CHANGES.contains(&name) || (name == "update" && kind == "dict") => {
-            // Lists have no setdefault and mappings no append, but no template stores items under these names.
+            // Lists have no `setdefault` and mappings no `append`. That makes no difference, since no template stores
+            // items under these names.
             let is_of_list = !matches!(name, "popitem" | "setdefault");
             let is_of_dict = matches!(name, "clear" | "pop" | "popitem" | "setdefault" | "update");
             match if kind == "list" { is_of_list } else { is_of_dict } {
@@ -188,7 +189,7 @@ pub(super) fn slice(renderer: &Renderer<'_>, value: &Value, parts: [Option<Value
     if step == 0 {
         return fault("slice step cannot be zero");
     }
-    // The bounds that Python's slice.indices returns.
+    // These are the bounds that Python's `slice.indices` returns.
     let (low, high) = if step > 0 { (0, length) } else { (-1, length - 1) };
     let bound = |part: Option<i128>, default: i128| match part {
         None => default,
@@ -245,7 +246,7 @@ pub(super) fn call_method(renderer: &Renderer<'_>, value: &Value, name: &str, gi
     let limits = renderer.limits;
     match (value, name) {
         (Value::Str(text, false), name) => strings::call(renderer, text, name, given),
-        // Methods that take no strings have nothing to escape.
+        // Methods without string arguments have nothing to escape.
         (
             Value::Str(text, true),
             "strip" | "lstrip" | "rstrip" | "upper" | "lower" | "capitalize" | "title" | "swapcase" | "startswith"
@@ -339,7 +340,7 @@ pub(super) fn dict(renderer: &Renderer<'_>, given: Given) -> Outcome<Vec<(Value,
         }
     }
     entries.extend(given.named.into_iter().map(|(name, value)| (Value::text(name), value)));
-    // Of several entries with one key, the last value counts, at the place of the first.
+    // If several entries have one key, the entry keeps the place of the first and the value of the last.
     let mut dict = Dict::default();
     for (key, value) in entries {
         dict.insert(key, value)?;

@@ -18,7 +18,7 @@ pub(crate) enum Kind {
     Text(Arc<str>),
     Print(Expr),
     For(Arc<For>),
-    /// Conditions with their bodies, and the body after `else`.
+    /// Pairs of a condition and a body, and the body after `else`.
     If(Vec<(Expr, Body)>, Body),
     Set(Target, Expr),
     /// A target, an optional filter over [`Expr::Captured`], and the captured body.
@@ -29,8 +29,8 @@ pub(crate) enum Kind {
     /// Filters over [`Expr::Captured`], and the captured body.
     Filter(Expr, Body),
     With(Vec<(Target, Expr)>, Body),
-    /// A named block, rendered where it is defined, because no template extends a chat template. Unless it is scoped,
-    /// it only sees the variables of the template itself.
+    /// A named block. It is rendered where it is defined, because no other template extends a chat template. Unless the
+    /// block is scoped, it only sees the variables of the template itself.
     Block {
         is_scoped: bool,
         body: Body,
@@ -117,7 +117,7 @@ pub(crate) enum Expr {
     Binary(Operator, Box<Expr>, Box<Expr>),
     Concat(Vec<Expr>),
     Compare(Box<Expr>, Vec<(Comparison, Expr)>),
-    /// Condition, value, and the value otherwise.
+    /// The condition, the value if it is true, and the value if it is false.
     If(Box<Expr>, Box<Expr>, Option<Box<Expr>>),
 }
 

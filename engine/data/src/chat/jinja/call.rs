@@ -13,7 +13,8 @@ pub(crate) struct Given {
 }
 
 impl Given {
-    /// Returns the value of each parameter, or `None` if it was not given.
+    /// Returns the value of each parameter, or `None` for a parameter that was not given. It is an error if other
+    /// arguments were given.
     pub fn bind<const N: usize>(self, function: &str, parameters: [&str; N]) -> Outcome<[Option<Value>; N]> {
         let count = self.positional.len();
         if count > N {
@@ -35,7 +36,7 @@ impl Given {
         Ok(values)
     }
 
-    /// Returns the value of each parameter, all of which must be given.
+    /// Returns the value of each parameter. It is an error if one was not given.
     pub fn require<const N: usize>(self, function: &str, parameters: [&str; N]) -> Outcome<[Value; N]> {
         let values = self.bind(function, parameters)?;
         match values.iter().position(Option::is_none) {

@@ -14,7 +14,7 @@ use super::value::{Dict, Value};
 use super::{access, filters, functions, tests};
 
 impl Renderer<'_> {
-    /// The value of an expression.
+    /// Evaluates an expression.
     pub fn value(&self, expr: &Expr, scope: &Rc<Scope>) -> Outcome<Value> {
         self.limits.step(1)?;
         self.limits.deeper(|| self.evaluate(expr, scope))
@@ -153,7 +153,7 @@ impl Renderer<'_> {
         Ok(Given { positional, named })
     }
 
-    /// Calls a macro with a `caller`.
+    /// Calls a macro, with `caller` as the value of its variable of this name.
     pub fn call_with(&self, call: &Expr, scope: &Rc<Scope>, caller: Option<Value>) -> Outcome<Value> {
         let Expr::Call(target, arguments) = call else { return fault("expected a call") };
         let callee = self.value(target, scope)?;

@@ -9,7 +9,7 @@ use super::parser::Parser;
 use super::{filters, tests};
 
 impl Parser {
-    /// An expression, or a tuple of several separated by commas.
+    /// Parses an expression, or a tuple of several expressions separated by commas.
     pub(super) fn tuple(&mut self, with_condition: bool) -> Outcome<Expr> {
         let (mut items, mut is_tuple, mut height) = (Vec::new(), false, 0);
         loop {
@@ -53,7 +53,7 @@ impl Parser {
         })
     }
 
-    /// Records the height of a node above its children.
+    /// Sets the height of a node from the height of its children. It is an error if the node is nested too deeply.
     fn above(&mut self, height: usize) -> Outcome<()> {
         self.height = height + 1;
         if height >= NESTING {
@@ -92,7 +92,7 @@ impl Parser {
         }
     }
 
-    /// Takes an operator of a level; on the first two, it is a word.
+    /// Takes an operator of a level, if it comes next. On the first two levels, operators are words.
     fn operator(&mut self, level: usize) -> Option<Option<Operator>> {
         let signs: &[(&str, Operator)] = match level {
             0 => return self.take_word("or").then_some(None),
@@ -228,8 +228,8 @@ impl Parser {
         }
     }
 
-    /// Parses elements separated by commas up to and including a bracket. The resulting height is that of the highest
-    /// element.
+    /// Parses elements separated by commas, up to and including the closing bracket `end`. The height is then that of
+    /// the highest element.
     fn separated<T>(&mut self, end: &str, mut parse: impl FnMut(&mut Self) -> Outcome<T>) -> Outcome<Vec<T>> {
         let (mut items, mut height) = (Vec::new(), 0);
         while !self.take_sign(end) {
@@ -331,7 +331,7 @@ impl Parser {
         Ok(arguments)
     }
 
-    /// Parses filters, tests and calls after a value. With `inline`, the first filter has no `|` before it.
+    /// Parses filters, tests and calls after a value. If `inline`, the first filter has no `|` before it.
     pub(super) fn filters(&mut self, mut value: Expr, mut inline: bool) -> Outcome<Expr> {
         let is_captured = matches!(value, Expr::Captured);
         if is_captured {

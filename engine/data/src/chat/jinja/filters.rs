@@ -10,7 +10,7 @@ use super::strings::{capitalized, count_of, lines, optional_text, padded, replac
 use super::value::Value;
 use super::{access, ast, format, json, sequences};
 
-/// Jinja's filters; the last ones are not supported.
+/// Names of Jinja's filters. The last ones are not supported.
 const FILTERS: [&str; 54] = [
     "abs",
     "attr",
@@ -68,7 +68,7 @@ const FILTERS: [&str; 54] = [
     "xmlattr",
 ];
 
-/// True if there is a filter of this name.
+/// True if Jinja has a filter of this name.
 pub(super) fn is_known(name: &str) -> bool {
     FILTERS.contains(&name)
 }
@@ -121,7 +121,8 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
         other => (str_of(limits, other)?.into(), false),
     };
     limits.scan(&text)?;
-    // Most results are about as long as the text; filters that lengthen it charge for that themselves.
+    // Most results are about as long as the text, which is charged here. Filters that lengthen the text charge for the
+    // difference.
     limits.grow(text.len())?;
     let same_kind = |text: String| Ok(Value::Str(text.into(), is_safe));
     match name {
@@ -193,7 +194,7 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
             };
             let is_set = |value: Option<Value>| value.is_some_and(|value| value.is_true());
             let (first, blank) = (is_set(first), is_set(blank));
-            // Like Jinja, append a line end, so that an empty last line counts.
+            // Like Jinja, this appends a line end, so that an empty last line counts.
             let text = format!("{text}\n");
             let mut out = Text::new(limits);
             for (index, line) in lines(&text, false).into_iter().enumerate() {
@@ -226,7 +227,7 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
     }
 }
 
-/// Capitalizes words, which are separated by white space, hyphens and opening brackets.
+/// Capitalizes each word. White space, hyphens and opening brackets separate words.
 fn title(text: &str) -> String {
     let (mut out, mut starts) = (String::with_capacity(text.len()), true);
     let mut word = String::new();
@@ -326,7 +327,7 @@ fn round(renderer: &Renderer<'_>, value: &Value, given: Given) -> Outcome<Value>
             Some(_) => fault("rounding an integer to tens is not supported"),
             None if !number.is_finite() || precision > 300 => Ok(Value::Float(number)),
             None if precision < 0 => fault("rounding to tens is not supported"),
-            // Rounds to the nearest decimal, ties to even, and then to the nearest float.
+            // The number is rounded to the nearest decimal, ties to even, and then to the nearest float.
             None => Ok(Value::Float(
                 format!("{number:.*}", precision as usize).parse().expect("it was written as a number"),
             )),

@@ -8,7 +8,8 @@ use super::print::{Text, float_repr, str_of, write_repr};
 use super::render::Renderer;
 use super::value::Value;
 
-/// Splits leading digits off a string, as a number; a number that overflows becomes the largest one.
+/// Splits off the leading digits of a string as a number, and returns the rest too. A number that overflows becomes the
+/// largest possible one.
 fn leading_number(text: &str) -> (Option<usize>, &str) {
     let length = text.find(|digit: char| !digit.is_ascii_digit()).unwrap_or(text.len());
     let number = (length > 0).then(|| text[..length].parse().unwrap_or(usize::MAX));
@@ -48,7 +49,7 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
         Value::Tuple(items) => items.items.iter().cloned().collect(),
         other => [other.clone()].into(),
     };
-    // Like in Python, every value with items counts as a mapping here, of which no value needs to be used.
+    // As in Python, every value that has items counts as a mapping here. It is no error if none of its items is used.
     let is_mapping = matches!(values, Value::Dict(_) | Value::List(_) | Value::Range(..) | Value::Undefined(_));
     let mut rest = format;
     while let Some(at) = rest.find('%') {
@@ -182,7 +183,7 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
     Ok(out.text)
 }
 
-/// The padding of a formatted value.
+/// The format specification of a value: padding, sign and precision.
 struct Spec {
     width: usize,
     align: char,
@@ -224,13 +225,13 @@ struct Fields<'a> {
     renderer: &'a Renderer<'a>,
     given: &'a Given,
     map: Option<Value>,
-    /// Index of the next field without a number; `None` once a field had a number.
+    /// Index of the next field that has no number of its own; `None` once a field had a number.
     next: Option<usize>,
 }
 
 impl Fields<'_> {
-    /// Replaces the fields of a format string, including fields in the format specification of a field, which may nest
-    /// once.
+    /// Replaces the fields of a format string. The format specification of a field may contain fields too, but only to
+    /// one level.
     fn all(&mut self, text: &str, depth: usize) -> Outcome<String> {
         let mut out = Text::new(self.renderer.limits);
         if depth == 0 {
@@ -285,7 +286,7 @@ impl Fields<'_> {
         Ok(out.text)
     }
 
-    /// The value of a field: an argument, followed by attributes and items.
+    /// Returns the value of a field: an argument, or an attribute or item reached from it.
     fn value(&mut self, name: &str) -> Outcome<Value> {
         let end = name.find(['.', '[']).unwrap_or(name.len());
         let (first, mut rest) = name.split_at(end);
@@ -441,7 +442,7 @@ fn write_formatted(renderer: &Renderer<'_>, out: &mut Text<'_>, value: &Value, s
             let missing = spec.width.saturating_sub(sign.len() + body.len());
             renderer.limits.grow(2 * missing)?;
             body = "0".repeat(missing) + &body;
-            // Remove the leading zeros whose place the separators take.
+            // The separators take the place of leading zeros, which are removed.
             for _ in 0..missing {
                 if sign.len() + grouped(&body[1..], separator, size).len() >= spec.width {
                     body.remove(0);

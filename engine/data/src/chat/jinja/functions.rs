@@ -1,4 +1,4 @@
-//! Functions of a template's environment.
+//! The functions that every template can call.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -17,7 +17,7 @@ const LONGEST_RANGE: usize = 100_000;
 const FUNCTIONS: [&str; 8] =
     ["cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now"];
 
-/// Returns a function's name if the function exists.
+/// Returns a function's name as a constant, or `None` if there is no such function.
 pub(super) fn find(name: &str) -> Option<&'static str> {
     FUNCTIONS.into_iter().find(|known| *known == name)
 }
@@ -73,8 +73,8 @@ pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome
         "strftime_now" => {
             let [format] = given.require(name, ["format"])?;
             let format = text_of(&format, name)?;
-            // A limit on the format bounds the length of the date, except that a width within the format could exceed
-            // it.
+            // Limiting the length of the format bounds the length of the date. A width within the format would break
+            // this bound, so it is refused.
             if format.len() > 256 || has_width(&format) {
                 return fault("the format of strftime_now is longer than 256 bytes or has a width");
             }

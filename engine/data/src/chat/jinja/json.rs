@@ -1,4 +1,4 @@
-//! Reads and writes JSON like Python's `json`: keys keep their order, and integers all their digits.
+//! Reads and writes JSON like Python's module `json`: keys keep their order, and integers keep all their digits.
 
 use super::call::Given;
 use super::limits::{Limits, NESTING, Outcome, fault};
@@ -41,7 +41,7 @@ impl Reader<'_> {
         is_there
     }
 
-    /// Parses elements separated by commas, up to a bracket.
+    /// Parses elements separated by commas, up to the closing bracket `end`.
     fn elements(&mut self, end: &str, mut element: impl FnMut(&mut Self) -> Outcome<()>) -> Outcome<()> {
         self.skip_space();
         if self.take(end) {
@@ -127,7 +127,7 @@ impl Reader<'_> {
         let end =
             rest.find(|letter: char| !matches!(letter, '0'..='9' | '+' | '-' | '.' | 'e' | 'E')).unwrap_or(rest.len());
         let number = &rest[..end];
-        // Numbers follow the grammar of JSON, which differs from Rust's.
+        // The number must follow the grammar of JSON, which is stricter than Rust's.
         if serde_json::from_str::<serde_json::Number>(number).is_err() && !is_long_number(number) {
             return self.unexpected();
         }
@@ -141,7 +141,7 @@ impl Reader<'_> {
     }
 }
 
-/// True if serde only rejects a number for its size.
+/// True if serde rejects a number only because of its size.
 fn is_long_number(number: &str) -> bool {
     let digits = number.strip_prefix('-').unwrap_or(number);
     let starts = digits.starts_with('0') && !digits[1..].starts_with(|digit: char| digit.is_ascii_digit());
@@ -252,7 +252,7 @@ impl Style {
 
     fn string(&self, out: &mut Text<'_>, text: &str) -> Outcome<()> {
         out.push("\"")?;
-        // Stretches without escapes are copied as a whole.
+        // Runs of characters without escapes are copied as a whole.
         let is_plain = |letter: char| {
             !matches!(letter, '"' | '\\' | '\0'..' ') && (!self.ensure_ascii || (letter.is_ascii() && letter != '\x7f'))
         };

@@ -42,7 +42,7 @@ struct Lexer<'a> {
     tokens: Vec<Token>,
 }
 
-/// The tokens of a template; the last one is [`TokenKind::End`].
+/// Returns the tokens of a template. The last one is [`TokenKind::End`].
 pub(super) fn tokens(source: &str) -> Outcome<Vec<Token>> {
     let mut source = with_newlines(source);
     if source.ends_with('\n') {
@@ -92,7 +92,7 @@ impl<'a> Lexer<'a> {
         is_there
     }
 
-    /// Reads text up to the next tag, and the tag.
+    /// Reads text up to the next tag, and the beginning of that tag.
     fn data(&mut self) -> Outcome<()> {
         let rest = self.rest();
         let is_tag = |&(index, _): &(usize, &str)| {
@@ -134,7 +134,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// Removes the white space before a tag that belongs to the tag.
+    /// Removes the white space at the end of `text` that the following tag strips.
     fn stripped<'t>(&self, text: &'t str, behind: &str, is_variable: bool) -> &'t str {
         if behind.starts_with('-') {
             return text.trim_end_matches(is_space);
@@ -147,7 +147,8 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// Skips what belongs to a tag's end: all white space after `-`, otherwise one line end after a block or a comment.
+    /// Skips the white space that a tag's end strips. After `-`, that is all white space; otherwise it is one line end,
+    /// and only after a block or a comment.
     fn behind_tag(&mut self, sign: &str, trims: bool) {
         match sign {
             "-" => self.skip_space(),
@@ -164,7 +165,7 @@ impl<'a> Lexer<'a> {
         Ok(())
     }
 
-    /// The length in bytes of `raw %}`, if that comes next.
+    /// Returns the length in bytes of `raw %}` if that comes next, otherwise `None`.
     fn raw_begin(&self) -> Option<usize> {
         let rest = self.rest();
         let behind = rest.trim_start_matches(is_space).strip_prefix("raw")?.trim_start_matches(is_space);
@@ -203,7 +204,7 @@ impl<'a> Lexer<'a> {
             if brackets.is_empty() {
                 let is_block = kind == TokenKind::BlockEnd;
                 for sign in ["-", "+", ""] {
-                    // The end of a variable has no `+`, which is an operator there.
+                    // A variable's end cannot have a `+` before it, since `+` would be an operator there.
                     if (sign != "+" || is_block)
                         && self.rest().strip_prefix(sign).is_some_and(|rest| rest.starts_with(end))
                     {
@@ -253,7 +254,7 @@ impl<'a> Lexer<'a> {
 
     fn number(&mut self) -> Outcome<()> {
         let rest = self.rest();
-        // Digits, which may be separated by single underscores.
+        // Digits may be separated by single underscores.
         let digits = |text: &str, radix: u32| {
             let mut length = 0;
             for (index, letter) in text.char_indices() {
@@ -329,7 +330,7 @@ impl<'a> Lexer<'a> {
     }
 }
 
-/// The value of a string literal, as decoded by Python's `unicode-escape`.
+/// Decodes a string literal like Python's `unicode-escape`. Returns `None` if an escape is malformed.
 fn unescaped(text: &str) -> Option<String> {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;

@@ -1,51 +1,51 @@
 //! Limits of a rendering: work, memory and depth.
 //!
-//! Every evaluated expression, every element that a filter visits and every byte of a value is charged before it is
-//! spent, so that a short template cannot use more than its share. Bytes are counted for all values ever created,
-//! including those already freed: a simple upper bound of the memory in use.
+//! Costs are charged in advance: for every evaluated expression, every element that a filter visits, and every byte of
+//! a value. So even a short template cannot exceed the limits. Bytes are counted for all values ever created, including
+//! those already freed, which is a simple upper bound on the memory in use.
 
 use std::cell::Cell;
 
-/// Steps of a rendering, in addition to those for each byte of its input. A conversation of a hundred turns takes about
-/// ten thousand.
+/// Steps that a rendering may take. More are allowed for each byte of its input. A conversation of a hundred turns
+/// takes about ten thousand steps.
 const STEPS: u64 = 4_000_000;
 
 /// Additional steps for each byte of the input.
 const STEPS_PER_INPUT: u64 = 2;
 
-/// Bytes of a rendering's values, in addition to those for each byte of its input.
+/// Bytes of values that a rendering may create. More are allowed for each byte of its input.
 const BYTES: usize = 64 << 20;
 
-/// Additional bytes of values for each byte of the input: a template that collects the conversation in a string copies
-/// it in every turn.
+/// Additional bytes of values for each byte of the input. Templates that collect the conversation in a string copy that
+/// string in every turn.
 const BYTES_PER_INPUT: usize = 64;
 
 /// The deepest nesting of expressions, statements and calls during a rendering.
 const DEPTH: usize = 2_000;
 
-/// The deepest nesting of lists, and of expressions, blocks and brackets in a template's source; CPython's parser has
+/// The deepest nesting of lists, and of expressions, blocks and brackets in a template's source. CPython's parser has
 /// the same limit.
 pub(crate) const NESTING: usize = 200;
 
 /// The most parameters of a macro, and the most named arguments of a call.
 pub(crate) const PARAMETERS: usize = 1_000;
 
-/// Bytes of the stack on which a template is parsed and rendered: enough for [`DEPTH`] and [`NESTING`] in an
-/// unoptimized build.
+/// Stack size in bytes of the thread that parses and renders a template. It is enough for [`DEPTH`] and [`NESTING`] in
+/// an unoptimized build.
 pub(crate) const STACK: usize = 64 << 20;
 
 /// The reason why a template was rejected or its rendering failed.
 #[derive(Debug)]
 pub(crate) struct Fault {
     pub reason: String,
-    /// The line of the template, once it is known.
+    /// The line of the template; `None` until it is known.
     pub line: Option<u32>,
 }
 
 /// A value, or the reason why there is none.
 pub(crate) type Outcome<T> = Result<T, Fault>;
 
-/// An error whose line is not known yet.
+/// Returns an error whose line is not known yet.
 pub(crate) fn fault<T>(reason: impl Into<String>) -> Outcome<T> {
     Err(Fault { reason: reason.into(), line: None })
 }
@@ -61,7 +61,7 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// The limits of a rendering with this many bytes of template and messages.
+    /// The limits of a rendering whose template and messages have `input` bytes together.
     pub fn new(input: usize) -> Self {
         let most_bytes = BYTES + BYTES_PER_INPUT * input;
         let most_steps = STEPS + STEPS_PER_INPUT * input as u64;
@@ -85,7 +85,7 @@ impl Limits {
         self.step(1 + text.len() / 8)
     }
 
-    /// Charges memory before it is allocated.
+    /// Charges memory, before it is allocated.
     pub fn grow(&self, bytes: usize) -> Outcome<()> {
         match self.bytes.get().checked_sub(bytes) {
             Some(left) => {
@@ -100,7 +100,7 @@ impl Limits {
         }
     }
 
-    /// Runs `run` one level deeper.
+    /// Calls `run` one level deeper. It is an error if that is too deep.
     pub fn deeper<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         let depth = self.depth.get();
         if depth >= DEPTH {

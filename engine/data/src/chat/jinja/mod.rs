@@ -53,7 +53,7 @@ const LONGEST: usize = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct Template {
     body: ast::Body,
-    /// True if it contains generation blocks.
+    /// True if the template contains generation blocks.
     pub marks_answers: bool,
 }
 
@@ -74,7 +74,7 @@ impl Variables<'_> {
         Value::list(self.limits, items).map_err(|fault| fault.reason)
     }
 
-    /// Creates a mapping of these entries; of several with one key, the last counts.
+    /// Creates a mapping of these entries. If several entries have one key, the last one counts.
     pub fn dict(&self, entries: impl IntoIterator<Item = (Value, Value)>) -> Result<Value, String> {
         value::Dict::of(self.limits, entries).map_err(|fault| fault.reason)
     }
@@ -98,7 +98,7 @@ impl Template {
         on_own_stack(|| parser::parse(source)).map(|(body, marks_answers)| Self { body, marks_answers })
     }
 
-    /// Renders the template. Returns its text, and the byte ranges that generation blocks have written.
+    /// Renders the template. Returns the text, and the byte ranges of it that generation blocks have written.
     ///
     /// # Errors
     /// Returns the reason if the template raises an error, exceeds a limit, or uses an unsupported feature.
@@ -116,7 +116,8 @@ impl Template {
             let mut spans = Vec::with_capacity(answers.len());
             for answer in answers {
                 let span = answer.start..answer.start + answer.text.len();
-                // Within a macro or a filter, only the start of the captured text is known.
+                // Inside a macro or a filter, only the position at which the captured text starts is known. A filter
+                // may change that text.
                 if text.get(span.clone()) != Some(&*answer.text) {
                     return fault(
                         "{% generation %} is inside a macro or a captured block, so the place of its text in the output is \
@@ -130,7 +131,7 @@ impl Template {
     }
 }
 
-/// Runs `run` on a stack that is large enough for the nesting that [`limits`] allows.
+/// Calls `run` on a thread whose stack is large enough for the nesting that [`limits`] allows.
 fn on_own_stack<T: Send>(run: impl FnOnce() -> Outcome<T> + Send) -> Result<T, String> {
     let place = |fault: Fault| match fault.line {
         Some(line) => format!("line {line}: {}", fault.reason),

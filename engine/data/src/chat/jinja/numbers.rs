@@ -1,13 +1,14 @@
-//! Formatting numbers as `%` and `str.format` do, and parsing them.
+//! Formats numbers like `%` and `str.format` do, and parses numbers.
 
 use super::limits::{Outcome, fault};
 use super::print::float_repr;
 use super::strings::{decimal, is_space};
 
-/// The most digits after the decimal point: the smallest double has 1074.
+/// The most digits after the decimal point. The smallest double has 1074 of them.
 const MAX_DIGITS: usize = 1100;
 
-/// Formats a float without its sign, by a letter of `eEfFgG%` or, like `repr`, by `r`, with this many digits.
+/// Formats a float without its sign, with this many digits. `letter` is one of `eEfFgG%`, or `r` for the format of
+/// `repr`.
 pub(super) fn float_digits(value: f64, letter: char, digits: Option<usize>, alternate: bool) -> Outcome<String> {
     let value = value.abs();
     let digits = digits.unwrap_or(6);
@@ -25,7 +26,8 @@ pub(super) fn float_digits(value: f64, letter: char, digits: Option<usize>, alte
     Ok(if letter.is_ascii_uppercase() { text.to_uppercase() } else { text })
 }
 
-/// Formats a float like `format` with only a precision: as by `g`, but a whole number keeps one digit after the point.
+/// Formats a float like `format` does with only a precision: like `g`, except that a whole number keeps one digit after
+/// the point.
 pub(super) fn short_float(value: f64, digits: usize) -> Outcome<String> {
     if digits > MAX_DIGITS {
         return fault(format!("a number with {digits} digits; at most {MAX_DIGITS} are written"));
@@ -50,7 +52,7 @@ fn general(value: f64, digits: usize, alternate: bool, keeps_digit: bool) -> Str
         Some((_, exponent)) => exponent.parse().expect("an exponent is a number"),
         None => 0,
     };
-    // If one digit after the point is kept, scientific notation begins one place earlier.
+    // If one digit after the point is kept, scientific notation begins at an exponent one lower.
     let most = digits as i32 - i32::from(keeps_digit);
     let is_fixed = (-4..most).contains(&exponent);
     let text = match is_fixed {
@@ -72,7 +74,7 @@ fn general(value: f64, digits: usize, alternate: bool, keeps_digit: bool) -> Str
     format!("{mantissa}{digit}{exponent}")
 }
 
-/// Formats an integer without its sign, by a letter of `dboxX`.
+/// Formats an integer without its sign. `letter` is one of `dboxX`.
 pub(super) fn int_digits(value: i128, letter: char) -> String {
     let value = value.unsigned_abs();
     match letter {
@@ -98,7 +100,7 @@ pub(super) fn grouped(digits: &str, separator: char, size: usize) -> String {
     out + &digits[end..]
 }
 
-/// Parses an integer like Python's `int(text, base)`; `None` if it is not one.
+/// Parses an integer like Python's `int(text, base)`. Returns `None` if the text is not an integer.
 pub(super) fn parse_int(text: &str, base: u32) -> Outcome<Option<i128>> {
     let text = text.trim_matches(is_space);
     let (sign, digits) = match text.strip_prefix('-') {
@@ -128,7 +130,7 @@ pub(super) fn parse_int(text: &str, base: u32) -> Outcome<Option<i128>> {
     }
 }
 
-/// Parses a float like Python's `float(text)`.
+/// Parses a float like Python's `float(text)`. Returns `None` if the text is not a float.
 pub(super) fn parse_float(text: &str) -> Option<f64> {
     let text = text.trim_matches(is_space);
     let underscores = text.char_indices().filter(|&(_, letter)| letter == '_').all(|(at, _)| {

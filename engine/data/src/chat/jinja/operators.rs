@@ -222,7 +222,7 @@ pub(super) fn equal(limits: &Limits, a: &Value, b: &Value) -> Outcome<bool> {
     })
 }
 
-/// The exact order of two numbers; `None` if one is not a number or is NaN.
+/// Returns the exact order of two numbers, or `None` if one of them is not a number or is NaN.
 fn order_of_numbers(a: &Value, b: &Value) -> Option<Ordering> {
     match (a.as_int(), b.as_int()) {
         (Some(a), Some(b)) => Some(a.cmp(&b)),
@@ -239,7 +239,7 @@ fn order_of_numbers(a: &Value, b: &Value) -> Option<Ordering> {
     }
 }
 
-/// The order of two values; `None` if one is NaN.
+/// Returns the order of two values, or `None` if one of them is NaN. Values that Python cannot order are an error.
 pub(super) fn compare(limits: &Limits, a: &Value, b: &Value, sign: &str) -> Outcome<Option<Ordering>> {
     limits.step(1)?;
     match (a.defined()?, b.defined()?) {
@@ -262,7 +262,7 @@ pub(super) fn compare(limits: &Limits, a: &Value, b: &Value, sign: &str) -> Outc
     }
 }
 
-/// Sorts values like Python's `sorted`; equal ones keep their order, also in reverse.
+/// Sorts values like Python's `sorted`. Equal values keep their order, even if the sort is reversed.
 pub(super) fn sorted<T>(
     limits: &Limits,
     items: Vec<T>,

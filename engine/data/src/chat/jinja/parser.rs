@@ -6,25 +6,25 @@ use super::ast::{Body, Expr, For, Kind, MacroNode, Statement, Target, Uses};
 use super::lexer::{Token, TokenKind, tokens};
 use super::limits::{Fault, NESTING, Outcome, PARAMETERS};
 
-/// A parser, at one of its tokens.
+/// A parser and its position among the tokens.
 pub(super) struct Parser {
     pub(super) tokens: Vec<Token>,
     pub(super) at: usize,
     pub(super) depth: usize,
-    /// Number of nodes from the root of the last parsed expression to its deepest leaf.
+    /// Number of nodes on the longest path from the root of the last parsed expression to a leaf.
     pub(super) height: usize,
-    /// Unknown filters and tests that are rejected even if no rendering reaches them.
+    /// Errors for unknown filters and tests. They reject the template even if no rendering reaches them.
     pub(super) unknown: Vec<Fault>,
-    /// For each macro being parsed, the special names that it uses.
+    /// For each macro being parsed, the special variables that its body uses.
     pub(super) uses: Vec<Uses>,
-    /// True if `break` and `continue` are inside a loop.
+    /// True inside a loop, where `break` and `continue` are allowed.
     pub(super) is_in_loop: bool,
-    /// True if an unknown filter or test is only an error when it is rendered, as within a condition.
+    /// True inside a condition, where an unknown filter or test is an error only when it is rendered.
     pub(super) is_soft: bool,
     pub(super) marks_answers: bool,
 }
 
-/// Parses a template's statements; also returns whether any of them is a generation block.
+/// Parses a template's statements. Also returns true if any of them is a generation block.
 pub(super) fn parse(source: &str) -> Outcome<(Body, bool)> {
     let mut parser = Parser {
         tokens: tokens(source)?,
@@ -127,7 +127,8 @@ impl Parser {
         result
     }
 
-    /// Parses statements up to and including a tag with one of these names, or to the end of the template.
+    /// Parses statements, up to and including a tag with one of the names `ends` or up to the end of the template.
+    /// Returns the name of that tag too.
     fn body(&mut self, ends: &[&'static str]) -> Outcome<(Body, &'static str)> {
         self.deeper(|parser| {
             let mut body = Vec::new();
@@ -161,14 +162,15 @@ impl Parser {
         })
     }
 
-    /// Parses from the name of a tag to the end of its last end tag.
+    /// Parses from after the name of a tag to the end of its last end tag.
     fn rest(&mut self, ends: &[&'static str]) -> Outcome<(Body, &'static str)> {
         self.take_sign(":");
         self.block_end()?;
         self.body(ends)
     }
 
-    /// Parses statements within a frame of their own, in which surrounding conditions do not count.
+    /// Parses statements in a frame of their own. Conditions around the frame do not make unknown filters and tests
+    /// acceptable in it.
     fn frame(&mut self, in_loop: bool, ends: &[&'static str]) -> Outcome<(Body, &'static str)> {
         let outer = (self.is_in_loop, self.is_soft);
         (self.is_in_loop, self.is_soft) = (in_loop, false);
@@ -317,7 +319,7 @@ impl Parser {
         self.uses.push(Uses::default());
         let body = self.frame(false, &[end])?.0;
         let uses = self.uses.pop().expect("it was pushed");
-        // A macro also uses what the macros within it use.
+        // Variables that an inner macro uses count as used by the outer macro, too.
         let outer = self.uses.last_mut().expect("the template's own is never popped");
         outer.varargs |= uses.varargs;
         outer.kwargs |= uses.kwargs;

@@ -1,4 +1,4 @@
-//! Printing values like Python's `str` and `repr`.
+//! Prints values like Python's `str` and `repr`.
 
 use std::fmt::Write;
 
@@ -91,7 +91,7 @@ pub(super) fn write_repr(out: &mut Text<'_>, value: &Value) -> Outcome<()> {
                 None => fault("a loop over a filtered sequence cannot be printed"),
             }
         }
-        // Python prints the addresses of these.
+        // Python would print the addresses of these objects.
         Value::Stream(_)
         | Value::Function(_)
         | Value::Method(_)
@@ -112,7 +112,7 @@ fn write_items(out: &mut Text<'_>, start: &str, items: &[Value], end: &str) -> O
     out.push(end)
 }
 
-/// A float as Python prints it: the fewest digits that parse back to it.
+/// Prints a float as Python does, with the fewest digits that parse back to it.
 pub(super) fn float_repr(value: f64) -> String {
     if value.is_nan() {
         return "nan".into();
@@ -129,7 +129,7 @@ pub(super) fn float_repr(value: f64) -> String {
     }
 }
 
-/// A string in quotes, with escapes for characters that Python does not print.
+/// Prints a string in quotes. Characters that Python does not print are escaped.
 pub(super) fn str_repr(text: &str) -> String {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     let mut out = String::with_capacity(text.len() + 2);
@@ -160,8 +160,8 @@ pub(super) fn str_repr(text: &str) -> String {
     out
 }
 
-/// True if Python prints a character without escaping it. Rust's debug output escapes the same characters, except for
-/// marks at the start of a string.
+/// True if Python prints a character without escaping it. Rust's debug output escapes the same characters. Only
+/// combining marks at the start of a string differ.
 pub(super) fn is_printable(letter: char) -> bool {
     if letter.is_ascii() {
         return !letter.is_ascii_control();

@@ -16,16 +16,16 @@ use super::value::{Dict, Namespace, Value};
 pub(crate) struct Renderer<'a> {
     pub limits: &'a Limits,
     out: RefCell<String>,
-    /// Number of captures around the current output: macros, and `set`, `call` and `filter` blocks.
+    /// Number of captures that the current output is inside of: macros, and `set`, `call` and `filter` blocks.
     captures: Cell<usize>,
-    /// Bytes of output when the outermost capture began.
+    /// Length of the output in bytes when the outermost capture began.
     outermost: Cell<usize>,
     /// The captured texts of the filter and set blocks in progress.
     captured: RefCell<Vec<Value>>,
     answers: RefCell<Vec<Answer>>,
-    /// Scopes that may refer to themselves; they are cleared at the end.
+    /// Scopes that may refer to themselves. They are cleared at the end, so that they are freed.
     scopes: RefCell<Vec<Rc<Scope>>>,
-    /// Namespaces that may refer to themselves; they are cleared at the end.
+    /// Namespaces that may refer to themselves. They are cleared at the end, so that they are freed.
     namespaces: RefCell<Vec<Rc<Namespace>>>,
 }
 
@@ -57,13 +57,13 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    /// Renders a template; returns its text and its answers.
+    /// Renders a template. Returns its text and the answers in it.
     pub fn run(&self, body: &Body, variables: Vec<(Arc<str>, Value)>) -> Outcome<(String, Vec<Answer>)> {
         let scope = Rc::new(Scope::default());
         variables.into_iter().for_each(|(name, value)| scope.set(&name, value));
         let result = self.body(body, &scope);
         self.scopes.take().iter().chain([&scope]).for_each(|scope| scope.clear());
-        // All are kept until each is empty, so that a long chain of them is not dropped recursively.
+        // All namespaces are kept alive until each is empty, so that a long chain of them is not dropped recursively.
         let namespaces = self.namespaces.take();
         namespaces.iter().for_each(|namespace| drop(namespace.take()));
         result?;
@@ -76,7 +76,7 @@ impl<'a> Renderer<'a> {
         Ok(())
     }
 
-    /// Runs `run` and returns what it has written.
+    /// Calls `run` and returns the text that it has written.
     fn capture<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<(String, T)> {
         let outer = self.out.take();
         if self.captures.get() == 0 {

@@ -10,7 +10,7 @@ use super::limits::Outcome;
 use super::render::Renderer;
 use super::value::{Items, Stream, Value};
 
-/// Variables, which shadow those of the enclosing scope.
+/// The variables of a scope, which shadow those of the enclosing scope.
 #[derive(Default)]
 pub(crate) struct Scope {
     variables: RefCell<Vec<(Arc<str>, Value)>>,
@@ -23,7 +23,7 @@ impl Scope {
         Rc::new(Self { variables: RefCell::default(), around: Some(around.clone()) })
     }
 
-    /// The scope of the template itself.
+    /// Returns the outermost scope around `scope`, that of the template itself.
     pub fn outermost(scope: &Rc<Scope>) -> Rc<Self> {
         let mut scope = scope;
         while let Some(around) = &scope.around {
@@ -72,7 +72,7 @@ pub(crate) struct Loop {
     pub node: Arc<For>,
     /// The enclosing scope.
     pub scope: Rc<Scope>,
-    /// Number of recursive loops around it.
+    /// Number of recursive loops around this loop.
     pub depth0: usize,
     depth_of_items: usize,
     state: RefCell<State>,
@@ -84,7 +84,7 @@ struct State {
     length: Option<usize>,
     before: Option<Value>,
     current: Option<Value>,
-    /// The next item, if it was already fetched; `Some(None)` is the end.
+    /// The next item, if it was already fetched. `Some(None)` means that there is no next item.
     after: Option<Option<Value>>,
     changed: Option<Vec<Value>>,
 }
@@ -141,7 +141,7 @@ impl Loop {
         self.state.borrow().length
     }
 
-    /// Fetches the next item that passes the loop's condition.
+    /// Fetches the next item that passes the loop's condition; `None` at the end.
     fn pull(&self, renderer: &Renderer<'_>) -> Outcome<Option<Value>> {
         loop {
             renderer.limits.step(1)?;
@@ -159,7 +159,7 @@ impl Loop {
         }
     }
 
-    /// Moves on to the next item.
+    /// Moves on to the next item and returns it; `None` at the end.
     pub fn advance(&self, renderer: &Renderer<'_>) -> Outcome<Option<Value>> {
         let after = self.state.borrow_mut().after.take();
         let item = match after {
@@ -175,7 +175,7 @@ impl Loop {
         Ok(item)
     }
 
-    /// Returns the item after the current one.
+    /// Returns the item after the current one, or `None` if the current item is the last.
     pub fn peek(&self, renderer: &Renderer<'_>) -> Outcome<Option<Value>> {
         if let Some(after) = &self.state.borrow().after {
             return Ok(after.clone());
@@ -185,7 +185,7 @@ impl Loop {
         Ok(after)
     }
 
-    /// Number of items. For a filtered loop or a generator, all items must be fetched to count them.
+    /// Returns the number of items. To count the items of a filtered loop or a generator, all of them are fetched.
     pub fn length(&self, renderer: &Renderer<'_>) -> Outcome<usize> {
         if let Some(length) = self.known_length() {
             return Ok(length);
@@ -207,7 +207,7 @@ impl Loop {
         self.state.borrow().before.clone()
     }
 
-    /// True if the values differ from those of the last call.
+    /// True if the values differ from those of the last call, or if this is the first call.
     pub fn changed(&self, renderer: &Renderer<'_>, values: Vec<Value>) -> Outcome<bool> {
         let last = self.state.borrow_mut().changed.replace(values.clone());
         let Some(last) = last.filter(|last| last.len() == values.len()) else { return Ok(true) };

@@ -30,7 +30,7 @@ fn path(attribute: Option<&Value>) -> Outcome<Path> {
     }
 }
 
-/// Follows a path from an item; returns the default if it leads to an undefined value.
+/// Follows a path of attributes from an item. Returns the default if the path leads to an undefined value.
 fn follow(renderer: &Renderer<'_>, item: &Value, path: &Path, default: Option<&Value>) -> Outcome<Value> {
     let mut value = item.clone();
     for part in path {
@@ -103,8 +103,8 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
                 return Ok(Value::Str(text.chars().rev().collect::<String>().into(), safe));
             }
             let items = value.iterate(limits)?.into_iter().rev().collect();
-            // Python cannot iterate a generator backwards, so Jinja returns a list for it. For other values, it returns
-            // a generator.
+            // Python cannot iterate a generator backwards, so Jinja returns a list for a generator. For other values,
+            // Jinja returns a generator.
             if matches!(value, Value::Stream(_)) { Value::list(limits, items) } else { Value::stream(limits, items) }
         }
         "items" => {
@@ -258,7 +258,7 @@ fn map(renderer: &Renderer<'_>, value: &Value, mut given: Given) -> Outcome<Valu
     Value::stream(limits, mapped)
 }
 
-/// Copies the arguments for one more call.
+/// Copies the arguments, since each call consumes its arguments.
 fn again(renderer: &Renderer<'_>, given: &Given) -> Outcome<Given> {
     renderer.limits.step(given.positional.len() + given.named.len())?;
     renderer.limits.grow((given.positional.len() + given.named.len()) * super::value::ELEMENT)?;
@@ -298,8 +298,8 @@ fn batches(
     fill: Option<&Value>,
     limits: &super::limits::Limits,
 ) -> Outcome<Vec<Vec<Value>>> {
-    // A size that overflows makes a single batch. With size 0, Python's first batch is empty and its second grows
-    // without end.
+    // A size that overflows makes a single batch. With size 0, Python's first batch is empty and its second batch has
+    // all items.
     let size = match usize::try_from(size) {
         Ok(0) | Err(_) if !items.is_empty() => return fault("a batch has at least one item"),
         Ok(size) => size.max(1),

@@ -58,7 +58,7 @@ pub(super) const METHODS: [&str; 44] = [
     "zfill",
 ];
 
-/// Python's other methods.
+/// The other methods of Python's `str`.
 pub(super) const NOT_SUPPORTED: [&str; 3] = ["encode", "maketrans", "translate"];
 
 /// White space as defined by Python's `str.isspace`.
@@ -70,7 +70,8 @@ pub(super) fn is_space(letter: char) -> bool {
 pub(super) fn call(renderer: &Renderer<'_>, text: &Arc<str>, method: &str, given: Given) -> Outcome<Value> {
     let limits = renderer.limits;
     limits.scan(text)?;
-    // Most results are about as long as the string; methods that lengthen it charge for that themselves.
+    // Most results are about as long as the string, which is charged here. Methods that lengthen the string charge for
+    // the difference.
     limits.grow(text.len())?;
     let of_letters = |test: fn(char) -> bool| Ok(Value::Bool(!text.is_empty() && text.chars().all(test)));
     Ok(match method {
@@ -244,11 +245,11 @@ pub(super) fn call(renderer: &Renderer<'_>, text: &Arc<str>, method: &str, given
 }
 
 fn is_alpha(letter: char) -> bool {
-    // Only letters count: no letter-like numbers, and no combining marks.
+    // Letter-like numbers and combining marks do not count as letters.
     letter.is_alphabetic() && !letter.is_numeric() && (letter.is_ascii() || !is_mark(letter))
 }
 
-/// True if Rust considers a character a combining mark, which belongs to the one before it.
+/// True if Rust considers a character to be a combining mark, which belongs to the character before it.
 fn is_mark(letter: char) -> bool {
     letter.escape_debug().next() == Some('\\')
 }
@@ -257,9 +258,9 @@ fn is_small_digit(letter: char) -> bool {
     matches!(letter, '²' | '³' | '¹' | '⁰' | '⁴'..='⁹' | '₀'..='₉' | '①'..='⑨' | '⑴'..='⑼' | '⒈'..='⒐')
 }
 
-/// The value of a decimal digit of any script.
+/// Returns the value of a decimal digit in any common script, or `None` for other characters.
 pub(super) fn decimal(letter: char) -> Option<u32> {
-    // The zeros of the scripts that are in common use for numbers.
+    // The zeros of the scripts whose digits are in common use.
     const ZEROS: [u32; 22] = [
         0x30, 0x660, 0x6f0, 0x7c0, 0x966, 0x9e6, 0xa66, 0xae6, 0xb66, 0xbe6, 0xc66, 0xce6, 0xd66, 0xde6, 0xe50, 0xed0,
         0xf20, 0x1040, 0x17e0, 0x1810, 0xff10, 0x1d7ce,
@@ -272,11 +273,11 @@ fn is_cased(text: &str) -> bool {
     text.chars().any(|letter| letter.is_uppercase() || letter.is_lowercase())
 }
 
-/// Case-folds a letter. For ß and ligatures, this differs from Rust's lower case.
+/// Case-folds a letter. For ß and ligatures, the result differs from Rust's lower case.
 fn folded(letter: char) -> Vec<char> {
     match letter {
         'ı' => vec![letter],
-        // Cherokee folds to its capital letters.
+        // Cherokee letters fold to capital letters.
         '\u{13a0}'..='\u{13fd}' | '\u{ab70}'..='\u{abbf}' => letter.to_uppercase().collect(),
         _ if letter.is_lowercase() => letter.to_uppercase().flat_map(char::to_lowercase).collect(),
         _ => letter.to_lowercase().collect(),
@@ -287,14 +288,15 @@ fn swapped(letter: char) -> String {
     if letter.is_uppercase() { letter.to_lowercase().collect() } else { letter.to_uppercase().collect() }
 }
 
-/// Appends a letter in title case: if its upper case is several letters, as for ß, only the first stays a capital.
+/// Appends a letter in title case. If the upper case of a letter has several letters, as for ß, only the first of these
+/// stays a capital.
 fn title_letter(letter: char, out: &mut String) {
     let mut upper = letter.to_uppercase();
     out.extend(upper.next());
     upper.for_each(|more| out.extend(more.to_lowercase()));
 }
 
-/// The first letter in title case, the others in lower case.
+/// Puts the first letter in title case and all others in lower case.
 pub(super) fn capitalized(text: &str) -> String {
     let mut letters = text.chars();
     let mut out = String::with_capacity(text.len());
@@ -304,7 +306,7 @@ pub(super) fn capitalized(text: &str) -> String {
     out + &letters.as_str().to_lowercase()
 }
 
-/// The first letter of each word in title case, the others in lower case.
+/// Puts the first letter of each word in title case and all others in lower case.
 fn titled(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let is_cased = |letter: char| letter.is_uppercase() || letter.is_lowercase();
@@ -312,7 +314,7 @@ fn titled(text: &str) -> String {
     while let Some(start) = rest.find(is_cased) {
         out.push_str(&rest[..start]);
         let length = rest[start..].find(|letter| !is_cased(letter)).unwrap_or(rest.len() - start);
-        // Lower-cased as a whole word, because a sigma at the end of a word has its own form.
+        // The word is lower-cased as a whole, because a sigma at the end of a word has its own form.
         let (word, behind) = rest[start..].split_at(length);
         let first = word.chars().next().expect("it was found");
         title_letter(first, &mut out);
@@ -387,13 +389,13 @@ fn missing(text: &str, width: i128) -> usize {
     usize::try_from(width - text.chars().count() as i128).unwrap_or(0)
 }
 
-/// Pads a string to a width: centered, or at the left or right.
+/// Pads a string to a width. `method` says whether the string is centered, or at the left or right.
 pub(super) fn padded(renderer: &Renderer<'_>, text: &str, method: &str, width: i128, fill: &str) -> Outcome<String> {
     let missing = missing(text, width);
     let left = match method {
         "ljust" => 0,
         "rjust" => missing,
-        // If the padding is odd, CPython puts the extra space on the left for an odd width.
+        // If the padding is odd, CPython puts the extra space on the left if the width is odd too.
         _ => missing / 2 + (missing & (width as usize) & 1),
     };
     let mut out = Text::new(renderer.limits);
@@ -403,8 +405,8 @@ pub(super) fn padded(renderer: &Renderer<'_>, text: &str, method: &str, width: i
     Ok(out.text)
 }
 
-/// The part between two character positions, and the number of characters before it; `None` if the start is after the
-/// end.
+/// Returns the part of a string between two character positions, and the number of characters before it. Returns `None`
+/// if the start is after the end of the string.
 fn part(text: &str, start: Option<Value>, end: Option<Value>) -> Outcome<Option<(usize, &str)>> {
     if start.is_none() && end.is_none() {
         return Ok(Some((0, text)));
@@ -426,7 +428,7 @@ fn part(text: &str, start: Option<Value>, end: Option<Value>) -> Outcome<Option<
     Ok(Some((start as usize, &text[byte(start)..byte(end)])))
 }
 
-/// The string value of an argument.
+/// Returns an argument's string, or an error if the argument is not a string.
 pub(super) fn text_of(value: &Value, method: &str) -> Outcome<Arc<str>> {
     match value.defined()?.as_str() {
         Some(text) => Ok(text.clone()),
@@ -439,7 +441,7 @@ fn one_text(given: Given, method: &str) -> Outcome<Arc<str>> {
     text_of(&text, method)
 }
 
-/// The string value of an optional argument.
+/// Returns an optional argument's string; `None` if it was not given or is none.
 pub(super) fn optional_text(value: Option<Value>, method: &str) -> Outcome<Option<Arc<str>>> {
     match value {
         None | Some(Value::None) => Ok(None),
@@ -447,7 +449,7 @@ pub(super) fn optional_text(value: Option<Value>, method: &str) -> Outcome<Optio
     }
 }
 
-/// The integer value of an argument.
+/// Returns an argument's integer, or the default if it was not given.
 pub(super) fn count_of(value: Option<Value>, default: i128, method: &str) -> Outcome<i128> {
     match value {
         None => Ok(default),

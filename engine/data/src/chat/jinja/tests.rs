@@ -53,7 +53,7 @@ const TESTS: [&str; 39] = [
     "upper",
 ];
 
-/// True if there is a test of this name.
+/// True if Jinja has a test of this name.
 pub(super) fn is_known(name: &str) -> bool {
     TESTS.contains(&name)
 }
@@ -137,8 +137,8 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: &Value, given: G
     })
 }
 
-/// True if two values are the same object. Python has only one object for each small integer, for each truth value, and
-/// for none.
+/// True if two values are the same object in Python. Python has only one object for each small integer, for each truth
+/// value, and for `None`.
 fn same(a: &Value, b: &Value) -> Outcome<bool> {
     Ok(match (a, b) {
         (Value::None, Value::None) => true,

@@ -1,5 +1,5 @@
-//! Values of a template: those of Python that a sandboxed template can create. All except namespaces and loops are
-//! immutable.
+//! Values of a template: those of Python that a sandboxed template can create. They are immutable, except for
+//! namespaces and loops.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -53,7 +53,7 @@ pub(crate) enum View {
 pub(crate) struct Items {
     pub items: Vec<Value>,
     depth: usize,
-    /// True for a pair from `groupby`, whose members have names.
+    /// True for a pair from `groupby`, whose two members have names.
     pub is_group: bool,
 }
 
@@ -74,7 +74,7 @@ pub(crate) struct Dict {
     depth: usize,
 }
 
-/// A key in the form that is compared: 1, 1.0 and true are the same key.
+/// A key in the form in which keys are compared: 1, 1.0 and true are the same key.
 #[derive(PartialEq, Eq, Hash)]
 pub(crate) enum Key {
     None,
@@ -84,7 +84,7 @@ pub(crate) enum Key {
     Tuple(Vec<Key>),
 }
 
-/// Bytes of a value in a list.
+/// Bytes that a value takes in a list.
 pub(super) const ELEMENT: usize = size_of::<Value>();
 
 /// The most elements of a tuple that is a key, including those nested in it.
@@ -99,13 +99,13 @@ fn depth_over<'a>(items: impl IntoIterator<Item = &'a Value>) -> Outcome<usize> 
 }
 
 impl Dict {
-    /// Returns the value of a key, if it exists.
+    /// Returns the value of a key, or `None` if the mapping does not have the key.
     pub fn get(&self, limits: &Limits, key: &Value) -> Outcome<Option<&Value>> {
         limits.scan(key.as_str().map_or("", |text| text))?;
         Ok(self.places.get(&key.key()?).map(|&place| &self.entries[place].1))
     }
 
-    /// Returns the value of a string key, if it exists.
+    /// Returns the value of a string key, or `None` if the mapping does not have the key.
     pub fn get_str(&self, key: &str) -> Option<&Value> {
         self.places.get(&Key::Str(key.into())).map(|&place| &self.entries[place].1)
     }
@@ -188,7 +188,7 @@ impl Value {
         }
     }
 
-    /// The name of its type in Python.
+    /// Returns the name of the value's type in Python.
     pub fn type_name(&self) -> &'static str {
         match self {
             Self::Undefined(_) => "Undefined",
@@ -216,7 +216,7 @@ impl Value {
         }
     }
 
-    /// True if it counts as true.
+    /// True if the value counts as true in a condition.
     pub fn is_true(&self) -> bool {
         match self {
             Self::Undefined(_) | Self::None => false,
@@ -229,7 +229,7 @@ impl Value {
         }
     }
 
-    /// Number of elements or characters, if it is known.
+    /// Returns the number of elements or characters, or `None` if the value has no length.
     pub fn len(&self) -> Option<usize> {
         match self {
             Self::Undefined(_) => Some(0),
@@ -241,7 +241,8 @@ impl Value {
         }
     }
 
-    /// Returns its elements: the keys of a mapping, the characters of a string, or the remaining values of a generator.
+    /// Returns the elements of the value: the keys of a mapping, the characters of a string, or the remaining values of
+    /// a generator.
     pub fn iterate(&self, limits: &Limits) -> Outcome<Vec<Value>> {
         limits.step(1)?;
         if let Some(length) = self.len() {
@@ -272,7 +273,7 @@ impl Value {
         })
     }
 
-    /// Converts it to the form in which keys are compared.
+    /// Converts the value to the form in which keys are compared. It is an error if the value cannot be a key.
     pub fn key(&self) -> Outcome<Key> {
         let mut left = LONGEST_KEY;
         self.key_within(&mut left)
@@ -297,7 +298,8 @@ impl Value {
         })
     }
 
-    /// Its value where Python expects an integer: integers and truth values.
+    /// Returns the value as an integer, as far as Python accepts it as one: an integer or a truth value. Otherwise
+    /// returns `None`.
     pub fn as_int(&self) -> Option<i128> {
         match self {
             Self::Int(value) => Some(*value),
@@ -306,7 +308,7 @@ impl Value {
         }
     }
 
-    /// A number as a float.
+    /// Returns a number as a float, or `None` if the value is not a number.
     pub fn as_float(&self) -> Option<f64> {
         match self {
             Self::Float(value) => Some(*value),
@@ -314,7 +316,7 @@ impl Value {
         }
     }
 
-    /// The value of a mapping's key, if it exists.
+    /// Returns the value of a mapping's key; `None` if the key is missing or the value is not a mapping.
     pub fn field(&self, name: &str) -> Option<&Self> {
         match self {
             Self::Dict(dict) => dict.get_str(name),
@@ -322,7 +324,7 @@ impl Value {
         }
     }
 
-    /// The string, if it is one.
+    /// Returns the string, or `None` if the value is not a string.
     pub fn as_str(&self) -> Option<&Arc<str>> {
         match self {
             Self::Str(text, _) => Some(text),
@@ -330,7 +332,7 @@ impl Value {
         }
     }
 
-    /// Returns an error if it is undefined.
+    /// Returns the value itself, or an error if it is undefined.
     pub fn defined(&self) -> Outcome<&Self> {
         match self {
             Self::Undefined(reason) => fault(&**reason),
