@@ -47,8 +47,8 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// Bytes that can still be allocated: the minimum over the machine, the control groups and the limits of the process.
-/// `None` where the system does not report any.
+/// Returns the bytes that can still be allocated: the minimum over the machine, the control groups and the limits of
+/// the process. Returns `None` if the system reports none of these.
 pub fn available_memory_bytes() -> Option<u64> {
     available_memory().map(|(bytes, _)| bytes)
 }
@@ -64,7 +64,7 @@ pub fn available_memory() -> Option<(u64, MemoryLimit)> {
     limits.into_iter().filter_map(|(bytes, limit)| Some((bytes?, limit))).min_by_key(|(bytes, _)| *bytes)
 }
 
-/// Bytes left below a soft limit of the process; `None` if it is unlimited.
+/// Returns the bytes left below a soft limit of the process, or `None` if there is no limit.
 fn left_of_limit(limit: &[u8], used: &[u8]) -> Option<u64> {
     let mut buffer = [0; BUFFER];
     let text = read("/proc/self/limits".as_ref(), &mut buffer)?;
@@ -85,11 +85,11 @@ mod control_groups {
         limit: PathBuf,
         used: PathBuf,
         statistics: PathBuf,
-        /// The line of the statistics with the cached files that are reclaimed when memory is short.
+        /// The name of the statistic that counts cached file pages; the kernel reclaims them when memory is short.
         cache: &'static [u8],
     }
 
-    /// The least memory that is left in any of the process's control groups.
+    /// Returns the minimum of the memory left in the process's control groups.
     pub(super) fn available() -> Option<u64> {
         // Looked up once: a process hardly ever changes its group, and a step may ask often.
         static GROUPS: OnceLock<Vec<Group>> = OnceLock::new();
@@ -100,7 +100,7 @@ mod control_groups {
         groups.iter().filter_map(Group::available).min()
     }
 
-    /// The groups of a process and their ancestors, from the lines of its `/proc/self/cgroup`.
+    /// Returns the groups of a process and their ancestors, given the lines of its `/proc/self/cgroup`.
     fn groups(memberships: &str, root: &Path) -> Vec<Group> {
         let mut groups = Vec::new();
         for line in memberships.lines() {
@@ -115,7 +115,7 @@ mod control_groups {
                 }
                 _ => continue,
             };
-            // In a container, the path may be one of the host, of which only the root is visible.
+            // In a container, the path may be the group's path on the host, while only part of it is visible here.
             for folder in Path::new(path.trim_start_matches('/')).ancestors().map(|inside| root.join(inside)) {
                 let [limit, used, cache] = names;
                 if folder.join(limit).exists() {
