@@ -78,7 +78,7 @@ impl FromStr for Architecture {
 /// The machine code compiled from one source.
 #[derive(Debug, Clone)]
 pub struct Compiled {
-    /// A CUBIN.
+    /// The code as a CUBIN file.
     pub code: Vec<u8>,
     /// The resources that each of its kernels uses.
     pub kernels: Vec<Resources>,
