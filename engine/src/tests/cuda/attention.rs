@@ -1,4 +1,4 @@
-//! attention.cu and, for bf16, attention_tensor_cores.cu.
+//! Tests of attention.cu and, for bf16, of attention_tensor_cores.cu.
 
 use gapless_testing::few;
 
@@ -6,8 +6,8 @@ use super::judge::check;
 use crate::Tensor;
 use crate::ops::Attention;
 
-/// Token counts below, at and above the tile size; all tile forms and odd head sizes; shared key heads; more keys than
-/// queries.
+/// The shapes cover token counts below, at and above the tile size, all tile forms, odd head sizes, shared key heads,
+/// and more keys than queries.
 #[test]
 fn forward_and_backward() {
     // (batch, heads, key heads, queries, keys, head size)
@@ -18,7 +18,8 @@ fn forward_and_backward() {
         (1, 3, 1, 20, 20, 64),
         (1, 2, 1, 35, 35, 80),
         (1, 2, 2, 18, 33, 130),
-        // More tokens than a block of the tensor-core kernels has, and sizes that are moved 16 bytes at a time.
+        // These have more tokens than a block of the tensor-core kernels, and sizes that are moved 16 bytes at a
+        // time.
         (1, 2, 1, 140, 140, 16),
         (1, 1, 1, 66, 130, 104),
         (1, 1, 1, 70, 70, 256),
@@ -26,7 +27,7 @@ fn forward_and_backward() {
     for &(batch, heads, kv_heads, queries, keys, size) in few(&shapes, 5) {
         for causal in [false, true] {
             let attention = Attention { causal, ..Attention::full(1.0 / (size as f64).sqrt()) };
-            // Tokens before heads in memory, as projections write them.
+            // In memory, the token dimension comes before the head dimension, as in the results of projections.
             let (q, kv) = ([batch, queries, heads, size], [batch, keys, kv_heads, size]);
             check(&["attention", "attention_grad"], &[&q, &kv, &kv], &[], |x, _| {
                 let [q, k, v] = [x[0].transpose(1, 2)?, x[1].transpose(1, 2)?, x[2].transpose(1, 2)?];

@@ -143,8 +143,7 @@ pub struct HeadRows {
     pub losses: u64,
     /// Losses without regularization terms, f32; 0 if they are not needed.
     pub likelihoods: u64,
-    /// Weights of the losses, f32; 0 if there are none. If the gradients of the losses are known in advance, they are
-    /// weighted as well.
+    /// Weights of the losses, f32; 0 if there are none. With [`Upstream::Everywhere`], they also weight the gradients.
     pub weights: u64,
     /// The logits of the vocabulary's last entries, if they are stored separately. They are stored eight to a row and
     /// replaced by their gradients. The pair contains their address and the index of the first such entry.
