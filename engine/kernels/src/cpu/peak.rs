@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use super::simd::{Level, Vector};
 
-/// How products of two bf16 factors are computed. The two methods round differently.
+/// The method of computing products of two bf16 factors. The two methods round differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bf16Products {
     /// Two products at a time, with `vdpbf16ps` of AVX-512.

@@ -1,4 +1,4 @@
-//! How an operation can be fused with others into one kernel.
+//! The ways in which an operation can be fused with others into one kernel.
 
 /// The part that an operation can contribute to a fused kernel.
 #[derive(Debug, Clone, PartialEq)]

@@ -41,7 +41,7 @@ unsafe impl<T> Send for Backward<T> {}
 unsafe impl<T> Sync for Backward<T> {}
 
 /// # Safety
-/// As for [`Attention::backward_raw`].
+/// The same as for [`Attention::backward_raw`].
 pub(super) unsafe fn run<T: Factor>(
     job: &Attention,
     instructions: &Instructions,
@@ -130,7 +130,7 @@ struct Task<'a, T> {
 
 impl<T: Factor> Task<'_, T> {
     /// # Safety
-    /// As for [`Attention::backward_raw`]; the part's gradients and the arrays must belong to this thread alone.
+    /// The same as for [`Attention::backward_raw`]; the part's gradients and the arrays must belong to this thread alone.
     unsafe fn run(&self, part: Part) {
         let &Self { job, instructions, operands, batch, kv_head, ref arrays } = self;
         let heads = kv_head * job.group()..(kv_head + 1) * job.group();

@@ -39,7 +39,7 @@ pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
 }
 
 /// # Safety
-/// As for [`Attention::forward_raw`].
+/// The same as for [`Attention::forward_raw`].
 pub(super) unsafe fn run<T: Factor>(
     job: &Attention,
     instructions: &Instructions,
@@ -98,7 +98,7 @@ struct Block {
 
 impl<T: Factor> Task<'_, T> {
     /// # Safety
-    /// As for [`Attention::forward_raw`]; `scratch` must be this thread's [`parts`].
+    /// The same as for [`Attention::forward_raw`]; `scratch` must be this thread's [`parts`].
     unsafe fn run(&self, queries: Range<usize>, scratch: [*mut f32; 5]) {
         let &Self { job, operands, batch, kv_head, .. } = self;
         let [k, v, query_panel, scores, running] = scratch;

@@ -85,7 +85,7 @@ pub trait Factor: Float {
     /// Packs a panel of B.
     ///
     /// # Safety
-    /// As for [`Kernels::pack_panel`].
+    /// The same as for [`Kernels::pack_panel`].
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32);
 
     /// Returns the factors if they are f32, or `None` if they are bf16.
@@ -236,7 +236,7 @@ impl Kernels {
     /// micro-kernel has.
     ///
     /// # Safety
-    /// As for [`Kernels::panel`].
+    /// The same as for [`Kernels::panel`].
     #[inline]
     pub unsafe fn in_place(&self, rows: usize, job: &InPlace) {
         // SAFETY: by this function's contract.
@@ -246,7 +246,7 @@ impl Kernels {
     /// Computes C = A·B or C += A·B for `rows` × `product.columns` of C, without bias or residual.
     ///
     /// # Safety
-    /// As for [`Kernels::panel`], for all panels of `product`.
+    /// The same as for [`Kernels::panel`], for all panels of `product`.
     pub unsafe fn block(&self, layout: Layout, rows: usize, product: &Product) {
         for column in (0..product.columns).step_by(self.columns) {
             let tile = Tile {

@@ -109,7 +109,7 @@ pub struct Gemm {
     pub batch: Batch,
 }
 
-/// Whether C's old values are overwritten or added to.
+/// The treatment of C's old values: they are overwritten, or the product is added to them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// C = A·B. C may hold anything before, including NaN.

@@ -85,7 +85,7 @@ unsafe fn clear_behind(to: *mut f32, k: usize, columns: usize, width: usize) {
 /// hold pairs.
 ///
 /// # Safety
-/// As for [`panel`].
+/// The same as for [`panel`].
 #[inline(always)]
 pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
     if V::IS_PAIRS {
@@ -152,7 +152,7 @@ unsafe fn pairs(first: *const bf16, second: Option<*const bf16>, len: usize, to:
 /// Like [`panel`], for bf16 with two rows of B in a line.
 ///
 /// # Safety
-/// As for [`panel`].
+/// The same as for [`panel`].
 #[inline(always)]
 unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
     let Strides { row, column } = source.strides;
@@ -203,7 +203,7 @@ unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: us
 /// Like [`rows`], for bf16 with two columns of A in a line.
 ///
 /// # Safety
-/// As for [`rows`].
+/// The same as for [`rows`].
 #[inline(always)]
 pub(super) unsafe fn rows_of_pairs(source: &Source<bf16>, rows: usize, k: usize, layout: Layout, to: &PackedA) {
     let Strides { row, column } = source.strides;
