@@ -76,7 +76,7 @@ impl Twin {
 
 /// A model that, if it is a mixture of experts, has additional results.
 trait Judge: Module {
-    /// The terms that training adds to the loss, as a scalar.
+    /// Returns the terms that training adds to the loss, as a scalar, or `None` if there are none.
     fn training_loss(&self, _tokens: &Tensor) -> Result<Option<Tensor>> {
         Ok(None)
     }

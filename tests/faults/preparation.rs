@@ -21,7 +21,7 @@ pub fn prepare(dir: &Path, cache: &str) -> anyhow::Result<Dataset> {
     Ok(Dataset::prepare(&Source::Path(dir.join("text.txt")), &options)?)
 }
 
-/// Returns the contents of the progress file in a cache that contains one preparation.
+/// Returns the contents of the progress file in a cache with one preparation, or `None` if there is no such file.
 fn progress(cache: &Path) -> Option<String> {
     let folder = fs::read_dir(cache).ok()?.next()?.ok()?.path();
     fs::read_to_string(folder.join("tokens.bin.progress")).ok()

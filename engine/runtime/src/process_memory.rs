@@ -53,7 +53,7 @@ pub fn available_memory_bytes() -> Option<u64> {
     available_memory().map(|(bytes, _)| bytes)
 }
 
-/// Returns [`available_memory_bytes`] and the limit that determines it.
+/// Returns [`available_memory_bytes`] and the limit that determines it, or `None` if the system reports no limit.
 pub fn available_memory() -> Option<(u64, MemoryLimit)> {
     let limits = [
         (proc_field("/proc/meminfo", b"MemAvailable:"), MemoryLimit::Machine),
@@ -89,7 +89,7 @@ mod control_groups {
         cache: &'static [u8],
     }
 
-    /// Returns the minimum of the memory left in the process's control groups.
+    /// Returns the minimum of the memory left in the process's control groups, or `None` if no group has a limit.
     pub(super) fn available() -> Option<u64> {
         // Looked up once: a process hardly ever changes its group, and a step may ask often.
         static GROUPS: OnceLock<Vec<Group>> = OnceLock::new();
@@ -171,13 +171,13 @@ mod control_groups {
 /// Bytes read from a file; the statistics of a control group take about 4,000.
 const BUFFER: usize = 16384;
 
-/// Reads a field of a /proc file that is given in "kB" (in fact KiB) and returns bytes. Does not allocate, so that a
-/// step may call it.
+/// Returns a field of a /proc file in bytes, or `None` if the file has no such field. The file gives the field in "kB",
+/// which means KiB. Does not allocate, so that a step may call this function.
 fn proc_field(path: &str, field: &[u8]) -> Option<u64> {
     kibibytes(read(path.as_ref(), &mut [0; BUFFER])?, field)
 }
 
-/// Reads the beginning of a file.
+/// Reads the beginning of a file, or returns `None` if it cannot be read.
 fn read<'b>(path: &Path, buffer: &'b mut [u8; BUFFER]) -> Option<&'b [u8]> {
     let mut filled = 0;
     let mut file = File::open(path).ok()?;

@@ -166,7 +166,7 @@ impl Trainer {
 
     /// Reads the contexts of all sequences, chunk by chunk. If a context has several chunks, the last one is moved
     /// back so that it is full. It then repeats tokens of the chunk before, and their cache entries are written
-    /// again.
+    /// again. Returns the program whose output holds the logits.
     fn prefill(&mut self, cached: &mut Cached, sequences: &[Sequence]) -> Result<Option<ProgramId>> {
         let Cached { prefill, chunk, batch, window, .. } = *cached;
         let context = |slot: usize| sequences.get(slot).map_or(&[][..], |sequence| sequence.context(window));
@@ -196,7 +196,7 @@ impl Trainer {
         Ok(Some(prefill))
     }
 
-    /// Reads the last token of each sequence.
+    /// Reads the last token of each sequence. Returns the program whose output holds the logits.
     fn decode(&mut self, cached: &mut Cached, sequences: &[Sequence]) -> Result<Option<ProgramId>> {
         let Cached { decode, batch, window, .. } = *cached;
         for slot in 0..batch {

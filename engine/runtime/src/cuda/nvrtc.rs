@@ -329,7 +329,7 @@ struct Started<'a> {
 }
 
 impl Started<'_> {
-    /// What the compiler wrote.
+    /// Returns the compiler's log, or `None` if NVRTC does not provide it.
     fn text(&self) -> Option<String> {
         let mut bytes = 0;
         // SAFETY: the program exists, and the result outlives the call.
