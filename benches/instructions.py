@@ -30,7 +30,8 @@ every = [loop for path in sys.argv[1:] for loop in loops(path)]
 shown = {
     "product, 12 rows by 8 columns": [b for f, b in every if "4neon5micro" in f],
     "attention, exponentials of scores and their sums": [b for f, b in every if "rows8portable7softmax" in f],
-    # Loads four elements of the parameter, the gradient and two moments, and stores three of these; only the parameter is subtracted from.
+    # Loads four elements each of the parameter, the gradient and two moments. Stores parameter and moments; only the
+    # parameter is the result of a subtraction.
     "AdamW in f32": [
         b
         for f, b in every

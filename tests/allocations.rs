@@ -37,8 +37,8 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// A single test without the test harness, so that no other thread of this process allocates in the meantime: the
-/// harness allocates when it starts to wait, and when it reports a slow test.
+/// Runs a single test without the test harness, so that no other thread of this process allocates. The harness
+/// allocates when it starts to wait, and when it reports a slow test.
 fn main() {
     only_test("steady_state_steps_allocate_nothing", || {
         one_rank_and_memory_stays_flat();
@@ -51,12 +51,12 @@ fn main() {
     });
 }
 
-/// The number of steps whose allocations are counted. The call itself allocates.
+/// Returns the number of steps whose allocations are counted. The call itself allocates.
 fn counted() -> usize {
     few(&[20, 100], 1).last().copied().unwrap()
 }
 
-/// Counts allocations per token: several sequences, every sampling rule, with caches.
+/// Counts allocations per generated token, for several sequences, with caches and every sampling rule.
 fn tokens() {
     for kind in [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral)] {
         let mut run = TinyRun { kind, ..TinyRun::default() };
@@ -76,7 +76,7 @@ fn tokens() {
     }
 }
 
-/// Counts allocations of steps whose routed rows are evicted and recomputed, and after an arena has grown.
+/// Counts allocations of steps whose routed rows are evicted and recomputed, and of steps after an arena has grown.
 fn rows_without_room() {
     let mesh = Mesh { expert: 2, ..Mesh::default() };
     for (overflow, factor) in [(Overflow::Recompute, 1.0), (Overflow::Grow, 0.5)] {
@@ -96,8 +96,8 @@ fn rows_without_room() {
     }
 }
 
-/// Counts the heap allocations of all ranks in the steps after the first ten. Returns each rank's count, and its
-/// arena's report on all steps.
+/// Counts the heap allocations of all ranks in the steps after the first ten. For each rank, returns the count, and
+/// the report of the rank's arena on all steps.
 fn allocations_on_ranks(run: &TinyRun) -> (Vec<u64>, Vec<Option<ArenaReport>>) {
     let counted = counted();
     let together = Barrier::new(run.options.step.mesh.ranks().unwrap());
@@ -114,15 +114,15 @@ fn allocations_on_ranks(run: &TinyRun) -> (Vec<u64>, Vec<Option<ArenaReport>>) {
         steps(counted);
         together.wait();
         let after = ALLOCATIONS.load(Ordering::Relaxed);
-        // Ending a thread allocates, so no rank ends before all have counted.
+        // The end of a thread allocates, so no rank ends before all have counted.
         together.wait();
         (after - before, trainer.routing())
     });
     ranks.into_iter().unzip()
 }
 
-/// Counts allocations with ranks as threads, including messages and collectives. Ranks that share experts place other
-/// rows in every step.
+/// Counts allocations with ranks as threads, including messages and collectives. Expert ranks place a different
+/// number of rows in every step.
 fn several_ranks() {
     let both = Mesh { data: 2, pipeline: 2, expert: 1 };
     let experts = Mesh { expert: 2, ..Mesh::default() };
@@ -214,8 +214,9 @@ fn one_rank_and_memory_stays_flat() {
     }
 }
 
-/// Counts the bytes in private pages of this process one by one: the figures in /proc/self/status are off by some dozen
-/// pages per core. Huge pages are left out: the kernel builds them from small pages, including untouched ones.
+/// Returns the bytes in private pages of this process, or `None` if the system does not report them. For smaps_rollup,
+/// the kernel counts the pages one by one. The figures in /proc/self/status are off by some dozen pages per core. Huge
+/// pages are excluded, because the kernel creates them from small pages, including untouched ones.
 fn own_pages() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").ok()?;
     let kib = |name: &str| -> Option<u64> {

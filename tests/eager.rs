@@ -1,6 +1,6 @@
-//! Compares the eager lowering with recordings of PyTorch: the peak of live bytes must be equal, and the waste of
-//! PyTorch's allocator within half a percentage point. Experts get the recorded rows. With `GAPLESS_SLOW_TESTS`, all
-//! recordings next to the repository are used.
+//! Compares the eager lowering with recordings of PyTorch. The peak of live bytes must be equal. The waste of
+//! PyTorch's allocator must agree within half a percentage point. Experts get the recorded numbers of rows. With
+//! `GAPLESS_SLOW_TESTS`, all recordings in the larger collection next to the repository are used.
 //!
 //! Recordings with changing sequence lengths are not compared.
 
@@ -15,14 +15,14 @@ use gapless::step::{ConfigError, Step};
 use gapless_testing::evidence;
 use serde_json::Value;
 
-/// The step described by some keys, one per line.
+/// Creates the step that some keys describe, one key per line.
 fn step(keys: &str) -> Result<Step, ConfigError> {
     let keys: Vec<String> = keys.lines().map(str::to_owned).collect();
     Step::new(&RunConfig::parse("", &keys)?)
 }
 
-/// The step and the rank of a recording, with the places where stages begin; `None` if our models cannot express the
-/// step.
+/// Returns the step and the rank of a recording, with the places where stages begin. Returns `None` if our models
+/// cannot express the step.
 fn step_of(entry: &Value) -> Option<(Step, Vec<String>, usize)> {
     let config = &entry["config"];
     let number = |key: &str| config[key].as_u64().unwrap_or(0) as usize;
@@ -60,9 +60,9 @@ fn step_of(entry: &Value) -> Option<(Step, Vec<String>, usize)> {
     Some((step.unwrap(), cuts, number("rank")))
 }
 
-/// The row counts of all experts that get rows, layer by layer, in the order of the forwards. As in `recorded_moe` of
-/// `gapless-allocators`, an expert is recognized by the sizes of its gate, silu, up and product. The rows that a rank
-/// receives are recognized by the sizes of the rows, their indices, and the gathered rows.
+/// Returns the row counts of all experts that get rows, layer by layer, in the order of the forwards. As in
+/// `recorded_moe` of `gapless-allocators`, an expert is recognized by the sizes of its gate, silu, up and product.
+/// The rows that a rank receives are recognized by the sizes of the rows, of their indices, and of the gathered rows.
 fn recorded_rows(entry: &Value) -> Vec<Vec<u64>> {
     let config = &entry["config"];
     if config.get("moe").is_none() {
@@ -75,7 +75,7 @@ fn recorded_rows(entry: &Value) -> Vec<Vec<u64>> {
     let mut buffers: Vec<_> = table.buffers().iter().filter(|buffer| buffer.bytes != 8_519_680).collect();
     buffers.sort_by_key(|buffer| buffer.lifetime.start);
     let sizes: Vec<u64> = buffers.iter().map(|buffer| buffer.bytes).collect();
-    // For the loop over all experts: two choices per token.
+    // In the loop over all experts, each token has two choices.
     let mut of_rank = 2 * number("mb") * number("seq");
     let (mut layers, mut layer): (Vec<Vec<u64>>, Vec<u64>) = Default::default();
     for window in sizes.windows(5) {
@@ -109,7 +109,7 @@ fn steps_allocate_what_the_library_does() {
         let Some((mut step, cuts, rank)) = step_of(entry) else { continue };
         step.options.pipeline.cut = StagePartition::Before(cuts);
         let graph = step.record().unwrap();
-        // Row counts are used in the order of the forwards; a layer that is recomputed gets the same counts again.
+        // Row counts are used in the order of the forwards. A layer that is recomputed gets the same counts again.
         let recorded = RefCell::new((recorded_rows(entry).into_iter(), HashMap::new()));
         let rows = |micro_batch: usize, layer: &str| -> Vec<u64> {
             let (next, known) = &mut *recorded.borrow_mut();

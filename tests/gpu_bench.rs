@@ -1,4 +1,4 @@
-//! The GPU benchmark on a machine without a GPU: the parts that need none, and the messages of those that do.
+//! The GPU benchmark on a machine without a GPU: the commands that need no GPU, and the messages of those that do.
 
 #[path = "../benches/gpu/main.rs"]
 mod bench;
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use bench::{Options, Outcome, run};
 use clap::Parser;
 
-/// Runs a command; returns its outcome and the JSON that it writes.
+/// Runs a command. Returns its outcome, and the JSON that it writes.
 fn ran(arguments: &[&str]) -> (anyhow::Result<Outcome>, serde_json::Value) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("figures.json");
@@ -29,7 +29,7 @@ fn the_largest_micro_batch_is_found_without_a_gpu() {
     assert!(refused.contains("the budget is 1000"), "{refused}");
 }
 
-/// Uses device 1000, which no machine has, so the result is the same everywhere.
+/// The test asks for device 1000, which no machine has, so the result is the same everywhere.
 #[test]
 fn what_needs_a_gpu_is_skipped_with_the_reason_and_fails_where_one_is_required() {
     for command in [
@@ -64,7 +64,7 @@ fn lines_that_mean_nothing_are_refused() {
     }
 }
 
-/// The program shows warnings of the engine, and nothing below that level.
+/// The program shows warnings of the engine, and no messages of lower levels.
 #[test]
 fn warnings_are_shown() {
     struct Lines(Arc<Mutex<Vec<u8>>>);
@@ -91,13 +91,13 @@ fn warnings_are_shown() {
     );
 }
 
-/// Uses the NVRTC that is found and the architectures in GAPLESS_TEST_ARCHITECTURES; .ci/kernels chooses both.
+/// Uses the NVRTC that is found, and the architectures in GAPLESS_TEST_ARCHITECTURES. .ci/kernels sets both.
 #[test]
 fn every_kernel_compiles_and_none_spills() {
     let architectures = std::env::var("GAPLESS_TEST_ARCHITECTURES").unwrap_or_else(|_| "sm_90".into());
     let (outcome, json) = ran(&["compile", "--architectures", &architectures]);
     if let Some(why) = json["skipped"].as_str() {
-        // If a library or architectures are named, NVRTC must be there.
+        // If a library or architectures are named, NVRTC must be available.
         for variable in ["GAPLESS_NVRTC_LIBRARY", "GAPLESS_TEST_ARCHITECTURES"] {
             assert!(std::env::var_os(variable).is_none(), "{why}");
         }

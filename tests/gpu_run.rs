@@ -1,5 +1,5 @@
-//! Runs benches/gpu/run with stand-ins for the programs that it calls, and checks which results are kept, which parts
-//! are repeated, and what is printed.
+//! Runs benches/gpu/run with stand-ins for the programs that it calls. Checks which results are kept, which parts are
+//! repeated, and what is printed.
 #![cfg(unix)]
 
 use std::collections::BTreeMap;
@@ -10,7 +10,8 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// Writes figures for its command and records the call. If CUT names the command, it kills its caller and fails.
+/// A stand-in that writes figures for its command and records the call. If CUT names the command, the stand-in kills
+/// its caller and fails.
 const GPU: &str = r#"#!/bin/sh
 echo "$@" >>"$CALLED"
 command=$1
@@ -55,7 +56,7 @@ impl Machine {
         machine.program("bin/compute-sanitizer", SANITIZER);
         machine.program("bin/nvidia-smi", "#!/bin/sh\n[ -z \"$NO_GPU\" ] && echo 'NVIDIA H200, 580.1, 143771 MiB'\n");
         machine.file("binaries/commit", "0123abc\n");
-        // Makes the result independent of whether this machine has a PyTorch with a GPU.
+        // With this file, the result does not depend on whether this machine has a PyTorch with a GPU.
         machine.file("python/torch.py", "raise ImportError('not in this test')\n");
         machine
     }
@@ -74,7 +75,7 @@ impl Machine {
         fs::set_permissions(self.at(path), fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// Runs benches/gpu/run with `out`, further arguments and environment variables.
+    /// Runs benches/gpu/run with the output folder `out`, further arguments and environment variables.
     fn run(&self, out: &str, arguments: &str, variables: &[(&str, &str)]) -> Output {
         let path = format!("{}:{}", self.at("bin").display(), std::env::var("PATH").unwrap());
         Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/gpu/run"))
@@ -95,7 +96,7 @@ impl Machine {
         called.lines().map(str::to_owned).collect()
     }
 
-    /// The entries of found.json, by part.
+    /// Returns the entries of found.json, by part.
     fn found(&self, out: &str) -> BTreeMap<String, Value> {
         let text = fs::read(self.at(out).join("found.json")).unwrap();
         let mut found: Value = serde_json::from_slice(&text).unwrap();
@@ -104,7 +105,7 @@ impl Machine {
     }
 }
 
-/// True if bash and python3 are installed; otherwise reports that the test was skipped.
+/// True if bash and python3 are installed. If not, reports that the test was skipped.
 fn is_there() -> bool {
     let runs = |name: &str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
     let is_there = runs("bash") && runs("python3");
@@ -148,7 +149,7 @@ fn what_was_found_is_kept_with_its_date_card_driver_and_commit() {
     assert!(called[at("compile")].contains("--architectures sm_90 --require-gpu"), "{called:#?}");
     assert!(called[at("sanitizer")].contains("--kernel-name regex=^(adamw|"), "{called:#?}");
     assert!(machine.at("out/cache.tgz").is_file() && machine.at("out/log").is_file());
-    // Only the GPU is looked up, and nothing else is repeated.
+    // The script only looks up the GPU again; nothing else is repeated.
     machine.run("out", "--seconds 10000", &[]);
     assert_eq!(machine.called().len(), 1);
 }
@@ -170,7 +171,7 @@ fn a_machine_without_a_gpu_says_so() {
     assert_eq!(machine.found("out")["speed"]["card"], "NVIDIA H200");
 }
 
-/// A call that is cut off loses only the part that it was in. After two such calls, the part is skipped.
+/// If a call is cut off, only the part that was running is lost. After two such calls, that part is skipped.
 #[test]
 fn a_call_that_is_cut_off_leaves_what_was_finished() {
     if !is_there() {
@@ -204,7 +205,7 @@ fn a_call_that_is_cut_off_leaves_what_was_finished() {
     assert_eq!(machine.called().len(), 3);
 }
 
-/// No part starts without enough time left for its limit, and every part fits into a call of nine minutes.
+/// A part only starts if enough time for its limit is left. Every part fits into a call of nine minutes.
 #[test]
 fn a_slice_has_what_fits() {
     if !is_there() {
@@ -230,7 +231,7 @@ fn python(code: &str) {
     assert!(output.status.success(), "{}", said(&output));
 }
 
-/// A program that never ends is ended together with the processes that it has started.
+/// A program that never ends is killed at its limit, together with the processes that it has started.
 #[test]
 fn a_part_is_ended_at_its_limit() {
     if is_there() {
@@ -246,8 +247,8 @@ fn a_part_is_ended_at_its_limit() {
     }
 }
 
-/// The search for PyTorch's largest micro-batch ends within a sixteenth below the maximum, and takes few attempts if
-/// the needed bytes are known.
+/// The search for PyTorch's largest micro-batch returns a size within a sixteenth of the maximum. If the needed bytes
+/// are known, it takes few attempts.
 #[test]
 fn the_largest_micro_batch_is_found_in_few_tries() {
     if is_there() {

@@ -1,4 +1,4 @@
-//! Checks that crates and modules only use those below them.
+//! Checks that crates and modules only use crates and modules below them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -66,7 +66,7 @@ fn no_crate_depends_on_one_above() {
     }
 }
 
-/// Rust files below a folder, except tests.
+/// Returns the Rust files below a folder, except tests.
 fn sources(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for path in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
@@ -83,7 +83,7 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The first components of paths that begin with `crate::`, outside of comments and tests.
+/// Returns the first components of paths that begin with `crate::`, outside of comments and tests.
 fn used_modules(text: &str) -> BTreeSet<String> {
     let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     let lines: Vec<&str> = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
@@ -92,13 +92,13 @@ fn used_modules(text: &str) -> BTreeSet<String> {
     code.split("crate::").skip(1).map(word).filter(|word| !word.is_empty()).collect()
 }
 
-/// The top-level modules of a crate, with the modules that each uses.
+/// Returns the top-level modules of a crate. Each comes with the modules that it uses.
 fn modules(source: &Path) -> BTreeMap<String, BTreeSet<String>> {
     let mut uses: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for path in sources(source) {
         let inside = path.strip_prefix(source).unwrap();
         let module = inside.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs").to_owned();
-        // A crate's error type wraps the errors of its modules.
+        // These modules are excluded; for example, a crate's error type wraps the errors of all of its modules.
         if !["lib", "main", "bin", "error"].contains(&module.as_str()) {
             uses.entry(module).or_default().extend(used_modules(&std::fs::read_to_string(&path).unwrap()));
         }
@@ -108,7 +108,7 @@ fn modules(source: &Path) -> BTreeMap<String, BTreeSet<String>> {
     uses
 }
 
-/// Modules that depend on themselves through others.
+/// Returns the modules that depend on themselves through others.
 fn circles(uses: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<&str> {
     let reaches_itself = |module: &&String| {
         let (mut seen, mut next) = (BTreeSet::new(), vec![*module]);

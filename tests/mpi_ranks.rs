@@ -1,8 +1,9 @@
-//! Training on ranks that are processes. The results must be bit-identical to those of one rank or, if ranks share experts, of the
-//! same number of threads. If a rank is killed, the whole job ends, and it can be resumed from its last checkpoint.
+//! Training on ranks that are processes. The results must be bit-identical to those of one rank. If ranks share
+//! experts, the results must be bit-identical to those of as many threads. If a rank is killed, the whole job ends,
+//! and can be resumed from its last checkpoint.
 //!
-//! The program runs itself under `mpirun`, so it has its own `main`. Without the feature `mpi`, or without `mpirun`, it
-//! reports that and ends.
+//! The program runs itself under `mpirun`, so it has its own `main`. Without the feature `mpi`, or without `mpirun`,
+//! it reports that the tests are skipped and ends.
 
 #[cfg(feature = "mpi")]
 mod common;
@@ -60,7 +61,7 @@ mod jobs {
         run
     }
 
-    /// A run on expert ranks in a pipeline of `stages` stages.
+    /// Creates a run on expert ranks in a pipeline of `stages` stages.
     fn experts(ranks: usize, stages: usize, style: MoeStyle) -> TinyRun {
         let mut run = TinyRun { kind: Kind::Moe(style), ..TinyRun::default() };
         run.options.threads = 1;
@@ -70,7 +71,7 @@ mod jobs {
         run
     }
 
-    /// A run on expert ranks with a reserve for half of the rows of even routing.
+    /// Creates a run on expert ranks whose reserve is half of the rows of even routing.
     fn without_room(ranks: usize, style: MoeStyle, overflow: Overflow) -> TinyRun {
         let mut run = experts(ranks, 1, style);
         run.options.step.memory.routing = Reserve::Balanced { factor: 0.5 };
@@ -81,7 +82,8 @@ mod jobs {
     const STYLES: [(&str, MoeStyle); 3] =
         [("mixtral", MoeStyle::Mixtral), ("switch", MoeStyle::Switch), ("deep-seek", MoeStyle::DeepSeek)];
 
-    /// The program of one process: a job on the stages of a schedule, or on ranks that share a style's experts.
+    /// The program of one process. Its job is a run on the stages of a schedule, or on ranks that share a style's
+    /// experts.
     fn rank(job: &str, name: &str, dir: &Path) {
         let world = communicator::world().expect("under mpirun there is a world");
         let (rank, ranks) = (world.rank(), world.size());
@@ -118,13 +120,13 @@ mod jobs {
         }
     }
 
-    /// Routes all tokens to the first experts, with a reserve for even routing.
+    /// Routes all tokens to the first experts, with a reserve that only suffices for even routing.
     fn overflow(mut run: TinyRun, world: Box<dyn Communicator>) -> ! {
         run.options.step.memory.routing = Reserve::Balanced { factor: 1.0 };
         let mut trainer = run.rank(Some(world));
         let names: Vec<String> = trainer.parameter_names().map(Into::into).collect();
         for name in names.iter().filter(|name| name.ends_with(".gate.weight")) {
-            // Among equal scores the first experts are chosen.
+            // If scores are equal, the first experts are chosen.
             let alike = trainer.tensor(name).and_then(|weight| Ok(weight.zeros_like()?)).unwrap();
             trainer.set_tensor(name, &alike).unwrap();
         }
@@ -160,9 +162,9 @@ mod jobs {
         std::fs::remove_dir_all(dir).unwrap();
     }
 
-    /// Processes exchange rows as threads do: the results are bit-identical to those of as many threads, and equal to
-    /// one rank up to rounding. f32 rounds at 6e-8; ranks first sum losses and gradients of their shares of the batch,
-    /// in sums of a few thousand terms.
+    /// Processes exchange rows like threads. So the results are bit-identical to those of as many threads, and equal
+    /// to those of one rank up to rounding. f32 rounds at 6e-8, and each rank first sums losses and gradients of its
+    /// share of the batch, in sums of a few thousand terms.
     fn judge_experts(ranks: usize) {
         for (name, style) in STYLES {
             let alone = experts(1, 1, style).steps(STEPS);
@@ -195,7 +197,7 @@ mod jobs {
         println!("test mpi_ranks, {ranks} processes: an overflow ends the job and says what helps");
     }
 
-    /// A run file's ranks compute the same bits as processes as they do as threads of one process.
+    /// The ranks of a run file compute the same bits as processes and as threads of one process.
     fn judge_file(ranks: usize) {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);

@@ -1,4 +1,4 @@
-//! Checks the documentation: the book has all pages, their links lead somewhere, and comments begin with their subject.
+//! Checks the documentation: the book has all pages, links have targets, and comments begin with their subject.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,14 +11,14 @@ fn pages() -> Vec<PathBuf> {
     pages.chain(["README.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root.join(name))).collect()
 }
 
-/// The targets of Markdown links, outside of code.
+/// Returns the targets of Markdown links outside of code.
 fn links(text: &str) -> Vec<String> {
     let prose = text.split("```").step_by(2);
     let found = prose.flat_map(|prose| prose.split("](").skip(1).filter_map(|rest| rest.split_once(')')));
     found.map(|(target, _)| target.to_owned()).filter(|target| !target.contains("://")).collect()
 }
 
-/// The anchors of a page's headings.
+/// Returns the anchors of a page's headings.
 fn anchors(text: &str) -> BTreeSet<String> {
     let prose = text.split("```").step_by(2).flat_map(str::lines);
     let headings = prose.filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
@@ -47,7 +47,7 @@ fn links_lead_somewhere() {
     assert!(seen > 100, "{seen} links");
 }
 
-/// The book has every page, and src/lib.rs compiles the Rust examples of every page that has some.
+/// The book contains every page. If a page has Rust examples, src/lib.rs compiles them.
 #[test]
 fn the_book_has_every_page() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -68,11 +68,11 @@ fn the_book_has_every_page() {
     }
 }
 
-/// Words that begin a clause without a subject, as in "What is kept" or "Of the last step".
+/// Words that often begin a clause without a subject, as in "What is kept" or "Of the last step".
 const HEADLESS: [&str; 7] = ["What", "Who", "That", "Those", "Of", "Which", "How"];
 
-/// Lines of documentation that begin without a subject, by folder; folders that are not listed have none. A reminder to write
-/// sentences about the item: the numbers may only fall.
+/// Numbers of documentation lines that begin without a subject, by folder. Folders that are not listed have none. The
+/// numbers may only decrease.
 const STILL_HEADLESS: [(&str, usize); 0] = [];
 
 #[test]

@@ -1,6 +1,7 @@
-//! The memory that a process really takes falls with its budget and with the activations that it offloads, as planned.
+//! The resident memory of a process decreases with the budget and with the activations that are offloaded, by as much
+//! as planned.
 //!
-//! The program runs itself once per budget, so it has its own `main`. It reads /proc, so it runs on Linux only.
+//! The program runs itself once per budget, so it has its own `main`. It reads /proc, so it only runs on Linux.
 
 use std::process::Command;
 
@@ -23,7 +24,7 @@ fn main() {
         }
         let (all, file, held) = run(None, "");
         assert_eq!(file, 0);
-        // Memory of the process outside of the arena.
+        // Memory that the process uses in addition to the arena.
         let beside = held.saturating_sub(all);
         assert!(beside < 48 * MIB, "{beside} bytes beside the arena");
         measured_memory_falls_with_the_budget(all, beside);
@@ -31,7 +32,7 @@ fn main() {
     });
 }
 
-/// Peak resident memory of this process in bytes.
+/// Returns the peak resident memory of this process in bytes, or `None` if the system does not report it.
 fn resident_peak() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -77,7 +78,7 @@ fn train(budget: Option<u64>, offload: &str) {
     println!("{} {} {}", report.arena_bytes, report.host_bytes, resident_peak().unwrap());
 }
 
-/// Runs [`train`] in a process of its own; returns the arena, the file and the peak resident memory.
+/// Runs [`train`] in a process of its own. Returns the sizes of the arena and the file, and the peak resident memory.
 fn run(budget: Option<u64>, offload: &str) -> (u64, u64, u64) {
     let budget = budget.map_or("none".to_owned(), |bytes| bytes.to_string());
     let program = std::env::current_exe().unwrap();
@@ -103,7 +104,7 @@ fn measured_memory_falls_with_the_budget(all: u64, beside: u64) {
     }
 }
 
-/// The kernel may keep the file in memory or write it out, so it does not count as memory of the process.
+/// The kernel may keep the file in memory or write it to disk, so the file does not count as memory of the process.
 fn measured_memory_falls_with_what_is_offloaded(all: u64, beside: u64) {
     for ops in few(&["linear,gelu,layer_norm,attention,add", "linear"], 1) {
         let (arena, file, held) = run(None, ops);

@@ -1,7 +1,7 @@
 //! The search for the largest micro-batch that fits: doubling until one does not fit, then bisection.
 
-/// The largest size that fits, starting at 1, with the result of `fits` for it. Assumes that every smaller size fits,
-/// too. Returns `None` if 1 does not fit.
+/// Returns the largest size that fits, starting at 1, with the result of `fits` for this size. Returns `None` if 1
+/// does not fit. Assumes that if a size fits, every smaller size fits too.
 ///
 /// # Errors
 /// Returns the first error of `fits`.

@@ -1,5 +1,5 @@
-//! Every kernel compiled by the NVRTC that is installed: what each takes of a multiprocessor, and machine code for the cache, so
-//! that the first run on a GPU has nothing to compile. Needs no GPU.
+//! Compiles every kernel with the installed NVRTC. Reports the resources that each kernel uses, and puts the machine
+//! code into the cache, so that the first run on a GPU has nothing to compile. Needs no GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -17,10 +17,10 @@ use super::record::Found;
 
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// What machine code is made for.
+    /// Architectures for which kernels are compiled
     #[arg(long, value_delimiter = ',', default_value = "sm_80,sm_90,sm_90a,sm_100")]
     architectures: Vec<Architecture>,
-    /// Bytes that a kernel's thread may write to local memory, or read back, for want of registers.
+    /// Maximum bytes that a thread of a kernel may spill to local memory, or read back
     #[arg(long, default_value_t = 8)]
     most_spilled: u32,
 }
@@ -32,7 +32,7 @@ struct Row {
     file: &'static str,
     #[serde(flatten)]
     resources: Resources,
-    /// What the models' launches of it ask for, at most; 0 for those that no model here launches.
+    /// The maximum dynamic shared memory with which the models launch the kernel; 0 if no model here launches it.
     launched_shared_bytes: u32,
 }
 
@@ -50,7 +50,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     };
     let launched = launched()?;
     let families: BTreeSet<Family> = Family::ALL.iter().copied().chain(launched.families).collect();
-    // The longest first, so that none of them is left over when the others are done.
+    // The longest sources come first, so that all threads finish at about the same time.
     let mut families: Vec<Family> = families.into_iter().collect();
     families.sort_by_key(|family| std::cmp::Reverse(family.source().len()));
     // Some families are for some architectures alone, in code that no other can run.
@@ -102,16 +102,17 @@ fn table(kernels: &[Row]) -> String {
     text
 }
 
-/// What training steps launch.
+/// The kernels that the models' training steps launch.
 #[derive(Debug, Default)]
 struct Launched {
     families: BTreeSet<Family>,
-    /// Of a block, by the kernel's name.
+    /// The maximum dynamic shared memory of a block, by the kernel's name.
     shared_bytes: BTreeMap<String, u32>,
 }
 
-/// The steps of GPT-2, Llama and mixtures of every kind, by themselves and on two expert ranks: two blocks of each, as more are equal, in
-/// both types, with one micro-batch and with two, whose gradients are added up.
+/// Returns the launches of the steps of GPT-2, Llama and mixtures of every kind, in f32 and bf16. Mixtures run on one
+/// rank and on two expert ranks. Two blocks per model suffice, because further ones are equal. Steps have one
+/// micro-batch, or two whose gradients are accumulated.
 fn launched() -> Result<Launched, TrainError> {
     let mut launched = Launched::default();
     for dtype in [DType::F32, DType::BF16] {
@@ -122,7 +123,7 @@ fn launched() -> Result<Launched, TrainError> {
         let config = LlamaConfig { layers: 2, ..LlamaConfig::default() };
         launched.add(dtype, 1, &|vb| Llama::new(&config, vb))?;
         for style in [MoeStyle::Switch, MoeStyle::Mixtral, MoeStyle::Qwen, MoeStyle::DeepSeek, MoeStyle::ExpertChoice] {
-            // Its router's bias has kernels in f32 alone (docs/gpu.md).
+            // The bias of DeepSeek's router only has kernels in f32 (docs/gpu.md).
             if style != MoeStyle::DeepSeek || dtype == DType::F32 {
                 for expert in [1, 2] {
                     launched.add(dtype, expert, &|vb| Moe::new(&MoeConfig::small(style, 512), vb))?;
@@ -170,7 +171,8 @@ impl Launched {
 mod tests {
     use super::*;
 
-    /// Sanitizers are told to look at these kernels alone, by what their names begin with.
+    /// Sanitizers are restricted to kernels whose names begin with the prefixes in parts.py. All kernels must match a
+    /// prefix.
     #[test]
     fn sanitizers_know_the_names_of_all_kernels() {
         let (_, names) = include_str!("parts.py").split_once("OURS = \"").unwrap();
@@ -180,7 +182,7 @@ mod tests {
         let is_known = |name: &str| beginnings.iter().any(|beginning| name.starts_with(beginning));
         let unknown: Vec<&String> = launched.shared_bytes.keys().filter(|name| !is_known(name)).collect();
         assert!(unknown.is_empty(), "{unknown:?} begin with none of OURS in parts.py");
-        // Every one of these is needed, but for kernels that no model here launches.
+        // No prefix may match a kernel of cuBLAS.
         for name in ["nvjet_tst_128x64", "cutlass_80_tensorop_bf16", "splitKreduce_kernel", "gemv2T_kernel_val"] {
             assert!(!is_known(name), "{name} is cuBLAS's");
         }

@@ -1,8 +1,8 @@
-//! An estimate of a step's time on an H200, launch by launch: from rates measured on one, and from the rates expected
-//! of kernels that were rewritten since.
+//! Estimates the time of a step on an H200, launch by launch. The rates of the launches are measured or, for kernels
+//! that were rewritten since, expected.
 //!
 //! The measurement was GPT-2 124M, 16 × 1024 ids in bf16, on 2026-11-26 (docs/gpu.md). The expected rates are not
-//! measured. Each one has its reason here, so that the next measurement can confirm or refute it.
+//! measured. Each has its reason here, so that the next measurement can confirm or refute it.
 
 use std::collections::BTreeMap;
 
@@ -20,14 +20,14 @@ pub struct Arguments {
     micro_batch: usize,
 }
 
-/// The bottleneck of a kind of launch, and its rate.
+/// The resource that limits a kind of launch, and the rate of this resource.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Rate {
     /// Floating-point operations per second.
     Flops(f64),
     /// Bytes per second.
     Bytes(f64),
-    /// Not timed separately: included in the time of the operation's products.
+    /// Launches that are not timed separately. The time of the operation's products includes them.
     InProducts,
 }
 
@@ -36,22 +36,22 @@ use Rate::{Bytes, Flops, InProducts};
 /// A kind of launch: name, measured rate, expected rate.
 type Kind = (&'static str, Rate, Rate);
 
-/// All three products over the vocabulary, with aligned extents, are expected to be as fast as the largest product of a
-/// layer (measured: 703 TFLOP/s).
+/// The three products over the vocabulary. With aligned extents, they are expected to be as fast as the largest
+/// product of a layer, for which 703 TFLOP/s were measured.
 const HEAD: Kind = ("head, products", Flops(129e12), Flops(700e12));
-/// Three passes over the logits, at the rate of a copy.
+/// The kernel makes three passes over the logits, which are expected to run at the rate of a copy.
 const HEAD_LOSSES: Kind = ("head, losses and gradients of logits", InProducts, Bytes(4.1e12));
-/// With an algorithm selected by timing, it is expected to be as fast as other products.
+/// With an algorithm that is selected by timing, these products are expected to be as fast as others.
 const GRAD_WEIGHT: Kind = ("linear_grad_weight, products", Flops(466e12), Flops(700e12));
 const GRAD_BIAS: Kind = ("linear_grad_weight, sums for biases", InProducts, Bytes(2.6e12));
 const GRAD_INPUT: Kind = ("linear_grad_input", Flops(703e12), Flops(703e12));
 const LINEAR: Kind = ("linear", Flops(629e12), Flops(629e12));
-/// Measured with an epilogue: 564 TFLOP/s onto a residual, 504 with GELU.
+/// Measured were 564 TFLOP/s for a product onto a residual, and 504 with GELU.
 const EPILOGUE: Kind = ("products with an epilogue", Flops(540e12), Flops(600e12));
-/// 25 KB in flight per multiprocessor; by Little's law, 4 TB/s at a latency of 600 ns needs 19 KB.
+/// A multiprocessor has 25 KB in flight. By Little's law, 4 TB/s at a latency of 600 ns only needs 19 KB.
 const NORM_GRAD: Kind = ("norms' gradients", Bytes(644e9), Bytes(2.6e12));
 const NORM: Kind = ("norms", Bytes(1653e9), Bytes(3.0e12));
-/// FlashAttention-3 reports 265 TFLOP/s for the causal forward with heads of 64 and 1,024 tokens; cuDNN reaches 288.
+/// For the causal forward with heads of 64 and 1,024 tokens, FlashAttention-3 reports 265 TFLOP/s. cuDNN reaches 288.
 const ATTENTION: Kind = ("attention", Flops(162e12), Flops(265e12));
 const ATTENTION_GRAD: Kind = ("attention_grad", Flops(117e12), Flops(200e12));
 const UPDATE: Kind = ("adamw", Bytes(4063e9), Bytes(4063e9));
@@ -78,7 +78,7 @@ fn kind(operation: &str, launch: &LaunchWork) -> Kind {
     }
 }
 
-/// The launches of one kind in a step.
+/// All launches of one kind in a step.
 #[derive(Debug, Default, Serialize)]
 struct Row {
     launches: usize,

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::step::Float;
 
-/// The median; `None` if there are no values.
+/// Returns the median, or `None` if there are no values.
 pub fn median(mut numbers: Vec<f64>) -> Option<f64> {
     numbers.sort_by(f64::total_cmp);
     let middle = numbers.len() / 2;
@@ -22,9 +22,9 @@ pub struct Peak {
     pub bytes: f64,
 }
 
-/// Peak rates from NVIDIA's data sheets of A100, H100 and H200: the driver's name for the card, bf16 TFLOP/s (dense, on
-/// tensor cores), f32 TFLOP/s (without tensor cores), GB/s. Only these names are known, because variants of these cards
-/// have other rates.
+/// Peak rates from NVIDIA's data sheets of A100, H100 and H200. Each entry has the driver's name for the card, bf16
+/// TFLOP/s (dense, on tensor cores), f32 TFLOP/s (without tensor cores), and GB/s. Only these names are known,
+/// because variants of these cards have other rates.
 const CARDS: [(&str, f64, f64, f64); 6] = [
     ("NVIDIA A100-SXM4-80GB", 312.0, 19.5, 2039.0),
     ("NVIDIA A100 80GB PCIe", 312.0, 19.5, 1935.0),
@@ -34,25 +34,25 @@ const CARDS: [(&str, f64, f64, f64); 6] = [
     ("NVIDIA H200", 989.0, 67.0, 4800.0),
 ];
 
-/// Peak rates given by the user, for unknown devices or in place of the stated ones.
+/// Peak rates given by the user, for unknown devices or instead of NVIDIA's figures.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct PeakArguments {
-    /// TFLOP/s of the device; without it, as NVIDIA states them
+    /// TFLOP/s of the device; by default, NVIDIA's figure
     #[arg(long, value_name = "NUMBER", value_parser = above_zero)]
     peak_tflops: Option<f64>,
-    /// GB/s of its memory; as a copy reaches them, or without it, as NVIDIA states them
+    /// GB/s of the device's memory, as reached by a copy; by default, NVIDIA's figure
     #[arg(long, value_name = "NUMBER", value_parser = above_zero)]
     peak_gbs: Option<f64>,
 }
 
 impl PeakArguments {
-    /// The peak arithmetic of a card; `None` if it is unknown.
+    /// Returns the peak arithmetic rate of a card, or `None` if it is unknown.
     pub fn flops(&self, card: &str, dtype: Float) -> Option<f64> {
         let stated = |&(_, bf16, f32, _): &(&str, f64, f64, f64)| if dtype == Float::Bf16 { bf16 } else { f32 };
         self.peak_tflops.or_else(|| known(card).map(stated)).map(|tflops| tflops * 1e12)
     }
 
-    /// Both peak rates; `None` if one of them is unknown.
+    /// Returns both peak rates, or `None` if one of them is unknown.
     pub fn peak(&self, card: &str, dtype: Float) -> Option<Peak> {
         let gbs = self.peak_gbs.or_else(|| known(card).map(|&(.., gbs)| gbs))?;
         Some(Peak { flops: self.flops(card, dtype)?, bytes: gbs * 1e9 })
@@ -73,8 +73,8 @@ fn above_zero(text: &str) -> Result<f64, String> {
 }
 
 impl Peak {
-    /// The minimum time for this arithmetic and these bytes, in seconds: the roofline model (Williams, Waterman and
-    /// Patterson, Communications of the ACM 52(4), 2009).
+    /// Returns the minimum time in seconds for this arithmetic and these bytes, by the roofline model (Williams,
+    /// Waterman and Patterson, Communications of the ACM 52(4), 2009).
     pub fn seconds(&self, flops: u64, bytes: u64) -> f64 {
         (flops as f64 / self.flops).max(bytes as f64 / self.bytes)
     }

@@ -1,5 +1,5 @@
-//! The time of a step by operation, by operation and kind of layer, and by launch. Each is compared with the minimum
-//! time for its arithmetic and bytes on the device.
+//! Measures the time of a step by operation, by operation and kind of layer, and by launch. Each time is compared
+//! with the minimum that the device needs for the arithmetic and bytes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -38,7 +38,7 @@ pub struct Arguments {
 struct Row {
     name: String,
     calls: usize,
-    /// Milliseconds per step, the median over the steps.
+    /// Milliseconds per step: the median over the steps.
     ms: f64,
     flops_per_second: f64,
     bytes_per_second: f64,
@@ -90,7 +90,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     Found::new(true, text, &Figures { card, step, peak, whole_ms, by_operation, by_layer, by_launch })
 }
 
-/// The name of a layer with its index replaced, so that equal layers form a group: h.3.mlp becomes h.*.mlp.
+/// Returns the name of a layer with its index replaced, so that equal layers form a group. For example, h.3.mlp
+/// becomes h.*.mlp.
 fn any_block(layer: &str) -> String {
     let star = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
     layer.split('.').map(star).collect::<Vec<_>>().join(".")
@@ -115,12 +116,12 @@ struct Item {
 }
 
 impl Item {
-    /// An instruction as one item.
+    /// Returns an instruction as one item.
     fn whole(timed: &Timed, name: String) -> Vec<Self> {
         vec![Self { name, time: timed.time, flops: timed.flops, bytes: timed.bytes }]
     }
 
-    /// One item per launch, named after its operation, its kernel or product, and the library's algorithm.
+    /// Returns one item per launch, named after its operation, its kernel or product, and the library's algorithm.
     fn launches(timed: &Timed) -> Vec<Self> {
         let each = timed.launches.iter().zip(&timed.times).zip(&timed.algorithms);
         let item = |((launch, &time), algorithm): ((&LaunchWork, &Duration), &Option<String>)| {
@@ -133,7 +134,7 @@ impl Item {
     }
 }
 
-/// The groups' figures, slowest first.
+/// Returns the groups' figures, slowest group first.
 fn rows(steps: &[Vec<Timed>], peak: Option<Peak>, items: impl Fn(&Timed) -> Vec<Item>) -> Vec<Row> {
     let mut groups: BTreeMap<String, Vec<Sum>> = BTreeMap::new();
     for (index, step) in steps.iter().enumerate() {
@@ -200,7 +201,7 @@ mod tests {
     fn rows_are_medians_of_sums_beside_the_roofline() {
         let step = |ms| vec![timed("linear", "h.0.mlp", ms), timed("linear", "h.11.mlp", ms), timed("add", "h.0", 1)];
         let steps = [step(2), step(8), step(4)];
-        // The arithmetic alone takes 1 ms, the bytes 2 ms.
+        // The arithmetic alone takes 1 ms, and the bytes alone 2 ms.
         let peak = Some(Peak { flops: 1e9, bytes: 1e7 });
         let by_layer = |timed: &Timed| Item::whole(timed, format!("{} {}", timed.operation, any_block(&timed.layer)));
         let by_launch = rows(&steps, peak, Item::launches);

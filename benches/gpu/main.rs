@@ -1,9 +1,9 @@
-//! Measures training on a GPU: whether it computes the same as the CPU, how much memory it takes, how fast it is and
+//! Measures training on a GPU: whether it computes the same as the CPU, how much memory it takes, how fast it is, and
 //! where the time goes.
 //!
-//! `cargo bench -p gapless --bench gpu -- parity`, `memory`, `speed`, `kernels`, `products`, `plan`, `estimate` or
-//! `device`; `-- help` says more. The program can also be copied to a machine without Rust. `benches/gpu/run` calls all
-//! of it, together with PyTorch (docs/gpu.md).
+//! `cargo bench -p gapless --bench gpu -- COMMAND` runs a command: `parity`, `memory`, `speed`, `kernels`,
+//! `products`, `plan`, `estimate`, `compile` or `device`. `-- help` says more. The program can also be copied to a
+//! machine without Rust. `benches/gpu/run` calls all commands, together with PyTorch (docs/gpu.md).
 //!
 //! Without a GPU, a command that needs one prints `skipped:` and the engine's reason. This is only an error with
 //! `--require-gpu`.
@@ -43,36 +43,37 @@ pub use record::Outcome;
 pub struct Options {
     #[command(subcommand)]
     command: Command,
-    /// Fail if there is no GPU.
+    /// Fail if there is no GPU
     #[arg(long, global = true)]
     require_gpu: bool,
-    /// Also write the results to this file, as JSON.
+    /// Also write the results to this file, as JSON
     #[arg(long, global = true, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// What cargo passes to a bench.
+    /// An argument that cargo passes to every bench
     #[arg(long, global = true, hide = true)]
     bench: bool,
 }
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// The GPU of this machine.
+    /// Describe the GPU of this machine
     Device(probe::Arguments),
-    /// Every kernel, compiled: registers, spills and shared memory, and machine code for the cache; needs no GPU.
+    /// Compile every kernel: registers, spills and shared memory, and machine code for the cache; needs no GPU
     Compile(compile::Arguments),
-    /// The largest micro-batch whose arena fits a budget; needs no GPU.
+    /// Find the largest micro-batch whose arena fits a budget; needs no GPU
     Plan(plan::Arguments),
-    /// The time of a step on an H200 by launch, from measured and expected rates; needs no GPU.
+    /// Estimate the time of a step on an H200 by launch, from measured and expected rates; needs no GPU
     Estimate(estimate::Arguments),
-    /// The same training on the CPU in f32, and on the GPU in f32 and bf16.
+    /// Compare training on the GPU in f32 and bf16 with training on the CPU in f32
     Parity(parity::Arguments),
-    /// The device's memory by use.
+    /// Break down the device memory in use
     Memory(memory::Arguments),
-    /// Tokens per second of the largest micro-batch that fits a budget.
+    /// Measure the tokens per second of the largest micro-batch that fits a budget
     Speed(speed::Arguments),
-    /// The time of a step by operation, layer and launch, with the least that the device's rates allow.
+    /// Measure the time of a step by operation, layer and launch, and compare it with the minimum at the device's
+    /// rates
     Kernels(kernels::Arguments),
-    /// The products of a GPT-2 step, each alone.
+    /// Measure the products of a GPT-2 step, each alone
     Products(products::Arguments),
 }
 
@@ -89,7 +90,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// A subscriber that prints the engine's warnings, for example about a product without an algorithm for its epilogue.
+/// Returns a subscriber that prints the engine's warnings, for example about a product without an algorithm for its
+/// epilogue.
 pub fn warnings<W>(writer: W) -> impl tracing::Subscriber + Send + Sync
 where
     W: for<'a> tracing_subscriber::fmt::MakeWriter<'a> + Send + Sync + 'static,
@@ -101,7 +103,7 @@ where
 /// Runs a command, prints its table and writes its record.
 ///
 /// # Errors
-/// Returns the error of the command. A missing GPU is an error only with `--require-gpu`.
+/// Returns the error of the command. A missing GPU is only an error with `--require-gpu`.
 pub fn run(options: &Options) -> anyhow::Result<Outcome> {
     let found = match &options.command {
         Command::Device(arguments) => probe::run(arguments)?,

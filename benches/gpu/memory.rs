@@ -1,4 +1,4 @@
-//! The device memory that training uses, as the driver reports it: the arena and other uses, accounted for to the page.
+//! Breaks down the device memory in use, as the driver reports it: the arena and all other uses, to the page.
 
 use gapless::engine::cuda::DeviceMemory;
 use serde::Serialize;
@@ -17,7 +17,7 @@ pub struct Arguments {
     device: Gpu,
     #[arg(long, value_enum, default_value_t = Float::Bf16)]
     dtype: Float,
-    /// Steps before the driver is asked.
+    /// Number of steps before the driver is asked for the memory in use
     #[arg(long, default_value_t = 3)]
     steps: usize,
     #[arg(long, default_value_t = 4)]

@@ -1,5 +1,5 @@
-//! The same training on the CPU and on a GPU, in f32 and bf16, compared by the difference of their losses from the
-//! CPU's in f32.
+//! Trains on the CPU in f32, and on a GPU in f32 and bf16, and compares the losses. Each loss is compared with that
+//! of the CPU in f32.
 
 use gapless::DeviceChoice;
 use serde::Serialize;
@@ -24,13 +24,14 @@ pub struct Arguments {
     sequence: usize,
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// The most that a loss in f32 may differ, as a part of the CPU's. Both sum in f32 in other orders, each off by some 2⁻²⁴; a
-    /// thousandth leaves room for what training makes of it.
+    /// Maximum difference of a loss in f32, as a fraction of the CPU's loss. Both sides sum in f32, in different
+    /// orders, with errors of about 2⁻²⁴ each. A thousandth leaves room for the growth of these errors during
+    /// training.
     #[arg(long, default_value_t = 1e-3)]
     tolerance_f32: f64,
-    /// The most that a loss in bf16 may differ; by default, twice the most that the CPU's own in bf16 does, and at least 2⁻⁸, what
-    /// storing one number may be off by. Both sides round the same numbers in the same places, after sums in other orders: what
-    /// training makes of the CPU's roundings, it makes of the GPU's.
+    /// Maximum difference of a loss in bf16. By default, this is twice the maximum difference of the CPU's own losses
+    /// in bf16, but at least 2⁻⁸, which is the rounding error of one stored value. Both sides round at the same
+    /// places, after sums in different orders, so the effects of rounding on training are of the same size.
     #[arg(long)]
     tolerance_bf16: Option<f64>,
 }
@@ -109,12 +110,13 @@ impl Arguments {
     }
 }
 
-/// The tolerance for bf16 on a GPU, from the error of bf16 on the CPU.
+/// Returns the tolerance for bf16 on a GPU, given the error of bf16 on the CPU.
 fn tolerance_of(rounding: f64) -> f64 {
     (2.0 * rounding).max(1.0 / 256.0)
 }
 
-/// The step with the largest difference between two runs, and this difference relative to the first run's loss.
+/// Returns the step with the largest difference between two runs, and this difference relative to the first run's
+/// loss.
 fn farthest(expected: &[f32], losses: &[f32]) -> (usize, f64) {
     let apart = |(&a, &b): (&f32, &f32)| f64::from(b - a).abs() / f64::from(a).abs();
     let all = expected.iter().zip(losses).map(apart).enumerate();
@@ -148,7 +150,8 @@ mod tests {
         let first = losses(Float::F32);
         assert_eq!(first, losses(Float::F32));
         assert!(first[39] < first[0] - 0.1, "{} to {}", first[0], first[39]);
-        // The error of bf16 is visible, and the tolerance derived from it is far less than what the model learns.
+        // The error of bf16 is visible. The tolerance derived from it is far less than the amount by which the loss
+        // falls.
         let rounding = farthest(&first, &losses(Float::Bf16)).1;
         println!("bf16 on the CPU is off by {rounding:.2e}");
         assert!(rounding > 0.0 && tolerance_of(rounding) < 0.1 / f64::from(first[0]), "{rounding}");

@@ -7,16 +7,16 @@ compute-sanitizer) and its arguments. If arguments depend on the results of an e
 import dataclasses
 from collections.abc import Callable
 
-# Prefixes of the names of this project's kernels. No kernel of cuBLAS has one of them.
+# Prefixes of the names of this project's kernels. The name of no cuBLAS kernel begins with one of them.
 OURS = "adamw|attention|column_sums|combine|copy|cross_entropy|dispatch|elementwise|embedding|expert_load|fill|fold_pieces|fused|gather|global_norm|grouped_linear|head|layer_norm|load_bias|log_sum_exp|norm_grad|rms_norm|rope|route|run_lengths|run_starts|scaled_sum|side_by_side|softmax|squared_norm|sum|to_bf16|to_f32|top_k|unplaced"  # noqa: E501
 
-# Test modules of kernels in engine/src/tests/cuda. Those of kernels that every model uses come first.
+# Test modules of kernels in engine/src/tests/cuda. Modules for kernels that every model uses come first.
 JUDGES = ["norm", "rows", "optim", "elementwise", "products", "attention", "fused"]
 MORE_JUDGES = ["experts", "grouped", "model", "step", "mixture", "trainer", "ranks"]
-# Modules run under a sanitizer: their kernels are not all launched by a small GPT.
+# Modules that run under a sanitizer, because a small GPT does not launch all of their kernels.
 SANITIZED_JUDGES = ["attention", "elementwise", "experts", "grouped", "norm", "optim", "rows"]
 
-# A micro-batch of GPT-2 that fits every supported card.
+# A micro-batch of GPT-2 that fits the memory of every supported card.
 MICRO_BATCH = 16
 
 
@@ -58,7 +58,7 @@ def parts(options):
 
 def judge(module):
     command = ["engine-tests", "--test-threads", "1", f"tests::cuda::{module}::"]
-    # Every random function has kernels of its own to compile.
+    # The module "fused" takes longer, because every random function has kernels of its own to compile.
     limit = 150 if module == "fused" else 75
     return Part(f"judge: {module}", "judges", limit, command, environment={"GAPLESS_TEST_DEVICE": "cuda"})
 
@@ -69,7 +69,8 @@ def peak(found):
     return [] if gbs is None else ["--peak-gbs", str(gbs)]
 
 
-# PyTorch with default settings; with a vocabulary whose products are aligned; and with the fastest attention on Hopper.
+# PyTorch with default settings, with a vocabulary whose products are aligned, and with the fastest attention on
+# Hopper.
 VARIANTS = {
     "": [],
     ", 50304 ids": ["--vocabulary", "50304"],
@@ -87,7 +88,7 @@ def within_budget(model, budget, steps):
     eager, compiled = f"{model}: PyTorch eager", f"{model}: PyTorch compiled"
     search = ["pytorch", "train", "--model", model, "--budget", str(budget), *steps]
     yield Part(eager, "budget", 330, [*search, "--mode", "eager", "--start", "16", "--limit", "300"])
-    # Compiling takes time for every micro-batch that is tried, so the search starts at the result of eager mode.
+    # Every micro-batch that is tried has to be compiled, so the search starts at the result of eager mode.
     start = lambda found: str(found.figure(eager, "micro_batch") or 16)  # noqa: E731
     yield Part(
         compiled,

@@ -1,4 +1,4 @@
-//! The largest micro-batch whose arena fits a budget, found from plans alone.
+//! Finds the largest micro-batch whose arena fits a budget. Only plans steps, without running them.
 
 use gapless::engine::Error;
 use serde::Serialize;
@@ -11,7 +11,7 @@ use super::step::{Float, Model, Planned, Step};
 pub struct Arguments {
     #[command(flatten)]
     shape: Shape,
-    /// Bytes that the arena may take.
+    /// Maximum bytes of the arena
     #[arg(long, value_name = "BYTES")]
     budget: u64,
 }
@@ -52,13 +52,13 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 }
 
 impl Shape {
-    /// The step with this micro-batch.
+    /// Returns the step with this micro-batch.
     pub fn step(&self, micro_batch: usize) -> Step {
         let &Self { model, sequence, dtype, seed, .. } = self;
         Step { model, dtype, micro_batch, sequence, seed }
     }
 
-    /// The step with this micro-batch, and its plan.
+    /// Returns the step with this micro-batch, and its plan.
     ///
     /// # Errors
     /// Returns an error if the step cannot be planned.

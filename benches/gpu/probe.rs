@@ -1,4 +1,5 @@
-//! Checks whether there is a GPU before it is used. Later errors are then failures, not reasons to skip.
+//! Checks whether a GPU can be used before a command uses it. Errors after this check are failures, and not reasons
+//! to skip.
 
 use std::fmt;
 use std::str::FromStr;
@@ -31,10 +32,10 @@ impl Gpu {
     }
 }
 
-/// A GPU and the libraries it is used with.
+/// A GPU, and the libraries with which it is used.
 #[derive(Debug, Clone, Serialize)]
 pub struct Card {
-    /// Its name with ordinal and PCI bus id.
+    /// The GPU's name with ordinal and PCI bus id.
     pub device: String,
     /// The driver's name for the card, which all cards of the model share.
     pub card: String,

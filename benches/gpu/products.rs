@@ -1,5 +1,6 @@
-//! The products of a GPT-2 124M step, each timed alone and many times in a row, with the algorithm that cuBLASLt chose:
-//! the products of the layers, and of the head over vocabularies with and without aligned extents.
+//! Measures the products of a GPT-2 124M step. Each is timed alone, many times in a row, with the algorithm that
+//! cuBLASLt chose. The products are those of the layers, and those of the head for vocabularies with and without
+//! aligned extents.
 
 use anyhow::Context;
 use gapless::DType;
@@ -16,7 +17,7 @@ pub struct Arguments {
     /// Which GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
-    /// Rows of the batch: 16 × 1024 tokens.
+    /// Rows of the batch; by default 16 × 1024 tokens
     #[arg(long, default_value_t = 16_384)]
     tokens: u64,
     /// Width of the model.
@@ -25,7 +26,7 @@ pub struct Arguments {
     /// Entries of the vocabulary.
     #[arg(long, default_value_t = 50_257)]
     vocabulary: u64,
-    /// Measured products of each form.
+    /// Number of measured products of each form
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     repeats: u64,
 }
@@ -59,8 +60,8 @@ struct Figures {
     products: Vec<Row>,
 }
 
-/// The three products of a linear layer that maps `rows` rows of `inner` elements to `outer` elements. The output's
-/// rows are `pitch` elements apart.
+/// Returns the three products of a linear layer that maps `rows` rows of `inner` elements to `outer` elements. The
+/// rows of the output are `pitch` elements apart.
 fn layer(name: &str, rows: u64, inner: u64, outer: u64, pitch: u64) -> [Form; 3] {
     let form = |what: &str, extents, transposed, pitches| Form {
         name: format!("{name}, {what}"),
@@ -92,7 +93,7 @@ fn forms(&Arguments { tokens, width, vocabulary, .. }: &Arguments) -> Vec<Form> 
 }
 
 impl Form {
-    /// The product with its operands at this address, and the address after the last one.
+    /// Returns the product with its operands at this address, and the address after the last operand.
     fn at(&self, base: u64) -> (Product, u64) {
         let &Self { extents: (m, n, k), transposed, pitches, .. } = self;
         // The number of rows of each matrix in memory.
@@ -124,7 +125,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         let (product, _) = form.at(base);
         let launch = Launch::Product(product);
         let describe = |_: usize| form.name.clone();
-        // Chooses the algorithm, on zeros.
+        // Recording chooses the algorithm, on zeros.
         device.record(vec![Launch::Product(product)], &describe)?;
         let times = device.time(&vec![&launch; arguments.repeats as usize], &describe)?;
         let ms =
@@ -158,8 +159,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 mod tests {
     use super::*;
 
-    /// The products of the layers, and of the head with three chunk lengths and four vocabularies, of which the first
-    /// two are not aligned.
+    /// The products are those of the layers, and those of the head with three chunk lengths and four vocabularies.
+    /// The first two vocabularies are not aligned.
     #[test]
     fn forms_are_those_of_a_step_and_of_heads() {
         let arguments = Arguments { device: Gpu(0), tokens: 16_384, width: 768, vocabulary: 50_257, repeats: 1 };

@@ -32,7 +32,7 @@ SIZES = {
 }
 # Members of SDPBackend.
 ATTENTIONS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
-# Exit code of a process that ran out of memory.
+# Exit code of a measuring process that ran out of memory.
 OUT_OF_MEMORY = 17
 
 
@@ -147,7 +147,7 @@ def largest(options):
         longest = max(longest, time.monotonic() - tried)
     if search.best is None:
         raise SystemExit(f"nothing that fits {options.budget} bytes was found")
-    # `does_not_fit` is the smallest micro-batch known not to fit, or None.
+    # `does_not_fit` is the smallest micro-batch that is known not to fit, or None if there is none.
     return search.best | {"does_not_fit": search.too_large, "is_largest": search.is_over()}
 
 
@@ -157,7 +157,7 @@ class Search:
     def __init__(self, start, budget, fineness):
         self.start, self.budget, self.fineness = start, budget, fineness
         self.best, self.fitting, self.too_large = None, 0, None
-        # (micro-batch, bytes) of the previous one that fitted.
+        # The micro-batch that fitted before the last one, and its bytes.
         self.before = (0, 0)
 
     def is_over(self):
@@ -176,7 +176,7 @@ class Search:
         above = self.fitting * (1 + 1 / self.fineness)
         if self.too_large is None:
             return max(int(above), guess, self.fitting + 1)
-        # If the guess is outside the known bounds, bisect.
+        # If the guess is not between the known bounds, the middle between them is tried instead.
         is_between = self.fitting < guess < self.too_large
         return guess if is_between else (self.fitting + self.too_large) // 2
 
@@ -213,7 +213,8 @@ def measure(options, micro_batch):
     try:
         return train(options, micro_batch)
     except RuntimeError as error:
-        # Libraries report missing memory by other errors than the allocator, whose error is also a RuntimeError.
+        # When memory is missing, libraries raise other errors than the allocator. The allocator's error is also a
+        # RuntimeError.
         if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
             sys.exit(OUT_OF_MEMORY)
         raise
@@ -262,7 +263,7 @@ def train(options, micro_batch):
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        # Read in every step, as gapless does.
+        # The loss is read in every step, as in gapless.
         return loss.item()
 
     def wait():
@@ -296,7 +297,7 @@ def train(options, micro_batch):
     }
     if is_gpu:
         free, total = torch.cuda.mem_get_info(device)
-        # Maxima since the process began, so they include compilation.
+        # These maxima are counted from the start of the process, so they include compilation.
         found |= {
             "allocated_bytes": torch.cuda.max_memory_allocated(device),
             "reserved_bytes": torch.cuda.max_memory_reserved(device),

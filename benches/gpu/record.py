@@ -16,7 +16,7 @@ class Record:
 
     def __init__(self, path, commit, driver):
         self.path, self.commit, self.driver = path, commit, driver
-        # The engine's name of the card; unknown until the part "GPU" has found it.
+        # The engine's name of the card; None until the part "GPU" has found the card.
         self.card = None
         self.entries = (self.read(path) or {}).get("parts", [])
 

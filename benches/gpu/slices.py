@@ -23,14 +23,14 @@ from parts import OURS, parts
 from record import Record
 
 HERE = pathlib.Path(__file__).resolve().parent
-# Seconds of a call's time that are reserved for ending it.
+# Seconds of a call's time that are reserved for ending the call.
 MARGIN = 10
 
 
 def main():
     begin = time.monotonic()
     options = parse()
-    # If this call is terminated, exit normally, so that the program it runs is ended as well.
+    # If this call is terminated, it exits normally, so that the program that it runs is ended as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if options.list:
         for part in wanted(options):
@@ -155,13 +155,14 @@ class Call:
             if not shutil.which("compute-sanitizer"):
                 return "compute-sanitizer is not installed"
             tool, *inner = arguments
-            # Kernels of cuBLAS cannot be fixed here, and would take most of the sanitizer's time.
+            # Kernels of cuBLAS are excluded. They cannot be fixed here, and would take most of the sanitizer's time.
             names = ["--kernel-name", f"regex=^({OURS})"]
             return ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *names, *self.line(inner, found)]
         if program == "pytorch":
             return [sys.executable, str(HERE / "pytorch.py"), *arguments, "--json", str(found)]
         if program == "gpu":
-            # If a GPU was found before, or nvidia-smi lists one, a missing GPU is an error instead of a reason to skip.
+            # If a GPU was found before, or nvidia-smi lists one, a missing GPU is an error. In all other cases the
+            # part is skipped.
             require = ["--require-gpu"] if self.record.driver or self.record.state("GPU") == "ok" else []
             return [str(self.binaries / "gpu"), *arguments, *require, "--json", str(found)]
         return [str(self.binaries / program), *arguments]
@@ -178,7 +179,7 @@ class Call:
 
         def end():
             is_late.set()
-            # Also ends all processes that the program has started.
+            # This also ends all processes that the program has started.
             os.killpg(child.pid, signal.SIGKILL)
 
         timer = threading.Timer(limit, end)

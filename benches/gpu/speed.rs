@@ -1,4 +1,4 @@
-//! Tokens per second with a given micro-batch, or with the largest one that fits a budget.
+//! Measures tokens per second with a given micro-batch, or with the largest one that fits a budget.
 
 use std::time::Instant;
 
@@ -17,10 +17,10 @@ use super::tokens::Tokens;
 pub struct Arguments {
     #[command(flatten)]
     shape: Shape,
-    /// Bytes that the arena may take: the largest micro-batch within them is measured.
+    /// Maximum bytes of the arena; the largest micro-batch that fits is measured
     #[arg(long, value_name = "BYTES", required_unless_present = "micro_batch")]
     budget: Option<u64>,
-    /// Sequences of a micro-batch; nothing is searched then.
+    /// Sequences of a micro-batch; without it, the largest one that fits the budget is searched
     #[arg(long, conflicts_with = "budget")]
     micro_batch: Option<usize>,
     /// The GPU.
@@ -48,7 +48,7 @@ struct Figures {
     flops_per_token: f64,
     peak_flops: Option<f64>,
     mfu: Option<f64>,
-    /// The arena of the trainer, including evaluation and sampling.
+    /// Bytes of the trainer's arena, including evaluation and generation.
     trainer_bytes: u64,
     memory: DeviceMemory,
 }
@@ -109,9 +109,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 }
 
 impl Arguments {
-    /// The trainer to measure. It also evaluates and samples in the same arena, which may need more memory than the
-    /// step (the logits of a short batch, for example). The micro-batch for a budget is nevertheless the one that fits
-    /// the step.
+    /// Returns the trainer to measure. The trainer can also evaluate and generate in the same arena, which may need
+    /// more memory than the step, for example for the logits of a short batch. The micro-batch for a budget is
+    /// nevertheless the one with which the step fits.
     fn trainer(&self) -> anyhow::Result<(Sized, Trainer)> {
         let sized = match (self.micro_batch, self.budget) {
             (Some(micro_batch), _) => self.shape.sized(micro_batch)?,

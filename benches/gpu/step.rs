@@ -14,7 +14,7 @@ use super::probe::Gpu;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Model {
-    /// 2 layers, width 64, 2 heads, 512 ids: to see that it all works.
+    /// A model for smoke tests: 2 layers, width 64, 2 heads, 512 ids.
     Small,
     /// GPT-2 124M.
     Gpt2,
@@ -99,10 +99,10 @@ impl Step {
                     LlamaConfig { layers: 16, width: 2048, hidden: 8192, tied: true, ..LlamaConfig::default() };
                 return Config::Llama(LlamaConfig { head_size: Some(64), ..config });
             }
-            // The default configuration is Llama 3 8B.
+            // The default configuration of a Llama is Llama 3 8B.
             Model::Llama8b => return Config::Llama(LlamaConfig::default()),
         };
-        // The number of GPT-2's positions; a shorter sequence uses the first ones.
+        // GPT-2 has 1,024 positions. If the sequence is shorter, it uses the first ones.
         let positions = if self.model == Model::Small { self.sequence } else { self.sequence.max(1024) };
         let config = GptConfig { vocabulary, layers, heads, width, sequence: positions, ..GptConfig::default() };
         Config::Gpt(GptConfig { dropout: 0.0, ..config })
@@ -139,13 +139,13 @@ impl Step {
         }
     }
 
-    /// The exact plan for a GPU.
+    /// Plans the step for a GPU.
     pub fn plan(&self) -> Result<Planned, gapless::TrainError> {
         let (executable, attention_flops) = self.compiled()?;
         Ok(Planned { arena_bytes: executable.arena_bytes(), attention_flops })
     }
 
-    /// The executable for a GPU, and the floating-point operations of the attention's forward.
+    /// Returns the executable for a GPU, and the floating-point operations of the attention's forward.
     pub fn compiled(&self) -> Result<(Executable, u64), gapless::TrainError> {
         let options = self.options(Gpu(0).choice());
         let program = match self.config() {
@@ -157,9 +157,10 @@ impl Step {
         Ok((compile(&[program], &within)?, attention_flops))
     }
 
-    /// The floating-point operations that a step of this model requires, however it is computed: 6 per parameter and
-    /// token, plus three times the attention's forward without the scores that a causal mask hides. This is the count
-    /// of PaLM's appendix B (Chowdhery et al., arXiv 2204.02311), except for the mask. Recomputation does not count.
+    /// Returns the floating-point operations that a step of this model requires, however it is computed. There are 6
+    /// per parameter and token, plus three times the attention's forward, without the scores that a causal mask
+    /// hides. Except for the mask, this is the count of PaLM's appendix B (Chowdhery et al., arXiv 2204.02311).
+    /// Recomputation does not count.
     pub fn model_flops(&self, planned: &Planned) -> f64 {
         6.0 * self.config().parameters() as f64 * self.tokens() as f64 + 3.0 * planned.attention_flops as f64
     }
@@ -187,7 +188,8 @@ mod tests {
         for (model, millions) in sizes {
             assert_eq!((step(model, Float::F32).config().parameters() + 500_000) / 1_000_000, millions);
         }
-        // Two products per layer, over the scores on and below the diagonal, with two operations per multiplication.
+        // Each layer has two products over the scores on and below the diagonal. A multiplication and an addition
+        // count as two.
         let scores = 32 * 33 / 2;
         let forward = 2 * 2 * 2 * 3 * 64 * scores;
         let small = step(Model::Small, Float::F32);

@@ -1,10 +1,10 @@
-//! Generated text, so that no data has to be downloaded: ids of a Markov chain where the model should learn something,
-//! and uniform ids where speed is measured. The uniform ids match those of pytorch.py, because speed depends on the
-//! number of distinct ids.
+//! Generated text, so that no data has to be downloaded. Where the model should learn something, the ids are those of
+//! a Markov chain. Where speed is measured, the ids are uniform. Speed depends on the number of distinct ids, so
+//! uniform ids match those of pytorch.py.
 //!
 //! In the chain, each of 64 states is followed by one of four states, with probabilities 5/8, 1/8, 1/8 and 1/8. The
 //! states' ids are spread over the vocabulary. An untrained model has a loss of ln(vocabulary). A model that has
-//! learned the chain has at most 5/8·ln(8/5) + 3/8·ln 8 = 1.07 nats.
+//! learned the chain has a loss of at most 5/8·ln(8/5) + 3/8·ln 8 = 1.07 nats.
 
 /// Number of states of the chain.
 const STATES: u64 = 64;
@@ -89,8 +89,8 @@ mod tests {
         }
     }
 
-    /// The number of distinct ids is that of `torch.randint`: n draws from V ids give V·(1 − (1 − 1/V)ⁿ) distinct ids
-    /// on average, up to a few times its square root.
+    /// The number of distinct ids matches that of `torch.randint`: n draws from V ids give V·(1 − (1 − 1/V)ⁿ)
+    /// distinct ids on average, and differ from this by a few times its square root at most.
     #[test]
     fn uniform_ids_are_as_many_as_pytorchs() {
         for vocabulary in [5, 512, 50_257] {

@@ -1,10 +1,10 @@
 //! Compares the bytes and times that `gapless::step` predicts with those of steps that then run on this machine. The
-//! models are dense, on one rank or on two, which are threads or MPI processes.
+//! models are dense, on one rank or on two. Ranks are threads or MPI processes.
 //!
-//! `cargo bench -p gapless --bench predicted` runs all configurations, `-- --every N` every Nth. With `--features mpi`
-//! and `-- --processes`, it runs the configurations of two ranks as processes that `mpirun` starts.
+//! `cargo bench -p gapless --bench predicted` runs all configurations, and with `-- --every N` every Nth one. With
+//! `--features mpi` and `-- --processes`, it runs the configurations of two ranks as processes that `mpirun` starts.
 //!
-//! Bytes are those of each rank's arena, and must be equal. Time is predicted from operations that
+//! The bytes are those of each rank's arena, and must be equal. The time is predicted from operations that
 //! [`gapless::step::ThisMachine`] times one by one, without running a whole step. It is compared with the median step
 //! of the slowest rank.
 
@@ -23,16 +23,16 @@ struct Options {
     /// Every Nth configuration.
     #[arg(long, default_value_t = 1)]
     every: usize,
-    /// Measured steps of each, behind one that warms up.
+    /// Number of measured steps of each configuration, after one that warms up
     #[arg(long, default_value_t = 5)]
     steps: usize,
-    /// Ranks are processes over MPI; configurations of one rank are left out.
+    /// Run ranks as processes over MPI; configurations of one rank are skipped
     #[arg(long)]
     processes: bool,
-    /// What a process does that was started for that: a rank of a step with these keys.
+    /// Used by the program itself for processes that it starts: run a rank of a step with these keys
     #[arg(long, hide = true, value_name = "KEYS")]
     rank_of: Option<String>,
-    /// What cargo passes to a bench.
+    /// An argument that cargo passes to every bench
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -106,7 +106,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The step with these keys and its number of ranks. The ranks share the cores.
+/// Returns the step with these keys, and its number of ranks. The ranks share the cores.
 fn step(keys: &str) -> Result<(Step, usize)> {
     let keys: Vec<String> = keys.lines().map(str::to_owned).collect();
     let mut step = Step::new(&RunConfig::parse("", &keys)?)?;
@@ -115,7 +115,7 @@ fn step(keys: &str) -> Result<(Step, usize)> {
     Ok((step, ranks))
 }
 
-/// The options of its trainers.
+/// Returns the options of the step's trainers.
 fn options(step: &Step) -> TrainOptions {
     TrainOptions {
         step: step.options.clone(),
@@ -159,7 +159,7 @@ fn timed(step: &Step, mut trainer: Trainer, steps: usize) -> Result<Measured, Tr
     Ok(Measured { arena_bytes: trainer.report().arena_bytes, milliseconds: times[times.len() / 2] })
 }
 
-/// Runs the step with ranks that are processes, each of which is this program.
+/// Runs the step with ranks that are processes. Each process runs this program.
 fn on_processes(keys: &str, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
     let output = mpirun(ranks)
         .args(["--bind-to", "none"])

@@ -1,16 +1,16 @@
-//! Compares training steps of gapless with candle's eager ones, and optionally with PyTorch's: the same model, the same
-//! batch, AdamW.
+//! Compares training steps of gapless with candle's eager ones and, optionally, with PyTorch's. All use the same
+//! model, the same batch and AdamW.
 //!
 //! `cargo bench -p gapless --bench train_step` compares with candle in f32. Options after `--`:
 //! - `--quick`: a small model;
 //! - `--profile`: the time of each kind of instruction in gapless;
 //! - `--pytorch PYTHON`: also compare with PyTorch;
-//! - `--model llama` or `--model mixtral`: without candle; PyTorch's side is that of the package `transformers`.
+//! - `--model llama` or `--model mixtral`: without candle; PyTorch's side uses the package `transformers`.
 //!
 //! Each side is a process of its own, so that its peak memory can be measured. The sides take their steps in turn, so
-//! that other work on the machine affects all of them. All do the same work, except that candle's side does not clip
-//! gradients by their global norm. With `-p`, candle is built as its users get it; if the whole workspace were built,
-//! its matrix products would use the AVX-512 feature that the engine's own benchmarks turn on.
+//! that other work on the machine affects all of them. All do the same work, with one exception: candle's side does
+//! not clip gradients by their global norm. With `-p`, candle is built as for its users. If the whole workspace were
+//! built, candle's matrix products would use the AVX-512 feature that the engine's own benchmarks enable.
 
 mod model;
 mod profile;
@@ -30,13 +30,13 @@ use side::{Measurement, Side};
 struct Options {
     #[arg(long, value_enum, default_value = "gpt")]
     model: Kind,
-    /// A small model and few steps, to see that it all works.
+    /// A small model and few steps, as a smoke test
     #[arg(long)]
     quick: bool,
-    /// Only our side: a table of where its time goes.
+    /// Only gapless: print a table of how the time of a step is spent
     #[arg(long)]
     profile: bool,
-    /// Measured steps of each side.
+    /// Number of measured steps of each side
     #[arg(long, default_value_t = 7)]
     steps: usize,
     #[arg(long)]
@@ -52,16 +52,16 @@ struct Options {
     /// The profile in bf16.
     #[arg(long, requires = "profile")]
     bf16: bool,
-    /// Threads of our side; 0 for all cores. Candle's are set by RAYON_NUM_THREADS.
+    /// Threads of gapless; 0 for all cores. RAYON_NUM_THREADS sets those of candle
     #[arg(long, default_value_t = 0)]
     threads: usize,
-    /// A Python that has PyTorch: its steps too, in f32 and under bf16 autocast, and ours in bf16.
+    /// A Python with PyTorch: also measure PyTorch in f32 and under bf16 autocast, and gapless in bf16
     #[arg(long, value_name = "PYTHON")]
     pytorch: Option<PathBuf>,
-    /// Be one of the sides: a step for every line that comes in.
+    /// Used by the program itself for processes that it starts: be one side, and do a step for every line of input
     #[arg(long, hide = true)]
     side: Option<Side>,
-    /// What cargo passes to a bench.
+    /// An argument that cargo passes to every bench
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -87,7 +87,7 @@ impl Options {
         self.batch.unwrap_or(if self.quick { 4 } else { 8 })
     }
 
-    /// Cores that a step uses.
+    /// Returns the number of cores that a step uses.
     fn cores(&self) -> usize {
         let all = std::thread::available_parallelism().map_or(1, usize::from);
         if self.threads > 0 { self.threads.min(all) } else { all }
@@ -98,7 +98,7 @@ impl Options {
     }
 }
 
-/// Describes the machine's multiply-adds, so that figures of different machines can be compared.
+/// Describes the rate of the machine's multiply-adds, so that figures of different machines can be compared.
 pub fn describe(peak: Peak) -> String {
     let gflops = |rate: f64| format!("{:.0} GFLOP/s", rate / 1e9);
     format!(
@@ -160,13 +160,14 @@ fn compare(options: &Options) -> anyhow::Result<()> {
             median(&ms),
             format!("{:.1}–{:.1}", ms[0], ms[ms.len() - 1]),
             median(&sorted(measured.iter().map(|m| m.cpu_ms))),
-            // All cores' multiply-adds, for as long as the step took.
+            // The fraction is relative to the multiply-adds that all cores could do in the time of the step.
             flops / (median(&ms) / 1e3 * options.cores() as f64 * if side.is_bf16() { peak.bf16() } else { peak.f32 }),
             last.peak_rss_bytes.map_or("unknown".into(), |bytes| format!("{:.0}", bytes as f64 / f64::from(1 << 20))),
             last.loss,
         );
     }
-    // Consecutive steps ran under the same conditions, so this is the median of their ratios, not the ratio of medians.
+    // Consecutive steps run under the same conditions, so this is the median of their ratios rather than the ratio of
+    // medians.
     if sides.len() > 1 {
         println!("\ngapless beside     tokens/s   tokens per CPU second   peak resident memory");
     }
@@ -193,7 +194,7 @@ fn median(sorted: &[f64]) -> f64 {
     sorted[sorted.len() / 2]
 }
 
-/// The command for PyTorch's side of the same step.
+/// Returns the command that runs PyTorch's side of the same step.
 fn pytorch(python: &Path, side: Side, options: &Options) -> Command {
     let mut command = Command::new(python);
     command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/benches/train_step/pytorch.py"));

@@ -9,11 +9,11 @@ use crate::Options;
 /// The kinds of models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
-    /// Layer norms, GELU, one head for each key; 256 tokens.
+    /// A GPT with layer norms, GELU, and one query head per key head; 256 tokens.
     Gpt,
-    /// RMS norms, gated units, two heads for each key.
+    /// A Llama with RMS norms, gated units, and two query heads per key head.
     Llama,
-    /// The same with 8 experts in each layer, of which a token uses 2.
+    /// A Llama with 8 experts in each layer, of which a token uses 2.
     Mixtral,
 }
 
@@ -26,7 +26,7 @@ pub enum Model {
 }
 
 impl Model {
-    /// The model of the command line, with the defaults of its kind.
+    /// Creates the model that the command line describes, with the defaults of its kind.
     pub fn new(options: &Options) -> Self {
         let (layers, width, heads) = match (options.model, options.quick) {
             (_, true) => (2, 64, 2),
@@ -58,7 +58,7 @@ impl Model {
         }
     }
 
-    /// The kind, and the sizes under the names of pytorch.py.
+    /// Returns the kind, and the sizes under the names that pytorch.py uses.
     fn extents(&self) -> (&'static str, [(&'static str, usize); 6]) {
         let of_llama = |llama: &LlamaConfig, hidden| {
             [llama.vocabulary, llama.layers, llama.width, llama.heads, llama.kv_heads, hidden]
@@ -72,7 +72,7 @@ impl Model {
         (kind, std::array::from_fn(|at| (names[at], extents[at])))
     }
 
-    /// A description with the sizes.
+    /// Returns a description with the sizes.
     pub fn describe(&self) -> String {
         let (name, parameters) = match self {
             Self::Gpt(gpt) => ("GPT", gpt.parameters()),
@@ -91,7 +91,7 @@ impl Model {
         std::iter::once(("model", kind.to_owned())).chain(extents).collect()
     }
 
-    /// Floating-point operations of a step, forward and backward, as the engine counts them.
+    /// Returns the floating-point operations of a step, forward and backward, as the engine counts them.
     pub fn flops(&self, step: &StepOptions) -> anyhow::Result<u64> {
         let target = Target::Cpu { threads: 1 };
         let program = match self {

@@ -1,4 +1,5 @@
-//! Prints where the time of a step goes. The engine opens a span for each instruction, and this sums them up.
+//! Prints how the time of a step is spent. The engine opens a span for each instruction, and this module sums the
+//! spans' times.
 //!
 //! With one thread, CPU time is measured, which other work on the machine hardly affects.
 
@@ -42,13 +43,13 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Replaces the block numbers of a layer, so that all blocks are summed: h.3.mlp becomes h.*.mlp.
+/// Replaces the block index in a layer's name, so that all blocks are summed. For example, h.3.mlp becomes h.*.mlp.
 fn any_block(layer: &str) -> String {
     let star = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
     layer.split('.').map(star).collect::<Vec<_>>().join(".")
 }
 
-/// Prints a table of median times per step, the longest first.
+/// Prints a table of median times per step, longest first.
 fn print(title: &str, whole: f64, steps: &[Times], group: impl Fn(&Key) -> String) {
     let mut rows: BTreeMap<String, (usize, Vec<f64>)> = BTreeMap::new();
     for (index, times) in steps.iter().enumerate() {

@@ -1,4 +1,5 @@
-//! A side of the comparison as a process: for each line of input, does a training step and prints its measurement.
+//! One side of the comparison, as a process. For each line of input, it does a training step and prints the
+//! measurement.
 
 #[path = "../../tests/candle/mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
@@ -21,23 +22,23 @@ use crate::model::Model;
 pub enum Side {
     /// This project.
     Gapless,
-    /// This project in bf16, with f32 masters.
+    /// Gapless in bf16, with f32 masters.
     GaplessBf16,
-    /// Candle's eager tensors, its autograd, candle-nn's optimizer.
+    /// Candle's eager tensors and autograd, with candle-nn's optimizer.
     Candle,
-    /// PyTorch's eager modules, its fused AdamW.
+    /// PyTorch's eager modules, with its fused AdamW.
     Pytorch,
-    /// The same under bf16 autocast.
+    /// PyTorch's eager modules under bf16 autocast.
     PytorchAutocast,
 }
 
 impl Side {
-    /// True if its products have bf16 factors.
+    /// True if the side's products have bf16 factors.
     pub fn is_bf16(self) -> bool {
         matches!(self, Self::GaplessBf16 | Self::PytorchAutocast)
     }
 
-    /// Its name on the command line.
+    /// Returns the side's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gapless => "gapless",
@@ -101,8 +102,8 @@ pub fn trainer(options: &Options, dtype: DType) -> anyhow::Result<Trainer> {
     Model::new(options).trainer(train)
 }
 
-/// The batch: pairs of adjacent bytes of this file, little-endian, modulo the vocabulary size (single bytes for 256);
-/// and the targets after them.
+/// Returns the batch and its targets. The ids are pairs of adjacent bytes of this file, little-endian, modulo the
+/// vocabulary size, or single bytes if the vocabulary has 256 ids. The targets are the ids after them.
 pub fn batch(options: &Options) -> (Vec<u32>, Vec<u32>) {
     let text = || include_bytes!("side.rs").iter().map(|&byte| u32::from(byte)).cycle();
     let vocabulary = options.vocabulary() as u32;
@@ -112,7 +113,8 @@ pub fn batch(options: &Options) -> (Vec<u32>, Vec<u32>) {
     (tokens, targets)
 }
 
-/// The update rule of our side, except that candle-nn applies weight decay to all parameters.
+/// Creates candle-nn's optimizer with the options of gapless's update rule. One difference remains: candle-nn applies
+/// weight decay to all parameters.
 fn candle_optimizer(twin: &candle::Reference) -> candle_core::Result<AdamW> {
     let variables: Vec<Var> = twin.variables().into_iter().map(|(_, variable)| variable).collect();
     let lr = TrainOptions::default().learning_rate.peak;

@@ -8,7 +8,7 @@ use crate::learning_rate::LearningRateError;
 /// `Result` with [`TrainError`].
 pub type Result<T, E = TrainError> = std::result::Result<T, E>;
 
-/// All errors of a trainer: its own, and those of the layers below, unchanged.
+/// All errors of a trainer. Errors of the layers below are passed on unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -51,12 +51,13 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// A refused setting: its name, the reason, and what to do instead.
+    /// Creates the error for a refused setting from the setting's name, the reason, and what to do instead.
     pub fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         gapless_graph::Error::config(what, why, remedy).into()
     }
 
-    /// The name of a refused setting, the reason, and what to do instead, if this is such an error.
+    /// Returns the name of the refused setting, the reason, and what to do instead. Returns `None` for any other
+    /// error.
     pub fn refused(&self) -> Option<(&'static str, &str, &'static str)> {
         match self {
             Self::Graph(gapless_graph::Error::Config { what, why, remedy }) => Some((what, why, remedy)),
@@ -77,7 +78,7 @@ impl From<candle_core::Error> for TrainError {
     }
 }
 
-/// Keeps errors of the graph as such.
+/// Passes on the graph errors that a compiler error contains.
 impl From<gapless_compile::Error> for TrainError {
     fn from(error: gapless_compile::Error) -> Self {
         match error {
@@ -87,7 +88,7 @@ impl From<gapless_compile::Error> for TrainError {
     }
 }
 
-/// Keeps errors of lower layers as such.
+/// Passes on the errors of lower layers that a runtime error contains.
 impl From<gapless_runtime::Error> for TrainError {
     fn from(error: gapless_runtime::Error) -> Self {
         match error {
@@ -117,7 +118,7 @@ impl From<gapless_runtime::cuda::DeviceError> for TrainError {
     }
 }
 
-/// Lets functions that return a model's error use a trainer.
+/// Lets functions that return [`gapless_graph::Error`] use a trainer with `?`.
 impl From<TrainError> for gapless_graph::Error {
     fn from(error: TrainError) -> Self {
         match error {

@@ -1,4 +1,4 @@
-//! Checks an operation: its gradient against finite differences of the f64 reference, and its kernel against the
+//! Checks an operation: compares its gradient with finite differences of the f64 reference, and its kernel with the
 //! reference itself.
 
 use std::collections::HashMap;
@@ -19,19 +19,20 @@ use half::bf16;
 
 use crate::error::Result;
 
-/// The deviations of an operation, ‖a − b‖ / ‖b‖, each the maximum over all inputs.
+/// The errors of an operation. Each is ‖a − b‖ / ‖b‖, and the maximum over all inputs.
 #[derive(Debug, Clone, Copy)]
 pub struct GradientError {
     /// The recorded gradient, evaluated in f64, compared with central differences of the f64 reference.
     pub finite_difference: f64,
     /// The output and gradients of the compiled f32 program, compared with the f64 reference.
     pub kernel: f64,
-    /// The results of the compiled bf16 program, compared operation by operation with the f64 reference of the same
-    /// bf16 inputs. The value is the error as a fraction of the allowed error, so it should be below 1.
+    /// The error of the compiled bf16 program, as a fraction of the allowed error, so it should be below 1. Each
+    /// operation is compared with its f64 reference on the same bf16 inputs. `None` if the function only supports
+    /// f32.
     ///
-    /// Each element may be off by one rounding (2⁻⁸ of it) plus a part of the norm of the whole: 1e-5 for sums in f32,
-    /// or 2⁻⁸ if the operation [rounds its factors](gapless_graph::Op::rounds_intermediates). `None` if the function only
-    /// supports f32.
+    /// The allowed error of an element is one rounding (2⁻⁸ of the element) plus a fraction of the norm of the whole
+    /// tensor. The fraction is 1e-5 for operations that sum in f32, or 2⁻⁸ if the operation [rounds its
+    /// factors](gapless_graph::Op::rounds_factors).
     pub bf16: Option<f64>,
 }
 
@@ -108,8 +109,8 @@ fn run(graph: &Graph, given: &HashMap<String, Array>, outputs: &[Output]) -> Res
     outputs.iter().map(read).collect()
 }
 
-/// Checks each operation of a function and its gradients in bf16, on the inputs that it had in the run; see
-/// [`GradientError::bf16`].
+/// Checks each operation of a function, and each operation of its gradient, in bf16. Each is checked on the inputs
+/// that it had in the run; see [`GradientError::bf16`].
 fn check_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) -> Result<f64> {
     let gradients = differentiate(&graph, &loss, 1.0)?;
     let graph = lock(&graph);
@@ -117,7 +118,8 @@ fn check_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) 
     for (_, array) in given.iter_mut().filter(|(name, _)| !name.starts_with("ids")) {
         array.data = array.data.iter().map(rounded).collect();
     }
-    // Run once with all results as outputs, and once with only the requested ones, so that others are overwritten.
+    // One run keeps all results as outputs. A second run outputs only the requested ones, so that the buffers of
+    // others are reused.
     let made = graph.nodes().iter().flat_map(|node| &node.outputs).filter(|&&id| !graph.is_view(id));
     let all: Vec<Output> = made.map(|&id| Output::local(format!("made {}", id.index()), id)).collect();
     let asked = [y.id()].into_iter().chain(gradients.iter().flat_map(|gradient| gradient.summands.iter().copied()));
@@ -179,7 +181,8 @@ pub(crate) fn session(graph: &Graph, outputs: &[Output]) -> Result<Session<CpuBa
 
 /// Central differences of the loss with respect to every element of a parameter.
 fn differences(graph: &Graph, given: &HashMap<String, Array>, name: &str, loss: ValueId, stream: Stream) -> Vec<f64> {
-    // The error of central differences is h²/6·f‴ + ε/h, which is minimal near h = ε^⅓.
+    // The error of central differences is about h²/6·f‴ + ε/h, with ε the rounding error of f. It is minimal near h =
+    // ε^⅓.
     const H: f64 = 1e-5;
     let mut given = given.clone();
     let mut at = |index: usize, shift: f64| {
@@ -194,7 +197,7 @@ fn differences(graph: &Graph, given: &HashMap<String, Array>, name: &str, loss: 
     (0..elements).map(|i| (at(i, H) - at(i, -H)) / (2.0 * H)).collect()
 }
 
-/// The larger error; NaN counts as larger than any number.
+/// Returns the larger error. NaN counts as the largest.
 fn worse(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

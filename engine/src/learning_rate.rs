@@ -33,8 +33,8 @@ pub struct LearningRate {
     /// Number of steps of the linear warm-up.
     #[serde(default)]
     pub warmup_steps: u64,
-    /// Number of steps of the whole run, the warm-up included. From then on the rate is `floor`, except for shapes that
-    /// do not depend on the end.
+    /// Number of steps of the whole run, including the warm-up. After the run the rate is `floor`, except for shapes
+    /// that do not depend on the end of the run.
     pub steps: u64,
     /// The shape of the schedule after the warm-up.
     pub shape: Shape,
@@ -102,13 +102,13 @@ pub struct Schedule {
 }
 
 impl LearningRate {
-    /// A warm-up of 20 steps, or a quarter of all steps if that is fewer, then half a cosine down to a tenth of the
-    /// peak.
+    /// A cosine schedule. The warm-up takes 20 steps, or a quarter of all steps if that is fewer. The rate then falls
+    /// to a tenth of the peak.
     pub fn cosine(peak: f64, steps: u64) -> Self {
         Self { peak, floor: peak / 10.0, warmup_steps: 20.min(steps / 4), steps, shape: Shape::Cosine }
     }
 
-    /// The same rate at every step.
+    /// A schedule with the same rate at every step.
     pub fn constant(rate: f64) -> Self {
         Self { peak: rate, floor: rate, warmup_steps: 0, steps: 0, shape: Shape::Constant }
     }
@@ -140,8 +140,8 @@ impl LearningRate {
 }
 
 impl Schedule {
-    /// The rate of a step, counted from 0. Step `warmup_steps - 1` is the first at the peak. Step `steps` would be the
-    /// first at the floor, so the last step of the run still has a higher rate.
+    /// Returns the rate of a step, counted from 0. Step `warmup_steps - 1` is the first at the peak. Step `steps`,
+    /// one after the run's last, is the first at the floor.
     pub fn at(&self, step: u64) -> f64 {
         let LearningRate { peak, floor, warmup_steps, steps, shape } = self.config;
         if step < warmup_steps {

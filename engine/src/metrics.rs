@@ -1,4 +1,4 @@
-//! Metrics of a run: a writer of JSON lines, and the memory of the process.
+//! A writer of JSON lines for the metrics of a run, and the memory use of the process.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -10,9 +10,9 @@ pub use gapless_runtime::process_memory::{available_memory_bytes, current_rss_by
 
 /// Writes rows as JSON, one per line.
 ///
-/// A row is built in a reused buffer and written in one piece. So a reader never sees half a row, and a steady run does
-/// not allocate. If a row cannot be written (for example to a full disk), the caller gets an error and may continue;
-/// the next row starts on a new line.
+/// A row is built in a reused buffer and written in one piece. So a reader never sees half a row, and writing rows of
+/// similar size does not allocate. If a row cannot be written, for example because the disk is full, the caller gets
+/// an error and may write further rows. The next row then starts on a new line.
 ///
 /// ```
 /// use gapless_engine::metrics::JsonLines;
@@ -59,13 +59,14 @@ impl JsonLines {
         Self::opened(path, File::create(path), false)
     }
 
-    /// Appends to a file, as a resumed run does.
+    /// Opens a file to append rows, or creates it. For resumed runs.
     ///
     /// # Errors
     /// Returns an error if the file cannot be opened.
     pub fn append(path: &Path) -> Result<Self, MetricsError> {
         let file = File::options().append(true).create(true).open(path);
-        // The previous run may have been killed in the middle of a line. An empty line between rows is harmless.
+        // The previous run may have been killed in the middle of a line. If so, the next row must start on a new
+        // line. An empty line between rows is harmless.
         let torn = file.as_ref().is_ok_and(|file| file.metadata().is_ok_and(|metadata| metadata.len() > 0))
             && !ends_with_newline(path);
         Self::opened(path, file, torn)
@@ -78,7 +79,7 @@ impl JsonLines {
 }
 
 impl<W: Write> JsonLines<W> {
-    /// Writes to any writer; `name` appears in error messages.
+    /// Creates a writer of rows to `out`; `name` appears in error messages.
     pub fn new(out: W, name: impl Into<PathBuf>) -> Self {
         Self { out, path: name.into(), row: Vec::with_capacity(1024), torn: false }
     }
@@ -86,7 +87,8 @@ impl<W: Write> JsonLines<W> {
     /// Writes one row.
     ///
     /// # Errors
-    /// Returns an error if serde_json refuses the row (a map whose keys are not strings), or if a write fails.
+    /// Returns an error if the row cannot be represented as JSON (a map whose keys are not strings), or if the write
+    /// fails.
     pub fn write(&mut self, row: &impl Serialize) -> Result<(), MetricsError> {
         self.row.clear();
         if self.torn {
@@ -120,7 +122,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// A writer that takes `room` bytes, fails once, and then takes everything.
+    /// A writer that accepts `room` bytes, then fails once, and accepts everything after that.
     struct Full {
         written: Vec<u8>,
         room: usize,

@@ -7,7 +7,8 @@ use gapless_engine::ops::{
 };
 use gapless_engine::{Result, Tensor, gradient_check};
 
-/// Central differences in f64 are accurate to about 1e-9, f32 kernels to a multiple of 2⁻²⁴ = 6e-8.
+/// The tolerance of gradients: central differences in f64 have errors of about 1e-9. The errors of f32 kernels are a
+/// multiple of 2⁻²⁴ = 6e-8.
 const FINITE_DIFFERENCE: f64 = 1e-6;
 const KERNEL: f64 = 1e-5;
 
@@ -21,7 +22,7 @@ fn check(shapes: &[&[usize]], ids: &[(&[usize], &[u32])], f: impl Fn(&[Tensor], 
 const TOKENS: usize = 7;
 const EXPERTS: usize = 4;
 
-/// Two sequences of seven tokens with two choices each. No token chooses expert 2.
+/// The choices of two sequences of seven tokens, two per token. No token chooses expert 2.
 const IDS: [u32; 28] = [0, 1, 3, 0, 1, 3, 1, 0, 0, 3, 3, 1, 1, 0, 3, 1, 3, 0, 0, 1, 1, 3, 3, 0, 1, 0, 0, 3];
 const IDS_DIMS: &[usize] = &[2, TOKENS, 2];
 
@@ -44,7 +45,7 @@ fn rows_to_experts_and_back() {
 
 #[test]
 fn products_by_expert() {
-    // Widths below and above those of the kernels' tiles; few and many rows.
+    // Widths are below and above the tile sizes of the kernels, and there are few or many rows.
     for (width, out) in [(5, 3), (33, 17)] {
         for capacity in [None, Some((3, DropPolicy::Last))] {
             check(&[&[2, TOKENS, width], &[EXPERTS, out, width]], &[(IDS_DIMS, &IDS)], |x, ids| {
@@ -131,11 +132,12 @@ fn losses_and_noise() {
     }
 }
 
-/// Inputs with padding after the fifth token of the second sequence, whose other tokens form two documents.
+/// Returns inputs with padding after the fifth token of the second sequence. The tokens before the padding form two
+/// documents.
 fn padded(x: &Tensor) -> Result<[Tensor; 3]> {
     let routed: Vec<f32> = (0..2 * TOKENS).map(|token| if token < TOKENS + 5 { 1.2 } else { 0.0 }).collect();
     let starts: Vec<u32> = vec![0, 0, 0, 0, 4, 4, 4, 0, 0, 2, 2, 2, 5, 5];
-    // Half of the tokens, rounded up.
+    // The capacity is half of the tokens that count, rounded up.
     let limits: Vec<u32> = (0..=TOKENS as u32).map(|count| count.div_ceil(2).max(1)).collect();
     let [routed, starts] =
         [Tensor::from_slice(&routed, (2, TOKENS), x.device())?, Tensor::from_slice(&starts, (2, TOKENS), x.device())?];
@@ -174,7 +176,7 @@ fn padding_has_no_experts() {
     });
 }
 
-/// Whole routers, with finite differences of their parameters.
+/// Checks whole routers with finite differences of their parameters.
 #[test]
 fn routers() {
     let capacity = |factor, drop| Some(Capacity { factor, drop });

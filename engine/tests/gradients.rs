@@ -5,7 +5,8 @@ use gapless_engine::LossTerms;
 use gapless_engine::ops::{Attention, CrossEntropy, LinearCrossEntropy, Rope, RopeScaling};
 use gapless_engine::{DType, Result, Tensor, gradient_check};
 
-/// Central differences in f64 are accurate to about 1e-9, f32 kernels to a multiple of 2⁻²⁴ = 6e-8.
+/// The tolerance of gradients: central differences in f64 have errors of about 1e-9. The errors of f32 kernels are a
+/// multiple of 2⁻²⁴ = 6e-8.
 const FINITE_DIFFERENCE: f64 = 1e-6;
 const KERNEL: f64 = 1e-5;
 
@@ -118,11 +119,12 @@ fn attention() {
     // Equal heads, grouped heads, and a packed qkv read through strides.
     check(&[&[2, 2, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
     check(&[&[1, 4, 3, 8], &[1, 2, 3, 8], &[1, 2, 3, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
-    // Documents packed into a sequence. A start after a token's own position counts as that position.
+    // Documents are packed into a sequence. A start after a token's own position counts as that position.
     let shapes: &[&[usize]] = &[&[2, 4, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]];
     let starts: (&[usize], &[u32]) = (&[2, 5], &[0, 0, 2, 2, 4, 0, 1, 1, 1, 9]);
     check_ids(shapes, &[starts], |x, ids| x[0].document_attention(&x[1], &x[2], &ids[0], 0.3));
-    // Windows, capped scores, and values of another size; all of them also over packed documents.
+    // There are windows, capped scores, and values of another size than keys. All of them are also tested with packed
+    // documents.
     let how = Attention { window: Some(2), cap: Some(0.5), ..Attention::causal(0.3) };
     let of_another_size: &[&[usize]] = &[&[2, 4, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 3]];
     for how in [
@@ -136,7 +138,7 @@ fn attention() {
     check_ids(of_another_size, &[starts], |x, ids| {
         Tensor::apply_op::<2>(how, &[&x[0], &x[1], &x[2], &ids[0]]).map(|[out, _]| out)
     });
-    // Heads with strided elements are copied first.
+    // Heads whose elements are strided are copied first.
     check(&[&[1, 2, 8, 5], &[1, 2, 5, 8]], |x| x[0].transpose(2, 3)?.causal_attention(&x[1], &x[1], 0.3));
     check(&[&[2, 5, 48]], |x| {
         let heads = |i: usize| x[0].narrow(2, 16 * i, 16)?.reshape((2, 5, 2, 8))?.transpose(1, 2);
@@ -154,20 +156,21 @@ fn lookups_and_losses() {
 #[test]
 fn a_head_fused_with_its_loss() {
     let ids: &[(&[usize], &[u32])] = &[(&[2, 3], &[1, 0, 6, 1, 2, 3])];
-    // If each loss has its own gradient, the head's gradient is computed in the backward; if all have the same, in the
-    // forward.
+    // If each loss has its own gradient, the head's gradient is computed in the backward. If all losses have the same
+    // gradient, it is computed in the forward.
     check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0]));
     check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0])?.mean_all());
     check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| {
         x[0].linear_cross_entropy(&x[1], &ids[0])?.affine(-3.0, 1.0)?.sum(1)?.mean_all()
     });
-    // A head tied to an embedding, and one read through a view; x is an activation, or the row of a token.
+    // A head that is tied to an embedding, and a head that is read through a view. x is an activation or, in the last
+    // case, the row of one token.
     check_ids(&[&[7, 4]], ids, |x, ids| {
         x[0].embedding(&ids[0])?.gelu()?.linear_cross_entropy(&x[0], &ids[0])?.mean_all()
     });
     check_ids(&[&[2, 3, 5], &[5, 7]], ids, |x, ids| x[0].sqr()?.linear_cross_entropy(&x[1].t()?, &ids[0])?.mean_all());
     check_ids(&[&[5], &[7, 5]], &[(&[], &[2])], |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0]));
-    // Weighted losses, one of them with weight zero; then the same under a mean.
+    // The losses have weights, and one weight is zero. The second case takes the mean of the weighted losses.
     let weighed: &[(&[usize], &[u32])] = &[ids[0], (&[2, 3], &[1, 0, 2, 1, 3, 1])];
     let weighted = |x: &[Tensor], ids: &[Tensor]| {
         let weights = ids[1].to_dtype(DType::F32)?;
@@ -192,7 +195,7 @@ fn smoothed_labels_the_z_loss_and_capped_logits() {
             };
             check_ids(&[&[2, 3, 5], &[7, 5]], ids, head);
             check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| head(x, ids)?.mean_all());
-            // With the likelihoods as a separate output.
+            // The likelihoods are a separate output.
             let apart = |x: &[Tensor], ids: &[Tensor]| {
                 let head = LinearCrossEntropy::new(None).with_terms(terms).with_cap(cap).with_likelihoods();
                 Tensor::apply_op(head, &[&x[0], &x[1], &ids[0]]).map(|[losses, _]| losses)

@@ -30,8 +30,8 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Heap allocations of a second and third run. The first run may allocate for detection of the processor and for the
-/// pool's queues.
+/// Returns the heap allocations of the second and third run of a kernel. The first run may allocate, to detect the
+/// processor's features and for the pool's queues.
 fn allocations(mut kernel: impl FnMut()) -> u64 {
     kernel();
     let before = ALLOCATIONS.load(Ordering::Relaxed);
@@ -40,7 +40,7 @@ fn allocations(mut kernel: impl FnMut()) -> u64 {
     ALLOCATIONS.load(Ordering::Relaxed) - before
 }
 
-/// Runs without the test harness, whose own thread allocates now and then.
+/// Runs without the test harness, because the harness's own thread allocates now and then.
 fn main() {
     gapless_testing::only_test("kernels_do_not_allocate", kernels_do_not_allocate);
 }
@@ -104,8 +104,8 @@ fn kernels_do_not_allocate() {
             ..Default::default()
         };
         let mut trainer = Trainer::new(|vb| Bigram::new(weighted, vb), options).expect("the model fits");
-        // The planner has started rayon's global pool, whose threads allocate as they start. Wait until all have
-        // started.
+        // The planner has started rayon's global pool. Its threads allocate when they start, so wait until all of
+        // them have started.
         rayon::broadcast(|_| ());
         let ids: Vec<u32> = (0..1200).map(|i| i * i % 64).collect();
         let counted = allocations(|| _ = trainer.step(&ids, &ids).expect("a step"));
@@ -113,7 +113,7 @@ fn kernels_do_not_allocate() {
     }
 }
 
-/// A model whose head is fused with its loss. Gradients of the head are computed in the forward or, if losses have
+/// A model whose head is fused with its loss. The head's gradients are computed in the forward or, if losses have
 /// weights, in the backward.
 struct Bigram {
     embed: Embedding,

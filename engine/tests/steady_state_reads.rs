@@ -1,4 +1,4 @@
-//! Checks with a counting allocator that reading data and writing metrics does not allocate in a training step.
+//! Checks with a counting allocator that a training step allocates nothing for reading data and writing metrics.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -13,8 +13,8 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: every call is passed on to the system's allocator unchanged, and counting touches a thread-local that needs
-// no memory.
+// SAFETY: every call is passed on to the system's allocator unchanged. Counting only uses a thread-local variable
+// that needs no memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
@@ -65,7 +65,7 @@ fn batches_metrics_and_memory_figures_allocate_nothing() {
     let mut metrics = JsonLines::create(&folder.path().join("metrics.jsonl")).unwrap();
     let (mut inputs, mut targets) = (vec![0; 256], vec![0; 256]);
 
-    // The first call finds the process's control groups, and allocates.
+    // The first call allocates, because it looks up the process's control groups.
     assert!(available_memory_bytes().is_some());
     let counted = allocations(|| {
         for step in 0..100 {

@@ -1,4 +1,4 @@
-//! The operations of candle's API compared with their references: gradients with finite differences in f64, kernels
+//! Compares the operations of candle's API with their references: gradients with finite differences in f64, kernels
 //! with the f64 reference, and values with candle's own eager tensors.
 
 use candle_core::{D, DType, Device as Host};
@@ -6,7 +6,8 @@ use gapless_engine::graph::{IndexOp, TensorIndexer};
 use gapless_engine::nn::{self, Activation, Module, loss, ops, rotary_emb};
 use gapless_engine::{Error, Result, Tensor, gradient_check};
 
-/// Central differences in f64 are accurate to about 1e-9, f32 kernels to a multiple of 2⁻²⁴ = 6e-8.
+/// The tolerance of gradients: central differences in f64 have errors of about 1e-9. The errors of f32 kernels are a
+/// multiple of 2⁻²⁴ = 6e-8.
 const FINITE_DIFFERENCE: f64 = 1e-6;
 const KERNEL: f64 = 1e-5;
 
@@ -17,7 +18,7 @@ fn check(shapes: &[&[usize]], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     assert!(error.bf16.is_none_or(|error| error <= 1.0), "{error:?}");
 }
 
-/// The error with which a function refuses to be recorded.
+/// Returns the error with which recording a function fails.
 fn refused(shapes: &[&[usize]], f: impl Fn(&[Tensor]) -> Result<Tensor>) -> String {
     gradient_check(shapes, &[], |x, _| f(x)).unwrap_err().to_string()
 }
@@ -80,12 +81,12 @@ fn masks() {
     check(pair, |x| x[0].le(0.3)?.where_cond(&x[0], &x[1].exp()?));
     check(&[&[2, 3, 4], &[3, 1]], |x| x[0].broadcast_lt(&x[1])?.where_cond(&x[0].exp()?, &x[0].zeros_like()?));
     check(&[&[5, 5]], |x| x[0].masked_fill(&Tensor::triu2(5, DType::U8, x[0].device())?, 0.5));
-    // Masked elements do not contribute.
+    // Masked elements do not contribute to gradients.
     check(&[&[2, 5, 5]], |x| {
         let hidden = Tensor::tril2(5, DType::U8, x[0].device())?.eq(0u8)?;
         x[0].masked_fill(&hidden, f32::NEG_INFINITY)?.softmax_last_dim()
     });
-    // Masks cast to f32, read through strides, and masks of masks.
+    // Masks are cast to f32 and read through strides, and masks are compared to give other masks.
     check(&[&[3, 4], &[4, 3]], |x| x[0].ge(&x[1].t()?)?.to_dtype(DType::F32)? * &x[0]);
     check(&[&[3, 4]], |x| x[0].ne(0.0)?.t()?.contiguous()?.eq(1u8)?.to_dtype(DType::F32)?.t()? * &x[0]);
 }
@@ -133,7 +134,8 @@ fn views_and_copies() {
     check(&[&[2, 3]], |x| x[0].squeeze(1)?.unsqueeze(2)?.squeeze(D::Minus1));
 }
 
-/// x times a detached x has half of the gradient of x². The same for a detached view of x.
+/// If x is multiplied by a detached x, the gradient is half of the gradient of x². The same holds for a detached view
+/// of x.
 #[test]
 fn detached_tensors_are_constants() {
     let error_of = |f: fn(&Tensor) -> Result<Tensor>| gradient_check(&[&[2, 3]], &[], |x, _| f(&x[0])).unwrap();
@@ -160,7 +162,7 @@ fn reductions() {
     check(&[&[2, 3, 4]], |x| x[0].log_sum_exp(0));
     check(&[&[2, 3, 4]], |x| x[0].cumsum(1)?.sqr());
     check(&[&[5]], |x| x[0].cumsum(0)?.sqr());
-    // An index has no gradient, but it can select elements that have one.
+    // An index has no gradient, but it can select elements that have gradients.
     check(&[&[3, 5]], |x| x[0].gather(&x[0].argmin_keepdim(1)?, 1));
     check(&[&[3, 5]], |x| x[0].index_select(&x[0].argmax(0)?, 0)?.sqr());
 }
@@ -235,14 +237,14 @@ fn rotations_by_tables() {
     }
 }
 
-/// As in candle, a mask or an index is a constant for everything computed from it.
+/// A mask or an index is a constant for everything that is computed from it, as in candle.
 #[test]
 fn gradients_end_at_masks_and_indices() {
     check(&[&[3, 4]], |x| x[0].gt(0.0)?.to_dtype(DType::F32)? * &x[0]);
     check(&[&[3, 4]], |x| x[0].argmax_keepdim(1)?.to_dtype(DType::F32)?.broadcast_as((3, 4))? * &x[0]);
 }
 
-/// Constants, which have no gradient to check: the same expression here and in candle gives the same values.
+/// Constants have no gradient to check. The same expression gives the same values here and in candle.
 #[test]
 fn constants_are_those_of_candle() {
     use std::sync::{Arc, Mutex};

@@ -1,8 +1,8 @@
-//! Textbook implementations of the models with candle's eager tensors and autograd. They are the reference for
-//! gradients in the tests, and the peer in the benchmarks.
+//! Textbook implementations of the models with candle's eager tensors and autograd. Tests use them as the reference
+//! for gradients, and benchmarks compare their speed.
 //!
-//! They share only the names and shapes of parameters with the engine. Norms, softmax and rotary positions use
-//! candle-nn's differentiable forms, because its fused ones have no backward.
+//! With the engine, they only share the names and shapes of parameters. Norms, softmax and rotary positions use
+//! candle-nn's differentiable versions, because its fused ones have no backward.
 
 mod gpt;
 mod llama;
@@ -23,19 +23,19 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// Creates a GPT. Existing `variables` are used by name; missing ones are initialized as in GPT-2.
+    /// Creates a GPT. Variables that exist in `variables` are used by name. Missing ones are initialized as in GPT-2.
     pub fn gpt(config: &GptConfig, variables: VarMap, dtype: DType) -> Result<Self> {
         let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
         Ok(Self { model: Box::new(gpt::Gpt::new(config, vb)?), variables })
     }
 
-    /// Creates a Llama in the same way.
+    /// Creates a Llama, with variables as in [`Self::gpt`].
     pub fn llama(config: &LlamaConfig, variables: VarMap, dtype: DType) -> Result<Self> {
         let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
         Ok(Self { model: Box::new(llama::Llama::new(config, vb)?), variables })
     }
 
-    /// Creates a mixture of experts in the same way.
+    /// Creates a mixture of experts, with variables as in [`Self::gpt`].
     pub fn moe(config: &MoeConfig, variables: VarMap, dtype: DType) -> Result<Self> {
         let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
         Ok(Self { model: Box::new(moe::Moe::new(config, vb)?), variables })
@@ -74,9 +74,9 @@ impl Reference {
     }
 }
 
-/// A model, with the additional results of a mixture of experts.
+/// A model that, if it is a mixture of experts, has additional results.
 trait ReferenceModel: Module {
-    /// The terms that training adds to the loss, as a scalar.
+    /// Returns the terms that training adds to the loss, as a scalar, or `None` if there are none.
     fn training_loss(&self, _tokens: &Tensor) -> Result<Option<Tensor>> {
         Ok(None)
     }
@@ -89,11 +89,12 @@ trait ReferenceModel: Module {
 impl ReferenceModel for gpt::Gpt {}
 impl ReferenceModel for llama::Llama {}
 
-/// Copies the current parameters of a trainer.
+/// Returns copies of a trainer's current parameters.
 pub fn variables_of(trainer: &Trainer, dtype: DType) -> gapless::Result<VarMap> {
     let variables = VarMap::new();
     for name in trainer.parameter_names() {
-        // A cast to the same type would share the arena's bytes, which the next step overwrites.
+        // The copy is needed, because a cast to the same type would share the arena's bytes, which the next step
+        // overwrites.
         let value = trainer.tensor(name)?.copy()?.to_dtype(dtype)?;
         let variable = Var::from_tensor(&value)?;
         variables.data().lock().expect("no holder of the variables panics").insert(name.to_owned(), variable);
@@ -106,8 +107,8 @@ pub fn ids(ids: &[u32], rows: usize) -> Result<Tensor> {
     Tensor::from_slice(ids, (rows, ids.len() / rows), &Device::Cpu)
 }
 
-/// GPT-2's initial weights. With candle-nn's defaults for linear layers and embeddings, the first losses would be
-/// large.
+/// The initial weights of GPT-2. With candle-nn's defaults for linear layers and embeddings, the first losses would
+/// be large.
 const WEIGHT: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
 
 fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
@@ -119,7 +120,8 @@ fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linea
     Ok(Linear::new(vb.get_with_hints((out_dim, in_dim), "weight", WEIGHT)?, None))
 }
 
-/// softmax(q·kᵀ/√d + mask)·v for [batch, heads, tokens, head size]; a token attends to itself and earlier tokens.
+/// Computes softmax(q·kᵀ/√d + mask)·v for [batch, heads, tokens, head size]. A token attends to itself and earlier
+/// tokens.
 fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     let (.., t, head_size) = q.dims4()?;
     let scores = (q.contiguous()?.matmul(&k.t()?.contiguous()?)? / (head_size as f64).sqrt())?;

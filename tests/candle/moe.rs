@@ -1,8 +1,8 @@
-//! An eager, dense Llama with experts: every expert computes every token, and the results that were not chosen are
-//! multiplied by zero.
+//! An eager, dense Llama with experts. Every expert processes every token, and the results of experts that were not
+//! chosen are multiplied by zero.
 //!
-//! Experts are chosen by sorting plain numbers. Each choice has a margin, the distance to the nearest other choice.
-//! Choices are not continuous, so a comparison at another precision must check the margin.
+//! Experts are chosen by sorting scores on the host. Each choice has a margin, which is the distance to the nearest
+//! other choice. Choices are not continuous, so a comparison at another precision must check the margin.
 
 use candle_core::{D, Module, Result, Tensor};
 use candle_nn::{Linear, RmsNorm, VarBuilder};
@@ -29,12 +29,12 @@ pub struct Choice {
     /// Number of choices that exceeded the capacity; if experts choose tokens, the number of tokens that no expert
     /// chose.
     pub dropped: usize,
-    /// The smallest relative difference between a score that was chosen and one that was not, or between one that was
-    /// kept and one that was dropped. Exact ties are decided by order and do not count.
+    /// The smallest relative difference between a score that was chosen and one that was not, or between a row that
+    /// was kept and one that was dropped. Exact ties do not count, because the order decides them.
     pub margin: f64,
-    /// Whether expert e processed token t of sequence s, at (s × tokens + t) × experts + e.
+    /// Whether expert e processed token t of sequence s, at index (s × tokens + t) × experts + e.
     kept: Vec<bool>,
-    /// Whether the token chose the expert, with the same index.
+    /// Whether token t of sequence s chose expert e, at the same index.
     wanted: Vec<bool>,
 }
 
@@ -51,7 +51,7 @@ impl Moe {
         })
     }
 
-    /// The head's input, and the results of each router.
+    /// Returns the head's input, and the results of each router.
     fn hidden(&self, tokens: &Tensor) -> Result<(Tensor, Vec<(String, Routed)>)> {
         let (b, t) = tokens.dims2()?;
         let mut x = self.embed_tokens.index_select(&tokens.flatten_all()?, 0)?.reshape((b, t, ()))?;
@@ -126,7 +126,7 @@ struct Sparse {
     config: MoeConfig,
     gate: Linear,
     bias: Option<Tensor>,
-    /// [experts, hidden, width]; `down_proj` is [experts, width, hidden].
+    /// Shape [experts, hidden, width]; `down_proj` has shape [experts, width, hidden].
     gate_proj: Tensor,
     up_proj: Tensor,
     down_proj: Tensor,
@@ -195,8 +195,8 @@ impl Sparse {
         Ok((y, Routed { choice, loss }))
     }
 
-    /// The balance loss α·Σ f·P of every sequence (DeepSeek-V3, equations 17 to 20), averaged over sequences, plus the
-    /// z-loss (ST-MoE, equation 5).
+    /// Returns the balance loss α·Σ f·P (DeepSeek-V3, equations 17 to 20), averaged over sequences, plus the z-loss
+    /// (ST-MoE, equation 5).
     fn loss(&self, logits: &Tensor, scores: &Tensor, wanted: &Tensor) -> Result<Tensor> {
         let router = &self.config.router;
         let shares = scores.broadcast_div(&scores.sum_keepdim(2)?)?;
@@ -265,7 +265,7 @@ impl Sparse {
 }
 
 impl Choice {
-    /// Marks the experts that a token chooses.
+    /// Marks the experts that a token chooses in `wanted`.
     fn of_token(&mut self, scores: &[f64], top_k: usize, groups: Option<ExpertGroups>, wanted: &mut [bool]) {
         let mut allowed: Vec<usize> = (0..scores.len()).collect();
         if let Some(ExpertGroups { count, limit }) = groups {
@@ -283,7 +283,7 @@ impl Choice {
         chosen.into_iter().for_each(|expert| wanted[expert] = true);
     }
 
-    /// Returns the `count` best elements (the first among equals) and the others.
+    /// Returns the `count` best elements, and the others. Of equal elements, the first ones are better.
     fn best<T>(&mut self, mut items: Vec<T>, worth: impl Fn(&T) -> f64, count: usize) -> (Vec<T>, Vec<T>) {
         items.sort_by(|a, b| worth(b).total_cmp(&worth(a)));
         let others = items.split_off(count.min(items.len()));

@@ -1,4 +1,4 @@
-//! Tests of `gapless compare` from the user's side.
+//! Tests of `gapless compare`, run as a user would.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// Writes a file with this content into a temporary folder.
+/// Writes a file with this content to a temporary folder, and returns the file's path.
 fn file(folder: &tempfile::TempDir, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
     let path = folder.path().join(name);
     fs::write(&path, content).unwrap();
@@ -43,9 +43,9 @@ fn json_has_every_allocator_by_reserved_bytes() {
         assert_eq!(allocator["fragmentation"].as_f64().unwrap(), 1.0 - allocated as f64 / reserved as f64);
         assert!(allocator["segments"].is_u64() && allocator["device_calls"].is_u64());
         match allocator["allocator"].as_str().unwrap() {
-            // At ticks 2 and 3, w, a and b are alive; then c reuses a's place.
+            // At ticks 2 and 3, w, a and b are alive. After that, c reuses the place of a.
             "ideal" | "gapless" => assert_eq!((allocated, reserved), (48_000_000, 48_000_000)),
-            // Two segments of 20 MiB, and one of 40 MB, rounded up to a multiple of 2 MiB.
+            // PyTorch has two segments of 20 MiB, and one of 40 MB, rounded up to a multiple of 2 MiB.
             "pytorch" => assert_eq!(reserved, (20 + 40) << 20),
             _ => {}
         }
@@ -86,7 +86,7 @@ fn snapshots_are_read() {
     let output = compare(&["--snapshot", snapshot.to_str().unwrap(), "--json", "--allocators", "gapless"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let object: Value = serde_json::from_slice(&output.stdout).unwrap();
-    // 3 and 5 MiB, 200 and 1000 bytes.
+    // The buffers have 3 MiB, 5 MiB, 200 bytes and 1000 bytes.
     assert_eq!(object["allocators"][0]["peak_reserved"], (8 << 20) + 1200);
 }
 
@@ -121,7 +121,8 @@ fn bad_input_is_named() {
     assert!(!compare(&["--trace", "a", "--snapshot", "b"]).status.success());
 }
 
-/// For a snapshot of a program that ran out of memory, the failed request is shown with the result of each allocator.
+/// If a snapshot is of a program that ran out of memory, the output shows the failed request, with the result of each
+/// allocator.
 #[test]
 fn the_request_that_was_refused_is_named() {
     let snapshot = concat!(env!("CARGO_MANIFEST_DIR"), "/alloc/allocators/tests/snapshots/step.pickle");

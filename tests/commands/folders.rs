@@ -1,4 +1,4 @@
-//! Tests of Hugging Face folders on the command line: types, lengths, ends of texts, adapters.
+//! Tests of the command line with Hugging Face folders: element types, lengths, ends of texts, and adapters.
 
 use std::path::{Path, PathBuf};
 
@@ -44,7 +44,7 @@ impl Folders {
         serde_json::from_str::<Value>(&text(&arguments)).unwrap()["loss"].as_f64().unwrap()
     }
 
-    /// Samples a text and returns the part after the prompt.
+    /// Samples a text, and returns the part after the prompt.
     fn sampled(&self, name: &str, more: &[&str]) -> String {
         let text = text(&[&["sample", &self.name(name), "--prompt", "Hello"], more].concat());
         text.strip_prefix("Hello").and_then(|text| text.strip_suffix('\n')).unwrap().to_owned()
@@ -61,7 +61,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// A tokenizer in which id n is byte n, spelled as in GPT-2.
+/// Returns a tokenizer in which id n is byte n, spelled as in GPT-2.
 fn byte_tokenizer() -> Value {
     let is_shown = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut others = 256..;
@@ -78,7 +78,7 @@ fn byte_tokenizer() -> Value {
     })
 }
 
-/// Suppresses every token except the letters a to z.
+/// Returns the ids of all tokens except the letters a to z, which are to be suppressed.
 fn letters_only() -> Vec<u32> {
     (0..300).filter(|id| !(97..123).contains(id)).collect()
 }
@@ -99,8 +99,8 @@ fn generation_options_of_the_folder_are_followed() {
     assert_eq!(folders.sampled("base", &[]), whole[..3]);
     let name = folders.name("base");
     assert!(error(&["sample", &name, "--prompt", "Hello world"]).contains("max_length"));
-    // A text ends with the token that completes a stop string, which may begin in the prompt. The end token would come
-    // later.
+    // A text ends with the token that completes a stop string. The stop string may begin in the prompt. Here, the end
+    // token would come later.
     folders.set(config, json!({ "max_length": null, "max_new_tokens": 9, "stop_strings": [&whole[2..4], "Hell"] }));
     assert_eq!(folders.sampled("base", &[]), whole[..4]);
     folders.set(config, json!({ "stop_strings": format!("llo{}", &whole[..1]) }));
@@ -150,7 +150,7 @@ fn adapters_are_sampled_evaluated_and_merged() {
     assert!(error(&["merge", &base, &folders.name("new")]).contains("not an adapter"));
     assert!(error(&["eval", &base, TEXT, "--base", &out]).contains("not an adapter"));
 
-    // The base is in another place, and the adapter has its own tokenizer, which is copied to the merged model.
+    // The base model is moved, and the adapter has its own tokenizer, which is copied to the merged model.
     copy(&folders.path("base"), &folders.path("elsewhere"));
     std::fs::remove_dir_all(folders.path("base")).unwrap();
     assert!(error(&["eval", &adapter, TEXT]).contains("../base"));
@@ -165,7 +165,7 @@ fn adapters_are_sampled_evaluated_and_merged() {
     assert_eq!(loss("second", &[]), loss("out", &[]));
 }
 
-/// The model has as many positions as its table. A longer prompt is refused rather than silently cut.
+/// The model has as many positions as its table. A prompt that is longer is refused, rather than silently cut.
 #[test]
 fn prompts_longer_than_the_model_are_refused() {
     let Some(gpt2) = gapless_testing::next_to_repository("hf/models/gpt2/checkpoint").filter(|folder| folder.is_dir())
@@ -180,7 +180,7 @@ fn prompts_longer_than_the_model_are_refused() {
     assert!(text(&["sample", folder, "--prompt", &prompt, "--window", "16", "--tokens", "2"]).starts_with(&prompt));
 }
 
-/// Rotary positions have no limit, but the user is warned.
+/// Rotary positions have no limit, but the user is warned if a sequence is longer than the model was trained on.
 #[test]
 fn sequences_longer_than_the_model_was_trained_on_are_told() {
     let folders = Folders::new();

@@ -1,4 +1,4 @@
-//! Tests of `gapless sample` and `gapless eval` from the user's side.
+//! Tests of `gapless sample` and `gapless eval`, run as a user would.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -9,21 +9,21 @@ pub fn gapless(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_gapless")).args(arguments).stdin(Stdio::null()).output().unwrap()
 }
 
-/// The standard output of a command that must succeed.
+/// Runs a command that must succeed, and returns its standard output.
 pub fn text(arguments: &[&str]) -> String {
     let output = gapless(arguments);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The standard error of a command that must fail.
+/// Runs a command that must fail, and returns its standard error.
 pub fn error(arguments: &[&str]) -> String {
     let output = gapless(arguments);
     assert_eq!(output.status.code(), Some(2), "{output:?}");
     String::from_utf8(output.stderr).unwrap()
 }
 
-/// A model with a tokenizer, if the larger collection is there.
+/// Returns a model with a tokenizer, or `None` if the larger collection does not exist.
 fn case() -> Option<PathBuf> {
     let case =
         gapless_testing::next_to_repository("hf").map(|hf| hf.join("models/smollm")).filter(|case| case.exists());
@@ -60,7 +60,7 @@ fn text_comes_as_it_is_asked_for() {
     assert_eq!(sample(&["--temperature", "1.5", "--top-p", "0.9", "--min-p", "0.01", "--seed", "3"]), drawn);
     assert_ne!(drawn, greedy);
     assert_ne!(sample(&["--repetition-penalty", "1.5"]), greedy);
-    // With a sliding window, and as a conversation.
+    // The text is also generated with a sliding window and, after that, as a conversation.
     assert!(sample(&["--window", "8"]).starts_with("Hello"));
     let copy = tempfile::tempdir().unwrap();
     with_template(Path::new(folder), copy.path());
@@ -100,12 +100,13 @@ fn perplexity_is_that_of_the_logits_of_transformers() {
     let object: serde_json::Value =
         serde_json::from_str(&text(&["eval", folder, bin.to_str().unwrap(), "--json"])).unwrap();
     let found = object["loss"].as_f64().unwrap();
-    // The tolerance of the losses in tests/hugging_face.
+    // This is the tolerance for losses in tests/hugging_face.
     assert!((found - expected).abs() <= 2e-5, "{found} is not {expected}");
     assert_eq!(object["perplexity"], found.exp());
     assert_eq!(object["tokens"], ids.len() - 1);
 
-    // Several windows, several per batch, with some left over; then a text.
+    // The data has several windows, several of them per batch, and some are left over. After that, the data is a
+    // text.
     std::fs::write(&bin, bytes(&ids.repeat(3))).unwrap();
     let eval = |batch: &str| -> serde_json::Value {
         let sequence = ["--sequence", "7", "--json", "--batch", batch];
@@ -113,7 +114,7 @@ fn perplexity_is_that_of_the_logits_of_transformers() {
     };
     let (one, four) = (eval("1"), eval("4"));
     let difference = (one["loss"].as_f64().unwrap() - four["loss"].as_f64().unwrap()).abs();
-    // Means of means, rounded to f32.
+    // The losses are means of means, rounded to f32.
     assert!(difference <= 1e-6 * one["loss"].as_f64().unwrap(), "{one} {four}");
     let file = data.path().join("a.txt");
     std::fs::write(&file, "Hello world. ".repeat(9)).unwrap();

@@ -1,4 +1,4 @@
-//! Tests of the command line from the user's side.
+//! Tests that run the command line as a user would.
 
 mod compare;
 mod folders;

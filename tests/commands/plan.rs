@@ -1,4 +1,4 @@
-//! Tests of `gapless plan` from the user's side: exit codes, JSON, and the table that it writes.
+//! Tests of `gapless plan`, run as a user would: exit codes, JSON, and the table that it writes.
 
 use std::fs;
 use std::process::{Command, Output};
@@ -44,7 +44,7 @@ fn exit_codes_tell_what_happened() {
     check(TABLE, &["--draw", "map.png"], 2, ".html, .svg, .txt");
 }
 
-/// A table with so many buffers that the first plan is not yet proven optimal.
+/// Returns a table with so many buffers that the first plan is not proven optimal.
 fn hard_table() -> String {
     let mut state = 1u64;
     let mut below = |most: u64| {
@@ -84,7 +84,7 @@ fn a_deadline_is_for_the_explanation_too_and_both_say_so() {
     assert_eq!(words(&json(&["--capacity", "1535"])), ["proven", "impossible"]);
 }
 
-/// The table's offsets are pinned, as in minimalloc, kept where that costs no height, or ignored.
+/// The offsets of a table are pinned, as in minimalloc, or kept where this does not increase the height, or ignored.
 #[test]
 fn an_offset_is_what_the_user_says() {
     let folder = tempfile::tempdir().unwrap();
@@ -100,7 +100,7 @@ fn an_offset_is_what_the_user_says() {
     };
     let (first, text) = offsets(pinned, &[], "2 of 3 buffers are pinned by their offset");
     assert_eq!(first, [512, 0, 2048]);
-    // The written table is planned again: as it is, as low as possible, and with another buffer.
+    // The written table is planned again in three ways: as it is, as low as possible, and with another buffer.
     assert_eq!(offsets(&text, &[], "3 of 3 buffers are pinned").0, first);
     let (low, text) = offsets(&text, &["--offsets", "ignore"], "");
     assert_eq!(low.iter().zip([1024, 512, 512]).map(|(at, bytes)| at + bytes).max(), Some(1536));
@@ -114,8 +114,8 @@ fn an_offset_is_what_the_user_says() {
     assert_eq!(offsets("id,lower,upper,size,hint\na,0,3,8,4\nb,0,3,4,-1\n", &[], "").0, [4, 0]);
 }
 
-/// A plan that ignores gaps does not prove that there is no lower plan, unless it reaches a bound that takes gaps into
-/// account.
+/// If a plan ignores gaps, it does not prove that there is no lower plan, unless it reaches a bound that takes gaps
+/// into account.
 #[test]
 fn no_optimality_is_claimed_for_tables_with_gaps() {
     let folder = tempfile::tempdir().unwrap();
@@ -132,13 +132,13 @@ fn no_optimality_is_claimed_for_tables_with_gaps() {
     assert_eq!(open["stop_reason"], "exhausted");
     let closed = json("1-2 3-4@0:2", "10");
     assert_eq!((&closed["proof"], &closed["fit"]), (&"max-live".into(), &"impossible".into()));
-    // minimalloc's plan may place a buffer into a gap, where our checker does not allow it.
+    // A plan of minimalloc may place a buffer into a gap, where our checker does not allow the buffer.
     let output = gapless(&folder, "id,lower,upper,size,gaps,offset\na,0,9,8,3-5,0\nb,3,5,4,,0\n", &[]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("which is alive at the same time; gaps are ignored"));
 }
 
-/// If the reader closes the pipe, the command does not panic, and its exit code is unchanged.
+/// If the reader closes the pipe, the command does not panic, and its exit code stays the same.
 #[test]
 fn a_closed_pipe_is_no_error() {
     let folder = tempfile::tempdir().unwrap();
@@ -224,7 +224,7 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     };
     let plain = json(&[]);
     let all = plain["arena_bytes"].as_u64().unwrap();
-    // Kernels of another device need other scratch.
+    // The kernels of another device need other scratch.
     assert_ne!(json(&["--kernels", "cuda"])["arena_bytes"], plain["arena_bytes"]);
     let error = String::from_utf8(plan_model(&["--kernels", "tpu"]).stderr).unwrap();
     assert!(error.contains("use auto, cpu, cuda"), "{error}");
@@ -239,8 +239,8 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     assert_eq!(json(&["--recompute", "ops:gelu"])["layers"][0]["ops"], serde_json::json!(["gelu"]));
     for (arguments, code, words) in [
         (&["--budget", "1MiB"][..], 3, "the smallest step found"),
-        // The message has the tick of the peak, the bytes alive there by role, and the names of what would have to
-        // change.
+        // The message contains the tick of the peak, the bytes alive at this tick by role, and the names of the keys
+        // that would have to change.
         (&["--budget", "1MiB"], 3, "buffers alive at tick "),
         (&["--budget", "1MiB"], 3, ", in train 0B0"),
         (&["--budget", "1MiB"], 3, " × optimizer state"),
@@ -259,7 +259,8 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     }
 }
 
-/// The table that is written for every rank can be read by the other commands, and contains the plan that they use.
+/// The command writes a table for every rank. The other commands can read the table, which contains the plan that
+/// they use.
 #[test]
 fn every_rank_of_a_step_writes_its_plan() {
     let folder = tempfile::tempdir().unwrap();
@@ -307,8 +308,8 @@ fn every_rank_of_a_step_writes_its_plan() {
     }
 }
 
-/// Mixtral on two expert ranks: the reserve for received rows is added to the plan, for even routing or for the worst
-/// case.
+/// Mixtral on two expert ranks. The reserve for received rows is added to the plan, either for even routing or for
+/// the worst case.
 #[test]
 fn an_expert_rank_is_planned_with_its_reserve() {
     let plan = |routing: &[&str]| -> serde_json::Value {
@@ -361,7 +362,8 @@ fn a_folder_of_weights_plans_as_a_trainer_of_it_does() {
     }
 }
 
-/// The planned memory of a run on every rank, including evaluation and generation, equals what trainers reserve.
+/// For every rank of a run, the planned memory, including evaluation and generation, equals the memory that the
+/// trainer reserves.
 #[test]
 fn what_is_planned_of_a_folder_is_what_a_run_takes() {
     use std::panic;

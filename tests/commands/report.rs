@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
 
-/// A server that may open only a dozen files survives more connections than that, and still answers afterwards.
+/// A server may only open a dozen files. It survives more connections than that, and answers when they are closed.
 #[cfg(unix)]
 #[test]
 fn a_server_outlives_the_limit_of_open_files() {
@@ -19,7 +19,7 @@ fn a_server_outlives_the_limit_of_open_files() {
     let host = line.strip_prefix("http://").and_then(|rest| rest.split('/').next()).unwrap().to_owned();
     let silent: Vec<TcpStream> = (0..40).map(|_| TcpStream::connect(&host).unwrap()).collect();
     drop(silent);
-    // Until the last connection is closed, there may be no file handle left to read the run.
+    // While all connections are open, the server may have no file handle left with which to read the run.
     let mut asked = (0..1000).map(|_| {
         let (mut answer, mut stream) = (String::new(), TcpStream::connect(&host).unwrap());
         write!(stream, "GET / HTTP/1.1\r\nHost: {host}\r\n\r\n").unwrap();

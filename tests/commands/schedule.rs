@@ -1,4 +1,4 @@
-//! Tests of `gapless schedule` from the user's side: exit codes, tables, pictures, JSON.
+//! Tests of `gapless schedule`, run as a user would: exit codes, tables, pictures, JSON.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ fn gapless(folder: &Path, arguments: &str) -> Output {
         .unwrap()
 }
 
-/// The standard output of a command that must succeed.
+/// Runs a command that must succeed, and returns its standard output.
 fn printed(folder: &Path, arguments: &str) -> String {
     let output = gapless(folder, arguments);
     assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
@@ -156,7 +156,8 @@ fn prints_json_and_draws() {
         "1f1b --ranks 2 --micro-batches 2 --forward 3,4 --transfer 1 --json --svg a.svg --trace a.json",
     ));
     assert_eq!(json["table"][1], serde_json::json!(["1F0", "1B0", "1F1", "1B1"]));
-    // 0F0 takes 3 and its message 1; then 1F0 4, 1B0 2, 1F1 4, 1B1 2, a message 1, and 0B1 2.
+    // 0F0 takes 3 and its message 1. After that, 1F0 takes 4, 1B0 takes 2, 1F1 takes 4, 1B1 takes 2, a message 1, and
+    // 0B1 takes 2.
     assert_eq!((&json["spans"][1][0]["start"], &json["spans"][1][0]["end"]), (&4.into(), &8.into()));
     assert_eq!((&json["makespan"], &json["peak"]), (&19.into(), &serde_json::json!([2, 1])));
     assert_eq!(json["bubble"], serde_json::json!([9, 7]));

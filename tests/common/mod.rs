@@ -52,7 +52,7 @@ pub fn on_cpu() -> TrainOptions {
     TrainOptions { device: DeviceChoice::Cpu, ..TrainOptions::default() }
 }
 
-/// A model, its options, and a batch per step.
+/// A model, the options of its training, and a batch for each step.
 #[derive(Debug, Clone)]
 pub struct TinyRun {
     pub kind: Kind,
@@ -77,7 +77,7 @@ impl Default for TinyRun {
     }
 }
 
-/// The results of a run, as bits.
+/// The results of a run as bits, so that they can be compared exactly.
 #[derive(Debug, PartialEq)]
 pub struct Outcome {
     pub losses: Vec<u32>,
@@ -91,7 +91,8 @@ pub const VOCABULARY: u32 = 50;
 /// The widths of the latent and of the rotated key in [`Kind::Latent`].
 pub const LATENT: (usize, usize) = (24, 6);
 
-/// Planning work for tests about computed results: planning the last thousandth of a small arena takes seconds.
+/// The work limit of the planner in tests about computed results. Without it, planning the last thousandth of a small
+/// arena takes seconds.
 pub const PLANNING: u64 = 1 << 20;
 
 impl TinyRun {
@@ -104,12 +105,12 @@ impl TinyRun {
         self.try_rank(None)
     }
 
-    /// Creates the trainer of one rank, or the only trainer.
+    /// Creates the trainer of one rank, or the only trainer if `world` is `None`.
     pub fn rank(&self, world: Option<Box<dyn Communicator>>) -> Trainer {
         self.try_rank(world).expect("the model is sound")
     }
 
-    /// Creates the trainer of one rank, or returns the error.
+    /// Like [`Self::rank`], but returns the error.
     pub fn try_rank(&self, world: Option<Box<dyn Communicator>>) -> Result<Trainer, gapless::TrainError> {
         let vocabulary = VOCABULARY as usize;
         match self.kind {
@@ -171,7 +172,8 @@ impl TinyRun {
         communicator::on_threads(ranks, |world| Ok(f(self.rank(Some(world))))).expect("no rank fails")
     }
 
-    /// Does [`Self::steps`] on all ranks. Returns what all ranks see, and the parameters of all.
+    /// Does [`Self::steps`] on all ranks. Returns the results that are equal on all ranks, and the parameters of all
+    /// ranks.
     pub fn steps_on_ranks(&self, count: u64) -> Outcome {
         merge(self.on_ranks(|mut trainer| self.go_on(&mut trainer, count)))
     }
@@ -192,15 +194,15 @@ impl TinyRun {
         }))
     }
 
-    /// The batch of a step: pseudo-random ids and their successors.
+    /// Returns the batch of a step: pseudo-random ids, and as targets the ids after them.
     pub fn batch(&self, step: u64) -> (Vec<u32>, Vec<u32>) {
         let id = |i: u64| ((step * 7919 + i) * (step * 7919 + i) % 1009) as u32 % VOCABULARY;
         let count = (self.options.step.batch * self.options.step.sequence) as u64;
         ((0..count).map(id).collect(), (1..=count).map(id).collect())
     }
 
-    /// For each token, the position at which its document begins, with [`TrainOptions::documents`]. Documents have 1 to
-    /// 9 tokens and differ between sequences.
+    /// Returns, for each token, the position at which its document begins, for [`TrainOptions::documents`]. Documents
+    /// have 1 to 9 tokens and differ between sequences.
     fn starts(&self) -> Vec<u32> {
         let mut starts = Vec::new();
         for index in
@@ -215,7 +217,7 @@ impl TinyRun {
 
     pub fn step(&self, trainer: &mut Trainer) -> StepReport {
         let ((tokens, mut targets), starts) = (self.batch(trainer.steps()), self.starts());
-        // The last token of a document has no target: the next token belongs to another document.
+        // The last token of a document has no target, because the next token belongs to another document.
         for (target, next) in targets.iter_mut().zip(starts.iter().skip(1).zip(&starts)) {
             *target = if next.0 == next.1 { *target } else { IGNORED };
         }
@@ -237,7 +239,7 @@ impl TinyRun {
     }
 }
 
-/// Combines the outcomes of all ranks. What all ranks see must be equal; the parameters are merged.
+/// Combines the outcomes of all ranks. Losses and norms must be equal on all ranks; the parameters are merged.
 fn merge(outcomes: Vec<Outcome>) -> Outcome {
     let mut parameters = BTreeMap::new();
     for (name, hash) in outcomes.iter().flat_map(|outcome| &outcome.parameters) {

@@ -1,4 +1,4 @@
-//! Corruptions that a disk or a person may inflict on the files of checkpoints.
+//! Corruptions of checkpoint files that a disk or a person may cause.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,7 +8,7 @@ use gapless::engine::checkpoint::Checkpoint;
 
 use crate::{Budget, Checker, Draw, copy, two_steps};
 
-/// Every file of a folder of checkpoints, with its contents.
+/// The contents of every file in a folder of checkpoints, by path.
 type Files = BTreeMap<PathBuf, Vec<u8>>;
 
 pub fn are_seen() {
@@ -20,7 +20,7 @@ pub fn are_seen() {
     let (budget, mut draw) = (Budget::new(1000, 50), Draw::new());
     let (mut case, mut resumed, mut refused) = (0, [0; 3], 0);
     while budget.allows(case) {
-        // In one case of four, the damage is done between opening and loading.
+        // In one of four cases, the corruption happens after the checkpoint is opened and before it is loaded.
         let opened = (draw.below(4) == 0).then(|| Checkpoint::latest(&dir).unwrap().expect("two are sound"));
         let mut damaged = originals.clone();
         let told: Vec<String> = (0..1 + draw.below(3)).map(|_| corrupt(&mut damaged, &mut draw)).collect();
@@ -63,7 +63,7 @@ fn replace(dir: &Path, from: &Files, to: &Files) {
     }
 }
 
-/// Applies one corruption to the files and describes it.
+/// Applies one corruption to the files, and returns its description.
 fn corrupt(files: &mut Files, draw: &mut Draw) -> String {
     if files.is_empty() {
         return "nothing is left".into();
@@ -100,7 +100,7 @@ fn corrupt(files: &mut Files, draw: &mut Draw) -> String {
             format!("swapped with {}:", other.display())
         }
         _ => {
-            // Renames a folder to another step; if that folder exists, swaps the two.
+            // Renames the folder to that of another step. If that folder exists, swaps the two.
             let folder = path.parent().expect("files are in folders").to_owned();
             let name = PathBuf::from(format!("step-{:08}", 1 + draw.below(4)));
             let renamed = |file: PathBuf| match file.parent() {

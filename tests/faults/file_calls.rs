@@ -1,5 +1,5 @@
-//! Injects a kill or an error at each file system call of a resume, a save and a removal of old checkpoints, by means
-//! of `strace`.
+//! Injects a kill or an error at each file system call of a resume, a save and a removal of old checkpoints, using
+//! `strace`.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -12,7 +12,7 @@ use crate::{Budget, Checker, Draw, copy, two_steps, victim_command};
 
 const ERRORS: [&str; 6] = ["EIO", "ENOSPC", "EACCES", "EMFILE", "EINTR", "EROFS"];
 
-/// The nth call with a name.
+/// A file system call, identified by its name and its index among the calls of this name.
 type Call = (String, usize);
 
 pub fn a_kill_loses_nothing() {
@@ -20,7 +20,7 @@ pub fn a_kill_loses_nothing() {
     at_calls(Budget::new(25, 20), &["signal=KILL".to_owned()], is_told);
 }
 
-/// Injects each error at each call: the run either recovers, or reports the error with the folder's name.
+/// Injects each error at each call. The run must either recover, or report the error with the folder's name.
 pub fn an_error_loses_nothing() {
     let is_told = |output: &Output, dir: &str| match output.status.code() {
         Some(0) => true,
@@ -30,7 +30,7 @@ pub fn an_error_loses_nothing() {
     at_calls(Budget::new(25, 20), &ERRORS.map(|error| format!("error={error}")), is_told);
 }
 
-/// Injects each fault at each call, in random order, until the budget is used up.
+/// Injects each fault at each call, in random order, until the budget is spent.
 fn at_calls(budget: Budget, faults: &[String], is_allowed: impl Fn(&Output, &str) -> bool) {
     let (template, mut judge, mut draw) = (two_steps(), Checker::new(), Draw::new());
     let Some(calls) = calls(template.path()) else { return };
@@ -57,7 +57,7 @@ fn at_calls(budget: Budget, faults: &[String], is_allowed: impl Fn(&Output, &str
     println!("{done} of {all} faults at file calls");
 }
 
-/// The victim's file system calls that concern the run's folder; `None` if strace is not available.
+/// Returns the victim's file system calls that refer to the run's folder, or `None` if strace is not available.
 fn calls(template: &Path) -> Option<Vec<Call>> {
     let work = tempfile::tempdir().unwrap();
     let (dir, log) = (work.path().join("run"), work.path().join("log"));

@@ -1,9 +1,10 @@
-//! Fault injection. Whatever happens to a run or its files, the run must resume with the bits of an uninterrupted run,
-//! or must be refused with an error that names the file. No checkpoint that it has reported as saved may be lost.
+//! Fault injection. Whatever happens to a run or its files, there are two allowed outcomes. The run resumes with the
+//! bits of an uninterrupted run, or it is refused with an error that names the file. No checkpoint that the run has
+//! reported as saved may be lost.
 //!
-//! The program runs itself a second time as the victim, so it has its own `main`. By default, each test tries a sample
-//! of cases. `GAPLESS_FAULTS=SECONDS` divides that time among the tests, `GAPLESS_SEED=N` draws another sample, and
-//! `GAPLESS_SOAK=MINUTES` keeps a run of four ranks going for that time, with a kill every minute.
+//! The program runs itself a second time as the victim, so it has its own `main`. By default, each test tries a
+//! sample of cases. `GAPLESS_FAULTS=SECONDS` divides that time among the tests, and `GAPLESS_SEED=N` draws another
+//! sample. `GAPLESS_SOAK=MINUTES` keeps a run of four ranks going for that time, with a kill every minute.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -64,8 +65,8 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// A run like `train_gpt`: resumes from the newest checkpoint of a folder, saves after every step, and reports each
-/// save.
+/// The victim, a run like `train_gpt`. It resumes from the newest checkpoint of a folder, saves after every step, and
+/// reports each save.
 fn victim(dir: &Path, steps: u64) -> anyhow::Result<ExitCode> {
     let folder = RunFolder::open(dir)?;
     let checkpoint = Checkpoint::latest(folder.checkpoints())?;
@@ -92,7 +93,7 @@ fn victim_command(dir: &Path, steps: u64) -> Command {
     command
 }
 
-/// A model whose checkpoint has only a few kilobytes, and the run with its batches.
+/// Creates a model whose checkpoint only has a few kilobytes, and the run with the model's batches.
 fn tiny() -> (TinyRun, Trainer) {
     let options = TrainOptions {
         step: StepOptions {
@@ -119,7 +120,7 @@ fn tiny() -> (TinyRun, Trainer) {
     (run, trainer)
 }
 
-/// Compares a resumed run with one that was never interrupted.
+/// Compares resumed runs with one that was never interrupted.
 struct Checker {
     run: TinyRun,
     straight: Trainer,
@@ -155,14 +156,15 @@ impl Checker {
         Ok(step)
     }
 
-    /// Resumes from the newest checkpoint of a run's folder; returns 0 if there is none.
+    /// Resumes from the newest checkpoint of a run's folder, and returns its step. Returns 0 if there is no
+    /// checkpoint.
     fn resumes(&mut self, dir: &Path) -> u64 {
         let checkpoint = Checkpoint::latest(&dir.join("checkpoints")).expect("what is left is sound");
         checkpoint.map_or(0, |checkpoint| self.goes_on(&checkpoint).expect("what is left is sound"))
     }
 }
 
-/// A run's folder with the checkpoints of two steps.
+/// Creates a run's folder with the checkpoints of two steps.
 fn two_steps() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let status = victim_command(dir.path(), 2).stdout(std::process::Stdio::null()).status().unwrap();
@@ -183,7 +185,8 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// The number of cases that a test tries: its declared number, or as many as fit into its percentage of the given time.
+/// The number of cases that a test tries: the declared number, or as many as fit into the test's percentage of the
+/// given time.
 struct Budget {
     cases: usize,
     until: Option<Instant>,

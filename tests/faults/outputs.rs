@@ -38,7 +38,7 @@ pub fn training_goes_on_unheard() {
 }
 
 pub fn a_full_disk_loses_nothing() {
-    // The victim gets a file system of its own, which disappears with it.
+    // The victim gets a file system of its own, which is removed when the victim ends.
     let script = r#"mount -t tmpfs -o "size=$3k" none "$0" || exit 99
 "$1" --victim "$0" 4; code=$?; cp -r "$0/." "$2"; exit $code"#;
     let mut judge = Checker::new();
@@ -64,7 +64,7 @@ pub fn a_full_disk_loses_nothing() {
     assert_eq!((codes[0], codes[3]), (Some(1), Some(0)), "{codes:?}");
 }
 
-/// Writes beyond the maximum file size fail like those to a full disk, and do not end the process silently.
+/// A write beyond the maximum file size fails like a write to a full disk. It does not end the process silently.
 pub fn a_limit_of_file_sizes_loses_nothing() {
     let mut judge = Checker::new();
     let mut codes = Vec::new();

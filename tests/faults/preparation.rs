@@ -1,4 +1,4 @@
-//! Kills during the tokenization of text.
+//! Kills of a process that tokenizes text.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -12,16 +12,16 @@ use gapless_testing::slow_tests_enabled;
 
 use crate::Draw;
 
-/// Number of lines; more than twice the text whose work a kill can lose.
+/// Number of lines: more than twice the text whose work can be lost by one kill.
 const LINES: u64 = 3_000_000;
 
-/// Tokenizes `text.txt` of a folder into the subfolder `cache`.
+/// Tokenizes `text.txt` in a folder, with the subfolder `cache` for the results.
 pub fn prepare(dir: &Path, cache: &str) -> anyhow::Result<Dataset> {
     let options = DataOptions { vocabulary: VocabularyChoice::Bytes, cache: dir.join(cache), ..DataOptions::default() };
     Ok(Dataset::prepare(&Source::Path(dir.join("text.txt")), &options)?)
 }
 
-/// The progress file of the only preparation in a cache.
+/// Returns the contents of the progress file in a cache with one preparation, or `None` if there is no such file.
 fn progress(cache: &Path) -> Option<String> {
     let folder = fs::read_dir(cache).ok()?.next()?.ok()?.path();
     fs::read_to_string(folder.join("tokens.bin.progress")).ok()

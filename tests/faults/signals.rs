@@ -13,7 +13,7 @@ use crate::{Budget, Checker, Draw, victim_command};
 
 const SIGNALS: [(&str, i32); 5] = [("INT", 2), ("TERM", 15), ("HUP", 1), ("XCPU", 24), ("KILL", 9)];
 
-/// A victim that does not end by itself, and the steps that it reports as saved.
+/// Starts a victim that does not end by itself. Returns it with the steps that it reports as saved.
 fn endless(dir: &Path) -> (Child, Receiver<u64>) {
     let mut child = victim_command(dir, u64::MAX).stdout(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -27,7 +27,7 @@ fn send(signal: &str, child: &Child) {
     assert!(status.success());
 }
 
-/// Signals that this process does not ignore. Its children inherit ignored signals, as under `nohup`.
+/// Returns the signals that this process does not ignore. Children inherit ignored signals, as under `nohup`.
 fn heard_signals() -> Vec<(&'static str, i32)> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -47,13 +47,13 @@ pub fn save_and_are_told() {
         let dir = tempfile::tempdir().unwrap();
         let (name, number) = signals[case % signals.len()];
         let (mut child, steps) = endless(dir.path());
-        // Waits for some steps and a part of one; or, without steps, for a part of the start.
+        // Waits for some steps and a part of the next one or, if there are no steps, for a part of the start.
         let mut said = 0;
         for _ in 0..draw.below(4) {
             said = steps.recv().unwrap_or(said);
         }
         said = steps.recv_timeout(Duration::from_micros(draw.below(30_000) as u64)).unwrap_or(said);
-        // Whoever signals a process and its group sends the signal twice.
+        // The second signal covers senders that signal both a process and its group.
         (0..1 + case % 2).for_each(|_| send(name, &child));
         let status = child.wait().unwrap();
         said = steps.iter().last().unwrap_or(said);
@@ -74,7 +74,7 @@ pub fn a_second_run_is_refused() {
     let error = String::from_utf8_lossy(&second.stderr);
     assert_eq!(second.status.code(), Some(1), "{error}");
     assert!(error.contains(&format!("is in use by process {}", first.id())), "{error}");
-    // The lock is released when its owner dies.
+    // The lock is released when the process that holds it dies.
     first.kill().unwrap();
     first.wait().unwrap();
     let saved = Checker::new().resumes(dir.path());

@@ -1,4 +1,4 @@
-//! A long run on four ranks that is killed again and again.
+//! A long run on four ranks that is killed repeatedly.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::Draw;
 
-/// Saves after every step and evaluates now and then. Two pipeline stages, each on two data ranks.
+/// A run that saves after every step and evaluates now and then, on two pipeline stages of two data ranks each.
 const RUN: &str = r#"
 steps = 1000000000
 device = "cpu"
@@ -41,8 +41,8 @@ every = 50
 every = 1
 "#;
 
-/// Losses and validation losses by step, from a run's metrics. Rows that a kill has cut off are skipped. A step that
-/// was repeated has two rows, which must be equal.
+/// Returns losses and validation losses by step, from a run's metrics. Rows that a kill has cut off are skipped. A
+/// step that was repeated has two rows, which must be equal.
 fn rows(folder: &Path) -> BTreeMap<(u64, &'static str), String> {
     let text = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap_or_default();
     let mut rows = BTreeMap::new();
@@ -60,7 +60,7 @@ fn rows(folder: &Path) -> BTreeMap<(u64, &'static str), String> {
     rows
 }
 
-/// Peak memory of a process in KiB, if the system provides it.
+/// Returns the peak memory of a process in KiB, or 0 if the system does not report it.
 fn most_memory(process: &Child) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("0 kB");
@@ -69,7 +69,8 @@ fn most_memory(process: &Child) -> u64 {
 
 pub fn a_run_that_is_killed_again_and_again_is_the_same_run() {
     let minutes = std::env::var("GAPLESS_SOAK").ok().and_then(|minutes| minutes.parse::<f64>().ok());
-    // By default, a few kills at random moments within a second; if minutes are given, one kill per minute.
+    // By default, there are a few kills at random moments within a second. If minutes are given, there is one kill
+    // per minute.
     let (kills, longest) =
         minutes.map_or((3, Duration::from_secs(1)), |it| (it.ceil() as usize, Duration::from_mins(1)));
     let place = tempfile::tempdir().unwrap();

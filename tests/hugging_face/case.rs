@@ -1,4 +1,4 @@
-//! A test case: a checkpoint, and the results that transformers computes from it.
+//! A test case: a checkpoint, and the results that transformers has computed from it.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -30,8 +30,8 @@ impl Case {
         Self { name, checkpoint: folder.join("checkpoint"), expected, about }
     }
 
-    /// Opens the folder and creates a trainer for sequences of `sequence` tokens with its weights. Returns an error if
-    /// the folder is refused.
+    /// Opens the folder, and creates a trainer with its weights for sequences of `sequence` tokens. Returns an error
+    /// if the folder is refused.
     pub fn trainer(&self, sequence: usize) -> Result<(Folder, Trainer), HfError> {
         let folder = Folder::open(&self.checkpoint)?;
         let mut trainer = Trainer::new(|vb| folder.model(vb), options(sequence))?;
@@ -44,19 +44,19 @@ impl Case {
         self.expected["input_ids"].to_dtype(DType::U32).unwrap().to_vec2().unwrap()
     }
 
-    /// The rounding error of f32 itself in this case, for the named result.
+    /// Returns the error that f32 rounding alone causes in this case, for the named result.
     pub fn noise(&self, name: &str) -> f64 {
         self.about["noise_f32_against_f64"][name].as_f64().unwrap_or(0.0)
     }
 }
 
-/// Reads the expected results of a case.
+/// Reads the expected results of a case: tensors and JSON.
 pub fn read(folder: &Path) -> (HashMap<String, Tensor>, Value) {
     let expected = candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
     (expected, serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap())
 }
 
-/// Training options as described in the cases' README: no clipping, no learning rate schedule.
+/// Returns training options as described in the README of the cases: no clipping and a constant learning rate.
 pub fn options(sequence: usize) -> TrainOptions {
     let optimizer = AdamW { max_norm: f64::INFINITY, ..AdamW::default() };
     let learning_rate = LearningRate { peak: 1e-3, floor: 1e-3, warmup_steps: 0, steps: 0, shape: Shape::Constant };
@@ -75,13 +75,13 @@ pub fn options(sequence: usize) -> TrainOptions {
     }
 }
 
-/// The message of an error that only says that a folder is not supported; `None` for any other error.
+/// Returns the message of an error that says that a folder is not supported, or `None` for any other error.
 pub fn unsupported(error: &HfError) -> Option<String> {
     matches!(error, HfError::Config { .. }).then(|| error.to_string())
 }
 
-/// Maps a stored tensor to a parameter: its name, the expert, and whether it is stored transposed. Written
-/// independently of the library, one name at a time.
+/// Maps the name of a stored tensor to a parameter: the parameter's name, the expert, and whether the tensor is
+/// stored transposed. Written independently of the library, one name at a time.
 fn place(stored: &str) -> (String, Option<usize>, bool) {
     let name = stored.strip_prefix("transformer.").unwrap_or(stored).replace("block_sparse_moe", "mlp");
     let is_conv = ["c_attn.weight", "c_proj.weight", "c_fc.weight"].iter().any(|end| name.ends_with(end));
@@ -96,7 +96,7 @@ fn place(stored: &str) -> (String, Option<usize>, bool) {
     (format!("{layer}.mlp.experts.{projection}"), Some(parts[0].parse().unwrap()), false)
 }
 
-/// The trainer's value of a stored tensor, in the shape on disk.
+/// Returns the trainer's value of a stored tensor, in the shape that it has on disk.
 pub fn on_disk(stored: &str, tensor: impl Fn(&str) -> Result<Tensor, TrainError>) -> Tensor {
     let (parameter, expert, is_transposed) = place(stored);
     let mut found = tensor(&parameter).unwrap_or_else(|error| panic!("{stored}: {error}"));

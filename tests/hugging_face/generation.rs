@@ -1,4 +1,4 @@
-//! Compares greedy continuations with caches with those of transformers.
+//! Compares greedy continuations, generated with caches, with those of transformers.
 
 use candle_core::DType;
 use gapless::models::hf::{Folder, GenerationConfig};
@@ -6,7 +6,7 @@ use gapless::{DeviceChoice, GenerateOptions, Generation, Sampling, StepOptions, 
 
 use crate::case::{Case, unsupported};
 
-/// Length of the prompt and its continuation together.
+/// Total length of the prompt and its continuation.
 const WINDOW: usize = 21;
 
 #[test]
@@ -28,7 +28,7 @@ fn greedy_continuations_are_those_of_transformers() {
         assert!(!config.do_sample && config.not_followed.is_empty(), "{}: {config:?}", case.name);
         assert_eq!(config.default_sampling(), Sampling::greedy());
         let end = case.about["generate"]["stops_after"].as_u64().map_or(expected.len(), |after| after as usize);
-        // The prompt is read in one chunk or in several; alone or next to another sequence.
+        // The prompt is read in one chunk or in several, alone or together with another sequence.
         for (batch, chunk) in [(1, 128), (2, 2)] {
             let generation = Some(Generation { batch, window: Some(WINDOW), chunk });
             let options = TrainOptions {

@@ -1,4 +1,5 @@
-//! Options of generation: which are followed, which are reported as not followed, and which file they come from.
+//! Options of generation: which ones are applied, which ones are reported as not applied, and from which file they
+//! are read.
 
 use gapless::models::hf::{GenerationConfig, HfError};
 use gapless::{GenerateOptions, Sampling};
@@ -32,7 +33,7 @@ fn options_that_are_not_followed_are_named() {
         "_from_model_config": true
     }"#;
     assert_eq!(named(serde_json::from_str(neutral).unwrap()), Vec::<String>::new());
-    // Options that are followed are not reported.
+    // Options that are applied are not reported.
     let followed = json!({
         "bad_words_ids": [[1, 2]], "begin_suppress_tokens": [3], "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "max_new_tokens": 1,
         "min_length": 1, "min_new_tokens": 1, "no_repeat_ngram_size": 1, "stop_strings": "x", "suppress_tokens": [4],
@@ -77,7 +78,7 @@ fn options_are_those_of_transformers() {
     let options = |own: Value, prompt: usize| read(Some(own), json!({ "eos_token_id": 9 })).unwrap().options(prompt);
     let plain = GenerateOptions { stop: vec![9], ..GenerateOptions::greedy(200) };
     assert_eq!(options(json!({}), 5), plain);
-    // Without do_sample, sampling options are ignored.
+    // If do_sample is not set, sampling options are ignored.
     assert_eq!(options(json!({ "temperature": 0.5, "typical_p": 0.5, "top_p": 0.5, "eta_cutoff": 0.1 }), 5), plain);
     let sampling = Sampling { repetition_penalty: 1.1, no_repeat_ngram_size: 3, ..Sampling::greedy() };
     let rules = json!({ "repetition_penalty": 1.1, "no_repeat_ngram_size": 3 });
@@ -93,7 +94,7 @@ fn options_are_those_of_transformers() {
     let drawn =
         json!({ "do_sample": true, "temperature": 0.5, "typical_p": 0.5, "epsilon_cutoff": 0.25, "eta_cutoff": 0.125 });
     assert_eq!(options(drawn, 5), GenerateOptions { sampling, ..plain.clone() });
-    // Lengths including the prompt and lengths without it; the latter take precedence.
+    // Some lengths include the prompt and others do not; the latter take precedence.
     for (own, prompt, tokens, min_tokens) in [
         (json!({ "max_length": 20 }), 5, 15, 0),
         (json!({ "max_length": 4 }), 5, 0, 0),
@@ -105,12 +106,12 @@ fn options_are_those_of_transformers() {
         let found = options(own.clone(), prompt);
         assert_eq!((found.tokens, found.min_tokens), (tokens, min_tokens), "{own}");
     }
-    // A banned word that is the end token alone is ignored.
+    // A banned word that consists of the end token alone is ignored.
     let banned = options(json!({ "bad_words_ids": [[9], [1], [2, 9]], "suppress_tokens": [9, 3] }), 5).banned;
     assert_eq!(banned, [vec![1], vec![2, 9], vec![9], vec![3]]);
 }
 
-/// A folder without generation_config.json takes its options from config.json; a folder with it does not.
+/// Options are read from config.json only if the folder has no generation_config.json.
 #[test]
 fn options_of_config_json() {
     let config = json!({
@@ -123,6 +124,6 @@ fn options_of_config_json() {
     assert_eq!((found.max_length, &found.stop, &found.banned), (Some(50), &vec![9], &vec![vec![1]]));
     let own = read(Some(json!({ "top_k": 3 })), config).unwrap();
     assert_eq!((own.do_sample, own.sampling.top_k, own.max_length, own.stop), (false, 3, None, vec![9]));
-    // The value is the default, which complete dumps of a configuration contain.
+    // This value is the default, which complete dumps of a configuration contain, so it is ignored.
     assert_eq!(read(None, json!({ "max_length": 20 })).unwrap().max_length, None);
 }

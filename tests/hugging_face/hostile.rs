@@ -1,4 +1,4 @@
-//! Damaged folders give a single error that names the fault, and leave nothing behind.
+//! A damaged folder leads to a single error that names the fault, and leaves nothing behind.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ fn render(folder: &Path) -> Result<(), DataError> {
     template.render(&[Message::new("user", "Hello")], true).map(drop)
 }
 
-/// Loads an adapter and the base that it names.
+/// Loads an adapter, and the base model that the adapter names.
 fn load_adapter(folder: &Path) -> Result<(), HfError> {
     let adapter = Adapter::open(folder)?;
     let base = Folder::open(adapter.base()?)?;
@@ -83,7 +83,7 @@ fn spoiled_folders_are_refused() {
     }
 }
 
-/// Copies a checkpoint with one tensor changed or added.
+/// Copies a checkpoint, with one tensor changed or added.
 fn changed(from: &Path, to: &Path, name: &str, change: impl Fn(Option<&Tensor>) -> Tensor) {
     for entry in std::fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
@@ -110,7 +110,8 @@ fn weights_that_are_not_finite_are_named() {
     }
 }
 
-/// DeepSeek-V3's layers for predicting further tokens are left out if config.json declares them, and the user is told.
+/// DeepSeek-V3 may have layers that predict further tokens. If config.json declares them, they are skipped, and the
+/// user is told.
 #[test]
 fn layers_for_further_tokens_are_left_out() {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/deepseek_v3_bf16/checkpoint");

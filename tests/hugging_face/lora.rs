@@ -1,4 +1,4 @@
-//! Adapters in PEFT's format: their results compared with PEFT's, and their reading and writing.
+//! Adapters in PEFT's format. Compares their results with those of PEFT, and tests reading and writing them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ impl Case {
         folders.map(case).collect()
     }
 
-    /// Opens the base and the adapter, and creates a trainer with both.
+    /// Opens the base model and the adapter, and creates a trainer with both.
     fn trainer(&self) -> Result<(Folder, Adapter, Trainer), HfError> {
         let adapter = Adapter::open(self.folder.join("adapter"))?;
         let base = Folder::open(adapter.base()?)?;
@@ -50,7 +50,7 @@ impl Case {
         ids.chunks_exact(self.expected["input_ids"].dims()[1]).map(<[u32]>::to_vec).collect()
     }
 
-    /// Expected tensors whose keys begin with `prefix`, by the rest of the key.
+    /// Returns the expected tensors whose keys begin with `prefix`, with the rest of each key.
     fn expected_under<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a Tensor)> {
         self.expected.iter().filter_map(move |(key, tensor)| Some((key.strip_prefix(prefix)?, tensor)))
     }
@@ -60,7 +60,7 @@ impl Case {
     }
 }
 
-/// Converts PEFT's name of a parameter.
+/// Returns the engine's name of a parameter, given PEFT's name.
 fn parameter(stored: &str) -> &str {
     let module = stored.strip_prefix("base_model.model.").unwrap();
     module.strip_prefix("transformer.").unwrap_or(module)
@@ -112,8 +112,8 @@ fn what_peft_computes() {
     assert!(checked > 0);
 }
 
-/// The largest difference of logits. A trainer's window is one token shorter than the ids, so their last position is
-/// not compared.
+/// Returns the largest difference of logits. A trainer's window is one token shorter than the ids, so the last
+/// position is not compared.
 fn logits(trainer: &mut Trainer, ids: &[Vec<u32>], expected: &Tensor) -> f64 {
     let mut worst = 0.0f64;
     for (row, ids) in ids.iter().enumerate() {
@@ -150,7 +150,7 @@ fn an_adapter_that_is_saved_is_the_one_that_was_opened() {
                 assert!(*saved == new || bits(tensor) == bits(&after[name]), "{}: {name} has changed", case.name);
                 assert_eq!(tensor.dims(), after[name].dims(), "{}: {name}", case.name);
             }
-            // Every option that PEFT reads has the same meaning.
+            // Every option that PEFT reads must have the same meaning in the saved adapter.
             let ours = config(saved);
             for (option, value) in &ours {
                 let same = theirs.get(option) == Some(value) || option == "base_model_name_or_path";
@@ -204,8 +204,8 @@ fn a_merged_folder_is_the_base_with_the_adapter_added() {
     }
 }
 
-/// For every model family, with adapters on all linear layers: the saved adapter is read back unchanged, and the merged
-/// model is equivalent.
+/// For every model family, with adapters on all linear layers: the saved adapter is read back unchanged, and the
+/// merged model computes the same.
 #[test]
 fn adapters_of_every_family_are_saved_read_and_merged() {
     for case in crate::case::Case::all() {
@@ -247,7 +247,7 @@ fn adapters_of_every_family_are_saved_read_and_merged() {
         of_merged.load(&mut whole).unwrap();
         let [expected, found] =
             [&mut trainer, &mut whole].map(|trainer| values(&trainer.logits(&ids[..sequence]).unwrap()));
-        // A merged weight is rounded to the type on disk.
+        // A merged weight is rounded to the type in which it is stored on disk.
         let is_bf16 = case.name.contains("bf16");
         let (off, limit) = (relative(&found, &expected), if is_bf16 { 5e-2 } else { LOGITS });
         println!("{:<24} merged, logits differ by {off:.1e}", case.name);
@@ -255,7 +255,7 @@ fn adapters_of_every_family_are_saved_read_and_merged() {
     }
 }
 
-/// An option that would change the computation is refused by name.
+/// An option that would change the computation is an error that names the option.
 #[test]
 fn options_that_are_not_supported_are_named() {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/lora/llama_qv/adapter");
@@ -295,7 +295,7 @@ fn options_that_are_not_supported_are_named() {
     };
     assert_eq!(scale(open("use_rslora", json!(true)).unwrap()), 4.0);
     assert_eq!(scale(open("rank_pattern", json!({})).unwrap()), 2.0);
-    // A trainer with another scale is refused.
+    // An adapter with another scale than the trainer's is refused.
     let adapter = open("lora_alpha", json!(9)).unwrap();
     let case = Case::all().swap_remove(0);
     let (base, _, mut trainer) = case.trainer().unwrap();

@@ -1,7 +1,8 @@
-//! Pretrained weights: compares the results of Hugging Face folders with those of transformers, and checks how damaged
+//! Pretrained weights in Hugging Face folders. Compares results with those of transformers, and checks that damaged
 //! folders are refused.
 //!
-//! The cases are the folders of `tests/evidence/hf`, and those of `$GAPLESS_HF` or `../shared/hf`, if these exist.
+//! The cases are the folders of `tests/evidence/hf`. If `$GAPLESS_HF` or `../shared/hf` exist, their folders are
+//! cases too.
 
 mod case;
 mod generation;
@@ -26,7 +27,7 @@ fn roots() -> Vec<PathBuf> {
     [own].into_iter().chain(others).collect()
 }
 
-/// The subfolders of a folder, by name.
+/// Returns the subfolders of a folder, sorted by name.
 fn folders(path: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(path).into_iter().flatten().map(|entry| entry.unwrap().path());
     let mut found: Vec<PathBuf> = entries.filter(|path| path.is_dir()).collect();

@@ -1,7 +1,8 @@
 //! Compares logits, losses, gradients, and parameters after three steps with those of transformers in f32.
 //!
-//! Tolerances are those of the cases' README: five to ten times the worst error of f32 itself, and at most a tenth of
-//! the change that the smallest wrong option causes. A case whose own noise is larger gets five times that noise.
+//! The README of the cases states the tolerances. They are five to ten times the worst error of f32 itself, and at
+//! most a tenth of the change that the smallest wrong option causes. If the noise of a case is larger, its tolerance
+//! is five times that noise.
 
 use candle_core::{DType, Tensor};
 use gapless::Trainer;
@@ -11,15 +12,15 @@ use crate::case::{Case, on_disk, unsupported};
 pub const LOGITS: f64 = 1e-5;
 pub const LOSS: f64 = 2e-5;
 pub const GRADIENT: f64 = 1e-4;
-/// Tolerance of the root mean square. With Adam, a single element with a gradient near zero may move in either
-/// direction.
+/// Tolerance of the root mean square error of parameters. With Adam, a single element may move in either direction if
+/// its gradient is near zero.
 pub const PARAMETERS: f64 = 5e-5;
 
 pub fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// The largest difference divided by the largest element.
+/// Returns the largest difference, divided by the largest expected element.
 pub fn relative(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     assert!(found.iter().all(|x| x.is_finite()));
@@ -34,7 +35,7 @@ pub fn root_mean_square(found: &[f64], expected: &[f64]) -> f64 {
     (squares / found.len() as f64).sqrt()
 }
 
-/// The dot product of each row with (j + 1)/width.
+/// Returns the dot product of each row with the vector (j + 1)/width.
 fn row_dots(tensor: &Tensor) -> Vec<f64> {
     let width = tensor.dims()[1];
     let dot = |row: &[f64]| row.iter().enumerate().map(|(j, x)| x * (j + 1) as f64 / width as f64).sum();
@@ -80,7 +81,7 @@ fn what_transformers_computes() {
     }
 }
 
-/// Compares logits of a longer window, whose end does not affect earlier positions.
+/// Compares logits of a longer window. The end of the window must not affect earlier positions.
 fn logits(case: &Case) -> f64 {
     let length = case.ids()[0].len();
     let window = length + 3;
@@ -138,12 +139,12 @@ fn check(
     let mut worst: f64 = 0.0;
     let mut judged = 0;
     for (key, expected) in &case.expected {
-        // The sum over a row may have a larger error than its elements.
+        // The error of a row's sum may be larger than the errors of the row's elements.
         let (off, limit) = if let Some(name) = key.strip_prefix(whole) {
             let found = found(name);
             assert_eq!(found.dims(), expected.dims(), "{}: {name}", case.name);
             match name.ends_with("c_attn.bias") {
-                // The middle third belongs to the keys, whose gradient is zero except for noise.
+                // The middle third belongs to the keys. Its gradient is zero except for noise, so it is excluded.
                 true => (without_keys(&found, expected, measure), limit),
                 false => (measure(&values(&found), &values(expected)), limit),
             }

@@ -1,4 +1,5 @@
-//! Options of config.json: both styles have the same meaning, and unsupported options are refused by name.
+//! Options of config.json. Both styles have the same meaning, and an unsupported option is an error that names the
+//! option.
 
 use gapless::models::hf::{Architecture, Config};
 use serde_json::{Value, json};
@@ -11,7 +12,7 @@ pub fn read(config: &Value) -> Result<Config, String> {
     Config::read(folder.path()).map_err(|error| error.to_string())
 }
 
-/// The configuration of a small model with some options changed.
+/// Returns the configuration of a small model, with some options changed.
 pub fn with(model_type: &str, changes: &Value) -> Value {
     let mut config = json!({
         "model_type": model_type, "vocab_size": 10, "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2,
@@ -30,7 +31,8 @@ pub fn with(model_type: &str, changes: &Value) -> Value {
     config
 }
 
-/// The number of parameters computed from the configuration is that of the model, without a bias that is not trained.
+/// The number of parameters that is computed from the configuration equals that of the model. A bias that is not
+/// trained is not counted.
 #[test]
 fn parameters_are_counted() {
     for case in Case::all() {

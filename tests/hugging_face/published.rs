@@ -1,11 +1,12 @@
-//! Options that occur in published config.json files without effect, and similar options that would have one.
+//! Options in published config.json files that have no effect, and similar options that would have one.
 
 use gapless::models::hf::{Architecture, Config};
 use serde_json::{Value, json};
 
 use crate::options::{read, with};
 
-/// The generic options that `PretrainedConfig.to_dict()` of transformers 4 and earlier adds to a family's own.
+/// The generic options that `PretrainedConfig.to_dict()` of transformers 4 and earlier adds to the options of a
+/// family.
 const DUMP: &str = r#"{
     "_attn_implementation_autoset": true, "_commit_hash": null, "_name_or_path": "x/y", "_num_labels": 2,
     "add_cross_attention": false, "architectures": null, "bad_words_ids": null, "begin_suppress_tokens": null,
@@ -24,7 +25,7 @@ const DUMP: &str = r#"{
     "xla_device": false, "output_past": true, "gradient_checkpointing": false, "use_cache": true
 }"#;
 
-/// Model families, each with harmless options to add to a small model.
+/// Returns model families. Each comes with harmless options to add to a small model.
 fn harmless() -> Vec<(&'static str, Value)> {
     let mut all = vec![
         ("llama", json!({ "is_llama_config": true, "rope_interleaved": false, "transformers.js_config": { "a": 1 } })),
@@ -95,7 +96,8 @@ fn options_without_effect_are_ignored() {
         let plain = read(&with(family, &json!({}))).unwrap();
         let found = read(&with(family, &changes)).unwrap_or_else(|error| panic!("{family}, {changes}: {error}"));
         let mut expected = plain.architecture().clone();
-        // A negative token id counts from the end. A scaling by 1 scales nothing, but is stored as a scaling.
+        // A negative token id counts from the end. A scaling by 1 has no effect, but the configuration still stores
+        // it as a scaling.
         if let (Architecture::Llama(expected), Architecture::Llama(found)) = (&mut expected, found.architecture()) {
             expected.padding = found.padding;
             if changes["rope_scaling"].is_object() {
@@ -142,7 +144,7 @@ fn unsupported_options_are_refused_by_name() {
     }
 }
 
-/// The size of the window and the layers without one, for models of four layers.
+/// Compares the size of the window, and the layers without a window, for models of four layers.
 #[test]
 fn windows_are_those_of_transformers() {
     let [full, sliding] = ["full_attention", "sliding_attention"];
@@ -193,7 +195,7 @@ fn windows_are_those_of_transformers() {
     }
 }
 
-/// Published files can be read. Those next to the repository are read if they exist.
+/// Reads the published files next to the repository, if they exist.
 #[test]
 fn published_files_are_read() {
     let Some(folder) = gapless_testing::next_to_repository("cases/configs").filter(|folder| folder.is_dir()) else {

@@ -1,4 +1,4 @@
-//! Folders that are loaded and saved again keep their bits, file by file.
+//! If a folder is loaded and saved again, every file keeps its bits.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,7 +9,7 @@ use gapless::models::hf::{Folder, HfError};
 
 use crate::case::{Case, on_disk};
 
-/// The tensors of all files of a folder, with the file of each.
+/// Returns the tensors of all files of a folder. Each comes with the name of its file.
 fn tensors(folder: &Path) -> BTreeMap<String, (String, Tensor)> {
     let mut all = BTreeMap::new();
     for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
@@ -47,7 +47,7 @@ fn a_round_trip_keeps_all_bits() {
             assert_eq!(*file, after[name].0, "{}: {name}", case.name);
             assert!(bits(tensor) == bits(&after[name].1), "{}: {name} has changed", case.name);
         }
-        // All other files are unchanged, except for the index, whose total size is recomputed.
+        // All other files are unchanged. The exception is the index, whose total size is recomputed.
         for entry in std::fs::read_dir(&case.checkpoint).unwrap().map(Result::unwrap) {
             let name = entry.file_name().into_string().unwrap();
             if !name.contains("safetensors") {
@@ -77,7 +77,7 @@ fn shards_of_a_given_size_hold_the_same() {
                 of_file.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).collect();
             assert!(sizes.len() == 1 || sizes.iter().sum::<usize>() <= most as usize, "{}: {file}", case.name);
         }
-        // The saved tensors are those of the trainer in the stored type, and loading them gives the same values again.
+        // The saved tensors have the trainer's values in the stored type. Loading them gives the same values again.
         let is_ours = |name: &str, tensor: &Tensor| {
             let is_mask = name.ends_with(".attn.bias") && tensor.rank() == 4;
             !is_mask && !["experts.gate_up_proj", "experts.down_proj"].iter().any(|fused| name.ends_with(fused))
@@ -92,7 +92,7 @@ fn shards_of_a_given_size_hold_the_same() {
         let before: Vec<Tensor> = names.iter().map(|name| trained(&trainer, name)).collect();
         Folder::open(&out).unwrap().load(&mut trainer).unwrap();
         for (name, before) in names.iter().zip(before) {
-            // DeepSeek's bias stays f32 in bf16 files.
+            // The load bias of DeepSeek stays f32 in bf16 files.
             let stored = saved.get(name).map_or(stored, |(_, tensor)| tensor.dtype());
             let rounded = before.to_dtype(stored).unwrap().to_dtype(before.dtype()).unwrap();
             assert!(bits(&rounded) == bits(&trained(&trainer, name)), "{}: {name} after loading", case.name);

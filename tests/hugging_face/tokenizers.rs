@@ -35,7 +35,7 @@ fn check_text(tokenizer: &Tokenizer, case: &Value) {
     assert_eq!(tokenizer.decode(&with_special, true).unwrap(), case["decoded"].as_str().unwrap(), "{text:?}");
     let plain = case["decoded_skip_special"].as_str().unwrap();
     assert_eq!(tokenizer.decode(&with_special, false).unwrap(), plain, "{text:?}");
-    // Decoding token by token gives the same text, wherever it starts.
+    // Decoding token by token gives the same text, at whichever token it starts.
     for cut in 0..with_special.len().min(40) {
         let (prompt, rest) = with_special.split_at(cut);
         let begun = tokenizer.decode(prompt, false).unwrap();
@@ -63,7 +63,7 @@ fn check_chat(tokenizer: &Tokenizer, case: &Value) {
     check_answers(tokenizer, case, messages, &text);
 }
 
-/// Checks that exactly the tokens of the answers count.
+/// Checks that the tokens of the answers count, and no others.
 fn check_answers(tokenizer: &Tokenizer, case: &Value, messages: &[Value], text: &str) {
     let answers = tokenizer.chat_template().unwrap().answers(messages);
     if case["assistant_spans_chars"].is_null() {

@@ -1,9 +1,9 @@
-//! Compares the engine with candle's autograd, for every model with the same weights and the same batch.
+//! Compares the engine with candle's autograd, for every model, with the same weights and the same batch.
 //!
-//! The reference computes in f64, so only our rounding is measured. A gradient is a sum of 10² to 10⁴ products of
-//! values that went through 2 to 3 blocks in f32 (ε = 6e-8). Errors of a few ε each add up like a random walk to about
-//! 1e-6 of the norm. The goal is 1e-5 of the norm for every parameter; a wrong term would cause an error orders of
-//! magnitude larger.
+//! The reference computes in f64, so only the engine's rounding is measured. A gradient is a sum of 10² to 10⁴
+//! products of values that went through 2 to 3 blocks in f32 (ε = 6e-8). Errors of a few ε each add up like a random
+//! walk, to about 1e-6 of the norm. The tolerance is 1e-5 of the norm for every parameter. The error of a wrong term
+//! would be orders of magnitude larger.
 
 #[path = "../candle/mod.rs"]
 mod candle;
@@ -32,7 +32,7 @@ enum Config {
     Moe(Box<MoeConfig>),
 }
 
-/// Models, each with the number of tokens per sequence for its training.
+/// Returns the models. Each comes with the number of tokens per sequence for its training.
 fn models() -> Vec<(Config, usize)> {
     let gpt = |vocabulary, sequence, layers, heads, width| {
         Config::Gpt(GptConfig { vocabulary, sequence, layers, heads, width, dropout: 0.0, ..GptConfig::default() })
@@ -69,9 +69,9 @@ impl Config {
             Self::Gpt(config) => Trainer::new(|vb| Gpt::new(config, vb), options)?,
             Self::Llama(config) => Trainer::new(|vb| Llama::new(config, vb), options)?,
             Self::Moe(config) => {
-                // With this seed, no choice of a router is close to another.
+                // With this seed, all choices of the routers have a sufficient margin.
                 let mut trainer = Trainer::new(|vb| Moe::new(config, vb), TrainOptions { seed: 4, ..options })?;
-                // With almost equal scores, rounding would decide the routers' choices.
+                // If scores were almost equal, rounding would decide the routers' choices.
                 for gate in gates(&trainer) {
                     let name = format!("{gate}.weight");
                     let decided = trainer.tensor(&name)?.affine(10.0, 0.0)?;
@@ -82,7 +82,7 @@ impl Config {
         })
     }
 
-    /// The reference implementation with the trainer's current parameters.
+    /// Creates the reference implementation with the trainer's current parameters.
     fn twin(&self, trainer: &Trainer) -> Result<Reference> {
         let variables = variables_of(trainer, DType::F64)?;
         Ok(match self {
@@ -107,7 +107,7 @@ impl Config {
         }
     }
 
-    /// Ids without a pattern, different for each step.
+    /// Returns ids without a pattern, which are different for each step.
     fn batch(&self, sequence: usize, step: u32) -> (Vec<u32>, Vec<u32>) {
         let id = |i: u32| (i.wrapping_mul(2_654_435_761) >> 12) % self.vocabulary() as u32;
         let count = (BATCH * sequence) as u32;
@@ -135,7 +135,8 @@ fn gradients_of_every_parameter_are_those_of_candle() -> Result {
     for (config, sequence) in models() {
         for micro_batches in [1, 3] {
             let mut trainer = config.trainer(options(sequence, micro_batches))?;
-            // At step 0, biases are zero and scales are one, which could hide errors; at step 3 all values are general.
+            // At step 0, biases are zero and scales are one, which could hide errors. At step 3, all values are
+            // general.
             for step in 0..4 {
                 let twin = config.twin(&trainer)?;
                 let (tokens, targets) = config.batch(sequence, step);
@@ -176,11 +177,13 @@ fn logits_are_those_of_candle() -> Result {
     Ok(())
 }
 
-/// Compares whole steps: candle-nn's AdamW with candle's gradients, clipped by a few lines here.
+/// Compares whole steps. The reference is candle-nn's AdamW with candle's gradients, which are clipped by a few lines
+/// here.
 ///
-/// Adam divides a gradient by its own magnitude. With the usual ε of 1e-8, rounding noise in a gradient that is zero
-/// (of the bias of attention's keys) turns into full steps, and so do the few elements that happen to be near zero. So
-/// the comparison is loose with that ε, and as strict as that of gradients with an ε above the noise.
+/// Adam divides a gradient by its own magnitude. With the usual ε of 1e-8, rounding noise turns into full steps
+/// wherever the exact gradient is zero, as for the bias of attention's keys. The same happens for the few elements
+/// that are near zero by chance. So with that ε the comparison is loose. With an ε above the noise, it is as strict
+/// as the comparison of gradients.
 #[test]
 fn training_steps_are_those_of_candle() -> Result {
     const STEPS: u32 = 5;
@@ -224,8 +227,8 @@ fn training_steps_are_those_of_candle() -> Result {
             }
             let start: std::collections::HashMap<_, _> = start.into_iter().collect();
             for (name, expected) in twin.variables() {
-                // The distance that a parameter has moved is compared, since both sides start at the same value. Each
-                // of our steps rounds it to f32.
+                // The comparison uses the distance that a parameter has moved, since both sides start at the same
+                // value. Each of the engine's steps rounds this distance to f32.
                 let rounding = f64::from(STEPS) * f64::from(f32::EPSILON) / 2.0 * norm(&expected)?;
                 let expected = (expected.as_tensor() - start[&name].as_tensor())?;
                 let change = (trainer.tensor(&name)?.to_dtype(DType::F64)? - start[&name].as_tensor())?;
@@ -238,7 +241,7 @@ fn training_steps_are_those_of_candle() -> Result {
     Ok(())
 }
 
-/// Two optimizers, as in our rule: one for matrices, and one without weight decay for vectors.
+/// Returns two optimizers, as in the engine's rule: one for matrices, and one without weight decay for vectors.
 fn optimizers(twin: &Reference, rule: Rule, lr: f64) -> Result<[AdamW; 2]> {
     let (matrices, vectors): (Vec<_>, Vec<_>) =
         twin.variables().into_iter().map(|(_, variable)| variable).partition(|variable| variable.rank() >= 2);
@@ -248,7 +251,7 @@ fn optimizers(twin: &Reference, rule: Rule, lr: f64) -> Result<[AdamW; 2]> {
     Ok([AdamW::new(matrices, decayed)?, AdamW::new(vectors, plain)?])
 }
 
-/// Scales all gradients down to a global norm, if theirs is larger.
+/// Scales all gradients down so that their global norm is at most `max_norm`.
 fn clip(twin: &Reference, gradients: &mut candle_core::backprop::GradStore, max_norm: f64) -> Result {
     let mut variables = twin.variables();
     variables.retain(|(name, _)| !name.ends_with(LOAD_BIAS));

@@ -1,4 +1,4 @@
-//! Layers of experts: every kind of routing, with inputs that drive it to its extremes.
+//! Mixtures of experts: every kind of routing, with inputs that drive the routing to its extremes.
 
 use candle_core::{Device, Tensor};
 use gapless::Trainer;
@@ -56,11 +56,12 @@ pub fn gates(trainer: &Trainer) -> Vec<String> {
         .collect()
 }
 
-/// A router's load bias. The loss has no gradient with respect to it; the load is stored in its place.
+/// The name of a router's load bias. The loss has no gradient with respect to the bias, so the load is stored in
+/// place of the gradient.
 pub const LOAD_BIAS: &str = ".e_score_correction_bias";
 
-/// Checks that the engine made the same choices in f32 as the reference in f64. Choices are not continuous, so nothing
-/// else can be compared otherwise.
+/// Checks that the engine made the same choices in f32 as the reference in f64. Choices are not continuous, so
+/// without this nothing else could be compared.
 pub fn expect_choices(
     twin: &Reference,
     trainer: &Trainer,
@@ -86,7 +87,8 @@ pub fn expect_choices(
     Ok(choices)
 }
 
-/// The choices of the reference. Scores have relative errors of about 1e-7, so no choice may have a smaller margin.
+/// Returns the choices of the reference. Scores have relative errors of about 1e-7, so every choice must have a
+/// larger margin.
 pub fn decided_choices(twin: &Reference, tokens: &Tensor, place: &str) -> Result<Vec<(String, Choice)>> {
     let choices = twin.choices(tokens)?;
     for (gate, Choice { margin, .. }) in &choices {
@@ -134,7 +136,7 @@ impl Push {
             every.for_each(|(i, j, x)| *x = change(i, j, *x));
             Ok(trainer.set_tensor(name, &Tensor::new(rows, &Device::Cpu)?)?)
         };
-        // Gives all tokens a common component, on which routers can act.
+        // Gives all tokens a common component, so that a router's weight for this component affects all tokens.
         change(trainer, "model.embed_tokens.weight", &|_, j, x| if j == 0 { 0.2 } else { x })?;
         let towards = |push: f32| {
             move |i: usize, j: usize, x: f32| match (i, j) {

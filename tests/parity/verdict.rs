@@ -18,7 +18,7 @@ pub fn norm(x: &Tensor) -> Result<f64> {
     Ok(x.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt())
 }
 
-/// Collects all deviations, so that one run shows them together.
+/// Collects all deviations of a run, so that they can be reported together.
 #[derive(Default)]
 pub struct Verdict {
     violations: Vec<String>,

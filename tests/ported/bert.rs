@@ -1,4 +1,5 @@
-// An encoder like BERT: three embeddings, attention to all tokens except padding, and a head over the vocabulary.
+// An encoder in the style of BERT: three embeddings, attention to all tokens except padding, and a head over the
+// vocabulary.
 
 #[derive(Debug, Clone)]
 pub struct Config {

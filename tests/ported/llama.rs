@@ -1,4 +1,4 @@
-// A Llama: grouped heads, rotary tables, and a causal mask with masked_fill.
+// A Llama with grouped heads, rotary tables, and a causal mask that is applied with masked_fill.
 
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -29,7 +29,7 @@ impl Config {
     }
 }
 
-/// Cosines and sines of every position, and the mask.
+/// The cosines and sines of every position, and the causal mask.
 #[derive(Debug, Clone)]
 struct Tables {
     cos: Tensor,

@@ -1,8 +1,8 @@
-//! Models in candle-transformers' style that are ported by changing imports. Each source here is compiled twice, with
-//! candle's tensors and with gapless's, and must give the same logits, losses and gradients from the same weights.
-//! candle computes in f64.
+//! Models in the style of candle-transformers, which are ported by changing imports. Each source here is compiled
+//! twice, with candle's tensors and with gapless's. Both must give the same logits, losses and gradients from the
+//! same weights. candle computes in f64.
 //!
-//! On candle's side, norms use its differentiable forms, because its fused ones have no backward.
+//! The candle versions use candle's differentiable norms, because its fused ones have no backward.
 
 use candle_core::{DType, Device, Var};
 use candle_nn::VarMap;
@@ -94,18 +94,19 @@ mod on_gapless {
     }
 }
 
-/// Sums of some thousand f32 products have errors of about 1e-6 of a tensor's norm; a wrong term causes errors orders
-/// of magnitude larger.
+/// The allowed error relative to a tensor's norm. Sums of some thousand f32 products have errors of about 1e-6 of the
+/// norm. A wrong term causes errors that are orders of magnitude larger.
 const TOLERANCE: f64 = 1e-5;
 
-/// The gradient of a keys' bias cancels under the softmax, except for rounding. So it is compared with this value,
-/// which is at most a tenth of the norms of other gradients.
+/// The minimum norm relative to which an error is measured. The gradient of the keys' bias cancels under the softmax,
+/// except for rounding, so its error is compared with this value. The norms of other gradients are at least ten times
+/// as large.
 const LEAST: f64 = 1e-3;
 
 /// Sequences per step.
 const BATCH: usize = 3;
 
-/// A model's function of ids [batch, tokens], which returns logits per token or per sequence.
+/// A model as a function of ids [batch, tokens] that returns logits per token or per sequence.
 struct Ported<F> {
     forward: F,
     by_sequence: bool,
@@ -159,7 +160,7 @@ where
         trainer.step(&tokens, &targets)?;
     }
 
-    // The same weights, eager and in f64.
+    // The same weights, as eager tensors in f64.
     let variables = VarMap::new();
     for name in trainer.parameter_names() {
         let value = trainer.tensor(name)?.copy()?.to_dtype(DType::F64)?;

@@ -1,5 +1,5 @@
-// A vision transformer: patches by a convolution, a class token, and a head over labels. Each token is a pixel's
-// brightness.
+// A vision transformer: a convolution that produces patches, a class token, and a head over labels. Each input token
+// is the brightness of a pixel.
 
 #[derive(Debug, Clone)]
 pub struct Config {

@@ -1,9 +1,10 @@
-//! Results that must not change: the plan hash, arena bytes, loss bits and norm bits that are recorded in `steps.txt`.
+//! Results that must not change: the plan hash, arena bytes, loss bits and norm bits that are recorded in
+//! `steps.txt`.
 //!
 //! The records cover the default run of `train_gpt`, the presets of the command line, every schedule on four ranks,
-//! mixtures of experts and byte budgets. A change of the planner may change hashes and lower heights; no change may
-//! alter bits. `GAPLESS_RECORD=1 cargo test --test recorded` rewrites the file; review the difference before you commit
-//! it.
+//! mixtures of experts and byte budgets. A change of the planner may change hashes and reduce heights. No change may
+//! alter bits. `GAPLESS_RECORD=1 cargo test --test recorded` rewrites the file; review the differences before you
+//! commit the file.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -19,7 +20,7 @@ use gapless::{
     DeviceChoice, MemoryOptions, Mesh, Model, Pipeline, Precision, Report, StepOptions, TrainOptions, Trainer,
 };
 
-/// The run of the other tests, with enough planning work that heights show the planner's quality.
+/// The run that the other tests use too, with enough planning work that heights show the planner's quality.
 fn run() -> TinyRun {
     TinyRun {
         kind: Kind::Gpt,
@@ -37,8 +38,8 @@ fn options() -> TrainOptions {
     run().options
 }
 
-/// Compares the rows of one kind with the record. A row has a name, arena bytes, plan hash, and the bits of losses and
-/// norms.
+/// Compares rows of one kind with the recorded ones. A row has a name, arena bytes, the plan hash, and the bits of
+/// losses and norms.
 fn expect(kind: &str, rows: &str) {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/recorded/steps.txt");
     let recorded = std::fs::read_to_string(path).unwrap_or_default();
@@ -62,7 +63,7 @@ fn planned(rows: &mut String, name: &str, executable: &Executable) {
     writeln!(rows, "{name} {} {}", executable.arena_bytes(), executable.plan_hash()).unwrap();
 }
 
-/// Appends the row of a run: its arena, and the results of its first steps.
+/// Appends the row of a run: its name, its arena, and the results of its first steps.
 fn stepped(rows: &mut String, name: &str, report: &Report, outcome: &common::Outcome) {
     let bits = |bits: &[u32]| bits.iter().map(|bits| format!("{bits:08x}")).collect::<Vec<_>>().join(",");
     let (losses, norms) = (bits(&outcome.losses), bits(&outcome.gradient_norms));

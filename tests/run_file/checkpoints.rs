@@ -1,11 +1,11 @@
-//! The checkpoints that a run keeps, the end of a run, and what may be resumed from its checkpoints.
+//! Which checkpoints a run keeps, when it ends, and which changes allow it to be resumed.
 
 use gapless::Checkpoint;
 use gapless::run::{Console, Ended, RunConfig, RunError, Start, TrainedRun, train};
 
 use crate::{Place, TINY, losses, rows};
 
-/// A resumed run may change some keys. If others are changed, it is refused and nothing is written.
+/// Some keys may change when a run is resumed. If another key has changed, the run is refused and nothing is written.
 #[test]
 fn resuming_refuses_changed_keys() {
     let place = Place::new();
@@ -56,8 +56,8 @@ fn a_fork_goes_on_from_another_run() {
     assert!(!out("none").exists());
 }
 
-/// A fork into the folder of its own checkpoint is a new run; the earlier run's files become a run's folder of their
-/// own.
+/// If a run is forked into the folder of its own checkpoint, the fork is a new run. The files of the earlier run are
+/// moved to a folder of their own.
 #[test]
 fn a_fork_into_its_own_folder_sets_the_earlier_run_aside() {
     let place = Place::new();
@@ -88,7 +88,7 @@ fn a_fork_into_its_own_folder_sets_the_earlier_run_aside() {
     assert_eq!(steps(&out), [7, 6]);
 }
 
-/// Checks when a run ends before its last step, and which checkpoints are kept, against the rows of its metrics.
+/// Checks against the rows of a run's metrics when the run ends before its last step, and which checkpoints it keeps.
 #[test]
 fn evaluations_and_time_end_a_run_and_choose_its_checkpoints() {
     let place = Place::new();
@@ -101,7 +101,7 @@ fn evaluations_and_time_end_a_run_and_choose_its_checkpoints() {
         let saved = Checkpoint::list(&out.join("checkpoints")).unwrap();
         (summary, saved.iter().rev().map(|saved| saved.step).collect::<Vec<_>>())
     };
-    // The run learns at first, and then diverges because its steps are too large.
+    // The run learns at first, and then diverges because the learning rate is too large.
     let unstable =
         ["steps=40", "learning_rate.peak=0.3", "learning_rate.shape=constant", "learning_rate.warmup_steps=10"];
     let keep = ["checkpoints.keep_last=1", "checkpoints.keep_best=1"];
@@ -113,7 +113,7 @@ fn evaluations_and_time_end_a_run_and_choose_its_checkpoints() {
     assert!(best < 40, "the last is the best: the test shows nothing");
     assert_eq!(saved, [best, 40]);
 
-    // The run ends three evaluations after the best one, and does no further step when it is resumed.
+    // The run ends three evaluations after the best one. If it is resumed, it takes no further step.
     let patient = [&unstable[..], &["evaluation.patience=3"]].concat();
     let (summary, _) = go("patient", &patient);
     assert_eq!((summary.steps, summary.ended), (best + 3 * 2, Ended::NoImprovement));

@@ -5,8 +5,8 @@ use gapless::{DataOptions, Dataset, Source, VocabularyChoice};
 
 use crate::{Place, TINY, losses};
 
-/// Answers to prompts and isolated documents are learned. A run from a file gives the same results as the library, and
-/// can be resumed.
+/// Answers to prompts and isolated documents are learned. A run from a file gives the same results as the library.
+/// The run can be resumed.
 #[test]
 fn answers_and_isolated_documents_are_learned() {
     let place = Place::new();
@@ -31,7 +31,7 @@ fn answers_and_isolated_documents_are_learned() {
         let (first, last) = (f32::from_bits(rows[0].1), whole.final_loss.unwrap());
         assert!(last < 0.6 * first, "{to}: {first} became {last}");
         assert!(whole.val_loss.is_some_and(|loss| loss < 0.7 * first), "{to}: {whole:?}");
-        // The same run in two halves.
+        // The same run, interrupted and resumed in the middle.
         let cut = place.path().join("cut");
         let half = RunConfig { steps: 30, ..config.clone() };
         let constant = |config: &RunConfig| RunConfig {
@@ -47,8 +47,8 @@ fn answers_and_isolated_documents_are_learned() {
     }
 }
 
-/// Each source of a mixture has the share of windows that its weight states. All share one vocabulary, which is trained
-/// on all of them. A resumed run continues with the same windows.
+/// Each source of a mixture gets the share of windows that its weight states. All sources share one vocabulary, which
+/// is trained on all of them. A resumed run continues with the same windows.
 #[test]
 fn sources_are_mixed_by_weight() {
     let place = Place::new();
@@ -79,8 +79,8 @@ fn sources_are_mixed_by_weight() {
     assert_eq!(rows("whole")[..2], rows("parts")[..2]);
 }
 
-/// Ids need no tokenizer, and their vocabulary may be small. Ids outside of a model folder's vocabulary are refused
-/// before anything is written.
+/// Data that consists of ids needs no tokenizer, and the vocabulary may be small. If an id is outside of a model
+/// folder's vocabulary, the data is refused before anything is written.
 #[test]
 fn ids_are_trained_on_as_the_model_knows_them() {
     let place = Place::new();
@@ -115,7 +115,7 @@ fn ids_are_trained_on_as_the_model_knows_them() {
     assert_eq!(opened.vocabulary.size(), known);
     assert!(go(&folder, "text").unwrap_err().contains("there is no tokenizer"));
     assert!(go(&folder.replace("text.txt", "many.bin"), "many").unwrap_err().contains("is outside the vocabulary of"));
-    // A tokenizer with more tokens than the model has, and data that contains one of these.
+    // The tokenizer has more tokens than the model, and the data contains one of the additional tokens.
     let larger = VocabularyChoice::Bpe { size: 700 };
     let text: String = (0..800).map(|i| format!("{} and {}\n", i * i, (i * 7919) % 1000)).collect();
     std::fs::write(place.path().join("numbers.txt"), text).unwrap();
@@ -154,7 +154,7 @@ fn the_ids_in_the_docs_are_those_of_the_options() {
     }
 }
 
-/// `eval` reads data as `train` does: documents of .jsonl lines and folders, and ids of the given width.
+/// `eval` reads data like `train`: documents of .jsonl lines and folders, and ids of the given width.
 #[test]
 fn data_is_measured_as_it_is_trained_on() {
     let place = Place::new();
@@ -186,7 +186,7 @@ fn data_is_measured_as_it_is_trained_on() {
     assert_eq!(eval("wide.bin", &["--token-width", "u32"]).unwrap()["windows"], 399 / 16);
 }
 
-/// Only the last answer of a conversation counts, and answers of weight 0 don't, if the run file says so.
+/// If the run file says so, only the last answer of a conversation counts, and answers of weight 0 don't count.
 #[test]
 fn conversations_count_the_answers_that_are_asked_for() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,4 @@
-//! The validation loss depends only on the windows, not on the batch size with which it is measured.
+//! The validation loss only depends on the windows. The batch size of the evaluation does not change it.
 
 use gapless::engine::data::{Format, IGNORED, VocabularyChoice};
 use gapless::models::{Llama, LlamaConfig};
@@ -9,7 +9,8 @@ use gapless::{
 
 const SEQUENCE: usize = 12;
 
-/// A dataset of conversations of different lengths, some of them packed together; or of one text.
+/// Creates a dataset, either of conversations of different lengths, some of which are packed together, or of one
+/// text.
 fn dataset(folder: &std::path::Path, format: Format) -> Dataset {
     let vocabulary = VocabularyChoice::Bytes;
     let options =
@@ -61,7 +62,8 @@ fn the_validation_loss_does_not_depend_on_the_batch() {
         let windows = dataset.validation(SEQUENCE, 11).unwrap().unwrap();
         assert!(windows.count() > 8, "{format:?}: {}", windows.count());
 
-        // The reference: each window alone, weighted by its number of counting targets.
+        // The reference evaluates each window alone, and weights the loss by the window's number of targets that
+        // count.
         let mut one = Trainer::new(|vb| Llama::new(&llama(), vb), options(1, documents)).unwrap();
         let (mut sum, mut counted) = (0.0, 0);
         for window in 0..windows.count() {
@@ -75,7 +77,7 @@ fn the_validation_loss_does_not_depend_on_the_batch() {
         let expected = (sum / counted as f64) as f32;
         let expect = |what: &str, loss: Option<f32>| {
             let loss = loss.unwrap();
-            // Means of some hundreds of values in f32.
+            // The tolerance allows for rounding in means of some hundreds of f32 values.
             assert!((loss - expected).abs() <= 2e-6 * expected, "{format:?}, {what}: {loss} is not {expected}");
         };
         for batch in [1, 2, 3, 4, 7, 8, windows.count(), 16, 40] {

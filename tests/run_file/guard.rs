@@ -1,4 +1,4 @@
-//! Loss spikes: outlying steps are skipped, and too many of them end the run or take it back to a checkpoint.
+//! Loss spikes: outlying steps are skipped. If too many steps are skipped, the run ends or returns to a checkpoint.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use gapless::run::{Console, RunConfig, RunError, Start, Summary, train};
 
 use crate::{Place, TINY, losses, rows};
 
-/// Groups, averages, clamped gradients, loss terms and a guard.
+/// Keys for parameter groups, averages, clipped gradient values, loss terms and a guard.
 const GUARDED: &str = r#"
 [loss]
 label_smoothing = 0.1
@@ -33,7 +33,7 @@ learning_rate = 0.3
 
 [sample]"#;
 
-/// A run that learns at first, and then diverges because its steps are too large.
+/// Creates a run that learns at first, and then diverges because its learning rate is too large.
 fn unstable(place: &Place, last: &str) -> RunConfig {
     let assignments = [
         "steps=30",
@@ -83,8 +83,8 @@ fn steps_far_above_the_others_are_left_out() {
     );
 }
 
-/// Too many skipped steps in a row end the run, or take it back to an earlier checkpoint and on with other data, up to
-/// twice. A resumed run takes the same course.
+/// If too many steps in a row are skipped, the run ends, or it returns to an earlier checkpoint and continues with
+/// other data, up to twice. A run that is interrupted and resumed does the same.
 #[test]
 fn too_many_of_them_end_a_run_or_take_it_back() {
     let place = Place::new();

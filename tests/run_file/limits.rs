@@ -1,4 +1,4 @@
-//! Limits of the system, and a run's folder that disappears: each is reported, and the exit code is 1.
+//! Limits of the operating system, and a run's folder that disappears. Each is reported, and the exit code is 1.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 use crate::{Place, TINY};
 
-/// Runs the command in a shell with limits. Large thread stacks make threads scarce under a memory limit.
+/// Runs the command in a shell with limits. Under a memory limit, large thread stacks limit the number of threads.
 fn limited(place: &Place, limits: &str, stack: u64, arguments: &[&str]) -> Output {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("{limits} exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_gapless")]).args(arguments);

@@ -1,5 +1,5 @@
-//! Run files: what is refused, what a run's folder contains, and that a run from a file gives the same results as the
-//! library.
+//! Run files: which ones are refused, which files a run's folder contains, and that a run from a file gives the same
+//! results as the library.
 
 mod checkpoints;
 mod data;
@@ -21,7 +21,7 @@ use gapless::run::{Console, ModelConfig, RunConfig, Start, train};
 use gapless::{DataOptions, Dataset, Source, Trainer, VocabularyChoice};
 use serde_json::Value;
 
-/// A tiny run on bytes. Its text is in the test's folder.
+/// A tiny run on bytes. The text is in the test's folder.
 const TINY: &str = r#"threads = 1
 steps = 4
 seed = 3
@@ -93,13 +93,13 @@ fn rows(metrics: &Path) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// The bits of each step's loss.
+/// Returns the bits of each step's loss.
 fn losses(metrics: &Path) -> Vec<(u64, u32)> {
     let loss = |row: Value| Some((row["step"].as_u64()?, (row.get("loss")?.as_f64()? as f32).to_bits()));
     rows(metrics).into_iter().filter_map(loss).collect()
 }
 
-/// A tokenizer with as many tokens as the vocabulary of the model in the repository.
+/// Creates a tokenizer whose vocabulary has the size of that of the model in the repository.
 fn tokenizer(place: &Place) -> PathBuf {
     let vocabulary = VocabularyChoice::Bpe { size: 300 };
     let options = DataOptions { vocabulary, cache: place.path().join("bpe"), ..DataOptions::default() };
@@ -107,7 +107,8 @@ fn tokenizer(place: &Place) -> PathBuf {
     prepared.folder().unwrap().join("tokenizer.json")
 }
 
-/// A run from a file, the same run interrupted and resumed, and the same run with the library alone give the same bits.
+/// Three runs give the same bits: a run from a file, the same run interrupted and resumed, and the same run with the
+/// library alone.
 #[test]
 fn a_file_is_a_run_of_the_library() {
     let place = Place::new();
@@ -133,7 +134,7 @@ fn a_file_is_a_run_of_the_library() {
         assert_eq!(trainer.step(&tokens, &targets).unwrap().loss.to_bits(), bits, "step {step}");
     }
 
-    // Two steps, and then two more, with the learning rates of a run of four steps.
+    // The run takes two steps, and then two more after resuming, with the learning rates of a run of four steps.
     let file = file.display().to_string();
     let name = |name: &str| place.path().join(name).display().to_string();
     let half = place.gapless(&["train", &file, "--out", &name("half"), "--set", "learning_rate.shape=constant"]);
@@ -185,8 +186,8 @@ fn a_folder_holds_all_of_a_run() {
     assert_eq!(names, ["step-00000004"]);
 }
 
-/// Rows of a mixture have its routing: the busiest expert has at least the mean load, at most all of it; dropped
-/// choices are counted.
+/// The metrics of a mixture contain its routing. The busiest expert has at least the mean load and at most the whole
+/// load. Dropped choices are counted.
 #[test]
 fn rows_of_a_mixture_say_where_tokens_go() {
     let place = Place::new();
@@ -203,10 +204,10 @@ fn rows_of_a_mixture_say_where_tokens_go() {
             |key: &str| -> Vec<f64> { row[key].as_array().unwrap().iter().filter_map(|x| x.as_f64()).collect() };
         let (load, dropped) = (layers("expert_load"), layers("expert_dropped"));
         assert!(load.len() == 3 && load.iter().all(|most| (1.0..=2.0).contains(most)), "{row}");
-        // 64 tokens choose two experts each, and there is room for half.
+        // 64 tokens choose two experts each, and the experts have room for half of these choices.
         let part = |key: &str| row[key].as_f64().unwrap();
         let (loss, likelihood, balance) = (part("loss"), part("loss_likelihood"), part("loss_balance"));
-        // The balance loss is at least 0.02 for each of three layers, up to f32 rounding.
+        // The balance loss is at least 0.02 in each of three layers, up to f32 rounding.
         assert!(balance >= 0.06 - 1e-6 && (likelihood + balance - loss).abs() < 1e-5, "{row}");
         assert!(dropped.len() == 3 && dropped.iter().all(|&choices| (64.0..128.0).contains(&choices)), "{row}");
     }

@@ -1,4 +1,4 @@
-//! `gapless plan RUN.toml` predicts what a run takes.
+//! `gapless plan RUN.toml` predicts the memory that a run needs.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::{Place, TINY, tokenizer};
 
 const GPT: &str = "[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16";
 
-/// The report of every rank's trainer.
+/// Returns the report of every rank's trainer.
 fn reserved(config: &RunConfig, vocabulary: usize) -> Vec<Report> {
     let (architecture, options) = (config.model(vocabulary).architecture().unwrap(), config.options());
     on_threads(options.step.mesh.ranks().unwrap(), |world| {
@@ -20,7 +20,7 @@ fn reserved(config: &RunConfig, vocabulary: usize) -> Vec<Report> {
     .unwrap()
 }
 
-/// On every rank, the planned bytes and the plan are those of the trainer, and those that the run reports.
+/// On every rank, the planned bytes and the plan equal those of the trainer, and those that the run reports.
 #[test]
 fn a_plan_is_what_the_run_reserves() {
     let place = Place::new();
@@ -83,7 +83,7 @@ fn a_plan_is_what_the_run_reserves() {
     }
 }
 
-/// Checks smaller versions of the files that `gapless init` prints.
+/// Checks smaller versions of the run files that `gapless init` prints.
 #[test]
 fn a_plan_of_an_example_is_what_it_reserves() {
     let place = Place::new();
@@ -110,7 +110,7 @@ fn a_plan_of_an_example_is_what_it_reserves() {
     }
 }
 
-/// Keys with former names have the same meaning, and a notice is printed.
+/// Keys are accepted under their former names, with the same meaning, and a notice is printed.
 #[test]
 fn former_names_are_understood() {
     let place = Place::new();
@@ -128,8 +128,8 @@ fn former_names_are_understood() {
     assert!(error.contains("step.data_ranks") && error.contains("is given along with mesh.data"), "{error}");
 }
 
-/// The command plans a file without its data. A step that cannot fit has its own exit code, and flags for tables are
-/// refused.
+/// The command plans a run file without the run's data. A step that cannot fit has its own exit code, and options for
+/// tables are refused.
 #[test]
 fn the_command_plans_a_file() {
     let place = Place::new();
@@ -144,7 +144,7 @@ fn the_command_plans_a_file() {
     assert_eq!(code, Some(0), "{text}");
     let config = RunConfig::read_without_data(Some(file.as_ref()), &[]).unwrap();
     let [of_run] = &config.plan().unwrap()[..] else { panic!("one rank") };
-    // All places of the output show the same numbers and the same plan.
+    // All parts of the output contain the same numbers and the same plan.
     for figures in [&one, &one["ranks"][0]] {
         assert_eq!(
             (&figures["arena_bytes"], &figures["plan_hash"]),

@@ -7,8 +7,9 @@ use serde_json::Value;
 
 use crate::{Place, TINY, losses, rows, tokenizer};
 
-/// Pipeline ranks give the bits of one rank, data ranks the same results up to rounding. A run can be resumed with
-/// other ranks. Weights that came in as a folder are saved as a folder, even if no rank has all of them.
+/// Pipeline ranks give the same bits as one rank, and data ranks the same results up to rounding. A run can be
+/// resumed with other ranks. Weights that were loaded from a folder are saved as a folder, even if no rank has all of
+/// them.
 #[test]
 fn ranks_of_a_file_train_as_one() {
     let place = Place::new();
@@ -28,8 +29,8 @@ fn ranks_of_a_file_train_as_one() {
     assert_eq!(go("stages", &stages, &Start::Anew), one);
     let samples = |out: &str| std::fs::read_to_string(place.path().join(out).join("samples.txt")).unwrap();
     assert_eq!(samples("stages"), samples("one"));
-    // The parts of the time of a step or evaluation are at most the whole, and only several ranks have time for
-    // communication.
+    // The parts of the time of a step or evaluation add up to at most the whole. Only runs on several ranks report a
+    // time for communication.
     for (out, parts) in [("one", 3), ("stages", 4)] {
         for row in rows(&place.path().join(out).join("metrics.jsonl")) {
             let seconds = row["seconds"].as_object().unwrap();
@@ -47,7 +48,7 @@ fn ranks_of_a_file_train_as_one() {
         let (copies, one) = (f32::from_bits(copies), f32::from_bits(one));
         assert!((copies - one).abs() < 1e-4 * one, "step {step}: {copies}, not {one}");
     }
-    // Two steps on one rank, and two on two ranks.
+    // Two steps on one rank, followed by two on two ranks.
     let constant = ["learning_rate.shape=constant", "learning_rate.warmup_steps=0"];
     let whole = go("whole", &[&constant[..], &[two_layers]].concat(), &Start::Anew);
     go("moved", &[&constant[..], &[two_layers, "steps=2"]].concat(), &Start::Anew);

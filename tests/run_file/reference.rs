@@ -24,8 +24,8 @@ struct Reference {
 }
 
 impl Reference {
-    /// The value that a reference points to, with the name of its type; of several alternatives, the one that is not
-    /// null.
+    /// Resolves the references of a value. Returns the value that the last one points to, and the name of the value's
+    /// type. Of several alternatives, takes the one that is not null.
     fn resolved<'a>(&'a self, mut value: &'a Value) -> (&'a Value, Option<&'a str>) {
         if let Some(any) = value["anyOf"].as_array() {
             value = any.iter().find(|one| one["type"] != "null").expect("not null alone");
@@ -48,7 +48,7 @@ impl Reference {
                 Value::Object(_) => String::new(),
                 Value::Null if is_optional => "optional".to_owned(),
                 Value::Null => String::new(),
-                // Printed as an f32, so that conversion to f64 adds no digits.
+                // Printed as an f32, because conversion to f64 would add digits.
                 Value::Number(number) if property["format"] == "float" => {
                     format!("`{}`", number.as_f64().expect("a number") as f32)
                 }
@@ -84,7 +84,7 @@ impl Reference {
         }
     }
 
-    /// The meaning of each variant. Variants with keys get a table below.
+    /// Lists the meaning of each variant. Variants with keys get a table below.
     fn variants(&self, path: &str, all: &[Value], below: &mut Vec<(String, Value, Option<String>)>) -> String {
         let mut said = String::new();
         for variant in all {
@@ -124,7 +124,7 @@ fn anchor(heading: &str) -> String {
     heading.replace('.', "")
 }
 
-/// A doc comment as one line, with links into the code as plain names.
+/// Returns a doc comment as one line, with links into the code replaced by plain names.
 fn text(description: &Value) -> String {
     let mut rest = description.as_str().unwrap_or_default().replace('\n', " ").replace('|', "\\|");
     while let Some((before, link)) = rest.split_once("[`") {
@@ -152,7 +152,7 @@ fn the_reference_is_that_of_the_types() {
     assert!(page == reference.page, "docs/run_file.md is not what the types say: GAPLESS_RECORD=1 writes it anew");
 }
 
-/// The schema accepts the same keys as reading does, in complete files and in wrong ones.
+/// The schema accepts the same keys as the parser, in complete files and in wrong ones.
 #[test]
 fn the_schema_names_the_keys_that_are_read() {
     let schema = RunConfig::schema();

@@ -1,4 +1,4 @@
-//! The results of a run: weights in the form in which they came in, and a model that can continue texts.
+//! The results of a run: weights in the format in which they were loaded, and a model that can continue texts.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{Place, TINY, tokenizer};
 
-/// A model folder comes in; the same folder with trained weights, or an adapter, comes out.
+/// A run starts from a model folder. It writes the same folder with trained weights, or an adapter.
 #[test]
 fn trained_weights_leave_in_the_form_that_they_came_in() {
     let place = Place::new();
@@ -40,7 +40,8 @@ fn trained_weights_leave_in_the_form_that_they_came_in() {
     assert!(!out.join("model").exists());
 }
 
-/// The user's files are never replaced: neither the model's folder, nor files with the names of a run's files.
+/// Files of the user are never replaced: neither those of the model's folder, nor files that have the names of a
+/// run's files.
 #[test]
 fn files_of_others_are_not_replaced() {
     let place = Place::new();
@@ -71,7 +72,7 @@ fn files_of_others_are_not_replaced() {
     }
     assert!(!place.path().join("model.3").exists() && place.path().join("earlier.1/checkpoints").exists());
 
-    // Another configuration or another vocabulary in a folder that is not a run's.
+    // A folder that does not belong to a run has another configuration or another vocabulary.
     let refused = |arguments: &[&str], name: &str| {
         let output = place.gapless(arguments);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -85,9 +86,9 @@ fn files_of_others_are_not_replaced() {
     assert_eq!(contents(&other).len(), 1);
 }
 
-/// `sample` and `eval`, given a run's folder or a checkpoint, print what the run printed at that checkpoint, and
-/// measure what the library measures. Covers models of one rank and of a pipeline, bf16, bytes and trained
-/// vocabularies, isolated documents, and adapters.
+/// `sample` and `eval` accept a run's folder or a checkpoint. They print the text that the run printed at that
+/// checkpoint, and measure the same loss as the library. Covers models of one rank and of a pipeline, bf16, bytes and
+/// trained vocabularies, isolated documents, and adapters.
 #[test]
 fn what_was_trained_continues_texts_and_is_measured() {
     let place = Place::new();
@@ -113,7 +114,7 @@ fn what_was_trained_continues_texts_and_is_measured() {
         for (folder, expected) in [(name.to_owned(), last), (format!("{name}/checkpoints/step-00000002"), second)] {
             let asked = ["sample", &folder, "--prompt", "to be", "--tokens", "4", "--seed", "3", "--ignore-eos"];
             let output = place.gapless(&asked);
-            // The printed text has no end-of-text tokens, and an incomplete character is printed as a replacement
+            // The printed text contains no end-of-text tokens, and a replacement character for an incomplete
             // character.
             let bare = |text: &str| text.replace('\0', "").trim_end_matches(['\u{fffd}', '\n']).to_owned();
             assert_eq!(bare(&String::from_utf8_lossy(&output.stdout)), bare(expected), "{folder}: {output:?}");
@@ -135,7 +136,7 @@ fn what_was_trained_continues_texts_and_is_measured() {
             let output = place.gapless(&asked);
             let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
             let difference = (said["loss"].as_f64().unwrap() - f64::from(expected)).abs();
-            // The whole text repeats the sentence of its validation part.
+            // The whole text consists of repetitions of the sentence in its validation part.
             let allowed = if data == folder { 1e-6 } else { 0.2 };
             assert!(difference <= allowed * f64::from(expected), "{name} {batch} {data}: {said} is not {expected}");
         }
@@ -148,11 +149,11 @@ fn what_was_trained_continues_texts_and_is_measured() {
     refused(&["eval", "bytes", "text.txt", "--average"], "average/");
     refused(&["eval", base.to_str().unwrap(), "text.txt", "--average"], "has no averages");
     refused(&["sample", "bytes", "--prompt", "to be", "--chat"], "chat template");
-    // A folder two levels below a run.toml is not a run's.
+    // A folder two levels below a run.toml is not the folder of a run.
     assert!(place.path().join("run.toml").exists() && !TrainedRun::is_at(&place.path().join("models/llama")));
 }
 
-/// A run on bare token ids cannot print text, but has a perplexity.
+/// A run on bare token ids cannot print text, but its perplexity can be measured.
 #[test]
 fn runs_of_bare_ids_are_measured() {
     let place = Place::new();

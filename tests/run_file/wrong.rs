@@ -4,7 +4,7 @@ use gapless::run::RunConfig;
 
 use crate::{Place, TINY};
 
-/// A change to the tiny file, and what the error must mention.
+/// Changes to the tiny file, each with the words that the error must contain.
 const WRONG: &[(&str, &str, &[&str])] = &[
     ("steps = 4", "steps = 0", &["steps (line 2)", "at least one"]),
     ("steps = 4", "steps = -1", &["line 2", "steps", "invalid value"]),
@@ -154,7 +154,8 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("[sample]", "[[optimizer.groups]]\nnames = []\n[sample]", &["optimizer.groups", "a group has no names"]),
 ];
 
-/// The exit code is 2, the error has the key with its line and a remedy, and nothing is written.
+/// For each wrong file, the exit code is 2, the error contains the key with its line and a remedy, and nothing is
+/// written.
 #[test]
 fn wrong_files_are_refused_by_key_line_and_remedy() {
     let place = Place::new();
@@ -185,10 +186,10 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
         (&["step.bach=4"], "did you mean `batch`"),
         (&["steps.more=4"], "steps is not a table"),
         (&["step.batch=3"], "step.micro_batches"),
-        // Only the wrong assignment is blamed.
+        // Only the wrong one of the two assignments is reported.
         (&["step.batch=4", "step.precision=f64"], "--set step.precision=f64: unknown variant `f64`"),
         (&["step.precision=f64", "step.batch=4"], "--set step.precision=f64: unknown variant `f64`"),
-        // The error has the former name that was given.
+        // The error contains the former name of the key, as it was given.
         (&["step.dtype=f64"], "--set step.dtype=f64: unknown variant `f64`"),
     ] {
         let flags = assignments.iter().flat_map(|assignment| ["--set", assignment]);
@@ -196,7 +197,7 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(2) && said.contains(part), "{assignments:?}: {said}");
     }
-    // If no key is similar, none is suggested.
+    // If no key is similar to the unknown one, none is suggested.
     let output = place.gapless(&["train", &file, "--set", "step.quux=4"]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("unknown field `quux`") && !said.contains("did you mean"), "{said}");

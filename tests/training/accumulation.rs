@@ -6,8 +6,8 @@ use gapless::{Model, Result, StepOptions, Tensor, TrainError, TrainOptions, Trai
 
 use crate::common::on_cpu;
 
-/// A model with unusual weights: one that is computed with before it is used (next to a bias that is not), one that the
-/// loss reads directly, one that is used twice, and one that is broadcast.
+/// A model with unusual weights. One is computed with before it is used, next to a bias that is not. Another is read
+/// by the loss directly, another is used twice, and another is broadcast.
 struct Unusual {
     embed: Embedding,
     scale: Tensor,
@@ -56,7 +56,8 @@ impl Model for Unusual {
     }
 }
 
-/// The same model with a head without a bias, optionally fused with its loss. The head's weight is computed and tied.
+/// The same model with a head that has no bias, optionally fused with the loss. The head's weight is computed from a
+/// tied one.
 struct Headed {
     model: Unusual,
     fused: bool,
@@ -92,8 +93,8 @@ fn gradients<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, micro_batches: u
     trainer.parameter_names().map(|name| (name.to_owned(), read(name))).collect()
 }
 
-/// Checks that results agree up to rounding in another order of summation: within a few roundings of the largest
-/// element, or of `least`.
+/// Checks that results only differ by rounding in another order of summation: at most a few roundings of the largest
+/// element, or of `least` if that is larger.
 fn expect_close(what: &str, least: f32, whole: &[(String, Vec<f32>)], other: Vec<(String, Vec<f32>)>) {
     assert_eq!(whole.len(), other.len());
     for ((name, a), (_, b)) in whole.iter().zip(other) {
@@ -118,8 +119,8 @@ fn a_head_fused_with_its_loss_gives_the_gradients_of_the_pair() {
     let pair = gradients(headed(false), 1);
     for micro_batches in [1, 2, 4] {
         let name = format!("fused, {micro_batches} micro-batches");
-        // The norm removes a shift of a whole token. So the gradient is only the rounding error of a sum of values of
-        // this size.
+        // The norm removes a shift of a whole token. So this gradient consists of rounding errors only, of a sum of
+        // values of size 1.
         expect_close(&name, 1.0, &pair, gradients(headed(true), micro_batches));
     }
 }

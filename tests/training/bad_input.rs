@@ -1,4 +1,4 @@
-//! Mistakes of the user give clear errors, and no state is lost.
+//! Mistakes of the user lead to clear errors, and no state is lost.
 
 use gapless::engine::compile::Error as CompileError;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};

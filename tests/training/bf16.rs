@@ -1,4 +1,5 @@
-//! Steps in bf16: they need half the bytes, except for scratch, and compute the same as in f32, except for rounding.
+//! Steps in bf16. They need half of the bytes, except for scratch, and compute the same as in f32, except for
+//! rounding.
 
 use std::collections::BTreeMap;
 
@@ -33,19 +34,19 @@ fn llama(vb: VarBuilder) -> Result<Llama> {
     Llama::new(&LlamaConfig { vocabulary, layers, heads, kv_heads, width, hidden, ..LlamaConfig::default() }, vb)
 }
 
-/// True for tensors that are f32 or wider in every precision: statistics of norms, log-sum-exps, losses, squares for
-/// the gradient norm, and scalars such as mean losses and the norm.
+/// True for tensors that are f32 or wider in every precision. They are statistics of norms, log-sum-exps, losses,
+/// squares for the gradient norm, and scalars such as mean losses and the gradient norm.
 fn is_wide(tensor: &str, bytes: u64) -> bool {
     let wide =
         ["layer_norm.1", "rms_norm.1", "attention.1", "linear_cross_entropy.0", "squared_norms.0", "all_gather.0"];
     let made = tensor.rsplit_once('/').map_or(tensor, |(_, made)| made);
     let made = made.split_once(' ').map_or(made, |(made, _)| made);
-    // Only the squares of norms are gathered into a buffer; parameters are gathered in place.
+    // Only the squares for the gradient norm are gathered into a buffer; parameters are gathered in place.
     wide.contains(&made) || bytes == 4
 }
 
 fn check(name: &str, [f32, bf16]: [Program; 2]) {
-    // The f32 copies that are scratch or are exchanged between ranks are left out.
+    // The f32 copies that are scratch, or that ranks exchange, are excluded.
     let stored = |program: &Program| {
         let buffers = program.buffers.iter().filter(|buffer| !buffer.label.tensor.contains(" in f32 of micro-batch "));
         buffers.cloned().collect::<Vec<_>>()
@@ -57,8 +58,8 @@ fn check(name: &str, [f32, bf16]: [Program; 2]) {
         let label = &f32.label;
         assert_eq!(label.tensor, bf16.label.tensor, "{name}");
         let same = match label.role {
-            // Ids, and the optimizer's scalars; scratch is for kernels that compute in f32. Constants are single
-            // elements.
+            // Inputs are ids and the optimizer's scalars. Scratch is for kernels that compute in f32. Constants are
+            // single elements.
             Role::Input | Role::Workspace => !label.tensor.starts_with("constant"),
             _ => is_wide(&label.tensor, f32.bytes),
         };
@@ -90,8 +91,8 @@ fn bytes(plan: &Executable, role: Role) -> u64 {
     all.filter(|(label, _)| label.role == role).map(|(_, buffer)| buffer.bytes).sum()
 }
 
-/// With masters, each bf16 parameter has 12 bytes of states, and sums over micro-batches are f32. Data ranks share the
-/// masters, too.
+/// With masters, each bf16 parameter has 12 bytes of states, and sums over micro-batches are f32. The masters are
+/// also divided among data ranks.
 #[test]
 fn masters_take_what_they_are_said_to() {
     for (mesh, parts) in [(Mesh::default(), 1), (Mesh { data: 2, ..Mesh::default() }, 2)] {
@@ -117,17 +118,17 @@ fn masters_take_what_they_are_said_to() {
     }
 }
 
-/// A small run of a model in bf16.
+/// Creates a small run of a model in bf16.
 fn run(kind: Kind) -> TinyRun {
     let mut run = TinyRun { kind, ..TinyRun::default() };
     run.options.step.precision = Precision::Bf16;
     run
 }
 
-/// Models that together have all operations of the others.
+/// Models that together contain all operations of the other models.
 const KINDS: [Kind; 3] = [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral)];
 
-/// Threads, the contents of dead memory and recomputation change no bit.
+/// The number of threads, the contents of dead memory and recomputation change no bit.
 #[test]
 fn what_changes_no_bit_in_f32_changes_none_in_bf16() {
     for kind in KINDS {
@@ -141,7 +142,7 @@ fn what_changes_no_bit_in_f32_changes_none_in_bf16() {
     }
 }
 
-/// Pipeline stages change no bit; sums over data ranks are rounded to bf16 once.
+/// Pipeline stages change no bit. Sums over data ranks are rounded to bf16 once.
 #[test]
 fn ranks_train_in_bf16() {
     for kind in KINDS {
@@ -159,12 +160,13 @@ fn ranks_train_in_bf16() {
         for (mesh, micro_batches) in meshes {
             ranks.options.step.mesh = mesh;
             ranks.options.step.micro_batches = micro_batches;
-            // Expert ranks have different parameters but the same losses.
+            // Expert ranks have different parameters, but report the same losses.
             let outcome = &ranks.on_ranks(|mut trainer| ranks.go_on(&mut trainer, 2))[0];
             let pairs = outcome.losses.iter().zip(&plain.losses);
             for (&found, &expected) in pairs.chain(outcome.gradient_norms.iter().zip(&plain.gradient_norms)) {
                 let (found, expected) = (f32::from_bits(found), f32::from_bits(expected));
-                // A gradient has a rounding error of at most 2⁻⁸, and a step changes a loss by less than that.
+                // The rounding error of a gradient is at most 2⁻⁸, and a step changes a loss by less than this
+                // fraction.
                 assert!((found - expected).abs() <= 1e-2 * expected, "{kind:?}: {found} instead of {expected}");
             }
         }
@@ -184,7 +186,8 @@ fn a_resumed_run_in_bf16_goes_on_with_the_same_bits() {
     assert_eq!(run.go_on(&mut resumed, 2), expected);
 }
 
-/// Losses follow those of f32, with and without masters, and parameters are the rounded masters.
+/// Losses equal those of f32 within the precision of bf16, with and without masters. Parameters are the rounded
+/// masters.
 #[test]
 fn bf16_follows_f32() {
     for (kind, micro_batches, masters) in
@@ -200,7 +203,7 @@ fn bf16_follows_f32() {
         let (mut narrow, mut wide) = (in_bf16.trainer(), in_f32.trainer());
         for _ in 0..6 {
             let (found, expected) = (in_bf16.step(&mut narrow), in_f32.step(&mut wide));
-            // Some roundings of 2⁻⁸ each, with random signs.
+            // The tolerances allow for some roundings of 2⁻⁸ each, with random signs.
             let near = |found: f32, expected: f32, part: f32| (found - expected).abs() <= part * expected;
             assert!(near(found.loss, expected.loss, 1e-2), "{kind:?}: {} instead of {}", found.loss, expected.loss);
             let (found, expected) = (found.gradient_norm, expected.gradient_norm);

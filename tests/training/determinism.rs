@@ -18,8 +18,8 @@ fn any_number_of_threads_gives_the_same_bits() {
     }
 }
 
-/// 8 sequences at once, in halves, or one by one. Sums over the batch are taken sequence by sequence, and with powers
-/// of two the scaling by 1/8 is exact.
+/// Eight sequences are processed at once, in halves, or one by one. Sums over the batch are taken sequence by
+/// sequence. With powers of two, scaling by 1/8 is exact.
 #[test]
 fn any_cut_into_micro_batches_gives_the_same_bits() {
     for micro_batches in [2, 8] {

@@ -1,4 +1,4 @@
-//! Documents that are packed into one sequence are trained as if each were alone.
+//! Documents that are packed into one sequence are trained as if each were in a sequence of its own.
 
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::nn::{self, Embedding, Module, VarBuilder, embedding};
@@ -43,7 +43,7 @@ impl Packed {
         Batch { tokens: &self.tokens, targets: &self.targets, starts: &self.starts }
     }
 
-    /// The tokens of each document that has a target.
+    /// Returns the tokens of each document that has a target.
     fn alone(&self) -> impl Iterator<Item = &[u32]> {
         let mut rest = &self.tokens[..];
         let all = LENGTHS.concat().into_iter().map(move |length| {
@@ -90,7 +90,7 @@ fn trainer(kind: Kind, options: TrainOptions) -> Trainer {
     .unwrap()
 }
 
-/// Names and elements of the last step's gradients; −0 is replaced by 0.
+/// Returns the names and elements of the last step's gradients, with −0 replaced by 0.
 fn gradients(trainer: &Trainer) -> Vec<(String, Vec<f32>)> {
     let elements = |name: &str| {
         let gradient = trainer.gradient(name).unwrap().to_dtype(DType::F32).unwrap();
@@ -103,7 +103,7 @@ fn gradients(trainer: &Trainer) -> Vec<(String, Vec<f32>)> {
 fn the_loss_and_its_gradients_are_the_mean_of_the_documents_alone() {
     for kind in [Kind::Gpt, Kind::Llama] {
         let packed = Packed::new();
-        // Each document alone, with a trainer that does not know about documents.
+        // Each document alone, with a trainer that has no support for documents.
         let (mut count, mut loss, mut sums) = (0.0, 0.0, BTreeMap::new());
         for document in packed.alone() {
             let (tokens, targets) = (&document[..document.len() - 1], &document[1..]);
@@ -121,7 +121,7 @@ fn the_loss_and_its_gradients_are_the_mean_of_the_documents_alone() {
         let evaluated = together.evaluate_batch(&packed.batch()).unwrap();
         let report = together.step_batch(&packed.batch()).unwrap();
         assert_eq!(evaluated.to_bits(), report.loss.to_bits(), "{kind:?}");
-        // Sums of some hundreds of f32 values, in another order.
+        // The values are sums of some hundreds of f32 terms, in another order.
         let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
         assert!(close(f64::from(report.loss), loss / count), "{kind:?}: {} is not {}", report.loss, loss / count);
         for (name, gradient) in gradients(&together) {
@@ -144,7 +144,7 @@ fn a_document_changes_no_bit_of_others() {
         };
         let outcome = |change: u32| {
             let mut packed = Packed::new();
-            // The last document of the first sequence; its own loss is not counted.
+            // Changes the last document of the first sequence, whose own loss is not counted.
             for index in 6..SEQUENCE {
                 packed.tokens[index] = (packed.tokens[index] + change) % VOCABULARY;
                 packed.targets[index] = IGNORED;
@@ -182,8 +182,8 @@ fn the_bits_do_not_depend_on_micro_batches_ranks_recomputation_or_idle_bytes() {
         let schedule: Box<dyn Schedule + Send + Sync> = parallel::by_name("zb-h1").unwrap();
         ranks.options.step.pipeline = Pipeline { schedule: schedule.into(), ..Pipeline::default() };
         assert_eq!(ranks.steps_on_ranks(2), plain, "{kind:?} in a pipeline");
-        // Each of two data ranks weights its own targets by their share of all targets; gradients are summed in another
-        // order.
+        // Each of two data ranks weights its own targets by their share of all targets. Gradients are summed in
+        // another order than on one rank.
         (ranks.options.step.micro_batches, ranks.options.step.mesh) = (2, Mesh { data: 2, ..Mesh::default() });
         ranks.options.step.pipeline = Pipeline::default();
         let found = ranks.steps_on_ranks(2);
@@ -196,8 +196,8 @@ fn the_bits_do_not_depend_on_micro_batches_ranks_recomputation_or_idle_bytes() {
     }
 }
 
-/// The weights of tokens are known in advance. So the head still computes its gradients in the forward, and whole
-/// logits never exist.
+/// The weights of tokens are known before the step. So the head still computes its gradients in the forward, and
+/// whole logits are never stored.
 #[test]
 fn the_head_is_differentiated_in_the_forward() {
     let config = LlamaConfig { vocabulary: 4096, ..LlamaConfig::default() };

@@ -1,4 +1,4 @@
-//! Experts that ranks share: the results are those of one rank, for any routing.
+//! Experts that are divided among ranks give the results of one rank, for any routing.
 
 use std::collections::BTreeMap;
 
@@ -90,7 +90,7 @@ fn batch(step: u64) -> (Vec<u32>, Vec<u32>) {
 struct Outcome {
     losses: Vec<f32>,
     norms: Vec<f32>,
-    /// Parameters by name; the shares of all ranks are joined.
+    /// Parameters by name, with the shares of all ranks joined.
     parameters: BTreeMap<String, Vec<f32>>,
     watched: Vec<(String, Vec<f32>)>,
 }
@@ -105,7 +105,7 @@ fn outcome(trainer: &mut Trainer, steps: u64) -> Outcome {
         let has_experts = trainer.parameter_names().any(|name| name.contains(".experts."));
         let StepOptions { mesh, memory: MemoryOptions { offload, compress, .. }, .. } = &trainer.options().step;
         let receives = has_experts && mesh.expert > 1;
-        // A buffer that is compressed or offloaded is planned with its maximum number of rows.
+        // If a buffer is compressed or offloaded, it is planned with its maximum number of rows.
         let waits = !offload.is_empty() || !compress.is_empty();
         assert!(served > 0 || !receives || waits, "rows that are received are counted");
         assert!(served == 0 || receives, "nothing else is");
@@ -118,7 +118,8 @@ fn outcome(trainer: &mut Trainer, steps: u64) -> Outcome {
     Outcome { losses, norms, parameters: parameters.collect(), watched: watched.collect() }
 }
 
-/// Combines the outcomes of all ranks: checks what must be equal, and joins what is shared.
+/// Combines the outcomes of all ranks. Checks that common results are equal, and joins the parameters that are
+/// divided.
 fn merge(outcomes: Vec<Outcome>, mesh: Mesh) -> Outcome {
     let mut parameters: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     for (rank, outcome) in outcomes.iter().enumerate() {
@@ -152,10 +153,10 @@ fn run(config: &MoeConfig, options: TrainOptions, steps: u64) -> Outcome {
     merge(ranks.unwrap(), mesh)
 }
 
-/// Compares results that differ only in the order of summation. f32 rounds at 6e-8. Ranks first sum losses and
-/// gradients of their shares of the batch, while one rank sums over the batch in order. Sums of a few thousand terms of
-/// mixed signs then differ by some hundred roundings. AdamW divides by the root of squared gradients, so after two
-/// steps parameters differ by that fraction of the learning rate.
+/// Compares results that only differ in the order of summation. f32 rounds at 6e-8. Each rank first sums losses and
+/// gradients of its share of the batch, while a single rank sums over the batch in order. Sums of a few thousand
+/// terms of mixed signs then differ by some hundred roundings. AdamW divides by the root of squared gradients. So
+/// after two steps, parameters differ by that fraction of the learning rate.
 fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
     let pairs = outcome.losses.iter().zip(&expected.losses).chain(outcome.norms.iter().zip(&expected.norms));
     for (a, b) in pairs {
@@ -187,7 +188,7 @@ fn expert_ranks_train_as_one_rank_does() {
     }
 }
 
-/// The pipeline and recomputation change no bit of the results of expert ranks.
+/// Pipeline stages and recomputation change no bit of the results of expert ranks.
 #[test]
 fn pipelines_and_recomputation_change_no_bit() {
     let (_, config) = &styles()[0];
@@ -238,9 +239,10 @@ fn pipelines_and_recomputation_change_no_bit() {
     }
 }
 
-/// Offloaded activations come back unchanged, including routes. With 8-bit activations, the first loss is exact, and
-/// the second differs by the effect of rounding on one step. Routes are kept if the rest is recomputed: from rounded
-/// values they could differ, and the ranks would not agree on the number of exchanged rows.
+/// Offloaded activations are read back unchanged, including routes. With 8-bit activations, the first loss is exact,
+/// and the second differs by the effect of rounding on one step. Routes are kept even if everything else is
+/// recomputed. Routes that were recomputed from rounded values could differ, and the ranks would not agree on the
+/// number of exchanged rows.
 #[test]
 fn experts_read_what_waited_in_a_file_or_in_eight_bits() {
     let names = |names: &[&str]| -> Vec<String> { names.iter().map(|&name| name.to_owned()).collect() };
@@ -317,7 +319,7 @@ fn a_checkpoint_of_one_layout_of_experts_resumes_on_another() {
     }
 }
 
-/// The plan and the reserve of every rank together fit their budget.
+/// For every rank, the plan and the reserve together fit the rank's budget.
 #[test]
 fn budgets_count_the_rows_that_ranks_receive() {
     let (_, config) = &styles()[0];

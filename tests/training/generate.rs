@@ -37,8 +37,8 @@ fn texts(trainer: &mut Trainer, options: &GenerateOptions) -> Vec<Vec<u32>> {
     trainer.generate(&prompts.each_ref().map(Vec::as_slice), options, go_on).unwrap()
 }
 
-/// The logits of every token, for prompts that are generated together, are bit-identical to those of a forward pass
-/// over the whole window.
+/// Prompts are generated together. The logits of every token are bit-identical to those of a forward pass over the
+/// whole window.
 #[test]
 fn logits_have_the_bits_of_the_whole_window() {
     let in_f32 = KINDS.into_iter().flat_map(|kind| [(kind, 1, 5, DType::F32), (kind, 2, 8, DType::F32)]);
@@ -48,7 +48,7 @@ fn logits_have_the_bits_of_the_whole_window() {
         (run.options.threads, run.options.step.precision) = (threads, dtype.try_into().unwrap());
         run.options.poison = true;
         let mut trainer = run.trainer();
-        // A step changes the initial values, some of which are zero.
+        // After a step, no parameter has its initial value any more; some initial values are zero.
         run.step(&mut trainer);
         let prompts: Vec<Vec<u32>> = prompts().into_iter().take(3).collect();
         let mut sequences = prompts.clone();
@@ -72,15 +72,15 @@ fn logits_have_the_bits_of_the_whole_window() {
     }
 }
 
-/// Latent attention caches the latent and the rotated key of each token, which all heads share. Other attention caches
-/// keys and values.
+/// Latent attention caches the latent and the rotated key of each token, which all heads share. Other kinds of
+/// attention cache keys and values.
 #[test]
 fn caches_hold_what_heads_share() {
     let cached = |kind| {
         let trainer = run(kind, Some(Generation { batch: 3, window: Some(16), chunk: 4 })).trainer();
         let mut plan = Vec::new();
         trainer.write_plan(&mut plan).unwrap();
-        // The columns: the name with its number in front, the start and end of its lifetime, its bytes.
+        // The columns are the buffer's number and name, the start and end of its lifetime, and its bytes.
         let rows: Vec<Vec<String>> =
             String::from_utf8(plan).unwrap().lines().map(|l| l.split(',').map(str::to_owned).collect()).collect();
         let cache = |row: &Vec<String>| {
@@ -102,8 +102,8 @@ fn caches_hold_what_heads_share() {
     assert!(cached(Kind::Llama).values().all(|&found| found == heads_of_llama));
 }
 
-/// A seed gives the same text with or without caches, alone or together with other sequences, with or without a
-/// training step in the same arena. The window is filled several times.
+/// One seed gives the same text in all of these cases: with and without caches, alone and together with other
+/// sequences, with and without a training step in the same arena. The window is filled several times.
 #[test]
 fn one_seed_is_one_text() {
     let sampling = Sampling { temperature: 1.5, top_k: 0, top_p: 0.95, repetition_penalty: 1.2, ..Sampling::default() };
@@ -124,8 +124,8 @@ fn one_seed_is_one_text() {
     assert_ne!(texts(&mut trainer, &other), texts(&mut trainer, &options));
 }
 
-/// Generating between steps, in memory that the steps use, does not change the steps. The generated text is that of the
-/// current weights.
+/// Text is generated between steps, in memory that the steps also use. This does not change the steps, and the text
+/// is that of the current weights.
 #[test]
 fn training_goes_on_as_if_nothing_was_generated() {
     for kind in [Kind::Gpt, Kind::Moe(MoeStyle::Mixtral)] {
@@ -175,7 +175,8 @@ fn inference_needs_no_training() {
     }
 }
 
-/// A sequence ends with a stop token, which is part of it, or when the callback breaks; other sequences continue.
+/// A sequence ends with a stop token, which is part of the result, or when the callback breaks. Other sequences
+/// continue.
 #[test]
 fn sequences_end_one_by_one() {
     let mut trainer = run(Kind::Gpt, Some(Generation { batch: 3, window: None, chunk: 4 })).trainer();
@@ -198,7 +199,8 @@ fn sequences_end_one_by_one() {
     assert_eq!(texts(&mut trainer, &GenerateOptions { tokens: 0, ..options }), vec![vec![0; 0]; 4]);
 }
 
-/// Banned tokens: every token is the most likely one among those that a slow implementation of the rules allows.
+/// Some tokens are banned. Every generated token is the most likely one among those that a slow implementation of the
+/// rules allows.
 #[test]
 fn tokens_that_may_not_come_do_not() {
     let mut trainer = run(Kind::Gpt, Some(Generation { batch: 2, window: Some(16), chunk: 4 })).trainer();
@@ -258,7 +260,7 @@ fn mistakes_are_refused() {
     assert!(refused(&[], Sampling::default()).contains("prompt"));
     assert!(refused(&[50], Sampling::default()).contains("token 50"));
     assert!(refused(&[1], Sampling { top_p: 0.0, ..Sampling::default() }).contains("top_p"));
-    // More positions than the table has, and sizes of zero.
+    // Invalid options: more positions than the table has, and sizes of zero.
     let fails = |generation| run(Kind::Gpt, Some(generation)).try_trainer().unwrap_err();
     assert!(fails(Generation { window: Some(33), ..Generation::default() }).to_string().contains("positions for 32"));
     let small = Generation { window: Some(33), chunk: 8, ..Generation::default() };

@@ -5,7 +5,8 @@ use gapless::engine::learning_rate::{LearningRate, Shape};
 
 use crate::common::{TinyRun, VOCABULARY};
 
-/// A walk over the vocabulary with a random step one time in ten. A model that has learned it has a loss of about 0.7.
+/// Returns a walk over the vocabulary, in which one step in ten is random. A model that has learned the walk has a
+/// loss of about 0.7.
 pub fn walk(run: &TinyRun, step: u64) -> (Vec<u32>, Vec<u32>) {
     let numbers = Numbers::from_seed(step);
     let count = run.options.step.batch * run.options.step.sequence;
@@ -18,10 +19,10 @@ pub fn walk(run: &TinyRun, step: u64) -> (Vec<u32>, Vec<u32>) {
     (ids[..count].to_vec(), ids[1..].to_vec())
 }
 
-/// The learning rate that suits most rules.
+/// A learning rate that suits most update rules.
 pub const PEAK: f64 = 3e-3;
 
-/// Mean losses of the first and the last ten of 200 steps.
+/// Trains for 200 steps, and returns the mean losses of the first and the last ten steps.
 pub fn learn(run: TinyRun) -> [f32; 2] {
     learn_at(run, PEAK)
 }

@@ -1,4 +1,4 @@
-//! The bytes that a rank keeps alive are exactly those of the simulator, and its program passes the checker.
+//! The bytes that a rank keeps alive equal those that the simulator predicts. The rank's program passes the checker.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use crate::common::{VOCABULARY, on_cpu};
 
 const MICRO_BATCHES: u32 = 8;
 
-/// A schedule of one micro-batch, forward and backward, with the stages of another schedule's ranks.
+/// A schedule that runs one micro-batch, forward and backward, with the stages that another schedule gives to each
+/// rank.
 struct Once {
     schedule: Arc<dyn Schedule + Send + Sync>,
     /// The stages with a split backward.
@@ -66,7 +67,7 @@ fn program_of(config: &GptConfig, schedule: Arc<dyn Schedule + Send + Sync>, sha
     gapless::plan::program(|vb| Gpt::new(config, vb), &options, rank).unwrap()
 }
 
-/// For each micro-batch, the stages whose backward is split in a row.
+/// For each micro-batch of a row, returns the stages whose backward is split.
 fn split_backwards(row: &[Cell]) -> Vec<BTreeSet<u32>> {
     let mut split = vec![BTreeSet::new(); MICRO_BATCHES as usize];
     for action in row.iter().flat_map(|cell| cell.actions()).filter(|action| action.kind == Kind::BackwardInput) {
@@ -109,8 +110,8 @@ fn every_schedule_keeps_what_the_simulator_says_to_the_byte() {
     assert!(of_two_ways > 0, "DualPipeV splits the backward of some micro-batches only");
 }
 
-/// With a large vocabulary, the last stage is only the head, whose gradients are computed in its forward, so nothing
-/// remains for its backward.
+/// With a large vocabulary, the last stage only consists of the head. The head's gradients are computed in its
+/// forward, so nothing remains for its backward.
 #[test]
 fn a_head_that_is_a_stage_of_its_own_has_a_backward() {
     let config = GptConfig { vocabulary: 50_257, sequence: 16, layers: 4, heads: 2, width: 64, ..GptConfig::default() };

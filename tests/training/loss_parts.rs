@@ -1,4 +1,4 @@
-//! The parts of a step's loss are reported separately.
+//! The terms of a step's loss are reported separately.
 
 use gapless::models::{Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::{Embedding, Experts, Linear, Module, Router, RouterConfig, VarBuilder, embedding, linear_no_bias};
@@ -10,7 +10,7 @@ fn close(a: f32, b: f32) -> bool {
     (a - b).abs() <= 2e-5 * b.abs().max(1.0)
 }
 
-/// A mixture with both auxiliary losses of routers, and a head with label smoothing and a z-loss.
+/// A mixture with both auxiliary losses of routers. Its head has label smoothing and a z-loss.
 fn mixture() -> MoeConfig {
     let mut config = moe(MoeStyle::Mixtral);
     (config.router.balance_loss, config.router.z_loss) = (0.3, 0.02);
@@ -26,7 +26,7 @@ fn options(loss: LossTerms) -> TrainOptions {
 
 const SMOOTH: LossTerms = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
 
-/// The losses of two steps and their parts.
+/// Returns the losses of two steps, and the terms of each loss.
 fn parts(options: &TrainOptions, config: &MoeConfig) -> Vec<(f32, Option<LossParts>)> {
     let run = TinyRun { options: options.clone(), ..TinyRun::default() };
     let steps = |world| {
@@ -48,7 +48,8 @@ fn the_parts_of_a_loss_add_up_on_any_ranks_and_micro_batches() {
         assert!(all.iter().all(|part| *part > 0.0), "{parts:?}");
         assert!(close(likelihood + all.iter().sum::<f32>(), *loss), "{parts:?} of {loss}");
     }
-    // The first step's likelihood is that of an evaluation of the same weights, whose loss is the likelihood alone.
+    // The first step reports the likelihood of the initial weights. An evaluation of these weights reports the same
+    // value, because its loss is the likelihood alone.
     let mut trainer = Trainer::new(|vb| Moe::new(&mixture(), vb), plain.clone()).unwrap();
     let (tokens, targets) = TinyRun { options: plain.clone(), ..TinyRun::default() }.batch(0);
     assert!(close(trainer.evaluate(&tokens, &targets).unwrap(), expected[0].1.unwrap().likelihood));
@@ -90,7 +91,7 @@ fn a_part_that_a_loss_has_not_is_not_reported() {
     assert_eq!(parts_of(SMOOTH, 0.0, 0.0), Some([false, false, true]));
 }
 
-/// A head that computes whole logits.
+/// A model with a head that computes whole logits.
 struct Whole(Embedding, Linear);
 
 impl Model for Whole {

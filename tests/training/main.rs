@@ -1,6 +1,6 @@
-//! Whole training steps on the CPU: their results, their memory, and what is refused.
+//! Whole training steps on the CPU: their results, their memory, and the inputs that are refused.
 //!
-//! These tests are one binary, because linking one per file would take longer than running them.
+//! These tests are one binary, because linking a binary per file would take longer than running the tests.
 
 mod accumulation;
 mod bad_input;

@@ -71,7 +71,7 @@ fn the_bias_has_no_part_in_the_norm_and_no_state() {
         gradient.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>()
     });
     let norm = squares.sum::<f64>().sqrt();
-    // A blockwise f32 sum of about 10⁵ squares.
+    // The reported norm is the root of an f32 sum of about 10⁵ squares, which is computed block by block.
     assert!((f64::from(report.gradient_norm) / norm - 1.0).abs() < 1e-6, "{} of {norm}", report.gradient_norm);
     assert!(trainer.tensor("exp_avg/model.layers.1.mlp.gate.weight").is_ok());
     for state in ["exp_avg", "exp_avg_sq"] {
@@ -97,7 +97,7 @@ fn a_step_that_is_not_finite_moves_no_bias() {
     assert_eq!(parameters(&trainer), before);
 }
 
-/// If a router's scores are not finite, the step is refused, the error names the router, and no parameter changes.
+/// If a router's scores are not finite, the step returns an error that names the router, and no parameter changes.
 #[test]
 fn routers_that_are_not_finite_are_named() {
     for kind in Kind::MOE {
@@ -115,7 +115,7 @@ fn routers_that_are_not_finite_are_named() {
     }
 }
 
-/// The bias continues correctly from a checkpoint, from one rank to several and back.
+/// The load-balancing bias is restored from a checkpoint, from one rank to several and back.
 #[test]
 fn a_bias_goes_on_from_a_checkpoint_on_any_mesh() {
     let on = |mesh: Mesh| {
@@ -140,7 +140,7 @@ fn a_bias_goes_on_from_a_checkpoint_on_any_mesh() {
     }
 }
 
-/// All watched values after a step.
+/// Returns all watched values of the last step.
 fn watched(trainer: &Trainer) -> Vec<(String, Vec<f32>)> {
     trainer.watched_names().map(|name| (name.to_owned(), values(trainer.watched(name)))).collect()
 }

@@ -1,4 +1,5 @@
-//! Optimizers with smaller states, and one implemented by a user: bits, bytes, checkpoints, ranks, and learning.
+//! Optimizers with smaller states, and one that a user implements. Tests their bits, bytes, checkpoints, ranks, and
+//! learning.
 
 use std::sync::Arc;
 
@@ -17,17 +18,18 @@ use crate::learning::{PEAK, learn, learn_at, walk};
 
 type Rule = Arc<dyn Optimizer>;
 
-/// Some weights of the small models are large enough for 8 bits, and some of those divide into shards of whole blocks.
+/// AdamW with 8-bit states. Some weights of the small models are large enough for 8 bits, and some of these divide
+/// into shards of whole blocks.
 fn eight_bit() -> Rule {
     AdamW8bit::default().into()
 }
 
-/// Recomputes its projections at steps 0, 3 and 6.
+/// GaLore, which recomputes its projections at steps 0, 3 and 6.
 fn galore() -> Rule {
     GaLore { rank: 12, refresh_steps: 3, ..GaLore::default() }.into()
 }
 
-/// Every data rank updates whole matrices; the other parameters are sharded.
+/// Muon. Every data rank updates whole matrices, and the states of other parameters are sharded.
 fn muon() -> Rule {
     Muon::default().into()
 }
@@ -70,7 +72,7 @@ fn threads_micro_batches_and_poison_change_no_bit() {
 fn a_resumed_run_goes_on_with_the_same_bits() {
     for rule in [eight_bit(), galore(), muon()] {
         let dir = tempfile::tempdir().unwrap();
-        // GaLore's projection is two steps old and is used for one more step.
+        // When the run is saved, GaLore's projection is two steps old, and is used for one more step.
         let run = run(Kind::Gpt, rule);
         let mut straight = run.trainer();
         run.go_on(&mut straight, 2);
@@ -118,7 +120,7 @@ fn states_take_the_bytes_of_their_formulas() {
         let (mut expected, mut reduced) = (0, 0);
         for name in trainer.parameter_names() {
             let tensor = trainer.tensor(name).unwrap();
-            // The embedding is read by lookups.
+            // The embedding is excluded, because it is read by lookups.
             let is_reduced = applies(tensor.dims()) && !name.starts_with("wte");
             expected += if is_reduced { bytes(tensor.dims()) } else { adam(tensor.dims()) };
             reduced += usize::from(is_reduced);
@@ -138,8 +140,8 @@ fn on_data_ranks(rule: Rule, data: usize) -> TinyRun {
     run
 }
 
-/// Sums over ranks are rounded in another order (see tests/training/ranks.rs), which sometimes rounds a state to an
-/// adjacent code.
+/// Compares losses up to rounding, because sums over ranks are in another order (see tests/training/ranks.rs).
+/// Sometimes this rounds a state to an adjacent code.
 fn close(outcome: &Outcome, losses: &[u32], what: &str) {
     for (&a, &b) in outcome.losses.iter().zip(losses) {
         let (a, b) = (f32::from_bits(a), f32::from_bits(b));
@@ -176,12 +178,12 @@ fn stages_of_a_pipeline_change_no_bit() {
     }
 }
 
-/// Two ranks each hold half of the states that divide into whole blocks, and all of the others.
+/// Each of two ranks holds half of the states that divide into whole blocks, and all of the other states.
 #[test]
 fn parts_are_of_whole_blocks() {
     let halves = on_data_ranks(eight_bit(), 2).on_ranks(|trainer| {
         let elements = |name: &str| trainer.tensor(name).unwrap().elem_count();
-        // 192 × 48 elements are 36 blocks; 144 × 48 are 27.
+        // 192 × 48 elements are 36 blocks, and 144 × 48 are 27.
         [
             elements("exp_avg_8bit/h.0.mlp.c_fc.weight"),
             elements("exp_avg_scale/h.0.mlp.c_fc.weight"),
@@ -195,10 +197,11 @@ fn parts_are_of_whole_blocks() {
 fn fewer_bytes_learn_about_as_much() {
     let [start, adam] = learn(run(Kind::Gpt, AdamW::default().into()));
     assert!(adam < 0.4 * start);
-    // All states in 8 bits, including those of biases, norms and embeddings. A state is rounded by 2 % to either side,
-    // which is less than the difference between batches. A wrong rule would stay near the initial loss.
+    // All states have 8 bits, including those of biases, norms and embeddings. A state is rounded by up to 2 % in
+    // either direction. The effect is less than the difference between batches. With a wrong rule, the loss would
+    // stay near its initial value.
     let all_8bit = AdamW8bit { smallest: 0, embeddings: true, ..AdamW8bit::default() };
-    // A quarter of the directions: it lags a little behind.
+    // With a quarter of the directions, this optimizer learns slightly more slowly.
     let galore = GaLore { rank: 12, refresh_steps: 20, alpha: 1.0, ..GaLore::default() };
     let rules: [(Rule, f64, std::ops::Range<f32>); 4] = [
         (all_8bit.into(), PEAK, 0.99..1.01),
@@ -213,7 +216,7 @@ fn fewer_bytes_learn_about_as_much() {
     }
 }
 
-/// Plain momentum, as a user would write it.
+/// Plain momentum, in the form in which a user would implement it.
 #[derive(Debug)]
 struct Momentum {
     /// Number of elements of a state that is never read.

@@ -1,4 +1,4 @@
-//! Steps whose routed rows exceed the reserve: the results are bit-identical to those of a run with enough room.
+//! Steps whose routed rows exceed the reserve. The results are bit-identical to those of a run with enough room.
 
 use gapless::alloc::arena::ArenaReport;
 use gapless::communicator;
@@ -53,7 +53,7 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<Seen> {
         let names: Vec<String> = trainer.parameter_names().map(Into::into).collect();
         let states = names.iter().map(|name| format!("exp_avg/{name}"));
         let all: Vec<String> = names.iter().cloned().chain(states).collect();
-        // Parameters with an update rule of their own have no such states.
+        // Parameters with an update rule of their own do not have these states.
         let tensors = all.iter().filter_map(|name| trainer.tensor(name).ok());
         let tensors = tensors.map(|tensor| tensor.flatten_all().unwrap().to_vec1().unwrap()).collect();
         Ok(Seen { steps, evaluated, tensors, reports, arena_bytes })
@@ -71,12 +71,12 @@ fn same_bits(seen: &[Seen], expected: &[Seen], what: &str) {
     }
 }
 
-/// Expert ranks alone, in a pipeline, and with data ranks.
+/// Meshes with expert ranks alone, with pipeline stages, and with data ranks.
 fn meshes() -> [Mesh; 4] {
     [experts(2), experts(4), Mesh { pipeline: 2, ..experts(2) }, Mesh { data: 2, ..experts(2) }]
 }
 
-/// Options for this mesh, with `micro_batches` as in [`options`].
+/// Returns options for this mesh, with `micro_batches` as in [`options`].
 fn on(mesh: Mesh, routing: Reserve, overflow: Overflow) -> TrainOptions {
     TrainOptions {
         step: StepOptions {
@@ -88,14 +88,14 @@ fn on(mesh: Mesh, routing: Reserve, overflow: Overflow) -> TrainOptions {
     }
 }
 
-/// Cases that need more rows than even routing.
+/// Returns cases that need more rows than even routing.
 fn uneven_cases() -> impl Iterator<Item = Case> {
     let cases = cases().into_iter().filter(|case| case.config.router.capacity.is_none());
     cases.filter(|case| (case.pattern)(0) != Pattern::Alike)
 }
 
-/// A rank whose step overflows grows at most once, after the step, and then has room for the rows of that step. Other
-/// ranks do not grow.
+/// If a step overflows on a rank, the rank's arena grows after the step. Each arena grows at most once, and then has
+/// room for the rows of that step. Other ranks' arenas do not grow.
 #[test]
 fn growing_changes_no_bit_and_lasts() {
     let balanced = |factor| Reserve::Balanced { factor };
@@ -129,7 +129,7 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
         let overflows = report.overflows - before.overflows;
         assert_eq!(report.growths - before.growths, u64::from(overflows > 0), "{what}: once, if at all");
         assert_eq!(report.outside_bytes > before.outside_bytes, overflows > 0, "{what}");
-        // If all tokens go where they went in the step before, nothing can overflow.
+        // If all tokens choose the same experts as in the step before, nothing can overflow.
         let to = (case.pattern)(step as u64);
         let is_repeated = step > 0 && matches!(to, Pattern::One(_)) && to == (case.pattern)(step as u64 - 1);
         assert!(!is_repeated || overflows == 0, "{what}");
@@ -144,8 +144,8 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
     assert_eq!(after > before, last.growths > 0, "{what}: {before} to {after} bytes");
 }
 
-/// Rows that don't fit are evicted, and then re-exchanged and recomputed with the same bits, also together with other
-/// recomputation, in pipelines, and with data ranks. Nothing ever overflows.
+/// Rows that don't fit are evicted, and later re-exchanged and recomputed with the same bits. This also works
+/// together with other recomputation, in pipelines, and with data ranks. Nothing ever overflows.
 #[test]
 fn evicted_rows_are_recomputed_with_the_same_bits() {
     let [two, four, pipeline, copies] = meshes();
@@ -180,7 +180,7 @@ fn evicted_rows_are_recomputed_with_the_same_bits() {
                 let what = format!("{what}, rank {rank}: {report}");
                 assert_eq!((report.overflows, report.growths), (0, 0), "{what}");
                 assert_eq!(seen.arena_bytes[0], seen.arena_bytes[1], "{what}");
-                // Ranks that share experts evict the same rows.
+                // All ranks that share the experts of a layer evict the same rows.
                 let first = mesh.rank(Coordinate { expert: 0, ..mesh.coordinate(rank) });
                 assert_eq!(report.evicted, last(&again[first]).evicted, "{what}");
                 assert!(report.evicted <= all, "{what}");
@@ -275,7 +275,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
     assert!(again.iter().all(|seen| seen.arena_bytes[1] <= least && seen.reports.last().unwrap().evicted > 0));
 }
 
-/// If there is room for everything that a step requests, nothing is evicted. There is always room for even routing.
+/// If there is room for all rows of a step, none are evicted. There is always room for even routing.
 #[test]
 fn rows_are_kept_while_there_is_room() {
     let case = uneven_cases().find(|case| case.name == "Zipf").unwrap();
@@ -288,8 +288,8 @@ fn rows_are_kept_while_there_is_room() {
     }
 }
 
-/// A reserve for the worst case of many layers is larger than one for the worst case of one layer and the usual case of
-/// the others.
+/// Without eviction, the reserve must cover the worst case of many layers. With eviction, it must cover the worst
+/// case of one layer and the usual case of the others, which is less.
 #[test]
 fn letting_go_needs_less_than_the_worst_case() {
     let mut config = config(2);
@@ -328,7 +328,7 @@ fn rows_that_cannot_be_recomputed_are_refused() {
     assert!(plan(rounded).contains("differ from the forward's"));
 }
 
-/// If growing would exceed the budget, the step fails with an error, and the model is unchanged.
+/// If growing would exceed the budget, the step returns an error, and the model is unchanged.
 #[test]
 fn growing_keeps_to_the_budget() {
     let (mesh, config) = (experts(2), config(1));
@@ -366,8 +366,8 @@ fn growing_keeps_to_the_budget() {
     assert!(matches!(second, Err(TrainError::Runtime(RuntimeError::Communicator { .. }))), "{second:?}");
 }
 
-/// Non-finite scores send all tokens to the first experts, which exceeds the reserve. The error names the router rather
-/// than the overflow.
+/// Scores that are not finite send all tokens to the first experts, whose rows exceed the reserve. The error names
+/// the router rather than the overflow.
 #[test]
 fn a_router_of_no_numbers_is_named_instead_of_what_it_leads_to() {
     for overflow in [Overflow::Error, Overflow::Grow] {

@@ -11,7 +11,7 @@ use gapless::{
 
 use crate::common::{PLANNING, VOCABULARY, moe, on_cpu};
 
-/// Number of prompt tokens, whose targets do not count.
+/// Number of prompt tokens in an example. Their targets do not count.
 const PROMPT: usize = 9;
 const STEPS: usize = 3;
 
@@ -97,7 +97,7 @@ impl Rows {
 #[derive(Debug, PartialEq)]
 struct Seen {
     reports: Vec<StepReport>,
-    /// Loads and dropped choices of all routers in all steps, and their final biases.
+    /// Loads and dropped choices of all routers in all steps, and the routers' final biases.
     statistics: Vec<(String, Vec<f32>)>,
 }
 
@@ -120,7 +120,8 @@ fn steps(router: &RouterConfig, options: TrainOptions, batch: &Batch<'_>) -> See
     run(&mut Trainer::new(|vb| Moe::new(&config(router), vb), options).unwrap(), batch)
 }
 
-/// Compares sums of some hundreds of f32 values in another order, and their effect on a step of Adam.
+/// Compares results within a tolerance. They are sums of some hundreds of f32 values in another order, and the
+/// effects of such sums on a step of Adam.
 fn expect_close(what: &str, seen: &Seen, expected: &Seen) {
     assert_eq!(seen.statistics, expected.statistics, "{what}");
     for (a, b) in seen.reports.iter().zip(&expected.reports) {
@@ -152,8 +153,7 @@ fn an_example_is_the_same_whatever_pads_its_sequence() {
     }
 }
 
-/// Without padding, the results are those of a trainer that does not know about documents: prompts are routed and count
-/// as load.
+/// Without padding, the results equal those of a trainer without documents: prompts are routed, and count as load.
 #[test]
 fn a_sequence_without_padding_is_what_it_is_without_documents() {
     for (name, router) in routers() {
@@ -168,7 +168,8 @@ fn a_sequence_without_padding_is_what_it_is_without_documents() {
     }
 }
 
-/// The capacity is that of a sequence, which its documents share. Everything else is per document or over all tokens.
+/// The capacity is per sequence, and the documents of a sequence share it. Everything else is per document, or over
+/// all tokens.
 #[test]
 fn examples_in_one_sequence_are_those_of_sequences_of_their_own() {
     for (name, router) in routers().into_iter().filter(|(_, router)| router.capacity.is_none()) {
@@ -176,7 +177,7 @@ fn examples_in_one_sequence_are_those_of_sequences_of_their_own() {
         let expected = steps(&router, options(2, 40), &apart.batch());
         let together = Rows::new(&[&[33, 20]], 64, 0);
         expect_close(name, &steps(&router, options(1, 64), &together.batch()), &expected);
-        // Next to a sequence that has only padding.
+        // The second case has another sequence that consists of padding only.
         let beside = Rows::new(&[&[], &[20, 33]], 64, 0);
         expect_close(name, &steps(&router, options(2, 64), &beside.batch()), &expected);
     }

@@ -1,4 +1,4 @@
-//! Compares the plans of every kind of training step with the allocators that people use.
+//! Compares the plans of every kind of training step with commonly used allocators.
 
 use gapless::allocators::{Comparison, Kind, Requests, compare};
 use gapless::engine::compile::Executable;

@@ -1,4 +1,4 @@
-//! The results are the same on any number of ranks, in any order of work.
+//! The results are the same on any number of ranks, and for any order of the actions.
 
 use std::sync::Arc;
 
@@ -25,12 +25,12 @@ fn run(kind: Kind, mesh: Mesh, chunks: usize, name: &str) -> TinyRun {
     run
 }
 
-/// The outcome on one rank, with the whole batch at once.
+/// Returns the outcome on one rank, with the whole batch as one micro-batch.
 fn plain(kind: Kind) -> Outcome {
     TinyRun { kind, ..TinyRun::default() }.steps(2)
 }
 
-/// The combinations (ranks, chunks) of 1, 2 and 4 for which a schedule exists.
+/// Returns the combinations of 1, 2 or 4 ranks with 1, 2 or 4 chunks for which a schedule exists.
 fn shapes(name: &str) -> Vec<(usize, usize)> {
     let exists = |&(ranks, chunks): &(usize, usize)| {
         let shape = parallel::Shape { ranks: ranks as u32, chunks: chunks as u32, micro_batches: MICRO_BATCHES as u32 };
@@ -42,7 +42,8 @@ fn shapes(name: &str) -> Vec<(usize, usize)> {
     shapes
 }
 
-/// Schedules whose backwards take the micro-batches in reverse order, so that gradients are summed in another order.
+/// Schedules whose backwards process the micro-batches in reverse order, so that gradients are summed in another
+/// order.
 const REVERSED: [&str; 3] = ["looped-bfs", "layered-accumulation", "modular-pipeline"];
 
 fn names() -> impl Iterator<Item = &'static str> {
@@ -79,8 +80,8 @@ fn mixtures_of_experts_on_two_ranks_give_the_same_bits() {
     }
 }
 
-/// The first loss has the same bits, because nothing has been summed yet. The second differs by the rounding of f32
-/// sums.
+/// The first loss has the same bits, because no gradients have been summed yet. The second loss differs by the
+/// rounding of f32 sums.
 #[test]
 fn reversed_micro_batches_differ_by_rounding_alone() {
     let plain = plain(Kind::Gpt);
@@ -93,7 +94,7 @@ fn reversed_micro_batches_differ_by_rounding_alone() {
     }
 }
 
-/// Data ranks sum their shares of the gradients in another order than one rank sums micro-batches.
+/// Data ranks sum the gradients of their shares of the batch in another order than one rank sums micro-batches.
 #[test]
 fn data_ranks_differ_by_rounding_alone() {
     for kind in Kind::all() {
@@ -102,7 +103,7 @@ fn data_ranks_differ_by_rounding_alone() {
             let mesh = Mesh { data, pipeline, expert: 1 };
             let outcome = run(kind, mesh, 1, "1f1b").steps_on_ranks(2);
             close(&outcome, &plain, &format!("{kind:?} on {mesh:?}"));
-            // Biases depend on loads, which are integers: their sum is the same in any order.
+            // The biases depend on loads, which are integers, so their sum is exact in any order.
             for (name, bias) in plain.parameters.iter().filter(|(name, _)| name.ends_with("e_score_correction_bias")) {
                 let (_, on_ranks) = outcome.parameters.iter().find(|(other, _)| other == name).expect("someone has it");
                 assert_eq!(on_ranks, bias, "{name} of {kind:?} on {mesh:?}");
@@ -120,7 +121,8 @@ fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
     }
 }
 
-/// Checks the tests above: buffers in transit between ranks are not touched, and dead bytes are never read.
+/// Checks the tests above with NaN in every dead range. Buffers that are being transferred must not be overwritten,
+/// and dead bytes must not be read.
 #[test]
 fn nan_in_every_dead_range_changes_nothing() {
     let plain = plain(Kind::Gpt);
@@ -154,7 +156,8 @@ fn a_checkpoint_of_one_mesh_resumes_on_another() {
         let what = format!("{:?} to {:?}", from.options.step.mesh, to.options.step.mesh);
         from.save_on_ranks(2, dir.path());
         let resumed = to.resume_on_ranks(dir.path(), 2);
-        // The same steps without interruption, on the second mesh: bit-identical unless data ranks sum.
+        // The same steps without interruption on the second mesh. They are bit-identical unless data ranks sum
+        // gradients.
         let straight = to.steps_on_ranks(4);
         assert_eq!(resumed.losses.len(), 2);
         if from.options.step.mesh.data == 1 && to.options.step.mesh.data == 1
@@ -173,9 +176,12 @@ fn a_checkpoint_of_one_mesh_resumes_on_another() {
     }
 }
 
-/// A model with properties that textbook models lack: one scale that all stages use through a view, two biases with the
-/// same gradient, a skip from the first stage to the last, a table that is looked up and used again as the head, and a
-/// stage without parameters.
+/// A model with properties that textbook models lack:
+/// - one scale that all stages use through a view,
+/// - two biases with the same gradient,
+/// - a skip connection from the first stage to the last,
+/// - a table that is looked up and used again as the head,
+/// - a stage without parameters.
 struct Odd {
     embed: Embedding,
     scale: Tensor,
@@ -275,7 +281,7 @@ fn inconsistent_options_are_refused_on_every_rank() {
     }
 }
 
-/// The sums over data ranks begin inside the last backward, and end after it.
+/// The sums over data ranks start before the last backward ends, and end after it.
 #[test]
 fn gradients_are_summed_while_the_backward_goes_on() {
     let mesh = Mesh { data: 2, ..Mesh::default() };

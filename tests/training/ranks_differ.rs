@@ -1,5 +1,5 @@
-//! Ranks that were started differently, or are given different data, stop at once with an error that names the rank and
-//! the difference.
+//! Ranks that were started with different options, or are given different data. They stop at once, with an error that
+//! names the rank and the difference.
 
 use gapless::communicator;
 use gapless::engine::learning_rate::LearningRate;
@@ -10,7 +10,8 @@ use crate::common::{Kind, TinyRun};
 
 type Change = dyn Fn(&mut TinyRun) + Sync;
 
-/// The errors of the two ranks of a run. The second has changed options, and trains on the batch of another step.
+/// Returns the errors of the two ranks of a run. The second rank has changed options, and trains on the batch of
+/// another step.
 fn answers(change: &Change, batch_of: u64) -> Vec<String> {
     let answer = |rank: usize, world| {
         let mut run = TinyRun::default();
@@ -50,7 +51,7 @@ fn ranks_that_differ_are_stopped_by_name() {
     assert_eq!(answers(&|_| {}, 0), ["trained", "trained"]);
 }
 
-/// A bit that changes on one of two data ranks is found when they save.
+/// If a bit differs between the copies of a parameter on two data ranks, saving returns an error.
 #[test]
 fn copies_of_a_parameter_are_compared_when_they_are_saved() {
     let place = tempfile::tempdir().unwrap();

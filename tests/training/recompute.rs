@@ -1,4 +1,4 @@
-//! Recomputed values are bit-identical to kept ones, and the arena shrinks by those that are not kept.
+//! Recomputed values are bit-identical to kept ones. The arena shrinks by the values that are not kept.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ fn ops(names: &[&str]) -> Recompute {
     Recompute::Ops(names.iter().map(|&name| name.to_owned()).collect())
 }
 
-/// A user's policy: values with more bytes than this are dropped.
+/// A user's policy that recomputes values of more than this many bytes.
 #[derive(Debug)]
 struct Larger(u64);
 
@@ -30,7 +30,7 @@ impl RecomputePolicy for Larger {
     }
 }
 
-/// Policies that apply to a model, the most different ones first.
+/// Returns the policies that apply to a model, the most different ones first.
 fn policies(kind: Kind) -> Vec<Recompute> {
     let (layer, selective) = match kind {
         Kind::Gpt => ("h.1", ops(&["layer_norm", "gelu"])),
@@ -47,7 +47,7 @@ fn policies(kind: Kind) -> Vec<Recompute> {
         Recompute::Layers(Layers::First(1)),
         Recompute::Layers(Layers::Named(vec![layer.to_owned()])),
     ];
-    // The routers' choice, and the noise that it was made with.
+    // The choice of the routers, and the noise with which it was made.
     let choice = match kind {
         Kind::Gpt | Kind::Llama | Kind::Latent => None,
         Kind::Moe(MoeStyle::Switch) => Some(ops(&["jitter", "softmax_last_dim", "top_k", "route"])),
@@ -59,7 +59,7 @@ fn policies(kind: Kind) -> Vec<Recompute> {
     policies
 }
 
-/// With dropout (GPT), several micro-batches, and NaN in all dead memory.
+/// Tests every policy with dropout (GPT), several micro-batches, and NaN in all dead memory.
 #[test]
 fn every_policy_gives_the_bits_of_none() {
     for kind in Kind::all() {
@@ -108,8 +108,8 @@ fn every_policy_gives_the_bits_of_none_on_ranks() {
     }
 }
 
-/// If the backward is split, only the smaller side of the recomputed values is kept until W (SwiGLU's result rather
-/// than both of its inputs). Or nothing is kept, and they are recomputed a second time.
+/// If the backward is split, only the smaller of two equivalent sets of values is kept until W (SwiGLU's result
+/// rather than both of its inputs). Or none of them is kept, and W recomputes them a second time.
 #[test]
 fn split_backwards_wait_with_no_more_than_they_must() {
     for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2)] {
@@ -132,7 +132,7 @@ fn split_backwards_wait_with_no_more_than_they_must() {
     }
 }
 
-/// Each rank of a pipeline stays within the budget, independently of the others.
+/// Each rank of a pipeline stays within its own budget.
 #[test]
 fn every_rank_keeps_to_its_budget() {
     for (schedule, ranks, chunks) in [("1f1b", 4, 1), ("zb-h2", 2, 1), ("zbv", 2, 2), ("interleaved", 2, 2)] {
@@ -173,7 +173,7 @@ fn names_that_do_not_exist_are_refused() {
     }
 }
 
-/// Several budgets from the smallest to the largest: each is respected, and a larger one never costs more time.
+/// Tests several budgets from the smallest to the largest. Each is respected, and a larger one never costs more time.
 #[test]
 fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
     for (kind, micro_batches) in [
@@ -199,7 +199,7 @@ fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
         parts.sort_unstable();
         for eighths in parts {
             let budget = smallest + (all - smallest) * eighths / 8;
-            // A device on which only arithmetic takes time.
+            // On this device, only arithmetic takes time.
             run.options.step.memory.budget = Some(budget);
             run.options.step.memory.rates = Rates { flops: 1e9, bytes: 1e30 };
             run.options.poison = true;
@@ -218,7 +218,8 @@ fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
     }
 }
 
-/// With one micro-batch, released gradients are never alive together. The results are unchanged.
+/// With one micro-batch and released gradients, the gradients of all parameters are never alive at the same time. The
+/// results are unchanged.
 #[test]
 fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
     for (kind, micro_batches, ranks) in [
@@ -231,7 +232,7 @@ fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
     ] {
         let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.step.micro_batches = micro_batches;
-        // With few tokens, gradients dominate the bytes that are not persistent.
+        // With few tokens, gradients are most of the bytes that are not persistent.
         (run.options.step.batch, run.options.step.sequence) = (4, 4);
         run.options.step.mesh = Mesh::pipeline(ranks);
         run.options.step.optimizer = AdamW { max_norm: f64::INFINITY, ..AdamW::default() }.into();
@@ -244,7 +245,7 @@ fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
         assert_eq!(plain, run.steps_on_ranks(3), "{kind:?}, {micro_batches} micro-batches, {ranks} ranks");
         let released = arenas(&run);
         println!("{kind:?}, {micro_batches} micro-batches: {released:?} bytes instead of {kept:?}");
-        // With several micro-batches, gradients are alive from the first to the last.
+        // With several micro-batches, gradients are alive from the first micro-batch to the last.
         assert!(micro_batches > 1 || released[0] < kept[0] / 20 * 19);
     }
     let mut run = TinyRun::default();

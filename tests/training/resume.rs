@@ -1,5 +1,5 @@
-//! Interrupting, saving and resuming: the same bits as without interruption, and clear errors if resuming is
-//! impossible.
+//! Interrupting, saving and resuming give the same bits as a run without interruption. If resuming is impossible, the
+//! error says why.
 
 use std::fs;
 use std::path::{Path, PathBuf};

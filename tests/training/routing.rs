@@ -1,5 +1,5 @@
-//! Extremely uneven routing over expert ranks: no row is lost, no byte is used twice, and the reserve suffices where it
-//! should.
+//! Extremely uneven routing over expert ranks. No row is lost, no byte is used twice, and the reserve suffices for
+//! the cases that it promises to cover.
 
 use std::sync::Barrier;
 
@@ -16,21 +16,21 @@ use crate::uneven::{BATCH, Case, EXPERTS, LAYERS, Pattern, SEQUENCE, STEPS, batc
 struct Seen {
     loss: f32,
     norm: f32,
-    /// Loads and numbers of dropped choices, by name.
+    /// Loads of experts and numbers of dropped choices, by name.
     watched: Vec<(String, Vec<f32>)>,
     /// Bytes that were requested from the rank's arena.
     asked: u64,
 }
 
 impl Seen {
-    /// The sum of the watched values whose names have this ending.
+    /// Returns the sum of the watched values whose names have this ending.
     fn total(&self, end: &str) -> f32 {
         self.watched.iter().filter(|(name, _)| name.ends_with(end)).flat_map(|(_, values)| values).sum()
     }
 }
 
-/// Runs every rank; returns its steps and the report of its arena. Also checks the addresses of each step, and where
-/// its tokens went.
+/// Runs every rank, and returns the rank's steps and the report of its arena. Also checks the addresses of each step,
+/// and that its tokens were routed as intended.
 fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaReport>)> {
     let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
         let rank = world.rank();
@@ -57,15 +57,15 @@ fn run(case: &Case, options: &TrainOptions) -> Vec<(Vec<Seen>, Option<ArenaRepor
     ranks.unwrap()
 }
 
-/// The requests of a rank's step to its arena, as bytes per row.
+/// Returns the bytes per row of each request that a rank's step makes to its arena.
 fn requests(case: &Case, options: &TrainOptions, rank: usize) -> Vec<u64> {
     let plan = gapless::plan::step(|vb| Moe::new(&case.config, vb), options, rank).unwrap();
     plan.routing().iter().flat_map(|plan| plan.requests()).map(|request| request.bytes_per_row).collect()
 }
 
-/// With room for the worst case, the results are those of one rank, up to rounding. f32 rounds at 6e-8, and ranks first
-/// sum losses and gradients of their shares of the batch; sums of a few thousand terms of mixed signs differ by some
-/// hundred roundings.
+/// With room for the worst case, the results equal those of one rank up to rounding. f32 rounds at 6e-8, and each
+/// rank first sums losses and gradients of its share of the batch. Sums of a few thousand terms of mixed signs then
+/// differ by some hundred roundings.
 ///
 /// The requested bytes also show that no row is lost. A row is requested on the rank of its expert, once for each
 /// buffer of a layer. So all ranks together request the bytes of all choices that were not dropped.
@@ -138,8 +138,8 @@ fn a_generous_factor_serves_uneven_routing() {
     assert!(smaller > 0, "three times the balanced sizes are as large as the worst case everywhere");
 }
 
-/// The rank of the expert that all tokens choose reports the overflow. No other rank hangs, although that rank keeps
-/// running; and the model is unchanged.
+/// All tokens choose one expert. The rank of this expert reports the overflow. No other rank hangs, although the
+/// first one keeps running. The model is unchanged.
 #[test]
 fn an_overflow_ends_the_step_on_all_ranks() {
     for (mesh, expert) in [
@@ -162,7 +162,8 @@ fn an_overflow_ends_the_step_on_all_ranks() {
             let outcome = trainer.step(&tokens, &targets);
             let checked = trainer.check_run();
             let unchanged = parameters(&trainer) == before;
-            // No rank leaves before all have failed: the error would otherwise be that of a rank that has gone.
+            // No rank leaves before all have failed. If one left earlier, the error of the others would be that a
+            // rank has gone.
             together.wait();
             let again = trainer.step(&tokens, &targets);
             together.wait();
@@ -183,7 +184,7 @@ fn an_overflow_ends_the_step_on_all_ranks() {
                     overflown.push(mesh.coordinate(rank).expert);
                     1
                 }
-                // Not `Timeout`: no rank has waited in vain.
+                // The error is not `Timeout`, so no rank has waited in vain.
                 TrainError::Runtime(RuntimeError::Communicator {
                     source: CommunicatorError::PeerGone { .. }, ..
                 }) => 0,
@@ -196,8 +197,8 @@ fn an_overflow_ends_the_step_on_all_ranks() {
     }
 }
 
-/// Non-finite scores are all equal, so all tokens go to the first experts, which have room. The step reports what was
-/// not finite, nothing changes, and the trainers can continue.
+/// Scores that are not finite count as equal, so all tokens go to the first experts, which have room for them. The
+/// step reports which value was not finite, nothing changes, and the trainers can continue.
 #[test]
 fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     let config = config(2);
@@ -229,8 +230,8 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     }
 }
 
-/// A row's product does not depend on the other rows, and all ranks evaluate the same tokens, so the bits are those of
-/// one rank.
+/// The product of a row does not depend on the other rows, and all ranks evaluate the same tokens. So the bits equal
+/// those of one rank.
 #[test]
 fn evaluation_and_logits_have_the_bits_of_one_rank() {
     for case in &cases() {
@@ -260,7 +261,7 @@ fn evaluation_and_logits_have_the_bits_of_one_rank() {
     }
 }
 
-/// Checks that the error has the layer, the rows, the bytes and the remedies.
+/// Checks that the error contains the layer, the rows, the bytes and the remedies.
 fn says_what_helps(error: &TrainError) {
     let TrainError::Runtime(RuntimeError::Routing { source, .. }) = error else {
         unreachable!("matched by the caller")

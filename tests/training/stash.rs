@@ -17,7 +17,7 @@ fn names(names: &[&str]) -> Vec<String> {
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
-/// The operations whose results take most of the memory that a layer keeps, including the residual stream.
+/// Returns the operations whose results take most of the memory that a layer keeps. They include the residual stream.
 fn most(kind: Kind) -> Vec<String> {
     match kind {
         Kind::Gpt => names(&["linear", "gelu", "layer_norm", "attention", "add", "dropout"]),
@@ -34,7 +34,7 @@ fn put_on_pipeline(options: &mut TrainOptions, schedule: &str, ranks: usize, chu
     options.step.pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
 }
 
-/// With dropout (GPT) and NaN in all dead memory; alone and with recomputation.
+/// Runs with dropout (GPT) and NaN in all dead memory, both with offloading alone and together with recomputation.
 #[test]
 fn a_file_gives_the_bits_of_none() {
     for kind in [Kind::Gpt, Kind::Llama, Kind::MOE[1]] {
@@ -88,7 +88,8 @@ fn smallest(run: &TinyRun) -> u64 {
     }
 }
 
-/// Offloaded values need not be recomputed: the same budget costs less time, and a smaller one becomes possible.
+/// Offloaded values need not be recomputed. So the same budget costs less time, and a smaller budget becomes
+/// possible.
 #[test]
 fn a_budget_counts_what_is_in_the_file() {
     let mut run = TinyRun::default();
@@ -106,7 +107,7 @@ fn a_budget_counts_what_is_in_the_file() {
     assert_eq!(plain, run.steps(2));
 }
 
-/// The space in the file is reused: values that have been read make room for later ones.
+/// The space in the file is reused. After values have been read, later values are written to their place.
 #[test]
 fn the_file_is_planned() {
     let mut run = TinyRun::default();
@@ -120,7 +121,7 @@ fn the_file_is_planned() {
     assert!(one < all / 4 + all / 8, "{one} of {all}");
 }
 
-/// The forward is exact, and so is the first loss. As always, all other results depend only on the seed and the data.
+/// The forward is exact, and so is the first loss. All results only depend on the seed and the data.
 #[test]
 fn eight_bits_are_the_same_bits_however_they_are_run() {
     for kind in [Kind::Gpt, Kind::Llama] {
@@ -140,7 +141,7 @@ fn eight_bits_are_the_same_bits_however_they_are_run() {
             change(&mut run.options);
             assert_eq!(plain, run.steps(3), "{kind:?}, change {index}");
         }
-        // Values that are sent to another stage are not rounded, so the reference must not round them either.
+        // Values that are sent to another stage are not rounded, so the reference must not round these values either.
         run.options.step.memory.compress.retain(|name| name != "add");
         let plain = run.steps(3);
         for (schedule, chunks) in [("1f1b", 1), ("interleaved-zb", 1), ("zbv", 2)] {
@@ -151,7 +152,8 @@ fn eight_bits_are_the_same_bits_however_they_are_run() {
     }
 }
 
-/// Under a budget, the other values are dropped or kept; recomputation from rounded values uses the rounded ones.
+/// Under a budget, values that are not compressed are recomputed or kept. Recomputation from compressed values uses
+/// the rounded values.
 #[test]
 fn eight_bits_and_a_budget_go_together() {
     let mut run = TinyRun::default();
@@ -166,10 +168,11 @@ fn eight_bits_and_a_budget_go_together() {
     assert_eq!(run.steps(1).losses, exact.losses);
 }
 
-/// The distance of gradients from those of exact activations, in units of their norm. An element is rounded by at most
-/// 1/510 of its group's range, evenly to both sides; that is about 1/880 of the range on average. A range is about five
-/// times the standard deviation. So the error of an activation is 0.6 % of its standard deviation, and so is about that
-/// of each factor of a gradient; a few of them add up like a random walk.
+/// Returns the distance of gradients from those of exact activations, relative to the norm of the latter. An element
+/// is rounded by at most 1/510 of its group's range, in either direction. The average is about 1/880 of the range. A
+/// range is about five times the standard deviation. So the error of an activation is 0.6 % of its standard
+/// deviation, and each factor of a gradient has about the same relative error. A few of these errors add up like a
+/// random walk.
 #[test]
 fn gradients_stay_near_those_of_exact_activations() {
     const TOLERANCE: f64 = 0.03;
@@ -208,7 +211,8 @@ fn eight_bits_learn_as_much() {
     let [_, rounded] = learn(most(Kind::Gpt));
     println!("from {start}: {exact} with exact activations, {rounded} with eight bits");
     assert!(exact < 0.4 * start);
-    // Gradients are off by a percent to either side, which is less than the difference between batches.
+    // The error of gradients is about a percent in either direction. Its effect is less than the difference between
+    // batches.
     assert!((rounded - exact).abs() < 0.01 * exact, "{rounded} instead of {exact}");
 }
 
@@ -217,7 +221,7 @@ fn invalid_compress_and_offload_are_refused() {
     let cases: [(Change, [&str; 2]); 5] = [
         (|options| options.step.memory.compress = names(&["gelo"]), ["gelo", "gelu"]),
         (|options| options.step.memory.offload = names(&["gelo"]), ["gelo", "gelu"]),
-        // The backward does not read its result.
+        // The backward does not read the result of this operation.
         (|options| options.step.memory.compress = names(&["linear_cross_entropy"]), ["linear_cross_entropy", "gelu"]),
         (
             |options| {
@@ -241,7 +245,7 @@ fn invalid_compress_and_offload_are_refused() {
     }
 }
 
-/// Planned for a GPU: a 2-byte element is stored in 1 byte plus its share of a range.
+/// In a plan for a GPU, an element of 2 bytes is stored in 1 byte plus its share of the group's range.
 #[test]
 fn a_step_in_bf16_is_planned_with_fewer_bytes() {
     let config = gapless::models::GptConfig { layers: 4, ..Default::default() };

@@ -1,5 +1,5 @@
-//! The memory of steps of realistic size, planned without a device: compared with recorded PyTorch runs, and under
-//! budgets.
+//! The memory of steps of realistic size. The steps are planned without a device. They are compared with recorded
+//! PyTorch runs, and planned under budgets.
 //!
 //! `cargo test --workspace --test training step_memory -- --nocapture` prints the tables.
 
@@ -16,7 +16,7 @@ use crate::common::on_cpu;
 struct StepPlan {
     arena: u64,
     roles: Vec<(Role, u64)>,
-    /// FLOPs and estimated time of recomputation, as fractions of everything else.
+    /// FLOPs of recomputation, as a fraction of all other FLOPs, and the same for the estimated time.
     extra_flops: f64,
     overhead: f64,
 }
@@ -26,8 +26,8 @@ impl StepPlan {
         self.roles.iter().find(|(other, _)| *other == role).map_or(0, |(_, bytes)| *bytes)
     }
 
-    /// Bytes of parameters, optimizer states, and gradients. With several micro-batches, gradients are alive
-    /// throughout.
+    /// Returns the bytes of parameters, optimizer states, and gradients. With several micro-batches, gradients are
+    /// alive during the whole step.
     fn persistent(&self) -> u64 {
         2 * self.bytes(Role::Parameter) + self.bytes(Role::OptimizerState)
     }
@@ -71,7 +71,7 @@ struct Recorded {
     heads: usize,
     width: usize,
     sequences: usize,
-    /// Peak of allocated bytes without those that are alive throughout.
+    /// Peak of allocated bytes, without those that are alive during the whole step.
     activations: f64,
     /// Peak of the bytes that the allocator reserved.
     reserved: u64,
@@ -109,7 +109,7 @@ const RECORDED: [Recorded; 3] = [
     },
 ];
 
-/// The same for the 1.5B model with every layer checkpointed.
+/// The recorded activations and reserved bytes of the 1.5B model with every layer checkpointed.
 const CHECKPOINTED: (f64, u64) = (1.762 * GIB, 30_792_482_816);
 
 #[test]
@@ -196,9 +196,9 @@ fn llama_2_7b_under_budgets() {
     let all = plan(&options, &model);
     let activations = all.arena - all.persistent();
     println!("everything kept: {}, of which activations {}", Bytes(all.arena), Bytes(activations));
-    // Percentages of the activations, and upper limits for the additional time in percent. The limits are half of what
-    // is required, because the first of the two micro-batches has room that gradients do not take yet. The time is
-    // relative to a step with fused norms and residuals.
+    // Each row has a percentage of the activations, and an upper limit for the additional time in percent. The limits
+    // are half of what is required, because the first of the two micro-batches has room that gradients do not take
+    // yet. The time is relative to a step with fused norms and residuals.
     for (percent, most) in [(80, 0.55), (70, 1.15), (50, 4.75), (20, 10.5)] {
         let bytes = all.persistent() + activations / 100 * percent;
         (options.step.memory.budget, options.step.memory.rates) = (Some(bytes), H100);

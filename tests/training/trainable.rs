@@ -1,5 +1,5 @@
-//! Training a part of a model: the gradients of that part, the bits of the rest, and the activations that are kept for
-//! it.
+//! Training a part of a model. Tests the gradients of that part, the unchanged bits of the rest, and the activations
+//! that are kept for the part's gradients.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -84,7 +84,7 @@ fn the_trained_part_has_the_gradients_of_the_whole() {
     }
 }
 
-/// With W' = W + s·B·A in the merged model: dA = s·Bᵀ·dW', dB = s·dW'·Aᵀ.
+/// If the merged model has the weight W' = W + s·B·A, the adapter's gradients are dA = s·Bᵀ·dW' and dB = s·dW'·Aᵀ.
 #[test]
 fn an_adapter_has_the_gradients_that_follow_from_the_merged_weight() {
     for (kind, targets) in [
@@ -122,7 +122,7 @@ fn an_adapter_has_the_gradients_that_follow_from_the_merged_weight() {
         let before: BTreeMap<String, Data> =
             names.iter().map(|n| (n.clone(), adapted.tensor(n).unwrap().copy().unwrap())).collect();
         let losses = [run.step(&mut adapted).loss, run.step(&mut whole).loss];
-        // f32 rounding of the same sums in another order.
+        // The losses may differ by f32 rounding, because the same sums are in another order.
         assert!((losses[0] - losses[1]).abs() <= 1e-5, "{losses:?}");
         for layer in &layers {
             let [a, b] = Lora::parameters(layer);
@@ -147,7 +147,7 @@ fn what_is_frozen_keeps_its_bits_and_has_no_state() {
         let before = parameters(&trainer);
         run.go_on(&mut trainer, 2);
         for ((name, before), (_, after)) in before.iter().zip(parameters(&trainer)) {
-            // B is zero at first, so the gradient of A is zero; but A decays.
+            // At first B is zero, so the gradient of A is zero. A changes because of weight decay.
             assert_eq!(*before != after, trainable.trains(name), "{trainable:?}: {name}");
             assert_eq!(trainer.tensor(&format!("exp_avg/{name}")).is_ok(), trainable.trains(name), "{name}");
         }
@@ -156,7 +156,7 @@ fn what_is_frozen_keeps_its_bits_and_has_no_state() {
         assert_eq!(trainer.report().parameters, trained().sum::<u64>(), "{trainable:?}");
         let (roles, own) = (trainer.report().summary.roles, trained().sum::<u64>() * 8);
         let states = roles.iter().find(|bytes| bytes.role == Role::OptimizerState).map_or(0, |bytes| bytes.bytes);
-        // Two moments, each padded to the alignment of a buffer.
+        // Each parameter has two moments, each padded to the alignment of a buffer.
         let padding = 2 * 64 * trained().count() as u64;
         assert!((own..=own + padding).contains(&states), "{trainable:?}: {states} bytes of states for {own}");
     }
@@ -169,7 +169,7 @@ fn micro_batches_recomputation_and_pipelines_change_no_bit() {
         let what = format!("{:?} {:?}", plain.kind, plain.options.step.trainable);
         let mut other = plain.clone();
         (other.options.step.micro_batches, other.options.poison) = (4, true);
-        // Statistics of routers are per micro-batch.
+        // Mixtures are excluded, because the statistics of their routers are per micro-batch.
         if !matches!(plain.kind, Kind::Moe(_)) {
             assert_eq!(other.steps(2), expected, "{what} in micro-batches");
         }
@@ -185,7 +185,7 @@ fn micro_batches_recomputation_and_pipelines_change_no_bit() {
 
 #[test]
 fn data_ranks_agree_with_one() {
-    // Routers count a rank's own micro-batch.
+    // Mixtures are excluded, because a router only counts the tokens of a rank's own micro-batch.
     for plain in parts().into_iter().filter(|run| !matches!(run.kind, Kind::Moe(_))) {
         let expected = plain.steps(2);
         let mut other = plain.clone();
@@ -194,7 +194,7 @@ fn data_ranks_agree_with_one() {
         let outcome = other.steps_on_ranks(2);
         for (a, b) in outcome.losses.iter().zip(&expected.losses) {
             let (a, b) = (f32::from_bits(*a), f32::from_bits(*b));
-            // The tolerance that docs/architecture.md calls rounding.
+            // This tolerance is the one that docs/architecture.md allows for rounding.
             assert!((a - b).abs() <= 1e-5 * b, "{:?}: {a} {b}", plain.options.step.trainable);
         }
     }
@@ -268,8 +268,8 @@ fn small() -> LlamaConfig {
     LlamaConfig { hidden: 128, ..base }
 }
 
-/// A slow reference for the bytes that a backward needs from the forward, derived from the operands of each operation's
-/// gradient.
+/// Returns the bytes that a backward needs from the forward. A slow reference implementation, which derives them from
+/// the operands of each operation's gradient.
 fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
     let trainable = &options.step.trainable;
     let graph = Arc::new(Mutex::new(Graph::default()));
@@ -283,7 +283,7 @@ fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
     model.loss(&ids("tokens"), &ids("targets"), true).unwrap();
     let graph = lock(&graph);
     let names: BTreeMap<ValueId, &str> = graph.persistent().collect();
-    // True if a trained parameter is among the ancestors of a value; searched anew for each value.
+    // True if a trained parameter is among the ancestors of a value. The search is repeated for each value.
     let made = graph.nodes().iter().flat_map(|node| node.outputs.iter().map(move |&output| (output, node)));
     let makers: BTreeMap<ValueId, &Node> = made.collect();
     let trains = |value: ValueId| {
@@ -309,10 +309,10 @@ fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
             "rms_norm" if any => kept.extend([input(0), makes[1]]),
             "attention" if any => kept.extend(node.inputs.iter().chain(makes)),
             "swiglu" if any => kept.extend(&node.inputs),
-            // Its gradients are computed in the forward; that of x is kept.
+            // The gradients of this operation are computed in the forward; the gradient of x is kept.
             "linear_cross_entropy" if any => bytes += graph.value(input(0)).spec.bytes(),
             "linear" | "rms_norm" | "attention" | "swiglu" | "linear_cross_entropy" => {}
-            // Their gradients need only the output's gradient.
+            // The gradients of these operations only need the output's gradient.
             "embedding" | "rope" | "add" | "affine" | "reshape" | "transpose" | "scaled_sum" | "contiguous" => {}
             other => panic!("what does the gradient of {other} need?"),
         }
@@ -322,7 +322,7 @@ fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
     bytes + made.map(|&root| graph.value(root).spec.bytes()).sum::<u64>()
 }
 
-/// The bytes that a step keeps between forward and backward, checked against the slow reference.
+/// Returns the bytes that a step keeps between forward and backward, after comparing them with the slow reference.
 fn kept(config: &LlamaConfig, options: &TrainOptions) -> u64 {
     let program = gapless::plan::program(|vb| Llama::new(config, vb), options, 0).unwrap();
     let kept = program.kept().iter().map(|kept| kept.bytes).sum();

@@ -1,4 +1,4 @@
-//! Parts of the update besides its rule, and terms of the loss besides the likelihood.
+//! Parts of the update in addition to its rule, and terms of the loss in addition to the likelihood.
 
 use candle_core::DType;
 use gapless::{
@@ -58,7 +58,7 @@ fn a_step_above_its_limits_changes_nothing() {
         assert!(report.skipped && report.loss.is_finite() && report.gradient_norm.is_finite(), "{report:?}");
         assert_eq!(all(&trainer), before);
     }
-    // A step with a non-finite result is skipped, too, and the next step is normal.
+    // A step whose loss or gradient norm is not finite is skipped, too. The next step is normal.
     trainer.set_limits(SkipThresholds::default());
     let name = "wte.weight";
     let mut broken = numbers(&trainer, name);
@@ -72,12 +72,12 @@ fn a_step_above_its_limits_changes_nothing() {
     assert_eq!(trainer.steps(), 5);
 }
 
-/// A guarded run without limits has the same bits as one without a guard.
+/// A run with a guard that skips no step has the same bits as one without a guard.
 #[test]
 fn a_guard_that_leaves_nothing_out_changes_no_bit() {
     let plain = TinyRun::default().steps(3);
     assert_eq!(with(UpdateOptions { guarded: true, ..UpdateOptions::default() }).steps(3), plain);
-    // An average changes no bit either, nor does a group with the same rule and rate.
+    // An average changes no bit, and neither does a parameter group with the same rule and rate as the others.
     assert_eq!(with(UpdateOptions { average: Some(0.9), ..UpdateOptions::default() }).steps(3), plain);
     assert_eq!(with(UpdateOptions { groups: vec![group(&["h.1"], 1.0)], ..UpdateOptions::default() }).steps(3), plain);
     let far = UpdateOptions { max_value: Some(1e9), ..UpdateOptions::default() };
@@ -97,7 +97,7 @@ fn an_average_follows_its_parameter() {
         }
         assert_eq!(numbers(&trainer, &format!("average/{name}")), expected);
     }
-    // The average continues from the values that are set.
+    // After parameters are set, their average continues from the new values.
     trainer.set_elements(name, &vec![2.0; expected.len()]).unwrap();
     assert_eq!(numbers(&trainer, &format!("average/{name}")), vec![2.0; expected.len()]);
 }
@@ -150,7 +150,7 @@ fn elements_of_gradients_are_cut() {
     );
 }
 
-/// The results are the same on any number of ranks, and after resuming with other ranks.
+/// The results are the same on any number of ranks, and after resuming with another number of ranks.
 #[test]
 fn ranks_and_resuming_change_no_bit() {
     let mut run = with(everything());
@@ -188,7 +188,7 @@ fn ranks_and_resuming_change_no_bit() {
     }
 }
 
-/// The training loss includes its terms; the evaluation loss is the likelihood alone.
+/// The training loss includes its regularization terms. The evaluation loss is the likelihood alone.
 #[test]
 fn terms_of_the_loss_are_of_training_alone() {
     let run = |loss| {
@@ -203,7 +203,7 @@ fn terms_of_the_loss_are_of_training_alone() {
     let (plain, with) = (run(LossTerms::NONE), run(LossTerms { label_smoothing: 0.0, z_loss: 0.1 }));
     assert_eq!(plain.0, with.0);
     assert!((plain.0 - plain.1).abs() < 1e-5, "{plain:?}");
-    // The square of a log-sum-exp, which is near ln 50.
+    // The difference is 0.1 × the square of a log-sum-exp, which is near ln 50.
     assert!((1.0..2.5).contains(&(with.1 - plain.1)), "{plain:?}, {with:?}");
     let mut refused = TinyRun::default();
     refused.options.step.loss = LossTerms { label_smoothing: 1.0, z_loss: 0.0 };

@@ -1,4 +1,4 @@
-//! Values that a model shows in each step, with any mesh and any recomputation.
+//! Values that a model watches in each step, with any mesh and any recomputation.
 
 use gapless::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
 use gapless::{
@@ -7,7 +7,7 @@ use gapless::{
 
 use crate::common::on_cpu;
 
-/// A model that shows an activation that the backward reads, a view of it, a sum, and the loss itself.
+/// A model that watches an activation that the backward reads, a view of it, a sum, and the loss itself.
 struct Shown {
     embed: Embedding,
     up: Linear,
@@ -44,7 +44,7 @@ impl Model for Shown {
     }
 }
 
-/// Sums over the elements of the shown values after two steps, by name.
+/// Returns the sum over the elements of each watched value after two steps, by name.
 fn shown(options: &TrainOptions) -> Vec<Vec<(String, f32)>> {
     let tokens: Vec<u32> = (0..24).map(|i| i * i % 11).collect();
     let go = |trainer: &mut Trainer| {
@@ -52,7 +52,7 @@ fn shown(options: &TrainOptions) -> Vec<Vec<(String, f32)>> {
         let report = trainer.step(&tokens, &tokens).unwrap();
         let sum = |name: &str| trainer.watched(name).unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
         let mut sums: Vec<_> = trainer.watched_names().map(|name| (name.to_owned(), sum(name))).collect();
-        // Shown values are summed over micro-batches, while the report has their mean.
+        // Watched values are summed over micro-batches, while the report has the mean.
         let parts = (options.step.micro_batches * options.step.mesh.data) as f32;
         sums.iter_mut().filter(|(name, _)| name == "loss").for_each(|(_, loss)| *loss /= parts);
         sums.push(("reported".into(), report.loss));
@@ -91,7 +91,7 @@ fn what_is_shown_is_summed_once_over_micro_batches_and_ranks() {
             for rank in shown(&options) {
                 for name in ["hidden", "first", "sum", "loss", "reported"] {
                     let (a, b) = (value(&rank, name), value(&expected, name));
-                    // Sums of a hundred values in another order.
+                    // The values are sums of a hundred terms in another order.
                     let close = (a - b).abs() <= 1e-5 * b.abs();
                     assert!(close, "{name}: {a}, not {b}; {mesh:?}, {micro_batches} micro-batches, {recompute:?}");
                 }

@@ -1,13 +1,13 @@
-//! Decodes a Llama of 100 million parameters in f32 with gapless and with candle-transformers, with the same weights,
-//! in turn in one process.
+//! Decodes a Llama of 100 million parameters in f32, with gapless and with candle-transformers. Both use the same
+//! weights, and are measured in turn in one process.
 //!
 //! `cargo run --release -p gapless-bench-generate --features candle-transformers` prints the following for 1 and 8
 //! sequences:
 //! - the tokens per second of both, and their ratio;
-//! - the fraction that gapless reaches of the limit by memory bandwidth, which is measured here: each token reads every
-//!   weight once;
+//! - the fraction of the memory bandwidth that gapless reaches, given that each token reads every weight once; the
+//!   bandwidth is measured here;
 //! - the speed of reading prompts, compared with a forward pass for evaluation;
-//! - the ratio of CPU times of all threads, for machines that also do other work.
+//! - the ratio of the CPU times of all threads, for machines that also do other work.
 //!
 //! `RAYON_NUM_THREADS` limits the threads of both.
 
@@ -29,7 +29,7 @@ const ADDED: usize = 17;
 const ROUNDS: usize = 3;
 const SEQUENCE: usize = 512;
 
-/// The start of a measurement.
+/// The start of a measurement: wall-clock time and CPU time.
 #[derive(Clone, Copy)]
 struct Begun {
     wall: Instant,
@@ -41,7 +41,7 @@ impl Begun {
         Self { wall: Instant::now(), processors: ProcessTime::now() }
     }
 
-    /// Seconds since then: wall-clock time, and CPU time of all threads.
+    /// Returns the seconds since the start: wall-clock time, and CPU time of all threads.
     fn seconds(self) -> [f64; 2] {
         [self.wall.elapsed().as_secs_f64(), self.processors.elapsed().as_secs_f64()]
     }
@@ -110,7 +110,8 @@ fn ours(config: &LlamaConfig, batch: usize) -> Result<Trainer> {
     Ok(Trainer::builder(|vb| Llama::new(config, vb), options(batch)).for_inference().build()?)
 }
 
-/// Generates tokens greedily. Returns them, and the time of all but the first, which is computed with the prompts.
+/// Generates tokens greedily. Returns them, and the time of all but the first token, which is computed together with
+/// the prompts.
 fn generate(trainer: &mut Trainer, prompts: &[Vec<u32>]) -> Result<(Vec<Vec<u32>>, [f64; 2])> {
     let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
     let (mut first, mut count) = (Begun::now(), 0);
@@ -170,7 +171,7 @@ fn generate_with_candle(
     Ok((tokens, first.seconds()))
 }
 
-/// Bytes per second at which all threads read `bytes` bytes; the best of three attempts.
+/// Returns the bytes per second at which all threads together read `bytes` bytes, the best of three attempts.
 fn bandwidth(bytes: usize) -> f64 {
     let data = vec![1u64; bytes / 8];
     let read = || {
@@ -183,7 +184,7 @@ fn bandwidth(bytes: usize) -> f64 {
     bytes as f64 / best.as_secs_f64()
 }
 
-/// Compares reading a prompt of a whole window with evaluating as many tokens.
+/// Compares the speed of reading a prompt of a whole window with that of evaluating as many tokens.
 fn prefill(config: &LlamaConfig) -> Result<()> {
     let generation = Some(Generation { window: Some(SEQUENCE), ..Generation::default() });
     let mut trainer = Trainer::builder(

@@ -1,5 +1,5 @@
 //! Measures the attention of a GPT of width 384, forward and backward, and a plain [`Gemm`] product in the same run.
-//! Prints the GFLOP/s of each, without masked scores, and the ratios of attention to the product.
+//! Prints the GFLOP/s of each, not counting masked scores, and the ratios of attention to the product.
 //!
 //! Run with `cargo bench -p gapless-kernels --bench attention`.
 
@@ -9,7 +9,7 @@ use gapless_kernels::cpu::ScratchMemory;
 use gapless_kernels::cpu::attention::{Attention, HeadStrides, Mask};
 use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 
-/// Measurements of each kind; the printed GFLOP/s are the best, the ratios the median.
+/// Number of measurements of each kind. The printed GFLOP/s are the best ones, and the ratios are medians.
 const ROUNDS: usize = 11;
 
 fn main() {
@@ -22,7 +22,7 @@ fn main() {
     }
 }
 
-/// Causal attention over a packed [batch, token, (q, k, v), head, element] tensor.
+/// Returns a causal attention over a packed [batch, token, (q, k, v), head, element] tensor.
 fn job(batch: usize, heads: usize, tokens: usize, head_size: usize) -> Attention {
     let width = heads * head_size;
     let packed = HeadStrides { batch: tokens * 3 * width, head: head_size, token: 3 * width };
@@ -97,7 +97,7 @@ fn measure(job: &Attention, threads: usize) {
     );
 }
 
-/// GFLOP/s of a kernel, which is called often enough to be measured.
+/// Returns the GFLOP/s of a kernel, which is called often enough to be measured.
 fn gflops(flops: u64, mut kernel: impl FnMut()) -> f64 {
     let repeats = (5e8 / flops as f64).ceil() as usize;
     let start = Instant::now();

@@ -1,8 +1,8 @@
-//! Measures the matrix products of a GPT of width 384 in turn with those of the `gemm` crate, and prints the GFLOP/s of
-//! both and their ratio. Then measures the same product in bf16, and prints its GFLOP/s and their ratio to a loop of
-//! `vdpbf16ps` (or of fused multiply-adds where there is none) on the same threads.
+//! Measures the matrix products of a GPT of width 384, alternating with those of the `gemm` crate. Prints the GFLOP/s
+//! of both and their ratio. Then measures the same products in bf16. Prints their GFLOP/s, and the ratio to a loop of
+//! `vdpbf16ps` on the same threads, or of fused multiply-adds if the processor does not have this instruction.
 //!
-//! Run with `cargo bench -p gapless-kernels --bench gemm [-- FILTER]`; only lines that contain FILTER are measured.
+//! Run with `cargo bench -p gapless-kernels --bench gemm [-- FILTER]`. Only lines that contain FILTER are measured.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use gapless_kernels::cpu::peak::Peak;
 use half::bf16;
 
-/// Measurements per side; the printed ratio is the median of the rounds' ratios.
+/// Number of measurements per side. The printed ratio is the median of the rounds' ratios.
 const ROUNDS: usize = 15;
 /// Floating-point operations per measurement.
 const FLOPS: f64 = 2e9;
@@ -32,9 +32,11 @@ fn main() {
     }
 }
 
-/// Forward (tokens × weightᵀ), input gradient (tokens × weight) and weight gradient (tokensᵀ × tokens) of each layer of
-/// the model, for a training step's 2,048 tokens; the forward of a prompt's 256 and of a single one; and one large
-/// square product.
+/// Returns the measured products:
+/// - the forward (tokens × weightᵀ), input gradient (tokens × weight) and weight gradient (tokensᵀ × tokens) of each
+///   layer of the model, for the 2,048 tokens of a training step,
+/// - the forward for the 256 tokens of a prompt and for a single token,
+/// - one large square product.
 fn jobs() -> Vec<(&'static str, Gemm)> {
     let layers = [(1152, 384), (384, 384), (1536, 384), (384, 1536), (256, 384), (4096, 384)];
     let forward = |tokens, n, k| ("NT", Gemm::new(tokens, n, k, Strides::row_major(k), Strides::transposed(k)));
@@ -49,7 +51,8 @@ fn jobs() -> Vec<(&'static str, Gemm)> {
     step.chain(prompt).chain(token).chain([input(4096, 4096, 4096)]).collect()
 }
 
-/// GFLOP/s of this crate and of `gemm` (each the best of its rounds), and the median of the rounds' ratios.
+/// Returns the GFLOP/s of this crate and of `gemm` (each the best of its rounds), and the median of the rounds'
+/// ratios.
 fn measure(job: &Gemm, threads: usize) -> (f64, f64, f64) {
     let &Gemm { m, n, k, a: a_strides, b: b_strides, .. } = job;
     let fill = |len: usize| -> Vec<f32> { (0..len).map(|i| (i * 7919 % 1000) as f32 / 1000.0 - 0.5).collect() };
@@ -65,7 +68,7 @@ fn measure(job: &Gemm, threads: usize) -> (f64, f64, f64) {
         let [a_row, a_column, b_row, b_column, c_row] =
             [a_strides.row, a_strides.column, b_strides.row, b_strides.column, n].map(|stride| stride as isize);
         let c = their_c.as_mut_ptr();
-        // SAFETY: the slices hold as much as the strides reach.
+        // SAFETY: the slices are as long as the strides reach.
         unsafe {
             gemm::gemm(
                 m,
@@ -104,7 +107,7 @@ fn measure(job: &Gemm, threads: usize) -> (f64, f64, f64) {
     (best_ours, best_theirs, theirs / ours)
 }
 
-/// GFLOP/s of the bf16 product (the best of its rounds), and the median of its ratios to the loop.
+/// Returns the GFLOP/s of the bf16 product (the best of its rounds), and the median of its ratios to the loop.
 fn measure_bf16(job: &Gemm, threads: usize) -> (f64, f64) {
     let &Gemm { m, n, k, .. } = job;
     let fill = |len: usize| -> Vec<bf16> {
@@ -123,12 +126,12 @@ fn measure_bf16(job: &Gemm, threads: usize) -> (f64, f64) {
     (rounds.iter().map(|round| round.0).fold(0.0, f64::max), ratios[ROUNDS / 2])
 }
 
-/// GFLOP/s of all threads for products of bf16 on registers only, measured now.
+/// Measures the GFLOP/s of all threads for products of bf16 in registers only.
 fn peak() -> f64 {
     rayon::broadcast(|_| Peak::measured().bf16()).iter().sum::<f64>() / 1e9
 }
 
-/// Seconds per call of `kernel`.
+/// Returns the seconds per call of `kernel`.
 fn seconds(repeats: usize, kernel: &mut impl FnMut()) -> f64 {
     let start = Instant::now();
     for _ in 0..repeats {

@@ -1,8 +1,9 @@
-//! The kernels of a training step: for the CPU as Rust functions, for GPUs as sources and descriptions of their
-//! launches.
+//! The kernels of a training step. For the CPU they are Rust functions; for GPUs they are sources and descriptions of
+//! their launches.
 //!
-//! In: slices of an arena ([`Args`]), or addresses on a device ([`cuda::Operands`]). Out: results in the same arena, or
-//! a list of [`cuda::Launch`]es. Never: an operation, a graph or a plan. Nothing here allocates or calls a driver.
+//! In: slices of an arena ([`Args`]), or addresses on a device ([`cuda::Operands`]). Out: results in the same arena,
+//! or a list of [`cuda::Launch`]es. Never: a dependency on operations, graphs or plans. The kernels do not allocate,
+//! and the launches are described without calling a driver.
 //!
 //! ```
 //! use gapless_kernels::{Numbers, Stream};

@@ -1,4 +1,4 @@
-//! The terms that a loss over a vocabulary has besides the likelihood of its targets.
+//! The terms of a loss over a vocabulary in addition to the likelihood of the targets.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 /// loss = L − (1 − ε)·x[t] − ε/V·Σx + z·L²
 /// ```
 ///
-/// ε is the label smoothing (Szegedy et al., arXiv 1512.00567, section 7), z the z-loss (PaLM, arXiv 2204.02311, section 5).
+/// ε is the label smoothing (Szegedy et al., arXiv 1512.00567, section 7). z is the factor of the z-loss (PaLM, arXiv
+/// 2204.02311, section 5).
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LossTerms {
@@ -23,14 +24,14 @@ impl LossTerms {
     /// The default: plain cross-entropy, −log softmax(x)`[t]`.
     pub const NONE: Self = Self { label_smoothing: 0.0, z_loss: 0.0 };
 
-    /// The coefficients that kernels use for a row of `vocabulary` logits.
+    /// Returns the coefficients that kernels use for a row of `vocabulary` logits.
     #[inline(always)]
     pub fn for_row(&self, vocabulary: usize) -> RowLoss {
         let (smoothing, z) = (self.label_smoothing as f32, self.z_loss as f32);
         RowLoss { keep: 1.0 - smoothing, spread: smoothing / vocabulary as f32, z }
     }
 
-    /// The loss of a row and the gradient of each of its logits, in f64.
+    /// Returns the loss of a row and the gradient of each of its logits, in f64.
     pub fn exact(&self, logits: &[f64], target: usize) -> (f64, Vec<f64>) {
         let (vocabulary, Self { label_smoothing: e, z_loss: z }) = (logits.len() as f64, *self);
         let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -40,7 +41,7 @@ impl LossTerms {
         (loss, self.gradient(logits, lse, target))
     }
 
-    /// The gradient of each logit of a row, given the row's log-sum-exp, in f64.
+    /// Returns the gradient of each logit of a row, given the row's log-sum-exp, in f64.
     pub fn gradient(&self, logits: &[f64], lse: f64, target: usize) -> Vec<f64> {
         let Self { label_smoothing: e, z_loss: z } = *self;
         let wanted = |i: usize| e / logits.len() as f64 + if i == target { 1.0 - e } else { 0.0 };
@@ -61,14 +62,14 @@ pub struct RowLoss {
 }
 
 impl RowLoss {
-    /// The loss of a row from its log-sum-exp, the target's logit, and the sum of all logits, which only matters with
-    /// label smoothing.
+    /// Returns the loss of a row from its log-sum-exp, the target's logit, and the sum of all logits. The sum is only
+    /// used if there is label smoothing.
     #[inline(always)]
     pub fn loss(self, lse: f32, logit: f32, sum: f32) -> f32 {
         lse - self.keep * logit - self.spread * sum + self.z * lse * lse
     }
 
-    /// The factor of the softmax in the gradient of the logits.
+    /// Returns the factor of the softmax in the gradient of the logits.
     #[inline(always)]
     pub fn of_softmax(self, lse: f32) -> f32 {
         1.0 + 2.0 * self.z * lse

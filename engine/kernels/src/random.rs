@@ -1,7 +1,8 @@
-//! Random numbers without state: a pure function of where they are used.
+//! Random numbers without state. Each one is a pure function of where it is used.
 //!
-//! SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) as a counter-based generator: number i of a stream is a hash of its
-//! key + i·γ. Recomputation, resuming and any number of threads therefore see the same numbers.
+//! The generator is SplitMix64 (Steele, Lea & Flood, OOPSLA 2014), used as a counter-based generator: number i of a
+//! sequence is a hash of the sequence's key + i·γ. So a number does not change with recomputation, resuming or the
+//! number of threads.
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -9,30 +10,30 @@ const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream {
     key: u64,
-    /// The micro-batch within the step.
+    /// Index of the micro-batch within the whole batch of the step.
     pub micro_batch: u64,
 }
 
 impl Stream {
-    /// The stream of a run's seed, a step and a micro-batch.
+    /// Creates the stream of a step and micro-batch, in a run with this seed.
     pub fn new(seed: u64, step: u64, micro_batch: u64) -> Self {
         Self { key: mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(step.wrapping_mul(GOLDEN))), micro_batch }
     }
 
-    /// The key that all random numbers of the step are derived from.
+    /// Returns the key from which all random numbers of the step are derived.
     pub fn key(self) -> u64 {
         self.key
     }
 
-    /// The stream of one place in the model, with `elements` numbers per micro-batch. Each micro-batch continues where
-    /// the last one ended, so a row gets the same numbers however the batch is cut.
+    /// Returns the random numbers of one place in the model, where a micro-batch uses `elements` of them. Each
+    /// micro-batch continues where the last one ended. So a row gets the same numbers, however the batch is divided.
     pub fn place(self, key: u64, elements: usize) -> Numbers {
         let start = self.micro_batch.wrapping_mul(elements as u64);
         Numbers { key: mix(self.key ^ mix(key.wrapping_add(1))), start }
     }
 }
 
-/// An endless indexed sequence of random numbers.
+/// An endless sequence of random numbers, accessed by index.
 #[derive(Debug, Clone, Copy)]
 pub struct Numbers {
     key: u64,
@@ -40,7 +41,7 @@ pub struct Numbers {
 }
 
 impl Numbers {
-    /// A sequence that depends on the seed only, not on a step or place.
+    /// Creates a sequence that only depends on the seed, and not on a step or place.
     pub fn from_seed(seed: u64) -> Self {
         Self { key: mix(seed.wrapping_add(GOLDEN)), start: 0 }
     }
@@ -51,13 +52,13 @@ impl Numbers {
         mix(self.key.wrapping_add(self.start.wrapping_add(index as u64).wrapping_mul(GOLDEN)))
     }
 
-    /// Uniform in [0, 1), with 24 bits.
+    /// Returns a number with uniform distribution in [0, 1), with 24 bits.
     #[inline(always)]
     pub fn uniform(self, index: usize) -> f32 {
         (self.bits(index) >> 40) as f32 * (1.0 / (1 << 24) as f32)
     }
 
-    /// Standard normal (Box & Muller, 1958).
+    /// Returns a number with standard normal distribution (Box & Muller, 1958).
     pub fn normal(self, index: usize) -> f64 {
         let bits = self.bits(index);
         let unit = |b: u64| ((b & 0xffff_ffff) as f64 + 0.5) / (1u64 << 32) as f64;
@@ -90,7 +91,7 @@ mod tests {
         let numbers = Numbers::from_seed(5);
         let n = 100_000;
         let mean = (0..n).map(|i| f64::from(numbers.uniform(i))).sum::<f64>() / n as f64;
-        // Standard error of the mean is 0.29 / √n = 0.0009; four of them.
+        // The standard error of the mean is 0.29 / √n = 0.0009. The tolerance is four times this error.
         assert!((mean - 0.5).abs() < 0.004, "{mean}");
         let (sum, squares) = (0..n).map(|i| numbers.normal(i)).fold((0.0, 0.0), |(s, q), x| (s + x, q + x * x));
         assert!((sum / n as f64).abs() < 0.013, "{sum}");

@@ -17,7 +17,7 @@ impl Spec {
         Self { shape: shape.into(), dtype: DType::F32 }
     }
 
-    /// A tensor of the same element type in another shape.
+    /// Returns the spec of a tensor with the same element type and another shape.
     pub fn in_shape(&self, shape: impl Into<Shape>) -> Self {
         Self { shape: shape.into(), dtype: self.dtype }
     }
@@ -32,14 +32,14 @@ impl Spec {
         self.shape.elem_count()
     }
 
-    /// Size in bytes when stored without gaps. Only valid for a tensor whose [`checked_bytes`](Self::checked_bytes) is
-    /// `Some`; all tensors of a graph are checked.
+    /// Returns the size in bytes of a contiguous tensor. Only valid if [`checked_bytes`](Self::checked_bytes) is
+    /// `Some`, which is checked for all tensors of a graph.
     pub fn bytes(&self) -> u64 {
         (self.elements() * self.dtype.size_in_bytes()) as u64
     }
 
-    /// Like [`bytes`](Self::bytes); `None` if the size exceeds `isize::MAX`, or if an element has no whole number of
-    /// bytes.
+    /// Like [`bytes`](Self::bytes), but returns `None` if the size exceeds `isize::MAX`, or if an element is not a
+    /// whole number of bytes.
     pub fn checked_bytes(&self) -> Option<u64> {
         let size = self.dtype.size_in_bytes();
         let bytes = self.dims().iter().try_fold(size, |bytes, &dim| bytes.checked_mul(dim))?;
@@ -47,10 +47,10 @@ impl Spec {
     }
 }
 
-/// The most bytes that a tensor may have: the most that Rust allows for an object.
+/// The maximum size of a tensor in bytes, which is the maximum that Rust allows for an object.
 pub(crate) const MAX_BYTES: u64 = isize::MAX as u64;
 
-/// Extent of the last dimension; 1 for scalars.
+/// Returns the extent of the last dimension, or 1 for scalars.
 pub fn width(dims: &[usize]) -> usize {
     dims.last().copied().unwrap_or(1).max(1)
 }

@@ -1,12 +1,13 @@
-//! Runs planned programs: on the CPU in an arena that candle can see, on a GPU as recorded launches.
+//! Runs planned programs: on the CPU in an arena whose bytes candle tensors can view, on a GPU as recorded launches.
 //!
-//! In: an [`Executable`](gapless_compile::Executable). Out: its results, as candle tensors over the arena's own bytes,
+//! In: an [`Executable`](gapless_compile::Executable). Out: its results, as candle tensors over the arena's own
+//! bytes,
 //! and messages to other ranks. Never: an address that was not planned, or an allocation while a program runs.
 //!
 //! ```text
 //! Executable ─▶ Session ─┬─▶ CpuBackend ──▶ kernels on all threads
 //!                        └─▶ CudaBackend ─▶ Device: record once, replay
-//!                    Transfers: messages and collectives, each lent memory from its start to its wait
+//!                    Transfers: messages and collectives; each borrows its memory from its start to its wait
 //! ```
 #![warn(missing_docs)]
 

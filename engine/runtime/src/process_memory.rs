@@ -47,13 +47,13 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// Bytes that can still be allocated: the minimum over the machine, the control groups and the limits of the process.
-/// `None` where the system does not report any.
+/// Returns the bytes that can still be allocated: the minimum over the machine, the control groups and the limits of
+/// the process. Returns `None` if the system reports none of these.
 pub fn available_memory_bytes() -> Option<u64> {
     available_memory().map(|(bytes, _)| bytes)
 }
 
-/// Returns [`available_memory_bytes`] and the limit that determines it.
+/// Returns [`available_memory_bytes`] and the limit that determines it, or `None` if the system reports no limit.
 pub fn available_memory() -> Option<(u64, MemoryLimit)> {
     let limits = [
         (proc_field("/proc/meminfo", b"MemAvailable:"), MemoryLimit::Machine),
@@ -64,7 +64,7 @@ pub fn available_memory() -> Option<(u64, MemoryLimit)> {
     limits.into_iter().filter_map(|(bytes, limit)| Some((bytes?, limit))).min_by_key(|(bytes, _)| *bytes)
 }
 
-/// Bytes left below a soft limit of the process; `None` if it is unlimited.
+/// Returns the bytes left below a soft limit of the process, or `None` if there is no limit.
 fn left_of_limit(limit: &[u8], used: &[u8]) -> Option<u64> {
     let mut buffer = [0; BUFFER];
     let text = read("/proc/self/limits".as_ref(), &mut buffer)?;
@@ -85,11 +85,11 @@ mod control_groups {
         limit: PathBuf,
         used: PathBuf,
         statistics: PathBuf,
-        /// The line of the statistics with the cached files that are reclaimed when memory is short.
+        /// The name of the statistic that counts cached file pages; the kernel reclaims them when memory is short.
         cache: &'static [u8],
     }
 
-    /// The least memory that is left in any of the process's control groups.
+    /// Returns the minimum of the memory left in the process's control groups, or `None` if no group has a limit.
     pub(super) fn available() -> Option<u64> {
         // Looked up once: a process hardly ever changes its group, and a step may ask often.
         static GROUPS: OnceLock<Vec<Group>> = OnceLock::new();
@@ -100,7 +100,7 @@ mod control_groups {
         groups.iter().filter_map(Group::available).min()
     }
 
-    /// The groups of a process and their ancestors, from the lines of its `/proc/self/cgroup`.
+    /// Returns the groups of a process and their ancestors, given the lines of its `/proc/self/cgroup`.
     fn groups(memberships: &str, root: &Path) -> Vec<Group> {
         let mut groups = Vec::new();
         for line in memberships.lines() {
@@ -115,7 +115,7 @@ mod control_groups {
                 }
                 _ => continue,
             };
-            // In a container, the path may be one of the host, of which only the root is visible.
+            // In a container, the path may be the group's path on the host, while only part of it is visible here.
             for folder in Path::new(path.trim_start_matches('/')).ancestors().map(|inside| root.join(inside)) {
                 let [limit, used, cache] = names;
                 if folder.join(limit).exists() {
@@ -171,13 +171,13 @@ mod control_groups {
 /// Bytes read from a file; the statistics of a control group take about 4,000.
 const BUFFER: usize = 16384;
 
-/// Reads a field of a /proc file that is given in "kB" (in fact KiB) and returns bytes. Does not allocate, so that a
-/// step may call it.
+/// Returns a field of a /proc file in bytes, or `None` if the file has no such field. The file gives the field in "kB",
+/// which means KiB. Does not allocate, so that a step may call this function.
 fn proc_field(path: &str, field: &[u8]) -> Option<u64> {
     kibibytes(read(path.as_ref(), &mut [0; BUFFER])?, field)
 }
 
-/// Reads the beginning of a file.
+/// Reads the beginning of a file, or returns `None` if it cannot be read.
 fn read<'b>(path: &Path, buffer: &'b mut [u8; BUFFER]) -> Option<&'b [u8]> {
     let mut filled = 0;
     let mut file = File::open(path).ok()?;

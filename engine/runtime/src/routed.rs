@@ -1,8 +1,9 @@
 //! Dynamic buffers: tensors whose number of rows is only known while a program runs, such as the tokens routed to an
-//! expert. An instruction counts the rows; an [`Arena`] then finds room for them.
+//! expert. An instruction counts the rows. An [`Arena`] then finds room for them.
 //!
-//! In: the requests that the compiler has planned, and the row counts as instructions compute them. Out: places. Never:
-//! a heap allocation while a program runs, or access to the arena's bytes, which belong to the backend.
+//! In: the requests that the compiler has planned, and the row counts that instructions compute. Out: the buffers'
+//! offsets. Never: a heap allocation while a program runs, or access to the arena's bytes, which only the backend
+//! accesses.
 
 use std::ops::Range;
 
@@ -14,25 +15,25 @@ use gapless_kernels::cpu::overflow_heap::OverflowHeap;
 
 use crate::error::{Error, Result};
 
-/// The row counts and places of the current run, or of the last one.
+/// Row counts of dynamic buffers, and the offsets where they were placed, in the current run or the last one.
 #[derive(Debug, Default)]
 pub(crate) struct DynamicBuffers {
     arena: Option<Arena>,
-    /// Byte offset of each request, indexed by request.
+    /// The offset of each request's buffer in bytes, indexed by request.
     request_offsets: Vec<u64>,
-    /// The row count for which each request was placed, indexed by request. A later count does not change it.
+    /// The row count with which each request was placed, indexed by request. Counting again later does not change it.
     rows: Vec<usize>,
-    /// The last row count, indexed by count.
+    /// The latest row count, indexed by count (`DynamicAlloc::count`).
     row_counts: Vec<u32>,
-    /// The requests that the last run was given places for, in order.
+    /// The requests that were placed in the last run, in order.
     assigned: Vec<Served>,
     overflow_heap: OverflowHeap,
-    /// Flags, indexed by count: true if the count's rows were evicted in this run.
+    /// For each count, whether its rows were evicted in this run.
     evicted: Vec<bool>,
     /// True if this rank had room for the rows of the last vote.
     had_room: bool,
-    /// The most bytes that the arena and the buffers outside of it may take together; `None` if nothing may be placed
-    /// outside.
+    /// The most bytes that the arena and the buffers outside of it may take together. `None` if all buffers must lie
+    /// in the arena.
     limit: Option<u64>,
 }
 
@@ -40,7 +41,8 @@ pub(crate) struct DynamicBuffers {
 #[derive(Debug)]
 pub(crate) struct Refusal {
     overflow: Box<Overflow>,
-    /// Bytes that the arena and the buffers outside of it would take, if that is more than allowed.
+    /// The bytes that the arena and the buffers outside of it would take, if this exceeds the limit or cannot be
+    /// provided. `None` if the buffer may not be placed outside of the arena at all.
     needed: Option<u64>,
 }
 
@@ -72,7 +74,8 @@ impl DynamicBuffers {
         }
     }
 
-    /// Allows requests that the arena refuses to be placed outside of it, as long as both take at most `limit` bytes.
+    /// Allows requests that the arena refuses to be placed outside of it, as long as the arena and all buffers
+    /// outside of it take at most `limit` bytes together.
     pub fn allow_overflow_heap(&mut self, limit: u64) {
         self.limit = Some(limit);
     }
@@ -91,25 +94,26 @@ impl DynamicBuffers {
         self.row_counts[count as usize] = rows;
     }
 
-    /// Bytes of the rows that were counted last. Saturates, so an impossible size exceeds every request's bound.
+    /// Returns the size of the request's buffer for the latest row count. Saturates, so an impossible size exceeds
+    /// every request's bound.
     fn bytes(&self, asked: &DynamicAlloc) -> u64 {
         u64::from(self.row_counts[asked.count as usize]).saturating_mul(asked.row_bytes)
     }
 
-    /// Records the place of the rows that were counted last.
+    /// Records where the request's buffer was placed, and with which row count.
     fn record_place(&mut self, asked: &DynamicAlloc, offset: u64) {
         let place = asked.slot.index();
         (self.request_offsets[place], self.rows[place]) = (offset, self.row_counts[asked.count as usize] as usize);
     }
 
-    /// True if the instruction is skipped in this run: it only runs if the rows of its count were evicted, and they
-    /// were not.
+    /// True if the instruction is skipped in this run. An instruction with a predicate only runs if the rows of the
+    /// count that the predicate names were evicted.
     pub fn is_left_out(&self, instruction: &Instruction) -> bool {
         instruction.predicate.is_some_and(|count| !self.evicted[count as usize])
     }
 
-    /// Reserves room for all rows that a vote instruction proposes to keep. Returns this rank's vote: 1 if there is no
-    /// room, otherwise 0.
+    /// Reserves room for all rows that a vote instruction proposes to keep. Returns this rank's vote: 0 if there is
+    /// room for all of them, or 1 if not. With vote 1, nothing stays reserved.
     pub fn try_reserve(&mut self, instruction: &Instruction) -> f32 {
         for (index, asked) in instruction.requests.iter().enumerate() {
             let bytes = self.bytes(asked);
@@ -125,10 +129,10 @@ impl DynamicBuffers {
         0.0
     }
 
-    /// Applies a vote: keeps the rows if all ranks have room for them, evicts them otherwise. `without` is the sum of
-    /// the ranks' votes.
+    /// Applies the result of a vote: the rows are kept if all ranks have room for them, and evicted if not. `without`
+    /// is the sum of the ranks' votes, so it is 0 if all ranks have room.
     pub fn apply_vote(&mut self, instruction: &Instruction, without: f32) {
-        // Without room on this rank nothing is kept, whatever the sum says.
+        // If this rank has no room, it evicts the rows even if the sum is 0.
         let (evicts, had_room) = (without != 0.0 || !self.had_room, self.had_room);
         let arena = self.arena.as_mut().expect("an executable with requests has an arena");
         for &DynamicAlloc { request, slot, count, row_bytes, .. } in &*instruction.requests {
@@ -155,11 +159,11 @@ impl DynamicBuffers {
         }
     }
 
-    /// Finds room for the dynamic buffers that an instruction is the first to write.
+    /// Places the dynamic buffers that an instruction is the first to write, in the arena or outside of it.
     pub fn place(&mut self, instruction: &Instruction) -> Result<(), Refusal> {
         for asked in &*instruction.requests {
             let &DynamicAlloc { request, count, condition, .. } = asked;
-            // Rows that are kept were placed by the vote.
+            // The vote has already placed rows that are kept.
             if condition == RunCondition::Kept || !self.is_active(condition, count) {
                 continue;
             }
@@ -181,7 +185,7 @@ impl DynamicBuffers {
         let is_beyond_bound = bytes > overflow.most;
         let refusal = |needed| Refusal { overflow: Box::new(overflow), needed };
         match self.limit {
-            // The rows exceed the tensor's own bound, so no place would do.
+            // The rows exceed the request's own upper bound, so more memory would not help.
             _ if is_beyond_bound => Err(refusal(None)),
             None => Err(refusal(None)),
             Some(limit) if needed > limit => Err(refusal(Some(needed))),
@@ -195,7 +199,7 @@ impl DynamicBuffers {
         }
     }
 
-    /// Releases the dynamic buffers that are dead after an instruction.
+    /// Releases the dynamic buffers that are not read after an instruction.
     pub fn release(&mut self, instruction: &Instruction) {
         for released in &*instruction.releases {
             let request = released.request;
@@ -205,7 +209,7 @@ impl DynamicBuffers {
         }
     }
 
-    /// The arena's ranges of the buffers that [`Self::release`] released after the instruction.
+    /// Returns the arena ranges of the buffers that [`Self::release`] released after the instruction.
     pub fn released(&self, instruction: &Instruction) -> impl Iterator<Item = Range<u64>> {
         let made = instruction.releases.iter().filter(|released| self.is_active(released.condition, released.count));
         let served =
@@ -214,21 +218,22 @@ impl DynamicBuffers {
         ranges.filter(|range| range.end <= self.overflow_heap.range().start)
     }
 
-    /// End of the addresses outside of the arena, if the run used any.
+    /// Returns the end of the addresses outside of the arena, or `None` if the run used no such addresses.
     #[cfg(feature = "cuda")]
     pub fn outside_end(&self) -> Option<u64> {
         let range = self.overflow_heap.range();
         (!range.is_empty()).then_some(range.end)
     }
 
-    /// The factor of [`Reserve::Balanced`] that would have served the last run, if the arena did not.
+    /// Returns the factor of [`Reserve::Balanced`] with which the arena would have held all buffers of the last run.
+    /// Returns `None` if the arena did hold them all.
     pub fn factor_needed(&self) -> Option<f64> {
         let arena = self.arena.as_ref()?;
         (!self.overflow_heap.range().is_empty() && arena.is_idle()).then(|| arena.factor())
     }
 
-    /// Continues with a larger arena: for a quarter more than `factor` if `limit` and `enlarge` allow it, otherwise for
-    /// `factor`.
+    /// Enlarges the arena: to the size for 1.25 × `factor` if that is within `limit` and `enlarge` accepts it, or
+    /// else to the size for `factor`. If neither is possible, nothing changes.
     pub fn grow(
         &mut self,
         executable: &mut Executable,
@@ -262,7 +267,8 @@ impl DynamicBuffers {
         self.arena.as_ref().map(Arena::report)
     }
 
-    /// Checks the places that the last run assigned, together with the static plan.
+    /// Checks the places of the last run for overlaps, with each other and with the static plan. Returns how many
+    /// buffers were placed.
     pub fn check(&self, executable: &Executable) -> Result<usize> {
         let Some(plan) = executable.routing() else { return Ok(0) };
         let (problem, offsets) = (executable.problem(), &executable.solution().offsets);
@@ -274,12 +280,12 @@ impl DynamicBuffers {
     }
 }
 
-/// The number of preceding instructions that are searched: enough for a router and the layers that feed it.
+/// Number of preceding instructions to search: enough for a router and the layers before it.
 const MAX_SEARCHED: usize = 96;
 
-/// Finds the origin of non-finite values when `program.instructions[index]` finds no room: NaN scores send all tokens
-/// to the same experts. Returns the earliest of the preceding instructions of its micro-batch whose planned outputs are
-/// still in memory and not all finite.
+/// Called when `program.instructions[index]` finds no room, which non-finite values can cause: NaN scores send all
+/// tokens to the same experts. Of the preceding instructions of the same micro-batch, returns the earliest with a
+/// planned output that is still in memory and not finite. Returns `None` if there is no such instruction.
 pub(crate) fn find_nonfinite_origin(
     program: &CompiledProgram,
     index: usize,

@@ -24,16 +24,16 @@ use crate::transfers::{Communicators, Transfers};
 pub struct RunOptions {
     /// The seed of the whole run.
     pub seed: u64,
-    /// The training step, which keys the random numbers.
+    /// The training step, from which the run's random numbers are derived.
     pub step: u64,
-    /// Fill every dead range with NaN between instructions; the results must not change. A debugging aid, CPU only.
+    /// Fill every dead range with NaN between instructions. Results must not change. A debugging aid, CPU only.
     pub poison: bool,
-    /// Report the first instruction whose output is not finite.
+    /// Check every output, and report the first instruction with an output that is not finite.
     pub watch: bool,
-    /// Index, in the whole batch, of this rank's micro-batch 0.
+    /// Index of this rank's micro-batch 0 among the micro-batches of the whole batch.
     pub first_micro_batch: u64,
-    /// Distance, in micro-batches of the whole batch, between two consecutive micro-batches of this rank; 0 if it has
-    /// only one.
+    /// Difference between the indices, among the micro-batches of the whole batch, of two consecutive micro-batches
+    /// of this rank; 0 if the rank has only one micro-batch.
     pub micro_batch_stride: u64,
 }
 
@@ -51,9 +51,9 @@ pub struct Times {
 }
 
 impl RunOptions {
-    /// The index, in the whole batch, of one of this rank's micro-batches.
+    /// Returns the index, in the whole batch, of this rank's micro-batch `micro_batch`.
     pub(crate) fn index_in_batch(&self, micro_batch: u32) -> u64 {
-        // Wrapping is harmless: the result only keys random numbers.
+        // Overflow is harmless, because the index is only used to derive random numbers.
         self.first_micro_batch.wrapping_add(self.micro_batch_stride.wrapping_mul(micro_batch.into()))
     }
 }
@@ -76,26 +76,27 @@ pub struct PersistentBytes<'a> {
     pub label: &'a Label,
     /// Shape and type.
     pub spec: &'a Spec,
-    /// True if this rank's instructions change the tensor; false if it is received from the rank that does.
+    /// True if this rank's instructions update the tensor; false if the rank receives it from the one that does.
     pub changes_here: bool,
     /// Its elements.
     pub bytes: &'a [u8],
 }
 
-/// An arena on a device, and the means to run programs in it. All addresses must come from the [`Executable`] for which
-/// the backend was created.
+/// An arena on a device, and the means to run programs in it. All addresses passed to a backend must come from the
+/// [`Executable`] for which it was created.
 #[doc(hidden)]
 pub trait Backend: Any + Debug + Send {
-    /// Runs a program. With [`RunOptions::watch`], returns the first instruction whose output is not finite.
+    /// Runs a program. With [`RunOptions::watch`], returns the name of the first instruction whose output is not
+    /// finite, or `None` if all outputs are finite.
     fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>>;
 
     /// Connects the backend to the other ranks.
     fn connect(&mut self, executable: &Executable, transfers: Transfers) -> Result<()>;
 
-    /// Calls `show` with the bytes at several addresses at once.
+    /// Calls `show` once, with one byte slice per address, in the same order.
     fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()>;
 
-    /// Calls `change` with the bytes at an address, to overwrite some of them.
+    /// Calls `change` with the current bytes at an address, which it may overwrite in part or completely.
     fn modify(&mut self, address: &Address, change: &mut dyn FnMut(&mut [u8])) -> Result<()>;
 
     /// Overwrites all bytes at an address.
@@ -103,23 +104,24 @@ pub trait Backend: Any + Debug + Send {
         self.modify(address, &mut |to| to.copy_from_slice(bytes))
     }
 
-    /// Returns the tensor at an address: over the arena's own bytes where candle supports it, otherwise as a copy.
+    /// Returns the tensor at an address: a view of the arena's bytes where candle supports this, and a copy
+    /// elsewhere.
     fn tensor(&self, address: &Address) -> Result<Tensor>;
 
-    /// The number of CPU worker threads that compute.
+    /// Returns the number of CPU worker threads that run kernels.
     fn threads(&self) -> usize {
         1
     }
 
-    /// The time of the last run by activity; `None` where it is not measured.
+    /// Returns the time that the last run spent on each activity, or `None` if the backend does not measure it.
     fn times(&self) -> Option<Times> {
         None
     }
 
-    /// The report of the dynamic buffers' arena; `None` if no size depends on data.
+    /// Returns the report on the arena's dynamic buffers, or `None` if no size depends on data.
     fn routing(&self) -> Option<ArenaReport>;
 
-    /// Checks the addresses that were assigned during the last run, and returns how many there were.
+    /// Checks the places assigned to dynamic buffers during the last run, and returns how many there were.
     fn check_run(&self, executable: &Executable) -> Result<usize>;
 
     /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
@@ -130,8 +132,8 @@ pub trait Backend: Any + Debug + Send {
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()>;
 }
 
-/// An executable whose arena is reserved on a backend. `Box<Session>` is one on any backend; [`Session::on_cpu`] and
-/// `Session::on_cuda` create them.
+/// An executable with its arena reserved on a backend of type `B`. `Box<Session>` stands for a session on any
+/// backend. [`Session::on_cpu`] and `Session::on_cuda` create sessions.
 #[derive(Debug)]
 pub struct Session<B: Backend + ?Sized = dyn Backend> {
     pub(crate) executable: Executable,
@@ -156,34 +158,37 @@ impl<B: Backend + ?Sized> Session<B> {
         &self.executable
     }
 
-    /// The number of CPU worker threads that compute. On a GPU it is 1: the thread that waits for the device.
+    /// Returns the number of CPU worker threads that run kernels. On a GPU this is 1, for the thread that waits for
+    /// the device.
     pub fn threads(&self) -> usize {
         self.backend.threads()
     }
 
-    /// The time of the last run by activity; `None` on a GPU, which runs a step as one graph.
+    /// Returns the time that the last run spent on each activity, or `None` on a GPU, which runs a whole step as one
+    /// graph.
     pub fn times(&self) -> Option<Times> {
         self.backend.times()
     }
 
-    /// Connects the session to the other ranks. Programs that were lowered for several ranks cannot run before this. A
-    /// collective operation: all ranks must call it.
+    /// Connects the session to the other ranks. This must be done before programs that were lowered for several ranks
+    /// can run. It is a collective operation: all ranks must call it.
     ///
     /// # Errors
-    /// Returns [`Error::Communicator`] if another rank fails or has messages that this one does not expect, and
-    /// `Error::NoHostMemory` if the host has no room for data that passes through it between GPUs.
+    /// Returns [`Error::Communicator`] if another rank fails, or if the messages that the ranks plan do not match.
+    /// Returns `Error::NoHostMemory` if data between GPUs passes through the host and the host has no room for it.
     pub fn connect(&mut self, communicators: Communicators) -> Result<()> {
         let transfers = Transfers::new(communicators, &self.executable)
             .map_err(|source| Error::Communicator { instruction: "agreeing on an order of messages".into(), source })?;
         self.backend.connect(&self.executable, transfers)
     }
 
-    /// Runs a program. With [`RunOptions::watch`], returns the first instruction whose output is not finite.
+    /// Runs a program. With [`RunOptions::watch`], returns the name of the first instruction whose output is not
+    /// finite, or `None` if all outputs are finite.
     ///
     /// # Errors
     /// - [`Error::Communicator`] if another rank fails
     /// - [`Error::Routing`] or [`Error::Growth`] if a dynamic buffer finds no room
-    /// - [`Error::NonFinite`] if it finds no room because values that are not finite were routed
+    /// - [`Error::NonFinite`] if a dynamic buffer finds no room and values that are not finite were routed before
     /// - [`Error::Offload`] if the offload file cannot be written or read
     /// - `Error::Device` if the GPU or its driver fails
     pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
@@ -200,30 +205,31 @@ impl<B: Backend + ?Sized> Session<B> {
         self.executable.programs()[id.0].outputs.iter().any(|output| output.name == name)
     }
 
-    /// Writes an input of a program.
+    /// Writes an input of a program, for one micro-batch.
     ///
     /// # Errors
-    /// Returns an error if there is no such input, if its element count or type differs from `data`, or if the device
-    /// fails (`Error::Device`).
+    /// Returns an error if the program has no input of this name, if the input's element count or type differs from
+    /// that of `data`, or if the device fails (`Error::Device`).
     pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
         let address = self.executable.programs()[id.0].input_for(name, micro_batch, data)?;
         self.backend.write(address, T::bytes(data))
     }
 
-    /// Returns an output of a program that has run. On the CPU, an f32 output is a candle tensor over the arena's own
-    /// bytes, valid until the next run; any other is a copy.
+    /// Returns an output of a program that has run. On the CPU, an f32 output is returned as a candle tensor over the
+    /// arena's own bytes, valid until the next run. In all other cases the tensor is a copy.
     ///
     /// # Errors
-    /// Returns an error if there is no such output, or if the device fails (`Error::Device`).
+    /// Returns an error if the program has no output of this name, or if the device fails (`Error::Device`).
     pub fn output(&self, id: ProgramId, name: &str) -> Result<Tensor> {
         self.backend.tensor(&self.executable.programs()[id.0].output(name)?.address)
     }
 
-    /// Calls `f` with the elements of an output of a program that has run. The output must have type `T` and no gaps.
-    /// On the CPU, this neither copies nor allocates.
+    /// Calls `f` with the elements of an output of a program that has run. The output must have type `T` and be
+    /// contiguous. On the CPU, this neither copies nor allocates.
     ///
     /// # Errors
-    /// Returns an error if there is no such output, if it has another type, or if the device fails (`Error::Device`).
+    /// Returns an error if the program has no output of this name, if the output has another type, or if the device
+    /// fails (`Error::Device`).
     pub fn with_output<T: Element, R>(&self, id: ProgramId, name: &str, f: impl FnOnce(&[T]) -> R) -> Result<R> {
         let address = &self.executable.programs()[id.0].output(name)?.address;
         let (mut f, mut result) = (Some(f), None);
@@ -234,10 +240,11 @@ impl<B: Backend + ?Sized> Session<B> {
         result.ok_or_else(|| Error::NotFloat { name: name.into(), dtype: address.dtype })
     }
 
-    /// Returns a scalar output of a program that has run. On the CPU, this allocates nothing.
+    /// Returns a scalar output of a program that has run. On the CPU, this does not allocate.
     ///
     /// # Errors
-    /// Returns an error if there is no such output, if it is not f32 or bf16, or if the device fails (`Error::Device`).
+    /// Returns an error if the program has no output of this name, if the output is neither f32 nor bf16, or if the
+    /// device fails (`Error::Device`).
     pub fn scalar(&self, id: ProgramId, name: &str) -> Result<f32> {
         let address = &self.executable.programs()[id.0].output(name)?.address;
         let mut scalar = None;
@@ -251,8 +258,8 @@ impl<B: Backend + ?Sized> Session<B> {
         scalar.ok_or_else(|| Error::NotFloat { name: name.into(), dtype: address.dtype })
     }
 
-    /// Returns a parameter or an optimizer state by its full name. On the CPU, an f32 tensor is a candle tensor over
-    /// the arena's own bytes; any other is a copy.
+    /// Returns a parameter or an optimizer state by its full name. On the CPU, an f32 tensor is returned as a candle
+    /// tensor over the arena's own bytes. In all other cases the tensor is a copy.
     ///
     /// # Errors
     /// Returns an error if there is no persistent tensor of that name, or if the device fails (`Error::Device`).
@@ -260,7 +267,7 @@ impl<B: Backend + ?Sized> Session<B> {
         self.backend.tensor(&self.executable.find_persistent(name)?.address)
     }
 
-    /// Calls `f` with all persistent tensors as bytes; on the CPU without a copy.
+    /// Calls `f` once with the bytes of all persistent tensors. On the CPU, the bytes are not copied.
     ///
     /// # Errors
     /// Returns `Error::Device` if the device fails.
@@ -278,7 +285,8 @@ impl<B: Backend + ?Sized> Session<B> {
         result.ok_or_else(not_called)
     }
 
-    /// Calls `fill` to write the bytes of a persistent tensor.
+    /// Calls `fill` to overwrite the bytes of a persistent tensor. `fill` is given the current bytes, and returns any
+    /// result.
     ///
     /// # Errors
     /// Returns an error if there is no persistent tensor of that name, or if the device fails (`Error::Device`).
@@ -289,11 +297,11 @@ impl<B: Backend + ?Sized> Session<B> {
         result.ok_or_else(not_called)
     }
 
-    /// Overwrites a persistent tensor of f32 or bf16, rounding to its type.
+    /// Overwrites a persistent tensor of type f32 or bf16. For bf16, `data` is rounded.
     ///
     /// # Errors
-    /// Returns an error if there is no persistent tensor of that name, if it has another element count, if its type is
-    /// neither of these, or if the device fails (`Error::Device`).
+    /// Returns an error if there is no persistent tensor of that name, if its element count differs from that of
+    /// `data`, if its type is neither f32 nor bf16, or if the device fails (`Error::Device`).
     pub fn write_tensor(&mut self, name: &str, data: &[f32]) -> Result<()> {
         let address = &self.executable.find_persistent(name)?.address;
         if address.span != data.len() {
@@ -309,13 +317,13 @@ impl<B: Backend + ?Sized> Session<B> {
         }
     }
 
-    /// The report of the dynamic buffers' arena over all runs so far; `None` if no size depends on data.
+    /// Returns the report on the arena's dynamic buffers over all runs so far, or `None` if no size depends on data.
     pub fn routing(&self) -> Option<ArenaReport> {
         self.backend.routing()
     }
 
-    /// Checks the addresses of the last run, both planned ones and those assigned while it ran. Returns the number of
-    /// the latter.
+    /// Checks that buffers of the last run that were alive at the same time do not overlap, both planned buffers and
+    /// those placed at run time. Returns the number of buffers placed at run time.
     ///
     /// # Errors
     /// Returns [`Error::BadRun`] if two buffers that were alive at the same time share a byte.
@@ -323,17 +331,17 @@ impl<B: Backend + ?Sized> Session<B> {
         self.backend.check_run(&self.executable)
     }
 
-    /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
-    /// together take at most `limit` bytes. [`grow`](Self::grow) then enlarges the arena, so that later steps find
-    /// room.
+    /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as the arena and
+    /// these buffers take at most `limit` bytes together. [`grow`](Self::grow) then enlarges the arena, so that later
+    /// steps find room inside.
     pub fn allow_overflow_heap(&mut self, limit: u64) {
         self.backend.allow_overflow_heap(limit);
     }
 
-    /// Enlarges the arena if the last run had to place buffers outside of it. The new size is what that run needed plus
-    /// a quarter, or exactly what it needed if only that fits into `limit` bytes; if neither fits, nothing changes.
-    /// Contents and offsets are kept. Candle tensors that were returned earlier no longer share the arena's bytes: they
-    /// are copies from now on.
+    /// Enlarges the arena if the last run had to place buffers outside of it. The new arena has room for 1.25 times
+    /// the load of that run, or exactly its load if only that fits into `limit` bytes. If neither fits, nothing
+    /// changes. Contents and offsets are kept. Candle tensors that were returned earlier keep the old contents and no
+    /// longer share the arena's bytes.
     ///
     /// # Errors
     /// Returns an error if the larger arena cannot be reserved.

@@ -1,7 +1,7 @@
 //! The messages and collectives that a rank has in progress while a program runs.
 //!
-//! In: instructions, and the base address of the arena. Out: requests to the communicators; each is held until the
-//! instruction that waits for it. Never: a heap allocation while a program runs.
+//! In: instructions, and the base address of the arena. Out: requests to the communicators. Each request is kept
+//! until the instruction that waits for it. Never: a heap allocation while a program runs.
 
 use std::sync::Arc;
 
@@ -19,9 +19,9 @@ use gapless_kernels::cpu::args::{Address, Places};
 pub struct Communicators {
     /// The ranks of the pipeline.
     pub pipeline: Option<Box<dyn Communicator>>,
-    /// The ranks with the same stages as this one and another share of the batch (data × expert ranks).
+    /// The ranks with the same stages as this one, each with another share of the batch (data × expert ranks).
     pub batch: Option<Box<dyn Communicator>>,
-    /// The ranks of the batch that share one copy of the experts with this rank.
+    /// The expert ranks of this rank's data rank: together they hold one copy of all experts.
     pub experts: Option<Box<dyn Communicator>>,
     /// The ranks of the batch that hold the same experts as this rank.
     pub replicas: Option<Box<dyn Communicator>>,
@@ -59,14 +59,15 @@ pub(crate) const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsuppo
 pub struct Transfers {
     communicators: Communicators,
     requests: Vec<Option<InProgress>>,
-    /// Bytes sent to and received from each expert rank, indexed by request.
+    /// For each request, the bytes sent to each expert rank, and the bytes received from each.
     lens: Vec<[Vec<usize>; 2]>,
-    /// The launch order of each program's messages, where the pipeline's communicator requires one.
+    /// For each program, the launch order of its messages; `None` if the pipeline's communicator does not require an
+    /// order.
     orders: Vec<Option<Arc<LaunchOrder>>>,
 }
 
 impl Transfers {
-    /// Prepares the transfers of an executable's programs. A collective operation.
+    /// Prepares the transfers of an executable's programs. A collective operation: all ranks must call it.
     pub(crate) fn new(mut communicators: Communicators, executable: &Executable) -> communicator::Result<Self> {
         let requests = executable.requests();
         let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
@@ -86,7 +87,7 @@ impl Transfers {
         [pipeline, batch, experts, replicas].into_iter().flatten().any(|way| way.memory() == Memory::Device)
     }
 
-    /// Begins a run of a program.
+    /// Begins a run of a program: tells the pipeline's communicator which launch order follows.
     pub(crate) fn follow(&mut self, program: usize) -> communicator::Result<()> {
         match (self.orders.get(program), &mut self.communicators.pipeline) {
             (Some(Some(order)), Some(pipeline)) => pipeline.follow(order),
@@ -94,7 +95,7 @@ impl Transfers {
         }
     }
 
-    /// Waits until every operation has ended that [`Communicator::wait_on_device`] left to the device.
+    /// Waits for all operations that [`Communicator::wait_on_device`] left to the device.
     #[cfg(feature = "cuda")]
     pub(crate) fn settle(&mut self) -> communicator::Result<()> {
         let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
@@ -114,15 +115,15 @@ enum InProgress {
     Collective(Request, Group),
 }
 
-/// The transfers of one run. If the run fails or panics, all transfers in progress are ended before the memory that
-/// they read and write is freed.
+/// Guards the transfers of one run. If the run fails or panics, dropping the guard ends all transfers in progress,
+/// before the memory that they read and write is freed.
 pub(crate) struct RunGuard<'l> {
     pub transfers: &'l mut Transfers,
     is_over: bool,
 }
 
 impl RunGuard<'_> {
-    /// Ends the run; `is_well` is false if it failed.
+    /// Ends the run. If `is_well` is false, all transfers in progress are ended.
     pub fn end(mut self, is_well: bool) {
         self.is_over = is_well;
     }
@@ -140,7 +141,8 @@ impl Drop for RunGuard<'_> {
 #[derive(Clone, Copy)]
 pub(crate) struct ArenaBase(pub *mut u8);
 
-// SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint ranges.
+// SAFETY: while a program runs, the backend holds the arena exclusively, and the threads of an instruction access
+// disjoint ranges of it.
 unsafe impl Send for ArenaBase {}
 
 // SAFETY: as above.
@@ -153,7 +155,7 @@ pub(crate) type Bytes = (*mut u8, usize);
 pub(crate) struct Operands<'a> {
     pub inputs: [Option<Bytes>; 2],
     pub output: Bytes,
-    /// For [`AllToAllRows`](Collective::AllToAllRows): the row offsets of what is sent, and of what is received.
+    /// For [`AllToAllRows`](Collective::AllToAllRows): the row offsets of the sent and of the received rows.
     pub row_offsets: [&'a [u32]; 2],
     /// For [`AllToAllRows`](Collective::AllToAllRows): bytes of a row.
     pub row_bytes: usize,
@@ -163,7 +165,7 @@ impl Transfers {
     /// Starts a message over `bytes`, or waits for it.
     ///
     /// # Safety
-    /// The bytes must not be accessed by others from the message's start to its wait.
+    /// From the message's start to its wait, no other code may write the bytes, nor read those of a receive.
     pub(crate) unsafe fn transfer(
         &mut self,
         work: &InstrKind,
@@ -194,11 +196,11 @@ impl Transfers {
         Ok(())
     }
 
-    /// Starts a collective. `clear` zeroes the end of its output that no rank sends to.
+    /// Starts a collective. If no rank sends the end of its output, calls `clear` to zero these bytes.
     ///
     /// # Safety
-    /// The operands must be valid, and overlap only as the collective allows. They must not be accessed by others until
-    /// it is finished.
+    /// The operands must be valid, and overlap only as the collective allows. Until the collective is finished, no
+    /// other code may access them.
     pub(crate) unsafe fn begin(
         &mut self,
         collective: Collective,
@@ -212,7 +214,7 @@ impl Transfers {
         if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
             return Err(OTHER_RANKS);
         }
-        // A failed run has replaced the transfers by empty ones.
+        // After a failed run, `self` is empty.
         let lens = self.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
         match collective {
             Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
@@ -223,7 +225,7 @@ impl Transfers {
                 if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
                     return Err(OTHER_ROWS);
                 }
-                // The rows after the last received one belong to the output, but no rank writes them.
+                // The rows after the last received one are part of the output too, but no rank sends them.
                 if received < output.1 {
                     clear((output.0.wrapping_add(received), output.1 - received));
                 }
@@ -237,7 +239,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// Reports a failure to the other ranks and drops the communicators, which ends all loans of memory.
+    /// Reports a failure to the other ranks and drops the communicators, which ends all transfers in progress.
     #[cfg(feature = "cuda")]
     pub(crate) fn abort(&mut self, reason: &str) {
         let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
@@ -254,8 +256,9 @@ impl Transfers {
     }
 }
 
-/// Writes the bytes of each rank's rows to `lens` and returns their sum. All ranks have equally many runs of rows.
-/// Returns `None` if `starts` descends or a size overflows.
+/// Writes the number of bytes of each rank's rows to `lens`, and returns the sum. The rows consist of consecutive
+/// runs, equally many for each rank; `starts` holds the first row of each run and the total. Returns `None` if
+/// `starts` descends or a size overflows.
 fn row_lens(starts: &[u32], row_bytes: usize, lens: &mut [usize]) -> Option<usize> {
     let runs = starts.len().checked_sub(1)?.checked_div(lens.len())?;
     let mut all: usize = 0;
@@ -270,7 +273,8 @@ fn row_lens(starts: &[u32], row_bytes: usize, lens: &mut [usize]) -> Option<usiz
 /// Starts an instruction's message, or waits for it.
 ///
 /// # Safety
-/// The operand must lie in the arena at `base`, and must not be accessed by others until the message's wait.
+/// The operand must lie in the arena at `base`. From the message's start to its wait, no other code may write it, nor
+/// read it if it is received.
 pub(super) unsafe fn transfer(
     instruction: &Instruction,
     message: Message,
@@ -288,8 +292,8 @@ pub(super) unsafe fn transfer(
 /// Starts an instruction's collective.
 ///
 /// # Safety
-/// The operands must lie in the arena at `base` or where `places` says, and must not be accessed by others until the
-/// collective is finished.
+/// The operands must lie in the arena at `base`, or where `places` says. Until the collective is finished, no other
+/// code may access them.
 pub(super) unsafe fn begin(
     collective: Collective,
     request: usize,
@@ -305,7 +309,8 @@ pub(super) unsafe fn begin(
         row_bytes = outputs[0].span / rows * outputs[0].dtype.size_in_bytes();
         for (starts, address) in row_offsets.iter_mut().zip(&inputs[1..]) {
             let start = base.0.wrapping_add(address.offset as usize).cast::<u32>().cast_const();
-            // SAFETY: by this function's contract; row offsets are contiguous u32 that no instruction writes meanwhile.
+            // SAFETY: by this function's contract. The row offsets are contiguous u32, and no instruction writes them
+            // until the collective is finished.
             *starts = unsafe { std::slice::from_raw_parts(start, address.span) };
         }
     }
@@ -315,14 +320,14 @@ pub(super) unsafe fn begin(
         row_offsets,
         row_bytes,
     };
-    // SAFETY: by this function's contract; the plan either keeps inputs and outputs apart or makes them the same
+    // SAFETY: by this function's contract. In the plan, an input and the output are either disjoint or the same
     // buffer.
     let clear = |(start, bytes): Bytes| unsafe { std::slice::from_raw_parts_mut(start, bytes) }.fill(0);
     // SAFETY: as above.
     unsafe { transfers.begin(collective, request, &operands, clear) }
 }
 
-/// Returns an operand's first byte and its size in bytes.
+/// Returns the address of an operand's first byte, and its size in bytes.
 ///
 /// # Safety
 /// The operand must lie in the arena at `base`, or outside of it if `places` says so.

@@ -5,8 +5,8 @@ use gapless_graph::{DType, ValueId, lock};
 
 use crate::gradient_check::Recorded;
 
-/// A weight is the sum of two parameters, so both have the weight's gradient. Each gets it in its requested type,
-/// directly or by a cast.
+/// A weight is the sum of two parameters, so both have the weight's gradient. Each parameter gets the gradient in the
+/// type requested for it, directly or by a cast.
 #[test]
 fn gradients_are_in_the_types_that_are_asked_for() {
     for types in [
@@ -26,7 +26,7 @@ fn gradients_are_in_the_types_that_are_asked_for() {
             let got = summands.iter().map(|&summand| graph.value(summand).spec.dtype);
             assert!(got.eq([types[number(parameter)]]), "{parameter:?} of {types:?}");
         }
-        // Every node has inputs and outputs of the types that its shape rule expects.
+        // The inputs and outputs of every node have the types that the node's shape rule expects.
         for node in graph.nodes() {
             let specs = node.op.infer(&graph.specs(&node.inputs)).unwrap();
             assert_eq!(specs, graph.specs(&node.outputs), "{:?}", node.op);

@@ -1,4 +1,4 @@
-//! Operations on caches, compared with their f64 references. They have no gradients.
+//! Operations on caches, compared with their f64 references. These operations have no gradients.
 
 use gapless_compile::Output;
 use gapless_graph::ops::{Attention, CacheWrite, CachedAttention};
@@ -9,7 +9,7 @@ use gapless_runtime::RunOptions;
 use crate::DType;
 use crate::gradient_check::{Recorded, session};
 
-/// The tolerance relative to the largest element: a multiple of 2⁻²⁴ = 6e-8.
+/// The tolerance relative to the largest element, a multiple of the f32 rounding error of 2⁻²⁴ = 6e-8.
 const KERNEL: f64 = 1e-5;
 
 fn check(shapes: &[&[usize]], positions: (&[usize], &[u32]), f: impl Fn(&[Tensor], &Tensor) -> Result<Tensor>) {
@@ -38,13 +38,13 @@ fn check(shapes: &[&[usize]], positions: (&[usize], &[u32]), f: impl Fn(&[Tensor
 
 #[test]
 fn kernels_agree_with_their_references() {
-    // A chunk, and a single token, of sequences at different positions; the latter from a strided view.
+    // A chunk and a single token of sequences at different positions. The single token is a strided view.
     let write = |x: &[Tensor], positions: &Tensor| Tensor::apply_op(CacheWrite, &[&x[0], &x[1], positions]);
     check(&[&[2, 3, 7, 4], &[2, 3, 2, 4]], (&[2, 2], &[0, 1, 5, 6]), |x, p| write(x, p).map(|[y]| y));
     check(&[&[2, 3, 7, 4], &[2, 1, 3, 4]], (&[2, 1], &[6, 2]), |x, p| {
         write(&[x[0].clone(), x[1].transpose(1, 2)?], p).map(|[y]| y)
     });
-    // Grouped heads, and more keys than are packed at once.
+    // Grouped heads, and more keys than a kernel packs at once.
     let attend = |x: &[Tensor], p: &Tensor| {
         Tensor::apply_op(CachedAttention(Attention::causal(0.3)), &[&x[0], &x[1], &x[2], p]).map(|[y]| y)
     };

@@ -11,8 +11,8 @@ use gapless_runtime::RunOptions;
 
 use crate::gradient_check::session;
 
-/// An element half way between two codes may be rounded either way, hence the tolerance. Rounding itself causes a
-/// larger error, which is checked too.
+/// The kernels are compared with a tolerance, because an element half way between two codes may be rounded either
+/// way. The error of rounding itself is larger, and is checked too.
 #[test]
 fn kernels_are_their_references() {
     for dims in [vec![3, 64, 96], vec![3, 50, 300], vec![2, 7, 5], vec![700], vec![4, 8, 32, 16]] {

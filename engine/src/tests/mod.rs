@@ -1,4 +1,4 @@
-//! Tests of the lower layers that need a compiled program to run.
+//! Tests of the lower layers that have to run a compiled program.
 
 mod autodiff;
 mod cache;

@@ -1,8 +1,8 @@
-//! The device of a trainer: chosen by its options, found when the trainer is built.
+//! The device of a trainer. The options choose it, and building the trainer opens it.
 //!
 //! - In: a choice, and the options that the device must support.
-//! - Out: the device, and the reason if it is not a GPU.
-//! - Never: a silent change of device. A GPU that was explicitly requested but is missing is an error.
+//! - Out: the device, and the reason if the trainer runs on the CPU although `Auto` was chosen.
+//! - Never: a silent change of device. If a GPU was explicitly requested and is missing, building the trainer fails.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,15 +13,15 @@ use crate::error::TrainError;
 /// The requested device of a trainer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceChoice {
-    /// The first NVIDIA GPU if there is one that supports the options, otherwise the CPU.
-    /// [`Trainer::device`](super::Trainer::device) returns the device and the reason. If there are several ranks, each
-    /// uses the GPU with its own index, modulo the number of GPUs.
+    /// The first NVIDIA GPU if there is one that supports the options, and the CPU if there is not.
+    /// [`Trainer::device`](super::Trainer::device) returns the device and the reason. If there are several ranks, the
+    /// rank with index r on its host uses GPU r modulo the number of GPUs.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// The NVIDIA GPU with this index, or an error. If there are several ranks, each has its own setting; ranks may
-    /// share a GPU.
+    /// The NVIDIA GPU with this index. If it is missing, building the trainer fails. Each rank may name another
+    /// index, and ranks may share a GPU.
     Cuda(usize),
 }
 
@@ -61,7 +61,8 @@ pub struct DeviceInfo {
     pub name: String,
     /// Whether the device is a GPU.
     pub is_gpu: bool,
-    /// The reason why it is not the GPU that [`DeviceChoice::Auto`] would have used.
+    /// The reason why the device is the CPU, if [`DeviceChoice::Auto`] would have used a GPU; `None` in all other
+    /// cases.
     pub reason: Option<String>,
 }
 

@@ -1,8 +1,8 @@
-//! Packed documents: the inputs of a step in addition to tokens and targets.
+//! Packed documents: the additional inputs of a step whose sequences hold several documents.
 
 use crate::error::{Result, TrainError};
 
-/// The target of a token that does not count in the loss.
+/// The target of a token that is excluded from the loss.
 pub const IGNORED: u32 = u32::MAX;
 #[cfg(feature = "data")]
 const _: () = assert!(IGNORED == gapless_data::IGNORED);
@@ -15,19 +15,20 @@ pub struct Batch<'a> {
     /// The next token id after each token, or [`IGNORED`] for tokens that do not count in the loss, which requires
     /// [`StepOptions::documents`](gapless_compile::step::StepOptions::documents).
     pub targets: &'a [u32],
-    /// For each token, the index in its sequence at which its document starts. A document without targets that count is
-    /// padding, which routers of experts ignore. If empty, each sequence is one document, followed by padding after its
-    /// last target that counts.
+    /// For each token, the index in its sequence at which its document starts. A document whose targets are all
+    /// [`IGNORED`] is padding, which expert routers ignore. If `starts` is empty, each sequence is one document, and
+    /// everything after the sequence's last target that counts is padding.
     pub starts: &'a [u32],
 }
 
 impl Batch<'_> {
-    /// Number of targets that count.
+    /// Returns the number of targets that count, i.e. are not [`IGNORED`].
     pub fn counted(&self) -> usize {
         self.targets.iter().filter(|&&target| target != IGNORED).count()
     }
 
-    /// Checks that the batch needs no support for documents.
+    /// Returns an error if the batch has document starts or ignored targets, which a step without documents does not
+    /// support.
     pub(super) fn expect_no_documents(&self) -> Result<()> {
         let fail = |why: &str| Err(TrainError::config("documents", why, "set TrainOptions::documents"));
         if !self.starts.is_empty() {
@@ -51,25 +52,26 @@ pub(super) struct DocumentInputs {
 }
 
 impl DocumentInputs {
-    /// Allocates for batches of at most this many tokens.
+    /// Allocates buffers for batches of at most this many tokens.
     pub fn new(tokens: usize) -> Self {
         let ids = || Vec::with_capacity(tokens);
         let numbers = || Vec::with_capacity(tokens);
         Self { starts: ids(), positions: ids(), targets: ids(), weights: numbers(), routed: numbers() }
     }
 
-    /// Computes the inputs for a batch of sequences of this length.
+    /// Computes the inputs for a batch whose sequences have this length.
     ///
-    /// The loss weights are such that the mean over all tokens of the batch, on whichever rank, is the mean over the
-    /// targets that count. The router weights do the same for tokens that are not padding.
+    /// Targets that count get a loss weight of tokens ÷ targets that count, and ignored ones 0. So the mean over all
+    /// tokens of the batch, however they are divided among ranks, is the mean over the targets that count. Router
+    /// weights are computed in the same way, from the tokens that are not padding.
     ///
     /// # Errors
-    /// Returns an error if a document starts after its tokens or is not contiguous, or if no target counts.
+    /// Returns an error if a document starts after one of its tokens or is not contiguous, or if no target counts.
     pub fn fill(&mut self, batch: &Batch<'_>, sequence: usize) -> Result<()> {
         let fail = |why, remedy| Err(TrainError::config("documents", why, remedy));
         let tokens = batch.tokens.len();
         let Self { starts, positions, targets, weights, routed } = self;
-        // The start of each token's document, and the position of each token in it.
+        // The start of each token's document, and each token's position in its document.
         starts.clear();
         starts.extend_from_slice(batch.starts);
         if batch.starts.is_empty() {
@@ -81,7 +83,7 @@ impl DocumentInputs {
         positions.clear();
         for (index, &start) in starts.iter().enumerate() {
             let at = (index % sequence) as u32;
-            // Each token starts a document, or belongs to that of the token before.
+            // Each token either starts a document or belongs to the document of the preceding token.
             if start != at && (at == 0 || starts[index - 1] != start) {
                 let why = format!(
                     "token {at} of sequence {} cannot belong to a document that starts at {start}",
@@ -104,7 +106,7 @@ impl DocumentInputs {
         targets.extend(batch.targets.iter().map(|&target| if target == IGNORED { 0 } else { target }));
         weights.clear();
         weights.extend(batch.targets.iter().map(|&target| if target == IGNORED { 0.0 } else { weight }));
-        // Router weights: documents with a target that counts.
+        // Router weights: nonzero for documents with at least one target that counts.
         routed.clear();
         for (starts, mut targets) in starts.chunks_exact(sequence).zip(batch.targets.chunks_exact(sequence)) {
             for document in starts.chunk_by(|a, b| a == b) {

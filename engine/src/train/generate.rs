@@ -1,8 +1,8 @@
 //! Text generation, token by token.
 //!
-//! With caches ([`StepOptions::generation`](gapless_compile::step::StepOptions::generation)), a prompt is read in chunks, and every
-//! further token only takes the computation of one token. Without caches, each token takes a forward pass over the
-//! whole window. Both ways use the same context and choose the same tokens.
+//! With caches ([`StepOptions::generation`](gapless_compile::step::StepOptions::generation)), a prompt is read in
+//! chunks, and each further token costs the computation of one token. Without caches, each token costs a forward pass
+//! over the whole window. Both use the same context and choose the same tokens.
 
 use std::ops::ControlFlow;
 
@@ -20,14 +20,14 @@ pub struct GenerateOptions {
     pub tokens: usize,
     /// Sampling options.
     pub sampling: Sampling,
-    /// Tokens that end a sequence. The sequence includes them.
+    /// Tokens that end a sequence. The end token itself is part of the result.
     pub stop: Vec<u32>,
     /// Number of tokens to add before one of `stop` may be drawn.
     pub min_tokens: usize,
-    /// Sequences of tokens that must not occur: the last token of one is never drawn after the others. A sequence of
-    /// one token bans that token.
+    /// Sequences of tokens that must not occur. The last token of such a sequence is banned whenever the tokens
+    /// before it have just occurred. A sequence of one token bans that token.
     pub banned: Vec<Vec<u32>>,
-    /// Tokens that must not be drawn first.
+    /// Tokens that must not be the first one added.
     pub banned_first: Vec<u32>,
 }
 
@@ -69,19 +69,19 @@ pub struct NextToken<'a> {
 }
 
 impl Trainer {
-    /// Continues prompts, and returns the tokens added to each. As many prompts are continued at the same time as there
-    /// are caches.
+    /// Continues prompts, and returns the tokens added to each. The number of caches is the number of prompts that
+    /// are continued at the same time.
     ///
-    /// `each` is called with every token as soon as it is drawn, and may end its sequence. With caches, no memory is
-    /// allocated once the prompts have been read, except by `each`.
+    /// `each` is called with every token as soon as it is drawn, and may end the token's sequence. With caches, no
+    /// memory is allocated once the prompts have been read, except by `each`.
     ///
-    /// When a sequence has filled the window, the newer half of it is read again, and continues as a new context. Of a
-    /// prompt longer than the window, only its last tokens are read. The continuation of a prompt does not depend on
-    /// the other prompts, unless experts choose tokens or drop them.
+    /// The window limits the context. When a sequence has filled it, the newer half of the sequence's context is read
+    /// again and continued as a new context. If a prompt is longer than the window, only its last tokens are read.
+    /// The continuation of a prompt does not depend on the other prompts, unless experts choose tokens or drop them.
     ///
     /// # Errors
     /// Returns an error for an empty prompt, for ids outside the vocabulary, for invalid sampling options, if logits
-    /// are not finite, or if every token is banned. Otherwise as [`Self::evaluate`].
+    /// are not finite, or if every token is banned. Also returns the errors of [`Self::evaluate`].
     pub fn generate(
         &mut self,
         prompts: &[&[u32]],
@@ -157,15 +157,16 @@ impl Trainer {
             if sequences.iter().all(|sequence| sequence.has_ended) {
                 break;
             }
-            // Discard old tokens of sequences that have filled the window.
+            // Discard the older half of the context of sequences that have filled the window.
             let slides = sequences.iter_mut().map(|sequence| sequence.discard_old(way.window()));
             must_prefill = slides.fold(false, |any, slid| any | slid);
         }
         Ok(())
     }
 
-    /// Reads the contexts of all sequences, chunk by chunk. The last of several chunks is moved back so that it is
-    /// full. It may repeat tokens of the chunk before, whose cache entries are written again.
+    /// Reads the contexts of all sequences, chunk by chunk. If a context has several chunks, the last one is moved
+    /// back so that it is full. It then repeats tokens of the chunk before, and their cache entries are written
+    /// again. Returns the program whose output holds the logits.
     fn prefill(&mut self, cached: &mut Cached, sequences: &[Sequence]) -> Result<Option<ProgramId>> {
         let Cached { prefill, chunk, batch, window, .. } = *cached;
         let context = |slot: usize| sequences.get(slot).map_or(&[][..], |sequence| sequence.context(window));
@@ -175,7 +176,8 @@ impl Trainer {
                 let context = context(slot);
                 let first = (run * chunk).min(context.len().saturating_sub(chunk));
                 for i in 0..chunk {
-                    // Cache entries after a prompt are overwritten before they are read.
+                    // Positions after the end of a prompt are filled with id 0; their cache entries are overwritten
+                    // before they are read.
                     cached.ids[slot * chunk + i] = context.get(first + i).copied().unwrap_or(0);
                     cached.positions[slot * chunk + i] = (first + i) as u32;
                 }
@@ -194,7 +196,7 @@ impl Trainer {
         Ok(Some(prefill))
     }
 
-    /// Reads the last token of each sequence.
+    /// Reads the last token of each sequence. Returns the program whose output holds the logits.
     fn decode(&mut self, cached: &mut Cached, sequences: &[Sequence]) -> Result<Option<ProgramId>> {
         let Cached { decode, batch, window, .. } = *cached;
         for slot in 0..batch {
@@ -213,8 +215,8 @@ impl Trainer {
     /// Runs a forward pass over the window of the only sequence.
     fn whole_windows(&mut self, whole: &mut Whole, sequences: &[Sequence]) -> Result<()> {
         let context = sequences[0].context(whole.ids.len());
-        // Attention is causal, so padding after the context does not affect the last token. Exception: where experts
-        // choose tokens or drop the lightest, padding competes with it.
+        // Attention is causal, so padding after the context does not affect the last token of the context. Exception:
+        // if experts choose tokens or drop the lightest, padding competes with them.
         whole.ids[..context.len()].copy_from_slice(context);
         whole.ids[context.len()..].fill(0);
         let logits = self.logits(&whole.ids)?.get(0)?.get(context.len() - 1)?;
@@ -223,7 +225,7 @@ impl Trainer {
     }
 }
 
-/// The way to compute the logits of the next token: with caches, or over whole windows.
+/// How the logits of the next token are computed: with caches, or over whole windows.
 #[derive(Debug)]
 enum LogitsSource {
     Cached(Cached),
@@ -285,19 +287,19 @@ struct Sequence {
     tokens: Vec<u32>,
     /// Number of tokens of the prompt.
     prompt: usize,
-    /// Index of the first token in the current context.
+    /// Index of the sequence's first token that is in the current context.
     first: usize,
     has_ended: bool,
-    /// By id: whether it occurs in the sequence; empty if no rule needs this.
+    /// For each id, whether it occurs in the sequence. Empty if no rule needs this.
     seen: Vec<bool>,
-    /// By id: whether it is banned next; empty if no token is ever banned.
+    /// For each id, whether it is banned as the next token. Empty if no token is ever banned.
     banned: Vec<bool>,
     numbers: Numbers,
 }
 
 impl Sequence {
     fn new(number: usize, prompt: &[u32], options: &GenerateOptions, window: usize, vocabulary: usize) -> Self {
-        // Limit the reservation, because `options.tokens` may be huge if only a stop token should end the sequence.
+        // `options.tokens` may be huge if only a stop token should end the sequence, so the reservation is limited.
         let mut tokens = Vec::with_capacity(prompt.len() + options.tokens.min(1 << 16));
         tokens.extend_from_slice(prompt);
         let mut seen = Vec::new();
@@ -311,13 +313,15 @@ impl Sequence {
         Self { number, tokens, prompt: prompt.len(), first, has_ended: false, seen, banned, numbers }
     }
 
-    /// The context from which the next token is drawn. For a sequence that has ended, the part that fits the window.
+    /// Returns the context from which the next token is drawn. For a sequence that has ended, returns the part that
+    /// fits the window.
     fn context(&self, window: usize) -> &[u32] {
         let seen = &self.tokens[self.first..];
         &seen[..seen.len().min(window)]
     }
 
-    /// Draws and adds the next token; `None` if the logits are not finite or every token is banned.
+    /// Draws the next token and adds it to the sequence. Returns `None` if the logits are not finite or every token
+    /// is banned.
     fn choose(
         &mut self,
         logits: &[f32],
@@ -363,7 +367,7 @@ impl Sequence {
         }
     }
 
-    /// Discards the older half of the context if it exceeds the window. Returns whether it did.
+    /// Discards the older half of the context if the context exceeds the window. Returns whether it did.
     fn discard_old(&mut self, window: usize) -> bool {
         let is_full = !self.has_ended && self.tokens.len() - self.first > window;
         if is_full {

@@ -19,7 +19,7 @@ pub struct LossParts {
     /// The z-losses of all routers.
     #[serde(rename = "loss_router_z", skip_serializing_if = "Option::is_none")]
     pub router_z: Option<f32>,
-    /// The sum of label smoothing and z-loss of the head
+    /// The sum of the head's label smoothing and z-loss
     /// ([`StepOptions::loss`](gapless_compile::step::StepOptions::loss)).
     #[serde(rename = "loss_regularization", skip_serializing_if = "Option::is_none")]
     pub regularization: Option<f32>,
@@ -33,7 +33,7 @@ impl LossParts {
         LOSS_PARTS.into_iter().filter(|(_, name)| has_output(name)).collect()
     }
 
-    /// The terms of the last step's loss; `None` if it is the likelihood alone.
+    /// Returns the terms of the last step's loss, or `None` if the loss is the likelihood alone.
     pub(super) fn read(
         session: &Session,
         program: ProgramId,
@@ -49,7 +49,7 @@ impl LossParts {
                 LossPart::RouterZ => router_z = value,
             }
         }
-        // The loss of the head, likelihood included.
+        // The loss of the head, including the likelihood.
         let of_head = loss - balance.unwrap_or_default() - router_z.unwrap_or_default();
         let regularization = likelihood.map(|likelihood| of_head - likelihood);
         let parts = Self { likelihood: likelihood.unwrap_or(of_head), balance, router_z, regularization };

@@ -61,8 +61,8 @@ pub struct TrainerBuilder<'a> {
 }
 
 impl TrainerBuilder<'_> {
-    /// Builds a model for evaluation and generation, without gradients and optimizer states. Without
-    /// [`StepOptions::generation`], it has a cache for one sequence.
+    /// Builds the model for evaluation and generation only, without gradients and optimizer states. If
+    /// [`StepOptions::generation`] is not set, the model has a cache for one sequence.
     pub fn for_inference(mut self) -> Self {
         self.options.step.generation.get_or_insert_default();
         Self { purpose: Purpose::Inference, ..self }
@@ -70,28 +70,28 @@ impl TrainerBuilder<'_> {
 
     /// Builds one rank of a distributed trainer.
     ///
-    /// `world` must have as many ranks as the mesh. All ranks build their trainers with the same model and options, and
-    /// then step, evaluate, sample and save together, with the same arguments. [`Trainer::step`] takes the whole batch,
-    /// of which each rank uses its share. A rank can only read tensors of its own stages, and only its own part of
-    /// states that are divided among data ranks. If one rank finds no GPU under [`DeviceChoice::Auto`], all run on
-    /// CPUs.
+    /// `world` must have as many ranks as the mesh. All ranks must build their trainers with the same model and
+    /// options. After that, all must call the methods that step, evaluate, generate and save together, with the same
+    /// arguments. [`Trainer::step`] takes the whole batch, of which each rank uses its share. A rank can only read
+    /// tensors of its own stages. Of states that are divided among data ranks, it can only read its own part. Under
+    /// [`DeviceChoice::Auto`], all ranks run on CPUs if one of them finds no GPU.
     pub fn distributed(self, world: Box<dyn Communicator>) -> Self {
         Self { world: Some(world), ..self }
     }
 
-    /// Uses this device, which must not be shared.
+    /// Uses this device, to which the trainer needs exclusive access.
     #[cfg(feature = "cuda")]
     pub fn on_device(self, device: Box<dyn cuda::Device>) -> Self {
         Self { device: Some(device), ..self }
     }
 
-    /// Plans one rank of the mesh without reserving memory: training step, evaluation and sampling in one arena.
-    /// [`Trainer::report`] of a trainer with these options returns the same figures. The plan is for the CPU, unless
-    /// the options name a GPU.
+    /// Plans one rank of the mesh without reserving memory: training step, evaluation and generation in one arena.
+    /// Returns the same figures as [`Trainer::report`] of a trainer with these options. The plan is for the CPU,
+    /// unless the options name a GPU.
     ///
     /// # Errors
-    /// Returns an error if the options or the model's shapes do not fit together, if there is no such rank, or if
-    /// nothing fits the budget ([`OverBudget`](gapless_compile::Error::OverBudget)).
+    /// Returns an error if the options or the model's shapes do not fit together, if the mesh has no rank of this
+    /// index, or if no plan fits the budget ([`OverBudget`](gapless_compile::Error::OverBudget)).
     pub fn plan(&self, rank: usize) -> Result<Report> {
         let Self { build, options, .. } = self;
         options.check()?;
@@ -100,7 +100,8 @@ impl TrainerBuilder<'_> {
         Ok(Report::of(&executable, compiled.parameters))
     }
 
-    /// Plans all ranks of the mesh. Ranks that share the batch or the experts of a stage have the plan of its first rank.
+    /// Plans all ranks of the mesh. Ranks with the same stages have equal plans, so each group of them is planned
+    /// once.
     ///
     /// # Errors
     /// Returns the errors of [`Self::plan`].
@@ -111,8 +112,8 @@ impl TrainerBuilder<'_> {
         Ok((0..ranks).map(|rank| stages[mesh.coordinate(rank).pipeline].clone()).collect())
     }
 
-    /// Compiles the training step, the evaluation and the generation of a model into one arena, and initializes its
-    /// parameters.
+    /// Compiles the training step, the evaluation and the generation of a model into one arena, and initializes the
+    /// model's parameters.
     ///
     /// # Errors
     /// Returns the errors of [`Self::plan`], and an error
@@ -121,8 +122,8 @@ impl TrainerBuilder<'_> {
     /// - if the offload file cannot be created ([`RuntimeError::Offload`](gapless_runtime::Error::Offload));
     /// - if a requested GPU is missing or has no kernels for a step (`RuntimeError::Device`,
     ///   `RuntimeError::NoDeviceKernels`);
-    /// - with several ranks, if `world` has another number of ranks than the mesh, or if another rank fails or runs on
-    ///   another kind of device.
+    /// - if there are several ranks, and `world` does not have as many as the mesh;
+    /// - if there are several ranks, and another one fails or runs on another kind of device.
     pub fn build(mut self) -> Result<Trainer> {
         let Some(mut world) = self.world.take() else {
             expect_one_rank(self.options.step.mesh)?;
@@ -178,8 +179,9 @@ impl Trainer {
         Self::builder(build, options).build()
     }
 
-    /// Starts a builder from a model and options. A builder can also build trainers for several ranks, for a given
-    /// device or for inference, and plan them.
+    /// Starts a builder from a model and options. Besides the trainers that [`Self::new`] builds, a builder can build
+    /// trainers for several ranks, for a given device or for inference. It can also plan a trainer without building
+    /// it.
     pub fn builder<'a, M: Model + 'a>(
         build: impl Fn(VarBuilder) -> gapless_graph::Result<M> + 'a,
         options: impl Into<TrainOptions>,
@@ -208,7 +210,7 @@ impl Trainer {
         Ok(self)
     }
 
-    /// A communicator of the same ranks over device memory, if supported.
+    /// Returns a communicator of the same ranks that exchanges device memory, or `None` if this is not supported.
     #[cfg(feature = "cuda")]
     fn between_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
         Ok(self.session.connect_devices(world)?)
@@ -286,7 +288,8 @@ impl Trainer {
         })
     }
 
-    /// A trainer on a GPU, or the reason why there is none although one would have been used.
+    /// Returns a trainer on a GPU. If the options allow the CPU and no GPU can be used, returns the reason instead,
+    /// or `None` if the options choose the CPU.
     #[cfg(feature = "cuda")]
     fn on_gpu(
         build: &Build<'_>,
@@ -303,8 +306,8 @@ impl Trainer {
             DeviceChoice::Cpu => Ok(Err(None)),
             DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
             DeviceChoice::Auto => match on(local_index(rank) % cuda::Nvidia::count().max(1)) {
-                // A GPU that is full or fails must not lead to slow training on the CPU, so it is an error. An invalid
-                // model is one as well.
+                // A GPU that is full or fails must not lead to slow training on the CPU, so both are errors. An
+                // invalid model is an error as well.
                 Err(TrainError::Runtime(RuntimeError::Device(why))) if !why.is_absence() => Err(why.into()),
                 Err(why @ TrainError::Runtime(RuntimeError::Device(_) | RuntimeError::NoDeviceKernels { .. })) => {
                     Ok(Err(Some(why.to_string())))
@@ -315,7 +318,7 @@ impl Trainer {
         }
     }
 
-    /// Without GPU support there is never a GPU.
+    /// A build without GPU support finds no GPU.
     #[cfg(not(feature = "cuda"))]
     fn on_gpu(_: &Build<'_>, options: &TrainOptions, _: usize, _: Purpose) -> Result<Result<Self, Option<String>>> {
         match options.device {
@@ -326,18 +329,18 @@ impl Trainer {
     }
 }
 
-/// A rank's index among those of its host. For processes the launcher provides it; threads are all on one host.
+/// Returns a rank's index among the ranks of its host. For processes, the launcher provides the index. Ranks that are
+/// threads are all on one host.
 #[cfg(feature = "cuda")]
 fn local_index(rank: usize) -> usize {
     let launched = gapless_parallel::World::discover().ok().flatten();
     launched.and_then(|world| world.local_rank).unwrap_or(rank)
 }
 
-/// Checks whether all ranks run on the same kind of device. If they don't, ranks under [`DeviceChoice::Auto`] should
-/// use the CPU.
+/// Returns whether all ranks run on the same kind of device. If they don't, all must be built again on the CPU.
 ///
 /// # Errors
-/// Returns an error if some ranks must use a GPU and others don't.
+/// Returns an error if the ranks run on different kinds of devices and at least one was told to use a GPU.
 fn same_device_kind(world: &mut dyn Communicator, is_gpu: bool, choice: DeviceChoice) -> Result<bool> {
     const CPU: u8 = 0;
     const HOPED_FOR: u8 = 1;

@@ -46,16 +46,17 @@ use gapless_runtime::cuda;
 pub struct StepReport {
     /// The step, counted from 0.
     pub step: u64,
-    /// Mean loss over the batch before the update: the quantity that is minimized.
+    /// Mean loss over the batch, before the update, including all terms that are minimized.
     pub loss: f32,
-    /// The terms of the loss, if there are others than the likelihood.
+    /// The terms of the loss; `None` if the likelihood is the only one.
     #[serde(flatten)]
     pub loss_parts: Option<LossParts>,
-    /// Norm of all gradients together, before clipping.
+    /// Norm over the elements of all gradients, before clipping.
     pub gradient_norm: f32,
     /// Learning rate of the update.
     pub lr: f64,
-    /// Whether the step was skipped, because the loss or the norm exceeded its [`SkipThresholds`] or was not finite.
+    /// Whether the step was skipped, because the loss or the gradient norm exceeded its limit in [`Limits`] or was
+    /// not finite.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub skipped: bool,
 }
@@ -66,7 +67,7 @@ pub struct StepReport {
 pub struct SkipThresholds {
     /// Maximum loss.
     pub loss: f32,
-    /// Maximum norm of all gradients together, before clipping.
+    /// Maximum norm over the elements of all gradients, before clipping.
     pub gradient_norm: f32,
 }
 
@@ -94,7 +95,7 @@ pub struct Trainer {
     programs: Programs,
     parameters: u64,
     vocabulary: usize,
-    /// The tensors that ranks keep between steps.
+    /// The tensors that a checkpoint of this rank contains, and how they are divided among ranks.
     layout: CheckpointLayout,
     /// Names of the watched values that a step outputs.
     watched: Vec<String>,
@@ -104,13 +105,13 @@ pub struct Trainer {
     share: Share,
     step: u64,
     limits: SkipThresholds,
-    /// Outputs of the training step with the terms of its loss.
+    /// The terms of the loss that the training step outputs, with the names of the outputs.
     loss_parts: Vec<(LossPart, &'static str)>,
-    /// Inputs with the scalars of each group's rule.
+    /// Names of the inputs that hold the scalars of the update rules, one per parameter group.
     scalars_inputs: Vec<String>,
-    /// A digest of the model's graph.
+    /// A digest of the model's graph, which must be equal on all ranks.
     model: String,
-    /// The communicator to all ranks, if there are others.
+    /// The communicator to all ranks; `None` if there is only one.
     world: Option<Box<dyn Communicator>>,
     batch_check: Option<BatchCheck>,
     documents: DocumentInputs,
@@ -121,7 +122,7 @@ struct Programs {
     /// `None` if the model is not trained.
     train: Option<ProgramId>,
     evaluate: ProgramId,
-    /// `None` if the model is not trained and has caches.
+    /// `None` if the model is built for inference with caches.
     logits: Option<ProgramId>,
     /// The programs `prefill` and `decode`, if there are caches.
     generation: Option<(ProgramId, ProgramId)>,
@@ -143,7 +144,7 @@ impl Trainer {
         &self.device
     }
 
-    /// The GPU memory in use, by purpose; `None` on the CPU.
+    /// Returns the GPU memory in use, by purpose, or `None` on the CPU.
     ///
     /// # Errors
     /// Returns `RuntimeError::Device` if the driver fails.
@@ -162,35 +163,37 @@ impl Trainer {
         Report::of(self.session.executable(), self.parameters)
     }
 
-    /// The plan as a table ([`Executable::write_plan`](gapless_compile::Executable::write_plan)).
+    /// Writes the plan as a table ([`Executable::write_plan`](gapless_compile::Executable::write_plan)).
     ///
     /// # Errors
-    /// Only passes on errors of the writer.
+    /// Returns the errors of the writer.
     pub fn write_plan(&self, out: impl std::io::Write) -> std::result::Result<(), gapless_alloc::Error> {
         self.session.executable().write_plan(out)
     }
 
-    /// The plan as a memory map, which can be drawn.
+    /// Returns the plan as a memory map, which can be drawn.
     pub fn memory_map(&self) -> MemoryMap<'_> {
         report::memory_map(self.session.executable())
     }
 
-    /// Trains one step on a batch of token ids and their targets, [batch × sequence] each. Allocates no memory.
+    /// Trains one step on a batch of token ids and their targets, both [batch × sequence]. Allocates no memory.
     ///
     /// # Errors
-    /// - [`TrainError::NonFinite`] if the loss or a gradient is not finite. The model is then unchanged, unless
-    ///   [`MemoryOptions::release_gradients`](gapless_compile::step::MemoryOptions::release_gradients) is set.
-    /// - Errors for ids outside the vocabulary, and for batches of the wrong size.
-    /// - [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) if another rank fails.
-    /// - [`RuntimeError::Routing`](gapless_runtime::Error::Routing) and
-    ///   [`RuntimeError::Growth`](gapless_runtime::Error::Growth) if there is no room for received rows.
-    /// - [`RuntimeError::Offload`](gapless_runtime::Error::Offload) if the offload file cannot be written or read.
+    /// - Returns [`TrainError::NonFinite`] if the loss or a gradient is not finite. The model is then unchanged,
+    ///   unless [`MemoryOptions::release_gradients`](gapless_compile::step::MemoryOptions::release_gradients) is set.
+    /// - Returns an error if an id is outside the vocabulary, or if the batch has the wrong size.
+    /// - Returns [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) if another rank fails.
+    /// - Returns [`RuntimeError::Routing`](gapless_runtime::Error::Routing) or
+    ///   [`RuntimeError::Growth`](gapless_runtime::Error::Growth) if there is no room for the rows that experts
+    ///   receive.
+    /// - Returns [`RuntimeError::Offload`](gapless_runtime::Error::Offload) if the offload file cannot be written or
+    ///   read.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         self.step_batch(&Batch { tokens, targets, starts: &[] })
     }
 
-    /// Like [`Self::step`], for sequences that hold several documents each, or that have targets which don't count. It
-    /// requires [`StepOptions::documents`](gapless_compile::step::StepOptions::documents). The loss is the mean over
+    /// Like [`Self::step`], but sequences may hold several documents each, and targets may be excluded from the loss.
+    /// Requires [`StepOptions::documents`](gapless_compile::step::StepOptions::documents). The loss is the mean over
     /// the targets that count.
     ///
     /// # Errors
@@ -212,7 +215,7 @@ impl Trainer {
                     "an unknown instruction, as the gradients were released; the model has changed: go back to a checkpoint".into();
                 return Err(TrainError::NonFinite { step: self.step, loss, culprit });
             }
-            // The step has overwritten its inputs.
+            // The first run may have overwritten the step's inputs, so they are written again.
             self.write_step(batch, lr)?;
             let culprit = self.run(program, true)?;
             let culprit = culprit.unwrap_or_else(|| match self.world {
@@ -228,23 +231,24 @@ impl Trainer {
         Ok(report)
     }
 
-    /// Sets the limits above which later guarded steps are skipped
-    /// ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)). By default, only steps that are not
-    /// finite are skipped. All ranks must set the same limits.
+    /// Sets the thresholds above which later guarded steps are skipped
+    /// ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)). By default, a guarded step is
+    /// only skipped if its loss or gradient norm is not finite. All ranks must set the same thresholds.
     pub fn set_limits(&mut self, limits: SkipThresholds) {
         self.limits = limits;
     }
 
-    /// The time of the last step or evaluation by activity; `None` on a GPU, which runs a step as one graph.
+    /// Returns the time that the last step or evaluation spent on each activity, or `None` on a GPU, which runs a
+    /// step as one graph.
     pub fn times(&self) -> Option<Times> {
         self.session.times()
     }
 
-    /// Trains one step on a GPU with each instruction timed. The model is then the same as after [`Self::step`].
+    /// Trains one step on a GPU and returns the time of each instruction. The model is updated as by [`Self::step`].
     ///
     /// # Errors
-    /// Returns the errors of [`Self::step`] except [`TrainError::NonFinite`], and an error on the CPU, which reports
-    /// times in `tracing` spans instead.
+    /// Returns the errors of [`Self::step`] except [`TrainError::NonFinite`]. Also returns an error on the CPU, where
+    /// `tracing` spans report the times instead.
     #[cfg(feature = "cuda")]
     pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
         self.write_step(&Batch { tokens, targets, starts: &[] }, self.schedule.at(self.step))?;
@@ -257,7 +261,7 @@ impl Trainer {
         Ok(timed)
     }
 
-    /// Like [`Self::step`], for candle tensors: ids and targets [batch, sequence] of u32.
+    /// Like [`Self::step`], with token ids and targets as candle tensors [batch, sequence] of u32.
     ///
     /// # Errors
     /// Returns the errors of [`Self::step`].
@@ -266,7 +270,7 @@ impl Trainer {
         self.step(&flat(tokens)?, &flat(targets)?)
     }
 
-    /// The mean loss over `evaluation_batch` sequences, without dropout.
+    /// Returns the mean loss over `evaluation_batch` sequences, computed without dropout.
     ///
     /// # Errors
     /// Returns the errors of [`Self::step`] except [`TrainError::NonFinite`].
@@ -274,7 +278,8 @@ impl Trainer {
         self.evaluate_batch(&Batch { tokens, targets, starts: &[] })
     }
 
-    /// Like [`Self::evaluate`], for sequences that hold several documents each, or that have targets which don't count.
+    /// Like [`Self::evaluate`], but sequences may hold several documents each, and targets may be excluded from the
+    /// loss.
     ///
     /// # Errors
     /// Returns the errors of [`Self::step_batch`] except [`TrainError::NonFinite`].
@@ -287,11 +292,11 @@ impl Trainer {
         Ok(self.session.scalar(program, "loss")?)
     }
 
-    /// The logits [1, sequence, vocabulary] of one sequence, in f32. On the CPU, the candle tensor is a view of the
-    /// arena, valid until the next call that runs a program.
+    /// Returns the logits [1, sequence, vocabulary] of one sequence, in f32. On the CPU, the candle tensor is a view
+    /// of the arena, valid until the next call that runs a program.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::evaluate`], and an error for a model that was built for inference with caches.
+    /// Returns the errors of [`Self::evaluate`], and an error if the model was built for inference with caches.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<candle_core::Tensor> {
         let Some(program) = self.programs.logits else {
             let why = "a model made for inference has the logits of the next token only";
@@ -310,14 +315,15 @@ impl Trainer {
         Ok(self.session.output(program, "logits")?.to_dtype(DType::F32)?)
     }
 
-    /// The statistics so far of the arena for received rows
-    /// ([`MemoryOptions::routing`](gapless_compile::step::MemoryOptions::routing)); `None` if every size is static.
+    /// Returns the statistics, so far, of the arena for the rows that experts receive
+    /// ([`MemoryOptions::routing`](gapless_compile::step::MemoryOptions::routing)), or `None` if no size depends on
+    /// data.
     pub fn routing(&self) -> Option<ArenaReport> {
         self.session.routing()
     }
 
-    /// Checks the addresses of the last run, both planned and allocated at run time: buffers that lived at the same
-    /// time must not overlap. Returns the number of buffers allocated at run time.
+    /// Checks that buffers of the last run that were alive at the same time do not overlap, both planned buffers and
+    /// those placed at run time. Returns the number of buffers placed at run time.
     ///
     /// # Errors
     /// Returns [`RuntimeError::BadRun`](gapless_runtime::Error::BadRun) with all overlaps.
@@ -362,7 +368,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Writes a rank's share of a batch of this many sequences.
+    /// Writes this rank's share of a batch of `sequences` sequences to the inputs of a program.
     fn write_batch(&mut self, program: ProgramId, share: Share, sequences: usize, batch: &Batch<'_>) -> Result<()> {
         let expected = sequences * self.options.step.sequence;
         let given = [("tokens", batch.tokens), ("targets", batch.targets), ("starts", batch.starts)];
@@ -390,9 +396,9 @@ impl Trainer {
         written
     }
 
-    /// Writes a rank's share of inputs with one element per token of the batch.
+    /// Writes this rank's share of inputs that have one element per token of the batch.
     fn write_inputs<T: Element>(&mut self, program: ProgramId, share: Share, inputs: &[(&str, &[T])]) -> Result<()> {
-        // Only ranks that read an input have it.
+        // A rank has only those inputs that its stages read.
         for (name, data) in inputs {
             if !self.session.has_input(program, name) {
                 continue;

@@ -8,21 +8,23 @@ use super::DeviceChoice;
 use crate::error::{Result, TrainError};
 use crate::learning_rate::{LearningRate, Shape};
 
-/// Everything but the model and the data: the training step, and the settings with which it runs.
+/// The options of a trainer: the options of the training step, and the settings of the run (learning rate, seed,
+/// device, threads).
 #[derive(Debug, Clone)]
 pub struct TrainOptions {
-    /// The training step: everything that decides its programs and their memory.
+    /// The options that determine the step's programs and their memory.
     pub step: StepOptions,
     /// The learning rate schedule.
     pub learning_rate: LearningRate,
     /// Seed of the initial parameters and of dropout.
     pub seed: u64,
-    /// The device. A plan without a device is for the CPU, unless this names a GPU.
+    /// The device to run on. [`TrainerBuilder::plan`](super::TrainerBuilder::plan) plans for the CPU unless this
+    /// names a GPU.
     pub device: DeviceChoice,
-    /// Number of worker threads of each rank; 0 uses all cores, which is too many if several ranks are threads of one
-    /// machine. The results do not depend on it.
+    /// Number of worker threads of each rank; 0 uses all cores. If several ranks are threads of one process, 0 starts
+    /// too many. The results do not depend on this number.
     pub threads: usize,
-    /// Whether dead ranges of the arena are filled with NaN between instructions. For tests; the results must not
+    /// Whether dead ranges of the arena are filled with NaN between instructions. A debugging aid: results must not
     /// change.
     pub poison: bool,
 }
@@ -47,7 +49,7 @@ impl From<StepOptions> for TrainOptions {
 }
 
 impl TrainOptions {
-    /// The target for which a step is planned: the CPU, unless [`Self::device`] names a GPU.
+    /// Returns the target for which a step is planned: the CPU, unless [`Self::device`] names a GPU.
     pub fn target(&self) -> Target {
         #[cfg(feature = "cuda")]
         if let DeviceChoice::Cuda(_) = self.device {
@@ -56,8 +58,8 @@ impl TrainOptions {
         Target::Cpu { threads: resolve_threads(self.threads) }
     }
 
-    /// The settings that must be equal on all ranks, with their names. Device, threads, planning work and debugging aids
-    /// may differ.
+    /// Returns the settings that must be equal on all ranks, with their names. The device, the number of threads, the
+    /// offload folder, the planner's work limit and debugging aids may differ.
     pub(super) fn shared_by_ranks(&self) -> Vec<(&'static str, String)> {
         let Self { step, learning_rate, seed, device: _, threads: _, poison: _ } = self;
         let StepOptions { batch, micro_batches, sequence, precision, mesh, pipeline, memory, .. } = step;
@@ -90,7 +92,7 @@ impl TrainOptions {
         ]
     }
 
-    /// The maximum size of the arena.
+    /// Returns the maximum size of the arena in bytes.
     pub(super) fn most_bytes(&self) -> u64 {
         self.step.memory.budget.unwrap_or(u64::MAX)
     }
@@ -98,7 +100,7 @@ impl TrainOptions {
     /// Checks the options.
     ///
     /// # Errors
-    /// Returns an error for a setting that is refused; [`TrainError::refused`] names it.
+    /// Returns an error if a setting is invalid; [`TrainError::refused`] returns the setting's name.
     pub fn check(&self) -> Result<()> {
         if self.threads > MAX_THREADS {
             let why = format!("{} are more than the maximum of {MAX_THREADS}", self.threads);
@@ -110,7 +112,7 @@ impl TrainOptions {
         Ok(())
     }
 
-    /// Checks for options that GPUs do not support.
+    /// Returns an error if an option is set that GPUs do not support.
     #[cfg(feature = "cuda")]
     pub(super) fn check_for_gpu(&self) -> Result<()> {
         if self.poison {

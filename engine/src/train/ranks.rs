@@ -8,7 +8,7 @@ use super::Batch;
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
-/// Refuses a mesh of several ranks.
+/// Returns an error if the mesh has several ranks.
 pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
     let ranks = mesh.ranks()?;
     if ranks != 1 {
@@ -18,7 +18,7 @@ pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
     Ok(())
 }
 
-/// Checks that there are as many ranks as the mesh has.
+/// Returns an error if `world` does not have as many ranks as the mesh.
 pub(super) fn expect_ranks(world: &dyn Communicator, mesh: Mesh) -> Result<()> {
     let (size, ranks) = (world.size(), mesh.ranks()?);
     if size != ranks {
@@ -46,12 +46,14 @@ pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<
 /// Bytes of a value's digest.
 const DIGEST: usize = 8;
 
-/// Checks that named values are equal on all ranks. All ranks get the same result.
+/// Checks that named values are equal on all ranks. All ranks return the same result, except that each error shows
+/// the rank's own value.
 ///
 /// # Errors
-/// Returns [`TrainError::RanksDiffer`] with the first rank that differs from rank 0, and the name of the value.
+/// Returns [`TrainError::RanksDiffer`] with the first rank that differs from rank 0, and the name of the value that
+/// differs.
 pub(super) fn expect_equal(world: &mut dyn Communicator, values: &[(&'static str, String)]) -> Result<()> {
-    // Compare the names first, because another build may have other values, and another number of them.
+    // Compare the names first, because a rank of another build may have other settings, and another number of them.
     let names: String = values.iter().map(|(name, _)| format!("{name} ")).collect();
     let build = [("program version", format!("{} {names}", env!("CARGO_PKG_VERSION")))];
     compare_digests(world, &build)?;
@@ -92,7 +94,7 @@ impl BatchCheck {
         Self { all: vec![0; ranks * 2 * DIGEST] }
     }
 
-    /// Checks that all ranks have the same step and batch.
+    /// Checks that all ranks have the same step and batch. Steps between two comparisons are not checked.
     ///
     /// # Errors
     /// Returns [`TrainError::RanksDiffer`] on all ranks.

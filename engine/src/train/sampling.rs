@@ -9,9 +9,9 @@ use crate::error::{Result, TrainError};
 /// Sampling options. They apply in this order:
 ///
 /// 1. the repetition penalty, and bans of repeated sequences;
-/// 2. the temperature. At 0 the most likely token is taken, and the remaining options have no effect;
-/// 3. `top_k`, `top_p` and `min_p`, which together keep the most likely tokens;
-/// 4. `typical_p`, `epsilon_cutoff` and `eta_cutoff`, one after the other, on the tokens that are left.
+/// 2. the temperature. If it is 0, the most likely token is taken and the options below have no effect;
+/// 3. `top_k`, and then `top_p` and `min_p`, both on the tokens that `top_k` has left;
+/// 4. `typical_p`, `epsilon_cutoff` and `eta_cutoff`, each applied to the tokens that the previous one has left.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
     /// Divisor of the logits; 0 takes the most likely token.
@@ -24,17 +24,18 @@ pub struct Sampling {
     /// Keeps tokens with at least this fraction of the probability of the most likely one (Nguyen et al., arXiv
     /// 2407.01082).
     pub min_p: f32,
-    /// Keeps the tokens whose information is closest to the entropy, up to this total probability (locally typical
-    /// sampling: Meister et al., arXiv 2202.00666, section 4).
+    /// Keeps the tokens whose information (−log p) is closest to the entropy, up to this total probability. This is
+    /// locally typical sampling (Meister et al., arXiv 2202.00666, section 4).
     pub typical_p: f32,
-    /// Keeps tokens with at least this probability; 0 keeps all (Hewitt et al., arXiv 2210.15191).
+    /// Keeps tokens with at least this probability (Hewitt et al., arXiv 2210.15191); 0 keeps all.
     pub epsilon_cutoff: f32,
-    /// The ε of a cutoff at probability min(ε, √ε·exp(−entropy)); 0 keeps all (same paper, section 4).
+    /// Keeps tokens with at least the probability min(ε, √ε·exp(−entropy)), where ε is this option (Hewitt et al.,
+    /// section 4); 0 keeps all.
     pub eta_cutoff: f32,
-    /// Penalty on tokens that already occur: positive logits are divided by it, others multiplied (Keskar et al., arXiv
-    /// 1909.05858).
+    /// Penalty on tokens that already occur in the sequence. Positive logits are divided by it and negative ones
+    /// multiplied (Keskar et al., arXiv 1909.05858).
     pub repetition_penalty: f32,
-    /// Bans sequences of this many tokens from occurring twice, the prompt included; 0 bans none.
+    /// Bans any sequence of this many tokens that already occurs in the prompt or the continuation; 0 bans none.
     pub no_repeat_ngram_size: usize,
     /// Seed of the random numbers. The same seed gives the same text.
     pub seed: u64,
@@ -63,7 +64,7 @@ impl Sampling {
         Self { temperature: 0.0, top_k: 0, ..Self::default() }
     }
 
-    /// True if a rule depends on the probabilities of the tokens left by other rules.
+    /// True if one of the options of step 4 is set, which depend on the probabilities of the tokens left by step 3.
     fn goes_by_probability(&self) -> bool {
         self.typical_p < 1.0 || self.epsilon_cutoff > 0.0 || self.eta_cutoff > 0.0
     }
@@ -89,7 +90,7 @@ impl Sampling {
     }
 }
 
-/// Draws tokens in preallocated memory.
+/// Draws tokens. All memory is allocated when the sampler is created.
 #[derive(Debug)]
 pub(super) struct Sampler {
     sampling: Sampling,
@@ -109,7 +110,7 @@ impl Candidate {
     }
 }
 
-/// Number of most likely tokens to sort first. Whenever they are not enough, eight times as many are sorted.
+/// Number of most likely tokens to sort first. If they are not enough, eight times as many are sorted, and so on.
 const SORTED: usize = 64;
 
 impl Sampler {
@@ -117,8 +118,9 @@ impl Sampler {
         Self { sampling, candidates: Vec::with_capacity(vocabulary) }
     }
 
-    /// Draws the token at `point`, in [0, 1), of the cumulative distribution of the remaining tokens, most likely
-    /// first. Banned tokens are never drawn. `None` if a logit is NaN, or if no allowed token has a finite logit.
+    /// Draws a token: the one at `point`, in [0, 1), of the cumulative distribution of the tokens that the options
+    /// keep, most likely first. Banned tokens are never drawn. Returns `None` if a logit is NaN, or if no allowed
+    /// token has a finite logit.
     pub fn choose(&mut self, logits: &[f32], seen: &[bool], banned: &[bool], point: f32) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, repetition_penalty, .. } = self.sampling;
         let penalised = |(id, &logit): (usize, &f32)| {
@@ -148,8 +150,8 @@ impl Sampler {
         let weight = |candidate: &Candidate| f64::from(((candidate.logit - best.logit) / temperature).exp());
         let total: f64 = self.candidates.iter().map(weight).sum();
 
-        // Sort only as many tokens as needed: up to the probability that `top_p` or `point` asks for, or all of them if
-        // a later rule needs all.
+        // Sort only as many tokens as needed. That is up to the probability that `top_p` or `point` requires, or all
+        // of them if an option of step 4 is set.
         let is_cut_later = self.sampling.goes_by_probability();
         let wanted = match (top_p < 1.0, is_cut_later) {
             (true, _) => total * f64::from(top_p),
@@ -180,7 +182,8 @@ impl Sampler {
             self.keep_by_probability();
             (kept, sum) = (self.candidates.len(), self.candidates.iter().map(weight).sum());
         }
-        // With a limit, only the kept tokens can be drawn; otherwise `point` refers to the whole distribution.
+        // If an option limits the tokens, `point` refers to the distribution of the kept ones. If none does, it
+        // refers to the whole distribution, of which only the beginning was sorted.
         let has_limit = top_p < 1.0 || min_p > 0.0 || is_cut_later;
         let mut left = f64::from(point) * if has_limit { sum } else { total };
         let drawn = self.candidates[..kept].iter().find(|candidate| {
@@ -190,8 +193,8 @@ impl Sampler {
         Some(drawn.unwrap_or(&self.candidates[kept - 1]).id)
     }
 
-    /// Keeps the candidates that `typical_p`, `epsilon_cutoff` and `eta_cutoff` allow, each applied to the result of
-    /// the one before. Candidates are sorted by likelihood before and after.
+    /// Keeps the candidates that `typical_p`, `epsilon_cutoff` and `eta_cutoff` allow. Each option is applied to the
+    /// candidates that the previous one has left. Candidates are sorted by likelihood before and after.
     fn keep_by_probability(&mut self) {
         let Sampling { temperature, typical_p, epsilon_cutoff, eta_cutoff, .. } = self.sampling;
         let all = &mut self.candidates;
@@ -232,7 +235,7 @@ struct Distribution {
 }
 
 impl Distribution {
-    /// The distribution of at least one candidate.
+    /// Computes the distribution of at least one candidate.
     fn of(candidates: &[Candidate], temperature: f32) -> Self {
         let best = candidates.iter().map(|one| one.logit).fold(f32::NEG_INFINITY, f32::max);
         let mut new = Self { best, temperature, log_total: 0.0, entropy: 0.0 };
@@ -241,7 +244,7 @@ impl Distribution {
         new
     }
 
-    /// −log of a candidate's probability.
+    /// Returns −log p of a candidate.
     fn information(&self, candidate: &Candidate) -> f64 {
         self.log_total + f64::from((self.best - candidate.logit) / self.temperature)
     }
@@ -257,7 +260,7 @@ mod tests {
 
     use super::*;
 
-    /// The distribution after all rules, computed directly from their definitions on a fully sorted list.
+    /// Returns the distribution after all options, computed directly from their definitions on a fully sorted list.
     fn left(sampling: &Sampling, logits: &[f32], seen: &[bool]) -> Vec<(u32, f64)> {
         let penalty = sampling.repetition_penalty;
         let penalised = |(id, &x): (usize, &f32)| match seen[id] {
@@ -288,7 +291,7 @@ mod tests {
         kept.into_iter().map(|(id, logit)| (id, weight(logit) / sum)).collect()
     }
 
-    /// The ids and logits that `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave, most likely first.
+    /// Returns the ids and logits that `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave, most likely first.
     fn by_probability(sampling: &Sampling, left: impl Iterator<Item = (u32, f32)>) -> Vec<(u32, f32)> {
         let mut left: Vec<(u32, f32)> = left.collect();
         let probabilities = |left: &[(u32, f32)]| {
@@ -368,7 +371,8 @@ mod tests {
         assert_eq!((banned(Sampling::greedy()), banned(Sampling::default())), (Some(1), Some(1)));
     }
 
-    /// Probabilities 0.5, 0.3, 0.15 and 0.05 with entropy 1.142, and information 0.693, 1.204, 1.897 and 2.996.
+    /// The tokens have probabilities 0.5, 0.3, 0.15 and 0.05. Their information is 0.693, 1.204, 1.897 and 2.996, and
+    /// the entropy is 1.142.
     #[test]
     fn cutoffs_by_hand() {
         let logits = [0.5f32, 0.3, 0.15, 0.05].map(f32::ln);
@@ -382,7 +386,7 @@ mod tests {
         };
         for (sampling, expected) in [
             (plain, &[0, 1, 2, 3][..]),
-            // The second is closest to the entropy, then the first.
+            // The second token is closest to the entropy, and then the first.
             (Sampling { typical_p: 0.2, ..plain }, &[1]),
             (Sampling { typical_p: 0.7, ..plain }, &[0, 1]),
             (Sampling { typical_p: 0.9, ..plain }, &[0, 1, 2]),
@@ -391,7 +395,8 @@ mod tests {
             // min(0.2, 0.447 · exp(−1.142) = 0.143)
             (Sampling { eta_cutoff: 0.2, ..plain }, &[0, 1, 2]),
             (Sampling { eta_cutoff: 0.01, ..plain }, &[0, 1, 2, 3]),
-            // Applied to the first three, whose probabilities are then 0.526, 0.316 and 0.158.
+            // The cutoff applies to the first three tokens, whose renormalized probabilities are 0.526, 0.316 and
+            // 0.158.
             (Sampling { top_k: 3, epsilon_cutoff: 0.155, ..plain }, &[0, 1, 2]),
             (Sampling { typical_p: 0.2, ..Sampling::greedy() }, &[0]),
         ] {

@@ -1,8 +1,8 @@
 //! A trainer's state on disk: everything needed to continue with the same bits, on the same mesh of ranks or another.
 //!
-//! Every tensor is saved by one rank: the one that changes it, or the first of several. States that are divided among
-//! data ranks are saved in parts, each a flat range of elements. A resuming rank reads the ranges that it needs from
-//! whatever files contain them, so the mesh may differ from the one that saved.
+//! Every tensor is saved by one rank: the one that updates it, or the first of several. States that are divided among
+//! data ranks are saved in parts, each a contiguous range of the flattened elements. A resuming rank reads the ranges
+//! that it needs, from any files that contain them. So the mesh may differ from the one that saved.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,7 +24,7 @@ use crate::error::{Result, TrainError};
 
 const ROLES: [(&str, Role); 2] = [("model", Role::Parameter), ("optimizer", Role::OptimizerState)];
 
-/// The files that a rank has written, or its error, for the rank that commits the checkpoint.
+/// The files that a rank has written, or the error that stopped it. Sent to the rank that commits the checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 struct Written {
     files: WrittenFiles,
@@ -33,20 +33,20 @@ struct Written {
     error: Option<String>,
 }
 
-/// Hashes of parameters, by name.
+/// Hashes of this rank's copies of parameters, by name.
 type Copies = BTreeMap<String, String>;
 
 impl Trainer {
-    /// Saves parameters, optimizer states, step and seed as `dir/step-…`. `run` goes into the manifest; it holds what
-    /// the caller needs to continue, such as its data and its model's configuration. Returns the folder of the
-    /// checkpoint.
+    /// Saves parameters, optimizer states, step and seed as `dir/step-…`, and returns this folder. `run` is stored in
+    /// the manifest. It holds what the caller needs to continue, such as the position in the data and the model's
+    /// configuration.
     ///
-    /// With several ranks, all must call it, and `dir` must be the same folder for all. The checkpoint becomes valid
-    /// once all have written.
+    /// With several ranks, all must call this method, and `dir` must be the same folder for all. The checkpoint
+    /// becomes valid once all ranks have written their files.
     ///
     /// # Errors
-    /// Returns an error if writing fails on any rank, for example because the disk is full. Earlier checkpoints stay.
-    /// Returns [`TrainError::CopiesDiffer`] if copies of a parameter on several ranks are not equal.
+    /// Returns an error if writing fails on any rank, for example because the disk is full. Earlier checkpoints stay
+    /// intact. Returns [`TrainError::CopiesDiffer`] if several ranks have copies of a parameter that are not equal.
     pub fn save(&mut self, dir: &Path, run: Value) -> Result<PathBuf> {
         self.training()?;
         let _span = tracing::info_span!("save", step = self.step).entered();
@@ -68,20 +68,21 @@ impl Trainer {
         if path.is_err() {
             draft.discard();
         }
-        // The name of the first rank's folder, or its error. Other ranks may reach the folder by another path.
+        // The name of the first rank's folder, or that rank's error. Only the name is sent, because other ranks may
+        // reach the parent folder by another path.
         let name = path.as_ref().ok().and_then(|path| Some(path.as_ref()?.file_name()?.to_string_lossy().into_owned()));
         let (names, errors): (Vec<Option<String>>, _) = self.all((name, path.err()))?.into_iter().unzip();
         first_error(errors)?;
         Ok(dir.join(names.into_iter().flatten().next().expect("the first rank has committed it")))
     }
 
-    /// Continues from a checkpoint: restores parameters, optimizer states, step and seed, which any mesh of ranks may
-    /// have saved. Returns the `run` value that was passed to [`Self::save`].
+    /// Continues from a checkpoint: restores parameters, optimizer states, step and seed. The checkpoint may have
+    /// been saved by any mesh of ranks. Returns the `run` value that was passed to [`Self::save`].
     ///
     /// # Errors
-    /// Returns an error for a checkpoint of another model; the trainer is then unchanged. Returns an error if a file
-    /// cannot be read, or has changed since the checkpoint was opened. The trainer then holds a mixture of tensors, and
-    /// must be rebuilt.
+    /// Returns an error if the checkpoint is of another model; the trainer is then unchanged. Also returns an error
+    /// if a file cannot be read, or has changed since the checkpoint was opened. The trainer then holds a mixture of
+    /// old and new tensors, and must be rebuilt.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<Value> {
         self.training()?;
         checkpoint.expect("tensors", &self.saved_shapes())?;
@@ -104,11 +105,11 @@ impl Trainer {
         Ok(metadata["run"].clone())
     }
 
-    /// Loads only the parameters of a checkpoint, for a model that evaluates and generates
-    /// ([`for_inference`](super::TrainerBuilder::for_inference)).
+    /// Loads only the parameters of a checkpoint. For a model built with
+    /// [`for_inference`](super::TrainerBuilder::for_inference).
     ///
     /// # Errors
-    /// Returns the errors of [`Self::resume`], as far as parameters are concerned.
+    /// Returns the errors of [`Self::resume`] that concern parameters.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let expected = self.session.executable().specs(Role::Parameter);
         let expected: Map<String, Value> = expected.map(|(name, spec)| (name.to_owned(), json!(spec.dims()))).collect();
@@ -124,11 +125,11 @@ impl Trainer {
         self.fill_from(checkpoint, ROLES[0])
     }
 
-    /// Like [`Self::load`], with averages in place of the parameters that have one
+    /// Like [`Self::load`], but parameters that have an average are loaded with the average instead
     /// ([`UpdateOptions::average`](gapless_compile::step::UpdateOptions::average)).
     ///
     /// # Errors
-    /// Returns the errors of [`Self::load`], and an error for a checkpoint without averages.
+    /// Returns the errors of [`Self::load`], and an error if the checkpoint contains no averages.
     pub fn load_average(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load(checkpoint)?;
         let [_, (optimizer, _)] = ROLES;
@@ -158,7 +159,7 @@ impl Trainer {
         }
     }
 
-    /// Reads all tensors of a role.
+    /// Reads all of this rank's tensors of a role from the checkpoint.
     fn fill_from(&mut self, checkpoint: &Checkpoint, (kind, role): (&str, Role)) -> Result<()> {
         let sections: Vec<&SavedSection> =
             checkpoint.sections().iter().filter(|section| section.file().starts_with(kind)).collect();
@@ -172,7 +173,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Hashes of the parameters that other ranks may hold too, by name and first element.
+    /// Returns hashes of the parameters that other ranks may have copies of, by name and first element.
     fn copies(&self) -> Result<Copies> {
         if self.world.is_none() {
             return Ok(Copies::new());
@@ -200,8 +201,8 @@ impl Trainer {
             let mut sections = Vec::new();
             for (file, (_, role)) in files.iter().zip(ROLES) {
                 let part_of = |name: &str| self.layout.parts.get(name).copied();
-                // Copies are equal, so only the first of the ranks with copies writes. Frozen parameters change nowhere, so
-                // every stage that has them writes them.
+                // Copies are equal, so only the first of the ranks with copies writes. Frozen parameters are not
+                // updated on any stage, so every stage that has them writes them.
                 let frozen = |name: &str| self.layout.frozen.contains(name) || !self.layout.shapes.contains_key(name);
                 let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
@@ -236,7 +237,8 @@ impl Trainer {
         })
     }
 
-    /// The way in which products of two bf16 factors are computed on the CPU, if the step has some there.
+    /// Returns how products of two bf16 factors are computed on the CPU, or `None` if the step has no such products
+    /// there.
     fn bf16_products(&self) -> Option<&'static str> {
         let has_some = self.options.step.precision != Precision::F32 && !self.device.is_gpu;
         has_some.then(|| Bf16Products::chosen().name())
@@ -261,7 +263,7 @@ impl Trainer {
         draft.commit(files, metadata)
     }
 
-    /// The index of this rank in the world; 0 without one.
+    /// Returns the index of this rank among all ranks; 0 for a trainer with one rank.
     pub fn rank(&self) -> usize {
         self.world.as_ref().map_or(0, |world| world.rank())
     }
@@ -277,7 +279,7 @@ impl Trainer {
         Ok(all.contains(&1))
     }
 
-    /// The values of all ranks, in rank order.
+    /// Returns the values of all ranks, in rank order.
     fn all<T: Serialize + for<'a> Deserialize<'a>>(&mut self, mine: T) -> Result<Vec<T>> {
         match &mut self.world {
             Some(world) => exchange(world.as_mut(), &mine),
@@ -285,7 +287,7 @@ impl Trainer {
         }
     }
 
-    /// Name and shape of every tensor in a checkpoint. They identify the model.
+    /// Returns the name and shape of every tensor in a checkpoint. Together they identify the model.
     fn saved_shapes(&self) -> Value {
         let mut shapes: Map<String, Value> =
             self.layout.shapes.iter().map(|(name, shape)| (name.clone(), json!(shape))).collect();
@@ -300,7 +302,7 @@ impl Trainer {
     }
 }
 
-/// Checks that all ranks with a copy of a parameter have the same hash. All ranks get the same result.
+/// Returns an error if the ranks' copies of a parameter have different hashes. All ranks get the same result.
 fn expect_equal_copies(all: &[Copies]) -> Result<()> {
     let mut firsts: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
     for (rank, copies) in all.iter().enumerate() {
@@ -314,7 +316,7 @@ fn expect_equal_copies(all: &[Copies]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the error of the first rank that has one.
+/// Returns the error of the first rank that has one, or `Ok` if no rank has.
 fn first_error(errors: Vec<Option<String>>) -> Result<()> {
     match errors.into_iter().enumerate().find_map(|(rank, error)| Some((rank, error?))) {
         None => Ok(()),
@@ -322,7 +324,7 @@ fn first_error(errors: Vec<Option<String>>) -> Result<()> {
     }
 }
 
-/// Exchanges one value per rank as JSON: first the sizes, then texts padded to the longest.
+/// Exchanges one value per rank as JSON: first the lengths of all texts, then the texts, padded to the longest.
 fn exchange<T: Serialize + for<'a> Deserialize<'a>>(world: &mut dyn Communicator, mine: &T) -> Result<Vec<T>> {
     let mut text = serde_json::to_vec(mine).expect("strings and numbers make valid JSON");
     let mut sizes = vec![0; 8 * world.size()];
@@ -339,7 +341,8 @@ fn exchange<T: Serialize + for<'a> Deserialize<'a>>(world: &mut dyn Communicator
     texts.chunks_exact(longest.max(1)).zip(&sizes).map(read).collect()
 }
 
-/// Reads the bytes of a tensor from `start` on, from all saved parts of it.
+/// Fills `bytes` with the bytes of a tensor from offset `start` on, reading them from the saved parts that contain
+/// them.
 fn fill(
     sections: &[&SavedSection],
     metadata: &Value,

@@ -10,16 +10,16 @@ use super::Trainer;
 use crate::error::{Result, TrainError};
 
 impl Trainer {
-    /// A parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name. The candle tensor is a view of the
-    /// arena; on a GPU, and for states in another type than f32, it is a copy.
+    /// Returns a parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name. On the CPU, an f32 tensor is
+    /// a view of the arena. In all other cases the tensor is a copy.
     ///
     /// # Errors
-    /// Returns an error if no tensor has this name.
+    /// Returns an error if this rank has no tensor of this name.
     pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
         self.session.tensor(name).map_err(|error| self.elsewhere(name).unwrap_or_else(|| error.into()))
     }
 
-    /// The error for a tensor that belongs to another rank of the pipeline.
+    /// Returns the error for a tensor that belongs to another rank of the pipeline, or `None` if the tensor does not.
     fn elsewhere(&self, name: &str) -> Option<TrainError> {
         let stage = *self.layout.stages.get(name)?;
         let StepOptions { mesh, pipeline, micro_batches, .. } = &self.options.step;
@@ -29,8 +29,9 @@ impl Trainer {
         (rank != mesh.rank(self.at)).then(|| TrainError::OnAnotherRank { name: name.into(), rank })
     }
 
-    /// The gradient of a parameter after a step, before clipping. The candle tensor is a view of the arena, valid until
-    /// the next run. It requires [`StepOptions::keep_gradients`].
+    /// Returns the gradient of a parameter in the last step, before clipping. Requires
+    /// [`StepOptions::keep_gradients`]. On the CPU, an f32 gradient is a view of the arena, valid until the next run.
+    /// In all other cases the tensor is a copy.
     ///
     /// # Errors
     /// Returns an error if gradients are not kept, or if no parameter has this name.
@@ -42,8 +43,9 @@ impl Trainer {
         Ok(self.session.output(self.training()?, &step::gradient_output(name))?)
     }
 
-    /// A value that the model watches under this name ([`Tensor::watch`](gapless_graph::Tensor::watch)), from the last
-    /// step. The candle tensor is a view of the arena, valid until the next run.
+    /// Returns a value of the last step that the model watches under this name
+    /// ([`Tensor::watch`](gapless_graph::Tensor::watch)). On the CPU, an f32 value is a view of the arena, valid
+    /// until the next run. In all other cases the tensor is a copy.
     ///
     /// # Errors
     /// Returns an error if nothing is watched under this name.
@@ -51,17 +53,17 @@ impl Trainer {
         Ok(self.session.output(self.training()?, &step::watched_output(name))?)
     }
 
-    /// Names of the watched values, in the order in which the model was built.
+    /// Returns the names of the watched values, in the order in which the model declared them.
     pub fn watched_names(&self) -> impl Iterator<Item = &str> {
         self.watched.iter().map(String::as_str)
     }
 
-    /// Names of the parameters, in the order in which the model declared them.
+    /// Returns the names of the parameters, in the order in which the model declared them.
     pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
         self.session.executable().specs(gapless_alloc::Role::Parameter).map(|(name, _)| name)
     }
 
-    /// Overwrites a parameter, together with its f32 master if it has one, or an optimizer state. If a tensor is
+    /// Overwrites an optimizer state, or a parameter together with its f32 master if there is one. If a tensor is
     /// divided among ranks, `value` is this rank's part, flattened.
     ///
     /// # Errors
@@ -76,14 +78,14 @@ impl Trainer {
         self.set_elements(name, &value.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?)
     }
 
-    /// Like [`Self::set_tensor`], from row-major elements.
+    /// Like [`Self::set_tensor`], with the elements in row-major order.
     ///
     /// # Errors
     /// Returns an error if no tensor has this name and size.
     pub fn set_elements(&mut self, name: &str, data: &[f32]) -> Result<()> {
         for copy in self.layout.copies.get(name).into_iter().flatten() {
-            // A stage that only reads the parameter has no master of it, and each of several data ranks has only a
-            // part.
+            // The master may be absent or partial: a stage that only reads the parameter has no master, and each of
+            // several data ranks has only a part of it.
             let first = |name: &str| self.layout.parts.get(name).map_or(0, |part| part.first);
             let own = first(copy) - first(name);
             if let Ok(found) = self.session.executable().find_persistent(copy) {

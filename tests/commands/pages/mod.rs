@@ -1,4 +1,5 @@
-//! Opens the pages in a browser, light and dark, narrow and wide: each opens without an error and is readable.
+//! Opens the HTML pages in a browser, light and dark, narrow and wide. Each must open without an error and be
+//! readable.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -9,7 +10,7 @@ use std::process::Command;
 use gapless_testing::{not_checked, slow_tests_enabled};
 use serde_json::{Value, json};
 
-/// The width of the window, and whether the color scheme is dark.
+/// The widths of windows, each with whether the color scheme is dark.
 const WINDOWS: [(u32, bool); 4] = [(1280, false), (1920, true), (1280, true), (1920, false)];
 
 fn gapless(arguments: &[&str]) -> String {
@@ -18,7 +19,7 @@ fn gapless(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The first browser that can be started.
+/// Returns the first browser that can be started, or `None` if there is none.
 fn chromium() -> Option<&'static str> {
     let names = ["chromium", "chromium-browser", "google-chrome"];
     let found = names.into_iter().find(|name| Command::new(name).arg("--version").output().is_ok());
@@ -28,7 +29,8 @@ fn chromium() -> Option<&'static str> {
     found
 }
 
-/// Opens a page, runs the script `act` and checks what holds for every page. Returns what the script reports.
+/// Opens a page, runs the script `act`, and checks conditions that hold for every page. Returns what the script
+/// reports.
 fn open(chromium: &str, page: &Path, (width, is_dark): (u32, bool), act: &str) -> Value {
     let name = format!("{} {width} {}", page.display(), if is_dark { "dark" } else { "light" });
     let folder = tempfile::tempdir().unwrap();
@@ -39,7 +41,7 @@ fn open(chromium: &str, page: &Path, (width, is_dark): (u32, bool), act: &str) -
 
     let mut command = Command::new(chromium);
     command.args(["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]);
-    // The browser's clock runs ahead while it is idle, so timers take no real time.
+    // With virtual time, the browser's clock advances while the browser is idle, so timers take no real time.
     command.args(["--v=0", "--virtual-time-budget=8000", "--dump-dom"]).arg(format!("--window-size={width},1500"));
     command.arg(format!("--user-data-dir={}", profile.display()));
     command.arg(format!("--screenshot={}", picture.display()));
@@ -98,7 +100,7 @@ micro_batches = [2, 4]
 allocators = ["bfc"]
 "#;
 
-/// Writes the folder of a run with 400 steps; the loss of step n is `first` + 1 / (n + 1).
+/// Writes the folder of a run with 400 steps. The loss of step n is `first` + 1 / (n + 1).
 fn run(folder: &Path, name: &str, first: f64, map: &Path) -> String {
     let path = folder.join(name);
     fs::create_dir(&path).unwrap();
@@ -144,7 +146,7 @@ fn pages_open_in_a_browser() {
     fs::copy(path("sweep/report.html"), &swept).unwrap();
     let pages = [&map, &compared, &schedule, &swept].map(|page| (page.clone(), "const act = () => null;"));
     let pages = [&pages[..], &[(report.clone(), include_str!("act.js"))]].concat();
-    // Three pages at a time: a browser takes a second, but does not use a core all the time.
+    // Three pages are opened at a time. A browser takes a second for a page, but does not use a core all the time.
     for window in WINDOWS {
         for some in pages.chunks(3) {
             std::thread::scope(|scope| {
@@ -164,11 +166,12 @@ fn pages_open_in_a_browser() {
 /// Checks the report of `act.js`.
 fn read_and_zoomed(told: &Value) {
     assert_eq!(told["runs"], json!(["first", "second"]));
-    // Two runs: smoothed curves also show the raw values, steady ones do not; lists have a curve per element.
+    // The page shows two runs. If a curve is smoothed, its raw values are also shown. A list has one curve per
+    // element.
     let curves = json!({ "chart-loss": 4, "chart-val_loss": 2, "chart-lr": 2, "chart-gradient_norm": 4,
         "chart-tokens_per_second": 2, "chart-load": 8 });
     assert_eq!(told["curves"], curves);
-    // The middle of steps 0 to 399 is step 200, whose loss adds 1 / 201.
+    // The middle of steps 0 to 399 is step 200, whose loss is `first` + 1 / 201.
     let tip = told["tip"].as_str().unwrap();
     assert!(["step 200", "first", "3.005", "second", "2.505"].iter().all(|word| tip.contains(word)), "{tip}");
     assert_eq!(told["crosses"], json!(6), "one in every chart");

@@ -1,4 +1,4 @@
-//! Recordings, instances and tables that tests compare with.
+//! Recordings, instances and tables with which tests compare results.
 
 use std::fs::File;
 use std::io::{self, BufReader, Read};
@@ -21,7 +21,7 @@ pub fn evidence(name: &str) -> PathBuf {
     found
 }
 
-/// Opens a file of the evidence; decompresses it if its name ends in `.gz`.
+/// Opens a file of the evidence. If the file's name ends in `.gz`, the returned reader decompresses it.
 ///
 /// # Errors
 /// Returns an error if the file cannot be opened.
@@ -31,7 +31,8 @@ pub fn open(path: &Path) -> io::Result<BufReader<Box<dyn Read>>> {
     Ok(BufReader::new(if is_compressed { Box::new(GzDecoder::new(file)) } else { Box::new(file) }))
 }
 
-/// The name of a table without its folder and extension, if the file is a table (`.csv` or `.csv.gz`).
+/// Returns the name of a table without its folder and extension, or `None` if the file is not a table (`.csv` or
+/// `.csv.gz`).
 pub fn table_name(path: &Path) -> Option<&str> {
     let name = path.file_name()?.to_str()?;
     name.strip_suffix(".gz").unwrap_or(name).strip_suffix(".csv")

@@ -1,4 +1,5 @@
-//! Generated tests: the same cases on every machine or, on request, new cases for a given time.
+//! Tests with generated cases. The cases are the same on every machine or, on request, new ones are drawn for a given
+//! time.
 
 use std::any::Any;
 use std::hash::{BuildHasher, RandomState};
@@ -10,15 +11,16 @@ use proptest::test_runner::{Config, FailurePersistence, FileFailurePersistence, 
 /// The seed of all generated cases, unless another one is set.
 pub const SEED: u64 = 20_250_716;
 
-/// The environment variable for the seconds during which each generated test draws new cases.
+/// The environment variable with the number of seconds during which each generated test draws new cases.
 const EXPLORE_VARIABLE: &str = "GAPLESS_EXPLORE";
 
-/// The environment variable for a seed in place of [`SEED`], or of the random one for exploring.
+/// The environment variable with a seed that replaces [`SEED`] or, when exploring, the random seed.
 const SEED_VARIABLE: &str = "GAPLESS_SEED";
 
-/// Declares tests with generated cases in a module `generated`, so that `cargo test generated::` runs only these.
-/// Parameters are proptest's: `x in strategy` or `x: type`. A module has one such block. `#![cases(n)]` at its top sets
-/// the number of cases of each of its tests ([`Generated::cases`]); the default is 256.
+/// Declares tests with generated cases in a module `generated`, so that `cargo test generated::` runs only these
+/// tests. Parameters are written as in proptest: `x in strategy` or `x: type`. A module may have one such block.
+/// `#![cases(n)]` at the block's top sets the number of cases of each test in it ([`Generated::cases`]); the default
+/// is 256.
 #[macro_export]
 macro_rules! generated {
     (#![cases($cases:expr)] $($(#[$meta:meta])* fn $name:ident($($parameters:tt)+) $body:block)+) => {
@@ -45,12 +47,13 @@ macro_rules! generated {
 pub struct Generated {
     /// Path of the test.
     pub name: &'static str,
-    /// Number of cases that it draws with `GAPLESS_SLOW_TESTS`; without it, a quarter of these.
+    /// Number of cases that the test draws with `GAPLESS_SLOW_TESTS`. Without this variable, the test draws a quarter
+    /// of them.
     pub cases: u32,
 }
 
 impl Generated {
-    /// Calls `draw` with one configuration after another; each call draws the cases of its configuration.
+    /// Calls `draw` with one configuration after another. Each call must draw the cases of the given configuration.
     ///
     /// # Panics
     /// Panics if a case fails, or if an environment variable is not a number.
@@ -62,7 +65,8 @@ impl Generated {
         };
         let begun = Instant::now();
         let first = asked.unwrap_or_else(drawn_seed);
-        // Known regressions come first. Then each case has a seed of its own, with which it can be drawn again.
+        // Known regressions come first. After that, each case has a seed of its own, with which the case can be drawn
+        // again.
         draw(Config { cases: 0, ..config(first, Regressions::Replayed) });
         let mut seed = first;
         let limit = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
@@ -94,20 +98,20 @@ fn config(seed: u64, regressions: Regressions) -> Config {
     Config {
         rng_seed: RngSeed::Fixed(seed),
         failure_persistence: Some(Box::new(regressions)),
-        // These limits are per failure; proptest's default would be per case.
+        // These limits are per failing case; proptest's default would be per drawn case.
         max_shrink_iters: 1024,
         max_shrink_time: 60_000,
         ..Config::default()
     }
 }
 
-/// Reads a number from the environment.
+/// Reads a number from an environment variable, or returns `None` if the variable is not set.
 fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is {text:?}, which is no number of its kind")))
 }
 
-/// A random seed, which all tests of this process share.
+/// Returns a random seed, which is the same for all tests of this process.
 fn drawn_seed() -> u64 {
     static DRAWN: OnceLock<u64> = OnceLock::new();
     // Half of the range, so that the seeds after it never wrap around.

@@ -45,8 +45,8 @@ pub use processes::mpirun;
 pub use proptest;
 pub use skipped::{few, in_turn, next_to_repository, not_checked, slow_tests_enabled};
 
-/// The imports of a file with generated tests. `proptest!` itself is left out, because it draws different cases in
-/// every run.
+/// The imports for a file with generated tests. `proptest!` itself is not included, because it draws different cases
+/// in every run.
 pub mod prelude {
     pub use proptest::prelude::{
         Just, Strategy, TestCaseError, any, prop, prop_assert, prop_assert_eq, prop_assert_ne, prop_assume, prop_oneof,

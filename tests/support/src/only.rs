@@ -1,22 +1,24 @@
-//! Test programs without the test harness, for tests that start themselves again or measure their own process.
+//! Test programs without the test harness. They are for tests that start themselves again, or that measure their own
+//! process.
 
 use std::panic::resume_unwind;
 use std::thread;
 
-/// The `main` of a program with a single test: lists it, or runs it unless the filters of `cargo test` exclude it.
+/// The `main` of a program with a single test. Lists the test, or runs it, unless the filters of `cargo test` exclude
+/// it.
 pub fn only_test(name: &str, run: impl FnOnce() + Send + 'static) {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.iter().any(|argument| argument == "--list") {
         println!("{name}: test");
     } else if is_chosen(name, &arguments) {
-        // On a thread with the test's name, as in the harness.
+        // The test runs on a thread that has its name, as in the harness.
         let test = thread::Builder::new().name(name.to_owned()).spawn(run).expect("a thread starts");
         test.join().unwrap_or_else(|panic| resume_unwind(panic));
         println!("test {name} ... ok");
     }
 }
 
-/// True if the harness's arguments select the test.
+/// True if the arguments, which are those of the harness, select the test.
 fn is_chosen(name: &str, arguments: &[String]) -> bool {
     let (mut filters, mut skips, mut is_exact) = (Vec::new(), Vec::new(), false);
     let mut rest = arguments.iter();

@@ -1,9 +1,9 @@
-//! Programs that start themselves again as the ranks of a world.
+//! Programs that start themselves again, as the ranks of a world.
 
 use std::process::Command;
 
-/// Returns an `mpirun` command for `ranks` processes on this host, whatever its number of cores and whichever user runs
-/// it. The caller adds further options, the program and its arguments.
+/// Returns an `mpirun` command for `ranks` processes on this host. It works for any number of cores and for any user.
+/// The caller adds further options, the program and the program's arguments.
 pub fn mpirun(ranks: usize) -> Command {
     let mut command = Command::new("mpirun");
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);

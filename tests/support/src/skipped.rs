@@ -1,4 +1,5 @@
-//! Reports of skipped checks, for example because a compiler, a device or files next to the repository are missing.
+//! Reports of skipped checks. A check is skipped if, for example, a compiler, a device or files next to the
+//! repository are missing.
 
 use std::collections::BTreeSet;
 use std::fmt::{Arguments, Display};
@@ -7,8 +8,8 @@ use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Reports once that the running test skipped a check: `not checked: TEST: WHY`. If tests run on the main thread, which
-/// has no test's name, TEST is the caller's source location.
+/// Reports once that the running test has skipped a check, as `not checked: TEST: WHY`. If tests run on the main
+/// thread, the test's name is unknown, and TEST is the caller's source location.
 #[track_caller]
 pub fn not_checked(why: impl Display) {
     let thread = std::thread::current();
@@ -23,7 +24,8 @@ pub(crate) fn is_slow_asked() -> bool {
     std::env::var_os("GAPLESS_SLOW_TESTS").is_some_and(|value| value != "0")
 }
 
-/// True if slow tests may run, which is the case with `GAPLESS_SLOW_TESTS`. Otherwise reports that the test is skipped.
+/// True if slow tests may run, which is the case if `GAPLESS_SLOW_TESTS` is set. If not, reports that the test is
+/// skipped.
 #[track_caller]
 pub fn slow_tests_enabled() -> bool {
     let is_asked = is_slow_asked();
@@ -33,8 +35,9 @@ pub fn slow_tests_enabled() -> bool {
     is_asked
 }
 
-/// Returns all elements with `GAPLESS_SLOW_TESTS`. Without it, returns the element at `turn` (modulo the length), and
-/// reports that. A loop that counts its turns then uses every element, but not every combination.
+/// With `GAPLESS_SLOW_TESTS`, returns all elements. Without it, returns the element at `turn` (modulo the length),
+/// and reports this. If a loop passes the number of its iteration as `turn`, it uses every element, but not every
+/// combination.
 #[track_caller]
 pub fn in_turn<T>(all: &[T], turn: usize) -> &[T] {
     if is_slow_asked() || all.len() < 2 {
@@ -44,7 +47,7 @@ pub fn in_turn<T>(all: &[T], turn: usize) -> &[T] {
     std::slice::from_ref(&all[turn % all.len()])
 }
 
-/// Returns all elements with `GAPLESS_SLOW_TESTS`. Without it, returns the first `count`, and reports that.
+/// With `GAPLESS_SLOW_TESTS`, returns all elements. Without it, returns the first `count` elements, and reports this.
 #[track_caller]
 pub fn few<T>(all: &[T], count: usize) -> &[T] {
     if is_slow_asked() || all.len() <= count {
@@ -54,7 +57,8 @@ pub fn few<T>(all: &[T], count: usize) -> &[T] {
     &all[..count]
 }
 
-/// Returns the path of a file or folder next to the repository, outside of it. If it does not exist, reports that.
+/// Returns the path of a file or folder next to the repository, outside of it. If the file or folder does not exist,
+/// reports this and returns `None`.
 #[track_caller]
 pub fn next_to_repository(path: &str) -> Option<PathBuf> {
     let found = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared").join(path);
@@ -65,15 +69,15 @@ pub fn next_to_repository(path: &str) -> Option<PathBuf> {
     Some(found)
 }
 
-/// Prints a line once, bypassing the test harness, which would capture it.
+/// Prints a line once. It bypasses the test harness, which would capture the line.
 pub(crate) fn print_uncaptured(line: Arguments<'_>) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    // Line breaks in the reason are replaced, so that this is always one line.
+    // Line breaks in the reason are replaced by spaces, so that the report is always one line.
     let words: Vec<String> = line.to_string().split_whitespace().map(str::to_owned).collect();
     let line = words.join(" ") + "\n";
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
     if said.insert(line.clone()) {
-        // If stderr is closed, there is no one to report to.
+        // If stderr is closed, the error is ignored, because the report cannot be printed anywhere.
         let _ = std::io::stderr().write_all(line.as_bytes());
     }
 }

@@ -1,5 +1,5 @@
-//! Checks which cases generated tests draw, and what they print past the harness. The program starts itself again and
-//! inspects the output.
+//! Checks which cases generated tests draw, and what these tests print past the harness. The program starts itself
+//! again and inspects the output.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 use gapless_testing::not_checked;
 use gapless_testing::prelude::*;
 
-/// The environment variable that makes the tests below act; without it they check nothing.
+/// The environment variable that activates the tests below. If it is not set, they check nothing.
 const SUBJECT: &str = "GAPLESS_TESTING_SUBJECT";
 
 fn is_asked(what: &str) -> bool {
@@ -33,7 +33,7 @@ fn lacks_something() {
     }
 }
 
-/// Runs one of the tests above in a new process.
+/// Runs one of the tests above in a new process, and returns its output.
 fn run(test: &str, asked: &str, variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", test, "--test-threads", "2"]).args((asked == "shown").then_some("--nocapture"));
@@ -44,7 +44,7 @@ fn run(test: &str, asked: &str, variables: &[(&str, &str)]) -> Output {
     command.envs(variables.iter().copied()).output().expect("this program runs")
 }
 
-/// Runs the generated test. Returns the cases that it draws, and its line about exploring.
+/// Runs the generated test. Returns the cases that the test draws, and the line that it prints about exploring.
 fn cases(variables: &[(&str, &str)]) -> (Vec<String>, String) {
     let output = run("generated::shows_its_cases", "shown", variables);
     let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));

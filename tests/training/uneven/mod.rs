@@ -1,4 +1,4 @@
-//! Models whose routers are steered to extremely uneven routing.
+//! Models whose routers are made to route extremely unevenly.
 #![allow(dead_code, reason = "not every test uses all of it")]
 
 use candle_core::{Device, Tensor};
@@ -17,21 +17,21 @@ pub const BATCH: usize = 8;
 pub const SEQUENCE: usize = 24;
 pub const STEPS: u64 = 4;
 
-/// The experts to which the tokens of a step go.
+/// The experts that the tokens of a step choose.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Pattern {
-    /// To one expert, by its bias.
+    /// All tokens choose one expert, because of its bias.
     One(usize),
-    /// To the first expert, because all scores are equal.
+    /// All scores are equal, so all tokens choose the first expert.
     Alike,
-    /// To the second half of the experts.
+    /// All tokens choose experts of the second half.
     NotTheFirstHalf,
-    /// To each expert fewer than to the one before it.
+    /// Each expert is chosen by fewer tokens than the expert before it.
     Zipf,
 }
 
 impl Pattern {
-    /// Sets all routers of this rank.
+    /// Sets the weights and biases of all routers of this rank.
     pub fn steer(self, trainer: &mut Trainer) {
         let routers: Vec<String> =
             trainer.parameter_names().filter(|name| name.contains(".gate.")).map(Into::into).collect();
@@ -44,14 +44,14 @@ impl Pattern {
         }
     }
 
-    /// Logits of a token are spread by about 1, unless all are 0.
+    /// Returns a router's weight. The logits of a token differ by about 1, unless all are 0.
     fn weight(self) -> Vec<f32> {
         let spread = if self == Self::Alike { 0.0 } else { 0.3 };
         let mixed = |i: usize| (i as u32).wrapping_mul(2_654_435_761) >> 16;
         (0..EXPERTS * WIDTH).map(|i| spread * (mixed(i + 1) as f32 / 32_768.0 - 1.0)).collect()
     }
 
-    /// Large compared with scores, which are between 0 and 1.
+    /// Returns a router's bias, which is large compared with scores between 0 and 1.
     fn bias(self) -> Vec<f32> {
         let bias = |expert: usize| match self {
             Self::One(chosen) => f32::from(u8::from(expert == chosen)) * 10.0,
@@ -62,7 +62,7 @@ impl Pattern {
         (0..EXPERTS).map(bias).collect()
     }
 
-    /// Checks that the loads, the number of tokens that chose each expert, follow the pattern.
+    /// Checks that the loads follow the pattern. The load of an expert is the number of tokens that chose it.
     pub fn check(self, load: &[f32], what: &str) {
         let all: f32 = load.iter().sum();
         let fits = match self {

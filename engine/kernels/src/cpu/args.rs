@@ -1,4 +1,4 @@
-//! The arguments of a CPU kernel: typed slices of the arena, never an address.
+//! The arguments of a CPU kernel: typed slices of the arena instead of addresses.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -18,17 +18,17 @@ use crate::spec::{MAX_BYTES, Spec};
 pub struct Address {
     /// Byte offset of the layout's first element.
     pub offset: u64,
-    /// Shape and strides; the start is already part of `offset`.
+    /// The tensor's shape and strides; the layout's start offset is already included in `offset`.
     pub layout: Layout,
     /// Element type.
     pub dtype: DType,
-    /// Elements from the layout's first to its last.
+    /// Number of elements from the layout's first to its last, including gaps.
     pub span: usize,
-    /// For an input: the output that overwrites it.
+    /// For an input that an output overwrites, the index of that output.
     pub overwritten_by: Option<usize>,
-    /// For a dynamic buffer, whose place and rows are only known while the program runs.
+    /// For a dynamic buffer, the request that determines its place and rows while the program runs.
     pub dynamic: Option<DynamicAddress>,
-    /// For a bf16 operand of a kernel that only supports f32: the f32 copy that the kernel works on.
+    /// For a bf16 operand of a kernel that only supports f32, the f32 copy that the kernel uses instead.
     pub widened: Option<Box<Widened>>,
 }
 
@@ -43,13 +43,13 @@ pub struct Widened {
     pub distinct: Layout,
 }
 
-/// The range of bytes in its storage that a layout covers, from the first element to the last. Every tensor that gets
-/// an address has passed this check, so whether it lies in its buffer is a single comparison.
+/// Returns the range of bytes, within its storage, that a layout covers from the first element to the last. Every
+/// tensor with an address has passed this check, so one comparison tells whether it lies in its buffer.
 ///
-/// Returns `None` if no tensor can have this layout:
-/// - its elements are not whole bytes
-/// - its numbers of strides and dimensions differ
-/// - its elements or their reach exceed the address space
+/// Returns `None` if no tensor can have this layout, because
+/// - its elements are not whole bytes,
+/// - it has another number of strides than of dimensions, or
+/// - its elements or their offsets exceed the address space.
 pub fn byte_range(layout: &Layout, dtype: DType) -> Option<Range<u64>> {
     let (dims, strides) = (layout.dims(), layout.stride());
     Spec { shape: layout.shape().clone(), dtype }.checked_bytes().filter(|_| dims.len() == strides.len())?;
@@ -65,13 +65,13 @@ pub fn byte_range(layout: &Layout, dtype: DType) -> Option<Range<u64>> {
     Some(in_bytes(first)?..in_bytes(end).filter(|&end| end <= MAX_BYTES)?)
 }
 
-/// Elements from the layout's first to its last. The layout must have a [`byte_range`].
+/// Returns the number of elements from the layout's first to its last. The layout must have a [`byte_range`].
 pub fn span(layout: &Layout) -> usize {
     let reach = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| dim.saturating_sub(1) * stride);
     if layout.dims().contains(&0) { 0 } else { 1 + reach.sum::<usize>() }
 }
 
-/// A dynamic buffer's request for a place.
+/// The request that places a dynamic buffer.
 #[derive(Debug, Clone, Copy)]
 pub struct DynamicAddress {
     /// Index of the request.
@@ -80,10 +80,10 @@ pub struct DynamicAddress {
     pub row: usize,
 }
 
-/// The places and row counts of the dynamic buffers so far.
+/// The places and row counts of the dynamic buffers that were placed so far in this run.
 #[derive(Debug, Clone, Copy)]
 pub struct Places<'a> {
-    /// Byte offset of every request.
+    /// Byte offset of every request's buffer.
     pub offsets: &'a [u64],
     /// The row count for which each request was placed; 0 if it was not placed in this run.
     pub rows: &'a [usize],
@@ -105,14 +105,16 @@ impl Places<'_> {
         }
     }
 
-    /// Returns a tensor's first byte and its element count.
+    /// Returns the address of a tensor's first byte, and its element count.
     ///
     /// # Safety
-    /// A planned tensor must lie in the arena at `base`; a dynamic buffer must lie there or outside, as its place says.
+    /// A planned tensor must lie in the arena at `base`. A dynamic buffer must lie in the arena or outside of it, at
+    /// its recorded place.
     pub unsafe fn locate(&self, base: *mut u8, address: &Address) -> (*mut u8, usize) {
         let (offset, span) = self.find(address);
         let outside = self.outside.filter(|_| address.dynamic.is_some()).and_then(|outside| outside.find(offset));
-        // In bounds by this function's contract, unless the tensor has no rows.
+        // By this function's contract, the address is in bounds. If the tensor has no rows, the address is not
+        // dereferenced.
         (outside.unwrap_or_else(|| base.wrapping_add(offset as usize)), span)
     }
 }
@@ -128,7 +130,7 @@ pub struct Args<'a> {
     accumulate: u64,
     stream: Stream,
     taken: Cell<u64>,
-    /// Bit i: the kernel rounds output i itself.
+    /// Bit i is set if the kernel rounds output i itself.
     rounded: u64,
     arena: PhantomData<&'a mut [u8]>,
 }
@@ -136,7 +138,7 @@ pub struct Args<'a> {
 /// The bit of [`Args::taken`] that stands for the workspace.
 const WORKSPACE: usize = 63;
 
-/// The most outputs that an operation may have: each has a bit in [`Args`], and the workspace has one.
+/// The maximum number of outputs of an operation: each has a bit in [`Args`], and one bit is for the workspace.
 pub const MAX_OUTPUTS: usize = WORKSPACE;
 
 /// An element type that kernels read and write in the arena.
@@ -146,11 +148,11 @@ pub trait Element: Copy + Send + Sync + private::Sealed + 'static {
 
     /// Returns the elements as bytes.
     fn bytes(data: &[Self]) -> &[u8] {
-        // SAFETY: the types are numbers without padding, so all of their bytes are initialized.
+        // SAFETY: the types have no padding, so all of their bytes are initialized.
         unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), size_of_val(data)) }
     }
 
-    /// Returns the bytes as elements if they are aligned and form whole elements.
+    /// Returns the bytes as elements, or `None` if they are not aligned or do not form whole elements.
     fn elements(bytes: &[u8]) -> Option<&[Self]> {
         // SAFETY: every bit pattern is a valid value of these types.
         let (before, elements, behind) = unsafe { bytes.align_to() };
@@ -189,10 +191,11 @@ impl Element for u32 {
 
 impl<'a> Args<'a> {
     /// # Safety
-    /// - `base` must point to an arena that outlives `'a` and that is not accessed by others meanwhile.
-    /// - Every operand and every piece of the workspace must lie inside the arena, aligned to its type and to 64 bytes.
-    /// - Outputs and pieces must be disjoint from each other and from all inputs, except for an input that an output
-    ///   overwrites, which must have the same offset.
+    /// - `base` must point to an arena that outlives `'a`. During `'a`, no other code may access it.
+    /// - Every operand and every piece of the workspace must lie inside the arena, aligned to its type and to 64
+    ///   bytes.
+    /// - Outputs and pieces must be disjoint from each other and from all inputs, with one exception: an input that
+    ///   an output overwrites must have the output's offset.
     /// - Outputs must be contiguous.
     /// - The last pieces must be those of [`Address::widened`], one for each.
     ///
@@ -206,7 +209,7 @@ impl<'a> Args<'a> {
         accumulate: u64,
         stream: Stream,
     ) -> Self {
-        // The pieces of f32 copies are not part of the kernel's own scratch.
+        // The last pieces hold the f32 copies, and are not part of the kernel's own scratch.
         let copies = inputs.iter().chain(outputs).filter(|operand| operand.widened.is_some()).count();
         let workspace = &workspace[..workspace.len() - copies];
         Self {
@@ -226,25 +229,25 @@ impl<'a> Args<'a> {
     /// Returns the elements of a contiguous input.
     ///
     /// # Panics
-    /// Panics on a bug in the kernel: if the type is wrong, if the input has gaps (see `Op::reads_strides`), or if an
-    /// output overwrites it (see [`Self::is_overwritten`]).
+    /// Panics on a bug in the kernel: if the type is wrong, if the input is not contiguous (see `Op::reads_strides`),
+    /// or if an output overwrites the input (see [`Self::is_overwritten`]).
     pub fn input<T: Element>(&self, index: usize) -> &'a [T] {
         let (data, layout) = self.strided(index);
         assert!(layout.is_contiguous(), "input {index} has gaps: read it with `strided`");
         data
     }
 
-    /// Returns the storage from an input's first element to its last, and the strides to read it with.
+    /// Returns an input's storage, from its first element to its last, and the layout with which to read it.
     ///
     /// # Panics
-    /// Panics like [`Self::input`], except that gaps are allowed.
+    /// Panics under the same conditions as [`Self::input`], except that the input need not be contiguous.
     pub fn strided<T: Element>(&self, index: usize) -> (&'a [T], &'a Layout) {
         let operand = &self.inputs[index];
         let (dtype, layout) = seen(operand);
         assert_eq!(dtype, T::DTYPE, "type of input {index}");
         assert!(operand.overwritten_by.is_none(), "input {index} is overwritten: read it from the output");
-        // SAFETY: by `new`'s contract, the span lies in the arena, is aligned for its type, and is disjoint from every
-        // output except one that overwrites it, which the assertion above excludes. T is plain data.
+        // SAFETY: by `new`'s contract, the span lies in the arena and is aligned for its type. It is disjoint from
+        // every output except one that overwrites it, which the assertion above excludes. T is plain data.
         let slice = unsafe {
             let (start, span) = self.locate(operand);
             std::slice::from_raw_parts(start.cast_const().cast(), span)
@@ -252,7 +255,7 @@ impl<'a> Args<'a> {
         (slice, layout)
     }
 
-    /// Returns the first byte and the element count of a tensor as the kernel sees it, that is, of its f32 copy if it
+    /// Returns the first byte and the element count of a tensor as the kernel sees it: those of its f32 copy if it
     /// has one.
     ///
     /// # Safety
@@ -273,15 +276,15 @@ impl<'a> Args<'a> {
     /// Fills the f32 copies of bf16 operands that the kernel reads or adds to.
     ///
     /// # Safety
-    /// No operand may have been handed out yet.
+    /// Must be called before any slice of an operand was returned.
     pub unsafe fn widen(&mut self) {
         let read = self.inputs.iter().filter(|input| input.overwritten_by.is_none());
         let changed = self.outputs.iter().enumerate().filter(|&(index, _)| {
             self.accumulate(index) || self.inputs.iter().any(|input| input.overwritten_by == Some(index))
         });
         for operand in read.chain(changed.map(|(_, output)| output)).filter(|operand| operand.widened.is_some()) {
-            // SAFETY: by `new`'s contract, both lie in the arena and are disjoint; by this function's, nothing has been
-            // handed out yet.
+            // SAFETY: by `new`'s contract, both lie in the arena and are disjoint. By this function's contract, no
+            // slice of an operand was returned yet.
             let (x, out) = unsafe {
                 let (from, len) = self.places.locate(self.base, operand);
                 let (to, wide) = self.locate(operand);
@@ -298,13 +301,13 @@ impl<'a> Args<'a> {
     /// Rounds the results in f32 copies to bf16, except those that the kernel has rounded itself.
     ///
     /// # Safety
-    /// No slice that was handed out may be used any more.
+    /// Slices that were returned earlier must not be used any more.
     pub unsafe fn round(self) {
         let is_left =
             |(index, operand): &(usize, &Address)| operand.widened.is_some() && self.rounded >> index & 1 == 0;
         for (_, operand) in self.outputs.iter().enumerate().filter(is_left) {
-            // SAFETY: by `new`'s contract, both lie in the arena and are disjoint; by this function's, no other slice
-            // to them is in use.
+            // SAFETY: by `new`'s contract, both lie in the arena and are disjoint. By this function's contract, no
+            // other slice of them is in use.
             unsafe {
                 let (to, len) = self.places.locate(self.base, operand);
                 let (from, wide) = self.locate(operand);
@@ -314,7 +317,7 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// True if an output overwrites this input; its values must then be read from that output.
+    /// True if an output overwrites this input. The kernel must then read the input's values from that output.
     pub fn is_overwritten(&self, index: usize) -> bool {
         self.inputs[index].overwritten_by.is_some()
     }
@@ -324,28 +327,28 @@ impl<'a> Args<'a> {
         self.inputs.len()
     }
 
-    /// Extent of every dimension of an input.
+    /// Returns the shape of an input.
     pub fn input_dims(&self, index: usize) -> &'a [usize] {
         self.inputs[index].layout.dims()
     }
 
-    /// Element type of an input as the kernel sees it.
+    /// Returns the element type of an input as the kernel sees it, which is f32 if there is an f32 copy.
     pub fn input_dtype(&self, index: usize) -> DType {
         seen(&self.inputs[index]).0
     }
 
-    /// Element type of an output as the kernel sees it.
+    /// Returns the element type of an output as the kernel sees it, which is f32 if there is an f32 copy.
     pub fn output_dtype(&self, index: usize) -> DType {
         seen(&self.outputs[index]).0
     }
 
-    /// Extent of every dimension of an output.
+    /// Returns the shape of an output.
     pub fn output_dims(&self, index: usize) -> &'a [usize] {
         self.outputs[index].layout.dims()
     }
 
-    /// Returns an output, which the kernel must write in full. It holds the old values if it overwrites an input or
-    /// accumulates, otherwise garbage.
+    /// Returns an output, every element of which the kernel must write. If the output overwrites an input or
+    /// accumulates, it holds the old values. If not, its contents are arbitrary.
     ///
     /// # Panics
     /// Panics on a bug in the kernel: if the type is wrong, or if the output was already taken.
@@ -353,8 +356,8 @@ impl<'a> Args<'a> {
         let operand = &self.outputs[index];
         assert_eq!(seen(operand).0, T::DTYPE, "type of output {index}");
         self.take(index);
-        // SAFETY: by `new`'s contract, outputs lie in the arena, are aligned, and are disjoint from each other and from
-        // the inputs; `take` hands each out once.
+        // SAFETY: by `new`'s contract, outputs lie in the arena, are aligned, and are disjoint from each other and
+        // from the inputs. `take` returns each output only once.
         unsafe {
             let (start, span) = self.locate(operand);
             std::slice::from_raw_parts_mut(start.cast(), span)
@@ -362,10 +365,10 @@ impl<'a> Args<'a> {
     }
 
     /// Returns an output in f32, like [`Self::output`]. If the output is stored in bf16, also returns the stored
-    /// tensor; the kernel must then round its results into it.
+    /// tensor. The kernel must then round its results into the stored tensor.
     ///
     /// # Panics
-    /// Panics like [`Self::output`].
+    /// Panics under the same conditions as [`Self::output`].
     pub fn output_rounded(&mut self, index: usize) -> (&'a mut [f32], Option<&'a mut [bf16]>) {
         let wide = self.output::<f32>(index);
         let operand = &self.outputs[index];
@@ -373,7 +376,7 @@ impl<'a> Args<'a> {
             return (wide, None);
         }
         self.rounded |= 1 << index;
-        // SAFETY: as in `output`; the stored tensor is disjoint from the f32 copy.
+        // SAFETY: as in `output`. The stored tensor is disjoint from the f32 copy.
         let stored = unsafe {
             let (start, len) = self.places.locate(self.base, operand);
             std::slice::from_raw_parts_mut(start.cast(), len)
@@ -381,7 +384,7 @@ impl<'a> Args<'a> {
         (wide, Some(stored))
     }
 
-    /// Returns the pieces of `Op::workspace`, full of garbage.
+    /// Returns the pieces of `Op::workspace`, whose contents are arbitrary.
     ///
     /// # Panics
     /// Panics on a bug in the kernel: if the workspace was already taken.
@@ -391,7 +394,7 @@ impl<'a> Args<'a> {
         unsafe { Scratch::new(self.base, self.workspace) }
     }
 
-    /// True if the kernel must add to the output instead of setting it. This only happens for outputs that
+    /// True if the kernel must add to the output instead of overwriting it. This is only the case for outputs that
     /// `Op::accumulates` names.
     pub fn accumulate(&self, index: usize) -> bool {
         self.accumulate >> index & 1 == 1
@@ -408,7 +411,7 @@ impl<'a> Args<'a> {
     }
 }
 
-/// Element type and layout of a tensor as a kernel sees it: of its f32 copy if it has one.
+/// Returns the element type and layout of a tensor as a kernel sees it: those of its f32 copy if it has one.
 fn seen(operand: &Address) -> (DType, &Layout) {
     match &operand.widened {
         Some(widened) => (DType::F32, &widened.layout),

@@ -1,7 +1,8 @@
-//! Conversion between bf16, as tensors are stored, and f32, as kernels compute.
+//! Conversion between bf16, in which tensors are stored, and f32, in which kernels compute.
 //!
-//! Every bf16 is an f32, so widening is exact. Rounding is to nearest, ties to even, including subnormals and
-//! infinities. GPUs and `vcvtneps2bf16` do the same, except that the latter flushes subnormals to zero.
+//! Every bf16 value is an f32 value, so widening is exact. Rounding is to nearest, ties to even, including subnormals
+//! and infinities. GPUs round in the same way. `vcvtneps2bf16` does so too, except that it flushes subnormals to
+//! zero.
 
 use candle_core::Layout;
 use half::bf16;
@@ -14,7 +15,7 @@ pub fn widened(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// Rounds to the nearest bf16. A NaN stays a NaN.
+/// Rounds to the nearest bf16, ties to even. A NaN stays a NaN.
 #[inline(always)]
 pub fn rounded(x: f32) -> bf16 {
     let bits = x.to_bits();
@@ -31,10 +32,10 @@ pub trait Float: super::Element {
     /// Converts from f32, rounding if necessary.
     fn store(x: f32) -> Self;
 
-    /// Loads `len` contiguous elements.
+    /// Loads `len` contiguous elements as f32.
     ///
     /// # Safety
-    /// `from` must be readable and `to` writable for `len` elements, and they must not overlap.
+    /// `from` must be readable and `to` writable for `len` elements, and the two ranges must not overlap.
     #[inline(always)]
     unsafe fn load_all(from: *const Self, to: *mut f32, len: usize) {
         for i in 0..len {
@@ -74,7 +75,7 @@ impl Float for bf16 {
     }
 }
 
-/// Evaluates an expression with a type alias for the float type that a tensor is stored in.
+/// Evaluates an expression with a type alias for the float type in which a tensor is stored.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! with_float {
@@ -107,7 +108,7 @@ pub(super) fn widen(x: &[bf16], out: &mut [f32]) {
     });
 }
 
-/// Widens the elements of a layout to contiguous ones.
+/// Widens the elements of a strided tensor to f32, and stores them contiguously in `out`.
 pub(super) fn widen_strided(x: &[bf16], layout: &Layout, out: &mut [f32]) {
     each_row(out, layout, |row, out| {
         let (x, step) = row_of(x, layout, row);
@@ -125,8 +126,8 @@ pub(super) fn round(x: &[f32], out: &mut [bf16]) {
     });
 }
 
-/// The layout of the f32 copy of a tensor with this layout. The copy has no gaps and holds broadcast elements once. A
-/// layout without gaps keeps its order of dimensions.
+/// Returns the layout of the f32 copy of a tensor with this layout. The copy is contiguous and contains broadcast
+/// elements once. If the tensor is contiguous in some order of dimensions, the copy has the same order.
 pub fn widened_layout(layout: &Layout) -> Layout {
     let stored: usize = distinct(layout).dims().iter().product();
     if stored == super::args::span(layout) {
@@ -143,7 +144,7 @@ pub fn widened_layout(layout: &Layout) -> Layout {
     Layout::new(layout.shape().clone(), strides, 0)
 }
 
-/// The layout with each broadcast dimension reduced to one element.
+/// Returns the layout with each broadcast dimension reduced to one element.
 pub fn distinct(layout: &Layout) -> Layout {
     let dims =
         layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| if stride == 0 { dim.min(1) } else { dim });
@@ -154,7 +155,7 @@ pub fn distinct(layout: &Layout) -> Layout {
 mod tests {
     use super::*;
 
-    /// Compares with the `half` crate: all bf16 values, and f32 values between them and halfway.
+    /// Compares with the `half` crate, for all bf16 values, and for f32 values between and halfway between them.
     #[test]
     fn rounding_is_to_the_nearest() {
         for high in 0..=u16::MAX {

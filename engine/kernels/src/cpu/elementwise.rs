@@ -1,5 +1,4 @@
-//! Loops over elements, vectorised and cut into blocks of fixed size. The blocks do not depend on the number of
-//! threads.
+//! Vectorized loops over elements, in blocks of fixed size. The blocks do not depend on the number of threads.
 
 use std::sync::LazyLock;
 
@@ -7,27 +6,29 @@ use candle_core::Layout;
 
 use super::{Args, Float, InPieces, Pieces, with_float};
 
-/// Elements per task: enough to outweigh the cost of starting it, few enough to stay in a core's cache.
+/// Number of elements per task: enough to outweigh the cost of starting a task, and few enough to stay in a core's
+/// cache.
 pub const BLOCK: usize = 16 * 1024;
 
-/// Elements of a strided input that are copied at a time to make them contiguous.
+/// Number of elements of a strided input that are copied at a time to make them contiguous.
 const TILE: usize = 1024;
 
 static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
 
-/// The widest vector instructions of this machine.
+/// Returns the widest vector instruction set of this machine.
 pub fn arch() -> pulp::Arch {
     *ARCH
 }
 
-/// Evaluates an expression compiled for the widest vector instructions of this machine. It is a macro because only a
-/// closure that is always inlined is compiled for them.
+/// Evaluates an expression, compiled for the widest vector instructions of this machine. This is a macro, because
+/// only a closure that is always inlined is compiled for these instructions.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! vectorize {
     ($body:expr) => {{
-        // Moving a capture makes the closure `FnOnce`. Others are called through a shim that need not be inlined. Its
-        // code would be compiled for the baseline instruction set, with a call of `fmaf` for each multiply-add.
+        // Moving a capture makes the closure `FnOnce`. A closure that is not `FnOnce` is called through a shim, which
+        // need not be inlined. The shim's code would be compiled for the baseline instruction set, with a call of
+        // `fmaf` for each multiply-add.
         let once = $crate::cpu::CalledOnce;
         $crate::cpu::arch().dispatch(
             #[inline(always)]
@@ -46,13 +47,13 @@ pub use vectorize;
 #[derive(Debug)]
 pub struct CalledOnce;
 
-/// Rows of `width` elements in a task.
+/// Returns the number of rows of `width` elements in a task.
 pub fn rows_per_task(width: usize) -> usize {
     (BLOCK / width.max(1)).max(1)
 }
 
-/// Calls `f` with the index of each row (along the last dimension of `layout`) and the row's elements in a contiguous
-/// output.
+/// Calls `f` for each row of a contiguous output, with the index of the row (along the last dimension of `layout`)
+/// and the row's elements.
 pub fn each_row<T: Send>(out: &mut [T], layout: &Layout, f: impl Fn(usize, &mut [T]) + Sync) {
     let width = last_extent(layout);
     let rows = rows_per_task(width);
@@ -61,7 +62,7 @@ pub fn each_row<T: Send>(out: &mut [T], layout: &Layout, f: impl Fn(usize, &mut 
     });
 }
 
-/// out = f(x), in f32 or bf16; the output may overwrite the input.
+/// Computes out = f(x), in f32 or bf16. The output may overwrite the input.
 pub fn map(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
     with_float!(args.output_dtype(0), T => map_in::<T>(args, f));
 }
@@ -78,10 +79,11 @@ fn map_in<T: Float>(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
     });
 }
 
-/// out = f(a, b), in f32 or bf16, for equal shapes or broadcast strides; the output may overwrite one of the inputs.
+/// Computes out = f(a, b), in f32 or bf16. The inputs have equal shapes or broadcast strides, and the output may
+/// overwrite one of them.
 pub fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
     with_float!(args.output_dtype(0), T => {
-        // Only these three loops are compiled for each f and type. The code around them is compiled once for each type.
+        // Only these three loops are compiled for each f and type. The code around them is compiled once per type.
         let f = |a: T, b: T| T::store(f(a.load(), b.load()));
         zip_in::<T>(
             args,
@@ -94,7 +96,7 @@ pub fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
 
 /// out = f(a, b).
 type Apart<'f, T> = dyn Fn(&mut [T], &[T], &[T]) + Sync + 'f;
-/// out = f(out, b), or out = f(a, out).
+/// A function out = f(out, b) or out = f(a, out), of the output and the other input.
 type Onto<'f, T> = dyn Fn(&mut [T], &[T]) + Sync + 'f;
 
 fn zip_in<T: Float>(args: &mut Args<'_>, apart: &Apart<'_, T>, onto_a: &Onto<'_, T>, onto_b: &Onto<'_, T>) {
@@ -107,8 +109,8 @@ fn zip_in<T: Float>(args: &mut Args<'_>, apart: &Apart<'_, T>, onto_a: &Onto<'_,
     }
 }
 
-/// Calls `f` with pieces of a contiguous output and the matching elements of each input, which are copied if they are
-/// not contiguous.
+/// Calls `f` with pieces of a contiguous output, and the elements of each input at the same indices. If an input is
+/// not contiguous, its elements are copied first.
 fn in_tiles<T: Float, const N: usize>(
     out: &mut [T],
     inputs: [(&[T], &Layout); N],
@@ -121,7 +123,7 @@ fn in_tiles<T: Float, const N: usize>(
         });
         return;
     };
-    // As many narrow rows as fit into a tile.
+    // A tile has as many narrow rows as fit.
     let rows_per_tile = (TILE / width).max(1);
     let tiles = rows_per_task(rows_per_tile * width);
     out.pieces_mut(tiles * rows_per_tile * width).enumerate().for_each(|(task, out)| {
@@ -145,7 +147,8 @@ fn in_tiles<T: Float, const N: usize>(
     });
 }
 
-/// Returns the `len` elements that the layout has from (`row`, `column`) on: in place, or copied.
+/// Returns `len` elements of a tensor from (`row`, `column`) on: a part of the tensor's storage if they are
+/// contiguous there, or else a copy.
 fn side_by_side<'t, T: Copy>(
     data: &'t [T],
     layout: &Layout,
@@ -171,12 +174,13 @@ fn side_by_side<'t, T: Copy>(
     &copy[..len]
 }
 
-/// Extent of the last dimension; 1 for scalars.
+/// Returns the extent of the last dimension, or 1 for scalars.
 pub fn last_extent(layout: &Layout) -> usize {
     layout.dims().last().copied().unwrap_or(1).max(1)
 }
 
-/// The storage from the start of row `row` (counted over all dimensions but the last), and the stride along the row.
+/// Returns the storage from the start of row `row` on, and the stride along the row. Rows are counted over all
+/// dimensions but the last.
 pub fn row_of<'d, T>(data: &'d [T], layout: &Layout, mut row: usize) -> (&'d [T], usize) {
     let (Some((_, outer)), Some((&step, strides))) = (layout.dims().split_last(), layout.stride().split_last()) else {
         return (data, 0);
@@ -195,7 +199,7 @@ mod tests {
 
     use super::*;
 
-    /// Rows that are narrower and wider than a tile, in tasks that end within rows.
+    /// Rows that are narrower and wider than a tile, in tasks that may end in the middle of a row.
     #[test]
     fn pieces_have_what_their_layouts_show() {
         for dims in [vec![], vec![1], vec![0, 3], vec![TILE], vec![3, 2 * TILE + 9], vec![5000, 7], vec![40, 3, 600]] {

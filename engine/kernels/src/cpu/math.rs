@@ -1,26 +1,28 @@
-//! Elementary functions on `f32` that vectorise.
+//! Elementary functions on `f32` that vectorize.
 //!
-//! Each function is branch-free straight-line code marked `#[inline(always)]`: a loop over it inside
-//! `pulp::Arch::dispatch` or a `#[target_feature]` function with FMA becomes vector code. The results are the same bits
-//! on every instruction set, because every multiply-add is fused (without FMA hardware, slowly, in software).
+//! Each function is branch-free straight-line code marked `#[inline(always)]`. A loop over it becomes vector code
+//! inside `pulp::Arch::dispatch`, or inside a `#[target_feature]` function with FMA. The results have the same bits
+//! on every instruction set, because every multiply-add is fused. Without FMA hardware, this is done in software and
+//! is slow.
 //!
-//! NaN passes through all of them, so that a non-finite loss is not hidden.
+//! NaN passes through all of these functions, so that a non-finite loss is not hidden.
 
-/// Adding and subtracting 1.5 × 2²³ rounds an `f32` of moderate size to the nearest integer, which then also sits in
+/// Adding and subtracting 1.5 × 2²³ rounds an `f32` of moderate size to the nearest integer. This integer is also in
 /// the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 
-/// eˣ within 1.1 ulp (2 where the result is subnormal); 0 below −104, infinity above 88.73.
+/// Returns eˣ within 1.1 ulp, or 2 ulp if the result is subnormal. The result is 0 below −104 and infinity above
+/// 88.73.
 ///
-/// x = n·ln 2 + r with |r| ≤ ln 2 / 2, eʳ by a polynomial of degree 6 fitted at Chebyshev nodes (relative error
-/// 1.0e-8).
+/// x is split into n·ln 2 + r with |r| ≤ ln 2 / 2. A polynomial of degree 6, fitted at Chebyshev nodes, approximates
+/// eʳ with a relative error of 1.0e-8.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const LN_2: f32 = std::f32::consts::LN_2;
     /// ln 2 − [`LN_2`].
     const LN_2_REST: f32 = -1.904_654_3e-9;
 
-    // Written as comparisons, because `f32::min` and `max` would replace a NaN.
+    // These are comparisons, because `f32::min` and `f32::max` would replace a NaN.
     let x = if x > 89.0 { 89.0 } else { x };
     let x = if x < -104.0 { -104.0 } else { x };
 
@@ -35,7 +37,7 @@ pub fn exp(x: f32) -> f32 {
     let q = q.mul_add(r, 0.5);
     let power = (r * r).mul_add(q, r) + 1.0;
 
-    // 2ⁿ in two factors, since n reaches 128 above and −150 below.
+    // 2ⁿ is applied as two factors, because n reaches 128 and −150.
     let n = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let half = n >> 1;
     power * power_of_two(half) * power_of_two(n.wrapping_sub(half))
@@ -47,9 +49,10 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// tanh x within 2 ulp.
+/// Returns tanh x within 2 ulp.
 ///
-/// Below 0.625 an odd polynomial (relative error 1.6e-8), since 1 − 2 / (e²ˣ + 1) cancels there; above, that formula.
+/// Above 0.625 the formula is 1 − 2 / (e²ˣ + 1). Below, this formula would cancel, so an odd polynomial with a
+/// relative error of 1.6e-8 is used.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     let magnitude = x.abs();
@@ -77,8 +80,9 @@ pub fn sigmoid(x: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// The largest error of `f` in units of the reference's last place (of the subnormal spacing at least), over
-    /// every 211th finite float, sign included, inside `range`.
+    /// Returns the largest error of `f`, and the argument where it occurs. The error is in ulps of the reference, or
+    /// in units of the subnormal spacing if that is larger. The arguments are every 211th finite float inside
+    /// `range`, of both signs.
     fn worst_ulp(range: std::ops::RangeInclusive<f32>, f: fn(f32) -> f32, reference: fn(f64) -> f64) -> (f64, f32) {
         let mut worst = (0.0, 0.0);
         for bits in (0..=u32::MAX).step_by(211) {

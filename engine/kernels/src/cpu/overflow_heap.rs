@@ -1,7 +1,8 @@
-//! Memory outside of the arena, for dynamic buffers that find no room in it until it has grown.
+//! Memory outside of the arena, for dynamic buffers that find no room in the arena. The arena grows after such a
+//! step.
 //!
-//! In: refused requests. Out: one block per request, at offsets beyond the arena's end. Never: used by a step whose
-//! buffers all find room.
+//! In: refused requests. Out: one block per request, at offsets beyond the arena's end. Never: an allocation in a
+//! step whose buffers all find room in the arena.
 
 use std::cell::UnsafeCell;
 use std::ops::Range;
@@ -13,23 +14,23 @@ struct Line([u8; 64]);
 
 const LINE: u64 = size_of::<Line>() as u64;
 
-/// The blocks of the current run.
+/// The blocks of memory outside of the arena that the current run uses.
 #[derive(Debug, Default)]
 pub struct OverflowHeap {
     blocks: Vec<Block>,
     /// The first offset beyond the arena.
     start: u64,
-    /// The highest end of all blocks of the run so far.
+    /// The highest end offset of all blocks that this run has used so far.
     end: u64,
     /// Bytes of all live blocks.
     live: u64,
-    /// True if only offsets are managed here, and the memory belongs to the user.
+    /// True if only offsets are managed here, and the caller provides memory at these offsets.
     is_elsewhere: bool,
 }
 
 #[derive(Debug)]
 struct Block {
-    /// Index of the request that it serves.
+    /// The request whose buffer this block holds.
     request: u32,
     /// Its range of offsets.
     range: Range<u64>,
@@ -38,22 +39,22 @@ struct Block {
 }
 
 impl OverflowHeap {
-    /// Creates a heap that only manages offsets; its user has memory at the same offsets.
+    /// Creates a heap that only manages offsets. The caller must provide memory at these offsets.
     pub fn elsewhere() -> Self {
         Self { is_elsewhere: true, ..Self::default() }
     }
 
-    /// Starts a run with no blocks, beyond an arena of `arena_bytes` bytes.
+    /// Starts a run without blocks. The arena has `arena_bytes` bytes, and the blocks' offsets begin after its end.
     pub fn begin(&mut self, arena_bytes: u64) {
         self.blocks.clear();
         let start = arena_bytes.next_multiple_of(LINE) + LINE;
         (self.start, self.end, self.live) = (start, start, 0);
     }
 
-    /// Allocates a block for a request at the lowest free offset and returns that offset; `None` if the system has no
-    /// memory.
+    /// Allocates a block for a request at the lowest free offset, and returns that offset. Returns `None` if the
+    /// system has no memory.
     pub fn serve(&mut self, request: u32, bytes: u64) -> Option<u64> {
-        // Even a block without rows gets an offset of its own.
+        // A block without rows also gets an offset of its own.
         let count = bytes.div_ceil(LINE).max(1);
         let mut lines = Vec::new();
         if !self.is_elsewhere {
@@ -92,7 +93,7 @@ impl OverflowHeap {
         Some(UnsafeCell::raw_get(block.lines.as_ptr()).cast())
     }
 
-    /// The range of offsets that the blocks of this run have used.
+    /// Returns the range of offsets that the blocks of this run have used.
     pub fn range(&self) -> Range<u64> {
         self.start..self.end
     }
@@ -127,7 +128,7 @@ mod tests {
             // An offset that is not a block's start is not found.
             assert!(heap.find(start).is_some() && heap.find(start + 64).is_none() && heap.find(0).is_none());
             if has_memory {
-                // SAFETY: the block is that large, and this is the only slice of it.
+                // SAFETY: the block has that many bytes, and this is its only slice.
                 unsafe { std::slice::from_raw_parts_mut(heap.find(start + 320).unwrap(), 100) }.fill(1);
             }
         }

@@ -1,8 +1,9 @@
-//! What one core's multiply-adds reach in registers alone, and how products of two bf16 factors are computed.
+//! The multiply-add rates that one core reaches in registers alone, and the choice of how products of two bf16
+//! factors are computed.
 //!
-//! `vdpbf16ps` multiplies twice as many elements as an f32 multiply-add, but some processors start it at half the rate
-//! or less: on an Intel Xeon with AVX-512-BF16 it reached 100 GFLOP/s per core, and f32 196. So both are timed once per
-//! process, some 100 µs each, and products use the faster one.
+//! `vdpbf16ps` multiplies twice as many elements as an f32 multiply-add, but some processors start it at half the
+//! rate or less. For example, an Intel Xeon with AVX-512-BF16 reached 100 GFLOP/s per core with it, and 196 with f32.
+//! So both are timed once per process, for about 100 µs each, and products use the faster one.
 
 use std::hint::black_box;
 use std::sync::OnceLock;
@@ -10,21 +11,22 @@ use std::time::Instant;
 
 use super::simd::{Level, Vector};
 
-/// The way in which products of two bf16 factors are computed. The two round differently.
+/// The method of computing products of two bf16 factors. The two methods round differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bf16Products {
-    /// Two products at a time, by `vdpbf16ps` of AVX-512.
+    /// Two products at a time, with `vdpbf16ps` of AVX-512.
     Pairs,
-    /// After conversion to f32, by fused multiply-adds.
+    /// Conversion to f32, and then fused multiply-adds.
     F32,
 }
 
-/// Names the way, `pairs` or `f32`, instead of timing both.
+/// The environment variable that selects the method, `pairs` or `f32`, instead of timing both.
 const VARIABLE: &str = "GAPLESS_BF16_PRODUCTS";
 
 impl Bf16Products {
-    /// The way that products use at [`Level::Avx512`] on this machine; other levels always use f32. It is decided once
-    /// per process: by `GAPLESS_BF16_PRODUCTS`, if it names a way that the processor has, otherwise by [`Peak::known`].
+    /// Returns the method that products use at [`Level::Avx512`] on this machine. It is determined once per process:
+    /// by `GAPLESS_BF16_PRODUCTS` if this names a method that the processor has, or else by [`Peak::known`]. Other
+    /// levels always use f32.
     pub fn chosen() -> Self {
         static CHOSEN: OnceLock<Bf16Products> = OnceLock::new();
         *CHOSEN.get_or_init(|| Self::choose(std::env::var(VARIABLE).ok().as_deref(), &Peak::known))
@@ -42,7 +44,7 @@ impl Bf16Products {
         }
     }
 
-    /// The name in reports and in `GAPLESS_BF16_PRODUCTS`.
+    /// Returns the name that reports and `GAPLESS_BF16_PRODUCTS` use.
     pub fn name(self) -> &'static str {
         match self {
             Self::Pairs => "pairs",
@@ -51,28 +53,29 @@ impl Bf16Products {
     }
 }
 
-/// FLOP/s of one core by multiply-adds on registers. A multiplication and an addition count as two.
+/// The rates of one core in FLOP/s, for multiply-adds on registers. A multiplication and an addition count as two
+/// operations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peak {
-    /// By fused multiply-adds of f32, at [`Level::best`].
+    /// The rate of fused multiply-adds of f32, at [`Level::best`].
     pub f32: f64,
-    /// By `vdpbf16ps`; `None` on processors without it.
+    /// The rate of `vdpbf16ps`; `None` if the processor does not have it.
     pub bf16_pairs: Option<f64>,
 }
 
 impl Peak {
-    /// The rates of this machine, measured on first use.
+    /// Returns the rates of this machine, which are measured on the first call.
     pub fn known() -> Self {
         static PEAK: OnceLock<Peak> = OnceLock::new();
         *PEAK.get_or_init(Self::measured)
     }
 
-    /// The rates of this machine, measured now.
+    /// Measures the rates of this machine.
     pub fn measured() -> Self {
         Self { f32: rate(loops::of(Level::best())), bf16_pairs: loops::of_pairs().map(rate) }
     }
 
-    /// The rate of products of two bf16 factors, by the way that is [chosen](Bf16Products::chosen).
+    /// Returns the rate of products of two bf16 factors, with the [chosen](Bf16Products::chosen) method.
     pub fn bf16(self) -> f64 {
         match Bf16Products::chosen() {
             Bf16Products::Pairs => self.bf16_pairs.unwrap_or(self.f32),
@@ -86,8 +89,8 @@ pub fn has_pairs() -> bool {
     loops::of_pairs().is_some()
 }
 
-/// True if the processor has the bf16 instructions of AMX, which gapless does not use (CPUID leaf 7, EDX bit 22: Intel 64
-/// and IA-32 Architectures Software Developer's Manual, volume 2A).
+/// True if the processor has the bf16 instructions of AMX, which gapless does not use. The flag is CPUID leaf 7, EDX
+/// bit 22 (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2A).
 pub fn has_amx() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
@@ -99,17 +102,17 @@ pub fn has_amx() -> bool {
 
 /// Independent accumulators: enough to hide the latency of two multiply-adds per cycle.
 const SUMS: usize = 16;
-/// Turns of one measurement, and measurements, of which the fastest counts.
+/// Iterations of one measurement, and number of measurements, of which the fastest counts.
 const TURNS: usize = 2000;
 const ROUNDS: usize = 8;
 
-/// A loop that multiplies and adds so many turns, and the operations of a turn.
+/// A loop of multiply-adds with a given number of iterations, and the floating-point operations of one iteration.
 type Loop = (unsafe fn(usize) -> f32, usize);
 
 fn rate((run, flops): Loop) -> f64 {
     let seconds = (0..ROUNDS).map(|_| {
         let begun = Instant::now();
-        // SAFETY: the loops are those of levels that this machine has.
+        // SAFETY: the loops belong to levels that this machine supports.
         black_box(unsafe { run(black_box(TURNS)) });
         begun.elapsed().as_secs_f64()
     });
@@ -120,7 +123,7 @@ fn rate((run, flops): Loop) -> f64 {
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
 unsafe fn multiply_add<V: Vector>(turns: usize) -> f32 {
-    // SAFETY: the features are those of the wrapper that this is inlined into; the array has room for every vector.
+    // SAFETY: the wrapper into which this is inlined has the features. The array has room for every vector.
     unsafe {
         let (x, y) = (V::splat(black_box(1.0)), V::splat(black_box(0.0)));
         let mut sums = [V::splat(black_box(0.0)); SUMS];
@@ -159,7 +162,7 @@ mod loops {
     level!(neon, std::arch::aarch64::float32x4_t, "neon");
     level!(portable, Lanes);
 
-    /// The loop of a level that this machine has.
+    /// Returns the loop of a level, which this machine must support.
     pub fn of(level: Level) -> Loop {
         match level {
             #[cfg(target_arch = "x86_64")]
@@ -172,7 +175,7 @@ mod loops {
         }
     }
 
-    /// The loop of pairs of bf16, if this machine has them.
+    /// Returns the loop of pairs of bf16, or `None` if this machine does not have the instruction.
     pub fn of_pairs() -> Option<Loop> {
         #[cfg(target_arch = "x86_64")]
         {

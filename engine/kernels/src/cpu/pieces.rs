@@ -1,8 +1,8 @@
-//! Slices that are cut into pieces, each of which is a task.
+//! Slices that are cut into pieces, each of which is the argument of a task.
 //!
-//! They read like rayon's parallel iterators over chunks. Rayon compiles its splitting and waiting anew for each chain
-//! of adapters and each closure. Here only the task itself is generic, and one loop, [`tasks::spread`], distributes all
-//! of them.
+//! The interface is similar to rayon's parallel iterators over chunks. Rayon compiles its code for splitting and
+//! waiting again for each chain of adapters and each closure. Here only the task itself is generic, and one loop,
+//! [`tasks::spread`], distributes the tasks of all kernels.
 
 use std::marker::PhantomData;
 
@@ -10,13 +10,13 @@ use super::tasks;
 
 /// A slice that can be cut into pieces of `size` elements; the last one may be shorter.
 pub trait InPieces<T> {
-    /// Cuts the slice into pieces to read.
+    /// Cuts the slice into pieces that tasks read.
     ///
     /// # Panics
     /// Panics if `size` is 0.
     fn pieces(&self, size: usize) -> Shared<'_, T>;
 
-    /// Cuts the slice into pieces to write.
+    /// Cuts the slice into pieces that tasks write.
     ///
     /// # Panics
     /// Panics if `size` is 0.
@@ -37,7 +37,7 @@ impl<T> InPieces<T> for [T] {
 
 /// The pieces of one slice, or of several slices in parallel.
 pub trait Pieces: Sync + Sized {
-    /// The argument of one task.
+    /// The argument that one task receives.
     type Piece;
 
     /// The number of pieces.
@@ -64,7 +64,7 @@ pub trait Pieces: Sync + Sized {
         self.for_each_in_runs(1, task);
     }
 
-    /// Like [`Self::for_each`], for small pieces: no thread takes fewer than `least` in a row.
+    /// Like [`Self::for_each`], for small pieces: a thread takes at least `least` of them in a row.
     fn for_each_in_runs(self, least: usize, task: impl Fn(Self::Piece) + Sync) {
         // SAFETY: `spread` calls the closure once with every index below the count.
         tasks::spread(self.count(), least, &|index| task(unsafe { self.piece(index) }));
@@ -90,7 +90,8 @@ impl<'a, T: Sync> Pieces for Shared<'a, T> {
     }
 }
 
-/// Optional pieces: each task gets `None` if there are none, and the other slices determine the number of tasks.
+/// Pieces of a slice that may be absent. If it is absent, each task gets `None`, and the slices it is zipped with
+/// determine the number of tasks.
 impl<P: Pieces> Pieces for Option<P> {
     type Piece = Option<P::Piece>;
 
@@ -112,7 +113,7 @@ pub struct Exclusive<'a, T> {
     slice: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: each piece is handed out once, so no element is accessed by two threads.
+// SAFETY: each piece is returned once, so no two threads access the same element.
 unsafe impl<T: Send> Sync for Exclusive<'_, T> {}
 
 impl<'a, T: Send> Pieces for Exclusive<'a, T> {
@@ -125,8 +126,8 @@ impl<'a, T: Send> Pieces for Exclusive<'a, T> {
     unsafe fn piece(&self, index: usize) -> &'a mut [T] {
         let start = index * self.size;
         assert!(start < self.len, "piece {index} of {}", self.count());
-        // SAFETY: inside the slice, which is borrowed for 'a; pieces do not overlap, and by the contract each is
-        // returned once.
+        // SAFETY: the piece lies inside the slice, which is borrowed for 'a. Pieces do not overlap, and by this
+        // function's contract each is returned once.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), self.size.min(self.len - start)) }
     }
 }
@@ -170,7 +171,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// Pieces equal the standard library's chunks, on one thread and on three.
+        /// The pieces equal the chunks of the standard library, on one thread and on three.
         #[test]
         fn pieces_are_chunks(len in 0..200_usize, shorter in 0..200_usize, size in 1..40_usize, least in 1..9_usize) {
             let read: Vec<u32> = (0..shorter as u32).collect();

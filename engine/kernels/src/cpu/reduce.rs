@@ -1,4 +1,4 @@
-//! Sums and maxima of slices in sixteen lanes: vectorisable, and the same bits on every machine.
+//! Sums and maxima of slices in sixteen lanes. The loops vectorize, and give the same bits on every machine.
 
 use super::Float;
 
@@ -47,7 +47,7 @@ pub fn sum3(a: &[f32], b: &[f32], c: &[f32], f: impl Fn(f32, f32, f32) -> f32) -
     fold(lanes, |a, b| a + b) + tail
 }
 
-/// The greatest element; −∞ for an empty slice.
+/// Returns the greatest element, or −∞ for an empty slice.
 #[inline(always)]
 pub fn max(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -61,7 +61,7 @@ pub fn max(x: &[f32]) -> f32 {
     fold(lanes, f32::max).max(tail)
 }
 
-/// The least element; ∞ for an empty slice.
+/// Returns the least element, or ∞ for an empty slice.
 #[inline(always)]
 pub fn min(x: &[f32]) -> f32 {
     let mut lanes = [f32::INFINITY; LANES];
@@ -75,7 +75,7 @@ pub fn min(x: &[f32]) -> f32 {
     fold(lanes, f32::min).min(tail)
 }
 
-/// The greatest magnitude; 0 for an empty slice.
+/// Returns the greatest magnitude, or 0 for an empty slice.
 #[inline(always)]
 pub fn max_abs(x: &[f32]) -> f32 {
     let mut lanes = [0.0f32; LANES];
@@ -89,7 +89,7 @@ pub fn max_abs(x: &[f32]) -> f32 {
     fold(lanes, f32::max).max(tail)
 }
 
-/// Folds the lanes as a tree.
+/// Combines the lanes pairwise, as a tree.
 #[inline(always)]
 fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     let mut width = LANES / 2;

@@ -1,8 +1,8 @@
-//! Scratch in pieces: the temporary memory of a kernel, as several buffers that need not be adjacent.
+//! The temporary memory of a kernel, as several pieces that need not be adjacent.
 //!
-//! An operation declares the size of each piece (`Op::workspace`), and each is a buffer of the plan. Small pieces fit
-//! between the tensors of a small step, where one large buffer would need room above all of them. In: the pieces'
-//! planned places. Out: slices and addresses. Never: a heap allocation while a kernel runs.
+//! An operation declares the size of each piece (`Op::workspace`), and each piece is a buffer of the plan. Small
+//! pieces fit between the tensors of a small step. One large buffer would need room above all tensors. In: the
+//! pieces' planned places. Out: slices and addresses. Never: a heap allocation while a kernel runs.
 
 use std::marker::PhantomData;
 
@@ -17,8 +17,8 @@ pub struct Piece {
     pub bytes: u64,
 }
 
-/// The pieces that a kernel may write to while it runs, initially full of garbage. Each begins at a multiple of 64
-/// bytes.
+/// The pieces that a kernel may write to while it runs. At first, their contents are arbitrary. Each begins at a
+/// multiple of 64 bytes.
 #[derive(Debug)]
 pub struct Scratch<'a> {
     base: *mut u8,
@@ -26,50 +26,50 @@ pub struct Scratch<'a> {
     memory: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: it is used like a `&mut [u8]`; a shared reference only gives out addresses.
+// SAFETY: a `Scratch` is used like a `&mut [u8]`. A shared reference to it only returns addresses.
 unsafe impl Send for Scratch<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Scratch<'_> {}
 
 impl<'a> Scratch<'a> {
     /// # Safety
-    /// The pieces must lie in memory at `base`, each aligned to 64 bytes and disjoint from the others. They must not be
-    /// accessed by others during `'a`.
+    /// The pieces must lie in memory at `base`, each aligned to 64 bytes and disjoint from the others. During `'a`,
+    /// no other code may access them.
     pub unsafe fn new(base: *mut u8, pieces: &'a [Piece]) -> Self {
         Self { base, pieces, memory: PhantomData }
     }
 
-    /// Takes the first of the remaining pieces.
+    /// Takes the first of the remaining pieces as a slice.
     ///
     /// # Panics
-    /// Panics on a bug in the kernel: if there are no pieces left.
+    /// Panics on a bug in the kernel: if no pieces are left.
     pub fn take<T: Element>(&mut self) -> &'a mut [T] {
         let (first, rest) = self.pieces.split_first().expect("more pieces are taken than `Op::workspace` asks for");
         self.pieces = rest;
-        // SAFETY: by `new`'s contract, the piece exists and is aligned for every `Element`, all of which are plain
-        // data. It is removed from the list, so it is handed out once.
+        // SAFETY: by `new`'s contract, the piece exists and is aligned for every `Element`, and all elements are
+        // plain data. The piece is removed from the list, so it is only returned once.
         unsafe {
             let start = self.base.add(first.offset as usize).cast();
             std::slice::from_raw_parts_mut(start, first.bytes as usize / size_of::<T>())
         }
     }
 
-    /// Finds the first piece that is too small. Returns its needed and its actual size in floats; the latter is 0 if
-    /// there is no such piece at all.
+    /// Finds the first piece that is too small, and returns its needed and its actual size in floats. The actual size
+    /// is 0 if the piece does not exist. Returns `None` if all pieces are large enough.
     pub(super) fn too_short(&self, needed_bytes: impl Iterator<Item = u64>) -> Option<(usize, usize)> {
         let floats = |bytes: u64| bytes as usize / size_of::<f32>();
         let given = self.pieces.iter().map(|piece| piece.bytes).chain(std::iter::repeat(0));
         needed_bytes.zip(given).find(|(needed, given)| given < needed).map(|(n, g)| (floats(n), floats(g)))
     }
 
-    /// The address of a piece's first byte.
+    /// Returns the address of a piece's first byte.
     fn address(&self, piece: usize) -> *mut u8 {
-        // In bounds of the memory by `new`'s contract.
+        // The address is in bounds of the memory by `new`'s contract.
         self.base.wrapping_add(self.pieces[piece].offset as usize)
     }
 }
 
-/// The pieces that suffice for each of several kernels that run one after another.
+/// Returns the sizes of pieces that suffice for each of several kernels, which run one after another.
 pub fn for_each_of(kernels: impl IntoIterator<Item = Vec<u64>>) -> Vec<u64> {
     let mut pieces: Vec<u64> = Vec::new();
     for kernel in kernels {
@@ -95,11 +95,11 @@ struct Line([f32; LINE_LEN]);
 const LINE_LEN: usize = 16;
 
 impl ScratchMemory {
-    /// Allocates pieces of the given sizes in bytes, full of NaN. They lie in reverse order with gaps between them, so
-    /// that [`Self::is_intact`] detects a kernel that writes beyond a piece.
+    /// Allocates pieces of the given sizes in bytes, filled with NaN. They lie in reverse order with gaps between
+    /// them, so that [`Self::is_intact`] detects a kernel that writes beyond a piece.
     ///
     /// # Panics
-    /// Panics like `Vec` if the pieces exceed the address space.
+    /// Panics if the pieces exceed the address space.
     pub fn new(bytes: &[u64]) -> Self {
         let mut pieces = Vec::new();
         let mut lines = 1;
@@ -115,8 +115,8 @@ impl ScratchMemory {
 
     /// Lends all pieces.
     pub fn lend(&mut self) -> Scratch<'_> {
-        // SAFETY: `new` has placed the pieces within the lines, with whole lines between them, and the lines are
-        // borrowed exclusively.
+        // SAFETY: `new` has placed the pieces within the lines, with whole lines between them. The lines are borrowed
+        // exclusively.
         unsafe { Scratch::new(self.lines.as_mut_ptr().cast(), &self.pieces) }
     }
 
@@ -127,26 +127,26 @@ impl ScratchMemory {
     }
 }
 
-/// Equal parts of scratch, such as one per thread. A piece holds one or more whole parts.
+/// Scratch that is divided into equal parts, such as one per thread. A piece holds one or more whole parts.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PartLayout {
     /// The piece that holds the first part.
     first: usize,
     count: usize,
-    /// Floats of a part: whole cache lines, so that no two threads share one.
+    /// Number of floats of a part. A part has whole cache lines, so that no two threads share one.
     len: usize,
     /// Binary logarithm of the number of parts in a piece.
     shift: u32,
 }
 
-/// Floats below which it does not pay to make pieces smaller: 32 KiB.
+/// Size in floats below which smaller pieces bring no benefit: 32 KiB.
 const ENOUGH_LEN: usize = 8 << 10;
-/// The most pieces for parts of one kind. More would cost the planner time, and a sixteenth of a kernel's need is
-/// already small.
+/// Maximum number of pieces for parts of one kind. More pieces would cost the planner time, and a sixteenth of a
+/// kernel's scratch is already small.
 const MAX_PIECES: usize = 16;
 
 impl PartLayout {
-    /// `count` parts of at least `len` floats, placed after the first `first` pieces.
+    /// Creates `count` parts of at least `len` floats. Their pieces follow the first `first` pieces of the scratch.
     pub fn new(first: usize, count: usize, len: usize) -> Self {
         let len = len.max(1).next_multiple_of(LINE_LEN);
         let by_len = (ENOUGH_LEN / len).max(1).ilog2();
@@ -154,7 +154,7 @@ impl PartLayout {
         Self { first, count, len, shift: by_len.max(by_count) }
     }
 
-    /// Parts of several kinds, with `count` parts of each length, in consecutive pieces.
+    /// Creates parts of several kinds, in consecutive pieces: `count` parts for each length.
     pub fn of_kinds<const KINDS: usize>(count: usize, lengths: [usize; KINDS]) -> [Self; KINDS] {
         let mut first = 0;
         lengths.map(|len| {
@@ -164,19 +164,19 @@ impl PartLayout {
         })
     }
 
-    /// The number of pieces up to and including the last part's.
+    /// Returns the index after the last piece of these parts.
     pub fn end(&self) -> usize {
         self.first + self.count.div_ceil(1 << self.shift)
     }
 
-    /// The size in bytes of each piece.
+    /// Returns the size in bytes of each piece.
     pub fn bytes(self) -> impl Iterator<Item = u64> {
         let per_piece = 1 << self.shift;
         let parts = (0..self.count).step_by(per_piece).map(move |part| per_piece.min(self.count - part));
         parts.map(move |parts| (parts * self.len * size_of::<f32>()) as u64)
     }
 
-    /// The address of a part's first float, in scratch with the pieces of [`Self::bytes`].
+    /// Returns the address of a part's first float, in scratch whose pieces have the sizes of [`Self::bytes`].
     pub fn start(&self, scratch: &Scratch<'_>, part: usize) -> *mut f32 {
         debug_assert!(part < self.count, "part {part} of {self:?}");
         let within = part & ((1 << self.shift) - 1);
@@ -201,8 +201,8 @@ mod tests {
             prop_assert_eq!(scratch.too_short(bytes.iter().copied()), None);
             for (kind, (parts, len)) in kinds.iter().zip(lengths).enumerate() {
                 for part in 0..count {
-                    // SAFETY: this is under test: a write beyond a piece would show in `is_intact`, one into another
-                    // part in the NaN check.
+                    // SAFETY: this is what the test checks. A write beyond a piece would show in `is_intact`, and a
+                    // write into another part in the NaN check.
                     let part = unsafe { std::slice::from_raw_parts_mut(parts.start(&scratch, part), len) };
                     prop_assert!(part.as_ptr().addr().is_multiple_of(64));
                     prop_assert!(part.iter().all(|x| x.is_nan()), "nobody else has written here");
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "capacity overflow")]
     fn pieces_beyond_the_address_space_are_refused() {
-        // Counted in cache lines, these are 2^64 together.
+        // In cache lines, these sizes add up to 2^64.
         ScratchMemory::new(&[u64::MAX; 64]);
     }
 

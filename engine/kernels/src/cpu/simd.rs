@@ -1,7 +1,8 @@
-//! Vectors of `f32` for the kernels that are written once and compiled for each instruction set.
+//! Vectors of `f32` for kernels that are written once and compiled for each instruction set.
 //!
-//! A kernel is an `#[inline(always)]` function over `Vector`, wrapped for each [`Level`] in a function that has the
-//! level's `#[target_feature]`s. The methods are unsafe because calling them without those features is undefined.
+//! A kernel is an `#[inline(always)]` function that is generic over `Vector`. For each [`Level`], a function with the
+//! level's `#[target_feature]`s calls it. The methods of `Vector` are unsafe, because calling them without these
+//! features is undefined behavior.
 
 #[cfg(target_arch = "aarch64")]
 use std::arch::aarch64::*;
@@ -13,11 +14,11 @@ use half::bf16;
 
 use super::bf16::rounded;
 
-/// An instruction set that kernels are compiled for. All levels compute the same bits, with one exception:
-/// [`Level::Avx512`] may multiply two bf16 factors [in pairs](super::peak::Bf16Products).
+/// An instruction set that kernels are compiled for. Results have the same bits on all levels, with one exception:
+/// [`Level::Avx512`] may multiply bf16 factors [in pairs](super::peak::Bf16Products).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
-    /// Arrays of eight floats, vectorised by the compiler as well as the target allows.
+    /// Arrays of eight floats, which the compiler vectorizes as far as the target allows.
     Portable,
     /// NEON, which every 64-bit Arm has: four lanes.
     Neon,
@@ -45,14 +46,15 @@ impl Level {
         }
     }
 
-    /// The best level of this machine. Detected once.
+    /// Returns the best level that this machine supports. Detected once.
     pub fn best() -> Self {
         static BEST: OnceLock<Level> = OnceLock::new();
         *BEST.get_or_init(|| Self::ALL.into_iter().rfind(|level| level.is_available()).unwrap_or(Self::Portable))
     }
 }
 
-/// Prefetches the cache line at an address that will be read soon. Any address is allowed; it is never dereferenced.
+/// Prefetches the cache line at an address that will be read soon. Any address is allowed, because it is not
+/// dereferenced.
 #[inline(always)]
 pub(super) fn prefetch(at: *const f32) {
     #[cfg(target_arch = "x86_64")]
@@ -64,8 +66,8 @@ pub(super) fn prefetch(at: *const f32) {
     let _ = at;
 }
 
-/// Like [`prefetch`], for an address that is read after many others: the line is loaded only into the second-level
-/// cache.
+/// Like [`prefetch`], for an address that is only read after many others. Loads the cache line into the second-level
+/// cache only.
 #[inline(always)]
 pub(super) fn prefetch_far(at: *const f32) {
     #[cfg(target_arch = "x86_64")]
@@ -80,21 +82,24 @@ pub(super) fn prefetch_far(at: *const f32) {
 /// A register of `f32` lanes.
 ///
 /// # Safety
-/// Every method requires the features of the implementing type's level, and `load` and `store` require
-/// [`Vector::LANES`] floats at the pointer, which need not be aligned.
+/// Every method requires the features of the implementing type's level. `load` and `store` require [`Vector::LANES`]
+/// floats at the pointer, which need not be aligned.
 pub(super) trait Vector: Copy {
     const LANES: usize;
-    /// True if a lane of a factor holds two bf16 values adjacent along k; [`Vector::mul_add`] then adds both products.
+    /// True if a lane of a factor holds two bf16 values, adjacent along k. [`Vector::mul_add`] then adds both
+    /// products to a sum.
     const IS_PAIRS: bool = false;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
-    /// Stores the lanes [`rounded`] to bf16. The lanes stay in a register if the compiler vectorizes the loop.
+    /// Stores the lanes rounded to bf16 (see [`rounded`]). If the compiler vectorizes the loop, the lanes stay in a
+    /// register.
     #[inline(always)]
     unsafe fn store_rounded(self, to: *mut bf16) {
         let mut lanes = [0.0; 16];
-        // SAFETY: the caller has the level's features and gives as many writable bf16; no vector has more lanes.
+        // SAFETY: the caller has the level's features, and passes room for `LANES` bf16. No vector has more lanes
+        // than the buffer.
         unsafe {
             self.store(lanes.as_mut_ptr());
             for (i, &lane) in lanes[..Self::LANES].iter().enumerate() {
@@ -103,14 +108,14 @@ pub(super) trait Vector: Copy {
         }
     }
     unsafe fn add(self, other: Self) -> Self;
-    /// `self` × `factor` + `term`, rounded once.
+    /// Returns `self` × `factor` + `term`, rounded once.
     unsafe fn mul_add(self, factor: Self, term: Self) -> Self;
-    /// Transposes the square block whose rows are `from_row` floats apart: calls `to` with each column's index and
-    /// values, in order.
+    /// Transposes a square block of floats, whose rows are `from_row` floats apart. Calls `to` with each column's
+    /// index and values, in order.
     unsafe fn transpose(from: *const f32, from_row: usize, to: impl FnMut(usize, Self));
 }
 
-/// Implements [`Vector`] by intrinsics that are called without adaptation.
+/// Implements [`Vector`] for a type whose intrinsics have the signatures of the methods.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! vector {
     (
@@ -162,7 +167,7 @@ vector!(__m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add
 #[cfg(target_arch = "aarch64")]
 vector!(float32x4_t, 4, vdupq_n_f32, vld1q_f32, vst1q_f32, vaddq_f32, mul_add_4, transpose_4);
 
-/// A register of f32 sums, or of pairs of bf16 factors.
+/// A register of f32 sums, or of pairs of bf16 factors, depending on the use.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub(super) struct Pairs(__m512);
@@ -194,7 +199,7 @@ impl Vector for Pairs {
     }
     #[inline(always)]
     unsafe fn mul_add(self, factor: Self, term: Self) -> Self {
-        // SAFETY: the caller has the level's features and `avx512bf16`; the types are registers of any bits.
+        // SAFETY: the caller has the level's features and `avx512bf16`. Each register type is valid for any bits.
         Self(unsafe {
             let [x, y] = [self.0, factor.0].map(|pairs| std::mem::transmute::<__m512, __m512bh>(pairs));
             _mm512_dpbf16_ps(term.0, x, y)
@@ -244,7 +249,7 @@ impl Vector for Lanes {
     }
 }
 
-/// [`Vector::mul_add`] of four lanes, whose intrinsic takes the term first.
+/// [`Vector::mul_add`] for four lanes. The intrinsic takes the term as its first argument.
 #[cfg(target_arch = "aarch64")]
 #[inline(always)]
 unsafe fn mul_add_4(x: float32x4_t, factor: float32x4_t, term: float32x4_t) -> float32x4_t {
@@ -252,8 +257,8 @@ unsafe fn mul_add_4(x: float32x4_t, factor: float32x4_t, term: float32x4_t) -> f
     unsafe { vfmaq_f32(term, x, factor) }
 }
 
-/// [`Vector::transpose`] for 4 × 4: first pairs the even and the odd columns of two rows each, then combines the pairs
-/// of all four.
+/// [`Vector::transpose`] for 4 × 4. First pairs the even and the odd columns of two rows each, and then combines the
+/// pairs of all four rows.
 #[cfg(target_arch = "aarch64")]
 #[inline(always)]
 unsafe fn transpose_4(from: *const f32, from_row: usize, mut to: impl FnMut(usize, float32x4_t)) {
@@ -270,8 +275,8 @@ unsafe fn transpose_4(from: *const f32, from_row: usize, mut to: impl FnMut(usiz
     }
 }
 
-/// [`Vector::transpose`] for 8 × 8, four columns at a time: each load puts halves of two rows side by side, then
-/// neighbours are interleaved, then pairs.
+/// [`Vector::transpose`] for 8 × 8, four columns at a time. Each load puts halves of two rows next to each other.
+/// Then single floats are interleaved, and then pairs of floats.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn transpose_8(from: *const f32, from_row: usize, mut to: impl FnMut(usize, __m256)) {
@@ -294,8 +299,8 @@ unsafe fn transpose_8(from: *const f32, from_row: usize, mut to: impl FnMut(usiz
     }
 }
 
-/// [`Vector::transpose`] for 16 × 16: like the one for 8 × 8, but with quarters of four rows side by side. Masked loads
-/// put them there, which costs no shuffles.
+/// [`Vector::transpose`] for 16 × 16. It works like the one for 8 × 8, with quarters of four rows next to each other.
+/// Masked loads put the quarters there, which needs no shuffles.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn transpose_16(from: *const f32, from_row: usize, mut to: impl FnMut(usize, __m512)) {

@@ -2,16 +2,16 @@
 
 use rayon::prelude::*;
 
-/// Runs `task` for every index below `tasks`, on all threads, without allocating; a thread takes one at a time.
+/// Runs `task` for every index below `tasks`, on all threads, without allocating. A thread takes one index at a time.
 ///
-/// A task must not wait for others (by `rayon::join`, say): its thread would start another task meanwhile, which would
-/// use the scratch of the same [`slot`].
+/// A task must not wait for other tasks, for example by `rayon::join`. While it waits, its thread would start another
+/// task, which would use the scratch of the same [`slot`].
 pub(super) fn for_each(tasks: usize, task: &(dyn Fn(usize) + Sync)) {
     in_runs(tasks, 1, 1, task);
 }
 
-/// Like [`for_each`], for tasks of similar cost: a thread takes a run of at least `least` tasks, which idle threads may
-/// split.
+/// Like [`for_each`], for tasks of similar cost. A thread takes at least `least` consecutive tasks at a time. Idle
+/// threads may take over a part of a longer run.
 pub(super) fn spread(tasks: usize, least: usize, task: &(dyn Fn(usize) + Sync)) {
     in_runs(tasks, least, usize::MAX, task);
 }
@@ -24,7 +24,7 @@ fn in_runs(tasks: usize, least: usize, most: usize, task: &(dyn Fn(usize) + Sync
     }
 }
 
-/// Index of the current thread's part of the scratch, below `rayon::current_num_threads()`.
+/// Returns the index of the current thread's part of the scratch, below `rayon::current_num_threads()`.
 pub(super) fn slot() -> usize {
     rayon::current_thread_index().unwrap_or(0)
 }

@@ -1,22 +1,23 @@
 //! The ways in which an operation can be fused with others into one kernel.
 
-/// The part that an operation contributes to a fused kernel.
+/// The part that an operation can contribute to a fused kernel.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Fusible {
-    /// An elementwise operation: each element of its outputs depends on the inputs' elements at the same index. An
-    /// operation with more than ten inputs or constants is not fused.
+    /// An elementwise operation: each element of an output depends on the inputs' elements at the same index. If the
+    /// operation has more than ten inputs or constants, it is not fused.
     Each {
-        /// One C expression in f32 per output. `$0` is the element of input 0, `%0` is constant 0, and `i` is the
-        /// element's index. An operation whose expressions name inputs or constants that do not exist is not fused.
+        /// One C expression in f32 per output. In it, `$0` is the element of input 0, `%0` is constant 0, and `i` is
+        /// the element's index. If an expression names an input or constant that does not exist, the operation is not
+        /// fused.
         outputs: Vec<String>,
         /// The values of `%0`, `%1`, ….
         constants: Vec<Constant>,
     },
-    /// One matrix product with one contiguous output. Elementwise operations on the output can be applied before it is
-    /// stored.
+    /// One matrix product with one contiguous output. Elementwise operations can be applied to the output before it
+    /// is stored.
     Product,
-    /// Normalization of input 0 along rows, with weight (input 1) and, if centered, bias (input 2). The rows'
-    /// statistics are a second output.
+    /// Normalization of input 0 along rows. Input 1 is the weight and, if centered, input 2 is the bias. The second
+    /// output holds the rows' statistics.
     Norm {
         /// True for layer normalization, false for RMS normalization.
         is_centred: bool,
@@ -28,18 +29,18 @@ pub enum Fusible {
         /// True for layer normalization, false for RMS normalization.
         is_centred: bool,
     },
-    /// The gradient of an embedding table from (ids, dy), which can be added to a tensor in place.
+    /// The gradient of an embedding table, from (ids, dy). Can be added in place to another tensor.
     EmbeddingGrad {
-        /// The id whose row has no gradient.
+        /// The id of padding, whose row gets no gradient; `None` if there is no padding.
         padding: Option<u32>,
     },
-    /// The gradients of a normalization's weight and bias, from (x, statistics, dy), computed in the same pass over the
-    /// rows as the input gradient.
+    /// The gradients of a normalization's weight and bias, from (x, statistics, dy). They can be computed in the same
+    /// pass over the rows as the input gradient.
     NormGradWeight,
 }
 
 impl Fusible {
-    /// True unless an expression refers to an input or constant that does not exist.
+    /// True if all expressions only refer to inputs and constants that exist.
     pub fn is_well_formed(&self, inputs: usize) -> bool {
         let Self::Each { outputs, constants } = self else { return true };
         let names = |expression: &String, mark: char, count: usize| {
@@ -50,7 +51,7 @@ impl Fusible {
         outputs.iter().all(|output| names(output, '$', inputs) && names(output, '%', constants.len()))
     }
 
-    /// An elementwise operation with one output and no constants.
+    /// Creates an elementwise operation with one output and no constants.
     pub fn each(expression: impl Into<String>) -> Self {
         Self::Each { outputs: vec![expression.into()], constants: Vec::new() }
     }
@@ -63,6 +64,6 @@ pub enum Constant {
     Number(f32),
     /// A `u64`.
     Bits(u64),
-    /// A sequence of random numbers, identified by its place in the model. The kernel constructs a `Numbers` from it.
+    /// A sequence of random numbers, identified by a place in the model. The kernel constructs a `Numbers` from it.
     Place(u64),
 }

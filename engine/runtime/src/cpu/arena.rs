@@ -1,4 +1,5 @@
-//! The arena on the CPU: one f32 storage of candle, so that planned ranges are candle tensors without a copy.
+//! The arena on the CPU: one candle storage of f32, so that a planned range can be viewed as a candle tensor without
+//! a copy.
 
 use std::cell::RefCell;
 
@@ -7,14 +8,15 @@ use gapless_compile::internal::ALIGNMENT;
 
 use crate::error::{Error, Result};
 
-/// Memory that is reserved once; nothing is allocated afterwards.
+/// Memory that is reserved once. Nothing is allocated while programs run.
 #[derive(Debug)]
 pub(crate) struct Arena {
     storage: Tensor,
-    /// A one-element view of the storage. For an in-place operation, candle hands over the *whole* storage under its
-    /// write lock. On a one-element view it does no work on the layout, and so allocates nothing.
+    /// A one-element view of the storage. For an in-place operation, candle passes the *whole* storage under its
+    /// write lock. A one-element view keeps candle from computing with a large layout, so the operation does not
+    /// allocate.
     handle: Tensor,
-    /// Elements of the storage before the first aligned one.
+    /// Number of elements of the storage before the first aligned one, which is byte 0 of the arena.
     pad: usize,
     /// Total elements of the storage.
     elements: usize,
@@ -25,7 +27,8 @@ impl Arena {
     /// Reserves `bytes`. The system provides the pages when they are first touched.
     pub(crate) fn new(bytes: u64) -> Result<Self> {
         let elements = bytes.div_ceil(4) as usize + ALIGNMENT as usize / 4;
-        // A trial reservation returns an error where candle's allocation would abort the process.
+        // A trial reservation can return an error. If memory is short, candle's own allocation would abort the
+        // process.
         let mut trial: Vec<f32> = Vec::new();
         trial.try_reserve_exact(elements).map_err(|_| Error::Reserve { bytes })?;
         drop(trial);
@@ -47,7 +50,7 @@ impl Arena {
         Ok(range.reshape(shape.clone())?)
     }
 
-    /// Calls `f` with the address of byte 0 while holding candle's write lock. Allocates nothing.
+    /// Calls `f` with the address of the arena's byte 0 while holding candle's write lock. Allocates nothing.
     pub(crate) fn exclusive<R>(&self, f: impl FnOnce(*mut u8) -> R) -> Result<R> {
         let op =
             Exclusive { f: RefCell::new(Some(f)), result: RefCell::new(None), pad: self.pad, elements: self.elements };

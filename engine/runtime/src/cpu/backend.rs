@@ -1,4 +1,5 @@
-//! The CPU backend: runs instruction after instruction at planned addresses, without an allocation or a lookup by name.
+//! The CPU backend: runs one instruction after another at planned addresses, without allocating and without looking
+//! up names.
 
 use std::path::Path;
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
@@ -25,7 +26,8 @@ const KERNELS: [DType; 5] = [DType::F32, DType::BF16, DType::F64, DType::U32, DT
 /// An arena on the CPU, and the threads that compute in it.
 #[derive(Debug)]
 pub struct CpuBackend {
-    /// Locked only by the current run. Dropped first, because transfers in progress access the arena.
+    /// Transfers between ranks. Locked only by the current run. Dropped first, because transfers in progress access
+    /// the arena.
     transfers: Mutex<Transfers>,
     arena: Arena,
     /// The dynamic buffers. Locked only by the current run.
@@ -33,11 +35,11 @@ pub struct CpuBackend {
     workers: Workers,
     /// The file for offloaded activations. Locked only by the current run.
     file: Mutex<Option<OffloadFile>>,
-    /// The time of the last run by activity. Locked only by the current run.
+    /// The time that the last run spent on each activity. Locked only by the current run.
     times: Mutex<Times>,
 }
 
-/// Logs how products of bf16 are computed on this CPU, with the measured rates of both ways.
+/// Logs how this CPU computes products of bf16, and the measured rates of the two methods.
 fn describe_bf16() {
     if !has_pairs() {
         tracing::warn!(
@@ -57,18 +59,19 @@ fn describe_bf16() {
 }
 
 impl Session<CpuBackend> {
-    /// Reserves the arena and fills the persistent tensors. Programs that were lowered for several ranks can run only
-    /// after [`connect`](Self::connect).
+    /// Reserves the arena and fills the persistent tensors with their initial values. Programs that were lowered for
+    /// several ranks can run only after [`connect`](Self::connect).
     ///
     /// # Errors
     /// - [`Error::NoKernels`] if a tensor has an element type without CPU kernels, such as f16
-    /// - [`Error::OtherTarget`] if the executable was lowered for a GPU and writes tensors with gaps
-    /// - [`Error::DoesNotFit`], before any byte is touched, if the machine has too little memory available
+    /// - [`Error::OtherTarget`] if the executable was lowered for a GPU and writes tensors that are not contiguous
+    /// - [`Error::DoesNotFit`] if the machine has too little memory available; the arena is then not reserved
     pub fn on_cpu(executable: Executable, workers: Workers, seed: u64) -> Result<Self> {
         if let Some(dtype) = executable.dtypes().find(|dtype| !KERNELS.contains(dtype)) {
             return Err(Error::NoKernels { dtype });
         }
-        // CPU kernels are given outputs as contiguous slices; the gaps of an output could belong to another one.
+        // CPU kernels are given outputs as contiguous slices. If an output had gaps, its slice could contain bytes of
+        // other tensors.
         let mut instructions = executable.programs().iter().flat_map(|program| &program.instructions);
         if let Some(other) =
             instructions.find(|other| other.outputs.iter().any(|output| !output.layout.is_contiguous()))
@@ -155,12 +158,12 @@ impl Backend for CpuBackend {
     fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()> {
         self.arena.exclusive(|base| {
             let bytes = |address: &&Address| {
-                // SAFETY: a checked plan puts every address inside the arena; `exclusive` holds the lock, and `show`
-                // cannot keep the slice beyond its call.
+                // SAFETY: a checked plan puts every address inside the arena. `exclusive` holds the lock, and `show`
+                // cannot keep the slice after the call.
                 unsafe { std::slice::from_raw_parts(base.add(address.offset as usize).cast_const(), len(address)) }
             };
             match addresses {
-                // A single address takes no allocation.
+                // The usual case of one address does not allocate.
                 &[one] => show(&[bytes(&one)]),
                 all => show(&all.iter().map(bytes).collect::<Vec<_>>()),
             }
@@ -170,8 +173,8 @@ impl Backend for CpuBackend {
     fn modify(&mut self, address: &Address, change: &mut dyn FnMut(&mut [u8])) -> Result<()> {
         debug_assert!(address.layout.is_contiguous());
         self.arena.exclusive(|base| {
-            // SAFETY: a checked plan puts every address inside the arena; `exclusive` holds the lock; every bit pattern
-            // is a valid element.
+            // SAFETY: a checked plan puts every address inside the arena. `exclusive` holds the lock, and every bit
+            // pattern is a valid element.
             change(unsafe { std::slice::from_raw_parts_mut(base.add(address.offset as usize), len(address)) })
         })
     }
@@ -216,8 +219,8 @@ impl Backend for CpuBackend {
         routed.grow(executable, factor, limit, |bytes| {
             let arena = arena_of(bytes)?;
             self.arena.exclusive(|from| {
-                // SAFETY: both arenas begin with the static plan, are locked by `exclusive`, and are separate
-                // allocations.
+                // SAFETY: both arenas begin with the static plan. Both are locked by `exclusive`, and they are
+                // separate allocations.
                 arena.exclusive(|to| unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, planned) })
             })??;
             self.arena = arena;
@@ -226,8 +229,8 @@ impl Backend for CpuBackend {
     }
 }
 
-/// Reserves an arena in large pages where the system supports them. They need far fewer address translations, so
-/// weights that are read once per token are read faster.
+/// Reserves an arena in large pages, if the system supports them. Large pages need fewer address translations, which
+/// speeds up reading weights that are read once per token.
 fn arena_of(bytes: u64) -> Result<Arena> {
     let arena = Arena::new(bytes)?;
     #[cfg(target_os = "linux")]
@@ -236,8 +239,8 @@ fn arena_of(bytes: u64) -> Result<Arena> {
         let first = base.addr().next_multiple_of(page) - base.addr();
         let whole = (bytes as usize).saturating_sub(first) / page * page;
         if whole > 0 {
-            // SAFETY: whole pages inside the arena. The advice does not change their contents, and the system may
-            // ignore it.
+            // SAFETY: these are whole pages inside the arena. The advice does not change their contents, and the
+            // system may ignore the advice.
             unsafe { libc::madvise(base.add(first).cast(), whole, libc::MADV_HUGEPAGE) };
         }
     })?;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// An unnamed temporary file: it disappears with the process, however that ends.
+/// An unnamed temporary file. The operating system deletes it when the process ends, even if the process is killed.
 #[derive(Debug)]
 pub(super) struct OffloadFile(File);
 
@@ -14,7 +14,7 @@ impl OffloadFile {
     /// Creates a file of `bytes` bytes.
     ///
     /// # Errors
-    /// Returns an error if it cannot be created in `folder`.
+    /// Returns an error if the file cannot be created in `folder`.
     pub fn new(folder: &Path, bytes: u64) -> Result<Self> {
         let file = tempfile::tempfile_in(folder).and_then(|file| file.set_len(bytes).map(|()| file));
         let what = || format!("cannot create a file of {bytes} bytes in {}", folder.display());

@@ -1,7 +1,8 @@
 //! Runs the instructions of a program, one after another.
 //!
 //! In: a compiled program, and the resources it uses: the arena, the communicators, the dynamic buffers, the offload
-//! file. Never: a decision. All were made at compile time, except for the places and the eviction of dynamic buffers.
+//! file. Never: a decision other than where dynamic buffers are placed and whether they are evicted. All others were
+//! made at compile time.
 
 use std::io;
 use std::ops::Range;
@@ -27,9 +28,9 @@ pub(super) struct RunContext<'o> {
     pub times: &'o mut Times,
 }
 
-/// Runs every instruction. With `watch`, returns the index of the first instruction whose output is not finite; the run
-/// still goes on to the end, because other ranks wait for its messages. On failure, returns the index of the failed
-/// instruction and the reason.
+/// Runs every instruction. With `watch`, returns the index of the first instruction whose output is not finite, or
+/// `None` if all outputs are finite. The run continues after such an instruction, because other ranks wait for its
+/// messages. On failure, returns the index of the failed instruction and the reason.
 pub(super) fn run_all(
     program: &CompiledProgram,
     base: ArenaBase,
@@ -79,7 +80,7 @@ struct Run<'r> {
 }
 
 impl Run<'_> {
-    /// Executes an instruction, except for the decisions that depend on it ([`Self::apply_vote_and_count`]).
+    /// Executes an instruction, without the votes and row counts that [`Self::settle`] handles.
     fn execute(&mut self, instruction: &Instruction) -> Result<(), Failure> {
         let &mut Self { program, base, options, .. } = self;
         let RunContext { transfers, routed, file, .. } = &mut self.context;
@@ -89,7 +90,7 @@ impl Run<'_> {
             InstrKind::Compute(op) => {
                 let stream = Stream::new(options.seed, options.step, part);
                 // SAFETY: the addresses come from a plan that has passed the checker, and the arena is held
-                // exclusively. The plan keeps the memory of messages in progress alive until their wait.
+                // exclusively. The plan reuses no memory of a message in progress before the message's wait.
                 let mut args = unsafe {
                     Args::new(
                         base.0,
@@ -101,7 +102,8 @@ impl Run<'_> {
                         stream,
                     )
                 };
-                // SAFETY: called before and after the kernel, which keeps no reference to its arguments.
+                // SAFETY: `widen` and its counterpart are called before and after the kernel, which keeps no
+                // reference to its arguments.
                 unsafe { args.widen() };
                 op.run(&mut args);
                 // SAFETY: as above.
@@ -126,7 +128,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Casts or applies a vote, and records the row count that the instruction has computed.
+    /// Casts or applies a vote if the instruction is one, and records the row count if the instruction computes one.
     fn apply_vote_and_count(&mut self, instruction: &Instruction) {
         let (base, routed) = (self.base, &mut *self.context.routed);
         match instruction.kind {
@@ -146,7 +148,7 @@ impl Run<'_> {
         }
     }
 
-    /// Overwrites the ranges that are dead after an instruction with NaN, if `options.poison` is set.
+    /// If `options.poison` is set, overwrites the ranges that are dead after an instruction with NaN.
     fn poison(&self, instruction: &Instruction) {
         if self.options.poison {
             instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), self.base, self.bytes));
@@ -154,21 +156,21 @@ impl Run<'_> {
     }
 }
 
-/// The reason why a program did not run to its end.
+/// The reason why a program failed.
 #[derive(Debug)]
 pub(super) enum Failure {
     Communicator(CommunicatorError),
     Overflow(Refusal),
-    /// Rows found no room because values that are not finite were routed; the instruction is the one that produced
-    /// them.
+    /// A dynamic buffer found no room because values that are not finite were routed. The reported instruction is the
+    /// one that produced these values.
     NonFinite,
     File(io::Error),
 }
 
-/// Copies an operand to the offload file, or from it.
+/// Copies an operand to the offload file or from it, depending on the instruction.
 ///
 /// # Safety
-/// The operand must lie in the arena at `base`, and must not be accessed by others meanwhile.
+/// The operand must lie in the arena at `base`. Until this function returns, no other code may access it.
 unsafe fn copy(
     instruction: &Instruction,
     offset: u64,
@@ -209,7 +211,7 @@ unsafe fn scalar(base: ArenaBase, address: &Address) -> *mut f32 {
 /// Returns the last element of a contiguous u32 tensor.
 ///
 /// # Safety
-/// The tensor must lie in the arena at `base`, and must not be written meanwhile.
+/// The tensor must lie in the arena at `base`. Until this function returns, no other code may write it.
 unsafe fn last_u32(base: ArenaBase, address: &Address) -> u32 {
     // SAFETY: by this function's contract; a tensor has at least one element.
     unsafe { base.0.add(address.offset as usize).cast::<u32>().add(address.span - 1).read() }
@@ -224,10 +226,11 @@ fn are_finite(operands: &[Address], base: ArenaBase, places: Places<'_>) -> bool
     })
 }
 
-/// Returns the elements at an address.
+/// Returns the elements at an address as a slice.
 ///
 /// # Safety
-/// The tensor must have type `T`, lie in the arena or where `places` says, and must not be written meanwhile.
+/// The tensor must have type `T`, and lie in the arena at `base` or where `places` says. While the slice exists, no
+/// other code may write the tensor.
 unsafe fn elements<'a, T: Element>(operand: &Address, base: ArenaBase, places: Places<'_>) -> &'a [T] {
     // SAFETY: by this function's contract.
     unsafe {
@@ -236,10 +239,11 @@ unsafe fn elements<'a, T: Element>(operand: &Address, base: ArenaBase, places: P
     }
 }
 
-/// Poisons bytes that hold no live buffer, by the checked plan or because a dynamic buffer was released.
+/// Fills bytes with NaN. They must not belong to a live buffer: either the checked plan says so, or a dynamic buffer
+/// was released.
 fn fill_with_nan(range: Range<u64>, base: ArenaBase, bytes: u64) {
     debug_assert!(range.end <= bytes);
     let elements = ((range.end - range.start) / 4) as usize;
-    // SAFETY: no live buffer holds these bytes, which lie in the arena.
+    // SAFETY: these bytes lie in the arena, and belong to no live buffer.
     unsafe { std::slice::from_raw_parts_mut(base.0.add(range.start as usize).cast::<f32>(), elements) }.fill(f32::NAN);
 }

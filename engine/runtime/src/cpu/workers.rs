@@ -1,7 +1,8 @@
 //! The threads that run a step.
 //!
-//! A rayon pool, one of whose threads waits for whole steps and runs them. A step thus begins inside the pool:
-//! `ThreadPool::install` from outside would put a job into rayon's shared queue, which allocates a block now and then.
+//! They form a rayon pool. One of its threads waits for whole steps and runs them, so a step begins inside the pool.
+//! `ThreadPool::install` from outside would put a job into rayon's shared queue, which allocates a block now and
+//! then.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -48,18 +49,19 @@ impl std::fmt::Debug for State {
 /// A job whose lifetime was erased; [`Workers::run`] does not return before it is done.
 struct Job(*const (dyn Fn() + Sync));
 
-// SAFETY: the pointee is `Sync`, and `Workers::run` keeps it alive until the job is done.
+// SAFETY: the pointee is `Sync`, and `Workers::run` keeps it alive until the job has ended.
 unsafe impl Send for Job {}
 
 impl Workers {
-    /// Starts `threads` threads; with 0, as many as the machine has cores.
+    /// Starts `threads` threads. If `threads` is 0, starts as many as the machine has cores.
     ///
     /// # Errors
-    /// Returns an error if the system cannot start the threads.
+    /// Returns an error if the operating system cannot start the threads.
     pub fn new(threads: usize) -> Result<Self> {
         let threads = resolve_threads(threads);
         let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("gapless-{i}")).build()?;
-        // Wait until all threads have started: their start-up allocations would otherwise fall into the first steps.
+        // Wait until all threads have started, because their allocations at start-up could otherwise fall into the
+        // first steps.
         pool.broadcast(|_| ());
         let mailbox = Arc::new(Mailbox { state: Mutex::new(State::Idle), changed: Condvar::new() });
         let driver = mailbox.clone();
@@ -72,14 +74,16 @@ impl Workers {
         self.threads
     }
 
-    /// Runs `job` on a thread of the pool, where rayon's parallel iterators use all threads. Does not allocate.
+    /// Runs `job` on a thread of the pool, where rayon's parallel iterators use all threads. Returns when the job has
+    /// ended. Does not allocate.
     ///
     /// # Panics
-    /// Panics if the job does, with the same payload.
+    /// If the job panics, panics with the same payload.
     pub fn run(&self, job: &(dyn Fn() + Sync)) {
         let _turn = lock(&self.turn);
         let erased: *const (dyn Fn() + Sync + '_) = job;
-        // SAFETY: only the lifetime changes; the pointer is not used after this function returns, as it waits for `Done`.
+        // SAFETY: only the lifetime changes. This function waits for `Done` before it returns, and the pointer is not
+        // used after `Done`.
         let erased: *const (dyn Fn() + Sync + 'static) = unsafe { std::mem::transmute(erased) };
         let mut state = lock(&self.mailbox.state);
         *state = State::Job(Job(erased));
@@ -126,10 +130,10 @@ impl Drop for Workers {
     }
 }
 
-/// The most threads that a rank may have: more than any machine has cores, and few enough to start quickly.
+/// The maximum number of threads of a rank: more than any machine has cores, and few enough to start quickly.
 pub const MAX_THREADS: usize = 1024;
 
-/// Resolves a thread setting in which 0 means all cores.
+/// Returns the number of threads for a setting in which 0 means all cores.
 pub fn resolve_threads(threads: usize) -> usize {
     if threads > 0 { threads } else { std::thread::available_parallelism().map_or(1, usize::from) }
 }

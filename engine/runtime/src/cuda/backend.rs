@@ -1,11 +1,11 @@
-//! The backend that runs planned programs on a GPU. Each program is recorded once, and a step replays the recording. A
-//! program is recorded in several parts if the host has something to do in between: exchange messages, or place dynamic
-//! rows once they are counted.
+//! The backend that runs planned programs on a GPU. Each program is recorded once, and a step replays the recording.
+//! A program is recorded in several parts if the host has something to do between them: exchange messages, or place
+//! dynamic rows after they were counted.
 //!
 //! - In: an executable lowered for a GPU ([`Target::Cuda`](gapless_compile::Target)), and a device.
 //! - Out: inputs written, steps replayed, tensors read.
-//! - Never: device memory besides the arena and the key, tickets and slots in one range with it; or a launch that was
-//!   not recorded, except where single instructions are watched or profiled.
+//! - Never: device memory besides one range, which contains the key, the tickets, the slots and the arena. Never a
+//!   launch that was not recorded, except when instructions are watched or profiled one by one.
 
 use candle_core::{Device as CandleDevice, Tensor};
 use gapless_alloc::arena::ArenaReport;
@@ -30,29 +30,31 @@ pub struct CudaBackend {
     recordings: Vec<Vec<Part<Recording>>>,
 }
 
-/// Bytes reserved before the arena for the key of a step's random numbers. The key is in device memory because it
-/// changes from step to step and a recording does not.
+/// Bytes reserved before the arena for the key of a step's random numbers. A recording cannot change and the key
+/// changes at every step, so kernels read the key from device memory.
 const KEY_BYTES: u64 = ALIGNMENT;
 
-/// Bytes of the tickets after the key. A kernel's blocks take tickets to find out which of them is the last one.
-/// Launches run one after another, so all of them share the tickets of the launch that takes most.
+/// Returns the bytes of the tickets, which lie after the key. The blocks of a kernel take tickets to find out which
+/// of them is the last to finish. Launches run one after another, so they share the tickets, whose number is the
+/// maximum over the launches.
 fn tickets(launches: &[Launch]) -> u64 {
     let of = |launch: &Launch| match launch {
         Launch::Kernel(kernel) => kernel.tickets,
         Launch::Product(_) => 0,
     };
-    // At least one, because writing zero bytes would be a special case.
+    // At least one ticket, because a write of zero bytes would be a special case.
     launches.iter().map(of).max().unwrap_or(0).max(1) as u64 * size_of::<u32>() as u64
 }
 
 impl Session<CudaBackend> {
-    /// Reserves the arena, records every program and fills the persistent tensors. This rank's micro-batch 0 has index
-    /// `first_part` in the whole batch, and consecutive micro-batches are `part_stride` apart. Programs that were
-    /// lowered for several ranks only run once they are [connected](Self::connect).
+    /// Reserves the arena, records every program and fills the persistent tensors with their initial values. In the
+    /// whole batch, this rank's micro-batch 0 has index `first_part`, and its consecutive micro-batches are
+    /// `part_stride` apart. Programs that were lowered for several ranks only run once the session is
+    /// [connected](Self::connect).
     ///
     /// # Errors
-    /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), before anything is reserved, if an
-    /// instruction has no GPU kernels or if the programs were lowered for the CPU. Returns
+    /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) if an instruction has no GPU kernels or if
+    /// the programs were lowered for the CPU. Nothing has then been reserved. Returns
     /// [`Error::Device`](crate::Error::Device) if the device fails.
     pub fn on_cuda(
         executable: Executable,
@@ -63,7 +65,7 @@ impl Session<CudaBackend> {
         let tickets = tickets(&Self::launches(&executable)?).next_multiple_of(ALIGNMENT);
         let table = table_bytes(&executable).next_multiple_of(ALIGNMENT);
         let arena = executable.arena_bytes().next_multiple_of(ALIGNMENT);
-        // The arena comes last because it may grow.
+        // The arena comes last in the range because it may grow.
         let key = device.reserve(KEY_BYTES + tickets + table + arena)?;
         let slots = key + KEY_BYTES + tickets;
         let (base, tickets_at, features) = (slots + table, key + KEY_BYTES, device.features());
@@ -79,7 +81,7 @@ impl Session<CudaBackend> {
             };
             recordings.push(place.parts(program)?.into_iter().map(record).collect::<Result<Vec<_>>>()?);
         }
-        // Only after the recordings, which may overwrite any of this memory.
+        // Recording may overwrite any of this memory, so it is initialized afterwards.
         device.write(place.tickets, &vec![0; tickets as usize])?;
         let slots = Slots::new(&executable, place);
         let runner = Runner { staging: Staging::default(), device, place, slots };
@@ -91,8 +93,8 @@ impl Session<CudaBackend> {
         self.backend.runner.device.name()
     }
 
-    /// All launches of an executable's programs, as if its arena began at address 0. They name the kernels that must be
-    /// compiled for it.
+    /// Returns all launches of an executable's programs, with addresses as if its arena began at 0. They name the
+    /// kernels that must be compiled for the executable.
     ///
     /// # Errors
     /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) under the same conditions as
@@ -120,7 +122,8 @@ impl CudaBackend {
 }
 
 impl Backend for CudaBackend {
-    // `options.first_part` and `part_stride` are ignored: the recordings already contain them.
+    // `options.first_part` and `options.part_stride` are ignored, because the recordings contain the values passed to
+    // `on_cuda`.
     fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
         let program = &executable.programs()[id.0];
         if !options.watch {
@@ -193,7 +196,7 @@ impl Backend for CudaBackend {
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()> {
         let Runner { device, place, slots, .. } = &mut self.runner;
         let Some(factor) = slots.routed.factor_needed() else { return Ok(()) };
-        // No address changes: the arena is extended at its end.
+        // The arena is extended at its end, so addresses do not change.
         slots.routed.grow(executable, factor, limit, |bytes| match place.reach(&mut **device, bytes) {
             Ok(()) => Ok(true),
             Err(DeviceError::OutOfMemory { .. }) => Ok(false),

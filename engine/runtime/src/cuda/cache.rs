@@ -1,8 +1,8 @@
 //! A cache of machine code on disk, so that each kernel is compiled once per machine.
 //!
 //! - In: a family, an architecture, a compiler.
-//! - Out: the family's machine code. An entry's name is the hash of everything that decides the code, and the entry
-//!   begins with the hash of the code. An entry whose hash does not match is compiled again.
+//! - Out: the family's machine code. The name of an entry is the hash of everything that determines the code. The
+//!   entry itself begins with the hash of the code. If this hash does not match, the code is compiled again.
 //! - Never: a half-written entry, even if several processes use the folder at once.
 
 use std::collections::BTreeMap;
@@ -26,13 +26,13 @@ pub struct Cache {
 const HASH: usize = blake3::OUT_LEN;
 
 impl Cache {
-    /// Uses this folder, which is created when it is first needed.
+    /// Creates a cache in this folder. The folder is created when the first entry is written.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self { folder: folder.into() }
     }
 
-    /// The user's cache: in `GAPLESS_CACHE`, otherwise in the user's cache folder, otherwise in the folder for
-    /// temporary files.
+    /// Returns the user's cache. Its folder is `GAPLESS_CACHE` if that is set, or else the user's cache folder, or
+    /// else the folder for temporary files.
     pub fn of_user() -> Self {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let folder = variable("GAPLESS_CACHE")
@@ -42,11 +42,11 @@ impl Cache {
         Self::new(folder.join("kernels"))
     }
 
-    /// Returns a family's machine code, from the cache if it is there and compiled otherwise.
+    /// Returns a family's machine code. If the cache does not contain it, it is compiled and cached.
     ///
     /// # Errors
     /// Returns the errors of [`Nvrtc::compile`]. If the folder cannot be written to, a warning is logged and the next
-    /// process compiles the family again.
+    /// process has to compile the family again.
     pub fn load(&self, nvrtc: &Nvrtc, family: Family, architecture: Architecture) -> Result<Vec<u8>, KernelError> {
         let compile = || nvrtc.compile(family, architecture).map(|compiled| compiled.code);
         self.entry(&key(family, architecture, &nvrtc.version()), compile)
@@ -67,8 +67,9 @@ impl Cache {
         Ok(kernels)
     }
 
-    /// Returns the measured algorithm choices for a device, which `device` identifies by words (card, driver version,
-    /// library version). Each entry maps a form of product to the index of the fastest of the library's algorithms.
+    /// Returns the measured algorithm choices for a device, which `device` identifies (card, driver version, library
+    /// version). Each entry maps a product's form to the index of the fastest of the algorithms that the library
+    /// proposes. Without an entry for the device, the map is empty.
     pub(super) fn choices(&self, device: &[String]) -> BTreeMap<String, usize> {
         let text = read(&self.choices_path(device)).and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
         let choice =
@@ -106,7 +107,7 @@ impl Cache {
         Ok(code)
     }
 
-    /// Writes an entry, or logs a warning if that fails. The next process then compiles or measures again.
+    /// Writes an entry. If this fails, logs a warning; the next process then has to compile or measure again.
     fn keep(&self, path: &Path, code: &[u8]) {
         if let Err(error) = self.write(path, code) {
             tracing::warn!(path = %path.display(), %error, "what was compiled or measured for this device cannot be kept; GAPLESS_CACHE names another folder");
@@ -124,7 +125,7 @@ impl Cache {
     }
 }
 
-/// Returns the code of an entry; `None` if the entry is missing or damaged.
+/// Returns the code of an entry, or `None` if the entry is missing or damaged.
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut entry = fs::read(path).ok()?;
     let (hash, code) = entry.split_at_checked(HASH)?;
@@ -132,14 +133,14 @@ fn read(path: &Path) -> Option<Vec<u8>> {
     is_whole.then(|| entry.split_off(HASH))
 }
 
-/// The hash of everything that decides the code.
+/// Returns the hash of everything that determines the code.
 fn key(family: Family, architecture: Architecture, version: &str) -> String {
     let mut hasher = blake3::Hasher::new();
     let options = Nvrtc::options(architecture);
     let headers = HEADERS.iter().flat_map(|&(name, text)| [name, text]);
     let parts = [version, family.file(), family.source()].into_iter().chain(headers);
     for part in parts.chain(options.iter().map(String::as_str)) {
-        // The lengths keep adjacent texts apart.
+        // Without the lengths, different texts could have the same concatenation.
         hasher.update(&(part.len() as u64).to_le_bytes());
         hasher.update(part.as_bytes());
     }
@@ -167,7 +168,7 @@ mod tests {
             assert_eq!(cache.entry("key", make).unwrap(), [1, 2, 3]);
             assert_eq!(made.get(), times);
         }
-        // No temporary file is left.
+        // No temporary file remains.
         assert_eq!(fs::read_dir(folder.path().join("kernels")).unwrap().count(), 1);
     }
 

@@ -1,9 +1,9 @@
-//! The primary context of a device, shared by all users of the device in this process and retained once.
+//! The primary context of a device. All users of the device in this process share it, and it is retained once.
 //!
 //! - In: a device.
-//! - Out: its context, which stays until the process ends.
-//! - Never: a release. Libraries (cuBLASLt's own runtime among them) may keep state in a context that outlives their
-//!   handles, and this state does not survive when the context is created anew.
+//! - Out: the device's context, which stays until the process ends.
+//! - Never: a release. Libraries, among them the runtime that cuBLASLt contains, may keep state in a context for
+//!   longer than their handles live. This state would be lost if the context were released and created anew.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -21,7 +21,7 @@ pub(super) struct Context(sys::CUcontext);
 unsafe impl Send for Context {}
 
 impl Context {
-    /// The primary context of a device, retained on the first call.
+    /// Returns the primary context of a device. The first call retains it.
     ///
     /// # Errors
     /// Returns the driver's error.
@@ -37,12 +37,12 @@ impl Context {
         Ok(Self(context))
     }
 
-    /// Makes it the current context of this thread.
+    /// Makes this the current context of the calling thread.
     ///
     /// # Errors
     /// Returns the driver's error.
     pub fn enter(self, name: &str) -> Result<(), DeviceError> {
-        // SAFETY: it is retained until the process ends.
+        // SAFETY: the context is retained until the process ends.
         unsafe { result::ctx::set_current(self.0) }.named(name, "cuCtxSetCurrent")
     }
 }

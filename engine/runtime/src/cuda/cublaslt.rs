@@ -1,7 +1,7 @@
 //! cuBLASLt for [`Product`]s.
 //!
-//! cuBLASLt's matrices are column-major. A row-major matrix, read by columns, is its transpose. So cuBLASLt is asked
-//! for cᵀ = bᵀ·aᵀ, with b as its first factor.
+//! cuBLASLt's matrices are column-major. A row-major matrix that is read as column-major is its own transpose. So
+//! cuBLASLt is asked for cᵀ = bᵀ·aᵀ, with b as its first factor.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -33,7 +33,7 @@ struct Choice {
     used: usize,
 }
 
-/// Number of algorithms the library is asked for.
+/// Maximum number of algorithms that the library is asked to propose.
 const ANSWERS: usize = 8;
 
 /// Everything that the choice of an algorithm depends on: a product without its addresses.
@@ -47,10 +47,10 @@ struct Form {
     count: u64,
     distances: [u64; 3],
     epilogue: Option<u32>,
-    /// `None` if the product is not added to anything; otherwise, whether it is added to c itself.
+    /// `None` if the product overwrites c. If it is added to a tensor, true if this tensor is c itself.
     onto: Option<bool>,
     workspace: u64,
-    /// Alignments of a, b, c, and the tensor that the product is added to.
+    /// Alignments of a, b, c, and the tensor that the product is added to, in bytes.
     alignments: [u32; 4],
     /// Alignments of the bias and of the epilogue's auxiliary tensor, on which cuBLASLt's choice depends as well.
     beside: [Option<u32>; 2],
@@ -62,7 +62,7 @@ pub(super) enum Algorithm {
     Known,
     /// An algorithm has just been chosen.
     New,
-    /// The library has no algorithm; it is asked once per form. `is_new` is true if it was asked by this call.
+    /// The library has no algorithm. Each form is only asked about once; `is_new` is true if this call was the one.
     None { why: DeviceError, is_new: bool },
 }
 
@@ -89,7 +89,8 @@ impl Form {
     }
 }
 
-/// The largest power of two that divides an address, up to the alignment that cuBLASLt distinguishes.
+/// Returns the largest power of two that divides an address, but at most the largest alignment that cuBLASLt
+/// distinguishes.
 fn alignment(address: u64) -> u32 {
     1 << address.trailing_zeros().min(ALIGNMENT.trailing_zeros())
 }
@@ -114,17 +115,17 @@ impl Drop for Described {
 }
 
 impl CublasLt {
-    /// Loads the library, whether it is installed or came with a Python package, for a driver of this major CUDA
-    /// version.
+    /// Loads cuBLASLt, from the system or from a Python package. `driver_major` is the major CUDA version of the
+    /// driver, whose libraries are preferred.
     ///
     /// # Errors
-    /// Returns [`DeviceError::Missing`] if there is no library, or the library's own error.
+    /// Returns [`DeviceError::Missing`] if the library is not found, or the library's own error.
     pub(super) fn new(device: &str, driver_major: i32) -> Result<Self, DeviceError> {
         // SAFETY: loading the library has no preconditions.
         let is_there = || unsafe { sys::is_culib_present() };
         let mut names = ["libcublasLt.so.13", "libcublasLt.so.12"];
         if driver_major < 13 {
-            // A library of a newer CUDA version may refuse the driver.
+            // The driver may refuse a library of a newer CUDA version, so such a library comes last.
             names.reverse();
         }
         if !(is_there() || keep_from_packages(&names) && is_there()) {
@@ -136,7 +137,7 @@ impl CublasLt {
         Ok(Self { device: device.into(), handle, chosen: HashMap::new(), refused: HashMap::new() })
     }
 
-    /// Chooses an algorithm for a product, unless one was chosen for its form before.
+    /// Chooses an algorithm for a product's form, unless one was chosen before.
     pub(super) fn choose(&mut self, product: &Product) -> Result<Algorithm, DeviceError> {
         let form = Form::of(product);
         if is_nothing(product) || self.chosen.contains_key(&form) {
@@ -151,7 +152,8 @@ impl CublasLt {
         let described = describe(product).map_err(failed)?;
         let preference = result::create_matmul_pref().map_err(failed)?;
         let bytes = product.workspace.1 as usize;
-        // Atomic additions are not allowed: the order of such sums, and so the result, would vary from run to run.
+        // Reductions by atomic additions are excluded: their order, and so the result's last bits, would vary from
+        // run to run.
         let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32
             | sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE as u32;
         let [of_b, of_a, of_c] = described.layouts;
@@ -160,7 +162,8 @@ impl CublasLt {
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         };
-        // cuBLASLt's A is our b, see `describe`; its C is the tensor that is added to, and its D is our c.
+        // cuBLASLt's A is our b (see `describe`). Its C is the tensor that the product is added to, and its D is our
+        // c.
         let [of_a_bytes, of_b_bytes, of_c_bytes, of_d_bytes] = form.alignments;
         let alignments = [
             (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_b_bytes),
@@ -203,31 +206,32 @@ impl CublasLt {
         }
     }
 
-    /// Number of algorithms found for a product; 0 if the product writes nothing.
+    /// Returns how many algorithms the library has proposed for a product; 0 if the product writes nothing.
     pub(super) fn answers(&self, product: &Product) -> usize {
         self.chosen.get(&Form::of(product)).map_or(0, |choice| choice.answers.len())
     }
 
-    /// Selects one of the algorithms, by index, for all products of this form.
+    /// Selects one of the proposed algorithms, by index, for all products of this form.
     pub(super) fn set_answer(&mut self, product: &Product, index: usize) {
         if let Some(choice) = self.chosen.get_mut(&Form::of(product)) {
             choice.used = index.min(choice.answers.len() - 1);
         }
     }
 
-    /// A name for a product's form that is the same in every process.
+    /// Returns a name for a product's form that is the same in every process.
     pub(super) fn form(product: &Product) -> String {
         blake3::hash(format!("{:?}", Form::of(product)).as_bytes()).to_hex()[..32].to_owned()
     }
 
-    /// The library's version; 130100 means 13.1.0.
+    /// Returns the library's version; 130100 means 13.1.0.
     pub(super) fn version(&self) -> usize {
         // SAFETY: the library is loaded.
         unsafe { sys::cublasLtGetVersion() }
     }
 
-    /// The algorithm used for a product's form: its index among the library's answers, and its tile, stages and split
-    /// as the library's codes (`cublasLtMatmulTile_t`, `cublasLtMatmulStages_t`).
+    /// Describes the algorithm used for a product's form, or returns `None` if there is none. The description
+    /// contains the algorithm's index among the proposed ones, and its tile, stages and split-k as the library's
+    /// codes (`cublasLtMatmulTile_t`, `cublasLtMatmulStages_t`).
     pub(super) fn algorithm(&self, product: &Product) -> Option<String> {
         let Choice { answers, used } = self.chosen.get(&Form::of(product))?;
         use sys::cublasLtMatmulAlgoConfigAttributes_t::{
@@ -272,7 +276,7 @@ impl CublasLt {
         let at = |address: u64| address as usize as *mut c_void;
         let (workspace, bytes) = product.workspace;
         let Choice { answers, used } = &self.chosen[&Form::of(product)];
-        // SAFETY: this function's caller guarantees the addresses; alpha and beta are read before the call returns.
+        // SAFETY: the caller guarantees the addresses. The library reads alpha and beta before the call returns.
         unsafe {
             result::matmul(
                 self.handle,
@@ -304,10 +308,11 @@ impl Drop for CublasLt {
     }
 }
 
-/// The library's algorithms for a product, most promising first; at least one.
+/// Returns the library's algorithms for a product, most promising first. There is at least one, or the library's
+/// error.
 ///
 /// # Safety
-/// The handle and the descriptors must be the library's, and not destroyed yet.
+/// The handle and the descriptors must have been created by the library, and not been destroyed.
 unsafe fn heuristics(
     handle: sys::cublasLtHandle_t,
     product: sys::cublasLtMatmulDesc_t,
@@ -317,8 +322,8 @@ unsafe fn heuristics(
     let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(ANSWERS);
     let (asked, mut count) = (ANSWERS as i32, 0);
     let to = found.as_mut_ptr();
-    // SAFETY: the caller guarantees handle and descriptors; there is room for as many results as are asked for, and the
-    // library initializes the first `count`.
+    // SAFETY: the caller guarantees handle and descriptors. There is room for as many results as are asked for, and
+    // the library initializes the first `count`.
     let found = unsafe {
         sys::cublasLtMatmulAlgoGetHeuristic(handle, product, a, b, c, d, preference, asked, to, &mut count).result()?;
         found.set_len(count.clamp(0, asked) as usize);
@@ -340,7 +345,7 @@ fn failed(device: &str, call: &str, error: &result::CublasError) -> DeviceError 
     }
 }
 
-/// True if the product writes nothing. (With k = 0 it should write zeros, but no operation has such a product.)
+/// True if the product writes nothing. (If k is 0 it should write zeros, but no operation has such a product.)
 fn is_nothing(product: &Product) -> bool {
     product.m == 0 || product.n == 0 || product.k == 0 || product.batch.count == 0
 }
@@ -402,7 +407,8 @@ fn describe(product: &Product) -> Result<Described, result::CublasError> {
     Ok(described)
 }
 
-/// The address of the epilogue's auxiliary tensor, which it writes or reads.
+/// Returns the address of the auxiliary tensor that the product's epilogue writes or reads; `None` if the epilogue
+/// has none.
 fn beside(product: &Product) -> Option<u64> {
     match product.epilogue {
         Epilogue::None => None,
@@ -411,8 +417,8 @@ fn beside(product: &Product) -> Option<u64> {
     }
 }
 
-/// The epilogue of a product, if it has one. cuBLASLt's GELU is the tanh form (PyTorch relies on this too: pull request
-/// 104061), and the input of GELU that it keeps has the type of c.
+/// Returns cuBLASLt's code for the product's epilogue, or `None` if it has no epilogue. cuBLASLt's GELU is the tanh
+/// approximation (PyTorch relies on this too: pull request 104061). The saved input of GELU has the type of c.
 fn epilogue(product: &Product) -> Option<u32> {
     use sys::cublasLtEpilogue_t::{
         CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_DGELU, CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_AUX,
@@ -430,7 +436,7 @@ fn epilogue(product: &Product) -> Option<u32> {
     Some(epilogue as u32)
 }
 
-/// `CUBLAS_OP_N` and `CUBLAS_OP_T`, which cudarc only has in the bindings of another library.
+/// `CUBLAS_OP_N` and `CUBLAS_OP_T`. cudarc only defines these constants in its bindings of cuBLAS.
 const OPERATION_NONE: i32 = 0;
 const OPERATION_TRANSPOSED: i32 = 1;
 

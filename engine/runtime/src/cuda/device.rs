@@ -9,8 +9,9 @@ use gapless_kernels::cuda::launch::{Features, Launch};
 
 use super::KernelError;
 
-/// Device memory at stable addresses, and recorded sequences of launches that are replayed. All of a step's device work
-/// goes through this trait. It is implemented for NVIDIA's driver, and in tests for a device simulated on the host.
+/// Device memory at stable addresses, and recorded sequences of launches that can be replayed. All of a step's device
+/// work goes through this trait. One implementation uses NVIDIA's driver. Tests have another that simulates a device
+/// on the host.
 pub trait Device: Debug + Send {
     /// The device's name.
     fn name(&self) -> String;
@@ -21,37 +22,37 @@ pub trait Device: Debug + Send {
     }
 
     /// Reserves device memory and returns its address, a multiple of 256. Can be called once; the memory can be
-    /// extended later.
+    /// can add memory later.
     ///
     /// # Errors
     /// Returns an error if the device has too little memory.
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError>;
 
-    /// Extends the reserved memory to at least `bytes`. Its address and contents stay the same.
+    /// Extends the reserved memory to at least `bytes` in total. The memory's address and contents stay the same.
     ///
     /// # Errors
     /// The same as [`Self::reserve`].
     fn extend(&mut self, bytes: u64) -> Result<(), DeviceError>;
 
-    /// Copies bytes to the device, after everything started before.
+    /// Copies bytes to the device, after all work that was started before.
     ///
     /// # Errors
     /// Returns the driver's error.
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError>;
 
-    /// Copies bytes from the device, after everything started before.
+    /// Copies bytes from the device, after all work that was started before.
     ///
     /// # Errors
     /// Returns the driver's error.
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// Prepares launches to run in this order: compiles kernels, chooses algorithms, and captures all of it as one
-    /// graph. Preparing may overwrite any memory that the launches read or write, so memory must be initialized after
-    /// the last recording.
+    /// Prepares launches to run in this order: compiles kernels, chooses algorithms, and captures the launches as one
+    /// graph. This may overwrite any memory that the launches read or write. So memory must be initialized after the
+    /// last recording.
     ///
     /// # Errors
-    /// Returns an error if a kernel cannot be compiled or loaded, or if the driver refuses a launch; the error then
-    /// names the launch by `describe`.
+    /// Returns an error if a kernel cannot be compiled or loaded, or if the driver refuses a launch. The error
+    /// contains the launch's name, as returned by `describe`.
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError>;
 
     /// Runs the launches of one operation once, and waits until they are done.
@@ -60,7 +61,7 @@ pub trait Device: Debug + Send {
     /// The same as [`Self::record`].
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError>;
 
-    /// Runs launches once, one after the other, and returns the time each took. `describe` names them by index.
+    /// Runs launches once, one after another, and returns the time of each. `describe` names them by index.
     ///
     /// # Errors
     /// The same as [`Self::record`].
@@ -68,18 +69,19 @@ pub trait Device: Debug + Send {
         time_from_here(self, launches, describe)
     }
 
-    /// The algorithm that the library uses for a product; `None` for kernels, and on devices without such a library.
+    /// Describes the algorithm that the library uses for a product. Returns `None` for kernels, and on devices
+    /// without such a library.
     fn algorithm(&self, _launch: &Launch) -> Option<String> {
         None
     }
 
-    /// Starts a recording, after everything started before.
+    /// Starts a recording, after all work that was started before.
     ///
     /// # Errors
     /// Returns the driver's error.
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError>;
 
-    /// Fills bytes with zeros, after everything started before.
+    /// Fills bytes with zeros, after all work that was started before.
     ///
     /// # Errors
     /// Returns the driver's error.
@@ -87,20 +89,21 @@ pub trait Device: Debug + Send {
         self.write(address, &vec![0; bytes])
     }
 
-    /// Waits until everything started is done.
+    /// Waits for all work that was started before.
     ///
     /// # Errors
-    /// Returns the driver's error, including that of any work started earlier.
+    /// Returns the driver's error, including an error of any work that was started before.
     fn wait(&mut self) -> Result<(), DeviceError>;
 
-    /// An id that distinguishes the device from all others of its host, if ranks can exchange tensors directly between
-    /// their devices; otherwise the reason why they can't.
+    /// Returns an id that differs from those of all other devices of the host. If ranks cannot exchange tensors
+    /// directly between their devices, returns the reason as an error instead.
     fn exchange_id(&self) -> Result<String, String> {
         Err(format!("{} cannot exchange tensors directly", self.name()))
     }
 
-    /// Creates a communicator of device memory for the same ranks as the host communicator `control`. All of them must
-    /// have such a device. `_shares_process` says whether some of the ranks share a process. A collective operation.
+    /// Creates a communicator over device memory for the ranks of the host communicator `control`. Every rank must
+    /// have a device with an [exchange id](Self::exchange_id). `_shares_process` says whether some of the ranks are
+    /// in the same process. A collective operation: all ranks must call it.
     ///
     /// # Errors
     /// Returns the errors of the communicator.
@@ -112,14 +115,14 @@ pub trait Device: Debug + Send {
         Ok(control)
     }
 
-    /// The use of the device's memory.
+    /// Returns the use of the device's memory.
     ///
     /// # Errors
     /// Returns the driver's error.
     fn memory(&self) -> Result<DeviceMemory, DeviceError>;
 }
 
-/// Times launches by the host's clock, so the overheads of launching and waiting are included.
+/// Times launches by the host's clock. The times include the overheads of launching and waiting.
 pub(super) fn time_from_here<D: Device + ?Sized>(
     device: &mut D,
     launches: &[&Launch],
@@ -139,29 +142,31 @@ pub type Describe<'a> = &'a dyn Fn(usize) -> String;
 /// The use of a device's memory, as reported by its driver.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DeviceMemory {
-    /// The device's memory, in bytes.
+    /// Bytes of memory that the device has.
     pub total: u64,
     /// Bytes in use now, by all processes.
     pub in_use: u64,
     /// Bytes of the arena, in whole pages.
     pub arena: u64,
-    /// Other bytes, by cause and in order: what was in use before, and what libraries and code took during set-up.
+    /// Other bytes for which the cause is known, in order: those in use before the trainer, and those that libraries
+    /// and code took during set-up.
     pub beside: Vec<(&'static str, u64)>,
 }
 
 impl DeviceMemory {
-    /// The unit in which drivers allocate memory. A page begun for one use is filled up by the next, and may be counted
-    /// with either.
+    /// The unit in which drivers allocate memory. Two uses may share a page, and its bytes may be counted with
+    /// either.
     pub const PAGE: u64 = 2 << 20;
 
-    /// Bytes in use that no known allocation explains, up to one page per entry of `beside`: entries may share pages.
-    /// Negative if less is in use than is known.
+    /// Returns the bytes in use that no known allocation explains, limited to one page per entry of `beside`, because
+    /// entries may share pages. Negative if less is in use than the known allocations add up to.
     pub fn rounding(&self) -> i64 {
         let most = (self.beside.len() as u64 * Self::PAGE) as i64;
         self.difference().clamp(-most, most)
     }
 
-    /// The unexplained bytes beyond [`Self::rounding`]; negative if other processes have freed memory since.
+    /// Returns the unexplained bytes beyond [`Self::rounding`]. Negative if other processes have freed memory since
+    /// set-up.
     pub fn unexplained(&self) -> i64 {
         self.difference() - self.rounding()
     }
@@ -188,7 +193,7 @@ impl fmt::Display for DeviceMemory {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Recording(pub usize);
 
-/// The reason why a device could not do what it was asked to.
+/// The reason why a call to a device failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -220,7 +225,7 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
-    /// True if there is no usable GPU here, or if something it needs is missing; false if a GPU failed.
+    /// True if there is no usable GPU, or if a library that the GPU needs is missing. False if a GPU has failed.
     pub fn is_absence(&self) -> bool {
         match self {
             Self::Missing { .. } | Self::Unusable { .. } => true,
@@ -232,7 +237,7 @@ impl DeviceError {
         }
     }
 
-    /// Adds to the error what the launch was for.
+    /// Adds to the error which operation the launch belonged to.
     pub(super) fn during(self, what_for: &str) -> Self {
         Self::During { what_for: what_for.into(), source: Box::new(self) }
     }

@@ -1,8 +1,8 @@
-//! Errors between a kernel's source and its machine code.
+//! Errors of compiling kernels from source to machine code.
 
 use gapless_communicator::MissingLibrary;
 
-/// The reason why there is no machine code.
+/// The reason why a kernel could not be compiled.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]

@@ -7,11 +7,11 @@ use cudarc::driver::{result, sys};
 use super::device::DeviceError;
 use super::named::Named;
 
-/// The first driver version that can return the time between two events. cudarc panics with older ones, which lack the
-/// symbol.
+/// The first driver version that can return the time between two events. With older ones, which lack the function,
+/// cudarc panics.
 pub(super) const FIRST_VERSION: i32 = 12_080;
 
-/// An event, created in the context that was current.
+/// An event of the driver. It belongs to the context that was current when it was created.
 #[derive(Debug)]
 pub(super) struct Event(sys::CUevent);
 
@@ -22,13 +22,13 @@ impl Event {
         made.named(device, "cuEventCreate").map(Self)
     }
 
-    /// Records the event on a stream, after everything started there. The stream must be valid.
+    /// Records the event on a stream, after all work that was started there before. The stream must be valid.
     pub fn record(&self, device: &str, stream: sys::CUstream) -> Result<(), DeviceError> {
         // SAFETY: the event lives as long as `self`; the caller's stream is valid.
         unsafe { result::event::record(self.0, stream) }.named(device, "cuEventRecord")
     }
 
-    /// The time from `other` to this event. Both must have been reached.
+    /// Returns the time from `other` to this event. The stream must have reached both events.
     pub fn since(&self, other: &Self, device: &str) -> Result<Duration, DeviceError> {
         // SAFETY: both events live as long as `self` and `other`.
         let elapsed = unsafe { result::event::elapsed(other.0, self.0) };
@@ -39,8 +39,8 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: this struct is the event's only owner; the driver keeps its own state until the event has been
-        // reached.
+        // SAFETY: this struct is the event's only owner. If the stream has not reached the event yet, the driver
+        // keeps the event's state until then.
         let _ = unsafe { result::event::destroy(self.0) };
     }
 }

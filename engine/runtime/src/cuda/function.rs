@@ -1,4 +1,4 @@
-//! Loaded kernels, and the shared memory that their blocks may use.
+//! Loaded kernels, and the amounts of shared memory that their blocks may use.
 
 use cudarc::driver::sys;
 use gapless_kernels::cuda::launch::Kernel;
@@ -17,12 +17,13 @@ pub(super) struct Function {
     shared_bytes: u32,
 }
 
-/// The shared memory that a block may use without the kernel asking for it.
+/// The shared memory that a block may use unless a launch has been allowed more.
 const USUAL_SHARED_BYTES: u32 = 48 << 10;
 
 impl Function {
-    /// Makes sure that a function's code is on the device. By default the driver loads it at the first launch
-    /// (`CUDA_MODULE_LOADING=LAZY`), which may happen while a stream captures. `driver` is the driver's version.
+    /// Ensures that a function's code is on the device. By default, the driver loads it at the first launch
+    /// (`CUDA_MODULE_LOADING=LAZY`), which could happen while a stream is being captured. `driver` is the driver's
+    /// version.
     ///
     /// # Errors
     /// Returns the driver's error.
@@ -45,7 +46,7 @@ impl Function {
         self.handle
     }
 
-    /// Allows blocks to use as much shared memory as this launch asks for.
+    /// Allows the kernel's blocks to use as much shared memory as this launch requests.
     ///
     /// # Errors
     /// Returns the driver's error, for example if the device has less shared memory.

@@ -1,31 +1,30 @@
-//! Finds NVIDIA's libraries in Python packages, in addition to those that are installed, and reports which ones were
-//! loaded.
+//! Finds NVIDIA's libraries in Python packages, in addition to installed ones, and reports which files were loaded.
 //!
 //! - In: a library's file name.
 //! - Out: paths to try, or libraries that stay loaded.
-//! - Never: starts a Python interpreter or any other process.
+//! - Never: the start of a Python interpreter or any other process.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// The files of this name in Python packages, the most likely first.
+/// Returns the files of this name in Python packages, the most likely one first.
 pub(super) fn in_packages(name: &str) -> Vec<PathBuf> {
     static FOLDERS: OnceLock<Vec<PathBuf>> = OnceLock::new();
     let folders = FOLDERS.get_or_init(|| folders_of_packages(&|name| std::env::var_os(name)));
     folders.iter().map(|folder| folder.join(name)).filter(|path| path.is_file()).collect()
 }
 
-/// Loads the first of these libraries that a Python package has and keeps it loaded, so that a later load by name gets
-/// this one. Returns false if there is none.
+/// Loads the first of these libraries that a Python package contains, and keeps it loaded. A later load by the same
+/// name then returns it. Returns false if no package contains any.
 pub(super) fn keep_from_packages(names: &[&str]) -> bool {
     names.iter().flat_map(|name| in_packages(name)).any(|path| keep(&path).is_ok())
 }
 
-/// Loads the libraries with this prefix in the same folder as `library`. NVRTC loads its builtins by name alone, and
-/// would not find them.
+/// Loads the libraries whose names have this prefix from the folder of `library`. NVRTC loads its builtins by name
+/// alone, and would not find them in this folder.
 pub(super) fn keep_siblings(library: &Path, prefix: &str) {
-    // If `library` is a symbolic link, the others are where it points to.
+    // If `library` is a symbolic link, the other libraries may be in the folder of its target.
     for folder in [Some(library.to_owned()), library.canonicalize().ok()].iter().flatten().filter_map(|l| l.parent()) {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
         let siblings = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix));
@@ -42,8 +41,8 @@ fn keep(path: &Path) -> Result<(), libloading::Error> {
     Ok(())
 }
 
-/// The files that this process has loaded of the named libraries, from the kernel's list of mappings; empty where there
-/// is no such list. Names are prefixes.
+/// Returns the files that this process has loaded whose names begin with one of `names`, from the kernel's list of
+/// mappings. Returns no files if the system has no such list.
 pub(super) fn taken(names: &[&str]) -> Vec<String> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let mut paths: Vec<String> = Vec::new();
@@ -56,13 +55,14 @@ pub(super) fn taken(names: &[&str]) -> Vec<String> {
     paths
 }
 
-/// The library folders in the packages of every Python that `PATH` and similar variables name.
+/// Returns the folders with libraries in the packages of every Python that `PATH` and similar variables name.
 fn folders_of_packages(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let paths = |name: &str| -> Vec<PathBuf> {
         variable(name).map(|value| std::env::split_paths(&value).collect()).unwrap_or_default()
     };
     let one = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    // `bin/python3` is next to `lib`. In a virtual environment it is a link to the Python that created the environment.
+    // `lib` is next to the folder of `bin/python3`. In a virtual environment, `bin/python3` is a link to the Python
+    // that created the environment.
     let pythons: Vec<PathBuf> =
         paths("PATH").iter().map(|bin| bin.join("python3")).filter(|python| python.is_file()).collect();
     let prefix = |python: &Path| python.parent().and_then(Path::parent).map(Path::to_owned);
@@ -73,7 +73,8 @@ fn folders_of_packages(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathB
     let packages = paths("PYTHONPATH").into_iter().chain(prefixes.flat_map(|prefix| packages_below(&prefix)));
     let mut folders: Vec<PathBuf> = Vec::new();
     for packages in packages {
-        // NVIDIA's wheels have their libraries in nvidia/NAME/lib. A PyTorch that bundles them has them in torch/lib.
+        // NVIDIA's packages have their libraries in nvidia/NAME/lib. A PyTorch that bundles the libraries has them in
+        // torch/lib.
         for folder in below(&packages.join("nvidia")).map(|part| part.join("lib")).chain([packages.join("torch/lib")]) {
             if folder.is_dir() && !folders.contains(&folder) {
                 folders.push(folder);
@@ -83,7 +84,7 @@ fn folders_of_packages(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathB
     folders
 }
 
-/// Package folders such as `lib/python3.12/site-packages`, newest Python first.
+/// Returns package folders such as `lib/python3.12/site-packages`, newest Python first.
 fn packages_below(prefix: &Path) -> Vec<PathBuf> {
     let is_python = |path: &PathBuf| path.file_name().is_some_and(|name| has_prefix(name, "python3"));
     let libraries = ["lib", "lib64", "local/lib"].map(|name| prefix.join(name));
@@ -92,7 +93,7 @@ fn packages_below(prefix: &Path) -> Vec<PathBuf> {
     pythons.iter().flat_map(|python| ["site-packages", "dist-packages"].map(|name| python.join(name))).collect()
 }
 
-/// The minor version in a name like python3.12.
+/// Returns the minor version in a name such as python3.12.
 fn version(name: &OsStr) -> u32 {
     name.to_string_lossy().rsplit('.').next().and_then(|minor| minor.parse().ok()).unwrap_or(0)
 }
@@ -101,7 +102,7 @@ fn has_prefix(name: &OsStr, prefix: &str) -> bool {
     name.to_string_lossy().starts_with(prefix)
 }
 
-/// The entries of a folder, sorted; none if it cannot be read.
+/// Returns the entries of a folder, sorted. Returns none if the folder cannot be read.
 fn below(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     let mut entries: Vec<PathBuf> =
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
@@ -131,7 +132,7 @@ mod tests {
             folder("system/lib/python3.11/dist-packages/torch/lib"),
             folder("home/.local/lib/python3.11/site-packages/nvidia/cublas/lib"),
         ];
-        // A package without libraries, and a folder that is not Python's.
+        // A package without libraries, and a folder that does not belong to a Python.
         folder("environment/lib/python3.12/site-packages/nvidia/cuda_nvcc");
         folder("environment/lib/perl5/site-packages/nvidia/cu13/lib");
         let path = |name: &str| root.path().join(name).into_os_string();
@@ -145,7 +146,7 @@ mod tests {
         assert_eq!(folders_of_packages(&|_| None), [] as [PathBuf; 0]);
     }
 
-    /// The C library, which every process has loaded, is found.
+    /// The C library is found, which every process has loaded.
     #[test]
     fn loaded_libraries_are_listed() {
         let taken = taken(&["libc.so", "libnothing.so"]);

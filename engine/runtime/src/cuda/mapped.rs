@@ -1,4 +1,5 @@
-//! Device memory mapped to a reserved range of addresses: allocated in whole pages, and returned to the driver on drop.
+//! Device memory that is mapped to a reserved range of addresses. It is allocated in whole pages and returned to the
+//! driver on drop.
 //!
 //! - In: a number of bytes.
 //! - Out: a mapped range, or an error that lists the processes that hold the device's memory.
@@ -15,10 +16,10 @@ use super::named::Named;
 #[derive(Debug)]
 pub(super) struct Mapped {
     address: sys::CUdeviceptr,
-    /// Bytes of the reserved address range, as much as the device has memory.
+    /// Bytes of the reserved address range: as many as the device has memory.
     reserved: usize,
     granularity: usize,
-    /// Its own device, then the others that may access it.
+    /// The device that has the memory, and after it the other devices that may access the memory.
     devices: Vec<sys::CUdevice>,
     /// Mapped bytes, from the first address on.
     bytes: usize,
@@ -29,7 +30,7 @@ impl Mapped {
     /// Maps at least this many bytes. The device's context must be current.
     ///
     /// # Errors
-    /// Returns [`DeviceError::OutOfMemory`], with the processes that hold memory, or the driver's error.
+    /// Returns [`DeviceError::OutOfMemory`] with the processes that hold memory, or the driver's error.
     pub fn new(name: &str, device: sys::CUdevice, bytes: u64) -> Result<Self, DeviceError> {
         let kind = kind(device);
         let (mut granularity, mut address) = (0, 0);
@@ -48,7 +49,7 @@ impl Mapped {
         Ok(mapped)
     }
 
-    /// Maps more memory after the end, up to at least this many bytes in total.
+    /// Maps more memory after the current end, so that at least `bytes` are mapped in total.
     ///
     /// # Errors
     /// The same as [`Self::new`].
@@ -80,9 +81,9 @@ impl Mapped {
         all.named(name, "cuMemSetAccess")
     }
 
-    /// Gives the host's other devices access to the memory, where they can reach it. NCCL makes the GPUs of one process
-    /// access each other's memory directly (NCCL's guide, `NCCL_P2P_DIRECT_DISABLE`), and mapped memory is only
-    /// accessible to its own device by default.
+    /// Gives the host's other devices access to the memory, if they can reach it. This is needed because NCCL makes
+    /// the GPUs of one process access each other's memory directly (NCCL's guide, `NCCL_P2P_DIRECT_DISABLE`), and
+    /// mapped memory is only accessible to its own device by default.
     ///
     /// # Errors
     /// Returns the driver's error.
@@ -112,7 +113,7 @@ impl Mapped {
         self.bytes as u64
     }
 
-    /// True if all of these bytes are mapped here.
+    /// True if all bytes of the given range are mapped here.
     pub fn holds(&self, address: u64, bytes: usize) -> bool {
         let start = address.checked_sub(self.address);
         start.and_then(|start| start.checked_add(bytes as u64)).is_some_and(|end| end <= self.bytes())
@@ -153,14 +154,14 @@ fn kind(device: sys::CUdevice) -> sys::CUmemAllocationProp {
     kind
 }
 
-/// Total memory and memory in use by all processes, as the driver reports it.
+/// Returns the device's total memory and the memory in use by all processes, as the driver reports them.
 pub(super) fn used(name: &str) -> Result<DeviceMemory, DeviceError> {
     let (free, total) = result::mem_get_info().named(name, "cuMemGetInfo")?;
     let (free, total) = (free as u64, total as u64);
     Ok(DeviceMemory { total, in_use: total - free, arena: 0, beside: Vec::new() })
 }
 
-/// The processes that hold GPU memory, one per line: PCI bus id of the GPU, process and bytes.
+/// Lists the processes that hold GPU memory, one per line: PCI bus id of the GPU, process and bytes.
 pub(super) fn holders() -> String {
     let asked = Command::new("nvidia-smi")
         .args(["--query-compute-apps=gpu_bus_id,pid,process_name,used_memory", "--format=csv,noheader"])

@@ -1,10 +1,11 @@
-//! Running planned programs on a GPU, without a CUDA toolkit: kernels are text that NVRTC compiles when they are first
-//! needed.
+//! Running planned programs on a GPU, without a CUDA toolkit: kernels are source text that NVRTC compiles when they
+//! are first needed.
 //!
 //! - In: a planned program.
-//! - Out: its launches in order ([`CudaBackend`]), on a [`Device`] that records and replays them. The machine code of
-//!   their kernels is compiled per architecture by NVRTC, or read from a cache on disk.
-//! - Never: a CUDA toolkit or its headers; driver, cuBLASLt and NVRTC are loaded at run time (docs/gpu.md).
+//! - Out: the program's launches in order ([`CudaBackend`]), on a [`Device`] that records and replays them. The
+//!   machine code of the kernels is compiled per architecture by NVRTC, or read from a cache on disk.
+//! - Never: a dependency on a CUDA toolkit or its headers. Driver, cuBLASLt and NVRTC are loaded at run time
+//!   (docs/gpu.md).
 //!
 //! ```text
 //! Op::cuda ──▶ Launch ─┬─▶ Product{a, b, c, epilogue, …} ──▶ cuBLASLt

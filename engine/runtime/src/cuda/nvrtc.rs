@@ -1,8 +1,10 @@
-//! NVIDIA's run-time compiler: found when it is asked for, or what is missing is said.
+//! NVIDIA's run-time compiler. It is loaded when it is first needed; if it cannot be loaded, the error lists what was
+//! tried.
 //!
-//! In: a source with its headers, and an architecture. Out: machine code for it. Never: a file, a GPU, or a driver. It is loaded
-//! here rather than by cudarc, which panics where a library is missing and goes by fewer names. Result codes are plain numbers,
-//! as a newer library may know more of them than an enum.
+//! In: a source with its headers, and an architecture. Out: machine code for the architecture. Never: the use of a
+//! file, a GPU or a driver. The library is loaded here rather than by cudarc, which panics if a library is missing
+//! and tries fewer file names. Result codes are plain integers, because a newer library may return codes that an enum
+//! would not contain.
 
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::fmt;
@@ -17,34 +19,36 @@ use super::error::KernelError;
 use super::libraries::{in_packages, keep_siblings, taken};
 use super::resources::Resources;
 
-/// Names a file that is loaded instead of whatever is installed.
+/// The environment variable with the path of a library to load instead of an installed one.
 const LIBRARY_VARIABLE: &str = "GAPLESS_NVRTC_LIBRARY";
 
-/// Major versions of NVRTC, the newest first. CUDA 12 is the oldest whose C++ is that of the kernels.
+/// Major versions of NVRTC, newest first. CUDA 12 is the oldest whose C++ compiles the kernels.
 const VERSIONS: [c_int; 2] = [13, 12];
 
-/// The name under which NVRTC is installed, perhaps with its major version behind it.
+/// The file name under which NVRTC is installed. The major version may follow it.
 const NAME: &str = "libnvrtc.so";
 
-/// What it loads itself, by this name and its version.
+/// The beginning of the file name of a library that NVRTC loads itself.
 const BUILTINS: &str = "libnvrtc-builtins.so";
 
-/// `NVRTC_ERROR_COMPILATION`: it is the source that is wrong. Anything else is wrong with NVRTC, as parts of it that are missing.
+/// `NVRTC_ERROR_COMPILATION`: the source has an error. All other codes mean a problem of NVRTC itself, such as
+/// missing files.
 const NOT_COMPILED: c_int = 6;
 
-/// A GPU's instruction set by its compute capability.
+/// A GPU's instruction set, identified by its compute capability.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Architecture {
-    /// Before the dot.
+    /// The part of the compute capability before the dot.
     pub major: u32,
-    /// Behind it.
+    /// The part of the compute capability after the dot.
     pub minor: u32,
-    /// Whether code may use what only GPUs of exactly this capability have, and runs on no other (`sm_90a`).
+    /// True if code may use features that only GPUs of exactly this capability have (`sm_90a`). It then runs on no
+    /// others.
     pub is_specific: bool,
 }
 
 impl Architecture {
-    /// The first with `cp.async` and with tensor cores for bf16.
+    /// The oldest supported architecture: the first with `cp.async` and with tensor cores for bf16.
     pub const OLDEST: Self = Self::new(8, 0);
 
     /// The one with products of warpgroups.
@@ -84,12 +88,12 @@ impl FromStr for Architecture {
     }
 }
 
-/// Machine code of one source.
+/// The machine code compiled from one source.
 #[derive(Debug, Clone)]
 pub struct Compiled {
-    /// A CUBIN.
+    /// The code as a CUBIN file.
     pub code: Vec<u8>,
-    /// What each of its kernels takes.
+    /// The resources that each of its kernels uses.
     pub kernels: Vec<Resources>,
 }
 
@@ -105,9 +109,9 @@ macro_rules! functions {
 
         impl Functions {
             /// # Safety
-            /// The library is NVRTC.
+            /// The library must be NVRTC.
             unsafe fn of(library: &libloading::Library) -> Result<Self, libloading::Error> {
-                // SAFETY: the types are those of NVRTC's header, which has kept them since its first version.
+                // SAFETY: the types are those in NVRTC's header, where they have not changed since the first version.
                 unsafe {
                     Ok(Self {
                         $($field: *library.get($symbol)?,)*
@@ -132,11 +136,11 @@ functions! {
     cubin = "nvrtcGetCUBIN" (Program, *mut c_char);
 }
 
-/// The compiler in this process. It is never unloaded.
+/// The compiler, loaded into this process. It is never unloaded.
 pub struct Nvrtc {
     functions: Functions,
     version: (c_int, c_int),
-    /// Numbers as 90 for sm_90.
+    /// The supported architectures as integers, such as 90 for sm_90.
     architectures: Vec<c_int>,
     _library: libloading::Library,
 }
@@ -148,11 +152,12 @@ impl fmt::Debug for Nvrtc {
 }
 
 impl Nvrtc {
-    /// The compiler, where it is installed. For a driver of this major version of CUDA the same version comes first, then older
-    /// ones: a driver takes their code, and may refuse that of newer ones.
+    /// Returns the compiler, which the first call loads. `driver` is the driver's major CUDA version. NVRTC of the
+    /// same version is tried first and then older ones. Newer ones come last, because the driver may refuse their
+    /// code.
     ///
     /// # Errors
-    /// [`KernelError::Missing`] with what was looked for, and the remedy.
+    /// Returns [`KernelError::Missing`] with the files that were tried, and what to install.
     pub fn load(driver: Option<i32>) -> Result<&'static Self, KernelError> {
         static LOADED: OnceLock<Nvrtc> = OnceLock::new();
         if let Some(loaded) = LOADED.get() {
@@ -166,7 +171,7 @@ impl Nvrtc {
         let mut tried = Vec::new();
         let names: Vec<OsString> = match variable.filter(|name| !name.is_empty()) {
             Some(name) => vec![name],
-            // What the loader finds of a version, and what Python's packages have of it.
+            // Of each version, try the library that the loader finds, and then those in Python packages.
             None => names(driver)
                 .into_iter()
                 .flat_map(|name| {
@@ -176,7 +181,8 @@ impl Nvrtc {
                 .collect(),
         };
         for name in names {
-            // NVRTC loads its builtins by name when it compiles, and most versions do not look beside themselves.
+            // When NVRTC compiles, it loads its builtins by name. Most versions do not search their own folder for
+            // them.
             keep_siblings(Path::new(&name), BUILTINS);
             match Self::open(&name) {
                 Ok(library) => return Ok(library),
@@ -192,13 +198,14 @@ impl Nvrtc {
         })
     }
 
-    /// Loads a file as NVRTC, or says why not.
+    /// Loads a file as NVRTC, or returns the reason why this failed.
     fn open(name: &std::ffi::OsStr) -> Result<Self, String> {
         let text = |error: libloading::Error| {
-            // The loader's own words are in the source.
+            // The message of the system's loader is in the error's source.
             std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
         };
-        // SAFETY: loading NVRTC runs nothing but its own set-up. What else a user names is theirs to answer for.
+        // SAFETY: loading NVRTC only runs its own initialization. For any other file, the user who has named it is
+        // responsible.
         let library = unsafe { libloading::Library::new(name) }.map_err(text)?;
         // SAFETY: a library with this name and these functions is NVRTC.
         let functions = unsafe { Functions::of(&library) }.map_err(text)?;
@@ -208,7 +215,7 @@ impl Nvrtc {
         // SAFETY: as above.
         let code = if code == 0 { unsafe { (functions.architecture_count)(&mut count) } } else { code };
         let mut architectures = vec![0; usize::try_from(count).unwrap_or(0)];
-        // SAFETY: there is room for as many as it said.
+        // SAFETY: there is room for as many architectures as the library has counted.
         let code = if code == 0 { unsafe { (functions.architectures)(architectures.as_mut_ptr()) } } else { code };
         match code {
             0 => Ok(Self { functions, version: (major, minor), architectures, _library: library }),
@@ -216,35 +223,37 @@ impl Nvrtc {
         }
     }
 
-    /// Its version, as people write it.
+    /// Returns the version of NVRTC, such as "13.0".
     pub fn version(&self) -> String {
         format!("{}.{}", self.version.0, self.version.1)
     }
 
-    /// The file that it was loaded from, where this can be known.
+    /// Returns the path of the file that NVRTC was loaded from, or "unknown" if the system does not report it.
     pub fn library(&self) -> String {
         taken(&[NAME]).pop().unwrap_or_else(|| "unknown".into())
     }
 
-    /// What kernels are compiled with. A part of the cache's key.
+    /// Returns the compiler options for kernels, which are part of the cache's key.
     pub(super) fn options(architecture: Architecture) -> [String; 5] {
         [
             format!("--gpu-architecture={architecture}"),
             "--std=c++17".into(),
-            // Products and sums are fused where that is closer to the truth; nothing else is traded for speed.
+            // A product and a sum are fused into one operation, which rounds only once. No other option trades
+            // accuracy for speed.
             "--fmad=true".into(),
-            // Before 13.2, NVRTC takes the body of a generic lambda for a host's function, and refuses it.
+            // Without this, NVRTC before 13.2 takes the body of a generic lambda for host code, and refuses it.
             "--device-as-default-execution-space".into(),
-            // Figures of each kernel in the log; the code is the same.
+            // Writes the resource use of each kernel into the log. The code is the same.
             "--ptxas-options=-v".into(),
         ]
     }
 
-    /// The machine code of a family for an architecture, and what its kernels take.
+    /// Compiles a kernel family for an architecture. Returns the machine code and the resources that its kernels use.
     ///
     /// # Errors
-    /// [`KernelError::UnknownArchitecture`] when this version has never heard of it, [`KernelError::DoesNotCompile`] with the
-    /// compiler's words.
+    /// Returns [`KernelError::UnknownArchitecture`] if this version of NVRTC does not support the architecture, and
+    /// [`KernelError::DoesNotCompile`] with the compiler's log if the source has an error. Returns
+    /// `KernelError::Nvrtc` if NVRTC itself fails.
     pub fn compile(&self, family: Family, architecture: Architecture) -> Result<Compiled, KernelError> {
         self.compile_source(family.file(), family.source(), architecture)
     }
@@ -269,14 +278,14 @@ impl Nvrtc {
         let pointers = |of: &[CString]| of.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
         let (names, texts, options) = (pointers(&names), pointers(&texts), pointers(&options));
         let mut program = Started { functions: &self.functions, program: std::ptr::null_mut() };
-        // SAFETY: all texts outlive the program, and there are as many headers as names.
+        // SAFETY: all texts outlive the program, and there are as many header texts as names.
         let created = unsafe {
             let headers = HEADERS.len() as c_int;
             let (source, name) = (source.as_ptr(), name.as_ptr());
             (self.functions.create)(&mut program.program, source, name, headers, texts.as_ptr(), names.as_ptr())
         };
         self.expect("nvrtcCreateProgram", created)?;
-        // SAFETY: the program was created, and there are as many options.
+        // SAFETY: the program was created, and the number of options is correct.
         let compiled = unsafe { (self.functions.compile)(program.program, options.len() as c_int, options.as_ptr()) };
         let log = program.text();
         if compiled != 0 {
@@ -292,7 +301,7 @@ impl Nvrtc {
         // SAFETY: the program was compiled, and the result outlives the call.
         self.expect("nvrtcGetCUBINSize", unsafe { (self.functions.cubin_size)(program.program, &mut bytes) })?;
         let mut code = vec![0u8; bytes];
-        // SAFETY: there is room for as many bytes as it said.
+        // SAFETY: there is room for as many bytes as the library has reported.
         self.expect("nvrtcGetCUBIN", unsafe { (self.functions.cubin)(program.program, code.as_mut_ptr().cast()) })?;
         Ok(Compiled { code, kernels: Resources::of_log(&log.unwrap_or_default()) })
     }
@@ -306,9 +315,9 @@ impl Nvrtc {
 }
 
 impl Functions {
-    /// What NVRTC has to say about a code.
+    /// Returns NVRTC's message for a result code.
     fn text(&self, code: c_int) -> String {
-        // SAFETY: any code may be asked about; texts are NVRTC's own.
+        // SAFETY: the function accepts any code; the texts are static strings of NVRTC.
         let text = unsafe { (self.error_string)(code) };
         match text.is_null() {
             true => format!("code {code}"),
@@ -318,7 +327,7 @@ impl Functions {
     }
 }
 
-/// The names to look for, the best first.
+/// Returns the file names to look for, the best first.
 fn names(driver: Option<i32>) -> Vec<String> {
     let driver = driver.unwrap_or(c_int::MAX);
     let (too_new, others): (Vec<c_int>, Vec<c_int>) = VERSIONS.into_iter().partition(|&version| version > driver);
@@ -326,14 +335,14 @@ fn names(driver: Option<i32>) -> Vec<String> {
     others.into_iter().map(named).chain([NAME.to_owned()]).chain(too_new.into_iter().map(named)).collect()
 }
 
-/// A program, to be destroyed.
+/// A program of NVRTC, which is destroyed on drop.
 struct Started<'a> {
     functions: &'a Functions,
     program: Program,
 }
 
 impl Started<'_> {
-    /// What the compiler wrote.
+    /// Returns the compiler's log, or `None` if NVRTC does not provide it.
     fn text(&self) -> Option<String> {
         let mut bytes = 0;
         // SAFETY: the program exists, and the result outlives the call.
@@ -341,7 +350,7 @@ impl Started<'_> {
             return None;
         }
         let mut log = vec![0u8; bytes];
-        // SAFETY: there is room for as many bytes as it said.
+        // SAFETY: there is room for as many bytes as the library has reported.
         let code = unsafe { (self.functions.log)(self.program, log.as_mut_ptr().cast()) };
         (code == 0).then(|| String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned())
     }
@@ -350,7 +359,8 @@ impl Started<'_> {
 impl Drop for Started<'_> {
     fn drop(&mut self) {
         if !self.program.is_null() {
-            // SAFETY: it was created, and is destroyed once. There is nothing to be done about one that cannot be.
+            // SAFETY: the program was created, and is only destroyed here. An error is ignored, because nothing can
+            // be done about it.
             let _ = unsafe { (self.functions.destroy)(&mut self.program) };
         }
     }

@@ -1,7 +1,7 @@
-//! Direct exchange of tensors between the devices of several ranks, where all of them support it.
+//! Direct exchange of tensors between the devices of several ranks, if all of them support it.
 //!
 //! - In: a host communicator.
-//! - Out: a device communicator of the same ranks, or none and the reason.
+//! - Out: a device communicator of the same ranks, or none; the reason is then logged.
 //! - Never: a device communicator on some ranks and none on others.
 
 use std::collections::HashSet;
@@ -15,15 +15,15 @@ use crate::error::{Error, Result};
 /// Length of a digest.
 const DIGEST: usize = 16;
 
-/// A rank's message to the others: whether its device can exchange tensors directly, then digests of its device and its
-/// process.
+/// The message that each rank sends to all others: whether its device can exchange tensors directly, a digest that
+/// identifies the device, and one that identifies the process.
 type Greeting = [u8; 1 + 2 * DIGEST];
 const DEVICE: Range<usize> = 1..1 + DIGEST;
 const PROCESS: Range<usize> = 1 + DIGEST..1 + 2 * DIGEST;
 
 impl CudaBackend {
-    /// Creates a device communicator of the ranks of `world`, if every rank has a device of its own that can exchange
-    /// tensors directly. Returns `None` otherwise. A collective operation.
+    /// Creates a device communicator of the ranks of `world`. Returns `None` if two ranks share a device, or if a
+    /// device cannot exchange tensors directly. A collective operation: all ranks must call it.
     ///
     /// # Errors
     /// Returns [`Error::Communicator`] if another rank or NCCL fails.
@@ -55,7 +55,7 @@ impl CudaBackend {
 
 /// Gathers the greetings of all ranks.
 fn gather(world: &mut dyn Communicator, device: Option<&str>) -> communicator::Result<Vec<Greeting>> {
-    // Process ids and bus ids are only unique within a host.
+    // Process ids and bus ids are only unique within a host, so the digests include the host.
     let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let mut mine: Greeting = [0; _];
     mine[0] = u8::from(device.is_some());

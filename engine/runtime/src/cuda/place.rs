@@ -1,7 +1,7 @@
-//! The addresses that programs run at on a device, and their launches with these addresses.
+//! The addresses at which programs run on a device, and the launches of programs with these addresses.
 //!
 //! - In: a compiled program, and the addresses of arena, key, tickets and slots.
-//! - Out: the program's parts. Each is a sequence of launches, and a part ends wherever the host has something to do.
+//! - Out: the program's parts. Each part is a sequence of launches; between two parts, the host has something to do.
 //! - Never: a call of the device.
 
 use std::ops::Range;
@@ -18,15 +18,16 @@ use super::device::{Device, DeviceError};
 use super::slots::slot;
 use crate::error::{Error, Result};
 
-/// Launches, each with the index of the instruction that it is for.
+/// Launches, each with the index of the instruction that it belongs to.
 pub(super) type Launches = Vec<(usize, Launch)>;
 
-/// A part of a program, which runs without the host's intervention.
+/// A part of a program: instructions that run without intervention by the host.
 #[derive(Debug)]
 pub(super) struct Part<L> {
     /// The part's instructions.
     pub span: Range<usize>,
-    /// Their launches; `None` for an instruction without launches, such as a message to another rank.
+    /// The launches of the part's instructions; `None` if there are none, as for a message to another rank or an
+    /// operation on empty tensors.
     pub launches: Option<L>,
 }
 
@@ -40,7 +41,7 @@ impl<L> Part<L> {
 /// The alignment, in bytes, of the reserved range and of each area in it.
 pub(super) const ALIGNMENT: u64 = 256;
 
-/// The shapes and types of the tensors at these addresses.
+/// Returns the shapes and types of the tensors at these addresses.
 pub(super) fn specs(addresses: &[Address]) -> Vec<Spec> {
     let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
     addresses.iter().map(spec).collect()
@@ -53,15 +54,15 @@ pub(super) fn refused(instruction: &Instruction) -> Error {
     }
 }
 
-/// The addresses a program runs at, and the part of the batch that it runs on.
+/// The addresses at which a program runs, and the indices of this rank's micro-batches.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
-    /// The arena, which reaches to the end of the reserved range.
+    /// The start of the arena, which extends to the end of the reserved range.
     pub base: u64,
-    /// The key of a step's random numbers, at the start of the reserved range.
+    /// The address of the key for a step's random numbers, at the start of the reserved range.
     pub key: u64,
     pub tickets: u64,
-    /// The slots of dynamic rows.
+    /// The table of slots for dynamic rows.
     pub slots: u64,
     pub first_part: u64,
     pub part_stride: u64,
@@ -70,7 +71,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// A place without a device, with the arena at address 0 and no optional features.
+    /// A place that does not belong to a device, with the arena at address 0.
     pub const NOWHERE: Self = Self {
         base: 0,
         key: 0,
@@ -86,8 +87,8 @@ impl Place {
         device.extend(self.base - self.key + offset)
     }
 
-    /// Divides a program into the longest possible parts. A new part begins at messages to other ranks, after row
-    /// counts, and where instructions that only run in some runs begin or end.
+    /// Divides a program into parts that are as long as possible. A new part begins at messages to other ranks and
+    /// after row counts. Instructions with different conditions for running are also in different parts.
     pub fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
         self.cut(program, |before, at| before.predicate == at.predicate && before.defines_count.is_none())
     }
@@ -128,7 +129,8 @@ impl Place {
         Ok(parts)
     }
 
-    /// The launches of an instruction; `None` if it has no kernels, or its scratch is smaller than theirs.
+    /// Returns the launches of an instruction. Returns `None` if it has no kernels, if its scratch is smaller than
+    /// the kernels need, or if it has dynamic rows and a kernel that does not read slots.
     fn of(&self, instruction: &Instruction) -> Option<Vec<Launch>> {
         let InstrKind::Compute(op) = &instruction.kind else { return None };
         let operand = |of: &Address| {
@@ -137,7 +139,7 @@ impl Place {
         };
         let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Vec<_>>();
         let inputs = instruction.inputs.iter().map(|input| (&input.layout, input.dtype));
-        // A program that was lowered for the CPU has other scratch, and kernels would write past its end.
+        // A program that was lowered for the CPU has other scratch. Kernels would write past the end of that scratch.
         let needed = launches::workspace(&**op, inputs, &specs(&instruction.outputs));
         let given = instruction.workspace.iter().map(|piece| piece.bytes);
         if needed.len() != given.len() || needed.iter().zip(given).any(|(&needed, given)| needed > given) {
@@ -159,7 +161,7 @@ impl Place {
             features: self.features,
         };
         let launches = launches::launches(&**op, &operands)?;
-        // Other kernels would mistake the slot's address for the tensor's.
+        // A kernel that does not read slots would take the slot's address for the tensor's.
         let reads_slots = |launch: &Launch| matches!(launch, Launch::Kernel(kernel) if kernel.family.reads_slots());
         let has_slots = operands.inputs.iter().chain(operands.outputs).any(Operand::has_slot);
         (!has_slots || launches.iter().all(reads_slots)).then_some(launches)

@@ -1,4 +1,4 @@
-//! The launches of each instruction of a program: the bytes they move, their arithmetic, and their time on a device.
+//! The launches of each instruction of a program: the bytes they move, their arithmetic, and their measured time.
 
 use std::ops::{Deref, Range};
 use std::time::Duration;
@@ -19,13 +19,13 @@ pub struct LaunchWork {
     pub name: String,
     /// True for a matrix product.
     pub is_product: bool,
-    /// True if every extent and pitch of a product is a multiple of 8 elements along the contiguous dimension; always
-    /// true for kernels.
+    /// True for kernels, and for products whose extents and pitches along contiguous dimensions are all multiples of
+    /// 8 elements.
     pub is_aligned: bool,
     /// Floating-point operations.
     pub flops: u64,
-    /// Bytes read and written. The kernels of one instruction share equally the bytes that its products do not account
-    /// for.
+    /// Bytes read and written. Products have their own bytes; the remaining bytes of the instruction are divided
+    /// equally among its kernels.
     pub bytes: u64,
 }
 
@@ -69,8 +69,8 @@ impl Deref for Timed {
 }
 
 impl Work {
-    /// The work of instructions that are launched together, named after the first of them; `None` if they compute
-    /// nothing.
+    /// Returns the work of instructions that are launched together, named after the first of them. Returns `None` if
+    /// none of them computes.
     fn of(instructions: &[Instruction], launches: &[Launch]) -> Option<Self> {
         let operations = instructions.iter().filter_map(|instruction| match &instruction.kind {
             InstrKind::Compute(op) => Some((op, instruction)),
@@ -95,8 +95,8 @@ impl Work {
     }
 }
 
-/// The work of each launch of an instruction. `flops` and `bytes` are the instruction's totals, `again` the bytes that
-/// its kernels move besides the operands.
+/// Returns the work of each launch of an instruction. `flops` and `bytes` are the totals of the instruction. `again`
+/// is the number of bytes that its kernels move in addition to reading and writing the operands once.
 fn each(launches: &[Launch], flops: u64, bytes: u64, again: u64) -> Vec<LaunchWork> {
     let products = || {
         launches.iter().filter_map(|launch| if let Launch::Product(product) = launch { Some(product) } else { None })
@@ -123,8 +123,8 @@ fn each(launches: &[Launch], flops: u64, bytes: u64, again: u64) -> Vec<LaunchWo
     launches.iter().map(each).collect()
 }
 
-/// Groups the launches of a part by instruction. The part ends before the instruction `end`. Instructions that share
-/// the launches of an earlier one are in its group.
+/// Groups the launches of a part by instruction; the part ends before the instruction `end`. An instruction that is
+/// launched together with an earlier one belongs to the earlier one's group.
 fn by_instruction(launches: Launches, end: usize) -> Vec<(Range<usize>, Vec<Launch>)> {
     let mut groups: Vec<(Range<usize>, Vec<Launch>)> = Vec::new();
     for (of, launch) in launches {
@@ -145,7 +145,7 @@ fn by_instruction(launches: Launches, end: usize) -> Vec<(Range<usize>, Vec<Laun
 /// The instructions of a part, and the launches of each.
 type Groups = (Vec<Range<usize>>, Vec<Vec<Launch>>);
 
-/// The parts of a program, with launches grouped by instruction.
+/// Returns the parts of a program, with launches grouped by instruction.
 fn grouped(place: &Place, program: &CompiledProgram) -> Result<Vec<Part<Groups>>> {
     let grouped = |part: Part<Launches>| {
         let end = part.span.end;
@@ -155,14 +155,14 @@ fn grouped(place: &Place, program: &CompiledProgram) -> Result<Vec<Part<Groups>>
 }
 
 impl CudaBackend {
-    /// The work of each program of an executable on a device, in order, without messages. No device is needed.
+    /// Returns the work of each program of an executable on a GPU, in order and without messages. No GPU is needed.
     ///
     /// # Errors
     /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) under the same conditions as
     /// [`Session::on_cuda`](crate::Session::on_cuda).
     pub fn work(executable: &Executable) -> Result<Vec<Vec<Work>>> {
         let of_program = |program: &CompiledProgram| -> Result<Vec<Work>> {
-            // Instructions that only run if rows were evicted are not counted.
+            // Instructions that are only run if rows were evicted are excluded.
             let parts = grouped(&Place::NOWHERE, program)?.into_iter();
             let parts = parts.filter(|part| program.instructions[part.span.start].predicate.is_none());
             let groups =

@@ -1,6 +1,6 @@
-//! The resources of a multiprocessor that a kernel uses: registers, stack, spills, shared memory.
+//! The resources that a kernel uses: registers, stack, spills and shared memory.
 //!
-//! - In: NVRTC's log, to which its assembler writes with `--ptxas-options=-v`.
+//! - In: the log of NVRTC, whose assembler reports these figures with `--ptxas-options=-v`.
 //! - Out: the figures of each kernel.
 //! - Never: figures for a kernel that the log does not mention.
 
@@ -13,13 +13,13 @@ pub struct Resources {
     pub kernel: String,
     /// Registers per thread.
     pub registers: u32,
-    /// Local memory per thread: arrays that are indexed, and spilled registers.
+    /// Bytes of local memory per thread, used for arrays with computed indices and for spilled registers.
     pub stack_bytes: u32,
     /// Bytes per thread of spill stores, summed over the kernel's functions.
     pub spill_store_bytes: u32,
     /// Bytes per thread of spill loads, summed over the kernel's functions.
     pub spill_load_bytes: u32,
-    /// Shared memory per block that the source declares; dynamic shared memory comes on top.
+    /// Bytes of shared memory per block that the source declares. Dynamic shared memory is not included.
     pub shared_bytes: u32,
     /// Whether the assembler waits for each product of a warpgroup, as it says why: nothing goes on beside them then.
     pub is_serialized: bool,
@@ -43,7 +43,7 @@ impl Resources {
                 });
             }
             let Some(last) = kernels.last_mut() else { continue };
-            // These lines are for the kernel itself and for its functions that were not inlined.
+            // The log has such a line for the kernel itself, and one for each of its functions that was not inlined.
             if line.contains("bytes stack frame") {
                 last.stack_bytes = last.stack_bytes.max(before(line, " bytes stack frame"));
                 last.spill_store_bytes += before(line, " bytes spill stores");
@@ -63,7 +63,7 @@ impl Resources {
     }
 }
 
-/// The number before some words; 0 if the line does not contain them.
+/// Returns the integer before some words, or 0 if the line does not contain them.
 fn before(line: &str, words: &str) -> u32 {
     let number = line.split_once(words).and_then(|(front, _)| front.rsplit(' ').next());
     number.and_then(|number| number.parse().ok()).unwrap_or(0)

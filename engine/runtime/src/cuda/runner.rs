@@ -1,9 +1,10 @@
 //! A run of a program on a device, part by part.
 //!
-//! - In: the parts, and a function that starts the launches of each.
-//! - Out: between the parts, messages are exchanged, row counts are read and dynamic buffers are placed.
-//! - Never: a decision of its own about dynamic buffers, which [`DynamicBuffers`](crate::routed::DynamicBuffers) makes as on the CPU;
-//!   or a wait for the device before the messages that the device waits for have arrived.
+//! - In: the parts, and a function that starts the launches of each part.
+//! - Out: launches in order. Between the parts, messages are exchanged, row counts are read and dynamic buffers are
+//!   placed.
+//! - Never: a decision about dynamic buffers, which [`Routed`](crate::routed::Routed) makes as on the CPU. Never a
+//!   wait for the device before the messages that the device waits for have arrived.
 
 use std::ops::Range;
 
@@ -21,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::routed::{Refusal, find_nonfinite_origin};
 use crate::session::RunOptions;
 
-/// The state that is needed to run programs.
+/// Everything that is needed to run programs on a device.
 #[derive(Debug)]
 pub(super) struct Runner {
     /// Dropped first, because communicators may use the device's stream and memory.
@@ -32,8 +33,9 @@ pub(super) struct Runner {
 }
 
 impl Runner {
-    /// Runs the parts of a program, and calls `launch` for each part that is not skipped. It must start the part's
-    /// launches, if there are any. The messages of a part without launches have been started before the call.
+    /// Runs the parts of a program. Calls `launch` for each part that is not skipped; this function must start the
+    /// part's launches, if there are any. If a part is a message without launches, the message has been started
+    /// before the call.
     pub fn go_through<L>(
         &mut self,
         executable: &Executable,
@@ -77,37 +79,38 @@ pub(super) struct Run<'r> {
 }
 
 impl Run<'_> {
-    /// Waits until all messages have arrived that the device waits for. Must be called before the host waits for the
+    /// Waits until all messages that the device waits for have arrived. Must be called before the host waits for the
     /// device.
     pub fn settle(&mut self) -> Result<()> {
         self.exchanging.settle()
     }
 
-    /// The current addresses of operands.
+    /// Returns the current addresses of operands.
     pub fn located(&self) -> Located<'_> {
         self.slots.located()
     }
 
-    /// Describes an error of a recorded program, of which it is not known which launch failed.
+    /// Adds the program's name to an error of a recorded program. The driver does not say which of the launches has
+    /// failed.
     pub fn at_once(&self, error: DeviceError) -> DeviceError {
         error.during(&format!("{}, one of its kernels (find it with compute-sanitizer)", self.program.name))
     }
 
-    /// Waits until everything started is done.
+    /// Waits for all work on the device.
     fn finish(&mut self) -> Result<()> {
         let settled = self.settle();
-        // The driver reports a kernel's failure at the next call, so it is described here.
+        // The driver reports the failure of a kernel at a later call, which is this one.
         self.device.wait().map_err(|error| self.at_once(error))?;
         settled
     }
 
-    /// Copies bytes to the device, after everything started before.
+    /// Copies bytes to the device, after all work that was started before.
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
         self.settle()?;
         Ok(self.device.write(address, bytes).map_err(|error| self.at_once(error))?)
     }
 
-    /// Copies bytes from the device, after everything started before.
+    /// Reads bytes from the device, after all work that was started before.
     fn read<const N: usize>(&mut self, address: u64) -> Result<[u8; N]> {
         self.settle()?;
         let mut bytes = [0; N];
@@ -115,8 +118,9 @@ impl Run<'_> {
         Ok(bytes)
     }
 
-    /// Places the dynamic buffers of instructions, in order. Each is placed after those of earlier instructions have
-    /// been released, which is valid because the device runs the instructions in the same order.
+    /// Places the dynamic buffers of instructions, in order. The buffers of earlier instructions are released before,
+    /// although the device has not run these instructions yet. This is valid because the device runs the instructions
+    /// in the same order.
     fn find_places(&mut self, span: Range<usize>) -> Result<()> {
         for instruction in &self.program.instructions[span.clone()] {
             if let Err(refusal) = self.slots.routed.place(instruction) {
@@ -131,8 +135,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The error for an instruction whose buffers do not fit. Instructions before `begun` have run; if one of them had
-    /// a non-finite result, that is reported instead.
+    /// Returns the error for an instruction whose buffers find no room. The instructions before `begun` have run. If
+    /// one of them had an output that is not finite, the error reports this one instead.
     fn refused(&mut self, refusal: Refusal, instruction: &Instruction, begun: usize) -> Error {
         if let Err(error) = self.settle() {
             return error;
@@ -151,7 +155,7 @@ impl Run<'_> {
     /// Runs an instruction without launches.
     fn exchange(&mut self, instruction: &Instruction) -> Result<()> {
         match instruction.kind {
-            // An operation on empty tensors.
+            // An operation on empty tensors has no launches.
             InstrKind::Compute(_) => {}
             InstrKind::Vote(_) => {
                 let without = self.slots.routed.try_reserve(instruction);
@@ -169,7 +173,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Reads the row count that the last instruction of a part has computed.
+    /// Reads the row count if the last instruction of a part has computed one.
     fn count(&mut self, instruction: &Instruction) -> Result<()> {
         let Some(count) = instruction.defines_count else { return Ok(()) };
         let (at, bytes) = self.located().of(&instruction.outputs[0]);
@@ -179,7 +183,7 @@ impl Run<'_> {
     }
 }
 
-/// True if all elements of a tensor are finite, or it is not a float tensor.
+/// True if all elements of a tensor are finite. Also true if the tensor has no float type.
 pub(super) fn is_finite(device: &dyn Device, located: Located<'_>, address: &Address) -> Result<bool> {
     let (at, len) = located.of(address);
     if !address.dtype.is_float() || len == 0 {

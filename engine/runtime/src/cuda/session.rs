@@ -1,4 +1,4 @@
-//! The parts of a session's interface that need a GPU.
+//! The methods of a session that are only available in builds with GPU support.
 
 use std::any::Any;
 
@@ -9,7 +9,7 @@ use super::{CudaBackend, DeviceMemory, Timed};
 use crate::error::Result;
 use crate::session::{RunOptions, Session};
 
-/// Methods that only have an effect on a GPU; they return `None` on the CPU.
+/// Methods for sessions on a GPU. On the CPU they have no effect and return `None`.
 impl Session {
     fn on_gpu(&self) -> Option<&CudaBackend> {
         (&self.backend as &dyn Any).downcast_ref()
@@ -20,7 +20,7 @@ impl Session {
         Some((&self.executable, backend))
     }
 
-    /// The use of the device's memory; `None` on the CPU.
+    /// Returns the use of the device's memory, or `None` on the CPU.
     ///
     /// # Errors
     /// Returns [`Error::Device`](crate::Error::Device) if the driver fails.
@@ -28,8 +28,8 @@ impl Session {
         self.on_gpu().map(CudaBackend::memory).transpose()
     }
 
-    /// Creates a device communicator of the ranks of `world`, if every rank has a device of its own that can exchange
-    /// tensors directly. Returns `None` otherwise. A collective operation.
+    /// Creates a device communicator of the ranks of `world`. Returns `None` if two ranks share a device, or if a
+    /// device cannot exchange tensors directly. A collective operation: all ranks must call it.
     ///
     /// # Errors
     /// Returns [`Error::Communicator`](crate::Error::Communicator) if another rank or NCCL fails.
@@ -37,7 +37,7 @@ impl Session {
         self.on_gpu_mut().map_or(Ok(None), |(_, gpu)| gpu.connect_devices(world))
     }
 
-    /// Runs a program as [`Self::run`] does, but launch by launch instead of as a graph, and returns the time of each
+    /// Runs a program like [`Self::run`], but launch by launch instead of as a graph, and returns the time of each
     /// instruction. Updates that are launched together have one entry. Returns `None` on the CPU.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
-//! The addresses of dynamic rows on a device while a program runs. They are found as on the CPU, and stored in a table
-//! of slots in device memory. Launches are recorded with the addresses of slots, and read the rows' addresses from
-//! there.
+//! The addresses of dynamic rows on a device while a program runs. Rows are placed as on the CPU, and the resulting
+//! addresses are stored in a table of slots in device memory. Recorded launches contain the addresses of slots, and
+//! their kernels read the rows' addresses from the slots.
 //!
 //! - In: instructions, in the order in which they run.
 //! - Out: slots in the format that `slots.cuh` reads, and addresses.
@@ -17,21 +17,21 @@ use gapless_kernels::cuda::launch::SLOT;
 use super::place::Place;
 use crate::routed::DynamicBuffers;
 
-/// One entry of the table in device memory: address and bytes.
+/// One entry of the table in device memory: the address of the rows and their size in bytes.
 type Slot = [u64; 2];
 
-/// The places of dynamic rows in the current run, and their slots.
+/// The places of dynamic rows in the current run, and a copy of the table of slots.
 #[derive(Debug)]
 pub(super) struct Slots {
     pub routed: DynamicBuffers,
     /// The table's contents.
     slots: Vec<Slot>,
-    /// Entries that are not in device memory yet.
+    /// The range of entries that have changed since they were last written to device memory.
     changed: Range<usize>,
     place: Place,
 }
 
-/// The current addresses of operands.
+/// Resolves the operands of the current run to addresses.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Located<'r> {
     base: u64,
@@ -39,14 +39,14 @@ pub(super) struct Located<'r> {
 }
 
 impl Located<'_> {
-    /// An operand's address and its bytes.
+    /// Returns the current address of an operand, and its size in bytes.
     pub fn of(&self, address: &Address) -> (u64, usize) {
         let (offset, span) = self.places.find(address);
         (self.base + offset, span * address.dtype.size_in_bytes())
     }
 }
 
-/// Bytes of an executable's table.
+/// Returns the size of an executable's table in bytes.
 pub(super) fn table_bytes(executable: &Executable) -> u64 {
     (requests(executable) * size_of::<Slot>()) as u64
 }
@@ -55,7 +55,7 @@ fn requests(executable: &Executable) -> usize {
     executable.routing().map_or(0, |plan| plan.requests().len())
 }
 
-/// The address of an operand's slot in a table, tagged as such for kernels.
+/// Returns the address of an operand's slot in a table, with the tag by which kernels recognize slots.
 pub(super) fn slot(table: u64, counted: DynamicAddress) -> u64 {
     SLOT | (table + u64::from(counted.request) * size_of::<Slot>() as u64)
 }
@@ -63,7 +63,7 @@ pub(super) fn slot(table: u64, counted: DynamicAddress) -> u64 {
 impl Slots {
     /// Creates the slots of an executable, whose programs run one at a time.
     pub fn new(executable: &Executable, place: Place) -> Self {
-        // Rows outside of the arena are in memory mapped after it.
+        // On a device, rows outside of the arena lie in memory that is mapped after its end.
         let routed = DynamicBuffers::new(executable, OverflowHeap::elsewhere());
         let slots = vec![[0; 2]; requests(executable)];
         Self { routed, changed: 0..slots.len(), slots, place }
@@ -87,7 +87,8 @@ impl Slots {
         }
     }
 
-    /// The table's changes since the last call: address and bytes to write.
+    /// Returns the address and the bytes of the table's changes since the last call, or `None` if nothing has
+    /// changed.
     pub fn changes(&mut self) -> Option<(u64, Vec<u8>)> {
         let changed = std::mem::take(&mut self.changed);
         let at = self.place.slots + (changed.start * size_of::<Slot>()) as u64;

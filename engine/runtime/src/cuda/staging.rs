@@ -1,9 +1,9 @@
-//! Tensors on their way to and from other ranks: from device to device if the communicators support it, otherwise
+//! The exchange of tensors with other ranks: between devices directly if the communicators support it, or else
 //! through host memory.
 //!
 //! - In: instructions that send, receive, sum and gather.
-//! - Out: requests to the communicators. Through the host, their operands have copies in host memory from the start of
-//!   a message to its wait, at planned places.
+//! - Out: requests to the communicators. If these go through the host, each operand has a copy in host memory, at a
+//!   planned place, from the start of its request to the wait.
 //! - Never: host memory that was not planned before the first step.
 
 use gapless_alloc::{Buffer, Options, Problem};
@@ -21,39 +21,39 @@ use crate::transfers::{Bytes, NO_COMMUNICATOR, Operands, RunGuard, Transfers};
 /// Alignment of all copies in host memory.
 const ALIGNMENT: u64 = size_of::<u64>() as u64;
 
-/// The work limit of the planner. Host memory is plentiful, so the plan need not be the best.
+/// The work limit of the planner. The plan of host memory need not be optimal, since host memory is plentiful.
 const PLANNING: u64 = 1 << 20;
 
-/// The communicators, and the host memory that is lent to them.
+/// The communicators, and the host memory that they read and write.
 #[derive(Debug, Default)]
 pub(super) struct Staging {
-    /// Dropped first, because running transfers use the memory.
+    /// Dropped first, because transfers in progress use the memory.
     transfers: Transfers,
     memory: Vec<u64>,
-    /// Operands lent to communicators, indexed by program and request.
+    /// The operands of each request, indexed by program and request.
     lent: Vec<Vec<Lent>>,
 }
 
 /// The messages of one run.
 pub(super) struct Exchanging<'s> {
     guard: RunGuard<'s>,
-    /// The first byte of the host memory. Communicators write to the ranges lent to them, so this is a raw pointer.
+    /// The first byte of the host memory. A raw pointer, because communicators write to parts of this memory.
     memory: *mut u8,
-    /// Operands lent to communicators, indexed by request of the program.
+    /// The operands of each of the program's requests, indexed by request.
     lent: &'s [Lent],
 }
 
 /// The operands of one request.
 #[derive(Debug, Default)]
 struct Lent {
-    /// Tensors it reads, in the order of the collective's inputs.
+    /// Tensors that the request reads, in the order of the collective's inputs.
     inputs: [Option<Operand>; 2],
     /// The tensor it writes.
     output: Option<Operand>,
-    /// True if it reads the output as well.
+    /// True if the request also reads the output.
     reads_output: bool,
-    /// Row offsets per rank, of the rows sent and of the rows received. They are always copied to the host, which reads
-    /// them.
+    /// Row offsets per rank, for the sent rows and for the received ones. They are always copied to host memory,
+    /// because the host reads them.
     starts: [Option<Operand>; 2],
     /// Bytes of a row.
     row_bytes: usize,
@@ -63,7 +63,7 @@ struct Lent {
 #[derive(Debug)]
 struct Operand {
     address: Address,
-    /// Byte offset of its copy in host memory; `None` if the communicator uses the tensor itself.
+    /// Byte offset of the tensor's copy in host memory; `None` if the communicator accesses the tensor itself.
     at: Option<u64>,
 }
 
@@ -72,14 +72,15 @@ impl Operand {
         Self { address: address.clone(), at: None }
     }
 
-    /// The tensor's bytes; for dynamic rows, their maximum.
+    /// Returns the tensor's size in bytes; for dynamic rows, the maximum size.
     fn bytes(&self) -> usize {
         self.address.span * self.address.dtype.size_in_bytes()
     }
 }
 
 impl Lent {
-    /// The operands that an instruction lends when it starts a message or a collective.
+    /// Returns the operands that the communicator accesses after an instruction has started a message or a
+    /// collective.
     fn of(instruction: &Instruction) -> Self {
         let Instruction { inputs, outputs, .. } = instruction;
         let input = |index: usize| inputs.get(index).map(Operand::new);
@@ -98,14 +99,14 @@ impl Lent {
         }
     }
 
-    /// The operands that have a copy in host memory.
+    /// Returns the operands that need a copy in host memory.
     fn staged(&mut self, is_on_device: bool) -> impl Iterator<Item = &mut Operand> {
         let lent = self.inputs.iter_mut().chain([&mut self.output]).flatten();
         lent.filter(move |_| !is_on_device).chain(self.starts.iter_mut().flatten())
     }
 }
 
-/// The request that an instruction starts, and the one that it ends.
+/// Returns the request that an instruction starts, and the one that it waits for.
 fn requests(work: &InstrKind) -> [Option<usize>; 2] {
     match *work {
         InstrKind::Send(message) | InstrKind::Receive(message) => [Some(message.request), None],
@@ -117,7 +118,7 @@ fn requests(work: &InstrKind) -> [Option<usize>; 2] {
 }
 
 impl Staging {
-    /// Plans the host memory of an executable's programs, of which one runs at a time.
+    /// Plans host memory for an executable's programs, which run one at a time.
     ///
     /// # Errors
     /// Returns [`Error::NoHostMemory`] if the copies need more host memory than is available.
@@ -133,7 +134,7 @@ impl Staging {
                 let [Some(request), _] = requests(&instruction.kind) else { continue };
                 let mut of = Lent::of(instruction);
                 for operand in of.staged(is_on_device) {
-                    // For now, `at` is the index of the buffer.
+                    // Until the offsets are planned, `at` is the index of the copy's buffer.
                     operand.at = Some(buffers.len() as u64);
                     let lifetime = tick + index as u64..tick + ends[request] as u64 + 1;
                     buffers.push(Buffer::new(lifetime, operand.bytes() as u64).aligned(ALIGNMENT));
@@ -163,12 +164,12 @@ impl Staging {
     /// Begins a run of a program.
     ///
     /// # Errors
-    /// Returns [`Error::Communicator`] if a communicator has failed before.
+    /// Returns [`Error::Communicator`] if a communicator has failed in an earlier run.
     pub fn run(&mut self, program: usize) -> Result<Exchanging<'_>> {
         let Self { transfers, memory, lent } = self;
         let guard = transfers.guard();
         guard.transfers.follow(program).map_err(|source| failed("the start of a run", source))?;
-        // Before `Backend::connect`, there is nothing to lend.
+        // Before `Backend::connect` there are no requests.
         let lent = lent.get(program).map_or(&[][..], Vec::as_slice);
         Ok(Exchanging { guard, memory: memory.as_mut_ptr().cast(), lent })
     }
@@ -179,7 +180,7 @@ fn failed(instruction: impl Into<String>, source: CommunicatorError) -> Error {
 }
 
 impl Exchanging<'_> {
-    /// Ends the run. If it failed, the other ranks are told why.
+    /// Ends the run. If it failed, sends the reason to the other ranks.
     pub fn end<T>(self, ended: Result<T>) -> Result<T> {
         if let Err(error) = &ended {
             self.guard.transfers.abort(&error.to_string());
@@ -188,8 +189,8 @@ impl Exchanging<'_> {
         ended
     }
 
-    /// Waits until all messages have arrived that the device waits for. The host calls this before it waits for the
-    /// device, because the device would wait forever for a rank that has failed.
+    /// Waits for all messages that the device waits for. The host calls this before it waits for the device. If a
+    /// rank has failed, this call returns an error, while the device would wait forever.
     ///
     /// # Errors
     /// Returns [`Error::Communicator`] if another rank fails.
@@ -197,8 +198,8 @@ impl Exchanging<'_> {
         self.guard.transfers.settle().map_err(|source| failed("messages of the step", source))
     }
 
-    /// Runs an instruction that exchanges tensors with other ranks, with its operands at their current addresses, after
-    /// everything started before.
+    /// Runs an instruction that exchanges tensors with other ranks, after all work that was started before. The
+    /// operands are at the addresses that `located` gives.
     ///
     /// # Errors
     /// Returns [`Error::Device`] if the driver fails, and [`Error::Communicator`] if another rank fails.
@@ -211,7 +212,7 @@ impl Exchanging<'_> {
         let place = |at: u64| unsafe { self.memory.add(at as usize) };
         let on_device = |operand: &Operand| located.of(&operand.address).0;
         let bytes = |operand: &Operand| -> Bytes {
-            // Limit the range to the planned bytes, in case a count is wrong.
+            // The range is limited to the planned bytes, in case a row count is wrong.
             let (start, bytes) = located.of(&operand.address);
             let at = operand.at.map_or_else(|| std::ptr::with_exposed_provenance_mut(start as usize), place);
             (at, bytes.min(operand.bytes()))
@@ -222,7 +223,7 @@ impl Exchanging<'_> {
             let read = lent.inputs.iter().chain(&lent.starts).flatten().chain(read_as_well);
             for operand in read.filter(|operand| operand.at.is_some()) {
                 self.guard.transfers.settle().map_err(failed)?;
-                // SAFETY: as above; the copy is not lent yet.
+                // SAFETY: as above; the communicator does not access the copy yet.
                 let host = unsafe { as_slice(bytes(operand)) };
                 device.read(on_device(operand), host).map_err(during)?;
             }
@@ -246,7 +247,7 @@ impl Exchanging<'_> {
                     Some(_) => unsafe { as_slice((start, bytes)) }.fill(0),
                     None => cleared = device.clear(start.expose_provenance() as u64, bytes),
                 };
-                // SAFETY: as above; lent memory is not touched until the request is finished.
+                // SAFETY: as above; this memory is not accessed until the request is finished.
                 unsafe { self.guard.transfers.begin(*collective, request, &operands, clear) }.map_err(failed)?;
                 cleared.map_err(during)?;
             }
@@ -257,12 +258,12 @@ impl Exchanging<'_> {
                 };
                 let operand = lent.inputs[0].as_ref().or(lent.output.as_ref());
                 let operand = || bytes(operand.expect("a message has an operand"));
-                // SAFETY: as above; lent memory is not touched until the message's wait.
+                // SAFETY: as above; this memory is not accessed until the message's wait.
                 unsafe { self.guard.transfers.transfer(work, message, operand) }.map_err(failed)?;
             }
         }
         if let (Some(_), Some(output)) = (ends, lent.output.as_ref().filter(|output| output.at.is_some())) {
-            // SAFETY: as above; the copy is no longer lent.
+            // SAFETY: as above; the communicator no longer accesses the copy.
             let host = unsafe { as_slice(bytes(output)) };
             device.write(on_device(output), host).map_err(during)?;
         }
@@ -270,16 +271,16 @@ impl Exchanging<'_> {
     }
 }
 
-/// A slice of host memory.
+/// Returns a slice of host memory.
 ///
 /// # Safety
-/// The bytes must be valid, and not be read or written through another pointer meanwhile.
+/// The bytes must be valid. While the slice exists, they must not be accessed through another pointer.
 unsafe fn as_slice<'a>((start, bytes): Bytes) -> &'a mut [u8] {
     // SAFETY: the caller guarantees it.
     unsafe { std::slice::from_raw_parts_mut(start, bytes) }
 }
 
-/// The index of the instruction that ends each of a program's requests.
+/// Returns, for each of a program's requests, the index of the instruction that waits for it.
 fn ends(program: &CompiledProgram) -> Vec<usize> {
     let mut ends = vec![program.instructions.len(); program.requests];
     for (index, instruction) in program.instructions.iter().enumerate() {

@@ -1,9 +1,9 @@
-//! Operations that describe themselves wrongly. Whatever an operation claims, either the graph or the program refuses
-//! it, or the compiled step is sound.
+//! Operations that describe themselves wrongly. Whatever an operation claims, there are two allowed outcomes: the
+//! graph or the program refuses it, or the compiled step is sound.
 //!
-//! The operation's kernel checks this: every output and piece of scratch keeps its own bytes while all others are
-//! written. `.ci/sanitizers` runs the same tests under the address sanitizer, which also detects accesses outside of
-//! any allocation.
+//! The operation's kernel checks for soundness: every output and piece of scratch must keep its own bytes while all
+//! others are written. `.ci/sanitizers` runs the same tests under the address sanitizer, which also detects accesses
+//! outside of any allocation.
 #![forbid(unsafe_code)]
 
 mod operation;
@@ -33,7 +33,7 @@ use operation::{Answers, Hostile};
 /// The outcome of compiling and running a list of operations.
 #[derive(Debug, PartialEq, Eq)]
 enum Outcome {
-    /// Refused when the graph, the program or the session was built.
+    /// The operations were refused when the graph, the program or the session was built.
     Refused(String),
     /// The run ended with an error.
     Stopped(String),
@@ -44,9 +44,10 @@ enum Outcome {
 
 const DIMS: (usize, usize) = (8, 4);
 
-/// Builds and runs a graph: a parameter and a copy of it, then the operations, then a copy of the last output that the
-/// host reads. The inputs of each operation are the parameter's copy, the row offsets, and all outputs of the
-/// operations before it that the graph has accepted. Operations answer the same before and after they are recorded.
+/// Builds and runs a graph. It begins with a parameter and a copy of it. The operations follow. It ends with a copy
+/// of the last output, which the host reads. The inputs of each operation are the parameter's copy, the row offsets,
+/// and all outputs of the operations that the graph has accepted before. Operations answer the same before and after
+/// they are recorded.
 fn outcome(dtype: DType, operations: &[Answers], reserve: Reserve, micro_batches: u32) -> Outcome {
     let operations: Vec<_> = operations.iter().map(|answers| [answers.clone(), answers.clone()]).collect();
     changing(dtype, &operations, reserve, micro_batches)
@@ -149,7 +150,7 @@ fn layout(dims: &[usize], strides: &[usize], start: usize) -> Layout {
     Layout::new(dims.into(), strides.to_vec(), start)
 }
 
-/// Each case is an operation's answers and a part of the expected refusal; `None` for a step that runs.
+/// Each case has an operation's answers and a part of the expected refusal, or `None` if the step should run.
 #[test]
 fn what_operations_say_is_checked() {
     let answers = || Answers::of(vec![same()]);
@@ -207,8 +208,8 @@ fn what_operations_say_is_checked() {
     }
 }
 
-/// Row counts come from the data. A count above the tensor's own rows is an error, even if the arena has room: the f32
-/// copies of bf16 operands have not.
+/// Row counts come from the data. If a count exceeds the tensor's own rows, the run must fail even if the arena has
+/// room, because the f32 copies of bf16 operands are only as large as the tensor.
 #[test]
 fn rows_are_no_more_than_their_tensors_have() {
     for dtype in [DType::F32, DType::BF16] {
@@ -257,7 +258,8 @@ fn rows_that_are_counted_again_stay_as_many() {
     assert_eq!(run_program(program, Reserve::Balanced { factor: 1.0 }), Outcome::Ran);
 }
 
-/// The f32 copies of bf16 operands are scratch of the plan, but a kernel cannot take them as its own.
+/// The f32 copies of bf16 operands are part of the planned scratch, but a kernel must not be able to use them as its
+/// own.
 #[test]
 fn scratch_is_no_more_than_was_asked_for() {
     for dtype in [DType::F32, DType::BF16] {
@@ -286,7 +288,7 @@ fn reserves_leave_no_address_space() {
     }
 }
 
-/// Small numbers, and those at which sums and products wrap.
+/// Small integers, and those at which sums and products overflow.
 fn extreme() -> impl Strategy<Value = usize> {
     prop_oneof![
         20 => 0..10_usize,
@@ -322,7 +324,7 @@ fn answers() -> impl Strategy<Value = Answers> {
     let number = prop_oneof![4 => 0..10_u32, 1 => any::<u32>()];
     (outputs, view, workspace, pairs(), pairs(), rows, flags, (extreme(), number)).prop_map(
         |(outputs, view, workspace, inplace, mutates, rows, (accumulates, strides, bf16, greed), (cost, number))| {
-            // The view has the dims of its inferred shape; its strides and start are arbitrary.
+            // The view has the dimensions of its inferred shape. Its strides and start are arbitrary.
             let outputs = match &view {
                 Some(layout) => vec![Spec::f32(layout.dims())],
                 None => outputs,
@@ -351,7 +353,7 @@ fn answers() -> impl Strategy<Value = Answers> {
 generated! {
     #![cases(2000)]
 
-    /// Operations with dynamic rows; the first one's output is the row count.
+    /// Operations with dynamic rows. The first operation's output is the row count.
     #[test]
     fn rows_are_those_that_there_is_room_for(
         is_bf16: bool,
@@ -386,7 +388,7 @@ generated! {
         ],
         micro_batches in 1..3_u32,
     ) {
-        // A panic outside of a kernel fails the test, and so does a tensor that another one has overwritten.
+        // A panic outside of a kernel fails the test. A kernel that finds a tensor overwritten fails it as well.
         let dtype = if is_bf16 { DType::BF16 } else { DType::F32 };
         let operations: Vec<_> = operations.into_iter().map(|[first, later]| match is_constant {
             true => [first.clone(), first],

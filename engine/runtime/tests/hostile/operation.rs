@@ -1,5 +1,4 @@
-//! An operation with arbitrary answers to every question about itself, whose kernel checks that its operands do not
-//! overlap.
+//! An operation that describes itself with arbitrary answers. Its kernel checks that its operands do not overlap.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +7,7 @@ use candle_core::{DType, Layout};
 use gapless_graph::{Args, Array, Element, Op, Reference, RowUse, Spec};
 use half::bf16;
 
-/// The answers that an operation gives about itself.
+/// The operation's descriptions of itself.
 #[derive(Debug, Clone)]
 pub struct Answers {
     pub outputs: Vec<Spec>,
@@ -21,11 +20,12 @@ pub struct Answers {
     pub strides: bool,
     pub bf16: bool,
     pub cost: u64,
-    /// The value of its u32 outputs; as row offsets, it is the row count of another operation.
+    /// The value that the kernel writes to u32 outputs. If another operation reads them as row offsets, this is its
+    /// row count.
     pub number: u32,
-    /// The expected element count of its first input, if known.
+    /// The element count that the first input should have, if it is known.
     pub elements: Option<usize>,
-    /// Pieces of scratch that it takes beyond those it has declared.
+    /// Number of scratch pieces that the kernel uses beyond those the operation has declared.
     pub greed: usize,
 }
 
@@ -49,7 +49,7 @@ impl Answers {
     }
 }
 
-/// Elements checked at either end of a slice; a large slice is not traversed.
+/// Number of elements that are checked at either end of a slice, so that large slices are not traversed.
 const ENDS: usize = 8;
 
 /// Writes a value to both ends of a slice.

@@ -1,12 +1,12 @@
-//! Compiles all kernel families, and generated kernels that cover every kind of operand, for each architecture. `gpu
-//! compile` (benches/gpu) compiles the models' own kernels.
+//! Compiles all kernel families for each architecture, and generated kernels that cover every kind of operand. `gpu
+//! compile` (benches/gpu) compiles the kernels of the models.
 
 use rayon::prelude::*;
 
 use super::fused::generated;
 use crate::cuda::{Architecture, Cache, Family, Nvrtc};
 
-/// Limit of a thread's spill stores and loads, in bytes; the same as in `gpu compile`.
+/// The maximum size of a thread's spill stores and loads in bytes. It is the same as in `gpu compile`.
 const MOST_SPILLED: u32 = 8;
 
 #[test]
@@ -25,7 +25,7 @@ fn kernels_compile_for_every_architecture() {
     let architectures = std::env::var("GAPLESS_TEST_ARCHITECTURES").unwrap_or_else(|_| "sm_80,sm_90,sm_100".into());
     let architectures: Vec<Architecture> = architectures.split(',').map(|name| name.parse().unwrap()).collect();
     let mut families: Vec<Family> = Family::ALL.iter().copied().chain(generated()).collect();
-    // The longest sources first, so that all threads finish at about the same time.
+    // The longest sources are compiled first, so that all threads finish at about the same time.
     families.sort_by_key(|family| std::cmp::Reverse(family.source().len()));
     // Some families are for some of them alone.
     let of_all = |&family: &Family| {

@@ -1,4 +1,4 @@
-//! attention.cu and, for bf16, attention_tensor_cores.cu, attention_warpgroups.cu and attention_grad_warpgroups.cu.
+//! Tests of attention.cu and, for bf16, of attention_tensor_cores.cu.
 
 use candle_core::{DType, Layout};
 use gapless_testing::few;
@@ -75,7 +75,7 @@ fn kernels_are_those_of_the_device() {
 }
 
 /// Token counts below, at and above the tile size; all tile forms and odd head sizes; shared key heads; more keys than
-/// queries.
+/// and more keys than queries.
 #[test]
 fn forward_and_backward() {
     // (batch, heads, key heads, queries, keys, head size)
@@ -88,7 +88,8 @@ fn forward_and_backward() {
         // Several blocks of warpgroups, all stages of tiles, the last of each in part.
         (1, 2, 1, 210, 330, 64),
         (1, 2, 2, 18, 33, 130),
-        // More tokens than a block of the tensor-core kernels has, and sizes that are moved 16 bytes at a time.
+        // These have more tokens than a block of the tensor-core kernels, and sizes that are moved 16 bytes at a
+        // time.
         (1, 2, 1, 140, 140, 16),
         (1, 1, 1, 66, 130, 104),
         (1, 1, 1, 70, 70, 256),
@@ -101,7 +102,7 @@ fn forward_and_backward() {
     for &(batch, heads, kv_heads, queries, keys, size) in few(&shapes, 6) {
         for causal in [false, true] {
             let attention = Attention { causal, ..Attention::full(1.0 / (size as f64).sqrt()) };
-            // Tokens before heads in memory, as projections write them.
+            // In memory, the token dimension comes before the head dimension, as in the results of projections.
             let (q, kv) = ([batch, queries, heads, size], [batch, keys, kv_heads, size]);
             check(&["attention", "attention_grad"], &[&q, &kv, &kv], &[], |x, _| {
                 let [q, k, v] = [x[0].transpose(1, 2)?, x[1].transpose(1, 2)?, x[2].transpose(1, 2)?];

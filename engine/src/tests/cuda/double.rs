@@ -1,8 +1,9 @@
-//! Tests of the calls to NVIDIA's libraries on machines without a GPU. They use a fake driver, cuBLASLt, NVRTC and NCCL
-//! (the *double*), written from NVIDIA's documentation (`on_host/driver`), which refuse everything that the
-//! documentation forbids.
+//! Tests of the calls to NVIDIA's libraries on machines without a GPU. The tests use a fake driver, cuBLASLt, NVRTC
+//! and NCCL (the *double*), which were written from NVIDIA's documentation (`on_host/driver`). The fake libraries
+//! report every call that the documentation forbids.
 //!
-//! Each test starts itself again in a process whose loader finds the fakes under the names of NVIDIA's libraries.
+//! Each test starts its own program again, in a process whose loader finds the fakes under the names of NVIDIA's
+//! libraries.
 
 use std::ffi::{CStr, CString, OsStr, OsString, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -14,11 +15,11 @@ use super::{gpu, host};
 /// The environment variable that marks a process that runs on the fake driver.
 const VARIABLE: &str = "GAPLESS_DOUBLE";
 
-/// Prefixes of output lines that report a broken rule, and a resource that was not released.
+/// The prefixes of the output lines that report a broken rule, and a resource that was not released.
 const BROKEN: &str = "double of the driver:";
 const LEFT: &str = "left at the end:";
 
-/// The fake libraries and their sources. The others depend on the first one.
+/// The fake libraries and their sources. The first one is the driver, on which the others depend.
 const LIBRARIES: [(&str, &[&str]); 4] = [
     ("libcuda.so.1", &["context.cpp", "memory.cpp", "module.cpp", "stream.cpp", "event.cpp"]),
     ("libcublasLt.so.13", &["cublaslt.cpp", "descriptors.cpp", "product.cpp"]),
@@ -29,7 +30,7 @@ const LIBRARIES: [(&str, &[&str]); 4] = [
 /// Compiler options for the fake libraries.
 const OPTIONS: [&str; 6] = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror"];
 
-/// The fake driver, in a process that runs on it.
+/// The fake driver, as seen by a process that runs on it.
 pub struct Double(libloading::Library);
 
 impl Double {
@@ -41,11 +42,11 @@ impl Double {
     /// Sets one of the settings listed in double.hpp.
     pub fn set(&self, name: &str, value: u64) {
         let (set, name): (unsafe extern "C" fn(*const c_char, u64), _) = (self.function("double_set"), c(name));
-        // SAFETY: the text outlives the call.
+        // SAFETY: the function has this type, and the text outlives the call.
         unsafe { set(name.as_ptr(), value) };
     }
 
-    /// Makes a future call of the driver fail: the `number`-th from now on, counted from 1.
+    /// Makes a later call of this driver function fail: the `number`-th from now on, counted from 1.
     pub fn fail(&self, call: &str, number: u64, code: i32) {
         let fail: unsafe extern "C" fn(*const c_char, u64, c_int) = self.function("double_fail");
         // SAFETY: as above.
@@ -58,12 +59,12 @@ impl Double {
         unsafe { CStr::from_ptr(text()) }.to_string_lossy().into_owned()
     }
 
-    /// The resources that have not been released.
+    /// Describes the resources that have not been released.
     pub fn left(&self) -> String {
         self.text("double_left")
     }
 
-    /// The calls since the last query, with their counts.
+    /// Returns the functions called since the last query, with the number of calls.
     pub fn calls(&self) -> Vec<(String, u64)> {
         let line = |line: &str| {
             let (name, count) = line.split_once(' ').expect("a name and a number");
@@ -77,8 +78,8 @@ fn c(text: &str) -> CString {
     CString::new(text).expect("no zero bytes")
 }
 
-/// Runs a test on the fake driver, and checks that it breaks no rule and releases everything. `name` is the test
-/// function's name in `module`.
+/// Runs a test on the fake driver. Checks that the test breaks no rule and releases everything. `name` is the name of
+/// the test function in `module`.
 pub fn judge(module: &str, name: &str, judge: impl FnOnce(&Double)) {
     if let Some(double) = loaded() {
         judge(&double);
@@ -88,8 +89,8 @@ pub fn judge(module: &str, name: &str, judge: impl FnOnce(&Double)) {
     }
 }
 
-/// Runs a function that breaks rules on the fake driver, and returns the lines that report them. Returns `None` in the
-/// process that runs on the fake driver.
+/// Runs a function that breaks rules on the fake driver, and returns the output lines that report them. Returns
+/// `None` in the process that runs on the fake driver, which only produces the output.
 pub fn told(module: &str, name: &str, break_rules: impl FnOnce()) -> Option<Vec<String>> {
     if loaded().is_some() {
         break_rules();
@@ -102,22 +103,22 @@ pub fn told(module: &str, name: &str, break_rules: impl FnOnce()) -> Option<Vec<
     Some(told.lines().filter_map(|line| line.strip_prefix(BROKEN)).map(|line| line.trim().to_owned()).collect())
 }
 
-/// The fake driver, if this process runs on it.
+/// Returns the fake driver, or `None` if this process does not run on it.
 fn loaded() -> Option<Double> {
     std::env::var_os(VARIABLE)?;
     // SAFETY: this is the fake library, which runs no code when it is loaded.
     Some(Double(unsafe { libloading::Library::new(LIBRARIES[0].0) }.expect("the double of the driver")))
 }
 
-/// The full name of a test, from its module path with the crate's name.
+/// Returns the full name of a test, given its module path with the crate's name.
 fn path(module: &str, name: &str) -> String {
     let (_, module) = module.split_once("::").expect("a module of this crate");
     format!("{module}::{name}")
 }
 
-/// Runs tests that ask [`gpu`] for a device on the fake driver. Checks that they pass and break no rule and, with
-/// `gives_back`, that they release everything; tests of single kernels share a device that is never released. The
-/// `settings` of double.hpp are set to 1. Returns the tests' output.
+/// Runs tests that get their device from [`gpu`], on the fake driver. Checks that they pass and break no rule. With
+/// `gives_back`, also checks that they release everything; this is not the case for tests of single kernels, which
+/// share a device that is never released. The `settings` (see double.hpp) are set to 1. Returns the tests' output.
 pub fn expect_well(folder: &Path, judges: &[&str], settings: &[&str], gives_back: bool) -> String {
     let output = run(folder, judges, settings);
     let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
@@ -144,8 +145,8 @@ fn command(folder: &Path, tests: &[&str]) -> Command {
     command
 }
 
-/// The folder of the fake libraries, which are compiled on the first call. `None` if there is no compiler, if a real
-/// GPU is selected, or in a process that runs on the fake driver.
+/// Returns the folder of the fake libraries, which are compiled on the first call. Returns `None` if there is no
+/// compiler, if a real GPU is selected, or in a process that runs on the fake driver.
 #[track_caller]
 pub fn folder() -> Option<&'static Path> {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
@@ -159,13 +160,14 @@ fn sources() -> PathBuf {
 
 fn made() -> PathBuf {
     let texts = std::fs::read_dir(sources().join("driver")).expect("the double's sources");
-    // Kernels compiled by the fake NVRTC are cached in the same folder, so the simulated device is part of the key.
+    // The folder also caches the kernels that the fake NVRTC compiles, so the simulated device is part of the key.
     let device = ["device.hpp", "device.cpp"].map(|text| sources().join(text));
     let texts = texts.map(|text| text.expect("a file").path()).chain(device);
     host::kept("double", texts.collect(), b"", compile)
 }
 
-/// The command by which the fake NVRTC compiles a kernel: shell words, to which it adds its folder and file.
+/// Returns the command by which the fake NVRTC compiles a kernel, as shell words. NVRTC appends the folder and the
+/// file.
 fn compiler_of_kernels() -> String {
     let options = host::kernel_options();
     let quoted = options.iter().map(|option| format!(" '{}'", option.to_string_lossy()));
@@ -190,13 +192,13 @@ fn compile(folder: &Path) {
     for (name, texts) in LIBRARIES {
         let mut arguments: Vec<OsString> = vec!["-shared".into(), format!("-Wl,-soname,{name}").into()];
         arguments.extend(texts.iter().map(|text| object(text).into()));
-        // The other libraries call the first one.
+        // The other libraries call the first one, so they are linked to it.
         let first = LIBRARIES[0].0;
         arguments.extend((name != first).then(|| folder.join(first).into()));
         let library = folder.join(name);
         arguments.extend(["-o".into(), library.into(), "-ldl".into()]);
         finish(start(arguments));
-        // cudarc looks for the short name first, under which a real library could be found.
+        // cudarc tries the short name first. Without this link, it could find a real library by that name.
         let short = &name[..name.find(".so").expect("a library") + 3];
         std::os::unix::fs::symlink(name, folder.join(short)).expect("a link");
     }

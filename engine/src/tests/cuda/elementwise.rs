@@ -1,4 +1,4 @@
-//! Generated kernels of single operations, and reduce.cu.
+//! Tests of the generated kernels of single operations, and of reduce.cu.
 
 use candle_core::DType;
 use gapless_testing::{few, in_turn};
@@ -10,8 +10,8 @@ use crate::ops::{Affine, Binary, BinaryKind, ScaledSum, Sum, SwiGlu, Unary, Unar
 /// Lengths around the sizes of packs and blocks.
 const SHAPES: [&[usize]; 4] = [&[1], &[7], &[3, 5, 17], &[2, 1033]];
 
-/// Each function is checked in one type only: generated kernels have the same form for both, and each has to be
-/// compiled.
+/// Each function is checked in one element type only. Generated kernels have the same form for both types, and each
+/// kernel has to be compiled.
 #[test]
 fn functions_of_one_element() {
     use UnaryKind::{Abs, Cos, Erf, Exp, Gelu, GeluErf, Log, Recip, Relu, Sigmoid, Silu, Sin, Sqr, Sqrt, Tanh};
@@ -63,7 +63,7 @@ fn functions_of_two_elements_with_every_kind_of_strides() {
             check(&[name], &[shape, shape], &[], |x, _| apply(kind, &x[0], &x[1].sqr()?.affine(1.0, 1.0)?));
         }
     }
-    // Two of them suffice, because strides are generated in the same way for all.
+    // Two functions suffice, because strides are generated in the same way for all of them.
     for &(kind, name) in few(&kinds, 2) {
         // Broadcast rows and columns, and a transposed operand.
         let shape = [3, 4, 10];
@@ -89,7 +89,7 @@ fn gated_units() {
 #[test]
 fn sums_over_leading_inner_and_all_dimensions() {
     for dims in [vec![0], vec![0, 1], vec![1], vec![2], vec![0, 2], vec![0, 1, 2]] {
-        // 130 rows of a sequence are two full pieces and a partial one.
+        // In 130 rows, a sequence consists of two full pieces and a partial one.
         for shape in [[2, 130, 3], [3, 5, 140]] {
             check(&["sum"], &[&shape], &[], |x, _| {
                 Tensor::apply_op::<1>(Sum { dims: dims.clone() }, &[&x[0]]).map(|[y]| y)

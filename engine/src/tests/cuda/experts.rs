@@ -10,7 +10,8 @@ use crate::{Result, Tensor};
 const TOKENS: usize = 45;
 const EXPERTS: usize = 6;
 
-/// The choices in two sequences, two per token, with runs of different lengths. No token chooses expert 4.
+/// Returns the choices of the tokens of two sequences, two per token, with runs of different lengths. No token
+/// chooses expert 4.
 fn ids() -> Vec<u32> {
     (0..2 * TOKENS as u32).flat_map(|token| [token * token % 3, 3 + token % 3 / 2 * 2]).collect()
 }
@@ -37,7 +38,7 @@ fn the_best_experts() {
             });
         }
     }
-    // The first of equal scores.
+    // If scores are equal, the first one is chosen.
     check(&["top_k"], &[&[3, 40]], &[], |x, _| {
         let [values, _] = Tensor::apply_op(TopK { k: 5, groups: None }, &[&x[0].affine(0.0, 1.0)?])?;
         Ok(values)
@@ -94,7 +95,8 @@ fn gated_units_of_used_rows() {
     }
 }
 
-/// Most of each sequence is padding after its last token; the other tokens belong to documents of different lengths.
+/// Most of each sequence is padding after its last token. The tokens before the padding belong to documents of
+/// different lengths.
 #[test]
 fn padding_has_no_experts() {
     const K: usize = 2;

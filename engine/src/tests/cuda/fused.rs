@@ -25,12 +25,12 @@ use crate::runtime::cpu::Workers;
 use crate::runtime::{RunOptions, Session};
 use crate::{Result, StepOptions, Tensor, TrainOptions};
 
-/// Dimensions whose product is not a multiple of the pack size, so that few rows are aligned.
+/// Dimensions whose product is not a multiple of the pack size. So few rows are aligned.
 const SHAPE: [usize; 3] = [3, 5, 7];
 
 const NORMAL: Init = Init::Randn { mean: 0.0, stdev: 1.0 };
 
-/// A function of parameters, its gradient, and the outputs of both that are compared.
+/// A function of parameters and its gradient, with the outputs of both that are compared.
 pub(super) struct Function {
     pub graph: Arc<Mutex<Graph>>,
     pub outputs: Vec<Output>,
@@ -49,7 +49,7 @@ impl Function {
         Ok(Self { graph, outputs })
     }
 
-    /// A function without its gradient.
+    /// Creates a function without its gradient.
     fn forward(dtype: DType, f: impl Fn(&dyn Fn(&str, &[usize]) -> Tensor) -> Result<Tensor>) -> Result<Self> {
         let graph = Arc::new(Mutex::new(Graph::default()));
         let vb = VarBuilder::new(&graph, dtype);
@@ -80,13 +80,13 @@ impl Function {
         session
     }
 
-    /// The values of all outputs, after a run.
+    /// Runs the function, and returns the values of all outputs.
     pub fn results(&self, session: &mut Session<CudaBackend>) -> Vec<Vec<f64>> {
         let program = session.executable().program("function").unwrap();
         self.outputs.iter().map(|output| numbers(&session.output(program, &output.name).unwrap())).collect()
     }
 
-    /// The values of the session's parameters.
+    /// Returns the values of the session's parameters.
     fn parameters(&self, session: &Session<CudaBackend>) -> HashMap<String, Array> {
         let is_there = |name: &str| session.executable().persistent().iter().any(|p| p.label.tensor == name);
         let graph = lock(&self.graph);
@@ -102,7 +102,7 @@ impl Function {
         graph.persistent().map(parameter).collect()
     }
 
-    /// The function evaluated in f64, and the allowed errors of its outputs.
+    /// Evaluates the function in f64, and returns the values with the allowed errors of the outputs.
     fn judged(&self, parameters: &HashMap<String, Array>) -> Judged {
         let outputs: Vec<ValueId> = self.outputs.iter().map(|output| output.value).collect();
         judged(&lock(&self.graph), parameters, Stream::new(3, 0, 0), &outputs)
@@ -113,11 +113,12 @@ fn numbers(tensor: &candle_core::Tensor) -> Vec<f64> {
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// A step of a random function: the operation, and the indices of its operands among the existing tensors.
+/// A step of a random function: the operation, and the indices of its operands among the tensors that exist before
+/// it.
 pub(super) type Chosen = (u8, usize, usize);
 
-/// Builds a random function from tensors with all kinds of strides and the results of the steps. Returns the sum of the
-/// tensors that no step has read.
+/// Builds a random function from tensors with all kinds of strides. Each step uses these tensors or the results of
+/// earlier steps. Returns the sum of the tensors that no step has read.
 pub(super) fn random_function(chosen: &[Chosen], parameter: &dyn Fn(&str, &[usize]) -> Tensor) -> Result<Tensor> {
     let [a, b, c] = SHAPE;
     let mut there = vec![
@@ -126,7 +127,7 @@ pub(super) fn random_function(chosen: &[Chosen], parameter: &dyn Fn(&str, &[usiz
         parameter("row", &[b, 1]).broadcast_as(SHAPE.to_vec())?,
         parameter("number", &[1]).broadcast_as(SHAPE.to_vec())?,
         parameter("transposed", &[a, c, b]).transpose(1, 2)?,
-        // Contiguous, but at an address that is not aligned to a pack.
+        // This tensor is contiguous, but its address is not aligned to a pack.
         parameter("part", &[a + 1, b, c]).narrow(0, 1, a)?,
     ];
     let mut is_read = vec![true; there.len()];
@@ -162,9 +163,9 @@ pub(super) fn random_function(chosen: &[Chosen], parameter: &dyn Fn(&str, &[usiz
     ends.reduce(|sum, end| sum?.add(&end?)).expect("the last one is not read")
 }
 
-/// Checks a random function and its gradient. In f32, fused and unfused results have the same bits, because the
-/// simulated device rounds a product and a following sum separately. In both types, both results are as close to f64 as
-/// their roundings allow. Fusing does not increase the peak of live bytes.
+/// Checks a random function and its gradient, fused and unfused. In f32, both have the same bits, because the
+/// simulated device rounds a product before it is added to a sum. In f32 and bf16, both are as close to f64 as their
+/// roundings allow. Fusing does not increase the peak of live bytes.
 fn check(chosen: &[Chosen], dtype: DType) {
     let function = Function::new(dtype, |parameter| random_function(chosen, parameter)).unwrap();
     let [mut fused, mut apart] = [Target::Cuda, Target::CudaUnfused].map(|target| function.on_device(target, device()));
@@ -174,7 +175,7 @@ fn check(chosen: &[Chosen], dtype: DType) {
     let [of_fused, of_apart] = [&mut fused, &mut apart].map(|session| function.results(session));
     for (index, Output { name, value, .. }) in function.outputs.iter().enumerate() {
         let (result, apart) = (&of_fused[index], &of_apart[index]);
-        // A GPU may use fused multiply-add, which rounds only once.
+        // A GPU may compute a product and a sum as a fused multiply-add, which rounds only once.
         if dtype == DType::F32 && !gpu::is_asked_for() {
             let is_same = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan();
             assert!(result.iter().zip(apart).all(is_same), "{name}: {result:?}, unfused {apart:?}");
@@ -223,7 +224,7 @@ pub(super) fn any_function() -> impl Strategy<Value = Vec<Chosen>> {
 }
 
 generated! {
-    // Few cases, because each has kernels of its own that take a second to compile.
+    // There are few cases, because the kernels of each case take a second to compile.
     #![cases(4)]
 
     #[test]
@@ -276,8 +277,8 @@ fn functions_of_bad_condition_are_judged_by_it() {
     }
 }
 
-/// Values in registers are not rounded. A stored value is the nearest bf16, so within a relative error of 2⁻⁸, whether
-/// it is stored alone or as part of a pack.
+/// Values in registers are not rounded. A stored value is the nearest bf16, whether it is stored alone or as part of
+/// a pack. So its relative error is at most 2⁻⁸.
 #[test]
 fn what_is_stored_is_rounded_once() {
     if !host::is_there() {
@@ -292,12 +293,12 @@ fn what_is_stored_is_rounded_once() {
     let mut fused = function.on_device(Target::Cuda, device());
     let exact = &function.judged(&function.parameters(&fused)).exact[function.outputs[0].value.index()];
     for (stored, exact) in function.results(&mut fused)[0].iter().zip(&exact.data) {
-        // Plus the roundings of f32 before it.
+        // The tolerance also covers the roundings of f32 before the value is stored.
         assert!((stored - exact).abs() <= exact.abs() / 256.0 + 1e-6, "{stored}, not {exact}");
     }
 }
 
-/// The GPU that the tests use, or two simulated devices, one with epilogues and one without.
+/// Returns the GPU that the tests use, or two simulated devices, one with epilogues and one without.
 pub(super) fn devices() -> Vec<Box<dyn Device>> {
     match gpu::another() {
         Some(gpu) => vec![gpu],
@@ -305,8 +306,8 @@ pub(super) fn devices() -> Vec<Box<dyn Device>> {
     }
 }
 
-/// GELU after a product, and the gradient of GELU before the next one, on a device whose library fuses them and on one
-/// whose library does not. A product whose columns are not a multiple of the pack size is not fused.
+/// GELU after a product, and the gradient of GELU before the next product. One device's library fuses them, and the
+/// other's does not. If the number of columns is not a multiple of the pack size, a product is not fused.
 #[test]
 fn products_with_epilogues_do_what_both_did() {
     if !host::is_there() {
@@ -329,7 +330,7 @@ fn products_with_epilogues_do_what_both_did() {
             let results = function.results(&mut function.on_device(Target::Cuda, device));
             for ((result, apart), output) in results.iter().zip(&results_apart).zip(&function.outputs) {
                 let norm = distance(apart, &vec![0.0; apart.len()]);
-                // The library applies GELU to sums that are not rounded yet.
+                // The library applies GELU before it rounds the sums.
                 let allowed = if dtype == DType::F32 { gpu::allowed(1e-6, 2e-3) } else { 1e-2 };
                 assert!(distance(result, apart) <= allowed * norm, "{}", output.name);
             }
@@ -358,7 +359,7 @@ fn the_reference_of_fused_operations_is_that_of_each() {
     let (fused, apart) = (run(Target::Cuda), run(Target::CudaUnfused));
     for ((fused, apart), output) in fused.iter().zip(&apart).zip(&function.outputs) {
         let norm = distance(apart, &vec![0.0; apart.len()]);
-        // The CPU's kernels compute in f32, the references in f64.
+        // The CPU's kernels compute in f32, and the references in f64.
         assert!(distance(fused, apart) <= 1e-5 * norm, "{}", output.name);
     }
 }
@@ -375,7 +376,8 @@ pub(super) fn launched(executable: &Executable) -> Vec<Launched> {
     Session::<CudaBackend>::launches(executable).unwrap().into_iter().map(name).collect()
 }
 
-/// The generated kernel sources of small models' steps, and of a function with every kind of operand in both types.
+/// Returns the generated kernel sources of small models' steps, and of a function with every kind of operand in f32
+/// and bf16.
 pub(super) fn generated() -> BTreeSet<Family> {
     let options = TrainOptions {
         step: StepOptions { batch: BATCH, sequence: SEQUENCE, ..StepOptions::default() },
@@ -393,8 +395,8 @@ fn every_kind(dtype: DType) -> Function {
     Function::new(dtype, |parameter| random_function(&chosen, parameter)).unwrap()
 }
 
-/// Fused steps have fewer launches and move fewer bytes. Unfused operations already overwrite their inputs, so the peak
-/// of live bytes is only required not to grow.
+/// Fused steps have fewer launches and move fewer bytes. Unfused operations can overwrite their inputs as well, so
+/// the peak of live bytes need not fall; it must not grow.
 #[test]
 fn steps_launch_less_and_move_less() {
     for (style, launches) in [(Style::Gpt, [68, 48]), (Style::Llama, [67, 56])] {
@@ -416,15 +418,15 @@ fn steps_launch_less_and_move_less() {
     }
 }
 
-/// Bytes that the operations of a step read and write, each operand once.
+/// Returns the bytes that the operations of a step read and write, with each operand counted once per operation.
 fn moved(executable: &Executable) -> usize {
     let instructions = executable.programs().iter().flat_map(|program| &program.instructions);
     let operands = instructions.flat_map(|instruction| instruction.inputs.iter().chain(&*instruction.outputs));
     operands.map(|operand| operand.span * operand.dtype.size_in_bytes()).sum()
 }
 
-/// Values that stay in registers are not planned: of the three buffers of three functions of a parameter, only one is
-/// left.
+/// Values that stay in registers have no buffers. Without fusion, three functions of a parameter have three buffers,
+/// and only one is left.
 #[test]
 fn fused_intermediates_have_no_buffer() {
     let function = Function::forward(DType::F32, |parameter| {
@@ -437,7 +439,8 @@ fn fused_intermediates_have_no_buffer() {
     assert_eq!([bytes(Target::CudaUnfused), bytes(Target::Cuda)], [3 * tensor, 2 * tensor]);
 }
 
-/// Equal layers share a kernel regardless of constants and addresses. The kernel's name lists its operations.
+/// Equal layers share a kernel, whatever their constants and addresses are. The name of the kernel lists its
+/// operations.
 #[test]
 fn equal_layers_share_a_kernel() {
     let function = Function::new(DType::BF16, |parameter| {

@@ -1,5 +1,5 @@
-//! A real GPU instead of the simulated device: with `GAPLESS_TEST_DEVICE=cuda` (or `cuda:1`), all tests of kernels use
-//! it.
+//! Tests of kernels on a real GPU. If `GAPLESS_TEST_DEVICE` is `cuda` (or `cuda:1`), all tests of kernels use the GPU
+//! instead of the simulated device.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -9,7 +9,7 @@ use crate::cuda::{Cache, Device, Features, Launch, Nvidia};
 /// The environment variable that selects the GPU for tests.
 const VARIABLE: &str = "GAPLESS_TEST_DEVICE";
 
-/// The ordinal of the selected GPU.
+/// Returns the ordinal of the selected GPU, or `None` if none is selected.
 fn ordinal() -> Option<usize> {
     let asked = std::env::var(VARIABLE).ok()?;
     match asked.parse() {
@@ -18,12 +18,12 @@ fn ordinal() -> Option<usize> {
     }
 }
 
-/// A new device for the selected GPU, with no memory reserved.
+/// Returns a new device for the selected GPU, with no memory reserved, or `None` if no GPU is selected.
 pub fn another() -> Option<Box<dyn Device>> {
     ordinal().map(|ordinal| -> Box<dyn Device> { Box::new(open(ordinal)) })
 }
 
-/// The device that tests of single kernels share.
+/// Returns the device that tests of single kernels share, or `None` if no GPU is selected.
 fn shared() -> Option<&'static Mutex<Nvidia>> {
     static SHARED: OnceLock<Option<Mutex<Nvidia>>> = OnceLock::new();
     SHARED.get_or_init(|| ordinal().map(|ordinal| Mutex::new(open(ordinal)))).as_ref()
@@ -44,28 +44,29 @@ pub fn features() -> Option<Features> {
 }
 
 /// The allowed error: `on_stand_in` on the simulated device, which computes as exactly as the CPU, and `on_gpu` on a
-/// GPU.
+/// `on_gpu` on a GPU.
 ///
-/// A GPU has additional errors. The GELU of cuBLASLt's epilogues may use `tanh.approx.f32`, whose relative error is
-/// 2⁻¹¹ = 5e-4 (PTX ISA), and `expf` and sums round differently. The fake driver can simulate the first
-/// (`double/judges.rs`): there, products with epilogues are off by 1e-3 at most, and the losses of small models by
-/// 1e-5.
+/// A GPU has additional errors, because `expf` and sums round differently. In addition, the GELU of cuBLASLt's
+/// epilogues may use `tanh.approx.f32`, whose relative error is 2⁻¹¹ = 5e-4 (PTX ISA). The fake driver can simulate
+/// this approximation (`double/judges.rs`). Products with epilogues are then off by at most 1e-3, and the losses of
+/// small models by 1e-5.
 pub fn allowed(on_stand_in: f64, on_gpu: f64) -> f64 {
     if is_asked_for() { on_gpu } else { on_stand_in }
 }
 
-/// Runs a launch on the selected GPU; `None` if there is none.
+/// Runs a launch on the selected GPU, or returns `None` if no GPU is selected.
 pub fn run(launch: &Launch) -> Option<Result<(), String>> {
     let mut gpu = shared()?.lock().unwrap_or_else(PoisonError::into_inner);
     let ran = gpu.run(std::slice::from_ref(launch), &|_| "a judge".into());
     Some(ran.map(drop).map_err(|error| error.to_string()))
 }
 
-/// Bytes that the CPU, and the selected GPU if there is one, can read and write.
+/// Memory that the CPU can read and write. If a GPU is selected, the GPU can too.
 #[derive(Debug)]
 pub enum Bytes {
     Own(Vec<u8>),
-    /// Host memory that the driver has pinned and mapped for the GPU: its address, the same on both, and its length.
+    /// Host memory that the driver has pinned and mapped for the GPU: the address, which is the same for both, and
+    /// the length.
     Mapped(u64, usize),
 }
 
@@ -87,7 +88,7 @@ impl std::ops::Deref for Bytes {
     fn deref(&self) -> &[u8] {
         match *self {
             Self::Own(ref bytes) => bytes,
-            // SAFETY: the allocation is valid until drop; work on the GPU has been waited for.
+            // SAFETY: the allocation is valid until it is dropped, and all work on the GPU has been waited for.
             Self::Mapped(address, count) => unsafe {
                 std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address as usize), count)
             },

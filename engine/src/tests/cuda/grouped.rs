@@ -1,4 +1,4 @@
-//! The kernels of grouped.cu and grouped_tensor_cores.cu.
+//! Tests of the kernels in grouped.cu and grouped_tensor_cores.cu.
 
 use candle_core::{DType, Layout};
 use gapless_graph::Numbers;
@@ -11,7 +11,7 @@ use crate::cuda::launch::grouped_linear_grad_weight;
 use crate::cuda::{Features, Operand, Operands, Random};
 use crate::ops::GroupedLinear;
 
-/// Row offsets of runs of these lengths, and the end of the last one.
+/// Returns the row offsets of runs of these lengths, and the end of the last run.
 fn starts(lengths: &[u32]) -> Vec<u32> {
     let sum = |run: usize| lengths[..run].iter().sum();
     (0..=lengths.len()).map(sum).collect()
@@ -32,8 +32,8 @@ fn check_runs(sources: usize, experts: usize, lengths: &[u32], unused: usize, (w
     );
 }
 
-/// Experts without rows, with a few, and with more than a tile, over two sequences. Widths with and without aligned
-/// rows, and larger than a tile.
+/// Experts have no rows, a few rows, or more rows than a tile, over two sequences. Widths are such that rows are
+/// aligned or not, and some are larger than a tile.
 #[test]
 fn rows_that_are_shared_unequally() {
     for extents in [(37, 23), (40, 136), (130, 33)] {
@@ -49,7 +49,7 @@ fn rows_of_one_expert_and_of_none() {
     check_runs(1, 1, &[5], 0, (3, 1));
 }
 
-/// More experts than a warp has lanes, so that a lane counts several.
+/// There are more experts than a warp has lanes, so each lane counts the tiles of several.
 #[test]
 fn rows_of_many_experts() {
     let lengths: Vec<u32> = (0..75).map(|expert| expert * expert % 4).collect();
@@ -69,9 +69,9 @@ fn gradients_of_weights_do_not_depend_on_how_a_batch_is_cut() {
         return;
     }
     let (experts, width, out) = (3, 5, 7);
-    // Rows of each expert in each of three sequences.
+    // Number of rows of each expert in each of three sequences.
     let lengths: [[u32; 3]; 3] = [[21, 0, 40], [0, 0, 0], [1, 70, 18]];
-    // The elements of the rows of an expert in a sequence.
+    // Returns the elements of an expert's rows in a sequence.
     let rows_of = |expert: usize, sequence: usize, columns: usize| -> Vec<f64> {
         let numbers = Numbers::from_seed((expert * 3 + sequence) as u64);
         (0..lengths[expert][sequence] as usize * columns).map(|i| numbers.normal(i)).collect()
@@ -104,7 +104,7 @@ fn gradients_of_weights_do_not_depend_on_how_a_batch_is_cut() {
                 features: Features::default(),
             };
             for launch in grouped_linear_grad_weight(1, &operands).unwrap() {
-                // SAFETY: the regions are as large as the operands say, and no other reference to them is used.
+                // SAFETY: the regions are as large as the operands say. No other reference to the regions is used.
                 unsafe { host::run(&launch, false) }.unwrap();
             }
         }

@@ -1,4 +1,4 @@
-//! Kernels compiled for the CPU, and run on a simulated device.
+//! Compiles kernels for the CPU, and runs them on a simulated device.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, OsString, c_char, c_void};
@@ -10,7 +10,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use super::{gpu, products};
 use crate::cuda::{Family, Kernel, Launch};
 
-/// The parameters of a run, as in device.hpp.
+/// The parameters of a run, with the layout of `Run` in device.hpp.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Run {
@@ -23,14 +23,14 @@ struct Run {
 /// The supported C++ compilers.
 const COMPILERS: [&str; 3] = ["g++", "clang++", "c++"];
 
-/// The first C++ compiler that is installed.
+/// Returns the first C++ compiler that is installed, or `None` if there is none.
 pub fn compiler() -> Option<&'static str> {
     static FOUND: OnceLock<Option<&'static str>> = OnceLock::new();
     let runs = |name: &str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
     *FOUND.get_or_init(|| COMPILERS.into_iter().find(|name| runs(name)))
 }
 
-/// True if there is a GPU or a C++ compiler. Otherwise the test cannot check anything and is reported as such.
+/// True if there is a GPU or a C++ compiler. If there is neither, reports that the test is skipped.
 #[track_caller]
 pub fn is_there() -> bool {
     let is_there = gpu::is_asked_for() || compiler().is_some();
@@ -46,20 +46,20 @@ pub fn has_warpgroups() -> bool {
 }
 
 /// The compiled kernels of a family; `None` before the first use. Locked while a kernel runs, because the library
-/// simulates one device.
+/// library simulates one device.
 type Device = &'static Mutex<Option<libloading::Library>>;
 
-/// The device of a family, compiled or not.
+/// Returns the device of a family, which may not have been compiled yet.
 fn device_of(family: Family) -> Device {
     static DEVICES: Mutex<BTreeMap<Family, Device>> = Mutex::new(BTreeMap::new());
     let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     devices.entry(family).or_insert_with(|| Box::leak(Box::new(Mutex::new(None))))
 }
 
-/// Runs a launch, with blocks and threads in ascending or descending order; on a GPU, in the GPU's order.
+/// Runs a launch, with blocks and threads in ascending or descending order. On a GPU, the order is the GPU's own.
 ///
 /// # Safety
-/// The addresses in its arguments must point to memory as large as the kernel assumes.
+/// The addresses in the launch's arguments must point to memory as large as the kernel assumes.
 pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
     if let Some(ran) = gpu::run(launch) {
         return ran;
@@ -94,7 +94,7 @@ unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
     }
     let Kernel { grid, block, shared_bytes, .. } = *kernel;
     let run = Run { grid, block, shared_bytes, is_reversed: u32::from(is_reversed) };
-    // SAFETY: the struct has the kernel's size; the caller guarantees the memory.
+    // SAFETY: the struct has the size that the kernel expects, and the caller guarantees the memory.
     let error = unsafe { entry(&run, kernel.arguments.as_ref().address()) };
     match error.is_null() {
         true => Ok(()),
@@ -119,7 +119,7 @@ fn compile(family: Family) -> libloading::Library {
 const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/src/cuda/kernels");
 const ON_HOST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/tests/cuda/on_host");
 
-/// Compiler options for kernels, up to the kernel's file.
+/// Returns the compiler options for kernels, which precede the kernel's file.
 pub fn kernel_options() -> Vec<OsString> {
     let mut options = FLAGS.map(OsString::from).to_vec();
     options.extend(["-shared", "-include"].map(OsString::from));
@@ -131,7 +131,7 @@ pub fn kernel_options() -> Vec<OsString> {
 /// The object file of the simulated device.
 const DEVICE: &str = "device.o";
 
-/// The folder for compiled kernels, which also contains the simulated device.
+/// Returns the folder for compiled kernels, which also contains the simulated device.
 fn compiled() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -147,8 +147,8 @@ fn compiled() -> &'static Path {
     })
 }
 
-/// A folder next to the test program, whose name ends with a hash of its sources and tools. `make` fills it once;
-/// folders of other sources are then removed.
+/// Returns a folder next to the test program, whose name ends with a hash of `texts` and `tools`. If the folder does
+/// not exist, `make` fills it, and folders for other contents are removed.
 pub fn kept(name: &str, mut texts: Vec<PathBuf>, tools: &[u8], make: impl FnOnce(&Path)) -> PathBuf {
     texts.sort();
     let mut hash = blake3::Hasher::new();
@@ -168,7 +168,7 @@ pub fn kept(name: &str, mut texts: Vec<PathBuf>, tools: &[u8], make: impl FnOnce
         }
         let making = tempfile::tempdir_in(beside).expect("a folder beside this program");
         make(making.path());
-        // Another process may have been faster.
+        // Another process may have created the folder in the meantime.
         let is_there = std::fs::rename(making.keep(), &folder).is_ok() || folder.exists();
         assert!(is_there, "no folder {}", folder.display());
     }
@@ -187,7 +187,7 @@ const FLAGS: [&str; 8] = [
     "-U_FORTIFY_SOURCE",
 ];
 
-/// Compiles to a temporary name, then renames, so that no other process sees an incomplete file.
+/// Compiles to a temporary file and renames it, so that no other process sees an incomplete file.
 fn build(arguments: impl IntoIterator<Item = OsString>, output: &Path) {
     let draft = output.with_extension(format!("{}.draft", std::process::id()));
     let mut command = Command::new(compiler().expect("asked before"));

@@ -1,9 +1,10 @@
-//! Checks the kernels of all operations of a function and its gradient, each against the operation's own f64 reference.
+//! Checks the kernels of all operations of a function and its gradient. Each operation is compared with its own f64
+//! reference.
 //!
-//! - Operands have the layouts of the graph, strides included, in f32 and bf16, with guards around them.
-//! - Each operation runs with separate outputs and in place of every input that it may overwrite, setting and
-//!   accumulating.
-//! - Each of these runs twice, with blocks and threads in opposite orders, and must give the same bits.
+//! - Operands have the layouts of the graph, including strides, in f32 and bf16, with guards around them.
+//! - Each operation runs with separate outputs, in place of each input that it may overwrite, and accumulating into
+//!   each output to which it may add.
+//! - Each variant runs twice, with blocks and threads in opposite orders. Both runs must give the same bits.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -20,20 +21,20 @@ use crate::graph::{Graph, Node, Source, Spec, Tensor, ValueId, lock};
 use crate::reference::{Array, Reference, evaluate};
 use crate::{Op, Result};
 
-/// Relative tolerance. Sums of some thousand products in f32 have errors of some multiples of 2⁻²⁴ = 6e-8; results
-/// rounded to bf16, of 2⁻⁸ = 4e-3 each.
+/// Returns the relative tolerance. Sums of some thousand products in f32 have errors of some multiples of 2⁻²⁴ =
+/// 6e-8. Results rounded to bf16 have errors of 2⁻⁸ = 4e-3 each.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1e-2,
         DType::F32 => 1e-5,
-        // Sums of f32 values, accumulated in f64.
+        // These are sums of f32 values, accumulated in f64.
         DType::F64 => 1e-6,
         _ => 0.0,
     }
 }
 
-/// Checks a function of tensors and its gradient in both types. `parameters` are filled with standard normal values,
-/// `ids` with the given ones. The operations in `named` must have kernels.
+/// Checks a function of tensors and its gradient in f32 and bf16. `parameters` are filled with standard normal
+/// values, and `ids` with the given ones. The operations in `named` must have kernels.
 pub fn check(
     named: &[&str],
     parameters: &[&[usize]],
@@ -45,7 +46,7 @@ pub fn check(
     }
 }
 
-/// Checks a function as [`check`] does, in one type.
+/// Like [`check`], in one type only.
 pub fn check_in(
     dtype: DType,
     named: &[&str],
@@ -62,7 +63,7 @@ pub fn check_in(
     }
 }
 
-/// Checks a function and its gradient as [`check`] does. Returns the names of the operations without kernels.
+/// Checks a function and its gradient like [`check`]. Returns the names of the operations without kernels.
 pub fn without_kernels(
     dtype: DType,
     parameters: &[&[usize]],
@@ -103,7 +104,7 @@ pub fn judge_graph(graph: &Graph, given: &HashMap<String, Array>) -> Judged {
     judged
 }
 
-/// Checks an operation of a graph on the values that it has there. Returns false if it has no kernels.
+/// Checks an operation of a graph, on the values that its inputs have there. Returns false if it has no kernels.
 fn judge_node(graph: &Graph, node: &Node, exact: &[Array], stream: Stream) -> bool {
     let stored = |id: ValueId| {
         let value = graph.value(id);
@@ -142,10 +143,10 @@ impl Stored {
     }
 }
 
-/// A way to run an operation.
+/// A variant of running an operation.
 #[derive(Debug, Clone, Copy)]
 struct Way {
-    /// An input and an output that share memory.
+    /// The indices of an input and an output that share memory, if there are any.
     over: Option<(usize, usize)>,
     accumulate: u64,
     features: Features,
@@ -162,11 +163,11 @@ fn features(op: &dyn Op, inputs: &[Stored]) -> Vec<Features> {
     [false].into_iter().chain(has_others.then_some(true)).map(|warpgroups| Features { warpgroups }).collect()
 }
 
-/// Checks an operation on inputs in every way that it can be run. Returns false if it has no kernels.
+/// Checks an operation on inputs, in every variant of running it. Returns false if the operation has no kernels.
 pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], stream: Stream) -> bool {
     let seen: Vec<Array> = inputs.iter().map(Stored::seen).collect();
     let exact = op.reference(&Reference { inputs: seen.iter().collect(), stream });
-    // The head stores its logits in the type of x, so even its f32 losses come from rounded logits.
+    // The head stores its logits in the type of x. So even its f32 losses are computed from rounded logits.
     let stores = op.name().starts_with("linear_cross_entropy");
     let plain = features(op, inputs).into_iter().map(|features| Way { features, ..Way::PLAIN });
     let over = op.inplace().iter().filter(|&&(input, output)| {
@@ -188,7 +189,8 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
                 let exact: Vec<f64> = exact.data.iter().zip(before.numbers()).map(|(x, b)| x + b).collect();
                 let stored = outputs.get(index).into_iter().chain(stores.then_some(&specs[0])).map(|spec| spec.dtype);
                 let allowed = stored.map(tolerance).fold(0.0, f64::max);
-                // The sum of old and new values may nearly cancel, so the error is relative to the larger of them.
+                // The sum of old and new values may nearly cancel, so the error is relative to the larger of the old
+                // values and the new ones.
                 let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
                 let of_before = norm(&before.numbers());
                 let cancelled = if of_before > 0.0 { (norm(&exact) / of_before).min(1.0) } else { 1.0 };
@@ -203,13 +205,13 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
     true
 }
 
-/// The outputs of an operation's kernels for these inputs.
+/// Returns the outputs of an operation's kernels for these inputs.
 pub fn outputs(op: &dyn Op, inputs: &[Stored], outputs: &[Spec], stream: Stream) -> Vec<Vec<f64>> {
     let regions = run(op, inputs, outputs, stream, Way::PLAIN, false).expect("it has kernels");
     regions.iter().map(Region::numbers).collect()
 }
 
-/// The content of an output before it is accumulated into; zeros if it is not.
+/// Returns the content of an output before the run: values to accumulate into, or zeros if the output is overwritten.
 fn before(outputs: &[Spec], index: usize, way: Way) -> Region {
     let zeros = vec![0.0; outputs[index].elements()];
     match way.accumulate >> index & 1 {
@@ -221,7 +223,7 @@ fn before(outputs: &[Spec], index: usize, way: Way) -> Region {
 /// Number of tickets available to a launch.
 const MOST_TICKETS: usize = 4096;
 
-/// The outputs of one run; `None` if there are no kernels.
+/// Returns the outputs of one run, or `None` if there are no kernels.
 fn run(
     op: &dyn Op,
     inputs: &[Stored],
@@ -273,8 +275,8 @@ fn run(
     };
     for launch in launches::launches(op, &operands)? {
         assert!(!matches!(&launch, Launch::Kernel(kernel) if kernel.tickets as usize > MOST_TICKETS), "{launch:?}");
-        // SAFETY: the regions are as large as the operands' layouts and the workspace say, and no other reference to
-        // them is used.
+        // SAFETY: the regions are as large as the operands' layouts and the workspace say. No other reference to the
+        // regions is used.
         unsafe { host::run(&launch, is_reversed) }.unwrap_or_else(|why| panic!("{launch:?} of {op:?}: {why}"));
     }
     for (index, (region, input)) in of_input.iter().zip(inputs).enumerate() {
@@ -291,7 +293,7 @@ fn run(
     Some(of_output)
 }
 
-/// ‖a − b‖ / ‖b‖, or ‖a − b‖ where b vanishes. NaN if an element of a is NaN where b is not.
+/// Returns ‖a − b‖ / ‖b‖, or ‖a − b‖ if b is zero. Returns NaN if an element of a is NaN and the one of b is not.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len(), "elements");
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();

@@ -1,10 +1,10 @@
-//! Memory that detects writes outside of its elements.
+//! Memory in which a write outside of the elements is detected.
 
 use candle_core::DType;
 
 use super::gpu::Bytes;
 
-/// The bits of the nearest bf16.
+/// Returns the bits of the nearest bf16.
 pub(super) fn to_bf16(x: f32) -> u16 {
     half::bf16::from_f32(x).to_bits()
 }
@@ -12,10 +12,10 @@ pub(super) fn to_bf16(x: f32) -> u16 {
 /// Length of a guard, and alignment of regions, in bytes.
 const LINE: usize = 64;
 
-/// The byte that fills memory before it is written: NaN in every float type.
+/// The byte that fills memory before anything is written there. Repeated, it is NaN in every float type.
 const POISON: u8 = 0xff;
 
-/// Elements of one type between two guards, aligned like those of an arena.
+/// Elements of one type between two guards. They are aligned like the tensors of an arena.
 #[derive(Debug)]
 pub struct Region {
     /// All bytes, including guards and padding for the alignment.

@@ -50,7 +50,7 @@ impl Mixture {
         })
     }
 
-    /// The head's input, and the router's loss per token.
+    /// Returns the head's input, and the router's loss per token.
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
         let x = self.llama.hidden(tokens, train)?;
         let normed = self.norm.forward(&x)?;
@@ -76,7 +76,7 @@ impl Model for Mixture {
     }
 }
 
-/// Routers of every kind, each with a name and whether the model has a shared expert.
+/// Returns routers of every kind. Each comes with a name, and with whether the model has a shared expert.
 pub fn mixtures() -> Vec<(&'static str, bool, RouterConfig)> {
     let most = |drop| Some(Capacity { factor: 1.0, drop });
     // Two of four experts, normalized weights, balance loss.
@@ -103,7 +103,8 @@ pub fn mixtures() -> Vec<(&'static str, bool, RouterConfig)> {
         balance_loss: 1e-3,
         ..RouterConfig::default()
     };
-    // A capacity that keeps the rows with the largest weights, for both tokens and experts that choose.
+    // A capacity that keeps the rows with the largest weights, both if tokens choose experts and if experts choose
+    // tokens.
     let heaviest = |choice| RouterConfig {
         experts: 4,
         choice,
@@ -130,7 +131,7 @@ fn steps_of_mixtures() {
     }
 }
 
-/// Examples with padding after them: losses and norms equal those on the CPU.
+/// If examples are followed by padding, losses and norms equal those on the CPU.
 #[test]
 fn padding_counts_nowhere() {
     if !host::is_there() {

@@ -1,4 +1,5 @@
-//! Kernels without a GPU: compiled for GPUs by NVRTC, and judged by running them on the processor.
+//! Tests of kernels without a GPU. NVRTC compiles the kernels for GPUs, and their results are checked by running them
+//! on the CPU.
 
 mod architectures;
 mod attention;

@@ -4,8 +4,8 @@ use super::judge::check;
 use crate::Tensor;
 use crate::ops::{LayerNorm, RmsNorm};
 
-/// Rows of fewer elements than a warp has lanes, of a warp and of some, and of more than a block has registers for; sequences of some
-/// pieces, and of more than one run.
+/// The rows have fewer elements than a warp has lanes, as many as several warps, or more than a block has threads.
+/// The sequences have several pieces, or more than one run.
 const SHAPES: [[usize; 3]; 6] = [[2, 3, 5], [1, 1, 33], [2, 70, 96], [1, 2, 2504], [2, 1030, 3], [1, 2, 16648]];
 
 #[test]

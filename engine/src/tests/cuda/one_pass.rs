@@ -1,4 +1,5 @@
-//! What is made beside something else: gradients of a norm's weight and bias, sums of products, sums of tables' gradients.
+//! Tests of operations that are computed together with others: gradients of a norm's weight and bias, sums of
+//! products with residuals, and sums of gradients of embedding tables.
 
 use candle_core::DType;
 
@@ -11,9 +12,11 @@ use crate::compile::Target;
 use crate::runtime::{RunOptions, Session};
 use crate::{StepOptions, TrainOptions};
 
-/// One pass over the rows makes what two kernels do, in the same order: sums for weight and bias have their bits, in f32 the rows'
-/// gradients too, whichever blocks and threads come first. Rows are packs or none; of some pieces and of some runs; of as many
-/// elements as a thread has registers for. Wider ones keep their two kernels.
+/// One pass over the rows computes the gradients of a norm's weight and bias together with its input gradient, with
+/// the same order of summation as two kernels. The sums for weight and bias have the same bits; so has the input
+/// gradient in f32. The order of blocks and threads does not matter. The shapes cover rows with and without packs,
+/// sequences of several pieces and several runs, and rows that just fit a thread's registers. For wider rows, the two
+/// kernels are kept.
 #[test]
 fn gradients_of_a_norm_are_made_in_one_pass() {
     if !host::is_there() {
@@ -31,7 +34,7 @@ fn gradients_of_a_norm_are_made_in_one_pass() {
     for ((shape, is_merged), is_centred) in cases.into_iter().flat_map(|case| [(case, true), (case, false)]) {
         for (dtype, is_merged) in [DType::F32, DType::BF16].into_iter().zip(is_merged) {
             let function = Function::new(dtype, |parameter| {
-                // A gradient of several summands.
+                // The gradient of x has two summands.
                 let (x, width) = (parameter("x", &shape).sigmoid()?, [shape[2]]);
                 let scale = parameter("scale", &width);
                 let normal = match is_centred {
@@ -52,7 +55,7 @@ fn gradients_of_a_norm_are_made_in_one_pass() {
                 assert!(fused.iter().all(|x| x.is_finite()), "{shape:?} {dtype:?}: {index}");
                 let are_sums = fused.len() == shape[2];
                 let off = fused.iter().zip(apart).map(|(a, b)| (a - b).abs() / (1.0 + b.abs())).fold(0.0, f64::max);
-                // The rows' gradient is rounded before it is added to another, or it is not.
+                // The input gradient may or may not be rounded before the other summand is added.
                 let rounding = if dtype == DType::F32 || are_sums { 0.0 } else { 2e-2 };
                 assert!(
                     off <= gpu::allowed(rounding, 2e-2),
@@ -63,8 +66,9 @@ fn gradients_of_a_norm_are_made_in_one_pass() {
     }
 }
 
-/// A residual is added by the product in front, so that what is added is neither written nor read, whether a library does that or a
-/// kernel behind it; and the norm behind the sum has a kernel of its own. What else reads the product keeps it apart.
+/// A residual is added by the product before it, either by the library or by a kernel after the product. So the
+/// product without the residual is neither written nor read. The norm after the sum has a kernel of its own. If
+/// another operation reads the product, the product is not fused.
 #[test]
 fn products_are_added_to_residuals() {
     if !host::is_there() {
@@ -85,7 +89,7 @@ fn products_are_added_to_residuals() {
         for device in devices() {
             let fused = function.results(&mut function.on_device(Target::Cuda, device));
             for (fused, apart) in fused.iter().flatten().zip(apart.iter().flatten()) {
-                // A sum of products that is not rounded before it is added.
+                // When fused, the sum of products is not rounded before the residual is added.
                 let allowed = if dtype == DType::F32 { 2e-5 } else { 4e-2 };
                 assert!((fused - apart).abs() <= allowed * (1.0 + apart.abs()), "{dtype:?}: {fused}, unfused {apart}");
             }
@@ -93,8 +97,9 @@ fn products_are_added_to_residuals() {
     }
 }
 
-/// The gradient of a table that is a matrix, too, is added to the matrix's in its place, with the bits of the sum of both: nothing is
-/// cleared first, and no row that no id names is touched. Micro-batches add up theirs as they did.
+/// If an embedding table is also used as a matrix, the gradient of the lookups is added in place to the gradient of
+/// the matrix, with the bits of the sum of both. Nothing is cleared first, and rows that no id names are not touched.
+/// With several micro-batches, their gradients are accumulated as before.
 #[test]
 fn gradients_of_a_table_are_added_in_place() {
     if !host::is_there() {
@@ -123,7 +128,7 @@ fn gradients_of_a_table_are_added_in_place() {
             moment.flatten_all().unwrap().to_vec1::<f32>().unwrap()
         });
         let off = fused.iter().zip(&apart).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        // Products that are not rounded before GELU make other gradients, if not by much.
+        // Fused products are not rounded before GELU, so the gradients differ slightly.
         assert!(fused.iter().any(|&x| x != 0.0) && f64::from(off) <= gpu::allowed(1e-6, 1e-3), "{off}");
     }
 }

@@ -39,7 +39,7 @@ fn norms_of_many_tensors() {
     if !host::is_there() {
         return;
     }
-    // More tensors than one launch takes, some of which take several blocks.
+    // There are more tensors than one launch takes, and some of them take several blocks.
     for dtype in [DType::F32, DType::BF16] {
         let inputs: Vec<Stored> =
             (0..163).map(|i| stored(if i % 81 == 33 { 33_000 } else { 1 + 7 * i as usize }, i, dtype)).collect();
@@ -52,14 +52,15 @@ fn norms_of_many_tensors() {
     judge_alone(&GlobalNorm, &[squares(300, 1), squares(1, 2), squares(17, 3)]);
     let many: Vec<Stored> = (0..175).map(|i| squares(1 + i as usize % 3, i)).collect();
     judge_alone(&GlobalNorm, &many);
-    // Non-finite squares are not lost.
+    // Squares that are not finite must make the norm non-finite.
     let broken = Stored { data: vec![1.0, f64::NAN, 3.0, 2.0], ..squares(4, 1) };
     let scalar = [Spec::f32(())];
     let got = super::judge::outputs(&GlobalNorm, &[broken], &scalar, Stream::new(1, 1, 0));
     assert!(got[0][0].is_nan());
 }
 
-/// Many parameters at once, in f32 and in bf16 with f32 masters, compared with f64. A non-finite norm changes nothing.
+/// Many parameters at once, in f32 and in bf16 with f32 masters, compared with f64. If the norm is not finite,
+/// nothing changes.
 #[test]
 fn updates_of_many_parameters() {
     if !host::is_there() {
@@ -117,7 +118,7 @@ fn updates_of_many_parameters() {
                 if !norm.is_finite() {
                     (m1, v1, p1) = (m0, v0, p);
                 }
-                // A few f32 roundings each; stored bf16 parameters have an additional 2⁻⁸.
+                // The tolerance is a few f32 roundings, and an additional 2⁻⁸ for parameters stored in bf16.
                 let close = |got: f64, exact: f64, error: f64| {
                     assert!((got - exact).abs() <= error * (1.0 + exact.abs()), "{got} is not {exact}");
                 };
@@ -132,7 +133,7 @@ fn updates_of_many_parameters() {
     }
 }
 
-/// The update as a compiled step contains it, for one parameter.
+/// The update of one parameter, in the form that a compiled step contains.
 #[test]
 fn the_update_of_one_parameter() {
     if !host::is_there() {
@@ -156,8 +157,8 @@ fn the_average_of_a_parameter() {
     }
 }
 
-/// More experts than a block has threads, and only a few; some have exactly the mean load. A non-finite norm changes
-/// nothing.
+/// There are cases with more experts than a block has threads, and with only a few. Some experts have exactly the
+/// mean load. If the norm is not finite, nothing changes.
 #[test]
 fn the_update_of_a_routers_bias() {
     if !host::is_there() {
@@ -169,7 +170,8 @@ fn the_update_of_a_routers_bias() {
     }
 }
 
-/// Checks an optimizer's update on (parameter, gradient), the norm of all gradients, and the optimizer's states.
+/// Checks an optimizer's update of a parameter, given (parameter, gradient), the norm of all gradients, and the
+/// optimizer's states.
 fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, states: &[Array]) {
     let graph = Arc::new(Mutex::new(Graph::default()));
     let dims = of[0].dims.clone();

@@ -8,24 +8,24 @@ use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Features, Launch,
 pub struct Processor {
     memory: Vec<u64>,
     recorded: Vec<Vec<Launch>>,
-    /// True if it has no algorithms for products with epilogues.
+    /// True if the device has no algorithms for products with epilogues.
     has_no_epilogues: bool,
     /// True if blocks and threads run in descending order.
     is_reversed: bool,
 }
 
-/// The selected GPU, or a simulated device.
+/// Returns the selected GPU, or a simulated device if none is selected.
 pub fn device() -> Box<dyn Device> {
     gpu::another().unwrap_or_else(|| Box::<Processor>::default())
 }
 
 impl Processor {
-    /// A device that runs a product's epilogue as a separate kernel.
+    /// Creates a device that runs a product's epilogue as a separate kernel.
     pub fn without_epilogues() -> Self {
         Self { has_no_epilogues: true, ..Self::default() }
     }
 
-    /// A device whose blocks and threads run in descending order.
+    /// Creates a device whose blocks and threads run in descending order.
     pub fn reversed() -> Self {
         Self { is_reversed: true, ..Self::default() }
     }
@@ -37,7 +37,7 @@ impl Processor {
     }
 }
 
-/// Number of 8-byte words that hold this many bytes, with padding for the alignment.
+/// Returns the number of 8-byte words that hold this many bytes, with padding for the alignment.
 fn words(bytes: u64) -> usize {
     bytes as usize / 8 + 64
 }
@@ -53,7 +53,7 @@ impl Device for Processor {
 
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
         assert!(self.memory.is_empty(), "reserved once");
-        // Extra capacity, so that extending does not move it.
+        // With the extra capacity, extending the memory does not move it.
         self.memory = Vec::with_capacity(4 * words(bytes));
         self.extend(bytes)?;
         Ok((self.memory.as_mut_ptr().expose_provenance() as u64).next_multiple_of(256))
@@ -71,7 +71,7 @@ impl Device for Processor {
     }
 
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        // SAFETY: `at` has checked that the range is in this memory, to which `&mut self` has exclusive access.
+        // SAFETY: `at` has checked that the range is in this memory, to which `&mut self` gives exclusive access.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(address, bytes.len()), bytes.len()) };
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! Matrix products: the matrices that cuBLASLt is given, and the tensors that results are added to. The products
-//! themselves are computed by simple loops.
+//! Matrix products: checks the matrices that are passed to cuBLASLt, and the tensors that results are added to.
+//! Simple loops compute the products themselves.
 
 use std::collections::HashMap;
 
@@ -21,12 +21,13 @@ use crate::{Op, Tensor};
 /// Computes a product in place of cuBLASLt.
 ///
 /// # Safety
-/// The addresses must point to memory as large as the product says, to which nothing else has access meanwhile.
+/// The addresses must point to memory as large as the product says. No other code may access the memory during the
+/// call.
 pub unsafe fn compute(product: &Product) {
     let &Product { m, n, k, a, b, c, bias, epilogue, onto, batch, .. } = product;
     for index in 0..batch.count {
         let [a, b, c] = [(a, 0), (b, 1), (c, 2)].map(|(matrix, i)| (matrix, index * batch.distances[i]));
-        // All sums are computed before any is written, because the order of a library's writes is unspecified.
+        // All sums are computed before any is written, because cuBLASLt does not specify the order of its writes.
         let mut sums = HashMap::new();
         for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
             // SAFETY: the caller guarantees it.
@@ -60,7 +61,7 @@ pub unsafe fn compute(product: &Product) {
     }
 }
 
-/// GELU in its tanh form, and its derivative (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
+/// Returns GELU in its tanh approximation, and its derivative (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
 pub fn gelu(x: f64) -> (f64, f64) {
     let scale = (2.0 / std::f64::consts::PI).sqrt();
     let t = (scale * (x + 0.044715 * x.powi(3))).tanh();
@@ -68,7 +69,7 @@ pub fn gelu(x: f64) -> (f64, f64) {
     (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
 }
 
-/// The address and type of an element.
+/// Returns the address and type of an element.
 fn at((matrix, skip): (Matrix, u64), row: u64, column: u64) -> (u64, DType) {
     let (outer, inner) = if matrix.is_transposed { (column, row) } else { (row, column) };
     assert!(inner < matrix.pitch, "rows that reach into each other");
@@ -91,7 +92,7 @@ unsafe fn read((address, dtype): (u64, DType)) -> f64 {
 }
 
 /// # Safety
-/// The element must exist, and nothing else may access it meanwhile.
+/// The element must exist, and no other code may access it during the call.
 unsafe fn write((address, dtype): (u64, DType), number: f64) {
     let pointer = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
     // SAFETY: the caller guarantees it.
@@ -118,7 +119,7 @@ fn linear_layers() {
     }
 }
 
-/// Plain and transposed factors, leading dimensions in another order than in memory, and single rows or columns.
+/// Plain and transposed factors, leading dimensions whose order in memory is different, and single rows or columns.
 #[test]
 fn matrix_products() {
     let product = |a: &Tensor, b: &Tensor| Tensor::apply_op::<1>(MatMul, &[a, b]).map(|[c]| c);
@@ -131,13 +132,14 @@ fn matrix_products() {
         check(&["matmul"], &[a, b], &[], |x, _| product(&x[0], &x[1]));
     }
     check(&["matmul"], &[&[4, 5], &[4, 3]], &[], |x, _| product(&x[0].t()?, &x[1]));
-    // [batch, tokens, heads, size] as [batch, heads, tokens, size]: two leading dimensions that cannot be merged.
+    // [batch, tokens, heads, size] viewed as [batch, heads, tokens, size] has two leading dimensions that cannot be
+    // merged.
     check(&["matmul"], &[&[2, 4, 3, 5], &[2, 6, 3, 5]], &[], |x, _| {
         product(&x[0].transpose(1, 2)?, &x[1].transpose(1, 2)?.t()?)
     });
 }
 
-/// Broadcast elements, broadcast rows, and gaps between elements: layouts that cuBLASLt cannot read as matrices.
+/// Broadcast elements, broadcast rows, and gaps between elements are layouts that cuBLASLt cannot read as matrices.
 #[test]
 fn factors_that_are_no_matrices() {
     let is_matrix = |dims: &[usize], strides: &[usize]| is_matrix(&Layout::new(dims.into(), strides.to_vec(), 0));
@@ -159,7 +161,7 @@ fn factors_that_are_no_matrices() {
             let span: usize = 1 + dims.iter().zip(strides).map(|(dim, stride)| (dim - 1) * stride).sum::<usize>();
             Stored { data: (0..span).map(|i| numbers.normal(i)).collect(), layout, dtype }.rounded()
         };
-        // Such a layout as the left factor, the right factor, and both.
+        // The left factor, the right factor, or both have such a layout.
         let [row, column] = strides;
         let (odd, dense) = (stored([2, 4, 5], [0, row, column]), stored([2, 4, 5], [20, 5, 1]));
         let turn = |x: &Stored| Stored { layout: x.layout.transpose(1, 2).unwrap(), ..x.clone() };
@@ -169,7 +171,7 @@ fn factors_that_are_no_matrices() {
             assert!(judge(&MatMul, &inputs, &specs, &outputs, Stream::new(1, 1, 0)));
         }
     }
-    // The gradient of a sum, which is broadcast.
+    // The gradient of a sum is a broadcast scalar.
     for dtype in [DType::F32, DType::BF16] {
         let without = without_kernels(dtype, &[&[2, 4, 5], &[2, 5, 3]], &[], |x, _| {
             Tensor::apply_op::<1>(MatMul, &[&x[0], &x[1]]).and_then(|[c]| c.sum_all())
@@ -178,8 +180,8 @@ fn factors_that_are_no_matrices() {
     }
 }
 
-/// Two chunks, and a vocabulary whose last five entries have products of their own; with the gradient computed in the
-/// forward, and with per-row gradients in the backward.
+/// A head with two chunks, and a vocabulary whose last five entries have products of their own. The gradient is
+/// computed in the forward or, with a gradient per row, in the backward.
 #[test]
 fn heads_with_an_odd_vocabulary() {
     let (x, vocabulary) = ([1, 4200, 8], 21);
@@ -197,7 +199,7 @@ fn heads_with_an_odd_vocabulary() {
     }
 }
 
-/// One chunk, with the gradient computed in the forward or in the backward.
+/// A head with one chunk. The gradient is computed in the forward or in the backward.
 #[test]
 fn heads_with_their_loss() {
     for &(x, vocabulary) in few(&[([3, 200, 4], 9), ([1, 600, 4], 9), ([2, 3, 5], 7)], 1) {

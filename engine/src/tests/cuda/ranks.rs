@@ -22,7 +22,7 @@ use crate::{
 
 const STEPS: usize = 3;
 
-/// Options with a low planning limit, because these plans need not be good.
+/// Options with a low work limit for the planner, because these plans need not be good.
 pub fn quick() -> TrainOptions {
     TrainOptions {
         step: StepOptions { memory: MemoryOptions { planning: 1 << 20, ..options().step.memory }, ..options().step },
@@ -73,7 +73,8 @@ fn on_devices<M: Model>(
     on_threads(ranks, on_rank).unwrap()
 }
 
-/// Checks that every rank computes the same on its device as on the CPU, up to rounding: sums have another order.
+/// Checks that every rank computes the same on its device as on the CPU, up to rounding, because sums have another
+/// order.
 pub fn compare<M: Model>(
     what: &str,
     options: &TrainOptions,
@@ -93,7 +94,7 @@ pub fn compare<M: Model>(
         for ((name, gpu), (_, cpu)) in gpu.parameters.iter().zip(&cpu.parameters) {
             let norm = cpu.iter().map(|x| x * x).sum::<f64>().sqrt();
             let error = gpu.iter().zip(cpu).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-            // The gradient of a key bias is only rounding noise, which differs on a GPU.
+            // The gradient of a key bias is zero except for rounding noise, which differs on a GPU.
             let is_noise = gpu::is_asked_for() && name == "k.bias";
             assert!(is_noise || error <= 1e-3 * norm + 5e-5, "{what}: {name} is {error} from {norm}");
         }
@@ -101,7 +102,7 @@ pub fn compare<M: Model>(
     assert!(gpu.windows(2).all(|pair| pair[0].steps == pair[1].steps), "{what}: ranks say different losses");
 }
 
-/// Data ranks with a sharded optimizer, pipeline stages, and both together.
+/// Tests data ranks with a sharded optimizer, pipeline stages, and both together.
 #[test]
 fn ranks_train_as_on_the_cpu() {
     if !host::is_there() {
@@ -155,7 +156,7 @@ fn data_ranks_share_states() {
     }
 }
 
-/// A rank's profile of a step covers all arithmetic of its program, between messages.
+/// The profile of a rank's step covers all arithmetic of the rank's program, in the parts between messages.
 #[test]
 fn a_profile_of_a_rank_is_its_step() {
     if !host::is_there() {
@@ -175,7 +176,7 @@ fn a_profile_of_a_rank_is_its_step() {
     }
 }
 
-/// Rows are sent to the rank of their expert and back, with expert ranks alone, with data ranks and with stages.
+/// Rows are sent to the rank of their expert and back. Tests expert ranks alone, with data ranks, and with stages.
 #[test]
 fn experts_have_ranks() {
     if !host::is_there() {
@@ -191,7 +192,7 @@ fn experts_have_ranks() {
             model,
         );
     }
-    // In bf16, a token may be routed to other experts.
+    // This only runs in f32, because rounding in bf16 may route a token to other experts.
     let in_f32 = TrainOptions { step: StepOptions { mesh: mesh(1, 1, 2), ..quick().step }, ..quick() };
     let exact = on_cpus(&in_f32, model);
     let rounded = on_devices(
@@ -204,7 +205,8 @@ fn experts_have_ranks() {
     }
 }
 
-/// In bf16, two data ranks and two stages are close to one rank. Sums over ranks are rounded once.
+/// In bf16, the results of two data ranks and two stages are close to those of one rank. Sums over ranks are rounded
+/// once.
 #[test]
 fn ranks_train_in_bf16() {
     if !host::is_there() {
@@ -231,8 +233,8 @@ pub fn compare_in_bf16(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
     }
 }
 
-/// A checkpoint of two stages on devices resumes with the same bits on two other devices, and up to rounding on one
-/// CPU.
+/// A checkpoint is saved by two stages on devices. On two other devices it resumes with the same bits, and on one CPU
+/// with the same results up to rounding.
 #[test]
 fn ranks_save_and_resume() {
     if !host::is_there() {
@@ -266,7 +268,8 @@ fn ranks_save_and_resume() {
     alone.iter().zip(expected[0]).for_each(|(alone, ranks)| expect_near("loss or norm", *alone, ranks, part));
 }
 
-/// When a rank leaves, the other ranks report an error that says what they were waiting for, and cannot be used again.
+/// If a rank leaves, the other ranks report an error that says what they were waiting for. After that, they cannot be
+/// used.
 #[test]
 fn a_rank_that_leaves_is_named() {
     if !host::is_there() {
@@ -291,7 +294,7 @@ fn a_rank_that_leaves_is_named() {
     assert!(errors[0].iter().all(gone), "{:?}", errors[0]);
 }
 
-/// A failure of one rank's device is reported on that rank, and the others are told about it.
+/// If the device of one rank fails, this rank reports the failure, and the others are told about it.
 #[test]
 fn a_device_that_fails_is_told_to_the_others() {
     if !host::is_there() {
@@ -300,7 +303,7 @@ fn a_device_that_fails_is_told_to_the_others() {
     let options = TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() };
     let errors = on_threads(2, |world| {
         let failing: Box<dyn Device> = match world.rank() {
-            // All programs are recorded before, so the failure is in the middle of a step.
+            // All programs have been recorded by then, so the failure is in the middle of a step.
             1 => Box::new(Failing { device: device(), replays: 1 }),
             _ => device(),
         };
@@ -368,7 +371,7 @@ impl Device for Failing {
     }
 }
 
-/// A non-finite step is skipped on every rank. Ranks on devices cannot be combined with ranks on CPUs.
+/// A step that is not finite is skipped on every rank. Ranks on devices cannot be combined with ranks on CPUs.
 #[test]
 fn ranks_break_together_and_are_of_one_kind() {
     if !host::is_there() {
@@ -397,7 +400,7 @@ fn ranks_break_together_and_are_of_one_kind() {
     assert!(mixed.unwrap_err().to_string().contains("would drift apart"));
 }
 
-/// A parameter that is set keeps its value, on whichever ranks the shards of its master are.
+/// A parameter that is set keeps its value, whichever ranks have the shards of its master.
 #[test]
 fn parameters_of_ranks_are_written() {
     if !host::is_there() {
@@ -419,7 +422,8 @@ fn parameters_of_ranks_are_written() {
             }
             step(&mut trainer)?;
             for name in &names {
-                // A step moves a parameter by about the learning rate, and weight decay by a thousandth.
+                // A step changes a parameter by about the learning rate. Weight decay changes it by a thousandth of
+                // its value.
                 let written = numbers(&trainer.tensor(name)?);
                 assert!(written.iter().all(|x| (x - 4.0).abs() < 0.1), "{name} on {mesh:?}: {written:?}");
             }
@@ -429,7 +433,7 @@ fn parameters_of_ranks_are_written() {
     }
 }
 
-/// A trainer of one rank refuses a mesh of several ranks.
+/// A trainer of one rank returns an error for a mesh of several ranks.
 #[test]
 fn one_device_is_one_rank() {
     let options = TrainOptions { step: StepOptions { mesh: mesh(2, 1, 1), ..quick().step }, ..quick() };

@@ -1,9 +1,9 @@
-//! The error that rounding may cause in a function's result, derived from the function's own condition.
+//! The error that rounding may cause in a function's result, derived from the condition of the function.
 //!
-//! A kernel rounds each value that it stores by up to one unit roundoff; the nearest bf16 is within 2⁻⁸. The compiler
-//! chooses which values are stored between two operations, so one reader may see a rounded value and another the exact
-//! one. The effect on a result depends only on the function. It is measured by evaluating the function in f64 while
-//! changing every intermediate value randomly, per reader, by as much as rounding could.
+//! A kernel rounds each value that it stores by up to one unit roundoff, which is 2⁻⁸ for bf16. The compiler chooses
+//! which values are stored between two operations. So one reader may see a rounded value, and another the exact one.
+//! The effect on a result only depends on the function. It is measured by evaluating the function in f64 with random
+//! changes: for each reader, every intermediate value is changed by as much as rounding could.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -23,17 +23,17 @@ const DRAWS: u64 = 32;
 
 /// The allowed error of a result, as a multiple of the largest error among the draws.
 ///
-/// Roundings are not random numbers. But an error composed of many of them is close to normally distributed, and so are
-/// the draws, whose changes are larger. All of 32 draws are below a quarter of one further sample with probability
-/// 10⁻⁹. The error of a single rounding is bounded, and all of 32 draws stay below a quarter of its bound with
-/// probability 10⁻¹⁹.
+/// Roundings are not random. But an error composed of many roundings is close to normally distributed, and so are the
+/// draws, whose changes are larger. The probability that all 32 draws are below a quarter of one further sample is
+/// 10⁻⁹. The error of a single rounding is bounded, and the probability that all 32 draws stay below a quarter of the
+/// bound is 10⁻¹⁹.
 const FACTOR: f64 = 4.0;
 
-/// The error of a kernel's f32 arithmetic: several unit roundoffs of 2⁻²⁴, relative to the value, and also absolute,
-/// because derivatives such as 1 − tanh² are differences of values near 1.
+/// The error of a kernel's f32 arithmetic: several unit roundoffs of 2⁻²⁴. It is relative to the value, and also
+/// absolute, because derivatives such as 1 − tanh² are differences of values near 1.
 const F32: f64 = 1.0 / (1 << 21) as f64;
 
-/// The relative error of a stored value.
+/// Returns the relative error of a value stored in this type.
 fn unit(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1.0 / 256.0 + F32,
@@ -85,7 +85,7 @@ pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum::<f64>().sqrt()
 }
 
-/// A hash of `of`, as a value in [-1, 1).
+/// Returns a hash of `of`, as a value in [-1, 1).
 fn uniform(of: impl Hash) -> f64 {
     let mut hasher = DefaultHasher::new();
     of.hash(&mut hasher);
@@ -95,7 +95,8 @@ fn uniform(of: impl Hash) -> f64 {
 generated! {
     #![cases(64)]
 
-    /// The allowed error holds for functions whose values are really rounded to bf16, at randomly chosen readers.
+    /// The error of functions whose values are really rounded to bf16, at randomly chosen readers, stays within the
+    /// allowed one.
     #[test]
     fn roundings_take_nothing_further_than_allowed(chosen in any_function(), salt: u64) {
         let function = Function::new(DType::BF16, |parameter| random_function(&chosen, parameter)).unwrap();

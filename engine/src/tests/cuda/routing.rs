@@ -1,5 +1,5 @@
-//! Expert ranks on simulated devices: dynamic rows are placed once they are counted, and rows that find no room are
-//! handled as the options say, as on CPUs.
+//! Expert ranks on simulated devices. Dynamic rows are placed once they are counted. If rows find no room, they are
+//! handled as the options say, with the same results as on CPUs.
 
 use gapless_alloc::arena::{ArenaReport, Reserve};
 use gapless_parallel::Mesh;
@@ -19,18 +19,18 @@ use crate::{DeviceChoice, MemoryOptions, Overflow, StepOptions, TrainError, Trai
 
 const STEPS: u64 = 3;
 
-/// The observations of one rank in a run.
+/// The results of one rank in a run.
 #[derive(Debug)]
 struct Seen {
-    /// Loss and norm of each step, then a validation loss.
+    /// The loss and norm of each step, and then a validation loss.
     losses: Vec<f32>,
     /// The arena's report after each step.
     reports: Vec<ArenaReport>,
-    /// Bytes of the arena before the first and after the last step.
+    /// Bytes of the arena before the first step and after the last one.
     arena_bytes: [u64; 2],
 }
 
-/// Two of four experts per token.
+/// A router that chooses two of four experts per token.
 fn config() -> RouterConfig {
     RouterConfig { experts: 4, balance_loss: 0.1, ..RouterConfig::default() }
 }
@@ -82,7 +82,7 @@ fn run(make: Makes<'_>, options: &TrainOptions) -> Vec<Seen> {
         let (mut losses, mut reports) = (Vec::new(), Vec::new());
         for _ in 0..STEPS {
             losses.extend(step(&mut trainer)?);
-            // A pipeline rank may have no experts.
+            // A rank of a pipeline may have no experts.
             assert!(trainer.check_run()? > 0 || trainer.routing().is_none());
             reports.push(trainer.routing().unwrap_or_default());
         }
@@ -103,7 +103,7 @@ fn expect_alike(what: &str, seen: &[Seen], expected: &[Seen]) {
     }
 }
 
-/// Mixtures of every kind on two expert ranks have the losses of CPUs, and ask for the same number of bytes.
+/// Mixtures of every kind on two expert ranks have the same losses as on CPUs, and request the same number of bytes.
 #[test]
 fn every_mixture_has_expert_ranks() {
     if !host::is_there() {
@@ -122,8 +122,8 @@ fn every_mixture_has_expert_ranks() {
     }
 }
 
-/// No overflow policy changes a bit of the results, in pipelines and with recomputation, and each policy takes effect
-/// in some run.
+/// No overflow policy changes a bit of the results, in pipelines and with recomputation. Each policy takes effect in
+/// some run.
 #[test]
 fn policies_change_no_bit() {
     if !host::is_there() {
@@ -159,7 +159,8 @@ fn policies_change_no_bit() {
             );
             expect_alike(&what, &seen, &worst);
             for (seen, worst) in seen.iter().zip(&worst) {
-                // A recomputed operation that was fused before may be rounded differently on a GPU.
+                // On a GPU, an operation may be rounded differently when it is recomputed without the fusion of the
+                // original.
                 assert!(gpu::is_asked_for() || seen.losses == worst.losses, "{what}: {seen:?}, not {worst:?}");
             }
             let last = |seen: &Seen| *seen.reports.last().unwrap();
@@ -180,8 +181,8 @@ fn policies_change_no_bit() {
     }
 }
 
-/// All tokens are routed to experts of the first rank, so the second rank has no rows. The rows are first in memory
-/// after the arena, then in the enlarged arena.
+/// All tokens are routed to experts of the first rank, so the second rank has no rows. At first, the rows lie in
+/// memory after the arena, and later in the enlarged arena.
 #[test]
 fn a_rank_may_have_all_rows() {
     if !host::is_there() {
@@ -218,8 +219,8 @@ fn a_rank_may_have_all_rows() {
     }
 }
 
-/// An error names the buffer that found no room, or the operation whose non-finite scores caused it. The other rank is
-/// told.
+/// The error names the buffer that found no room, or the operation whose non-finite scores caused it. The other rank
+/// also gets an error.
 #[test]
 fn rows_without_room_are_an_error_on_both_ranks() {
     if !host::is_there() {
@@ -273,7 +274,7 @@ fn growing_keeps_to_the_budget() {
     assert!(errors.iter().any(is_growth), "{errors:?}");
 }
 
-/// A profile covers all arithmetic of a step, with dynamic rows placed as usual.
+/// The profile of expert ranks covers all arithmetic of a step. Dynamic rows are placed as in other steps.
 #[test]
 fn a_profile_of_expert_ranks_is_their_step() {
     if !host::is_there() {
@@ -295,7 +296,7 @@ fn a_profile_of_expert_ranks_is_their_step() {
     }
 }
 
-/// A non-finite step is repeated instruction by instruction, with the same placement.
+/// A step that is not finite is repeated instruction by instruction. Dynamic rows are placed as in the first run.
 #[test]
 fn a_broken_step_of_expert_ranks_is_named() {
     if !host::is_there() {

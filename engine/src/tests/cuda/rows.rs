@@ -1,4 +1,4 @@
-//! The kernels of softmax.cu, rope.cu, embedding.cu, copy.cu, and random noise.
+//! Tests of the kernels in softmax.cu, rope.cu, embedding.cu and copy.cu, and of random noise.
 
 use candle_core::{DType, Layout};
 use gapless_graph::{Numbers, Stream};
@@ -13,7 +13,7 @@ use crate::graph::Spec;
 use crate::kernels::LossTerms;
 use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, RopeScaling, Softmax};
 
-/// The plain likelihood, and a loss with all additional terms.
+/// The plain likelihood, and a loss with all regularization terms.
 const TERMS: [LossTerms; 2] = [LossTerms::NONE, LossTerms { label_smoothing: 0.1, z_loss: 0.01 }];
 
 /// Rows with fewer elements than a warp has lanes, and with more than a block has threads.
@@ -59,7 +59,7 @@ fn chunks_of_a_head_become_their_gradient() {
         let logits: Vec<f64> = (0..rows * width).map(|i| numbers.normal(i)).collect();
         let logits = Region::of(&logits, dtype).numbers();
         let targets: Vec<f64> = (0..rows).map(|row| (row * 7 % width) as f64).collect();
-        // Gradients of five rows, at every second element; the chunk's rows are the last ones.
+        // The gradients of five losses, stored at every second element. The rows of the chunk are the last ones.
         let d_losses = Region::of(&[9.0, 8.0, 0.5, 8.0, -1.5, 8.0, 2.0, 8.0, 1.0, 8.0], DType::F32);
         let first = 5 - rows as u64;
         let strided =
@@ -110,7 +110,7 @@ fn rotations_forth_and_back() {
                 Tensor::apply_op::<1>(rope, &[&x[0], &ids[0]]).map(|[y]| y)
             });
         }
-        // Heads before tokens in memory.
+        // In memory, the head dimension comes before the token dimension.
         let [batch, tokens, heads, size] = shape;
         check(&["rope"], &[&[batch, heads, tokens, size]], &[], |x, _| {
             let rope = Rope { frequencies: RopeScaling::None.frequencies(100.0), neighbours: false, inverse: false };
@@ -121,7 +121,8 @@ fn rotations_forth_and_back() {
 
 #[test]
 fn rows_of_a_table_and_their_gradient() {
-    // Ids that occur once, several times, across blocks and never; widths below and above a block's columns.
+    // Some ids occur once, several times, in several blocks or never. Widths are below and above the number of
+    // columns of a block.
     let many: Vec<u32> = (0..700).map(|i| i * i % 11).collect();
     // Places of several chunks, most of which have one id, and some spans with none of it.
     let most: Vec<u32> = (0..2600).map(|i| if i % 3 == 0 || (300..900).contains(&i) { i % 12 } else { 5 }).collect();
@@ -213,7 +214,7 @@ fn copies_between_strides_and_types() {
     }
 }
 
-/// The reference checks results within a tolerance. The CPU's own generator checks which elements are zero.
+/// The reference checks results within a tolerance. The generator of the CPU checks which elements are zero.
 #[test]
 fn noise_is_the_cpus_bit_by_bit() {
     for shape in SHAPES {
@@ -229,7 +230,7 @@ fn noise_is_the_cpus_bit_by_bit() {
     if !host::is_there() {
         return;
     }
-    // Powers of two stay exact in the kernel, so every bit of the mask shows.
+    // Powers of two stay exact in the kernel, so every bit of the noise is visible in the result.
     let count = 4099;
     let ones = Stored { data: vec![1.0; count], layout: Layout::contiguous(count), dtype: DType::F32 };
     let spec = [Spec::f32(count)];

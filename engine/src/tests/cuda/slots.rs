@@ -11,14 +11,14 @@ use crate::cuda::launch::{
 use crate::cuda::{Features, Launch, Operand, Operands, Random};
 use crate::ops::{Binary, BinaryKind, Powf};
 
-/// Row offsets for two sources, two experts and one sequence. There is room for [`MOST`] rows.
+/// Row offsets for two sources, two experts and one sequence. The tensors have room for [`MOST`] rows.
 const STARTS: [u32; 5] = [0, 3, 70, 70, 151];
 const USED: usize = 151;
 const MOST: usize = 170;
 const WIDTH: usize = 12;
 const OUT: usize = 40;
 
-/// The shape of a tensor. If the first dimension is [`MOST`], it is dynamic.
+/// The shape of a tensor. If the first dimension is [`MOST`], the tensor's rows are dynamic.
 type Dims<'d> = &'d [usize];
 
 /// A tensor in memory. A tensor with dynamic rows may have a slot.
@@ -49,8 +49,8 @@ impl Tensor {
     }
 }
 
-/// Checks that results with slots have the same bits as without, for all used rows, and that nothing is written after
-/// them.
+/// Checks that the used rows have the same bits with slots as without, and that nothing is written after the used
+/// rows.
 fn check(
     name: &str,
     inputs: &[Dims<'_>],
@@ -86,8 +86,8 @@ fn check(
             };
             for launch in launches(&operands).unwrap() {
                 assert!(matches!(&launch, Launch::Kernel(kernel) if kernel.family.reads_slots()), "{launch:?}");
-                // SAFETY: the regions are as large as the operands or their slots say, and no other reference to them
-                // is used.
+                // SAFETY: the regions are as large as the operands or their slots say. No other reference to the
+                // regions is used.
                 unsafe { host::run(&launch, false) }.unwrap();
             }
             assert!(inputs.iter().chain(&outputs).all(|tensor| tensor.region.is_intact()), "{name} in {dtype:?}");
@@ -120,7 +120,7 @@ fn kernels_find_what_is_placed() {
     }
 }
 
-/// The source of a kernel without slots contains no code for slots.
+/// If no operand has a slot, the kernel's source contains no code for slots.
 #[test]
 fn kernels_of_planned_operands_know_no_slots() {
     let name = |address: u64| {

@@ -65,7 +65,7 @@ impl Small {
         })
     }
 
-    /// The input of the head.
+    /// Returns the input of the head.
     pub fn hidden(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
         let is_gpt = self.style == Style::Gpt;
         let dropout = if train && is_gpt { 0.1 } else { 0.0 };

@@ -13,7 +13,7 @@ use crate::runtime::cpu::Workers;
 use crate::runtime::{RunOptions, Session};
 use crate::{MemoryOptions, Model, Result, StepOptions, Tensor, TrainOptions};
 
-/// The planned program of a training step for a target.
+/// Returns the planned program of a training step for a target.
 pub fn executable<M: Model>(
     options: &TrainOptions,
     target: Target,
@@ -54,8 +54,9 @@ fn steps_are_those_of_the_cpu() {
     }
 }
 
-/// Compares three steps from the same parameters with the same noise: losses, norms and parameters on the CPU and the
-/// device, with one micro-batch and without recomputation, and with two and recomputation.
+/// Compares three steps on the CPU and on the device: losses, norms and parameters. Both start from the same
+/// parameters and use the same noise. There are two cases: one micro-batch without recomputation, and two
+/// micro-batches with it.
 pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<M>) {
     for (micro_batches, recompute) in [(1, Recompute::None), (2, Recompute::Ops(vec!["linear".into()]))] {
         let options = TrainOptions {
@@ -95,7 +96,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
             for name in ["loss", "gradient_norm"] {
                 let (cpu, device) = (on_cpu.scalar(of_cpu, name).unwrap(), on_device.output(of_device, name).unwrap());
                 let device: f32 = device.to_scalar().unwrap();
-                // f32 sums in another order, through a few steps of training.
+                // The tolerance allows for f32 sums in another order, over a few steps of training.
                 let part = gpu::allowed(2e-5, 2e-4) as f32;
                 assert!((cpu - device).abs() <= part * cpu.abs(), "{what}, step {step}: {name} {device}, not {cpu}");
             }
@@ -108,8 +109,8 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
             let (cpu, device) = (numbers(on_cpu.tensor(name).unwrap()), numbers(on_device.tensor(name).unwrap()));
             let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
             let off = norm(&mut cpu.iter().zip(&device).map(|(a, b)| a - b));
-            // The gradient of a key bias is zero up to rounding noise, which AdamW divides by its own square root. The
-            // noise differs on a GPU.
+            // The gradient of a key bias is zero except for rounding noise. AdamW divides the noise by the root of
+            // its own square. On a GPU, the noise is different.
             let is_noise = gpu::is_asked_for() && name == "k.bias";
             let allowed = 1e-3 * norm(&mut cpu.iter().copied()) + 1e-4;
             assert!(is_noise || off <= allowed, "{what}: {name} is off by {off}");
@@ -117,7 +118,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
     }
 }
 
-/// GPU kernels would write past the end of the CPU's scratch.
+/// A program for the CPU is refused, because GPU kernels would write past the end of the CPU's scratch.
 #[test]
 fn a_program_for_the_cpu_is_refused() {
     let options = TrainOptions {
@@ -149,7 +150,7 @@ fn a_rank_without_others_is_an_error() {
     assert!(error.starts_with("receive") && error.contains("without a communicator"), "{error}");
 }
 
-/// An operation without kernels is refused by name, before anything runs.
+/// An operation without kernels is an error that names the operation, before anything runs.
 #[test]
 fn operations_without_gpu_kernels_are_named() {
     let options = TrainOptions {

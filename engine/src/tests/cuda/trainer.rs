@@ -61,7 +61,8 @@ pub fn expect_near(what: &str, got: f32, expected: f32, part: f32) {
     assert!((got - expected).abs() <= part * expected.abs(), "{what}: {got}, not {expected}");
 }
 
-/// Steps, evaluation, generated text and gradients equal the CPU's, up to the order of sums.
+/// Steps, evaluation, generated text and gradients equal those on the CPU, up to rounding, because sums have another
+/// order.
 #[test]
 fn trains_as_on_the_cpu() {
     if !host::is_there() {
@@ -100,8 +101,8 @@ fn trains_as_on_the_cpu() {
     }
 }
 
-/// In bf16 the losses follow those of f32 within bf16's precision, with one and several micro-batches. Parameters are
-/// their masters rounded to bf16, and masters start as the f32 parameters.
+/// In bf16 the losses equal those of f32 within the precision of bf16, with one and several micro-batches. Parameters
+/// are their f32 masters, rounded to bf16. Masters start as the f32 parameters.
 #[test]
 fn bf16_follows_f32() {
     if !host::is_there() {
@@ -139,7 +140,7 @@ fn bf16_follows_f32() {
     }
 }
 
-/// Compares CPU and GPU in bf16. Both run the same graph and store the same types, but a GPU rounds fewer values
+/// Compares CPU and GPU in bf16. Both run the same graph and store the same types. But a GPU rounds fewer values
 /// between fused elementwise operations, and other values in attention and the head.
 #[test]
 fn in_bf16_trains_as_on_the_cpu() {
@@ -161,15 +162,15 @@ fn in_bf16_trains_as_on_the_cpu() {
         for name in cpu.parameter_names() {
             let [on_cpu, on_gpu] = [&cpu, &gpu].map(|trainer| numbers(&trainer.gradient(name).unwrap()));
             let norm = distance(&on_cpu, &vec![0.0; on_cpu.len()]);
-            // Either gradient results from about ten roundings in a row, each of at most 2⁻⁸ = 4e-3 and with random
-            // signs.
+            // Each of the two gradients results from about ten consecutive roundings. Each rounding has an error of
+            // at most 2⁻⁸ = 4e-3, with random sign.
             let off = distance(&on_cpu, &on_gpu);
             assert!(off <= 2e-2 * norm + 1e-5, "gradient of {name}: {off} of {norm}, {style:?}");
         }
     }
 }
 
-/// Gradients of several micro-batches are summed in f32, where a summand of a thousandth of the sum is not lost.
+/// Gradients of several micro-batches are summed in f32, so a summand of a thousandth of the sum is not lost.
 #[test]
 fn sums_over_micro_batches_are_f32() {
     let (bf16, pure) = (Precision::Bf16, Precision::PureBf16);
@@ -184,15 +185,15 @@ fn sums_over_micro_batches_are_f32() {
         let gradients =
             plan.labels().iter().zip(plan.problem().buffers()).filter(|(label, _)| label.role == Role::Gradient);
         let largest = gradients.map(|(_, buffer)| buffer.bytes).max().unwrap();
-        // The embedding of GPT has the largest gradient: one sum for its lookups, one for the head.
+        // In GPT, the embedding has the largest gradients: one sum for its lookups, and one for the head.
         let expected = (expected * (VOCABULARY * 8) as u64).next_multiple_of(64);
         assert_eq!(largest, expected, "{micro_batches} micro-batches, {precision:?}");
         assert!(elements(Role::OptimizerState) >= elements(Role::Parameter));
     }
 }
 
-/// All gradients that can be written or added to an f32 sum directly are. The only gradient that is first computed in
-/// bf16 is that of the positions, which are broadcast.
+/// Gradients that can be written or added to an f32 sum directly are not rounded to bf16 first. Only the gradient of
+/// the positions, which are broadcast, is first computed in bf16.
 #[test]
 fn sums_are_not_rounded_first() {
     for style in [Style::Gpt, Style::Llama] {
@@ -218,7 +219,7 @@ fn a_profile_is_a_step() {
     let [tokens, targets] = batch(0);
     let times = timed.profile(&tokens, &targets).unwrap();
     assert!(times.iter().any(|t| t.operation == "linear" && t.layer == "q" && t.flops > 0 && t.bytes > 0));
-    // Updates that are launched together are one entry, with the total arithmetic.
+    // Updates that are launched together are one entry, with the arithmetic of all of them.
     let on_gpu = TrainOptions { device: DeviceChoice::Cuda(0), ..options() };
     let plan = compile::step::plan(|vb| Small::new(Style::Gpt, vb), &on_gpu.step, 0, on_gpu.target()).unwrap();
     let updates =
@@ -254,8 +255,8 @@ fn a_trainer_is_saved_resumed_and_written_to() {
     assert!(numbers(&second.tensor("q.weight").unwrap()).iter().all(|x| (x - 1.0).abs() < 0.1));
 }
 
-/// Covers all loss terms, clipped gradients and weight averages. Steps above their limits are skipped and change
-/// nothing.
+/// Covers all loss terms, clipping of gradient values, and weight averages. A step whose loss or gradient norm
+/// exceeds its limit is skipped and changes nothing.
 #[test]
 fn a_guarded_step_is_left_out() {
     if !host::is_there() {
@@ -288,8 +289,8 @@ fn a_guarded_step_is_left_out() {
     assert_ne!(all(&device), before);
 }
 
-/// Packed documents with ignored targets: loss and norm equal the CPU's, and changing a document's tokens does not
-/// affect other documents.
+/// Packed documents with ignored targets: loss and norm equal those on the CPU. Changing the tokens of one document
+/// does not affect the other documents.
 #[test]
 fn packed_documents_do_not_see_each_other() {
     if !host::is_there() {
@@ -301,7 +302,7 @@ fn packed_documents_do_not_see_each_other() {
         let [tokens, mut targets] = batch(0);
         let sequence = options.step.sequence as u32;
         let starts: Vec<u32> = (0..tokens.len() as u32).map(|i| i % sequence / 3 * 3).collect();
-        // The last token of a document has no target, and the whole last document is ignored.
+        // The last token of a document has no target. All targets of the last document are ignored.
         let last = targets.len() - 3;
         for (i, target) in targets.iter_mut().enumerate() {
             if i % sequence as usize % 3 == 2 || i >= last {
@@ -323,7 +324,7 @@ fn packed_documents_do_not_see_each_other() {
     }
 }
 
-/// A non-finite step names the operation that caused it, and leaves the model unchanged.
+/// If a step is not finite, the error names the operation that caused it, and the model is unchanged.
 #[test]
 fn a_broken_step_is_named() {
     if !host::is_there() {
@@ -338,8 +339,8 @@ fn a_broken_step_is_named() {
     assert_eq!(numbers(&before), numbers(&trainer.tensor("up.weight").unwrap()));
 }
 
-/// Without a GPU, an explicit choice of a GPU is an error with a remedy. With `Auto`, the trainer says why it runs on
-/// the CPU.
+/// If there is no GPU, an explicit choice of a GPU is an error with a remedy. With `Auto`, the trainer says why it
+/// runs on the CPU.
 #[test]
 fn without_a_gpu_the_cpu_says_why() {
     // SAFETY: loading the driver's library has no preconditions.
@@ -361,7 +362,7 @@ fn without_a_gpu_the_cpu_says_why() {
     assert!(Trainer::new(build, options).unwrap().device().to_string().contains("NVIDIA driver"));
 }
 
-/// Options that a GPU does not support are refused before a device is opened.
+/// An option that a GPU does not support is an error, which is returned before a device is opened.
 #[test]
 fn options_for_the_cpu_alone_are_refused() {
     let poisoned = TrainOptions { poison: true, ..options() };

@@ -1,4 +1,4 @@
-//! Kernels of candle's tensor functions: powers, masks, ids, and gather.cu.
+//! Tests of the kernels for candle's tensor functions: powers, masks, ids, and gather.cu.
 
 use candle_core::DType;
 
@@ -34,7 +34,7 @@ fn masks_of_every_comparison() {
             });
         }
     }
-    // With strides; masks that are copied, compared and converted to floats; and ids.
+    // The operands have strides. Masks are copied, compared and converted to floats. There are also ids.
     check(&["ge", "contiguous", "eq", "to_dtype"], &[&[5, 6], &[6, 5]], &[], |x, _| {
         let mask = x[0].t()?.ge(&x[1])?.t()?.contiguous()?.eq(1u8)?;
         mask.to_dtype(x[0].dtype())? * &x[0]
@@ -65,6 +65,6 @@ fn the_greatest_of_rows() {
         check(&["max", "top_k_grad"], &[&shape], &[], |x, _| x[0].max(1)?.sqr());
         check(&["max", "top_k_grad"], &[&shape], &[], |x, _| x[0].min(0));
     }
-    // The first of equal elements.
+    // If elements are equal, the first one is the maximum.
     check(&["max", "gather"], &[&[4, 40]], &[], |x, _| x[0].gather(&x[0].relu()?.neg()?.argmax_keepdim(1)?, 1));
 }

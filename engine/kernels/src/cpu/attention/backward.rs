@@ -1,11 +1,13 @@
 //! The backward: recomputes the probabilities tile by tile, and computes five products on each tile.
 //!
-//! With P the probabilities and D the row sums of dO ∘ O: dV = Pᵀ·dO, dP = dO·Vᵀ, dS = scale · P ∘ (dP − D), dQ = dS·K,
-//! dK = dSᵀ·Q (FlashAttention-2, algorithm 2). If scores S are capped at c, dS has the additional factor 1 − (S/c)².
+//! With P the probabilities and D the row sums of dO ∘ O: dV = Pᵀ·dO, dP = dO·Vᵀ, dS = scale · P ∘ (dP − D), dQ =
+//! dS·K, dK = dSᵀ·Q (FlashAttention-2, algorithm 2). If scores S are capped at c, dS has the additional factor 1 −
+//! (S/c)².
 //!
-//! With many heads, a task computes all three gradients for a key head and the query heads that share it. With few,
-//! some tasks compute dK and dV of one block of keys, others dQ of a range of queries. Either way, dQ is summed over
-//! the blocks of keys in order, and dK and dV over the heads and the tiles of queries in order, so the bits are equal.
+//! With many heads, a task computes all three gradients for a key head and the query heads that share it. With few
+//! heads, some tasks compute dK and dV of one block of keys, and others compute dQ of a range of queries. Both ways
+//! give the same bits: dQ is summed over the blocks of keys in order, and dK and dV over the heads and the tiles of
+//! queries in order.
 
 use std::ops::Range;
 use std::slice::from_raw_parts_mut;
@@ -18,10 +20,10 @@ use crate::cpu::gemm::{Factor, Strides};
 use crate::cpu::scratch::{PartLayout, Scratch};
 use crate::cpu::tasks::{for_each, slot};
 
-/// Queries of a tile: two tiles and their packed operands fit a level-2 cache of 1 MiB.
+/// Number of queries of a tile. Two tiles and their packed operands fit a level-2 cache of 1 MiB.
 const TILE_QUERIES: usize = 96;
 
-/// Rows of a tile's scratch, in whole panels; no more than needed for the number of queries.
+/// Returns the rows of scratch for a tile, in whole panels. There are no more than the number of queries requires.
 fn tile_rows(job: &Attention) -> usize {
     TILE_QUERIES.min(job.queries.next_multiple_of(PANEL_ROWS))
 }
@@ -39,7 +41,7 @@ unsafe impl<T> Send for Backward<T> {}
 unsafe impl<T> Sync for Backward<T> {}
 
 /// # Safety
-/// As for [`Attention::backward_raw`].
+/// The same as for [`Attention::backward_raw`].
 pub(super) unsafe fn run<T: Factor>(
     job: &Attention,
     instructions: &Instructions,
@@ -52,7 +54,7 @@ pub(super) unsafe fn run<T: Factor>(
     let run = |pair: usize, part: BackwardPart| {
         let operands = &operands;
         let arrays = Arrays::new(parts.map(|part| part.start(scratch, slot())));
-        // SAFETY: the gradients of this part, and its thread's arrays, belong to this task alone.
+        // SAFETY: the gradients of this part, and the thread's arrays, belong to this task alone.
         unsafe {
             let (batch, kv_head) = (pair / job.kv_heads, pair % job.kv_heads);
             let task = Task { job, instructions, operands, batch, kv_head, arrays };
@@ -78,7 +80,7 @@ pub(super) unsafe fn run<T: Factor>(
     });
 }
 
-/// The range of a key head that a task reads, and the gradients that it writes.
+/// The range of keys and queries that a task reads for one key head, and the gradients that the task writes.
 #[derive(Debug, Clone)]
 struct BackwardPart {
     queries: Range<usize>,
@@ -95,13 +97,13 @@ struct Arrays {
     k: *mut f32,
     /// Vᵀ: panels of keys.
     v_transposed: *mut f32,
-    /// Q of a tile: panels of elements.
+    /// Q of a tile, packed as panels of elements.
     q: *mut f32,
-    /// dO of a tile: panels of elements.
+    /// dO of a tile, packed as panels of elements.
     dout: *mut f32,
-    /// A tile of probabilities, one row per query, one column per key.
+    /// A tile of probabilities, with one row per query and one column per key.
     probabilities: *mut f32,
-    /// The gradients of a tile's scores, with the same layout.
+    /// The gradients of a tile's scores, with the layout of `probabilities`.
     gradients: *mut f32,
     /// Rows of Q for the micro-kernels.
     q_panel: *mut f32,
@@ -128,7 +130,7 @@ struct Task<'a, T> {
 
 impl<T: Factor> Task<'_, T> {
     /// # Safety
-    /// As for [`Attention::backward_raw`]; the part's gradients and the arrays must belong to this thread alone.
+    /// The same as for [`Attention::backward_raw`]; the part's gradients and the arrays must belong to this thread alone.
     unsafe fn run(&self, part: BackwardPart) {
         let &Self { job, instructions, operands, batch, kv_head, ref arrays } = self;
         let heads = kv_head * job.group()..(kv_head + 1) * job.group();
@@ -166,8 +168,8 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// Computes one tile of scores: P and dS by panels of queries, with their contribution to dQ; then the tile's
-    /// contribution to dV and dK.
+    /// Processes one tile of scores. For each panel of queries, computes P and dS, and the panel's contribution to
+    /// dQ. Then computes the tile's contribution to dV and dK.
     unsafe fn tile(&self, head: usize, queries: Range<usize>, keys: Range<usize>, part: &BackwardPart) {
         let &Self { job, instructions, operands, batch, ref arrays, .. } = self;
         let products = instructions.products;
@@ -274,7 +276,7 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// Rounds a tile to bf16 in place, with two queries to a row: queries 2·i and 2·i + 1 become the pairs of row i.
+    /// Rounds a tile to bf16 in place and pairs its rows: queries 2·i and 2·i + 1 become row i.
     unsafe fn pair_rows(&self, tile: *mut f32, queries: &Range<usize>, keys: &Range<usize>) {
         let seen = |query: usize| self.job.visible(query).saturating_sub(keys.start).min(keys.len());
         for (line, query) in queries.clone().step_by(2).enumerate() {
@@ -288,8 +290,8 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// `to` += tileᵀ · `packed`, for the rows of `keys`. Queries that do not see a panel's first key see none of the
-    /// panel and are skipped.
+    /// `to` += tileᵀ · `packed`, for the rows of `keys`. If a query does not see the first key of a panel, it sees
+    /// none of the panel's keys and is skipped.
     unsafe fn add_transposed(
         &self,
         tile: *const f32,
@@ -325,7 +327,7 @@ impl<T: Factor> Task<'_, T> {
 /// Sets rows of a gradient to zero.
 unsafe fn zero(head: Head<f32>, tokens: Range<usize>, head_size: usize) {
     for token in tokens {
-        // SAFETY: the caller passes tokens that exist and belong to it alone.
+        // SAFETY: the caller passes tokens that exist and that no other task accesses.
         unsafe { from_raw_parts_mut(head.at(token), head_size).fill(0.0) };
     }
 }

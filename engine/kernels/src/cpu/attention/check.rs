@@ -1,7 +1,7 @@
 //! Checks of an attention's operands.
 //!
-//! In: a shape, slices and scratch. Out: an error that names the operand, before anything is written. Never: access to
-//! an element.
+//! In: a shape, slices and scratch. Out: an error that names the operand, before anything is written. Never: a read
+//! or write of an element.
 
 use super::{Attention, HeadStrides, MAX_HEAD_SIZE, forward};
 use crate::cpu::scratch::{PartLayout, Scratch};
@@ -38,12 +38,12 @@ pub enum AttentionError {
         /// The scale.
         scale: f32,
     },
-    /// A slice is shorter than the tensor that it should hold.
+    /// A slice is shorter than the tensor that it is passed for.
     #[error("{operand} needs {needed} elements, its slice has {given}; give all of the tensor, or correct its strides")]
     TooShort {
         /// Name of the tensor, or "scratch" for one of its pieces.
         operand: &'static str,
-        /// Elements that the strides reach.
+        /// Number of elements from the first to the last that the strides reach.
         needed: usize,
         /// Elements that were given.
         given: usize,
@@ -65,15 +65,16 @@ pub enum AttentionError {
 }
 
 impl Attention {
-    /// Returns the address of the queries' first keys, or an error if the slice is too short; null without `starts`.
+    /// Returns the address of the queries' first keys, or null if `starts` is `None`. Returns an error if the slice
+    /// is too short.
     pub(super) fn check_starts(&self, starts: Option<&[u32]>) -> Result<*const u32, AttentionError> {
         let Some(starts) = starts else { return Ok(std::ptr::null()) };
         at_least("starts", self.per_query_len(1), starts.len())?;
         Ok(starts.as_ptr())
     }
 
-    /// Elements of a tensor with one per query of each of `heads` heads. Saturates, so that the length check fails if
-    /// it overflows.
+    /// Returns the element count of a tensor with one element per query and head. On overflow it saturates, so that
+    /// the length check fails.
     pub(super) fn per_query_len(&self, heads: usize) -> usize {
         self.batch.saturating_mul(heads).saturating_mul(self.queries)
     }
@@ -139,7 +140,8 @@ impl Attention {
         at_least(operand, needed, given)
     }
 
-    /// Checks that no two elements of a tensor share an address: each stride must exceed the reach of all smaller ones.
+    /// Checks that no two elements of a tensor share an address: each stride must exceed the combined reach of all
+    /// smaller ones.
     pub(super) fn check_apart(
         &self,
         operand: &'static str,

@@ -1,4 +1,4 @@
-//! The forward: keys are taken in blocks, queries in panels as tall as a micro-kernel.
+//! The forward: loops over blocks of keys, and over panels of queries that are as tall as a micro-kernel.
 
 use std::ops::Range;
 use std::slice::from_raw_parts_mut;
@@ -12,11 +12,11 @@ use crate::cpu::scratch::{PartLayout, Scratch};
 use crate::cpu::simd::prefetch;
 use crate::cpu::tasks::{for_each, slot};
 
-/// The most queries of a head between two packings of the same keys.
+/// Maximum number of queries of a head that are processed with one packing of the keys.
 const MAX_CHUNK: usize = 4096;
 
-/// The scratch of each thread: packed keys, packed values, a panel of queries, a panel of scores, and the running
-/// softmax.
+/// Returns the scratch of each thread: packed keys, packed values, a panel of queries, a panel of scores, and the
+/// running softmax of each query.
 pub(super) fn parts(job: &Attention, threads: usize) -> [PartLayout; 5] {
     let (packed, panel) = (packed_keys_len(job), PANEL_ROWS * ROW_STRIDE);
     let running = 2 * job.group() * job.queries.next_multiple_of(PANEL_ROWS).min(MAX_CHUNK);
@@ -28,8 +28,9 @@ unsafe impl<T> Send for Forward<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Forward<T> {}
 
-/// The number of queries per task: all of a head, unless there are so few heads that threads would be idle. It is a
-/// multiple of `panels`, so that a row always falls into the same panel and keeps its bits.
+/// Returns the number of queries per task: all queries of a head, or fewer if there are so few heads that threads
+/// would be idle. It is a multiple of `panels`. So a row is always in the same panel, and its result has the same
+/// bits.
 pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
     let heads = job.batch * job.kv_heads;
     let wanted = (4 * rayon::current_num_threads()).div_ceil(heads.max(1));
@@ -38,7 +39,7 @@ pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
 }
 
 /// # Safety
-/// As for [`Attention::forward_raw`].
+/// The same as for [`Attention::forward_raw`].
 pub(super) unsafe fn run<T: Factor>(
     job: &Attention,
     instructions: &Instructions,
@@ -52,7 +53,7 @@ pub(super) unsafe fn run<T: Factor>(
         let (pair, chunk) = (task / chunks, task % chunks);
         let queries = chunk * per_task..job.queries.min((chunk + 1) * per_task);
         let operands = &operands;
-        // SAFETY: the rows of these heads and queries, and its thread's parts, belong to this task alone.
+        // SAFETY: the rows of these heads and queries, and the thread's scratch parts, belong to this task alone.
         unsafe {
             let (batch, kv_head) = (pair / job.kv_heads, pair % job.kv_heads);
             let job = &operands.placed(job, batch);
@@ -63,7 +64,7 @@ pub(super) unsafe fn run<T: Factor>(
 }
 
 impl<T> Forward<T> {
-    /// The attention of one sequence: its mask starts at the sequence's own position, if there are positions.
+    /// Returns the attention of one sequence. If there are positions, the mask starts at the sequence's own position.
     ///
     /// # Safety
     /// The sequence must exist.
@@ -89,15 +90,15 @@ struct Task<'a, T> {
 /// The current block of packed keys and values.
 struct Block {
     keys: Range<usize>,
-    /// Kᵀ: panels of keys, `head_size` deep.
+    /// Kᵀ, packed as panels of keys with a depth of `head_size`.
     k: *mut f32,
-    /// V: panels of elements, as deep as the number of keys.
+    /// V, packed as panels of elements with a depth of the number of keys.
     v: *mut f32,
 }
 
 impl<T: Factor> Task<'_, T> {
     /// # Safety
-    /// As for [`Attention::forward_raw`]; `scratch` must be this thread's [`parts`].
+    /// The same as for [`Attention::forward_raw`]; `scratch` must be this thread's [`parts`].
     unsafe fn run(&self, queries: Range<usize>, scratch: [*mut f32; 5]) {
         let &Self { job, operands, batch, kv_head, .. } = self;
         let [k, v, query_panel, scores, running] = scratch;
@@ -109,7 +110,7 @@ impl<T: Factor> Task<'_, T> {
                 self.write_empty(queries);
                 return;
             }
-            // Blocks that no query of the task sees are skipped.
+            // Blocks of keys that no query of the task sees are skipped.
             let first_block =
                 job.first_key_of(operands.starts, batch, queries.clone()) / job.key_block() * job.key_block();
             for first_key in (first_block..keys).step_by(job.key_block()) {
@@ -141,8 +142,8 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// Adds a block of keys to the outputs of one panel of queries. `is_first` marks the first block that the panel
-    /// sees; after its last visible block, the outputs are finished.
+    /// Adds the contribution of a block of keys to the outputs of one panel of queries. `is_first` is true for the
+    /// first block that the panel sees. After the last visible block, finishes the outputs.
     unsafe fn panel(
         &self,
         head: usize,
@@ -158,7 +159,8 @@ impl<T: Factor> Task<'_, T> {
         if columns == 0 {
             return;
         }
-        // SAFETY: the panels hold `PANEL_ROWS` rows of `ROW_STRIDE`; packed columns, depths and rows are in range.
+        // SAFETY: the panels hold `PANEL_ROWS` rows of `ROW_STRIDE`. Columns, depths and rows are within the packed
+        // operands.
         unsafe {
             let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
             let out = Head::new(operands.out, job.out, batch, head);
@@ -168,7 +170,7 @@ impl<T: Factor> Task<'_, T> {
                 }
             }
             self.instructions.pack_rows(q, rows.clone(), job.head_size, query_panel);
-            // With bf16, scaled queries would have to be rounded, so the scores are scaled instead.
+            // Scaled queries would have to be rounded to bf16, so with bf16 the scores are scaled instead.
             if !T::IS_BF16 {
                 for i in 0..rows.len() {
                     let row = from_raw_parts_mut(query_panel.add(i * ROW_STRIDE), job.head_size);
@@ -210,13 +212,13 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// The number of keys at the start of a block that the mask lets a query see.
+    /// Returns how many keys, from the start of a block on, the mask lets a query see.
     fn seen(&self, query: usize, block: &Block) -> usize {
         self.job.visible(query).saturating_sub(block.keys.start).min(block.keys.len())
     }
 
-    /// Replaces a panel's scores by exponentials relative to the running maxima, and rescales the outputs so far to new
-    /// maxima.
+    /// Replaces a panel's scores by exponentials relative to the rows' running maxima. If a maximum has risen, also
+    /// rescales the row's outputs so far to the new maximum.
     unsafe fn weights(
         &self,
         rows: Range<usize>,
@@ -252,7 +254,8 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// Divides the outputs of a panel by their sums of weights, after the last visible key, and writes the log-sum-exp.
+    /// Called after the last visible key. Divides the outputs of a panel by their sums of weights, and writes the
+    /// log-sum-exp.
     unsafe fn finish(&self, head: usize, rows: Range<usize>, running: &[Running]) {
         let &Self { job, operands, batch, .. } = self;
         // SAFETY: heads and queries exist and are this task's.
@@ -288,7 +291,7 @@ impl<T: Factor> Task<'_, T> {
 }
 
 impl Instructions {
-    /// Packs a `k` × `columns` matrix as panels of B.
+    /// Packs a `k` × `columns` matrix as panels of B, the right factor of a product.
     ///
     /// # Safety
     /// The matrix must be readable, and `to` must have room for its panels.
@@ -310,7 +313,8 @@ impl Instructions {
         }
     }
 
-    /// Rounds the first `columns` of rows of A to pairs of bf16. `to` may equal `from`.
+    /// Rounds rows of A, the left factor of a product, to pairs of bf16: the first `columns` of each row. `to` may
+    /// equal `from`.
     ///
     /// # Safety
     /// Both panels must have that many rows of [`ROW_STRIDE`].
@@ -321,7 +325,7 @@ impl Instructions {
         }
     }
 
-    /// Packs `size` elements of a head's tokens as rows of A.
+    /// Packs `size` elements of each of a head's tokens as rows of A, the left factor of a product.
     ///
     /// # Safety
     /// The tokens must exist, and `panel` must have room for their rows.

@@ -1,17 +1,17 @@
-//! softmax(scale · Q·Kᵀ)·V in `f32` and its gradients, without ever storing a whole matrix of scores.
+//! softmax(scale · Q·Kᵀ)·V in `f32` and its gradients. The matrix of scores is never stored as a whole.
 //!
-//! In: queries, keys and values with any strides over (batch, head, token), so that a packed `qkv` can be read and its
-//! gradient written in place. Out: the outputs and the log-sum-exp of each row of scores, in `f32`, and from these the
-//! gradients. Never: a heap allocation, scratch that grows with keys × queries, or a result that depends on the number
-//! of threads.
+//! In: queries, keys and values with any strides over (batch, head, token), so that a packed `qkv` can be read and
+//! its gradient written in place. Out: the outputs and the log-sum-exp of each row of scores, in `f32`. The gradients
+//! are computed from these two. Never: a heap allocation, scratch that grows with keys × queries, or a result that
+//! depends on the number of threads.
 //!
-//! Operands are `f32` or bf16; bf16 is packed like in [`gemm`](crate::cpu::gemm). Where the processor multiplies pairs
-//! of bf16, probabilities and gradients of scores are rounded to bf16 before they are multiplied.
+//! Operands are `f32` or bf16; bf16 is packed as in [`gemm`](crate::cpu::gemm). If the processor multiplies pairs of
+//! bf16, probabilities and gradients of scores are rounded to bf16 before they are multiplied.
 //!
-//! The scheme is that of FlashAttention-2 (Dao 2023, algorithms 1 and 2). The forward takes keys in blocks and keeps a
-//! running maximum and sum per query; the backward recomputes the probabilities from the log-sum-exp. The small
-//! products use the micro-kernels of [`gemm`](crate::cpu::gemm), which skip masked scores as far as whole tiles of
-//! registers are masked.
+//! The algorithm is FlashAttention-2 (Dao 2023, algorithms 1 and 2). The forward iterates over blocks of keys and
+//! updates a maximum and a sum per query. The backward recomputes the probabilities from the log-sum-exp. The small
+//! products use the micro-kernels of [`gemm`](crate::cpu::gemm). These skip a tile of registers if all of its scores
+//! are masked.
 
 mod backward;
 mod check;
@@ -50,7 +50,7 @@ pub struct HeadStrides {
 pub enum Mask {
     /// All keys.
     Full,
-    /// Query i sees keys 0 to i + `offset`, inclusive. With a cache of past keys, `offset` is their number.
+    /// Query i sees keys 0 to i + `offset`, inclusive. If a cache holds past keys, `offset` is their number.
     Causal {
         /// Position of the first query among the keys.
         offset: usize,
@@ -64,23 +64,23 @@ pub struct Attention {
     pub batch: usize,
     /// Heads of queries and outputs.
     pub heads: usize,
-    /// Heads of keys and values; divides `heads`. Query head h reads key head h ÷ (`heads` ÷ `kv_heads`).
+    /// Heads of keys and values. Must divide `heads`. Query head h reads key head h ÷ (`heads` ÷ `kv_heads`).
     pub kv_heads: usize,
     /// Queries per sequence.
     pub queries: usize,
     /// Keys per sequence.
     pub keys: usize,
-    /// Elements of a head of queries and keys, at most [`MAX_HEAD_SIZE`].
+    /// Number of elements of a head of queries or keys, at most [`MAX_HEAD_SIZE`].
     pub head_size: usize,
-    /// Elements of a head of values and outputs, at most [`MAX_HEAD_SIZE`].
+    /// Number of elements of a head of values or outputs, at most [`MAX_HEAD_SIZE`].
     pub value_size: usize,
-    /// Factor of the scores, usually 1/√`head_size`; positive.
+    /// Positive factor of the scores, usually 1/√`head_size`.
     pub scale: f32,
     /// The keys that a query can see.
     pub mask: Mask,
-    /// The most keys that a query sees, counted back from its last visible one; not 0.
+    /// Maximum number of keys that a query sees, counted back from its last visible one. Must not be 0.
     pub window: Option<usize>,
-    /// Soft cap of the scores: a score s is replaced by cap · tanh(s/cap); positive.
+    /// Positive soft cap of the scores: a score s is replaced by cap · tanh(s/cap).
     pub cap: Option<f32>,
     /// Strides of the queries.
     pub q: HeadStrides,
@@ -109,10 +109,10 @@ pub struct Forward<T> {
     pub v: *const T,
     /// Outputs, written.
     pub out: *mut f32,
-    /// Log-sum-exp of the scores, \[batch, heads, queries\], written; null if it is not needed.
+    /// Log-sum-exp of the scores, \[batch, heads, queries\], which the forward writes; null if it is not needed.
     pub lse: *mut f32,
-    /// Positions of the queries among the keys, \[batch, queries\], consecutive in each sequence. If null, the mask's
-    /// offset determines them.
+    /// Positions of the queries among the keys, \[batch, queries\]. They must be consecutive in each sequence. If
+    /// null, the mask's offset determines the positions.
     pub positions: *const u32,
     /// The first key that each query sees, \[batch, queries\]; null if every query starts at the first key.
     pub starts: *const u32,
@@ -129,7 +129,7 @@ pub struct Backward<T> {
     pub v: *const T,
     /// Outputs of the forward.
     pub out: *const T,
-    /// Log-sum-exp of the forward, \[batch, heads, queries\].
+    /// Log-sum-exp from the forward, \[batch, heads, queries\].
     pub lse: *const f32,
     /// Gradient of the outputs.
     pub dout: *const T,
@@ -144,37 +144,37 @@ pub struct Backward<T> {
 }
 
 impl Attention {
-    /// The size in bytes of each piece of scratch that the forward needs in a pool of `threads` threads.
+    /// Returns the sizes in bytes of the pieces of scratch that the forward needs in a pool of `threads` threads.
     pub fn forward_scratch(&self, threads: usize) -> Vec<u64> {
         forward::parts(self, threads).into_iter().flat_map(PartLayout::bytes).collect()
     }
 
-    /// The size in bytes of each piece of scratch that the backward needs in a pool of `threads` threads.
+    /// Returns the sizes in bytes of the pieces of scratch that the backward needs in a pool of `threads` threads.
     pub fn backward_scratch(&self, threads: usize) -> Vec<u64> {
         backward::parts(self, threads).into_iter().flat_map(PartLayout::bytes).collect()
     }
 
-    /// Floating-point operations of the forward's two products, without masked scores.
+    /// Returns the floating-point operations of the forward's two products, without masked scores.
     pub fn forward_flops(&self) -> u64 {
         2 * (self.head_size + self.value_size) as u64 * self.scores()
     }
 
-    /// Floating-point operations of the backward's five products, without masked scores.
+    /// Returns the floating-point operations of the backward's five products, without masked scores.
     pub fn backward_flops(&self) -> u64 {
         2 * (3 * self.head_size + 2 * self.value_size) as u64 * self.scores()
     }
 
-    /// The number of scores that are not masked, over all heads.
+    /// Returns the number of scores that are not masked, over all heads.
     fn scores(&self) -> u64 {
         let seen = |query| self.visible(query).min(self.window.unwrap_or(usize::MAX)) as u64;
         (self.batch * self.heads) as u64 * (0..self.queries).map(seen).sum::<u64>()
     }
 
     /// Computes the outputs and the log-sum-exp \[batch, heads, queries\] on all threads of the current rayon pool.
-    /// Without keys, they are 0 and −∞.
+    /// For a query that sees no key, the outputs are 0 and the log-sum-exp is −∞.
     ///
-    /// With `starts` \[batch, queries\], a query sees no key before its own start. A start after its last visible key
-    /// counts as that key.
+    /// With `starts` \[batch, queries\], a query sees no key before its own start. If the start is after the last key
+    /// that the query sees, the query sees this last key only.
     ///
     /// # Errors
     /// Returns an error, and writes nothing, if
@@ -205,17 +205,18 @@ impl Attention {
             positions: std::ptr::null(),
             starts,
         };
-        // SAFETY: every extent was compared with its slice above; the slices that are written are borrowed exclusively.
+        // SAFETY: every extent was compared with its slice above. The slices that are written are borrowed
+        // exclusively.
         unsafe { self.forward_raw(operands, scratch) };
         Ok(())
     }
 
-    /// Computes the outputs, without the log-sum-exp, for queries at `positions` \[batch, queries\] among the keys of a
-    /// cache. Positions must be consecutive in each sequence. Each query sees the keys up to its own position; the mask
-    /// is ignored.
+    /// Computes the outputs, without the log-sum-exp, for queries at `positions` \[batch, queries\] among the keys of
+    /// a cache. Positions must be consecutive in each sequence. Each query sees the keys up to its own position; the
+    /// mask is ignored.
     ///
     /// # Errors
-    /// Returns an error like [`Attention::forward`], or if a position is not among the keys.
+    /// Returns the errors of [`Attention::forward`], and an error if a position is not among the keys.
     pub fn forward_at<T: Factor>(
         &self,
         q: &[T],
@@ -246,13 +247,13 @@ impl Attention {
         Ok(())
     }
 
-    /// Like [`Attention::forward`], on addresses, for operands in one arena.
+    /// Like [`Attention::forward`], with addresses instead of slices, for operands in one arena.
     ///
     /// # Safety
     /// - [`Attention::forward`] must accept the shape.
-    /// - The operands must be valid as far as its strides reach, and `scratch` must have the pieces of
+    /// - The operands must be valid as far as their strides reach, and `scratch` must have the pieces of
     ///   [`Attention::forward_scratch`]`(rayon::current_num_threads())`.
-    /// - Written operands must not overlap any other one, and no operand may be written by others during the call.
+    /// - Written operands must not overlap any other operand. No other code may write an operand during the call.
     pub unsafe fn forward_raw<T: Factor>(&self, operands: Forward<T>, scratch: &mut Scratch<'_>) {
         // SAFETY: by this function's contract.
         unsafe { forward::run(self, &Instructions::of::<T>(Level::best()), operands, scratch) }
@@ -316,21 +317,22 @@ impl Attention {
             dk: dk.as_mut_ptr(),
             dv: dv.as_mut_ptr(),
         };
-        // SAFETY: every extent was compared with its slice above; the slices that are written are borrowed exclusively.
+        // SAFETY: every extent was compared with its slice above. The slices that are written are borrowed
+        // exclusively.
         unsafe { self.backward_raw(operands, scratch) };
         Ok(())
     }
 
-    /// Like [`Attention::backward`], on addresses, for operands in one arena.
+    /// Like [`Attention::backward`], with addresses instead of slices, for operands in one arena.
     ///
     /// # Safety
-    /// As for [`Attention::forward_raw`], with [`Attention::backward_scratch`].
+    /// The same as for [`Attention::forward_raw`], with [`Attention::backward_scratch`].
     pub unsafe fn backward_raw<T: Factor>(&self, operands: Backward<T>, scratch: &mut Scratch<'_>) {
         // SAFETY: by this function's contract.
         unsafe { backward::run(self, &Instructions::of::<T>(Level::best()), operands, scratch) }
     }
 
-    /// The number of keys up to and including the last one that the mask lets a query see.
+    /// Returns the number of keys up to and including the last one that the mask lets a query see.
     fn visible(&self, query: usize) -> usize {
         match self.mask {
             Mask::Full => self.keys,
@@ -338,10 +340,10 @@ impl Attention {
         }
     }
 
-    /// The first key that a query sees.
+    /// Returns the index of the first key that a query sees.
     ///
     /// # Safety
-    /// `starts` must be null or valid for one entry per query of each sequence.
+    /// `starts` must be null, or valid for one entry per query of each sequence.
     unsafe fn first_key(&self, starts: *const u32, batch: usize, query: usize) -> usize {
         let visible = self.visible(query);
         let in_window = self.window.map_or(0, |window| visible.saturating_sub(window));
@@ -353,10 +355,10 @@ impl Attention {
         start.max(in_window).min(visible.saturating_sub(1))
     }
 
-    /// The smallest first key of a range of queries.
+    /// Returns the smallest index of a key that any of these queries sees.
     ///
     /// # Safety
-    /// As for [`Self::first_key`].
+    /// The same as for [`Self::first_key`].
     unsafe fn first_key_of(&self, starts: *const u32, batch: usize, queries: Range<usize>) -> usize {
         if starts.is_null() {
             // SAFETY: with null `starts`, no start is read.
@@ -366,12 +368,13 @@ impl Attention {
         queries.map(|query| unsafe { self.first_key(starts, batch, query) }).min().unwrap_or(0)
     }
 
-    /// Query heads per key head.
+    /// Number of query heads that share a key head.
     fn group(&self) -> usize {
         self.heads / self.kv_heads.max(1)
     }
 
-    /// The number of keys that are packed together: fewer if heads are wide, so that they stay in the level-2 cache.
+    /// Returns the number of keys that are packed together. It is smaller for wide heads, so that the packed keys
+    /// stay in the level-2 cache.
     fn key_block(&self) -> usize {
         const FLOATS: usize = BLOCK_K * 64;
         (FLOATS / self.widest().max(1) / 32 * 32).clamp(96, BLOCK_K)
@@ -401,18 +404,19 @@ impl Instructions {
 const PANEL_ROWS: usize = 12;
 const _: () = assert!(MAX_HEAD_SIZE <= ROW_STRIDE && BLOCK_K + 16 <= ROW_STRIDE);
 
-/// Floats of a block of keys packed as panels of B, in either orientation; never more keys than there are.
+/// Returns the floats that a block of keys takes when it is packed as panels of B, in either orientation. The block
+/// has no more keys than the attention.
 fn packed_keys_len(job: &Attention) -> usize {
     packed_len(job, job.key_block().min(job.keys))
 }
 
-/// Floats of `tokens` tokens of a head packed as panels of B, in either orientation.
+/// Returns the floats that `tokens` tokens of a head take when they are packed as panels of B, in either orientation.
 fn packed_len(job: &Attention, tokens: usize) -> usize {
     tokens.next_multiple_of(32) * job.widest().next_multiple_of(32)
 }
 
-/// One head of a tensor: its first element and the distance between tokens. It is only written through if the caller's
-/// tensor is writable.
+/// One head of a tensor: the address of its first element, and the distance between tokens. Code writes through this
+/// address only if the caller's tensor is writable.
 #[derive(Clone, Copy)]
 struct Head<T> {
     start: *mut T,

@@ -1,5 +1,5 @@
-//! The operations on a row of scores between the two products: plain loops over sixteen lanes, compiled for each
-//! instruction set.
+//! The operations on a row of scores between the two products of attention. They are plain loops over sixteen lanes,
+//! compiled for each instruction set.
 
 use std::slice::from_raw_parts;
 
@@ -11,11 +11,11 @@ use crate::cpu::gemm::Factor;
 use crate::cpu::math::{exp, tanh};
 use crate::cpu::simd::Level;
 
-/// The number of partial sums of a row, the same on every level, so that the order of summation is the same too.
+/// The number of partial sums of a row. It is the same on every level, so the order of summation is the same too.
 const LANES: usize = 16;
 
-/// The length that must be initialized of a row that sees `visible` keys. It covers every 12-key panel of the transpose
-/// that contains one of them.
+/// Returns the length that must be initialized of a row that sees `visible` keys. It covers every panel of 12 keys,
+/// as the transpose reads them, that contains a visible key.
 pub(super) fn padded(visible: usize) -> usize {
     (visible + 12).next_multiple_of(LANES)
 }
@@ -32,16 +32,17 @@ impl Running {
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 }
 
-/// The row functions of one level. All expect rows whose length is a multiple of sixteen.
+/// The row functions of one level. All of them require that the length of a row is a multiple of sixteen.
 pub(super) struct Rows {
     /// Scales a row: `x` = `factor` · `x`.
     pub scale: unsafe fn(x: &mut [f32], factor: f32),
     dot_f32: unsafe fn(x: &[f32], y: &[f32]) -> f32,
     dot_bf16: unsafe fn(x: &[bf16], y: &[bf16]) -> f32,
-    /// Adds a row's next scores, of which the first `visible` are valid, to its running softmax, and replaces them by
-    /// exponentials relative to the new maximum. Returns the factor that rescales earlier sums to the new maximum.
+    /// Adds a row's next scores, of which the first `visible` are valid, to the row's running softmax. Replaces the
+    /// scores by exponentials relative to the new maximum. Returns the factor that rescales earlier sums to the new
+    /// maximum.
     pub softmax: unsafe fn(scores: &mut [f32], visible: usize, running: &mut Running) -> f32,
-    /// Replaces scores, of which the first `visible` are valid, by probabilities, given the row's log-sum-exp.
+    /// Replaces scores by probabilities, given the row's log-sum-exp. The first `visible` scores are valid.
     pub probabilities: unsafe fn(scores: &mut [f32], visible: usize, scale: f32, lse: f32),
     /// Caps scores: x = `cap` · tanh(`factor` · x / `cap`).
     pub cap: unsafe fn(scores: &mut [f32], factor: f32, cap: f32),
@@ -50,21 +51,22 @@ pub(super) struct Rows {
     /// Replaces gradients of probabilities by gradients of unscaled scores: `scale` · p · (dp − `delta`).
     pub score_gradients:
         unsafe fn(gradients: &mut [f32], visible: usize, probabilities: &[f32], delta: f32, scale: f32),
-    /// Rounds `len` floats to bf16, in steps of sixteen, so that up to fifteen more are rounded. `to` may equal `from`.
+    /// Rounds `len` floats to bf16, in steps of sixteen, so up to fifteen floats after them are rounded too. `to` may
+    /// equal `from`.
     pub round: unsafe fn(from: *const f32, len: usize, to: *mut bf16),
-    /// Rounds two rows of `len` floats to lanes of two bf16, with the first row in the lower halves. Without a second
-    /// row, the upper halves are 0. `to` may be either row.
+    /// Rounds two rows of `len` floats to bf16, and stores them as lanes of two values, with the first row in the
+    /// lower halves. If `second` is null, the upper halves are 0. `to` may equal either row.
     pub pair: unsafe fn(first: *const f32, second: *const f32, len: usize, to: *mut u32),
 }
 
 impl Rows {
-    /// Σ `x`·`y` over `len` elements.
+    /// Returns Σ `x`·`y` over `len` elements.
     ///
     /// # Safety
-    /// Both must be readable for `len` elements.
+    /// `x` and `y` must be readable for `len` elements.
     #[inline]
     pub unsafe fn dot<T: Factor>(&self, x: *const T, y: *const T, len: usize) -> f32 {
-        // SAFETY: by this function's contract; a factor that is not f32 is bf16.
+        // SAFETY: by this function's contract. A factor whose type is not f32 is bf16.
         unsafe {
             match (T::as_f32(x), T::as_f32(y)) {
                 (Some(x), Some(y)) => (self.dot_f32)(from_raw_parts(x, len), from_raw_parts(y, len)),
@@ -171,8 +173,8 @@ fn score_gradients(gradients: &mut [f32], visible: usize, probabilities: &[f32],
 #[inline(always)]
 unsafe fn round(from: *const f32, len: usize, to: *mut bf16) {
     for start in (0..len).step_by(LANES) {
-        // SAFETY: by the function's contract. Each step reads sixteen floats before it writes, and writes only over
-        // floats already read.
+        // SAFETY: by the function's contract. Each step reads sixteen floats before it writes, and only overwrites
+        // floats that were already read.
         unsafe {
             let x: [f32; LANES] = from.add(start).cast::<[f32; LANES]>().read_unaligned();
             let x: [bf16; LANES] = std::array::from_fn(|lane| rounded(x[lane]));
@@ -196,7 +198,7 @@ unsafe fn pair(first: *const f32, second: *const f32, len: usize, to: *mut u32) 
     }
 }
 
-/// Combines the lanes pairwise, in arrays of constant length, which the compiler keeps in registers.
+/// Combines the lanes pairwise. The arrays have constant lengths, so the compiler keeps them in registers.
 #[inline(always)]
 fn fold(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
     let lanes: [f32; 8] = std::array::from_fn(|i| combine(lanes[i], lanes[i + 8]));

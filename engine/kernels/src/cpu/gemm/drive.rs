@@ -1,7 +1,7 @@
 //! Distributes a product over threads, and decides when panels are packed.
 //!
-//! C is cut into tiles, and one thread computes a tile for all of k. The two schemes differ only in who packs B, so
-//! they give the same bits.
+//! C is cut into tiles, and one thread computes a tile for all of k. There are two schemes: all threads pack B
+//! together, or each thread packs the columns of B that it needs. Both give the same bits.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use super::{Batch, Gemm};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::tasks::{for_each, slot};
 
-/// Rows of a tile when each thread packs B itself for one of several matrices.
+/// Number of rows of a tile if each thread packs B itself.
 const PRIVATE_ROWS: usize = 384;
 
 /// The operands' addresses, shared by the tasks of one call.
@@ -25,8 +25,8 @@ pub(super) struct Operands<'s, A, B> {
     pub epilogue: RawEpilogue,
     pub scratch: &'s Scratch<'s>,
     pub packing: Packing,
-    /// Further boundaries in k at which the order of summation restarts. Positions are relative to the first entry;
-    /// ascending.
+    /// Additional positions in k at which the order of summation restarts, in ascending order. They are relative to
+    /// the first entry.
     pub restarts: &'s [u32],
 }
 
@@ -38,14 +38,15 @@ impl<A, B> Clone for Operands<'_, A, B> {
 
 impl<A, B> Copy for Operands<'_, A, B> {}
 
-// SAFETY: tasks read A and B, write disjoint tiles of C, and write scratch only in their own thread's slot. Panels of B
-// are written by one task each, before a barrier after which they are only read.
+// SAFETY: tasks read A and B, write disjoint tiles of C, and write scratch only in the slot of their own thread. Each
+// panel of B is written by one task. After a barrier, panels are only read.
 unsafe impl<A, B> Send for Operands<'_, A, B> {}
 // SAFETY: as above.
 unsafe impl<A, B> Sync for Operands<'_, A, B> {}
 
 impl<A, B> Operands<'_, A, B> {
-    /// The tile of C at an element, for one k block. The caller still has to set A, B and the number of columns.
+    /// Returns the tile of C that begins at an element, for one k block. The caller still has to set A, B and the
+    /// number of columns.
     ///
     /// # Safety
     /// The element must exist.
@@ -67,10 +68,11 @@ impl<A, B> Operands<'_, A, B> {
 }
 
 /// # Safety
-/// - A, B, bias and residual must be readable, C and its rounded form writable, as far as the shape and strides reach.
-/// - An operand must not overlap another one, or itself beyond what [`Gemm::run`] allows.
-/// - None of them may be written by others during the call.
-/// - The scratch must have the pieces of `operands.packing`, which must be made for this product.
+/// - As far as the shape and strides reach, A, B, bias and residual must be readable, and C and its rounded form
+///   writable.
+/// - An operand must not overlap another one. It must not overlap itself beyond what [`Gemm::run`] allows.
+/// - During the call, no other code may write an operand.
+/// - The scratch must have the pieces of `operands.packing`, which must have been created for this product.
 /// - `operands.cuts` must be empty.
 pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let is_nothing = job.k == 0 && operands.accumulate && operands.epilogue.is_none();
@@ -88,8 +90,8 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, op
 }
 
 impl<A, B> Operands<'_, A, B> {
-    /// The k blocks that begin in `range`, in order, each with the number of packed lines before it. An empty k gives
-    /// one empty block, so that C is written.
+    /// Returns the k blocks that begin in `range`, in order. Each comes with the number of packed lines before it. If
+    /// k is 0, there is one empty block, so that C is written.
     fn blocks(
         &self,
         job: &Gemm,
@@ -112,7 +114,8 @@ impl<A, B> Operands<'_, A, B> {
         })
     }
 
-    /// As many whole blocks from `start` on as fit into the packed buffer, but at least one.
+    /// Returns the range of k blocks from `start` on that fit into the packed buffer together, but at least one
+    /// block.
     fn chunk(&self, job: &Gemm, kernels: &Kernels, start: usize) -> Range<usize> {
         let mut end = start;
         for (line, block) in self.blocks(job, kernels, start..job.k) {
@@ -127,7 +130,7 @@ impl<A, B> Operands<'_, A, B> {
     /// Packs a k block of a panel's columns.
     ///
     /// # Safety
-    /// The columns must exist, and their panel `to` must not be accessed by others.
+    /// The columns must exist, and no other code may access their panel `to` during the call.
     unsafe fn pack(&self, job: &Gemm, kernels: &Kernels, block: &Range<usize>, columns: Range<usize>, to: *mut f32)
     where
         B: Factor,
@@ -144,7 +147,7 @@ impl<A, B> Operands<'_, A, B> {
 unsafe fn run_shared_b<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let threads = rayon::current_num_threads();
     let width = kernels.columns;
-    // Enough tasks to balance threads of different speed, each of whole micro-kernels.
+    // There are enough tasks to balance threads of different speed. Each task consists of whole micro-kernels.
     let rows_per_task = job.m.div_ceil(4 * threads).next_multiple_of(kernels.rows()).min(BLOCK_ROWS);
 
     for first_column in (0..job.n).step_by(CHUNK_COLUMNS) {
@@ -161,8 +164,7 @@ unsafe fn run_shared_b<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                     let operands = &operands;
                     let lines = line..line + kernels.lines(block.len());
                     let to = operands.packing.b(operands.scratch, 0, lines).panel(panel * width);
-                    // SAFETY: this panel belongs to this task alone, and the chunk is no deeper than its part of the
-                    // scratch.
+                    // SAFETY: this panel belongs to this task alone. The chunk fits into its part of the scratch.
                     unsafe { operands.pack(job, kernels, &block, here.clone(), to) };
                 }
             });
@@ -174,7 +176,7 @@ unsafe fn run_shared_b<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                     let lines = line..line + kernels.lines(block.len());
                     let packed_b = operands.packing.b(operands.scratch, 0, lines);
                     let part = TileBlock { rows: rows.clone(), columns: columns.clone(), block };
-                    // SAFETY: the rows belong to this task alone; the panels are packed and only read from here on.
+                    // SAFETY: the rows belong to this task alone. From here on, the packed panels are only read.
                     unsafe { multiply(job, kernels, *operands, part, &packed_a, packed_b) };
                 }
             });
@@ -198,23 +200,23 @@ unsafe fn run_privately<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, ope
 pub(super) struct Group<'s> {
     pub m: usize,
     pub k: usize,
-    /// Distance from A's first element to that of this product.
+    /// Distance in elements from the first element of A to the first of this product's A.
     pub a: usize,
-    /// Distance from B's first element to that of this product.
+    /// Distance in elements from the first element of B to the first of this product's B.
     pub b: usize,
-    /// Distance from C's first element to that of this product.
+    /// Distance in elements from the first element of C to the first of this product's C.
     pub c: usize,
-    /// This product's [`Operands::cuts`]. With cuts, C is set to zero first unless the call accumulates, even if there
-    /// is no block to add.
+    /// This product's [`Operands::cuts`]. If they are given and the call does not accumulate, C is first set to zero,
+    /// even if k is 0.
     pub cuts: Option<&'s [u32]>,
 }
 
-/// Runs the tiles of all groups as one list of tasks, each of which packs its own operands. There are at least about
-/// `wanted` tasks if C is wide enough.
+/// Runs the tiles of all groups as one list of tasks, each of which packs its own operands. If C is wide enough,
+/// there are at least about `wanted` tasks.
 ///
 /// # Safety
-/// As for [`run`], for each of `count` groups; the packing and its scratch must be made for the largest of them. The
-/// groups' C must not overlap.
+/// The contract of [`run`] must hold for each of `count` groups. The packing and its scratch must have been created
+/// for the largest of them. The groups' C must not overlap.
 pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
     most: &Gemm,
     kernels: &Kernels,
@@ -227,7 +229,7 @@ pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
     if row_tiles == 0 || most.n == 0 {
         return;
     }
-    // With few matrices, narrower tiles keep all threads busy.
+    // If there are few matrices, tiles are narrower, so that all threads have work.
     let wanted = wanted.div_ceil(count * row_tiles).max(most.n.div_ceil(BLOCK_COLUMNS));
     let tile_columns = most.n.div_ceil(wanted).next_multiple_of(kernels.columns).min(BLOCK_COLUMNS);
     let column_tiles = most.n.div_ceil(tile_columns);
@@ -268,7 +270,7 @@ pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
 /// Computes a tile of C on one thread, which packs its own operands.
 ///
 /// # Safety
-/// The tile must belong to the caller alone; otherwise as for [`run_groups`].
+/// The tile must belong to the caller alone. Apart from this, as for [`run_groups`].
 unsafe fn tile_privately<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
@@ -277,7 +279,7 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
     columns: Range<usize>,
 ) {
     let (width, slot) = (kernels.columns, slot());
-    // SAFETY: the tile belongs to the caller, the slot to this thread.
+    // SAFETY: the tile belongs to the caller, and the slot to this thread.
     unsafe {
         if let (Some(a), Some(b)) = (A::as_f32(operands.a), B::as_f32(operands.b))
             && job.m <= kernels.rows()
@@ -301,7 +303,8 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
                 }
                 blocks += 1;
             }
-            // With several blocks, fewer rows at a time, so that their rows of C stay in the first-level cache.
+            // If there are several blocks, fewer rows are processed at a time, so that their rows of C stay in the
+            // first-level cache.
             let height = if blocks > 1 { BLOCK_ROWS / 2 } else { BLOCK_ROWS };
             for first_row in rows.clone().step_by(height) {
                 for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
@@ -329,7 +332,7 @@ struct TileBlock {
 /// Adds one k block to one tile of C.
 ///
 /// # Safety
-/// The tile and `packed_a` must belong to the caller alone; `packed_b` must hold the part's panels of B.
+/// The tile and `packed_a` must belong to the caller alone. `packed_b` must hold the part's panels of B.
 unsafe fn multiply<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
@@ -369,11 +372,11 @@ unsafe fn multiply<A: Factor, B: Factor>(
     }
 }
 
-/// Computes some columns of a few rows of C for all of k. Both factors are contiguous along k and read in place. Each
-/// vector of columns is finished before the next, so that B is read, and prefetched, in the order of memory.
+/// Computes some columns of a few rows of C for all of k. Both factors are contiguous along k and are read in place.
+/// Each vector of columns is finished before the next one begins, so that B is read, and prefetched, in memory order.
 ///
 /// # Safety
-/// The columns must belong to the caller alone; there must be no more rows than the tallest micro-kernel has.
+/// The columns must belong to the caller alone. There must be at most as many rows as the tallest micro-kernel has.
 unsafe fn multiply_in_place<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
@@ -401,7 +404,7 @@ unsafe fn multiply_in_place<A: Factor, B: Factor>(
     }
 }
 
-/// Address of an element of a matrix.
+/// Returns the address of an element of a matrix.
 ///
 /// # Safety
 /// The element must exist.

@@ -1,5 +1,5 @@
-//! The end of a tile: once its k block is summed, the sums of earlier blocks, the bias and the residual are added, and
-//! it is stored, optionally rounded.
+//! The end of a tile. Once the products of a k block are summed, the sums of earlier blocks, the bias and the
+//! residual are added. The result is stored, and optionally rounded.
 
 use half::bf16;
 
@@ -8,7 +8,7 @@ use super::kernel::Tile;
 use crate::cpu::bf16::rounded;
 use crate::cpu::simd::Vector;
 
-/// [`Epilogue`] as addresses; null where there is none.
+/// An [`Epilogue`] as addresses. An address is null if the epilogue has no such operand.
 #[derive(Clone, Copy)]
 pub struct RawEpilogue {
     bias: *const f32,
@@ -32,7 +32,8 @@ impl RawEpilogue {
         self.bias.is_null() && self.residual.is_null() && self.rounded.is_null()
     }
 
-    /// The epilogue of a tile that begins `at` elements of C and `columns` columns further on.
+    /// Returns the epilogue of a tile that begins `at` elements after the first of C, in a column `columns` after the
+    /// first.
     pub fn from(mut self, at: usize, columns: usize) -> Self {
         if !self.bias.is_null() {
             self.bias = self.bias.wrapping_add(columns);
@@ -47,7 +48,7 @@ impl RawEpilogue {
     }
 }
 
-/// Finishes a tile of whole vectors.
+/// Finishes a tile that consists of whole vectors.
 ///
 /// # Safety
 /// The tile's addresses must be valid for `ROWS` rows of `VECTORS` vectors.
@@ -60,8 +61,8 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
     let RawEpilogue { bias, residual, rounded } = tile.epilogue;
     // SAFETY: by this function's contract.
     unsafe {
-        // One short loop for each addition: the compiler would not unroll a longer body, and would then keep the sums
-        // in memory.
+        // Each addition has a short loop of its own. The compiler would not unroll one loop with a longer body, and
+        // would then keep the sums in memory.
         if tile.accumulate {
             for row in 0..ROWS {
                 let c = tile.c.add(row * tile.c_row);
@@ -115,14 +116,14 @@ pub(super) unsafe fn lines_of<V: Vector, const ROWS: usize, const VECTORS: usize
     let mut lines = [[0.0; 32]; ROWS];
     for (line, sums) in lines.iter_mut().zip(sums) {
         for (i, sum) in sums.iter().enumerate() {
-            // SAFETY: a line holds two of the widest vectors.
+            // SAFETY: a line has room for two of the widest vectors.
             unsafe { sum.store(line[i * V::LANES..].as_mut_ptr()) };
         }
     }
     lines
 }
 
-/// Finishes a tile at C's right edge, writing only the columns that exist, with the same order of additions.
+/// Finishes a tile at C's right edge. Writes only the columns that exist, with the order of additions of [`finish`].
 pub(super) unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
     let RawEpilogue { bias, residual, rounded: stored } = tile.epilogue;
     for (row, line) in lines.iter().enumerate() {

@@ -1,8 +1,8 @@
 //! Grouped products: each group of rows, such as the tokens of an expert, has a product of its own.
 //!
-//! In: the operands of all groups, stored one after another, and the groups' boundaries, which only the data
-//! determines. Out: every group's product, computed by one list of tasks. Never: a wait between two groups, or another
-//! order of summation than in a separate product.
+//! In: the operands of all groups, stored one after another, and the groups' boundaries, which depend on the data.
+//! Out: every group's product, computed by one list of tasks. Never: a wait between two groups. A group's order of
+//! summation is the same as in a separate product.
 
 use std::ops::Range;
 
@@ -16,7 +16,8 @@ use super::{Epilogue, Gemm, GemmError, Mode, Strides, extent, kernels_of};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::simd::Level;
 
-/// The boundaries of groups of rows. Each group has the same number of runs, which are consecutive and may be empty.
+/// The boundaries of groups of rows. A group consists of consecutive runs, which may be empty. All groups have the
+/// same number of runs.
 #[derive(Debug, Clone, Copy)]
 pub struct Groups<'a> {
     starts: &'a [u32],
@@ -29,7 +30,7 @@ impl<'a> Groups<'a> {
     /// Creates the groups from the start of each run, followed by the end of the last run.
     ///
     /// # Errors
-    /// Returns an error if the starts descend, or if they do not give each group the same number of runs.
+    /// Returns an error if the starts descend, or if their number does not give each group the same number of runs.
     pub fn new(starts: &'a [u32], count: usize) -> Result<Self, GemmError> {
         let runs = starts.len().checked_sub(1).and_then(|all| all.checked_div(count));
         match runs {
@@ -38,7 +39,7 @@ impl<'a> Groups<'a> {
         }
     }
 
-    /// The starts of a group's runs, followed by the end of the last one.
+    /// Returns the starts of a group's runs, followed by the end of the last one.
     fn cuts(&self, group: usize) -> &'a [u32] {
         &self.starts[group * self.runs..][..=self.runs]
     }
@@ -48,21 +49,21 @@ impl<'a> Groups<'a> {
         self.starts[first] as usize..self.starts[end] as usize
     }
 
-    /// The end of the last group.
+    /// Returns the row after the last group.
     fn end(&self) -> usize {
         self.starts[self.starts.len() - 1] as usize
     }
 }
 
 impl Gemm {
-    /// The size in bytes of each piece of scratch for groups that are at most as large as this product.
+    /// Returns the sizes in bytes of the pieces of scratch for groups that are at most as large as this product.
     pub fn scratch_grouped(&self, threads: usize) -> Vec<u64> {
         Packing::of_groups(self, threads).bytes().collect()
     }
 
-    /// C = A·B for the rows of each group. Group g uses matrix g modulo `matrices` of B; the matrices are stored one
-    /// after another. `self` describes the product as if one group had all rows. If `rounded` is given, the result is
-    /// stored there and C is undefined afterwards.
+    /// Computes C = A·B for the rows of each group. Group g uses matrix g modulo `matrices` of B; the matrices are
+    /// stored one after another. `self` describes the product as if one group had all rows. If `rounded` is given,
+    /// the result is stored there, and the contents of C are undefined afterwards.
     ///
     /// # Errors
     /// Returns an error, and writes nothing, if a slice is too short for the groups, if the scratch is too small for
@@ -85,18 +86,19 @@ impl Gemm {
             Group { m: rows.len(), k: self.k, a, b: index % matrices * size, c, cuts: None }
         };
         let epilogue = RawEpilogue::of(Epilogue { rounded, ..Epilogue::default() });
-        // SAFETY: every extent has been compared with its slice; the groups' rows do not overlap; C and the scratch are
-        // borrowed exclusively.
+        // SAFETY: every extent has been compared with its slice, and the groups' rows do not overlap. C and the
+        // scratch are borrowed exclusively.
         unsafe { self.drive_groups(groups.count, &group, a, b, (c, epilogue), Mode::Overwrite, scratch) };
         Ok(())
     }
 
-    /// C = A·B or C + A·B, where k runs over the rows of each group. Each group has its own matrix in C; the matrices
-    /// are stored one after another. The order of summation restarts with each run: from C, or from zero with
-    /// [`Mode::Overwrite`]. `self` describes the product as if one group had all rows.
+    /// Computes C = A·B or C + A·B for each group, where k runs over the rows of the group. Each group has its own
+    /// matrix in C; the matrices are stored one after another. The order of summation restarts with each run. The
+    /// first run starts from C's old values, or from zero with [`Mode::Overwrite`]. `self` describes the product as
+    /// if one group had all rows.
     ///
     /// # Errors
-    /// Returns an error like [`Gemm::run_grouped`].
+    /// Returns the errors of [`Gemm::run_grouped`].
     pub fn sum_grouped<A: Factor, B: Factor>(
         &self,
         groups: Groups<'_>,
@@ -119,8 +121,8 @@ impl Gemm {
         Ok(())
     }
 
-    /// Compares the operands' extents with their slices, for all rows and the given numbers of matrices in C and in B.
-    /// The scratch must suffice for `most`.
+    /// Checks that each slice is long enough for its operand, for all rows and the given numbers of matrices in B and
+    /// in C. The scratch must suffice for `most`.
     fn check_grouped<A, B>(
         &self,
         most: &Self,
@@ -158,8 +160,8 @@ impl Gemm {
     }
 
     /// # Safety
-    /// For each group, A and B must be readable and C writable as far as its shape and the strides reach. The groups' C
-    /// must not overlap.
+    /// For each group, as far as the group's shape and the strides reach, A and B must be readable and C writable.
+    /// The groups' C must not overlap.
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
     unsafe fn drive_groups<'s, A: Factor, B: Factor>(
         &self,
@@ -183,8 +185,8 @@ impl Gemm {
             restarts: &[],
         };
         let kernels = kernels_of::<A, B>(Level::best());
-        // Groups are of uneven size, so there are more tasks than for equal products.
-        // SAFETY: by this function's contract; the scratch was checked.
+        // Groups differ in size, so there are more tasks than for equal products.
+        // SAFETY: by this function's contract. The scratch was checked.
         unsafe { drive::run_groups(self, kernels, operands, count, 8 * threads, group) };
     }
 }
@@ -207,7 +209,7 @@ mod tests {
         values.iter().map(|x| x.to_bits()).collect()
     }
 
-    /// The start of each run, from `from` on, and the end of the last one.
+    /// Returns the start of each run, beginning at `from`, and the end of the last run.
     fn starts_of(from: u32, runs: &[u32]) -> Vec<u32> {
         let ends = runs.iter().scan(from, |end, rows| {
             *end += rows;
@@ -226,7 +228,7 @@ mod tests {
         pool(1).install(|| job.run(a, b, c, mode, Epilogue::default(), &mut memory.lend())).expect("it fits");
     }
 
-    /// Compares each group's rows with a separate product by the group's matrix.
+    /// Compares each group's rows with a separate product of these rows and the group's matrix.
     fn check_rows<T: Factor>(starts: &[u32], count: usize, matrices: usize, (n, k): (usize, usize), transposed: bool) {
         let groups = Groups::new(starts, count).expect("they are");
         let rows = groups.end();
@@ -295,7 +297,7 @@ mod tests {
         }
     }
 
-    /// Runs longer than a block, several blocks per chunk, and more rows and columns than a tile has.
+    /// Runs are longer than a block, a chunk has several blocks, and there are more rows and columns than in a tile.
     #[test]
     fn groups_may_be_large() {
         for runs in [&[4, 0, 5, 1, 0, 0][..], &[1, 3, 889, 800, 0, 11], &[100, 120, 130, 90, 60, 35]] {

@@ -1,7 +1,7 @@
-//! The micro-kernels: a few rows of C by one panel of B, in registers.
+//! The micro-kernels: products of a few rows of A and one panel of B, with the sums in registers.
 //!
-//! In: one k block of A (rows in one of two fixed layouts) and of B (a packed panel). Out: a tile of C. Never: a second
-//! accumulator per element, which would change the order of summation.
+//! In: one k block of A (rows in one of the fixed layouts of [`Layout`]) and of B (a packed panel). Out: a tile of C.
+//! Never: a second accumulator per element, which would change the order of summation.
 
 #[cfg(target_arch = "aarch64")]
 use std::arch::aarch64::float32x4_t;
@@ -20,10 +20,9 @@ use crate::cpu::peak::Bf16Products;
 use crate::cpu::simd::Pairs;
 use crate::cpu::simd::{Lanes, Level, Vector, prefetch_far};
 
-/// Distance between rows of A in [`Layout::Rows`]. It is not a multiple of 1024, because the rows would then share
-/// cache sets.
+/// Distance between rows of A in [`Layout::Rows`]. If it were a multiple of 1024, the rows would share cache sets.
 pub const ROW_STRIDE: usize = 400;
-/// Distance between successive k of A in [`Layout::Columns`]: the rows of two of the tallest micro-kernels.
+/// Distance between successive k of A in [`Layout::Columns`]: twice the number of rows of the tallest micro-kernel.
 pub const COLUMN_STRIDE: usize = 24;
 
 /// The layout of a packed k block of A.
@@ -60,7 +59,7 @@ pub struct Tile {
     pub columns: usize,
     /// True if the sums are added to C's values.
     pub accumulate: bool,
-    /// Final operations, with addresses at the tile's first element.
+    /// Final operations on the tile, with addresses of the tile's first element.
     pub epilogue: RawEpilogue,
 }
 
@@ -86,10 +85,10 @@ pub trait Factor: Float {
     /// Packs a panel of B.
     ///
     /// # Safety
-    /// As for [`Kernels::pack_panel`].
+    /// The same as for [`Kernels::pack_panel`].
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32);
 
-    /// Returns the factors if they are f32.
+    /// Returns the factors if they are f32, or `None` if they are bf16.
     fn as_f32(factors: *const Self) -> Option<*const f32>;
 }
 
@@ -142,16 +141,16 @@ impl Factor for bf16 {
     }
 }
 
-/// A product of a few rows of A by columns of B that reads both in place; both must be contiguous along k.
+/// A product of a few rows of A by columns of B, with both read in place. Both must be contiguous along k.
 pub struct InPlace {
-    /// The operands. A and B point to the k block's first k, and there are at most as many columns as a vector has
+    /// The operands. A and B point to the first k of the k block. There are at most as many columns as a vector has
     /// lanes.
     pub tile: Tile,
     /// Distance between rows of A.
     pub a_row: usize,
     /// Distance between columns of B.
     pub b_column: usize,
-    /// Address of the data that is read after these columns, to be prefetched; any address is allowed.
+    /// Address of the data that is read after these columns, which is prefetched. Any address is allowed.
     pub next: *const f32,
 }
 
@@ -164,9 +163,9 @@ type Micro = unsafe fn(&Tile);
 pub struct Kernels {
     /// Columns of a panel of B.
     pub columns: usize,
-    /// Number of k in a line of packed factors: 1, or 2 for pairs of bf16.
+    /// Number of k that one line of packed factors holds: 1, or 2 for pairs of bf16.
     pub k_of_line: usize,
-    /// Micro-kernels, indexed by layout of A, then by number of rows − 1.
+    /// Micro-kernels, indexed by the layout of A, and then by the number of rows − 1.
     micro: [&'static [Micro]; 3],
     /// Packs a panel of f32.
     pub pack_panel: unsafe fn(&pack::Source, usize, usize, *mut f32),
@@ -174,12 +173,12 @@ pub struct Kernels {
     pub pack_panel_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, *mut f32),
     /// Packs rows of A in bf16.
     pub pack_rows_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, Layout, &PackedA),
-    /// In-place kernels, indexed by number of rows − 1.
+    /// Kernels that read both factors in place, indexed by the number of rows − 1.
     in_place: &'static [unsafe fn(&InPlace)],
 }
 
 impl Kernels {
-    /// The kernels of a level, which must be [available](Level::is_available).
+    /// Returns the kernels of a level, which must be [available](Level::is_available).
     pub fn of(level: Level) -> &'static Self {
         assert!(level.is_available(), "kernels of {level:?} asked for on a machine without it");
         match level {
@@ -193,7 +192,7 @@ impl Kernels {
         }
     }
 
-    /// The kernels for two bf16 factors.
+    /// Returns the kernels of a level for two bf16 factors.
     pub fn of_bf16(level: Level) -> &'static Self {
         match level {
             #[cfg(target_arch = "x86_64")]
@@ -202,12 +201,12 @@ impl Kernels {
         }
     }
 
-    /// Rows of the tallest micro-kernel.
+    /// Returns the number of rows of the tallest micro-kernel.
     pub fn rows(&self) -> usize {
         self.micro[0].len()
     }
 
-    /// The number of packed lines for `k`.
+    /// Returns the number of packed lines for `k` rows of B.
     pub fn lines(&self, k: usize) -> usize {
         k.div_ceil(self.k_of_line)
     }
@@ -215,15 +214,16 @@ impl Kernels {
     /// Computes `rows` rows of one panel, with the tallest micro-kernels first.
     ///
     /// # Safety
-    /// `tile` must describe memory that is valid for `rows` rows, and its part of C must not be accessed by others.
+    /// `tile` must describe memory that is valid for `rows` rows. No other code may access its part of C during the
+    /// call.
     #[inline]
     pub unsafe fn panel(&self, layout: Layout, rows: usize, mut tile: Tile) {
         let micro = self.micro[layout as usize];
         let mut left = rows;
         while left > 0 {
             let height = left.min(micro.len());
-            // SAFETY: the level was checked when this table was handed out; the tile is valid by this function's
-            // contract.
+            // SAFETY: the level was checked when this table was returned. By this function's contract, the tile is
+            // valid.
             unsafe { micro[height - 1](&tile) };
             tile.a = tile.a.wrapping_add(height * layout.row());
             tile.c = tile.c.wrapping_add(height * tile.c_row);
@@ -232,20 +232,21 @@ impl Kernels {
         }
     }
 
-    /// Computes at most one vector of columns for `rows` rows, which must not exceed the tallest micro-kernel's.
+    /// Computes `rows` rows and at most one vector of columns. There must be no more rows than the tallest
+    /// micro-kernel has.
     ///
     /// # Safety
-    /// As for [`Kernels::panel`].
+    /// The same as for [`Kernels::panel`].
     #[inline]
     pub unsafe fn in_place(&self, rows: usize, job: &InPlace) {
         // SAFETY: by this function's contract.
         unsafe { self.in_place[rows - 1](job) };
     }
 
-    /// C = A·B or C += A·B for `rows` × `product.columns` of C, without bias or residual.
+    /// Computes C = A·B or C += A·B for `rows` × `product.columns` of C, without bias or residual.
     ///
     /// # Safety
-    /// As for [`Kernels::panel`], for all panels of `product`.
+    /// The same as for [`Kernels::panel`], for all panels of `product`.
     pub unsafe fn block(&self, layout: Layout, rows: usize, product: &Product) {
         for column in (0..product.columns).step_by(self.columns) {
             let tile = Tile {
@@ -270,7 +271,7 @@ pub struct Product {
     pub a: *const f32,
     /// First line of the first packed panel to multiply by.
     pub b: *const f32,
-    /// Total lines of a packed panel, including those that are not multiplied.
+    /// Number of lines of a packed panel, including those that are not multiplied.
     pub depth: usize,
     /// Lines to multiply.
     pub k: usize,
@@ -284,12 +285,12 @@ pub struct Product {
     pub accumulate: bool,
 }
 
-/// Computes `ROWS` × 2 vectors of C by fused multiply-adds in the order of k, or of pairs of k, with one accumulator
-/// per element.
+/// Computes `ROWS` × 2 vectors of C, with one accumulator per element. The fused multiply-adds are in the order of k,
+/// or of pairs of k.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
 unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usize>(tile: &Tile) {
-    // SAFETY: the tile is valid; the features are those of the wrapper that this is inlined into.
+    // SAFETY: the tile is valid. The wrapper into which this is inlined has the features.
     unsafe {
         let mut sums = [[V::splat(0.0); 2]; ROWS];
         let (mut a, mut b) = (tile.a, tile.b);
@@ -312,12 +313,12 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
 }
 
 /// Computes a few rows of C by columns of B that are read in place, with the order of summation of [`micro`]. When a
-/// token is decoded, each weight is read once, so packing it would take longer than using it.
+/// token is decoded, each weight is read only once, so packing the weight would take longer than using it.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
 unsafe fn in_place<V: Vector, const ROWS: usize>(job: &InPlace) {
     let &InPlace { ref tile, a_row, b_column, next } = job;
-    // SAFETY: the job's addresses are valid; the features are those of the wrapper that this is inlined into.
+    // SAFETY: the job's addresses are valid. The wrapper into which this is inlined has the features.
     unsafe {
         let (mut sums, mut done) = ([[V::splat(0.0)]; ROWS], 0);
         if tile.columns == V::LANES {
@@ -413,8 +414,8 @@ macro_rules! level {
     };
 }
 
-// Registers for accumulators: 24 of 32 for AVX-512, 12 of 16 for AVX2, 24 of 32 for NEON, 12 of an unknown number for
-// the portable level.
+// Accumulators take 24 of 32 registers for AVX-512, 12 of 16 for AVX2, and 24 of 32 for NEON. For the portable level
+// they take 12, of an unknown number.
 #[cfg(target_arch = "x86_64")]
 level!(avx512, __m512, [1 2 3 4 5 6 7 8 9 10 11 12], "avx512f,avx2,fma");
 #[cfg(target_arch = "x86_64")]

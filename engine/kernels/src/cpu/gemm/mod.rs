@@ -1,30 +1,30 @@
-//! C = A·B in `f32`, using the caller's scratch, with a fixed order of summation.
+//! C = A·B in `f32`, with scratch from the caller and a fixed order of summation.
 //!
 //! In: two matrices with any strides, so that one implementation covers all four combinations of transposes. Out:
-//! row-major C, with an optional bias and residual added while a tile is in cache, optionally rounded to bf16. Never: a
-//! heap allocation, or a result that depends on the number of threads.
+//! row-major C, with an optional bias and residual added while a tile is in cache, optionally rounded to bf16. Never:
+//! a heap allocation, or a result that depends on the number of threads.
 //!
-//! Factors may be bf16. They are widened as they are packed, so the bits are those of the f32 product of the same
-//! values. If both are bf16 and the processor has `vdpbf16ps`, they are packed as pairs along k instead.
+//! Factors may be bf16. They are widened when they are packed, so the result has the same bits as the f32 product of
+//! the same values. If both are bf16 and the processor has `vdpbf16ps`, they may be packed as pairs along k instead.
 //!
 //! # Order of summation
 //! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`] (twice as many
-//! for pairs). Within a block, each element of C has one accumulator that starts at zero and takes fused multiply-adds
+//! for pairs). Within a block, each element of C has one accumulator. It starts at zero and takes fused multiply-adds
 //! in the order of k. The blocks' sums are added to C in order, then the bias, then the residual. It follows that:
-//! - One call with k = 8·s and `k_segment` = s gives the bits of eight accumulating calls with k = s.
+//! - One call with k = 8·s and `k_segment` = s gives the same bits as eight accumulating calls with k = s.
 //! - Tiles, threads and the instruction set do not change a bit.
 //!
 //! With pairs of bf16, an accumulator takes two products at a time, in the order of `vdpbf16ps`, which rounds after
-//! each and treats subnormals as zeros. An odd last k of a block is paired with 0. Everything above holds there too,
-//! except that the bits differ from those of other instruction sets.
+//! each product and treats subnormals as zeros. If a block has an odd number of k, the last one is paired with 0.
+//! Everything above holds for pairs too, except that the bits differ from those of other instruction sets.
 //!
 //! # How it runs
-//! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008): all threads
-//! pack B into panels; then each thread takes blocks of rows, packs its rows of A into its own scratch, and multiplies
-//! them from cache. There are two exceptions:
+//! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008). First all
+//! threads pack B into panels. Then each thread repeatedly takes a block of rows, packs its rows of A into the
+//! thread's own scratch, and multiplies them from cache. There are two exceptions:
 //! - With few rows, or many matrices (one per expert), each thread packs the columns of B that it needs itself.
-//! - With no more rows than a micro-kernel has, as for decoded tokens, f32 factors that are contiguous along k are read
-//!   in place.
+//! - With at most as many rows as a micro-kernel has, as for decoded tokens, f32 factors that are contiguous along k
+//!   are not packed but read in place.
 
 mod drive;
 mod finish;
@@ -48,7 +48,7 @@ pub use self::grouped::Groups;
 pub use self::kernel::Factor;
 pub use self::place::BLOCK_K;
 
-/// Distances, in elements, to the next element below and to the next one on the right.
+/// Distances in elements between neighbouring rows and between neighbouring columns of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Strides {
     /// From one row to the next.
@@ -58,27 +58,27 @@ pub struct Strides {
 }
 
 impl Strides {
-    /// A matrix stored row by row, with rows `row` elements apart.
+    /// The strides of a matrix stored row by row, with rows `row` elements apart.
     pub fn row_major(row: usize) -> Self {
         Self { row, column: 1 }
     }
 
-    /// The transpose of a matrix stored row by row, whose rows are `row` elements apart.
+    /// The strides of the transpose of a matrix that is stored row by row, with rows `row` elements apart.
     pub fn transposed(row: usize) -> Self {
         Self { row: 1, column: row }
     }
 }
 
-/// Several products of one shape: matrix i of each operand begins i × its distance after the first.
+/// Several products of one shape. Matrix i of an operand begins i × the operand's distance after the first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
     /// Number of products.
     pub count: usize,
-    /// Distance between successive A's, in elements; 0 uses one A for all.
+    /// Distance in elements between successive matrices of A. If it is 0, all products use the same A.
     pub a: usize,
-    /// Distance between successive B's, in elements; 0 uses one B for all.
+    /// Distance in elements between successive matrices of B. If it is 0, all products use the same B.
     pub b: usize,
-    /// Distance between successive C's (and residuals), in elements.
+    /// Distance in elements between successive matrices of C and of the residual.
     pub c: usize,
 }
 
@@ -100,16 +100,16 @@ pub struct Gemm {
     pub a: Strides,
     /// Strides of B.
     pub b: Strides,
-    /// Distance between rows of C, and of the residual.
+    /// Distance in elements between rows of C, and between rows of the residual.
     pub c_row: usize,
-    /// Length of a segment of k: the order of summation restarts at each multiple of it. `usize::MAX` for a single
+    /// Length of a segment of k. The order of summation restarts at each multiple of it. `usize::MAX` means a single
     /// segment.
     pub k_segment: usize,
     /// The number of products, and the distances between their operands.
     pub batch: Batch,
 }
 
-/// Treatment of the old values of C.
+/// The treatment of C's old values: they are overwritten, or the product is added to them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// C = A·B. C may hold anything before, including NaN.
@@ -125,21 +125,21 @@ pub struct Epilogue<'a> {
     pub bias: Option<&'a [f32]>,
     /// A matrix to add, with the layout of C.
     pub residual: Option<&'a [f32]>,
-    /// Destination of the result, with the layout of C, rounded to the nearest bf16. C itself then only holds partial
-    /// sums, and is undefined afterwards.
+    /// The tensor that receives the result, with the layout of C, rounded to the nearest bf16. C itself then only
+    /// holds partial sums, and its contents are undefined afterwards.
     pub rounded: Option<&'a mut [bf16]>,
 }
 
 /// The reason why a product cannot run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GemmError {
-    /// A slice is shorter than the matrix that it should hold.
+    /// A slice is shorter than the matrix that it is passed for.
     #[error(
         "{operand} of a {m}×{n}×{k} product needs {needed} elements, its slice has {given}; \
          give all of the matrix, or correct its strides"
     )]
     TooShort {
-        /// "A", "B", "C", "bias", "residual", "rounded C", or "scratch" for one of its pieces.
+        /// Name of the slice: "A", "B", "C", "bias", "residual", "rounded C", or "scratch" for one of its pieces.
         operand: &'static str,
         /// Rows of the product.
         m: usize,
@@ -147,7 +147,7 @@ pub enum GemmError {
         n: usize,
         /// Inner length of the product.
         k: usize,
-        /// Elements that the strides reach.
+        /// Number of elements from the first to the last that the strides reach.
         needed: usize,
         /// Elements that were given.
         given: usize,
@@ -170,12 +170,12 @@ pub enum GemmError {
         /// Distance between matrices.
         batch_c: usize,
     },
-    /// Run boundaries that descend, or that do not give each group the same number of runs.
+    /// The starts of runs descend, or do not give each group the same number of runs.
     #[error(
         "{starts} starts do not fit {groups} groups; give the same number of ascending starts for each group, and the end of the last"
     )]
     Groups {
-        /// The number of run boundaries.
+        /// The number of starts given.
         starts: usize,
         /// The number of groups.
         groups: usize,
@@ -186,27 +186,27 @@ pub enum GemmError {
 }
 
 impl Gemm {
-    /// A single product with one segment, and with C's rows adjacent.
+    /// Creates a single product with one segment, and with C's rows adjacent.
     pub fn new(m: usize, n: usize, k: usize, a: Strides, b: Strides) -> Self {
         Self { m, n, k, a, b, c_row: n, k_segment: usize::MAX, batch: Batch::ONE }
     }
 
-    /// The same product with another [`Gemm::k_segment`].
+    /// Returns the same product with another [`Gemm::k_segment`].
     pub fn with_segment(self, k_segment: usize) -> Self {
         Self { k_segment, ..self }
     }
 
-    /// The same product for each matrix of a batch.
+    /// Returns the same product for each matrix of a batch.
     pub fn with_batch(self, batch: Batch) -> Self {
         Self { batch, ..self }
     }
 
-    /// Floating-point operations of one call.
+    /// Returns the floating-point operations of one call.
     pub fn flops(&self) -> u64 {
         2 * (self.batch.count as u64) * (self.m as u64) * (self.n as u64) * (self.k as u64)
     }
 
-    /// The size in bytes of each piece of scratch that [`Gemm::run`] needs in a pool of `threads` threads.
+    /// Returns the sizes in bytes of the pieces of scratch that [`Gemm::run`] needs in a pool of `threads` threads.
     pub fn scratch(&self, threads: usize) -> Vec<u64> {
         Packing::new(self, threads).bytes().collect()
     }
@@ -231,10 +231,10 @@ impl Gemm {
         self.run_at(Level::best(), a, b, c, mode, epilogue, scratch)
     }
 
-    /// Like [`Gemm::run`], on a chosen level, which must be available; for comparing levels.
+    /// Like [`Gemm::run`], on a chosen level, so that levels can be compared. The level must be available.
     ///
     /// # Errors
-    /// Returns an error like [`Gemm::run`].
+    /// Returns the errors of [`Gemm::run`].
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
     pub fn run_at<A: Factor, B: Factor>(
         &self,
@@ -258,7 +258,7 @@ impl Gemm {
             packing,
             restarts: &[],
         };
-        // SAFETY: `check` has compared every extent with its slice; C and the scratch are borrowed exclusively.
+        // SAFETY: `check` has compared every extent with its slice. C and the scratch are borrowed exclusively.
         unsafe { drive::run(self, kernels_of::<A, B>(level), operands) };
         Ok(())
     }
@@ -298,7 +298,7 @@ impl Gemm {
         }
         let one = extent("C", m, n, c_strides, 1, 0)?;
         let rows_apart = m <= 1 || c_row >= n;
-        // Matrices may follow each other, or stand side by side in wider rows.
+        // Matrices of C either follow one another, or lie next to each other in wider rows.
         let beside = batch.c >= n && (m <= 1 || batch.count.saturating_mul(batch.c) <= c_row);
         let matrices_apart = batch.count <= 1 || batch.c >= one || beside;
         if c_needed > 0 && !(rows_apart && matrices_apart) {
@@ -313,7 +313,7 @@ fn kernels_of<A: Factor, B: Factor>(level: Level) -> &'static Kernels {
     if A::IS_BF16 && B::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) }
 }
 
-/// Elements from the first to the last, inclusive, that a batch of matrices reaches.
+/// Returns the number of elements from the first to the last that a batch of matrices reaches.
 fn extent(
     operand: &'static str,
     rows: usize,

@@ -1,4 +1,4 @@
-//! Packing: copies of A and B in the order in which the micro-kernels read them.
+//! Packing: copying A and B into the order in which the micro-kernels read them.
 
 use super::Strides;
 use super::kernel::{COLUMN_STRIDE, Layout};
@@ -9,7 +9,7 @@ use crate::cpu::simd::{Vector, prefetch};
 
 use half::bf16;
 
-/// A block of a matrix: its first element and its strides.
+/// A block of a matrix: the address of its first element, and its strides.
 #[derive(Clone, Copy)]
 pub struct Source<T = f32> {
     /// The first element.
@@ -18,19 +18,21 @@ pub struct Source<T = f32> {
     pub strides: Strides,
 }
 
-/// Rows of B that are prefetched ahead of the copy. Hardware does not predict rows that are far apart, such as those of
-/// a head in a packed `qkv`.
+/// Number of rows by which prefetches of B are ahead of the copy. The hardware does not prefetch rows that are far
+/// apart, such as those of a head in a packed `qkv`.
 const AHEAD: usize = 16;
 
-/// Packs `k` × `columns` of B as `k` lines of two vectors, with zeros for missing columns.
+/// Packs `k` × `columns` of B as `k` lines of two vectors. Missing columns are filled with zeros.
 ///
 /// # Safety
-/// `source` must have `k` rows and `columns` ≤ 2 × lanes columns; `to` must have room for `k` × 2 × lanes floats.
+/// `source` must have `k` rows and `columns` columns, at most 2 × lanes. `to` must have room for `k` × 2 × lanes
+/// floats.
 #[inline(always)]
 pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize, to: *mut f32) {
     let Strides { row, column } = source.strides;
     let width = 2 * V::LANES;
-    // SAFETY: rows below `k`, columns below `columns`, lines of `width` floats: all within this function's contract.
+    // SAFETY: rows are below `k`, columns below `columns`, and lines have `width` floats, as in this function's
+    // contract.
     unsafe {
         if columns == width && column == 1 {
             for i in 0..k {
@@ -43,7 +45,7 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
             return;
         }
         clear_behind(to, k, columns, width);
-        // Square blocks are transposed in registers; the edges are copied float by float.
+        // Square blocks are transposed in registers, and the edges are copied float by float.
         let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
         let (whole_k, whole_columns) = (whole(k), whole(columns));
         for j in (0..whole_columns).step_by(V::LANES) {
@@ -65,7 +67,7 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
     }
 }
 
-/// Zeros the columns that do not exist.
+/// Fills the columns from `columns` on with zeros.
 ///
 /// # Safety
 /// `to` must have `k` lines of `width` floats.
@@ -79,10 +81,11 @@ unsafe fn clear_behind(to: *mut f32, k: usize, columns: usize, width: usize) {
     }
 }
 
-/// Like [`panel`], for bf16: widened to f32, or two k to a line if the vectors are pairs.
+/// Like [`panel`], for bf16. The elements are widened to f32, or two rows of B are packed into a line if the vectors
+/// hold pairs.
 ///
 /// # Safety
-/// As for [`panel`].
+/// The same as for [`panel`].
 #[inline(always)]
 pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
     if V::IS_PAIRS {
@@ -91,7 +94,8 @@ pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, colu
     }
     let Strides { row, column } = source.strides;
     let width = 2 * V::LANES;
-    // SAFETY: rows below `k`, columns below `columns`, lines of `width` floats: all within this function's contract.
+    // SAFETY: rows are below `k`, columns below `columns`, and lines have `width` floats, as in this function's
+    // contract.
     unsafe {
         if columns == width && column == 1 {
             for i in 0..k {
@@ -100,7 +104,7 @@ pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, colu
             return;
         }
         clear_behind(to, k, columns, width);
-        // Square blocks are widened into a buffer and transposed in registers; the edges are copied value by value.
+        // Square blocks are widened into a buffer and transposed in registers. The edges are copied value by value.
         let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
         let (whole_k, whole_columns) = (whole(k), whole(columns));
         let mut block = [[0.0f32; 16]; 16];
@@ -123,7 +127,8 @@ pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, colu
     }
 }
 
-/// Two values adjacent along k as one lane, the first in the lower half. A missing second one is 0.
+/// Returns two values that are adjacent along k as one lane, with the first in the lower half. A missing second value
+/// is 0.
 #[inline(always)]
 fn pair(first: bf16, second: Option<bf16>) -> u32 {
     u32::from(first.to_bits()) | u32::from(second.map_or(0, bf16::to_bits)) << 16
@@ -144,16 +149,17 @@ unsafe fn pairs(first: *const bf16, second: Option<*const bf16>, len: usize, to:
     }
 }
 
-/// Like [`panel`], for bf16 with two k to a line.
+/// Like [`panel`], for bf16 with two rows of B in a line.
 ///
 /// # Safety
-/// As for [`panel`].
+/// The same as for [`panel`].
 #[inline(always)]
 unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
     let Strides { row, column } = source.strides;
     let (width, lines) = (2 * V::LANES, k.div_ceil(2));
     let lanes = to.cast::<u32>();
-    // SAFETY: rows below `k`, columns below `columns`, lines of `width` lanes: all within this function's contract.
+    // SAFETY: rows are below `k`, columns below `columns`, and lines have `width` lanes, as in this function's
+    // contract.
     unsafe {
         let at = |i: usize, j: usize| source.start.add(i * row + j * column);
         if columns == width && column == 1 {
@@ -167,12 +173,13 @@ unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: us
             return;
         }
         clear_behind(to, lines, columns, width);
-        // Where B is contiguous along k, two adjacent values in memory already form a lane.
+        // If B is contiguous along k, two adjacent values in memory already form a lane.
         let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
         let (whole_lines, whole_columns) = (whole(k / 2), whole(columns));
         for j in (0..whole_columns).step_by(V::LANES) {
             for line in (0..whole_lines).step_by(V::LANES) {
-                // Copied, because bf16 rows may begin at addresses that are not aligned for floats.
+                // The rows are copied first, because rows of bf16 may begin at addresses that are not aligned for
+                // floats.
                 let mut block = [[0u32; 16]; 16];
                 for (i, block) in block.iter_mut().enumerate().take(V::LANES) {
                     prefetch(source.start.wrapping_add(2 * line + (j + V::LANES + i) * column).cast());
@@ -193,14 +200,14 @@ unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: us
     }
 }
 
-/// Like [`rows`], for bf16 with two k to a line.
+/// Like [`rows`], for bf16 with two columns of A in a line.
 ///
 /// # Safety
-/// As for [`rows`].
+/// The same as for [`rows`].
 #[inline(always)]
 pub(super) unsafe fn rows_of_pairs(source: &Source<bf16>, rows: usize, k: usize, layout: Layout, to: &PackedA) {
     let Strides { row, column } = source.strides;
-    // SAFETY: rows below `rows` and columns below `k` on both sides.
+    // SAFETY: rows are below `rows` and columns below `k`, in the source and in `to`.
     unsafe {
         let at = |i: usize, p: usize| source.start.add(i * row + p * column);
         let second = |i: usize, line: usize| (2 * line + 1 < k).then(|| at(i, 2 * line + 1));
@@ -232,15 +239,15 @@ pub(super) unsafe fn rows_of_pairs(source: &Source<bf16>, rows: usize, k: usize,
     }
 }
 
-/// Packs `rows` × `k` of A in `layout`, which is [`Layout::Rows`] or [`Layout::Columns`], with [`PART_ROWS`] rows to a
-/// part.
+/// Packs `rows` × `k` of A in `layout`, which must be [`Layout::Rows`] or [`Layout::Columns`]. Each part of `to`
+/// receives [`PART_ROWS`] rows.
 ///
 /// # Safety
 /// `source` must have that many rows and columns. `to` must have parts for all rows, and `k` and `rows` must fit the
 /// strides of the layout.
 pub(super) unsafe fn rows<T: Float>(source: &Source<T>, rows: usize, k: usize, layout: Layout, to: &PackedA) {
     let Strides { row, column } = source.strides;
-    // SAFETY: rows below `rows` and columns below `k` on both sides.
+    // SAFETY: rows are below `rows` and columns below `k`, in the source and in `to`.
     unsafe {
         match layout {
             Layout::Rows if column == 1 => {
@@ -257,7 +264,7 @@ pub(super) unsafe fn rows<T: Float>(source: &Source<T>, rows: usize, k: usize, l
                 }
             }
             Layout::Columns => {
-                // Whole parts use copies of a constant length, which the compiler can unroll.
+                // Whole parts are copied with a constant length, so that the compiler can unroll the loop.
                 let (whole, rest) = (rows / PART_ROWS, rows % PART_ROWS);
                 for p in 0..k {
                     let from = source.start.add(p * column);

@@ -1,4 +1,4 @@
-//! The placement of packed operands in scratch, and how much of them is packed at once.
+//! The placement of packed operands in scratch, and the sizes that are packed at once.
 
 use std::ops::Range;
 
@@ -6,39 +6,43 @@ use super::kernel::{COLUMN_STRIDE, Layout, ROW_STRIDE};
 use super::{Gemm, Strides};
 use crate::cpu::scratch::{PartLayout, Scratch};
 
-/// Lines of the longest k block. The widest panel of that length takes 48 KiB, and a model of this width needs no
-/// second pass over C.
+/// Maximum number of lines of a k block. The widest panel of that length takes 48 KiB. A model of this width computes
+/// C in one pass.
 pub const BLOCK_K: usize = 384;
-/// The most rows of A packed at once: 150 KiB, which fits a level-2 cache of 1 MiB together with a [`BLOCK_COLUMNS`]
-/// block of B.
+/// Maximum number of rows of A packed at once. They take 150 KiB, which fits a level-2 cache of 1 MiB together with
+/// [`BLOCK_COLUMNS`] columns of B.
 pub(super) const BLOCK_ROWS: usize = 96;
-/// Columns of B that a block of A is multiplied by before the next block of A: 384 KiB.
+/// Number of columns of B that are multiplied by one block of A before the next block of A is used. They take 384
+/// KiB.
 pub(super) const BLOCK_COLUMNS: usize = 256;
-/// The most columns of B that are packed together.
+/// Maximum number of columns of B that are packed together.
 pub(super) const CHUNK_COLUMNS: usize = 2048;
-/// The most floats of B that are packed together, except that a chunk holds at least one k block.
+/// Maximum number of floats of B that are packed together. A chunk has at least one k block, even if the block is
+/// larger.
 const CHUNK_LEN: usize = 1 << 20;
-/// Rows of a part of A: a multiple of every level's tallest micro-kernel, so that none reads from two parts.
+/// Number of rows of a part of A. It is a multiple of the height of every level's tallest micro-kernel, so that no
+/// micro-kernel reads from two parts.
 pub(super) const PART_ROWS: usize = COLUMN_STRIDE;
-/// Columns of a part of B: a multiple of every level's panel width.
+/// Number of columns of a part of B: a multiple of every level's panel width.
 const PART_COLUMNS: usize = 32;
-/// The number of rows up to which packing B together is not worth making threads wait for each other.
+/// Maximum number of rows for which each thread packs B itself. For so few rows, packing B together would save less
+/// time than threads spend waiting for each other.
 const FEW_ROWS: usize = 64;
 const _: () = assert!(BLOCK_K <= ROW_STRIDE && BLOCK_ROWS.is_multiple_of(PART_ROWS));
 const _: () = assert!(BLOCK_COLUMNS.is_multiple_of(PART_COLUMNS) && CHUNK_COLUMNS.is_multiple_of(PART_COLUMNS));
 
-/// The places of a product's packed operands in its scratch. They take no more than the product needs, because scratch
-/// dominates the memory of small models. They are split into parts, so that the scratch of a small model fits between
-/// its tensors.
+/// The places of a product's packed operands in its scratch. They take no more than the product needs, because
+/// scratch dominates the memory of small models. They are split into parts, so that the scratch of a small model fits
+/// between the model's tensors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Packing {
     a: PartLayout,
     b: PartLayout,
-    /// Parts of one thread's A.
+    /// Number of parts of one thread's packed A.
     a_parts: usize,
-    /// Parts of one thread's B, or of the shared B if all threads pack it together.
+    /// Number of parts of one thread's packed B, or of the shared B if all threads pack it together.
     b_parts: usize,
-    /// The most lines of B along k that are packed at once.
+    /// Maximum number of lines of B along k that are packed at once.
     pub depth: usize,
     /// True if B is packed once, by all threads together.
     pub together: bool,
@@ -49,14 +53,14 @@ impl Packing {
         Self::of(job, threads, job.batch.count == 1 && job.m > FEW_ROWS)
     }
 
-    /// The packing for groups that are at most as large as `most`: each thread packs the columns of a group's B that it
-    /// needs.
+    /// Returns the packing for groups that are at most as large as `most`. Each thread packs the columns of a group's
+    /// B that it needs.
     pub fn of_groups(most: &Gemm, threads: usize) -> Self {
         Self::of(most, threads, false)
     }
 
     fn of(job: &Gemm, threads: usize, together: bool) -> Self {
-        // An empty k is one empty block.
+        // If k is 0, there is one empty block.
         let k = job.k.max(1);
         let a_parts = BLOCK_ROWS.min(job.m).div_ceil(PART_ROWS);
         let a_len = match layout_of(job.a) {
@@ -74,12 +78,12 @@ impl Packing {
         Self { a, b, a_parts, b_parts, depth, together }
     }
 
-    /// The size in bytes of each piece of scratch.
+    /// Returns the sizes in bytes of the pieces of scratch.
     pub fn bytes(&self) -> impl Iterator<Item = u64> {
         self.a.bytes().chain(self.b.bytes())
     }
 
-    /// One thread's room for rows of A.
+    /// Returns the scratch in which one thread packs rows of A.
     pub fn a(&self, scratch: &Scratch<'_>, slot: usize) -> PackedA {
         let part = |i: usize| match i < self.a_parts {
             true => self.a.start(scratch, slot * self.a_parts + i),
@@ -88,53 +92,53 @@ impl Packing {
         PackedA(std::array::from_fn(part))
     }
 
-    /// The room for some of the lines of B that are packed at once. `slot` is the thread's own if each packs for
-    /// itself, or 0 if all pack together.
+    /// Returns the scratch for some of the lines of B that are packed at once. `slot` is the thread's own if each
+    /// thread packs for itself, or 0 if all pack together.
     pub fn b<'s>(&self, scratch: &'s Scratch<'s>, slot: usize, lines: Range<usize>) -> PackedB<'s> {
         let (offset, lines) = (lines.start * PART_COLUMNS, lines.len());
         PackedB { scratch, parts: self.b, first: slot * self.b_parts, offset, lines }
     }
 }
 
-/// The room for a block of rows of A, split into parts.
+/// The scratch for a block of rows of A, split into parts.
 #[derive(Clone, Copy)]
 pub struct PackedA([*mut f32; BLOCK_ROWS / PART_ROWS]);
 
 impl PackedA {
-    /// A block of a single part.
+    /// Returns the scratch for a block that fits into a single part.
     pub fn of(part: *mut f32) -> Self {
         let mut parts = [std::ptr::null_mut(); BLOCK_ROWS / PART_ROWS];
         parts[0] = part;
         Self(parts)
     }
 
-    /// The parts; null for those beyond the last row.
+    /// Returns the addresses of the parts; null for parts after the last row.
     pub fn parts(&self) -> &[*mut f32] {
         &self.0
     }
 
-    /// Address of the first element of a row.
+    /// Returns the address of the first element of a row.
     #[inline]
     pub fn row(&self, row: usize, layout: Layout) -> *mut f32 {
         self.0[row / PART_ROWS].wrapping_add(row % PART_ROWS * layout.row())
     }
 }
 
-/// The room for a k block of B's panels, with [`PART_COLUMNS`] columns to a part. Successive blocks follow each other
-/// within a part.
+/// The scratch for a k block of B's panels, with [`PART_COLUMNS`] columns in each part. Within a part, blocks follow
+/// one another.
 #[derive(Clone, Copy)]
 pub(super) struct PackedB<'s> {
     scratch: &'s Scratch<'s>,
     parts: PartLayout,
-    /// The part of column 0.
+    /// The index of the part that holds column 0.
     first: usize,
-    /// Floats of the preceding blocks in each part.
+    /// Number of floats of the preceding blocks in each part.
     offset: usize,
     lines: usize,
 }
 
 impl PackedB<'_> {
-    /// Address of the panel that begins at a column, counted from the first packed one.
+    /// Returns the address of the panel that begins at a column, counted from the first packed one.
     #[inline]
     pub fn panel(&self, column: usize) -> *mut f32 {
         let part = self.parts.start(self.scratch, self.first + column / PART_COLUMNS);
@@ -142,7 +146,7 @@ impl PackedB<'_> {
     }
 }
 
-/// The layout in which A is packed fastest: its contiguous direction stays contiguous.
+/// Returns the layout into which A is packed fastest: the dimension along which A is contiguous stays contiguous.
 pub(super) fn layout_of(a: Strides) -> Layout {
     if a.row == 1 && a.column != 1 { Layout::Columns } else { Layout::Rows }
 }

@@ -8,7 +8,7 @@ use crate::cpu::ScratchMemory;
 use crate::cpu::bf16::{rounded, widened};
 use half::bf16;
 
-/// A tiny generator, so that a failing case can be reproduced from its seed.
+/// A small random number generator. A failing case can be reproduced from its seed.
 pub fn random(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -24,7 +24,7 @@ pub(crate) fn pool(threads: usize) -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool starts")
 }
 
-/// Additions of a case to the plain product.
+/// The additions to the plain product in a case.
 #[derive(Debug, Clone, Copy)]
 struct Extras {
     mode: Mode,
@@ -78,7 +78,7 @@ impl Operands {
     ) -> Vec<f32> {
         let run = |to: Option<&mut [bf16]>| {
             let mut c = self.c.clone();
-            // Filled with NaN, so that a float which is read before it is written shows up in the result.
+            // Scratch is filled with NaN, so a float that is read before it was written shows up in the result.
             let mut memory = ScratchMemory::new(&job.scratch(threads));
             let epilogue = Epilogue {
                 bias: extras.bias.then_some(&self.bias[..]),
@@ -101,7 +101,7 @@ impl Operands {
         c
     }
 
-    /// The exact value of each element of C, and the sum of the magnitudes of its terms.
+    /// Returns the exact value of each element of C, and the sum of the magnitudes of its terms.
     fn reference(&self, job: &Gemm, extras: Extras) -> Vec<(f64, f64)> {
         let mut c: Vec<(f64, f64)> = self.c.iter().map(|&c| (f64::from(c), 0.0)).collect();
         for matrix in 0..job.batch.count {
@@ -140,7 +140,8 @@ fn check(job: &Gemm, threads: usize, extras: Extras) {
     for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
         let got = operands.run(job, level, threads, extras);
         for (at, (&got, &(expected, magnitude))) in got.iter().zip(&reference).enumerate() {
-            // Summing n terms in f32 is off by at most n·ε/2 of their magnitudes (Higham 2002, section 4.2).
+            // The error of summing n terms in f32 is at most n·ε/2 of the sum of their magnitudes (Higham 2002,
+            // section 4.2).
             let bound = (job.k + 4) as f64 * f64::from(f32::EPSILON) / 2.0 * magnitude;
             let error = (f64::from(got) - expected).abs();
             assert!(error <= bound, "{level:?} C[{at}]: {got} for {expected}, off by {error:e}, {job:?} {extras:?}");
@@ -152,8 +153,8 @@ fn check(job: &Gemm, threads: usize, extras: Extras) {
     }
 }
 
-/// Checks that bf16 factors give the bits of the same values in f32. In pairs the bits may differ, within the same
-/// error bound.
+/// Checks that bf16 factors give the same bits as f32 factors of equal values. If products are computed in pairs, the
+/// bits may differ, within the same error bound.
 fn check_bf16(job: &Gemm, threads: usize, extras: Extras) {
     let mut operands = Operands::of(job);
     let [a, b] = [&operands.a, &operands.b].map(|x| x.iter().map(|&x| rounded(x)).collect::<Vec<bf16>>());
@@ -188,7 +189,7 @@ enum Order {
     Scattered,
 }
 
-/// Strides of a rows × columns matrix, with a gap after each contiguous line.
+/// Returns the strides of a rows × columns matrix, with a gap after each contiguous line.
 fn strides(order: Order, rows: usize, columns: usize, gap: usize) -> Strides {
     match order {
         Order::Rows => Strides::row_major(columns + gap),
@@ -274,7 +275,8 @@ fn bits_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// A few rows, which read B in place, have the same bits as among many; also at the edges of blocks.
+/// Products of a few rows read B in place. Each row has the same bits as in a product of many rows, also at the edges
+/// of blocks.
 #[test]
 fn bits_of_rows_do_not_depend_on_the_other_rows() {
     let (m, n, k) = (160, 90, 500);
@@ -300,7 +302,8 @@ fn bits_of_rows_do_not_depend_on_the_other_rows() {
     }
 }
 
-/// This is why micro-batches of 1 × 8 and 8 × 1 agree bit by bit.
+/// One call with segments has the same bits as accumulating calls. So micro-batches of 1 × 8 and 8 × 1 agree bit by
+/// bit.
 #[test]
 fn segments_in_one_call_are_accumulating_calls() {
     segments_are_calls(|x| x);

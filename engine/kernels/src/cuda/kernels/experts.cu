@@ -1,5 +1,5 @@
-// Moving rows to experts and back, and the experts' gated activation. CPU counterparts: ops/experts/combine.rs,
-// slot_weights.rs, routed_swiglu.rs. A block has one row.
+// Moves rows to experts and back, and computes the experts' gated activation. CPU counterparts:
+// ops/experts/combine.rs, slot_weights.rs, routed_swiglu.rs. Each block handles one row.
 #include "math.cuh"
 #include "rows.cuh"
 #include "slots.cuh"
@@ -9,13 +9,13 @@ constexpr u32 NONE = 0xffffffffu;
 struct RowsArguments {
     const void* from;
     void* out;
-    // Slots of dispatch's rows, or places of combine's tokens.
+    // For dispatch, the slot of each row. For combine, the places of each token.
     const u32* indices;
     u64 width;
     u64 k;
 };
 
-// Copies each row's token; rows without a slot become zeros.
+// Copies to each row the token of its slot. Rows without a slot are set to zero.
 template <typename T>
 __device__ void dispatch(const RowsArguments& to) {
     const u32 slot = to.indices[blockIdx.x];
@@ -30,7 +30,7 @@ __device__ void dispatch(const RowsArguments& to) {
 }
 KERNELS(dispatch, RowsArguments)
 
-// The sum of a token's expert rows, in the order of its choices.
+// Sums the expert rows of each token, in the order of the token's choices.
 template <typename T>
 __device__ void combine(const RowsArguments& to) {
     const u32* places = to.indices + blockIdx.x * to.k;
@@ -56,7 +56,7 @@ struct GatherArguments {
     u64 count;
 };
 
-// The element at each index; 0 if there is no index.
+// Copies the element at each index, or 0 if there is no index.
 template <typename T>
 __device__ void gather(const GatherArguments& to) {
     const u64 i = global_thread();
@@ -86,7 +86,7 @@ struct RoutedSwiGluArguments {
     u64 width;
 };
 
-// y = w·silu(gate)·up. Unused rows become zeros, unless y was allocated for the used rows only. y may overwrite up.
+// y = w·silu(gate)·up. If y was allocated for all rows, unused rows are set to zero. y may overwrite up.
 template <typename T>
 __device__ void routed_swiglu(const RoutedSwiGluArguments& to) {
     const u64 row = blockIdx.x, first = row * to.width;
@@ -109,7 +109,8 @@ __device__ void routed_swiglu(const RoutedSwiGluArguments& to) {
 }
 KERNELS(routed_swiglu, RoutedSwiGluArguments)
 
-// d_gate may overwrite gate, and d_up may overwrite up: a thread only overwrites elements that it alone reads.
+// d_gate may overwrite gate, and d_up may overwrite up, because no other thread reads the elements that a thread
+// overwrites.
 template <typename T>
 __device__ void routed_swiglu_grad(const RoutedSwiGluArguments& to) {
     const u64 row = blockIdx.x, first = row * to.width;

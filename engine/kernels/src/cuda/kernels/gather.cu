@@ -1,4 +1,5 @@
-// Gathering elements by ids, adding elements by ids, and row maxima. CPU counterparts: ops/gather.rs, ops/max.rs.
+// Gathers elements by ids, adds elements at ids, and computes row maxima. CPU counterparts: ops/gather.rs,
+// ops/max.rs.
 #include "rows.cuh"
 
 struct GatherArguments {
@@ -7,8 +8,8 @@ struct GatherArguments {
     void* y;
     // Number of elements of y.
     u64 elements;
-    // Along the dimension: the extent that ids refer to, the number of ids, and the elements between consecutive
-    // indices.
+    // Along the gathered dimension: its extent in x, the number of ids, and the distance between consecutive indices
+    // in elements.
     u64 extent;
     u64 count;
     u64 inner;
@@ -27,8 +28,8 @@ __device__ void gather_along(const GatherArguments& to) {
 }
 KERNELS(gather_along, GatherArguments)
 
-// y[outer, j, inner] = the sum of x[outer, i, inner] over all i whose id is j, in order. An id out of range makes place
-// 0 NaN.
+// y[outer, j, inner] = the sum of x[outer, i, inner] over all i whose id is j, in order of i. If an id is out of
+// range, the element at index 0 becomes NaN.
 template <typename T>
 __device__ void scatter_add(const GatherArguments& to) {
     const u64 place = global_thread();
@@ -52,14 +53,16 @@ struct RowMaxArguments {
     u64 width;
 };
 
-// The maximum of a row and its index, the first one if several are equal. A block has one row.
+// Computes the maximum of each row, and its index, which is the first one if several elements are equal. Each block
+// handles one row.
 template <typename T>
 __device__ void row_max(const RowMaxArguments& to) {
     const T* x = (const T*)to.x + blockIdx.x * to.width;
     f32 own = minus_infinity();
     for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) own = fmaxf(own, load(x + i));
     const f32 max = max_block(own, (f32*)shared_memory);
-    // The smallest index is the maximum of the negated indices, which are exact in f32 below 2^24.
+    // The smallest index is found as the maximum of the negated indices. They are exact in f32, because they are
+    // below 2^24.
     f32 first = minus_infinity();
     for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
         if (load(x + i) == max) first = fmaxf(first, -f32(i));

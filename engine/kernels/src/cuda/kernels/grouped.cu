@@ -1,14 +1,14 @@
 // The experts' products in f32.
 #include "grouped.cuh"
 
-// A tile of 64 × 64, of which a thread computes 4 × 4.
+// The sums of one block: a tile of 64 × 64, of which each thread computes 4 × 4.
 template <bool ALONG_A, bool ALONG_B>
 struct PlainProducts {
     using Number = f32;
     static constexpr u32 TILE = 64;
     static constexpr u32 DEPTH = 16;
-    // In shared memory, the elements for one index of the sum are contiguous. The pitch is the tile's width plus a
-    // pack.
+    // In shared memory, the elements at one index of the summed dimension are contiguous. The pitch is the tile's
+    // width plus 4, for alignment to packs of four.
     static constexpr u32 PITCH = TILE + 4;
 
     f32 sums[4][4] = {};

@@ -1,11 +1,12 @@
-// The rows of every expert times its own weight, tile by tile. CPU counterpart: ops/experts/grouped_linear.rs.
+// Products of every expert's rows and the expert's weight, tile by tile. CPU counterpart:
+// ops/experts/grouped_linear.rs.
 //
-// The number of rows of an expert is only known when a kernel runs, after the number of blocks was fixed. There are
-// enough blocks for any distribution of the rows: each block finds its own tile, and the rest exit.
+// The number of rows of an expert is only known when a kernel runs, while the number of blocks is fixed before. There
+// are enough blocks for any distribution of the rows. Each block finds its own tile, and exits if there is none.
 //
-// The work of a block on its tile depends on the type, `Products<ALONG_A, ALONG_B>`: a tile of sums that start at zero,
-// of TILE rows and columns. `add` adds a product of two factors, DEPTH of its inner index at a time. `visit` calls a
-// function with each sum and its place in the tile, and sets the sum to the function's result.
+// The computation of a tile depends on the type `Products<ALONG_A, ALONG_B>`. It represents a tile of TILE × TILE
+// sums that start at zero. `add` adds a product of two factors, DEPTH of the inner index at a time. `visit` calls a
+// function with each sum and its indices in the tile, and sets the sum to the function's result.
 #pragma once
 #include "reduce.cuh"
 #include "slots.cuh"
@@ -14,12 +15,12 @@
 constexpr u32 GROUPED_THREADS = 256;
 
 struct GroupedArguments {
-    // The rows, x or dy.
+    // The rows: x or dy.
     const void* a;
-    // The weights, [experts, out, width]; for the weights' gradient, the rows x.
+    // The weights, [experts, out, width]. For the weights' gradient, the rows x.
     const void* b;
     void* c;
-    // Row offsets of the runs, by source, expert and sequence, and the end of the last one.
+    // Row offsets of the runs, ordered by source, expert and sequence, followed by the end of the last run.
     const u32* starts;
     u64 rows;
     u64 width;
@@ -29,34 +30,34 @@ struct GroupedArguments {
     u64 sequences;
     u32 accumulate;
 
-    // Number of groups of rows: one per source and expert, and one of unused rows. If c was allocated for the used rows
-    // only, there are no unused rows.
+    // Returns the number of groups of rows: one per source and expert, and one of unused rows. If c was allocated for
+    // the used rows only, there are no unused rows, and the last group is omitted.
     __device__ __forceinline__ u32 groups() const { return u32(sources * experts) + (has_slot(c) ? 0 : 1); }
 
-    // The first row of a group; after the last group, the number of rows.
+    // Returns the first row of a group. For the index after the last group, returns the number of rows.
     __device__ __forceinline__ u32 start_of(u64 group) const {
         return group <= sources * experts ? starts[group * sequences] : u32(rows);
     }
 };
 
-// A factor, of which a block reads the rows (or columns) from `first` to `end`. `ALONG` is true if its contiguous
-// dimension is the one that is summed over.
+// A factor of a product, of which a block reads the rows (or columns) from `first` to `end`. `ALONG` is true if the
+// summed dimension is contiguous.
 template <typename T, bool ALONG>
 struct Factor {
     const T* at;
-    // Elements between the starts of consecutive rows in memory.
+    // Distance between the starts of consecutive rows in memory, in elements.
     u64 pitch;
     u32 first;
     u32 end;
 };
 
-// A part of a sum's index range.
+// A part of the index range of the summed dimension.
 struct Range {
     u32 first;
     u32 end;
 };
 
-// Iterates over the whole index range of a sum, DEPTH at a time.
+// Iterates over the whole index range of the summed dimension, DEPTH at a time.
 template <u32 DEPTH>
 struct Whole {
     u32 next;
@@ -69,8 +70,8 @@ struct Whole {
     }
 };
 
-// Iterates over the rows of an expert, at most DEPTH at a time and never across two sequences. So accumulating over
-// several micro-batches of whole sequences gives the same bits as one sum over all.
+// Iterates over the rows of an expert, at most DEPTH at a time. A step never contains rows of two sequences. So
+// accumulating over several micro-batches of whole sequences gives the same bits as one sum over all sequences.
 template <u32 DEPTH>
 struct ExpertRows {
     const GroupedArguments& of;
@@ -90,15 +91,15 @@ struct ExpertRows {
     }
 };
 
-// At most TILE rows of one source and expert, for the tile with index `tile`. Empty for tiles after the last one.
+// The rows of one tile: at most TILE rows of one source and expert. Empty if there is no such tile.
 struct OwnRows {
     u32 group;
     u32 first;
     u32 end;
 };
 
-// Finds a tile's rows. Each lane counts the tiles of a range of groups, and the lane whose range has the tile finds its
-// group.
+// Finds the rows of the tile with index `tile`. Each lane counts the tiles of a range of groups. The lane whose range
+// contains the tile then finds the tile's group.
 template <u32 TILE>
 __device__ __forceinline__ OwnRows rows_of(const GroupedArguments& to, u32 tile) {
     const u32 groups = to.groups(), share = (groups + 31) / 32;
@@ -121,8 +122,8 @@ __device__ __forceinline__ OwnRows rows_of(const GroupedArguments& to, u32 tile)
     return OwnRows{group, row, u32(smaller(u64(row) + TILE, to.start_of(group + 1)))};
 }
 
-// c[row] = a[row] · b of the row's expert. b is [columns, inner] if `ALONG`, otherwise [inner, columns]. Unused rows
-// become zeros.
+// Computes c[row] = a[row] · b, with b of the row's expert. b is [columns, inner] if `ALONG`, and [inner, columns] if
+// not. Unused rows of c are set to zero.
 template <template <bool, bool> class Products, bool ALONG>
 __device__ __forceinline__ void multiply_by_row(const GroupedArguments& to, u64 inner, u64 columns) {
     using Own = Products<true, ALONG>;
@@ -146,7 +147,8 @@ __device__ __forceinline__ void multiply_by_row(const GroupedArguments& to, u64 
     });
 }
 
-// c of an expert = aᵀ·b over the expert's rows, added to c if `accumulate`: [out, width] of type S.
+// Computes c = aᵀ·b over the rows of each expert. If `accumulate`, adds the result to c. c is [out, width] of type S
+// for each expert.
 template <template <bool, bool> class Products, typename S>
 __device__ __forceinline__ void multiply_by_expert(const GroupedArguments& to) {
     using Own = Products<false, false>;

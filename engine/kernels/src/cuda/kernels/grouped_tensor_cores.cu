@@ -1,12 +1,12 @@
-// The experts' products in bf16 on tensor cores, with sums in f32. The next tiles of the factors are copied while the
-// current ones are multiplied.
+// The experts' products in bf16 on tensor cores, with sums in f32. While the current tiles of the factors are
+// multiplied, the next ones are copied to shared memory.
 #include "grouped.cuh"
 #include "tensor_cores.cuh"
 
 // Number of tiles of each factor that are in shared memory at a time.
 constexpr u32 STAGES = 3;
 
-// A tile of 128 × 128. Each of eight warps computes 64 × 32 of it, in fragments of 16 × 8.
+// The sums of one block: a tile of 128 × 128. Each of eight warps computes 64 × 32 of it, in fragments of 16 × 8.
 template <bool ALONG_A, bool ALONG_B>
 struct TensorCoreProducts {
     using Number = bf16;
@@ -35,7 +35,7 @@ struct TensorCoreProducts {
         }
     }
 
-    // The tile of a factor in shared memory, in the row order of global memory.
+    // The tile of a factor in shared memory, with the order of rows and columns in global memory.
     template <bool ALONG>
     struct Shared {
         static constexpr u32 ROWS = ALONG ? TILE : DEPTH;
@@ -45,19 +45,19 @@ struct TensorCoreProducts {
 
         __device__ __forceinline__ explicit Shared(bf16* at) : rows{at} {}
 
-        // Starts loading it; missing elements become zeros.
+        // Starts to load the tile. Missing elements become zeros.
         __device__ __forceinline__ void start(const Factor<bf16, ALONG>& of, const Range& range) const {
             const Range own{of.first, of.end}, &down = ALONG ? own : range, &along = ALONG ? range : own;
             const u32 count = u32(smaller(down.end - down.first, ROWS)), size = u32(smaller(along.end - along.first, WIDTH));
             rows.template start<ROWS, GROUPED_THREADS>(of.at + u64(down.first) * of.pitch + along.first, of.pitch, count, size);
         }
 
-        // Loads 16 rows of a as the fragments of a left factor.
+        // Loads 16 rows of a as a fragment of the left factor.
         __device__ __forceinline__ void load_left(u32 (&to)[4], u32 row, u32 d) const {
             ALONG ? rows.load_left(to, row, d) : rows.load_left_of_columns(to, d, row);
         }
 
-        // Loads 16 columns of b as the fragments of two right factors.
+        // Loads 16 columns of b as two fragments of the right factor.
         __device__ __forceinline__ void load_right(u32 (&to)[4], u32 column, u32 d) const {
             ALONG ? rows.load_right_of_rows(to, column, d) : rows.load_right(to, d, column);
         }

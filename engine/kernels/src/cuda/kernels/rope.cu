@@ -1,5 +1,6 @@
 // Rotary position embedding. CPU counterpart: ops/rope.rs. The first kernel computes a table of cosines and sines, in
-// f64 because positions may be large. The second rotates every pair of elements by its entry.
+// f64 because positions may be large. The second kernel rotates every pair of elements by the pair's entry of the
+// table.
 #include "strides.cuh"
 
 // Same layout as RopeFrequencies in launch/rope.rs, which documents the formula.
@@ -23,7 +24,7 @@ struct RopeArguments {
     void* y;
     // [tokens][cosines of half a head, then sines]
     f32* table;
-    // Positions of the table's tokens; null if these are the first tokens of a sequence.
+    // For each token of the table, its position. Null if the tokens are the first ones of a sequence.
     const u32* positions;
     u64 tokens;
     u64 heads;
@@ -32,8 +33,8 @@ struct RopeArguments {
     u64 pairs;
     Strides at_x;
     RopeFrequencies frequencies;
-    // True if a pair consists of adjacent elements, false if it consists of corresponding elements of the head's
-    // halves.
+    // True if a pair consists of adjacent elements. False if it consists of an element of the head's first half and
+    // the corresponding one of the second half.
     u32 are_neighbours;
     u32 is_inverse;
 };

@@ -1,13 +1,14 @@
 // Routing: the best experts of each token, and the rows of each expert. CPU counterparts: ops/experts/top_k.rs,
-// route.rs, starts.rs, load.rs, document_load.rs. All counts and places equal the CPU's; there are no atomics.
+// route.rs, starts.rs, load.rs, document_load.rs. All counts and places equal those of the CPU, because no atomics
+// are used.
 #include "reduce.cuh"
 
 constexpr u32 NONE = 0xffffffffu;
 
 __device__ __forceinline__ u32 lanes_below() { return (1u << lane_of()) - 1; }
 
-// A score and its index. The candidate with the smaller index is better if scores are equal or cannot be compared
-// (NaN).
+// A score and its index. If two scores are equal or cannot be compared (NaN), the candidate with the smaller index is
+// better.
 struct Candidate {
     f32 score;
     u32 index;
@@ -18,7 +19,7 @@ struct Candidate {
     }
 };
 
-// The best of all lanes' candidates, returned to all lanes.
+// Returns the best of all lanes' candidates, in every lane.
 __device__ __forceinline__ Candidate best_of_warp(Candidate own) {
     for (u32 distance = 16; distance > 0; distance /= 2) {
         const f32 score = __shfl_xor_sync(ALL_LANES, own.score, distance);
@@ -29,7 +30,7 @@ __device__ __forceinline__ Candidate best_of_warp(Candidate own) {
 
 struct TopKArguments {
     const void* scores;
-    // Null if there is no bias.
+    // A bias per expert; null if there is none.
     const void* bias;
     // The weight of each token, 0 for padding; null if all tokens count.
     const f32* routed;
@@ -38,13 +39,13 @@ struct TopKArguments {
     u64 tokens;
     u64 experts;
     u64 k;
-    // 0 if there are no groups.
+    // Number of groups of experts; 0 if experts are not grouped.
     u64 groups;
     u64 group_limit;
 };
 
-// A warp has one token. `shared_memory` holds, for each warp, the score of every group, then a flag per group that is
-// chosen.
+// Chooses the k best experts of each token. Each warp handles one token. For each warp, `shared_memory` holds the
+// score of every group, and then a flag for every group that says whether it is chosen.
 template <typename T>
 __device__ void top_k(const TopKArguments& to) {
     const u64 token = global_thread() / 32;
@@ -82,7 +83,7 @@ __device__ void top_k(const TopKArguments& to) {
         if (lane == 0) is_taken[own.index] = 1;
         __syncwarp();
     }
-    // Bit i: this lane's expert lane + 32·i has been chosen.
+    // Bit i is set if this lane's expert `lane + 32·i` has been chosen.
     u32 chosen = 0;
     for (u32 nth = 0; nth < to.k; ++nth) {
         Candidate own{0.0f, NONE};
@@ -108,7 +109,8 @@ struct TopKGradArguments {
     u64 k;
 };
 
-// A thread has one token and expert: the expert's gradient, or zero.
+// Each thread handles one token and one expert. If the token has chosen the expert, stores the gradient of the
+// expert's score. If not, stores zero.
 template <typename T>
 __device__ void top_k_grad(const TopKGradArguments& to) {
     const u64 token = global_thread() / to.experts, expert = global_thread() % to.experts;
@@ -122,16 +124,16 @@ __device__ void top_k_grad(const TopKGradArguments& to) {
 KERNELS(top_k_grad, TopKGradArguments)
 
 struct RouteArguments {
-    // Null if experts choose; a slot is then a token and an expert.
+    // The expert of each slot. Null if experts choose tokens; each pair of a token and an expert is then a slot.
     const u32* ids;
-    // Router weights, if the slots with the least weight are dropped first; otherwise null.
+    // Router weights. Null unless the slots with the least weight are dropped first.
     const void* weights;
     // The weight of each token, 0 for padding; null if all tokens count.
     const f32* routed;
-    // The capacity of an expert and sequence, by the number of the sequence's tokens that are not padding; null if it
-    // is fixed.
+    // The capacity of an expert and sequence, indexed by how many of the sequence's tokens are not padding. Null if
+    // the capacity is fixed.
     const u32* limits;
-    // Flags of the slots that are not dropped, if `weights` is given.
+    // If `weights` is given, a flag per slot that says whether the slot is kept.
     u32* stays;
     u32* places;
     u32* slots;
@@ -147,13 +149,14 @@ struct RouteArguments {
     // Maximum number of rows of an expert and sequence.
     u64 capacity;
 
-    // The expert of a slot; NONE for padding.
+    // Returns the expert of a slot, or NONE for padding.
     __device__ __forceinline__ u32 expert(u64 slot) const {
         if (routed && !(routed[slot / k] > 0.0f)) return NONE;
         return ids ? ids[slot] : u32(slot % experts);
     }
 
-    // The number of tokens that are not padding, among every `step`th token of a slot's sequence from token `start` on.
+    // Returns how many tokens of a slot's sequence are not padding. Counts only every `step`th token, from token
+    // `start` on.
     __device__ __forceinline__ u32 tokens_of(u64 slot, u32 start, u32 step) const {
         u32 count = 0;
         const u64 tokens = length / k, first = slot / length * tokens;
@@ -162,14 +165,14 @@ struct RouteArguments {
     }
 };
 
-// Bits whose unsigned order is the order of f32 values, with minus zero below zero.
+// Returns bits whose unsigned order is the order of f32 values, with minus zero below zero.
 __device__ __forceinline__ u32 ordered(f32 x) {
     const u32 bits = bits_of(x);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Clears places and slots. With `weights`, also finds for each slot whether fewer slots of its expert and sequence are
-// heavier than the capacity allows.
+// Clears places and slots. If `weights` is given, also sets a flag for each slot: the slot is kept if the number of
+// heavier slots of its expert and sequence is below the capacity.
 template <typename T>
 __device__ void route_clear(const RouteArguments& to) {
     const u64 slot = global_thread(), count = to.sequences * to.length;
@@ -189,8 +192,8 @@ __device__ void route_clear(const RouteArguments& to) {
 }
 KERNELS(route_clear, RouteArguments)
 
-// Iterates with one warp over the slots of a run (one expert and sequence). Calls `f` with each slot that is not
-// dropped and its index in the run. Returns the number of these slots.
+// Iterates with one warp over the kept slots of a run, which is one expert and sequence. Calls `f` with each slot and
+// the slot's index in the run. Returns the number of these slots.
 template <typename F>
 __device__ __forceinline__ u64 for_each_of_run(const RouteArguments& to, u64 run, F f) {
     const u32 expert = u32(run / to.sequences);
@@ -208,7 +211,7 @@ __device__ __forceinline__ u64 for_each_of_run(const RouteArguments& to, u64 run
     return smaller(count, most);
 }
 
-// Counts the rows of every run.
+// Counts the rows of every run. Each warp handles one run.
 KERNEL(route_count, RouteArguments) {
     const u64 run = global_thread() / 32;
     if (run >= arguments.experts * arguments.sequences) return;
@@ -216,7 +219,7 @@ KERNEL(route_count, RouteArguments) {
     if (lane_of() == 0) arguments.starts[run] = u32(count);
 }
 
-// Assigns its place to every slot that is not dropped.
+// Assigns a place to every kept slot, and the slot to the place. Each warp handles one run.
 KERNEL(route_place, RouteArguments) {
     const u64 run = global_thread() / 32;
     if (run >= arguments.experts * arguments.sequences) return;
@@ -233,7 +236,8 @@ struct RunsArguments {
     u64 runs;
 };
 
-// Row offsets from lengths, followed by the end of the last run. The offsets may overwrite the lengths. One warp.
+// Computes row offsets from the runs' lengths, followed by the end of the last run. The offsets may overwrite the
+// lengths. Uses one warp.
 KERNEL(run_starts, RunsArguments) {
     u32 end = 0;
     for (u64 first = 0; first < arguments.runs; first += 32) {
@@ -258,20 +262,20 @@ KERNEL(run_lengths, RunsArguments) {
 
 struct CountArguments {
     const u32* from;
-    // For `unplaced`: the weight of each token, 0 for padding; null if all tokens count.
+    // Only used by `unplaced`: the weight of each token, 0 for padding. Null if all tokens count.
     const f32* routed;
     f32* out;
-    // Ids of a sequence, or total number of places.
+    // Number of ids of a sequence, or total number of places.
     u64 length;
     u64 experts;
     u64 sequences;
-    // For `unplaced`: places per token, and places that are counted as one.
+    // Only used by `unplaced`: number of places per token, and number of places that are counted together.
     u64 k;
     u64 group;
     u32 accumulate;
 };
 
-// Counts how many ids of a sequence are an expert's. A warp counts one expert.
+// Counts how many ids of a sequence refer to an expert. Each warp handles one expert and sequence.
 KERNEL(expert_load, CountArguments) {
     const u64 index = global_thread() / 32;
     if (index >= arguments.sequences * arguments.experts) return;
@@ -295,8 +299,9 @@ struct DocumentLoadArguments {
     u64 k;
 };
 
-// Each expert's share of the choices in a token's document, for each token. A warp has a token and an expert. The warp
-// of a document's first token counts, and writes the shares of all tokens of the document.
+// Computes, for each token and expert, the expert's share of the choices in the token's document. Each warp has a
+// token and an expert. If the token is the first of its document, the warp counts, and writes the share for all
+// tokens of the document.
 KERNEL(document_load, DocumentLoadArguments) {
     const u64 token = global_thread() / 32 / arguments.experts, expert = global_thread() / 32 % arguments.experts;
     if (token >= arguments.batch_tokens) return;
@@ -320,7 +325,7 @@ KERNEL(document_load, DocumentLoadArguments) {
     for (u64 own = token + lane_of(); own < end; own += 32) arguments.shares[own * arguments.experts + expert] = share;
 }
 
-// Counts the groups of places none of which was assigned. One block.
+// Counts the groups of places of which none was assigned. Uses one block.
 KERNEL(unplaced, CountArguments) {
     f32 count = 0.0f;
     for (u64 group = threadIdx.x; group < arguments.length / arguments.group; group += blockDim.x) {
@@ -340,8 +345,8 @@ struct LoadBiasArguments {
     f32 rate;
 };
 
-// Moves the biases used for choosing experts towards a balanced load, unless the norm is not finite. One block. CPU
-// counterpart: optim/load_bias.rs.
+// Adjusts the biases with which experts are chosen, towards a balanced load. If the norm is not finite, the biases
+// are unchanged. Uses one block. CPU counterpart: optim/load_bias.rs.
 KERNEL(load_bias, LoadBiasArguments) {
     // Loads are integers, so below 2^24 the order of summation does not matter.
     f32 sum = 0.0f;

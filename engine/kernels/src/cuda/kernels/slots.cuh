@@ -1,11 +1,12 @@
-// Buffers that are allocated while a program runs. Launches are recorded earlier, with the address of a slot whose top
-// bit is set. The host writes the buffer's address to the slot (runtime/src/cuda/slots.rs).
+// Access to buffers that are allocated while a program runs. Launches are recorded earlier. Instead of the buffer's
+// address, a launch contains the address of a slot, whose top bit is set. The host writes the buffer's address to the
+// slot (runtime/src/cuda/slots.rs).
 #pragma once
 #include "base.cuh"
 
 struct Slot {
     u64 address;
-    // The bytes of the counted rows.
+    // Size of the buffer's rows in bytes.
     u64 bytes;
 };
 
@@ -17,13 +18,13 @@ __device__ __forceinline__ const Slot& slot_of(const void* address) {
     return *reinterpret_cast<const Slot*>(reinterpret_cast<u64>(address) & ~IS_SLOT);
 }
 
-// The address of a tensor, with or without a slot.
+// Returns the address of a tensor, which is read from a slot if the tensor has one.
 template <typename T>
 __device__ __forceinline__ T* placed(T* address) {
     return has_slot(address) ? reinterpret_cast<T*>(slot_of(address).address) : address;
 }
 
-// The number of elements of a tensor that has a slot.
+// Returns the number of elements of a tensor that has a slot.
 template <typename T>
 __device__ __forceinline__ u64 counted(const T* address) {
     return slot_of(address).bytes / sizeof(T);

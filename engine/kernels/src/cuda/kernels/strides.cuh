@@ -4,15 +4,15 @@
 
 constexpr u32 MAX_RANK = 6;
 
-// Extents and strides in elements. Adjacent dimensions that can be iterated as one are merged.
+// Extents and strides in elements. Adjacent dimensions are merged if they can be iterated as one.
 struct Strides {
     u64 dims[MAX_RANK];
     u64 strides[MAX_RANK];
     u32 rank;
-    // True if indices fit 32 bits; 32-bit divisions are several times as fast.
+    // True if indices fit 32 bits, for which divisions are several times as fast.
     u32 is_small;
 
-    // The offset of element `index` in row-major order.
+    // Returns the offset of the element with index `index` in row-major order.
     __device__ __forceinline__ u64 at(u64 index) const { return is_small ? walk(u32(index)) : walk(index); }
 
     template <typename Index>

@@ -1,4 +1,4 @@
-//! Launches of route.cu and experts.cu.
+//! Launches of route.cu and experts.cu. Each function returns `None` if the kernels do not support its operands.
 
 use candle_core::DType;
 
@@ -128,12 +128,12 @@ struct RoutedSwiGluArguments {
     width: u64,
 }
 
-/// Launches `top_k`: (values, ids) from scores and, optionally, a bias per expert and the weight of each token.
-/// `groups` is the number of groups of experts and the number of groups that a token may use.
+/// Launches `top_k`: computes (values, ids) from scores and, optionally, a bias per expert and the weight of each
+/// token. `groups` contains the number of groups of experts and how many groups a token may use.
 pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([scores, others @ ..], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
     let address = |is_bias| others.iter().find(|other| (rank(other) == 1) == is_bias).map_or(0, |other| other.address);
-    // A warp marks the chosen experts in 32 words of 32 bits.
+    // A warp marks the chosen experts in 32 words of 32 bits, one word per lane.
     if scores.width() > 1024 {
         return None;
     }
@@ -152,7 +152,7 @@ pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) 
         group_limit,
     };
     let launch = Kernel::flat(Route, typed("top_k", scores.dtype)?, 32 * tokens, arguments);
-    // Two words per warp and group.
+    // Shared memory holds two words per warp and group.
     launches([Kernel { shared_bytes: 8 * (BLOCK / 32) * groups as u32, ..launch }])
 }
 
@@ -160,7 +160,7 @@ fn rank(operand: &Operand) -> usize {
     operand.layout.dims().len()
 }
 
-/// The gradient of all scores from (ids, gradient of the chosen scores).
+/// Computes the gradient of all scores from (ids, gradient of the chosen scores).
 pub fn top_k_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, dy], [d_scores]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = TopKGradArguments {
@@ -181,20 +181,20 @@ pub struct Routing {
     pub experts: usize,
     /// Number of sequences.
     pub sequences: usize,
-    /// True if input 0 has ids, that is, if tokens choose experts.
+    /// True if input 0 contains the ids of the chosen experts; false if experts choose tokens.
     pub has_ids: bool,
-    /// The input with router weights, if the rows with the least weight are dropped first.
+    /// Index of the input with router weights; `None` unless the rows with the least weight are dropped first.
     pub weights: Option<usize>,
-    /// The input with the weight of each token, if some tokens do not count.
+    /// Index of the input with the weight of each token; `None` if all tokens count.
     pub routed: Option<usize>,
-    /// The input with the capacity of an expert and sequence for each number of counted tokens, if the capacity is not
-    /// fixed.
+    /// Index of the input with the capacity of an expert and sequence, for each number of tokens that count; `None`
+    /// if the capacity is fixed.
     pub limits: Option<usize>,
-    /// Capacity: the maximum number of rows per expert and sequence.
+    /// The capacity, which is the maximum number of rows per expert and sequence.
     pub capacity: Option<usize>,
 }
 
-/// (places, slots, starts), with one value per slot as workspace.
+/// Computes (places, slots, starts). The workspace holds one flag per slot.
 pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([first, ..], [places, slots, starts], &[stays]) = (operands.inputs, operands.outputs, operands.workspace)
     else {
@@ -228,7 +228,7 @@ pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     ])
 }
 
-/// Row offsets from lengths, computed by one warp.
+/// Computes row offsets from lengths, with one warp.
 fn starts_of(lengths: &Operand, starts: &Operand, runs: u64) -> Kernel {
     let arguments = RunsArguments { from: lengths.address, to: starts.address, runs };
     Kernel { block: 32, ..Kernel::flat(Route, "run_starts".into(), 1, arguments) }
@@ -247,7 +247,7 @@ pub fn run_lengths(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::flat(Route, "run_lengths".into(), lengths.count(), arguments)])
 }
 
-/// Counts of ids per sequence and expert.
+/// Counts, for each sequence and expert, the ids that refer to the expert.
 pub fn expert_load(experts: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids], [load]) = (operands.inputs, operands.outputs) else { return None };
     let sequences = load.count() / experts as u64;
@@ -265,7 +265,7 @@ pub fn expert_load(experts: usize, operands: &Operands<'_>) -> Option<Vec<Launch
     launches([Kernel::flat(Route, "expert_load".into(), 32 * load.count(), arguments)])
 }
 
-/// Each expert's share of the choices in each token's document, from (ids, document starts).
+/// Computes each expert's share of the choices in each token's document, from (ids, document starts).
 pub fn document_load(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, starts], [shares]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = DocumentLoadArguments {
@@ -280,8 +280,8 @@ pub fn document_load(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::flat(Route, "document_load".into(), 32 * shares.count(), arguments)])
 }
 
-/// The number of dropped choices or, with `whole_tokens`, of tokens all of whose choices were dropped. With a second
-/// input, only tokens that count.
+/// Counts the dropped choices. With `whole_tokens`, counts the tokens of which all choices were dropped. If there is
+/// a second input, it contains the weights of tokens, and tokens of weight 0 are ignored.
 pub fn unplaced(whole_tokens: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([places, routed @ ..], [count]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = CountArguments {
@@ -299,7 +299,7 @@ pub fn unplaced(whole_tokens: bool, operands: &Operands<'_>) -> Option<Vec<Launc
     launches([Kernel { shared_bytes: FOLD_BYTES, ..launch }])
 }
 
-/// The router's bias after a step, from (bias, load, norm), all in f32.
+/// Computes the router's bias for the next step from (bias, load, norm), all in f32.
 pub fn load_bias(rate: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [bias, load, norm] = operands.inputs else { return None };
     if [bias, load, norm].iter().any(|operand| operand.dtype != DType::F32) {
@@ -315,7 +315,7 @@ pub fn load_bias(rate: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::rows(Route, "load_bias".into(), 1, bias.count().div_ceil(4), arguments)])
 }
 
-/// Launches a kernel by name that gathers rows by indices, with one block per row of the output.
+/// Launches a kernel, by name, that gathers rows by indices. One block handles one row of the output.
 fn rows(name: &str, indices: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([from, places, _], [out]) = (operands.inputs, operands.outputs) else { return None };
     let width = out.width();
@@ -329,17 +329,17 @@ fn rows(name: &str, indices: usize, operands: &Operands<'_>) -> Option<Vec<Launc
     launches([Kernel::rows(Experts, typed(name, out.dtype)?, out.count() / width, out.packs(), arguments)])
 }
 
-/// The token of each expert row, from (x, places, slots).
+/// Computes the rows of experts, each a copy of its token, from (x, places, slots).
 pub fn dispatch(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     rows("dispatch", 2, operands)
 }
 
-/// The sum of each token's expert rows, from (rows, places, slots).
+/// Computes the sum of each token's expert rows, from (rows, places, slots).
 pub fn combine(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     rows("combine", 1, operands)
 }
 
-/// The elements of input 0 at the indices in input `indices`.
+/// Gathers the elements of input 0 at the indices in input `indices`.
 pub fn gather(indices: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([from, ..], [out]) = (operands.inputs, operands.outputs) else { return None };
     let (indices, count) = (operands.inputs[indices].address, out.count());
@@ -347,12 +347,12 @@ pub fn gather(indices: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::flat(Experts, typed("gather", out.dtype)?, count, arguments)])
 }
 
-/// The address of the number of used rows, which is the last row offset.
+/// Returns the device address of the number of used rows, which is the last row offset.
 fn end(starts: &Operand) -> u64 {
     starts.address + 4 * (starts.count() - 1)
 }
 
-/// y from (gate, up, weights, row offsets).
+/// Computes y from (gate, up, weights, row offsets).
 pub fn routed_gated(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([gate, up, weights, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
     let width = y.width();
@@ -371,7 +371,7 @@ pub fn routed_gated(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::rows(Experts, typed("routed_swiglu", y.dtype)?, y.count() / width, y.packs(), arguments)])
 }
 
-/// (d_gate, d_up, d_weights) from (gate, up, weights, row offsets, dy).
+/// Computes (d_gate, d_up, d_weights) from (gate, up, weights, row offsets, dy).
 pub fn routed_gated_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([gate, up, weights, starts, dy], [d_gate, d_up, d_weights]) = (operands.inputs, operands.outputs) else {
         return None;

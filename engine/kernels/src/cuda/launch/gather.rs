@@ -1,4 +1,4 @@
-//! Launches of gather.cu.
+//! Launches of gather.cu. Each function returns `None` if the kernels do not support its operands.
 
 use super::{Kernel, Launch, Operand, Operands, launches, typed};
 use crate::cuda::Family::Gather;
@@ -30,7 +30,7 @@ pub fn gather_along(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> 
     along("gather_along", (x, ids, y), x.dims()[dim], dim)
 }
 
-/// Adds elements to the places along a dimension that ids name, from (ids, source).
+/// Adds elements along a dimension, at the indices that ids contain, from (ids, source).
 pub fn scatter_add(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, source], [y]) = (operands.inputs, operands.outputs) else { return None };
     along("scatter_add", (source, ids, y), y.dims()[dim], dim)
@@ -49,7 +49,7 @@ fn along(name: &str, (x, ids, y): (&Operand, &Operand, &Operand), extent: usize,
     launches([Kernel::flat(Gather, typed(name, y.dtype)?, y.count(), arguments)])
 }
 
-/// The maximum of each row, and its index. Rows are limited to a length whose indices are exact in f32.
+/// Computes the maximum of each row and its index. Rows are limited to lengths for which indices are exact in f32.
 pub fn row_max(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
     let width = x.width();

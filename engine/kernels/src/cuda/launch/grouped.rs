@@ -1,4 +1,5 @@
-//! Launches of grouped.cu and grouped_tensor_cores.cu.
+//! Launches of grouped.cu and grouped_tensor_cores.cu. Each function returns `None` if the kernels do not support its
+//! operands.
 
 use candle_core::DType;
 
@@ -21,23 +22,24 @@ struct GroupedArguments {
     accumulate: u32,
 }
 
-/// Threads of a block: `GROUPED_THREADS` of grouped.cuh.
+/// Number of threads of a block; equals `GROUPED_THREADS` of grouped.cuh.
 const THREADS: u32 = 256;
 
-/// The tiling of the kernels of one type.
+/// The sizes of the tiles of the kernels for one element type.
 #[derive(Debug, Clone, Copy)]
 struct Form {
     family: Family,
     /// Rows and columns of a block's tile.
     tile: u64,
-    /// Bytes of shared memory for the tiles of a factor whose contiguous dimension is the one that is summed over.
+    /// Bytes of shared memory for the tiles of a factor whose summed dimension is contiguous.
     bytes_along: u64,
-    /// Bytes of shared memory for the tiles of a factor whose contiguous dimension is the other one.
+    /// Bytes of shared memory for the tiles of a factor whose other dimension is contiguous.
     bytes_across: u64,
 }
 
 impl Form {
-    /// The form for a type: tensor cores for bf16, f32 arithmetic for f32.
+    /// Returns the form for a type: tensor cores for bf16, f32 arithmetic for f32. Returns `None` for all other
+    /// types.
     fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F32 => {
@@ -58,7 +60,8 @@ impl Form {
         extent.div_ceil(self.tile)
     }
 
-    /// The maximum number of tiles of rows that belong to this many groups: every group may end within a tile.
+    /// Returns the maximum number of tiles for this many rows in this many groups. Each group may end with an
+    /// incomplete tile.
     fn most_tiles(&self, rows: u64, groups: u64) -> u64 {
         ((rows + groups * (self.tile - 1)) / self.tile).min(rows)
     }
@@ -86,8 +89,8 @@ impl GroupedArguments {
         }
     }
 
-    /// Launches a kernel with one block per tile. `are_along` says for each factor whether its contiguous dimension is
-    /// the one that is summed over.
+    /// Launches a kernel with one block per tile. `are_along` says for each factor whether its summed dimension is
+    /// contiguous.
     fn launch(
         self,
         name: Option<String>,
@@ -107,13 +110,13 @@ impl GroupedArguments {
         }])
     }
 
-    /// Number of groups of rows: one per source and expert, and one of unused rows.
+    /// Returns the number of groups of rows: one per source and expert, and one of unused rows.
     fn groups(&self) -> u64 {
         self.sources * self.experts + 1
     }
 }
 
-/// Each row times the weight of its expert, from (x, weight, row offsets).
+/// Computes the product of each row and the weight of the row's expert, from (x, weight, row offsets).
 pub fn grouped_linear(sources: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, weight, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [x, weight, starts], y);
@@ -123,7 +126,7 @@ pub fn grouped_linear(sources: usize, operands: &Operands<'_>) -> Option<Vec<Lau
     })
 }
 
-/// dx from (dy, weight, row offsets).
+/// Computes dx from (dy, weight, row offsets).
 pub fn grouped_linear_grad_input(sources: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([dy, weight, starts], [dx]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [dy, weight, starts], dx);
@@ -133,7 +136,7 @@ pub fn grouped_linear_grad_input(sources: usize, operands: &Operands<'_>) -> Opt
     })
 }
 
-/// d_weight from (x, dy, row offsets), added up sequence by sequence.
+/// Computes d_weight from (x, dy, row offsets), summed sequence by sequence.
 pub fn grouped_linear_grad_weight(sources: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, dy, starts], [d_weight]) = (operands.inputs, operands.outputs) else { return None };
     let accumulate = operands.accumulate(0);
@@ -147,8 +150,8 @@ pub fn grouped_linear_grad_weight(sources: usize, operands: &Operands<'_>) -> Op
 mod tests {
     use super::*;
 
-    /// The launch has enough blocks for every distribution of rows over groups, checked by enumerating all of them for
-    /// small sizes.
+    /// The launch has enough blocks for every distribution of rows over groups. For small sizes, all distributions
+    /// are enumerated.
     #[test]
     fn there_are_as_many_blocks_as_the_worst_of_ways_to_share_rows_needs() {
         let form = Form { tile: 4, ..Form::of(DType::F32).unwrap() };

@@ -1,4 +1,5 @@
-//! Matrix products, as cuBLASLt is asked for them.
+//! Matrix products, described in the form in which cuBLASLt computes them. Each function that returns launches
+//! returns `None` if an operand is not a supported matrix.
 
 use candle_core::{DType, Layout};
 
@@ -15,7 +16,8 @@ pub struct Matrix {
     pub dtype: DType,
     /// True if columns are contiguous, false if rows are.
     pub is_transposed: bool,
-    /// Elements between the starts of consecutive rows; if transposed, of consecutive columns.
+    /// Distance in elements between the starts of consecutive rows, or of consecutive columns if the matrix is
+    /// transposed.
     pub pitch: u64,
 }
 
@@ -30,20 +32,20 @@ impl Matrix {
         Self { is_transposed: !self.is_transposed, ..self }
     }
 
-    /// The last two dimensions of an operand, if they form a matrix.
+    /// Returns the matrix in the last two dimensions of an operand, or `None` if they do not form a matrix.
     fn of(Operand { address, layout, dtype }: &Operand) -> Option<Self> {
         let (is_transposed, pitch) = pitch(layout)?;
         Some(Self { address: *address, dtype: *dtype, is_transposed, pitch })
     }
 
-    /// The matrix of the same form that begins `elements` later.
+    /// Returns the matrix of the same form that begins `elements` later in memory.
     pub fn skip(self, elements: u64) -> Self {
         Self { address: self.address + elements * self.dtype.size_in_bytes() as u64, ..self }
     }
 }
 
-/// True if the last two dimensions form a matrix: one of them is contiguous, and rows do not overlap as they do in a
-/// broadcast tensor.
+/// True if the last two dimensions form a matrix: one of them is contiguous, and rows do not overlap. Rows of a
+/// broadcast tensor overlap.
 pub fn is_matrix(layout: &Layout) -> bool {
     pitch(layout).is_some()
 }
@@ -54,7 +56,7 @@ fn pitch(layout: &Layout) -> Option<(bool, u64)> {
     let along = |is_transposed: bool| {
         let ((count, step), (length, pitch)) =
             if is_transposed { ((rows, row), (columns, column)) } else { ((columns, column), (rows, row)) };
-        // The pitch of a single row or column is arbitrary.
+        // If there is only one row or column, its pitch is arbitrary.
         let pitch = if length <= 1 { count.max(1) } else { pitch };
         let is_dense = (count <= 1 || step == 1) && pitch >= count;
         is_dense.then_some((is_transposed, pitch as u64))
@@ -62,7 +64,7 @@ fn pitch(layout: &Layout) -> Option<(bool, u64)> {
     along(false).or_else(|| along(true))
 }
 
-/// Products of the same form, whose matrices are at equal distances.
+/// Several products of the same form. The matrices of an operand are at equal distances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
     /// Number of products.
@@ -71,25 +73,27 @@ pub struct Batch {
     pub distances: [u64; 3],
 }
 
-/// The elementwise function applied to a product and its bias before it is stored. All tensors are contiguous.
+/// The elementwise function that is applied to a product and its bias before the result is stored. All tensors are
+/// contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Epilogue {
     /// No function.
     None,
-    /// GELU in its tanh form. Its input can be stored as well, with the layout of c.
+    /// GELU in its tanh approximation. Its input can be stored as well, with the layout of c.
     Gelu {
         /// Address of GELU's input; `None` if it is not stored.
         kept: Option<u64>,
     },
-    /// Multiplication by the derivative of that GELU, at inputs with the layout of c.
+    /// Multiplication by the derivative of the tanh approximation of GELU. The inputs of the derivative have the
+    /// layout of c.
     GeluGrad {
         /// Address of GELU's input.
         of: u64,
     },
 }
 
-/// c = a·b, or c = d + a·b where d has the layout of c and may be c itself. a is m × k, b is k × n. Sums are in f32 for
-/// all types.
+/// c = a·b, or c = d + a·b. d has the layout of c and may be c itself. a is m × k, and b is k × n. Sums are in f32
+/// for all types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Product {
     /// Rows of a and c.
@@ -106,40 +110,42 @@ pub struct Product {
     pub c: Matrix,
     /// Address of n elements that are added to every row.
     pub bias: Option<u64>,
-    /// The function applied to each element before it is stored.
+    /// The function that is applied to each element before it is stored.
     pub epilogue: Epilogue,
-    /// Address of d, the tensor that the product is added to: c itself, or memory that does not overlap c.
+    /// Address of d, the tensor that the product is added to: c itself, or memory that does not overlap c. `None` for
+    /// c = a·b.
     pub onto: Option<u64>,
     /// The number of products and their distances.
     pub batch: Batch,
-    /// Scratch for cuBLASLt: address and bytes.
+    /// Scratch for cuBLASLt: address and size in bytes.
     pub workspace: (u64, u64),
 }
 
-/// The most scratch that cuBLASLt is given: NVIDIA's documentation recommends this for Hopper.
+/// The maximum size of scratch for cuBLASLt in bytes, as NVIDIA's documentation recommends for Hopper.
 const MOST_WORKSPACE: u64 = 32 << 20;
 
-/// Number of parts of a sum that may be computed in parallel.
+/// Maximum number of parts of a sum that are computed in parallel.
 const PARTS: u64 = 8;
 
 /// The alignment that cuBLASLt requires of its scratch, and assumes of matrices unless told otherwise
 /// (`cublasLtMatmul`, `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`).
 pub const ALIGNMENT: u64 = 256;
 
-/// Bytes of scratch for a product with an m × n result: room for partial sums in f32, and for aligning the start.
+/// Returns the bytes of scratch for a product with an m × n result: room for partial sums in f32, and for aligning
+/// the start.
 pub fn product_workspace(m: usize, n: usize) -> u64 {
     (4 * PARTS * m as u64 * n as u64).clamp(ALIGNMENT, MOST_WORKSPACE) + ALIGNMENT
 }
 
 impl Product {
-    /// One product of contiguous matrices, of which a and b may be transposed.
+    /// Creates one product of contiguous matrices. a and b may be transposed.
     pub fn new((m, n, k): (u64, u64, u64), a: Matrix, b: Matrix, c: Matrix, workspace: (u64, u64)) -> Self {
         let batch = Batch { count: 1, distances: [0; 3] };
         Self { m, n, k, a, b, c, bias: None, epilogue: Epilogue::None, onto: None, batch, workspace }
     }
 
-    /// The address ranges that the product reads: address and bytes, from the first element of each operand to the
-    /// last.
+    /// Returns the address ranges that the product reads. Each is an address and a size in bytes, from the first
+    /// element of an operand to the last.
     pub fn reads(&self) -> Vec<(u64, usize)> {
         let &Self { m, n, k, a, b, c, batch, .. } = self;
         let matrix = |matrix: Matrix, (rows, columns), distance| {
@@ -160,20 +166,20 @@ impl Product {
         factors.into_iter().chain(added_to).chain(bias).chain(read_by_epilogue).collect()
     }
 
-    /// Floating-point operations: a multiplication and an addition for each term of a sum.
+    /// Returns the floating-point operations. Each term of a sum counts as a multiplication and an addition.
     pub fn flops(&self) -> u64 {
         2 * self.m * self.n * self.k * self.batch.count
     }
 
-    /// Bytes read and written, each element once.
+    /// Returns the bytes read and written, each element once.
     pub fn bytes(&self) -> u64 {
         let written = self.m * self.n * self.batch.count * self.c.dtype.size_in_bytes() as u64;
         let kept = if let Epilogue::Gelu { kept: Some(_) } = self.epilogue { written } else { 0 };
         self.reads().iter().map(|&(_, bytes)| bytes as u64).sum::<u64>() + written + kept
     }
 
-    /// True if the contiguous dimension of every matrix is aligned: its extent and pitch are multiples of 8 elements
-    /// (16 bytes in bf16), and so is the address. The library's fast kernels require this.
+    /// True if every matrix is aligned along its contiguous dimension: extent and pitch are multiples of 8 elements
+    /// (16 bytes in bf16), and the address is a multiple of 16 bytes. The fast kernels of cuBLASLt require this.
     pub fn is_aligned(&self) -> bool {
         let &Self { m, n, k, a, b, c, .. } = self;
         let row = |matrix: Matrix, rows: u64, columns: u64| if matrix.is_transposed { rows } else { columns };
@@ -185,7 +191,7 @@ impl Product {
         of(a, m, k) && of(b, k, n) && of(c, m, n)
     }
 
-    /// True if the product has an epilogue or is added to another tensor. A separate kernel could do either.
+    /// True if the product has an epilogue or is added to another tensor. A separate kernel could do either of these.
     pub fn is_followed(&self) -> bool {
         self.epilogue != Epilogue::None || self.onto.is_some_and(|onto| onto != self.c.address)
     }
@@ -215,17 +221,19 @@ impl Product {
     }
 }
 
-/// The aligned scratch (address and bytes) within a piece of workspace that has the size of [`product_workspace`].
+/// Returns the aligned scratch within a piece of workspace, as an address and a size in bytes. The piece must have
+/// the size of [`product_workspace`].
 pub fn scratch_in(piece: u64, bytes: u64) -> (u64, u64) {
     (piece.next_multiple_of(ALIGNMENT), bytes - ALIGNMENT)
 }
 
-/// The scratch of one product: the first piece of the operation's workspace.
+/// Returns the scratch of one product, which is in the first piece of the operation's workspace. Returns `None` if
+/// there is no such piece.
 fn scratch(operands: &Operands<'_>, m: u64, n: u64) -> Option<(u64, u64)> {
     Some(scratch_in(*operands.workspace.first()?, product_workspace(m as usize, n as usize)))
 }
 
-/// x·Wᵀ + b from (x, weight, optional bias).
+/// Computes x·Wᵀ + b from (x, weight, optional bias).
 pub fn linear(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, weight, bias @ ..], [y]) = (operands.inputs, operands.outputs) else { return None };
     let (k, n) = (x.width(), y.width());
@@ -237,7 +245,7 @@ pub fn linear(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     Some(vec![Launch::Product(Product { bias: bias.first().map(|bias| bias.address), ..product })])
 }
 
-/// dx = dy·W from (dy, weight).
+/// Computes dx = dy·W from (dy, weight).
 pub fn linear_grad_input(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([dy, weight], [dx]) = (operands.inputs, operands.outputs) else { return None };
     let (k, n) = (dy.width(), dx.width());
@@ -248,7 +256,7 @@ pub fn linear_grad_input(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     Some(vec![Launch::Product(Product::new((m, n, k), of_dy, of_weight, of_dx, scratch(operands, m, n)?))])
 }
 
-/// d_weight = dyᵀ·x and, optionally, d_bias = Σ dy over the rows, from (x, dy).
+/// Computes d_weight = dyᵀ·x and, optionally, d_bias = Σ dy over the rows, from (x, dy).
 pub fn linear_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, dy], [d_weight, d_bias @ ..]) = (operands.inputs, operands.outputs) else { return None };
     let (m, n) = (dy.width(), x.width());
@@ -273,12 +281,12 @@ pub fn linear_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     Some(launches)
 }
 
-/// Bytes of scratch for a sum over all dimensions but the last.
+/// Returns the sizes of the scratch for a sum over all dimensions but the last.
 pub fn leading_sums_workspace(x: &Spec) -> Vec<u64> {
     super::column_sums_workspace(x, &(0..x.dims().len() - 1).collect::<Vec<_>>())
 }
 
-/// [.., m, k] · [.., k, n], each with its strides, to a contiguous [.., m, n], from (a, b).
+/// Computes [.., m, k] · [.., k, n] from (a, b), which may have any strides. The result is a contiguous [.., m, n].
 pub fn matmul(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([a, b], [c]) = (operands.inputs, operands.outputs) else { return None };
     let (&[ref outer @ .., m, k], &[.., n]) = (a.dims(), b.dims()) else { return None };

@@ -3,8 +3,8 @@
 use super::{Kernel, Launch, Operands, Strides, launches, typed};
 use crate::cuda::Family::Rope;
 
-/// The angles per token by which the pairs of a head are rotated. Frequency i is f·(kept + (1 − kept)/factor), where f
-/// = theta^(−2i/head size) and kept = per_turn·f + per_number·i + offset, clamped to [0, 1].
+/// The angles per token by which the pairs of a head are rotated. Frequency i is f·(kept + (1 − kept)/factor). In
+/// this formula, f is theta^(−2i/head size), and kept is per_turn·f + per_number·i + offset, clamped to [0, 1].
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
 #[allow(missing_docs, reason = "the formula says what they are")]
@@ -14,12 +14,12 @@ pub struct RopeFrequencies {
     pub per_turn: f64,
     pub per_number: f64,
     pub offset: f64,
-    /// The factor of cosines and sines.
+    /// The factor by which cosines and sines are multiplied.
     pub amplitude: f64,
 }
 
 impl RopeFrequencies {
-    /// Frequency `number` of a head of this size.
+    /// Returns the frequency with index `number`, for a head of this size.
     pub fn at(&self, number: usize, head_size: usize) -> f64 {
         let frequency = self.theta.powf(-2.0 * number as f64 / head_size as f64);
         let kept = (self.per_turn * frequency + self.per_number * number as f64 + self.offset).clamp(0.0, 1.0);
@@ -44,8 +44,9 @@ struct RopeArguments {
     is_inverse: u32,
 }
 
-/// Rotates x [batch, tokens, heads, head size], with an f32 table [tokens, head size] as workspace. A second input, u32
-/// [batch, tokens], may give the position of each token; the table then has a row for every token of the batch.
+/// Rotates x [batch, tokens, heads, head size]. The workspace holds an f32 table [tokens, head size]. A second input,
+/// u32 [batch, tokens], may give the position of each token. The table then has a row for every token of the batch.
+/// Returns `None` if the kernels do not support the operands.
 pub fn rope(
     frequencies: RopeFrequencies,
     are_neighbours: bool,

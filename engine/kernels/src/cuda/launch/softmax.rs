@@ -1,4 +1,4 @@
-//! Launches of softmax.cu.
+//! Launches of softmax.cu. Each function returns `None` if the kernels do not support its operands.
 
 use super::{FOLD_BYTES, Kernel, Launch, Operand, Operands, Strides, launches, typed};
 use crate::cuda::Family::Softmax;
@@ -77,7 +77,7 @@ fn rows(name: &str, of: &Operand, arguments: impl super::Arguments + 'static) ->
     launches([kernel(name, of, arguments)?])
 }
 
-/// Launches a kernel of the form y = f(x), by name: softmax, or the normalizer of each row.
+/// Launches a kernel y = f(x) by name. f is the softmax, or the log-sum-exp of each row.
 fn forward(name: &str, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
     rows(name, x, SoftmaxArguments { x: x.address, y: y.address, width: x.width() })
@@ -93,13 +93,13 @@ pub fn log_sum_exp(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     forward("log_sum_exp", operands)
 }
 
-/// dx from (y, dy).
+/// Computes dx from (y, dy).
 pub fn softmax_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([y, dy], [dx]) = (operands.inputs, operands.outputs) else { return None };
     rows("softmax_grad", y, SoftmaxGradArguments { y: y.address, dy: dy.address, dx: dx.address, width: y.width() })
 }
 
-/// (losses, log-sum-exps) from (logits, targets).
+/// Computes (losses, log-sum-exps) from (logits, targets).
 pub fn cross_entropy(terms: &LossTerms, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([logits, targets], [losses, lse]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = CrossEntropyArguments {
@@ -113,7 +113,7 @@ pub fn cross_entropy(terms: &LossTerms, operands: &Operands<'_>) -> Option<Vec<L
     rows("cross_entropy", logits, arguments)
 }
 
-/// d_logits from (logits, targets, log-sum-exps, d_losses).
+/// Computes d_logits from (logits, targets, log-sum-exps, d_losses).
 pub fn cross_entropy_grad(terms: &LossTerms, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([logits, targets, lse, d_losses], [d_logits]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = CrossEntropyGradArguments {
@@ -129,14 +129,14 @@ pub fn cross_entropy_grad(terms: &LossTerms, operands: &Operands<'_>) -> Option<
     rows("cross_entropy_grad", logits, arguments)
 }
 
-/// The gradients of a head's losses.
+/// The gradients of the losses of a head, which determine the gradients of the logits.
 #[derive(Debug, Clone, Copy)]
 pub enum Upstream<'a> {
-    /// No gradient is computed.
+    /// Only losses are computed, no gradients.
     None,
-    /// The same gradient for all rows.
+    /// The gradient is the same for all rows.
     Everywhere(f32),
-    /// A gradient per row, for all rows of the batch, and the index of the chunk's first row.
+    /// A gradient per row, for all rows of the batch, followed by the index of the chunk's first row.
     Each(&'a Operand, u64),
 }
 
@@ -147,17 +147,18 @@ pub struct HeadRows {
     pub targets: u64,
     /// Losses, f32.
     pub losses: u64,
-    /// Losses without additional terms, f32; 0 if they are not needed.
+    /// Losses without regularization terms, f32; 0 if they are not needed.
     pub likelihoods: u64,
-    /// Weights of the losses, and of their gradients if these are known in advance, f32; 0 for none.
+    /// Weights of the losses, f32; 0 if there are none. With [`Upstream::Everywhere`], they also weight the gradients.
     pub weights: u64,
-    /// Logits of the vocabulary's last entries if they are stored separately, eight to a row, where they become their
-    /// gradients: their address, and the index of the first such entry.
+    /// The logits of the vocabulary's last entries, if they are stored separately. They are stored eight to a row and
+    /// replaced by their gradients. The pair contains their address and the index of the first such entry.
     pub rest: Option<(u64, u64)>,
 }
 
-/// A chunk of a language model's head: computes the losses of logits [rows, vocabulary] and overwrites the logits with
-/// their gradient. Rows may have gaps between them. If `cap` is above 0, a logit x is replaced by cap·tanh(x/cap).
+/// Processes a chunk of rows of a language model's head: computes the losses of logits [rows, vocabulary], and
+/// replaces the logits by their gradient. Rows may have gaps between them. If `cap` is above 0, a logit x is first
+/// replaced by cap·tanh(x/cap).
 pub fn head(
     logits: &Operand,
     HeadRows { targets, losses, likelihoods, weights, rest }: HeadRows,

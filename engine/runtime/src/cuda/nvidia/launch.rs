@@ -1,7 +1,7 @@
-//! Loading kernels, choosing algorithms, and starting both on the device's stream.
+//! Loads kernels, chooses algorithms, and starts both on the device's stream.
 //!
 //! - In: launches.
-//! - Out: functions and algorithms that are ready, and calls of the driver in order.
+//! - Out: loaded functions and chosen algorithms, and the driver's calls in order.
 //! - Never: a wait for the device.
 
 use std::collections::HashMap;
@@ -16,13 +16,13 @@ use crate::cuda::device::{Describe, DeviceError};
 use crate::cuda::function::Function;
 use crate::cuda::named::Named;
 
-/// Products whose forms are new, each with the index of its launch.
+/// Products of forms that have not been chosen for before, each with the index of its launch.
 pub(super) type Tried = Vec<(usize, Product)>;
 
-/// Replacements for products whose epilogues have no algorithm, by index of the launch.
+/// Launches that replace products whose epilogues have no algorithm, by index of the replaced launch.
 pub(super) type Instead = HashMap<usize, Vec<Launch>>;
 
-/// The launch itself, or its replacement.
+/// Returns the launches that replace a launch, or the launch itself.
 fn parts<'a>(instead: &'a Instead, index: usize, launch: &'a Launch) -> &'a [Launch] {
     instead.get(&index).map_or(std::slice::from_ref(launch), Vec::as_slice)
 }
@@ -39,7 +39,7 @@ impl Nvidia {
                 let architecture = self.architecture.of_family(kernel.family);
                 let architecture = architecture.expect("launches are those of the device's features");
                 let code = self.cache.load(self.nvrtc, kernel.family, architecture)?;
-                // SAFETY: the code is a complete CUBIN, which contains its own length.
+                // SAFETY: the code is a complete CUBIN, whose header contains its length.
                 let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
                 let module = module.named(&self.name, &format!("loading {}", kernel.family.file()))?;
                 self.modules.insert(kernel.family, module);
@@ -56,9 +56,9 @@ impl Nvidia {
         Ok(())
     }
 
-    /// Compiles and loads all kernels, and chooses an algorithm for every product. If there is none for a product with
-    /// an epilogue, product and epilogue become separate launches. Returns these replacements, and the products whose
-    /// forms are new.
+    /// Compiles and loads all kernels, and chooses an algorithm for every product. If a product with an epilogue has
+    /// no algorithm, it is replaced by separate launches of the product and the epilogue. Returns these replacements,
+    /// and the products of new forms.
     pub(super) fn prepare(
         &mut self,
         launches: &[Launch],
@@ -115,7 +115,7 @@ impl Nvidia {
     /// Starts a kernel on the stream.
     ///
     /// # Safety
-    /// The addresses in its arguments must point to device memory as large as the kernel assumes.
+    /// Each address in the kernel's arguments must point to device memory that is as large as the kernel assumes.
     unsafe fn start(&self, kernel: &Kernel) -> Result<(), DeviceError> {
         let &Kernel { grid: [x, y, z], block, shared_bytes, .. } = kernel;
         // An empty tensor.
@@ -127,8 +127,8 @@ impl Nvidia {
         let function = self.functions[&kernel.name].handle();
         let mut arguments = [kernel.arguments.as_ref().address().cast_mut()];
         let (grid, block) = ((x, y, z), (block, 1, 1));
-        // SAFETY: the kernel takes one struct, which the driver copies before it returns; the caller guarantees its
-        // addresses.
+        // SAFETY: the kernel takes one struct, which the driver copies before the call returns. The caller guarantees
+        // the addresses.
         unsafe { result::launch_kernel(function, grid, block, shared_bytes, self.stream.handle(), &mut arguments) }
             .named(&self.name, &call())
     }

@@ -1,8 +1,8 @@
-//! [`Device`] for NVIDIA's driver.
+//! The implementation of [`Device`] for NVIDIA's driver.
 //!
 //! - In: calls of the trait.
 //! - Out: calls of the driver, all on one stream of the device's primary context.
-//! - Never: a call into a library that was not found, or memory of its own besides the one reserved range.
+//! - Never: a call into a library that was not found, or device memory of its own besides the one reserved range.
 
 mod launch;
 mod tune;
@@ -27,14 +27,14 @@ use super::named::Named;
 use super::stream::Stream;
 use super::{Architecture, Cache, KernelError, Nvrtc};
 
-/// A GPU, with a range of its memory and the recordings that run there.
+/// A GPU, with one reserved range of its memory and the recordings that run there.
 #[derive(Debug)]
 pub struct Nvidia {
-    /// The driver's name for it.
+    /// The driver's name for the card.
     card: String,
     /// The name shown to users: ordinal, card and PCI bus id.
     name: String,
-    /// CUDA's ordinal, which is per process.
+    /// CUDA's index of the GPU, which is only valid in this process.
     ordinal: usize,
     /// PCI bus id.
     bus: String,
@@ -49,14 +49,14 @@ pub struct Nvidia {
     functions: HashMap<String, Function>,
     memory: Option<Mapped>,
     graphs: Vec<sys::CUgraphExec>,
-    /// Memory that came into use besides the arena, by cause and in order.
+    /// Device memory used besides the arena: for each cause, the bytes by which the use rose, in order.
     beside: Vec<(&'static str, u64)>,
     device: sys::CUdevice,
     context: Context,
 }
 
-// SAFETY: driver handles are valid in all threads of the process, and every method makes the context current before it
-// uses them.
+// SAFETY: driver handles are valid in all threads of the process, and every method makes the context current before
+// it uses the handles.
 unsafe impl Send for Nvidia {}
 
 /// The newest CUDA version that the driver supports; 13000 means 13.0.
@@ -68,7 +68,7 @@ fn driver_version(device: &str) -> Result<i32, DeviceError> {
 }
 
 impl Nvidia {
-    /// Number of GPUs; 0 if there is no driver.
+    /// Returns the number of GPUs; 0 if there is no driver.
     pub fn count() -> usize {
         // SAFETY: loading the driver's library has no preconditions.
         let is_there = unsafe { sys::is_culib_present() } && result::init().is_ok();
@@ -79,9 +79,9 @@ impl Nvidia {
     /// Opens a GPU by its ordinal. Compiled kernels are kept in `cache`.
     ///
     /// # Errors
-    /// Returns [`DeviceError::Missing`] if there is no driver or no cuBLASLt, [`DeviceError::Kernel`] if there is no
-    /// NVRTC, [`DeviceError::Unusable`] if the driver or the kernels do not support the GPU, and other errors of the
-    /// driver.
+    /// Returns [`DeviceError::Missing`] if the driver or cuBLASLt is missing, [`DeviceError::Kernel`] if NVRTC is
+    /// missing, and [`DeviceError::Unusable`] if the driver or the kernels do not support the GPU. Returns other
+    /// errors if the driver fails.
     pub fn new(ordinal: usize, cache: Cache) -> Result<Self, DeviceError> {
         // SAFETY: loading the driver's library has no preconditions.
         if !unsafe { sys::is_culib_present() } {
@@ -104,8 +104,8 @@ impl Nvidia {
         let bus =
             [CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID];
         let [domain, bus, slot] = bus.map(attribute);
-        // CUDA ordinals are per process. nvidia-smi, and with it the list of processes that hold memory, shows the PCI
-        // bus id.
+        // CUDA ordinals are only valid in one process. The PCI bus id is what nvidia-smi shows, also in its list of
+        // processes that hold memory.
         let bus = format!("{:08X}:{:02X}:{:02X}.0", domain?, bus?, slot?);
         let name = format!("{number} ({card}, {bus})");
         let architecture = Architecture::new(
@@ -169,7 +169,7 @@ impl Nvidia {
         taken(&LIBRARIES)
     }
 
-    /// Allocates host memory that the device accesses at the same address.
+    /// Allocates host memory that the device can access at the same address.
     #[cfg(feature = "testing")]
     #[doc(hidden)]
     pub fn mapped_host_memory(&self, bytes: usize) -> Result<u64, DeviceError> {
@@ -181,7 +181,7 @@ impl Nvidia {
             sys::cuMemHostGetDevicePointer_v2(&mut address, memory, 0).result().map(|()| memory)
         };
         let memory = found.named(&self.name, "cuMemHostGetDevicePointer")?;
-        // True wherever addresses are unified, as on every 64-bit Linux.
+        // This holds wherever host and device share one address space, as on every 64-bit Linux.
         assert_eq!(address, memory.expose_provenance() as u64, "the device has it at another address");
         Ok(address)
     }
@@ -200,7 +200,7 @@ impl Nvidia {
         self.context.enter(&self.name)
     }
 
-    /// Returns an error unless a copy stays within the reserved memory.
+    /// Returns an error if a copy would leave the reserved memory.
     fn expect_inside(&self, address: u64, bytes: usize, call: &str) -> Result<(), DeviceError> {
         let inside = self.memory.as_ref().is_some_and(|memory| memory.holds(address, bytes));
         let what = || format!("{bytes} bytes at {address:#x} are outside the reserved memory");
@@ -208,7 +208,7 @@ impl Nvidia {
         if inside { Ok(()) } else { Err(error()) }
     }
 
-    /// Bytes in use, once everything started is done.
+    /// Waits for all work, and returns the bytes of device memory in use.
     fn in_use(&self) -> Result<u64, DeviceError> {
         self.stream.synchronize()?;
         Ok(used(&self.name)?.in_use)
@@ -225,7 +225,7 @@ impl Drop for Captured {
     }
 }
 
-/// The environment variable that turns off NCCL between ranks if it is "off".
+/// The environment variable that disables NCCL between ranks if its value is "off".
 const NCCL_VARIABLE: &str = "GAPLESS_NCCL";
 
 /// `off` makes a GPU with `wgmma` use the kernels for all tensor cores (`mma.sync`).
@@ -267,10 +267,10 @@ impl Device for Nvidia {
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.enter()?;
         self.expect_inside(address, bytes.len(), "cuMemcpyHtoDAsync")?;
-        // A copy that is not on the stream may return before its last bytes have arrived ("API synchronization
-        // behavior"), and the stream would not wait for it.
+        // The copy must be on the stream. Any other copy may return before its last bytes have arrived ("API
+        // synchronization behavior"), and the stream would not wait for these bytes.
         //
-        // SAFETY: the range is mapped; the bytes live until the copy has been waited for.
+        // SAFETY: the range is mapped, and the bytes live until the copy has been waited for.
         let started = unsafe { result::memcpy_htod_async(address, bytes, self.stream.handle()) };
         let waited = self.stream.synchronize();
         started.named(&self.name, "cuMemcpyHtoDAsync").and(waited)
@@ -287,7 +287,7 @@ impl Device for Nvidia {
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError> {
         self.enter()?;
         let before = self.in_use()?;
-        // While a stream captures, nothing can be loaded, compiled or chosen.
+        // Everything is loaded, compiled and chosen before the capture, because none of this is possible during it.
         let (instead, chosen) = self.prepare(&launches, describe)?;
         self.try_out(&chosen, describe)?;
         let prepared = self.in_use()?;
@@ -296,19 +296,20 @@ impl Device for Nvidia {
         unsafe { result::stream::begin_capture(self.stream.handle(), mode) }
             .named(&self.name, "cuStreamBeginCapture")?;
         let started = self.start_all(&launches, &instead, describe);
-        // End the capture even after an error: a capturing stream can do nothing else.
+        // The capture must end even after an error, because a capturing stream cannot be used for anything else.
         //
         // SAFETY: the capture was begun above.
         let captured = unsafe { result::stream::end_capture(self.stream.handle()) }.map(Captured);
-        // A launch's own error says more than that of the failed capture.
+        // The error of a launch says more than the error of the capture that it made fail.
         started?;
         let captured = captured.named(&self.name, "cuStreamEndCapture")?;
-        // SAFETY: the capture has ended; the executable graph does not depend on the captured one.
+        // SAFETY: the capture has ended. The executable graph does not depend on the captured one.
         let ready = unsafe { result::graph::instantiate(captured.0, sys::CUgraphInstantiate_flags(0)) };
         let ready = ready.named(&self.name, "cuGraphInstantiate")?;
         self.graphs.push(ready);
         drop(captured);
-        // Without the upload, the graph would take its device memory at the first replay, where nothing counts it.
+        // Without the upload, the graph would allocate its device memory at the first replay, when the bytes in use
+        // are no longer measured.
         //
         // SAFETY: the graph and the stream are valid.
         unsafe { result::graph::upload(ready, self.stream.handle()) }.named(&self.name, "cuGraphUpload")?;
@@ -330,8 +331,8 @@ impl Device for Nvidia {
         self.stream.synchronize().map_err(|error| error.during(&describe(0)))
     }
 
-    /// Times launches by events on the stream. All events are recorded before the first wait, so the device never waits
-    /// for the host as long as kernels take longer than launching them.
+    /// Times launches by events on the stream. All events are recorded before the first wait. So the device never
+    /// waits for the host, as long as the kernels take longer than launching them.
     fn time(&mut self, launches: &[&Launch], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
         if self.driver < event::FIRST_VERSION {
             return time_from_here(self, launches, describe);
@@ -406,7 +407,7 @@ impl Device for Nvidia {
             };
             shared.map_err(failed)?;
         }
-        // SAFETY: the stream belongs to the device's primary context; the `Arc` keeps it alive.
+        // SAFETY: the stream belongs to the device's primary context, and the `Arc` keeps the stream alive.
         let nccl = unsafe { Nccl::on_stream(control, self.ordinal, self.stream.handle().cast(), self.stream.clone()) };
         nccl.map(|mut nccl| -> Box<dyn Communicator> {
             nccl.set_sums(Sums::AnyOrder);
@@ -423,7 +424,7 @@ impl Device for Nvidia {
 
 impl Drop for Nvidia {
     fn drop(&mut self) {
-        // If waiting fails, memory stays in use until the process ends.
+        // If this wait fails, device memory stays in use until the process ends.
         let _ = self.enter().and_then(|()| self.stream.synchronize());
         // SAFETY: no work is running, and this struct is the handles' only owner.
         unsafe {
@@ -437,7 +438,7 @@ impl Drop for Nvidia {
     }
 }
 
-/// Wraps a compile error, which does not depend on the device.
+/// Converts an error of compiling, which does not depend on the device.
 impl From<KernelError> for DeviceError {
     fn from(error: KernelError) -> Self {
         Self::Kernel(Box::new(error))
@@ -448,7 +449,8 @@ impl From<KernelError> for DeviceError {
 mod tests {
     use super::*;
 
-    /// Checks a copy to and from the device on a machine with a GPU, and the error on all others.
+    /// On a machine with a GPU, checks a copy to and from the device. On any other, checks that the error says what
+    /// is missing.
     #[test]
     fn a_machine_has_a_gpu_or_the_error_says_what_is_missing() {
         let folder = tempfile::tempdir().unwrap();

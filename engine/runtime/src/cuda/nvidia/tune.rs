@@ -1,9 +1,9 @@
 //! The choice of cuBLASLt's algorithm for each form of product.
 //!
-//! The library's first answer is a guess: for results of few tiles, another algorithm can be twice as fast. So the
-//! first time that a device meets a form, all answers are timed on zeros. The fastest one is cached next to the
-//! compiled kernels, by card, driver and library version. Results have the same bits from run to run as long as that
-//! file exists. `GAPLESS_TUNE=off` takes the first answer instead.
+//! The library's first proposal is a guess. For results of few tiles, another algorithm can be twice as fast. So when
+//! a device first has a product of a new form, all proposals are timed on zeros. The fastest is cached next to the
+//! compiled kernels, by card, driver and library version. As long as that file exists, results have the same bits
+//! from run to run. `GAPLESS_TUNE=off` uses the first proposal instead.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,16 +18,16 @@ use crate::cuda::device::{Describe, DeviceError};
 use crate::cuda::event::{self, Event};
 use crate::cuda::named::Named;
 
-/// The environment variable that turns off timing if it is "off".
+/// The environment variable that disables timing if its value is "off".
 const VARIABLE: &str = "GAPLESS_TUNE";
 
-/// Number of products that are timed together, after one that loads the algorithm's code.
+/// Number of products in each timing. One more product runs before them, so that the algorithm's code is loaded.
 const TIMED: u32 = 3;
 
 impl Nvidia {
-    /// Starts products of new forms on zeros, and sets the algorithm of each form. This also makes the library load its
-    /// kernels, which it may do at their first start and which is not possible while a stream captures. It overwrites
-    /// the products' operands, which a step writes again.
+    /// Runs products of new forms on zeros, and selects the algorithm of each form. This also makes the library load
+    /// its kernels, which it may do at their first start and cannot do while a stream is being captured. The
+    /// products' operands are overwritten, so they must be initialized afterwards.
     pub(super) fn try_out(&mut self, chosen: &Tried, describe: Describe<'_>) -> Result<(), DeviceError> {
         let is_off = std::env::var(VARIABLE).is_ok_and(|value| value == "off");
         let device = [self.card.clone(), self.driver.to_string(), self.products.version().to_string()];
@@ -66,7 +66,7 @@ impl Nvidia {
         Ok(())
     }
 
-    /// The index of the fastest algorithm for a product, and the time of one product.
+    /// Returns the index of the fastest algorithm for a product, and the time of one product.
     fn fastest(&mut self, product: &Product) -> Result<(usize, Duration), DeviceError> {
         let mut fastest = (0, Duration::MAX);
         for answer in 0..self.products.answers(product) {

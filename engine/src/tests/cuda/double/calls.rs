@@ -1,4 +1,4 @@
-//! The calls to the driver, with and without failures.
+//! Tests of the calls to the driver, with and without failures.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -10,7 +10,8 @@ use crate::cuda::launch::{Batch, Epilogue, Matrix, scratch_in};
 use crate::cuda::{Cache, Device, DeviceError, Kernel, Launch, Nvidia, Product};
 use crate::tests::cuda::products::gelu;
 
-/// Memory that the fake driver takes for a context, a module, a loaded function, and cuBLASLt's first product.
+/// The memory that the fake driver takes for a context, a module, a loaded function, and the first product of
+/// cuBLASLt.
 const CONTEXT: u64 = 420 << 20;
 const MODULE: u64 = 256 << 10;
 const FUNCTION: u64 = 64 << 10;
@@ -23,16 +24,16 @@ fn open() -> Result<Nvidia, DeviceError> {
     Nvidia::new(0, Cache::of_user())
 }
 
-/// Rows, inner extent and columns of a product. They differ from each other, and the number of columns is valid for an
-/// epilogue.
+/// Rows, inner extent and columns of a product. They differ from each other. The number of columns is one that
+/// cuBLASLt accepts for an epilogue.
 const M: u64 = 3;
 const K: u64 = 5;
 const N: u64 = 8;
 
-/// Room for several matrices and the workspace.
+/// Number of bytes for several matrices and the workspace.
 const BYTES: u64 = 1 << 14;
 
-/// Byte offsets of matrices. `kept` and `twice` are not initialized.
+/// Byte offsets of the matrices. `kept` and `twice` are not initialized.
 #[derive(Clone, Copy)]
 struct Places {
     x: u64,
@@ -46,7 +47,8 @@ struct Places {
 
 const PLACES: Places = Places { x: 0, weight: 512, bias: 1024, sum: 1536, hidden: 2048, kept: 2560, twice: 3072 };
 
-/// The launches of hidden = GELU(x·weightᵀ + bias), sum += hidden·weight, twice = hidden + x·weightᵀ + bias.
+/// Returns the launches of hidden = GELU(x·weightᵀ + bias), sum += hidden·weight, and twice = hidden + x·weightᵀ +
+/// bias.
 fn products(base: u64, places: Places) -> Vec<Launch> {
     let workspace = scratch_in(base + 4096, 8192);
     let matrix = |place: u64, columns| Matrix::dense(base + place, DType::F32, columns);
@@ -62,7 +64,7 @@ fn products(base: u64, places: Places) -> Vec<Launch> {
     [gelu, Product { onto: Some(sum.c.address), batch, ..sum }, twice].map(Launch::Product).into()
 }
 
-/// The initial value at an offset.
+/// Returns the initial value at an offset.
 fn number(place: u64) -> f32 {
     (place / 4 % 7) as f32 - 3.0
 }
@@ -92,14 +94,15 @@ fn expect_sum(device: &Nvidia, base: u64, places: Places) -> Result<(), DeviceEr
         for (index, got) in (0..).zip(bytes.chunks_exact(4)) {
             let expected = expected(index / columns, index % columns);
             let got = f64::from(f32::from_ne_bytes(got.try_into().expect("four bytes")));
-            // f32 sums of values below a hundred.
+            // The expected value is an f32 sum of values below a hundred.
             assert!((got - expected).abs() <= 1e-4, "{got}, not {expected}");
         }
     }
     Ok(())
 }
 
-/// The same products with separate kernels for GELU, which ask for more shared memory than the default limit.
+/// Returns the launches of the same products, with GELU in a separate kernel. The kernel requests more shared memory
+/// than the default limit.
 fn apart(base: u64) -> Vec<Launch> {
     let part = |launch| match launch {
         Launch::Product(product) => product.apart(),
@@ -112,7 +115,7 @@ fn apart(base: u64) -> Vec<Launch> {
     products(base, PLACES).into_iter().flat_map(part).map(with_more).collect()
 }
 
-/// Uses a device in every way: launches recorded, replayed, run and timed.
+/// Uses a device in every way: records launches, replays a recording, and runs and times launches.
 fn work(device: &mut Nvidia, launches: impl Fn(u64) -> Vec<Launch>) -> Result<(), DeviceError> {
     let base = device.reserve(BYTES)?;
     let describe = |index: usize| format!("launch {index}");
@@ -131,7 +134,7 @@ fn work(device: &mut Nvidia, launches: impl Fn(u64) -> Vec<Launch>) -> Result<()
     expect_sum(device, base, PLACES)
 }
 
-/// The warnings that are logged during `work`.
+/// Returns the warnings that are logged during `work`.
 fn warnings(work: impl FnOnce()) -> String {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let writer = {
@@ -156,7 +159,7 @@ impl Write for Lines {
     }
 }
 
-/// Memory is allocated, written, read and released, several times, with several devices in one process.
+/// Memory is allocated, written, read and released. This is repeated with several devices in one process.
 #[test]
 fn memory_comes_and_goes() {
     judge(module_path!(), "memory_comes_and_goes", |double| {
@@ -180,7 +183,7 @@ fn memory_comes_and_goes() {
     });
 }
 
-/// Memory is extended at its end as far as the device has memory. Its address and contents stay the same.
+/// Memory is extended at its end, up to the size of the device's memory. The address and the contents stay the same.
 #[test]
 fn memory_goes_on() {
     judge(module_path!(), "memory_goes_on", |double| {
@@ -226,8 +229,8 @@ fn devices_share_a_context() {
     });
 }
 
-/// Cards of the same model have the same name, independent of ordinal and bus id. The loaded libraries are the fake
-/// ones.
+/// Cards of the same model have the same name, whatever their ordinals and bus ids are. The loaded libraries are the
+/// fake ones.
 #[test]
 fn a_device_says_what_it_is() {
     judge(module_path!(), "a_device_says_what_it_is", |_| {
@@ -243,7 +246,7 @@ fn a_device_says_what_it_is() {
     });
 }
 
-/// cuBLASLt and NVRTC are found in the packages of the Python that is on `PATH`.
+/// cuBLASLt and NVRTC are found in the packages of a Python whose folder is on `PATH`.
 #[test]
 fn libraries_of_packages_are_found() {
     const LIBRARIES: [&str; 2] = ["libcublasLt.so.13", "libnvrtc.so.13"];
@@ -281,8 +284,8 @@ fn libraries_of_packages_are_found() {
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
 
-/// The memory that a recording takes is accounted for. Epilogues that the library does not have become separate
-/// kernels, with a warning.
+/// The memory that a recording takes is accounted for. If the library does not have an epilogue, the epilogue becomes
+/// a separate kernel, with a warning.
 #[test]
 fn products_with_and_without_epilogues() {
     judge(module_path!(), "products_with_and_without_epilogues", |double| {
@@ -293,7 +296,8 @@ fn products_with_and_without_epilogues() {
             let expected = "no algorithm with an epilogue; two launches product=\"launch 0\"";
             assert_eq!(warned.matches(expected).count(), has_none as usize, "once for a form: {warned}");
             let memory = device.memory().unwrap();
-            // No memory comes into use after the recording: its graph and its kernels are on the device.
+            // The graph and its kernels are on the device when the recording ends, so no memory comes into use after
+            // it.
             assert_eq!((memory.rounding(), memory.unexplained()), (0, 0), "{memory}");
             assert!(memory.in_use >= CONTEXT + PRODUCTS + PAGE, "{memory}");
         }
@@ -301,7 +305,7 @@ fn products_with_and_without_epilogues() {
 }
 
 /// Memory that comes into use with the first launch counts as rounding up to one page per entry, and as unexplained
-/// beyond that.
+/// above that.
 #[test]
 fn memory_that_comes_late() {
     judge(module_path!(), "memory_that_comes_late", |double| {
@@ -316,8 +320,8 @@ fn memory_that_comes_late() {
     });
 }
 
-/// Old drivers: without a function for the time between events, the host's clock is used. Without `cuFuncLoad`, a
-/// function is loaded by asking for one of its attributes.
+/// Two older drivers. If a driver has no function for the time between events, the host's clock is used. If it lacks
+/// `cuFuncLoad`, a function is loaded by a query of one of its attributes.
 #[test]
 fn older_drivers() {
     judge(module_path!(), "older_drivers", |double| {
@@ -331,13 +335,13 @@ fn older_drivers() {
     });
 }
 
-/// A device can be moved between threads, while another thread uses another device.
+/// A device can move between threads while another thread uses another device.
 #[test]
 fn devices_go_from_thread_to_thread() {
     judge(module_path!(), "devices_go_from_thread_to_thread", |_| {
         let one = || {
-            // Repeated often enough that one thread captures while the other makes calls that its own capture would
-            // forbid.
+            // There are enough repetitions that one thread captures while the other makes calls that its own capture
+            // would forbid.
             for launches in [apart, |base| products(base, PLACES)].repeat(25) {
                 let mut device = open().unwrap();
                 let device = std::thread::spawn(move || {
@@ -355,8 +359,8 @@ fn devices_go_from_thread_to_thread() {
     });
 }
 
-/// cuBLASLt is told the alignment of matrices, and reads that of the bias and the auxiliary tensor from their
-/// addresses.
+/// cuBLASLt is told the alignment of matrices. It determines the alignment of the bias and of the auxiliary tensor
+/// from their addresses.
 #[test]
 fn an_algorithm_is_for_how_its_operands_are_aligned() {
     judge(module_path!(), "an_algorithm_is_for_how_its_operands_are_aligned", |_| {
@@ -379,7 +383,8 @@ fn an_algorithm_is_for_how_its_operands_are_aligned() {
     });
 }
 
-/// At whatever point memory runs out, the error says so and everything allocated is released.
+/// Memory runs out at every possible point. Each time, the error says so, and everything that was allocated is
+/// released.
 #[test]
 fn memory_may_not_be_enough() {
     judge(module_path!(), "memory_may_not_be_enough", |double| {
@@ -403,14 +408,16 @@ fn memory_may_not_be_enough() {
     });
 }
 
-/// Any call that fails is reported as an error, and everything created before is released.
+/// Each call of the driver fails once. The failure is reported as an error, and everything created before is
+/// released.
 #[test]
 fn every_call_may_fail() {
     judge(module_path!(), "every_call_may_fail", |double| {
         let folder = tempfile::tempdir().unwrap();
         let all = |name: &str| {
             let cache = folder.path().join(name).join("kernels");
-            // Compiled kernels may be reused, but algorithms are measured anew each time.
+            // Compiled kernels may stay in the cache, but the choices of algorithms are removed, so that each run
+            // measures them.
             let entries = std::fs::read_dir(&cache).into_iter().flatten().flatten().map(|entry| entry.path());
             entries
                 .filter(|path| path.extension().is_some_and(|end| end == "products"))
@@ -421,18 +428,19 @@ fn every_call_may_fail() {
         };
         all("").unwrap();
         let calls = double.calls();
-        // Calls that release something are left out: if they fail, it is not released.
+        // Calls that release something are excluded, because a resource whose release fails stays allocated.
         let gives_back =
             |name: &str| ["Destroy", "Release", "Free", "Unmap", "Unload"].iter().any(|word| name.contains(word));
-        // Calls that are made once per process.
+        // Calls that are only made once per process are excluded.
         let elsewhere =
             ["nvrtcVersion", "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs", "cuDevicePrimaryCtxRetain"];
         let calls = calls.into_iter().filter(|(name, _)| !gives_back(name) && !elsewhere.contains(&name.as_str()));
-        // Code without the figures of its kernels is still usable.
+        // These calls are excluded, because code is usable without the figures of its kernels.
         let calls: Vec<_> = calls.filter(|(name, _)| !name.starts_with("nvrtcGetProgramLog")).collect();
         assert!(calls.len() > 35, "{calls:?}");
         for (name, count) in calls {
-            // The first call and one in the middle; the last one may belong to the release.
+            // The first call and one in the middle fail. The last one is excluded, because it may belong to the
+            // release.
             for number in std::collections::BTreeSet::from([1, (count / 2).max(1)]) {
                 let is_compiler = name.starts_with("nvrtc");
                 double.fail(&name, number, if is_compiler { 1 } else { 999 });
@@ -460,7 +468,8 @@ fn every_call_may_fail() {
     });
 }
 
-/// Code is compiled for the device at hand. If the compiler does not support the device, the error says so.
+/// Code is compiled for the architecture of the device. If the compiler does not support the architecture, the error
+/// says so.
 #[test]
 fn devices_of_other_architectures() {
     judge(module_path!(), "devices_of_other_architectures", |double| {
@@ -480,7 +489,7 @@ fn devices_of_other_architectures() {
     });
 }
 
-/// A device with an ordinal that does not exist.
+/// A device is requested whose ordinal does not exist.
 #[test]
 fn a_device_that_is_not_there() {
     judge(module_path!(), "a_device_that_is_not_there", |double| {

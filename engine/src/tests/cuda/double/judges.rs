@@ -2,11 +2,11 @@
 
 use super::{expect_well, folder};
 
-/// The environment variable that selects the tests, as a test program's arguments do.
+/// The environment variable that selects the tests, in the form of a test program's arguments.
 const VARIABLE: &str = "GAPLESS_DOUBLE_JUDGES";
 
-/// The tests that run without it: replayed steps and steps run instruction by instruction of two kinds of models,
-/// expert ranks whose arenas grow, and products with epilogues in both types.
+/// The tests that run if the variable is not set: replayed steps, steps of two kinds of models that run instruction
+/// by instruction, expert ranks whose arenas grow, and products with epilogues in both types.
 const FEW: [&str; 4] = [
     "trainer::a_profile_is_a_step",
     "routing::a_rank_may_have_all_rows",
@@ -31,7 +31,7 @@ fn judges_hold_on_the_double() {
     }
 }
 
-/// With the approximate GELU of a real device's library, errors stay within the tolerances.
+/// The fake library uses the approximate GELU of a real device's library, and errors stay within the tolerances.
 #[test]
 fn tolerances_are_those_of_a_device() {
     let Some(folder) = folder() else { return };
@@ -41,7 +41,7 @@ fn tolerances_are_those_of_a_device() {
     assert!(said.contains("2 passed"), "{said}");
 }
 
-/// A test of single kernels, in host memory that is mapped for the device.
+/// Runs a test of single kernels, in host memory that is mapped for the device.
 #[test]
 fn kernels_on_the_double() {
     if let Some(folder) = folder() {

@@ -1,4 +1,4 @@
-//! Ranks that exchange tensors by NCCL, each with a device of its own.
+//! Tests of ranks that exchange tensors by NCCL, each with a device of its own.
 
 use gapless_alloc::arena::Reserve;
 
@@ -17,12 +17,12 @@ use crate::tests::cuda::small::{Small, Style};
 use crate::tests::cuda::trainer::step;
 use crate::{MemoryOptions, Overflow, StepOptions, TrainError, TrainOptions, Trainer};
 
-/// The device of a rank.
+/// Returns the device of a rank.
 fn own(rank: usize) -> Box<dyn Device> {
     Box::new(Nvidia::new(rank, Cache::of_user()).expect("the double has as many"))
 }
 
-/// Stages, data ranks and expert ranks compute the same on their devices as on CPUs.
+/// Stages, data ranks and expert ranks compute the same on devices as on CPUs.
 #[test]
 fn ranks_exchange_by_nccl() {
     judge(module_path!(), "ranks_exchange_by_nccl", |double| {
@@ -30,7 +30,7 @@ fn ranks_exchange_by_nccl() {
         let options =
             TrainOptions { step: StepOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick().step }, ..quick() };
         compare("data ranks and stages", &options, own, |vb| Small::new(Style::Llama, vb));
-        // Sums over more than two ranks are in NCCL's order.
+        // NCCL determines the order of sums over more than two ranks.
         compare(
             "shared states",
             &TrainOptions { step: StepOptions { mesh: mesh(4, 1, 1), ..quick().step }, ..quick() },
@@ -99,7 +99,7 @@ fn expect_told(double: &Double, style: Style, mesh: Mesh, call: &str) {
     assert!(errors.iter().all(|error| error.contains(call)), "{errors:?}");
 }
 
-/// A call that fails on one rank is reported by all ranks.
+/// If a call fails on one rank, all ranks report the failure.
 #[test]
 fn a_failure_of_nccl_is_told_to_the_others() {
     judge(module_path!(), "a_failure_of_nccl_is_told_to_the_others", |double| {
@@ -107,8 +107,8 @@ fn a_failure_of_nccl_is_told_to_the_others() {
     });
 }
 
-/// A failure while several communicators have operations running, and other ranks wait for all of them. No rank
-/// mistakes the aborted operations for a completed step.
+/// One rank fails while several communicators have operations running, and other ranks wait for all of these
+/// operations. No rank takes the aborted operations for a completed step.
 #[test]
 fn a_failure_ends_all_communicators() {
     judge(module_path!(), "a_failure_ends_all_communicators", |double| {

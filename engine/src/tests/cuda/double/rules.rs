@@ -1,4 +1,4 @@
-//! The fake driver refuses what the documentation forbids.
+//! The fake driver reports what the documentation forbids.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr::{null, null_mut};
@@ -57,7 +57,7 @@ fn break_rules() {
     let location = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
     let access = sys::CUmemAccessDesc { location, flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-    // SAFETY: the fake driver detects what is wrong with these calls before it accesses any memory.
+    // SAFETY: the fake driver detects each broken rule before it accesses any memory.
     unsafe {
         let mut kind: sys::CUmemAllocationProp = std::mem::zeroed();
         kind.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -131,7 +131,7 @@ fn break_rules() {
     }
 }
 
-/// A function whose code would be loaded by its first launch, while a stream captures.
+/// Launches a function for the first time, so that its code would be loaded, while a stream captures.
 #[test]
 fn late_loads_are_told() {
     let Some(told) = told(module_path!(), "late_loads_are_told", load_late) else { return };
@@ -147,11 +147,11 @@ fn load_late() {
     let (mut module, mut function) = (null_mut(), null_mut());
     let code = Nvrtc::load(None).unwrap().compile(Family::Reduce, Architecture::new(9, 0)).unwrap().code;
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-    // More than the arguments of any kernel of the family.
+    // These words are more than the arguments of any kernel of the family.
     let mut arguments = [0u64; 64];
     let mut parameters = [arguments.as_mut_ptr().cast()];
     let well = |got| assert_eq!(got, CUDA_SUCCESS);
-    // SAFETY: nothing runs, because the launch is refused.
+    // SAFETY: the fake driver refuses the launch, so nothing runs.
     unsafe {
         well(sys::cuInit(0));
         well(sys::cuDevicePrimaryCtxRetain(&mut context, 0));
@@ -168,7 +168,7 @@ fn load_late() {
     }
 }
 
-/// A product that reads memory which was never written.
+/// A product reads memory that was never written.
 #[test]
 fn early_reads_are_told() {
     let read_early = || {
@@ -183,7 +183,7 @@ fn early_reads_are_told() {
     assert_eq!(told, ["cublasLtMatmul: reads A, to which nobody has written"], "by columns, A is the right factor");
 }
 
-/// A generic lambda, compiled without the option that makes functions device functions by default.
+/// A generic lambda is compiled without the option that makes functions device functions by default.
 #[test]
 fn generic_lambdas_are_told() {
     let Some(told) = told(module_path!(), "generic_lambdas_are_told", || assert_eq!(compile_lambda(), 6)) else {

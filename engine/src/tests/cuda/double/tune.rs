@@ -1,4 +1,4 @@
-//! The algorithms that products use.
+//! Tests of the choice of algorithms for products.
 
 use candle_core::DType;
 
@@ -13,8 +13,8 @@ fn launches(base: u64) -> Vec<Launch> {
     [512, 1024].map(|to| Launch::Product(product(to))).into()
 }
 
-/// All algorithms are timed, with four starts each, if the form is new; not if an earlier process has cached the
-/// choice; and not with drivers that cannot time events.
+/// If a form is new, all of its algorithms are timed, with four starts each. Nothing is timed if an earlier process
+/// has cached the choice, or if the driver cannot time events.
 #[test]
 fn algorithms_are_timed_once() {
     judge(module_path!(), "algorithms_are_timed_once", |double| {
@@ -29,7 +29,7 @@ fn algorithms_are_timed_once() {
             device.record(launches(base), &|index| format!("launch {index}")).unwrap();
             count(double) - before
         };
-        // One start of the chosen algorithm, and two recorded products.
+        // This counts one start of the chosen algorithm, and two recorded products.
         assert_eq!(started(folder.path()), 3 * 4 + 3);
         assert_eq!(started(folder.path()), 3);
         let kept = std::fs::read_dir(folder.path()).unwrap().filter_map(|entry| entry.ok());

@@ -1,4 +1,4 @@
-// The stand-in's blocks, fibers, barriers and exchanges (device.hpp).
+// The blocks, fibers, barriers and exchanges of the simulated device (device.hpp).
 #include "device.hpp"
 
 #include "warpgroup.hpp"
@@ -19,7 +19,7 @@ namespace {
 
 enum class State { RUNNABLE, AT_BLOCK_BARRIER, AT_WARP_BARRIER, OVER };
 
-// A copy that was started.
+// An asynchronous copy that was started and has not arrived.
 struct AsyncCopy {
     void* to;
     const void* from;
@@ -44,18 +44,19 @@ struct WarpgroupProduct {
 };
 
 struct Fiber {
-    // Where it begins, and where it goes on once it has begun, in this block and those that follow: a jump asks nothing of the
-    // operating system.
+    // `context` starts the fiber. Once it has begun, `here` is where it continues, in this block and in later ones. A
+    // jump needs no call of the operating system.
     ucontext_t context;
     jmp_buf here;
     bool has_begun = false;
-    // As it comes from the operating system: what is not touched takes no memory.
+    // Not initialized, because pages that are never touched take no memory.
     std::unique_ptr<char[]> stack;
     State state = State::OVER;
     Coordinates index;
-    // Numbers exchanged so far: two sets of slots take turns, so that one barrier per exchange is enough.
+    // Number of exchanges so far. Exchanges alternate between two sets of slots, so that one barrier per exchange is
+    // enough.
     unsigned exchanges;
-    // Copies that have not been waited for, and how many groups of them were closed.
+    // Copies that have not been waited for, and the number of groups that were closed.
     std::deque<AsyncCopy> copies;
     unsigned groups;
     // The same of products; and a hash of all of them, which is that of the whole warpgroup.
@@ -66,14 +67,14 @@ struct Fiber {
     bool has_fenced_registers, has_fenced_memory;
 };
 
-// What a lane brings to a product of matrices.
+// The fragments that a lane provides for a product of matrices.
 struct Fragments {
     unsigned a[4], b[2];
 };
 
 struct Device {
     jmp_buf scheduler;
-    // They stay where they are: a context points into itself.
+    // A deque does not move its elements. This is necessary because a context contains pointers into itself.
     std::deque<Fiber> fibers;
     std::vector<unsigned char> shared;
     // Shared memory as products of warpgroups see it.
@@ -110,7 +111,8 @@ struct Device {
         if (_setjmp(fiber().here) == 0) _longjmp(scheduler, 1);
     }
 
-    // Whether all threads in a range are at this barrier, or over if that is allowed; if so, lets them go on.
+    // If all threads of a range are at this barrier (or over, if `may_be_over`), lets them continue. Returns whether
+    // any did.
     bool release(unsigned first, unsigned end, State at, bool may_be_over) {
         bool any = false;
         for (unsigned t = first; t < end; ++t) {
@@ -123,7 +125,7 @@ struct Device {
         return any;
     }
 
-    // As far as it goes without the other warps.
+    // Runs a warp until it has to wait for other warps.
     void run_warp(unsigned warp, bool is_reversed) {
         do {
             for (unsigned i = 0; i < 32; ++i) {
@@ -160,7 +162,8 @@ struct Device {
                 fiber.context.uc_link = nullptr;
                 makecontext(&fiber.context, &Device::enter, 0);
             }
-            // One that is over waits for the next block; one that an error has left in its midst begins anew.
+            // A fiber that is over continues with the next block. A fiber that an error has stopped starts from the
+            // beginning.
             fiber.has_begun &= fiber.state == State::OVER;
             fiber.state = State::RUNNABLE;
             fiber.index = {t, 0, 0};
@@ -236,7 +239,7 @@ void Device::enter() {
     }
 }
 
-// The slots of this thread's next exchange.
+// Returns the slots for this thread's next exchange.
 template <typename Slot>
 std::vector<Slot>& next(std::vector<Slot> (&slots)[2]) {
     return slots[device.fiber().exchanges++ % 2];
@@ -262,7 +265,7 @@ int __syncthreads_or(int vote) {
     votes[device.current] = vote;
     __syncthreads();
     int any = 0;
-    // Threads that are over have no vote.
+    // Threads that are over do not vote.
     for (unsigned t = 0; t < blockDim.x; ++t) any |= votes[t];
     return any != 0;
 }

@@ -1,12 +1,20 @@
-// A stand-in for a CUDA device, so that kernels can be judged where there is none: what CUDA defines, in plain C++.
+// A simulated CUDA device, with which kernels can be checked on machines without a GPU. It defines what CUDA defines,
+// in plain C++.
 //
-// Blocks run one after another. The threads of a block are fibers of one thread of the operating system; each runs until it
-// comes to a barrier, and a warp until all of it wait for other warps: the order of threads is known, as uneven as can be, and
-// can be turned round. A kernel whose results are wrong, or change with it, lacks a barrier. What it checks beside: every thread of a block (or a warp) comes to the same barrier,
-// no lane leaves while others exchange numbers with it, and nothing is written behind the shared memory that was asked for.
-// What it cannot show: how fast anything is, what a compiler for the device makes of it, and races within a warp.
+// Blocks run one after another. The threads of a block are fibers of one thread of the operating system. Each fiber
+// runs until it reaches a barrier, and each warp until all of its threads wait for other warps. So the order of
+// threads is known, is as uneven as possible, and can be reversed. If a kernel's results are wrong, or change when
+// the order is reversed, the kernel lacks a barrier.
 //
-// It is compiled with every kernel: nothing but declarations, and no library. device.cpp is compiled once, and linked to each.
+// The device also checks that
+// - every thread of a block (or a warp) reaches the same barrier,
+// - no lane leaves while others exchange values with it, and
+// - nothing is written after the end of the requested shared memory.
+//
+// It cannot show how fast a kernel is, how a compiler for the device translates it, or races within a warp.
+//
+// This file is compiled with every kernel, so it only contains declarations and uses no library. device.cpp is
+// compiled once, and linked to each kernel.
 #ifndef GAPLESS_ON_HOST_DEVICE
 #define GAPLESS_ON_HOST_DEVICE
 #define ON_HOST
@@ -14,7 +22,8 @@
 #define __device__
 #define __forceinline__ inline
 
-// What CUDA takes from C's <math.h>, whose text is longer than a kernel's.
+// The functions of <math.h> that CUDA provides. The header itself is not included, because it is longer than a
+// kernel.
 extern "C" {
 #define OF_ONE(name)      \
     float name##f(float); \
@@ -31,26 +40,26 @@ float fmaf(float, float, float);
 double fma(double, double, double);
 }
 
-// Every kernel has a device of its own.
+// Symbols are hidden, so that every kernel library has a device of its own.
 #pragma GCC visibility push(hidden)
 
 struct Coordinates {
     unsigned x, y, z;
 };
 
-// What is asked of the device.
+// The parameters of a launch.
 struct Run {
     unsigned grid[3];
     unsigned block;
     unsigned shared_bytes;
-    // Whether blocks and threads go from the last to the first.
+    // True if blocks and threads run from the last to the first.
     unsigned is_reversed;
 };
 
 extern Coordinates gridDim, blockDim, blockIdx, threadIdx;
 extern unsigned char* shared_memory;
 
-// Runs all blocks; returns what was wrong, if anything.
+// Runs all blocks. Returns an error text, or null if no error was found.
 const char* run(const Run& run, void (*body)(const void*), const void* arguments);
 
 void __syncthreads();
@@ -58,17 +67,17 @@ void __syncwarp();
 int __syncthreads_or(int vote);
 unsigned __ballot_sync(unsigned, int vote);
 
-// Blocks run one after another: what one has stored is there for the next.
+// Blocks run one after another, so the next block sees everything that earlier blocks have stored.
 static inline void __threadfence() {}
 
-// Adds one, or begins at 0 again behind the greatest.
+// Increments a counter, which is reset to 0 after it has reached `greatest`. Returns the old value.
 static inline unsigned atomicInc(unsigned* at, unsigned greatest) {
     const unsigned before = *at;
     *at = before >= greatest ? 0 : before + 1;
     return before;
 }
 
-// What a lane of this warp gives in the same exchange.
+// Returns the value that a lane of this warp passes to the same exchange.
 unsigned long long exchange(unsigned long long own, unsigned lane);
 
 template <typename T>
@@ -100,10 +109,12 @@ static inline float __uint_as_float(unsigned bits) {
     return x;
 }
 
-// mma.sync.m16n8k16: every lane lays down its fragments, and makes its four elements of the result from those of others.
+// mma.sync.m16n8k16: every lane provides its fragments, and computes its four elements of the result from those of
+// all lanes.
 void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
-// ldmatrix.m8n8.x4: every lane names a row of a matrix, and gets two elements of each: neighbours of a row, or of a column.
+// ldmatrix.m8n8.x4: every lane provides the address of a row of a matrix, and receives two elements of each of four
+// matrices. These are neighbours in a row or, if `is_transposed`, in a column.
 void load_fragments(unsigned (&to)[4], const void* row, bool is_transposed);
 
 template <typename Half>
@@ -118,7 +129,7 @@ static void load_transposed(unsigned (&to)[4], const Half* row) {
     load_fragments(to, row, true);
 }
 
-// cp.async: nothing is there before it has been waited for.
+// cp.async: the copied bytes only arrive when the thread waits for them.
 void copy_async(void* to, const void* from, unsigned count);
 void close_copies();
 void wait_for_copies(unsigned but);
@@ -140,7 +151,7 @@ void wait_for_products(unsigned but);
 
 #pragma GCC visibility pop
 
-// A kernel is a function that runs all blocks, and returns what was wrong, if anything.
+// A kernel is a function that runs all blocks. It returns an error text, or null if no error was found.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #define KERNEL(name, Arguments)                                                                                  \
     static void name##_thread(const Arguments& arguments);                                                       \

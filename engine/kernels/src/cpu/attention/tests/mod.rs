@@ -63,8 +63,8 @@ impl Case {
     fn compute<T: Factor>(&self, level: Level, threads: usize) -> Computed {
         let Self { job, q, k, v, dout, starts } = self;
         let stored = |x: &Vec<f32>| x.iter().map(|&x| T::store(x)).collect::<Vec<T>>();
-        // Gaps between strides are zeros. Scratch is filled with NaN, so that a float which is read before it is
-        // written shows up in the result.
+        // Gaps between strides are zeros. Scratch is filled with NaN, so a float that is read before it was written
+        // shows up in the result.
         let mut got = Computed {
             out: vec![0.0; dout.len()],
             lse: vec![0.0; job.batch * job.heads * job.queries],
@@ -120,8 +120,8 @@ fn check(job: Attention, threads: usize) {
 
 fn check_case(case: &Case, threads: usize) {
     check_stored::<f32>(case, threads);
-    // Probabilities, gradients of scores, and the outputs that the backward reads are rounded once: a relative error of
-    // at most 2⁻⁹ each.
+    // Probabilities, gradients of scores, and the outputs that the backward reads are each rounded once, with a
+    // relative error of at most 2⁻⁹.
     check_stored::<bf16>(&case.rounded(), threads);
 }
 
@@ -136,9 +136,9 @@ fn check_stored<T: Factor>(case: &Case, threads: usize) {
                 let is_equal = f64::from(got) == expected;
                 if is_equal { 0.0 } else { (f64::from(got) - expected).powi(2) }
             };
-            // Scores of magnitude up to 4·head_size·scale carry rounding errors of their magnitude into the exponent;
-            // the gradients are sums over hundreds of such probabilities. In a norm, that stays below 2⁻²³ × 40. Before
-            // that, dot products over a head and an exponential round each term head_size + 8 times.
+            // Scores reach 4·head_size·scale in magnitude, and their rounding errors enter the exponent. Gradients
+            // are sums over hundreds of such probabilities. Relative to the norm, these errors stay below 2⁻²³ × 40.
+            // The dot product over a head, and the exponential, add head_size + 8 roundings per term.
             let of_storage = if T::IS_BF16 { 2f64.powi(-8) } else { 0.0 };
             let rounding = f64::from(f32::EPSILON) * (job.widest() + 8) as f64 + of_storage;
             let (error, bound) = (
@@ -250,13 +250,14 @@ fn long_sequences_agree_with_the_reference() {
     }
 }
 
-/// For each token of consecutive documents of these lengths: the start of its document.
+/// Returns, for each token of consecutive documents of these lengths, the start of its document.
 fn starts_of(lengths: &[usize]) -> Vec<u32> {
     let begins = lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + length)));
     begins.zip(lengths).flat_map(|(begin, &length)| vec![begin as u32; length]).collect()
 }
 
-/// Documents of one token up to several blocks of keys, in two sequences, one of which is a single document.
+/// Documents range from one token to several blocks of keys. There are two sequences, and one of them is a single
+/// document.
 #[test]
 fn packed_documents_agree_with_the_reference() {
     for (lengths, heads, head_size, threads) in
@@ -316,7 +317,7 @@ fn bits_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// A packed [batch, token, (q, k, v), head, element] tensor gives the same bits as separate ones, and its gradient is
+/// A packed [batch, token, (q, k, v), head, element] tensor gives the same bits as separate ones. Its gradient is
 /// written packed.
 #[test]
 fn a_packed_qkv_is_read_and_written_in_place() {
@@ -365,7 +366,7 @@ fn a_packed_qkv_is_read_and_written_in_place() {
     assert_eq!(unpack(&dqkv, 2), expected.dv);
 }
 
-/// Checks the reference itself: its gradients are the slopes of Σ dO ∘ O.
+/// Checks the reference itself: its gradients must equal the slopes of Σ dO ∘ O.
 #[test]
 fn the_reference_gradients_are_finite_differences() {
     let causal = Mask::Causal { offset: 2 };

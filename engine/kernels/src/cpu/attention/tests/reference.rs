@@ -30,8 +30,9 @@ pub(super) struct Reference {
     pub dq: Tensor,
     pub dk: Tensor,
     pub dv: Tensor,
-    /// For each output, the sum of the absolute values of its terms. Where terms cancel, rounding errors are relative
-    /// to this sum, not to the exact value. (With a single key, gradients cancel entirely.)
+    /// For each output, the sum of the absolute values of its terms. If terms cancel, rounding errors are
+    /// proportional to this sum rather than to the exact value. (With a single key, the terms of gradients cancel
+    /// entirely.)
     pub out_size: Tensor,
     /// Like `out_size`, for the gradients of the queries.
     pub dq_size: Tensor,
@@ -43,10 +44,10 @@ pub(super) struct Reference {
 
 /// The scores of a query.
 struct Row {
-    /// Its index among all rows.
+    /// The index of this row among the rows of all heads.
     number: usize,
     probabilities: Vec<f64>,
-    /// The derivative of each capped score by the uncapped one; 1 without a cap.
+    /// The derivative of each capped score with respect to the uncapped one; 1 if there is no cap.
     slopes: Vec<f64>,
     lse: f64,
 }

@@ -1,4 +1,4 @@
-// The fake driver: initialization, devices, contexts, and the report at the end.
+// The fake driver: initialization, devices, contexts, and the report at the end of the process.
 #include <signal.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@ thread_local void* current = nullptr;
 
 static void tell_at_the_end();
 
-// Never destroyed, because it is used until the process ends.
+// The state is never destroyed, because it is used until the process ends.
 State& state() {
     static State* const all = new State;
     return *all;
@@ -96,7 +96,7 @@ uint64_t total_bytes() { return double_setting("MEMORY", 64ull << 30); }
 
 int architecture() { return int(double_setting("ARCHITECTURE", 90)); }
 
-// The maximum shared memory of a block, from the programming guide's table of compute capabilities.
+// Returns the maximum shared memory of a block, from the programming guide's table of compute capabilities.
 int most_shared_bytes() {
     switch (architecture()) {
         case 80:
@@ -187,7 +187,7 @@ EXPORTED int cuDeviceGetCount(int* count) {
 EXPORTED int cuDeviceGet(int* device, int ordinal) {
     const Call call("cuDeviceGet", INITIALIZED);
     if (call.refused) return call.refused;
-    // Not a broken rule: callers may try ordinals to find out which devices exist.
+    // This is not a broken rule, because callers may try ordinals to find out which devices exist.
     if (ordinal < 0 || ordinal >= int(double_setting("DEVICES", 1))) return INVALID_DEVICE;
     *device = ordinal;
     return SUCCESS;
@@ -229,7 +229,7 @@ EXPORTED int cuDeviceGetAttribute(int* value, int attribute, int device) {
     return SUCCESS;
 }
 
-// Device memory that a context takes.
+// Bytes of device memory that a context takes.
 static constexpr uint64_t CONTEXT_BYTES = 420 << 20;
 
 EXPORTED int cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -249,7 +249,7 @@ EXPORTED int cuDevicePrimaryCtxRetain(void** context, int device) {
     return SUCCESS;
 }
 
-// Destroys the objects of a context. Their handles are unknown afterwards.
+// Destroys the objects of a context. After that, their handles are invalid.
 template <typename T, typename Is>
 static void end(const Call& call, Table<T>& table, Is is_of) {
     for (auto at = table.all.begin(); at != table.all.end();) {

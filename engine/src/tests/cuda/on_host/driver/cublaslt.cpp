@@ -1,4 +1,4 @@
-// The fake cuBLASLt: the rules by which descriptors define a product.
+// The fake cuBLASLt: checks the rules by which descriptors define a product.
 #include <algorithm>
 #include <set>
 #include <tuple>
@@ -7,20 +7,21 @@
 
 enum : int { TRANSPOSED = 1 };
 
-// Device memory that the first product takes.
+// Bytes of device memory that the first product takes.
 static constexpr int64_t LIBRARY_BYTES = 32 << 20;
 
 struct Handle {
     bool is_started = false;
-    // Pairs of a product's form and an algorithm's index that have been started; each has code of its own.
+    // The algorithms that have been started, as pairs of a product's form and an algorithm's index. Each has code of
+    // its own.
     std::set<std::pair<uint64_t, uint64_t>> started;
 };
 
-// The product that an algorithm was chosen for, in the eight 64-bit words of the public struct.
+// An algorithm that was chosen for a product, in the eight 64-bit words of the public struct.
 struct Algorithm {
     uint64_t magic, problem, workspace_bytes, alignments;
     uint64_t beside[2];
-    // Its index among the answers.
+    // The algorithm's index among the answers.
     uint64_t index;
     uint64_t unused;
 };
@@ -85,13 +86,14 @@ static int judge(const Judged& call, const char* name, const Matrix& matrix) {
     return OK;
 }
 
-// The documentation's table of types for compute type 32F and scale type 32F: A and B, C and D.
+// Checks types against the documentation's table for compute type 32F and scale type 32F. `factors` is the type of A
+// and B, and `result` that of C and D.
 static bool is_in_table(int factors, int result, unsigned epilogue) {
     if (factors == I8) return result == F32 && epilogue == PLAIN;
     return (factors == BF16 || factors == F16 || factors == F32) && (result == factors || result == F32);
 }
 
-// Reads and checks all descriptors that a heuristic is given.
+// Reads and checks all descriptors that are passed to a heuristic.
 static int judge(const Judged& call, const Descriptor& operation, Product& product) {
     struct Named {
         const char* name;
@@ -152,7 +154,7 @@ static int judge(const Judged& call, const Descriptor& operation, Product& produ
     return OK;
 }
 
-// A hash of everything that an algorithm depends on (FNV-1a).
+// Returns a hash of everything that an algorithm depends on (FNV-1a).
 static uint64_t problem_of(const Product& product) {
     uint64_t hash = 0xcbf29ce484222325;
     const auto mix = [&](uint64_t x) {
@@ -183,7 +185,7 @@ static bool read_descriptors(const Judged& call, const void* operation, const vo
     return status == OK;
 }
 
-// The alignment of an address: its lowest set bit, at most 256.
+// Returns the alignment of an address: its lowest set bit, but at most 256.
 static uint64_t alignment_of(uint64_t address) { return address == 0 ? 256 : std::min<uint64_t>(256, address & -address); }
 
 EXPORTED int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void* a, void* b, void* c, void* d, void* preference,
@@ -210,11 +212,12 @@ EXPORTED int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void*
     if (((*preferred)[3] & ~7) != 0) return call.breaks(BLAS_INVALID_VALUE, "reduction schemes %lld", (long long)(*preferred)[3]);
     if ((product.epilogue & (GELU | GELU_GRADIENT)) != 0 && double_setting("HAS_NO_EPILOGUES", 0) != 0) return BLAS_NOT_SUPPORTED;
     for (const auto& [flag, pointer] : {std::pair(BIAS, product.bias), std::pair(AUX, product.aux)}) {
-        // The address is used for its alignment.
+        // The heuristic uses the address to determine its alignment.
         if ((product.epilogue & flag) != 0 && pointer == 0)
             return call.breaks(BLAS_INVALID_VALUE, "no address of %s", flag == BIAS ? "the bias" : "aux");
     }
-    // Part of the allowed workspace, different for each form; none if partial sums in the workspace are forbidden.
+    // An algorithm needs a part of the allowed workspace, which differs for each form. If partial sums in the
+    // workspace are forbidden, it needs none.
     const uint64_t problem = problem_of(product), most = uint64_t((*preferred)[1]);
     const uint64_t workspace = ((*preferred)[3] & 6) == 0 ? 0 : std::min<uint64_t>(most, (problem % 5) << 14);
     for (; *count < std::min(asked, MOST_ANSWERS); ++*count) {
@@ -253,7 +256,7 @@ EXPORTED int cublasLtMatmul(void* handle, void* operation, const float* alpha, c
     Product product = {};
     int status;
     if (!read_descriptors(call, operation, {a_layout, b_layout, c_layout, d_layout}, product, status)) return status;
-    // The first start of an algorithm may load code, which is forbidden while a stream captures.
+    // The first start of an algorithm may load code, which is forbidden while a stream is capturing.
     const uint64_t index = algorithm == nullptr ? 0 : algorithm->index;
     const bool is_first = found->second->started.insert({problem_of(product), index}).second;
     if (is_first && double_enter(call.name, true) != 0) return BLAS_EXECUTION_FAILED;

@@ -36,13 +36,13 @@ struct Descriptor {
     }
 };
 
-// A handle that was never returned before, so that a destroyed handle is recognized.
+// Returns a handle that was never returned before, so that the use of a destroyed handle is detected.
 void* next_handle();
 
-// Held during every access to an object of cuBLASLt.
+// Returns the lock that is held during every access to an object of cuBLASLt.
 std::mutex& lock();
 
-// The descriptor; if the handle is invalid, null, and a broken rule is reported.
+// Returns the descriptor. If the handle is invalid, reports a broken rule and returns null.
 Descriptor* find(const Judged& call, const void* which, const Kind& kind);
 
 // True if a test has made this call fail, as if memory were missing.

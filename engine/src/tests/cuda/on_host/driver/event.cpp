@@ -1,4 +1,5 @@
-// The fake driver: events. An event is reached when its stream runs up to it, which only happens when something waits for it.
+// The fake driver: events. An event is reached when its stream runs up to the event. This only happens when something
+// waits for the stream.
 #include "state.hpp"
 
 enum : unsigned { BLOCKING_SYNC = 1, DISABLE_TIMING = 2, INTERPROCESS = 4 };
@@ -19,7 +20,7 @@ EXPORTED int cuEventRecord(void* handle, void* stream) {
     Event* const event = state().events.find(call, handle);
     if (event == nullptr) return INVALID_HANDLE;
     if (event->context != call.context) return call.breaks(INVALID_HANDLE, "an event of another context");
-    // It may be destroyed before it is reached.
+    // The event may be destroyed before it is reached.
     const Work work{"an event", [handle, reached = event->reached, number = ++event->recorded] {
                         *reached = number;
                         const auto found = state().events.all.find((uint64_t)handle);
@@ -37,7 +38,7 @@ EXPORTED int cuStreamWaitEvent(void* stream, void* handle, unsigned flags) {
     const Event* const event = state().events.find(call, handle);
     if (event == nullptr) return INVALID_HANDLE;
     if (flags != 0) return call.breaks(INVALID_VALUE, "flags %u", flags);
-    // Waits for the latest recording so far, independent of later ones.
+    // Waits for the latest recording so far. Later recordings do not matter.
     const Work work{"a wait for an event", [reached = event->reached, number = event->recorded] {
                         return std::string(*reached < number ? Work::WAITS : "");
                     },

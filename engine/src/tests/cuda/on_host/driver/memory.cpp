@@ -1,4 +1,4 @@
-// The fake driver: memory. Device memory is memory of this process that is only accessible while the device runs.
+// The fake driver: memory. Device memory is memory of this process, and only accessible while the device runs.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -28,7 +28,7 @@ enum : unsigned { PORTABLE = 1, DEVICEMAP = 2 };
 
 static constexpr uint64_t GRANULARITY = 2 << 20;
 static constexpr uint64_t PAGE = 4096;
-// NaN in every float type.
+// This byte, repeated, is NaN in every float type.
 static constexpr int POISON = 0xff;
 
 struct Physical {
@@ -189,7 +189,7 @@ EXPORTED int cuMemAddressFree(uint64_t address, uint64_t bytes) {
     return SUCCESS;
 }
 
-// The reservation that contains a range.
+// Returns the reservation that contains a range, or null if there is none.
 static Reservation* reservation_of(uint64_t address, uint64_t bytes) {
     auto found = reservations().upper_bound(address);
     if (found == reservations().begin()) return nullptr;
@@ -223,7 +223,7 @@ EXPORTED int cuMemMap(uint64_t address, uint64_t bytes, uint64_t offset, uint64_
     return SUCCESS;
 }
 
-// True if a range consists of whole mappings, one or several adjacent ones.
+// True if a range consists of whole mappings: one, or several adjacent ones.
 static bool is_whole(const Reservation& reservation, uint64_t address, uint64_t bytes) {
     uint64_t at = address;
     while (at < address + bytes && reservation.mappings.count(at) == 1) at += reservation.mappings.at(at).bytes;
@@ -267,7 +267,7 @@ EXPORTED int cuMemSetAccess(uint64_t address, uint64_t bytes, const Access* acce
     return SUCCESS;
 }
 
-// Memory at an address chosen by the driver.
+// Allocates memory at an address that the driver chooses.
 EXPORTED int cuMemAlloc_v2(uint64_t* address, uint64_t bytes) {
     const Call call("cuMemAlloc", CONTEXT | SAFE);
     if (call.refused) return call.refused;
@@ -297,7 +297,7 @@ EXPORTED int cuPointerGetAttribute(void* value, int attribute, uint64_t address)
     enum : int { MEMORY_TYPE = 2, DEVICE_ORDINAL = 9, OF_DEVICE = 2 };
     const Call call("cuPointerGetAttribute", INITIALIZED);
     if (call.refused) return call.refused;
-    // Not a broken rule: callers may ask about unknown addresses.
+    // This is not a broken rule, because callers may ask about unknown addresses.
     Reservation* const reservation = reservation_of(address, 1);
     if (reservation == nullptr) return INVALID_VALUE;
     auto found = reservation->mappings.upper_bound(address);
@@ -313,7 +313,7 @@ EXPORTED int cuPointerGetAttribute(void* value, int attribute, uint64_t address)
     return SUCCESS;
 }
 
-// Pinned host memory. Addresses are unified: a device to which it is mapped uses the same address.
+// Allocates pinned host memory. Host and device share one address space, so a device uses the same address for it.
 EXPORTED int cuMemHostAlloc(void** memory, uint64_t bytes, unsigned flags) {
     const Call call("cuMemHostAlloc", CONTEXT | SAFE);
     if (call.refused) return call.refused;
@@ -375,9 +375,9 @@ EXPORTED int cuMemGetInfo_v2(uint64_t* free, uint64_t* total) {
     return SUCCESS;
 }
 
-// Copies from pageable memory are staged, and arrive when the legacy default stream reaches them. A stream that does not
-// synchronize with that stream must be synchronized in another way ("API synchronization behavior" in the driver's
-// documentation).
+// Copies from pageable memory are staged. They arrive when the legacy default stream reaches them. A stream that does
+// not synchronize with the legacy default stream must be synchronized in another way ("API synchronization behavior"
+// in the driver's documentation).
 EXPORTED int cuMemcpyHtoD_v2(uint64_t to, const void* from, uint64_t bytes) {
     const Call call("cuMemcpyHtoD", CONTEXT | SAFE | LEGACY);
     if (call.refused) return call.refused;
@@ -394,8 +394,8 @@ EXPORTED int cuMemcpyHtoD_v2(uint64_t to, const void* from, uint64_t bytes) {
     return SUCCESS;
 }
 
-// Copies in stream order. The host's bytes are only read when the stream reaches the copy ("might be synchronous", and might
-// not).
+// Copies in stream order. The host's bytes are only read when the stream reaches the copy, which is the latest time
+// that the documentation allows ("might be synchronous").
 EXPORTED int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, uint64_t bytes, void* stream) {
     const Call call("cuMemcpyHtoDAsync", CONTEXT);
     if (call.refused) return call.refused;

@@ -1,10 +1,10 @@
-// The fake driver: code and launches. A kernel is a function defined by device.hpp that runs all blocks.
+// The fake driver: code and launches. A kernel is a function, defined by device.hpp, that runs all blocks.
 #include <dlfcn.h>
 #include <unistd.h>
 
 #include "state.hpp"
 
-// The layout of device.hpp's Run.
+// The same layout as Run in device.hpp.
 struct Run {
     unsigned grid[3];
     unsigned block;
@@ -16,11 +16,12 @@ struct Run {
 static constexpr int NUM_REGS = 4, MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 // The first driver version that has cuFuncLoad.
 static constexpr uint64_t FIRST_WITH_LOAD = 12040;
-// Shared memory that a block may use without asking for more.
+// Bytes of shared memory that a block may use unless the function's attribute allows more.
 static constexpr int SHARED_BYTES = 48 << 10;
 // The programming guide's limit on a kernel's parameters before CUDA 12.1.
 static constexpr uint64_t PARAMETER_BYTES = 4096;
-// Device memory of code: of a module, and of each function once it is loaded (CUDA_MODULE_LOADING is LAZY).
+// Bytes of device memory that code takes: for a module, and for each function once it is loaded (CUDA_MODULE_LOADING
+// is LAZY).
 static constexpr uint64_t MODULE_BYTES = 256 << 10, FUNCTION_BYTES = 64 << 10;
 
 EXPORTED int cuModuleLoadData(void** module, const void* image) {
@@ -30,13 +31,13 @@ EXPORTED int cuModuleLoadData(void** module, const void* image) {
     const Binary* const binary = (const Binary*)image;
     if (memcmp(binary->magic, Binary::MAGIC, sizeof binary->magic) != 0)
         return call.breaks(INVALID_IMAGE, "not compiled by the double of NVRTC");
-    // Code runs on newer devices of the same major version. Architecture-specific code (sm_90a) only runs on its own
-    // architecture.
+    // Code runs on devices of the same major version that are not older. Architecture-specific code (sm_90a) only
+    // runs on its own architecture.
     const unsigned ours = unsigned(architecture()), theirs = binary->architecture;
     if (binary->is_specific ? ours != theirs : ours / 10 != theirs / 10 || ours < theirs)
         return call.breaks(NO_BINARY_FOR_GPU, "code of sm_%u on sm_%u", theirs, ours);
     if (!take(MODULE_BYTES)) return OUT_OF_MEMORY;
-    // A unique file name, because the loader identifies libraries by name.
+    // The file name must be unique, because the loader identifies libraries by name.
     const char* const temporary = getenv("TMPDIR");
     std::string path = std::string(temporary == nullptr ? "/tmp" : temporary) + "/double-of-code-XXXXXX";
     const int file = mkstemp(path.data());
@@ -100,7 +101,7 @@ EXPORTED int cuFuncLoad(void* handle) {
     return function == nullptr ? INVALID_HANDLE : load(*function);
 }
 
-// A function's attributes are only available once it is loaded, so this loads it.
+// Loads the function, because its attributes are only available once it is loaded.
 EXPORTED int cuFuncGetAttribute(int* value, int attribute, void* handle) {
     const Call call("cuFuncGetAttribute", CONTEXT | SAFE);
     if (call.refused) return call.refused;

@@ -55,8 +55,8 @@ EXPORTED int ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank
     return NCCL_IN_PROGRESS;
 }
 
-// True if all earlier calls have completed: ranks have joined or left, and are connected to the ranks that they exchange messages
-// with.
+// True if all earlier calls have completed: ranks have joined or left, and are connected to the ranks with which they
+// exchange messages.
 static bool is_through(const Comm& comm) {
     const World& world = *comm.world;
     if (world.joined < world.size || (comm.is_finalized && world.finalized < world.size)) return false;
@@ -72,7 +72,7 @@ EXPORTED int ncclCommGetAsyncError(const Comm* comm, int* state) {
     return NCCL_SUCCESS;
 }
 
-// Rejects a call that the communicator does not allow in its current state.
+// Returns an error for a call that the communicator does not allow in its current state.
 static int enter(const Judged& call, const Comm* comm) {
     if (const int code = double_called(call.name)) return code;
     if (comm == nullptr) return call.breaks(NCCL_INVALID_USAGE, "no communicator");
@@ -113,7 +113,7 @@ EXPORTED int ncclCommAbort(Comm* comm) {
     return NCCL_SUCCESS;
 }
 
-// Exchanges the messages whose ends have both been reached. Returns WAITS unless all messages are done.
+// Exchanges the messages of which both ends have been reached. Returns WAITS unless all messages are done.
 static std::string exchange(World& world, const std::vector<Message>& messages) {
     const Lock lock;
     bool is_over = true;
@@ -146,7 +146,8 @@ static int launch(const Judged& call, Comm* comm, void* stream, std::vector<Mess
         const Lock lock;
         for (Message& message : messages) {
             const int peer = message.is_send ? message.key.to : message.key.from;
-            // The third message sent to a rank matches the third one that it receives from here.
+            // Messages between two ranks match by index: the third one that is sent to a rank matches the third one
+            // that this rank receives.
             message.key.number = (message.is_send ? comm->sent : comm->received)[peer]++;
             comm->wishes.insert({comm->rank, peer});
             comm->world->wishes.insert({comm->rank, peer});
@@ -205,13 +206,13 @@ EXPORTED int ncclGroupEnd() {
     return launch(call, comm, stream, std::move(all));
 }
 
-// Computes the results of a collective once all ranks have provided their operands.
+// Computes the results of a collective. Called once all ranks have provided their operands.
 static void finish(const Gathered& gathered) {
     const Collective& what = gathered.what;
     const uint64_t size = gathered.send.size(), width = what.is_sum ? sizeof(float) : 1;
     std::vector<char> whole;
     if (what.is_sum) {
-        // NCCL's order of summation is unspecified; this one goes from the last rank to the first.
+        // NCCL does not specify the order of summation. This implementation sums from the last rank to the first.
         const uint64_t count = what.kind == Kind::REDUCE_SCATTER ? what.count * size : what.count;
         std::vector<float> sums(count, 0.0f);
         for (uint64_t rank = size; rank-- > 0;) {

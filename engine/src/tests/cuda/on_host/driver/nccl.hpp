@@ -15,7 +15,7 @@ enum : int { NCCL_SUCCESS = 0, NCCL_INVALID_USAGE = 5, NCCL_IN_PROGRESS = 7 };
 
 static constexpr unsigned MAGIC = 0xcafebeef;
 
-// Layouts of nccl.h, version 2.18.
+// Structs with the layouts of nccl.h, version 2.18.
 struct UniqueId {
     char bytes[128];
 };
@@ -27,7 +27,7 @@ struct Config {
     int shares_resources;
 };
 
-// The identity of a message: its ends, and its index among all messages from one to the other.
+// The identity of a message: its two ranks, and its index among all messages from one to the other.
 struct Key {
     int from, to;
     uint64_t number;
@@ -35,7 +35,7 @@ struct Key {
     bool operator<(const Key& other) const { return std::tie(from, to, number) < std::tie(other.from, other.to, other.number); }
 };
 
-// The two ends of a message. Addresses are 0 until an end has been reached.
+// The two ends of a message. An end's address is 0 until the end has been reached.
 struct Ends {
     uint64_t from = 0, to = 0, sent = 0, received = 0;
     bool is_over = false;
@@ -68,7 +68,8 @@ struct World {
     int size;
     std::vector<int> devices;
     int joined = 0, finalized = 0, with_collectives = 0;
-    // Pairs of ranks that have exchanged messages. The first message between two ranks completes once both have started it.
+    // Pairs of ranks that have exchanged messages. The first message between two ranks only completes once both have
+    // started it.
     std::set<std::pair<int, int>> wishes;
     std::map<Key, Ends> messages;
     std::map<uint64_t, Gathered> collectives;

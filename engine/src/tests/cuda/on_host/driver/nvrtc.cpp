@@ -94,7 +94,7 @@ EXPORTED int nvrtcCreateProgram(void** handle, const char* source, const char* n
     program->name = name == nullptr || *name == '\0' ? "default_program" : name;
     for (int i = 0; i < count; ++i) program->headers.emplace_back(include_names[i], headers[i]);
     std::unique_lock<std::mutex> locked(lock());
-    // No handle is used twice, so that a destroyed program is recognized.
+    // No handle is used twice, so that the use of a destroyed program is detected.
     static uint64_t last = 0xc0de'0000'0000;
     *handle = (void*)(last += 16);
     double_exists("program", 1, false);
@@ -113,7 +113,8 @@ EXPORTED int nvrtcDestroyProgram(void** handle) {
     return OK;
 }
 
-// Checks an option against the user guide's list of flags (alone, or with true or false) and options with a value.
+// Checks an option against the lists in the user guide. They contain flags (alone, or with true or false), and
+// options with a value.
 static bool is_known(const std::string& name, const std::string* value) {
     static const std::set<std::string> alone = {"--device-debug",
                                                 "-G",
@@ -203,7 +204,8 @@ static std::string read_file(const std::string& path) {
     return text.str();
 }
 
-// Versions before 13.2 take the functions that a generic lambda calls for host functions.
+// True if the source has a generic lambda. Versions before 13.2 take the functions that such a lambda calls for host
+// functions.
 static bool has_generic_lambda(const Program& program) {
     const auto has_one = [](const std::string& text) { return text.find("](auto") != std::string::npos; };
     if (has_one(program.source)) return true;
@@ -214,7 +216,7 @@ static bool has_generic_lambda(const Program& program) {
 }
 
 static int compile(const Judged& call, Program& program, const Target& target) {
-    // The compiler and its options, including device.hpp and device.o.
+    // The command of the compiler, with its options, device.hpp and device.o.
     const char* const compiler = getenv("GAPLESS_DOUBLE_COMPILER");
     if (compiler == nullptr) return call.breaks(NVRTC_INTERNAL, "it was not told of a compiler");
     const char* const temporary = getenv("TMPDIR");
@@ -250,7 +252,7 @@ EXPORTED int nvrtcCompileProgram(void* handle, int count, const char* const* opt
     if (program == nullptr) return NVRTC_INVALID_PROGRAM;
     program->is_compiled = true;
     if (code != 0) return code;
-    // Programs can be compiled in parallel.
+    // The lock is released, so that programs can be compiled in parallel.
     locked.unlock();
     Target target;
     bool is_device_default = false;

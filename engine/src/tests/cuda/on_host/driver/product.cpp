@@ -3,7 +3,7 @@
 
 #include <math.h>
 
-// Reads elements, and notes if one has the bits that fill unwritten memory, as initcheck does.
+// Reads elements. Like initcheck, notes if an element has the bits with which unwritten memory is filled.
 struct Reader {
     const char* unwritten = nullptr;
 
@@ -39,11 +39,11 @@ static void write(uint64_t base, int type, uint64_t index, float x) {
     }
 }
 
-// GELU's tanh form (arXiv 1606.08415, section 2).
+// Constants of GELU's tanh approximation (arXiv 1606.08415, section 2).
 static const float ROOT = 0.7978845608028654f, CUBIC = 0.044715f;
 
-// tanh with the accuracy of f32, or with that of tanh.approx.f32: a maximum relative error of 2^-11 (PTX ISA, "tanh"), that is,
-// eleven bits.
+// Returns tanh with the accuracy of f32, or with that of tanh.approx.f32. The latter has a maximum relative error of
+// 2^-11 (PTX ISA, "tanh"), that is, eleven bits.
 static float tanh_of(float x) {
     static const bool is_approximate = double_setting("APPROXIMATE_TANH", 0) != 0;
     const float t = tanhf(x);
@@ -64,7 +64,7 @@ std::string compute(const Product& product) {
     const Matrix &a = product.a, &b = product.b, &c = product.c, &d = product.d;
     const uint64_t inner = product.is_a_transposed ? a.rows : a.columns;
     Reader read;
-    // The content of the workspace is undefined afterwards, so it is overwritten.
+    // The workspace is overwritten, because its content is undefined after a product.
     if (product.workspace_bytes > 0) memset((void*)product.workspace, 0xff, product.workspace_bytes);
     for (uint64_t batch = 0; batch < uint64_t(d.batch); ++batch) {
         const uint64_t to_a = batch * uint64_t(a.stride), to_b = batch * uint64_t(b.stride), to_c = batch * uint64_t(c.stride),

@@ -30,7 +30,7 @@ struct Matrix {
     }
 
     uint64_t element() const { return type == F64 ? 8 : type == F32 ? 4 : type == I8 ? 1 : 2; }
-    // Elements from the first to the last.
+    // Returns the number of elements from the first to the last.
     uint64_t extent() const { return uint64_t(batch - 1) * uint64_t(stride) + (columns - 1) * uint64_t(leading) + rows; }
     uint64_t bytes() const { return extent() * element(); }
 };
@@ -46,5 +46,6 @@ struct Product {
     uint64_t workspace, workspace_bytes;
 };
 
-// D = epilogue(alpha · op(A) · op(B) + beta · C + bias), summed in f32. Returns an error text, or an empty text.
+// Computes D = epilogue(alpha · op(A) · op(B) + beta · C + bias), summed in f32. Returns an error text, which is
+// empty if there is no error.
 std::string compute(const Product& product);

@@ -10,24 +10,24 @@
 
 #include "double.hpp"
 
-// The conditions of a call.
+// The conditions that must hold for a call.
 enum Needs : unsigned {
     NOTHING = 0,
     INITIALIZED = 1,
     // A context must be current in the thread.
     CONTEXT = 2 | INITIALIZED,
-    // Forbidden while the thread captures; the documentation calls these "potentially unsafe".
+    // The call is forbidden while the thread is capturing. The documentation calls such calls "potentially unsafe".
     SAFE = 4,
-    // Uses the legacy default stream.
+    // The call uses the legacy default stream.
     LEGACY = 8,
-    // Already counted by another library.
+    // Another library has already counted the call.
     COUNTED = 16,
 };
 
 struct Context {
     int device = 0;
     int retained = 0;
-    // The error that all calls return after a kernel has failed; 0 before.
+    // The error that all calls return after a kernel has failed; 0 if none has failed.
     int error = 0;
     // Staged copies to the device that have not arrived yet.
     std::deque<Work> landing;
@@ -52,9 +52,10 @@ struct Stream {
 struct Event {
     Context* context;
     bool is_timed;
-    // The stream on which it was last recorded.
+    // The stream on which the event was last recorded.
     void* stream = nullptr;
-    // The number of times it was recorded, and the last of these that its stream has reached.
+    // The number of times the event was recorded, and the last of these recordings that the event's stream has
+    // reached.
     uint64_t recorded = 0;
     std::shared_ptr<uint64_t> reached = std::make_shared<uint64_t>(0);
     std::chrono::steady_clock::time_point at;
@@ -78,19 +79,19 @@ struct Function {
 
 struct Graph {
     std::vector<Work> nodes;
-    // Device memory that the graph takes once it is uploaded.
+    // Bytes of device memory that the graph takes once it is uploaded.
     uint64_t bytes = 0;
     bool is_there = false;
 };
 
-// Objects by handle. No handle is used twice, so that a destroyed object is recognized.
+// Objects by handle. No handle is used twice, so that the use of a destroyed object is detected.
 template <typename T>
 struct Table {
     const char* what;
     std::map<uint64_t, std::unique_ptr<T>> all;
 
     void* add(T object);
-    // The object; if the handle is invalid, null, and a broken rule is reported.
+    // Returns the object. If the handle is invalid, reports a broken rule and returns null.
     T* find(const Judged& call, const void* handle);
     // True if it existed.
     bool remove(const Judged& call, const void* handle);
@@ -121,9 +122,10 @@ struct State {
     Table<Graph> executables{"executable graph", {}};
     // Handles of the retained primary contexts, by device.
     std::map<int, void*> primaries;
-    // True if a primary context that a library used has been destroyed, so the library's per-process state is lost.
+    // True if a primary context has been destroyed after a library used it. The library's per-process state is then
+    // lost.
     bool is_library_lost = false;
-    // The work that runs now.
+    // The name of the work that is running.
     std::string running;
 };
 
@@ -136,7 +138,7 @@ extern thread_local void* current;
 struct Call : Judged {
     std::unique_lock<std::recursive_mutex> lock;
     Context* context = nullptr;
-    // The code that the call must return; 0 if it may proceed.
+    // The code that the call must return; 0 if the call may proceed.
     int refused;
 
     Call(const char* name, unsigned needs);
@@ -145,13 +147,13 @@ struct Call : Judged {
     int judge(unsigned needs);
 };
 
-// Bytes of the device's memory.
+// Returns the bytes of the device's memory.
 uint64_t total_bytes();
 // 90 for sm_90.
 int architecture();
 int most_shared_bytes();
 
-// Allocates device memory; false if there is too little.
+// Allocates device memory. Returns false if there is too little.
 bool take(uint64_t bytes);
 void give(uint64_t bytes);
 
@@ -160,22 +162,22 @@ bool is_capturing(const void* stream);
 // Makes a capture fail.
 void invalidate(void* stream);
 
-// Result of a stream that waits for another stream.
+// The result of running a stream that waits for another stream.
 static constexpr int WAITING = -1;
 
-// Runs all work of a stream, up to a wait for another stream, and then lets pending copies to the device arrive. If the stream is
-// blocking, they arrive first.
+// Runs the work of a stream, until the stream waits for another one. Then lets pending copies to the device arrive;
+// if the stream is blocking, they arrive before the work runs.
 int run(Stream& stream);
 // Runs all streams as far as possible.
 void run_others();
-// Runs all work of a stream. The lock is released while it waits, so that other threads can make calls.
+// Runs all work of a stream. While the stream waits, the lock is released, so that other threads can make calls.
 int finish(Call& call, Stream& stream);
 // Lets pending copies arrive, and runs the streams that synchronize with the legacy default stream.
 int run_legacy(Context& context);
 // Runs everything that the legacy default stream waits for, without letting pending copies arrive.
 int run_blocking(Context& context);
 
-// Allows the host to access the device's memory during its lifetime.
+// An object that allows the host to access the device's memory as long as the object lives.
 struct Window {
     Window();
     ~Window();

@@ -1,9 +1,10 @@
-// The fake driver: streams, capturing, and graphs. Work on a stream only runs when something waits for it.
+// The fake driver: streams, capturing, and graphs. Work on a stream only runs when something waits for the stream.
 #include "state.hpp"
 
 enum : unsigned { NON_BLOCKING = 1 };
 
-// Device memory of an executable graph per node, and the unit that its total is rounded up to.
+// Bytes of device memory that an executable graph takes per node, and the unit to which the graph's total is rounded
+// up.
 static constexpr uint64_t NODE_BYTES = 4096, GRAPH_PAGE = 64 << 10;
 
 static int run_all(Context& context, std::deque<Work>& queue) {
@@ -39,8 +40,8 @@ int run_legacy(Context& context) {
 }
 
 int run(Stream& stream) {
-    // A blocking stream first waits for the copies of the legacy default stream. Other streams do not wait, to show missing
-    // synchronization.
+    // A blocking stream first waits for the copies of the legacy default stream. Other streams do not wait, so that
+    // missing synchronization has an effect.
     if (stream.is_blocking) {
         if (const int code = run_all(*stream.context, stream.context->landing)) return code;
     }
@@ -102,7 +103,7 @@ EXPORTED int cuStreamDestroy_v2(void* handle) {
     Stream* const stream = state().streams.find(call, handle);
     if (stream == nullptr) return INVALID_HANDLE;
     if (stream->is_capturing) call.breaks(0, "it captures");
-    // Returns at once; pending work is done later.
+    // The call returns at once. Work that waits for another stream is done later.
     const int code = run(*stream);
     state().streams.remove(call, handle);
     return code == WAITING ? SUCCESS : code;
@@ -121,7 +122,7 @@ EXPORTED int cuStreamSynchronize(void* handle) {
     return finish(call, *stream);
 }
 
-// Finds a stream that accepts work.
+// Finds the stream of a handle, and checks that it accepts work.
 static int open_stream(const Judged& call, void* handle, Stream*& stream) {
     if (handle == nullptr) return call.breaks(INVALID_HANDLE, "the legacy default stream, which is not modelled here");
     stream = state().streams.find(call, handle);
@@ -174,7 +175,7 @@ EXPORTED int cuStreamEndCapture(void* handle, void** graph) {
     Stream* const stream = state().streams.find(call, handle);
     if (stream == nullptr) return INVALID_HANDLE;
     if (call.refused) {
-        // The capture ends even if the call is refused.
+        // The capture ends even if this call is refused.
         stream->is_capturing = false;
         stream->captured.clear();
         return call.refused;
@@ -206,7 +207,7 @@ EXPORTED int cuGraphInstantiateWithFlags(void** executable, void* handle, unsign
     return SUCCESS;
 }
 
-// Uploads a graph to the device, which takes memory unless it is already there.
+// Uploads a graph to the device. This takes memory, unless the graph was uploaded before.
 static int upload(Stream& stream, void* handle, const Graph& graph) {
     if (graph.is_there) return SUCCESS;
     if (graph.bytes > total_bytes() - state().used) return OUT_OF_MEMORY;
@@ -237,7 +238,7 @@ EXPORTED int cuGraphLaunch(void* handle, void* stream_handle) {
     Stream* stream = nullptr;
     if (const int code = open_stream(call, stream_handle, stream)) return code;
     if (const int code = stream->is_capturing ? SUCCESS : upload(*stream, handle, *graph)) return code;
-    // Local memory of kernels is allocated at the first launch that needs it, and is kept.
+    // The local memory of kernels is allocated at the first launch that needs it, and is then kept.
     const uint64_t local_bytes = double_setting("LOCAL_MEMORY", 0);
     if (stream->context->local_bytes < local_bytes) {
         if (!take(local_bytes - stream->context->local_bytes)) return OUT_OF_MEMORY;
