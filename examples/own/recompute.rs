@@ -1,4 +1,4 @@
-//! A recompute policy of your own: drops values that are large and cheap to compute.
+//! A recompute policy of your own. It drops values that are large and cheap to recompute.
 
 use std::sync::Arc;
 

@@ -130,7 +130,8 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// Checks and shows the table. A table that the checker refuses is not shown; its violations are returned.
+/// Checks a table and shows it, or shows the step of a run. If the checker rejects the table, the table is not shown and
+/// its violations are returned; otherwise the result is empty.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     if arguments.table.is_some() && !arguments.run.is_empty() {
         bail!("keys of a run have no effect on --table; leave the keys out");
@@ -262,7 +263,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     Ok((name, schedule.table(&shape)?))
 }
 
-/// Refuses a table that is too large to show, before it is generated or checked.
+/// Returns an error if a table is too large to show. Called before the table is generated or checked.
 fn expect_few(shape: &Shape) -> anyhow::Result<()> {
     let &Shape { ranks, chunks, micro_batches } = shape;
     if shape.extent() > MAX_EXTENT {
@@ -274,7 +275,8 @@ fn expect_few(shape: &Shape) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The schedule that is searched for the given ticks, if the name stands for one.
+/// Returns the schedule that computes an order for the given ticks, or `None` if `name` is not the name of such a
+/// schedule.
 fn made_to_measure(
     arguments: &Arguments,
     name: &str,

@@ -62,7 +62,7 @@ impl Tensor {
         self.elements / self.width
     }
 
-    /// True if a gradient may be added to it in place, because nothing else refers to its memory
+    /// True if a gradient may be added to this tensor in place, because it has the only reference to its memory
     /// (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
     pub fn is_stealable(&self) -> bool {
         Rc::strong_count(&self.storage) == 1 && !self.is_view
