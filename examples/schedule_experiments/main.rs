@@ -36,7 +36,7 @@ struct Rows {
 #[derive(Deserialize)]
 struct Row {
     name: String,
-    /// The part of the step that can be compared, and the reason for the rest.
+    /// The part of the step that can be compared, and the reason why other parts cannot.
     comparable: String,
     #[serde(default)]
     quick: bool,

@@ -143,7 +143,7 @@ struct Lost {
 }
 
 impl ErrorOutput {
-    /// Counts a failure; reports the first one of each output.
+    /// Counts a failed write, and reports the first failure of each output.
     fn note(&self, output: &str, result: io::Result<()>) {
         let Err(error) = result else { return };
         let line = format!("cannot write to {output}: {error}; training continues without it\n");

@@ -141,7 +141,7 @@ pub(super) fn is_attention(operation: &str) -> bool {
 }
 
 impl DeviceProfile {
-    /// The profiles with a name of their own.
+    /// Returns the built-in profiles.
     pub fn known() -> [Self; 4] {
         [a100_80(), h100(), h200(), b200()]
     }
@@ -194,12 +194,12 @@ impl DeviceProfile {
         toml::from_str(&text).map_err(|error| fail(crate::run::with_nearest(error.to_string())))
     }
 
-    /// FLOP/s that matrix products reach, and the bandwidth.
+    /// Returns the FLOP/s that matrix products reach, and the memory bandwidth.
     pub fn rates(&self, precision: Precision) -> Rates {
         Rates { flops: self.products * self.peak(precision), bytes: self.bytes }
     }
 
-    /// FLOP/s that this operation reaches, and the bandwidth.
+    /// Returns the FLOP/s that this operation reaches, and the memory bandwidth.
     pub(super) fn rates_of(&self, operation: &str, precision: Precision) -> Rates {
         let reached = if is_attention(operation) { self.attention } else { self.products };
         Rates { flops: reached * self.peak(precision), bytes: self.bytes }
@@ -218,7 +218,7 @@ impl DeviceProfile {
     }
 }
 
-/// The time that each part of a step takes.
+/// The times of operations, messages and collectives of a step.
 pub trait CostModel {
     /// Returns the nanoseconds of an operation; 0 for any other instruction.
     fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64;

@@ -38,7 +38,7 @@ struct Page<'a> {
     tables: BTreeMap<String, Vec<String>>,
 }
 
-/// A row that has figures, as the page reads it.
+/// A row with figures, in the form that the page's script reads.
 #[derive(Serialize)]
 struct PageRow<'a> {
     key: &'a str,

@@ -11,7 +11,7 @@ use super::Sweep;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Status {
-    /// Only its time and sure bytes are known so far.
+    /// Only the time and the sure bytes have been computed so far.
     Sketched,
     /// Its plan fits.
     Fits,
@@ -19,7 +19,7 @@ pub enum Status {
     Dominated,
     /// More bytes are alive at once than the device has, or the plan is larger than the device.
     TooLarge,
-    /// No recomputation makes it fit the budget.
+    /// The step does not fit its budget with any recomputation.
     OverBudget,
     /// There is no such step: its sizes do not fit together, or its schedule does not exist for this shape.
     Invalid,
@@ -29,7 +29,7 @@ pub enum Status {
 /// bytes. Times are those of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// Digest of everything that decides the row.
+    /// Digest of all inputs that determine the row.
     pub key: String,
     /// The configuration's values of the keys that vary.
     pub configuration: BTreeMap<String, Value>,

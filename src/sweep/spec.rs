@@ -14,7 +14,7 @@ use crate::step::Step;
 /// first is timed.
 const MAX_CONFIGURATIONS: usize = 100_000;
 
-/// Limit of menus in one sweep; each has fronts of its own.
+/// Maximum number of menus in one sweep. Each menu has its own fronts.
 const MAX_MENUS: usize = 100;
 
 /// Maximum of (values in conditions) × (configurations), because each configuration is compared with every value.
@@ -24,7 +24,7 @@ const MAX_COMPARISONS: usize = 1 << 24;
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    /// Lists of values of a run's keys: each configuration has one of each.
+    /// Lists of values of a run's keys. Each configuration has one value of each list.
     vary: Table,
     /// Combinations that are skipped. A configuration is skipped if it matches every key of the table: the
     /// configuration's value is the given value, or is in the given list.
@@ -71,7 +71,7 @@ pub enum Planned {
     /// Configurations that can be on a Pareto front of bytes and time, among those that share a graph.
     #[default]
     Front,
-    /// All that can fit.
+    /// All configurations that can fit.
     All,
 }
 
@@ -88,7 +88,7 @@ pub struct Sweep {
     pub menus: Vec<String>,
     /// Settings of the sweep.
     pub options: SweepOptions,
-    /// Name of the model, if all configurations have the same.
+    /// Name of the model, if all configurations have the same model.
     pub title: String,
     /// Messages about keys that have moved.
     pub notices: Vec<String>,
@@ -97,14 +97,14 @@ pub struct Sweep {
 /// One combination of values.
 #[derive(Debug, Clone)]
 pub struct Configuration {
-    /// Digest of everything that decides its row.
+    /// Digest of all inputs that determine the configuration's row.
     pub key: String,
-    /// Its values of the keys that vary.
+    /// The configuration's values of the keys that vary.
     pub values: Table,
     /// Indices in [`Sweep::menus`] of the menus that contain the configuration. Index 0, the menu `all`, is always
     /// included.
     pub menus: Vec<usize>,
-    /// All keys and values of its run, as the file gives them.
+    /// All keys and values of the configuration's run, as in the file.
     pub keys: Vec<(String, Value)>,
     /// The step, or the reason why there is none.
     pub step: Result<Step, String>,

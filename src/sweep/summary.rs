@@ -50,7 +50,7 @@ pub struct Throughput {
 pub struct Gain {
     /// Name of the allocator.
     pub allocator: &'static str,
-    /// Menu that the steps are chosen from.
+    /// Menu from which the steps are chosen.
     pub menu: String,
     /// Number of budgets at which something fits under both.
     pub budgets: usize,
@@ -76,7 +76,7 @@ impl Figures {
         }
     }
 
-    /// Fraction of the reserved bytes that hold nothing.
+    /// Returns the fraction of the reserved bytes that is unused at the peak. `None` if the step was not planned or replayed.
     pub fn fragmentation(&self, kind: Option<Kind>) -> Option<f64> {
         let (reserved, allocated) = self.reserved_and_allocated(kind)?;
         (reserved > 0).then(|| 1.0 - allocated as f64 / reserved as f64)

@@ -150,7 +150,7 @@ struct Program {
     title: String,
     problem: Problem,
     requests: Requests,
-    /// Its plan, if it has been planned already.
+    /// The plan of the program, if the program has already been planned.
     plan: Option<Solution>,
     /// The last refused request, and the program up to it.
     refused: Option<(Refused, Box<Program>)>,

@@ -103,7 +103,7 @@ pub fn replace(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>
         fs::rename(&beside, &path)
     })();
     if written.is_err() {
-        // The first error is the one to report.
+        // An error of the removal is ignored, because the first error is reported.
         let _ = fs::remove_file(&beside);
     }
     written

@@ -214,7 +214,7 @@ impl Source {
         Ok(options)
     }
 
-    /// Strings that end the text, if the folder names any.
+    /// Returns the strings that end the text, or `None` if the folder names none.
     fn stop_strings(&self, prompt: &[u32]) -> Option<StopStrings<'_>> {
         match self {
             Self::Run(_) => None,

@@ -159,7 +159,7 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     Ok(violations)
 }
 
-/// The run file, if the name is one.
+/// Returns the path of the run file, or `None` if the given name is not a run file.
 fn file(arguments: &Arguments) -> Option<&Path> {
     arguments.name.as_deref().map(Path::new).filter(|name| is_run(name))
 }
@@ -176,7 +176,7 @@ fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
     Ok(keys)
 }
 
-/// Shows the step of a run, in nanoseconds of its device.
+/// Shows the timeline of a run's step, in nanoseconds on the step's device.
 fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     let step = keys(arguments)?.step(file(arguments))?;
     expect_few(&Shape {

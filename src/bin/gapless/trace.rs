@@ -71,7 +71,7 @@ impl Trace {
         self.output.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes an object of the list, with its thread, time and name added.
+    /// Writes an object of the list, and adds the thread, the time and the name.
     fn write(&self, metadata: &Metadata<'_>, start: Instant, mut object: Value) {
         let (thread, is_new) = this_thread();
         let mut output = self.output();

@@ -162,7 +162,7 @@ impl<'g> Run<'g> {
         }
     }
 
-    /// Does an action of the schedule; `next` is the one after it.
+    /// Runs an action of the schedule. `next` is the action that follows.
     pub fn act(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
         self.micro_batch.set(action.micro_batch.0 as usize);
         match action.kind {

@@ -50,7 +50,7 @@ pub struct Tensor {
     pub width: u64,
     /// Bytes per element.
     pub dtype: u64,
-    /// Whether it is a view, whose base holds a reference of its own.
+    /// Whether the tensor is a view. The base of a view holds its own reference to the memory.
     pub is_view: bool,
     /// Whether the middle dimensions are swapped in memory, so that a change of shape needs a copy.
     pub is_transposed: bool,

@@ -135,7 +135,7 @@ impl Verdict {
     }
 }
 
-/// A label for a buffer: a table gives nothing but its id.
+/// Returns the label of a buffer, which only has the buffer's id, since a table has no other names.
 fn label(id: &str) -> Label {
     Label { tensor: id.to_owned(), op: String::new(), layer: String::new(), role: Role::Activation }
 }
