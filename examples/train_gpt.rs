@@ -1,6 +1,6 @@
-//! Trains a small GPT on real text; a template for programs of your own. `--resume` continues the last run with the
-//! same `--out`, to the same bits; it uses that run's flags unless others are given. On a signal, it saves a checkpoint
-//! and exits with 128 + the signal.
+//! Trains a small GPT on real text; use it as a template for programs of your own. `--resume` continues the last run
+//! with the same `--out`, to the same bits. Flags that are not given are taken from that run. On a signal, the program
+//! saves a checkpoint and exits with 128 + the number of the signal.
 
 use std::{path::PathBuf, process::ExitCode};
 

@@ -180,7 +180,7 @@ fn train(
 
 /// The routing of a step.
 struct Balance {
-    /// One bar per expert; the highest is that of the expert with the most tokens.
+    /// One bar per expert, whose height is proportional to the expert's number of tokens.
     bars: String,
     /// Tokens of the busiest expert divided by the mean.
     most: f32,

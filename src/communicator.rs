@@ -1,4 +1,4 @@
-//! Communication between ranks: ranks that are threads ([`on_threads`]), or processes that a launcher has started
+//! Communication between ranks. Ranks are threads ([`on_threads`]), or processes that a launcher has started
 //! ([`world`]).
 
 pub use gapless_engine::communicator::*;

@@ -1,8 +1,8 @@
 //! The memory that a run takes, before it runs: for your own tests, and for `gapless plan`.
 //!
 //! In: a configuration and options. Out: the plan of every rank, which covers the training step, the evaluation and the
-//! generation in one arena; its size is exactly what a [`Trainer`] reserves. It loads no weights, opens no device and
-//! reserves no arena.
+//! generation in one arena. The size of this arena is exactly the size that a [`Trainer`] reserves. Planning loads no
+//! weights, opens no device and reserves no arena.
 //!
 //! ```
 //! use gapless::models::hf::Config;
@@ -39,10 +39,10 @@ pub fn program<M: Model>(
     Ok(compile::step::program(build, &options.step, rank, options.target())?)
 }
 
-/// Plans the training step of a rank alone, without the evaluation and generation that share the arena of a trainer.
+/// Plans the training step of a rank alone. A trainer's arena also has the programs for evaluation and generation.
 ///
 /// # Errors
-/// Returns the errors of [`program`], and an error if a budget is too small.
+/// Returns the errors of [`program`], and an error if no recomputation fits the budget.
 pub fn step<M: Model>(
     build: impl Fn(VarBuilder) -> crate::Result<M>,
     options: &TrainOptions,
@@ -54,7 +54,7 @@ pub fn step<M: Model>(
 /// Plans every rank of the options' mesh, and returns the reports.
 ///
 /// # Errors
-/// Returns an error if the options or the model's shapes do not fit together, or a budget is too small.
+/// Returns an error if the options or the model's shapes do not fit together, or if no recomputation fits the budget.
 #[cfg(feature = "hugging-face")]
 pub fn ranks(config: &Config, options: &TrainOptions) -> Result<Vec<Report>, TrainError> {
     Trainer::builder(|vb| config.model(vb), options.clone()).plan_all()

@@ -1,5 +1,5 @@
-//! An allocator of your own: segments whose sizes are powers of two. Each holds one tensor at a time and is kept for
-//! the next of its size.
+//! An allocator of your own: segments whose sizes are powers of two. Each segment holds one tensor at a time. After the
+//! tensor is freed, the segment is kept for the next tensor of this size.
 
 use std::collections::BTreeMap;
 
@@ -46,7 +46,7 @@ impl Allocator for PowersOfTwo {
     }
 }
 
-/// Compares it with PyTorch's allocator on the requests of an eager framework.
+/// Compares this allocator with PyTorch's on the requests of an eager framework.
 pub fn run(step: &Step) -> Result<()> {
     let problem = step.eager(&step.record()?, 0)?;
     let requests = Requests::new(&problem);

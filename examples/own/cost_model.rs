@@ -33,7 +33,7 @@ impl CostModel for Tiled {
     }
 }
 
-/// Compares the step's time under this model with that of its device.
+/// Compares the step's time under this cost model with its time on the step's device.
 pub fn run(step: &Step) -> Result<()> {
     let programs = step.programs(&step.record()?)?;
     let device = step.timing(&programs)?;

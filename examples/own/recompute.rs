@@ -1,4 +1,4 @@
-//! A recompute policy of your own: drops values that are large and cheap to compute.
+//! A recompute policy of your own. It drops values that are large and cheap to recompute.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ impl RecomputePolicy for LargeAndCheap {
     }
 }
 
-/// Compares its bytes and time with those of the built-in policies.
+/// Compares the bytes and the time of a step under this policy with those under built-in policies.
 pub fn run(mut step: Step) -> Result<()> {
     let mine = || Recompute::Custom(CustomPolicy(Arc::new(LargeAndCheap { bytes: 64 << 10 })));
     for (name, policy) in [("none", Recompute::None), ("layers", "layers".parse()?), ("large and cheap", mine())] {

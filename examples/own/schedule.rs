@@ -1,4 +1,4 @@
-//! A schedule of your own: 1F1B in which every rank starts with one more forward.
+//! A schedule of your own: 1F1B, but every rank starts with one more forward.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl Schedule for Eager1F1B {
     }
 }
 
-/// Compares its time and exact bytes with those of 1F1B.
+/// Compares the time and the exact bytes of this schedule with those of 1F1B.
 pub fn run(mut step: Step) -> Result<()> {
     let shape = step.shape();
     let table = Eager1F1B.table(&shape)?;

@@ -1,5 +1,5 @@
-//! Compares figures of papers about allocators with the same steps here: each allocator on the lifetimes of an eager
-//! framework, and gapless on its own lifetimes.
+//! Compares the figures of papers about allocators with our results for the same steps. Each allocator is run on the
+//! lifetimes of an eager framework, and gapless also on its own lifetimes.
 //!
 //! `cargo run --release --example schedule_experiments` runs some rows in half a minute; `--all` runs all of them. The
 //! papers' figures are in `papers.csv`, and the steps in `rows.toml`, next to this file.
@@ -36,7 +36,7 @@ struct Rows {
 #[derive(Deserialize)]
 struct Row {
     name: String,
-    /// The part of the step that can be compared, and the reason for the rest.
+    /// The part of the step that can be compared, and the reason why other parts cannot.
     comparable: String,
     #[serde(default)]
     quick: bool,

@@ -19,7 +19,7 @@ pub(crate) struct Page<'a> {
     pub script: &'a str,
     /// The result of [`json`]; the script reads it from the element with the id `data`.
     pub data: &'a str,
-    /// Whether the page may fetch data from the server that it was loaded from. Otherwise it may fetch nothing.
+    /// Whether the page may fetch data from the server that sent it. If not, the page may not fetch anything.
     pub is_served: bool,
 }
 
@@ -46,8 +46,8 @@ pub(crate) fn json(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("strings and numbers are always JSON").replace('<', "\\u003c")
 }
 
-/// Fills each part into the template. The parts must be in the order of the template; placeholders inside a part are
-/// left as they are.
+/// Fills each part into the template. The parts must be in the order of the template's placeholders. A placeholder
+/// inside a part is not replaced.
 fn fill_template(template: &str, parts: &[(&str, &str)]) -> String {
     let mut page = String::with_capacity(template.len() + parts.iter().map(|(_, text)| text.len()).sum::<usize>());
     let mut rest = template;

@@ -1,4 +1,5 @@
-//! Output of a run. A failed write, as to a closed pipe or a full disk, does not end the run but changes its exit code.
+//! Output of a run. If a write fails, for example to a closed pipe or a full disk, the run continues but its exit code
+//! changes.
 
 use std::fmt::{self, Display};
 use std::fs::File;
@@ -29,7 +30,7 @@ impl Console {
         Self { is_silent: true, ..Self::default() }
     }
 
-    /// Also writes rows to a file, as one line of JSON each. The file is created anew, or appended to if `is_appended`.
+    /// Also writes rows to a file, as one line of JSON each. The file is replaced, or appended to if `is_appended`.
     ///
     /// # Errors
     /// Returns an error if the file cannot be opened.
@@ -39,8 +40,8 @@ impl Console {
         Ok(())
     }
 
-    /// Also writes everything that is said to a log file, including what has been said so far. The file is created
-    /// anew, or appended to if `is_appended`.
+    /// Also writes all messages and warnings to a log file, including those from before this call. The file is
+    /// replaced, or appended to if `is_appended`.
     ///
     /// # Errors
     /// Returns an error if the file cannot be opened.
@@ -67,8 +68,8 @@ impl Console {
         }
     }
 
-    /// A callback for [`TrainingLoop::run`](super::TrainingLoop::run). Prints every tenth step, every evaluation and every checkpoint,
-    /// and writes a row for each step and evaluation.
+    /// Handles an event; this is a callback for [`Fit::run`](super::Fit::run). Prints every tenth step, every
+    /// evaluation and every checkpoint, and writes a row for each step and evaluation.
     ///
     /// # Errors
     /// Never returns an error: failed writes do not end the training.
@@ -87,7 +88,7 @@ impl Console {
         self.errors.clone()
     }
 
-    /// Returns the exit code of the program: 128 + the signal that stopped it, or success.
+    /// Returns the exit code of the program: 128 + the number of the signal that stopped the run, or success.
     ///
     /// # Errors
     /// Returns an error if some output could not be written and no signal arrived.
@@ -98,7 +99,7 @@ impl Console {
     /// Ends the output of a run.
     ///
     /// # Errors
-    /// Returns an error if some output could not be written, or if its file was deleted since.
+    /// Returns an error if some output could not be written, or if the file of an output has been deleted.
     pub fn finish(self) -> Result<(), OutputLost> {
         let log = self.errors.heard().log.as_ref().map(|(path, _)| PathBuf::from(path));
         for path in self.rows.into_iter().map(|(path, _)| path).chain(log) {
@@ -116,7 +117,7 @@ fn say_to(out: &mut impl Write, line: impl Display) -> io::Result<()> {
     out.flush()
 }
 
-/// A writer to the standard error that also keeps the log and the failed writes of all outputs.
+/// A writer to the standard error. It also holds the log, and the failed writes of all outputs.
 #[derive(Debug, Clone, Default)]
 pub struct ErrorOutput {
     heard: Arc<Mutex<OutputState>>,
@@ -142,7 +143,7 @@ struct Lost {
 }
 
 impl ErrorOutput {
-    /// Counts a failure; reports the first one of each output.
+    /// Counts a failed write, and reports the first failure of each output.
     fn note(&self, output: &str, result: io::Result<()>) {
         let Err(error) = result else { return };
         let line = format!("cannot write to {output}: {error}; training continues without it\n");

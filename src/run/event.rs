@@ -7,7 +7,7 @@ use std::time::Duration;
 use gapless_engine::{StepReport, Times, Trainer};
 use serde::Serialize;
 
-/// An event of a [`TrainingLoop`](super::TrainingLoop). Displayed, it is a line to read; serialized, a row for a file
+/// An event of a [`Fit`](super::Fit). `Display` formats it as a line of text, and serde as a row for a file
 /// ([`Console::row`](super::Console::row)).
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
@@ -17,7 +17,7 @@ pub enum Event {
         /// The trainer's report.
         #[serde(flatten)]
         report: StepReport,
-        /// Mean tokens per second since the loop began, counting only the time of steps.
+        /// Mean tokens per second since the loop began, not counting the time between steps.
         tokens_per_second: f64,
         /// Times of this step.
         seconds: Seconds,
@@ -47,8 +47,8 @@ pub enum Event {
     },
 }
 
-/// Times of the parts of a step or evaluation, in seconds. A part that took no time, or whose time is not known, is
-/// `None`.
+/// Durations of the parts of a step or evaluation, in seconds. `None` for a part that took no time or whose time is
+/// unknown.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Seconds {
     /// Reading the tokens.

@@ -1,4 +1,4 @@
-//! The loop of a training program: takes data and a trainer, does steps, evaluations and checkpoints, and reports each
+//! The training loop: takes data and a trainer, performs steps, evaluations and checkpoints, and reports each of them
 //! to a callback.
 
 use std::error::Error;
@@ -88,20 +88,21 @@ pub struct TrainingOutcome {
 }
 
 impl<'a> TrainingLoop<'a> {
-    /// Creates a loop that trains until `steps` steps are done in total; steps before a resume count.
+    /// Creates a loop that trains until the trainer has done `steps` steps in total, including steps before a resume.
     pub fn new(training: &'a TrainingWindows, steps: u64) -> Self {
         let (evaluation, checkpoints, saves_after, stop) = (None, None, None, None);
         let (limit, patience, best, guard, recent) = (None, None, None, None, Recent::default());
         Self { training, steps, evaluation, checkpoints, saves_after, stop, limit, patience, best, guard, recent }
     }
 
-    /// Measures the loss on these windows every `every` steps and after the last step; with 0 only after the last step.
+    /// Measures the loss on these windows every `every` steps and after the last step. If `every` is 0, measures only
+    /// after the last step.
     pub fn evaluate(self, windows: Option<&'a ValidationWindows>, every: u64) -> Self {
         Self { evaluation: windows.map(|windows| (windows, every)), ..self }
     }
 
-    /// Saves a checkpoint every `every` steps and at the end; with 0 only at the end. `run` is stored in each
-    /// checkpoint: it should hold whatever the program needs to build the same trainer again.
+    /// Saves a checkpoint every `every` steps and at the end. If `every` is 0, saves only at the end. `run` is stored
+    /// in each checkpoint; it should contain all settings that the program needs to build the same trainer again.
     pub fn save(self, folder: &'a RunFolder, every: u64, run: Value) -> Self {
         Self { checkpoints: Some((folder, every, run)), ..self }
     }
@@ -111,7 +112,7 @@ impl<'a> TrainingLoop<'a> {
         Self { saves_after: Some(time), ..self }
     }
 
-    /// Ends with a checkpoint after the step at which this much time has passed since the loop began.
+    /// Ends the run with a checkpoint after the first step that ends later than `time` after the start of the loop.
     pub fn limit(self, time: Duration) -> Self {
         Self { limit: Some(time), ..self }
     }
@@ -121,16 +122,17 @@ impl<'a> TrainingLoop<'a> {
         Self { patience: Some(evaluations), ..self }
     }
 
-    /// Continues from a checkpoint that such a loop has saved. The results of earlier evaluations count for early
-    /// stopping.
+    /// Continues from a checkpoint that a loop like this one has saved. Early stopping takes the evaluations before the
+    /// checkpoint into account.
     pub fn continue_from(self, checkpoint: &Checkpoint) -> Self {
         let (best, recent) = found(checkpoint);
         Self { best, recent, ..self }
     }
 
-    /// Skips steps whose loss or norm is far above that of the steps before. The trainer's update must be guarded
-    /// ([`UpdateOptions::guarded`](gapless_engine::UpdateOptions::guarded)). Too many skipped steps in a row end the
-    /// run with an error or, up to [`GuardConfig::rollbacks`] times, take it back to a checkpoint of [`Self::save`].
+    /// Skips steps whose loss or gradient norm is far above that of recent steps. The trainer's update must be guarded
+    /// ([`UpdateOptions::guarded`](gapless_engine::UpdateOptions::guarded)). After too many skipped steps in a row, the
+    /// run returns to a checkpoint of [`Self::save`], at most [`GuardConfig::rollbacks`] times; then it ends with an
+    /// error.
     pub fn guard(self, guard: GuardConfig) -> Self {
         Self { guard: Some(guard), ..self }
     }
@@ -141,8 +143,8 @@ impl<'a> TrainingLoop<'a> {
     }
 
     /// Trains until the last step, a signal, or a `Break` from the callback, then saves. The callback also gets the
-    /// trainer, for example to sample from it. With several ranks, all must call this; whatever ends one rank ends all
-    /// of them after the same step.
+    /// trainer, for example to sample from it. With several ranks, all ranks must call this method. If one rank ends,
+    /// for any reason, all ranks end after the same step.
     ///
     /// # Errors
     /// Returns a [`RunError`] if the data cannot be read, the trainer fails, or a checkpoint cannot be saved; and
@@ -218,8 +220,8 @@ impl<'a> TrainingLoop<'a> {
         Ok(fitted)
     }
 
-    /// Returns the reason to end before the next step, if there is one. With several ranks, a reason on one rank ends
-    /// all.
+    /// Returns the reason to end before the next step, or `None` to continue. With several ranks, a reason on one rank
+    /// ends all ranks.
     fn end(
         &self,
         trainer: &mut Trainer,
@@ -242,9 +244,9 @@ impl<'a> TrainingLoop<'a> {
         }
     }
 
-    /// Returns to the newest checkpoint from before the series of skipped steps. Everything found since then is
-    /// forgotten, except for the position in the data. Later checkpoints are removed, so that a run that is interrupted
-    /// now takes the same course when it is resumed.
+    /// Returns to the newest checkpoint from before the series of skipped steps. All results since that checkpoint are
+    /// discarded, except for the position in the data. Later checkpoints are removed. So if the run is now interrupted
+    /// and resumed, it continues in the same way.
     ///
     /// # Errors
     /// Returns [`RunError::Spikes`] if there is no such checkpoint or no rollback left, and the errors of
@@ -315,8 +317,8 @@ impl Best {
     }
 }
 
-/// The last checkpoint of this loop: its number of steps, and when it was saved. Before the first, the time when the
-/// loop began.
+/// The last checkpoint of this loop: its number of steps, and the time at which it was saved. Before the first
+/// checkpoint, the time is the start of the loop.
 #[derive(Clone, Copy)]
 struct Saved {
     steps: Option<u64>,
@@ -347,8 +349,8 @@ pub fn sample(
     Ok(format!("{prompt}{}", vocabulary.decode(&added)?))
 }
 
-/// Returns at most `count` validation windows, spread evenly over the data, or all of them if `count` is 0. If the data
-/// is too short for one window, logs a warning and returns `None`.
+/// Returns at most `count` validation windows, spread evenly over the data. If `count` is 0, returns all windows. If
+/// the data is too short for one window, logs a warning and returns `None`.
 ///
 /// # Errors
 /// Returns an error if reading fails or `sequence` is 0.

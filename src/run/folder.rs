@@ -1,4 +1,4 @@
-//! The folder of a run, which one run at a time can use, and its checkpoints.
+//! The folder of a run and its checkpoints. Only one run at a time can use the folder.
 
 use std::fs;
 use std::io;
@@ -16,8 +16,8 @@ const DEFAULT_KEEP_LAST: usize = 2;
 /// Name of the subfolder with the checkpoints.
 const CHECKPOINTS: &str = "checkpoints";
 
-/// Files and folders that a run writes. A folder that contains one of them but no run's lock file belongs to someone
-/// else.
+/// Files and folders that a run writes. If a folder contains one of them but no run's lock file, the folder was not
+/// made by a run.
 const WRITTEN: [&str; 7] =
     [CHECKPOINTS, "metrics.jsonl", "log.txt", "samples.txt", "summary.json", "memory.html", "plan.csv"];
 
@@ -26,8 +26,8 @@ const COPIED: [&str; 2] = ["run.toml", "tokenizer.json"];
 
 /// A folder that one run at a time writes into. Its checkpoints are in the subfolder `checkpoints`.
 ///
-/// Call [`Self::open`] at the start of a program: it refuses a folder that is in use, and changes nothing. Call
-/// [`Self::claim`] when the trainer exists and nothing else can be refused.
+/// Call [`Self::open`] at the start of a program. If the folder is in use, `open` returns an error; it changes nothing.
+/// Call [`Self::claim`] when the trainer exists and all settings have been checked.
 #[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,
@@ -38,7 +38,8 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Locks a folder that earlier runs have used. Any other folder is left unchanged until [`Self::claim`].
+    /// Locks a folder that earlier runs have used. Any other folder is not locked and not changed until
+    /// [`Self::claim`].
     ///
     /// # Errors
     /// Returns [`CheckpointError::Locked`], which names the process that holds the lock; [`CheckpointError::Foreign`]
@@ -76,13 +77,14 @@ impl RunFolder {
         Self { keep_last, ..self }
     }
 
-    /// Sets how many of the checkpoints with the lowest validation loss are kept in addition; 0 by default. Only
-    /// checkpoints that were saved right after an evaluation compete ([`TrainingLoop`](super::TrainingLoop)).
+    /// Sets how many of the checkpoints with the lowest validation loss are kept in addition to the newest; 0 by
+    /// default. Only checkpoints that were saved right after an evaluation have a validation loss
+    /// ([`Fit`](super::Fit)).
     pub fn keep_best(self, keep_best: usize) -> Self {
         Self { keep_best, ..self }
     }
 
-    /// Creates the folder if it is missing, and locks it unless [`Self::open`] has.
+    /// Creates the folder if it is missing, and locks it unless [`Self::open`] has already locked it.
     ///
     /// # Errors
     /// Returns an error if the folder cannot be created or locked, as [`Self::open`].
@@ -95,9 +97,9 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Checks that the folder is still the one that was claimed. After it was deleted or moved, whatever the run writes
-    /// would be lost, or would end up in a folder that another run may use. Ranks other than the first hold no lock and
-    /// always pass.
+    /// Checks that the folder is still the one that was claimed. After the folder was deleted or moved, further output
+    /// would be lost, or would end up in a folder that another run may use. Ranks other than the first hold no lock,
+    /// and the check always succeeds on them.
     ///
     /// # Errors
     /// Returns [`RunError::FolderGone`] if the folder is gone.
@@ -127,7 +129,7 @@ impl RunFolder {
         Checkpoint::latest(path)?.ok_or_else(|| RunError::NothingToResume { path: path.clone() })
     }
 
-    /// Opens the newest sound checkpoint of at most `steps` steps.
+    /// Opens the newest sound checkpoint with at most `steps` steps. Returns `None` if there is none.
     ///
     /// # Errors
     /// Returns an error if the folder cannot be read.
@@ -147,13 +149,14 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Begins a run that is new or continues this folder's own run; a run that continues another one calls
-    /// [`Self::fork`].
+    /// Begins a run that is new or continues this folder's own run. A run that continues another run calls
+    /// [`Self::fork`] instead. With several ranks all must call this method; only the first rank changes files. In this
+    /// order:
     ///
-    /// The trainer resumes from the checkpoint, if there is one. Then the folder is locked. If the run is new, an
-    /// earlier run in the folder is moved away ([`Self::set_aside`]). Finally the memory map and the plan are written,
-    /// and a summary is printed. With several ranks all call it; the first rank does the work on files.
-    ///
+    /// - If there is a checkpoint, the trainer resumes from it.
+    /// - The folder is locked.
+    /// - If the run is new, an earlier run in the folder is moved away ([`Self::set_aside`]).
+    /// - The memory map and the plan are written, and a summary is printed.
     /// # Errors
     /// Returns the errors of [`Trainer::resume`], [`Self::claim`] and [`Self::set_aside`], and an error if the memory
     /// map or the plan cannot be written.
@@ -161,8 +164,8 @@ impl RunFolder {
         self.start(trainer, from, from.is_none(), console)
     }
 
-    /// Begins a new run that continues from a checkpoint of another run, which may be the run that this folder has had
-    /// so far.
+    /// Begins a new run that continues from a checkpoint of another run. That other run may be the one that is in this
+    /// folder so far.
     ///
     /// # Errors
     /// Returns the errors of [`Self::begin`].
@@ -209,7 +212,7 @@ impl RunFolder {
 
     /// Moves the files of an earlier run into a new subfolder `earlier.N` and returns its path, or `None` if there is
     /// no earlier run. The subfolder also gets copies of run.toml and tokenizer.json, so that it is a complete run's
-    /// folder. Call this only when nothing can refuse the new run any more.
+    /// folder. Call this method only when the new run can no longer fail to start.
     ///
     /// # Errors
     /// Returns an error if a file cannot be moved or copied.
@@ -234,8 +237,8 @@ impl RunFolder {
         Ok(Some(earlier))
     }
 
-    /// Saves a checkpoint, then removes old ones, except for those that [`Self::keep_last`] and [`Self::keep_best`]
-    /// keep. If one cannot be removed, a warning is logged.
+    /// Saves a checkpoint and returns its path. Then removes old checkpoints, except for those that [`Self::keep_last`]
+    /// and [`Self::keep_best`] keep. If a checkpoint cannot be removed, a warning is logged.
     ///
     /// # Errors
     /// Returns the errors of [`Trainer::save`].

@@ -51,7 +51,7 @@ pub(super) struct Recent {
     /// Number of rollbacks so far.
     #[serde(default)]
     pub rollbacks: u64,
-    /// Number of batches by which the data is ahead of the steps: those that were seen before the rollbacks.
+    /// The number of batches that were seen before rollbacks. Steps read the data this many batches further on.
     #[serde(default, rename = "ahead")]
     pub data_offset: u64,
 }
@@ -80,14 +80,14 @@ impl Recent {
         }
     }
 
-    /// The state after a rollback to the checkpoint that holds `self`; `now` is the state before it, `steps` steps
-    /// later.
+    /// Returns the state after a rollback to the checkpoint that contains `self`. `now` is the state right before the
+    /// rollback, `steps` steps after the checkpoint.
     pub fn rolled_back(self, now: &Self, steps: u64) -> Self {
         Self { skipped: 0, rollbacks: now.rollbacks + 1, data_offset: now.data_offset + steps, ..self }
     }
 }
 
-/// The median; the upper one of an even number of values, which must be finite.
+/// Returns the median; for an even number of values, the larger of the two in the middle. The values must be finite.
 fn median(values: &VecDeque<f32>) -> f32 {
     let mut sorted: Vec<f32> = values.iter().copied().collect();
     sorted.sort_unstable_by(f32::total_cmp);

@@ -48,17 +48,18 @@ impl EvaluationBatch {
         Self { tokens: vec![0; size], targets: vec![0; size], starts: vec![0; starts] }
     }
 
-    /// Returns the first `windows` windows of the batch: tokens, targets and document starts.
+    /// Returns the first `windows` windows of the batch, to be filled: tokens, targets and document starts.
     pub fn windows(&mut self, windows: usize, sequence: usize) -> [&mut [u32]; 3] {
         let size = windows * sequence;
         let starts = size.min(self.starts.len());
         [&mut self.tokens[..size], &mut self.targets[..size], &mut self.starts[..starts]]
     }
 
-    /// Measures the loss of the first `windows` windows of the batch. The rest of the batch does not change the result:
-    /// - If the trainer separates documents, the rest is filled with padding.
-    /// - If not, the windows are repeated as often as they fit, and the first one fills what remains. Its loss is
-    ///   measured alone and subtracted.
+    /// Measures the loss of the first `windows` windows of the batch. The other windows do not change the result, and
+    /// are overwritten:
+    /// - If the trainer separates documents, they are filled with padding.
+    /// - If not, the first windows are repeated as often as they fit, and the first window fills the rest. The loss of
+    ///   the first window is then measured alone and subtracted.
     ///
     /// # Errors
     /// Returns the errors of [`Trainer::evaluate_batch`].

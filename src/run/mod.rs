@@ -1,10 +1,10 @@
 //! Building blocks for training programs: run files, run folders, the training loop, reports, signals and console
 //! output.
 //!
-//! In: a folder, lines and rows of output, signals. Out: the checkpoints of one run at a time, and an exit code that
-//! tells whether any output was lost. A failed write to a console or log never ends a training.
+//! In: a folder, and lines and rows of output, and signals. Out: the checkpoints of one run at a time, and an exit code
+//! that says whether any output was lost. A failed write to a console or log never ends a training.
 //!
-//! [`train`] does a whole run as its run file ([`RunConfig`]) says. The parts can also be used on their own:
+//! [`train`] executes a whole run that a run file ([`RunConfig`]) describes. The parts can also be used on their own:
 //!
 //! ```
 //! use gapless::run::{Console, RunFolder, Stop};

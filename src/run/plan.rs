@@ -6,9 +6,9 @@ use gapless_engine::{Report, Trainer};
 use super::{ModelConfig, RunConfig, RunError};
 
 impl RunConfig {
-    /// Plans every rank; the reports give the bytes that [`train`](super::train) reserves, exactly. Reads neither data
-    /// nor weights, only files that determine sizes: the config.json of a model folder, or the tokenizer that the file
-    /// names. If a vocabulary will be trained on the data, it is assumed to reach the size that the file asks for.
+    /// Plans every rank. The reports give exactly the bytes that [`train`](super::train) reserves. No data or weights
+    /// are read, only files that determine sizes: a model folder's config.json, or the tokenizer named in the run file.
+    /// A vocabulary that is still to be trained is assumed to reach the size set in the run file.
     ///
     /// # Errors
     /// Returns the errors of [`TrainerBuilder::plan`](crate::TrainerBuilder::plan), and an error if a tokenizer or
@@ -18,8 +18,8 @@ impl RunConfig {
         Ok(Trainer::builder(|vb| architecture.model(vb), self.options()).plan_all()?)
     }
 
-    /// The model with the vocabulary size that the data will give it, as far as that is known without reading them. A
-    /// model folder keeps its own.
+    /// Returns the model with the vocabulary size that it will have in the run, as far as this size is known without
+    /// reading the data. A model folder keeps its own vocabulary size.
     pub fn planned_model(&self) -> Result<ModelConfig, RunError> {
         match (&self.model, &self.data.tokenizer) {
             (ModelConfig::Folder(_), _) => Ok(self.model.clone()),

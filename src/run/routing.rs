@@ -17,12 +17,12 @@ pub(super) struct StepRow<'a> {
 /// Statistics by layer, of the layers and tokens of this rank.
 #[derive(Serialize)]
 struct Routing {
-    /// Load of the busiest expert divided by the mean load. Empty if experts choose tokens, since the load is then
-    /// even.
+    /// Load of the busiest expert divided by the mean load, for each layer. Empty if experts choose tokens, since the
+    /// load is then even.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     expert_load: Vec<f32>,
-    /// Choices that exceeded the capacity; if experts choose tokens, the tokens that no expert chose. Empty without a
-    /// capacity.
+    /// Choices that exceeded the capacity, for each layer; if experts choose tokens, the tokens that no expert chose.
+    /// Empty without a capacity.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     expert_dropped: Vec<f32>,
 }

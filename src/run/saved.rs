@@ -1,5 +1,5 @@
-//! Comparison of a checkpoint's settings with those of the program that resumes it. Settings that were not given are
-//! taken from the checkpoint; differences are printed or refused.
+//! Compares a checkpoint's settings with those of the program that resumes it. Settings that the program does not give
+//! are taken from the checkpoint. Differences are printed, or are an error.
 
 use std::path::Path;
 
@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 
 use super::{Console, RunConfig, RunError};
 
-/// Returns the settings of a resumed run: those for which `is_given` is true from `now`, all others from the
-/// checkpoint. `part` is their key in the value that was saved with the run ([`TrainingLoop::save`](super::TrainingLoop::save)). The
-/// result is checked by [`expect_same`].
+/// Returns the settings of a resumed run. A setting for which `is_given` returns true is taken from `now`, and any
+/// other setting from the checkpoint. `part` is the key of the settings in the value that was saved with the run
+/// ([`Fit::save`](super::Fit::save)). The result is checked by [`expect_same`].
 ///
 /// # Errors
 /// Returns the errors of [`expect_same`], and an error if the saved settings are not of type `T`.
@@ -37,8 +37,8 @@ pub fn with_saved<T: Serialize + DeserializeOwned>(
         .map_err(|error| RunError::Changed { path: checkpoint.path().to_owned(), differences: vec![error.to_string()] })
 }
 
-/// Prints the settings that have changed since the checkpoint, and refuses changes outside of `may_change`, whose names
-/// each stand for a key and all keys below it.
+/// Prints the settings that have changed since the checkpoint, and returns an error for changes outside of
+/// `may_change`. Each name in `may_change` stands for a key and all keys below it.
 ///
 /// # Errors
 /// Returns [`RunError::Changed`] with each key that must not change and its two values.
@@ -79,8 +79,8 @@ fn saved_part(checkpoint: &Checkpoint, part: &str) -> Value {
     config().map_or_else(|| saved.clone(), |config| json!(config))
 }
 
-/// Opens the data of a run. A new run prepares it. A resumed run opens the prepared data that the checkpoint names
-/// (`"data"` of the saved value); its hash must be the checkpoint's (`"data_hash"`).
+/// Opens the data of a run. A new run prepares the data. A resumed run opens the prepared data that the checkpoint
+/// names (`"data"` of the saved value); the data's hash must equal the checkpoint's (`"data_hash"`).
 ///
 /// # Errors
 /// Returns the errors of [`Dataset::prepare`] and [`Dataset::open_prepared`], and [`RunError::Changed`] if the hash

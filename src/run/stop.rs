@@ -1,5 +1,5 @@
-//! Signals that ask a run to end. The run saves a checkpoint and exits with 128 + signal, so that the sender can see
-//! that it is incomplete.
+//! Signals that end a run. The run saves a checkpoint and exits with 128 + the number of the signal, so that the sender
+//! can see that the run is incomplete.
 
 use std::io;
 use std::process::ExitCode;
@@ -23,8 +23,8 @@ const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
 #[cfg(unix)]
 const SAME: Duration = Duration::from_secs(1);
 
-/// Records whether a signal has asked the process to end. The first signal is recorded; another one, at least a second
-/// later, ends the process at once.
+/// Records whether a signal has asked the process to end. The first signal is only recorded. Another signal at least a
+/// second later ends the process at once.
 #[derive(Debug, Clone)]
 pub struct Stop {
     signal: Arc<AtomicUsize>,
@@ -95,7 +95,7 @@ fn is_time_limit(_: i32) -> bool {
     false
 }
 
-/// True if the process was started with this signal ignored; false if the operating system does not tell.
+/// True if the process was started with this signal ignored. False if it was not, or if this is unknown.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());

@@ -1,5 +1,5 @@
-//! A whole run: reads data, builds the model, and does steps, evaluations, samples and checkpoints. Its folder holds
-//! every result.
+//! Executes a whole run: reads the data, builds the model, and performs steps, evaluations, samples and checkpoints.
+//! All results are written into the run's folder.
 
 use std::fs;
 use std::io::Write;
@@ -33,8 +33,8 @@ pub enum Start {
     Anew,
     /// Continues from the newest checkpoint in the run's own folder.
     Resume,
-    /// Starts from a checkpoint of another run: give the run's folder, for its newest checkpoint, or the checkpoint
-    /// itself.
+    /// Starts from a checkpoint of another run. The path is either a checkpoint, or the folder of a run, whose newest
+    /// checkpoint is used.
     Fork(PathBuf),
 }
 
@@ -77,27 +77,27 @@ pub struct Progress {
     pub tokens_per_second: f64,
 }
 
-/// Trains a model as the configuration says, into a folder of its own:
+/// Trains a model as the configuration describes. All results are written into one folder:
 ///
 /// ```text
 /// run.toml        the configuration with all defaults
-/// tokenizer.json  the vocabulary, but for plain bytes and bare ids
+/// tokenizer.json  the vocabulary, unless it is plain bytes or bare ids
 /// memory.html     the memory map of the planned step
-/// plan.csv        where each tensor of the step lies and when, as `gapless compare` reads it
+/// plan.csv        the same plan as a table of tensors, lifetimes and offsets, which `gapless compare` can read
 /// metrics.jsonl   one row per step and per evaluation
-/// log.txt         what was said
-/// samples.txt     what was sampled at each evaluation
-/// summary.json    how it ended
-/// checkpoints/    the newest ones
-/// model/          of a Hugging Face folder: the trained one; with LoRA, adapter/ in PEFT's format
-/// earlier.1/      the run that was in the folder before, with all of the above; then earlier.2/ and so on
+/// log.txt         messages and warnings
+/// samples.txt     the text that was sampled at each evaluation
+/// summary.json    the outcome of the run
+/// checkpoints/    the newest checkpoints
+/// model/          if the model is a Hugging Face folder: the trained folder; with LoRA, adapter/ in PEFT's format
+/// earlier.1/      an earlier run of this folder, with all of the above; then earlier.2/ and so on
 /// ```
 ///
-/// A folder that no run has used is refused if it has one of these files. `model/` and `adapter/` are exceptions: if
-/// they exist, the trained weights go to `model.1/` and so on.
+/// If the folder has one of these files but was not made by a run, that is an error. `model/` and `adapter/` are
+/// exceptions: if they exist, the trained weights go to `model.1/` and so on.
 ///
-/// A resumed run computes the same bits as an uninterrupted one. A fork is a new run with a configuration of its own,
-/// which must have the same parameters. `show` is called after each step. A signal ([`Stop`]) ends the run with a
+/// A resumed run computes the same bits as an uninterrupted run. A fork is a new run with its own configuration; its
+/// model must have the same parameters. `show` is called after each step. A signal ([`Stop`]) ends the run with a
 /// checkpoint.
 ///
 /// The ranks of `mesh` are threads of this process. If a launcher such as `mpirun` has started one process per rank,
@@ -145,8 +145,8 @@ struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    /// Does the whole run on this rank. The first rank locks and writes the folder. It also prepares the data before
-    /// the others read them, so that these find them in the cache.
+    /// Executes the whole run on this rank. The first rank locks and writes the folder. It prepares the data before the
+    /// other ranks read the data, so the others find it in the cache.
     fn train(self, mut world: Box<dyn Communicator>, show: impl FnMut(Progress)) -> Result<Summary, RunError> {
         // Everything that may be refused is checked before the folder is changed.
         let Self { config, out, start, console } = self;
@@ -309,9 +309,10 @@ impl<'a> RunInProgress<'a> {
         })
     }
 
-    /// Saves the trained weights of a finished run in the form in which they came in (a model folder or an adapter), in
-    /// a folder that did not exist before, and returns its name. If the ranks hold only parts of the model, a trainer
-    /// of the whole model loads the last checkpoint.
+    /// Saves the trained weights of a finished run in a folder that did not exist before, and returns the folder's
+    /// name. A run that fine-tuned a model folder saves a model folder or, with LoRA, an adapter; any other run saves
+    /// nothing and returns `None`. If each rank holds only a part of the model, a trainer of the whole model loads the
+    /// last checkpoint and saves it.
     fn export(self, saved: &RunFolder) -> Result<Option<PathBuf>, RunError> {
         let Self { config, out, console, dataset, mut trainer, .. } = self;
         let ModelConfig::Folder(path) = &config.model else { return Ok(None) };
@@ -338,8 +339,8 @@ impl<'a> RunInProgress<'a> {
     }
 }
 
-/// True if the run should write its run.toml. An existing file with the same configuration is kept: it may be the file
-/// that the user gave. A file that an earlier run wrote, by [`RunConfig::resolved`], may be replaced.
+/// True if the run should write its run.toml. If there is a file with the same configuration, returns false, because it
+/// may be the file that the user gave. A file that an earlier run wrote, by [`RunConfig::resolved`], may be replaced.
 ///
 /// # Errors
 /// Returns an error if there is a run.toml with another configuration that no run has written.
@@ -370,8 +371,8 @@ fn may_write_vocabulary(vocabulary: &Vocabulary, folder: &RunFolder) -> Result<b
     }
 }
 
-/// Refuses token ids that are outside of the embedding of a model folder. Prints which parts of the folder are not
-/// used.
+/// Returns an error if the data contain token ids that the embedding of a model folder does not have. Prints the parts
+/// of the folder that are unused.
 fn expect_known(dataset: &Dataset, model: &ModelConfig, console: &Console) -> Result<(), RunError> {
     let ModelConfig::Folder(path) = model else { return Ok(()) };
     let config = hf::Config::read(path)?;
@@ -384,7 +385,7 @@ fn expect_known(dataset: &Dataset, model: &ModelConfig, console: &Console) -> Re
     Err(ConfigError::value("data", why, "use the tokenizer that the model was trained with").into())
 }
 
-/// Opens the checkpoint at a path, or the newest one of the run whose folder it is.
+/// Opens the checkpoint at `path`. If `path` is the folder of a run, opens the run's newest checkpoint.
 pub(super) fn checkpoint_of(path: &Path) -> Result<Checkpoint, RunError> {
     let checkpoints = path.join("checkpoints");
     Ok(match checkpoints.exists() {
@@ -401,7 +402,8 @@ fn forked(from: &Path, steps: u64) -> Result<Checkpoint, RunError> {
     }
 }
 
-/// Samples a continuation of the prompt, if there is one; prints it and appends it to samples.txt.
+/// Samples a continuation of the configured prompt, prints it and appends it to samples.txt. Does nothing if no prompt
+/// is configured.
 fn sampled(
     config: &RunConfig,
     vocabulary: &Vocabulary,
@@ -435,7 +437,7 @@ fn sampled(
     Ok(())
 }
 
-/// Builds a rank's trainer; a new run from a model folder loads its weights.
+/// Builds the trainer of a rank. If the run is new and its model comes from a model folder, loads the folder's weights.
 fn trainer(
     world: Box<dyn Communicator>,
     config: &RunConfig,

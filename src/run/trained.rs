@@ -29,7 +29,7 @@ pub struct TrainedRun {
     pub vocabulary: Vocabulary,
     /// The newest checkpoint, or the one that was named.
     pub checkpoint: Checkpoint,
-    /// Whether models get the averaged weights (`optimizer.average`) in place of the trained ones.
+    /// Whether models get the averaged weights (`optimizer.average`) instead of the trained weights.
     pub average: bool,
 }
 
@@ -39,8 +39,8 @@ impl TrainedRun {
         folder_of(path).is_some()
     }
 
-    /// Opens a run's folder with its newest sound checkpoint, or one of its checkpoints. Nothing is locked: the run may
-    /// still be training.
+    /// Opens a run with one of its checkpoints. `path` is either a checkpoint, or the run's folder, whose newest sound
+    /// checkpoint is then used. The folder is not locked, so the run may still be training.
     ///
     /// # Errors
     /// Returns an error if there is no run or no checkpoint at the path, or if a tokenizer.json that is needed is
@@ -95,7 +95,7 @@ impl TrainedRun {
         Ok(trainer)
     }
 
-    /// Returns the maximum number of tokens that the model can read, if there is a limit.
+    /// Returns the maximum number of tokens that the model can read, or `None` if there is no maximum.
     ///
     /// # Errors
     /// Returns an error if the model is a Hugging Face folder that cannot be read any more.
@@ -108,7 +108,7 @@ impl TrainedRun {
     }
 }
 
-/// Returns the run's folder if the path is one, or is one of its checkpoints.
+/// Returns the run's folder if `path` is this folder or one of the run's checkpoints, and `None` otherwise.
 fn folder_of(path: &Path) -> Option<&Path> {
     let checkpoints = path.parent().filter(|folder| folder.file_name().is_some_and(|name| name == "checkpoints"));
     [Some(path), checkpoints.and_then(Path::parent)].into_iter().flatten().find(|folder| folder.join(CONFIG).exists())

@@ -1,6 +1,6 @@
 //! Device profiles: the published peaks of a device, and the fractions of them that a step is assumed to reach.
 //!
-//! Peaks are the vendor's dense peaks (without sparsity) per GPU. Each assumed fraction has its source beside it. A
+//! Peaks are the vendor's dense peaks (without sparsity) per GPU. The source of each assumed fraction is next to it. A
 //! profile in a TOML file replaces all of these values.
 
 use std::path::Path;
@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 use super::{ConfigError, Precision, machine};
 use crate::run::{EstimateConfig, RunConfig};
 
-/// A device whose speed time estimates assume: one of [`DeviceProfile::known`], `this-machine`, or a TOML file with
-/// these keys.
+/// A device whose speed is assumed by time estimates: one of [`DeviceProfile::known`], `this-machine`, or a TOML file
+/// with these keys.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceProfile {
@@ -115,13 +115,13 @@ fn h100() -> DeviceProfile {
     }
 }
 
-/// NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: an H100 with 141 GB of memory at 4.8 TB/s.
+/// NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: like an H100, but with 141 GB of memory at 4.8 TB/s.
 fn h200() -> DeviceProfile {
     DeviceProfile { name: "h200".to_owned(), memory: 141_000_000_000, bytes: 0.9 * 4.8e12, ..h100() }
 }
 
 /// NVIDIA HGX B200 datasheet (2025), an eighth of the board: 2.25 PFLOP/s in bf16, 75 TFLOP/s in f32, 180 GB of memory
-/// at 7.7 TB/s, NVLink 1.8 TB/s both ways together. The fractions are those that are assumed for every GPU.
+/// at 7.7 TB/s, NVLink 1.8 TB/s both ways together. The fractions are the general assumptions for every GPU.
 fn b200() -> DeviceProfile {
     DeviceProfile {
         name: "b200".to_owned(),
@@ -141,7 +141,7 @@ pub(super) fn is_attention(operation: &str) -> bool {
 }
 
 impl DeviceProfile {
-    /// The profiles with a name of their own.
+    /// Returns the built-in profiles.
     pub fn known() -> [Self; 4] {
         [a100_80(), h100(), h200(), b200()]
     }
@@ -151,7 +151,8 @@ impl DeviceProfile {
         self.name == machine::NAME
     }
 
-    /// The device of a run's `[estimate]`: its profile, with the values that other keys replace.
+    /// Returns the device of a run's `[estimate]`: its profile, with the values of other keys in place of the
+    /// profile's.
     ///
     /// # Errors
     /// Returns a [`ConfigError::Value`] if there is no such profile, or a value is not above 0.
@@ -173,10 +174,11 @@ impl DeviceProfile {
         Ok(device)
     }
 
-    /// Returns the profile with this name, or the one in this file.
+    /// Returns the known profile with this name, or this machine's profile for `this-machine`, or the profile in the file
+    /// with this path.
     ///
     /// # Errors
-    /// Returns an [`UnknownDevice`] if there is none.
+    /// Returns an [`UnknownDevice`] if there is neither such a profile nor a valid file.
     pub fn find(name: &str) -> Result<Self, UnknownDevice> {
         if let Some(known) = Self::known().into_iter().find(|known| known.name == name) {
             return Ok(known);
@@ -192,12 +194,12 @@ impl DeviceProfile {
         toml::from_str(&text).map_err(|error| fail(crate::run::with_nearest(error.to_string())))
     }
 
-    /// FLOP/s that matrix products reach, and the bandwidth.
+    /// Returns the FLOP/s that matrix products reach, and the memory bandwidth.
     pub fn rates(&self, precision: Precision) -> Rates {
         Rates { flops: self.products * self.peak(precision), bytes: self.bytes }
     }
 
-    /// FLOP/s that this operation reaches, and the bandwidth.
+    /// Returns the FLOP/s that this operation reaches, and the memory bandwidth.
     pub(super) fn rates_of(&self, operation: &str, precision: Precision) -> Rates {
         let reached = if is_attention(operation) { self.attention } else { self.products };
         Rates { flops: reached * self.peak(precision), bytes: self.bytes }
@@ -216,7 +218,7 @@ impl DeviceProfile {
     }
 }
 
-/// The time that each part of a step takes.
+/// The times of operations, messages and collectives of a step.
 pub trait CostModel {
     /// Returns the nanoseconds of an operation; 0 for any other instruction.
     fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64;
@@ -225,13 +227,13 @@ pub trait CostModel {
     fn transfer(&self, bytes: u64) -> u64;
 
     /// Returns the nanoseconds of a collective for which a rank sends `bytes` bytes, without the part that is hidden by
-    /// computation. `can_hide` is true for gradients and parameters, and false for experts' rows, which the next
-    /// operation waits for.
+    /// computation. `can_hide` is true for gradients and parameters. It is false for experts' rows, for which the next
+    /// operation waits.
     fn collective(&self, bytes: f64, can_hide: bool) -> u64;
 }
 
 impl CostModel for DeviceProfile {
-    /// The longest of the times for arithmetic, for memory traffic and for the launch.
+    /// Returns the longest of three times: for arithmetic, for memory traffic and for the launch.
     fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
         instr.nanoseconds(&self.rates_of(op.name(), precision)).max((self.launch * 1e9) as u64)

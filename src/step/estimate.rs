@@ -7,12 +7,12 @@ use super::{Precision, Step};
 /// Estimated bytes of the fullest rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Estimate {
-    /// Bytes of parameters, gradients, masters and moments for an equal share of the model, and nothing else. In bf16
-    /// with f32 masters this is 18 bytes per parameter: the 16 of ZeRO (arXiv 1910.02054, section 3.1), and 2 more
-    /// because gradients are f32.
+    /// Bytes of parameters, gradients, masters and moments for a rank's equal share of the model, without activations.
+    /// In bf16 with f32 masters this is 18 bytes per parameter: the 16 bytes of ZeRO (arXiv 1910.02054, section 3.1),
+    /// and 2 more because gradients are f32.
     pub bytes_per_parameter: f64,
-    /// Megatron-LM's `theoretical_memory_usage.py`: the same bytes for the first stage with its embedding, plus
-    /// activations by arXiv 2205.05198, table 2, with selective recomputation.
+    /// The result of Megatron-LM's `theoretical_memory_usage.py`: the same kinds of bytes for the first stage with its
+    /// embedding, and activations by arXiv 2205.05198, table 2, with selective recomputation.
     pub megatron: f64,
 }
 

@@ -1,8 +1,8 @@
 //! Estimates a step's time on this machine's CPU by timing each operation alone.
 //!
 //! In: instructions of programs for the CPU. Out: their nanoseconds. Each operation is measured once per process, on
-//! operands of its own, while all ranks of the step run it at the same time. No whole step is run. Operations whose
-//! work the data decide (the rows of experts) are timed at the sizes in the program.
+//! separate operands, while all ranks of the step run the same operation. No whole step is run. If the amount of work
+//! depends on data (the rows of experts), an operation is timed at the sizes in the program.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -60,14 +60,14 @@ impl ThisMachine {
         Self { ranks: ranks.max(1), threads: resolve_threads(threads), footprint }
     }
 
-    /// Number of copies of an operation that are run in a row, each on operands of its own. Between two uses of the
-    /// same operands, half an arena is touched, as on average in a step.
+    /// Returns the number of copies of an operation that are run in a row, each on separate operands. Between two uses
+    /// of the same operands, half an arena is touched, as on average in a step.
     fn copies(&self, instr: &Instr) -> u64 {
         let bytes: u64 = buffers(instr).into_values().map(|(bytes, _)| bytes).sum();
         (self.footprint / 2 / bytes.max(1)).clamp(1, MAX_COPIES)
     }
 
-    /// Times an operation; returns the mean over the ranks, which run it at the same time.
+    /// Times an operation. Returns the mean time of the ranks, which run the operation at the same time.
     fn measured(&self, instr: &Instr, copies: u64) -> Result<u64, TrainError> {
         let rank = |mut world: Box<dyn Communicator>| -> Result<u64, TrainError> {
             let mut session = self.session(instr, copies)?;
@@ -98,7 +98,7 @@ impl ThisMachine {
 }
 
 impl CostModel for ThisMachine {
-    /// The measured time. An operation that cannot be run alone counts 0 and logs a warning.
+    /// Returns the measured time. If an operation cannot be run alone, returns 0 and logs a warning.
     fn nanoseconds(&self, instr: &Instr, _: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
         let operands = |operands: &[Operand]| {
@@ -122,7 +122,8 @@ impl CostModel for ThisMachine {
         Link::known().nanoseconds(bytes as f64)
     }
 
-    /// The full time: summing on this CPU takes cores that would otherwise compute, so nothing is hidden.
+    /// Returns the full time. Summing on this CPU uses cores that would otherwise compute, so no part of the time is
+    /// hidden.
     fn collective(&self, bytes: f64, _: bool) -> u64 {
         Link::known().nanoseconds(bytes)
     }
@@ -131,8 +132,8 @@ impl CostModel for ThisMachine {
 /// Name of the device that [`profile`] returns.
 pub(super) const NAME: &str = "this-machine";
 
-/// This machine as a device profile: the free memory, and the rates of large products and copies, measured on first
-/// use.
+/// Returns this machine as a device profile: its free memory, and the rates of large products and copies, which are
+/// measured on first use.
 pub(super) fn profile() -> DeviceProfile {
     static PROFILE: OnceLock<DeviceProfile> = OnceLock::new();
     let measured = || {
@@ -199,7 +200,7 @@ impl Link {
     }
 
     /// Measures messages from one thread to another and back. If two threads cannot be started, logs a warning and
-    /// returns a free link.
+    /// returns a link without cost.
     fn measured() -> Self {
         const LARGE: usize = 4 << 20;
         let there_and_back = |bytes: usize| {

@@ -110,8 +110,8 @@ impl Step {
         Ok(StepGraph::record(&boxed_build(|vb| self.build(vb)), &self.options)?)
     }
 
-    /// Compiles everything that a pipeline rank runs in one arena, as a trainer does: the training step, the evaluation
-    /// and the generation.
+    /// Compiles all programs that a pipeline rank runs in one arena, as a trainer does: the training step, the
+    /// evaluation and the generation.
     ///
     /// # Errors
     /// Returns an error if the options or the model's shapes do not fit together, and
@@ -159,7 +159,7 @@ impl Step {
         Ok(compile(std::slice::from_ref(program), &self.options.planning())?)
     }
 
-    /// The same step with this memory budget; with `None`, without recomputation.
+    /// Returns the same step with this memory budget. If `budget` is `None`, the step has no budget and no recomputation.
     pub fn within(&self, budget: Option<u64>) -> Self {
         let mut step = self.clone();
         (step.options.memory.budget, step.options.memory.recompute) = (budget, Recompute::None);

@@ -3,8 +3,9 @@
 //!
 //! In: a planned rank of a step, lowered for CUDA. Out: rows, each for the instructions that launch the same kernels.
 //! The model is the roofline (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance
-//! model"): a launch takes as long as its arithmetic, its memory traffic or the launch itself, whichever is longest, at
-//! the rates of a [`DeviceProfile`](super::DeviceProfile). It does not model caches, or clock rates under load.
+//! model"), at the rates of a [`DeviceProfile`](super::DeviceProfile). A launch takes the longest of three times: that
+//! of its arithmetic, of its memory traffic and of the launch itself. The model ignores caches, and changes of the
+//! clock rate under load.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -106,7 +107,7 @@ impl Step {
     }
 }
 
-/// The time of an instruction's launches, and the resource that decides the longest of them.
+/// Returns the time of an instruction's launches, and the resource that determines the longest of them.
 fn seconds(work: &Work, device: &DeviceProfile, precision: Precision) -> (f64, Bound) {
     let rates = device.rates_of(work.operation, precision);
     let of_launch = |launch: &LaunchWork| {
@@ -199,8 +200,8 @@ mod tests {
         assert!(roofline.milliseconds <= 32.0, "{roofline}");
     }
 
-    /// Extents and pitches that are no multiples of 8 elements have a library fall back to slow kernels. Only the named products have some:
-    /// those of a vocabulary's last entries, and of a LoRA whose rank is below 8.
+    /// If an extent or a pitch is not a multiple of 8 elements, the library falls back to slow kernels. Only the named
+    /// products may have such extents: those of a vocabulary's last entries, and of a LoRA whose rank is below 8.
     #[test]
     fn products_are_aligned() {
         const LLAMA: &str =

@@ -1,9 +1,10 @@
-//! Sketches a whole step from two of its micro-batches: its time, and bytes that are surely alive at once.
+//! Sketches a whole step from two of its micro-batches: the step's time, and its *sure bytes*, which are certainly
+//! alive at once.
 //!
-//! In: the graph of a step. Out: the time that each action of each stage takes and the bytes that it keeps, from
-//! programs that run two micro-batches one after the other. A sketch is valid for every schedule that gives the same
-//! stages to the same ranks and splits the backward alike. Steps under a budget have no sketch, since that would take a
-//! search.
+//! In: the graph of a step. Out: the time of each action of each stage, and the bytes that the action keeps. They come
+//! from programs that run two micro-batches one after the other. A sketch is valid for all schedules that assign the
+//! same stages to the same ranks and split the same backwards. Steps with a budget have no sketch, because the sketch
+//! would require the search for their recomputation.
 
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
@@ -34,8 +35,8 @@ type ActionKind = (Kind, StageId);
 #[derive(Debug, Clone)]
 pub struct Sketch {
     once: Variant,
-    /// The same, if everything that a split backward recomputes for the input gradients is recomputed again for the
-    /// weight gradients. `None` if the recompute policy does not allow this.
+    /// The same data for the variant in which all values that a split backward recomputes for the input gradients are
+    /// recomputed again for the weight gradients. `None` if the recompute policy does not allow this variant.
     twice: Option<Variant>,
 }
 
@@ -57,7 +58,7 @@ struct KeptBytes {
 }
 
 impl Step {
-    /// The key of the step's sketch; `None` if it has no sketch.
+    /// Returns the key of the step's sketch, or `None` if the step has no sketch.
     ///
     /// # Errors
     /// Returns an error if the schedule does not exist for the step's shape.
@@ -124,9 +125,9 @@ impl Step {
         self.simulated(measured)
     }
 
-    /// Returns a lower bound of the bytes alive at once, by rank. It counts parameters and states, the bytes that
-    /// micro-batches keep from one action to another, and sums of gradients, but nothing that lives only within an
-    /// action.
+    /// Returns the sure bytes of each rank, a lower bound of the bytes alive at once. They include parameters and
+    /// states, the bytes that micro-batches keep from one action to another, and sums of gradients. They do not include
+    /// bytes that live only within an action.
     ///
     /// # Errors
     /// Returns an error if the schedule does not exist for the step's shape.
@@ -137,7 +138,8 @@ impl Step {
     }
 }
 
-/// The actions that take each micro-batch through all stages forward and backward, before the next one starts.
+/// Returns actions in which each micro-batch runs forward and backward through all stages before the next micro-batch
+/// starts.
 fn one_after_another(stages: &[u32], last: u32, split: bool) -> Vec<Action> {
     let kinds: &[Kind] = if split { &[Kind::BackwardInput, Kind::BackwardWeight] } else { &[Kind::Backward] };
     let actions_of = |micro_batch: u32| {
@@ -149,15 +151,15 @@ fn one_after_another(stages: &[u32], last: u32, split: bool) -> Vec<Action> {
 }
 
 impl Sketch {
-    /// Adds the actions of another sketch, which has the other kind of backward.
+    /// Adds the actions of another sketch, whose backwards are split if these are whole, and the other way round.
     fn join(&mut self, other: Self) {
         // Whole backwards have only one variant.
         self.twice.iter_mut().for_each(|twice| twice.join(other.once.clone()));
         self.once.join(other.once);
     }
 
-    /// The stages of a rank that recompute in both halves of a split backward, and the peak bytes with that choice. It
-    /// is the choice of the compiler, except that only the bytes of the sketch are counted.
+    /// Returns the stages of a rank that recompute in both halves of a split backward, and the peak bytes with this
+    /// choice. The compiler makes the same choice, but counts all bytes, not only those of the sketch.
     fn stages_that_recompute_twice(&self, rank: usize, row: &[Action]) -> (BTreeSet<StageId>, u64) {
         let split = row.iter().filter(|action| self.twice.is_some() && action.kind == Kind::BackwardInput);
         let all = split.map(|action| action.stage).collect();

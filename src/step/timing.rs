@@ -18,7 +18,7 @@ use super::{CostModel, Precision, Step, ThisMachine};
 /// The simulated times of a step.
 #[derive(Debug, Clone)]
 pub struct Timing {
-    /// Timeline of one model replica in nanoseconds; each row ends with the rank's update.
+    /// Timeline of one model replica in nanoseconds. Each row ends with the rank's update.
     pub timeline: Timeline,
     /// Costs of each stage in nanoseconds: the means over its actions. A backward that is not split counts as
     /// `backward_input`.
@@ -80,7 +80,8 @@ impl Step {
         }
     }
 
-    /// The cost model that measures on this machine, if the step's device is this machine. The ranks share its cores.
+    /// Returns the cost model that measures on this machine if the step's device is `this-machine`, and `None`
+    /// otherwise. The ranks share the machine's cores.
     fn machine(&self, programs: &[Program]) -> Option<ThisMachine> {
         if !self.device.is_measured() {
             return None;
@@ -218,7 +219,7 @@ impl ActionDurations {
     }
 }
 
-/// Times of operations that were computed before. A node runs once per micro-batch, always on the same shapes.
+/// Cached times of operations. A node runs once per micro-batch, always on the same shapes.
 #[derive(Debug, Default)]
 struct Known(HashMap<(usize, u64, bool), u64>);
 
@@ -233,7 +234,8 @@ impl Known {
     }
 }
 
-/// Bytes of these tensors. Routed rows, whose number is only known at run time, count as balanced.
+/// Returns the bytes of these tensors. If the number of routed rows is only known at run time, the balanced number is
+/// used.
 fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     let bytes_of = |operand: &Operand| {
         let buffer = &program.buffers[operand.buffer.index()];
@@ -243,7 +245,8 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     operands.iter().map(bytes_of).sum()
 }
 
-/// The time of a collective that is not hidden, by ring algorithms as in NCCL's documentation.
+/// Returns the time of a collective that is not hidden by computation, assuming ring algorithms as in NCCL's
+/// documentation.
 fn collective_nanoseconds(
     program: &Program,
     instr: &Instr,

@@ -1,9 +1,9 @@
-//! Computes the rows of configurations: time and sure bytes of all of them, plans and allocators only of those that can
-//! fit and can influence the results.
+//! Computes the rows of configurations. All configurations get a time and sure bytes. Only those that fit and can
+//! influence the results are planned and replayed through the allocators.
 //!
-//! The bytes that are surely alive at once are a lower bound for every allocator. If an allocator is already known to
-//! reserve no more than that for a configuration that is at least as fast, the new configuration cannot be on the
-//! allocator's Pareto front.
+//! The *sure bytes* of a step are bytes that are certainly alive at once. They are a lower bound of the bytes that any
+//! allocator reserves. Suppose that an allocator reserves no more than the sure bytes of a configuration for another
+//! configuration that is at least as fast. Then the first configuration cannot be on the allocator's Pareto front.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -58,8 +58,9 @@ impl From<TimingError> for Refused {
     }
 }
 
-/// The fewest bytes reserved by any configuration so far, per menu. Configurations come in order of speed, so these are
-/// all at least as fast as those to come.
+/// The fewest bytes that any configuration evaluated so far reserves, per menu, for the plan and for each allocator.
+/// Configurations are evaluated in order of speed, the fastest first. So these bytes belong to configurations that are
+/// at least as fast as every later one.
 pub(super) struct BestKnown {
     plan: Vec<u64>,
     reserved: BTreeMap<Kind, Vec<u64>>,
@@ -70,7 +71,8 @@ impl<'a> Evaluator<'a> {
         Self { sweep, reserved: Mutex::default() }
     }
 
-    /// Computes time and sure bytes of configurations that share a graph. Stops when `give` returns false.
+    /// Computes time and sure bytes of configurations that share a graph, and passes each row to `give`. Stops when
+    /// `give` returns false.
     pub fn sketch(&self, group: &[&Configuration], give: &mut dyn FnMut(Row) -> bool) {
         let first = group.iter().find_map(|configuration| configuration.step.as_ref().ok());
         let graph = first.map(|step| step.record().map_err(|error| error.to_string()));
@@ -90,8 +92,8 @@ impl<'a> Evaluator<'a> {
         }
     }
 
-    /// The final row of a configuration that need not be planned because it cannot fit or is on no front; `None` if it
-    /// has to be planned.
+    /// If planning can be skipped, returns the configuration's final row: its lower bound exceeds the capacity, or
+    /// other configurations dominate it. Returns `None` if the configuration must be planned.
     pub fn skipped_row(&self, configuration: &Configuration, sketched: &Row, least: &BestKnown) -> Option<Row> {
         let figures = sketched.figures.as_ref()?;
         let sure = figures.at_least.iter().copied().max().unwrap_or(0);
@@ -114,8 +116,8 @@ impl<'a> Evaluator<'a> {
         self.sweep.options.capacity.unwrap_or(device)
     }
 
-    /// Plans and replays a configuration, except where a configuration that is as fast is already known to take no more
-    /// bytes.
+    /// Plans a configuration and replays it through the allocators. Skips the plan or an allocator if the configuration
+    /// cannot be on its front, because one that is at least as fast takes no more bytes.
     pub fn plan_and_replay(&self, configuration: &Configuration, mut row: Row, least: &BestKnown) -> Row {
         let placed = match (&configuration.step, &mut row.figures) {
             (Ok(step), Some(figures)) => self.figures(configuration, step, least, figures),
@@ -195,7 +197,7 @@ impl BestKnown {
         Self { reserved: sweep.allocators.iter().map(|&kind| (kind, nothing.clone())).collect(), plan: nothing }
     }
 
-    /// Records the bytes of a configuration. Later configurations must not be faster.
+    /// Records the bytes of a configuration. Configurations must be recorded in order of speed, the fastest first.
     pub fn record(&mut self, configuration: &Configuration, row: &Row) {
         let Some(figures) = &row.figures else { return };
         for &menu in &configuration.menus {
@@ -206,18 +208,19 @@ impl BestKnown {
         }
     }
 
-    /// The arena of this configuration must be smaller than this to be on the front of plans of any of its menus.
+    /// Returns the upper limit of the arena: with a smaller arena, the configuration is on the front of plans in at
+    /// least one of its menus.
     fn plan(&self, configuration: &Configuration) -> u64 {
         configuration.menus.iter().map(|&menu| self.plan[menu]).max().unwrap_or(u64::MAX)
     }
 
-    /// The same bound for the bytes that an allocator reserves.
+    /// Returns the upper limit of the bytes reserved by an allocator, like [`Self::plan`] for the arena.
     fn reserved(&self, configuration: &Configuration, kind: Kind) -> u64 {
         configuration.menus.iter().map(|&menu| self.reserved[&kind][menu]).max().unwrap_or(u64::MAX)
     }
 
-    /// True if, in each of its menus, the plan and every allocator already take no more than `bytes` for something as
-    /// fast.
+    /// True if a configuration with at least `bytes` bytes is on no front: in each of its menus, the plan and every
+    /// allocator already need no more than `bytes` bytes for a configuration that is at least as fast.
     fn is_dominated(&self, configuration: &Configuration, bytes: u64) -> bool {
         self.plan(configuration) <= bytes
             && self.reserved.keys().all(|&kind| self.reserved(configuration, kind) <= bytes)
@@ -234,9 +237,9 @@ impl Refused {
     }
 }
 
-/// Plans all ranks with little work first. A rank whose arena is larger than the live bytes of the fullest rank decides
-/// how much memory the step takes. If the step can be on a front, such a rank is planned again with all of the step's
-/// planning work.
+/// Plans all ranks with little work first. The rank with the largest arena determines how much memory the step takes.
+/// So if the step can be on a front, each rank whose arena is larger than the live bytes of the fullest rank is planned
+/// again, with all of the step's planning work.
 fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut Figures) -> Result<(), Refused> {
     let (most, whole) = (figures.live(), step.options.memory.planning);
     let quick = whole.min(Options::QUICK_WORK);
@@ -259,7 +262,7 @@ fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut 
     Ok(())
 }
 
-/// Computes what can be known of a step without planning it. Configurations that differ only in their schedule may
+/// Computes the results of a step that do not require a plan. Configurations that differ only in their schedule may
 /// share a sketch.
 fn sketch(
     configuration: &Configuration,

@@ -52,7 +52,7 @@ use self::store::{Store, StoredRows};
 pub use self::summary::{Fragmentation, Gain, Throughput, above_bound, fragmentation, gains, throughput};
 use crate::step::Step;
 
-/// Configurations that are planned in one round; each round uses the results of those before it.
+/// Number of configurations that are planned in one round. Each round uses the results of the rounds before it.
 const ROUND: usize = 16;
 
 /// Progress of a sweep. Each configuration counts twice: once for its sketch (time and sure bytes), and once for its
@@ -78,7 +78,7 @@ pub struct Results {
     pub throughput: Vec<Throughput>,
 }
 
-/// Computes the rows that the folder does not have yet and writes each one as soon as it is known; then writes the
+/// Computes the rows that the folder does not have yet, and writes each row as soon as it is known. Then writes the
 /// tables and the page. Calls `show` after each row. If `show` breaks, the sweep stops and returns `None`; the same
 /// call later resumes it.
 ///
@@ -162,9 +162,9 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
         self.run_jobs(&groups, |evaluator, group, give| evaluator.sketch(group, give))
     }
 
-    /// Plans the configurations that can be on a front and replays them through the allocators, the fastest first and
-    /// in rounds. A round only uses the results of earlier rounds to leave configurations out. So the rows depend
-    /// neither on the number of threads nor on where an earlier run was stopped.
+    /// Plans the configurations that can be on a front and replays them through the allocators, the fastest first, in
+    /// rounds. Only results of earlier rounds decide which configurations are skipped. So the rows depend neither on
+    /// the number of threads nor on the point at which an earlier run was stopped.
     fn place(&mut self) -> Result<(), End> {
         let mut order: Vec<&Configuration> = self
             .sweep
@@ -209,8 +209,8 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
         Ok(())
     }
 
-    /// Runs `job` on every item, on all threads, and writes the rows that the jobs produce, until all are done or the
-    /// sweep is stopped.
+    /// Runs `job` on every item, on all threads, and writes the rows that the jobs produce. Returns when all items are
+    /// done or the sweep is stopped.
     fn run_jobs<T: Sync>(
         &mut self,
         work: &[T],

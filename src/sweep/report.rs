@@ -1,7 +1,8 @@
-//! The report of a sweep as one HTML page: style, script and data are inside, and its script draws the plots as SVG.
+//! The report of a sweep as one HTML page. Style, script and data are inside the page, and the script draws the plots
+//! as SVG.
 //!
-//! The page's data has no timelines. It has each schedule's table once, and each row's times per stage; from these the
-//! page computes a timeline as the simulator of `parallel` does.
+//! The page's data contains no timelines. It contains each schedule's table once, and the times per stage of each row.
+//! The script computes timelines from these, as the simulator of `parallel` does.
 
 use std::collections::BTreeMap;
 
@@ -37,7 +38,7 @@ struct Page<'a> {
     tables: BTreeMap<String, Vec<String>>,
 }
 
-/// A row that has figures, as the page reads it.
+/// A row with figures, in the form that the page's script reads.
 #[derive(Serialize)]
 struct PageRow<'a> {
     key: &'a str,
@@ -55,8 +56,8 @@ struct PageRow<'a> {
     allocated: u64,
     /// True if the live bytes are exact; false if they are the sure bytes.
     exact: bool,
-    /// Bytes reserved by the plan and each allocator, in the order of `allocators`; null where nothing was planned or
-    /// replayed.
+    /// Bytes reserved by the plan and by each allocator, in the order of `allocators`; null if the step was not
+    /// planned, or not replayed through the allocator.
     reserved: Vec<Option<u64>>,
     formula: u64,
     megatron: u64,

@@ -11,24 +11,25 @@ use super::Sweep;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Status {
-    /// Only its time and sure bytes are known so far.
+    /// Only the time and the sure bytes have been computed so far.
     Sketched,
     /// Its plan fits.
     Fits,
-    /// Not planned: a configuration that is as fast reserves no more than this one has alive.
+    /// Not planned: a configuration that is at least as fast reserves no more bytes than this one's lower bound.
     Dominated,
     /// More bytes are alive at once than the device has, or the plan is larger than the device.
     TooLarge,
-    /// No recomputation makes it fit the budget.
+    /// The step does not fit its budget with any recomputation.
     OverBudget,
     /// There is no such step: its sizes do not fit together, or its schedule does not exist for this shape.
     Invalid,
 }
 
-/// The results of one configuration. Bytes are those of the rank that has most, times those of one step.
+/// The results of one configuration. Unless a field has a value per rank, bytes are those of the rank with the most
+/// bytes. Times are those of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// Digest of everything that decides the row.
+    /// Digest of all inputs that determine the row.
     pub key: String,
     /// The configuration's values of the keys that vary.
     pub configuration: BTreeMap<String, Value>,
@@ -49,7 +50,7 @@ pub struct Figures {
     pub parameters: u64,
     /// Sequences per micro-batch.
     pub micro_batch: usize,
-    /// Bytes that are surely alive at once, by rank; a bound computed from the programs of two micro-batches.
+    /// Sure bytes, by rank: a lower bound of the bytes alive at once, computed from programs of two micro-batches.
     pub at_least: Vec<u64>,
     /// Peak of the live bytes, by rank: no allocator needs less. Empty if the step was not compiled.
     pub live_bytes: Vec<u64>,
@@ -91,7 +92,7 @@ impl Row {
 }
 
 impl Figures {
-    /// Peak of the live bytes over all ranks; the sure bytes where the step was not compiled.
+    /// Peak of the live bytes over all ranks. If the step was not compiled, its sure bytes.
     pub fn live(&self) -> u64 {
         self.live_bytes.iter().chain(&self.at_least).copied().max().unwrap_or(0)
     }

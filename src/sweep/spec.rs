@@ -10,26 +10,27 @@ use toml::{Table, Value};
 use crate::run::{ConfigError, RunConfig, flatten, key_of, line_of, set, text_of, value_at, with_nearest};
 use crate::step::Step;
 
-/// Limit of configurations in one sweep. So many take some hundred megabytes, and seconds before the first is timed.
+/// Maximum number of configurations in one sweep. This many take some hundred megabytes, and some seconds before the
+/// first is timed.
 const MAX_CONFIGURATIONS: usize = 100_000;
 
-/// Limit of menus in one sweep; each has fronts of its own.
+/// Maximum number of menus in one sweep. Each menu has its own fronts.
 const MAX_MENUS: usize = 100;
 
-/// Limit of (values of conditions) × (configurations): each configuration is compared with every value.
+/// Maximum of (values in conditions) × (configurations), because each configuration is compared with every value.
 const MAX_COMPARISONS: usize = 1 << 24;
 
 /// The tables that only a sweep file has. Its other keys are those of a run and apply to all configurations.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    /// Lists of values of a run's keys: each configuration has one of each.
+    /// Lists of values of a run's keys. Each configuration has one value of each list.
     vary: Table,
-    /// Combinations that are left out. A configuration is skipped if each of the table's keys has the given value, or
-    /// one of the given list.
+    /// Combinations that are skipped. A configuration is skipped if it matches every key of the table: the
+    /// configuration's value is the given value, or is in the given list.
     #[serde(default)]
     skip: Vec<Table>,
-    /// Subsets with fronts of their own: each table has a name, and conditions like those of `skip`.
+    /// Subsets with their own fronts: each table has a name, and conditions like those of `skip`.
     #[serde(default)]
     menu: Vec<Table>,
     #[serde(default)]
@@ -43,8 +44,8 @@ const TABLES: [&str; 4] = ["vary", "skip", "menu", "sweep"];
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SweepOptions {
-    /// Allocators that each step is replayed through, in addition to the plan. An allocator that wastes much keeps many
-    /// configurations on its front: with `bfc`, whose regions double, most configurations that fit must be replayed.
+    /// Allocators through which each step is replayed, in addition to the plan. The more an allocator wastes, the more
+    /// configurations must be replayed for its front: with `bfc`, whose regions double, most configurations that fit.
     pub allocators: Vec<String>,
     /// Bytes of each rank's device; by default the memory of the profile. Configurations with more live bytes are
     /// neither planned nor replayed.
@@ -75,7 +76,7 @@ pub enum PlannedConfigurations {
     /// Configurations that can be on a Pareto front of bytes and time, among those that share a graph.
     #[default]
     Front,
-    /// All that can fit.
+    /// All configurations that can fit.
     All,
 }
 
@@ -92,7 +93,7 @@ pub struct Sweep {
     pub menus: Vec<String>,
     /// Settings of the sweep.
     pub options: SweepOptions,
-    /// Name of the model, if all configurations have the same.
+    /// Name of the model, if all configurations have the same model.
     pub title: String,
     /// Messages about keys that have moved.
     pub notices: Vec<String>,
@@ -101,13 +102,14 @@ pub struct Sweep {
 /// One combination of values.
 #[derive(Debug, Clone)]
 pub struct Configuration {
-    /// Digest of everything that decides its row.
+    /// Digest of all inputs that determine the configuration's row.
     pub key: String,
-    /// Its values of the keys that vary.
+    /// The configuration's values of the keys that vary.
     pub values: Table,
-    /// The menus that contain it, as indices of [`Sweep::menus`]; always 0, which is `all`.
+    /// Indices in [`Sweep::menus`] of the menus that contain the configuration. Index 0, the menu `all`, is always
+    /// included.
     pub menus: Vec<usize>,
-    /// All keys and values of its run, as the file gives them.
+    /// All keys and values of the configuration's run, as in the file.
     pub keys: Vec<(String, Value)>,
     /// The step, or the reason why there is none.
     pub step: Result<Step, String>,
@@ -246,7 +248,7 @@ fn count(lists: &[(String, Vec<Value>)]) -> usize {
     lists.iter().fold(1, |count, (_, values)| count.saturating_mul(values.len()))
 }
 
-/// Refuses more menus and conditions than can be compared with every configuration.
+/// Returns an error if the file has more menus or conditions than can be compared with every configuration.
 fn count_conditions(file: &File, configurations: usize) -> Result<(), ConfigError> {
     if file.menu.len() > MAX_MENUS {
         let why = format!("{} menus are more than the maximum of {MAX_MENUS}", file.menu.len());
@@ -322,8 +324,8 @@ fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
     options.allocators.iter().map(kind).collect()
 }
 
-/// Builds the product of the lists on top of the shared keys and drops the skipped combinations. Configurations with
-/// the same graph become adjacent.
+/// Builds all combinations of the lists' values on top of the shared keys, and drops the skipped ones. Configurations
+/// with the same graph become adjacent.
 fn configurations(
     base: &Table,
     file: &File,

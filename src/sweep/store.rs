@@ -1,8 +1,8 @@
 //! The file of a sweep's rows: one line per row, each written as a whole.
 //!
-//! In: rows, as they are computed. Out: the lines of earlier runs, by key. Two kinds of lines are dropped: an
-//! incomplete last line, which a killed process leaves, and a row that was edited, which the hash at the start of its
-//! line reveals. While rows are still being computed, the file is only appended to.
+//! In: rows, as they are computed. Out: the lines of earlier runs, by key. Two kinds of lines are dropped. The last
+//! line may be incomplete if a process was killed. A row may have been edited, which is detected by the hash at the
+//! start of its line. While rows are still being computed, the file is only appended to.
 
 use std::collections::HashMap;
 use std::fs::{self, File, TryLockError};
@@ -119,7 +119,7 @@ impl Store {
         Ok(line)
     }
 
-    /// Parses a line. Its figures are those that any reader of the file gets.
+    /// Parses a line. The figures of the row are exactly those that any reader of the file gets.
     pub fn parse(&self, line: &str) -> Result<Row, StoreError> {
         serde_json::from_str(line).map_err(|error| StoreError::Line {
             path: self.path.clone(),

@@ -1,9 +1,9 @@
 //! Summaries over all rows of a sweep: how much each allocator wastes, and the throughput of the fastest step within
 //! each budget.
 //!
-//! Fragmentation is (reserved − allocated) ÷ reserved at the peak; for a plan, the arena counts as reserved and the
-//! live bytes as allocated. A plan's reduction of it is counted in bytes, as STAlloc's paper does (arXiv 2507.16274,
-//! figure 8).
+//! Fragmentation is (reserved − allocated) ÷ reserved at the peak. For a plan, the arena counts as reserved and the
+//! live bytes as allocated. A plan's reduction is the fraction of the wasted bytes that it saves, as in STAlloc's paper
+//! (arXiv 2507.16274, figure 8).
 
 use gapless_allocators::Kind;
 use serde::Serialize;
@@ -29,7 +29,8 @@ pub struct Fragmentation {
     pub most: f64,
     /// Mean fragmentation of the plans of the same configurations.
     pub planned: f64,
-    /// Mean fraction of the wasted bytes that a plan saves, over the configurations in which the allocator wastes any.
+    /// Mean fraction of the allocator's wasted bytes that a plan saves, over the configurations in which the allocator
+    /// wastes any.
     pub reduction: f64,
 }
 
@@ -43,13 +44,13 @@ pub struct Throughput {
     pub tokens_per_second: Vec<Vec<Option<f64>>>,
 }
 
-/// Speedup by plans: the fastest step that fits a budget under plans, compared with the fastest that fits it under an
-/// allocator.
+/// Speedup by plans: compares the fastest step that fits a budget when planned with the fastest step that fits it under
+/// an allocator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Gain {
     /// Name of the allocator.
     pub allocator: &'static str,
-    /// Menu that the steps are chosen from.
+    /// Menu from which the steps are chosen.
     pub menu: String,
     /// Number of budgets at which something fits under both.
     pub budgets: usize,
@@ -66,7 +67,8 @@ pub struct Gain {
 }
 
 impl Figures {
-    /// Returns the peak bytes that an allocator reserves and those that it has to hold. `None` stands for the plan.
+    /// Returns the peak bytes that an allocator reserves, and the peak bytes that it must hold. If `kind` is `None`,
+    /// returns those of the plan. The result is `None` if the step was not planned or replayed.
     fn reserved_and_allocated(&self, kind: Option<Kind>) -> Option<(u64, u64)> {
         match kind {
             None => Some((self.arena()?, self.live())),
@@ -74,13 +76,14 @@ impl Figures {
         }
     }
 
-    /// Fraction of the reserved bytes that hold nothing.
+    /// Returns the fraction of the reserved bytes that is unused at the peak. `None` if the step was not planned or replayed.
     pub fn fragmentation(&self, kind: Option<Kind>) -> Option<f64> {
         let (reserved, allocated) = self.reserved_and_allocated(kind)?;
         (reserved > 0).then(|| 1.0 - allocated as f64 / reserved as f64)
     }
 
-    /// Fraction of an allocator's wasted bytes that the plan saves; `None` if it wastes none.
+    /// Returns the fraction of an allocator's wasted bytes that the plan saves, or `None` if the allocator wastes none
+    /// or was not replayed.
     pub fn reduction(&self, kind: Kind) -> Option<f64> {
         let wasted = |kind| {
             let (reserved, allocated) = self.reserved_and_allocated(kind)?;
@@ -91,7 +94,7 @@ impl Figures {
     }
 }
 
-/// Computes the waste of each allocator. Allocators that no configuration was replayed through are left out.
+/// Computes the waste of each allocator through which some configuration was replayed.
 pub fn fragmentation(sweep: &Sweep, rows: &[Row]) -> Vec<Fragmentation> {
     let of_kind = |&kind: &Kind| {
         let both = |figures: &Figures| {
@@ -194,7 +197,7 @@ pub(super) fn csv(sweep: &Sweep, throughput: &[Throughput]) -> String {
     text
 }
 
-/// Returns the rows whose plan exceeds the live bytes by so much that it shows in tenths of a percent.
+/// Returns the rows whose plan exceeds the live bytes by at least [`EXCEPTION`].
 pub fn above_bound(rows: &[Row]) -> Vec<&Row> {
     let is_above = |row: &&Row| {
         let fragmentation = row.figures.as_ref().and_then(|figures| figures.fragmentation(None));

@@ -154,7 +154,7 @@ fn what_was_stopped_goes_on_to_the_same_files() {
             if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         assert!(run(&sweep, stopped.path(), 2, stop).unwrap().is_none());
-        // As left by a process that was killed while writing.
+        // The file as a process leaves it that is killed while writing.
         let path = stopped.path().join("results.jsonl");
         let lines = fs::read_to_string(&path).unwrap();
         assert_eq!(lines.lines().count(), lines_then);

@@ -1,4 +1,5 @@
-//! `gapless compare`: what each allocator would reserve for a table of lifetimes, a snapshot or a training step.
+//! `gapless compare`: computes the bytes that each allocator would reserve for a table of lifetimes, a snapshot or a
+//! training step.
 
 use std::fmt::{self, Display};
 use std::fs::File;
@@ -149,7 +150,7 @@ struct Program {
     title: String,
     problem: Problem,
     requests: Requests,
-    /// Its plan, if it has been planned already.
+    /// The plan of the program, if the program has already been planned.
     plan: Option<Solution>,
     /// The last refused request, and the program up to it.
     refused: Option<(Refused, Box<Program>)>,
@@ -224,7 +225,8 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
     }
 }
 
-/// The programs of a step's ranks: their plans, or their lifetimes in an eager framework.
+/// Returns the programs of a step's ranks: their plans or, with an eager `lowering`, their lifetimes in an eager
+/// framework.
 fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
     let graph = step.record()?;
     let planned = |&rank: &usize| {

@@ -1,4 +1,4 @@
-//! `gapless eval`: the perplexity of a model on a text. The model is a run's or a Hugging Face folder's.
+//! `gapless eval`: the perplexity of a model on a text. The model comes from a run or from a Hugging Face folder.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -140,8 +140,9 @@ impl ModelSource {
         }
     }
 
-    /// Tokenizes a text. Each document begins with the tokenizer's special tokens. If there are several documents
-    /// (lines of a .jsonl file, or files of a folder), each ends with the end-of-text token of the run or folder.
+    /// Tokenizes a text. Each document begins with the special tokens that the tokenizer puts before a text. If there
+    /// are several documents (lines of a .jsonl file, or files of a folder), each ends with the end-of-text token of
+    /// the run or folder.
     fn encode(&self, arguments: &Arguments) -> anyhow::Result<Vec<u32>> {
         let corpus = Corpus::read(&arguments.data)?;
         let texts = corpus.documents();
@@ -179,7 +180,8 @@ impl ModelSource {
 
 /// Token ids, divided into windows.
 enum Windows {
-    /// Adjacent windows from the first token on. The last target of each is the token after it.
+    /// Adjacent windows, starting with the first token. The last target of a window is the token that follows the
+    /// window.
     Tokens(Tokens),
     /// Windows of a prepared dataset.
     Dataset(ValidationWindows),
@@ -232,7 +234,8 @@ impl Windows {
         }
     }
 
-    /// Fills in windows from window `first` on, and the document starts if `starts` is not empty.
+    /// Fills the buffers with consecutive windows, beginning with window number `first`. Also fills the document
+    /// starts, unless `starts` is empty.
     fn fill(
         &self,
         first: usize,

@@ -1,4 +1,5 @@
-//! Turns limits of the system that would end the command silently or by a panic into errors, before the command starts.
+//! Limits of the system that would end the command silently or by a panic. This module turns them into errors before
+//! the command starts.
 
 use std::thread::{self, available_parallelism};
 
@@ -7,7 +8,7 @@ use gapless::run::fail_at_file_limit;
 
 use crate::output::tell;
 
-/// Makes writes beyond the file size limit fail, and starts the thread pool that the command computes on.
+/// Makes writes beyond the file size limit return an error, and starts the thread pool on which the command computes.
 pub fn prepare() -> anyhow::Result<()> {
     fail_at_file_limit().context("cannot listen to signals")?;
     let cores = available_parallelism().map_or(1, usize::from);
@@ -23,8 +24,8 @@ pub fn prepare() -> anyhow::Result<()> {
 
 const REMEDY: &str = "raise the limit of processes (ulimit -u) or of memory (ulimit -v)";
 
-/// Returns `wanted` if the system can start that many threads; otherwise half of what it can start, which leaves
-/// threads and memory for the rest of the process.
+/// Returns `wanted` if the system can start that many threads. If it can start fewer, returns half of that number,
+/// which leaves threads and memory for the rest of the process.
 pub fn threads(wanted: usize) -> anyhow::Result<usize> {
     match startable(wanted) {
         0 => bail!("cannot start a thread for this process; {REMEDY}"),

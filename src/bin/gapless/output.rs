@@ -56,7 +56,7 @@ pub fn tell(what: impl Display) {
     let _ = writeln!(io::stderr(), "{what}");
 }
 
-/// Prints the error that ended a command with its causes. A cause that the message already ends with is not repeated.
+/// Prints the error that ended a command, with its causes. A cause is left out if the message already ends with it.
 pub fn tell_error(who: &str, error: &anyhow::Error) {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -78,8 +78,8 @@ pub fn picture(path: &str, formats: &[&str]) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// Replaces a file: writes a temporary file next to it and renames that. So readers, and a command that runs after this
-/// one was killed, see either the old file or the new one as a whole. A pipe or device is written to directly.
+/// Replaces a file: writes a temporary file next to it and renames that. So readers see either the whole old file or
+/// the whole new file, even if this command is killed. A pipe or device is written to directly.
 pub fn replace(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
     let write_to = |file: File| {
         let mut out = BufWriter::new(file);
@@ -103,7 +103,7 @@ pub fn replace(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>
         fs::rename(&beside, &path)
     })();
     if written.is_err() {
-        // The first error is the one to report.
+        // An error of the removal is ignored, because the first error is reported.
         let _ = fs::remove_file(&beside);
     }
     written

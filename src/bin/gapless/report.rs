@@ -66,7 +66,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// Writes an event file for each run, replacing that of an earlier call.
+/// Writes an event file for each run. A file that an earlier call has written is replaced.
 fn events(report: &Report, folder: &Path) -> anyhow::Result<()> {
     for run in report.runs() {
         // The name may be a path, if the last components of the paths are equal.

@@ -1,4 +1,4 @@
-//! `gapless sample`: prints text as a model generates it. The model is a run's or a Hugging Face folder's.
+//! `gapless sample`: prints text as a model generates it. The model comes from a run or from a Hugging Face folder.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::ControlFlow;
@@ -165,7 +165,7 @@ impl ModelSource {
         Ok(Self::Folder(Box::new((pretrained, tokenizer, config))))
     }
 
-    /// The text to print before the continuation, and the token ids of the prompt.
+    /// Returns the text to print before the continuation, and the token ids of the prompt.
     fn prompt(&self, arguments: &Arguments) -> anyhow::Result<(String, Vec<u32>)> {
         let mut text = arguments.prompt.clone().unwrap_or_default();
         if arguments.prompt.is_none() {
@@ -214,7 +214,7 @@ impl ModelSource {
         Ok(options)
     }
 
-    /// Strings that end the text, if the folder names any.
+    /// Returns the strings that end the text, or `None` if the folder names none.
     fn stop_strings(&self, prompt: &[u32]) -> Option<StopStrings<'_>> {
         match self {
             Self::Run(_) => None,
@@ -222,7 +222,7 @@ impl ModelSource {
         }
     }
 
-    /// The sampling settings of the run or folder, with those of the arguments in their place.
+    /// Returns the sampling settings of the run or folder. Settings that are given as arguments replace them.
     fn sampling(&self, arguments: &Arguments) -> Sampling {
         let &Arguments { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = arguments;
         let is_drawn = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
@@ -285,7 +285,7 @@ fn report(read: usize, reading: Duration, added: usize, adding: Duration) {
     ));
 }
 
-/// The standard output, written piece by piece; does nothing once it is closed.
+/// The standard output, to which text is written piece by piece. After it was closed, writes do nothing.
 #[derive(Default)]
 struct Stream {
     failed: Option<io::Error>,

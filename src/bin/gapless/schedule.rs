@@ -130,7 +130,8 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// Checks and shows the table. A table that the checker refuses is not shown; its violations are returned.
+/// Checks a table and shows it, or shows the step of a run. If the checker rejects the table, the table is not shown and
+/// its violations are returned; otherwise the result is empty.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     if arguments.table.is_some() && !arguments.run.is_empty() {
         bail!("keys of a run have no effect on --table; leave the keys out");
@@ -158,7 +159,7 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     Ok(violations)
 }
 
-/// The run file, if the name is one.
+/// Returns the path of the run file, or `None` if the given name is not a run file.
 fn file(arguments: &Arguments) -> Option<&Path> {
     arguments.name.as_deref().map(Path::new).filter(|name| is_run(name))
 }
@@ -175,7 +176,7 @@ fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
     Ok(keys)
 }
 
-/// Shows the step of a run, in nanoseconds of its device.
+/// Shows the timeline of a run's step, in nanoseconds on the step's device.
 fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     let step = keys(arguments)?.step(file(arguments))?;
     check_size(&Shape {
@@ -262,7 +263,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     Ok((name, schedule.table(&shape)?))
 }
 
-/// Refuses a table that is too large to show, before it is generated or checked.
+/// Returns an error if a table is too large to show. Called before the table is generated or checked.
 fn check_size(shape: &Shape) -> anyhow::Result<()> {
     let &Shape { ranks, chunks, micro_batches } = shape;
     if shape.extent() > MAX_EXTENT {
@@ -274,7 +275,8 @@ fn check_size(shape: &Shape) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The schedule that is searched for the given ticks, if the name stands for one.
+/// Returns the schedule that computes an order for the given ticks, or `None` if `name` is not the name of such a
+/// schedule.
 fn searched_schedule(
     arguments: &Arguments,
     name: &str,

@@ -1,4 +1,4 @@
-//! The arguments that describe a run: its file, `--set`, and a flag for each common key. Each flag is a shorthand for a
+//! The arguments that describe a run: its file, `--set`, and one flag for each common key. A flag is a short form of
 //! `--set`.
 
 use std::path::{Path, PathBuf};
@@ -45,7 +45,8 @@ static FLAGS: LazyLock<Vec<Flag>> = LazyLock::new(|| {
     NAMES.iter().map(flag).collect()
 });
 
-/// The allowed words of a key, for its help text, if only some words are allowed.
+/// Returns the sentence of a key's help text that lists the allowed words, or an empty text if the key is not limited to
+/// certain words.
 fn values(root: &Value, described: Option<&Value>) -> String {
     let named = described.and_then(|it| it["$ref"].as_str()).and_then(|name| root.pointer(name.strip_prefix('#')?));
     let all = named.and_then(|it| it["oneOf"].as_array()).into_iter().flatten();
@@ -53,7 +54,8 @@ fn values(root: &Value, described: Option<&Value>) -> String {
     if words.is_empty() { String::new() } else { format!(" One of {}.", words.join(", ")) }
 }
 
-/// Finds a key of a table in a schema, through references and alternatives.
+/// Finds a key of a table in a schema, following references and alternatives. Returns `None` if the schema has no such
+/// key.
 fn property<'a>(root: &'a Value, at: &'a Value, key: &str) -> Option<&'a Value> {
     if let Some(found) = at["properties"].get(key) {
         return Some(found);
@@ -146,7 +148,7 @@ impl RunArguments {
         Ok(run)
     }
 
-    /// The run that the flags describe. Constraints between keys are not checked.
+    /// Returns the run that the flags describe. Constraints between keys are not checked.
     pub fn unchecked(&self) -> anyhow::Result<RunConfig> {
         Ok(RunConfig::parse("", &self.assignments)?)
     }

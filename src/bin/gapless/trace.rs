@@ -71,7 +71,7 @@ impl Trace {
         self.output.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes an object of the list, with its thread, time and name added.
+    /// Writes an object of the list, and adds the thread, the time and the name.
     fn write(&self, metadata: &Metadata<'_>, start: Instant, mut object: Value) {
         let (thread, is_new) = this_thread();
         let mut output = self.output();
@@ -122,7 +122,7 @@ fn this_thread() -> (u64, bool) {
 }
 
 thread_local! {
-    /// The spans that this thread is inside of, and the time at which it entered each.
+    /// The spans that this thread has entered and not left, each with the time at which it was entered.
     static ENTERED: RefCell<Vec<(Id, Instant)>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -204,8 +204,8 @@ mod tests {
         }
     }
 
-    /// Writes 50 pairs of nested spans to a trace of at most `most` bytes. Returns its lines, the number left out, and
-    /// its size.
+    /// Writes 50 pairs of nested spans to a trace of at most `most` bytes. Returns the lines of the trace, the number
+    /// of spans left out, and the size of the trace.
     fn traced(most: u64) -> (Vec<Value>, u64, u64) {
         let written = Written::default();
         let trace = Trace::new(written.clone(), most);

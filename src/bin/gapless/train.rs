@@ -78,7 +78,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// Does the run and reports its end.
+/// Executes the run, and reports how it ended.
 fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -> ExitCode {
     let name = arguments.config.file_stem().unwrap_or_default();
     let out = arguments.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(name));

@@ -30,8 +30,8 @@ pub struct FolderArguments {
     base: Option<PathBuf>,
 }
 
-/// Opens the run at a path. Returns `None` if the path is not a run's, and so should be a Hugging Face folder, which
-/// has no averages.
+/// Opens the run at a path. Returns `None` if the path does not belong to a run, so that the caller opens it as a
+/// Hugging Face folder. A Hugging Face folder has no averages, so `average` is then an error.
 pub fn run_at(path: &Path, average: bool, of_folder: &FolderArguments) -> anyhow::Result<Option<TrainedRun>> {
     if !TrainedRun::is_at(path) {
         ensure!(!average, "a Hugging Face folder has no averages; leave --average out");
@@ -75,7 +75,7 @@ impl Pretrained {
         Ok(opened)
     }
 
-    /// Builds the model with its weights. The options' precision is replaced by that of the arguments.
+    /// Builds the model with its weights. The precision in `options` is replaced by the precision of the arguments.
     pub fn model(&self, options: TrainOptions) -> Result<Trainer, HfError> {
         let options = TrainOptions { step: StepOptions { precision: self.precision, ..options.step }, ..options };
         if let Some(adapter) = &self.adapter {
@@ -87,7 +87,7 @@ impl Pretrained {
     }
 }
 
-/// Opens the adapter at a path with its base. Returns `None` if there is no adapter.
+/// Opens the adapter at a path, together with its base. Returns `None` if the path is not an adapter's folder.
 pub fn with_base(path: &Path, base: Option<&Path>) -> anyhow::Result<Option<(Adapter, Folder)>> {
     if !Adapter::is_at(path) {
         return Ok(None);

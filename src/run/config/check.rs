@@ -32,7 +32,7 @@ impl RunConfig {
     /// Checks all settings, and that the data and tokenizer files exist.
     ///
     /// # Errors
-    /// Returns a [`ConfigError::Value`] for the first setting that is refused.
+    /// Returns a [`ConfigError::Value`] for the first invalid setting.
     pub fn check(&self) -> Result<(), ConfigError> {
         self.check_keys()?;
         self.check_files()
@@ -41,7 +41,7 @@ impl RunConfig {
     /// Checks everything except the data and tokenizer files.
     ///
     /// # Errors
-    /// Returns a [`ConfigError::Value`] for the first setting that is refused.
+    /// Returns a [`ConfigError::Value`] for the first invalid setting.
     pub fn check_keys(&self) -> Result<(), ConfigError> {
         if self.steps == 0 {
             return fail("steps", "is 0".into(), "train at least one step");
@@ -86,7 +86,8 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Refuses an invalid model, and an expert mesh that its experts cannot be divided by.
+    /// Returns an error if the model is invalid, or if its number of experts is not divisible by the number of expert
+    /// ranks.
     fn check_model(&self) -> Result<(), ConfigError> {
         let model = self.model.with_positions(self.step.sequence);
         let (checked, experts) = match &model {

@@ -94,7 +94,7 @@ impl Default for DataConfig {
 const TRAINED_VOCABULARY: usize = 4096;
 
 impl DataConfig {
-    /// Whether the data settings determine the vocabulary size. Otherwise a planned model keeps its own.
+    /// Whether the data settings determine the vocabulary size. If not, a planned model keeps its own vocabulary size.
     pub(in crate::run) fn decides_vocabulary(&self) -> bool {
         !self.path.as_os_str().is_empty() || self.vocabulary.is_some() || self.tokenizer.is_some()
     }

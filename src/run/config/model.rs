@@ -117,7 +117,7 @@ impl ModelConfig {
         }
     }
 
-    /// The family and sizes of the model. For a folder they are read from its config.json; its weights are not read.
+    /// Returns the family and sizes of the model. For a folder, only config.json is read, not the weights.
     ///
     /// # Errors
     /// Returns the errors of [`Config::read`].
@@ -130,7 +130,7 @@ impl ModelConfig {
         })
     }
 
-    /// The architecture, and the folder if the model is one. The folder's weight files must exist.
+    /// Returns the architecture. If the model is a folder, also opens the folder, whose weight files must exist.
     pub(in crate::run) fn open(&self) -> hf::Result<(Architecture, Option<Folder>)> {
         let Self::Folder(path) = self else { return Ok((self.architecture()?, None)) };
         let folder = Folder::open(path)?;

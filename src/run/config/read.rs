@@ -10,7 +10,7 @@ use toml::{Table, Value};
 use super::RunConfig;
 use super::names::{NAMES, flatten, key_of, move_former_names, set};
 
-/// The reason for which a run file, or an assignment of the command line, is refused.
+/// The reason for which a run file, or an assignment of the command line, is invalid.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -51,7 +51,7 @@ pub enum ConfigError {
     Value {
         /// The key.
         key: String,
-        /// The line of the key; `None` for a default and for an assignment of the command line.
+        /// The line of the key in the file. `None` for a default and for an assignment of the command line.
         line: Option<usize>,
         /// The fault.
         why: String,
@@ -68,7 +68,7 @@ impl ConfigError {
 }
 
 impl RunConfig {
-    /// Reads a run file and checks everything that can be checked without opening the data and without a device.
+    /// Reads a run file and checks all settings that can be checked without opening the data and without a device.
     /// Assignments (`step.batch=16`) override the file. Relative paths in the file are relative to the working
     /// directory.
     ///
@@ -156,7 +156,8 @@ pub(crate) fn text_of(path: &Path) -> Result<String, ConfigError> {
     read_text(path, MAX_BYTES).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
 }
 
-/// Refuses lists in place of tables, which serde would read as the values of the table's keys in their order.
+/// Returns an error if there is a list in place of a table, which serde would read as the values of the table's keys in
+/// their order.
 fn expect_tables(table: &Table) -> Result<(), ConfigError> {
     let schema = RunConfig::schema();
     match list_for_table(&schema, &schema, &Value::Table(table.clone())) {
@@ -168,7 +169,8 @@ fn expect_tables(table: &Table) -> Result<(), ConfigError> {
     }
 }
 
-/// The path of a list in place of a table, if there is one; its keys from the last to the first.
+/// Finds a list in place of a table, and returns the keys of its path in reverse order, from the innermost to the
+/// outermost. Returns `None` if there is none.
 fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<String>> {
     let forms = forms(root, schema);
     match value {
@@ -217,7 +219,8 @@ fn assigned(root: &Table, assignments: &[String]) -> Result<RunConfig, ConfigErr
     Err(ConfigError::Refused { assignment: assignments.join(" --set "), why: refused })
 }
 
-/// Applies the assignments; the inner error is the reason for which the result is refused.
+/// Applies the assignments and parses the result. The outer error is that of an assignment; the inner error is the
+/// reason for which the resulting table is invalid.
 fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunConfig, String>, ConfigError> {
     let mut root = root.clone();
     for assignment in assignments {
@@ -237,7 +240,7 @@ fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunCo
     Ok(RunConfig::deserialize(root).map_err(|error| with_nearest_name(error.to_string())))
 }
 
-/// Adds the nearest valid name to a message about an unknown key or value, if one is near.
+/// Adds the nearest valid name to a message about an unknown key or value, if some name is similar enough.
 pub(crate) fn with_nearest(message: String) -> String {
     let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     let Some((wrong, known)) = quoted.split_first().filter(|_| message.contains("unknown")) else { return message };
@@ -259,7 +262,8 @@ fn with_nearest_name(message: String) -> String {
     }
 }
 
-/// The name that was probably meant: up to a third of it may be misspelled, or it may be an abbreviation.
+/// Returns the name that was probably meant, or `None` if no name is similar enough. Up to a third of the letters may
+/// be misspelled, or the name may be abbreviated.
 fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
     // A common beginning counts more than an equal length.
     let alike = |name: &str| wrong.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
@@ -281,7 +285,8 @@ fn at_line(error: ConfigError, text: &str, assignments: &[String]) -> ConfigErro
     ConfigError::Value { key, line, why, remedy }
 }
 
-/// The line of a key, counted from 1. The key may have its present or a former name in the text.
+/// Returns the line of a key, counted from 1, or `None` if the text does not contain it. The text may use the key's
+/// present name or a former name.
 pub(crate) fn line_of(text: &str, key: &str) -> Option<usize> {
     let former = NAMES.iter().filter(|(_, name)| *name == key).map(|(short, _)| format!("step.{short}"));
     std::iter::once(key.to_owned()).chain(former).find_map(|key| line_of_name(text, &key))

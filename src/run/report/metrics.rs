@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::tensorboard::Events;
 use super::{ReportError, open};
 
-/// The rows of a file that may still grow. An incomplete last line is read again by the next refresh.
+/// The rows of a file that may still grow. If the last line is incomplete, the next refresh reads it again.
 #[derive(Debug, Default)]
 pub(super) struct Metrics {
     path: Option<PathBuf>,
@@ -143,7 +143,7 @@ impl Curve {
     }
 }
 
-/// The path of `metrics.jsonl`, or of the folder's only .jsonl file if its program has given it another name.
+/// Returns the path of `metrics.jsonl` or, if there is no such file, of the folder's only other .jsonl file.
 fn find(folder: &Path) -> Option<PathBuf> {
     let usual = folder.join("metrics.jsonl");
     if usual.is_file() {

@@ -1,8 +1,8 @@
 //! The report of one or more runs as an HTML page: curves, configurations, samples, memory maps and summaries.
 //!
-//! In: folders that [`train`](super::train) has written, or is still writing. Out: a self-contained page, or a page
-//! that is served on the loopback address and follows the runs. Files that a run has not written yet, or only in part,
-//! are not an error.
+//! In: folders of runs that [`train`](super::train) has finished or is still writing. Out: a self-contained page, or a
+//! page that is served on the loopback address and follows the runs. A missing or incomplete file is not an error,
+//! because the run may still write it.
 
 mod metrics;
 mod serve;
@@ -82,7 +82,7 @@ impl Report {
         &self.runs
     }
 
-    /// Reads what the runs have written since the last call.
+    /// Reads the parts of the files that the runs have written since the last call.
     ///
     /// # Errors
     /// Returns [`ReportError::Read`] if a file cannot be read.
@@ -139,7 +139,7 @@ impl Report {
     }
 }
 
-/// The last components of the paths, or the whole paths if two of these are equal.
+/// Returns the last components of the paths. If two of these are equal, returns the whole paths.
 fn names(folders: &[PathBuf]) -> Vec<String> {
     let last = |path: &PathBuf| {
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
@@ -204,7 +204,8 @@ impl RunRecord {
         self.metrics.last_step().map(|step| step + 1)
     }
 
-    /// The summary: `summary.json`, or the last row of `examples/train_gpt.rs`, which has no step.
+    /// Returns the summary: `summary.json`, or the last row of `examples/train_gpt.rs`, which has no step. `None` if
+    /// there is neither.
     fn summary(&self) -> Option<&Value> {
         self.summary.as_ref().or(self.metrics.summary.as_ref())
     }
@@ -306,8 +307,8 @@ fn text_of(path: &Path) -> Result<Option<String>, ReportError> {
     read().map_err(|source| ReportError::Read { path: path.to_owned(), source })
 }
 
-/// Opens a regular file; `None` if it does not exist. Pipes and devices are refused: opening a pipe could block, and a
-/// device may never end.
+/// Opens a regular file. Returns `None` if it does not exist, and an error for pipes and devices: opening a pipe could
+/// block, and a device may never end.
 fn open(path: &Path) -> io::Result<Option<File>> {
     match fs::metadata(path) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),

@@ -1,5 +1,5 @@
-//! Serves a report on the loopback address and keeps it up to date. It answers two fixed paths and never maps a request
-//! to a file.
+//! Serves a report on the loopback address and keeps the report up to date. The server answers two fixed paths and
+//! never maps a request to a file.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -61,8 +61,8 @@ impl ReportServer {
         }
     }
 
-    /// Serves a connection on its own thread, because browsers open connections before they need them. If the client
-    /// disconnects, the error is ignored.
+    /// Serves a connection on its own thread, because browsers open connections before they need them. Errors of the
+    /// connection, for example a client that disconnects, are ignored.
     fn start(&self, stream: TcpStream, open: &Arc<AtomicUsize>) {
         let place = ConnectionSlot::take(open);
         if open.load(Ordering::Relaxed) > MAX_CONNECTIONS {
@@ -124,7 +124,7 @@ fn serve(report: &Mutex<Report>, address: SocketAddr, stream: TcpStream) -> io::
     )
 }
 
-/// A connection whose reads (or writes) must together finish within [`PATIENCE`].
+/// A connection with a time limit: all reads together, and all writes together, must finish within [`PATIENCE`].
 struct Timed<'a> {
     stream: &'a TcpStream,
     until: Instant,

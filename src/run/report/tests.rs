@@ -98,7 +98,7 @@ fn a_served_report_follows_its_run() {
     std::thread::spawn(move || server.run());
     let ask = |first: &str, named: &str| {
         let mut stream = TcpStream::connect(&host).unwrap();
-        // In two parts, as they may arrive over a network.
+        // The request is sent in two parts, as it may arrive over a network.
         write!(stream, "{first} HTTP/1.1\r\nAccept: */*\r\nHo").unwrap();
         write!(stream, "st: {named}\r\n\r\n").unwrap();
         let mut answer = String::new();

@@ -1,10 +1,10 @@
-//! A model of PyTorch's autograd, limited to what affects memory:
+//! A model of PyTorch's autograd, limited to its effects on memory:
 //! - nodes that hold the tensors they saved;
-//! - an engine that runs nodes in descending order of creation, and accumulates gradients in place if no one else
-//!   refers to them;
+//! - an engine that runs nodes in descending order of creation, and accumulates a gradient in place if it has the only
+//!   reference to the gradient;
 //! - checkpoints, which recompute all their saved tensors when the first of them is read.
 //!
-//! Follows `torch/csrc/autograd/engine.cpp`, `input_buffer.cpp` and, for checkpoints without reentry,
+//! The model follows `torch/csrc/autograd/engine.cpp`, `input_buffer.cpp` and, for checkpoints without reentry,
 //! `torch/utils/checkpoint.py`.
 
 use std::cell::{Cell, RefCell};
@@ -46,7 +46,8 @@ pub struct Node {
 /// The gradient of a leaf.
 #[derive(Debug, Default)]
 pub struct Leaf {
-    /// Whether the gradient is kept until the step ends; if not, it is added to a sum that exists before the step.
+    /// Whether the gradient is kept as a tensor until the step ends. If not, it is added to a sum that was allocated
+    /// before the step.
     keeps: bool,
     pub grad: RefCell<Option<Tensor>>,
 }
@@ -61,7 +62,7 @@ impl fmt::Debug for Node {
 enum Slot {
     #[expect(dead_code, reason = "it is held, not read")]
     Kept(Tensor),
-    /// A tensor of a checkpoint, by its index among the tensors that the checkpoint would save.
+    /// A tensor that a checkpoint recomputes, given by its index among the tensors that the checkpoint would save.
     Again(Rc<Checkpoint>, usize),
 }
 
@@ -90,7 +91,7 @@ pub enum Mode {
     Keep,
     /// They are dropped; the frame can recompute them.
     Drop(Rc<Checkpoint>),
-    /// The frame's forward runs again, until all dropped tensors have been recomputed.
+    /// The frame's forward is running again, until all of its dropped tensors have been recomputed.
     Recompute(Rc<Checkpoint>),
 }
 
@@ -126,7 +127,7 @@ impl Autograd {
         Recording { autograd: self, next: inputs.iter().map(|input| input.edge.clone()).collect(), saved: Vec::new() }
     }
 
-    /// Runs the backward from some outputs, given their gradients. `again` runs the forward of a frame.
+    /// Runs the backward from `roots`, which are outputs with their gradients. `again` runs the forward of a frame.
     pub fn backward(&self, roots: Vec<(Edge, Tensor)>, again: &dyn Fn(&Checkpoint)) {
         let nodes: Vec<Rc<Node>> = roots.iter().map(|((node, _), _)| node.clone()).collect();
         let mut waiting = dependencies(&nodes);

@@ -5,8 +5,8 @@
 //! | all on one rank | `transformers`' loop over experts (`MixtralSparseMoeBlock`): each expert gathers its tokens' rows and adds its results to the output in place |
 //! | shared by ranks | rows are exchanged by `all_to_all` and sorted by expert; experts run one by one; their results are sorted back and returned, put into the order of the tokens, weighted and summed |
 //!
-//! In both, each expert has parameters of its own, and an expert that gets no row is skipped. The functions are to be
-//! read like those in `rules`.
+//! In both programs, each expert has its own parameters, and an expert that gets no row is skipped. The functions have
+//! the form that `rules` describes.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -16,7 +16,7 @@ use super::autograd::{Autograd, Var};
 use super::rules::sort_workspace;
 use super::tape::{INT64, Tape, Tensor};
 
-/// Number of rows of each expert of a rank, given the micro-batch and the layer of the experts.
+/// Returns the number of rows of each expert of a rank, given the micro-batch and the name of the experts' layer.
 pub type ExpertRows<'a> = dyn Fn(usize, &str) -> Vec<u64> + 'a;
 
 /// A layer's experts, as nodes of a graph.
@@ -33,8 +33,8 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// Finds the mixtures of a graph, by layer. Layers whose experts choose tokens, and layers that are split between
-    /// stages, are left out.
+    /// Finds the mixtures of experts of a graph, by layer. Layers whose experts choose tokens, and layers that are
+    /// split between stages, are left out.
     pub fn find(graph: &Graph) -> BTreeMap<String, Self> {
         let mut layers: BTreeMap<String, Vec<NodeId>> = BTreeMap::new();
         for id in graph.node_ids().filter(|&id| graph.node(id).phase == Phase::Forward) {
@@ -61,8 +61,9 @@ impl Mixture {
     }
 }
 
-/// Draws the row counts of the first `here` of `experts` experts, if each of `rows` rows goes to any expert with equal
-/// probability. The counts are drawn from a normal distribution, which approximates the binomial one.
+/// Draws the row counts of the first `here` of `experts` experts, where each of `rows` rows goes to any expert with
+/// equal probability. The counts are drawn from a normal distribution, as an approximation of the binomial
+/// distribution.
 pub fn draw_row_counts(rows: u64, experts: u64, here: u64, numbers: Numbers) -> Vec<u64> {
     let mut left = rows;
     let mut draw = |expert: u64| {
@@ -106,7 +107,7 @@ impl Autograd {
         sum
     }
 
-    /// The program for experts that ranks share: this rank's experts get rows of all ranks' tokens.
+    /// Runs the program for experts that several ranks share: this rank's experts get rows of all ranks' tokens.
     pub fn experts_over_ranks(&self, x: &Var, weights: &Var, rows: &[u64], expert: Expert<'_>) -> Var {
         let (sent, received) = (weights.data.elements, rows.iter().sum());
         let [places, tokens] = [(); 2].map(|()| self.tape.new_tensor(sent, 1, INT64));

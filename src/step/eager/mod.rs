@@ -1,13 +1,13 @@
-//! Lowers a step as an eager framework runs it: the allocations and frees that PyTorch 2 would do, in order.
+//! Lowers a step as an eager framework runs it: the allocations and frees that PyTorch 2 would make, in order.
 //!
 //! In: the forward of a recorded graph. Out: a table of lifetimes with one tick per allocation and per free, like the
-//! recordings of the real library. It models operations run one by one, the tensors that autograd saves, temporaries
-//! and workspaces, gradient accumulation, and frees when the last reference is dropped. It runs no kernel and computes
-//! no value.
+//! recordings of the real library. The model includes operations that run one by one, the tensors that autograd saves,
+//! temporaries and workspaces, gradient accumulation, and frees when the last reference is dropped. No kernel runs and
+//! no value is computed.
 //!
 //! - `rules` has the allocations of each operation, `experts` those of mixtures of experts.
 //! - `tape` counts references; `autograd` runs backwards.
-//! - `stage` selects the part of the graph that a rank runs, and `run` walks it.
+//! - `stage` selects the part of the graph that a rank runs, and `run` walks through it.
 
 mod autograd;
 mod experts;
@@ -50,13 +50,12 @@ pub enum EagerError {
 }
 
 impl Step {
-    /// Returns the lifetimes of a pipeline rank as an eager framework has them. The step's own lowering does not
-    /// matter, except that `eager-amp` selects autocast. Each row goes to any of a layer's experts with equal
-    /// probability.
+    /// Returns the lifetimes of a pipeline rank under an eager framework. The step's key `lowering` only matters if it
+    /// is `eager-amp`, which selects autocast. The rows of experts are drawn at random: each row goes to any of a
+    /// layer's experts with equal probability.
     ///
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
-    /// [`EagerError`].
     pub fn eager(&self, graph: &StepGraph, rank: usize) -> Result<Problem, EagerError> {
         self.eager_with(graph, rank, None)
     }

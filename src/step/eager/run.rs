@@ -24,8 +24,8 @@ pub struct Style {
     pub is_amp: bool,
     /// Whether sums of gradients and masters are allocated before the step.
     pub is_mixed: bool,
-    /// Whether the program is written like transformers' models, rather than like nanoGPT: the loss is computed from
-    /// float32 logits, and attention is a function of its own.
+    /// Whether the modelled program is written like transformers' models (true) or like nanoGPT (false). In
+    /// transformers' models, the loss is computed from float32 logits, and attention is a separate function.
     pub is_transformers: bool,
     pub micro_batches: usize,
     pub stages: usize,
@@ -35,7 +35,7 @@ pub struct Style {
     pub expert_ranks: u64,
 }
 
-/// Values by id. The map is ordered, so that values that are freed together are always freed in the same order.
+/// Values by id. The map is ordered, so values that are freed together are always freed in the same order.
 type Environment = BTreeMap<ValueId, Var>;
 
 /// The step of a rank, while it runs.
@@ -54,7 +54,7 @@ pub struct Run<'g> {
     persistent: Vec<Tensor>,
     /// The cache of autocast, by parameter and expert.
     casts: RefCell<BTreeMap<(ValueId, usize), Var>>,
-    /// Inputs of `swiglu` that are passed through `silu`, which is applied as soon as they are computed.
+    /// Inputs of `swiglu` to which `silu` is applied. It is applied as soon as the input is computed.
     gates: HashSet<ValueId>,
     /// Mixtures of experts by layer.
     mixtures: BTreeMap<String, Mixture>,
@@ -162,7 +162,7 @@ impl<'g> Run<'g> {
         }
     }
 
-    /// Does an action of the schedule; `next` is the one after it.
+    /// Runs an action of the schedule. `next` is the action that follows.
     pub fn run_action(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
         self.micro_batch.set(action.micro_batch.0 as usize);
         match action.kind {
@@ -236,8 +236,8 @@ impl<'g> Run<'g> {
         }
     }
 
-    /// Does the update. Besides the gradient norms it allocates nothing, because a fused update works in place. Frees
-    /// the gradients.
+    /// Runs the update, then frees the gradients. Only the gradient norms are allocated, because a fused update works
+    /// in place.
     pub fn update(&mut self) {
         self.left.clear();
         let tape = &self.autograd.tape;
@@ -421,7 +421,8 @@ impl<'g> Run<'g> {
         if self.style.is_amp { self.autograd.cast(x, BF16) } else { x.clone() }
     }
 
-    /// The parameter that a product reads. Under autocast it is a cast, which is cached until the forward ends.
+    /// Returns the parameter that a product reads. Under autocast this is a cast of the parameter, which is cached
+    /// until the forward ends.
     fn autocast(&self, id: (ValueId, usize), parameter: &Var) -> Var {
         if !self.style.is_amp {
             return parameter.clone();
@@ -434,7 +435,7 @@ impl<'g> Run<'g> {
         })
     }
 
-    /// The experts of a layer, each computing down(silu(gate(x))·up(x)) on its rows.
+    /// Runs the experts of a layer, each of which computes down(silu(gate(x))·up(x)) on its rows.
     fn experts(&self, mixture: &Mixture, layer: &str, x: &Var, weights: &Var) -> Var {
         let Self { autograd, style, .. } = self;
         let [gate, up, down] = mixture.projections;

@@ -54,8 +54,8 @@ pub fn is_sum(graph: &Graph, id: ValueId) -> bool {
     matches!(graph.value(id).source, Source::Node { node, .. } if graph.node(node).op.name() == "sum")
 }
 
-/// Moves linear layers of the same input next to each other, together with the views of their outputs: queries, keys
-/// and values are all computed before any of them is rotated.
+/// Moves linear layers with the same input next to each other, together with the views of their outputs. So queries,
+/// keys and values are all computed before any of them is rotated.
 fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
     let name = |id: NodeId| graph.node(id).op.name();
     let read = |id: NodeId| Some(graph.node(id)).filter(|node| node.op.name() == "linear").map(|node| node.inputs[0]);
@@ -73,7 +73,7 @@ fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
     }
 }
 
-/// Values of a stage that other stages read, in order; if there are none, its last value.
+/// Returns the values of a stage that other stages read, in order. If there are none, returns the stage's last value.
 fn outputs(graph: &Graph, place: StageId, stage: &Stage) -> Vec<ValueId> {
     let made: HashSet<ValueId> = stage.nodes.iter().flat_map(|&id| &graph.node(id).outputs).copied().collect();
     let elsewhere =

@@ -50,7 +50,7 @@ pub struct Tensor {
     pub width: u64,
     /// Bytes per element.
     pub dtype: u64,
-    /// Whether it is a view, whose base holds a reference of its own.
+    /// Whether the tensor is a view. The base of a view holds its own reference to the memory.
     pub is_view: bool,
     /// Whether the middle dimensions are swapped in memory, so that a change of shape needs a copy.
     pub is_transposed: bool,
@@ -62,7 +62,7 @@ impl Tensor {
         self.elements / self.width
     }
 
-    /// True if a gradient may be added to it in place, because nothing else refers to its memory
+    /// True if a gradient may be added to this tensor in place, because it has the only reference to its memory
     /// (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
     pub fn is_stealable(&self) -> bool {
         Rc::strong_count(&self.storage) == 1 && !self.is_view

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::step::{Planned, plan_rank};
 
-/// Plans of one step under several budgets, from the smallest that works to one that needs no recomputation.
+/// Plans of one step under several budgets, from the smallest that fits to one that requires no recomputation.
 #[derive(Debug, Serialize)]
 pub struct Curve {
     points: Vec<Point>,
@@ -24,7 +24,7 @@ struct Point {
     overhead: f64,
 }
 
-/// Plans `count` budgets of a rank, evenly spaced from the smallest that works to the one that needs no recomputation.
+/// Plans a rank under `count` budgets, evenly spaced from the smallest that fits to one that requires no recomputation.
 pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError> {
     let all = plan_rank(&step.within(None), rank)?.0.arena_bytes;
     let under = |bytes| plan_rank(&step.within(Some(bytes)), rank);
@@ -75,8 +75,8 @@ struct Axis {
 }
 
 impl Axis {
-    /// Creates an axis for all values. The distance of its ticks is the first of `steps` that gives at most about seven
-    /// ticks.
+    /// Creates an axis that covers all values. `steps` has the possible distances of ticks, in ascending order; the
+    /// first one with at most about seven ticks is used.
     fn new(values: impl Iterator<Item = f64> + Clone, pixels: [f64; 2], mut steps: impl Iterator<Item = f64>) -> Self {
         let (least, most) = (values.clone().fold(f64::INFINITY, f64::min), values.fold(0.0, f64::max));
         let step = steps.find(|step| (most - least) / step <= 6.0).unwrap_or(1.0);
@@ -97,8 +97,8 @@ impl Axis {
 }
 
 impl Curve {
-    /// Draws the curve: arena bytes on the x axis, time per step on the y axis. `chosen` is the plan that is marked by
-    /// a ring: bytes, milliseconds.
+    /// Draws the curve: arena bytes on the x axis, time per step on the y axis. A ring marks the plan `chosen`, given
+    /// by its bytes and milliseconds.
     pub fn svg(&self, title: &str, chosen: (u64, f64)) -> String {
         let [left, top, right, bottom] = [MARGINS[0], MARGINS[1], WIDTH - MARGINS[2], HEIGHT - MARGINS[3]];
         let points = || self.points.iter().map(|point| (point.arena_bytes, point.step_ms)).chain([chosen]);

@@ -45,7 +45,8 @@ pub struct Planned {
     plan_hash: String,
     /// Bytes of the arena above the plan: the reserve for routed rows.
     reserve_bytes: u64,
-    /// Time of compiling and planning, including the search for the recomputation of a budget.
+    /// Time for compiling and planning in milliseconds, including the search for the recomputation if there is a
+    /// budget.
     plan_ms: f64,
     /// Estimated time of the rank's operations.
     pub step_ms: f64,
@@ -167,7 +168,8 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
     Ok(Fit::Fits)
 }
 
-/// The arenas of all ranks of the mesh. Each stage is planned once; ranks that share its batch or experts have the same plan.
+/// Plans the arenas of all ranks of the mesh. Each stage is planned once, because the data and expert ranks of a stage
+/// have the same plan.
 fn of_all_ranks(step: &Step, planned: &[Planned]) -> Result<Vec<RankMemory>, TrainError> {
     let mesh = step.options.mesh;
     let of_stage = |stage: usize| match planned.iter().find(|plan| plan.rank == stage) {

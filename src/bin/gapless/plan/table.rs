@@ -101,7 +101,8 @@ fn tell_what_it_means(table: &Table, problem: &Problem) {
     }
 }
 
-/// The result for the table as given. The planner ignores gaps, so for a table with gaps its result is weakened here.
+/// The result for the table as given. The planner ignores gaps, so if the table has gaps, claims that gaps could
+/// invalidate are replaced by weaker ones.
 struct Verdict {
     lower_bound: u64,
     proof: &'static str,
@@ -134,7 +135,7 @@ impl Verdict {
     }
 }
 
-/// A label for a buffer: a table gives nothing but its id.
+/// Returns the label of a buffer, which only has the buffer's id, since a table has no other names.
 fn label(id: &str) -> Label {
     Label { tensor: id.to_owned(), op: String::new(), layer: String::new(), role: Role::Activation }
 }
@@ -169,7 +170,7 @@ fn report(arguments: &Arguments, solution: &Solution, verdict: &Verdict, plan_ms
     })
 }
 
-/// The reason for which planning stopped: the word for JSON, and the words for people.
+/// Returns the reason for which planning stopped, as a word for JSON and as a phrase for people.
 fn stopped(reason: StopReason) -> (&'static str, &'static str) {
     match reason {
         StopReason::Proven => ("proven", "stopped when proven optimal"),
