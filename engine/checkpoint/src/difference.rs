@@ -7,11 +7,11 @@ use serde_json::Value;
 /// A key whose value is not the expected one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// Path of the value: the keys of nested objects, separated by dots.
+    /// Path of the value: the keys of the nested objects around it, separated by dots.
     pub key: String,
-    /// The value in the checkpoint, if there is one.
+    /// The value in the checkpoint; `None` if the checkpoint lacks the key.
     pub saved: Option<Value>,
-    /// The expected value, if there is one.
+    /// The expected value; `None` if the key is not expected.
     pub expected: Option<Value>,
 }
 

@@ -1,10 +1,10 @@
-//! The file system operations that saving needs, as a trait, so that tests can replace them by failing ones.
+//! The file system operations that saving uses, as a trait, so that tests can replace them by operations that fail.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// The operations that change a disk. Each may fail, and the power may fail after each.
+/// The operations that change a disk. In tests, each may fail, and the power may fail after each.
 pub(super) trait Disk {
     fn create_folder(&mut self, path: &Path) -> io::Result<()>;
     fn create(&mut self, path: &Path) -> io::Result<File>;
@@ -35,7 +35,8 @@ impl Disk for RealDisk {
         file.sync_all()
     }
 
-    /// Makes the names in a folder durable. Windows has no such operation and does not need it.
+    /// Makes the names in a folder durable. On Windows this does nothing, since Windows has no such operation and needs
+    /// none.
     fn sync_folder(&mut self, path: &Path) -> io::Result<()> {
         if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
     }

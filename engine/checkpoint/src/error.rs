@@ -11,13 +11,13 @@ use crate::Difference;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// There is nothing at the path.
+    /// The path does not exist.
     #[error("there is no checkpoint at {path}; check the path")]
     Missing {
         /// The path as given.
         path: PathBuf,
     },
-    /// A folder has no manifest, because its saving was not completed.
+    /// A folder has no manifest, because its save was interrupted.
     #[error("{path} has no manifest: its saving was interrupted, or it is not a checkpoint; use an older checkpoint")]
     Interrupted {
         /// The folder.
@@ -29,17 +29,17 @@ pub enum CheckpointError {
         /// The file.
         path: PathBuf,
     },
-    /// A file has another size than when it was written.
+    /// A file has another size than when it was saved.
     #[error("{path} has {found} bytes, but was written with {expected}: it is cut off; use an older checkpoint")]
     Truncated {
         /// The file.
         path: PathBuf,
-        /// Size in bytes when it was written.
+        /// Size in bytes when the file was saved.
         expected: u64,
         /// Size in bytes now.
         found: u64,
     },
-    /// A file has other contents than when it was written.
+    /// A file has other contents than when it was saved.
     #[error("{path} is damaged: {reason}; use an older checkpoint")]
     Damaged {
         /// The file.
@@ -54,7 +54,7 @@ pub enum CheckpointError {
         path: PathBuf,
         /// The manifest's format.
         found: u64,
-        /// The newest format that is read.
+        /// The newest format that this program reads.
         known: u64,
     },
     /// There are checkpoints, but none of them is usable.
@@ -64,10 +64,10 @@ pub enum CheckpointError {
         path: PathBuf,
         /// Number of checkpoints.
         count: usize,
-        /// Error of the newest one.
+        /// Error of the newest checkpoint.
         newest: Box<CheckpointError>,
     },
-    /// The checkpoint is of another model or of other data.
+    /// The checkpoint belongs to another model or to other data.
     #[error(
         "{path} was saved with another {key}: {}{}; use the {key} that it was saved with, or start a new run",
         listed(differences),
@@ -91,14 +91,14 @@ pub enum CheckpointError {
         /// Error of the operating system.
         source: io::Error,
     },
-    /// A run would replace a file in its folder that no run wrote.
+    /// The folder has a file that no run wrote and that a run would replace.
     #[error(
         "{path} has a {name} that no run wrote, and a run would replace it; choose another folder, or move the file"
     )]
     Foreign {
         /// The folder.
         path: PathBuf,
-        /// Name of the file in it.
+        /// Name of the file.
         name: &'static str,
     },
     /// Another process uses the folder.
@@ -127,18 +127,18 @@ pub enum CheckpointError {
         /// The requested tensor.
         name: String,
     },
-    /// The number of bytes is not that of the tensor's type and shape.
+    /// The number of bytes given does not fit the tensor's type and shape.
     #[error("tensor {name} ({} {shape:?}) takes {expected} bytes, but {found} were given", dtype.as_str())]
     TensorSize {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
-        /// Its type.
+        /// Element type of the tensor.
         dtype: DType,
-        /// Its shape.
+        /// Shape of the tensor.
         shape: Vec<usize>,
-        /// Number of bytes of that type and shape.
+        /// Number of bytes that the type and shape require.
         expected: usize,
-        /// Number of bytes given.
+        /// Number of bytes that were given.
         found: usize,
     },
     /// The sections cannot be saved: two have the same name, or a name is not valid for a file.
@@ -177,7 +177,7 @@ pub enum CheckpointError {
 
 fn listed(differences: &[Difference]) -> String {
     const MOST: usize = 3;
-    // Parameters come first, as they say more than optimizer states, whose names have a path before the parameter's.
+    // Parameters come first, since they say more than optimizer states. The names of optimizer states contain a slash.
     let (states, parameters): (Vec<_>, Vec<_>) =
         differences.iter().partition(|difference| difference.key.contains('/'));
     let all = parameters.into_iter().chain(states);

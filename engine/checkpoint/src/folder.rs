@@ -11,14 +11,15 @@ use serde_json::Value;
 use crate::manifest::Manifest;
 use crate::{Checkpoint, CheckpointError};
 
-/// The state of a checkpoint according to its folder's name. Among folders of one step, later variants are preferred.
+/// The state of a checkpoint according to its folder's name. If several folders have one step, later variants take
+/// precedence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum State {
-    /// It is being saved, or its saving was interrupted.
+    /// The checkpoint is being saved, or its save was interrupted.
     Partial,
-    /// It was set aside for a new checkpoint of the same step.
+    /// The checkpoint was renamed to make room for a new checkpoint of the same step.
     Replaced,
-    /// It is complete.
+    /// The checkpoint is complete.
     Complete,
 }
 
@@ -32,38 +33,37 @@ impl State {
     }
 }
 
-/// Returns the path for a folder of the given step and state: `step-00000100`. If that name is taken by something that
-/// is not a folder, or by a checkpoint of another step, it is `step-00000100-2` and so on. Several writers of one step
-/// get the same path.
+/// Returns the path for a folder of the given step and state, such as `step-00000100`. If that name belongs to a file
+/// or to a checkpoint of another step, the path is `step-00000100-2` and so on. Several writers of one step get the
+/// same path.
 pub(super) fn path_for(dir: &Path, step: u64, state: State) -> PathBuf {
     let numbers = std::iter::once(String::new()).chain((2u64..).map(|number| format!("-{number}")));
     let mut paths = numbers.map(|number| dir.join(format!("step-{step:08}{number}{}", state.suffix())));
     paths.find(|path| is_free(path, step, state)).expect("numbers do not end")
 }
 
-/// True if a folder of this step and state may have the path, possibly in place of another one of the same step and
-/// state.
+/// True if a folder of this step and state may have this path. It may then replace a folder of the same step and state.
 fn is_free(path: &Path, step: u64, state: State) -> bool {
     if path.is_dir() {
         return state == State::Partial || Manifest::read(path).map_or(true, |manifest| manifest.step == step);
     }
-    // If the path cannot be examined, it counts as free; writing then fails with the reason.
+    // A path that cannot be examined counts as free; writing to it then returns the reason.
     fs::symlink_metadata(path).is_err()
 }
 
-/// A checkpoint's folder in a folder of checkpoints.
+/// A checkpoint's folder within a folder of checkpoints.
 struct Entry {
     path: PathBuf,
     state: State,
-    /// The step given by the manifest or, if that cannot be read, by the name.
+    /// The step in the manifest. If the manifest cannot be read, the step in the folder's name.
     step: u64,
-    /// True if the name gives the step of the manifest. Folders for which it does not were renamed or copied by the
-    /// user, and are never removed.
+    /// True if the folder's name has the step of the manifest. If it does not, the user has renamed or copied the
+    /// folder, and it is never removed.
     is_ours: bool,
 }
 
 impl Entry {
-    /// Reads a checkpoint's state from its path; `None` if the name is not that of a checkpoint.
+    /// Determines a checkpoint's state from its path. Returns `None` if the name is not that of a checkpoint.
     fn of(path: PathBuf) -> Option<Self> {
         let name = path.file_name()?.to_str()?.strip_prefix("step-")?;
         let states = [State::Partial, State::Replaced, State::Complete];
@@ -93,7 +93,7 @@ impl Entry {
 pub struct Listed {
     /// Path of the checkpoint's folder.
     pub path: PathBuf,
-    /// The step after which it was saved.
+    /// The step after which the checkpoint was saved.
     pub step: u64,
     /// Metadata that was given to [`Checkpoint::save`].
     pub metadata: Value,
@@ -113,13 +113,13 @@ impl Checkpoint {
         Ok(complete.filter_map(listed).collect())
     }
 
-    /// Opens the newest usable checkpoint of a folder. It is the one with the highest step according to the manifests,
-    /// whatever the names of the folders. Interrupted and damaged checkpoints are skipped with a warning each, which
-    /// gives the path and the reason. Returns `None` if there are no complete or damaged checkpoints.
+    /// Opens the newest usable checkpoint of a folder: the one whose manifest has the highest step, whatever the names
+    /// of the folders. Interrupted and damaged checkpoints are skipped; for each, a warning gives the path and the
+    /// reason. Returns `None` if the folder has no checkpoints, or only interrupted ones.
     ///
     /// # Errors
-    /// Returns an error if the folder cannot be read, or if it has checkpoints of which none is usable. The latter
-    /// prevents a run from silently starting anew.
+    /// Returns an error if the folder cannot be read. Also returns an error if the folder has completed checkpoints but
+    /// all are damaged, so that a run does not silently start anew.
     pub fn latest(dir: &Path) -> Result<Option<Self>, CheckpointError> {
         let mut newest_error = None;
         let mut count = 0;
@@ -149,19 +149,19 @@ impl Checkpoint {
         }
     }
 
-    /// Removes old checkpoints and the remains of interrupted saves, and returns the paths of what was removed. It
-    /// keeps the newest `keep` (at least one) usable checkpoints and those of the steps `others`. Newest means highest
-    /// step, so a run that starts anew needs a folder of its own. It must not be called while a checkpoint is being
-    /// saved.
+    /// Removes old checkpoints and the remains of interrupted saves, and returns the removed paths. The newest `keep`
+    /// usable checkpoints are kept (at least one), and so are the checkpoints of the steps `others`. Newest means
+    /// highest step, so a run that starts anew needs a folder of its own. This must not be called while a checkpoint is
+    /// being saved.
     ///
     /// The newest checkpoint is verified by its hashes, as [`Checkpoint::latest`] does. If it is damaged, older ones
-    /// are verified as well, until `keep` usable ones are found. Other checkpoints count as usable if their files have
-    /// the right sizes. A damaged checkpoint is kept as long as there are fewer than `keep` newer ones that are usable.
-    /// Files, and folders whose name is not that of their step, are not touched.
+    /// are verified as well, until `keep` usable ones are found. All other checkpoints count as usable if their files
+    /// have the right sizes. A damaged checkpoint is kept as long as there are fewer than `keep` newer usable ones.
+    /// Files are not touched, nor are folders whose name does not have the step of their manifest.
     ///
     /// # Errors
-    /// Returns an error if the folder cannot be read. If removals fail, the others are still done, and the first error
-    /// is returned.
+    /// Returns an error if the folder cannot be read. If a removal fails, the other removals are still done, and the
+    /// first error is returned.
     pub fn prune(dir: &Path, keep: usize, others: &[u64]) -> Result<Vec<PathBuf>, CheckpointError> {
         let (mut removed, mut failed) = (Vec::new(), None);
         let (mut kept, mut damage_seen) = (BTreeSet::new(), false);
@@ -173,7 +173,8 @@ impl Checkpoint {
                 if is_sound {
                     kept.insert(entry.step);
                 } else {
-                    // It is kept, because it is newer than the usable ones and may be worth a rescue.
+                    // The damaged checkpoint is kept, because it is newer than the usable ones and the user may be able
+                    // to rescue it.
                     damage_seen = true;
                 }
                 continue;
@@ -190,9 +191,9 @@ impl Checkpoint {
     }
 }
 
-/// Returns the checkpoints of a folder, newest first and interrupted ones last. Among equal ones, those with the name
-/// of their step come before renamed copies. A missing folder has none, and files with a checkpoint's name do not
-/// count.
+/// Returns the checkpoints of a folder, newest first and interrupted ones last. Among checkpoints of one step and
+/// state, those whose name has the right step come before renamed copies. A missing folder has no checkpoints, and
+/// files with a checkpoint's name do not count.
 fn entries(dir: &Path) -> Result<Vec<Entry>, CheckpointError> {
     let read_error = |source| CheckpointError::Read { path: dir.to_owned(), source };
     let listed = match fs::read_dir(dir) {
@@ -202,7 +203,8 @@ fn entries(dir: &Path) -> Result<Vec<Entry>, CheckpointError> {
     let mut found = Vec::new();
     for entry in listed {
         let path = entry.map_err(read_error)?.path();
-        // A folder that cannot be examined counts as one, so that its error is reported when it is opened.
+        // A path that cannot be examined counts as a folder, so that the error is reported when the checkpoint is
+        // opened.
         let is_folder =
             fs::metadata(&path).map_or_else(|error| error.kind() != io::ErrorKind::NotFound, |it| it.is_dir());
         if is_folder {

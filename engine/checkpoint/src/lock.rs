@@ -1,5 +1,5 @@
-//! A lock that lets one run use a folder. It is advisory, and the operating system releases it when its owner ends,
-//! even after a crash.
+//! A lock that lets only one run use a folder. The lock is advisory: it only keeps out processes that ask for it. The
+//! operating system releases it when its owner ends, even after a crash.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -7,9 +7,9 @@ use std::path::Path;
 
 use crate::CheckpointError;
 
-/// The greatest number of bytes of the owner's description that are read.
+/// The most bytes of the owner's description that are read.
 const OWNER_BYTES: u64 = 200;
-/// The beginning of every owner's description. A file named `lock` that begins with anything else belongs to another
+/// The beginning of every owner's description. A file named `lock` that begins with other text belongs to another
 /// program.
 const OWNER: &str = "process ";
 
@@ -32,11 +32,11 @@ pub struct FolderLock {
     file: File,
 }
 
-/// Unlocks explicitly instead of by closing the file, because a process that is being started by another thread has a
-/// copy of the file until its own program begins.
+/// Unlocks explicitly instead of by closing the file. If another thread is starting a process, that process has a copy
+/// of the open file until its own program begins, and the copy would hold the lock.
 impl Drop for FolderLock {
     fn drop(&mut self) {
-        // Fails on a file system without locks.
+        // This returns an error on a file system without locks.
         let _ = self.file.unlock();
     }
 }
@@ -45,26 +45,26 @@ impl FolderLock {
     /// The name of the file that is locked.
     pub const FILE: &str = "lock";
 
-    /// True if a folder has been locked before, even by a process that has ended.
+    /// True if a folder has ever been locked, even by a process that has ended.
     pub fn was_acquired(dir: &Path) -> bool {
         let path = dir.join(Self::FILE);
         path.is_file() && File::open(path).is_ok_and(|file| is_lock_file(&file))
     }
 
-    /// Checks that files can be created in a folder, by creating one without a name, which disappears again.
+    /// Checks that files can be created in a folder, by creating an unnamed temporary file.
     ///
     /// # Errors
-    /// Returns [`CheckpointError::Unwritable`] if that fails.
+    /// Returns [`CheckpointError::Unwritable`] if the file cannot be created.
     pub fn can_write(dir: &Path) -> Result<(), CheckpointError> {
         let unwritable = |source| CheckpointError::Unwritable { path: dir.to_owned(), source };
         tempfile::tempfile_in(dir).map(drop).map_err(unwritable)
     }
 
-    /// Locks an existing folder. On a file system without locks it only logs a warning.
+    /// Locks an existing folder. On a file system without locks, this only logs a warning.
     ///
     /// # Errors
-    /// Returns [`CheckpointError::Locked`] with the owner if the folder is locked, [`CheckpointError::Foreign`] if
-    /// `lock` is a file of another program, and an error if the folder is not writable.
+    /// Returns [`CheckpointError::Locked`] with the owner if the folder is locked, [`CheckpointError::Foreign`] if the
+    /// file `lock` belongs to another program, and an error if the folder is not writable.
     pub fn acquire(dir: &Path) -> Result<Self, CheckpointError> {
         let path = dir.join(Self::FILE);
         let write_error = |source| CheckpointError::Write { path: path.clone(), source };
@@ -80,7 +80,8 @@ impl FolderLock {
         }
         match file.try_lock() {
             Ok(()) => {
-                // An error is ignored: then only messages of other processes lack the owner.
+                // An error is ignored, because without the description only other processes' error messages lack the
+                // owner.
                 let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", this_process()));
             }
             Err(TryLockError::WouldBlock) => {
@@ -94,8 +95,8 @@ impl FolderLock {
         Ok(Self { file })
     }
 
-    /// True if the folder is still the one that was locked. It is not if it was deleted or moved, or if another one has
-    /// its place.
+    /// True if `dir` is still the folder that was locked. It is false if that folder was deleted or moved, even if
+    /// another folder has taken its place.
     pub fn is_current(&self, dir: &Path) -> bool {
         match (fs::metadata(dir.join(Self::FILE)), self.file.metadata()) {
             (Ok(there), Ok(locked)) => is_same_file(&there, &locked),
@@ -111,7 +112,7 @@ fn is_same_file(a: &fs::Metadata, b: &fs::Metadata) -> bool {
     (a.dev(), a.ino()) == (b.dev(), b.ino())
 }
 
-/// Always true, because the standard library does not identify files on this system.
+/// Always returns true, because the standard library does not identify files on this system.
 #[cfg(not(unix))]
 fn is_same_file(_: &fs::Metadata, _: &fs::Metadata) -> bool {
     true
@@ -123,7 +124,7 @@ fn this_process() -> String {
     format!("{OWNER}{}{on}", std::process::id())
 }
 
-/// Returns the first line of the file, which is empty if the owner has not written it yet.
+/// Returns the first line of the file. The line is empty if the owner has not written it yet.
 fn first_line(mut file: &File) -> String {
     let mut bytes = Vec::new();
     let _ = file.rewind().and_then(|()| file.take(OWNER_BYTES).read_to_end(&mut bytes));
@@ -159,7 +160,7 @@ mod tests {
         assert!(FolderLock::was_acquired(folder.path()));
     }
 
-    /// The copy stands for that of a child process between its fork and the start of its program.
+    /// The copied file handle simulates the one of a child process between its fork and the start of its program.
     #[test]
     fn a_copy_of_the_file_does_not_hold_the_lock() {
         let folder = tempfile::tempdir().unwrap();

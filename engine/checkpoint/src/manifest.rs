@@ -10,10 +10,10 @@ use serde_json::Value;
 
 use crate::CheckpointError;
 
-/// The newest format, which is written; older ones are read too.
+/// The format that is written. Older formats can be read too.
 pub(super) const FORMAT: u64 = 1;
 pub(super) const MANIFEST: &str = "manifest.json";
-/// Name of the file with the manifest's own hash, which reveals damage to the metadata.
+/// Name of the file with the hash of the manifest. This hash reveals damage to the manifest itself.
 pub(super) const MANIFEST_HASH: &str = "manifest.b3";
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -31,7 +31,7 @@ pub(crate) struct FileEntry {
 }
 
 impl Manifest {
-    /// Reads the manifest of a checkpoint's folder and checks its hash.
+    /// Reads the manifest in a checkpoint's folder and compares it with its hash.
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
         if let Err(source) = fs::metadata(folder) {
             let path = folder.to_owned();
@@ -55,7 +55,7 @@ impl Manifest {
         if hash != hash_line(&json).as_bytes() {
             return Err(damaged(format!("its hash is not the one in {MANIFEST_HASH}")));
         }
-        // Check the format first, because a newer one may have other fields.
+        // The format is checked first, because a newer manifest may have other fields.
         let value: Value = serde_json::from_slice(&json).map_err(|error| damaged(error.to_string()))?;
         match value.get("format").and_then(Value::as_u64) {
             Some(found) if found > FORMAT => Err(CheckpointError::NewerFormat { path, found, known: FORMAT }),

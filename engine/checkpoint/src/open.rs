@@ -1,5 +1,5 @@
-//! Opening a checkpoint. Every byte is verified, but none is kept; data read later is compared with the verified
-//! hashes.
+//! Opening a checkpoint. Every byte is verified, but the data is not kept in memory. Data that is read later is
+//! compared with the verified hashes.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -13,13 +13,13 @@ use crate::manifest::{FileEntry, Manifest};
 use crate::save::bytes_of;
 use crate::{CheckpointError, differences};
 
-/// Number of bytes that are hashed together. Reading a part of a tensor verifies only the chunks around it, not the
-/// whole file.
+/// Number of bytes that share one hash. So reading a part of a tensor verifies only the chunks around that part, not
+/// the whole file.
 const CHUNK_BYTES: usize = 1 << 20;
-/// The greatest size in bytes of a header that the safetensors library reads.
+/// The largest header, in bytes, that the safetensors library reads.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// An opened checkpoint: all its files have the sizes and hashes with which they were written.
+/// An opened checkpoint. All its files have the sizes and hashes with which they were saved.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -36,7 +36,7 @@ pub struct SavedSection {
     header: Metadata,
     /// Offset of the tensors' data in the file.
     data_start: u64,
-    /// Size of the file.
+    /// Size of the file in bytes.
     bytes: u64,
     /// Hashes of the file's chunks, computed when the file was verified.
     chunks: Vec<blake3::Hash>,
@@ -54,11 +54,11 @@ pub struct SavedTensor {
 }
 
 impl Checkpoint {
-    /// Opens a checkpoint's folder and verifies all of it. Each file is read once.
+    /// Opens a checkpoint's folder and verifies all files in it. Each file is read once.
     ///
     /// # Errors
     /// Returns an error if the folder is missing or incomplete, if a file is missing, truncated or changed, or if the
-    /// format is newer.
+    /// format is newer than this program knows.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let manifest = Manifest::read(path)?;
         let sections = manifest
@@ -74,7 +74,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// The step after which it was saved.
+    /// The step after which the checkpoint was saved.
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -89,10 +89,10 @@ impl Checkpoint {
         &self.sections
     }
 
-    /// Returns the section with a file name.
+    /// Returns the section with this file name.
     ///
     /// # Errors
-    /// Returns an error, with the names of all sections, if there is none.
+    /// Returns an error with the names of all sections if no section has this name.
     pub fn section(&self, file: &str) -> Result<&SavedSection, CheckpointError> {
         self.sections.iter().find(|section| section.file == file).ok_or_else(|| CheckpointError::NoSection {
             path: self.path.clone(),
@@ -101,11 +101,11 @@ impl Checkpoint {
         })
     }
 
-    /// Checks that `key` of the metadata has the expected value, e.g. that the checkpoint is of the same model or the
-    /// same data.
+    /// Checks that `key` of the metadata has the expected value, for example that the checkpoint belongs to the same
+    /// model or the same data.
     ///
     /// # Errors
-    /// Returns [`CheckpointError::Other`] with every key that differs.
+    /// Returns [`CheckpointError::Other`] with every key whose value differs.
     pub fn expect(&self, key: &str, expected: &Value) -> Result<(), CheckpointError> {
         let differences = differences(self.metadata.get(key).unwrap_or(&Value::Null), expected);
         if differences.is_empty() {
@@ -118,7 +118,7 @@ impl Checkpoint {
 }
 
 impl SavedSection {
-    /// The file's name.
+    /// The name of the file.
     pub fn file(&self) -> &str {
         &self.file
     }
@@ -128,26 +128,26 @@ impl SavedSection {
         &self.path
     }
 
-    /// Returns a tensor's description, if the tensor exists.
+    /// Returns a tensor's description, or `None` if there is no such tensor or candle lacks its type.
     pub fn find(&self, name: &str) -> Option<SavedTensor> {
         self.info(name).ok().map(|(tensor, _)| tensor)
     }
 
-    /// Returns the tensors in the order of the file.
+    /// Returns the descriptions of all tensors, in the order of the file.
     ///
     /// # Errors
-    /// Returns an error if a tensor has a type that candle does not have.
+    /// Returns an error if a tensor has a type that candle lacks.
     pub fn tensors(&self) -> Result<Vec<SavedTensor>, CheckpointError> {
         self.header.offset_keys().into_iter().map(|name| self.info(&name).map(|(tensor, _)| tensor)).collect()
     }
 
-    /// Reads a tensor's elements in little-endian order. They are checked against the hashes verified when the
-    /// checkpoint was opened.
+    /// Fills `bytes` with a tensor's elements in little-endian order. They are compared with the hashes that were
+    /// verified when the checkpoint was opened.
     ///
     /// # Errors
-    /// Returns an error if there is no such tensor, if the slice has another size, or if reading fails. Returns
-    /// [`CheckpointError::Damaged`] if the file has changed since it was opened; the contents of the slice must not be
-    /// used then.
+    /// Returns an error if there is no such tensor, if the slice does not have the tensor's size, or if reading fails.
+    /// Returns [`CheckpointError::Damaged`] if the file has changed since it was opened. After an error, the contents
+    /// of the slice must not be used.
     pub fn read_into(&self, name: &str, bytes: &mut [u8]) -> Result<(), CheckpointError> {
         let (SavedTensor { name, dtype, shape }, _) = self.info(name)?;
         let expected = self.bytes(&name);
@@ -157,10 +157,10 @@ impl SavedSection {
         self.read_part_into(&name, 0, bytes)
     }
 
-    /// Reads a range of a tensor's little-endian bytes, beginning at byte `start`.
+    /// Fills `bytes` with a range of a tensor's little-endian bytes, from byte `start` of the tensor on.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::read_into`], and an error if the range exceeds the tensor.
+    /// Returns an error in the same cases as [`Self::read_into`], or if the range exceeds the tensor.
     pub fn read_part_into(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
         let (SavedTensor { name, dtype, shape }, offset) = self.info(name)?;
         let expected = self.bytes(&name);
@@ -171,14 +171,14 @@ impl SavedSection {
         self.read_verified(self.data_start + offset + start as u64, bytes)
     }
 
-    /// Fills `bytes` from offset `start` of the file. Each chunk is hashed in the memory into which it was read and is
-    /// not read again, so the caller gets exactly the bytes that were checked.
+    /// Fills `bytes` from offset `start` of the file. Each chunk is hashed in the memory into which it was read, and is
+    /// not read again. So the caller gets exactly the bytes that were verified.
     fn read_verified(&self, start: u64, bytes: &mut [u8]) -> Result<(), CheckpointError> {
         let error = |error| read_error(&self.path, error);
         let mut file = File::open(&self.path).map_err(error)?;
         let (mut at, mut rest, mut edge) = (start, bytes, Vec::new());
         while !rest.is_empty() {
-            // Find the part of the chunk that is requested.
+            // Only the requested part of the chunk is copied.
             let index = at / CHUNK_BYTES as u64;
             let chunk_start = index * CHUNK_BYTES as u64;
             let chunk_bytes = (self.bytes - chunk_start).min(CHUNK_BYTES as u64) as usize;
@@ -186,7 +186,7 @@ impl SavedSection {
             let wanted = rest.len().min(chunk_bytes - skipped);
             let (part, behind) = std::mem::take(&mut rest).split_at_mut(wanted);
             let is_whole = part.len() == chunk_bytes;
-            // Read the whole chunk; in place if all of it is requested.
+            // The whole chunk is read. If all of it is requested, it is read in place.
             let chunk = if is_whole {
                 &mut *part
             } else {
@@ -207,12 +207,12 @@ impl SavedSection {
         Ok(())
     }
 
-    /// Returns the size of a tensor in bytes; 0 if there is none.
+    /// Returns the size of a tensor in bytes, or 0 if there is no such tensor.
     fn bytes(&self, name: &str) -> usize {
         self.header.info(name).and_then(|info| bytes_of(info.dtype, &info.shape)).unwrap_or(0)
     }
 
-    /// Reads a tensor as a candle tensor on the CPU.
+    /// Reads a tensor into a new candle tensor on the CPU.
     ///
     /// # Errors
     /// Returns an error if there is no such tensor, if candle cannot represent it, or if reading fails.
@@ -224,7 +224,7 @@ impl SavedSection {
             .map_err(|source| CheckpointError::Candle { name: name.to_owned(), source: Box::new(source) })
     }
 
-    /// Returns a tensor's description and its offset from the start of the data.
+    /// Returns a tensor's description, and its offset from the start of the file's tensor data.
     fn info(&self, name: &str) -> Result<(SavedTensor, u64), CheckpointError> {
         let info = self
             .header
@@ -246,7 +246,7 @@ impl SavedSection {
         if found != entry.bytes {
             return Err(CheckpointError::Truncated { path, expected: entry.bytes, found });
         }
-        // For each chunk, update the file's hash, compute the chunk's hash, and collect the header.
+        // Each chunk updates the hash of the file, gets a hash of its own, and may contain a part of the header.
         let (mut hasher, mut chunks) = (blake3::Hasher::new(), Vec::new());
         let (mut buffer, mut head, mut head_bytes) = (vec![0; CHUNK_BYTES], Vec::new(), 0);
         let mut at = 0;

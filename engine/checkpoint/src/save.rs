@@ -1,4 +1,4 @@
-//! Saving a checkpoint: files, hashes, manifest, and a final rename that makes the checkpoint valid.
+//! Saves checkpoints: files, hashes, manifest, and a final rename that makes the checkpoint valid.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -13,8 +13,7 @@ use crate::folder::{State, path_for};
 use crate::manifest::{FORMAT, FileEntry, MANIFEST, MANIFEST_HASH, Manifest, hash_line};
 use crate::{Checkpoint, CheckpointError};
 
-/// The greatest number of bytes per write. It is small enough that bytes are still in the cache when they are written
-/// after hashing.
+/// The most bytes per write. It is so small that bytes are still in the cache when they are written after hashing.
 const WRITE_BYTES: usize = 1 << 20;
 
 /// A tensor to save, whose bytes are borrowed.
@@ -26,7 +25,7 @@ pub struct TensorBytes<'a> {
     pub dtype: DType,
     /// Shape; the elements are in row-major order.
     pub shape: &'a [usize],
-    /// Elements in little-endian order.
+    /// The elements in little-endian order.
     pub bytes: &'a [u8],
 }
 
@@ -40,28 +39,30 @@ pub struct Section<'a> {
 }
 
 impl Checkpoint {
-    /// Saves a checkpoint as `dir/step-…` and returns its path. Every byte is on the disk when this returns. A
-    /// checkpoint of the same step is replaced.
+    /// Saves a checkpoint as `dir/step-…` and returns its path. Every byte is on the disk when this returns. An
+    /// existing checkpoint of the same step is replaced.
     ///
-    /// Tensors are written directly from the given memory; in addition, only the headers of the files are in memory.
+    /// Tensors are written directly from the given memory. The only additional memory is for the headers of the files.
     ///
     /// # Errors
     /// Returns an error if the bytes of a tensor do not fit its shape, if two tensors or sections have the same name,
-    /// or if a write fails. What was written is then removed again, and earlier checkpoints are not changed.
+    /// or if a write fails. In that case, the files written so far are removed, and earlier checkpoints are not
+    /// changed.
     pub fn save(dir: &Path, step: u64, sections: &[Section<'_>], metadata: Value) -> Result<PathBuf, CheckpointError> {
         save_on(&mut RealDisk, dir, step, sections, metadata)
     }
 }
 
-/// A checkpoint that several writers save together, each with files of its own. One writer begins it, all write, and
-/// the first one commits it when it has the [`WrittenFiles`] of all. Until then it is not a valid checkpoint.
+/// A checkpoint that several writers save together, each with files of its own. One writer begins it, and all writers
+/// write. Then the first writer commits it with the [`WrittenFiles`] of all writers. Until then it is not a valid
+/// checkpoint.
 #[derive(Debug)]
 pub struct Draft {
     dir: PathBuf,
     step: u64,
 }
 
-/// Sizes and hashes of written files.
+/// Sizes and hashes of the files that a writer has written.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct WrittenFiles(BTreeMap<String, FileEntry>);
 
@@ -90,13 +91,13 @@ impl Draft {
     /// Writes this writer's files. Every byte is on the disk when this returns.
     ///
     /// # Errors
-    /// Returns the errors of [`Checkpoint::save`].
+    /// Returns an error in the same cases as [`Checkpoint::save`].
     pub fn write(&self, sections: &[Section<'_>]) -> Result<WrittenFiles, CheckpointError> {
         let headers = headers(sections)?;
         write_on(&mut RealDisk, &path_for(&self.dir, self.step, State::Partial), sections, &headers)
     }
 
-    /// Makes it a valid checkpoint. All writers must have written their files.
+    /// Makes the draft a valid checkpoint and returns its path. All writers must have written their files.
     ///
     /// # Errors
     /// Returns an error if the manifest cannot be written, or if the folder cannot be renamed.
@@ -104,9 +105,9 @@ impl Draft {
         commit_on(&mut RealDisk, &self.dir, self.step, files, metadata)
     }
 
-    /// Removes the checkpoint's files.
+    /// Removes the draft's files.
     pub fn discard(&self) {
-        // An error is ignored, because `latest` skips what cannot be removed.
+        // An error is ignored, because `latest` skips folders that could not be removed.
         let _ = RealDisk.remove_folder(&path_for(&self.dir, self.step, State::Partial));
     }
 }
@@ -127,7 +128,7 @@ pub(super) fn save_on(
     };
     let saved = save();
     if saved.is_err() {
-        // The first error is returned; `latest` skips what cannot be removed.
+        // The first error is returned. An error of this removal is ignored, because `latest` skips such a folder.
         let _ = disk.remove_folder(&partial);
     }
     saved
@@ -179,7 +180,7 @@ fn create_partial(disk: &mut impl Disk, dir: &Path, partial: &Path) -> Result<()
     }
 }
 
-/// Writes the manifest's hash, then the manifest itself, which is renamed last.
+/// Writes the hash of the manifest, then the manifest itself under another name, which is renamed last.
 fn write_manifest(disk: &mut impl Disk, partial: &Path, manifest: &Manifest) -> Result<(), CheckpointError> {
     let json = serde_json::to_vec_pretty(manifest).expect("strings, numbers and JSON make valid JSON");
     write_file(disk, &partial.join(MANIFEST_HASH), hash_line(&json).as_bytes())?;
@@ -189,9 +190,9 @@ fn write_manifest(disk: &mut impl Disk, partial: &Path, manifest: &Manifest) -> 
     disk.sync_folder(partial).map_err(write_error(partial))
 }
 
-/// Renames the folder to its final name. An older checkpoint of the same step is first renamed to one that `latest`
-/// still finds. If the name belongs to a file or to a checkpoint of another step, that is left alone and the folder
-/// gets the next free name.
+/// Renames the folder to its final name. An older checkpoint of the same step is first renamed to a name that `latest`
+/// still finds. If the final name belongs to a file or to a checkpoint of another step, the new folder gets the next
+/// free name.
 fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
     let [partial, path, replaced] =
         [State::Partial, State::Complete, State::Replaced].map(|state| path_for(dir, step, state));
@@ -211,13 +212,13 @@ fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<Path
     }
     disk.sync_folder(dir).map_err(write_error(dir))?;
     if replacing {
-        // An error is ignored, because the new checkpoint takes precedence.
+        // An error is ignored, because the new checkpoint takes precedence over the old one.
         let _ = disk.remove_folder(&replaced);
     }
     Ok(path)
 }
 
-/// Logs a warning if a checkpoint gets a numbered name, because its usual name is taken by something else.
+/// Logs a warning if a checkpoint gets a numbered name because its usual name is taken.
 fn warn_of_numbered_name(path: &Path) {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if name.matches('-').count() > 1 {
@@ -226,13 +227,13 @@ fn warn_of_numbered_name(path: &Path) {
     }
 }
 
-/// True if the path exists. If it cannot be examined, it counts as existing, so that the next operation reports the
+/// True if the path exists. A path that cannot be examined counts as existing, so that the next operation reports the
 /// error.
 fn exists(path: &Path) -> bool {
     path.try_exists().unwrap_or(true)
 }
 
-/// The header of a file, and its tensors in the order of the file.
+/// The safetensors header of a file, and the file's tensors in the order of their data.
 struct Header<'a> {
     bytes: Vec<u8>,
     tensors: Vec<TensorBytes<'a>>,
@@ -262,7 +263,8 @@ fn headers<'a>(sections: &[Section<'a>]) -> Result<Vec<Header<'a>>, CheckpointEr
 
 fn header<'a>(section: &Section<'a>) -> Result<Header<'a>, CheckpointError> {
     let wrong = |reason: String| CheckpointError::Section { file: section.file.to_owned(), reason };
-    // The order of safetensors' own writer: widest type first, so that all tensors are aligned, then by name.
+    // Tensors are in the order of safetensors' own writer: first by type, the widest first, so that all are aligned,
+    // then by name.
     let mut tensors = section.tensors.clone();
     tensors.sort_by(|a, b| Dtype::from(b.dtype).cmp(&Dtype::from(a.dtype)).then(a.name.cmp(b.name)));
 
@@ -294,13 +296,13 @@ fn header<'a>(section: &Section<'a>) -> Result<Header<'a>, CheckpointError> {
     }
     let metadata = Metadata::new(None, infos).map_err(|error| wrong(error.to_string()))?;
     let mut json = serde_json::to_vec(&metadata).map_err(|error| wrong(error.to_string()))?;
-    json.resize(json.len().next_multiple_of(8), b' '); // The format's own padding: data starts 8-byte aligned.
+    json.resize(json.len().next_multiple_of(8), b' '); // The format pads with blanks, so that the data is aligned to 8 bytes.
     let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
     bytes.extend(json);
     Ok(Header { bytes, tensors })
 }
 
-/// Returns the size of a dense tensor in bytes, or `None` if it overflows.
+/// Returns the size of a tensor in bytes, or `None` if it overflows.
 pub(super) fn bytes_of(dtype: Dtype, shape: &[usize]) -> Option<usize> {
     let elements = shape.iter().try_fold(1usize, |product, &extent| product.checked_mul(extent))?;
     Some(elements.checked_mul(dtype.bitsize())?.div_ceil(8))

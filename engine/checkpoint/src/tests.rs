@@ -1,5 +1,5 @@
-//! Faults: any damage to a checkpoint's bytes is detected, and an interrupted save leaves the previous checkpoint
-//! intact.
+//! Tests of faults. Any damage to a checkpoint's bytes is detected, and an interrupted save leaves the previous
+//! checkpoint intact.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -37,7 +37,7 @@ fn save(disk: &mut impl Disk, dir: &Path, step: u64, salt: u8) -> Result<PathBuf
     with_sections(salt, |sections| save_on(disk, dir, step, sections, json!({ "salt": salt })))
 }
 
-/// Returns the salt of a checkpoint, which is read from both the metadata and a tensor.
+/// Returns the salt of a checkpoint. It is read from the metadata and compared with a tensor.
 fn salt_of(checkpoint: &Checkpoint) -> u8 {
     let mut salt = [0];
     checkpoint.section("model.safetensors").unwrap().read_into("steps", &mut salt).unwrap();
@@ -56,7 +56,8 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// A disk on which one operation fails, or every write after a number of bytes. After a crash, every operation fails.
+/// A disk on which one operation fails, or on which writes fail after a number of bytes. After a crash, every operation
+/// fails.
 struct FailingDisk {
     acts_left: usize,
     bytes_left: usize,
@@ -125,7 +126,7 @@ fn a_failure_or_a_crash_at_any_act_leaves_a_sound_checkpoint() {
                 }
                 seen.push(found);
 
-                // The next run saves over the remains and cleans up.
+                // The next run saves the same step and removes the remains.
                 save(&mut RealDisk, &dir, step, 3).unwrap();
                 Checkpoint::prune(&dir, 1, &[]).unwrap();
                 assert_eq!((latest(&dir), names(&dir)), (Some((step, 3)), vec![format!("step-{step:08}")]));
@@ -215,7 +216,7 @@ fn latest_passes_over_what_is_not_sound() {
 
 #[test]
 fn what_is_loaded_is_what_was_verified() {
-    // The tensor is larger than a chunk, so that parts of it begin and end within chunks.
+    // The tensor is larger than a chunk, so that parts of the tensor begin and end within chunks.
     let weight: Vec<u8> = (0..2_500_000u32).map(|index| (index % 251) as u8).collect();
     let folder = tempfile::tempdir().unwrap();
     let tensor = TensorBytes { name: "w", dtype: DType::U8, shape: &[2_500_000], bytes: &weight };
@@ -261,7 +262,8 @@ fn the_step_is_the_manifests() {
     save(&mut RealDisk, dir, 40, 4).unwrap();
     assert_eq!(latest(dir), Some((40, 4)), "progress is not hidden by a name");
 
-    // A renamed folder is neither removed nor replaced, and a new checkpoint of its named step is found.
+    // A renamed folder is neither removed nor replaced. A new checkpoint of the step in its name gets another name and
+    // is found.
     assert!(Checkpoint::prune(dir, 1, &[]).unwrap().is_empty());
     let path = save(&mut RealDisk, dir, 999, 9).unwrap();
     assert_eq!(path, dir.join("step-00000999-2"));
@@ -271,7 +273,7 @@ fn the_step_is_the_manifests() {
     assert_eq!(Checkpoint::prune(dir, 1, &[]).unwrap(), [dir.join("step-00000040")]);
     assert_eq!(names(dir), ["step-00000999", "step-00000999-2"]);
 
-    // Two folders whose names were swapped.
+    // The names of two folders are swapped.
     let swapped = tempfile::tempdir().unwrap();
     let dir = swapped.path();
     let [one, two, aside] = ["step-00000001", "step-00000002", "aside"].map(|name| dir.join(name));
@@ -294,7 +296,7 @@ fn the_newest_sound_one_is_never_pruned() {
     for step in [10, 20, 30] {
         save(&mut RealDisk, dir, step, step as u8).unwrap();
     }
-    // The sizes of the two newest are right, but their hashes are not.
+    // The two newest checkpoints have the right sizes but wrong hashes.
     flip(20);
     flip(30);
     Checkpoint::prune(dir, 2, &[]).unwrap();
@@ -302,7 +304,7 @@ fn the_newest_sound_one_is_never_pruned() {
     save(&mut RealDisk, dir, 15, 15).unwrap();
     Checkpoint::prune(dir, 2, &[]).unwrap();
     assert_eq!(names(dir), ["step-00000010", "step-00000015", "step-00000020", "step-00000030"]);
-    // Newer usable checkpoints replace them.
+    // Once there are enough newer usable checkpoints, the damaged ones are removed.
     save(&mut RealDisk, dir, 40, 40).unwrap();
     save(&mut RealDisk, dir, 50, 50).unwrap();
     Checkpoint::prune(dir, 2, &[]).unwrap();
@@ -397,7 +399,7 @@ fn reading_checks_names_and_sizes() {
 const DTYPES: [DType; 6] = [DType::U8, DType::U32, DType::F16, DType::BF16, DType::F32, DType::F64];
 
 generated! {
-    /// The file is identical to one written by the safetensors library, and can be read back.
+    /// The file is identical to one that the safetensors library writes, and can be read back.
     #[test]
     fn files_are_those_of_safetensors(
         tensors in prop::collection::btree_map("[a-z\".é]{1,8}", (0usize..6, prop::collection::vec(0usize..5, 0..4)), 0..8),
